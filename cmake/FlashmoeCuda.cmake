@@ -1,0 +1,40 @@
+# Finds nvcc and enables CUDA. First CUDACXX or -DCMAKE_CUDA_COMPILER, then a toolkit on the PATH or
+# in its usual place, then the compiler of PyPI's nvidia-cuda-nvcc package.
+#
+# find_package(CUDAToolkit) is not called: the PyPI packages hold no unversioned libcudart.so, which
+# it insists on, and enable_language(CUDA) alone links the static runtime.
+
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES "89-real;90a-real;89-virtual" CACHE STRING "CUDA architectures")
+endif()
+
+if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+  find_program(FLASHMOE_NVCC nvcc
+    HINTS "$ENV{CUDA_PATH}/bin" "$ENV{CUDA_HOME}/bin"
+    PATHS /usr/local/cuda/bin /opt/cuda/bin)
+  if(NOT FLASHMOE_NVCC)
+    if(NOT Python_EXECUTABLE)
+      find_package(Python COMPONENTS Interpreter QUIET)
+    endif()
+    if(Python_EXECUTABLE)
+      execute_process(
+        COMMAND "${Python_EXECUTABLE}" -c
+          "import nvidia, pathlib; print(*(str(p) for d in nvidia.__path__ for p in pathlib.Path(d).glob('cu*/bin/nvcc')), sep=';')"
+        OUTPUT_VARIABLE flashmoe_pypi_nvcc OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    endif()
+    if(flashmoe_pypi_nvcc)
+      list(GET flashmoe_pypi_nvcc 0 flashmoe_pypi_nvcc)
+      set(FLASHMOE_NVCC "${flashmoe_pypi_nvcc}" CACHE FILEPATH "nvcc" FORCE)
+    endif()
+  endif()
+  if(NOT FLASHMOE_NVCC)
+    message(FATAL_ERROR
+      "No CUDA compiler was found. Set CUDACXX to an nvcc of CUDA 12.8 or newer, or "
+      "`pip install 'nvidia-cuda-nvcc>=13.2' nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime "
+      "nvidia-cuda-cccl`, or configure with -DFLASHMOE_CUDA=OFF for the CPU-only library.")
+  endif()
+  set(CMAKE_CUDA_COMPILER "${FLASHMOE_NVCC}")
+endif()
+
+enable_language(CUDA)
+message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, ${CMAKE_CUDA_ARCHITECTURES}")

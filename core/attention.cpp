@@ -1,0 +1,407 @@
+// Attention forward: validate -> problem -> plan -> launch.
+#include "core/attention.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "core/backends.h"
+#include "core/checks.h"
+#include "core/log.h"
+#include "core/status.h"
+
+namespace flashmoe {
+
+const char* dtype_name(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat32: return "fp32";
+    case Dtype::kFloat16: return "fp16";
+    case Dtype::kBFloat16: return "bf16";
+  }
+  return "?";
+}
+
+int64_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
+double attention_flops(const AttentionProblem& p) {
+  const double rows = static_cast<double>(p.seq_q);
+  const double keys = static_cast<double>(p.seq_k);
+  double pairs = rows * keys;
+  if (p.causal) {
+    // Row i sees clamp(i + offset + 1, 0, seq_k) keys: nothing, then a ramp, then all.
+    const double first = static_cast<double>(p.causal_offset) + 1;  // keys seen by row 0
+    const double ramp_begin = std::fmin(std::fmax(-first, 0.0), rows);
+    const double ramp_end = std::fmin(std::fmax(keys - first, 0.0), rows);
+    const double ramp_rows = ramp_end - ramp_begin;
+    pairs = ramp_rows * (first + (ramp_begin + ramp_end - 1) / 2) + (rows - ramp_end) * keys;
+  }
+  return 2.0 * static_cast<double>(p.batch) * static_cast<double>(p.heads_q) * pairs *
+         static_cast<double>(p.dim + p.dim_v);
+}
+
+LaunchRecord& last_launch_record() {
+  thread_local LaunchRecord record = {};
+  return record;
+}
+
+namespace {
+
+// Every family, best first for its devices.
+const AttentionFamily* const kFamilies[] = {
+#if FLASHMOE_WITH_CUDA
+    &kSm89Attention,
+#endif
+    &kCpuAttention,
+};
+
+RowStrides row_strides(const View& view, bool bhsd) {
+  return bhsd ? RowStrides{view.strides[0], view.strides[2], view.strides[1]}
+              : RowStrides{view.strides[0], view.strides[1], view.strides[2]};
+}
+
+flashmoe_status check_extent(const char* name, const char* extent, int64_t got, const char* of,
+                             int64_t want) {
+  if (got == want) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: its %s is %lld, but %s has %lld", name, extent,
+              static_cast<long long>(got), of, static_cast<long long>(want));
+}
+
+flashmoe_status check_head_dim(const char* name, int64_t dim) {
+  if (dim >= kHeadDimMultiple && dim <= kMaxHeadDim && dim % kHeadDimMultiple == 0) {
+    return FLASHMOE_OK;
+  }
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+              "%s: its head dimension is %lld, accepted are multiples of %lld from %lld to %lld",
+              name, static_cast<long long>(dim), static_cast<long long>(kHeadDimMultiple),
+              static_cast<long long>(kHeadDimMultiple), static_cast<long long>(kMaxHeadDim));
+}
+
+#define FLASHMOE_TRY(expression)                                  \
+  do {                                                            \
+    const flashmoe_status try_status = (expression);              \
+    if (try_status != FLASHMOE_OK) return try_status;             \
+  } while (false)
+
+// Pinned host memory is the CPU's; what else is not CUDA is refused.
+flashmoe_status check_device(const char* name, const flashmoe_tensor& tensor,
+                             flashmoe_device* device) {
+  switch (tensor.device.device_type) {
+    case FLASHMOE_DEVICE_CPU:
+    case FLASHMOE_DEVICE_CUDA_HOST: *device = {FLASHMOE_DEVICE_CPU, 0}; return FLASHMOE_OK;
+    case FLASHMOE_DEVICE_CUDA: *device = tensor.device; return FLASHMOE_OK;
+    default:
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "%s: got device type %d, accepted are 1 (CPU), 2 (CUDA) and 3 (CUDA host)", name,
+                  tensor.device.device_type);
+  }
+}
+
+flashmoe_status check_same_kind(const char* name, const flashmoe_tensor& tensor,
+                                const AttentionProblem& problem, Dtype want) {
+  flashmoe_device device;
+  FLASHMOE_TRY(check_device(name, tensor, &device));
+  if (device.device_type != problem.device.device_type ||
+      device.device_id != problem.device.device_id) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: it is on %s:%d but q is on %s:%d; all tensors must be on one device", name,
+                device.device_type == FLASHMOE_DEVICE_CUDA ? "cuda" : "cpu", device.device_id,
+                problem.device.device_type == FLASHMOE_DEVICE_CUDA ? "cuda" : "cpu",
+                problem.device.device_id);
+  }
+  Dtype dtype;
+  FLASHMOE_TRY(check_dtype(name, tensor, &dtype));
+  if (dtype != want) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got dtype %s, accepted is %s%s", name,
+                dtype_name(dtype), dtype_name(want), std::strcmp(name, "lse") == 0 ? "" : " as q's");
+  }
+  return FLASHMOE_OK;
+}
+
+// Rank, rows and extents of one of q, k, v, out.
+flashmoe_status check_rows_tensor(const char* name, const flashmoe_tensor* tensor, Dtype dtype,
+                                  View* view) {
+  FLASHMOE_TRY(check_view(name, tensor, 4, view));
+  return check_rows(name, *view, 4, dtype_bytes(dtype));
+}
+
+flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
+                             AttentionProblem* problem) {
+  if (params == nullptr) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "params: got a null pointer");
+  }
+  FLASHMOE_TRY(check_struct_size("flashmoe_attention_forward_params", params->struct_size,
+                                 sizeof *params, sizeof *params));
+  if (params->layout != FLASHMOE_LAYOUT_BSHD && params->layout != FLASHMOE_LAYOUT_BHSD) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "layout: got %d, accepted are 0 (bshd) and 1 (bhsd)", params->layout);
+  }
+  if (params->causal < FLASHMOE_CAUSAL_NONE || params->causal > FLASHMOE_CAUSAL_TOP_LEFT) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "causal: got %d, accepted are 0 (none), 1 (bottom_right) and 2 (top_left)",
+                params->causal);
+  }
+  if (!(params->scale >= 0.0f) || !std::isfinite(params->scale)) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "scale: got %g, accepted is a finite positive number, or 0 for 1 / sqrt(dim)",
+                static_cast<double>(params->scale));
+  }
+  if (params->reserved != 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "reserved: got %u, accepted is 0",
+                params->reserved);
+  }
+
+  AttentionProblem& p = *problem;
+  const bool bhsd = params->layout == FLASHMOE_LAYOUT_BHSD;
+  const int seq_axis = bhsd ? 2 : 1;
+  const int head_axis = bhsd ? 1 : 2;
+
+  View q, k, v, out;
+  FLASHMOE_TRY(check_view("q", params->q, 4, &q));
+  FLASHMOE_TRY(check_device("q", *params->q, &p.device));
+  FLASHMOE_TRY(check_dtype("q", *params->q, &p.dtype));
+  FLASHMOE_TRY(check_rows("q", q, 4, dtype_bytes(p.dtype)));
+  FLASHMOE_TRY(check_rows_tensor("k", params->k, p.dtype, &k));
+  FLASHMOE_TRY(check_same_kind("k", *params->k, p, p.dtype));
+  FLASHMOE_TRY(check_rows_tensor("v", params->v, p.dtype, &v));
+  FLASHMOE_TRY(check_same_kind("v", *params->v, p, p.dtype));
+  FLASHMOE_TRY(check_rows_tensor("out", params->out, p.dtype, &out));
+  FLASHMOE_TRY(check_same_kind("out", *params->out, p, p.dtype));
+
+  p.batch = q.shape[0];
+  p.seq_q = q.shape[seq_axis];
+  p.heads_q = q.shape[head_axis];
+  p.dim = q.shape[3];
+  p.seq_k = k.shape[seq_axis];
+  p.heads_kv = k.shape[head_axis];
+  p.dim_v = v.shape[3];
+  FLASHMOE_TRY(check_head_dim("q", p.dim));
+  FLASHMOE_TRY(check_head_dim("v", p.dim_v));
+  FLASHMOE_TRY(check_extent("k", "head dimension", k.shape[3], "q", p.dim));
+  FLASHMOE_TRY(check_extent("k", "batch", k.shape[0], "q", p.batch));
+  FLASHMOE_TRY(check_extent("v", "batch", v.shape[0], "q", p.batch));
+  FLASHMOE_TRY(check_extent("out", "batch", out.shape[0], "q", p.batch));
+  FLASHMOE_TRY(check_extent("v", "sequence length", v.shape[seq_axis], "k", p.seq_k));
+  FLASHMOE_TRY(check_extent("out", "sequence length", out.shape[seq_axis], "q", p.seq_q));
+  FLASHMOE_TRY(check_extent("v", "number of heads", v.shape[head_axis], "k", p.heads_kv));
+  FLASHMOE_TRY(check_extent("out", "number of heads", out.shape[head_axis], "q", p.heads_q));
+  FLASHMOE_TRY(check_extent("out", "head dimension", out.shape[3], "v", p.dim_v));
+  if (p.heads_q == 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "q: got 0 heads, accepted is 1 or more");
+  }
+  if (p.heads_kv == 0 || p.heads_q % p.heads_kv != 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "k: got %lld heads, accepted are divisors of q's %lld",
+                static_cast<long long>(p.heads_kv), static_cast<long long>(p.heads_q));
+  }
+  FLASHMOE_TRY(check_no_overlap("out", out, 4));
+
+  p.lse = nullptr;
+  p.lse_strides = {0, 0, 0};
+  if (params->lse != nullptr) {
+    View lse;
+    FLASHMOE_TRY(check_view("lse", params->lse, 3, &lse));
+    FLASHMOE_TRY(check_same_kind("lse", *params->lse, p, Dtype::kFloat32));
+    FLASHMOE_TRY(check_extent("lse", "batch", lse.shape[0], "q", p.batch));
+    FLASHMOE_TRY(check_extent("lse", "number of heads", lse.shape[1], "q", p.heads_q));
+    FLASHMOE_TRY(check_extent("lse", "sequence length", lse.shape[2], "q", p.seq_q));
+    if (reinterpret_cast<uintptr_t>(lse.data) % alignof(float) != 0) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "lse: its data begins at address %p, which is not a multiple of 4 bytes",
+                  lse.data);
+    }
+    FLASHMOE_TRY(check_no_overlap("lse", lse, 3));
+    p.lse = static_cast<float*>(lse.data);
+    p.lse_strides = {lse.strides[0], lse.strides[2], lse.strides[1]};
+  }
+
+  p.q = q.data;
+  p.k = k.data;
+  p.v = v.data;
+  p.out = out.data;
+  p.q_strides = row_strides(q, bhsd);
+  p.k_strides = row_strides(k, bhsd);
+  p.v_strides = row_strides(v, bhsd);
+  p.out_strides = row_strides(out, bhsd);
+  p.scale = params->scale != 0.0f ? params->scale
+                                  : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim)));
+  p.causal = params->causal != FLASHMOE_CAUSAL_NONE;
+  p.causal_offset = params->causal == FLASHMOE_CAUSAL_BOTTOM_RIGHT ? p.seq_k - p.seq_q : 0;
+  return FLASHMOE_OK;
+}
+
+// FLASHMOE_ARCH names the GPU family that serves calls which name none; read once.
+const char* family_from_environment() {
+  static const char* const family = [] {
+    const char* text = std::getenv("FLASHMOE_ARCH");
+    return text != nullptr && *text != '\0' ? text : nullptr;
+  }();
+  return family;
+}
+
+flashmoe_status choose(const AttentionProblem& problem, const char* wanted, const char* wanted_by,
+                       AttentionPlan* plan, const AttentionFamily** chosen) {
+  char rejected[sizeof plan->info.rejected] = "";
+  size_t used = 0;
+  flashmoe_status first_error = FLASHMOE_ERROR_UNSUPPORTED;
+  char first_reason[512] = "no kernel family is built in";
+  bool known = wanted == nullptr;
+  bool rejected_any = false;
+  *chosen = nullptr;
+  for (const AttentionFamily* family : kFamilies) {
+    char reason[384] = "";
+    flashmoe_status status = FLASHMOE_ERROR_UNSUPPORTED;
+    AttentionPlan candidate = {};
+    const bool named = wanted == nullptr || std::strcmp(wanted, family->name) == 0;
+    known = known || named;
+    if (*chosen != nullptr) {
+      std::snprintf(reason, sizeof reason, "%s comes first", (*chosen)->name);
+    } else if (!named) {
+      std::snprintf(reason, sizeof reason, "%s asks for %s", wanted_by, wanted);
+    } else {
+      status = family->plan(problem, &candidate, reason, sizeof reason);
+      if (status == FLASHMOE_OK) {
+        *plan = candidate;
+        *chosen = family;
+        continue;
+      }
+      if (!rejected_any) {
+        first_error = status;
+        std::snprintf(first_reason, sizeof first_reason, "%s: %s", family->name, reason);
+        rejected_any = true;
+      }
+    }
+    const int wrote = std::snprintf(rejected + used, sizeof rejected - used, "%s: %s\n",
+                                    family->name, reason);
+    used = used + static_cast<size_t>(wrote) < sizeof rejected ? used + static_cast<size_t>(wrote)
+                                                              : sizeof rejected - 1;
+  }
+  if (!known) {
+    char names[128] = "";
+    for (const AttentionFamily* family : kFamilies) {
+      const size_t length = std::strlen(names);
+      std::snprintf(names + length, sizeof names - length, "%s%s", length == 0 ? "" : ", ",
+                    family->name);
+    }
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got \"%.64s\", built in are %s", wanted_by,
+                wanted, names);
+  }
+  if (*chosen == nullptr) {
+    return fail(first_error, "%s%s%s%s", wanted != nullptr ? wanted_by : "",
+                wanted != nullptr ? ": " : "", wanted != nullptr ? "cannot be served: " : "",
+                first_reason);
+  }
+  flashmoe_attention_plan& info = plan->info;
+  info.struct_size = sizeof info;
+  std::snprintf(info.family, sizeof info.family, "%s", (*chosen)->name);
+  std::snprintf(info.rejected, sizeof info.rejected, "%s", rejected);
+  info.flops = attention_flops(problem);
+  return FLASHMOE_OK;
+}
+
+flashmoe_status make_plan(const flashmoe_attention_forward_params* params,
+                          AttentionProblem* problem, AttentionPlan* plan,
+                          const AttentionFamily** family) {
+  FLASHMOE_TRY(make_problem(params, problem));
+  const char* wanted = params->kernel != nullptr && *params->kernel != '\0' ? params->kernel
+                                                                            : nullptr;
+  const char* wanted_by = "kernel";
+  if (wanted == nullptr && problem->device.device_type == FLASHMOE_DEVICE_CUDA) {
+    wanted = family_from_environment();
+    wanted_by = "FLASHMOE_ARCH";
+  }
+  return choose(*problem, wanted, wanted_by, plan, family);
+}
+
+void log_call(const AttentionProblem& p, const AttentionPlan& plan, const void* stream) {
+  if (!log_enabled(FLASHMOE_LOG_INFO)) return;
+  const flashmoe_attention_plan& info = plan.info;
+  log_line(FLASHMOE_LOG_INFO,
+           "attention_forward batch=%lld seq_q=%lld seq_k=%lld heads=%lld/%lld dim=%lld/%lld %s "
+           "causal=%s lse=%s device=%s:%d stream=%p -> %s grid=%ux%ux%u block=%u shared=%llu",
+           static_cast<long long>(p.batch), static_cast<long long>(p.seq_q),
+           static_cast<long long>(p.seq_k), static_cast<long long>(p.heads_q),
+           static_cast<long long>(p.heads_kv), static_cast<long long>(p.dim),
+           static_cast<long long>(p.dim_v), dtype_name(p.dtype), p.causal ? "yes" : "no",
+           p.lse != nullptr ? "yes" : "no",
+           p.device.device_type == FLASHMOE_DEVICE_CUDA ? "cuda" : "cpu", p.device.device_id, stream,
+           info.kernel, info.grid[0], info.grid[1], info.grid[2], info.block[0],
+           static_cast<unsigned long long>(info.shared_bytes));
+  if (log_enabled(FLASHMOE_LOG_DEBUG) && info.rejected[0] != '\0') {
+    log_line(FLASHMOE_LOG_DEBUG, "rejected: %s", info.rejected);
+  }
+}
+
+}  // namespace
+}  // namespace flashmoe
+
+using flashmoe::fail;
+
+flashmoe_status flashmoe_attention_forward_plan(const flashmoe_attention_forward_params* params,
+                                                flashmoe_attention_plan* plan) {
+  if (plan == nullptr) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "plan: got a null pointer");
+  }
+  FLASHMOE_TRY(flashmoe::check_struct_size("flashmoe_attention_plan", plan->struct_size,
+                                           sizeof *plan, sizeof *plan));
+  flashmoe::AttentionProblem problem;
+  flashmoe::AttentionPlan made = {};
+  const flashmoe::AttentionFamily* family = nullptr;
+  FLASHMOE_TRY(flashmoe::make_plan(params, &problem, &made, &family));
+  flashmoe::copy_out(made.info, plan);
+  return FLASHMOE_OK;
+}
+
+flashmoe_status flashmoe_attention_forward_workspace_size(
+    const flashmoe_attention_forward_params* params, size_t* bytes) {
+  if (bytes == nullptr) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "bytes: got a null pointer");
+  }
+  flashmoe::AttentionProblem problem;
+  flashmoe::AttentionPlan plan = {};
+  const flashmoe::AttentionFamily* family = nullptr;
+  FLASHMOE_TRY(flashmoe::make_plan(params, &problem, &plan, &family));
+  *bytes = static_cast<size_t>(plan.info.workspace_bytes);
+  return FLASHMOE_OK;
+}
+
+flashmoe_status flashmoe_attention_forward(const flashmoe_attention_forward_params* params,
+                                           void* workspace, size_t workspace_size, void* stream) {
+  flashmoe::AttentionProblem problem;
+  flashmoe::AttentionPlan plan = {};
+  const flashmoe::AttentionFamily* family = nullptr;
+  FLASHMOE_TRY(flashmoe::make_plan(params, &problem, &plan, &family));
+  const uint64_t needed = plan.info.workspace_bytes;
+  if (needed > 0) {
+    if (workspace_size < needed) {
+      return fail(FLASHMOE_ERROR_WORKSPACE_TOO_SMALL,
+                  "workspace_size: got %zu bytes, this call needs %llu "
+                  "(flashmoe_attention_forward_workspace_size tells)",
+                  workspace_size, static_cast<unsigned long long>(needed));
+    }
+    if (workspace == nullptr || reinterpret_cast<uintptr_t>(workspace) % 16 != 0) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "workspace: got %p, accepted is a 16-byte aligned pointer to %llu bytes",
+                  workspace, static_cast<unsigned long long>(needed));
+    }
+  }
+  flashmoe::log_call(problem, plan, stream);
+  if (problem.batch == 0 || problem.seq_q == 0) return FLASHMOE_OK;
+  return family->launch(problem, plan, workspace, stream);
+}
+
+flashmoe_status flashmoe_last_launch(flashmoe_launch* launch) {
+  if (launch == nullptr) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "launch: got a null pointer");
+  }
+  FLASHMOE_TRY(flashmoe::check_struct_size("flashmoe_launch", launch->struct_size, sizeof *launch,
+                                           sizeof *launch));
+  const flashmoe::LaunchRecord& record = flashmoe::last_launch_record();
+  if (record.info.kernel[0] == '\0') {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "launch: nothing was launched on this thread yet");
+  }
+  flashmoe_launch filled = record.info;
+  if (record.read != nullptr) FLASHMOE_TRY(record.read(record, &filled));
+  flashmoe::copy_out(filled, launch);
+  return FLASHMOE_OK;
+}

@@ -1,0 +1,83 @@
+// The attention problem and its plan: what the C ABI's arguments become after one validation, and
+// what every backend takes. Plain structs; see docs/architecture.md for the flow.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+
+enum class Dtype : int32_t { kFloat32, kFloat16, kBFloat16 };
+
+const char* dtype_name(Dtype dtype);  // "fp32", "fp16", "bf16"
+int64_t dtype_bytes(Dtype dtype);
+
+// Element strides of a [batch, seq, heads, dim] view; the last one is 1.
+struct RowStrides {
+  int64_t batch;
+  int64_t seq;
+  int64_t head;
+};
+
+// A validated call. Every extent and every reachable byte offset fits in int64; batch, seq_q and
+// seq_k may be 0; dim and dim_v are multiples of 8 in [8, 256]; heads_q % heads_kv == 0.
+struct AttentionProblem {
+  Dtype dtype;
+  flashmoe_device device;
+
+  const void* q;  // [batch, seq_q, heads_q, dim]
+  const void* k;  // [batch, seq_k, heads_kv, dim]
+  const void* v;  // [batch, seq_k, heads_kv, dim_v]
+  void* out;      // [batch, seq_q, heads_q, dim_v]
+  float* lse;     // [batch, heads_q, seq_q] or nullptr
+
+  RowStrides q_strides;
+  RowStrides k_strides;
+  RowStrides v_strides;
+  RowStrides out_strides;
+  RowStrides lse_strides;  // same axes; element strides of lse, in which the last axis is seq
+
+  int64_t batch;
+  int64_t seq_q;
+  int64_t seq_k;
+  int64_t heads_q;
+  int64_t heads_kv;
+  int64_t dim;
+  int64_t dim_v;
+
+  float scale;            // finite and > 0
+  bool causal;
+  int64_t causal_offset;  // with causal: query i sees keys j <= i + causal_offset
+};
+
+// How a backend will compute a problem. `entry` is the backend's own, handed back at launch.
+struct AttentionPlan {
+  flashmoe_attention_plan info;  // what the caller may read
+  const void* entry;
+};
+
+// Multiply-adds of the two products count as two; pairs hidden by the causal mask do not count.
+double attention_flops(const AttentionProblem& problem);
+
+// The last launch of this thread. The GPU part is read back from the runtime when it is asked for.
+struct LaunchRecord {
+  flashmoe_launch info;
+  const void* function;  // GPU: handle for LaunchReader; CPU: nullptr
+  flashmoe_status (*read)(const LaunchRecord& record, flashmoe_launch* launch);
+};
+
+LaunchRecord& last_launch_record();
+
+// A kernel family. `plan` writes a sentence to `reason` (of reason_size bytes) and returns an
+// error status when the family cannot serve the problem; it does not touch the last error.
+struct AttentionFamily {
+  const char* name;
+  flashmoe_status (*plan)(const AttentionProblem& problem, AttentionPlan* plan, char* reason,
+                          size_t reason_size);
+  flashmoe_status (*launch)(const AttentionProblem& problem, const AttentionPlan& plan,
+                            void* workspace, void* stream);
+};
+
+}  // namespace flashmoe

@@ -1,0 +1,23 @@
+// What a backend gives to the core. core/ sees these declarations and nothing else of a backend;
+// each is defined once, in cpu/ or cuda/.
+#pragma once
+
+#include "core/attention.h"
+
+namespace flashmoe {
+
+// cpu/
+extern const AttentionFamily kCpuAttention;
+flashmoe_status cpu_device_info(flashmoe_device_info* info);
+int32_t cpu_set_num_threads(int32_t n);  // n = 0: default; returns the number in use
+int32_t cpu_get_num_threads();
+
+// cuda/ (only in a build with FLASHMOE_CUDA)
+#if FLASHMOE_WITH_CUDA
+extern const AttentionFamily kSm89Attention;
+int32_t cuda_device_count();
+int32_t cuda_runtime_version();
+flashmoe_status cuda_device_info(int32_t device_id, flashmoe_device_info* info);
+#endif
+
+}  // namespace flashmoe

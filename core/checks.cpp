@@ -1,0 +1,193 @@
+#include "core/checks.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+
+namespace flashmoe {
+namespace {
+
+// "[2, 128, 8, 64]" for messages; shapes longer than a caller may pass are cut.
+struct ShapeText {
+  char text[160];
+
+  ShapeText(const int64_t* shape, int rank) {
+    size_t used = 0;
+    append(&used, "[");
+    for (int axis = 0; axis < rank && axis < 8; ++axis) {
+      char number[24];
+      std::snprintf(number, sizeof number, axis == 0 ? "%lld" : ", %lld",
+                    static_cast<long long>(shape[axis]));
+      append(&used, number);
+    }
+    append(&used, rank > 8 ? ", ...]" : "]");
+  }
+
+ private:
+  void append(size_t* used, const char* piece) {
+    const int wrote = std::snprintf(text + *used, sizeof text - *used, "%s", piece);
+    *used += static_cast<size_t>(wrote);
+    if (*used >= sizeof text) *used = sizeof text - 1;
+  }
+};
+
+bool multiply(int64_t a, int64_t b, int64_t* product) {
+  return !__builtin_mul_overflow(a, b, product);
+}
+
+bool add(int64_t a, int64_t b, int64_t* sum) { return !__builtin_add_overflow(a, b, sum); }
+
+// The offsets, in elements, of the lowest and highest element of a non-empty view.
+bool element_range(const View& view, int rank, int64_t* low, int64_t* high) {
+  *low = 0;
+  *high = 0;
+  for (int axis = 0; axis < rank; ++axis) {
+    int64_t reach = 0;
+    if (!multiply(view.shape[axis] - 1, view.strides[axis], &reach)) return false;
+    if (!add(reach < 0 ? *low : *high, reach, reach < 0 ? low : high)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+flashmoe_status check_struct_size(const char* name, size_t got, size_t oldest, size_t newest) {
+  if (got >= oldest && got <= newest) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+              "%s.struct_size: got %zu, this library (version %d.%d.%d) accepts %zu to %zu; "
+              "initialise the struct with %s_init()%s",
+              name, got, FLASHMOE_VERSION_MAJOR, FLASHMOE_VERSION_MINOR, FLASHMOE_VERSION_PATCH,
+              oldest, newest, name,
+              got > newest ? ", or use a library at least as new as the header" : "");
+}
+
+flashmoe_status check_view(const char* name, const flashmoe_tensor* tensor, int rank, View* view) {
+  if (tensor == nullptr) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got a null tensor, it is required", name);
+  }
+  if (tensor->ndim != rank) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got %d dimensions, accepted are %d", name,
+                tensor->ndim, rank);
+  }
+  if (tensor->shape == nullptr) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: its shape is a null pointer", name);
+  }
+  int64_t count = 1;
+  bool empty = false;
+  for (int axis = 0; axis < rank; ++axis) {
+    const int64_t extent = tensor->shape[axis];
+    if (extent < 0) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got shape %s, extents cannot be negative",
+                  name, ShapeText(tensor->shape, rank).text);
+    }
+    empty = empty || extent == 0;
+    view->shape[axis] = extent;
+  }
+  for (int axis = 0; axis < rank; ++axis) {
+    // An extent of zero does not excuse the others: kernels multiply them too.
+    if (!multiply(count, view->shape[axis] == 0 ? 1 : view->shape[axis], &count) ||
+        count > INT64_MAX / 8) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "%s: got shape %s, its number of bytes does not fit in 63 bits", name,
+                  ShapeText(tensor->shape, rank).text);
+    }
+  }
+  int64_t packed = 1;
+  for (int axis = rank - 1; axis >= 0; --axis) {
+    view->strides[axis] = tensor->strides != nullptr ? tensor->strides[axis] : packed;
+    packed *= view->shape[axis];
+  }
+  int64_t low = 0;
+  int64_t high = 0;
+  int64_t bytes = 0;
+  if (!empty && (!element_range(*view, rank, &low, &high) || !multiply(high, 8, &bytes) ||
+                 !multiply(low, 8, &bytes))) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: got shape %s with strides %s, its byte offsets do not fit in 63 bits", name,
+                ShapeText(tensor->shape, rank).text, ShapeText(view->strides, rank).text);
+  }
+  if (tensor->data == nullptr && !empty) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: its data is a null pointer but its shape %s is not empty", name,
+                ShapeText(tensor->shape, rank).text);
+  }
+  const uintptr_t base = reinterpret_cast<uintptr_t>(tensor->data);
+  if (tensor->byte_offset > UINTPTR_MAX - base) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: its byte_offset %llu leads past the end of memory", name,
+                static_cast<unsigned long long>(tensor->byte_offset));
+  }
+  view->data = reinterpret_cast<void*>(base + tensor->byte_offset);
+  return FLASHMOE_OK;
+}
+
+flashmoe_status check_rows(const char* name, const View& view, int rank, int64_t element_bytes) {
+  bool empty = false;
+  for (int axis = 0; axis < rank; ++axis) empty = empty || view.shape[axis] == 0;
+  if (empty) return FLASHMOE_OK;
+  if (view.shape[rank - 1] > 1 && view.strides[rank - 1] != 1) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: its last dimension has stride %lld, accepted is 1 (contiguous rows)", name,
+                static_cast<long long>(view.strides[rank - 1]));
+  }
+  if (reinterpret_cast<uintptr_t>(view.data) % kRowAlignment != 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: its data begins at address %p, which is not a multiple of %lld bytes", name,
+                view.data, static_cast<long long>(kRowAlignment));
+  }
+  for (int axis = 0; axis < rank - 1; ++axis) {
+    if (view.shape[axis] > 1 && view.strides[axis] % (kRowAlignment / element_bytes) != 0) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "%s: dimension %d has stride %lld elements, accepted are multiples of %lld "
+                  "(rows begin on %lld-byte boundaries)",
+                  name, axis, static_cast<long long>(view.strides[axis]),
+                  static_cast<long long>(kRowAlignment / element_bytes),
+                  static_cast<long long>(kRowAlignment));
+    }
+  }
+  return FLASHMOE_OK;
+}
+
+flashmoe_status check_no_overlap(const char* name, const View& view, int rank) {
+  int order[kMaxRank];
+  int used = 0;
+  for (int axis = 0; axis < rank; ++axis) {
+    if (view.shape[axis] == 0) return FLASHMOE_OK;
+    if (view.shape[axis] > 1) order[used++] = axis;
+  }
+  for (int i = 1; i < used; ++i) {
+    for (int j = i; j > 0 && std::llabs(view.strides[order[j]]) <
+                                 std::llabs(view.strides[order[j - 1]]); --j) {
+      std::swap(order[j], order[j - 1]);
+    }
+  }
+  // Sufficient for every view that slicing, transposing and reshaping can make.
+  int64_t reach = 0;  // of the axes with smaller strides; fits, check_view has seen to it
+  for (int i = 0; i < used; ++i) {
+    const int64_t stride = std::llabs(view.strides[order[i]]);
+    if (stride <= reach) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "%s: its strides %s make elements of shape %s overlap; an output needs distinct "
+                  "elements",
+                  name, ShapeText(view.strides, rank).text, ShapeText(view.shape, rank).text);
+    }
+    reach += (view.shape[order[i]] - 1) * stride;
+  }
+  return FLASHMOE_OK;
+}
+
+flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dtype* dtype) {
+  const flashmoe_dtype got = tensor.dtype;
+  if (got.lanes == 1) {
+    if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 32) return *dtype = Dtype::kFloat32, FLASHMOE_OK;
+    if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 16) return *dtype = Dtype::kFloat16, FLASHMOE_OK;
+    if (got.code == FLASHMOE_DTYPE_BFLOAT && got.bits == 16) return *dtype = Dtype::kBFloat16, FLASHMOE_OK;
+  }
+  static const char* const kCodes[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  const char* code = got.code < 7 ? kCodes[got.code] : "dtype code ";
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+              "%s: got dtype %s%d (code %d, %d lanes), accepted are fp16, bf16 and fp32", name,
+              code, got.bits, got.code, got.lanes);
+}
+
+}  // namespace flashmoe

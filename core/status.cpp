@@ -1,0 +1,47 @@
+#include "core/status.h"
+
+#include <cstdarg>
+#include <cstdio>
+
+#include "core/log.h"
+
+namespace flashmoe {
+namespace {
+
+constexpr size_t kMaxSentence = 1024;
+thread_local char last_error[kMaxSentence] = "";
+
+}  // namespace
+
+flashmoe_status fail(flashmoe_status status, const char* format, ...) {
+  // The arguments may point into last_error itself: format apart, then copy.
+  char sentence[kMaxSentence];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(sentence, sizeof sentence, format, arguments);
+  va_end(arguments);
+  std::snprintf(last_error, sizeof last_error, "%s", sentence);
+  if (log_enabled(FLASHMOE_LOG_ERROR)) {
+    log_line(FLASHMOE_LOG_ERROR, "%s: %s", flashmoe_status_name(status), sentence);
+  }
+  return status;
+}
+
+}  // namespace flashmoe
+
+const char* flashmoe_last_error(void) { return flashmoe::last_error; }
+
+const char* flashmoe_status_name(flashmoe_status status) {
+  switch (status) {
+    case FLASHMOE_OK: return "FLASHMOE_OK";
+    case FLASHMOE_ERROR_INVALID_ARGUMENT: return "FLASHMOE_ERROR_INVALID_ARGUMENT";
+    case FLASHMOE_ERROR_UNSUPPORTED: return "FLASHMOE_ERROR_UNSUPPORTED";
+    case FLASHMOE_ERROR_ARCH_NOT_BUILT: return "FLASHMOE_ERROR_ARCH_NOT_BUILT";
+    case FLASHMOE_ERROR_NO_DEVICE: return "FLASHMOE_ERROR_NO_DEVICE";
+    case FLASHMOE_ERROR_WORKSPACE_TOO_SMALL: return "FLASHMOE_ERROR_WORKSPACE_TOO_SMALL";
+    case FLASHMOE_ERROR_CUDA: return "FLASHMOE_ERROR_CUDA";
+    case FLASHMOE_ERROR_OUT_OF_MEMORY: return "FLASHMOE_ERROR_OUT_OF_MEMORY";
+    case FLASHMOE_ERROR_INTERNAL: return "FLASHMOE_ERROR_INTERNAL";
+  }
+  return "unknown flashmoe_status";
+}

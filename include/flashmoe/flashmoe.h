@@ -1,0 +1,325 @@
+/* FlashMoE: exact attention and mixture-of-experts for NVIDIA GPUs and CPUs.
+ *
+ * This header is the whole C ABI of libflashmoe. It is C99, compiles as C++, and needs no CUDA
+ * headers. Rules that hold for every function:
+ *
+ *  - A function that can fail returns a flashmoe_status. On failure nothing has been written to
+ *    any output, and flashmoe_last_error() gives one sentence that names the argument, what was
+ *    given and what is accepted.
+ *  - Every struct begins with `size_t struct_size`, set by its `..._init()` function. Fields are
+ *    only ever appended; zero means the default.
+ *  - Tensors are views. The library reads and writes nothing outside them, keeps no pointer
+ *    after it returns (asynchronous GPU work excepted), and allocates no device memory.
+ *  - GPU work is launched on the caller's stream and never synchronised: calls can be captured
+ *    into a CUDA graph. The current device is the same before and after a call.
+ *  - All functions may be called from any thread at any time.
+ */
+#ifndef FLASHMOE_FLASHMOE_H_
+#define FLASHMOE_FLASHMOE_H_
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define FLASHMOE_VERSION_MAJOR 0
+#define FLASHMOE_VERSION_MINOR 1
+#define FLASHMOE_VERSION_PATCH 0
+
+#if defined(FLASHMOE_BUILDING) && defined(__GNUC__)
+#define FLASHMOE_API __attribute__((visibility("default")))
+#else
+#define FLASHMOE_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ------------------------------------------------------------------------------------------------
+ * Status
+ * ---------------------------------------------------------------------------------------------- */
+
+/* Result of a call. The values are fixed for ever. */
+typedef enum flashmoe_status {
+  FLASHMOE_OK = 0,
+  FLASHMOE_ERROR_INVALID_ARGUMENT = 1,    /* an argument is wrong; the sentence names it */
+  FLASHMOE_ERROR_UNSUPPORTED = 2,         /* a valid request that no kernel here serves */
+  FLASHMOE_ERROR_ARCH_NOT_BUILT = 3,      /* the library holds no code for this device */
+  FLASHMOE_ERROR_NO_DEVICE = 4,           /* no such device, or no driver */
+  FLASHMOE_ERROR_WORKSPACE_TOO_SMALL = 5, /* ask flashmoe_..._workspace_size() */
+  FLASHMOE_ERROR_CUDA = 6,                /* the CUDA runtime reported an error */
+  FLASHMOE_ERROR_OUT_OF_MEMORY = 7,       /* the host is out of memory */
+  FLASHMOE_ERROR_INTERNAL = 8             /* a defect of this library; please report it */
+} flashmoe_status;
+
+/* Name of a status, such as "FLASHMOE_OK". Never NULL; static storage. */
+FLASHMOE_API const char* flashmoe_status_name(flashmoe_status status);
+
+/* The sentence of the last failed call on this thread, "" if none has failed. Never NULL. Valid
+ * until the next failing call on this thread. */
+FLASHMOE_API const char* flashmoe_last_error(void);
+
+/* ------------------------------------------------------------------------------------------------
+ * Version, build and devices
+ * ---------------------------------------------------------------------------------------------- */
+
+/* Version of the loaded library: major * 10000 + minor * 100 + patch. */
+FLASHMOE_API uint32_t flashmoe_version(void);
+
+/* What is in this library. The strings are static. */
+typedef struct flashmoe_build_info {
+  size_t struct_size;
+  const char* version;            /* "0.1.0" */
+  const char* cuda_architectures; /* "89-real;90a-real;89-virtual", or "" for a CPU-only build */
+  const char* cuda_compiler;      /* "13.0.88", or "" */
+  const char* host_compiler;      /* "GNU 12.2.0" */
+  const char* kernel_families;    /* "cpu;sm89": what the `kernel` of a call may name */
+  int32_t cuda_runtime_version;   /* 13000 for 13.0; 0 for a CPU-only build */
+} flashmoe_build_info;
+
+/* Fills *info. Errors: FLASHMOE_ERROR_INVALID_ARGUMENT (info is NULL, struct_size unknown). */
+FLASHMOE_API flashmoe_status flashmoe_get_build_info(flashmoe_build_info* info);
+
+/* Device types, equal to DLPack's. */
+typedef enum flashmoe_device_type {
+  FLASHMOE_DEVICE_CPU = 1,      /* kDLCPU */
+  FLASHMOE_DEVICE_CUDA = 2,     /* kDLCUDA */
+  FLASHMOE_DEVICE_CUDA_HOST = 3 /* kDLCUDAHost: pinned host memory, computed on the CPU */
+} flashmoe_device_type;
+
+typedef struct flashmoe_device {
+  int32_t device_type; /* flashmoe_device_type */
+  int32_t device_id;
+} flashmoe_device;
+
+typedef struct flashmoe_device_info {
+  size_t struct_size;
+  char name[256];             /* "NVIDIA H200", "AMD EPYC 9B14" */
+  char isa[32];               /* CPU: "avx512", "avx2" or "scalar"; GPU: "sm_90" */
+  char kernel_family[32];     /* the family calls go to by default here; "" if none can run */
+  int32_t compute_capability; /* GPU: 10 * major + minor; CPU: 0 */
+  int32_t multiprocessors;    /* GPU: SM count; CPU: threads the library uses */
+  int32_t driver_version;     /* GPU: CUDA version of the driver, 13000 for 13.0; CPU: 0 */
+  int32_t reserved;
+  uint64_t shared_bytes_per_block; /* GPU: opt-in maximum; CPU: 0 */
+  uint64_t l2_bytes;
+  uint64_t memory_bytes;
+} flashmoe_device_info;
+
+/* Number of CUDA devices that can be used: 0 without a GPU, without a driver or in a CPU-only
+ * build. Never fails. */
+FLASHMOE_API int32_t flashmoe_cuda_device_count(void);
+
+/* Describes a device. Errors: INVALID_ARGUMENT, NO_DEVICE. */
+FLASHMOE_API flashmoe_status flashmoe_get_device_info(flashmoe_device device,
+                                                      flashmoe_device_info* info);
+
+/* Threads the CPU backend uses, the caller's included. n = 0 restores the default: the
+ * environment variable FLASHMOE_NUM_THREADS if set, else the processors this process may run on.
+ * Errors: INVALID_ARGUMENT (n < 0 or n > 4096). */
+FLASHMOE_API flashmoe_status flashmoe_set_num_threads(int32_t n);
+FLASHMOE_API int32_t flashmoe_get_num_threads(void);
+
+/* ------------------------------------------------------------------------------------------------
+ * Log
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef enum flashmoe_log_level {
+  FLASHMOE_LOG_OFF = 0,
+  FLASHMOE_LOG_ERROR = 1, /* one line per failed call */
+  FLASHMOE_LOG_INFO = 2,  /* one line per launched call: shapes, plan, stream */
+  FLASHMOE_LOG_DEBUG = 3  /* also why the other kernels were not chosen */
+} flashmoe_log_level;
+
+/* Receives one line without its newline. May be called from any thread that calls the library. */
+typedef void (*flashmoe_log_callback)(int32_t level, const char* line, void* user);
+
+/* Sets level and destination. Before the first call they come from the environment:
+ * FLASHMOE_LOG_LEVEL (0 to 3) and FLASHMOE_LOG_FILE (a path, "%i" becomes the process id, or
+ * "stdout"; default stderr). callback NULL keeps the current destination. Nothing is ever
+ * synchronised in order to log. Errors: INVALID_ARGUMENT (level out of range). */
+FLASHMOE_API flashmoe_status flashmoe_set_log(int32_t level, flashmoe_log_callback callback,
+                                              void* user);
+
+/* ------------------------------------------------------------------------------------------------
+ * Tensors
+ * ---------------------------------------------------------------------------------------------- */
+
+/* Type codes, equal to DLPack's. */
+typedef enum flashmoe_dtype_code {
+  FLASHMOE_DTYPE_FLOAT = 2,   /* kDLFloat: 16 = fp16, 32 = fp32 */
+  FLASHMOE_DTYPE_BFLOAT = 4   /* kDLBfloat: 16 = bf16 */
+} flashmoe_dtype_code;
+
+typedef struct flashmoe_dtype {
+  uint8_t code;   /* flashmoe_dtype_code */
+  uint8_t bits;
+  uint16_t lanes; /* 1 */
+} flashmoe_dtype;
+
+/* A strided view, layout-identical to DLPack's DLTensor (any 1.x): a DLTensor* may be cast. */
+typedef struct flashmoe_tensor {
+  void* data;
+  flashmoe_device device;
+  int32_t ndim;
+  flashmoe_dtype dtype;
+  const int64_t* shape;   /* [ndim] elements */
+  const int64_t* strides; /* [ndim] elements, may be negative; NULL = contiguous, row-major */
+  uint64_t byte_offset;   /* added to data */
+} flashmoe_tensor;
+
+/* ------------------------------------------------------------------------------------------------
+ * Attention, forward
+ *
+ *   out[b,i,h,:] = sum_j softmax_j(scale * q[b,i,h,:] . k[b,j,g,:]) v[b,j,g,:]
+ *   lse[b,h,i]   = log sum_j exp(scale * q[b,i,h,:] . k[b,j,g,:])          (natural logarithm)
+ *
+ * with g = h / (heads_q / heads_kv). Exact, by the online softmax of Milakov and Gimelshein
+ * (arXiv:1805.02867) in the tiling of FlashAttention (arXiv:2205.14135, arXiv:2307.08691); sums
+ * are accumulated in fp32. The same inputs give the same bits on every run. A query row that sees
+ * no key gives out 0 and lse -inf.
+ *
+ *   q    [batch, seq_q, heads_q,  dim]     fp16, bf16; on the CPU also fp32
+ *   k    [batch, seq_k, heads_kv, dim]     same dtype and device as q
+ *   v    [batch, seq_k, heads_kv, dim_v]   same
+ *   out  [batch, seq_q, heads_q,  dim_v]   same; its elements must not overlap one another
+ *   lse  [batch, heads_q, seq_q]           fp32, any strides; NULL if not wanted
+ *
+ * in layout BSHD; in layout BHSD the second and third extents of q, k, v and out are exchanged.
+ * dim and dim_v are multiples of 8, at most 256; heads_q is a multiple of heads_kv. batch, seq_q
+ * and seq_k may be 0. In q, k, v and out the last stride is 1 and every row begins on a 16-byte
+ * boundary.
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef enum flashmoe_layout {
+  FLASHMOE_LAYOUT_BSHD = 0, /* [batch, seq, heads, dim] */
+  FLASHMOE_LAYOUT_BHSD = 1  /* [batch, heads, seq, dim] */
+} flashmoe_layout;
+
+/* Which keys j a query i sees. The two causal alignments differ when seq_q != seq_k. */
+typedef enum flashmoe_causal {
+  FLASHMOE_CAUSAL_NONE = 0,         /* all */
+  FLASHMOE_CAUSAL_BOTTOM_RIGHT = 1, /* j <= i + seq_k - seq_q: FlashAttention's */
+  FLASHMOE_CAUSAL_TOP_LEFT = 2      /* j <= i: torch scaled_dot_product_attention's */
+} flashmoe_causal;
+
+typedef struct flashmoe_attention_forward_params {
+  size_t struct_size;
+  const flashmoe_tensor* q;
+  const flashmoe_tensor* k;
+  const flashmoe_tensor* v;
+  const flashmoe_tensor* out;
+  const flashmoe_tensor* lse; /* NULL: not wanted */
+  int32_t layout;             /* flashmoe_layout */
+  int32_t causal;             /* flashmoe_causal */
+  float scale;                /* finite and positive; 0 = 1 / sqrt(dim) */
+  uint32_t reserved;          /* 0 */
+  const char* kernel;         /* NULL: the best here. Else a kernel family ("cpu", "sm89"): that one
+                                 runs, or the call fails with the reason; it never falls back. */
+} flashmoe_attention_forward_params;
+
+static inline flashmoe_attention_forward_params flashmoe_attention_forward_params_init(void) {
+  flashmoe_attention_forward_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+/* How a call will be computed. On the CPU, grid[0] counts independent tiles and block[0] the
+ * threads that share them. */
+typedef struct flashmoe_attention_plan {
+  size_t struct_size;
+  char kernel[64];        /* "attention_forward_sm89_bf16_d128_dv128" */
+  char family[16];        /* "sm89", "cpu" */
+  char isa[16];           /* the code that runs: "sm_90a", "avx512" */
+  int32_t tile_q;         /* query rows of one tile (one CUDA block) */
+  int32_t tile_k;         /* keys of one step of the main loop */
+  int32_t dim;            /* head dimensions the kernel was compiled for; the call's are padded */
+  int32_t dim_v;
+  int32_t stages;         /* depth of the K/V pipeline */
+  int32_t reserved;
+  uint32_t grid[3];
+  uint32_t block[3];
+  uint64_t shared_bytes;  /* shared memory of one block */
+  uint64_t workspace_bytes;
+  double flops;           /* of the two products; masked pairs are not counted */
+  char rejected[512];     /* why the other families do not serve it: "family: reason\n"... */
+} flashmoe_attention_plan;
+
+/* Fills *plan with what flashmoe_attention_forward would do with these arguments; launches
+ * nothing, reads no tensor data. Errors: those of flashmoe_attention_forward. */
+FLASHMOE_API flashmoe_status flashmoe_attention_forward_plan(
+    const flashmoe_attention_forward_params* params, flashmoe_attention_plan* plan);
+
+/* Bytes of workspace the call needs, at most 16 MiB on a GPU; 0 is common. */
+FLASHMOE_API flashmoe_status flashmoe_attention_forward_workspace_size(
+    const flashmoe_attention_forward_params* params, size_t* bytes);
+
+/* Computes out and, if given, lse.
+ *
+ *   workspace        memory of the tensors' device, 16-byte aligned, of workspace_size bytes; may be
+ *                    NULL when no workspace is needed. Its content is ignored and overwritten.
+ *   stream           a cudaStream_t of the tensors' device (NULL: the default stream); ignored on
+ *                    the CPU, where the call returns when the result is there.
+ *
+ * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL, CUDA. */
+FLASHMOE_API flashmoe_status flashmoe_attention_forward(
+    const flashmoe_attention_forward_params* params, void* workspace, size_t workspace_size,
+    void* stream);
+
+/* ------------------------------------------------------------------------------------------------
+ * What ran
+ * ---------------------------------------------------------------------------------------------- */
+
+/* The last kernel this thread launched, read back from the launch itself. */
+typedef struct flashmoe_launch {
+  size_t struct_size;
+  char kernel[64];       /* as in the plan */
+  flashmoe_device device;
+  uint32_t grid[3];
+  uint32_t block[3];
+  uint64_t shared_bytes; /* shared memory of one block, static and dynamic */
+  int32_t registers;     /* per thread, from the loaded code; CPU: 0 */
+  int32_t local_bytes;   /* local memory per thread, spills included; CPU: 0 */
+  int32_t binary_arch;   /* architecture of the loaded code, 90 for sm_90; CPU: 0 */
+  int32_t reserved;
+} flashmoe_launch;
+
+/* Errors: INVALID_ARGUMENT (launch is NULL, struct_size unknown, or nothing was launched yet on
+ * this thread), CUDA. */
+FLASHMOE_API flashmoe_status flashmoe_last_launch(flashmoe_launch* launch);
+
+/* Initialisers of the structs that calls fill. */
+static inline flashmoe_build_info flashmoe_build_info_init(void) {
+  flashmoe_build_info info;
+  memset(&info, 0, sizeof info);
+  info.struct_size = sizeof info;
+  return info;
+}
+
+static inline flashmoe_device_info flashmoe_device_info_init(void) {
+  flashmoe_device_info info;
+  memset(&info, 0, sizeof info);
+  info.struct_size = sizeof info;
+  return info;
+}
+
+static inline flashmoe_attention_plan flashmoe_attention_plan_init(void) {
+  flashmoe_attention_plan plan;
+  memset(&plan, 0, sizeof plan);
+  plan.struct_size = sizeof plan;
+  return plan;
+}
+
+static inline flashmoe_launch flashmoe_launch_init(void) {
+  flashmoe_launch launch;
+  memset(&launch, 0, sizeof launch);
+  launch.struct_size = sizeof launch;
+  return launch;
+}
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* FLASHMOE_FLASHMOE_H_ */
