@@ -1,0 +1,43 @@
+"""What every test shares: the `gpu` marker, and a run that may not skip what it came to test."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fails at once where a package that this run must test with is missing.
+
+    Tests that need an optional package skip without it. FLASHMOE_TEST_REQUIRE, such as
+    "torch,jax", names those that must be there, so that a continuous-integration run cannot pass by
+    skipping.
+    """
+    required = [name for name in os.environ.get("FLASHMOE_TEST_REQUIRE", "").split(",") if name]
+    missing = [name for name in required if importlib.util.find_spec(name) is None]
+    if missing:
+        raise pytest.UsageError(f"FLASHMOE_TEST_REQUIRE: not installed: {', '.join(missing)}")
+
+
+def _why_no_gpu() -> str | None:
+    """None where there is an NVIDIA GPU and a driver, else the reason to skip."""
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"needs an NVIDIA GPU: nvidia-smi: {error}"
+    if listing.returncode != 0 or "GPU 0" not in listing.stdout:
+        return f"needs an NVIDIA GPU: nvidia-smi: {(listing.stdout + listing.stderr).strip()}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if gpu_items else None
+    if reason is not None:
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=reason))
