@@ -1,0 +1,169 @@
+// Attention forward on the CPU: plan and launch.
+//
+// A tile is up to tile_q query rows of one (batch, head); one thread computes it from the first
+// key to the last it sees, so the bits of a row depend neither on the number of threads nor on
+// tile_q (rows meet keys in steps of tile_k counted from key 0). Threads take tiles from a shared
+// counter, under a causal mask the longest first. All scratch is the caller's workspace.
+#include <atomic>
+#include <cstdio>
+
+#include "core/backends.h"
+#include "cpu/attention_kernel.h"
+#include "cpu/isa.h"
+#include "cpu/thread_pool.h"
+
+namespace flashmoe {
+namespace {
+
+using cpu::AttentionKernel;
+using cpu::AttentionTile;
+
+constexpr size_t kCacheLine = 64;
+
+// A thread must find this much work to be worth waking: about ten microseconds of it.
+constexpr double kFlopsPerThread = 5e5;
+
+// Tiles per thread that even out their unequal lengths.
+constexpr int64_t kTilesPerThread = 3;
+
+int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+const AttentionKernel& kernel_for(cpu::Isa isa, Dtype dtype) {
+  const int index = static_cast<int>(dtype);
+  (void)isa;
+  return cpu::kScalarAttention[index];
+}
+
+int64_t tiles_of(const AttentionProblem& p, int64_t tile_q) {
+  return p.batch * p.heads_q * ceil_divide(p.seq_q, tile_q);
+}
+
+// As many groups as a tile may hold (K and V are packed once per tile), fewer when that would
+// leave threads without work.
+int64_t choose_tile_q(const AttentionProblem& p, const AttentionKernel& kernel, int32_t threads) {
+  const int64_t groups = ceil_divide(p.seq_q, kernel.group_rows);
+  int64_t tile_groups = kernel.max_groups < groups ? kernel.max_groups : groups;
+  while (tile_groups > 1 &&
+         tiles_of(p, tile_groups * kernel.group_rows) < kTilesPerThread * threads) {
+    tile_groups = ceil_divide(tile_groups, 2);
+  }
+  return (tile_groups < 1 ? 1 : tile_groups) * kernel.group_rows;
+}
+
+int32_t choose_threads(const AttentionProblem& p) {
+  const double wanted = attention_flops(p) / kFlopsPerThread;
+  const int32_t available = cpu::num_threads();
+  if (wanted >= available) return available;
+  return wanted < 1 ? 1 : static_cast<int32_t>(wanted);
+}
+
+size_t scratch_bytes(const AttentionProblem& p, const AttentionKernel& kernel, int64_t tile_q) {
+  const size_t bytes = kernel.scratch_bytes(p, static_cast<int32_t>(tile_q));
+  return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
+
+flashmoe_status plan(const AttentionProblem& p, AttentionPlan* plan, char* reason,
+                     size_t reason_size) {
+  if (p.device.device_type != FLASHMOE_DEVICE_CPU) {
+    std::snprintf(reason, reason_size, "the tensors are on cuda:%d, it computes on the CPU",
+                  p.device.device_id);
+    return FLASHMOE_ERROR_UNSUPPORTED;
+  }
+  cpu::Isa isa;
+  const flashmoe_status status = cpu::chosen_isa(&isa, reason, reason_size);
+  if (status != FLASHMOE_OK) return status;
+  const AttentionKernel& kernel = kernel_for(isa, p.dtype);
+  const int32_t most_threads = choose_threads(p);
+  const int64_t tile_q = choose_tile_q(p, kernel, most_threads);
+  const int64_t tiles = tiles_of(p, tile_q);
+  if (tiles > UINT32_MAX) {
+    std::snprintf(reason, reason_size, "batch x heads x tiles of %lld rows is %lld, at most %u",
+                  static_cast<long long>(tile_q), static_cast<long long>(tiles), UINT32_MAX);
+    return FLASHMOE_ERROR_UNSUPPORTED;
+  }
+  const int32_t threads = tiles < most_threads ? static_cast<int32_t>(tiles < 1 ? 1 : tiles)
+                                               : most_threads;
+  flashmoe_attention_plan& info = plan->info;
+  std::snprintf(info.kernel, sizeof info.kernel, "attention_forward_cpu_%s_%s_d%d_dv%d", kernel.isa,
+                dtype_name(p.dtype), static_cast<int>(p.dim), static_cast<int>(p.dim_v));
+  std::snprintf(info.isa, sizeof info.isa, "%s", kernel.isa);
+  info.tile_q = static_cast<int32_t>(tile_q);
+  info.tile_k = kernel.tile_k(p);
+  info.dim = static_cast<int32_t>(p.dim);
+  info.dim_v = static_cast<int32_t>(p.dim_v);
+  info.stages = 1;
+  info.grid[0] = static_cast<uint32_t>(tiles);
+  info.grid[1] = info.grid[2] = 1;
+  info.block[0] = static_cast<uint32_t>(threads);
+  info.block[1] = info.block[2] = 1;
+  // The core promises 16-byte alignment; the kernels want whole cache lines.
+  info.workspace_bytes =
+      static_cast<uint64_t>(threads) * scratch_bytes(p, kernel, tile_q) + kCacheLine;
+  plan->entry = &kernel;
+  return FLASHMOE_OK;
+}
+
+struct Launch {
+  const AttentionProblem& problem;
+  const AttentionKernel& kernel;
+  int64_t tile_q;
+  int64_t tiles;
+  int64_t q_tiles;  // per (batch, head)
+  unsigned char* scratch;
+  size_t scratch_bytes;  // per thread
+  std::atomic<int64_t> next{0};
+};
+
+void work(void* context, int32_t worker) {
+  Launch& launch = *static_cast<Launch*>(context);
+  const AttentionProblem& p = launch.problem;
+  void* scratch = launch.scratch + static_cast<size_t>(worker) * launch.scratch_bytes;
+  const int64_t heads = p.batch * p.heads_q;
+  for (;;) {
+    const int64_t index = launch.next.fetch_add(1, std::memory_order_relaxed);
+    if (index >= launch.tiles) return;
+    // Last rows first: under a causal mask they see the most keys.
+    const int64_t q_tile = launch.q_tiles - 1 - index / heads;
+    const int64_t head = index % heads;
+    AttentionTile tile;
+    tile.batch = head / p.heads_q;
+    tile.head = head % p.heads_q;
+    tile.first_row = q_tile * launch.tile_q;
+    const int64_t left = p.seq_q - tile.first_row;
+    tile.rows = left < launch.tile_q ? left : launch.tile_q;
+    launch.kernel.compute(p, tile, static_cast<int32_t>(launch.tile_q), scratch);
+  }
+}
+
+flashmoe_status launch(const AttentionProblem& p, const AttentionPlan& plan, void* workspace,
+                       void* /*stream*/) {
+  const flashmoe_attention_plan& info = plan.info;
+  const AttentionKernel& kernel = *static_cast<const AttentionKernel*>(plan.entry);
+  const uintptr_t base = reinterpret_cast<uintptr_t>(workspace);
+  const uintptr_t aligned = (base + kCacheLine - 1) / kCacheLine * kCacheLine;
+  Launch launch = {p,
+                   kernel,
+                   info.tile_q,
+                   info.grid[0],
+                   ceil_divide(p.seq_q, info.tile_q),
+                   reinterpret_cast<unsigned char*>(aligned),
+                   scratch_bytes(p, kernel, info.tile_q)};
+  cpu::parallel_run(static_cast<int32_t>(info.block[0]), work, &launch);
+
+  LaunchRecord& record = last_launch_record();
+  record = {};
+  record.info.struct_size = sizeof record.info;
+  std::snprintf(record.info.kernel, sizeof record.info.kernel, "%s", info.kernel);
+  record.info.device = p.device;
+  for (int axis = 0; axis < 3; ++axis) {
+    record.info.grid[axis] = info.grid[axis];
+    record.info.block[axis] = info.block[axis];
+  }
+  return FLASHMOE_OK;
+}
+
+}  // namespace
+
+const AttentionFamily kCpuAttention = {"cpu", plan, launch};
+
+}  // namespace flashmoe

@@ -1,0 +1,41 @@
+// Between the launcher and the per-ISA kernels: a tile of work and who computes it. Included by
+// translation units compiled with different -m flags, so it holds plain declarations only: no
+// inline function, no standard header that brings any.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/attention.h"
+
+namespace flashmoe::cpu {
+
+// Consecutive query rows of one (batch, head).
+struct AttentionTile {
+  int64_t batch;
+  int64_t head;
+  int64_t first_row;
+  int64_t rows;
+};
+
+// The kernels of one instruction set for one dtype.
+struct AttentionKernel {
+  const char* isa;
+  int32_t group_rows;   // rows that go through the registers together; tiles hold whole groups
+  int32_t max_groups;   // of a tile
+  int32_t (*tile_k)(const AttentionProblem& problem);
+  size_t (*scratch_bytes)(const AttentionProblem& problem, int32_t tile_q);  // of one thread
+  // `scratch` is 64-byte aligned. Writes out and lse of the tile's rows and nothing else.
+  void (*compute)(const AttentionProblem& problem, const AttentionTile& tile, int32_t tile_q,
+                  void* scratch);
+};
+
+// One per instruction set, indexed by Dtype.
+extern const AttentionKernel kScalarAttention[3];
+#if FLASHMOE_CPU_X86
+extern const AttentionKernel kAvx2Attention[3];
+extern const AttentionKernel kAvx512Attention[3];
+extern const AttentionKernel kAvx512Bf16Attention;  // bf16 only
+#endif
+
+}  // namespace flashmoe::cpu

@@ -1,0 +1,25 @@
+// The instruction sets the CPU kernels are compiled for, and which of them this process uses.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe::cpu {
+
+// In order of preference, the last first. Each is a superset of the ones before it.
+enum class Isa : int32_t {
+  kScalar,      // what the compiler's baseline gives: SSE2 on x86-64, NEON on AArch64
+  kAvx2,        // AVX2, FMA, F16C
+  kAvx512,      // AVX-512 F, BW, DQ, VL
+  kAvx512Bf16,  // and vdpbf16ps; used for bf16 only
+};
+
+const char* isa_name(Isa isa);  // "scalar", "avx2", "avx512", "avx512bf16"
+
+// The best the processor and this build have, or what FLASHMOE_CPU_ISA asks for; decided once. On
+// error writes a sentence to `reason`.
+flashmoe_status chosen_isa(Isa* isa, char* reason, size_t reason_size);
+
+}  // namespace flashmoe::cpu

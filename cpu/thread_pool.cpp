@@ -1,0 +1,188 @@
+#include "cpu/thread_pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+namespace flashmoe::cpu {
+namespace {
+
+constexpr int32_t kMaxThreads = 4096;
+
+// A helper that finds no work looks for this long before it sleeps: waking a sleeper takes tens of
+// microseconds, as long as a whole small call.
+constexpr std::chrono::microseconds kSpin{50};
+
+void relax() {
+#if FLASHMOE_CPU_X86
+  __builtin_ia32_pause();
+#endif
+}
+
+// One parallel_run, on its caller's stack, linked into the pool while helpers may still join.
+struct Job {
+  void (*body)(void* context, int32_t worker);
+  void* context;
+  int32_t next_worker;  // workers [next_worker, threads) have no thread yet
+  int32_t threads;
+  int32_t inside;       // helpers now in body
+  Job* next;
+};
+
+class Pool {
+ public:
+  void run(Job* job) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      grow(job->threads - 1);
+      job->next = jobs_;
+      jobs_ = job;
+      posted_.fetch_add(1, std::memory_order_release);
+    }
+    if (job->threads == 2) {
+      work_.notify_one();
+    } else {
+      work_.notify_all();
+    }
+    job->body(job->context, 0);
+    std::unique_lock<std::mutex> lock(mutex_);
+    unlink(job);
+    done_.wait(lock, [job] { return job->inside == 0; });
+  }
+
+ private:
+  // Fewer helpers than asked for is slower, not wrong.
+  void grow(int32_t helpers) {
+    while (helpers_ < helpers) {
+      try {
+        std::thread([this] { help(); }).detach();
+      } catch (const std::system_error&) {
+        return;
+      }
+      ++helpers_;
+    }
+  }
+
+  void unlink(Job* job) {
+    Job** link = &jobs_;
+    while (*link != job) link = &(*link)->next;
+    *link = job->next;
+  }
+
+  Job* joinable() {
+    for (Job* job = jobs_; job != nullptr; job = job->next) {
+      if (job->next_worker < job->threads) return job;
+    }
+    return nullptr;
+  }
+
+  [[noreturn]] void help() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      Job* job = joinable();
+      if (job == nullptr) {
+        const uint32_t seen = posted_.load(std::memory_order_relaxed);
+        lock.unlock();
+        const bool more = spin(seen);
+        lock.lock();
+        if (!more) work_.wait(lock, [this] { return joinable() != nullptr; });
+        continue;
+      }
+      const int32_t worker = job->next_worker++;
+      ++job->inside;
+      lock.unlock();
+      job->body(job->context, worker);
+      lock.lock();
+      if (--job->inside == 0) done_.notify_all();
+    }
+  }
+
+  bool spin(uint32_t seen) const {
+    const auto end = std::chrono::steady_clock::now() + kSpin;
+    while (posted_.load(std::memory_order_acquire) == seen) {
+      relax();
+      if (std::chrono::steady_clock::now() >= end) return false;
+    }
+    return true;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable done_;
+  std::atomic<uint32_t> posted_{0};
+  Job* jobs_ = nullptr;
+  int32_t helpers_ = 0;
+};
+
+// Leaked on purpose: its threads outlive main(). A forked child has none of them, and perhaps a
+// locked mutex, so it begins with a pool of its own.
+std::atomic<Pool*> current_pool{nullptr};
+
+Pool* pool() {
+  Pool* existing = current_pool.load(std::memory_order_acquire);
+  if (existing != nullptr) return existing;
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { current_pool.store(nullptr); });
+  (void)registered;
+  Pool* created = new (std::nothrow) Pool;
+  if (created == nullptr) return nullptr;
+  if (current_pool.compare_exchange_strong(existing, created)) return created;
+  delete created;
+  return existing;
+}
+
+int32_t default_num_threads() {
+  const char* text = std::getenv("FLASHMOE_NUM_THREADS");
+  if (text != nullptr && *text != '\0') {
+    char* end = nullptr;
+    const long value = std::strtol(text, &end, 10);
+    if (*end == '\0' && value >= 1 && value <= kMaxThreads) return static_cast<int32_t>(value);
+    std::fprintf(stderr,
+                 "flashmoe: FLASHMOE_NUM_THREADS: got \"%s\", accepted are 1 to %d; using every "
+                 "processor\n",
+                 text, kMaxThreads);
+  }
+#ifdef __linux__
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+#endif
+  const unsigned hardware = std::thread::hardware_concurrency();
+  return hardware == 0 ? 1 : static_cast<int32_t>(hardware);
+}
+
+std::atomic<int32_t> requested_threads{0};
+
+}  // namespace
+
+int32_t num_threads() {
+  const int32_t requested = requested_threads.load(std::memory_order_relaxed);
+  if (requested != 0) return requested;
+  static const int32_t by_default = default_num_threads();
+  return by_default;
+}
+
+int32_t set_num_threads(int32_t n) {
+  requested_threads.store(n, std::memory_order_relaxed);
+  return num_threads();
+}
+
+void parallel_run(int32_t threads, void (*body)(void* context, int32_t worker), void* context) {
+  Pool* shared = threads > 1 ? pool() : nullptr;
+  if (shared == nullptr) {
+    body(context, 0);
+    return;
+  }
+  Job job = {body, context, 1, threads, 0, nullptr};
+  shared->run(&job);
+}
+
+}  // namespace flashmoe::cpu
