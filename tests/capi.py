@@ -1,0 +1,308 @@
+"""The C ABI by ctypes and NumPy: no bindings, no framework.
+
+The library is the file named by FLASHMOE_LIBRARY, else the one inside the installed
+flashmoe_science package. bf16 arrays are ml_dtypes.bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+OK = 0
+INVALID_ARGUMENT = 1
+UNSUPPORTED = 2
+WORKSPACE_TOO_SMALL = 5
+
+CPU = 1
+CUDA = 2
+
+LAYOUTS = {"bshd": 0, "bhsd": 1}
+CAUSAL = {"none": 0, "bottom_right": 1, "top_left": 2}
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": BF16}
+
+
+class Device(c.Structure):
+    _fields_ = [("device_type", c.c_int32), ("device_id", c.c_int32)]
+
+
+class DType(c.Structure):
+    _fields_ = [("code", c.c_uint8), ("bits", c.c_uint8), ("lanes", c.c_uint16)]
+
+
+class Tensor(c.Structure):
+    """flashmoe_tensor. Build one with `tensor()`, which keeps the array alive."""
+
+    _fields_ = [
+        ("data", c.c_void_p),
+        ("device", Device),
+        ("ndim", c.c_int32),
+        ("dtype", DType),
+        ("shape", c.POINTER(c.c_int64)),
+        ("strides", c.POINTER(c.c_int64)),
+        ("byte_offset", c.c_uint64),
+    ]
+
+
+class AttentionForwardParams(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("q", c.POINTER(Tensor)),
+        ("k", c.POINTER(Tensor)),
+        ("v", c.POINTER(Tensor)),
+        ("out", c.POINTER(Tensor)),
+        ("lse", c.POINTER(Tensor)),
+        ("layout", c.c_int32),
+        ("causal", c.c_int32),
+        ("scale", c.c_float),
+        ("reserved", c.c_uint32),
+        ("kernel", c.c_char_p),
+    ]
+
+
+class AttentionPlan(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("kernel", c.c_char * 64),
+        ("family", c.c_char * 16),
+        ("isa", c.c_char * 16),
+        ("tile_q", c.c_int32),
+        ("tile_k", c.c_int32),
+        ("dim", c.c_int32),
+        ("dim_v", c.c_int32),
+        ("stages", c.c_int32),
+        ("reserved", c.c_int32),
+        ("grid", c.c_uint32 * 3),
+        ("block", c.c_uint32 * 3),
+        ("shared_bytes", c.c_uint64),
+        ("workspace_bytes", c.c_uint64),
+        ("flops", c.c_double),
+        ("rejected", c.c_char * 512),
+    ]
+
+
+class Launch(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("kernel", c.c_char * 64),
+        ("device", Device),
+        ("grid", c.c_uint32 * 3),
+        ("block", c.c_uint32 * 3),
+        ("shared_bytes", c.c_uint64),
+        ("registers", c.c_int32),
+        ("local_bytes", c.c_int32),
+        ("binary_arch", c.c_int32),
+        ("reserved", c.c_int32),
+    ]
+
+
+class DeviceInfo(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("name", c.c_char * 256),
+        ("isa", c.c_char * 32),
+        ("kernel_family", c.c_char * 32),
+        ("compute_capability", c.c_int32),
+        ("multiprocessors", c.c_int32),
+        ("driver_version", c.c_int32),
+        ("reserved", c.c_int32),
+        ("shared_bytes_per_block", c.c_uint64),
+        ("l2_bytes", c.c_uint64),
+        ("memory_bytes", c.c_uint64),
+    ]
+
+
+class BuildInfo(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("version", c.c_char_p),
+        ("cuda_architectures", c.c_char_p),
+        ("cuda_compiler", c.c_char_p),
+        ("host_compiler", c.c_char_p),
+        ("kernel_families", c.c_char_p),
+        ("cuda_runtime_version", c.c_int32),
+    ]
+
+
+class FlashmoeError(RuntimeError):
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(f"status {status}: {sentence}")
+        self.status = status
+        self.sentence = sentence
+
+
+def library_path() -> Path:
+    """The shared library under test."""
+    named = os.environ.get("FLASHMOE_LIBRARY")
+    if named:
+        return Path(named)
+    spec = importlib.util.find_spec("flashmoe_science")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        found = sorted(Path(root).rglob("libflashmoe.so*"))
+        if found:
+            return found[0]
+    raise FileNotFoundError(
+        "no libflashmoe: set FLASHMOE_LIBRARY to the shared library or install flashmoe-science"
+    )
+
+
+def _declare(lib: c.CDLL) -> c.CDLL:
+    params = c.POINTER(AttentionForwardParams)
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "flashmoe_last_error": (c.c_char_p, []),
+        "flashmoe_status_name": (c.c_char_p, [c.c_int]),
+        "flashmoe_version": (c.c_uint32, []),
+        "flashmoe_get_build_info": (c.c_int, [c.POINTER(BuildInfo)]),
+        "flashmoe_get_device_info": (c.c_int, [Device, c.POINTER(DeviceInfo)]),
+        "flashmoe_cuda_device_count": (c.c_int32, []),
+        "flashmoe_set_num_threads": (c.c_int, [c.c_int32]),
+        "flashmoe_get_num_threads": (c.c_int32, []),
+        "flashmoe_attention_forward_plan": (c.c_int, [params, c.POINTER(AttentionPlan)]),
+        "flashmoe_attention_forward_workspace_size": (c.c_int, [params, c.POINTER(c.c_size_t)]),
+        "flashmoe_attention_forward": (c.c_int, [params, c.c_void_p, c.c_size_t, c.c_void_p]),
+        "flashmoe_last_launch": (c.c_int, [c.POINTER(Launch)]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    return lib
+
+
+@functools.cache
+def load() -> c.CDLL:
+    """The library, its functions declared."""
+    return _declare(c.CDLL(str(library_path())))
+
+
+def load_fresh(**environment: str) -> c.CDLL:
+    """A second instance with its own static state, whose first calls see `environment`.
+
+    The loader keeps one instance per file, so this loads a copy.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "libflashmoe.so"
+        shutil.copy(library_path(), copy)
+        lib = _declare(c.CDLL(str(copy)))
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        info = DeviceInfo(struct_size=c.sizeof(DeviceInfo))
+        lib.flashmoe_get_device_info(Device(CPU, 0), info)
+        lib.flashmoe_get_num_threads()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return lib
+
+
+def tensor(array: np.ndarray) -> Tensor:
+    """A view of `array`, strides and all."""
+    code, bits = (4, 16) if array.dtype == BF16 else (2, 8 * array.dtype.itemsize)
+    made = Tensor()
+    made.shape = (c.c_int64 * array.ndim)(*array.shape)
+    made.strides = (c.c_int64 * array.ndim)(*(s // array.itemsize for s in array.strides))
+    made.data = array.ctypes.data
+    made.device = Device(CPU, 0)
+    made.ndim = array.ndim
+    made.dtype = DType(code, bits, 1)
+    made.keep = array
+    return made
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:
+    """A C-contiguous array whose data begins on a multiple of `alignment` bytes."""
+    count = int(np.prod(shape))
+    raw = np.empty(count * dtype.itemsize + alignment, np.uint8)
+    begin = -raw.ctypes.data % alignment
+    return raw[begin : begin + count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def attention_params(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray | None = None,
+    *,
+    layout: str = "bshd",
+    causal: str = "none",
+    scale: float = 0.0,
+    kernel: bytes | None = None,
+) -> AttentionForwardParams:
+    views = {"q": tensor(q), "k": tensor(k), "v": tensor(v), "out": tensor(out)}
+    if lse is not None:
+        views["lse"] = tensor(lse)
+    params = AttentionForwardParams(struct_size=c.sizeof(AttentionForwardParams))
+    for name, view in views.items():
+        setattr(params, name, c.pointer(view))
+    params.layout = LAYOUTS[layout]
+    params.causal = CAUSAL[causal]
+    params.scale = scale
+    params.kernel = kernel
+    params.keep = views
+    return params
+
+
+def check(status: int, lib: c.CDLL) -> None:
+    if status != OK:
+        raise FlashmoeError(status, lib.flashmoe_last_error().decode())
+
+
+def attention_plan(params: AttentionForwardParams, lib: c.CDLL | None = None) -> AttentionPlan:
+    lib = lib or load()
+    plan = AttentionPlan(struct_size=c.sizeof(AttentionPlan))
+    check(lib.flashmoe_attention_forward_plan(params, plan), lib)
+    return plan
+
+
+def run_attention(
+    params: AttentionForwardParams,
+    lib: c.CDLL | None = None,
+    workspace: np.ndarray | None = None,
+) -> None:
+    """Calls flashmoe_attention_forward, with a workspace of its own unless one is given."""
+    lib = lib or load()
+    if workspace is None:
+        size = c.c_size_t()
+        check(lib.flashmoe_attention_forward_workspace_size(params, size), lib)
+        workspace = aligned_empty((size.value,), np.dtype(np.uint8))
+    check(
+        lib.flashmoe_attention_forward(params, workspace.ctypes.data, workspace.nbytes, None), lib
+    )
+
+
+def attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    layout: str = "bshd",
+    causal: str = "none",
+    scale: float = 0.0,
+    lib: c.CDLL | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of one call on fresh outputs, poisoned with NaN beforehand."""
+    batch, seq_q, heads = (
+        q.shape[:3] if layout == "bshd" else (q.shape[0], q.shape[2], q.shape[1])
+    )
+    out = aligned_empty((*q.shape[:3], v.shape[3]), q.dtype)
+    out[...] = np.nan
+    lse = np.full((batch, heads, seq_q), np.nan, np.float32)
+    run_attention(
+        attention_params(q, k, v, out, lse, layout=layout, causal=causal, scale=scale), lib
+    )
+    return out, lse
