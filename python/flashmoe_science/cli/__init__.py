@@ -1,0 +1,66 @@
+"""The `flashmoe` command: what is installed, does it work, what would run, how fast is it.
+
+Only the standard library is imported here and at the top of the subcommands' modules, so that
+`flashmoe info` can still explain an installation that is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from flashmoe_science.cli import bench, check, config, info, plan
+from flashmoe_science.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, CommandError
+
+_DESCRIPTION = """\
+Exact attention for NVIDIA GPUs and CPUs: the command line of FlashMoE.
+
+Every subcommand takes --json and then writes one JSON document to standard output and nothing
+else. Without a GPU all of them work on the CPU backend and say so.
+"""
+
+_EPILOG = """\
+exit codes
+  0    done; for check: all five checks passed; for bench: no row of ours is void
+  1    the request failed, a check failed or a row is void; the reason is printed
+  2    the command line is wrong
+  130  interrupted; bench has kept what it measured
+
+examples
+  flashmoe check
+  flashmoe plan --batch 1 --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal
+  flashmoe bench --suite cpu --json results.json
+  cmake -B build -DCMAKE_PREFIX_PATH="$(flashmoe config --cmakedir)"
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command; each subcommand adds its own part."""
+    parser = argparse.ArgumentParser(
+        prog="flashmoe",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (info, check, plan, bench, config):
+        module.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns its exit code."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except CommandError as error:
+        print(f"flashmoe {arguments.command}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print(f"flashmoe {arguments.command}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `flashmoe info | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK

@@ -1,0 +1,257 @@
+"""`flashmoe bench`: our kernels beside torch's, checked first, interleaved, with intervals."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import time
+from typing import Any
+
+from flashmoe_science.cli import environment, peers
+from flashmoe_science.cli.arrays import Arrays, choose_arrays, usable_device
+from flashmoe_science.cli.measure import OURS, measure
+from flashmoe_science.cli.output import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    CommandError,
+    Output,
+    Table,
+    add_json_option,
+    write_json,
+)
+from flashmoe_science.cli.shapes import (
+    Shape,
+    Suite,
+    add_shape_options,
+    load_suite,
+    shape_from_options,
+    suite_names,
+)
+from flashmoe_science.cli.stats import geometric_mean
+from flashmoe_science.cli.timing import Sampling
+
+SCHEMA = 1
+
+_DESCRIPTION = """\
+Times our attention beside the back ends of torch's scaled_dot_product_attention, on the same
+tensors in the same run: a suite of shapes, or one shape from flags.
+
+For every shape, before anything is timed: our call writes into poisoned outputs, the launch is
+read back and must be the planned one, and every output must hold the accuracy rule against
+float64 (docs/accuracy.md). A row of ours that fails is void: it has a reason and no times. Then
+calls alternate in random order. On a GPU the L2 cache is flushed before each call and time is
+taken between CUDA events; for short calls the time in a CUDA graph and the host's time are
+recorded too. A ratio is the peer's median over ours (above 1: ours is faster) with its 95 %
+bootstrap interval; an interval that holds 1 is a tie.
+
+  flashmoe bench --suite attention-forward --json results.json
+  flashmoe bench --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal --peer torch-flash
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="our kernels beside torch's: checked, interleaved, with intervals",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--suite", metavar="NAME", help=f"one of {', '.join(suite_names())}")
+    add_shape_options(parser, required=False)
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N")
+    parser.add_argument("--kernel", metavar="FAMILY", help="time this kernel family of ours")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        choices=(*peers.PEER_NAMES, "none"),
+        help="time beside this one only; may be repeated (default: all there are)",
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads on the CPU, ours and torch's"
+    )
+    sampling = Sampling()
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=sampling.seconds,
+        metavar="S",
+        help=f"time for each contender of a shape (default {sampling.seconds})",
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=sampling.most,
+        metavar="N",
+        help=f"at most so many samples of each (default {sampling.most})",
+    )
+    parser.add_argument("--seed", type=int, default=sampling.seed, metavar="N", help="(default 0)")
+    add_json_option(parser)
+    parser.set_defaults(run=run)
+
+
+def _choose_device(flashmoe: Any, arguments: argparse.Namespace, suite: Suite | None) -> str:
+    if arguments.device is not None:
+        return "cuda:0" if arguments.device == "cuda" else str(arguments.device)
+    if suite is not None and suite.device == "cpu":
+        return "cpu"
+    return usable_device(flashmoe)[0]
+
+
+def _shapes(arguments: argparse.Namespace, suite: Suite | None, device: str) -> tuple[Shape, ...]:
+    if suite is None:
+        default = "fp32" if device == "cpu" else "bf16"
+        return (shape_from_options(arguments, default),)
+    if arguments.heads is not None or arguments.dim is not None:
+        raise CommandError("--suite: a suite has its own shapes; give either it or shape flags")
+    if suite.device == "cuda" and device == "cpu":
+        raise CommandError(
+            f"--suite: {suite.name} is for a GPU and would take hours on the CPU; there the suites "
+            f"are {', '.join(n for n in suite_names() if load_suite(n).device != 'cuda')}"
+        )
+    return suite.shapes
+
+
+def _set_threads(flashmoe: Any, arrays: Arrays, threads: int | None) -> None:
+    """One number of threads for us and for torch."""
+    if arrays.device != "cpu":
+        return
+    flashmoe.set_num_threads(threads or 0)
+    if arrays.name == "torch":
+        arrays.xp.set_num_threads(flashmoe.get_num_threads())
+
+
+def _ratio_text(entry: dict[str, Any] | None) -> str:
+    if entry is None or entry["status"] != "ok":
+        return "-" if entry is None else entry["status"]
+    against = entry["against"]
+    half = (against["high"] - against["low"]) / 2
+    tie = " tie" if against["verdict"] == "tie" else ""
+    return f"{against['ratio']:.2f}±{half:.2f}{tie}"
+
+
+def _print_cell(
+    table: Table, output: Output, shape: Shape, cell: dict[str, Any], names: list[str]
+) -> None:
+    if cell["status"] != "ok":
+        output.line(f"{shape!s:<36}  VOID: {cell['reason']}", style="bold red")
+        return
+    ours = cell["contenders"][OURS]
+    spread = (ours["q3_s"] - ours["q1_s"]) / ours["median_s"] * 100
+    cells = [f"{ours['median_s'] * 1e6:.1f}", f"{spread:.1f} %", f"{ours['tflops']:.4g}"]
+    table.row([str(shape), *cells, *(_ratio_text(cell["contenders"].get(n)) for n in names)])
+
+
+def summarise(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over all valid rows, for each peer: geometric mean, extremes and verdicts."""
+    ratios: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        for name, entry in cell.get("contenders", {}).items():
+            if "against" in entry:
+                ratios.setdefault(name, []).append(entry["against"])
+    return {
+        name: {
+            "rows": len(found),
+            "geometric_mean": geometric_mean([a["ratio"] for a in found]),
+            "least": min(a["ratio"] for a in found),
+            "most": max(a["ratio"] for a in found),
+            **{v: sum(a["verdict"] == v for a in found) for v in ("faster", "tie", "slower")},
+        }
+        for name, found in ratios.items()
+    }
+
+
+def _print_summary(document: dict[str, Any], output: Output) -> None:
+    for name, s in document["summary"].items():
+        output.line(
+            f"{name}: geometric mean {s['geometric_mean']:.2f}, from {s['least']:.2f} to "
+            f"{s['most']:.2f}; faster in {s['faster']}, tied in {s['tie']}, slower in "
+            f"{s['slower']} of {s['rows']}"
+        )
+    reasons: dict[str, set[str]] = {}
+    for cell in document["cells"]:
+        for name, entry in cell.get("contenders", {}).items():
+            if entry["status"] != "ok":
+                reasons.setdefault(f"{name} {entry['status']}", set()).add(entry["reason"])
+    for name, found in reasons.items():
+        output.line(f"{name}: {sorted(found)[0]}")
+
+
+def _document(
+    flashmoe: Any, device: str, suite: Suite | None, sampling: Sampling, kernel: str | None
+) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "operation": "attention_forward",
+        "suite": suite.name if suite else None,
+        "title": suite.title if suite else "Attention forward, one shape",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": environment.guarded(environment.git_commit),
+        "device": {"device": device} | environment.as_dict(flashmoe.device_info(device)),
+        "kernel": kernel,
+        "sampling": dataclasses.asdict(sampling),
+        "environment": environment.collect(),
+        "complete": False,
+        "cells": [],
+        "summary": {},
+    }
+
+
+def run(arguments: argparse.Namespace) -> int:
+    flashmoe = environment.package()
+    suite = load_suite(arguments.suite) if arguments.suite else None
+    device = _choose_device(flashmoe, arguments, suite)
+    shapes = _shapes(arguments, suite, device)
+    arrays = choose_arrays(device)
+    if arrays.name == "cupy":
+        raise CommandError(
+            "--device: timing on a GPU needs torch with CUDA; CuPy alone is not enough"
+        )
+    unknown = sorted({s.dtype for s in shapes} - set(arrays.dtypes))
+    if unknown:
+        raise CommandError(
+            f"--dtype: got {', '.join(unknown)}, accepted for {arrays.name} arrays on {device} are "
+            f"{', '.join(arrays.dtypes)}"
+        )
+    _set_threads(flashmoe, arrays, arguments.threads)
+    wanted = arguments.peer or peers.peer_names(arrays)
+    names = [n for n in peers.peer_names(arrays) if n in wanted]
+    sampling = Sampling(
+        seconds=arguments.seconds,
+        least=min(Sampling.least, arguments.samples),
+        most=arguments.samples,
+        seed=arguments.seed,
+    )
+
+    document = _document(flashmoe, device, suite, sampling, arguments.kernel)
+    output = Output(silent=arguments.json == "-")
+    output.heading(f"{document['title']}, on {device} ({document['device']['name']})")
+    if device == "cpu":
+        output.line(f"On the CPU backend, {flashmoe.get_num_threads()} threads.")
+    if not names:
+        output.line("No peer is timed: there is no torch here, or --peer leaves none.")
+    headers = ["shape", "median us", "quartiles", "TFLOP/s", *names]
+    table = Table(output, headers, [36, 10, 9, 8, *(15 for _ in names)])
+    begin = time.monotonic()
+    code = EXIT_OK
+    try:
+        for shape in shapes:
+            cell = measure(flashmoe, arrays, shape, names, sampling, arguments.kernel)
+            document["cells"].append(cell)
+            _print_cell(table, output, shape, cell, names)
+            if cell["status"] != "ok":
+                code = EXIT_FAILED
+            if arguments.json not in (None, "-"):  # what is measured survives whatever comes
+                write_json(document, arguments.json)
+        document["complete"] = True
+    except KeyboardInterrupt:
+        output.line(f"interrupted after {len(document['cells'])} of {len(shapes)} shapes")
+        code = EXIT_INTERRUPTED
+    document["summary"] = summarise(document["cells"])
+    document["seconds"] = round(time.monotonic() - begin, 1)
+    document["nvidia_smi_after"] = environment.guarded(environment.nvidia_smi)
+    _print_summary(document, output)
+    if arguments.json is not None:
+        write_json(document, arguments.json)
+    return code

@@ -1,0 +1,267 @@
+"""`flashmoe check`: five checks that tell, in seconds, whether this installation works."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flashmoe_science.cli import environment, peers
+from flashmoe_science.cli.arrays import Arrays, choose_arrays, usable_device
+from flashmoe_science.cli.measure import (
+    OURS,
+    Inputs,
+    OurCall,
+    call_ours,
+    launch_mismatch,
+    make_inputs,
+    measure,
+)
+from flashmoe_science.cli.output import (
+    EXIT_FAILED,
+    EXIT_OK,
+    Output,
+    add_json_option,
+    write_json,
+)
+from flashmoe_science.cli.reference import Accuracy, judge
+from flashmoe_science.cli.shapes import Shape
+from flashmoe_science.cli.timing import Sampling
+
+_DESCRIPTION = """\
+Checks this installation, on the GPU if there is one that it can use, else on the CPU backend:
+
+  build        the library loads, its version is the package's, and it holds code for every GPU here
+  import       the package imports in a fresh interpreter, without a framework
+  launch       the kernel that was launched, read back, is the one that was planned
+  correctness  random inputs into poisoned outputs, against float64 mathematics in NumPy
+  speed        median time of one shape, beside torch's where torch is installed; it reports, and
+               fails only when the row is void
+
+Exits with 0 when all five pass. Takes less than 30 seconds.
+"""
+
+_LAUNCH_SHAPE = Shape(1, 256, 256, 8, 2, 64, 64, causal="bottom_right")
+_SPEED_SHAPES = {
+    "cpu": Shape(1, 1024, 1024, 8, 8, 64, 64, causal="bottom_right"),
+    "cuda": Shape(4, 4096, 4096, 16, 16, 128, 128, causal="bottom_right"),
+}
+
+# Odd lengths, grouped heads, every mask with seq_q != seq_k, rows that see no key, the head
+# dimensions at both ends and one value dimension of its own.
+_CORRECTNESS_SHAPES = (
+    Shape(2, 65, 65, 3, 3, 64, 64),
+    Shape(1, 200, 333, 4, 2, 128, 128, causal="bottom_right"),
+    Shape(1, 333, 200, 4, 4, 64, 64, causal="bottom_right"),
+    Shape(1, 130, 257, 4, 1, 96, 96, causal="top_left"),
+    Shape(1, 1, 1000, 8, 2, 128, 128, causal="bottom_right"),
+    Shape(3, 17, 64, 2, 1, 8, 8),
+    Shape(1, 129, 129, 2, 2, 192, 128, causal="bottom_right"),
+    Shape(1, 100, 300, 2, 1, 256, 256),
+)
+
+
+@dataclasses.dataclass
+class Result:
+    """What one check found."""
+
+    name: str
+    passed: bool
+    text: str
+    seconds: float = 0.0
+    details: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "check",
+        help="does this installation work: build, import, launch, correctness, speed",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", metavar="NAME", help="check this one: cpu or cuda:N")
+    parser.add_argument("--kernel", metavar="FAMILY", help="check this kernel family")
+    add_json_option(parser)
+    parser.set_defaults(run=run)
+
+
+class Checks:
+    """The five checks, on one device."""
+
+    def __init__(self, device: str | None, kernel: str | None) -> None:
+        self._wanted = device
+        self._kernel = kernel
+        self._seen: tuple[Any, Arrays] | None = None
+        self.sentence = ""
+
+    def _prepare(self) -> tuple[Any, Arrays]:
+        """The package and arrays on the device; raises what is wrong with either."""
+        if self._seen is None:
+            flashmoe = environment.package()
+            device, self.sentence = usable_device(flashmoe)
+            if self._wanted is not None:
+                device = "cuda:0" if self._wanted == "cuda" else self._wanted
+                self.sentence = f"Running on {device}, as asked."
+            self._seen = flashmoe, choose_arrays(device)
+        return self._seen
+
+    def build(self) -> Result:
+        library = environment.build_info()
+        package = environment.package_version()
+        families = library["kernel_families"].split(";")
+        details: dict[str, Any] = {"library": library, "package": package}
+        if library["version"] != package:
+            text = f"the library is {library['version']}, the package {package}"
+            return Result("build", False, text, details=details)
+        devices = environment.devices()
+        details["devices"] = devices
+        unserved = [d for d in devices if not d.get("kernel_family")]
+        if unserved:
+            listed = "; ".join(d.get("error", f"{d['device']} is {d['isa']}") for d in unserved)
+            built = library["cuda_architectures"] or "none"
+            text = f"no kernel runs on {listed}; CUDA architectures built in: {built}"
+            return Result("build", False, text, details=details)
+        text = f"libflashmoe {library['version']}, kernels: {', '.join(families)}"
+        gpus = environment.guarded(environment.nvidia_smi)
+        if gpus and isinstance(gpus, list) and not library["cuda_architectures"]:
+            text += f"; {gpus[0]['name']} is not used: this is a CPU-only build"
+        return Result("build", True, text, details=details)
+
+    def imports(self) -> Result:
+        program = (
+            "import json, sys, time; begin = time.perf_counter(); import flashmoe_science as f; "
+            "f.build_info(); seconds = time.perf_counter() - begin; "
+            "heavy = [m for m in ('torch', 'jax', 'cupy') if m in sys.modules]; "
+            "print(json.dumps({'seconds': seconds, 'heavy': heavy}))"
+        )
+        fresh = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        )
+        if fresh.returncode != 0:
+            last = (fresh.stderr.strip().splitlines() or ["no message"])[-1]
+            return Result("import", False, f"import flashmoe_science fails: {last}")
+        found = json.loads(fresh.stdout)
+        if found["heavy"]:
+            text = f"importing the package also imports {', '.join(found['heavy'])}"
+            return Result("import", False, text, details=found)
+        text = f"{found['seconds'] * 1e3:.0f} ms in a fresh interpreter, no framework imported"
+        return Result("import", True, text, details=found)
+
+    def launch(self) -> Result:
+        flashmoe, arrays = self._prepare()
+        shape = dataclasses.replace(_LAUNCH_SHAPE, dtype=arrays.dtypes[-1])
+        ours = call_ours(flashmoe, arrays, shape, make_inputs(arrays, shape), self._kernel)
+        details = {"plan": ours.plan, "launch": ours.launch}
+        mismatch = launch_mismatch(ours.plan, ours.launch)
+        if mismatch:
+            return Result("launch", False, f"not as planned: {mismatch}", details=details)
+        if ours.launch["local_bytes"]:
+            text = (
+                f"{ours.launch['kernel']} uses {ours.launch['local_bytes']} bytes of local memory"
+            )
+            return Result("launch", False, text, details=details)
+        return Result("launch", True, f"{ours.launch['kernel']}, as planned", details=details)
+
+    def correctness(self) -> Result:
+        flashmoe, arrays = self._prepare()
+        rows: list[dict[str, Any]] = []
+        failed = []
+        for dtype in arrays.dtypes:
+            for base in _CORRECTNESS_SHAPES:
+                shape = dataclasses.replace(base, dtype=dtype)
+                inputs = make_inputs(arrays, shape, seed=len(rows))
+                ours = call_ours(flashmoe, arrays, shape, inputs, self._kernel)
+                verdict = _judge_on_host(arrays, shape, inputs, ours)
+                rows.append({"shape": vars(shape)} | dataclasses.asdict(verdict))
+                if not verdict.passed:
+                    failed.append(f"{shape}: {verdict.reason}")
+        if failed:
+            text = f"{len(failed)} of {len(rows)} cases are wrong; first {failed[0]}"
+            return Result("correctness", False, text, details={"cases": rows})
+        margin = max(r["error"] / r["bound"] for r in rows)
+        text = f"{len(rows)} cases in {', '.join(arrays.dtypes)} against float64; the largest error"
+        text += f" is {margin:.2f} of what is allowed"
+        return Result("correctness", True, text, details={"cases": rows})
+
+    def speed(self) -> Result:
+        flashmoe, arrays = self._prepare()
+        kind = "cpu" if arrays.device == "cpu" else "cuda"
+        dtype = arrays.dtypes[0] if kind == "cpu" else arrays.dtypes[-1]
+        shape = dataclasses.replace(_SPEED_SHAPES[kind], dtype=dtype)
+        if arrays.name == "cupy":
+            return Result("speed", True, "not timed: timing on a GPU needs torch with CUDA")
+        if kind == "cpu" and arrays.name == "torch":
+            flashmoe.set_num_threads(arrays.xp.get_num_threads())
+        names = [n for n in peers.peer_names(arrays) if n != "torch-math"]
+        sampling = Sampling(seconds=0.5)
+        cell = measure(flashmoe, arrays, shape, names, sampling, self._kernel)
+        if cell["status"] != "ok":
+            return Result("speed", False, f"void: {cell['reason']}", details=cell)
+        timed = cell["contenders"]
+        ours = timed[OURS]
+        text = f"{shape}: {ours['median_s'] * 1e3:.3f} ms, "
+        text += f"{ours['tflops'] * 1e3:.0f} GFLOP/s" if kind == "cpu" else (
+            f"{ours['tflops']:.0f} TFLOP/s"
+        )  # fmt: skip
+        for name in names:
+            if "against" in timed[name]:
+                a = timed[name]["against"]
+                text += f"; {name} {timed[name]['median_s'] * 1e3:.3f} ms, {a['ratio']:.2f}x ours"
+                text += f" [{a['low']:.2f}, {a['high']:.2f}]"
+        return Result("speed", True, text, details=cell)
+
+    def all(self) -> list[tuple[str, Callable[[], Result]]]:
+        return [
+            ("build", self.build),
+            ("import", self.imports),
+            ("launch", self.launch),
+            ("correctness", self.correctness),
+            ("speed", self.speed),
+        ]
+
+
+def _judge_on_host(arrays: Arrays, shape: Shape, inputs: Inputs, ours: OurCall) -> Accuracy:
+    """By NumPy, whatever the arrays: the verdict owes nothing to the library that made them."""
+    q, k, v = (arrays.to_host(x) for x in inputs)
+    outputs = {OURS: arrays.to_host(ours.out)}
+    return judge(Arrays(), shape, (q, k, v), outputs, arrays.to_host(ours.lse))[OURS]
+
+
+def _guarded(name: str, check: Callable[[], Result]) -> Result:
+    """A check that raises has failed, and says what was raised."""
+    begin = time.monotonic()
+    answer = environment.guarded(check)
+    if not isinstance(answer, Result):
+        answer = Result(name, False, answer["error"])
+    answer.seconds = round(time.monotonic() - begin, 2)
+    return answer
+
+
+def run(arguments: argparse.Namespace) -> int:
+    checks = Checks(arguments.device, arguments.kernel)
+    output = Output(silent=arguments.json == "-")
+    results = []
+    said = False
+    for name, check in checks.all():
+        result = _guarded(name, check)
+        results.append(result)
+        if checks.sentence and not said:
+            output.line(checks.sentence)
+            said = True
+        output.verdict(result.passed, name, f"{result.text} ({result.seconds:.1f} s)")
+    passed = all(r.passed for r in results)
+    output.line("All five checks passed." if passed else "This installation does not work.")
+    if arguments.json is not None:
+        document = {
+            "passed": passed,
+            "sentence": checks.sentence,
+            "checks": [dataclasses.asdict(r) for r in results],
+            "environment": environment.collect(),
+        }
+        write_json(document, arguments.json)
+    return EXIT_OK if passed else EXIT_FAILED

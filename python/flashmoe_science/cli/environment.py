@@ -1,0 +1,195 @@
+"""What this machine and this installation are made of.
+
+Every probe stands alone: one that fails reports why and the others still run, so that a broken
+installation can be described by the installation itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flashmoe_science.cli.output import CommandError
+
+_PACKAGES = ("numpy", "torch", "jax", "jaxlib", "cupy", "transformers", "nanobind-backend")
+
+# Shared libraries worth naming when they are mapped into this process.
+_LIBRARIES = re.compile(
+    r"lib(flashmoe|cudart|cuda|cudnn|cublas|nvrtc|torch|c10|gomp|iomp5|openblas|mkl|tcmalloc"
+    r"|jemalloc|c)[-_.\w]*\.so"
+)
+
+_NVIDIA_SMI_FIELDS = (
+    "index",
+    "name",
+    "driver_version",
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+    "clocks_throttle_reasons.active",
+    "ecc.mode.current",
+)
+
+
+def guarded(probe: Callable[[], Any]) -> Any:
+    """The probe's answer, or {"error": why} when it has none."""
+    try:
+        return probe()
+    except CommandError as error:
+        return {"error": str(error)}
+    except Exception as error:  # a broken installation may raise anything
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def failed(answer: Any) -> bool:
+    return isinstance(answer, dict) and set(answer) == {"error"}
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """The fields of one of the package's dataclasses, sequences as lists."""
+    fields = dataclasses.asdict(value)
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+
+
+def package() -> Any:
+    """The package, with its library loaded; raises CommandError with what is wrong with it."""
+    try:
+        module = importlib.import_module("flashmoe_science")
+        module.cuda_device_count()
+    except (ImportError, OSError, AttributeError) as error:
+        raise CommandError(f"the package does not load: {error}") from error
+    return module
+
+
+def package_directories() -> list[Path]:
+    """Folders that hold the package's files: more than one in an editable installation."""
+    spec = importlib.util.find_spec("flashmoe_science")
+    found = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+    return [p for p in dict.fromkeys(found) if p.is_dir()]
+
+
+def package_version() -> str:
+    return importlib.metadata.version("flashmoe-science")
+
+
+def build_info() -> dict[str, Any]:
+    return as_dict(package().build_info())
+
+
+def devices() -> list[dict[str, Any]]:
+    """The CPU and every CUDA device the library can use."""
+    flashmoe = package()
+    names = ["cpu"] + [f"cuda:{i}" for i in range(flashmoe.cuda_device_count())]
+    described = []
+    for name in names:
+        answer = guarded(lambda name=name: as_dict(flashmoe.device_info(name)))  # type: ignore[misc]
+        described.append({"device": name, **answer})
+    return described
+
+
+def nvidia_smi() -> list[dict[str, str]]:
+    """One dictionary a GPU, [] where there is no driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    for fields in (_NVIDIA_SMI_FIELDS, _NVIDIA_SMI_FIELDS[:3]):  # drivers rename fields
+        query = subprocess.run(
+            [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+        if query.returncode == 0:
+            rows = [line.split(", ") for line in query.stdout.strip().splitlines()]
+            return [dict(zip(fields, row, strict=False)) for row in rows]
+    return []
+
+
+def cpu_model() -> str:
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1) if match else platform.processor()
+
+
+def available_processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of what is installed, read from metadata: nothing is imported."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    for distribution in importlib.metadata.distributions():  # CuPy's wheels carry a suffix
+        name = str(distribution.metadata["Name"] or "")
+        if name.lower().startswith("cupy-cuda"):
+            found[name] = distribution.version
+    return found
+
+
+def loaded_libraries() -> list[str]:
+    """Paths of the shared libraries mapped into this process, from /proc/self/maps."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    paths = {fields[-1] for fields in map(str.split, maps.splitlines()) if len(fields) > 5}
+    return sorted(p for p in paths if _LIBRARIES.match(Path(p).name))
+
+
+def environment_variables() -> dict[str, str]:
+    prefixes = ("FLASHMOE_", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDACXX", "OMP_NUM_THREADS")
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}
+
+
+def git_commit() -> str:
+    """Commit of the working tree this is run in, marked when it has changes; "" outside one."""
+    git = shutil.which("git")
+    if git is None:
+        return ""
+    commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    answers = [
+        subprocess.run([git, *c], capture_output=True, text=True, timeout=20, check=False)
+        for c in commands
+    ]
+    if answers[0].returncode != 0:
+        return ""
+    return answers[0].stdout.strip() + ("+changes" if answers[1].stdout.strip() else "")
+
+
+def collect() -> dict[str, Any]:
+    """Everything above as one document."""
+    return {
+        "package": guarded(package_version),
+        "location": guarded(lambda: [str(p) for p in package_directories()]),
+        "library": guarded(build_info),
+        "devices": guarded(devices),
+        "nvidia_smi": guarded(nvidia_smi),
+        "cpu": guarded(cpu_model),
+        "processors": guarded(available_processors),
+        "threads": guarded(lambda: package().get_num_threads()),
+        "python": sys.version.split()[0],
+        "executable": sys.executable,
+        "platform": guarded(platform.platform),
+        "libc": guarded(lambda: " ".join(platform.libc_ver())),
+        "packages": guarded(package_versions),
+        "variables": guarded(environment_variables),
+        "loaded": guarded(loaded_libraries),
+    }

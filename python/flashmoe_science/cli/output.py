@@ -1,0 +1,114 @@
+"""What a subcommand writes: tables for people, one JSON document for programs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+class CommandError(Exception):
+    """A request that cannot be done; the message is the whole explanation."""
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write one JSON document to FILE, or with no FILE to standard output and nothing else",
+    )
+
+
+def _strict(value: Any) -> Any:
+    """JSON has neither NaN nor infinity: both become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return value
+
+
+def write_json(document: dict[str, Any], destination: str) -> None:
+    """Writes `document` to standard output ("-") or, whole or not at all, to a file."""
+    text = json.dumps(_strict(document), indent=1, allow_nan=False, default=str) + "\n"
+    if destination == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    path = Path(destination)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise CommandError(f"--json: {destination} cannot be written: {error}") from error
+
+
+class Output:
+    """Prints lines and tables: with rich on a terminal that has it, else as plain text."""
+
+    def __init__(self, silent: bool = False) -> None:
+        self.silent = silent
+        self._console: Any = None
+        if not silent and sys.stdout.isatty():
+            try:
+                console = importlib.import_module("rich.console")
+                self._console = console.Console(highlight=False, soft_wrap=True)
+            except ImportError:
+                pass
+
+    def line(self, text: str = "", style: str = "") -> None:
+        if self.silent:
+            return
+        if self._console is not None:
+            self._console.print(text, style=style or None, markup=False)
+        else:
+            print(text, flush=True)
+
+    def heading(self, text: str) -> None:
+        self.line(text, style="bold")
+
+    def pairs(self, rows: Sequence[tuple[str, str]], indent: int = 2) -> None:
+        """Lines of a name and its value, the values aligned."""
+        width = max((len(name) for name, _ in rows), default=0)
+        for name, value in rows:
+            first, *rest = value.splitlines() or [""]
+            self.line(f"{' ' * indent}{name:<{width}}  {first}".rstrip())
+            for more in rest:
+                self.line(f"{' ' * (indent + width + 2)}{more}")
+
+    def verdict(self, passed: bool, name: str, text: str) -> None:
+        """One line that begins with ok or FAIL."""
+        mark = "ok  " if passed else "FAIL"
+        self.line(f"{mark}  {name:<12}{text}", style="" if passed else "bold red")
+
+
+class Table:
+    """Rows printed as they come, under headers of fixed width: a long run shows its progress."""
+
+    def __init__(self, output: Output, headers: Sequence[str], widths: Sequence[int]) -> None:
+        self._output = output
+        self._widths = list(widths)
+        output.line(self._format(headers), style="bold")
+
+    def _format(self, cells: Sequence[str]) -> str:
+        first = f"{cells[0]:<{self._widths[0]}}"
+        rest = [f"{cell:>{width}}" for cell, width in zip(cells[1:], self._widths[1:], strict=True)]
+        return "  ".join([first, *rest]).rstrip()
+
+    def row(self, cells: Sequence[str], style: str = "") -> None:
+        self._output.line(self._format(cells), style=style)

@@ -1,0 +1,154 @@
+"""`flashmoe plan`: which kernel serves a shape, how it is launched, and why not another."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from flashmoe_science.cli import environment
+from flashmoe_science.cli.output import (
+    EXIT_OK,
+    CommandError,
+    Output,
+    add_json_option,
+    write_json,
+)
+from flashmoe_science.cli.shapes import Shape, add_shape_options, shape_from_options
+
+_DESCRIPTION = """\
+Explains one attention call without making it: the kernel that would serve it, its tile, threads,
+shared memory, grid and workspace, the work in it, and why the other kernel families are not used.
+Needs no tensors, and for --device cpu no GPU.
+
+  flashmoe plan --batch 1 --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal
+  flashmoe plan --seq-q 1 --seq-k 8192 --heads 32 --kv-heads 8 --dim 128 --dtype fp16 --device cpu
+"""
+
+# Most threads and, beside a block's own shared memory, bytes the system keeps for it, on an SM
+# of sm_89 and sm_90.
+_THREADS_PER_SM = {89: 1536}
+_DEFAULT_THREADS_PER_SM = 2048
+_SYSTEM_SHARED_BYTES = 1024
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="which kernel serves a shape, how it is launched, and why not another",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_shape_options(parser, required=True)
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda or cuda:N (default: the first GPU the library can use, else cpu)",
+    )
+    parser.add_argument(
+        "--kernel", metavar="FAMILY", help="ask for this kernel family, such as sm89 or cpu"
+    )
+    parser.add_argument("--layout", choices=("bshd", "bhsd"), default="bshd", help="(default bshd)")
+    add_json_option(parser)
+    parser.set_defaults(run=run)
+
+
+def default_device(flashmoe: Any) -> str:
+    return "cuda:0" if flashmoe.cuda_device_count() > 0 else "cpu"
+
+
+def plan_for(
+    flashmoe: Any, shape: Shape, device: str, layout: str = "bshd", kernel: str | None = None
+) -> Any:
+    """The package's plan of one shape."""
+    return flashmoe.attention_plan_for(
+        batch=shape.batch,
+        seq_q=shape.seq_q,
+        seq_k=shape.seq_k,
+        heads_q=shape.heads_q,
+        heads_kv=shape.heads_kv,
+        dim=shape.dim,
+        dim_v=shape.dim_v,
+        dtype=shape.dtype,
+        device=device,
+        causal=False if shape.causal == "none" else shape.causal,
+        layout=layout,
+        kernel=kernel,
+    )
+
+
+def occupancy(plan: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
+    """How the grid fills the device. On a GPU the blocks an SM holds are bounded by shared memory
+    and threads; registers can lower it further and are known only once the kernel is loaded."""
+    units = max(int(device["multiprocessors"]), 1)
+    blocks = math.prod(plan["grid"])
+    resident = 1
+    if device["compute_capability"]:
+        shared = device["shared_bytes_per_block"] + _SYSTEM_SHARED_BYTES
+        threads = _THREADS_PER_SM.get(device["compute_capability"], _DEFAULT_THREADS_PER_SM)
+        by_shared = shared // (plan["shared_bytes"] + _SYSTEM_SHARED_BYTES)
+        by_threads = threads // max(math.prod(plan["block"]), 1)
+        resident = max(1, int(min(by_shared, by_threads)))
+    return {"blocks": blocks, "units": units, "resident": resident} | {
+        "waves": blocks / (units * resident)
+    }
+
+
+def _rejected(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = [line for line in plan["rejected"].splitlines() if line]
+    return [(family, reason.strip()) for family, _, reason in (li.partition(":") for li in lines)]
+
+
+def _extent(values: list[int]) -> str:
+    return " x ".join(str(v) for v in values)
+
+
+def _print(document: dict[str, Any], shape: Shape, output: Output) -> None:
+    plan, device, fill = document["plan"], document["device"], document["occupancy"]
+    gpu = device["compute_capability"] != 0
+    output.heading(f"{shape} on {device['device']} ({device['name']})")
+    waves = f"{fill['waves']:.2f} ({fill['blocks']} {'blocks' if gpu else 'tiles'} over "
+    waves += f"{fill['units']} {'SMs' if gpu else 'threads'}"
+    waves += f", at most {fill['resident']} at a time on each)" if gpu else ")"
+    rows = [
+        ("kernel", plan["kernel"]),
+        ("family", f"{plan['family']} ({plan['isa']})"),
+        ("tile", f"{plan['tile_q']} queries x {plan['tile_k']} keys, {plan['stages']} stages"),
+        ("compiled for", f"dim {plan['dim']}, dim_v {plan['dim_v']}"),
+        ("grid", _extent(plan["grid"])),
+        ("block" if gpu else "threads", _extent(plan["block"]) if gpu else str(plan["block"][0])),
+    ]
+    if gpu:
+        rows.append(("shared memory", f"{plan['shared_bytes']} bytes a block"))
+    rows += [
+        ("workspace", f"{plan['workspace_bytes']} bytes"),
+        ("waves", waves),
+        ("work", f"{plan['flops'] / 1e9:.4g} GFLOP in the two products"),
+    ]
+    output.pairs(rows)
+    output.heading("Not used")
+    output.pairs(_rejected(plan) or [("none", "every other family is absent from this build")])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    flashmoe = environment.package()
+    device = arguments.device or default_device(flashmoe)
+    shape = shape_from_options(arguments, "fp32" if device == "cpu" else "bf16")
+    try:
+        plan = plan_for(flashmoe, shape, device, arguments.layout, arguments.kernel)
+        described = environment.as_dict(flashmoe.device_info(device))
+    except (flashmoe.FlashMoEError, ValueError, TypeError, RuntimeError) as error:
+        raise CommandError(str(error)) from error
+    fields = environment.as_dict(plan)
+    described = {"device": device, **described}
+    document = {
+        "shape": vars(shape),
+        "device": described,
+        "plan": fields,
+        "occupancy": occupancy(fields, described),
+    }
+    if arguments.json != "-":
+        _print(document, shape, Output())
+    if arguments.json is not None:
+        write_json(document, arguments.json)
+    return EXIT_OK

@@ -1,0 +1,188 @@
+"""The accuracy rule: float64 attention, the plain low-precision computation, and a verdict.
+
+    max|ours - ref| <= 2 max|plain - ref| + ulp        |lse - ref| <= 1e-3
+
+`ref` is float64 mathematics on the same inputs. `plain` is what a framework without a fused kernel
+computes: every operation takes and gives the inputs' dtype and accumulates in fp32. `ulp` is one
+unit in the last place of that dtype at the largest |ref|. See docs/accuracy.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from flashmoe_science.cli.arrays import Arrays
+from flashmoe_science.cli.shapes import Shape
+
+LSE_TOLERANCE = 1e-3
+_EPSILON = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
+
+# Scores that are computed in all, and at a time: they bound time and memory.
+_SCORE_BUDGET = {"cpu": 2**24, "cuda": 2**31}
+_SCORE_BLOCK = {"cpu": 2**21, "cuda": 2**26}
+
+
+@dataclasses.dataclass
+class Accuracy:
+    """Errors of one output against float64, and whether the rule holds."""
+
+    passed: bool
+    error: float
+    plain_error: float
+    bound: float
+    lse_error: float | None
+    checked: str
+    reason: str = ""
+
+
+def _sample(total: int, wanted: int) -> list[int]:
+    """`wanted` of range(total), evenly spaced, the first and the last among them."""
+    if wanted >= total:
+        return list(range(total))
+    if wanted == 1:
+        return [total - 1]
+    return sorted({round(i * (total - 1) / (wanted - 1)) for i in range(wanted)})
+
+
+def _blocks(
+    pairs: list[int], rows: list[int], keys: int, limit: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    rows_at_once = max(1, min(len(rows), limit // keys))
+    pairs_at_once = max(1, limit // (keys * rows_at_once))
+    for p in range(0, len(pairs), pairs_at_once):
+        for r in range(0, len(rows), rows_at_once):
+            yield pairs[p : p + pairs_at_once], rows[r : r + rows_at_once]
+
+
+def _per_head(arrays: Arrays, values: Any) -> Any:
+    """[batch, seq, heads, dim] as [batch * heads, seq, dim]."""
+    swapped = arrays.xp.swapaxes(values, 1, 2)
+    batch, heads, seq, dim = swapped.shape
+    return swapped.reshape((batch * heads, seq, dim))
+
+
+def _hidden(arrays: Arrays, shape: Shape, rows: Any) -> Any:
+    """True where the mask hides key j from query i, [rows, keys]; None without a mask."""
+    if shape.causal == "none":
+        return None
+    offset = shape.seq_k - shape.seq_q if shape.causal == "bottom_right" else 0
+    return arrays.arange(shape.seq_k)[None, :] > rows[:, None] + offset
+
+
+def _softmax(arrays: Arrays, scores: Any, hidden: Any) -> tuple[Any, Any, Any]:
+    """Unnormalised weights, their sums and the maxima; a row that sees no key has sum 0."""
+    xp = arrays.xp
+    if hidden is not None:
+        scores = xp.where(hidden, -math.inf, scores)
+    maxima = xp.amax(scores, axis=-1, keepdims=True)
+    maxima = xp.where(maxima == -math.inf, 0.0, maxima)
+    weights = xp.exp(scores - maxima)
+    return weights, weights.sum(axis=-1, keepdims=True), maxima
+
+
+def _exact(arrays: Arrays, q: Any, k: Any, v: Any, scale: float, hidden: Any) -> tuple[Any, Any]:
+    """Output and LSE in float64."""
+    xp = arrays.xp
+    q, k, v = (arrays.cast(x, "fp64") for x in (q, k, v))
+    weights, sums, maxima = _softmax(arrays, q @ xp.swapaxes(k, 1, 2) * scale, hidden)
+    safe = xp.where(sums == 0, 1.0, sums)
+    lse = xp.where(sums == 0, -math.inf, maxima + xp.log(safe))
+    return (weights @ v) / safe, lse[..., 0]
+
+
+def _plain(arrays: Arrays, dtype: str, q: Any, k: Any, v: Any, scale: float, hidden: Any) -> Any:
+    """Output of the unfused computation in `dtype`."""
+    xp = arrays.xp
+    q, k, v = (arrays.cast(x, "fp32") for x in (q, k, v))
+    scores = arrays.rounded(q @ xp.swapaxes(k, 1, 2), dtype)
+    scores = arrays.rounded(scores * scale, dtype)
+    weights, sums, _ = _softmax(arrays, scores, hidden)
+    weights = arrays.rounded(weights / xp.where(sums == 0, 1.0, sums), dtype)
+    return arrays.rounded(weights @ v, dtype)
+
+
+def _largest(xp: Any, values: Any) -> float:
+    return float(xp.amax(xp.abs(values)))
+
+
+def _difference(xp: Any, ours: Any, reference: Any) -> float:
+    """max|ours - reference|, NaN when ours holds one; equal infinities differ by 0."""
+    return _largest(xp, xp.where(ours == reference, 0.0, ours - reference))
+
+
+def judge(
+    arrays: Arrays,
+    shape: Shape,
+    inputs: tuple[Any, Any, Any],
+    outputs: dict[str, Any],
+    lse: Any = None,
+    scale: float | None = None,
+) -> dict[str, Accuracy]:
+    """Holds every output [batch, seq_q, heads_q, dim_v] to the rule, against one reference.
+
+    `lse` [batch, heads_q, seq_q] belongs to the first of them. Long sequences are checked on evenly
+    spaced heads and rows; that every element was written is checked on all.
+    """
+    xp = arrays.xp
+    kind = "cpu" if arrays.device == "cpu" else "cuda"
+    scale = 1.0 / math.sqrt(shape.dim) if scale is None else scale
+    total_pairs = shape.batch * shape.heads_q
+    budget = _SCORE_BUDGET[kind] // shape.seq_k
+    rows = _sample(shape.seq_q, max(1, min(shape.seq_q, budget // min(total_pairs, 4))))
+    pairs = _sample(total_pairs, max(1, budget // len(rows)))
+    checked = f"{len(pairs)} of {total_pairs} heads, {len(rows)} of {shape.seq_q} rows"
+
+    q, k, v = (_per_head(arrays, x) for x in inputs)
+    flat = {name: _per_head(arrays, out) for name, out in outputs.items()}
+    flat_lse = None if lse is None else lse.reshape((total_pairs, shape.seq_q))
+    group = shape.heads_q // shape.heads_kv
+
+    largest = plain_error = 0.0
+    errors = dict.fromkeys(outputs, 0.0)
+    lse_error = 0.0
+    for some_pairs, some_rows in _blocks(pairs, rows, shape.seq_k, _SCORE_BLOCK[kind]):
+        of_kv = [p // shape.heads_q * shape.heads_kv + p % shape.heads_q // group
+                 for p in some_pairs]  # fmt: skip
+        index = arrays.arange(shape.seq_q)[some_rows]
+        hidden = _hidden(arrays, shape, index)
+        block = (q[some_pairs][:, index], k[of_kv], v[of_kv])
+        reference, reference_lse = _exact(arrays, *block, scale, hidden)
+        plain = arrays.cast(_plain(arrays, shape.dtype, *block, scale, hidden), "fp64")
+        largest = max(largest, _largest(xp, reference))
+        plain_error = max(plain_error, _difference(xp, plain, reference))
+        for name, out in flat.items():
+            ours = arrays.cast(out[some_pairs][:, index], "fp64")
+            errors[name] = _worse(errors[name], _difference(xp, ours, reference))
+        if flat_lse is not None:
+            ours = arrays.cast(flat_lse[some_pairs][:, index], "fp64")
+            lse_error = _worse(lse_error, _difference(xp, ours, reference_lse))
+
+    ulp = _EPSILON[shape.dtype] * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
+    bound = 2.0 * plain_error + ulp
+    verdicts = {}
+    for i, (name, out) in enumerate(outputs.items()):
+        its_lse = lse_error if i == 0 and lse is not None else None
+        reason = _reason(errors[name], bound, its_lse, bool(xp.isfinite(out).all()))
+        verdicts[name] = Accuracy(
+            not reason, errors[name], plain_error, bound, its_lse, checked, reason
+        )
+    return verdicts
+
+
+def _worse(a: float, b: float) -> float:
+    """The larger; NaN when either is."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
+def _reason(error: float, bound: float, lse_error: float | None, finite: bool) -> str:
+    """Why the rule does not hold, "" when it does."""
+    if not finite:
+        return "the output holds NaN or infinity: some of it was never written, or is wrong"
+    if not error <= bound:  # false for NaN as well
+        return f"max|out - float64| is {error:.3g}, allowed is {bound:.3g}"
+    if lse_error is not None and not lse_error <= LSE_TOLERANCE:
+        return f"max|lse - float64| is {lse_error:.3g}, allowed is {LSE_TOLERANCE:g}"
+    return ""

@@ -1,0 +1,165 @@
+"""Attention shapes: what `plan`, `check` and `bench` are asked about, and the suites of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from importlib import resources
+from typing import Any
+
+from flashmoe_science.cli.output import CommandError
+
+CAUSAL_CHOICES = ("none", "bottom_right", "top_left")
+DTYPE_CHOICES = ("fp32", "fp16", "bf16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One attention call: extents, element type and mask."""
+
+    batch: int
+    seq_q: int
+    seq_k: int
+    heads_q: int
+    heads_kv: int
+    dim: int
+    dim_v: int
+    dtype: str = "bf16"
+    causal: str = "none"
+
+    @property
+    def flops(self) -> float:
+        """Of the two products, as the library counts them: masked pairs do no work."""
+        pairs = float(self.seq_q) * self.seq_k
+        if self.causal != "none":
+            offset = self.seq_k - self.seq_q if self.causal == "bottom_right" else 0
+            # Row i sees clamp(i + offset + 1, 0, seq_k) keys: nothing, then a ramp, then all.
+            begin = min(max(-(offset + 1), 0), self.seq_q)
+            end = min(max(self.seq_k - (offset + 1), 0), self.seq_q)
+            ramp = (end - begin) * (offset + 1 + (begin + end - 1) / 2)
+            pairs = ramp + (self.seq_q - end) * float(self.seq_k)
+        return 2.0 * self.batch * self.heads_q * pairs * (self.dim + self.dim_v)
+
+    def __str__(self) -> str:
+        seq = f"{self.seq_q}" if self.seq_q == self.seq_k else f"{self.seq_q}/{self.seq_k}"
+        heads = f"{self.heads_q}"
+        if self.heads_kv != self.heads_q:
+            heads = f"{self.heads_q}/{self.heads_kv}"
+        dim = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
+        mask = {"none": "", "bottom_right": " causal", "top_left": " causal(top_left)"}
+        return f"{self.dtype} B{self.batch} S{seq} H{heads} D{dim}{mask[self.causal]}"
+
+
+def add_shape_options(parser: argparse.ArgumentParser, required: bool) -> None:
+    """The flags that describe one shape; without a required one, the caller has a suite."""
+    group = parser.add_argument_group("shape")
+    group.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default 1)")
+    group.add_argument(
+        "--seq", type=int, metavar="N", help="queries and keys of a sequence, when equal"
+    )
+    group.add_argument("--seq-q", type=int, metavar="N", help="queries of a sequence")
+    group.add_argument("--seq-k", type=int, metavar="N", help="keys of a sequence")
+    group.add_argument("--heads", type=int, metavar="N", required=required, help="query heads")
+    group.add_argument(
+        "--kv-heads", type=int, metavar="N", help="key and value heads (default: --heads)"
+    )
+    group.add_argument(
+        "--dim", type=int, metavar="N", required=required, help="dimensions of a query and key head"
+    )
+    group.add_argument("--dim-v", type=int, metavar="N", help="of a value head (default: --dim)")
+    group.add_argument(
+        "--causal",
+        nargs="?",
+        const="bottom_right",
+        default="none",
+        choices=CAUSAL_CHOICES,
+        help="mask; --causal alone means bottom_right",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=DTYPE_CHOICES,
+        help="element type (default: bf16 on a GPU, fp32 on the CPU)",
+    )
+
+
+def shape_from_options(arguments: argparse.Namespace, dtype: str) -> Shape:
+    """The shape the flags describe; refuses flags that leave an extent open or say it twice."""
+    if arguments.seq is not None and (arguments.seq_q, arguments.seq_k) != (None, None):
+        raise CommandError("--seq: give either --seq or --seq-q and --seq-k, not both")
+    seq_q: Any = arguments.seq if arguments.seq is not None else arguments.seq_q
+    seq_k: Any = arguments.seq if arguments.seq is not None else arguments.seq_k
+    extents = {"--seq (or --seq-q)": seq_q, "--seq (or --seq-k)": seq_k}
+    extents |= {"--heads": arguments.heads, "--dim": arguments.dim}
+    for name, value in extents.items():
+        if value is None:
+            raise CommandError(f"{name} is missing")
+    return Shape(
+        batch=arguments.batch,
+        seq_q=seq_q,
+        seq_k=seq_k,
+        heads_q=arguments.heads,
+        heads_kv=arguments.heads if arguments.kv_heads is None else arguments.kv_heads,
+        dim=arguments.dim,
+        dim_v=arguments.dim if arguments.dim_v is None else arguments.dim_v,
+        dtype=arguments.dtype or dtype,
+        causal=arguments.causal,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """A named list of shapes, one of the files in flashmoe_science/bench_suites."""
+
+    name: str
+    title: str
+    device: str  # "cuda", "cpu" or "any"
+    shapes: tuple[Shape, ...]
+
+
+def _suite_files() -> dict[str, Any]:
+    folder = resources.files("flashmoe_science") / "bench_suites"
+    files = [f for f in folder.iterdir() if f.name.endswith(".json")]
+    return {f.name.removesuffix(".json"): f for f in sorted(files, key=lambda f: f.name)}
+
+
+def suite_names() -> list[str]:
+    return list(_suite_files())
+
+
+def _expand(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """An entry whose fields may be lists becomes one entry for each combination of them."""
+    expanded: list[dict[str, Any]] = [{}]
+    for key, value in entry.items():
+        values = value if isinstance(value, list) else [value]
+        expanded = [{**partial, key: item} for partial in expanded for item in values]
+    return expanded
+
+
+def _shape(entry: dict[str, Any]) -> Shape:
+    """Fills what an entry leaves to its neighbours: tokens / seq = batch, width / dim = heads."""
+    seq_k: int = entry["seq_k"] if "seq_k" in entry else entry["seq"]
+    seq_q: int = entry["seq_q"] if "seq_q" in entry else entry["seq"]
+    dim = entry["dim"]
+    batch = entry["batch"] if "batch" in entry else entry["tokens"] // seq_q
+    heads = entry["heads"] if "heads" in entry else entry["width"] // dim
+    return Shape(
+        batch=batch,
+        seq_q=seq_q,
+        seq_k=seq_k,
+        heads_q=heads,
+        heads_kv=entry.get("kv_heads", heads),
+        dim=dim,
+        dim_v=entry.get("dim_v", dim),
+        dtype=entry["dtype"],
+        causal=entry["causal"],
+    )
+
+
+def load_suite(name: str) -> Suite:
+    files = _suite_files()
+    if name not in files:
+        raise CommandError(f"--suite: got {name}, accepted are {', '.join(files)}")
+    document = json.loads(files[name].read_text(encoding="utf-8"))
+    shapes = tuple(_shape(entry) for group in document["shapes"] for entry in _expand(group))
+    return Suite(name, document["title"], document["device"], shapes)
