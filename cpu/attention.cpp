@@ -30,8 +30,16 @@ int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 const AttentionKernel& kernel_for(cpu::Isa isa, Dtype dtype) {
   const int index = static_cast<int>(dtype);
-  (void)isa;
-  return cpu::kScalarAttention[index];
+  switch (isa) {
+#if FLASHMOE_CPU_X86
+    case cpu::Isa::kAvx512Bf16:
+      if (dtype == Dtype::kBFloat16) return cpu::kAvx512Bf16Attention;
+      return cpu::kAvx512Attention[index];
+    case cpu::Isa::kAvx512: return cpu::kAvx512Attention[index];
+    case cpu::Isa::kAvx2: return cpu::kAvx2Attention[index];
+#endif
+    default: return cpu::kScalarAttention[index];
+  }
 }
 
 int64_t tiles_of(const AttentionProblem& p, int64_t tile_q) {

@@ -1,0 +1,24 @@
+// The attention kernels compiled for AVX2, FMA and F16C.
+#include <immintrin.h>
+
+#include "cpu/attention_kernel.h"
+#include "cpu/attention_numeric.h"
+
+namespace flashmoe::cpu {
+namespace {
+namespace avx2 {
+
+#include "cpu/simd_avx2.h"
+// Built on the Simd above.
+#include "cpu/attention_tile.h"
+
+}  // namespace avx2
+}  // namespace
+
+const AttentionKernel kAvx2Attention[3] = {
+    avx2::attention_kernel<avx2::Fp32Product<float>>("avx2"),
+    avx2::attention_kernel<avx2::Fp32Product<Fp16>>("avx2"),
+    avx2::attention_kernel<avx2::Fp32Product<Bf16>>("avx2"),
+};
+
+}  // namespace flashmoe::cpu

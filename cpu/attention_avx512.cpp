@@ -1,0 +1,24 @@
+// The attention kernels compiled for AVX-512.
+#include <immintrin.h>
+
+#include "cpu/attention_kernel.h"
+#include "cpu/attention_numeric.h"
+
+namespace flashmoe::cpu {
+namespace {
+namespace avx512 {
+
+#include "cpu/simd_avx512.h"
+// Built on the Simd above.
+#include "cpu/attention_tile.h"
+
+}  // namespace avx512
+}  // namespace
+
+const AttentionKernel kAvx512Attention[3] = {
+    avx512::attention_kernel<avx512::Fp32Product<float>>("avx512"),
+    avx512::attention_kernel<avx512::Fp32Product<Fp16>>("avx512"),
+    avx512::attention_kernel<avx512::Fp32Product<Bf16>>("avx512"),
+};
+
+}  // namespace flashmoe::cpu

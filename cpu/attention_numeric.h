@@ -1,0 +1,30 @@
+// What every instruction set's kernels share: storage types and constants. No code that could be
+// emitted as a function: these headers are compiled with different -m flags.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define FLASHMOE_INLINE inline __attribute__((always_inline))
+
+namespace flashmoe::cpu {
+
+struct Fp16 {
+  uint16_t bits;
+};
+struct Bf16 {
+  uint16_t bits;
+};
+
+constexpr int64_t kScratchAlignment = 64;
+constexpr float kLog2E = 1.44269504f;
+
+// x + kRoundToInteger has the rounded x in its low bits, for |x| < 2^22.
+constexpr float kRoundToInteger = 0x1.8p23f;
+constexpr float kExp2Floor = -126.0f;  // below, 2^x is no normal number
+// 2^x on [-1/2, 1/2]: least maximum relative error among polynomials of degree 5 that are 1 at 0.
+constexpr float kExp2Coefficients[6] = {1.0f,           0x1.62e42ap-1f, 0x1.ebf9bcp-3f,
+                                        0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba14p-10f};
+constexpr int kTileRows = 192;  // most rows of a tile: they share one packing of K and V
+
+}  // namespace flashmoe::cpu

@@ -1,0 +1,475 @@
+// Attention of one tile of query rows, for any instruction set.
+//
+//   scores  = Q K^T           [rows, keys]   one step of tile_k keys at a time
+//   weights = exp2(scale log2(e) (scores - running maximum of the row))
+//   output  = sum over steps of weights V, rescaled when a row's maximum grows; in the end / sum
+//
+// Rows go through the registers kGroupRows at a time against panels of kPanel columns: both
+// products are the same register-blocked loop, a column of scalars broadcast against a row of
+// vectors. To feed it, K is packed per step as panels [dim][kPanel keys] (transposed), V as panels
+// [key][kPanel columns], Q once per tile as groups [dim][kGroupRows]; all of it fits in half an
+// L2 cache, and a group's scores in L1. 16-bit inputs are widened to fp32 while packing, or, where
+// the processor multiplies bf16 pairs, packed as pairs (`Product`); sums are fp32 always.
+//
+// A row's result depends on its own keys alone, in one order: every accumulator belongs to one
+// row, and keys a row does not see are neither read into its maximum nor multiplied into its
+// output when V holds a NaN or infinity there.
+//
+// Included inside the ISA's own namespace after its `Simd`, so that no code compiled with its
+// flags can be merged with another's.
+
+using Vector = Simd::Vector;
+
+constexpr int kLanes = Simd::kLanes;
+constexpr int kGroupRows = Simd::kGroupRows;
+constexpr int kSmallGroupRows = kGroupRows / 3 > 1 ? kGroupRows / 3 : 1;
+constexpr int kPanelVectors = Simd::kPanelVectors;
+constexpr int kPanel = kPanelVectors * kLanes;
+
+constexpr int kMaxTileK = 256;
+// One vector more than a power of two, so that the rows of a group do not share cache sets.
+constexpr int kScoreStride = kMaxTileK + kLanes;
+
+constexpr float kInfinity = __builtin_inff();
+
+FLASHMOE_INLINE int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+FLASHMOE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+FLASHMOE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) {
+  return x < low ? low : x > high ? high : x;
+}
+
+// 2^x for x <= 0: 2^round(x) times a polynomial in the rest. Relative error below 1.6e-7; 2^0 is 1;
+// 0 below kExp2Floor; a NaN stays one.
+FLASHMOE_INLINE Vector exp2_of_nonpositive(Vector x) {
+  const Vector shifted = Simd::add(x, Simd::broadcast(kRoundToInteger));
+  const Vector rest = Simd::subtract(x, Simd::subtract(shifted, Simd::broadcast(kRoundToInteger)));
+  Vector y = Simd::broadcast(kExp2Coefficients[5]);
+  y = Simd::multiply_add(y, rest, Simd::broadcast(kExp2Coefficients[4]));
+  y = Simd::multiply_add(y, rest, Simd::broadcast(kExp2Coefficients[3]));
+  y = Simd::multiply_add(y, rest, Simd::broadcast(kExp2Coefficients[2]));
+  y = Simd::multiply_add(y, rest, Simd::broadcast(kExp2Coefficients[1]));
+  y = Simd::multiply_add(y, rest, Simd::broadcast(1.0f));
+  return Simd::scale_by_exponent(y, shifted, x);
+}
+
+// Products of fp32, one per 32-bit word; T is widened on the way in.
+template <typename T>
+struct Fp32Product {
+  using Element = T;
+  static constexpr int kPack = 1;  // elements per word
+
+  static Vector multiply_add(Vector a, Vector b, Vector sum) {
+    return Simd::multiply_add(a, b, sum);
+  }
+  // The first n elements at p, packed into words; 0 behind them.
+  static Vector load_words(const T* p, int64_t n) { return Simd::load_first(p, n); }
+  // Words that hold row `first` of V (and, with pairs, row `second`, which may be null).
+  static Vector load_values(const T* first, const T* /*second*/, int64_t n) {
+    return Simd::load_first(first, n);
+  }
+  static Vector keep_first_of_pair(Vector words) { return words; }
+  static void store_weights(float* row, int64_t key, Vector weights) {
+    Simd::store(row + key, weights);
+  }
+
+  // Sees whether any of the words put into it is a NaN or an infinity: then 0 * word is not 0.
+  struct FiniteCheck {
+    Vector sum = Simd::zero();
+    void put(Vector words) { sum = Simd::multiply_add(words, Simd::zero(), sum); }
+    bool finite() const { return Simd::sum_of(sum) == 0.0f; }
+  };
+};
+
+// sums[r][v] += a[r] * b[v] over `steps` words of depth, for kRows rows and kVectors vectors.
+template <typename Product, int kRows, int kVectors, int kRowStride, int kStepStride>
+FLASHMOE_INLINE void multiply_accumulate(const float* a, const float* b, int64_t steps,
+                                         Vector (&sums)[kRows][kVectors]) {
+  for (int64_t step = 0; step < steps; ++step) {
+    Vector columns[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) columns[v] = Simd::load(b + v * kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const Vector row = Simd::broadcast(a[r * kRowStride]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        sums[r][v] = Product::multiply_add(row, columns[v], sums[r][v]);
+      }
+    }
+    a += kStepStride;
+    b += kPanel;
+  }
+}
+
+// The per-thread scratch of one tile. Built on a null base it only measures.
+struct Scratch {
+  float* q;        // [groups][dim words][kGroupRows], and one vector behind
+  float* k;        // [tile_k / kPanel][dim words][kPanel]
+  float* v;        // [dim_v panels][tile_k / pack][kPanel]
+  float* output;   // [groups][dim_v panels][kGroupRows][kPanel]
+  float* scores;   // [kGroupRows][kScoreStride], weights overwrite them
+  float* sums;     // [groups * kGroupRows][kLanes], partial
+  float* maxima;   // [groups * kGroupRows]
+  float* rescale;  // [kGroupRows]
+  size_t bytes;
+
+  Scratch(void* base, const AttentionProblem& p, int64_t tile_q, int64_t tile_k, int pack) {
+    char* next = static_cast<char*>(base);
+    const auto take = [&next](int64_t count) {
+      float* begin = reinterpret_cast<float*>(next);
+      next += round_up(count * static_cast<int64_t>(sizeof(float)), kScratchAlignment);
+      return begin;
+    };
+    const int64_t words = p.dim / pack;
+    const int64_t columns = round_up(p.dim_v, kPanel);
+    q = take(tile_q * words + kLanes);
+    k = take(tile_k * words);
+    v = take(tile_k / pack * columns);
+    output = take(tile_q * columns);
+    scores = take(kGroupRows * kScoreStride);
+    sums = take(tile_q * kLanes);
+    maxima = take(tile_q);
+    rescale = take(kGroupRows);
+    bytes = static_cast<size_t>(next - static_cast<char*>(base));
+  }
+};
+
+// Keys a step takes: as many as leave its K and V panels room in L2.
+FLASHMOE_INLINE int64_t keys_per_step(const AttentionProblem& p) {
+  return p.dim + p.dim_v <= kMaxTileK ? kMaxTileK : kMaxTileK / 2;
+}
+
+template <typename Product>
+class TileComputer {
+ public:
+  using Element = typename Product::Element;
+  static constexpr int kPack = Product::kPack;
+
+  TileComputer(const AttentionProblem& problem, const AttentionTile& tile, int64_t tile_q,
+               void* scratch)
+      : p_(problem),
+        tile_(tile),
+        tile_k_(keys_per_step(problem)),
+        words_(problem.dim / kPack),
+        groups_((tile.rows + kGroupRows - 1) / kGroupRows),
+        dim_v_panels_((problem.dim_v + kPanel - 1) / kPanel),
+        s_(scratch, problem, tile_q, tile_k_, kPack) {
+    const int64_t kv_head = tile.head / (p_.heads_q / p_.heads_kv);
+    q_ = static_cast<const Element*>(p_.q) + tile.batch * p_.q_strides.batch +
+         tile.head * p_.q_strides.head + tile.first_row * p_.q_strides.seq;
+    k_ = static_cast<const Element*>(p_.k) + tile.batch * p_.k_strides.batch +
+         kv_head * p_.k_strides.head;
+    v_ = static_cast<const Element*>(p_.v) + tile.batch * p_.v_strides.batch +
+         kv_head * p_.v_strides.head;
+  }
+
+  void compute() {
+    pack_queries();
+    clear_state();
+    const int64_t tile_keys = visible_keys(tile_.rows - 1);
+    for (int64_t key = 0; key < tile_keys; key += tile_k_) {
+      const int64_t keys = smaller(tile_k_, tile_keys - key);
+      pack_keys(key, keys);
+      pack_values(key, keys);
+      for (int64_t group = 0; group < groups_; ++group) step_group(group, key, keys);
+    }
+    for (int64_t row = 0; row < tile_.rows; ++row) finish_row(row);
+  }
+
+ private:
+  // Keys that row `row` of the tile sees: the first so many. Never decreases with the row.
+  int64_t visible_keys(int64_t row) const {
+    if (!p_.causal) return p_.seq_k;
+    return clamp(tile_.first_row + row + p_.causal_offset + 1, 0, p_.seq_k);
+  }
+
+  void pack_queries() {
+    for (int64_t group = 0; group < groups_; ++group) {
+      const int64_t first = group * kGroupRows;
+      const int64_t rows = smaller(kGroupRows, tile_.rows - first);
+      const Element* from = q_ + first * p_.q_strides.seq;
+      float* to = s_.q + first * words_;
+      for (int64_t word = 0; word < words_; word += kLanes) {
+        Vector block[kLanes];
+        load_block(from + word * kPack, p_.q_strides.seq, rows, p_.dim - word * kPack, block);
+        // A row of the block is longer than a group: the next one overwrites what is too much.
+        const int64_t count = smaller(kLanes, words_ - word);
+        for (int64_t i = 0; i < count; ++i) Simd::store(to + (word + i) * kGroupRows, block[i]);
+      }
+    }
+  }
+
+  void pack_keys(int64_t key, int64_t keys) {
+    for (int64_t first = 0; first < keys; first += kLanes) {
+      const Element* from = k_ + (key + first) * p_.k_strides.seq;
+      float* to = s_.k + first / kPanel * kPanel * words_ + first % kPanel;
+      for (int64_t word = 0; word < words_; word += kLanes) {
+        Vector block[kLanes];
+        load_block(from + word * kPack, p_.k_strides.seq, keys - first, p_.dim - word * kPack,
+                   block);
+        const int64_t count = smaller(kLanes, words_ - word);
+        for (int64_t i = 0; i < count; ++i) Simd::store(to + (word + i) * kPanel, block[i]);
+      }
+    }
+  }
+
+  // Transposes up to kLanes rows of words: lane j of block[i] is word i of row j.
+  static void load_block(const Element* from, int64_t row_stride, int64_t rows, int64_t elements,
+                         Vector (&block)[kLanes]) {
+#pragma GCC unroll 16
+    for (int j = 0; j < kLanes; ++j) {
+      block[j] = j < rows ? Product::load_words(from + j * row_stride, elements) : Simd::zero();
+    }
+    Simd::transpose(block);
+  }
+
+  void pack_values(int64_t key, int64_t keys) {
+    typename Product::FiniteCheck check;
+    const int64_t panel_size = tile_k_ / kPack * kPanel;
+    const int64_t vectors = (p_.dim_v + kLanes - 1) / kLanes;
+    for (int64_t first = 0; first < keys; first += kPack) {
+      const Element* row = v_ + (key + first) * p_.v_strides.seq;
+      const Element* next = first + 1 < keys ? row + p_.v_strides.seq : nullptr;
+      float* to = s_.v + first / kPack * kPanel;
+      for (int64_t vector = 0; vector < vectors; ++vector) {
+        const int64_t column = vector * kLanes;
+        const Vector words = Product::load_values(
+            row + column, next == nullptr ? nullptr : next + column, p_.dim_v - column);
+        check.put(words);
+        Simd::store(to + vector / kPanelVectors * panel_size + vector % kPanelVectors * kLanes,
+                    words);
+      }
+    }
+    values_finite_ = check.finite();
+  }
+
+  void clear_state() {
+    const int64_t rows = groups_ * kGroupRows;
+    for (int64_t i = 0; i < rows * dim_v_panels_ * kPanel; i += kLanes) {
+      Simd::store(s_.output + i, Simd::zero());
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      Simd::store(s_.sums + row * kLanes, Simd::zero());
+      s_.maxima[row] = -kInfinity;
+    }
+  }
+
+  void step_group(int64_t group, int64_t key, int64_t keys) {
+    const int64_t first = group * kGroupRows;
+    const int64_t rows = smaller(kGroupRows, tile_.rows - first);
+    const int64_t most = clamp(visible_keys(first + rows - 1) - key, 0, keys);
+    if (most == 0) return;
+    if (rows <= kSmallGroupRows) {
+      step_rows<kSmallGroupRows>(first, rows, key, most);
+    } else {
+      step_rows<kGroupRows>(first, rows, key, most);
+    }
+  }
+
+  // `most` keys from `key` on for the group that begins with row `first`.
+  template <int kRows>
+  void step_rows(int64_t first, int64_t rows, int64_t key, int64_t most) {
+    score<kRows>(first, most);
+    for (int64_t r = 0; r < kRows; ++r) s_.rescale[r] = 1.0f;
+    for (int64_t r = 0; r < rows; ++r) {
+      weigh_row(first + r, r, clamp(visible_keys(first + r) - key, 0, most), most);
+    }
+    const int64_t least = clamp(visible_keys(first) - key, 0, most);
+    // Where a row does not see a key its weight is 0, which is as good as leaving the key out,
+    // unless V holds a NaN or an infinity there.
+    const bool together = values_finite_ || least == most;
+    const int64_t steps = together ? (most + kPack - 1) / kPack : least / kPack;
+    add_values<kRows>(first, steps);
+    if (!together) {
+      for (int64_t r = 0; r < rows; ++r) {
+        add_values_of_row(first, r, steps, clamp(visible_keys(first + r) - key, 0, most));
+      }
+    }
+  }
+
+  template <int kRows>
+  void score(int64_t first, int64_t keys) {
+    const float* q = s_.q + first * words_;
+    for (int64_t column = 0; column < keys; column += kPanel) {
+      const float* k = s_.k + column * words_;
+      if (keys - column > kLanes) {
+        score_panel<kRows, kPanelVectors>(q, k, s_.scores + column);
+      } else {
+        score_panel<kRows, 1>(q, k, s_.scores + column);
+      }
+    }
+  }
+
+  template <int kRows, int kVectors>
+  void score_panel(const float* q, const float* k, float* scores) {
+    Vector sums[kRows][kVectors];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = Simd::zero();
+    }
+    multiply_accumulate<Product, kRows, kVectors, 1, kGroupRows>(q, k, words_, sums);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        Simd::store(scores + r * kScoreStride + v * kLanes, sums[r][v]);
+      }
+    }
+  }
+
+  // Turns the scores of a row into weights, of its first `seen` keys; 0 from there to `most`.
+  void weigh_row(int64_t row, int64_t r, int64_t seen, int64_t most) {
+    float* scores = s_.scores + r * kScoreStride;
+    const Vector lowest = Simd::broadcast(-kInfinity);
+    Vector highest = lowest;
+    Vector highest2 = lowest;
+    int64_t key = 0;
+    for (; key + 2 * kLanes <= seen; key += 2 * kLanes) {
+      highest = Simd::max(highest, Simd::load(scores + key));
+      highest2 = Simd::max(highest2, Simd::load(scores + key + kLanes));
+    }
+    for (; key < seen; key += kLanes) {
+      highest = Simd::max(highest, Simd::first_or(Simd::load(scores + key), seen - key, lowest));
+    }
+    const float before = s_.maxima[row];
+    const float here = Simd::max_of(Simd::max(highest, highest2));
+    const float maximum = here > before ? here : before;
+    s_.maxima[row] = maximum;
+    // Rows whose every score so far is -inf: exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
+    const Vector base = Simd::broadcast(maximum == -kInfinity ? 0.0f : maximum);
+    const Vector scale = Simd::broadcast(p_.scale * kLog2E);
+    const auto weight = [&](Vector score) {
+      return exp2_of_nonpositive(Simd::multiply(Simd::subtract(score, base), scale));
+    };
+    const Vector rescale = weight(Simd::broadcast(before));
+    Simd::store_first(s_.rescale + r, rescale, 1);
+    Vector sum = Simd::multiply(Simd::load(s_.sums + row * kLanes), rescale);
+    for (key = 0; key + kLanes <= seen; key += kLanes) {
+      const Vector weights = weight(Simd::load(scores + key));
+      sum = Simd::add(sum, weights);
+      Product::store_weights(scores, key, weights);
+    }
+    if (key < seen) {
+      const Vector weights =
+          Simd::first_or(weight(Simd::load(scores + key)), seen - key, Simd::zero());
+      sum = Simd::add(sum, weights);
+      Product::store_weights(scores, key, weights);
+      key += kLanes;
+    }
+    for (; key < most; key += kLanes) Product::store_weights(scores, key, Simd::zero());
+    Simd::store(s_.sums + row * kLanes, sum);
+  }
+
+  template <int kRows>
+  void add_values(int64_t first, int64_t steps) {
+    for (int64_t panel = 0; panel < dim_v_panels_; ++panel) {
+      const float* v = s_.v + panel * (tile_k_ / kPack) * kPanel;
+      float* output = output_of(first, panel);
+      if (p_.dim_v - panel * kPanel > kLanes) {
+        add_panel<kRows, kPanelVectors>(v, steps, output);
+      } else {
+        add_panel<kRows, 1>(v, steps, output);
+      }
+    }
+  }
+
+  template <int kRows, int kVectors>
+  void add_panel(const float* v, int64_t steps, float* output) {
+    Vector sums[kRows][kVectors];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const Vector rescale = Simd::broadcast(s_.rescale[r]);
+#pragma GCC unroll 2
+      for (int i = 0; i < kVectors; ++i) {
+        sums[r][i] = Simd::multiply(Simd::load(output + r * kPanel + i * kLanes), rescale);
+      }
+    }
+    multiply_accumulate<Product, kRows, kVectors, kScoreStride, 1>(s_.scores, v, steps, sums);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int i = 0; i < kVectors; ++i) {
+        Simd::store(output + r * kPanel + i * kLanes, sums[r][i]);
+      }
+    }
+  }
+
+  // What `add_values` left out for row r: the steps from `step` on, up to key `seen`.
+  void add_values_of_row(int64_t first, int64_t r, int64_t step, int64_t seen) {
+    const float* weights = s_.scores + r * kScoreStride;
+    for (int64_t panel = 0; panel < dim_v_panels_; ++panel) {
+      for (int i = 0; i < kPanelVectors; ++i) {
+        const float* v = s_.v + panel * (tile_k_ / kPack) * kPanel + i * kLanes;
+        float* output = output_of(first, panel) + r * kPanel + i * kLanes;
+        Vector sum = Simd::load(output);
+        for (int64_t s = step; s * kPack < seen; ++s) {
+          Vector words = Simd::load(v + s * kPanel);
+          if ((s + 1) * kPack > seen) words = Product::keep_first_of_pair(words);
+          sum = Product::multiply_add(Simd::broadcast(weights[s]), words, sum);
+        }
+        Simd::store(output, sum);
+      }
+    }
+  }
+
+  float* output_of(int64_t first, int64_t panel) const {
+    return s_.output + (first * dim_v_panels_ + panel * kGroupRows) * kPanel;
+  }
+
+  void finish_row(int64_t row) {
+    const int64_t index = tile_.first_row + row;
+    const bool sees_keys = visible_keys(row) > 0;
+    const float sum = Simd::sum_of(Simd::load(s_.sums + row * kLanes));
+    // Scores that are all -inf leave sum 0, and 0 * (1 / 0) is the NaN that softmax gives.
+    const Vector inverse = Simd::broadcast(sees_keys ? 1.0f / sum : 0.0f);
+    Element* out = static_cast<Element*>(p_.out) + tile_.batch * p_.out_strides.batch +
+                   tile_.head * p_.out_strides.head + index * p_.out_strides.seq;
+    const float* output = output_of(row / kGroupRows * kGroupRows, 0) + row % kGroupRows * kPanel;
+    for (int64_t column = 0; column < p_.dim_v; column += kLanes) {
+      const float* from = output + column / kPanel * kGroupRows * kPanel + column % kPanel;
+      Simd::store_first(out + column, Simd::multiply(Simd::load(from), inverse),
+                        p_.dim_v - column);
+    }
+    if (p_.lse != nullptr) {
+      p_.lse[tile_.batch * p_.lse_strides.batch + tile_.head * p_.lse_strides.head +
+             index * p_.lse_strides.seq] =
+          sees_keys ? s_.maxima[row] * p_.scale + __builtin_logf(sum) : -kInfinity;
+    }
+  }
+
+  const AttentionProblem& p_;
+  const AttentionTile& tile_;
+  const int64_t tile_k_;
+  const int64_t words_;  // of a row of Q or K
+  const int64_t groups_;
+  const int64_t dim_v_panels_;
+  const Scratch s_;
+  const Element* q_;  // row 0 of the tile
+  const Element* k_;  // key 0
+  const Element* v_;
+  bool values_finite_ = true;
+};
+
+template <typename Product>
+void compute_tile(const AttentionProblem& problem, const AttentionTile& tile, int32_t tile_q,
+                  void* scratch) {
+  TileComputer<Product>(problem, tile, tile_q, scratch).compute();
+}
+
+template <typename Product>
+size_t tile_scratch_bytes(const AttentionProblem& problem, int32_t tile_q) {
+  return Scratch(nullptr, problem, tile_q, keys_per_step(problem), Product::kPack).bytes;
+}
+
+inline int32_t tile_keys(const AttentionProblem& problem) {
+  return static_cast<int32_t>(keys_per_step(problem));
+}
+
+template <typename Product>
+constexpr AttentionKernel attention_kernel(const char* isa) {
+  return {isa,       kGroupRows, kTileRows / kGroupRows, tile_keys, tile_scratch_bytes<Product>,
+          compute_tile<Product>};
+}

@@ -1,0 +1,102 @@
+// Sixteen 32-bit lanes by AVX-512. Included inside the namespace of one translation unit.
+// `Vector` also carries two 16-bit values per lane where a kernel multiplies bf16 pairs.
+
+struct Simd {
+  using Vector = __m512;
+  static constexpr int kLanes = 16;
+  static constexpr int kGroupRows = 12;  // 12 x 2 accumulators, 2 operands, 6 registers to spare
+  static constexpr int kPanelVectors = 2;
+
+  static __mmask16 first(int64_t n) {
+    return n >= kLanes ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << n) - 1u);
+  }
+
+  static Vector zero() { return _mm512_setzero_ps(); }
+  static Vector broadcast(float x) { return _mm512_set1_ps(x); }
+  static Vector load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, Vector x) { _mm512_storeu_ps(p, x); }
+  static Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
+  static Vector subtract(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
+  static Vector multiply(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
+  static Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+  static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+  static float sum_of(Vector x) { return _mm512_reduce_add_ps(x); }
+  static float max_of(Vector x) { return _mm512_reduce_max_ps(x); }
+
+  // x in the first n lanes, `other` in the rest.
+  static Vector first_or(Vector x, int64_t n, Vector other) {
+    return _mm512_mask_mov_ps(other, first(n), x);
+  }
+
+  // The first n values at p as fp32, 0 in the rest; reads nothing behind them.
+  static Vector load_first(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
+  static Vector load_first(const Fp16* p, int64_t n) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
+  }
+  static Vector load_first(const Bf16* p, int64_t n) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n), p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
+
+  // Stores the first n lanes, rounded to nearest even.
+  static void store_first(float* p, Vector x, int64_t n) {
+    _mm512_mask_storeu_ps(p, first(n), x);
+  }
+  static void store_first(Fp16* p, Vector x, int64_t n) {
+    const __m256i half = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_mask_storeu_epi16(p, first(n), half);
+  }
+  static void store_first(Bf16* p, Vector x, int64_t n) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+    _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  }
+
+  // p * 2^n for an integral n in `shifted`, which is n + kRoundToInteger; 0 where x < kExp2Floor.
+  static Vector scale_by_exponent(Vector p, Vector shifted, Vector x) {
+    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+    const __mmask16 keep = _mm512_cmp_ps_mask(x, _mm512_set1_ps(kExp2Floor), _CMP_NLT_UQ);
+    return _mm512_castsi512_ps(_mm512_maskz_add_epi32(keep, _mm512_castps_si512(p), exponent));
+  }
+
+  static void transpose(Vector (&r)[kLanes]) {
+    Vector t[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i += 2) {
+      t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+      t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i += 4) {
+      r[i] = unpack_low_pairs(t[i], t[i + 2]);
+      r[i + 1] = unpack_high_pairs(t[i], t[i + 2]);
+      r[i + 2] = unpack_low_pairs(t[i + 1], t[i + 3]);
+      r[i + 3] = unpack_high_pairs(t[i + 1], t[i + 3]);
+    }
+    // Now r[4a + b] holds, in 128-bit block c, column 4c + b of rows 4a to 4a + 3.
+#pragma GCC unroll 16
+    for (int b = 0; b < 4; ++b) {
+      const Vector low01 = _mm512_shuffle_f32x4(r[b], r[4 + b], 0x44);
+      const Vector high01 = _mm512_shuffle_f32x4(r[b], r[4 + b], 0xee);
+      const Vector low23 = _mm512_shuffle_f32x4(r[8 + b], r[12 + b], 0x44);
+      const Vector high23 = _mm512_shuffle_f32x4(r[8 + b], r[12 + b], 0xee);
+      t[b] = _mm512_shuffle_f32x4(low01, low23, 0x88);
+      t[4 + b] = _mm512_shuffle_f32x4(low01, low23, 0xdd);
+      t[8 + b] = _mm512_shuffle_f32x4(high01, high23, 0x88);
+      t[12 + b] = _mm512_shuffle_f32x4(high01, high23, 0xdd);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) r[i] = t[i];
+  }
+
+ private:
+  static Vector unpack_low_pairs(Vector a, Vector b) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  }
+  static Vector unpack_high_pairs(Vector a, Vector b) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  }
+};
