@@ -94,7 +94,8 @@ flashmoe_status check_view(const char* name, const flashmoe_tensor* tensor, int 
   }
   int64_t packed = 1;
   for (int axis = rank - 1; axis >= 0; --axis) {
-    view->strides[axis] = tensor->strides != nullptr ? tensor->strides[axis] : packed;
+    // No element, no step: backends may then add any index to a null pointer.
+    view->strides[axis] = empty ? 0 : tensor->strides != nullptr ? tensor->strides[axis] : packed;
     packed *= view->shape[axis];
   }
   int64_t low = 0;

@@ -85,12 +85,19 @@ int32_t level_now() {
 
 bool log_enabled(int32_t level) { return level <= level_now(); }
 
+void make_one_line(char* text) {
+  for (; *text != '\0'; ++text) {
+    if (static_cast<unsigned char>(*text) < ' ') *text = ' ';
+  }
+}
+
 void log_line(int32_t level, const char* format, ...) {
   char line[kMaxLine];
   va_list arguments;
   va_start(arguments, format);
   std::vsnprintf(line, sizeof line, format, arguments);
   va_end(arguments);
+  make_one_line(line);
   flashmoe_log_callback callback = nullptr;
   void* user = nullptr;
   {

@@ -1,0 +1,273 @@
+#include "call_oracle.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr Wide kMax63 = INT64_MAX;
+constexpr Wide kMin63 = INT64_MIN;
+
+// What can be said of one tensor without looking at the others.
+struct Facts {
+  bool readable = false;  // rank and shape are there and sane: the rest means something
+  bool empty = false;
+  int elem_bytes = 0;  // 0: unknown dtype
+  int64_t shape[4] = {};
+  int64_t strides[4] = {};
+};
+
+int element_bytes(const flashmoe_dtype& dtype) {
+  if (dtype.lanes != 1) return 0;
+  if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 32) return 4;
+  if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 16) return 2;
+  if (dtype.code == FLASHMOE_DTYPE_BFLOAT && dtype.bits == 16) return 2;
+  return 0;
+}
+
+bool same_dtype(const flashmoe_dtype& a, const flashmoe_dtype& b) {
+  return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
+}
+
+Facts look(Judgement* judgement, const char* name, const flashmoe_tensor* tensor, int rank) {
+  Facts facts;
+  if (tensor == nullptr || tensor->ndim != rank || tensor->shape == nullptr) {
+    judgement->invalid(name);
+    return facts;
+  }
+  facts.elem_bytes = element_bytes(tensor->dtype);
+  if (facts.elem_bytes == 0) judgement->invalid(name);
+  switch (tensor->device.device_type) {
+    case FLASHMOE_DEVICE_CPU:
+    case FLASHMOE_DEVICE_CUDA_HOST:
+    case FLASHMOE_DEVICE_CUDA: break;
+    default: judgement->invalid(name);
+  }
+
+  Wide count = 1;      // an extent of 0 counts as 1: is the view itself representable?
+  bool overflow = false;
+  for (int axis = 0; axis < rank; ++axis) {
+    const int64_t extent = tensor->shape[axis];
+    if (extent < 0) {
+      judgement->invalid(name);
+      return facts;
+    }
+    facts.shape[axis] = extent;
+    facts.empty = facts.empty || extent == 0;
+    count = overflow ? count : count * (extent == 0 ? 1 : extent);
+    overflow = overflow || count > kMax63;
+  }
+  const int bytes = facts.elem_bytes == 0 ? 1 : facts.elem_bytes;
+  if (overflow || count * bytes > kMax63) {
+    facts.empty ? judgement->either(name) : judgement->invalid(name);
+    if (!facts.empty) return facts;
+  } else if (count * 8 > kMax63) {
+    judgement->either(name);  // 8 bytes an element is a margin the library may take
+  }
+
+  uint64_t packed = 1;  // unsigned: of an empty view with huge extents it may wrap, and not matter
+  for (int axis = rank - 1; axis >= 0; --axis) {
+    facts.strides[axis] =
+        tensor->strides != nullptr ? tensor->strides[axis] : static_cast<int64_t>(packed);
+    packed *= static_cast<uint64_t>(facts.shape[axis]);
+  }
+  facts.readable = true;
+  if (facts.empty) {
+    if (tensor->byte_offset != 0) judgement->either(name);
+    return facts;
+  }
+
+  Wide low = 0;
+  Wide high = 0;
+  for (int axis = 0; axis < rank; ++axis) {
+    const Wide reach = static_cast<Wide>(facts.shape[axis] - 1) * facts.strides[axis];
+    (reach < 0 ? low : high) += reach;
+  }
+  if (low * bytes < kMin63 || high * bytes > kMax63) {
+    judgement->invalid(name);
+  } else if (low * 8 < kMin63 || high * 8 > kMax63) {
+    judgement->either(name);
+  }
+  const Wide address =
+      static_cast<Wide>(reinterpret_cast<uintptr_t>(tensor->data)) + tensor->byte_offset;
+  if (tensor->data == nullptr || address > UINTPTR_MAX) judgement->invalid(name);
+  return facts;
+}
+
+uintptr_t address_of(const flashmoe_tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.data) + static_cast<uintptr_t>(tensor.byte_offset);
+}
+
+// "The last stride is 1 and every row begins on a 16-byte boundary."
+void judge_rows(Judgement* judgement, const char* name, const flashmoe_tensor& tensor,
+                const Facts& facts) {
+  if (facts.elem_bytes == 0) return;
+  bool broken = address_of(tensor) % 16 != 0;
+  broken = broken || (facts.shape[3] > 1 && facts.strides[3] != 1);
+  for (int axis = 0; axis < 3; ++axis) {
+    broken = broken || (facts.shape[axis] > 1 &&
+                        static_cast<Wide>(facts.strides[axis]) * facts.elem_bytes % 16 != 0);
+  }
+  if (broken) facts.empty ? judgement->either(name) : judgement->invalid(name);
+}
+
+// "Its elements must not overlap one another."
+void judge_distinct(Judgement* judgement, const char* name, const Facts& facts, int rank) {
+  if (facts.empty) return;
+  std::vector<std::pair<Wide, int64_t>> axes;  // |stride|, extent
+  bool zero_stride = false;
+  Wide count = 1;
+  for (int axis = 0; axis < rank; ++axis) {
+    if (facts.shape[axis] == 1) continue;
+    const Wide stride = facts.strides[axis];
+    axes.emplace_back(stride < 0 ? -stride : stride, facts.shape[axis]);
+    zero_stride = zero_stride || stride == 0;
+    count *= facts.shape[axis];
+  }
+  std::sort(axes.begin(), axes.end());
+  Wide reach = 0;
+  bool nested = true;
+  for (const auto& [stride, extent] : axes) {
+    nested = nested && stride > reach;
+    reach += stride * (extent - 1);
+  }
+  if (nested) return;
+  if (zero_stride) return judgement->invalid(name);
+  constexpr Wide kEnumerable = 1 << 16;
+  if (count > kEnumerable) return judgement->either(name);
+
+  std::vector<Wide> offsets = {0};
+  for (const auto& [stride, extent] : axes) {
+    const size_t before = offsets.size();
+    for (int64_t i = 1; i < extent; ++i) {
+      for (size_t j = 0; j < before; ++j) offsets.push_back(offsets[j] + stride * i);
+    }
+  }
+  std::sort(offsets.begin(), offsets.end());
+  const bool overlap = std::adjacent_find(offsets.begin(), offsets.end()) != offsets.end();
+  // Interleaved but distinct elements: no view that a tensor library makes; may be refused.
+  overlap ? judgement->invalid(name) : judgement->either(name);
+}
+
+bool is_cuda(const flashmoe_tensor* tensor) {
+  return tensor->device.device_type == FLASHMOE_DEVICE_CUDA;
+}
+
+// Pinned host memory and pageable memory are one device.
+bool same_device(const flashmoe_tensor* a, const flashmoe_tensor* b) {
+  return is_cuda(a) == is_cuda(b) && (!is_cuda(a) || a->device.device_id == b->device.device_id);
+}
+
+// One argument under its name.
+struct Subject {
+  const char* name;
+  const flashmoe_tensor* tensor;
+  Facts facts;
+};
+
+// q, k, v and out: rank 4, aligned rows, a head dimension that kernels have.
+Subject look_at_rows(Judgement* judgement, const char* name, const flashmoe_tensor* tensor) {
+  const Subject subject = {name, tensor, look(judgement, name, tensor, 4)};
+  if (!subject.facts.readable) return subject;
+  judge_rows(judgement, name, *tensor, subject.facts);
+  const int64_t dim = subject.facts.shape[3];
+  if (dim < 8 || dim > 256 || dim % 8 != 0) judgement->invalid(name);
+  return subject;
+}
+
+void disagree(Judgement* judgement, const Subject& a, const Subject& b) {
+  judgement->invalid(a.name);
+  judgement->invalid(b.name);
+}
+
+void agree_on_device(Judgement* judgement, const Subject& a, const Subject& b) {
+  if (a.tensor == nullptr || b.tensor == nullptr) return;
+  if (!same_device(a.tensor, b.tensor)) disagree(judgement, a, b);
+}
+
+void agree_on_extent(Judgement* judgement, const Subject& a, int axis_a, const Subject& b,
+                     int axis_b) {
+  if (!a.facts.readable || !b.facts.readable) return;
+  if (a.facts.shape[axis_a] != b.facts.shape[axis_b]) disagree(judgement, a, b);
+}
+
+}  // namespace
+
+Judgement judge(const flashmoe_attention_forward_params* params) {
+  Judgement judgement;
+  if (params == nullptr) {
+    judgement.invalid("params");
+    return judgement;
+  }
+  if (params->struct_size != sizeof *params) {
+    judgement.invalid("flashmoe_attention_forward_params.struct_size");
+    return judgement;
+  }
+  if (params->layout != FLASHMOE_LAYOUT_BSHD && params->layout != FLASHMOE_LAYOUT_BHSD) {
+    judgement.invalid("layout");
+  }
+  if (params->causal < 0 || params->causal > 2) judgement.invalid("causal");
+  if (std::isnan(params->scale) || std::isinf(params->scale) || params->scale < 0) {
+    judgement.invalid("scale");
+  }
+  if (params->reserved != 0) judgement.invalid("reserved");
+  if (params->kernel != nullptr && *params->kernel != '\0' &&
+      std::strcmp(params->kernel, "cpu") != 0) {
+    judgement.invalid("kernel");
+  }
+
+  const int seq = params->layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1;
+  const int heads = 3 - seq;
+  const Subject q = look_at_rows(&judgement, "q", params->q);
+  const Subject k = look_at_rows(&judgement, "k", params->k);
+  const Subject v = look_at_rows(&judgement, "v", params->v);
+  const Subject out = look_at_rows(&judgement, "out", params->out);
+  if (out.facts.readable) judge_distinct(&judgement, "out", out.facts, 4);
+
+  for (const Subject& other : {k, v, out}) {
+    agree_on_device(&judgement, other, q);
+    if (other.tensor != nullptr && q.tensor != nullptr &&
+        !same_dtype(other.tensor->dtype, q.tensor->dtype)) {
+      disagree(&judgement, other, q);
+    }
+    agree_on_extent(&judgement, other, 0, q, 0);
+  }
+  agree_on_extent(&judgement, v, seq, k, seq);
+  agree_on_extent(&judgement, v, heads, k, heads);
+  agree_on_extent(&judgement, k, 3, q, 3);
+  agree_on_extent(&judgement, out, seq, q, seq);
+  agree_on_extent(&judgement, out, heads, q, heads);
+  agree_on_extent(&judgement, out, 3, v, 3);
+  if (q.facts.readable && q.facts.shape[heads] == 0) judgement.invalid("q");
+  if (q.facts.readable && k.facts.readable &&
+      (k.facts.shape[heads] == 0 || q.facts.shape[heads] % k.facts.shape[heads] != 0)) {
+    disagree(&judgement, k, q);
+  }
+  // A machine without a GPU has no family for CUDA tensors, however well they agree.
+  if (q.tensor != nullptr && is_cuda(q.tensor)) {
+    for (const char* name : {"cpu", "sm89", "q", "kernel"}) judgement.invalid(name);
+  }
+
+  if (params->lse == nullptr) return judgement;
+  const Subject lse = {"lse", params->lse, look(&judgement, "lse", params->lse, 3)};
+  if (!same_dtype(params->lse->dtype, {FLASHMOE_DTYPE_FLOAT, 32, 1})) judgement.invalid("lse");
+  agree_on_device(&judgement, lse, q);
+  agree_on_extent(&judgement, lse, 0, q, 0);
+  agree_on_extent(&judgement, lse, 1, q, heads);
+  agree_on_extent(&judgement, lse, 2, q, seq);
+  if (!lse.facts.readable) return judgement;
+  if (address_of(*params->lse) % 4 != 0) {
+    lse.facts.empty ? judgement.either("lse") : judgement.invalid("lse");
+  }
+  judge_distinct(&judgement, "lse", lse.facts, 3);
+  return judgement;
+}
+
+bool blames(const Judgement& judgement, const std::string& sentence) {
+  return std::any_of(judgement.blame.begin(), judgement.blame.end(), [&](const std::string& name) {
+    return sentence.rfind(name + ":", 0) == 0;
+  });
+}

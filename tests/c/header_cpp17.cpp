@@ -1,0 +1,21 @@
+// The public header as C++17, twice, with every warning an error.
+#include "flashmoe/flashmoe.h"
+#include "flashmoe/flashmoe.h"
+
+#include <type_traits>
+
+#include "check.h"
+
+static_assert(std::is_trivially_copyable<flashmoe_attention_forward_params>::value, "POD");
+static_assert(std::is_standard_layout<flashmoe_attention_plan>::value, "POD");
+static_assert(offsetof(flashmoe_attention_forward_params, struct_size) == 0, "struct_size first");
+static_assert(offsetof(flashmoe_attention_plan, struct_size) == 0, "struct_size first");
+static_assert(offsetof(flashmoe_launch, struct_size) == 0, "struct_size first");
+static_assert(offsetof(flashmoe_device_info, struct_size) == 0, "struct_size first");
+static_assert(offsetof(flashmoe_build_info, struct_size) == 0, "struct_size first");
+
+int main() {
+  flashmoe_build_info build = flashmoe_build_info_init();
+  CHECK(flashmoe_get_build_info(&build) == FLASHMOE_OK);
+  return 0;
+}
