@@ -1,21 +1,20 @@
 """Renders the tables of README.md from the recorded results, or checks that they match.
 
-A table stands between two marker lines that name its kind and its file:
+A table stands between two marker lines that name its kind and its file, or a pattern of files:
 
-    <!-- results: attention benchmarks/results/attention_forward_h200.json -->
+    <!-- results: attention-grid benchmarks/results/attention_forward_*.json -->
     <!-- results: end -->
 
     python benchmarks/report.py            # rewrite README.md
     python benchmarks/report.py --check    # exit 1 when README.md does not match the files
 
-A marker whose file does not exist has nothing between its lines: no numbers without a record.
+A marker that no file matches has nothing between its lines: no numbers without a record.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -28,16 +27,13 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _OURS = "flashmoe"
+_NOT_IN_GRID = ("torch-math", "torch-efficient")  # far slower: their means say enough
 
 
 def _table(headers: list[str], rows: list[list[str]]) -> str:
     """A Markdown table, the first column to the left and numbers to the right."""
     rule = ["---", *("---:" for _ in headers[1:])]
     return "\n".join("| " + " | ".join(row) + " |" for row in [headers, rule, *rows])
-
-
-def _geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def _ratio(against: dict[str, Any]) -> str:
@@ -50,71 +46,141 @@ def _peers(cells: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _shape_cells(shape: dict[str, Any]) -> list[str]:
-    heads = str(shape["heads_q"])
-    if shape["heads_kv"] != shape["heads_q"]:
-        heads += f"/{shape['heads_kv']}"
-    seq = str(shape["seq_q"])
-    if shape["seq_k"] != shape["seq_q"]:
-        seq += f"/{shape['seq_k']}"
-    return [str(shape["dim"]), shape["causal"].replace("_", " "), seq, str(shape["batch"]), heads]
+def _caption(document: dict[str, Any], file: str) -> str:
+    device = document["device"]["name"]
+    if document["device"]["device"] == "cpu":
+        device += f" (CPU, {document['environment']['threads']} threads)"
+    date, commit = document["date"][:10], document["commit"][:12] or "unknown"
+    versions = document["environment"]["packages"]
+    torch = f", torch {versions['torch']}" if "torch" in versions else ""
+    return (
+        f"{document['title']}. {device}, {date}, commit {commit}{torch}; every sample is in "
+        f"[{Path(file).name}]({file}). A ratio is the peer's median time over ours: above 1, ours "
+        "is faster; a tie is within its 95 % interval."
+    )
 
 
-def render_attention(document: dict[str, Any], file: str) -> str:
-    """The table of a `flashmoe bench` record: our speed, and each peer's ratio."""
+def _means(document: dict[str, Any]) -> str:
+    means = [
+        f"{s['geometric_mean']:.2f} over {peer} (from {s['least']:.2f} to {s['most']:.2f}; faster "
+        f"in {s['faster']}, tied in {s['tie']}, slower in {s['slower']} of {s['rows']})"
+        for peer, s in document["summary"].items()
+    ]
+    return f"Geometric mean of the ratios: {'; '.join(means)}." if means else ""
+
+
+def _unit(document: dict[str, Any]) -> tuple[str, float]:
+    return ("GFLOP/s", 1e3) if document["device"]["device"] == "cpu" else ("TFLOP/s", 1.0)
+
+
+def _ratio_cell(cell: dict[str, Any], peer: str) -> str:
+    entry = cell.get("contenders", {}).get(peer, {})
+    return _ratio(entry["against"]) if "against" in entry else "-"
+
+
+def _speed_cell(cell: dict[str, Any], factor: float) -> str:
+    if cell["status"] != "ok":
+        return "void"
+    return f"{cell['contenders'][_OURS]['tflops'] * factor:.0f}"
+
+
+def _mask(causal: str) -> str:
+    return {"none": "full", "bottom_right": "causal"}.get(causal, causal)
+
+
+def render_grid(document: dict[str, Any], file: str) -> str:
+    """Of a suite that is a grid: head dimension and mask down, sequence length across."""
+    cells = document["cells"]
+    peers = [p for p in _peers(cells) if p not in _NOT_IN_GRID]
+    unit, factor = _unit(document)
+    lengths = sorted({c["shape"]["seq_q"] for c in cells})
+    groups = dict.fromkeys(
+        (c["shape"]["dtype"], c["shape"]["dim"], c["shape"]["causal"]) for c in cells
+    )
+    rows = []
+    for group in groups:
+        of = {
+            c["shape"]["seq_q"]: c
+            for c in cells
+            if (c["shape"]["dtype"], c["shape"]["dim"], c["shape"]["causal"]) == group
+        }
+        label = [f"{group[0]} D={group[1]} {_mask(group[2])}"]
+        across = [of.get(n, {"status": "void"}) for n in lengths]
+        rows.append([*label, unit, *(_speed_cell(c, factor) for c in across)])
+        rows += [["", f"over {p}", *(_ratio_cell(c, p) for c in across)] for p in peers]
+    table = _table(["", "", *(f"S={n}" for n in lengths)], rows)
+    return "\n\n".join(filter(None, [_caption(document, file), table, _means(document)]))
+
+
+def render_list(document: dict[str, Any], file: str) -> str:
+    """Of any suite: one row a shape."""
     cells = document["cells"]
     peers = _peers(cells)
-    unit, factor = ("GFLOP/s", 1e3) if document["device"]["device"] == "cpu" else ("TFLOP/s", 1.0)
+    unit, factor = _unit(document)
     rows = []
     for cell in cells:
-        shape = [cell["shape"]["dtype"], *_shape_cells(cell["shape"])]
-        if cell["status"] != "ok":
-            rows.append([*shape, f"void: {cell['reason']}", *("" for _ in peers)])
-            continue
-        contenders = cell["contenders"]
-        ratios = [
-            _ratio(contenders[n]["against"]) if "against" in contenders.get(n, {}) else "-"
-            for n in peers
+        shape = cell["shape"]
+        pairs = [("seq_q", "seq_k"), ("heads_q", "heads_kv"), ("dim", "dim_v")]
+        extents = [
+            str(shape[a]) if shape[a] == shape[b] else f"{shape[a]}/{shape[b]}" for a, b in pairs
         ]
-        rows.append([*shape, f"{contenders[_OURS]['tflops'] * factor:.0f}", *ratios])
-    headers = ["dtype", "D", "causal", "S", "B", "heads", unit, *(f"vs {p}" for p in peers)]
-    means = [
-        f"{document['summary'][p]['geometric_mean']:.2f} over {p}" for p in document["summary"]
-    ]
-    device = document["device"]["name"]
-    lines = [
-        f"{document['title']}; {device}, {document['date'][:10]}, commit "
-        f"{document['commit'][:12] or 'unknown'}, from `{file}`. A ratio is the peer's median time "
-        "over ours: above 1, ours is faster. Ties are within the 95 % interval.",
-        "",
-        _table(headers, rows),
-    ]
-    if means:
-        lines += ["", "Geometric mean of the ratios: " + "; ".join(means) + "."]
-    return "\n".join(lines)
+        described = [shape["dtype"], _mask(shape["causal"]), str(shape["batch"]), *extents]
+        rows.append([*described, _speed_cell(cell, factor), *(_ratio_cell(cell, p) for p in peers)])
+    headers = ["dtype", "mask", "B", "S", "H", "D", unit, *(f"over {p}" for p in peers)]
+    parts = [_caption(document, file), _table(headers, rows), _means(document)]
+    return "\n\n".join(filter(None, parts))
 
 
-RENDERERS: dict[str, Callable[[dict[str, Any], str], str]] = {"attention": render_attention}
+def render_cpu(document: dict[str, Any], file: str) -> str:
+    """Of a record of benchmarks/cpu_attention.py: GFLOP/s, and torch's time over ours."""
+    env, summary, cells = document["environment"], document["summary"], document["cells"]
+    lengths = sorted({c["seq"] for c in cells})
+    groups = dict.fromkeys((c["dtype"], c["dim"], c["causal"]) for c in cells)
+    rows = []
+    for dtype, dim, causal in groups:
+        of = {
+            c["seq"]: c
+            for c in cells
+            if (c["dtype"], c["dim"], c["causal"]) == (dtype, dim, causal)
+        }
+        label = f"{dtype} D={dim} {'causal' if causal else 'full'}"
+        rows.append(
+            [label, *(f"{of[n]['ours_gflops']:.0f} ({of[n]['ratio']:.2f})" if n in of else "-"
+                      for n in lengths)]
+        )  # fmt: skip
+    return (
+        f"Attention forward on the CPU, batch {document['batch']}, {document['heads']} heads, in "
+        f"GFLOP/s, and in brackets torch's time over ours. {env['cpu']} ({env['isa']}), "
+        f"{env['threads']} threads, {env['time'][:10]}, commit {env['commit'][:12] or 'unknown'}, "
+        f"torch {env['torch']}; from [{Path(file).name}]({file}).\n\n"
+        + _table(["", *(f"S={n}" for n in lengths)], rows)
+        + f"\n\nGeometric mean of the ratios: {summary['geometric_mean']:.2f} (from "
+        f"{summary['lowest']:.2f} to {summary['highest']:.2f})."
+    )
 
 
-def _load(file: str, root: Path) -> dict[str, Any] | None:
-    path = root / file
-    if not path.exists():
-        return None
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return document
+RENDERERS: dict[str, Callable[[dict[str, Any], str], str]] = {
+    "attention-grid": render_grid,
+    "attention-list": render_list,
+    "cpu-attention": render_cpu,
+}
 
 
 def render(text: str, root: Path = ROOT) -> str:
-    """`text` with every marked table made anew from its file."""
+    """`text` with every marked table made anew from its files."""
 
     def replace(match: re.Match[str]) -> str:
-        kind, file = match["kind"], match["file"]
+        kind, pattern = match["kind"], match["file"]
         if kind not in RENDERERS:
             raise SystemExit(f"README.md: table kind {kind}, known are {', '.join(RENDERERS)}")
-        document = _load(file, root)
-        body = "" if document is None else f"\n{RENDERERS[kind](document, file)}\n\n"
-        return f"<!-- results: {kind} {file} -->\n{body}<!-- results: end -->"
+        tables = [
+            RENDERERS[kind](
+                json.loads(path.read_text(encoding="utf-8")), str(path.relative_to(root))
+            )
+            for path in sorted(root.glob(pattern))
+        ]
+        body = "".join(f"\n{table}\n" for table in tables) + ("\n" if tables else "")
+        return f"<!-- results: {kind} {pattern} -->\n{body}<!-- results: end -->"
 
     return _BLOCK.sub(replace, text)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import os
 import time
 from typing import Any
 
@@ -126,7 +127,7 @@ def _ratio_text(entry: dict[str, Any] | None) -> str:
     if entry is None or entry["status"] != "ok":
         return "-" if entry is None else entry["status"]
     against = entry["against"]
-    half = (against["high"] - against["low"]) / 2
+    half = max(against["high"] - against["ratio"], against["ratio"] - against["low"])
     tie = " tie" if against["verdict"] == "tie" else ""
     return f"{against['ratio']:.2f}±{half:.2f}{tie}"
 
@@ -190,6 +191,7 @@ def _document(
         "commit": environment.guarded(environment.git_commit),
         "device": {"device": device} | environment.as_dict(flashmoe.device_info(device)),
         "kernel": kernel,
+        "load_average": os.getloadavg()[0],
         "sampling": dataclasses.asdict(sampling),
         "environment": environment.collect(),
         "complete": False,
@@ -229,6 +231,11 @@ def run(arguments: argparse.Namespace) -> int:
     output.heading(f"{document['title']}, on {device} ({document['device']['name']})")
     if device == "cpu":
         output.line(f"On the CPU backend, {flashmoe.get_num_threads()} threads.")
+        if document["load_average"] > 0.5:
+            output.line(
+                f"The load average is {document['load_average']:.1f}: other programs are running, "
+                "and the times are of a shared machine."
+            )
     if not names:
         output.line("No peer is timed: there is no torch here, or --peer leaves none.")
     headers = ["shape", "median us", "quartiles", "TFLOP/s", *names]
