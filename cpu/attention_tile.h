@@ -82,6 +82,15 @@ struct Fp32Product {
   };
 };
 
+template <int kRows, int kVectors>
+FLASHMOE_INLINE void clear(Vector (&sums)[kRows][kVectors]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = Simd::zero();
+  }
+}
+
 // sums[r][v] += a[r] * b[v] over `steps` words of depth, for kRows rows and kVectors vectors.
 template <typename Product, int kRows, int kVectors, int kRowStride, int kStepStride>
 FLASHMOE_INLINE void multiply_accumulate(const float* a, const float* b, int64_t steps,
@@ -136,9 +145,10 @@ struct Scratch {
   }
 };
 
-// Keys a step takes: as many as leave its K and V panels room in L2.
-FLASHMOE_INLINE int64_t keys_per_step(const AttentionProblem& p) {
-  return p.dim + p.dim_v <= kMaxTileK ? kMaxTileK : kMaxTileK / 2;
+// Keys a step takes: K and V panels of 128 KiB, at dim = dim_v = 256 in fp32 of 256 KiB.
+FLASHMOE_INLINE int64_t keys_per_step(const AttentionProblem& p, int pack) {
+  constexpr int64_t kMostWords = 128;  // of a key in K and V together, for a full step
+  return (p.dim + p.dim_v) / pack <= kMostWords ? kMaxTileK : kMaxTileK / 2;
 }
 
 template <typename Product>
@@ -151,7 +161,7 @@ class TileComputer {
                void* scratch)
       : p_(problem),
         tile_(tile),
-        tile_k_(keys_per_step(problem)),
+        tile_k_(keys_per_step(problem, kPack)),
         words_(problem.dim / kPack),
         groups_((tile.rows + kGroupRows - 1) / kGroupRows),
         dim_v_panels_((problem.dim_v + kPanel - 1) / kPanel),
@@ -305,11 +315,7 @@ class TileComputer {
   template <int kRows, int kVectors>
   void score_panel(const float* q, const float* k, float* scores) {
     Vector sums[kRows][kVectors];
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = Simd::zero();
-    }
+    clear(sums);
     multiply_accumulate<Product, kRows, kVectors, 1, kGroupRows>(q, k, words_, sums);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
@@ -376,23 +382,20 @@ class TileComputer {
     }
   }
 
+  // The step is summed apart before it joins the output: over thousands of keys that keeps the
+  // rounding errors of the long sum to those of a few short ones.
   template <int kRows, int kVectors>
   void add_panel(const float* v, int64_t steps, float* output) {
     Vector sums[kRows][kVectors];
+    clear(sums);
+    multiply_accumulate<Product, kRows, kVectors, kScoreStride, 1>(s_.scores, v, steps, sums);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const Vector rescale = Simd::broadcast(s_.rescale[r]);
 #pragma GCC unroll 2
       for (int i = 0; i < kVectors; ++i) {
-        sums[r][i] = Simd::multiply(Simd::load(output + r * kPanel + i * kLanes), rescale);
-      }
-    }
-    multiply_accumulate<Product, kRows, kVectors, kScoreStride, 1>(s_.scores, v, steps, sums);
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int i = 0; i < kVectors; ++i) {
-        Simd::store(output + r * kPanel + i * kLanes, sums[r][i]);
+        float* to = output + r * kPanel + i * kLanes;
+        Simd::store(to, Simd::multiply_add(Simd::load(to), rescale, sums[r][i]));
       }
     }
   }
@@ -461,15 +464,22 @@ void compute_tile(const AttentionProblem& problem, const AttentionTile& tile, in
 
 template <typename Product>
 size_t tile_scratch_bytes(const AttentionProblem& problem, int32_t tile_q) {
-  return Scratch(nullptr, problem, tile_q, keys_per_step(problem), Product::kPack).bytes;
+  return Scratch(nullptr, problem, tile_q, keys_per_step(problem, Product::kPack),
+                 Product::kPack)
+      .bytes;
 }
 
-inline int32_t tile_keys(const AttentionProblem& problem) {
-  return static_cast<int32_t>(keys_per_step(problem));
+template <typename Product>
+int32_t tile_keys(const AttentionProblem& problem) {
+  return static_cast<int32_t>(keys_per_step(problem, Product::kPack));
 }
 
 template <typename Product>
 constexpr AttentionKernel attention_kernel(const char* isa) {
-  return {isa,       kGroupRows, kTileRows / kGroupRows, tile_keys, tile_scratch_bytes<Product>,
+  return {isa,
+          kGroupRows,
+          kTileRows / kGroupRows,
+          tile_keys<Product>,
+          tile_scratch_bytes<Product>,
           compute_tile<Product>};
 }
