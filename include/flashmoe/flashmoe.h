@@ -70,10 +70,10 @@ FLASHMOE_API uint32_t flashmoe_version(void);
 typedef struct flashmoe_build_info {
   size_t struct_size;
   const char* version;            /* "0.1.0" */
-  const char* cuda_architectures; /* "89-real;90a-real;89-virtual", or "" for a CPU-only build */
+  const char* cuda_architectures; /* "89-real 90a-real 89-virtual", or "" for a CPU-only build */
   const char* cuda_compiler;      /* "13.0.88", or "" */
   const char* host_compiler;      /* "GNU 12.2.0" */
-  const char* kernel_families;    /* "cpu;sm89": what the `kernel` of a call may name */
+  const char* kernel_families;    /* "cpu sm89": what the `kernel` of a call may name */
   int32_t cuda_runtime_version;   /* 13000 for 13.0; 0 for a CPU-only build */
 } flashmoe_build_info;
 

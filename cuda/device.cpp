@@ -1,0 +1,114 @@
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+
+#include "core/backends.h"
+#include "core/status.h"
+#include "cuda/runtime.h"
+
+namespace flashmoe {
+namespace {
+
+// The oldest architecture that a kernel family here serves.
+constexpr int kOldestComputeCapability = 89;
+
+cudaError_t read_facts(int device_id, DeviceFacts* facts) {
+  int major = 0;
+  int minor = 0;
+  int l2 = 0;
+  const struct {
+    cudaDeviceAttr attribute;
+    int* value;
+  } reads[] = {
+      {cudaDevAttrComputeCapabilityMajor, &major},
+      {cudaDevAttrComputeCapabilityMinor, &minor},
+      {cudaDevAttrMultiProcessorCount, &facts->multiprocessors},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &facts->shared_bytes_per_block},
+      {cudaDevAttrL2CacheSize, &l2},
+  };
+  for (const auto& read : reads) {
+    const cudaError_t error = cudaDeviceGetAttribute(read.value, read.attribute, device_id);
+    if (error != cudaSuccess) return error;
+  }
+  facts->compute_capability = 10 * major + minor;
+  facts->l2_bytes = l2;
+  return cudaSuccess;
+}
+
+}  // namespace
+
+const DeviceFacts* device_facts(int device_id, char* reason, size_t reason_size) {
+  static DeviceFacts facts[kMaxDevices];
+  static std::atomic<bool> known[kMaxDevices];
+  static std::mutex mutex;
+  const int count = device_id >= 0 && device_id < kMaxDevices &&
+                            known[device_id].load(std::memory_order_acquire)
+                        ? kMaxDevices
+                        : cuda_device_count();
+  if (device_id < 0 || device_id >= count || device_id >= kMaxDevices) {
+    std::snprintf(reason, reason_size, "device cuda:%d does not exist, %d CUDA device%s can be used",
+                  device_id, count, count == 1 ? "" : "s");
+    return nullptr;
+  }
+  if (!known[device_id].load(std::memory_order_acquire)) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const cudaError_t error = read_facts(device_id, &facts[device_id]);
+    if (error != cudaSuccess) {
+      cudaGetLastError();
+      std::snprintf(reason, reason_size, "device cuda:%d cannot be read: %s", device_id,
+                    cudaGetErrorString(error));
+      return nullptr;
+    }
+    known[device_id].store(true, std::memory_order_release);
+  }
+  return &facts[device_id];
+}
+
+DeviceGuard::DeviceGuard(int device_id) {
+  int current = -1;
+  error_ = cudaGetDevice(&current);
+  if (error_ != cudaSuccess || current == device_id) return;
+  error_ = cudaSetDevice(device_id);
+  if (error_ == cudaSuccess) previous_ = current;
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+int32_t cuda_device_count() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    cudaGetLastError();  // no driver or no device is an answer, not an error to leave behind
+    return 0;
+  }
+  return count;
+}
+
+int32_t cuda_runtime_version() { return CUDART_VERSION; }
+
+flashmoe_status cuda_device_info(int32_t device_id, flashmoe_device_info* info) {
+  char reason[128];
+  const DeviceFacts* facts = device_facts(device_id, reason, sizeof reason);
+  if (facts == nullptr) return fail(FLASHMOE_ERROR_NO_DEVICE, "device: %s", reason);
+  cudaDeviceProp properties;
+  const cudaError_t error = cudaGetDeviceProperties(&properties, device_id);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return fail(FLASHMOE_ERROR_CUDA, "device: cuda:%d: %s", device_id, cudaGetErrorString(error));
+  }
+  std::snprintf(info->name, sizeof info->name, "%s", properties.name);
+  std::snprintf(info->isa, sizeof info->isa, "sm_%d", facts->compute_capability);
+  std::snprintf(info->kernel_family, sizeof info->kernel_family, "%s",
+                facts->compute_capability >= kOldestComputeCapability ? "sm89" : "");
+  info->compute_capability = facts->compute_capability;
+  info->multiprocessors = facts->multiprocessors;
+  cudaDriverGetVersion(&info->driver_version);
+  info->shared_bytes_per_block = static_cast<uint64_t>(facts->shared_bytes_per_block);
+  info->l2_bytes = static_cast<uint64_t>(facts->l2_bytes);
+  info->memory_bytes = properties.totalGlobalMem;
+  return FLASHMOE_OK;
+}
+
+}  // namespace flashmoe

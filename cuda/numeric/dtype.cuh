@@ -1,0 +1,61 @@
+// The 16-bit element types: names, packing and bit patterns.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "core/attention.h"
+
+namespace flashmoe::numeric {
+
+template <class Element>
+struct ElementTraits;
+
+template <>
+struct ElementTraits<__half> {
+  static constexpr Dtype kDtype = Dtype::kFloat16;
+  static constexpr const char* kName = "fp16";
+  static constexpr uint32_t kExponentMask = 0x7c00;
+
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  static __device__ __forceinline__ float to_float(uint16_t bits) {
+    return __half2float(__ushort_as_half(bits));
+  }
+};
+
+template <>
+struct ElementTraits<__nv_bfloat16> {
+  static constexpr Dtype kDtype = Dtype::kBFloat16;
+  static constexpr const char* kName = "bf16";
+  static constexpr uint32_t kExponentMask = 0x7f80;
+
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  static __device__ __forceinline__ float to_float(uint16_t bits) {
+    return __bfloat162float(__ushort_as_bfloat16(bits));
+  }
+};
+
+// Whether one of a pair of elements is an infinity or a NaN: its exponent bits are all ones.
+template <class Element>
+__device__ __forceinline__ bool any_nonfinite(uint32_t pair) {
+  constexpr uint32_t kLow = ElementTraits<Element>::kExponentMask;
+  constexpr uint32_t kHigh = kLow << 16;
+  return (pair & kLow) == kLow || (pair & kHigh) == kHigh;
+}
+
+// 2^x, by the MUFU unit: relative error 2^-22, -inf gives 0 (PTX ISA, ex2.approx.ftz.f32).
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace flashmoe::numeric

@@ -1,0 +1,32 @@
+// cp.async: 16 bytes from global to shared memory without passing through registers, past L1.
+// Both addresses are 16-byte aligned. sm_80 and newer.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe::ptx {
+
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source)
+               : "memory");
+}
+
+// Copies if `valid`, else writes 16 zero bytes and does not touch the source.
+__device__ __forceinline__ void cp_async_16_or_zero(uint32_t destination, const void* source,
+                                                    bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination),
+               "l"(source), "r"(bytes)
+               : "memory");
+}
+
+// Closes the group of this thread's copies since the last one.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
+
+// Waits until at most kPending of this thread's newest groups are under way.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace flashmoe::ptx

@@ -1,0 +1,24 @@
+// ldmatrix: four 8x8 matrices of 16-bit elements from shared memory. Lanes 8i..8i+7 give the
+// addresses of the eight 16-byte rows of matrix i; each must be 16-byte aligned. sm_75 and newer.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe::ptx {
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same, each 8x8 matrix transposed.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+}  // namespace flashmoe::ptx
