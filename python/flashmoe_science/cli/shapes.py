@@ -123,7 +123,7 @@ def _suite_files() -> dict[str, Any]:
         files = [f for f in folder.iterdir() if f.name.endswith(".json")]
     except OSError:  # a broken installation must still be able to explain itself
         return {}
-    return {f.name.removesuffix(".json"): f for f in sorted(files, key=lambda f: f.name)}
+    return dict(sorted((f.name.removesuffix(".json"), f) for f in files))
 
 
 def suite_names() -> list[str]:

@@ -1,0 +1,167 @@
+"""`flashmoe check`: passes here, and each check fails for its own reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import Any
+
+import flashmoe_science
+import pytest
+from flashmoe_science.cli import check, environment, main
+
+NAMES = ["build", "import", "launch", "correctness", "speed"]
+
+
+def run_check(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    code = main(["check", "--device", "cpu", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    return code, document | {"by_name": {c["name"]: c for c in document["checks"]}}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cases are enough where a failure is what is tested."""
+    monkeypatch.setattr(check, "_CORRECTNESS_SHAPES", check._CORRECTNESS_SHAPES[:2])
+    monkeypatch.setattr(
+        check, "_SPEED_SHAPES", {"cpu": dataclasses.replace(check._LAUNCH_SHAPE, dtype="fp32")}
+    )
+
+
+def test_five_checks_pass_in_thirty_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    code, document = run_check(capsys)
+    assert time.monotonic() - begin < 30
+    assert [c["name"] for c in document["checks"]] == NAMES
+    assert [c["text"] for c in document["checks"] if not c["passed"]] == []
+    assert code == 0
+    assert document["passed"] is True
+
+
+@pytest.mark.usefixtures("small")
+def test_people_read_a_line_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check"]) == 0
+    printed = capsys.readouterr().out
+    for name in NAMES:
+        assert f"ok    {name}" in printed
+    if flashmoe_science.cuda_device_count() == 0:
+        assert "running on the CPU backend." in printed
+    assert printed.endswith("All five checks passed.\n")
+
+
+@pytest.mark.usefixtures("small")
+def test_wrong_values_fail(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = flashmoe_science.flash_attention
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        out, lse = real(*arguments, **options)
+        out[0, 0, 0, 0] += 0.25
+        return out, lse
+
+    monkeypatch.setattr(flashmoe_science, "flash_attention", wrong)
+    code, document = run_check(capsys)
+    assert code == 1
+    assert document["by_name"]["launch"]["passed"]
+    assert not document["by_name"]["correctness"]["passed"]
+    assert "max|out - float64|" in document["by_name"]["correctness"]["text"]
+    assert document["by_name"]["speed"]["text"].startswith("void: max|out - float64|")
+    assert "contenders" not in document["by_name"]["speed"]["details"]
+
+
+@pytest.mark.usefixtures("small")
+def test_an_output_that_is_not_written_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = flashmoe_science.flash_attention
+
+    def forgetful(*arguments: Any, **options: Any) -> Any:
+        out, lse = real(*arguments, **options)
+        out[-1, -1, -1, -1] = float("nan")
+        return out, lse
+
+    monkeypatch.setattr(flashmoe_science, "flash_attention", forgetful)
+    code, document = run_check(capsys)
+    assert code == 1
+    assert "never written" in document["by_name"]["correctness"]["text"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_wrong_lse_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = flashmoe_science.flash_attention
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        out, lse = real(*arguments, **options)
+        lse[0, 0, 0] += 0.01
+        return out, lse
+
+    monkeypatch.setattr(flashmoe_science, "flash_attention", wrong)
+    code, document = run_check(capsys)
+    assert code == 1
+    assert "max|lse - float64|" in document["by_name"]["correctness"]["text"]
+
+
+@pytest.mark.usefixtures("small")
+def test_another_kernel_than_planned_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = flashmoe_science.last_launch
+    monkeypatch.setattr(
+        flashmoe_science,
+        "last_launch",
+        lambda: dataclasses.replace(real(), kernel="attention_forward_of_another"),
+    )
+    code, document = run_check(capsys)
+    assert code == 1
+    assert "launched attention_forward_of_another" in document["by_name"]["launch"]["text"]
+    assert "not the planned one" in document["by_name"]["speed"]["text"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_version_that_differs_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "package_version", lambda: "9.9.9")
+    code, document = run_check(capsys)
+    assert code == 1
+    assert document["by_name"]["build"]["text"].endswith("the package 9.9.9")
+
+
+@pytest.mark.usefixtures("small")
+def test_a_device_without_a_kernel_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = {"device": "cuda:0", "isa": "sm_75", "kernel_family": ""}
+    monkeypatch.setattr(environment, "devices", lambda: [gpu])
+    code, document = run_check(capsys)
+    assert code == 1
+    assert "no kernel runs on cuda:0 is sm_75" in document["by_name"]["build"]["text"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_call_that_raises_fails_every_check_that_makes_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(*_: Any, **__: Any) -> Any:
+        raise flashmoe_science.FlashMoEError("q: got nonsense")
+
+    monkeypatch.setattr(flashmoe_science, "flash_attention", raises)
+    code, document = run_check(capsys)
+    assert code == 1
+    passed = {name: c["passed"] for name, c in document["by_name"].items()}
+    assert passed == dict(zip(NAMES, [True, True, False, False, False], strict=True))
+    assert "q: got nonsense" in document["by_name"]["launch"]["text"]
+
+
+@pytest.mark.gpu
+def test_passes_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    assert main(["check", "--device", "cuda:0", "--json"]) == 0
+    assert time.monotonic() - begin < 30
+    document = json.loads(capsys.readouterr().out)
+    launch = document["checks"][2]["details"]["launch"]
+    assert "cpu" not in launch["kernel"]

@@ -1,0 +1,87 @@
+"""`flashmoe info`: a whole document, also from an installation that does not load."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import flashmoe_science
+import pytest
+from flashmoe_science.cli import environment, main
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["library"]["version"] == flashmoe_science.__version__
+    assert document["devices"][0]["device"] == "cpu"
+    assert document["devices"][0]["kernel_family"] == "cpu"
+    assert document["packages"]["numpy"]
+    assert any("libflashmoe" in path for path in document["loaded"])
+
+
+def test_people_read_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert f"library             {flashmoe_science.__version__}" in printed
+    if flashmoe_science.cuda_device_count() == 0:
+        assert "No usable GPU here: calls run on the CPU backend." in printed
+
+
+def test_variables_are_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHMOE_LOG_LEVEL", "0")
+    main(["info", "--json"])
+    assert json.loads(capsys.readouterr().out)["variables"]["FLASHMOE_LOG_LEVEL"] == "0"
+
+
+def test_a_probe_that_raises_leaves_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> str:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(environment, "cpu_model", broken)
+    assert main(["info", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["cpu"] == {"error": "OSError: no such file"}
+    assert document["library"]["version"]
+
+
+@pytest.fixture
+def broken_package(tmp_path: Path) -> Path:
+    """A copy of the package whose shared library is not one."""
+    source = Path(flashmoe_science.__file__).parent
+    libraries = [p for d in environment.package_directories() for p in d.glob("lib/libflashmoe*")]
+    if not libraries:
+        pytest.skip("the library is not inside the package here")
+    shutil.copytree(source, tmp_path / "flashmoe_science", ignore=shutil.ignore_patterns("cmake"))
+    copied = tmp_path / "flashmoe_science" / "lib" / libraries[0].name
+    copied.parent.mkdir(exist_ok=True)
+    copied.unlink(missing_ok=True)
+    copied.write_bytes(b"not a library")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", [["info"], ["check"], ["plan", "--seq", "8", "--heads", "1",
+                                                           "--dim", "64"]])  # fmt: skip
+def test_a_broken_library_is_explained(broken_package: Path, command: list[str]) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "flashmoe_science", *command],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(broken_package)},
+        cwd=broken_package,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "Traceback" not in run.stdout + run.stderr
+    assert "libflashmoe" in run.stdout + run.stderr
+    if command == ["info"]:
+        assert "Python" in run.stdout

@@ -1,0 +1,80 @@
+"""`flashmoe plan`: what the library plans, in words and in JSON."""
+
+from __future__ import annotations
+
+import json
+
+import flashmoe_science
+import pytest
+from flashmoe_science.cli import main
+from flashmoe_science.cli.plan import occupancy
+
+SHAPE = ["--seq", "512", "--heads", "8", "--kv-heads", "2", "--dim", "64", "--device", "cpu"]
+
+
+def test_json_is_the_plan_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SHAPE, "--causal", "--dtype", "bf16", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    plan = flashmoe_science.attention_plan_for(
+        batch=1,
+        seq_q=512,
+        seq_k=512,
+        heads_q=8,
+        heads_kv=2,
+        dim=64,
+        dim_v=64,
+        dtype="bf16",
+        device="cpu",
+        causal="bottom_right",
+    )
+    assert document["plan"]["kernel"] == plan.kernel
+    assert tuple(document["plan"]["grid"]) == tuple(plan.grid)
+    assert document["plan"]["flops"] == plan.flops
+    assert document["shape"]["causal"] == "bottom_right"
+
+
+def test_people_read_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SHAPE]) == 0
+    printed = capsys.readouterr().out
+    for word in ("fp32 B1 S512 H8/2 D64 on cpu", "kernel", "tile", "waves", "GFLOP", "Not used"):
+        assert word in printed
+
+
+def test_a_shape_that_no_kernel_takes_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--seq", "8", "--heads", "8", "--kv-heads", "3", "--dim", "64"]
+    assert main([*command, "--device", "cpu"]) == 1
+    error = capsys.readouterr().err
+    assert "got 3 heads" in error
+    assert "Traceback" not in error
+
+
+def test_an_unknown_kernel_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SHAPE, "--kernel", "sm12"]) == 1
+    assert "sm12" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--heads", "1", "--dim", "64"], "--seq (or --seq-q) is missing"),
+        (["--heads", "1", "--dim", "64", "--seq-q", "4"], "--seq (or --seq-k) is missing"),
+        (["--heads", "1", "--dim", "64", "--seq", "4", "--seq-k", "4"], "not both"),
+    ],
+)
+def test_an_extent_left_open_is_named(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *flags, "--device", "cpu"]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_wrong_command_line_exits_with_2() -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--seq", "many"])
+    assert stop.value.code == 2
+
+
+def test_waves_on_a_gpu() -> None:
+    device = {"multiprocessors": 132, "compute_capability": 90, "shared_bytes_per_block": 232448}
+    plan = {"grid": [8, 66, 1], "block": [128, 1, 1], "shared_bytes": 81920}
+    assert occupancy(plan, device) == {"blocks": 528, "units": 132, "resident": 2, "waves": 2.0}

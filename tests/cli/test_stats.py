@@ -1,0 +1,78 @@
+"""Ratios know how sure they are; JSON is strict; contenders take turns."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from flashmoe_science.cli.output import CommandError, Output, write_json
+from flashmoe_science.cli.stats import compare, geometric_mean, summary
+from flashmoe_science.cli.timing import Contender, CpuClock, Sampling, interleave
+
+
+def noisy(middle: float, seed: int, count: int = 30) -> list[float]:
+    rng = random.Random(seed)
+    return [middle * rng.uniform(0.95, 1.05) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("peer", "verdict"), [(2.0, "faster"), (0.5, "slower"), (1.0, "tie")])
+def test_a_ratio_has_a_verdict(peer: float, verdict: str) -> None:
+    found = compare(noisy(1.0, 1), noisy(peer, 2))
+    assert found["verdict"] == verdict
+    assert found["low"] <= found["ratio"] <= found["high"]
+    assert found["ratio"] == pytest.approx(peer, rel=0.05)
+
+
+def test_summary_is_median_and_quartiles() -> None:
+    found = summary([4.0, 1.0, 2.0, 3.0, 5.0])
+    assert (found["q1_s"], found["median_s"], found["q3_s"]) == (2.0, 3.0, 4.0)
+
+
+def test_geometric_mean() -> None:
+    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    write_json({"a": math.nan, "b": [math.inf, (1, {"c": -math.inf})]}, str(file))
+    assert json.loads(file.read_text()) == {"a": None, "b": [None, [1, {"c": None}]]}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_file_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="cannot be written"):
+        write_json({}, str(tmp_path))
+
+
+def test_silent_output_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(silent=True).line("x")
+    assert capsys.readouterr().out == ""
+
+
+def test_contenders_take_turns() -> None:
+    order: list[str] = []
+    contenders = [
+        Contender(name, lambda name=name: order.append(name))  # type: ignore[misc]
+        for name in ("a", "b")
+    ]
+    samples = interleave(contenders, CpuClock(), Sampling(seconds=10, least=3, most=8))
+    assert {name: len(s) for name, s in samples.items()} == {"a": 8, "b": 8}
+    assert len(set(order[-16:])) == 2
+    assert any(order[i] == order[i + 2] for i in range(len(order) - 2))
+
+
+def test_a_slow_contender_gets_fewer_samples() -> None:
+    class Clock(CpuClock):
+        def time(self, call: object) -> float:
+            return 1.0 if call is slow else 0.001
+
+    def slow() -> None: ...
+
+    def fast() -> None: ...
+
+    contenders = [Contender("slow", slow), Contender("fast", fast)]
+    samples = interleave(contenders, Clock(), Sampling(seconds=0.1, least=5, most=20))
+    assert {name: len(s) for name, s in samples.items()} == {"slow": 5, "fast": 20}
