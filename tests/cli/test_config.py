@@ -21,7 +21,7 @@ def test_json_has_every_answer(capsys: pytest.CaptureFixture[str]) -> None:
     answers = json.loads(capsys.readouterr().out)
     assert answers["version"] == flashmoe_science.__version__
     assert (Path(answers["includedir"]) / "flashmoe" / "flashmoe.h").is_file()
-    assert (Path(answers["cmakedir"]) / "flashmoeConfig.cmake").is_file()
+    assert (Path(answers["cmakedir"]) / "flashmoe-config.cmake").is_file()
     library = next(f[3:] for f in answers["libs"].split() if f.startswith("-l:"))
     assert (Path(answers["libdir"]) / library).is_file()
     assert answers["cflags"] == f"-I{answers['includedir']}"

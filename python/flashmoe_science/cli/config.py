@@ -36,7 +36,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--version", action="store_true", help="the version of the header")
     parser.add_argument(
-        "--cmakedir", action="store_true", help="folder of flashmoeConfig.cmake, for find_package"
+        "--cmakedir",
+        action="store_true",
+        help="folder of flashmoe-config.cmake, for CMAKE_PREFIX_PATH",
     )
     parser.add_argument(
         "--pkgconfigdir", action="store_true", help="folder of flashmoe.pc, for PKG_CONFIG_PATH"
@@ -77,7 +79,7 @@ def collect() -> dict[str, str]:
     """Every answer, by the name of its option."""
     header = _find("include/flashmoe/flashmoe.h", "header")
     library = _find(f"lib/{_LIBRARY}*", "shared library")
-    cmake = _find("lib/cmake/flashmoe/flashmoeConfig.cmake", "CMake package")
+    cmake = _find("lib/cmake/flashmoe/flashmoe-config.cmake", "CMake package")
     include = header.parent.parent
     answers = {
         "version": header_version(header),
