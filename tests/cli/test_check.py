@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import time
 from typing import Any
@@ -165,3 +166,19 @@ def test_passes_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(capsys.readouterr().out)
     launch = document["checks"][2]["details"]["launch"]
     assert "cpu" not in launch["kernel"]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("without", [["torch"], ["torch", "ml_dtypes"]])
+def test_numpy_alone_is_enough(
+    without: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name in without else real(name, *a)
+    )
+    code, document = run_check(capsys)
+    assert code == 0
+    dtypes = {c["shape"]["dtype"] for c in document["by_name"]["correctness"]["details"]["cases"]}
+    assert dtypes == {"fp32", "fp16"} | (set() if "ml_dtypes" in without else {"bf16"})
+    assert list(document["by_name"]["speed"]["details"]["contenders"]) == ["flashmoe"]

@@ -22,6 +22,8 @@ class Arrays:
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
         self.xp: Any = importlib.import_module(self.name)
+        if self.name == "numpy" and importlib.util.find_spec("ml_dtypes") is not None:
+            self.dtypes = ("fp32", "fp16", "bf16")
 
     def normal(self, extents: tuple[int, ...], dtype: str, seed: int) -> Any:
         """Standard normal values, the same for the same seed."""
@@ -33,6 +35,8 @@ class Arrays:
         return self.xp.full(extents, self.xp.nan, dtype=self._dtype(dtype))
 
     def _dtype(self, dtype: str) -> Any:
+        if dtype == "bf16":  # NumPy has none; ml_dtypes adds it
+            return importlib.import_module("ml_dtypes").bfloat16
         return {"fp64": "float64", "fp32": "float32", "fp16": "float16"}[dtype]
 
     def cast(self, values: Any, dtype: str) -> Any:
@@ -40,7 +44,7 @@ class Arrays:
 
     def rounded(self, values: Any, dtype: str) -> Any:
         """fp32 values after a round trip through dtype."""
-        if dtype == "bf16" and self.name == "numpy":  # no such dtype: round the bits to even
+        if dtype == "bf16" and self.name == "numpy":  # works without ml_dtypes: bits, to even
             bits = values.view("uint32")
             even = (bits >> 16) & 1
             return ((bits + 0x7FFF + even) & 0xFFFF0000).astype("uint32").view("float32")
