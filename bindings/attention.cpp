@@ -1,0 +1,391 @@
+// flash_attention: one call from Python objects to the C ABI.
+//
+// Tensors whose type has the DLPack exchange API, all of one framework, take the fast path below;
+// everything else goes to flashmoe_science._dispatch, which knows the other frameworks and comes
+// back through attention_forward.
+#include "bindings/attention.h"
+
+#include <nanobind/stl/optional.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "bindings/errors.h"
+#include "bindings/fields.h"
+#include "bindings/options.h"
+#include "bindings/tensor.h"
+#include "bindings/workspace.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+namespace {
+
+constexpr int kRank = 4;
+
+// The five tensors of a call, viewed, and its options.
+struct Call {
+  TensorView q;
+  TensorView k;
+  TensorView v;
+  TensorView out;
+  TensorView lse;
+  flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
+
+  Call(nb::handle causal, nb::handle scale, nb::handle layout, nb::handle kernel) {
+    params.layout = parse_layout(layout);
+    params.causal = parse_causal(causal);
+    params.scale = parse_scale(scale);
+    params.kernel = parse_kernel(kernel);
+  }
+
+  const flashmoe_attention_forward_params& ready() {
+    params.q = q.get();
+    params.k = k.get();
+    params.v = v.get();
+    params.out = out.get();
+    params.lse = lse.get();
+    return params;
+  }
+
+  // Whether out and lse can be shaped after q and v; if not, the library says what is wrong.
+  bool has_shape() const { return q.rank() == kRank && v.rank() == kRank; }
+
+  void shape_of_out(int64_t shape[kRank]) const {
+    for (int axis = 0; axis < kRank - 1; ++axis) shape[axis] = q.extent(axis);
+    shape[kRank - 1] = v.extent(kRank - 1);
+  }
+
+  void shape_of_lse(int64_t shape[kRank - 1]) const {
+    const bool bhsd = params.layout == FLASHMOE_LAYOUT_BHSD;
+    shape[0] = q.extent(0);
+    shape[1] = q.extent(bhsd ? 1 : 2);
+    shape[2] = q.extent(bhsd ? 2 : 1);
+  }
+};
+
+// The GIL is free while the library works: a launch can wait for the GPU's queue, and what empties
+// that queue may be a host callback in Python.
+flashmoe_status run(const flashmoe_attention_forward_params& params, void* workspace, size_t bytes,
+                    void* stream) {
+  nb::gil_scoped_release release;
+  if (params.q != nullptr && params.q->device.device_type != FLASHMOE_DEVICE_CUDA) {
+    return forward_on_host(params);
+  }
+  return flashmoe_attention_forward(&params, workspace, bytes, stream);
+}
+
+// ---- new tensors of the caller's framework ------------------------------------------------------
+
+nb::object tuple_of(const int64_t* extents, int rank) {
+  nb::object tuple = nb::steal(PyTuple_New(rank));
+  for (int axis = 0; axis < rank; ++axis) {
+    PyTuple_SetItem(tuple.ptr(), axis, PyLong_FromLongLong(extents[axis]));
+  }
+  return tuple;
+}
+
+void set_python_error(void*, const char* kind, const char* message) {
+  PyErr_Format(PyExc_MemoryError, "%s: %s", kind, message);
+}
+
+nb::object allocate_by_exchange(const TensorType& type, const int64_t* shape, int rank,
+                                flashmoe_dtype dtype, flashmoe_device device) {
+  const dlpack::ExchangeApi& api = *type.api;
+  if (api.allocate == nullptr || api.object_from_managed == nullptr) {
+    raise_type_error("out: " + std::string(nb::str(type.type.attr("__qualname__")).c_str()) +
+                     " offers no allocator; pass out, and lse with return_lse");
+  }
+  int64_t extents[kRank];
+  for (int axis = 0; axis < rank; ++axis) extents[axis] = shape[axis];
+  dlpack::Tensor prototype = {nullptr, device, rank, dtype, extents, nullptr, 0};
+  dlpack::ManagedTensor* managed = nullptr;
+  void* object = nullptr;
+  if (api.allocate(&prototype, &managed, nullptr, &set_python_error) != 0 ||
+      api.object_from_managed(managed, &object) != 0) {
+    nb::raise_python_error();
+  }
+  return nb::steal(static_cast<PyObject*>(object));
+}
+
+// torch's own functions rather than its exchange allocator: a tensor of the latter holds foreign
+// storage, for which Tensor.record_stream silently does nothing.
+nb::object allocate_out(const TensorType& type, nb::handle q, const Call& call) {
+  int64_t shape[kRank];
+  call.shape_of_out(shape);
+  if (type.empty_like.is_none()) {
+    return allocate_by_exchange(type, shape, kRank, call.q.tensor().dtype, call.q.device());
+  }
+  if (shape[kRank - 1] == call.q.extent(kRank - 1)) return type.empty_like(q);
+  return q.attr("new_empty")(tuple_of(shape, kRank));
+}
+
+nb::object allocate_lse(const TensorType& type, nb::handle q, const Call& call) {
+  constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
+  int64_t shape[kRank - 1];
+  call.shape_of_lse(shape);
+  if (type.empty.is_none()) {
+    return allocate_by_exchange(type, shape, kRank - 1, kFloat32, call.q.device());
+  }
+  static nb::object* const float32 =
+      new nb::object(nb::module_::import_("torch").attr("float32"));
+  return type.empty(tuple_of(shape, kRank - 1), nb::arg("dtype") = *float32,
+                    nb::arg("device") = q.attr("device"));
+}
+
+// ---- checks that only Python objects need -------------------------------------------------------
+
+void refuse_gradients(const TensorType& type, const char* name, nb::handle tensor) {
+  if (!type.has_requires_grad) return;
+  static PyObject* const attribute = PyUnicode_InternFromString("requires_grad");
+  nb::object requires_grad = nb::steal(PyObject_GetAttr(tensor.ptr(), attribute));
+  if (requires_grad.ptr() != Py_True) return;
+  if (!type.empty.is_none() &&
+      nb::module_::import_("torch").attr("is_grad_enabled")().ptr() != Py_True) {
+    return;
+  }
+  raise_value_error(std::string(name) +
+                    ": requires grad, but attention has no backward pass yet; call under "
+                    "torch.no_grad() or pass " + name + ".detach()");
+}
+
+// The fast path's type of `tensor`, which must share q's exchange table.
+const TensorType& same_framework(const TensorType& type, const char* name, nb::handle q,
+                                 nb::handle tensor) {
+  const TensorType* other = tensor_type(tensor);
+  if (other == nullptr || other->api != type.api) {
+    raise_type_error(std::string(name) + ": got " + name_of_type(tensor) + ", but q is " +
+                     name_of_type(q) + "; q, k, v, out and lse must come from one framework");
+  }
+  return *other;
+}
+
+// ---- entry points -------------------------------------------------------------------------------
+
+nb::object dispatch(nb::handle q, nb::handle k, nb::handle v, nb::handle causal, nb::handle scale,
+                    nb::handle layout, bool return_lse, nb::handle out, nb::handle lse,
+                    nb::handle kernel, nb::handle stream) {
+  static nb::object* const function = new nb::object(
+      nb::module_::import_("flashmoe_science._dispatch").attr("flash_attention"));
+  return (*function)(q, k, v, causal, scale, layout, return_lse, out, lse, kernel, stream);
+}
+
+nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle causal,
+                           nb::handle scale, nb::handle layout, bool return_lse, nb::handle out,
+                           nb::handle lse, nb::handle kernel, nb::handle stream) {
+  const TensorType* type = tensor_type(q);
+  if (type == nullptr) {
+    return dispatch(q, k, v, causal, scale, layout, return_lse, out, lse, kernel, stream);
+  }
+  Call call(causal, scale, layout, kernel);
+  call.q.borrow(*type, "q", q);
+  call.k.borrow(same_framework(*type, "k", q, k), "k", k);
+  call.v.borrow(same_framework(*type, "v", q, v), "v", v);
+  refuse_gradients(*type, "q", q);
+  refuse_gradients(*type, "k", k);
+  refuse_gradients(*type, "v", v);
+
+  nb::object result = nb::borrow(out);
+  nb::object sums = nb::borrow(lse);
+  if (out.is_none() && call.has_shape()) result = allocate_out(*type, q, call);
+  if (return_lse && lse.is_none() && call.has_shape()) sums = allocate_lse(*type, q, call);
+  if (!result.is_none()) {
+    call.out.borrow(same_framework(*type, "out", q, result), "out", result);
+    refuse_gradients(*type, "out", result);
+  }
+  if (!sums.is_none()) call.lse.borrow(same_framework(*type, "lse", q, sums), "lse", sums);
+
+  const flashmoe_device device = call.q.device();
+  void* handle = nullptr;
+  if (!parse_stream(stream, &handle) && device.device_type == FLASHMOE_DEVICE_CUDA &&
+      type->api->current_stream != nullptr &&
+      type->api->current_stream(device.device_type, device.device_id, &handle) != 0) {
+    nb::raise_python_error();
+  }
+  const flashmoe_status status = run(call.ready(), nullptr, 0, handle);
+  if (status == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL &&
+      device.device_type == FLASHMOE_DEVICE_CUDA) {
+    dispatch(q, k, v, causal, scale, layout, return_lse, result, sums, kernel, stream);
+  } else {
+    check(status);
+  }
+  return return_lse ? nb::make_tuple(result, sums) : result;
+}
+
+// Returns the bytes of workspace that were missing on a GPU, where nothing was launched then.
+size_t attention_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
+                         nb::handle causal, nb::handle scale, nb::handle layout, nb::handle kernel,
+                         nb::handle workspace, nb::handle stream) {
+  Call call(causal, scale, layout, kernel);
+  TensorView scratch;
+  call.q.borrow("q", q, Access::kRead);
+  call.k.borrow("k", k, Access::kRead);
+  call.v.borrow("v", v, Access::kRead);
+  if (!out.is_none()) call.out.borrow("out", out, Access::kWrite);
+  if (!lse.is_none()) call.lse.borrow("lse", lse, Access::kWrite);
+  if (!workspace.is_none()) scratch.borrow("workspace", workspace, Access::kWrite);
+  void* handle = nullptr;
+  parse_stream(stream, &handle);
+  size_t bytes = scratch.get() != nullptr ? static_cast<size_t>(scratch.extent(0)) : 0;
+  const flashmoe_status status = run(call.ready(), scratch.tensor().data, bytes, handle);
+  if (status == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL && workspace.is_none() &&
+      call.q.device().device_type == FLASHMOE_DEVICE_CUDA) {
+    check(flashmoe_attention_forward_workspace_size(&call.params, &bytes));
+    return bytes;
+  }
+  check(status);
+  return 0;
+}
+
+Fields describe(const flashmoe_attention_plan& plan) {
+  Fields fields;
+  fields["kernel"] = nb::str(plan.kernel);
+  fields["family"] = nb::str(plan.family);
+  fields["isa"] = nb::str(plan.isa);
+  fields["tile_q"] = nb::int_(plan.tile_q);
+  fields["tile_k"] = nb::int_(plan.tile_k);
+  fields["dim"] = nb::int_(plan.dim);
+  fields["dim_v"] = nb::int_(plan.dim_v);
+  fields["stages"] = nb::int_(plan.stages);
+  fields["grid"] = nb::make_tuple(plan.grid[0], plan.grid[1], plan.grid[2]);
+  fields["block"] = nb::make_tuple(plan.block[0], plan.block[1], plan.block[2]);
+  fields["shared_bytes"] = nb::int_(plan.shared_bytes);
+  fields["workspace_bytes"] = nb::int_(plan.workspace_bytes);
+  fields["flops"] = nb::float_(plan.flops);
+  fields["rejected"] = nb::str(plan.rejected);
+  return fields;
+}
+
+Fields plan(Call* call, bool return_lse) {
+  int64_t shape[kRank];
+  if (call->out.get() == nullptr && call->has_shape()) {
+    call->shape_of_out(shape);
+    call->out.describe(shape, kRank, call->q.tensor().dtype, call->q.device());
+  }
+  if (return_lse && call->lse.get() == nullptr && call->has_shape()) {
+    call->shape_of_lse(shape);
+    call->lse.describe(shape, kRank - 1, {FLASHMOE_DTYPE_FLOAT, 32, 1}, call->q.device());
+  }
+  flashmoe_attention_plan made = flashmoe_attention_plan_init();
+  check(flashmoe_attention_forward_plan(&call->ready(), &made));
+  return describe(made);
+}
+
+Fields attention_plan(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
+                        nb::handle causal, nb::handle scale, nb::handle layout,
+                        nb::handle kernel, bool return_lse) {
+  Call call(causal, scale, layout, kernel);
+  call.q.borrow("q", q, Access::kRead);
+  call.k.borrow("k", k, Access::kRead);
+  call.v.borrow("v", v, Access::kRead);
+  if (!out.is_none()) call.out.borrow("out", out, Access::kWrite);
+  if (!lse.is_none()) call.lse.borrow("lse", lse, Access::kWrite);
+  return plan(&call, return_lse);
+}
+
+Fields attention_plan_for(nb::sequence q, nb::sequence k, nb::sequence v, nb::sequence dtypes,
+                          nb::sequence device, nb::handle causal, nb::handle scale,
+                          nb::handle layout, nb::handle kernel, bool return_lse) {
+  Call call(causal, scale, layout, kernel);
+  const flashmoe_device where = {nb::cast<int32_t>(device[0]), nb::cast<int32_t>(device[1])};
+  TensorView* const views[] = {&call.q, &call.k, &call.v};
+  const nb::sequence shapes[] = {q, k, v};
+  for (size_t i = 0; i < 3; ++i) {
+    int64_t extents[TensorView::kMaxRank];
+    const size_t rank = nb::len(shapes[i]);
+    for (size_t axis = 0; axis < rank && axis < TensorView::kMaxRank; ++axis) {
+      extents[axis] = nb::cast<int64_t>(shapes[i][axis]);
+    }
+    const nb::object dtype = dtypes[i];  // (code, bits)
+    views[i]->describe(extents, static_cast<int32_t>(rank),
+                       {nb::cast<uint8_t>(dtype[0]), nb::cast<uint8_t>(dtype[1]), 1}, where);
+  }
+  return plan(&call, return_lse);
+}
+
+Fields option_numbers(nb::handle causal, nb::handle scale, nb::handle layout) {
+  Fields fields;
+  fields["causal"] = nb::int_(parse_causal(causal));
+  fields["scale"] = nb::float_(static_cast<double>(parse_scale(scale)));
+  fields["layout"] = nb::int_(parse_layout(layout));
+  return fields;
+}
+
+std::optional<uintptr_t> stream_handle(nb::handle stream) {
+  void* handle = nullptr;
+  if (!parse_stream(stream, &handle)) return std::nullopt;
+  return reinterpret_cast<uintptr_t>(handle);
+}
+
+constexpr char kFlashAttentionDoc[] =
+    R"(Exact attention: out = softmax(scale * q k^T) v, by an online softmax over tiles.
+
+Nothing of size seq_q x seq_k is stored. The algorithm is FlashAttention's (arXiv:2205.14135,
+arXiv:2307.08691) on the online softmax of Milakov and Gimelshein (arXiv:1805.02867); sums are
+accumulated in fp32, and the same inputs give the same bits on every run.
+
+Takes tensors of NumPy, torch (CPU and CUDA), JAX, CuPy or any library with DLPack, all of one
+library and on one device, and returns the same kind. GPU work goes on the library's current stream
+and is not waited for. There is no backward pass yet: a torch tensor that requires grad is refused
+unless grad mode is off.
+
+Args:
+    q: [batch, seq_q, heads_q, dim] in layout "bshd", [batch, heads_q, seq_q, dim] in "bhsd".
+        fp16 or bf16; on the CPU also fp32. dim is a multiple of 8, at most 256. Here and below the
+        last dimension is contiguous and rows begin on 16-byte boundaries; nothing is copied.
+    k: [batch, seq_k, heads_kv, dim], same dtype; heads_kv divides heads_q.
+    v: [batch, seq_k, heads_kv, dim_v], same dtype; dim_v may differ from dim.
+    causal: False; "bottom_right" or True: query i sees keys j <= i + seq_k - seq_q; "top_left":
+        j <= i, as torch's scaled_dot_product_attention has it.
+    scale: Factor of the logits; None is 1 / sqrt(dim).
+    layout: "bshd" or "bhsd".
+    return_lse: Also return the log-sum-exp of each row's scaled logits, natural logarithm.
+    out: Where to write the result, [batch, seq_q, heads_q, dim_v] in the same layout. Not for JAX.
+    lse: Where to write the log-sum-exp, [batch, heads_q, seq_q], fp32. Not for JAX.
+    kernel: Kernel family to use ("cpu", "sm89"), which then runs or the call fails; None: the best.
+    stream: cudaStream_t as an int, or an object with __cuda_stream__(), cuda_stream or ptr; None
+        is the current stream of the tensors' library. Ignored on the CPU. Not for JAX.
+
+Returns:
+    out, or (out, lse) with return_lse. A query that sees no key gives out 0 and lse -inf.
+
+Raises:
+    ValueError: A shape, stride, alignment or option is wrong. The message names the argument.
+    TypeError: Not a tensor, or a wrong dtype, or tensors of different libraries.
+    NotImplementedError: Valid, but no kernel here serves it; the message says why.
+    RuntimeError: The device cannot be used, or CUDA reported an error.
+    MemoryError: The host is out of memory.)";
+
+}  // namespace
+
+void define_attention(nb::module_& module) {
+  module.def("flash_attention", &flash_attention, nb::arg("q"), nb::arg("k"), nb::arg("v"),
+             nb::kw_only(), nb::arg("causal") = false, nb::arg("scale") = nb::none(),
+             nb::arg("layout") = "bshd", nb::arg("return_lse") = false, nb::arg("out") = nb::none(),
+             nb::arg("lse") = nb::none(), nb::arg("kernel") = nb::none(),
+             nb::arg("stream") = nb::none(), kFlashAttentionDoc);
+  module.def("attention_forward", &attention_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
+             nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal"),
+             nb::arg("scale").none(), nb::arg("layout"), nb::arg("kernel").none(),
+             nb::arg("workspace").none(), nb::arg("stream").none(),
+             "The C ABI's flashmoe_attention_forward on tensors of any kind. On the CPU the "
+             "workspace is supplied here; on a GPU it is the caller's, a 1-d tensor of bytes: without "
+             "one that is needed nothing is launched and its size is returned.");
+  module.def("attention_plan", &attention_plan, nb::arg("q"), nb::arg("k"), nb::arg("v"),
+             nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal"),
+             nb::arg("scale").none(), nb::arg("layout"), nb::arg("kernel").none(),
+             nb::arg("return_lse"), "The fields of flashmoe_attention_plan for these tensors.");
+  module.def("attention_plan_for", &attention_plan_for, nb::arg("q"), nb::arg("k"), nb::arg("v"),
+             nb::kw_only(), nb::arg("dtypes"), nb::arg("device"), nb::arg("causal"),
+             nb::arg("scale").none(), nb::arg("layout"), nb::arg("kernel").none(),
+             nb::arg("return_lse"),
+             "The fields of flashmoe_attention_plan for contiguous tensors of these shapes, with "
+             "DLPack's numbers for the three dtypes (code, bits) and the device (type, id).");
+  module.def("option_numbers", &option_numbers, nb::kw_only(), nb::arg("causal"),
+             nb::arg("scale").none(), nb::arg("layout"),
+             "The options as the C ABI numbers them; a scale of 0 is the default.");
+  module.def("stream_handle", &stream_handle, nb::arg("stream").none(),
+             "The cudaStream_t of a stream object, or None.");
+}
+
+}  // namespace flashmoe

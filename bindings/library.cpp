@@ -1,0 +1,102 @@
+#include "bindings/library.h"
+
+#include "bindings/errors.h"
+#include "bindings/fields.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+namespace {
+
+Fields build_info() {
+  flashmoe_build_info info = flashmoe_build_info_init();
+  check(flashmoe_get_build_info(&info));
+  Fields fields;
+  fields["version"] = nb::str(info.version);
+  fields["cuda_architectures"] = nb::str(info.cuda_architectures);
+  fields["cuda_compiler"] = nb::str(info.cuda_compiler);
+  fields["host_compiler"] = nb::str(info.host_compiler);
+  fields["kernel_families"] = nb::str(info.kernel_families);
+  fields["cuda_runtime_version"] = nb::int_(info.cuda_runtime_version);
+  return fields;
+}
+
+Fields device_info(int32_t device_type, int32_t device_id) {
+  flashmoe_device_info info = flashmoe_device_info_init();
+  check(flashmoe_get_device_info({device_type, device_id}, &info));
+  Fields fields;
+  fields["name"] = nb::str(info.name);
+  fields["isa"] = nb::str(info.isa);
+  fields["kernel_family"] = nb::str(info.kernel_family);
+  fields["compute_capability"] = nb::int_(info.compute_capability);
+  fields["multiprocessors"] = nb::int_(info.multiprocessors);
+  fields["driver_version"] = nb::int_(info.driver_version);
+  fields["shared_bytes_per_block"] = nb::int_(info.shared_bytes_per_block);
+  fields["l2_bytes"] = nb::int_(info.l2_bytes);
+  fields["memory_bytes"] = nb::int_(info.memory_bytes);
+  return fields;
+}
+
+Fields last_launch() {
+  flashmoe_launch launch = flashmoe_launch_init();
+  check(flashmoe_last_launch(&launch));
+  Fields fields;
+  fields["kernel"] = nb::str(launch.kernel);
+  fields["device"] = nb::make_tuple(launch.device.device_type, launch.device.device_id);
+  fields["grid"] = nb::make_tuple(launch.grid[0], launch.grid[1], launch.grid[2]);
+  fields["block"] = nb::make_tuple(launch.block[0], launch.block[1], launch.block[2]);
+  fields["shared_bytes"] = nb::int_(launch.shared_bytes);
+  fields["registers"] = nb::int_(launch.registers);
+  fields["local_bytes"] = nb::int_(launch.local_bytes);
+  fields["binary_arch"] = nb::int_(launch.binary_arch);
+  return fields;
+}
+
+// Calls the Python function behind `user`. May come on any thread, with or without the GIL, and
+// also while the interpreter goes down, when there is nobody left to tell.
+void forward_log_line(int32_t level, const char* line, void* user) {
+  if (Py_IsInitialized() == 0) return;
+  nb::gil_scoped_acquire acquire;
+  nb::error_scope keep_current_exception;
+  try {
+    nb::handle(static_cast<PyObject*>(user))(level, line);
+  } catch (nb::python_error& error) {
+    error.discard_as_unraisable("flashmoe log callback");
+  }
+}
+
+void set_log(int32_t level, nb::object callback) {
+  if (callback.is_none()) {
+    check(flashmoe_set_log(level, nullptr, nullptr));
+    return;
+  }
+  // Another thread may be about to call the one it replaces: a callback is never released.
+  PyObject* kept = callback.release().ptr();
+  const flashmoe_status status = flashmoe_set_log(level, &forward_log_line, kept);
+  if (status != FLASHMOE_OK) {
+    Py_DECREF(kept);
+    raise_status(status);
+  }
+}
+
+}  // namespace
+
+void define_library(nb::module_& module) {
+  module.def("version", &flashmoe_version, "major * 10000 + minor * 100 + patch");
+  module.def("build_info", &build_info, "The fields of flashmoe_build_info.");
+  module.def("device_info", &device_info, nb::arg("device_type"), nb::arg("device_id"),
+             "The fields of flashmoe_device_info.");
+  module.def("cuda_device_count", &flashmoe_cuda_device_count,
+             "Number of CUDA devices that can be used: 0 without a GPU, without a driver or in a "
+             "CPU-only build. Never fails.");
+  module.def("last_launch", &last_launch, "The fields of flashmoe_launch.");
+  module.def("set_num_threads", [](int32_t n) { check(flashmoe_set_num_threads(n)); }, nb::arg("n"),
+             "Sets the threads the CPU backend uses, the caller's included.\n\n"
+             "0 restores the default: FLASHMOE_NUM_THREADS if set, else the processors this "
+             "process may run on.\n\nRaises:\n    ValueError: n < 0 or n > 4096.");
+  module.def("get_num_threads", &flashmoe_get_num_threads,
+             "Threads the CPU backend uses, the caller's included.");
+  module.def("set_log", &set_log, nb::arg("level"), nb::arg("callback").none(),
+             "flashmoe_set_log; callback is called with (level, line).");
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,23 @@
+// The options of an attention call from Python objects to the C ABI's values. Each failure is a
+// ValueError or TypeError that names the option, what it got and what is accepted.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+
+namespace nb = nanobind;
+
+int32_t parse_layout(nb::handle layout);     // "bshd", "bhsd"
+int32_t parse_causal(nb::handle causal);     // bool, "bottom_right", "top_left"
+float parse_scale(nb::handle scale);         // None, number
+const char* parse_kernel(nb::handle kernel); // None, str; lives as long as the object
+
+// None -> false. Else an int, or an object with __cuda_stream__(), cuda_stream or ptr.
+bool parse_stream(nb::handle stream, void** parsed);
+
+}  // namespace flashmoe

@@ -1,0 +1,151 @@
+#include "bindings/tensor.h"
+
+#include <cstring>
+#include <string>
+#include <unordered_map>
+
+#include "bindings/errors.h"
+
+namespace flashmoe {
+namespace {
+
+constexpr flashmoe_dtype kBFloat16 = {FLASHMOE_DTYPE_BFLOAT, 16, 1};
+
+const dlpack::ExchangeApi* exchange_api(nb::handle type) {
+  nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
+  if (!PyCapsule_CheckExact(capsule.ptr())) return nullptr;
+  void* pointer = PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api");
+  if (pointer == nullptr) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  auto* header = static_cast<dlpack::ExchangeHeader*>(pointer);
+  while (header != nullptr && header->version.major != dlpack::kMajorVersion) {
+    header = header->previous;
+  }
+  auto* api = reinterpret_cast<const dlpack::ExchangeApi*>(header);
+  if (api == nullptr || (api->view_of_object == nullptr && api->managed_from_object == nullptr)) {
+    return nullptr;
+  }
+  return api;
+}
+
+// The module, if somebody has imported it.
+nb::object loaded_module(const char* name) {
+  return nb::borrow(nb::module_::import_("sys").attr("modules")).attr("get")(name);
+}
+
+TensorType describe_type(nb::handle type, const dlpack::ExchangeApi* api) {
+  TensorType made{nb::borrow(type), api, nb::hasattr(type, "requires_grad"), nb::none(), nb::none()};
+  nb::object torch = loaded_module("torch");
+  if (!torch.is_none() && PyObject_IsSubclass(type.ptr(), torch.attr("Tensor").ptr()) == 1) {
+    made.empty_like = torch.attr("empty_like");
+    made.empty = torch.attr("empty");
+  }
+  return made;
+}
+
+}  // namespace
+
+const TensorType* tensor_type(nb::handle object) {
+  // The GIL guards both; the map never shrinks and its nodes never move. Leaked on purpose: at exit
+  // the interpreter is gone before static destructors run.
+  static auto* const types = new std::unordered_map<PyObject*, TensorType>();
+  static const TensorType* last = nullptr;
+  nb::handle type = object.type();
+  if (last != nullptr && last->type.ptr() == type.ptr()) return last;
+  const auto found = types->find(type.ptr());
+  if (found != types->end()) return last = &found->second;
+  const dlpack::ExchangeApi* api = exchange_api(type);
+  if (api == nullptr) return nullptr;
+  return last = &types->emplace(type.ptr(), describe_type(type, api)).first->second;
+}
+
+void TensorView::copy(const dlpack::Tensor& tensor) {
+  std::memcpy(&tensor_, &tensor, sizeof tensor_);
+  const int rank = tensor.ndim < kMaxRank ? tensor.ndim : kMaxRank;
+  for (int axis = 0; axis < rank; ++axis) shape_[axis] = tensor.shape[axis];
+  tensor_.shape = shape_;
+  if (tensor.strides != nullptr) {
+    for (int axis = 0; axis < rank; ++axis) strides_[axis] = tensor.strides[axis];
+    tensor_.strides = strides_;
+  }
+  set_ = true;
+}
+
+void TensorView::borrow(const TensorType& type, const char* name, nb::handle object) {
+  dlpack::Tensor view;
+  int failed = 0;
+  if (type.api->view_of_object != nullptr) {
+    failed = type.api->view_of_object(object.ptr(), &view);
+  } else {
+    failed = type.api->managed_from_object(object.ptr(), &managed_);
+    if (failed == 0) view = managed_->tensor;
+  }
+  if (failed != 0) {
+    nb::python_error error;  // takes the producer's exception
+    std::string reason = nb::str(error.value()).c_str();
+    reason = reason.substr(0, reason.find('\n'));  // torch appends its C++ stack
+    raise_type_error(std::string(name) + ": " + name_of_type(object) +
+                     " gives no view of its memory: " + reason);
+  }
+  copy(view);
+}
+
+bool TensorView::borrow_array(nb::handle object, Access access) {
+  if (access == Access::kWrite) {
+    nb::ndarray<> writable;
+    if (!nb::try_cast(object, writable)) return false;
+    array_ = nb::ndarray<nb::ro>(writable);
+  } else if (!nb::try_cast(object, array_)) {
+    return false;
+  }
+  dlpack::Tensor view = {};
+  view.data = array_.data_handle();
+  view.device = {array_.device_type(), array_.device_id()};
+  view.ndim = static_cast<int32_t>(array_.ndim());
+  view.dtype = {array_.dtype().code, array_.dtype().bits, array_.dtype().lanes};
+  view.shape = const_cast<int64_t*>(array_.shape_ptr());
+  view.strides = const_cast<int64_t*>(array_.stride_ptr());
+  view.byte_offset = array_.byte_offset();
+  copy(view);
+  return true;
+}
+
+void TensorView::borrow(const char* name, nb::handle object, Access access) {
+  const TensorType* type = tensor_type(object);
+  if (type != nullptr) return borrow(*type, name, object);
+  if (borrow_array(object, access)) return;
+  // NumPy's DLPack and buffer protocol know no bf16: look at the same memory as integers.
+  nb::object dtype = nb::getattr(object, "dtype", nb::none());
+  if (nb::hasattr(object, "view") && std::strcmp(nb::str(dtype).c_str(), "bfloat16") == 0 &&
+      borrow_array(object.attr("view")("uint16"), access)) {
+    tensor_.dtype = kBFloat16;
+    return;
+  }
+  if (access == Access::kWrite && borrow_array(object, Access::kRead)) {
+    raise_value_error(std::string(name) + ": it is read-only, accepted is a writable tensor");
+  }
+  raise_type_error(std::string(name) + ": got " + name_of_type(object) +
+                   ", accepted is a tensor of NumPy, torch, JAX or CuPy, or an object with "
+                   "__dlpack__");
+}
+
+void TensorView::describe(const int64_t* shape, int32_t rank, flashmoe_dtype dtype,
+                          flashmoe_device device) {
+  constexpr uintptr_t kAlignedAddress = 4096;  // never read
+  for (int axis = 0; axis < rank && axis < kMaxRank; ++axis) shape_[axis] = shape[axis];
+  tensor_ = {};
+  tensor_.data = reinterpret_cast<void*>(kAlignedAddress);
+  tensor_.device = device;
+  tensor_.ndim = rank;
+  tensor_.dtype = dtype;
+  tensor_.shape = shape_;
+  set_ = true;
+}
+
+TensorView::~TensorView() {
+  if (managed_ != nullptr && managed_->deleter != nullptr) managed_->deleter(managed_);
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,69 @@
+// Views of Python tensors: through the DLPack exchange API of the tensor's type (about 0.1 us), or
+// through nb::ndarray, which speaks __dlpack__ and the buffer protocol (about 3 us for a framework
+// whose __dlpack__ is written in Python).
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include "bindings/dlpack.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+
+namespace nb = nanobind;
+
+// A tensor type that has the exchange API. Kept for the life of the process, one per type.
+struct TensorType {
+  nb::object type;
+  const dlpack::ExchangeApi* api;
+  bool has_requires_grad;
+  nb::object empty_like;  // torch's own; none for other frameworks
+  nb::object empty;
+};
+
+// nullptr when the type of `object` has no exchange API of major version 1.
+const TensorType* tensor_type(nb::handle object);
+
+enum class Access { kRead, kWrite };
+
+// A view of one argument, valid while the argument lives. Shape and strides are copied: another
+// thread may reshape the tensor while the GIL is released.
+class TensorView {
+ public:
+  static constexpr int kMaxRank = 8;  // a larger rank is kept as a number, for the error message
+
+  TensorView() = default;
+  TensorView(const TensorView&) = delete;
+  TensorView& operator=(const TensorView&) = delete;
+  ~TensorView();
+
+  // Through the exchange API of `type`, which is the type of `object` or shares its table.
+  void borrow(const TensorType& type, const char* name, nb::handle object);
+
+  // Through the exchange API where there is one, else through nb::ndarray. Raises a TypeError that
+  // begins with `name`. NumPy arrays of ml_dtypes.bfloat16 are taken as bf16.
+  void borrow(const char* name, nb::handle object, Access access);
+
+  // A contiguous view of no memory: for plans, which read no data.
+  void describe(const int64_t* shape, int32_t rank, flashmoe_dtype dtype, flashmoe_device device);
+
+  const flashmoe_tensor& tensor() const { return tensor_; }
+  const flashmoe_tensor* get() const { return set_ ? &tensor_ : nullptr; }
+  int32_t rank() const { return tensor_.ndim; }
+  int64_t extent(int axis) const { return shape_[axis]; }
+  flashmoe_device device() const { return tensor_.device; }
+
+ private:
+  void copy(const dlpack::Tensor& tensor);
+  bool borrow_array(nb::handle object, Access access);
+
+  flashmoe_tensor tensor_ = {};
+  bool set_ = false;
+  int64_t shape_[kMaxRank];
+  int64_t strides_[kMaxRank];
+  dlpack::ManagedTensor* managed_ = nullptr;
+  nb::ndarray<nb::ro> array_;  // owns shape, strides and the producer's tensor
+};
+
+}  // namespace flashmoe

@@ -1,0 +1,117 @@
+"""Exact attention for NVIDIA GPUs and CPUs, on the tensors you already have.
+
+    import flashmoe_science as fm
+
+    out = fm.flash_attention(q, k, v, causal=True)
+
+takes NumPy, torch, JAX and CuPy tensors, or any with DLPack, and returns the same kind. Names are
+loaded when they are first used: importing this package loads neither the library nor a framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashmoe_science._core import (
+        cuda_device_count,
+        flash_attention,
+        get_num_threads,
+        set_num_threads,
+    )
+    from flashmoe_science.compat import flash_attention_forward, flash_attention_warp_specialized
+    from flashmoe_science.errors import (
+        ArgumentTypeError,
+        DeviceError,
+        FlashMoEError,
+        InternalError,
+        InvalidArgumentError,
+        OutOfMemoryError,
+        UnsupportedError,
+    )
+    from flashmoe_science.info import (
+        BuildInfo,
+        DeviceInfo,
+        Launch,
+        build_info,
+        device_info,
+        last_launch,
+        set_log,
+    )
+    from flashmoe_science.plan import AttentionPlan, attention_plan, attention_plan_for
+
+    __version__: str
+
+__all__ = [
+    "ArgumentTypeError",
+    "AttentionPlan",
+    "BuildInfo",
+    "DeviceError",
+    "DeviceInfo",
+    "FlashMoEError",
+    "InternalError",
+    "InvalidArgumentError",
+    "Launch",
+    "OutOfMemoryError",
+    "UnsupportedError",
+    "__version__",
+    "attention_plan",
+    "attention_plan_for",
+    "build_info",
+    "cuda_device_count",
+    "device_info",
+    "flash_attention",
+    "flash_attention_forward",
+    "flash_attention_warp_specialized",
+    "get_num_threads",
+    "last_launch",
+    "set_log",
+    "set_num_threads",
+]
+
+_MODULES = {
+    "flashmoe_science._core": (
+        "cuda_device_count",
+        "flash_attention",
+        "get_num_threads",
+        "set_num_threads",
+    ),
+    "flashmoe_science.compat": ("flash_attention_forward", "flash_attention_warp_specialized"),
+    "flashmoe_science.errors": (
+        "ArgumentTypeError",
+        "DeviceError",
+        "FlashMoEError",
+        "InternalError",
+        "InvalidArgumentError",
+        "OutOfMemoryError",
+        "UnsupportedError",
+    ),
+    "flashmoe_science.info": (
+        "BuildInfo",
+        "DeviceInfo",
+        "Launch",
+        "build_info",
+        "device_info",
+        "last_launch",
+        "set_log",
+    ),
+    "flashmoe_science.plan": ("AttentionPlan", "attention_plan", "attention_plan_for"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    value: Any
+    if name == "__version__":
+        value = importlib.import_module("flashmoe_science.info").build_info().version
+    elif name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,62 @@
+"""Names of dtypes and devices as the C ABI's numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
+
+CPU = 1  # DLPack's device types
+CUDA = 2
+CUDA_HOST = 3
+
+
+class Dtype(NamedTuple):
+    """DLPack's type code and width."""
+
+    code: int
+    bits: int
+
+
+class Device(NamedTuple):
+    """DLPack's device type, and the ordinal."""
+
+    type: int
+    id: int
+
+
+_DTYPES = {
+    "fp32": Dtype(2, 32),
+    "float32": Dtype(2, 32),
+    "fp16": Dtype(2, 16),
+    "float16": Dtype(2, 16),
+    "half": Dtype(2, 16),
+    "bf16": Dtype(4, 16),
+    "bfloat16": Dtype(4, 16),
+}
+
+
+def parse_dtype(dtype: object, name: str = "dtype") -> Dtype:
+    """From "bf16", "bfloat16", or an object that prints as one, such as torch.bfloat16."""
+    found = _DTYPES.get(str(dtype).rpartition(".")[2])
+    if found is None:
+        raise ArgumentTypeError(f"{name}: got dtype {dtype}, accepted are fp16, bf16 and fp32")
+    return found
+
+
+def parse_device(device: object) -> Device:
+    """From "cpu", "cuda", "cuda:1", or an object that prints as one, such as a torch.device."""
+    text = str(device)
+    if text in ("cpu", "cpu:0"):
+        return Device(CPU, 0)
+    match = re.fullmatch(r"(?:cuda|gpu)(?::(\d{1,4}))?", text)
+    if match is None:
+        raise InvalidArgumentError(
+            f"device: got {device!r}, accepted are 'cpu', 'cuda' and 'cuda:N'"
+        )
+    return Device(CUDA, int(match[1] or 0))
+
+
+def device_name(device: Device) -> str:
+    return f"cuda:{device.id}" if device.type == CUDA else "cpu"

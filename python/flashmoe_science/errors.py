@@ -1,0 +1,81 @@
+"""What the package raises. Every exception is a FlashMoEError and one of Python's own kinds.
+
+The message is the library's sentence: it names the argument, what it got and what is accepted.
+"""
+
+from __future__ import annotations
+
+
+class FlashMoEError(Exception):
+    """Base of everything this package raises.
+
+    Attributes:
+        status: Name of the C ABI's status, such as "FLASHMOE_ERROR_UNSUPPORTED".
+    """
+
+    status: str = "FLASHMOE_ERROR_INTERNAL"
+
+
+class InvalidArgumentError(FlashMoEError, ValueError):
+    """An argument's value is wrong: a shape, a stride, an alignment, an option."""
+
+    status = "FLASHMOE_ERROR_INVALID_ARGUMENT"
+
+
+class ArgumentTypeError(FlashMoEError, TypeError):
+    """An argument is no tensor, has a dtype that is not accepted, or is of another library."""
+
+    status = "FLASHMOE_ERROR_INVALID_ARGUMENT"
+
+
+class UnsupportedError(FlashMoEError, NotImplementedError):
+    """A valid request that no kernel in this build serves."""
+
+    status = "FLASHMOE_ERROR_UNSUPPORTED"
+
+
+class DeviceError(FlashMoEError, RuntimeError):
+    """The device cannot be used, this build has no code for it, or CUDA reported an error."""
+
+    status = "FLASHMOE_ERROR_CUDA"
+
+
+class OutOfMemoryError(FlashMoEError, MemoryError):
+    """The host has no memory for the call."""
+
+    status = "FLASHMOE_ERROR_OUT_OF_MEMORY"
+
+
+class InternalError(FlashMoEError, RuntimeError):
+    """A defect of this library; please report it."""
+
+
+_STATUSES: dict[int, tuple[str, type[FlashMoEError]]] = {
+    1: ("FLASHMOE_ERROR_INVALID_ARGUMENT", InvalidArgumentError),
+    2: ("FLASHMOE_ERROR_UNSUPPORTED", UnsupportedError),
+    3: ("FLASHMOE_ERROR_ARCH_NOT_BUILT", DeviceError),
+    4: ("FLASHMOE_ERROR_NO_DEVICE", DeviceError),
+    # The package supplies every workspace, so that one is too small means there was no memory.
+    5: ("FLASHMOE_ERROR_WORKSPACE_TOO_SMALL", OutOfMemoryError),
+    6: ("FLASHMOE_ERROR_CUDA", DeviceError),
+    7: ("FLASHMOE_ERROR_OUT_OF_MEMORY", OutOfMemoryError),
+    8: ("FLASHMOE_ERROR_INTERNAL", InternalError),
+}
+
+
+def _from_status(status: int, sentence: str) -> FlashMoEError:
+    """The exception of a failed call of the C ABI."""
+    name, kind = _STATUSES.get(status, ("FLASHMOE_ERROR_INTERNAL", InternalError))
+    if kind is InvalidArgumentError and ": got dtype " in sentence:
+        kind = ArgumentTypeError  # Python's habit: a wrong dtype is a TypeError
+    error = kind(sentence)
+    error.status = name
+    return error
+
+
+def _type_error(_: object, sentence: str) -> ArgumentTypeError:
+    return ArgumentTypeError(sentence)
+
+
+def _value_error(_: object, sentence: str) -> InvalidArgumentError:
+    return InvalidArgumentError(sentence)

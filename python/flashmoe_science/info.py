@@ -1,0 +1,124 @@
+"""What the library says about itself: build, devices, log, last launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flashmoe_science import _core
+from flashmoe_science._names import Device, device_name, parse_device
+from flashmoe_science.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class BuildInfo:
+    """What is in the library."""
+
+    version: str
+    cuda_architectures: str
+    """Such as "89-real;90a-real;89-virtual"; "" for a CPU-only build."""
+    cuda_compiler: str
+    """Version of nvcc, or ""."""
+    host_compiler: str
+    kernel_families: str
+    """What `kernel` may name, such as "cpu;sm89"."""
+    cuda_runtime_version: int
+    """13000 for 13.0; 0 for a CPU-only build."""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """A device as the library sees it."""
+
+    name: str
+    isa: str
+    """CPU: "avx512", "avx2" or "scalar"; GPU: such as "sm_90"."""
+    kernel_family: str
+    """The family calls go to by default; "" if none can run."""
+    compute_capability: int
+    """GPU: 10 * major + minor; CPU: 0."""
+    multiprocessors: int
+    """GPU: number of SMs; CPU: threads the library uses."""
+    driver_version: int
+    """GPU: CUDA version of the driver, 13000 for 13.0; CPU: 0."""
+    shared_bytes_per_block: int
+    """GPU: the opt-in maximum; CPU: 0."""
+    l2_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The last kernel of a thread, read back from the launch itself."""
+
+    kernel: str
+    device: str
+    """"cpu" or "cuda:N"."""
+    grid: tuple[int, int, int]
+    """On the CPU grid[0] counts the tiles."""
+    block: tuple[int, int, int]
+    """On the CPU block[0] counts the threads that share the tiles."""
+    shared_bytes: int
+    """Shared memory of one block, static and dynamic."""
+    registers: int
+    """Per thread, from the loaded code; CPU: 0."""
+    local_bytes: int
+    """Local memory per thread, spills included; CPU: 0."""
+    binary_arch: int
+    """Architecture of the loaded code, 90 for sm_90; CPU: 0."""
+
+
+def build_info() -> BuildInfo:
+    """What is in the library: version, architectures, compilers, kernel families."""
+    return BuildInfo(**_core.build_info())
+
+
+def device_info(device: object = "cpu") -> DeviceInfo:
+    """Describes a device.
+
+    Args:
+        device: "cpu", "cuda", "cuda:N", or an object that prints as one (a torch.device).
+
+    Raises:
+        ValueError: Not the name of a device.
+        RuntimeError: There is no such device, no driver, or the build has no CUDA.
+    """
+    return DeviceInfo(**_core.device_info(*parse_device(device)))
+
+
+def last_launch() -> Launch:
+    """The last kernel this thread launched.
+
+    Raises:
+        ValueError: Nothing was launched on this thread yet.
+    """
+    fields = _core.last_launch()
+    fields["device"] = device_name(Device(*fields["device"]))
+    return Launch(**fields)
+
+
+_LEVELS = {"off": 0, "error": 1, "info": 2, "debug": 3}
+
+
+def set_log(level: int | str, callback: Callable[[int, str], object] | None = None) -> None:
+    """Sets what the library logs, and where to.
+
+    Before the first call both come from the environment: FLASHMOE_LOG_LEVEL (0 to 3) and
+    FLASHMOE_LOG_FILE (a path in which %i becomes the process id, or "stdout"; default stderr).
+
+    Args:
+        level: 0 "off"; 1 "error", a line for each failed call; 2 "info", also a line for each
+            launched call with its shapes and plan; 3 "debug", also why other kernels were not used.
+        callback: Called with (level, line), from any thread that calls the library. None keeps
+            the current destination. It is never released.
+
+    Raises:
+        ValueError: Not a level.
+    """
+    if isinstance(level, str):
+        if level not in _LEVELS:
+            raise InvalidArgumentError(
+                f"level: got {level!r}, accepted are 'off', 'error', 'info', 'debug' and 0 to 3"
+            )
+        level = _LEVELS[level]
+    _core.set_log(level, callback)

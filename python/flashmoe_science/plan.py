@@ -1,0 +1,129 @@
+"""How a call would be computed, without computing it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flashmoe_science import _core
+from flashmoe_science._names import parse_device, parse_dtype
+from flashmoe_science.errors import InvalidArgumentError
+
+Causal = bool | Literal["bottom_right", "top_left"]
+Layout = Literal["bshd", "bhsd"]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How one attention call is computed. The launch is made from this very plan."""
+
+    kernel: str
+    """Such as "attention_forward_sm89_bf16_d128_dv128"."""
+    family: str
+    """Kernel family: "sm89", "cpu"."""
+    isa: str
+    """The code that runs: "sm_90a", "avx512"."""
+    tile_q: int
+    """Query rows of one tile; on a GPU one block computes one."""
+    tile_k: int
+    """Keys of one step of the main loop."""
+    dim: int
+    """Head dimensions the kernel was compiled for; the call's are padded to it."""
+    dim_v: int
+    stages: int
+    """Depth of the pipeline of keys and values."""
+    grid: tuple[int, int, int]
+    """Blocks; on the CPU grid[0] counts tiles."""
+    block: tuple[int, int, int]
+    """Threads of a block; on the CPU block[0] counts the threads that share the tiles."""
+    shared_bytes: int
+    """Shared memory of one block."""
+    workspace_bytes: int
+    flops: float
+    """Of the two products, a multiply-add counting as two; masked pairs are not counted."""
+    rejected: str
+    """Why the other families do not serve the call: lines of "family: reason"."""
+
+
+def attention_plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    layout: Layout = "bshd",
+    return_lse: bool = False,
+    out: Any = None,
+    lse: Any = None,
+    kernel: str | None = None,
+) -> AttentionPlan:
+    """What flash_attention would do with these arguments. Reads no data and launches nothing.
+
+    Raises what flash_attention would raise for its arguments.
+    """
+    options: dict[str, Any] = {"causal": causal, "layout": layout, "kernel": kernel}
+    options |= {"scale": scale, "return_lse": return_lse}
+    from flashmoe_science import _dispatch
+
+    if _dispatch.is_jax(q):
+        from flashmoe_science import jax
+
+        return AttentionPlan(**jax.plan(q, k, v, **options))
+    return AttentionPlan(**_core.attention_plan(q, k, v, out, lse, **options))
+
+
+def attention_plan_for(
+    *,
+    batch: int,
+    seq_q: int,
+    heads_q: int,
+    dim: int,
+    seq_k: int | None = None,
+    heads_kv: int | None = None,
+    dim_v: int | None = None,
+    dtype: object = "bf16",
+    device: object = "cpu",
+    causal: Causal = False,
+    layout: Layout = "bshd",
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> AttentionPlan:
+    """The plan of a call on contiguous tensors of these extents, which need not exist.
+
+    Args:
+        seq_k, heads_kv, dim_v: seq_q, heads_q and dim when None.
+        dtype: "fp16", "bf16", "fp32", or an object that prints as one (torch.bfloat16).
+        device: "cpu", "cuda", "cuda:N", or an object that prints as one (a torch.device).
+
+    Raises what flash_attention would raise for such tensors.
+    """
+    seq_k = seq_q if seq_k is None else seq_k
+    heads_kv = heads_q if heads_kv is None else heads_kv
+    dim_v = dim if dim_v is None else dim_v
+
+    def shape(seq: int, heads: int, last: int) -> Sequence[int]:
+        return (batch, heads, seq, last) if layout == "bhsd" else (batch, seq, heads, last)
+
+    shapes = (
+        shape(seq_q, heads_q, dim),
+        shape(seq_k, heads_kv, dim),
+        shape(seq_k, heads_kv, dim_v),
+    )
+    for extents in shapes:
+        for extent in extents:
+            if not -(2**63) <= extent < 2**63:
+                raise InvalidArgumentError(f"shape: got extent {extent}, it does not fit 64 bits")
+    numbers = parse_dtype(dtype)
+    fields = _core.attention_plan_for(
+        *shapes,
+        dtypes=[numbers] * 3,
+        device=parse_device(device),
+        causal=causal,
+        scale=None,
+        layout=layout,
+        kernel=kernel,
+        return_lse=return_lse,
+    )
+    return AttentionPlan(**fields)

@@ -1,0 +1,179 @@
+"""Attention in float64, and the accuracy rule that every kernel is held to.
+
+    max|ours - ref| <= 2 * max|plain - ref| + ulp,    |lse - ref| <= 1e-3 + 1e-6 |ref|
+
+ref is float64 mathematics on the same inputs, plain the same formula the ordinary way: logits,
+probabilities and output each rounded to the inputs' dtype, sums in fp32. ulp is one unit in the
+last place of the dtype at the largest reference value. The relative term of the log-sum-exp is
+fp32's own: a huge one has no neighbours 1e-3 apart.
+
+Tensors may be of any framework: `to_numpy` takes their values without rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": BF16}
+
+LSE_ABSOLUTE = 1e-3
+LSE_RELATIVE = 1e-6
+
+
+class Attention(NamedTuple):
+    out: np.ndarray  # layout and rank of q
+    lse: np.ndarray  # [batch, heads_q, seq_q]
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    """The tensor's values as float64 on the host."""
+    if type(tensor).__module__.startswith("torch"):
+        tensor = tensor.detach().double().cpu().numpy()
+    elif type(tensor).__module__.startswith("cupy"):
+        tensor = tensor.get()
+    return np.asarray(tensor).astype(np.float64)
+
+
+def visible(seq_q: int, seq_k: int, causal: bool | str = "none") -> np.ndarray:
+    """[seq_q, seq_k]: which keys a query sees."""
+    i = np.arange(seq_q)[:, None]
+    j = np.arange(seq_k)[None, :]
+    if causal in (True, "bottom_right"):
+        return j <= i + seq_k - seq_q
+    if causal == "top_left":
+        return j <= i
+    return np.ones((seq_q, seq_k), bool)
+
+
+def _heads_first(x: np.ndarray, layout: str) -> np.ndarray:
+    return x if layout == "bhsd" else x.swapaxes(1, 2)
+
+
+def _products_in_order(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """q @ k^T, each dot product summed from first to last. BLAS sums in blocks, whose error in
+    fp32 is smaller than that of any kernel which walks along the head dimension."""
+    out = np.zeros((*q.shape[:3], k.shape[2]), q.dtype)
+    for d in range(q.shape[-1]):
+        out += q[..., d, None] * k[:, :, None, :, d]
+    return out
+
+
+def _weighted_sum(weights: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """weights @ v, in which a NaN or infinity of v reaches only the queries that see it."""
+    wild = ~np.isfinite(v).all((0, 1, 3))  # [seq_k]
+    out = np.matmul(weights, np.where(wild[:, None], 0, v))
+    for j in np.flatnonzero(wild):
+        out += np.where(seen[:, j, None], weights[..., j, None] * v[:, :, j, None, :], 0)
+    return out
+
+
+def _attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    causal: bool | str,
+    scale: float | None,
+    layout: str,
+    compute: np.dtype[Any],
+    rounded: np.dtype[Any],
+) -> Attention:
+    def round_(x: np.ndarray) -> np.ndarray:
+        low = x.astype(rounded).astype(compute)
+        return np.where(np.isinf(low), x, low)  # fp16 ends at 65504: that is no error to allow for
+
+    q, k, v = (_heads_first(x, layout).astype(compute) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x, group, axis=1) for x in (k, v))
+    scale = scale or q.shape[-1] ** -0.5
+    seen = visible(q.shape[2], k.shape[2], causal)
+    blind = ~seen.any(-1, keepdims=True)
+    with np.errstate(all="ignore"):
+        in_order = rounded == np.float32
+        products = _products_in_order(q, k) if in_order else np.matmul(q, k.swapaxes(-1, -2))
+        logits = round_(products * compute.type(scale))
+        logits = np.where(seen, logits, -np.inf)
+        top = logits.max(-1, keepdims=True, initial=-np.inf)
+        weights = np.where(seen, np.exp(logits - top), 0)
+        total = weights.sum(-1, keepdims=True)
+        lse = np.where(np.isneginf(top), -np.inf, np.log(total) + top)[..., 0]
+        out = _weighted_sum(round_(weights / np.where(blind, 1, total)), v, seen)
+        return Attention(_heads_first(round_(out), layout), lse)
+
+
+def attention_float64(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool | str = "none",
+    *,
+    scale: float | None = None,
+    layout: str = "bshd",
+) -> Attention:
+    """Attention in float64. A query that sees no key gives out 0 and lse -inf."""
+    double = np.dtype(np.float64)
+    q, k, v = (to_numpy(x) for x in (q, k, v))
+    return _attention(q, k, v, causal, scale, layout, double, double)
+
+
+def plain(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool | str = "none",
+    *,
+    dtype: np.dtype[Any],
+    scale: float | None = None,
+    layout: str = "bshd",
+) -> Attention:
+    """The ordinary computation in `dtype`."""
+    q, k, v = (to_numpy(x) for x in (q, k, v))
+    return _attention(q, k, v, causal, scale, layout, np.dtype(np.float32), dtype)
+
+
+def ulp(dtype: np.dtype[Any], magnitude: float) -> float:
+    """Distance of neighbouring numbers of `dtype` at this magnitude."""
+    info = ml_dtypes.finfo(dtype)
+    exponent = np.floor(np.log2(max(magnitude, float(info.smallest_normal))))
+    return float(2.0 ** (exponent - info.nmant))
+
+
+def dtype_of(tensor: Any) -> np.dtype[Any]:
+    """NumPy's dtype of any framework's tensor."""
+    name = str(tensor.dtype).rpartition(".")[2]
+    return {str(dtype): dtype for dtype in DTYPES.values()}[name]
+
+
+def assert_accurate(
+    out: Any,
+    lse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool | str = "none",
+    *,
+    scale: float | None = None,
+    layout: str = "bshd",
+) -> None:
+    """Holds one result, of any framework, to the accuracy rule. lse may be None."""
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout}
+    dtype = dtype_of(q)
+    assert dtype_of(out) == dtype
+    ref = attention_float64(q, k, v, **options)
+    got = to_numpy(out)
+    assert got.shape == ref.out.shape
+    if got.size:
+        usual = plain(q, k, v, dtype=dtype, **options).out
+        allowed = 2 * np.abs(usual - ref.out).max() + ulp(dtype, float(np.abs(ref.out).max()))
+        error = np.abs(got - ref.out)
+        worst = np.unravel_index(np.argmax(error), error.shape)  # NaN counts as the largest
+        assert error[worst] <= allowed, (
+            f"out{list(map(int, worst))} is {got[worst]}, the reference {ref.out[worst]}: error "
+            f"{error[worst]:.3g}, allowed {allowed:.3g}"
+        )
+    if lse is not None:
+        assert dtype_of(lse) == np.float32
+        np.testing.assert_allclose(to_numpy(lse), ref.lse, rtol=LSE_RELATIVE, atol=LSE_ABSOLUTE)
