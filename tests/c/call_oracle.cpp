@@ -47,7 +47,7 @@ Facts look(Judgement* judgement, const char* name, const flashmoe_tensor* tensor
     default: judgement->invalid(name);
   }
 
-  Wide count = 1;      // an extent of 0 counts as 1: is the view itself representable?
+  Wide count = 1;  // an extent of 0 counts as 1: is the view itself representable?
   bool overflow = false;
   for (int axis = 0; axis < rank; ++axis) {
     const int64_t extent = tensor->shape[axis];
@@ -267,7 +267,6 @@ Judgement judge(const flashmoe_attention_forward_params* params) {
 }
 
 bool blames(const Judgement& judgement, const std::string& sentence) {
-  return std::any_of(judgement.blame.begin(), judgement.blame.end(), [&](const std::string& name) {
-    return sentence.rfind(name + ":", 0) == 0;
-  });
+  return std::any_of(judgement.blame.begin(), judgement.blame.end(),
+                     [&](const std::string& name) { return sentence.rfind(name + ":", 0) == 0; });
 }

@@ -21,8 +21,8 @@ int main(void) {
   CHECK(params.struct_size == sizeof params && plan.struct_size == sizeof plan);
   CHECK(launch.struct_size == sizeof launch && device.struct_size == sizeof device);
 
-  CHECK(flashmoe_version() == FLASHMOE_VERSION_MAJOR * 10000 + FLASHMOE_VERSION_MINOR * 100 +
-                                  FLASHMOE_VERSION_PATCH);
+  CHECK(flashmoe_version() ==
+        FLASHMOE_VERSION_MAJOR * 10000 + FLASHMOE_VERSION_MINOR * 100 + FLASHMOE_VERSION_PATCH);
   CHECK(flashmoe_get_build_info(&build) == FLASHMOE_OK);
   CHECK(build.version != NULL && build.host_compiler != NULL && build.kernel_families != NULL);
 

@@ -1,6 +1,5 @@
 // The public header as C++17, twice, with every warning an error.
 #include "flashmoe/flashmoe.h"
-#include "flashmoe/flashmoe.h"
 
 #include <type_traits>
 
