@@ -140,7 +140,7 @@ def test_a_device_without_a_kernel_fails(
     monkeypatch.setattr(environment, "devices", lambda: [gpu])
     code, document = run_check(capsys)
     assert code == 1
-    assert "no kernel runs on cuda:0 is sm_75" in document["by_name"]["build"]["text"]
+    assert "no kernel runs on cuda:0 (sm_75)" in document["by_name"]["build"]["text"]
 
 
 @pytest.mark.usefixtures("small")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from flashmoe_science.cli.output import CommandError, Output, write_json
 from flashmoe_science.cli.stats import compare, geometric_mean, summary
-from flashmoe_science.cli.timing import Contender, CpuClock, Sampling, interleave
+from flashmoe_science.cli.timing import Contender, CpuClock, CudaClock, Sampling, interleave
 
 
 def noisy(middle: float, seed: int, count: int = 30) -> list[float]:
@@ -76,3 +80,72 @@ def test_a_slow_contender_gets_fewer_samples() -> None:
     contenders = [Contender("slow", slow), Contender("fast", fast)]
     samples = interleave(contenders, Clock(), Sampling(seconds=0.1, least=5, most=20))
     assert {name: len(s) for name, s in samples.items()} == {"slow": 5, "fast": 20}
+
+
+class FakeCuda:
+    """As much of torch as CudaClock uses; a call takes two milliseconds on this GPU."""
+
+    def __init__(self, captures: bool = True) -> None:
+        self.log: list[str] = []
+        self.now = 0.0
+        self.captures = captures
+        self.capturing = False
+        self.uint8 = "uint8"
+        self.cuda = SimpleNamespace(
+            Event=lambda enable_timing: Event(self),
+            CUDAGraph=lambda: SimpleNamespace(replay=lambda: self.advance(0.4, "replay")),
+            get_device_properties=lambda device: SimpleNamespace(L2_cache_size=50 * 2**20),
+            graph=self.graph,
+            synchronize=lambda: self.log.append("synchronize"),
+        )
+
+    def empty(self, size: int, dtype: str, device: str) -> Any:
+        assert size == 100 * 2**20
+        return SimpleNamespace(zero_=lambda: self.advance(0.05, "flush"))
+
+    def advance(self, milliseconds: float, what: str) -> None:
+        if not self.capturing:
+            self.now += milliseconds
+        self.log.append(what)
+
+    @contextmanager
+    def graph(self, graph: Any) -> Iterator[None]:
+        if not self.captures:
+            raise RuntimeError("cannot be captured")
+        self.capturing = True
+        yield
+        self.capturing = False
+
+
+class Event:
+    def __init__(self, gpu: FakeCuda) -> None:
+        self._gpu = gpu
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = self._gpu.now
+        self._gpu.log.append("event")
+
+    def synchronize(self) -> None:
+        self._gpu.log.append("synchronize")
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+def test_a_gpu_call_is_timed_alone_and_with_a_cold_cache() -> None:
+    gpu = FakeCuda()
+    clock = CudaClock(gpu, "cuda:0")
+    assert clock.time(lambda: gpu.advance(2.0, "call")) == pytest.approx(2e-3)
+    assert gpu.log == ["flush", "event", "call", "event", "synchronize"]
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_short_gpu_calls_have_graph_and_host_times(captures: bool) -> None:
+    gpu = FakeCuda(captures)
+    clock = CudaClock(gpu, "cuda:0")
+    contender = Contender("x", lambda: gpu.advance(0.02, "call"))
+    extra = clock.extra(contender, 20e-6)
+    assert extra["host_s"] >= 0
+    assert extra["graph_s"] == (pytest.approx(0.4e-3 / 20) if captures else None)
+    assert clock.extra(contender, 1.0) == {}

@@ -79,7 +79,10 @@ class TorchArrays(Arrays):
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
-        self.dtypes = ("fp16", "bf16") if device != "cpu" else ("fp32", "fp16", "bf16")
+        self.dtypes = ("fp32", "fp16", "bf16")
+        if device != "cpu":
+            self.dtypes = ("fp16", "bf16")
+            self.xp.cuda.set_device(device)  # events, graphs and streams are of this device
 
     def normal(self, extents: tuple[int, ...], dtype: str, seed: int) -> Any:
         generator = self.xp.Generator(device=self.device).manual_seed(seed)

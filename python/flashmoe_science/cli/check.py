@@ -122,7 +122,7 @@ class Checks:
         details["devices"] = devices
         unserved = [d for d in devices if not d.get("kernel_family")]
         if unserved:
-            listed = "; ".join(d.get("error", f"{d['device']} is {d['isa']}") for d in unserved)
+            listed = "; ".join(f"{d['device']} ({d.get('isa') or d['error']})" for d in unserved)
             built = library["cuda_architectures"] or "none"
             text = f"no kernel runs on {listed}; CUDA architectures built in: {built}"
             return Result("build", False, text, details=details)

@@ -21,7 +21,7 @@ LSE_TOLERANCE = 1e-3
 _EPSILON = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
 
 # Scores that are computed in all, and at a time: they bound time and memory.
-_SCORE_BUDGET = {"cpu": 2**24, "cuda": 2**31}
+_SCORE_BUDGET = {"cpu": 2**24, "cuda": 2**30}
 _SCORE_BLOCK = {"cpu": 2**21, "cuda": 2**26}
 
 

@@ -18,7 +18,7 @@ _GRAPH_BUDGET_S = 0.02
 _GRAPH_CALLS = 20
 _GRAPH_REPLAYS = 5
 _HOST_CALLS = 50
-_SHORT_S = 0.005  # host and graph time say something about calls shorter than this
+_SHORT_S = 0.001  # host and graph time say something about calls shorter than this
 
 
 @dataclasses.dataclass
