@@ -5,7 +5,7 @@ installed:
 
     python benchmarks/gpu_evidence.py
 
-runs the GPU test suite, `flashmoe info` and `flashmoe check`, and the benchmark suites, and writes
+runs the GPU test suite, `flashmoe check` and the benchmark suites, and writes
 
     benchmarks/results/gpu_evidence_<gpu>.json          what ran, exit codes, seconds, test counts
     benchmarks/results/<suite>_<gpu>.json               one record of `flashmoe bench` a suite
@@ -46,6 +46,14 @@ def gpu_name() -> str:
     return short.strip("_")
 
 
+def _portable(text: str) -> str:
+    """`text` without where this machine keeps things."""
+    places = {sys.executable: "python", str(ROOT): ".", sys.prefix: "<prefix>"}
+    for place, word in places.items():
+        text = text.replace(place, word)
+    return text.replace(tempfile.gettempdir(), "<tmp>")
+
+
 def run_step(name: str, command: list[str], limit_s: float) -> dict[str, Any]:
     """Runs one command from the root of the checkout; never raises."""
     print(f"== {name}: {' '.join(command)}", flush=True)
@@ -60,10 +68,17 @@ def run_step(name: str, command: list[str], limit_s: float) -> dict[str, Any]:
         text = printed.decode(errors="replace") if isinstance(printed, bytes) else printed
         code, text = -1, f"{text}\nstopped after {limit_s:.0f} s"
     seconds = round(time.monotonic() - begin, 1)
+    text = _portable(text)
     print(text[-_TAIL:], flush=True)
     print(f"== {name}: exit code {code}, {seconds} s", flush=True)
-    return {"name": name, "command": command, "code": code, "seconds": seconds,
-            "tail": text[-_TAIL:]}  # fmt: skip
+    words = [_portable(word) for word in command]
+    return {
+        "name": name,
+        "command": words,
+        "code": code,
+        "seconds": seconds,
+        "tail": text[-_TAIL:],
+    }
 
 
 def test_counts(report: Path) -> dict[str, int]:
@@ -109,10 +124,9 @@ def main(argv: list[str] | None = None) -> int:
             pytest += [f"--junitxml={scratch / 'tests.xml'}"]
             steps.append(run_step("tests", pytest, arguments.limit))
             evidence["tests"] = test_counts(scratch / "tests.xml")
-        for name in ("info", "check"):
-            command = [*_FLASHMOE, name, "--json", str(scratch / f"{name}.json")]
-            steps.append(run_step(name, command, arguments.limit))
-            evidence[name] = _json_of(scratch / f"{name}.json")
+        command = [*_FLASHMOE, "check", "--json", str(scratch / "check.json")]
+        steps.append(run_step("check", command, arguments.limit))
+        evidence["check"] = _json_of(scratch / "check.json")
     for suite in arguments.suites:
         file = out / f"{suite.replace('-', '_')}_{gpu}.json"
         command = [*_FLASHMOE, "bench", "--suite", suite, "--json", str(file), *arguments.bench]

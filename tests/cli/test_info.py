@@ -85,3 +85,13 @@ def test_a_broken_library_is_explained(broken_package: Path, command: list[str])
     assert "libflashmoe" in run.stdout + run.stderr
     if command == ["info"]:
         assert "Python" in run.stdout
+
+
+def test_records_hold_no_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHMOE_LOG_FILE", "/somewhere/log")
+    monkeypatch.setenv("FLASHMOE_LOG_LEVEL", "0")
+    record = environment.for_record()
+    assert record["variables"] == {"FLASHMOE_LOG_FILE": "(a path)", "FLASHMOE_LOG_LEVEL": "0"} | {
+        k: v for k, v in record["variables"].items() if "LOG" not in k
+    }
+    assert str(Path(sys.prefix)) not in json.dumps(record)

@@ -193,7 +193,7 @@ def _document(
         "kernel": kernel,
         "load_average": os.getloadavg()[0],
         "sampling": dataclasses.asdict(sampling),
-        "environment": environment.collect(),
+        "environment": environment.for_record(),
         "complete": False,
         "cells": [],
         "summary": {},

@@ -260,7 +260,7 @@ def run(arguments: argparse.Namespace) -> int:
             "passed": passed,
             "sentence": checks.sentence,
             "checks": [dataclasses.asdict(r) for r in results],
-            "environment": environment.collect(),
+            "environment": environment.for_record(),
         }
         write_json(document, arguments.json)
     return EXIT_OK if passed else EXIT_FAILED

@@ -174,6 +174,16 @@ def git_commit() -> str:
     return answers[0].stdout.strip() + ("+changes" if answers[1].stdout.strip() else "")
 
 
+def for_record() -> dict[str, Any]:
+    """What a result that is kept should say: everything but where things lie on this machine."""
+    document = collect()
+    for key in ("location", "executable", "loaded"):
+        del document[key]
+    variables = document["variables"]
+    document["variables"] = {k: "(a path)" if "/" in v else v for k, v in variables.items()}
+    return document
+
+
 def collect() -> dict[str, Any]:
     """Everything above as one document."""
     return {
