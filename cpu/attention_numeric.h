@@ -6,6 +6,8 @@
 #include <stdint.h>
 
 #define FLASHMOE_INLINE inline __attribute__((always_inline))
+// For inner loops that want all registers to themselves.
+#define FLASHMOE_NOINLINE __attribute__((noinline))
 
 namespace flashmoe::cpu {
 

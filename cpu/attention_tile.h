@@ -82,14 +82,9 @@ struct Fp32Product {
   };
 };
 
-template <int kRows, int kVectors>
-FLASHMOE_INLINE void clear(Vector (&sums)[kRows][kVectors]) {
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = Simd::zero();
-  }
-}
+// Depth that is summed in one go. Longer sums are made of shorter ones: their rounding errors grow
+// with the root of this instead of the root of the whole.
+constexpr int64_t kRun = 64;
 
 // sums[r][v] += a[r] * b[v] over `steps` words of depth, for kRows rows and kVectors vectors.
 template <typename Product, int kRows, int kVectors, int kRowStride, int kStepStride>
@@ -101,7 +96,7 @@ FLASHMOE_INLINE void multiply_accumulate(const float* a, const float* b, int64_t
     for (int v = 0; v < kVectors; ++v) columns[v] = Simd::load(b + v * kLanes);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      const Vector row = Simd::broadcast(a[r * kRowStride]);
+      const Vector row = Simd::load_broadcast(a + r * kRowStride);
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
         sums[r][v] = Product::multiply_add(row, columns[v], sums[r][v]);
@@ -109,6 +104,35 @@ FLASHMOE_INLINE void multiply_accumulate(const float* a, const float* b, int64_t
     }
     a += kStepStride;
     b += kPanel;
+  }
+}
+
+// The whole product of one panel. `first` is given row, vector and sum of the first run and
+// stores it; `later` adds the sum of another.
+template <typename Product, int kRows, int kVectors, int kRowStride, int kStepStride,
+          typename First, typename Later>
+FLASHMOE_INLINE void multiply_panel(const float* a, const float* b, int64_t steps, First first,
+                                    Later later) {
+  for (int64_t step = 0; step < steps; step += kRun) {
+    Vector sums[kRows][kVectors];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = Simd::zero();
+    }
+    multiply_accumulate<Product, kRows, kVectors, kRowStride, kStepStride>(
+        a + step * kStepStride, b + step * kPanel, smaller(kRun, steps - step), sums);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        if (step == 0) {
+          first(r, v, sums[r][v]);
+        } else {
+          later(r, v, sums[r][v]);
+        }
+      }
+    }
   }
 }
 
@@ -313,17 +337,16 @@ class TileComputer {
   }
 
   template <int kRows, int kVectors>
-  void score_panel(const float* q, const float* k, float* scores) {
-    Vector sums[kRows][kVectors];
-    clear(sums);
-    multiply_accumulate<Product, kRows, kVectors, 1, kGroupRows>(q, k, words_, sums);
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        Simd::store(scores + r * kScoreStride + v * kLanes, sums[r][v]);
-      }
-    }
+  FLASHMOE_NOINLINE void score_panel(const float* q, const float* k, float* scores) {
+    multiply_panel<Product, kRows, kVectors, 1, kGroupRows>(
+        q, k, words_,
+        [=](int r, int v, Vector sum) {
+          Simd::store(scores + r * kScoreStride + v * kLanes, sum);
+        },
+        [=](int r, int v, Vector sum) {
+          float* to = scores + r * kScoreStride + v * kLanes;
+          Simd::store(to, Simd::add(Simd::load(to), sum));
+        });
   }
 
   // Turns the scores of a row into weights, of its first `seen` keys; 0 from there to `most`.
@@ -382,22 +405,19 @@ class TileComputer {
     }
   }
 
-  // The step is summed apart before it joins the output: over thousands of keys that keeps the
-  // rounding errors of the long sum to those of a few short ones.
   template <int kRows, int kVectors>
-  void add_panel(const float* v, int64_t steps, float* output) {
-    Vector sums[kRows][kVectors];
-    clear(sums);
-    multiply_accumulate<Product, kRows, kVectors, kScoreStride, 1>(s_.scores, v, steps, sums);
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-      const Vector rescale = Simd::broadcast(s_.rescale[r]);
-#pragma GCC unroll 2
-      for (int i = 0; i < kVectors; ++i) {
-        float* to = output + r * kPanel + i * kLanes;
-        Simd::store(to, Simd::multiply_add(Simd::load(to), rescale, sums[r][i]));
-      }
-    }
+  FLASHMOE_NOINLINE void add_panel(const float* v, int64_t steps, float* output) {
+    const float* rescale = s_.rescale;
+    multiply_panel<Product, kRows, kVectors, kScoreStride, 1>(
+        s_.scores, v, steps,
+        [=](int r, int i, Vector sum) {
+          float* to = output + r * kPanel + i * kLanes;
+          Simd::store(to, Simd::multiply_add(Simd::load(to), Simd::broadcast(rescale[r]), sum));
+        },
+        [=](int r, int i, Vector sum) {
+          float* to = output + r * kPanel + i * kLanes;
+          Simd::store(to, Simd::add(Simd::load(to), sum));
+        });
   }
 
   // What `add_values` left out for row r: the steps from `step` on, up to key `seen`.

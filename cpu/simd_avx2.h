@@ -14,6 +14,7 @@ struct Simd {
 
   static Vector zero() { return _mm256_setzero_ps(); }
   static Vector broadcast(float x) { return _mm256_set1_ps(x); }
+  static Vector load_broadcast(const float* p) { return _mm256_set1_ps(*p); }
   static Vector load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, Vector x) { _mm256_storeu_ps(p, x); }
   static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }

@@ -13,6 +13,13 @@ struct Simd {
 
   static Vector zero() { return _mm512_setzero_ps(); }
   static Vector broadcast(float x) { return _mm512_set1_ps(x); }
+  // Loaded once into a register. Left alone, the compiler broadcasts from memory anew in each
+  // instruction that takes it, which makes loads the bottleneck.
+  static Vector load_broadcast(const float* p) {
+    Vector x = _mm512_set1_ps(*p);
+    asm("" : "+v"(x));
+    return x;
+  }
   static Vector load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Vector x) { _mm512_storeu_ps(p, x); }
   static Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }

@@ -10,6 +10,7 @@ struct Simd {
 
   static Vector zero() { return Vector{}; }
   static Vector broadcast(float x) { return Vector{x, x, x, x}; }
+  static Vector load_broadcast(const float* p) { return broadcast(*p); }
   static Vector load(const float* p) {
     Vector x;
     __builtin_memcpy(&x, p, sizeof x);

@@ -231,6 +231,13 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) 
     return raw[begin : begin + count * dtype.itemsize].view(dtype).reshape(shape)
 
 
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Standard normal numbers, contiguous and aligned."""
+    array = aligned_empty(shape, dtype)
+    array[...] = rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+    return array
+
+
 def attention_params(
     q: np.ndarray,
     k: np.ndarray,

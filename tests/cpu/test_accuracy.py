@@ -1,0 +1,102 @@
+"""Against float64 over random problems, for every instruction set and dtype."""
+
+from __future__ import annotations
+
+import ctypes
+
+import capi
+import numpy as np
+import pytest
+from capi import normal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import assert_accurate
+
+SEEDS = range(12)
+HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128, 136, 160, 192, 248, 256)
+LENGTHS = (1, 2, 3, 5, 12, 13, 17, 31, 33, 64, 100, 129, 191, 193, 255, 257, 300, 515)
+
+
+def run_and_check(lib: ctypes.CDLL, q: np.ndarray, k: np.ndarray, v: np.ndarray, **how) -> None:
+    out, lse = capi.attention(q, k, v, lib=lib, **how)
+    assert not np.isnan(out.astype(np.float32)).any()
+    assert_accurate(out, lse, q, k, v, **how)
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_problems(isa_library: ctypes.CDLL, dtype: str, seed: int) -> None:
+    rng = np.random.default_rng([seed, list(capi.DTYPES).index(dtype)])
+    for causal in ("none", "bottom_right", "top_left"):
+        dim, dim_v = (int(rng.choice(HEAD_DIMS)) for _ in range(2))
+        seq_q, seq_k = (int(rng.choice(LENGTHS)) for _ in range(2))
+        heads_kv, group, batch = (int(rng.integers(1, 3)) for _ in range(3))
+        q = normal(rng, (batch, seq_q, heads_kv * group, dim), capi.DTYPES[dtype])
+        k = normal(rng, (batch, seq_k, heads_kv, dim), capi.DTYPES[dtype])
+        v = normal(rng, (batch, seq_k, heads_kv, dim_v), capi.DTYPES[dtype])
+        run_and_check(isa_library, q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("causal", ["none", "top_left"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_usual_shapes(isa_library: ctypes.CDLL, dtype: str, causal: str, dim: int) -> None:
+    rng = np.random.default_rng(dim)
+    q, k, v = (normal(rng, (1, 640, 2, dim), capi.DTYPES[dtype]) for _ in range(3))
+    run_and_check(isa_library, q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+def test_long_sums_stay_accurate(library: ctypes.CDLL, dtype: str) -> None:
+    rng = np.random.default_rng(4)
+    q = normal(rng, (1, 24, 1, 64), capi.DTYPES[dtype])
+    k, v = (normal(rng, (1, 8192, 1, 64), capi.DTYPES[dtype]) for _ in range(2))
+    run_and_check(library, q, k, v)
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("scale", [1e-6, 0.3, 4.0])
+def test_scale(isa_library: ctypes.CDLL, dtype: str, scale: float) -> None:
+    rng = np.random.default_rng(5)
+    q, k, v = (normal(rng, (1, 70, 2, 40), capi.DTYPES[dtype]) for _ in range(3))
+    run_and_check(isa_library, q, k, v, scale=scale, causal="top_left")
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    dtype=st.sampled_from(list(capi.DTYPES)),
+    causal=st.sampled_from(["none", "bottom_right", "top_left"]),
+    layout=st.sampled_from(["bshd", "bhsd"]),
+    batch=st.integers(0, 2),
+    seq_q=st.integers(0, 150),
+    seq_k=st.integers(0, 300),
+    heads_kv=st.integers(1, 3),
+    group=st.integers(1, 3),
+    dims=st.tuples(st.integers(1, 32), st.integers(1, 32)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape(
+    dtype: str,
+    causal: str,
+    layout: str,
+    batch: int,
+    seq_q: int,
+    seq_k: int,
+    heads_kv: int,
+    group: int,
+    dims: tuple[int, int],
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    dim, dim_v = 8 * dims[0], 8 * dims[1]
+    q = normal(rng, (batch, seq_q, heads_kv * group, dim), capi.DTYPES[dtype])
+    k = normal(rng, (batch, seq_k, heads_kv, dim), capi.DTYPES[dtype])
+    v = normal(rng, (batch, seq_k, heads_kv, dim_v), capi.DTYPES[dtype])
+    if layout == "bshd":
+        out, lse = capi.attention(q, k, v, causal=causal)
+    else:
+        out, lse = capi.attention(
+            *(x.transpose(0, 2, 1, 3) for x in (q, k, v)), causal=causal, layout="bhsd"
+        )
+        out = out.transpose(0, 2, 1, 3)
+    assert_accurate(out, lse, q, k, v, causal)

@@ -1,0 +1,149 @@
+"""Edges of the definition: no key in sight, extreme logits, NaN and infinity."""
+
+from __future__ import annotations
+
+import ctypes
+
+import capi
+import numpy as np
+import pytest
+from capi import normal
+from reference import assert_accurate, attention_float64, visible
+
+DTYPES = list(capi.DTYPES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_no_key(isa_library: ctypes.CDLL, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    q = normal(rng, (2, 90, 2, 64), capi.DTYPES[dtype])
+    k, v = (normal(rng, (2, 37, 2, 64), capi.DTYPES[dtype]) for _ in range(2))
+    out, lse = capi.attention(q, k, v, causal="bottom_right", lib=isa_library)
+    blind = 90 - 37
+    assert (out[:, :blind].astype(np.float32) == 0).all()
+    assert np.isneginf(lse[:, :, :blind]).all()
+    assert_accurate(out, lse, q, k, v, "bottom_right")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
+def test_no_keys_at_all(isa_library: ctypes.CDLL, dtype: str, causal: str) -> None:
+    q = normal(np.random.default_rng(0), (2, 20, 3, 40), capi.DTYPES[dtype])
+    k = np.empty((2, 0, 3, 40), q.dtype)
+    out, lse = capi.attention(q, k, k, causal=causal, lib=isa_library)
+    assert (out.astype(np.float32) == 0).all()
+    assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2, 16), (3, 0, 2, 16)])
+def test_empty_output(library: ctypes.CDLL, shape: tuple[int, ...]) -> None:
+    q = np.empty(shape, np.float32)
+    k = np.zeros((shape[0], 4, 2, 16), np.float32)
+    out, lse = capi.attention(q, k, k, lib=library)
+    assert out.size == 0 and lse.size == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", ["none", "top_left"])
+@pytest.mark.parametrize("size", [1e3, 1e2, 1e-4])
+def test_huge_and_tiny_inputs(
+    isa_library: ctypes.CDLL, dtype: str, causal: str, size: float
+) -> None:
+    # Well-separated scores, so that fp32's spacing of a huge one decides no winner.
+    rng = np.random.default_rng(1)
+    q, k, v = (normal(rng, (1, 130, 2, 64), np.dtype(np.float32)) for _ in range(3))
+    q, k = ((np.round(x * 4) / 4 * size) for x in (q, k))
+    q, k, v = (x.astype(capi.DTYPES[dtype]) for x in (q, k, v))
+    out, lse = capi.attention(q, k, v, causal=causal, lib=isa_library)
+    assert_accurate(out, lse, q, k, v, causal)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_beyond_the_exponent_range(isa_library: ctypes.CDLL, dtype: str) -> None:
+    q = np.full((1, 20, 1, 8), 200.0, capi.DTYPES[dtype])
+    k = np.zeros((1, 300, 1, 8), capi.DTYPES[dtype])
+    k[0, 7], k[0, 290] = 100.0, 150.0
+    v = normal(np.random.default_rng(2), (1, 300, 1, 24), capi.DTYPES[dtype])
+    out, lse = capi.attention(q, k, v, lib=isa_library)
+    assert (out[0, :, 0] == v[0, 290, 0]).all()
+    np.testing.assert_allclose(lse, 200.0 * 150.0 * 8 / np.sqrt(8), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_logits_average(isa_library: ctypes.CDLL, dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    q = np.ones((1, 50, 2, 32), capi.DTYPES[dtype])
+    k = np.full((1, 400, 2, 32), 0.5, capi.DTYPES[dtype])
+    v = normal(rng, (1, 400, 2, 32), capi.DTYPES[dtype])
+    out, lse = capi.attention(q, k, v, lib=isa_library)
+    assert_accurate(out, lse, q, k, v)
+    np.testing.assert_allclose(lse, 16 / np.sqrt(32) + np.log(400), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key", [0, 1, 14, 127, 130, 255, 256, 269])
+def test_nan_and_infinity_stay_with_the_rows_that_see_them(
+    isa_library: ctypes.CDLL, dtype: str, key: int
+) -> None:
+    seq = 270
+    rng = np.random.default_rng(key)
+    q, k, v = (normal(rng, (1, seq, 1, 40), capi.DTYPES[dtype]) for _ in range(3))
+    clean, clean_lse = capi.attention(q, k, v, causal="top_left", lib=isa_library)
+    blind = ~visible(seq, seq, "top_left")[:, key]
+    close = {"fp32": 1e-6, "fp16": 2.0**-9, "bf16": 2.0**-6}[dtype]
+    for bad in (np.nan, np.inf, -np.inf):
+        for in_k, in_v in ((True, False), (False, True), (True, True)):
+            bad_k, bad_v = k.copy(), v.copy()
+            if in_k:
+                bad_k[0, key, 0, 3] = bad
+            if in_v:
+                bad_v[0, key, 0, 5] = bad
+            out, lse = capi.attention(q, bad_k, bad_v, causal="top_left", lib=isa_library)
+            np.testing.assert_allclose(
+                out[0, blind].astype(np.float32), clean[0, blind].astype(np.float32), atol=close
+            )
+            np.testing.assert_array_equal(lse[0, 0, blind], clean_lse[0, 0, blind])
+            # Rows that see it get what IEEE arithmetic gives, in the columns that it reaches.
+            with np.errstate(invalid="ignore"):
+                reference = attention_float64(q, bad_k, bad_v, "top_left")
+            finite = np.isfinite(reference.out)
+            np.testing.assert_array_equal(np.isfinite(out.astype(np.float32)), finite)
+            np.testing.assert_allclose(
+                out.astype(np.float64)[finite], reference.out[finite], atol=4 * close
+            )
+            if np.isinf(bad) and not in_k:
+                assert (out[0, key:, 0, 5].astype(np.float32) == bad).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_minus_infinity_scores(isa_library: ctypes.CDLL, dtype: str) -> None:
+    """Keys at -inf count as hidden beside finite ones; a row of nothing else is NaN."""
+    rng = np.random.default_rng(6)
+    q = np.ones((1, 30, 1, 16), capi.DTYPES[dtype])
+    k, v = (normal(rng, (1, 600, 1, 16), capi.DTYPES[dtype]) for _ in range(2))
+    k[0, :520] = 0
+    k[0, :520, 0, 0] = -np.inf  # two whole steps of the main loop
+    out, lse = capi.attention(q, k, v, lib=isa_library)
+    rest = attention_float64(q, k[:, 520:], v[:, 520:])
+    np.testing.assert_allclose(
+        out.astype(np.float64), rest.out, atol=1e-6 if dtype == "fp32" else 0.02
+    )
+    np.testing.assert_allclose(lse, rest.lse, atol=1e-3)
+    out, lse = capi.attention(q, k[:, :520], v[:, :520], lib=isa_library)
+    assert np.isnan(out.astype(np.float32)).all()
+    assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outputs_round_to_nearest_even(isa_library: ctypes.CDLL, dtype: str) -> None:
+    """A single key passes V through unchanged: denormals, the largest numbers, signed zeros."""
+    bits = {"fp32": np.uint32, "fp16": np.uint16, "bf16": np.uint16}[dtype]
+    width = 8 * np.dtype(bits).itemsize
+    pattern = np.arange(256, dtype=np.uint64) * ((1 << width) // 256) + 1
+    v = pattern.astype(bits).view(capi.DTYPES[dtype]).reshape(1, 1, 1, 256)
+    tiny = np.abs(v.astype(np.float64)) < np.finfo(np.float32).tiny
+    v = np.where(np.isfinite(v.astype(np.float32)) & ~tiny, v, np.ones_like(v))
+    q = np.zeros((1, 1, 1, 8), v.dtype)
+    out, lse = capi.attention(q, q, np.ascontiguousarray(v), lib=isa_library)
+    np.testing.assert_array_equal(out.view(bits), v.view(bits))
+    assert lse[0, 0, 0] == 0.0
