@@ -129,7 +129,7 @@ class Checks:
         text = f"libflashmoe {library['version']}, kernels: {', '.join(families)}"
         gpus = environment.guarded(environment.nvidia_smi)
         if gpus and isinstance(gpus, list) and not library["cuda_architectures"]:
-            text += f"; {gpus[0]['name']} is not used: this is a CPU-only build"
+            text += f"; {gpus[0].get('name', 'a GPU')} is not used: this is a CPU-only build"
         return Result("build", True, text, details=details)
 
     def imports(self) -> Result:
