@@ -192,8 +192,10 @@ def main() -> int:
     lib = capi.load()
     capi.check(lib.flashmoe_set_num_threads(arguments.threads), lib)
     env = environment(arguments.threads)
-    print(f"{env['cpu']}, {arguments.threads} threads, torch {torch.__version__}, "
-          f"batch {BATCH}, {HEADS} heads")
+    print(
+        f"{env['cpu']}, {arguments.threads} threads, torch {torch.__version__}, "
+        f"batch {BATCH}, {HEADS} heads"
+    )
     print("dtype  dim   seq causal |  ours ms  torch ms  GFLOP/s | torch/ours [quartiles]")
     order = random.Random(arguments.seed)
     cells = []
@@ -204,10 +206,13 @@ def main() -> int:
                     cell = measure_cell(dtype, dim, seq, causal, arguments.pairs, order)
                     cells.append(cell)
                     low, high = cell["ratio_quartiles"]
-                    print(f"{dtype:>5} {dim:4} {seq:5} {'yes' if causal else 'no':>6} | "
-                          f"{cell['ours_ms']:8.3f} {cell['torch_ms']:9.3f} "
-                          f"{cell['ours_gflops']:8.1f} | {cell['ratio']:.2f} "
-                          f"[{low:.2f}, {high:.2f}]", flush=True)
+                    print(
+                        f"{dtype:>5} {dim:4} {seq:5} {'yes' if causal else 'no':>6} | "
+                        f"{cell['ours_ms']:8.3f} {cell['torch_ms']:9.3f} "
+                        f"{cell['ours_gflops']:8.1f} | {cell['ratio']:.2f} "
+                        f"[{low:.2f}, {high:.2f}]",
+                        flush=True,
+                    )
     ratios = [cell["ratio"] for cell in cells]
     summary = {
         "geometric_mean": statistics.geometric_mean(ratios),
@@ -220,8 +225,10 @@ def main() -> int:
             for dtype in arguments.dtypes
         },
     }
-    print(f"geometric mean {summary['geometric_mean']:.2f}, lowest {summary['lowest']:.2f}, "
-          f"highest {summary['highest']:.2f}")
+    print(
+        f"geometric mean {summary['geometric_mean']:.2f}, lowest {summary['lowest']:.2f}, "
+        f"highest {summary['highest']:.2f}"
+    )
     if arguments.output is not None:
         slug = re.sub(r"[^a-z0-9]+", "_", str(env["cpu"]).lower()).strip("_")
         path = Path(str(arguments.output).replace("<cpu>", slug))

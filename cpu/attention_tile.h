@@ -59,6 +59,9 @@ template <typename T>
 struct Fp32Product {
   using Element = T;
   static constexpr int kPack = 1;  // elements per word
+  // Words of depth that are summed in one go. Longer sums are made of shorter ones, so that their
+  // rounding errors grow with the root of this and not of the whole.
+  static constexpr int64_t kRun = sizeof(T) == sizeof(float) ? 32 : 64;
 
   static Vector multiply_add(Vector a, Vector b, Vector sum) {
     return Simd::multiply_add(a, b, sum);
@@ -81,10 +84,6 @@ struct Fp32Product {
     bool finite() const { return Simd::sum_of(sum) == 0.0f; }
   };
 };
-
-// Depth that is summed in one go. Longer sums are made of shorter ones: their rounding errors grow
-// with the root of this instead of the root of the whole.
-constexpr int64_t kRun = 64;
 
 // sums[r][v] += a[r] * b[v] over `steps` words of depth, for kRows rows and kVectors vectors.
 template <typename Product, int kRows, int kVectors, int kRowStride, int kStepStride>
@@ -113,7 +112,7 @@ template <typename Product, int kRows, int kVectors, int kRowStride, int kStepSt
           typename First, typename Later>
 FLASHMOE_INLINE void multiply_panel(const float* a, const float* b, int64_t steps, First first,
                                     Later later) {
-  for (int64_t step = 0; step < steps; step += kRun) {
+  for (int64_t step = 0; step < steps; step += Product::kRun) {
     Vector sums[kRows][kVectors];
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
@@ -121,7 +120,7 @@ FLASHMOE_INLINE void multiply_panel(const float* a, const float* b, int64_t step
       for (int v = 0; v < kVectors; ++v) sums[r][v] = Simd::zero();
     }
     multiply_accumulate<Product, kRows, kVectors, kRowStride, kStepStride>(
-        a + step * kStepStride, b + step * kPanel, smaller(kRun, steps - step), sums);
+        a + step * kStepStride, b + step * kPanel, smaller(Product::kRun, steps - step), sums);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2

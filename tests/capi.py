@@ -303,9 +303,7 @@ def attention(
     lib: c.CDLL | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of one call on fresh outputs, poisoned with NaN beforehand."""
-    batch, seq_q, heads = (
-        q.shape[:3] if layout == "bshd" else (q.shape[0], q.shape[2], q.shape[1])
-    )
+    batch, seq_q, heads = q.shape[:3] if layout == "bshd" else (q.shape[0], q.shape[2], q.shape[1])
     out = aligned_empty((*q.shape[:3], v.shape[3]), q.dtype)
     out[...] = np.nan
     lse = np.full((batch, heads, seq_q), np.nan, np.float32)

@@ -1,0 +1,169 @@
+"""The thread pool: its size, several callers at once, fork, and no threads before they are due."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import capi
+import numpy as np
+import pytest
+from capi import normal
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+def threads_of_process() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def problem(seed: int, seq: int = 256) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [normal(rng, (1, seq, 4, 64), np.dtype(np.float32)) for _ in range(3)]
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "FLASHMOE_LIBRARY": str(capi.library_path()), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(TESTS)!r})\n{code}"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_default_is_the_affinity_mask() -> None:
+    lib = capi.load_fresh()
+    assert lib.flashmoe_get_num_threads() == len(os.sched_getaffinity(0))
+
+
+def test_environment_sets_the_default() -> None:
+    lib = capi.load_fresh(FLASHMOE_NUM_THREADS="3")
+    assert lib.flashmoe_get_num_threads() == 3
+    assert lib.flashmoe_set_num_threads(5) == capi.OK
+    assert lib.flashmoe_get_num_threads() == 5
+    assert lib.flashmoe_set_num_threads(0) == capi.OK
+    assert lib.flashmoe_get_num_threads() == 3
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "4097", "3x"])
+def test_bad_environment_is_said_and_ignored(value: str) -> None:
+    done = run_python(
+        "import capi; print(capi.load().flashmoe_get_num_threads())", FLASHMOE_NUM_THREADS=value
+    )
+    assert int(done.stdout) == len(os.sched_getaffinity(0))
+    assert f'FLASHMOE_NUM_THREADS: got "{value}", accepted are 1 to 4096' in done.stderr
+
+
+@pytest.mark.parametrize("n", [-1, 4097])
+def test_bad_count_is_refused(library: ctypes.CDLL, n: int) -> None:
+    before = library.flashmoe_get_num_threads()
+    assert library.flashmoe_set_num_threads(n) == capi.INVALID_ARGUMENT
+    assert f"n: got {n}" in library.flashmoe_last_error().decode()
+    assert library.flashmoe_get_num_threads() == before
+
+
+def test_threads_start_when_a_call_needs_them() -> None:
+    lib = capi.load_fresh()
+    before = threads_of_process()
+    lib.flashmoe_set_num_threads(4)
+    small = [x[:, :16] for x in problem(0)]
+    capi.attention(*small, lib=lib)
+    assert threads_of_process() == before, "a tiny call is one thread's work"
+    capi.attention(*problem(0), lib=lib)
+    assert threads_of_process() == before + 3
+    capi.attention(*problem(0), lib=lib)
+    assert threads_of_process() == before + 3
+
+
+def test_idle_threads_sleep(library: ctypes.CDLL) -> None:
+    library.flashmoe_set_num_threads(4)
+    capi.attention(*problem(0), lib=library)
+    library.flashmoe_set_num_threads(0)
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.05
+
+
+def test_many_callers_at_once(library: ctypes.CDLL) -> None:
+    library.flashmoe_set_num_threads(3)
+    problems = [problem(seed, 200 + 40 * seed) for seed in range(6)]
+    expected = [capi.attention(*p, lib=library) for p in problems]
+    failures: list[int] = []
+
+    def caller(index: int) -> None:
+        for _ in range(8):
+            out, lse = capi.attention(*problems[index], lib=library)
+            if not (
+                np.array_equal(out, expected[index][0]) and np.array_equal(lse, expected[index][1])
+            ):
+                failures.append(index)
+
+    callers = [threading.Thread(target=caller, args=(i,)) for i in range(len(problems))]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    library.flashmoe_set_num_threads(0)
+    assert failures == []
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_forked_child_computes(library: ctypes.CDLL) -> None:
+    library.flashmoe_set_num_threads(3)
+    inputs = problem(1)
+    expected, _ = capi.attention(*inputs, lib=library)
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            out, _ = capi.attention(*inputs, lib=library)
+            os._exit(0 if np.array_equal(out, expected) else 1)
+        deadline = time.monotonic() + 30
+        done, status = 0, 0
+        while done == 0 and time.monotonic() < deadline:
+            done, status = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.001)
+        if done == 0:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+        assert done == child, "the child hangs"
+        assert status == 0
+    np.testing.assert_array_equal(capi.attention(*inputs, lib=library)[0], expected)
+    library.flashmoe_set_num_threads(0)
+
+
+def test_fork_while_others_compute() -> None:
+    done = run_python(
+        """
+import os, threading, numpy as np, capi
+rng = np.random.default_rng(0)
+inputs = [capi.normal(rng, (1, 256, 4, 64), np.dtype(np.float32)) for _ in range(3)]
+lib = capi.load()
+lib.flashmoe_set_num_threads(3)
+expected = capi.attention(*inputs)[0]
+stop = threading.Event()
+def spin():
+    while not stop.is_set():
+        capi.attention(*inputs)
+workers = [threading.Thread(target=spin) for _ in range(2)]
+for w in workers: w.start()
+for _ in range(10):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if np.array_equal(capi.attention(*inputs)[0], expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+stop.set()
+for w in workers: w.join()
+print("done")
+"""
+    )
+    assert done.stdout.strip() == "done", done.stderr
