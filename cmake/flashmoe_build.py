@@ -41,7 +41,7 @@ def _arguments(config_settings: ConfigSettings) -> Iterator[str]:
     """CMake's `-D` arguments from everywhere scikit-build-core reads them, the last one winning."""
     environment = os.environ
     yield from shlex.split(environment.get("CMAKE_ARGS", ""))
-    for define in environment.get("SKBUILD_CMAKE_DEFINE", "").split(";"):
+    for define in filter(None, environment.get("SKBUILD_CMAKE_DEFINE", "").split(";")):
         yield f"-D{define}"
     yield from environment.get("SKBUILD_CMAKE_ARGS", "").split(";")
     for key, value in config_settings.items():

@@ -1,0 +1,62 @@
+"""What the packaging tests share: running tools, CMake builds, and where an installation is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def require_tool(name: str) -> str:
+    """Its path: on the PATH, or beside the running Python, where `pip install` put it."""
+    path = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
+    if path is None:
+        pytest.skip(f"needs {name} on the PATH")
+    return path
+
+
+def checked(
+    command: Sequence[str | Path],
+    *,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: int = 600,
+) -> str:
+    """Standard output of a command that must succeed; fails with all it said."""
+    result = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(env or {})},
+        cwd=cwd,
+        timeout=timeout,
+        check=False,
+    )
+    text = f"$ {' '.join(map(str, command))}\n{result.stdout}{result.stderr}"
+    assert result.returncode == 0, text
+    return result.stdout
+
+
+def cmake_build(source: Path, build: Path, *options: str) -> None:
+    cmake = require_tool("cmake")
+    checked([cmake, "-S", source, "-B", build, *options])
+    checked([cmake, "--build", build, "--parallel", "2"], timeout=1200)
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Where a consumer finds the library."""
+
+    name: str
+    cmakedir: Path
+    pkgconfigdir: Path
+    libdir: Path
+    library: Path

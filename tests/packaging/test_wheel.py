@@ -1,0 +1,84 @@
+"""The installed distribution: its version, tag, size, and what importing it costs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from installations import ROOT, checked
+
+MAX_WHEEL_BYTES = 30 * 2**20
+MAX_IMPORT_SECONDS = 0.100
+
+
+@pytest.fixture(scope="module")
+def distribution(wheel_root: Path) -> importlib.metadata.Distribution:
+    return importlib.metadata.distribution("flashmoe-science")
+
+
+def test_version_is_the_headers(
+    distribution: importlib.metadata.Distribution, wheel_root: Path
+) -> None:
+    header = (wheel_root / "include/flashmoe/flashmoe.h").read_text()
+    assert header == (ROOT / "include/flashmoe/flashmoe.h").read_text(), "the wheel is out of date"
+    numbers = re.findall(r"#define FLASHMOE_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header)
+    assert distribution.version == ".".join(numbers)
+
+
+def test_one_wheel_for_every_python(distribution: importlib.metadata.Distribution) -> None:
+    wheel = distribution.read_text("WHEEL") or ""
+    [tag] = re.findall(r"^Tag: (.*)$", wheel, re.MULTILINE)
+    assert tag.startswith("cp310-abi3-linux_")
+
+
+def test_few_dependencies(distribution: importlib.metadata.Distribution) -> None:
+    always = [line for line in distribution.requires or [] if "extra ==" not in line]
+    names = {re.split(r"[^\w-]", line)[0] for line in always}
+    assert names == {"nanobind-backend", "numpy"}
+
+
+def test_carries_types_license_and_entry_points(
+    distribution: importlib.metadata.Distribution, wheel_root: Path
+) -> None:
+    assert (wheel_root / "py.typed").exists()
+    assert (wheel_root / "_core.pyi").exists()
+    files = [str(file) for file in distribution.files or []]
+    assert any(file.endswith("licenses/LICENSE") for file in files)
+    entry_points = {(point.group, point.name): point.value for point in distribution.entry_points}
+    assert entry_points["console_scripts", "flashmoe"] == "flashmoe_science.cli:main"
+    assert entry_points["cmake.prefix", "flashmoe"] == "flashmoe_science"
+
+
+def test_size(distribution: importlib.metadata.Distribution, tmp_path: Path) -> None:
+    """At most 30 MB as a wheel: the installed files, compressed as pip's wheels are."""
+    archive = tmp_path / "wheel.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for file in distribution.files or []:
+            if file.suffix != ".pyc" and file.locate().is_file():
+                wheel.write(str(file.locate()), str(file))
+    assert archive.stat().st_size <= MAX_WHEEL_BYTES
+
+
+def import_seconds() -> float:
+    code = (
+        "import time; begin = time.perf_counter(); import flashmoe_science; "
+        "print(time.perf_counter() - begin)"
+    )
+    return float(checked([sys.executable, "-c", code]))
+
+
+def test_import_time(wheel_root: Path) -> None:
+    """Under 100 ms, with everything in the file cache: the best of several."""
+    best = min(import_seconds() for _ in range(7))
+    assert best < MAX_IMPORT_SECONDS
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax", "cupy", "transformers"])
+def test_import_brings_no_framework(wheel_root: Path, framework: str) -> None:
+    code = f"import sys, flashmoe_science; sys.exit({framework!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
