@@ -113,7 +113,7 @@ class Checks:
     def build(self) -> Result:
         library = environment.build_info()
         package = environment.package_version()
-        families = library["kernel_families"].split(";")
+        families = environment.words(library["kernel_families"])
         details: dict[str, Any] = {"library": library, "package": package}
         if library["version"] != package:
             text = f"the library is {library['version']}, the package {package}"

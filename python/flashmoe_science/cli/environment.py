@@ -59,6 +59,11 @@ def failed(answer: Any) -> bool:
     return isinstance(answer, dict) and set(answer) == {"error"}
 
 
+def words(names: str) -> list[str]:
+    """The library's lists: names with a semicolon or a space between them."""
+    return re.findall(r"[^;\s]+", names)
+
+
 def as_dict(value: Any) -> dict[str, Any]:
     """The fields of one of the package's dataclasses, sequences as lists."""
     fields = dataclasses.asdict(value)

@@ -65,12 +65,13 @@ def device_text(device: dict[str, Any]) -> str:
 def _library_rows(library: Any) -> list[tuple[str, str]]:
     if environment.failed(library):
         return [("library", _text(library))]
-    architectures = library["cuda_architectures"] or "none (CPU-only build)"
+    families = ", ".join(environment.words(library["kernel_families"]))
+    architectures = ", ".join(environment.words(library["cuda_architectures"]))
     runtime = version_text(library["cuda_runtime_version"])
     return [
         ("library", library["version"]),
-        ("kernel families", library["kernel_families"].replace(";", ", ")),
-        ("CUDA architectures", architectures.replace(";", ", ")),
+        ("kernel families", families),
+        ("CUDA architectures", architectures or "none (CPU-only build)"),
         ("CUDA compiler", f"{library['cuda_compiler'] or 'none'}, runtime {runtime}"),
         ("host compiler", library["host_compiler"]),
     ]
