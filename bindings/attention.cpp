@@ -283,13 +283,16 @@ Fields attention_plan(nb::handle q, nb::handle k, nb::handle v, nb::handle out, 
   return plan(&call, return_lse);
 }
 
-Fields attention_plan_for(nb::sequence q, nb::sequence k, nb::sequence v, nb::sequence dtypes,
-                          nb::sequence device, nb::handle causal, nb::handle scale,
-                          nb::handle layout, nb::handle kernel, bool return_lse) {
+using Integers = nb::typed<nb::sequence, int64_t>;
+
+Fields attention_plan_for(Integers q, Integers k, Integers v,
+                          nb::typed<nb::sequence, Integers> dtypes, Integers device,
+                          nb::handle causal, nb::handle scale, nb::handle layout,
+                          nb::handle kernel, bool return_lse) {
   Call call(causal, scale, layout, kernel);
   const flashmoe_device where = {nb::cast<int32_t>(device[0]), nb::cast<int32_t>(device[1])};
   TensorView* const views[] = {&call.q, &call.k, &call.v};
-  const nb::sequence shapes[] = {q, k, v};
+  const Integers shapes[] = {q, k, v};
   for (size_t i = 0; i < 3; ++i) {
     int64_t extents[TensorView::kMaxRank];
     const size_t rank = nb::len(shapes[i]);
@@ -303,11 +306,13 @@ Fields attention_plan_for(nb::sequence q, nb::sequence k, nb::sequence v, nb::se
   return plan(&call, return_lse);
 }
 
-Fields option_numbers(nb::handle causal, nb::handle scale, nb::handle layout) {
+Fields option_numbers(nb::handle causal, nb::handle scale, nb::handle layout, nb::handle kernel) {
+  const char* family = parse_kernel(kernel);
   Fields fields;
   fields["causal"] = nb::int_(parse_causal(causal));
   fields["scale"] = nb::float_(static_cast<double>(parse_scale(scale)));
   fields["layout"] = nb::int_(parse_layout(layout));
+  fields["kernel"] = nb::str(family != nullptr ? family : "");
   return fields;
 }
 
@@ -381,9 +386,9 @@ void define_attention(nb::module_& module) {
              nb::arg("return_lse"),
              "The fields of flashmoe_attention_plan for contiguous tensors of these shapes, with "
              "DLPack's numbers for the three dtypes (code, bits) and the device (type, id).");
-  module.def("option_numbers", &option_numbers, nb::kw_only(), nb::arg("causal"),
-             nb::arg("scale").none(), nb::arg("layout"),
-             "The options as the C ABI numbers them; a scale of 0 is the default.");
+  module.def("option_numbers", &option_numbers, nb::arg("causal"), nb::arg("scale").none(),
+             nb::arg("layout"), nb::arg("kernel").none(),
+             "The options as the C ABI has them; scale 0 and kernel \"\" are the defaults.");
   module.def("stream_handle", &stream_handle, nb::arg("stream").none(),
              "The cudaStream_t of a stream object, or None.");
 }

@@ -36,7 +36,9 @@ nb::object loaded_module(const char* name) {
 }
 
 TensorType describe_type(nb::handle type, const dlpack::ExchangeApi* api) {
-  TensorType made{nb::borrow(type), api, nb::hasattr(type, "requires_grad"), nb::none(), nb::none()};
+  TensorType made{nb::borrow(type), api, false, nb::none(), nb::none()};
+  if (api == nullptr) return made;
+  made.has_requires_grad = nb::hasattr(type, "requires_grad");
   nb::object torch = loaded_module("torch");
   if (!torch.is_none() && PyObject_IsSubclass(type.ptr(), torch.attr("Tensor").ptr()) == 1) {
     made.empty_like = torch.attr("empty_like");
@@ -53,12 +55,14 @@ const TensorType* tensor_type(nb::handle object) {
   static auto* const types = new std::unordered_map<PyObject*, TensorType>();
   static const TensorType* last = nullptr;
   nb::handle type = object.type();
-  if (last != nullptr && last->type.ptr() == type.ptr()) return last;
-  const auto found = types->find(type.ptr());
-  if (found != types->end()) return last = &found->second;
-  const dlpack::ExchangeApi* api = exchange_api(type);
-  if (api == nullptr) return nullptr;
-  return last = &types->emplace(type.ptr(), describe_type(type, api)).first->second;
+  if (last == nullptr || last->type.ptr() != type.ptr()) {
+    auto found = types->find(type.ptr());
+    if (found == types->end()) {
+      found = types->emplace(type.ptr(), describe_type(type, exchange_api(type))).first;
+    }
+    last = &found->second;
+  }
+  return last->api != nullptr ? last : nullptr;
 }
 
 void TensorView::copy(const dlpack::Tensor& tensor) {

@@ -13,10 +13,10 @@ namespace flashmoe {
 
 namespace nb = nanobind;
 
-// A tensor type that has the exchange API. Kept for the life of the process, one per type.
+// What is known of a type. Kept for the life of the process, one per type that was ever passed.
 struct TensorType {
   nb::object type;
-  const dlpack::ExchangeApi* api;
+  const dlpack::ExchangeApi* api;  // nullptr: it has none, and the rest is unset
   bool has_requires_grad;
   nb::object empty_like;  // torch's own; none for other frameworks
   nb::object empty;

@@ -7,6 +7,7 @@ new ones come from, and which stream is current.
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -109,7 +110,8 @@ class Torch(Framework):
         import torch
 
         made = torch.empty(size, dtype=torch.uint8, device=q.device)
-        made.record_stream(torch.cuda.ExternalStream(stream, device=q.device))
+        external_stream: Any = torch.cuda.ExternalStream
+        made.record_stream(external_stream(stream, device=q.device))
         return made
 
 
@@ -155,33 +157,59 @@ def _type_name(tensor: object) -> str:
     return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
 
 
-def _is_a(tensor: object, module: str, name: str) -> bool:
-    """isinstance, without importing a module that nobody has imported."""
-    loaded = sys.modules.get(module)
-    kind = getattr(loaded, name, None)
-    return kind is not None and isinstance(tensor, kind)
+_JAX = Framework("jax")  # served by flashmoe_science.jax; only its name is used
+
+_KNOWN = (
+    (_NUMPY, "numpy", "ndarray"),
+    (_TORCH, "torch", "Tensor"),
+    (_CUPY, "cupy", "ndarray"),
+)
+
+
+@functools.lru_cache(maxsize=64)
+def _framework_of_type(kind: type) -> Framework | None:
+    for framework, module, name in _KNOWN:
+        # Whoever made the tensor has imported its module; nothing is imported here.
+        base = getattr(sys.modules.get(module), name, None)
+        if base is not None and issubclass(kind, base):
+            return framework
+    root = kind.__module__.partition(".")[0]
+    if root in ("jax", "jaxlib"):  # arrays, and the tracers that stand for them
+        return _JAX
+    if hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__"):
+        return Framework(root)
+    return None
+
+
+def framework_of(name: str, tensor: object) -> Framework:
+    """Raises TypeError for what is no tensor."""
+    framework = _framework_of_type(type(tensor))
+    if framework is None:
+        raise ArgumentTypeError(
+            f"{name}: got {_type_name(tensor)}, accepted is a tensor of NumPy, torch, JAX or CuPy, "
+            "or an object with __dlpack__"
+        )
+    return framework
 
 
 def is_jax(tensor: object) -> bool:
     """Whether this is a JAX array, or a tracer that stands for one."""
-    return _is_a(tensor, "jax", "Array")
+    return _framework_of_type(type(tensor)) is _JAX
 
 
-def framework_of(name: str, tensor: Any) -> Framework:
-    """Raises TypeError for what is no tensor."""
-    for known, module, kind in (
-        (_NUMPY, "numpy", "ndarray"),
-        (_TORCH, "torch", "Tensor"),
-        (_CUPY, "cupy", "ndarray"),
-    ):
-        if _is_a(tensor, module, kind):
-            return known
-    if hasattr(tensor, "__dlpack__") and hasattr(tensor, "__dlpack_device__"):
-        return Framework(type(tensor).__module__.partition(".")[0])
-    raise ArgumentTypeError(
-        f"{name}: got {_type_name(tensor)}, accepted is a tensor of NumPy, torch, JAX or CuPy, or "
-        "an object with __dlpack__"
-    )
+def common_framework(tensors: dict[str, Any]) -> Framework:
+    """The framework of all of these, which begin with q."""
+    q = tensors["q"]
+    framework = framework_of("q", q)
+    for name, tensor in tensors.items():
+        other = framework_of(name, tensor)
+        if other is not framework and other.name != framework.name:
+            raise ArgumentTypeError(
+                f"{name}: got {_type_name(tensor)}, but q is {_type_name(q)}; q, k, v, out and lse "
+                "must come from one framework"
+            )
+        framework.check(name, tensor)
+    return framework
 
 
 def _through_numpy(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -214,23 +242,18 @@ def flash_attention(
     stream: Any,
 ) -> Any:
     """flash_attention, called by the native one with all of its arguments."""
-    if is_jax(q):
+    given = {"q": q, "k": k, "v": v}
+    if out is not None:
+        given["out"] = out
+    if lse is not None:
+        given["lse"] = lse
+    framework = common_framework(given)
+    if framework is _JAX:
         from flashmoe_science import jax
 
         return jax.flash_attention(
             q, k, v, causal, scale, layout, return_lse, out, lse, kernel, stream
         )
-
-    framework = framework_of("q", q)
-    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    given = {name: t for name, t in given.items() if t is not None or name in ("q", "k", "v")}
-    for name, tensor in given.items():
-        if name != "q" and (is_jax(tensor) or framework_of(name, tensor).name != framework.name):
-            raise ArgumentTypeError(
-                f"{name}: got {_type_name(tensor)}, but q is {_type_name(q)}; q, k, v, out and lse "
-                "must come from one framework"
-            )
-        framework.check(name, tensor)
 
     device = framework.device(q)
     missing = out is None or (return_lse and lse is None)

@@ -7,7 +7,7 @@ jax.grad and jax.vmap of a call raise JAX's own errors.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,23 +41,36 @@ def _device(q: Any) -> Device:
     raise InvalidArgumentError(f"q: it is on {device}, accepted are CPU and CUDA devices")
 
 
+class _Options(NamedTuple):
+    """What a call is compiled for, besides shapes and dtypes."""
+
+    causal: bool | str
+    scale: float | None
+    layout: str
+    kernel: str | None
+    return_lse: bool
+    device: Device
+
+
 def plan(
-    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, kernel: Any, return_lse: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    scale: Any,
+    layout: Any,
+    kernel: Any,
+    return_lse: bool,
+    device: Device | None = None,
 ) -> dict[str, Any]:
     """Fields of the plan; validates shapes, dtypes and options."""
-    for name, tensor in {"k": k, "v": v}.items():
-        if not isinstance(tensor, jax.Array):
-            kind = type(tensor)
-            raise ArgumentTypeError(
-                f"{name}: got {kind.__module__}.{kind.__qualname__}, but q is a JAX array; q, k "
-                "and v must come from one framework"
-            )
     return _core.attention_plan_for(
         q.shape,
         k.shape,
         v.shape,
         dtypes=[parse_dtype(t.dtype, name) for name, t in {"q": q, "k": k, "v": v}.items()],
-        device=_device(q),
+        device=_device(q) if device is None else device,
         causal=causal,
         scale=scale,
         layout=layout,
@@ -70,41 +83,38 @@ def _type_of(value: Any) -> Any:
     """The result type that carries sharding; before jax.typeof there was none to carry."""
     if hasattr(jax, "typeof"):
         return jax.typeof(value)
-    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+    struct: Any = jax.ShapeDtypeStruct
+    return struct(value.shape, value.dtype)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("causal", "scale", "layout", "kernel", "return_lse", "heads_axis")
-)
-def _call(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: int,
-    scale: float,
-    layout: int,
-    kernel: str,
-    return_lse: bool,
-    heads_axis: int,
-) -> Any:
-    # Types by way of dead operations on q, so that they inherit how q is sharded.
+def _forward(q: Any, k: Any, v: Any, options: _Options) -> Any:
+    """The custom call on tracers; runs once for each set of shapes."""
+    plan(q, k, v, **options._asdict())
+    # Result types by way of dead operations on q, so that they inherit how q is sharded.
     row = q[..., :1]
-    out_type = _type_of(q if q.shape[3] == v.shape[3] else jax.numpy.repeat(row, v.shape[3], 3))
-    results = [out_type]
-    if return_lse:
-        sums = jax.numpy.moveaxis(row[..., 0], heads_axis, 1).astype(jax.numpy.float32)
-        results.append(_type_of(sums))
+    like_out = q if q.shape[3] == v.shape[3] else jax.numpy.repeat(row, v.shape[3], 3)
+    results = [_type_of(like_out)]
+    if options.return_lse:
+        heads_axis = 1 if options.layout == "bhsd" else 2
+        like_lse = jax.numpy.moveaxis(row[..., 0], heads_axis, 1).astype(jax.numpy.float32)
+        results.append(_type_of(like_lse))
+    numbers = _core.option_numbers(options.causal, options.scale, options.layout, options.kernel)
     made = jax.ffi.ffi_call(_TARGET, results)(
         q,
         k,
         v,
-        causal=np.int32(causal),
-        scale=np.float32(scale),
-        layout=np.int32(layout),
-        kernel=kernel,
+        causal=np.int32(numbers["causal"]),
+        scale=np.float32(numbers["scale"]),
+        layout=np.int32(numbers["layout"]),
+        kernel=numbers["kernel"],
     )
-    return tuple(made) if return_lse else made[0]
+    return tuple(made) if options.return_lse else made[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(options: _Options) -> Any:
+    _register()
+    return jax.jit(functools.partial(_forward, options=options))
 
 
 def flash_attention(
@@ -126,15 +136,6 @@ def flash_attention(
             raise InvalidArgumentError(f"{name}: JAX arrays cannot be written to; leave it None")
     if stream is not None:
         raise InvalidArgumentError("stream: XLA chooses the stream of JAX arrays; leave it None")
-    plan(q, k, v, causal=causal, scale=scale, layout=layout, kernel=kernel, return_lse=return_lse)
-    _register()
-    numbers = _core.option_numbers(causal=causal, scale=scale, layout=layout)
-    return _call(
-        q,
-        k,
-        v,
-        **numbers,
-        kernel=kernel or "",
-        return_lse=return_lse,
-        heads_axis=1 if layout == "bhsd" else 2,
-    )
+    _core.option_numbers(causal, scale, layout, kernel)  # raises before anything is cached
+    scale = None if scale is None else float(scale)
+    return _compiled(_Options(causal, scale, layout, kernel, return_lse, _device(q)))(q, k, v)

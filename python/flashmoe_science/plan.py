@@ -67,7 +67,8 @@ def attention_plan(
     options |= {"scale": scale, "return_lse": return_lse}
     from flashmoe_science import _dispatch
 
-    if _dispatch.is_jax(q):
+    if any(_dispatch.is_jax(tensor) for tensor in (q, k, v)):
+        _dispatch.common_framework({"q": q, "k": k, "v": v})
         from flashmoe_science import jax
 
         return AttentionPlan(**jax.plan(q, k, v, **options))
