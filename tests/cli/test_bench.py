@@ -141,6 +141,9 @@ def test_people_read_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["--suite", "attention-forward", "--device", "cpu"], "is for a GPU"),
         (["--suite", "seeds", "--dim", "64"], "a suite has its own shapes"),
         (["--dim", "64", "--seq", "8"], "--heads is missing"),
+        ([*SMALL, "--seq", "0"], "nothing to time in fp32 B1 S0"),
+        ([*SMALL, "--threads", "9999"], "4096"),
+        ([*SMALL, "--device", "tpu"], "--device: got tpu, accepted are cpu, cuda and cuda:N"),
     ],
 )
 def test_a_wrong_request_is_explained(
@@ -148,6 +151,20 @@ def test_a_wrong_request_is_explained(
 ) -> None:
     assert main(["bench", *options]) == 1
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--seconds", "--samples", "--threads"])
+def test_numbers_are_above_zero(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", *SMALL, option, "0"])
+    assert stop.value.code == 2
+    assert "accepted is a number above 0" in capsys.readouterr().err
+
+
+def test_a_shape_that_no_kernel_takes_is_a_void_row(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, cell = run_bench(capsys, "--dim", "12")
+    assert code == 1
+    assert "the call failed: q: its head dimension is 12" in cell["reason"]
 
 
 def test_the_suites_are_what_they_say() -> None:

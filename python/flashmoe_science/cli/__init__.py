@@ -1,7 +1,7 @@
 """The `flashmoe` command: what is installed, does it work, what would run, how fast is it.
 
-Only the standard library is imported here and at the top of the subcommands' modules, so that
-`flashmoe info` can still explain an installation that is broken.
+Neither the library nor a framework is imported here or at the top of the subcommands' modules, so
+that `flashmoe info` can still explain an installation that is broken.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from flashmoe_science.cli import bench, check, config, info, plan
 from flashmoe_science.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, CommandError
+from flashmoe_science.errors import FlashMoEError
 
 _DESCRIPTION = """\
 Exact attention for NVIDIA GPUs and CPUs: the command line of FlashMoE.
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except CommandError as error:
+    except (CommandError, FlashMoEError) as error:  # both are whole explanations
         print(f"flashmoe {arguments.command}: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from typing import Any
 
 from flashmoe_science.cli.output import CommandError
@@ -115,6 +116,14 @@ def _torch_sees(device: str) -> bool:
         return False
     torch = importlib.import_module("torch")
     return device == "cpu" or bool(torch.cuda.is_available())
+
+
+def normal_device(name: str) -> str:
+    """ "cpu" or "cuda:N" for a name a person gave."""
+    match = re.fullmatch(r"(cpu)|cuda(?::(\d+))?", name)
+    if match is None:
+        raise CommandError(f"--device: got {name}, accepted are cpu, cuda and cuda:N")
+    return "cpu" if match[1] else f"cuda:{match[2] or 0}"
 
 
 def choose_arrays(device: str) -> Arrays:

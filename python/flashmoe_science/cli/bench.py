@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from flashmoe_science.cli import environment, peers
-from flashmoe_science.cli.arrays import Arrays, choose_arrays, usable_device
+from flashmoe_science.cli.arrays import Arrays, choose_arrays, normal_device, usable_device
 from flashmoe_science.cli.measure import OURS, measure
 from flashmoe_science.cli.output import (
     EXIT_FAILED,
@@ -20,6 +20,7 @@ from flashmoe_science.cli.output import (
     Output,
     Table,
     add_json_option,
+    positive,
     write_json,
 )
 from flashmoe_science.cli.shapes import (
@@ -70,19 +71,19 @@ def add_parser(subparsers: Any) -> None:
         help="time beside this one only; may be repeated (default: all there are)",
     )
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="threads on the CPU, ours and torch's"
+        "--threads", type=positive(int), metavar="N", help="threads on the CPU, ours and torch's"
     )
     sampling = Sampling()
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=positive(float),
         default=sampling.seconds,
         metavar="S",
         help=f"time for each contender of a shape (default {sampling.seconds})",
     )
     parser.add_argument(
         "--samples",
-        type=int,
+        type=positive(int),
         default=sampling.most,
         metavar="N",
         help=f"at most so many samples of each (default {sampling.most})",
@@ -94,7 +95,7 @@ def add_parser(subparsers: Any) -> None:
 
 def _choose_device(flashmoe: Any, arguments: argparse.Namespace, suite: Suite | None) -> str:
     if arguments.device is not None:
-        return "cuda:0" if arguments.device == "cuda" else str(arguments.device)
+        return normal_device(arguments.device)
     if suite is not None and suite.device == "cpu":
         return "cpu"
     return usable_device(flashmoe)[0]
@@ -210,6 +211,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(
             "--device: timing on a GPU needs torch with CUDA; CuPy alone is not enough"
         )
+    empty = [s for s in shapes if min(s.batch, s.seq_q, s.seq_k, s.heads_q, s.heads_kv) < 1]
+    if empty:
+        raise CommandError(f"there is nothing to time in {empty[0]}: every extent is 1 or more")
     unknown = sorted({s.dtype for s in shapes} - set(arrays.dtypes))
     if unknown:
         raise CommandError(

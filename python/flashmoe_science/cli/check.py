@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashmoe_science.cli import environment, peers
-from flashmoe_science.cli.arrays import Arrays, choose_arrays, usable_device
+from flashmoe_science.cli.arrays import Arrays, choose_arrays, normal_device, usable_device
 from flashmoe_science.cli.measure import (
     OURS,
     Inputs,
@@ -105,7 +105,7 @@ class Checks:
             flashmoe = environment.package()
             device, self.sentence = usable_device(flashmoe)
             if self._wanted is not None:
-                device = "cuda:0" if self._wanted == "cuda" else self._wanted
+                device = normal_device(self._wanted)
                 self.sentence = f"Running on {device}, as asked."
             self._seen = flashmoe, choose_arrays(device)
         return self._seen

@@ -7,7 +7,7 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,19 @@ EXIT_INTERRUPTED = 130
 
 class CommandError(Exception):
     """A request that cannot be done; the message is the whole explanation."""
+
+
+def positive(kind: type[Any]) -> Callable[[str], Any]:
+    """A type for argparse: a number above zero."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not (value > 0 and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"got {text}, accepted is a number above 0")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it in "invalid int value"
+    return parse
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 from flashmoe_science.cli import environment
+from flashmoe_science.cli.arrays import normal_device
 from flashmoe_science.cli.output import (
     EXIT_OK,
-    CommandError,
     Output,
     add_json_option,
     write_json,
@@ -132,15 +132,12 @@ def _print(document: dict[str, Any], shape: Shape, output: Output) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     flashmoe = environment.package()
-    device = arguments.device or default_device(flashmoe)
+    device = normal_device(arguments.device) if arguments.device else default_device(flashmoe)
     shape = shape_from_options(arguments, "fp32" if device == "cpu" else "bf16")
-    try:
-        plan = plan_for(flashmoe, shape, device, arguments.layout, arguments.kernel)
-        described = environment.as_dict(flashmoe.device_info(device))
-    except (flashmoe.FlashMoEError, ValueError, TypeError, RuntimeError) as error:
-        raise CommandError(str(error)) from error
-    fields = environment.as_dict(plan)
-    described = {"device": device, **described}
+    fields = environment.as_dict(
+        plan_for(flashmoe, shape, device, arguments.layout, arguments.kernel)
+    )
+    described = {"device": device, **environment.as_dict(flashmoe.device_info(device))}
     document = {
         "shape": vars(shape),
         "device": described,
