@@ -163,7 +163,7 @@ const TensorType& same_framework(const TensorType& type, const char* name, nb::h
 // ---- entry points -------------------------------------------------------------------------------
 
 nb::object dispatch(nb::handle q, nb::handle k, nb::handle v, nb::handle causal, nb::handle scale,
-                    nb::handle layout, bool return_lse, nb::handle out, nb::handle lse,
+                    nb::handle layout, nb::handle return_lse, nb::handle out, nb::handle lse,
                     nb::handle kernel, nb::handle stream) {
   static nb::object* const function = new nb::object(
       nb::module_::import_("flashmoe_science._dispatch").attr("flash_attention"));
@@ -171,8 +171,9 @@ nb::object dispatch(nb::handle q, nb::handle k, nb::handle v, nb::handle causal,
 }
 
 nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle causal,
-                           nb::handle scale, nb::handle layout, bool return_lse, nb::handle out,
-                           nb::handle lse, nb::handle kernel, nb::handle stream) {
+                           nb::handle scale, nb::handle layout, nb::handle return_lse,
+                           nb::handle out, nb::handle lse, nb::handle kernel, nb::handle stream) {
+  const bool want_lse = parse_flag("return_lse", return_lse);
   const TensorType* type = tensor_type(q);
   if (type == nullptr) {
     return dispatch(q, k, v, causal, scale, layout, return_lse, out, lse, kernel, stream);
@@ -188,7 +189,7 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   nb::object result = nb::borrow(out);
   nb::object sums = nb::borrow(lse);
   if (out.is_none() && call.has_shape()) result = allocate_out(*type, q, call);
-  if (return_lse && lse.is_none() && call.has_shape()) sums = allocate_lse(*type, q, call);
+  if (want_lse && lse.is_none() && call.has_shape()) sums = allocate_lse(*type, q, call);
   if (!result.is_none()) {
     call.out.borrow(same_framework(*type, "out", q, result), "out", result);
     refuse_gradients(*type, "out", result);
@@ -209,7 +210,7 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   } else {
     check(status);
   }
-  return return_lse ? nb::make_tuple(result, sums) : result;
+  return want_lse ? nb::make_tuple(result, sums) : result;
 }
 
 // Returns the bytes of workspace that were missing on a GPU, where nothing was launched then.
@@ -364,30 +365,31 @@ Raises:
 }  // namespace
 
 void define_attention(nb::module_& module) {
-  module.def("flash_attention", &flash_attention, nb::arg("q"), nb::arg("k"), nb::arg("v"),
-             nb::kw_only(), nb::arg("causal") = false, nb::arg("scale") = nb::none(),
-             nb::arg("layout") = "bshd", nb::arg("return_lse") = false, nb::arg("out") = nb::none(),
+  module.def("flash_attention", &flash_attention, nb::arg("q").none(), nb::arg("k").none(),
+             nb::arg("v").none(), nb::kw_only(), nb::arg("causal").none() = false,
+             nb::arg("scale") = nb::none(), nb::arg("layout").none() = "bshd",
+             nb::arg("return_lse").none() = false, nb::arg("out") = nb::none(),
              nb::arg("lse") = nb::none(), nb::arg("kernel") = nb::none(),
              nb::arg("stream") = nb::none(), kFlashAttentionDoc);
   module.def("attention_forward", &attention_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
-             nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal"),
-             nb::arg("scale").none(), nb::arg("layout"), nb::arg("kernel").none(),
+             nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal").none(),
+             nb::arg("scale").none(), nb::arg("layout").none(), nb::arg("kernel").none(),
              nb::arg("workspace").none(), nb::arg("stream").none(),
              "The C ABI's flashmoe_attention_forward on tensors of any kind. On the CPU the "
              "workspace is supplied here; on a GPU it is the caller's, a 1-d tensor of bytes: without "
              "one that is needed nothing is launched and its size is returned.");
-  module.def("attention_plan", &attention_plan, nb::arg("q"), nb::arg("k"), nb::arg("v"),
-             nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal"),
-             nb::arg("scale").none(), nb::arg("layout"), nb::arg("kernel").none(),
+  module.def("attention_plan", &attention_plan, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
+             nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal").none(),
+             nb::arg("scale").none(), nb::arg("layout").none(), nb::arg("kernel").none(),
              nb::arg("return_lse"), "The fields of flashmoe_attention_plan for these tensors.");
   module.def("attention_plan_for", &attention_plan_for, nb::arg("q"), nb::arg("k"), nb::arg("v"),
-             nb::kw_only(), nb::arg("dtypes"), nb::arg("device"), nb::arg("causal"),
-             nb::arg("scale").none(), nb::arg("layout"), nb::arg("kernel").none(),
+             nb::kw_only(), nb::arg("dtypes"), nb::arg("device"), nb::arg("causal").none(),
+             nb::arg("scale").none(), nb::arg("layout").none(), nb::arg("kernel").none(),
              nb::arg("return_lse"),
              "The fields of flashmoe_attention_plan for contiguous tensors of these shapes, with "
              "DLPack's numbers for the three dtypes (code, bits) and the device (type, id).");
-  module.def("option_numbers", &option_numbers, nb::arg("causal"), nb::arg("scale").none(),
-             nb::arg("layout"), nb::arg("kernel").none(),
+  module.def("option_numbers", &option_numbers, nb::arg("causal").none(), nb::arg("scale").none(),
+             nb::arg("layout").none(), nb::arg("kernel").none(),
              "The options as the C ABI has them; scale 0 and kernel \"\" are the defaults.");
   module.def("stream_handle", &stream_handle, nb::arg("stream").none(),
              "The cudaStream_t of a stream object, or None.");

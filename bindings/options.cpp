@@ -23,6 +23,11 @@ bool is_string(nb::handle object) { return PyUnicode_Check(object.ptr()); }
 
 }  // namespace
 
+bool parse_flag(const char* name, nb::handle flag) {
+  if (!PyBool_Check(flag.ptr())) refuse(name, flag, "are False and True", false);
+  return flag.ptr() == Py_True;
+}
+
 int32_t parse_layout(nb::handle layout) {
   if (is_string(layout)) {
     if (equals(layout, "bshd")) return FLASHMOE_LAYOUT_BSHD;

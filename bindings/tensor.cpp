@@ -116,18 +116,25 @@ bool TensorView::borrow_array(nb::handle object, Access access) {
   return true;
 }
 
+// NumPy's DLPack and buffer protocol know no bf16: there the same memory is seen as integers.
+bool TensorView::borrow_bfloat16(nb::handle object, Access access) {
+  nb::object dtype = nb::getattr(object, "dtype", nb::none());
+  if (std::strcmp(nb::str(dtype).c_str(), "bfloat16") != 0 || !nb::hasattr(object, "view") ||
+      !borrow_array(object.attr("view")("uint16"), access)) {
+    return false;
+  }
+  tensor_.dtype = kBFloat16;
+  return true;
+}
+
 void TensorView::borrow(const char* name, nb::handle object, Access access) {
   const TensorType* type = tensor_type(object);
   if (type != nullptr) return borrow(*type, name, object);
-  if (borrow_array(object, access)) return;
-  // NumPy's DLPack and buffer protocol know no bf16: look at the same memory as integers.
-  nb::object dtype = nb::getattr(object, "dtype", nb::none());
-  if (nb::hasattr(object, "view") && std::strcmp(nb::str(dtype).c_str(), "bfloat16") == 0 &&
-      borrow_array(object.attr("view")("uint16"), access)) {
-    tensor_.dtype = kBFloat16;
-    return;
-  }
-  if (access == Access::kWrite && borrow_array(object, Access::kRead)) {
+  const auto borrow_as = [&](Access wanted) {
+    return borrow_array(object, wanted) || borrow_bfloat16(object, wanted);
+  };
+  if (borrow_as(access)) return;
+  if (access == Access::kWrite && borrow_as(Access::kRead)) {
     raise_value_error(std::string(name) + ": it is read-only, accepted is a writable tensor");
   }
   raise_type_error(std::string(name) + ": got " + name_of_type(object) +

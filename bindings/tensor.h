@@ -57,6 +57,7 @@ class TensorView {
  private:
   void copy(const dlpack::Tensor& tensor);
   bool borrow_array(nb::handle object, Access access);
+  bool borrow_bfloat16(nb::handle object, Access access);
 
   flashmoe_tensor tensor_ = {};
   bool set_ = false;

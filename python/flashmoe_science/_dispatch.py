@@ -167,7 +167,7 @@ _KNOWN = (
 
 
 @functools.lru_cache(maxsize=64)
-def _framework_of_type(kind: type) -> Framework | None:
+def _framework_of_type(kind: Any) -> Framework | None:
     for framework, module, name in _KNOWN:
         # Whoever made the tensor has imported its module; nothing is imported here.
         base = getattr(sys.modules.get(module), name, None)
@@ -181,7 +181,7 @@ def _framework_of_type(kind: type) -> Framework | None:
     return None
 
 
-def framework_of(name: str, tensor: object) -> Framework:
+def framework_of(name: str, tensor: Any) -> Framework:
     """Raises TypeError for what is no tensor."""
     framework = _framework_of_type(type(tensor))
     if framework is None:
@@ -192,7 +192,7 @@ def framework_of(name: str, tensor: object) -> Framework:
     return framework
 
 
-def is_jax(tensor: object) -> bool:
+def is_jax(tensor: Any) -> bool:
     """Whether this is a JAX array, or a tracer that stands for one."""
     return _framework_of_type(type(tensor)) is _JAX
 

@@ -52,31 +52,21 @@ class _Options(NamedTuple):
     device: Device
 
 
-def plan(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: Any,
-    scale: Any,
-    layout: Any,
-    kernel: Any,
-    return_lse: bool,
-    device: Device | None = None,
-) -> dict[str, Any]:
-    """Fields of the plan; validates shapes, dtypes and options."""
+def _plan(options: _Options, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> dict[str, Any]:
+    names = ("q", "k", "v")
     return _core.attention_plan_for(
-        q.shape,
-        k.shape,
-        v.shape,
-        dtypes=[parse_dtype(t.dtype, name) for name, t in {"q": q, "k": k, "v": v}.items()],
-        device=_device(q) if device is None else device,
-        causal=causal,
-        scale=scale,
-        layout=layout,
-        kernel=kernel,
-        return_lse=return_lse,
+        *shapes,
+        dtypes=[parse_dtype(dtype, name) for name, dtype in zip(names, dtypes, strict=True)],
+        **options._asdict(),
     )
+
+
+def plan(
+    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, kernel: Any, return_lse: bool
+) -> dict[str, Any]:
+    """Fields of the plan; raises what is wrong with the call."""
+    options = _Options(causal, scale, layout, kernel, return_lse, _device(q))
+    return _plan(options, (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype))
 
 
 def _type_of(value: Any) -> Any:
@@ -89,7 +79,6 @@ def _type_of(value: Any) -> Any:
 
 def _forward(q: Any, k: Any, v: Any, options: _Options) -> Any:
     """The custom call on tracers; runs once for each set of shapes."""
-    plan(q, k, v, **options._asdict())
     # Result types by way of dead operations on q, so that they inherit how q is sharded.
     row = q[..., :1]
     like_out = q if q.shape[3] == v.shape[3] else jax.numpy.repeat(row, v.shape[3], 3)
@@ -109,6 +98,12 @@ def _forward(q: Any, k: Any, v: Any, options: _Options) -> Any:
         kernel=numbers["kernel"],
     )
     return tuple(made) if options.return_lse else made[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _check(options: _Options, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> None:
+    """Raises what is wrong with a call, outside of JAX's tracing and its tracebacks."""
+    _plan(options, shapes, dtypes)
 
 
 @functools.lru_cache(maxsize=256)
@@ -138,4 +133,6 @@ def flash_attention(
         raise InvalidArgumentError("stream: XLA chooses the stream of JAX arrays; leave it None")
     _core.option_numbers(causal, scale, layout, kernel)  # raises before anything is cached
     scale = None if scale is None else float(scale)
-    return _compiled(_Options(causal, scale, layout, kernel, return_lse, _device(q)))(q, k, v)
+    options = _Options(causal, scale, layout, kernel, return_lse, _device(q))
+    _check(options, (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype))
+    return _compiled(options)(q, k, v)

@@ -1,0 +1,362 @@
+"""Bad calls: the kind of the exception, the whole sentence, and outputs untouched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import producers
+import pytest
+from producers import DlpackOnly
+
+import flashmoe_science as fm
+
+Q = np.zeros((2, 16, 4, 32), np.float32)
+K = np.zeros((2, 24, 2, 32), np.float32)
+BY_NAME = {"q": Q, "k": K, "v": K}
+
+TENSORS = "accepted is a tensor of NumPy, torch, JAX or CuPy, or an object with __dlpack__"
+OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "causal": (
+        {"causal": "left"},
+        ValueError,
+        "causal: got 'left', accepted are False, True (bottom_right), 'bottom_right' and "
+        "'top_left'",
+    ),
+    "causal-int": (
+        {"causal": 1},
+        TypeError,
+        "causal: got 1 of type int, accepted are False, True (bottom_right), 'bottom_right' and "
+        "'top_left'",
+    ),
+    "layout": (
+        {"layout": "sbhd"},
+        ValueError,
+        "layout: got 'sbhd', accepted are 'bshd' and 'bhsd'",
+    ),
+    "layout-none": (
+        {"layout": None},
+        TypeError,
+        "layout: got None of type NoneType, accepted are 'bshd' and 'bhsd'",
+    ),
+    "scale-zero": (
+        {"scale": 0.0},
+        ValueError,
+        "scale: got 0.0, accepted is a finite positive number, or None for 1 / sqrt(dim)",
+    ),
+    "scale-underflow": (
+        {"scale": 1e-60},
+        ValueError,
+        "scale: got 1e-60, accepted is a finite positive number, or None for 1 / sqrt(dim)",
+    ),
+    "scale-nan": (
+        {"scale": float("nan")},
+        ValueError,
+        "scale: got nan, accepted is a finite positive number, or 0 for 1 / sqrt(dim)",
+    ),
+    "scale-overflow": (
+        {"scale": 1e60},
+        ValueError,
+        "scale: got inf, accepted is a finite positive number, or 0 for 1 / sqrt(dim)",
+    ),
+    "scale-text": (
+        {"scale": "1"},
+        TypeError,
+        "scale: got '1' of type str, accepted is a number, or None for 1 / sqrt(dim)",
+    ),
+    "return_lse": (
+        {"return_lse": 1},
+        TypeError,
+        "return_lse: got 1 of type int, accepted are False and True",
+    ),
+    "kernel-type": (
+        {"kernel": 89},
+        TypeError,
+        "kernel: got 89 of type int, accepted is the name of a kernel family, or None",
+    ),
+    "stream": (
+        {"stream": "default"},
+        TypeError,
+        "stream: got 'default' of type str, accepted is a cudaStream_t as an int, or an object "
+        "with __cuda_stream__(), cuda_stream or ptr",
+    ),
+    "stream-bool": (
+        {"stream": True},
+        TypeError,
+        "stream: got True of type bool, accepted is a cudaStream_t as an int, or an object with "
+        "__cuda_stream__(), cuda_stream or ptr",
+    ),
+    "stream-wide": (
+        {"stream": 1 << 70},
+        ValueError,
+        f"stream: got {1 << 70}, accepted is a cudaStream_t as an int that fits a pointer",
+    ),
+}
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "q-list": ({"q": [1.0]}, TypeError, f"q: got list, {TENSORS}"),
+    "v-none": ({"v": None}, TypeError, f"v: got NoneType, {TENSORS}"),
+    "out-list": ({"out": []}, TypeError, f"out: got list, {TENSORS}"),
+    "rank": ({"q": Q[0]}, ValueError, "q: got 3 dimensions, accepted are 4"),
+    "rank-k": ({"k": K[0, 0]}, ValueError, "k: got 2 dimensions, accepted are 4"),
+    "rank-v": ({"v": K[None]}, ValueError, "v: got 5 dimensions, accepted are 4"),
+    "rank-many": (
+        {"q": np.zeros((1,) * 12, np.float32)},
+        ValueError,
+        "q: got 12 dimensions, accepted are 4",
+    ),
+    "dtype": (
+        {"q": Q.astype(np.float64)},
+        TypeError,
+        "q: got dtype float64 (code 2, 1 lanes), accepted are fp16, bf16 and fp32",
+    ),
+    "dtype-int": (
+        {"k": K.astype(np.int32)},
+        TypeError,
+        "k: got dtype int32 (code 0, 1 lanes), accepted are fp16, bf16 and fp32",
+    ),
+    "dtype-mixed": (
+        {"v": K.astype(np.float16)},
+        TypeError,
+        "v: got dtype fp16, accepted is fp32 as q's",
+    ),
+    "dtype-lse": (
+        {"lse": np.zeros((2, 4, 16), np.float16)},
+        TypeError,
+        "lse: got dtype fp16, accepted is fp32",
+    ),
+    "dim": (
+        {"q": Q[..., :20]},
+        ValueError,
+        "q: its head dimension is 20, accepted are multiples of 8 from 8 to 256",
+    ),
+    "dim-k": ({"k": K[..., :16]}, ValueError, "k: its head dimension is 16, but q has 32"),
+    "batch": ({"v": K[:1]}, ValueError, "v: its batch is 1, but q has 2"),
+    "length": ({"v": K[:, :5]}, ValueError, "v: its sequence length is 5, but k has 24"),
+    "heads": (
+        {"k": np.zeros((2, 24, 3, 32), np.float32), "v": np.zeros((2, 24, 3, 32), np.float32)},
+        ValueError,
+        "k: got 3 heads, accepted are divisors of q's 4",
+    ),
+    "rows": (
+        {"k": np.zeros((2, 24, 32, 2), np.float32).swapaxes(2, 3)},
+        ValueError,
+        "k: its last dimension has stride 2, accepted is 1 (contiguous rows)",
+    ),
+    "stride": (
+        {"k": np.zeros((2, 24, 2, 34), np.float32)[..., :32]},
+        ValueError,
+        "k: dimension 2 has stride 34 elements, accepted are multiples of 4 (rows begin on "
+        "16-byte boundaries)",
+    ),
+    "out-shape": (
+        {"out": np.zeros((2, 16, 4, 16), np.float32)},
+        ValueError,
+        "out: its head dimension is 16, but v has 32",
+    ),
+    "out-overlap": (
+        {"out": np.lib.stride_tricks.as_strided(Q.copy(), strides=(0, 512, 128, 4))},
+        ValueError,
+        "out: its strides [0, 128, 32, 1] make elements of shape [2, 16, 4, 32] overlap; an output "
+        "needs distinct elements",
+    ),
+    "lse-shape": (
+        {"lse": np.zeros((2, 16, 4), np.float32)},
+        ValueError,
+        "lse: its number of heads is 16, but q has 4",
+    ),
+}
+# torch has no strides without storage, and JAX no strides at all
+NUMPY_ONLY = {"out-overlap"}
+
+
+def raises(kind: type[Exception], sentence: str, call: Callable[[], object]) -> fm.FlashMoEError:
+    with pytest.raises(fm.FlashMoEError, match=f"^{re.escape(sentence)}$") as caught:
+        call()
+    assert isinstance(caught.value, kind)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("producer", producers.ON_CPU, ids=str)
+def test_options(producer: producers.Producer, name: str) -> None:
+    options, kind, sentence = OPTIONS[name]
+    if producer.name == "jax" and "stream" in options:
+        sentence = "stream: XLA chooses the stream of JAX arrays; leave it None"
+        kind = ValueError
+    tensors = {n: producer.make(x, "fp32") for n, x in BY_NAME.items()}
+    raises(kind, sentence, lambda: fm.flash_attention(**tensors, **options))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments(name: str) -> None:
+    changes, kind, sentence = ARGUMENTS[name]
+    out = np.full((2, 16, 4, 32), 7, np.float32)
+    lse = np.full((2, 4, 16), 7, np.float32)
+    raises(
+        kind, sentence, lambda: fm.flash_attention(**{**BY_NAME, "out": out, "lse": lse, **changes})
+    )
+    assert (out == 7).all()
+    assert (lse == 7).all()
+
+
+@pytest.mark.parametrize("name", [n for n in ARGUMENTS if n not in NUMPY_ONLY])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_arguments_of_frameworks(name: str, framework: str) -> None:
+    pytest.importorskip(framework)
+    changes, kind, sentence = ARGUMENTS[name]
+    if framework == "jax" and ({"out", "lse"} & set(changes) or name in ("rows", "stride")):
+        pytest.skip("JAX arrays have no strides and are not written to")
+    if framework == "torch":
+        from torch import from_numpy as convert
+    else:
+        import jax
+
+        if name == "dtype":
+            pytest.skip("JAX makes float32 of float64")
+        convert = jax.numpy.asarray
+        sentence = re.sub(r"dtype int32 \(code.*?\)", "dtype int32", sentence)
+    tensors = {
+        n: convert(x) if isinstance(x, np.ndarray) else x for n, x in {**BY_NAME, **changes}.items()
+    }
+    if not all(isinstance(x, np.ndarray) for x in changes.values()) and name != "q-list":
+        kind_name = type(next(iter(changes.values()))).__name__
+        q_type = f"{type(tensors['q']).__module__}.{type(tensors['q']).__qualname__}"
+        argument = next(iter(changes))
+        mixed = (
+            f"{argument}: got {kind_name}, but q is {q_type}; q, k, v, out and lse must come from "
+            "one framework"
+        )
+        sentence = mixed if framework == "torch" else sentence
+    raises(kind, sentence, lambda: fm.flash_attention(**tensors))
+
+
+def test_kernel_names_what_is_built_in() -> None:
+    built = fm.build_info().kernel_families
+    with pytest.raises(ValueError, match='^kernel: got "sm12", built in are ') as caught:
+        fm.flash_attention(Q, K, K, kernel="sm12")
+    for family in built.split(";"):
+        assert family in str(caught.value)
+    assert caught.value.status == "FLASHMOE_ERROR_INVALID_ARGUMENT"
+
+
+def test_unsupported_is_a_not_implemented_error() -> None:
+    if "sm89" not in fm.build_info().kernel_families:
+        pytest.skip("this build has the CPU family alone, which serves every valid call")
+    with pytest.raises(NotImplementedError, match="^kernel: cannot be served: sm89: "):
+        fm.flash_attention(Q, K, K, kernel="sm89")
+
+
+def test_frameworks_do_not_mix() -> None:
+    torch = pytest.importorskip("torch")
+    q, k = torch.from_numpy(Q), torch.from_numpy(K)
+    end = "; q, k, v, out and lse must come from one framework"
+    raises(
+        TypeError,
+        f"k: got numpy.ndarray, but q is torch.Tensor{end}",
+        lambda: fm.flash_attention(q, K, k),
+    )
+    raises(
+        TypeError,
+        f"v: got torch.Tensor, but q is numpy.ndarray{end}",
+        lambda: fm.flash_attention(Q, K, k),
+    )
+    raises(
+        TypeError,
+        f"out: got numpy.ndarray, but q is torch.Tensor{end}",
+        lambda: fm.flash_attention(q, k, k, out=Q),
+    )
+    raises(
+        TypeError,
+        f"lse: got producers.DlpackOnly, but q is numpy.ndarray{end}",
+        lambda: fm.flash_attention(Q, K, K, lse=DlpackOnly(Q)),
+    )
+
+
+def test_gradients_are_refused_while_they_are_recorded() -> None:
+    torch = pytest.importorskip("torch")
+    q, k = torch.from_numpy(Q.copy()), torch.from_numpy(K.copy())
+    for name in ("q", "k", "v"):
+        tensors = {"q": q, "k": k, "v": k.clone()}
+        tensors[name] = tensors[name].clone().requires_grad_()
+        raises(
+            ValueError,
+            f"{name}: requires grad, but attention has no backward pass yet; call under "
+            f"torch.no_grad() or pass {name}.detach()",
+            lambda t=tensors: fm.flash_attention(**t),
+        )
+
+
+def test_torch_tensors_without_memory() -> None:
+    torch = pytest.importorskip("torch")
+    k = torch.from_numpy(K)
+    for bad in (torch.zeros(Q.shape, device="meta"), torch.zeros(Q.shape).to_sparse()):
+        with pytest.raises(TypeError, match="^q: torch.Tensor gives no view of its memory: .*$"):
+            fm.flash_attention(bad, k, k)
+
+
+def test_read_only_outputs_are_refused() -> None:
+    for dtype in ("fp32", "bf16"):
+        q, k = (producers.cast(x, dtype) for x in (Q, K))
+        out, lse = q.copy(), np.zeros((2, 4, 16), np.float32)
+        for name, tensor in {"out": out, "lse": lse}.items():
+            tensor.setflags(write=False)
+            raises(
+                ValueError,
+                f"{name}: it is read-only, accepted is a writable tensor",
+                lambda n=name, t=tensor, q=q, k=k: fm.flash_attention(q, k, k, **{n: t}),
+            )
+
+
+def test_misaligned_rows() -> None:
+    torch = pytest.importorskip("torch")
+    flat = torch.zeros(Q.size + 1)
+    q = flat[1:].view(Q.shape)
+    with pytest.raises(
+        ValueError, match="^q: its data begins at address 0x.*, which is not a mult"
+    ):
+        fm.flash_attention(q, torch.from_numpy(K), torch.from_numpy(K))
+
+
+def test_objects_with_dlpack_alone_that_numpy_cannot_hold() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Hidden:
+        def __init__(self, tensor: Any) -> None:
+            self.tensor = tensor
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.tensor.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> Any:
+            return self.tensor.__dlpack_device__()
+
+    q, k = Hidden(torch.zeros(Q.shape).bfloat16()), Hidden(torch.zeros(K.shape).bfloat16())
+    with pytest.raises(TypeError, match="offers DLPack alone, and NumPy cannot hold it"):
+        fm.flash_attention(q, k, k)
+    out = Hidden(torch.ones(Q.shape).bfloat16())
+    assert fm.flash_attention(q, k, k, out=out) is out
+    assert (out.tensor == 0).all()
+
+
+def test_every_exception_is_ours_and_one_of_pythons() -> None:
+    from flashmoe_science import errors
+
+    expected = {
+        1: ValueError,
+        2: NotImplementedError,
+        3: RuntimeError,
+        4: RuntimeError,
+        5: MemoryError,
+        6: RuntimeError,
+        7: MemoryError,
+        8: RuntimeError,
+    }
+    for status, kind in expected.items():
+        error = errors._from_status(status, "q: a sentence")
+        assert isinstance(error, fm.FlashMoEError)
+        assert isinstance(error, kind)
+        assert str(error) == "q: a sentence"
+        assert error.status.startswith("FLASHMOE_ERROR_")
