@@ -1,0 +1,110 @@
+"""The GPU suite's own machinery, tried without a GPU: its oracle and its calls, on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import reference
+import torch
+from gpu import cases, memory, oracle
+from gpu.cases import Case
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("causal", cases.CAUSAL)
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(40, 40), (9, 70), (70, 9)])
+def test_agrees_with_the_reference(layout: str, causal: str, seq_q: int, seq_k: int) -> None:
+    case = Case(batch=2, seq_q=seq_q, seq_k=seq_k, heads_q=4, heads_kv=2, dim=16, dim_v=24,
+                layout=layout)  # fmt: skip
+    for dtype in cases.DTYPES:
+        q, k, v = cases.make_values(dataclasses.replace(case, dtype=dtype), "cpu")
+        v.view(torch.int16).flatten()[-3] = 0x7FC0  # NaN of either dtype
+        options = {"causal": causal, "layout": layout, "scale": 0.3}
+        want = reference.attention_float64(q, k, v, **options)
+        got = oracle.attention_float64(q, k, v, **options)
+        out = oracle.heads_first(got.out, layout).numpy()  # and back
+        np.testing.assert_allclose(out, want.out, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(got.lse.numpy(), want.lse, rtol=1e-12)
+        usual = reference.plain(q, k, v, dtype=reference.DTYPES[dtype], **options)
+        got = oracle.plain(q, k, v, **options)
+        out = oracle.heads_first(got.out, layout).numpy()
+        ulp = reference.ulp(reference.DTYPES[dtype], 1.0)
+        np.testing.assert_allclose(out, usual.out, atol=2 * ulp)
+        for size in (1e-3, 0.99, 1.0, 1.01, 37.0):
+            assert oracle.ulp(cases.DTYPES[dtype], size) == reference.ulp(
+                reference.DTYPES[dtype], size
+            )
+
+
+def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(batch=2, seq_q=33, seq_k=50, heads_q=4, heads_kv=2, causal="bottom_right")
+    q, k, v = cases.make_values(case, "cpu")
+    whole = oracle.attention_float64(q, k, v, case.causal)
+    monkeypatch.setattr(oracle, "_BLOCK_SCORES", 150)
+    parts = oracle.attention_float64(q, k, v, case.causal)
+    torch.testing.assert_close(parts.out, whole.out, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(parts.lse, whole.lse, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_calls_on_the_cpu(seed: int) -> None:
+    case = cases.random_case(seed, kernels=(None, "cpu"))
+    shorter = {"seq_q": min(case.seq_q, 300), "seq_k": min(case.seq_k, 300)}
+    cases.check_case(dataclasses.replace(case, **shorter), "cpu")
+
+
+@pytest.mark.parametrize("values", sorted(set(cases.VALUES)))
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_every_kind_of_values(values: str, dtype: str) -> None:
+    cases.check_case(Case(dtype=dtype, seq_q=70, seq_k=130, values=values), "cpu")
+
+
+def _result(case: Case) -> tuple[tuple[torch.Tensor, ...], memory.Placed, memory.Placed]:
+    inputs = cases.place_case(case, "cpu")
+    out, lse = cases.place_outputs(case, "cpu")
+    cases.run_case(case, *inputs, out, lse)
+    return tuple(placed.logical for placed in inputs), out, lse
+
+
+def test_notices_what_is_wrong() -> None:
+    case = Case(seq_q=20, seq_k=40, heads_q=2, heads_kv=2)
+    inputs, out, lse = _result(case)
+    oracle.assert_accurate(out.logical, lse.logical, *inputs)
+
+    good = out.view[0, 3, 1, 5].clone()
+    for bad in (good + 0.02, float("nan"), float("inf")):
+        out.view[0, 3, 1, 5] = bad
+        with pytest.raises(AssertionError, match=r"out\[0, 1, 3, 5\] is .* wrong in 1 of"):
+            oracle.assert_accurate(out.logical, lse.logical, *inputs)
+    out.view[0, 3, 1, 5] = good
+
+    lse.view[0, 1, 7] += 0.01
+    with pytest.raises(AssertionError, match=r"lse\[0, 1, 7\] is"):
+        oracle.assert_accurate(out.logical, lse.logical, *inputs)
+
+    assert out.intact()
+    out.buffer[3] = 1.0
+    assert not out.intact()
+
+
+def test_notices_a_nan_that_is_lost() -> None:
+    case = Case(seq_q=20, seq_k=40)
+    inputs, out, lse = _result(case)
+    inputs[2][0, 11, 0, 9] = float("nan")
+    with pytest.raises(AssertionError, match=r"out\[0, 0, 0, 9\] is .*, the reference nan"):
+        oracle.assert_accurate(out.logical, lse.logical, *inputs)
+
+
+def test_placements_are_what_they_say() -> None:
+    where = memory.Placement((1, 0, 2, 3), (0, 8, 0, 16), 24, broadcast=(2,), flipped=(0,))
+    values = torch.arange(2 * 3 * 4 * 8, dtype=torch.float16).reshape(2, 3, 4, 8)
+    placed = memory.place_values(values, where)
+    assert torch.equal(placed.logical, values[:, :, :1].expand(values.shape))
+    assert placed.view.stride() == (24, 56, 0, 1)
+    raw = placed.raw()
+    assert list(raw.strides[:4]) == [-24, 56, 0, 1]
+    assert raw.data == placed.view[1].data_ptr()
+    outside = placed.buffer.isnan().sum()
+    assert outside == placed.buffer.numel() - 2 * 3 * 8
