@@ -1,8 +1,8 @@
 // Attention forward on the CPU: plan and launch.
 //
-// A tile is up to tile_q query rows of one (batch, head); one thread computes it from the first
-// key to the last it sees, so the bits of a row depend neither on the number of threads nor on
-// tile_q (rows meet keys in steps of tile_k counted from key 0). Threads take tiles from a shared
+// A tile is up to tile_q rows of one (batch, KV head); one thread computes it from the first key to
+// the last it sees, so the bits of a row depend neither on the number of threads nor on tile_q
+// (rows meet keys in steps of tile_k counted from key 0). Threads take tiles from a shared
 // counter, under a causal mask the longest first. All scratch is the caller's workspace.
 #include <atomic>
 #include <cstdio>
@@ -42,14 +42,17 @@ const AttentionKernel& kernel_for(cpu::Isa isa, Dtype dtype) {
   }
 }
 
+// Of one (batch, KV head).
+int64_t rows_of(const AttentionProblem& p) { return p.seq_q * (p.heads_q / p.heads_kv); }
+
 int64_t tiles_of(const AttentionProblem& p, int64_t tile_q) {
-  return p.batch * p.heads_q * ceil_divide(p.seq_q, tile_q);
+  return p.batch * p.heads_kv * ceil_divide(rows_of(p), tile_q);
 }
 
 // As many groups as a tile may hold (K and V are packed once per tile), fewer when that would
 // leave threads without work.
 int64_t choose_tile_q(const AttentionProblem& p, const AttentionKernel& kernel, int32_t threads) {
-  const int64_t groups = ceil_divide(p.seq_q, kernel.group_rows);
+  const int64_t groups = ceil_divide(rows_of(p), kernel.group_rows);
   int64_t tile_groups = kernel.max_groups < groups ? kernel.max_groups : groups;
   while (tile_groups > 1 &&
          tiles_of(p, tile_groups * kernel.group_rows) < kTilesPerThread * threads) {
@@ -85,12 +88,12 @@ flashmoe_status plan(const AttentionProblem& p, AttentionPlan* plan, char* reaso
   const int64_t tile_q = choose_tile_q(p, kernel, most_threads);
   const int64_t tiles = tiles_of(p, tile_q);
   if (tiles > UINT32_MAX) {
-    std::snprintf(reason, reason_size, "batch x heads x tiles of %lld rows is %lld, at most %u",
+    std::snprintf(reason, reason_size, "batch x KV heads x tiles of %lld rows is %lld, at most %u",
                   static_cast<long long>(tile_q), static_cast<long long>(tiles), UINT32_MAX);
     return FLASHMOE_ERROR_UNSUPPORTED;
   }
-  const int32_t threads = tiles < most_threads ? static_cast<int32_t>(tiles < 1 ? 1 : tiles)
-                                               : most_threads;
+  const int32_t threads =
+      tiles < most_threads ? static_cast<int32_t>(tiles < 1 ? 1 : tiles) : most_threads;
   flashmoe_attention_plan& info = plan->info;
   std::snprintf(info.kernel, sizeof info.kernel, "attention_forward_cpu_%s_%s_d%d_dv%d", kernel.isa,
                 dtype_name(p.dtype), static_cast<int>(p.dim), static_cast<int>(p.dim_v));
@@ -116,7 +119,7 @@ struct Launch {
   const AttentionKernel& kernel;
   int64_t tile_q;
   int64_t tiles;
-  int64_t q_tiles;  // per (batch, head)
+  int64_t row_tiles;  // per (batch, KV head)
   unsigned char* scratch;
   size_t scratch_bytes;  // per thread
   std::atomic<int64_t> next{0};
@@ -126,18 +129,18 @@ void work(void* context, int32_t worker) {
   Launch& launch = *static_cast<Launch*>(context);
   const AttentionProblem& p = launch.problem;
   void* scratch = launch.scratch + static_cast<size_t>(worker) * launch.scratch_bytes;
-  const int64_t heads = p.batch * p.heads_q;
+  const int64_t heads = p.batch * p.heads_kv;
   for (;;) {
     const int64_t index = launch.next.fetch_add(1, std::memory_order_relaxed);
     if (index >= launch.tiles) return;
     // Last rows first: under a causal mask they see the most keys.
-    const int64_t q_tile = launch.q_tiles - 1 - index / heads;
+    const int64_t row_tile = launch.row_tiles - 1 - index / heads;
     const int64_t head = index % heads;
     AttentionTile tile;
-    tile.batch = head / p.heads_q;
-    tile.head = head % p.heads_q;
-    tile.first_row = q_tile * launch.tile_q;
-    const int64_t left = p.seq_q - tile.first_row;
+    tile.batch = head / p.heads_kv;
+    tile.kv_head = head % p.heads_kv;
+    tile.first_row = row_tile * launch.tile_q;
+    const int64_t left = rows_of(p) - tile.first_row;
     tile.rows = left < launch.tile_q ? left : launch.tile_q;
     launch.kernel.compute(p, tile, static_cast<int32_t>(launch.tile_q), scratch);
   }
@@ -153,7 +156,7 @@ flashmoe_status launch(const AttentionProblem& p, const AttentionPlan& plan, voi
                    kernel,
                    info.tile_q,
                    info.grid[0],
-                   ceil_divide(p.seq_q, info.tile_q),
+                   ceil_divide(rows_of(p), info.tile_q),
                    reinterpret_cast<unsigned char*>(aligned),
                    scratch_bytes(p, kernel, info.tile_q)};
   cpu::parallel_run(static_cast<int32_t>(info.block[0]), work, &launch);

@@ -10,10 +10,11 @@
 
 namespace flashmoe::cpu {
 
-// Consecutive query rows of one (batch, head).
+// Consecutive rows of one (batch, KV head). Query heads that share a KV head are folded into the
+// rows, query by query, so that they share K and V too: row r is query r / group of head r % group.
 struct AttentionTile {
   int64_t batch;
-  int64_t head;
+  int64_t kv_head;
   int64_t first_row;
   int64_t rows;
 };
@@ -21,8 +22,8 @@ struct AttentionTile {
 // The kernels of one instruction set for one dtype.
 struct AttentionKernel {
   const char* isa;
-  int32_t group_rows;   // rows that go through the registers together; tiles hold whole groups
-  int32_t max_groups;   // of a tile
+  int32_t group_rows;  // rows that go through the registers together; tiles hold whole groups
+  int32_t max_groups;  // of a tile
   int32_t (*tile_k)(const AttentionProblem& problem);
   size_t (*scratch_bytes)(const AttentionProblem& problem, int32_t tile_q);  // of one thread
   // `scratch` is 64-byte aligned. Writes out and lse of the tile's rows and nothing else.

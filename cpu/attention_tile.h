@@ -188,14 +188,12 @@ class TileComputer {
         words_(problem.dim / kPack),
         groups_((tile.rows + kGroupRows - 1) / kGroupRows),
         dim_v_panels_((problem.dim_v + kPanel - 1) / kPanel),
+        group_heads_(problem.heads_q / problem.heads_kv),
         s_(scratch, problem, tile_q, tile_k_, kPack) {
-    const int64_t kv_head = tile.head / (p_.heads_q / p_.heads_kv);
-    q_ = static_cast<const Element*>(p_.q) + tile.batch * p_.q_strides.batch +
-         tile.head * p_.q_strides.head + tile.first_row * p_.q_strides.seq;
     k_ = static_cast<const Element*>(p_.k) + tile.batch * p_.k_strides.batch +
-         kv_head * p_.k_strides.head;
+         tile.kv_head * p_.k_strides.head;
     v_ = static_cast<const Element*>(p_.v) + tile.batch * p_.v_strides.batch +
-         kv_head * p_.v_strides.head;
+         tile.kv_head * p_.v_strides.head;
   }
 
   void compute() {
@@ -212,21 +210,30 @@ class TileComputer {
   }
 
  private:
+  int64_t query_of(int64_t row) const { return (tile_.first_row + row) / group_heads_; }
+
+  // Element offset of a row of q, out or lse.
+  int64_t offset_of(int64_t row, const RowStrides& strides) const {
+    const int64_t head = tile_.kv_head * group_heads_ + (tile_.first_row + row) % group_heads_;
+    return tile_.batch * strides.batch + query_of(row) * strides.seq + head * strides.head;
+  }
+
   // Keys that row `row` of the tile sees: the first so many. Never decreases with the row.
   int64_t visible_keys(int64_t row) const {
     if (!p_.causal) return p_.seq_k;
-    return clamp(tile_.first_row + row + p_.causal_offset + 1, 0, p_.seq_k);
+    return clamp(query_of(row) + p_.causal_offset + 1, 0, p_.seq_k);
   }
 
   void pack_queries() {
-    for (int64_t group = 0; group < groups_; ++group) {
-      const int64_t first = group * kGroupRows;
+    const Element* q = static_cast<const Element*>(p_.q);
+    for (int64_t first = 0; first < tile_.rows; first += kGroupRows) {
       const int64_t rows = smaller(kGroupRows, tile_.rows - first);
-      const Element* from = q_ + first * p_.q_strides.seq;
+      const Element* from[kLanes];
+      for (int64_t r = 0; r < rows; ++r) from[r] = q + offset_of(first + r, p_.q_strides);
       float* to = s_.q + first * words_;
       for (int64_t word = 0; word < words_; word += kLanes) {
         Vector block[kLanes];
-        load_block(from + word * kPack, p_.q_strides.seq, rows, p_.dim - word * kPack, block);
+        load_block(from, rows, word * kPack, p_.dim, block);
         // A row of the block is longer than a group: the next one overwrites what is too much.
         const int64_t count = smaller(kLanes, words_ - word);
         for (int64_t i = 0; i < count; ++i) Simd::store(to + (word + i) * kGroupRows, block[i]);
@@ -236,24 +243,26 @@ class TileComputer {
 
   void pack_keys(int64_t key, int64_t keys) {
     for (int64_t first = 0; first < keys; first += kLanes) {
-      const Element* from = k_ + (key + first) * p_.k_strides.seq;
+      const int64_t rows = smaller(kLanes, keys - first);
+      const Element* from[kLanes];
+      for (int64_t j = 0; j < rows; ++j) from[j] = k_ + (key + first + j) * p_.k_strides.seq;
       float* to = s_.k + first / kPanel * kPanel * words_ + first % kPanel;
       for (int64_t word = 0; word < words_; word += kLanes) {
         Vector block[kLanes];
-        load_block(from + word * kPack, p_.k_strides.seq, keys - first, p_.dim - word * kPack,
-                   block);
+        load_block(from, rows, word * kPack, p_.dim, block);
         const int64_t count = smaller(kLanes, words_ - word);
         for (int64_t i = 0; i < count; ++i) Simd::store(to + (word + i) * kPanel, block[i]);
       }
     }
   }
 
-  // Transposes up to kLanes rows of words: lane j of block[i] is word i of row j.
-  static void load_block(const Element* from, int64_t row_stride, int64_t rows, int64_t elements,
-                         Vector (&block)[kLanes]) {
+  // Transposes kLanes words of up to kLanes rows, from element `begin` of `dim` on: lane j of
+  // block[i] is word i of row j.
+  static void load_block(const Element* const (&from)[kLanes], int64_t rows, int64_t begin,
+                         int64_t dim, Vector (&block)[kLanes]) {
 #pragma GCC unroll 16
     for (int j = 0; j < kLanes; ++j) {
-      block[j] = j < rows ? Product::load_words(from + j * row_stride, elements) : Simd::zero();
+      block[j] = j < rows ? Product::load_words(from[j] + begin, dim - begin) : Simd::zero();
     }
     Simd::transpose(block);
   }
@@ -339,9 +348,7 @@ class TileComputer {
   FLASHMOE_NOINLINE void score_panel(const float* q, const float* k, float* scores) {
     multiply_panel<Product, kRows, kVectors, 1, kGroupRows>(
         q, k, words_,
-        [=](int r, int v, Vector sum) {
-          Simd::store(scores + r * kScoreStride + v * kLanes, sum);
-        },
+        [=](int r, int v, Vector sum) { Simd::store(scores + r * kScoreStride + v * kLanes, sum); },
         [=](int r, int v, Vector sum) {
           float* to = scores + r * kScoreStride + v * kLanes;
           Simd::store(to, Simd::add(Simd::load(to), sum));
@@ -442,22 +449,18 @@ class TileComputer {
   }
 
   void finish_row(int64_t row) {
-    const int64_t index = tile_.first_row + row;
     const bool sees_keys = visible_keys(row) > 0;
     const float sum = Simd::sum_of(Simd::load(s_.sums + row * kLanes));
     // Scores that are all -inf leave sum 0, and 0 * (1 / 0) is the NaN that softmax gives.
     const Vector inverse = Simd::broadcast(sees_keys ? 1.0f / sum : 0.0f);
-    Element* out = static_cast<Element*>(p_.out) + tile_.batch * p_.out_strides.batch +
-                   tile_.head * p_.out_strides.head + index * p_.out_strides.seq;
+    Element* out = static_cast<Element*>(p_.out) + offset_of(row, p_.out_strides);
     const float* output = output_of(row / kGroupRows * kGroupRows, 0) + row % kGroupRows * kPanel;
     for (int64_t column = 0; column < p_.dim_v; column += kLanes) {
       const float* from = output + column / kPanel * kGroupRows * kPanel + column % kPanel;
-      Simd::store_first(out + column, Simd::multiply(Simd::load(from), inverse),
-                        p_.dim_v - column);
+      Simd::store_first(out + column, Simd::multiply(Simd::load(from), inverse), p_.dim_v - column);
     }
     if (p_.lse != nullptr) {
-      p_.lse[tile_.batch * p_.lse_strides.batch + tile_.head * p_.lse_strides.head +
-             index * p_.lse_strides.seq] =
+      p_.lse[offset_of(row, p_.lse_strides)] =
           sees_keys ? s_.maxima[row] * p_.scale + __builtin_logf(sum) : -kInfinity;
     }
   }
@@ -468,8 +471,8 @@ class TileComputer {
   const int64_t words_;  // of a row of Q or K
   const int64_t groups_;
   const int64_t dim_v_panels_;
+  const int64_t group_heads_;  // that share a KV head
   const Scratch s_;
-  const Element* q_;  // row 0 of the tile
   const Element* k_;  // key 0
   const Element* v_;
   bool values_finite_ = true;
@@ -483,8 +486,7 @@ void compute_tile(const AttentionProblem& problem, const AttentionTile& tile, in
 
 template <typename Product>
 size_t tile_scratch_bytes(const AttentionProblem& problem, int32_t tile_q) {
-  return Scratch(nullptr, problem, tile_q, keys_per_step(problem, Product::kPack),
-                 Product::kPack)
+  return Scratch(nullptr, problem, tile_q, keys_per_step(problem, Product::kPack), Product::kPack)
       .bytes;
 }
 

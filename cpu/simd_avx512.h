@@ -46,9 +46,7 @@ struct Simd {
   }
 
   // Stores the first n lanes, rounded to nearest even.
-  static void store_first(float* p, Vector x, int64_t n) {
-    _mm512_mask_storeu_ps(p, first(n), x);
-  }
+  static void store_first(float* p, Vector x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
   static void store_first(Fp16* p, Vector x, int64_t n) {
     const __m256i half = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_mask_storeu_epi16(p, first(n), half);

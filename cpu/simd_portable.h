@@ -96,7 +96,7 @@ struct Simd {
     to->bits = static_cast<uint16_t>((x != x ? bits | 0x400000u : rounded) >> 16);
   }
   static void from_float(float x, Fp16* to) {
-    constexpr float kOverflow = 65520.0f;       // halfway to what would be 2^16
+    constexpr float kOverflow = 65520.0f;  // halfway to what would be 2^16
     constexpr float kSmallestNormal = 0x1p-14f;
     const uint32_t sign = (bits_of(x) >> 16) & 0x8000u;
     const float magnitude = x < 0 ? -x : x;

@@ -34,7 +34,7 @@ struct Job {
   void* context;
   int32_t next_worker;  // workers [next_worker, threads) have no thread yet
   int32_t threads;
-  int32_t inside;       // helpers now in body
+  int32_t inside;  // helpers now in body
   Job* next;
 };
 

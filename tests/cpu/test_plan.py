@@ -61,6 +61,14 @@ def test_tiles_shrink_to_occupy_the_threads(library: ctypes.CDLL) -> None:
     assert plan.grid[0] >= 16
 
 
+def test_heads_of_a_group_share_a_tile(library: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(0)
+    q = normal(rng, (2, 1, 32, 64), np.dtype(np.float32))
+    k, v = (normal(rng, (2, 100, 4, 64), np.dtype(np.float32)) for _ in range(2))
+    plan = capi.attention_plan(capi.attention_params(q, k, v, np.empty_like(q)), library)
+    assert plan.grid[0] == 2 * 4
+
+
 def test_workspace_does_not_grow_with_the_sequence(library: ctypes.CDLL) -> None:
     library.flashmoe_set_num_threads(2)
     sizes = {
