@@ -134,14 +134,19 @@ def _ratio_text(entry: dict[str, Any] | None) -> str:
 
 
 def _print_cell(
-    table: Table, output: Output, shape: Shape, cell: dict[str, Any], names: list[str]
+    table: Table,
+    output: Output,
+    shape: Shape,
+    cell: dict[str, Any],
+    names: list[str],
+    per_tera: float,
 ) -> None:
     if cell["status"] != "ok":
         output.line(f"{shape!s:<36}  VOID: {cell['reason']}", style="bold red")
         return
     ours = cell["contenders"][OURS]
     spread = (ours["q3_s"] - ours["q1_s"]) / ours["median_s"] * 100
-    cells = [f"{ours['median_s'] * 1e6:.1f}", f"{spread:.1f} %", f"{ours['tflops']:.4g}"]
+    cells = [f"{ours['median_s'] * 1e6:.1f}", f"{spread:.1f} %", f"{ours['tflops'] * per_tera:.4g}"]
     table.row([str(shape), *cells, *(_ratio_text(cell["contenders"].get(n)) for n in names)])
 
 
@@ -242,7 +247,8 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if not names:
         output.line("No peer is timed: there is no torch here, or --peer leaves none.")
-    headers = ["shape", "median us", "quartiles", "TFLOP/s", *names]
+    unit, per_tera = ("GFLOP/s", 1e3) if device == "cpu" else ("TFLOP/s", 1.0)
+    headers = ["shape", "median us", "quartiles", unit, *names]
     table = Table(output, headers, [36, 10, 9, 8, *(15 for _ in names)])
     begin = time.monotonic()
     code = EXIT_OK
@@ -250,7 +256,7 @@ def run(arguments: argparse.Namespace) -> int:
         for shape in shapes:
             cell = measure(flashmoe, arrays, shape, names, sampling, arguments.kernel)
             document["cells"].append(cell)
-            _print_cell(table, output, shape, cell, names)
+            _print_cell(table, output, shape, cell, names, per_tera)
             if cell["status"] != "ok":
                 code = EXIT_FAILED
             if arguments.json not in (None, "-"):  # what is measured survives whatever comes

@@ -61,7 +61,8 @@ class CudaClock:
 
     def __init__(self, torch: Any, device: str) -> None:
         self._torch = torch
-        l2_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
+        properties = torch.cuda.get_device_properties(device)
+        l2_bytes = int(getattr(properties, "L2_cache_size", 0))
         self._flush = torch.empty(2 * max(l2_bytes, 2**25), dtype=torch.uint8, device=device)
         self._begin = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
