@@ -85,8 +85,9 @@ nb::object tuple_of(const int64_t* extents, int rank) {
   return tuple;
 }
 
-void set_python_error(void*, const char* kind, const char* message) {
-  PyErr_Format(PyExc_MemoryError, "%s: %s", kind, message);
+// May come without the GIL: only remembers what is raised afterwards.
+void remember_error(void* context, const char* kind, const char* message) {
+  *static_cast<std::string*>(context) = std::string(kind) + ": " + message;
 }
 
 nb::object allocate_by_exchange(const TensorType& type, const int64_t* shape, int rank,
@@ -100,11 +101,13 @@ nb::object allocate_by_exchange(const TensorType& type, const int64_t* shape, in
   for (int axis = 0; axis < rank; ++axis) extents[axis] = shape[axis];
   dlpack::Tensor prototype = {nullptr, device, rank, dtype, extents, nullptr, 0};
   dlpack::ManagedTensor* managed = nullptr;
-  void* object = nullptr;
-  if (api.allocate(&prototype, &managed, nullptr, &set_python_error) != 0 ||
-      api.object_from_managed(managed, &object) != 0) {
+  std::string error;
+  if (api.allocate(&prototype, &managed, &error, &remember_error) != 0) {
+    PyErr_SetString(PyExc_MemoryError, error.c_str());
     nb::raise_python_error();
   }
+  void* object = nullptr;
+  if (api.object_from_managed(managed, &object) != 0) nb::raise_python_error();
   return nb::steal(static_cast<PyObject*>(object));
 }
 

@@ -78,7 +78,7 @@ void TensorView::copy(const dlpack::Tensor& tensor) {
 }
 
 void TensorView::borrow(const TensorType& type, const char* name, nb::handle object) {
-  dlpack::Tensor view;
+  dlpack::Tensor view = {};
   int failed = 0;
   if (type.api->view_of_object != nullptr) {
     failed = type.api->view_of_object(object.ptr(), &view);
@@ -87,9 +87,12 @@ void TensorView::borrow(const TensorType& type, const char* name, nb::handle obj
     if (failed == 0) view = managed_->tensor;
   }
   if (failed != 0) {
-    nb::python_error error;  // takes the producer's exception
-    std::string reason = nb::str(error.value()).c_str();
-    reason = reason.substr(0, reason.find('\n'));  // torch appends its C++ stack
+    std::string reason = "it gives no reason";
+    if (PyErr_Occurred() != nullptr) {
+      const nb::python_error error;  // takes the producer's exception
+      reason = nb::str(error.value()).c_str();
+      reason = reason.substr(0, reason.find('\n'));  // torch appends its C++ stack
+    }
     raise_type_error(std::string(name) + ": " + name_of_type(object) +
                      " gives no view of its memory: " + reason);
   }

@@ -65,6 +65,13 @@ class Framework:
         return q.__array_namespace__()
 
 
+def _rows_kept(made: Any, xp: Any) -> Any:
+    """`made` of empty_like(q), unless q's repeated axes (stride 0) have come to lie innermost."""
+    if made.shape[-1] == 1 or made.strides[-1] == made.itemsize or made.size == 0:
+        return made
+    return xp.empty(made.shape, made.dtype)
+
+
 class NumPy(Framework):
     def device(self, tensor: Any) -> Device:
         return Device(1, 0)
@@ -72,7 +79,7 @@ class NumPy(Framework):
     def out(self, q: Any, shape: tuple[int, ...]) -> Any:
         import numpy
 
-        return numpy.empty_like(q, shape=shape, subok=False)
+        return _rows_kept(numpy.empty_like(q, shape=shape, subok=False), numpy)
 
     def lse(self, q: Any, shape: tuple[int, ...]) -> Any:
         import numpy
@@ -131,7 +138,7 @@ class CuPy(Framework):
         import cupy
 
         with q.device:
-            return cupy.empty_like(q, shape=shape)
+            return _rows_kept(cupy.empty_like(q, shape=shape), cupy)
 
     def lse(self, q: Any, shape: tuple[int, ...]) -> Any:
         import cupy
@@ -183,7 +190,7 @@ def _framework_of_type(kind: Any) -> Framework | None:
 
 def framework_of(name: str, tensor: Any) -> Framework:
     """Raises TypeError for what is no tensor."""
-    framework = _framework_of_type(type(tensor))
+    framework = _framework_of_type(tensor.__class__)
     if framework is None:
         raise ArgumentTypeError(
             f"{name}: got {_type_name(tensor)}, accepted is a tensor of NumPy, torch, JAX or CuPy, "
@@ -194,7 +201,7 @@ def framework_of(name: str, tensor: Any) -> Framework:
 
 def is_jax(tensor: Any) -> bool:
     """Whether this is a JAX array, or a tracer that stands for one."""
-    return _framework_of_type(type(tensor)) is _JAX
+    return _framework_of_type(tensor.__class__) is _JAX
 
 
 def common_framework(tensors: dict[str, Any]) -> Framework:

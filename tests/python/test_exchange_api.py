@@ -1,0 +1,263 @@
+"""The DLPack exchange API of a tensor type, from a producer made of ctypes: tables that are
+complete, partial, of another version, or no table at all."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from reference import assert_accurate
+
+import flashmoe_science as fm
+
+
+class DLTensor(c.Structure):
+    _fields_ = [
+        ("data", c.c_void_p),
+        ("device_type", c.c_int32),
+        ("device_id", c.c_int32),
+        ("ndim", c.c_int32),
+        ("code", c.c_uint8),
+        ("bits", c.c_uint8),
+        ("lanes", c.c_uint16),
+        ("shape", c.POINTER(c.c_int64)),
+        ("strides", c.POINTER(c.c_int64)),
+        ("byte_offset", c.c_uint64),
+    ]
+
+
+class Managed(c.Structure):
+    pass
+
+
+DELETER = c.CFUNCTYPE(None, c.POINTER(Managed))
+Managed._fields_ = [
+    ("major", c.c_uint32),
+    ("minor", c.c_uint32),
+    ("context", c.c_void_p),
+    ("deleter", DELETER),
+    ("flags", c.c_uint64),
+    ("tensor", DLTensor),
+]
+
+SET_ERROR = c.CFUNCTYPE(None, c.c_void_p, c.c_char_p, c.c_char_p)
+ALLOCATE = c.PYFUNCTYPE(
+    c.c_int, c.POINTER(DLTensor), c.POINTER(c.POINTER(Managed)), c.c_void_p, SET_ERROR
+)
+FROM_OBJECT = c.PYFUNCTYPE(c.c_int, c.py_object, c.POINTER(c.POINTER(Managed)))
+TO_OBJECT = c.PYFUNCTYPE(c.c_int, c.POINTER(Managed), c.POINTER(c.c_void_p))
+VIEW = c.PYFUNCTYPE(c.c_int, c.py_object, c.POINTER(DLTensor))
+STREAM = c.PYFUNCTYPE(c.c_int, c.c_int32, c.c_int32, c.POINTER(c.c_void_p))
+
+
+class Table(c.Structure):
+    pass
+
+
+Table._fields_ = [
+    ("major", c.c_uint32),
+    ("minor", c.c_uint32),
+    ("previous", c.POINTER(Table)),
+    ("allocate", ALLOCATE),
+    ("from_object", FROM_OBJECT),
+    ("to_object", TO_OBJECT),
+    ("view", VIEW),
+    ("stream", STREAM),
+]
+
+
+class Tensor:
+    """A NumPy array behind an exchange API."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.shape = (c.c_int64 * array.ndim)(*array.shape)
+        self.strides = (c.c_int64 * array.ndim)(*(s // array.itemsize for s in array.strides))
+
+
+deleted: list[int] = []
+alive: dict[int, Any] = {}
+
+
+def fill(tensor: Tensor, view: Any) -> None:
+    view.data = tensor.array.ctypes.data
+    view.device_type, view.device_id, view.ndim = 1, 0, tensor.array.ndim
+    view.code, view.bits, view.lanes = 2, 8 * tensor.array.itemsize, 1
+    view.shape, view.strides, view.byte_offset = tensor.shape, tensor.strides, 0
+
+
+def manage(tensor: Tensor) -> Any:
+    managed = Managed(1, 3, None, delete, 0)
+    fill(tensor, managed.tensor)
+    alive[c.addressof(managed)] = (managed, tensor)
+    return c.pointer(managed)
+
+
+@DELETER
+def delete(managed: Any) -> None:
+    deleted.append(c.addressof(managed.contents))
+    del alive[deleted[-1]]
+
+
+@ALLOCATE
+def allocate(prototype: Any, out: Any, context: Any, set_error: Any) -> int:
+    shape = [prototype.contents.shape[i] for i in range(prototype.contents.ndim)]
+    if shape[-1] == 24:  # out of one of the cases below
+        set_error(context, b"MemoryError", b"no room for 24")
+        return -1
+    out[0] = manage(types[-1](np.full(shape, np.nan, f"f{prototype.contents.bits // 8}")))
+    return 0
+
+
+@FROM_OBJECT
+def from_object(tensor: Any, out: Any) -> int:
+    out[0] = manage(tensor)
+    return 0
+
+
+@TO_OBJECT
+def to_object(managed: Any, out: Any) -> int:
+    _, tensor = alive.pop(c.addressof(managed.contents))
+    increase(tensor)
+    out[0] = id(tensor)
+    return 0
+
+
+@VIEW
+def view(tensor: Any, out: Any) -> int:
+    fill(tensor, out.contents)
+    return 0
+
+
+@STREAM
+def stream(device_type: int, device_id: int, out: Any) -> int:
+    raise AssertionError("a CPU call needs no stream")
+
+
+increase = c.pythonapi.Py_IncRef
+increase.argtypes = [c.py_object]
+increase.restype = None
+
+new_capsule = c.pythonapi.PyCapsule_New
+new_capsule.argtypes = [c.c_void_p, c.c_char_p, c.c_void_p]
+new_capsule.restype = c.py_object
+
+CAPSULE_NAME = b"dlpack_exchange_api"
+kept: list[Any] = []
+types: list[type[Tensor]] = []  # the last one is that of new tensors
+
+
+def tensor_type(table: Table, name: bytes = CAPSULE_NAME) -> type[Tensor]:
+    kept.append(table)
+    capsule = new_capsule(c.addressof(table), name, None)
+    types.append(type("Exchanged", (Tensor,), {"__dlpack_c_exchange_api__": capsule}))
+    return types[-1]
+
+
+def table(major: int = 1, minor: int = 3, **functions: Any) -> Table:
+    made: dict[str, Any] = {
+        "allocate": allocate,
+        "from_object": from_object,
+        "to_object": to_object,
+        "view": view,
+        "stream": stream,
+    }
+    made |= functions
+    return Table(major, minor, None, *made.values())
+
+
+def arrays(dim_v: int = 16) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = ((2, 9, 4, 32), (2, 7, 2, 32), (2, 7, 2, dim_v))
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    return q, k, v
+
+
+@pytest.mark.parametrize("missing", [(), ("view",), ("stream",), ("view", "stream")], ids=str)
+def test_tables_with_missing_functions(missing: tuple[str, ...]) -> None:
+    null = {"view": VIEW(0), "stream": STREAM(0)}
+    kind = tensor_type(table(**{name: null[name] for name in missing}))
+    inputs = arrays()
+    out, lse = fm.flash_attention(*(kind(x) for x in inputs), return_lse=True)
+    assert_accurate(out.array, lse.array, *inputs)
+    assert not alive, "every managed tensor was given back"
+
+
+def test_older_table_behind_a_newer_one() -> None:
+    newer = Table(2, 0, c.pointer(table()))
+    inputs = arrays()
+    kind = tensor_type(newer)
+    assert_accurate(fm.flash_attention(*(kind(x) for x in inputs)).array, None, *inputs)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        tensor_type(Table(2, 0, None)),
+        tensor_type(table(), b"another name"),
+        tensor_type(table(view=VIEW(0), from_object=FROM_OBJECT(0))),
+    ],
+    ids=["newer-major", "another-capsule", "no-view"],
+)
+def test_tables_that_cannot_be_used(kind: type[Tensor]) -> None:
+    with pytest.raises(TypeError, match=r"^q: got .*Exchanged, accepted is a tensor"):
+        fm.flash_attention(*(kind(x) for x in arrays()))
+
+
+def test_a_type_without_an_allocator_needs_outputs() -> None:
+    kind = tensor_type(table(allocate=ALLOCATE(0)))
+    inputs = arrays()
+    tensors = [kind(x) for x in inputs]
+    with pytest.raises(TypeError, match="^out: Exchanged offers no allocator; pass out, and lse"):
+        fm.flash_attention(*tensors)
+    out = kind(np.full((2, 9, 4, 16), np.nan, np.float32))
+    assert fm.flash_attention(*tensors, out=out) is out
+    assert_accurate(out.array, None, *inputs)
+
+
+def test_an_allocator_that_fails() -> None:
+    kind = tensor_type(table())
+    with pytest.raises(MemoryError, match="no room for 24"):
+        fm.flash_attention(*(kind(x) for x in arrays(dim_v=24)))
+    assert not alive
+
+
+def test_types_are_told_apart() -> None:
+    one, other = tensor_type(table()), tensor_type(table())
+    q, k, v = arrays()
+    with pytest.raises(TypeError, match="must come from one framework"):
+        fm.flash_attention(one(q), other(k), one(v))
+
+
+def test_a_producer_that_fails_without_a_word() -> None:
+    @VIEW
+    def broken(tensor: Any, out: Any) -> int:
+        return -1
+
+    kind = tensor_type(table(view=broken))
+    kept.append(broken)
+    match = "^q: .*Exchanged gives no view of its memory: it gives no reason$"
+    with pytest.raises(TypeError, match=match):
+        fm.flash_attention(*(kind(x) for x in arrays()))
+
+
+def test_nothing_leaks() -> None:
+    """References of arguments and results are all given back."""
+    import gc
+    import sys
+
+    inputs = arrays()
+    functions: list[Callable[[np.ndarray], Any]] = [np.asarray, tensor_type(table())]
+    for make in functions:
+        tensors = [make(x) for x in inputs]
+        before = [sys.getrefcount(t) for t in tensors]
+        fresh = object()
+        for _ in range(50):
+            out, lse = fm.flash_attention(*tensors, return_lse=True)
+            assert sys.getrefcount(out) == sys.getrefcount(fresh)
+            assert sys.getrefcount(lse) == sys.getrefcount(fresh)
+        gc.collect()
+        assert [sys.getrefcount(t) for t in tensors] == before

@@ -1,0 +1,144 @@
+"""Any shape, stride, dtype, layout and option against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import producers
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from producers import Producer
+from reference import DTYPES, assert_accurate
+
+import flashmoe_science as fm
+
+TORCH = [p for p in producers.ON_CPU if p.name.startswith("torch")]
+STRIDED = [p for p in producers.ON_CPU if p.name == "numpy"] + TORCH
+
+
+@st.composite
+def arrays(draw: st.DrawFn, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Standard normal values in a view: axes permuted, rows padded, sliced, reversed or repeated.
+    Rows stay contiguous and 16-byte aligned."""
+    per_row = 16 // DTYPES[dtype].itemsize
+    order = draw(st.permutations((0, 1, 2)))
+    steps = [draw(st.sampled_from((1, 1, 1, 2, -1))) for _ in range(3)]
+    begins = [draw(st.integers(0, 1)) for _ in range(3)]
+    extents = [begin + extent * abs(step) for begin, extent, step in zip(begins, shape, steps)]
+    padded = shape[3] + per_row * draw(st.integers(0, 1))
+    seed = draw(st.integers(0, 2**32 - 1))
+    base = np.random.default_rng(seed).standard_normal(
+        (*(extents[axis] for axis in order), padded), np.float32
+    )
+    view = producers.cast(base, dtype).transpose(*np.argsort(order), 3)[..., : shape[3]]
+    for axis, (begin, step) in enumerate(zip(begins, steps)):
+        index: list[Any] = [slice(None)] * 4
+        index[axis] = slice(begin, None, abs(step))
+        view = view[tuple(index)]
+        if step < 0:
+            view = np.flip(view, axis)
+    assert view.shape == shape
+    if draw(st.booleans()) and shape[0] > 0:  # every batch the first one's memory
+        view = np.lib.stride_tricks.as_strided(view, strides=(0, *view.strides[1:]))
+    return view
+
+
+@st.composite
+def calls(draw: st.DrawFn, producers_: list[Producer]) -> dict[str, Any]:
+    producer = draw(st.sampled_from(producers_))
+    dtype = draw(st.sampled_from(producer.dtypes))
+    layout = draw(st.sampled_from(("bshd", "bhsd")))
+    batch = draw(st.integers(0, 3))
+    seq_q, seq_k = draw(st.integers(0, 70)), draw(st.integers(0, 90))
+    heads_kv = draw(st.integers(1, 3))
+    heads_q = heads_kv * draw(st.integers(1, 3))
+    dim, dim_v = 8 * draw(st.integers(1, 12)), 8 * draw(st.integers(1, 12))
+
+    def shape(seq: int, heads: int, last: int) -> tuple[int, ...]:
+        return (batch, heads, seq, last) if layout == "bhsd" else (batch, seq, heads, last)
+
+    return {
+        "producer": producer,
+        "dtype": dtype,
+        "q": draw(arrays(shape(seq_q, heads_q, dim), dtype)),
+        "k": draw(arrays(shape(seq_k, heads_kv, dim), dtype)),
+        "v": draw(arrays(shape(seq_k, heads_kv, dim_v), dtype)),
+        "options": {
+            "layout": layout,
+            "causal": draw(st.sampled_from((False, True, "bottom_right", "top_left"))),
+            "scale": draw(st.sampled_from((None, 0.05, 1.0))),
+        },
+    }
+
+
+def check(call: dict[str, Any]) -> None:
+    producer, dtype = call["producer"], call["dtype"]
+    inputs = [call[name] for name in ("q", "k", "v")]
+    if producer.name.startswith("torch"):  # torch has no negative strides
+        inputs = [x if min(x.strides) >= 0 else x.copy() for x in inputs]
+    tensors = [producer.make(x, dtype) for x in inputs]
+    out, lse = fm.flash_attention(*tensors, return_lse=True, **call["options"])
+    assert isinstance(out, producer.kind)
+    if producer.name == "array-api":
+        out, lse = np.asarray(out), np.asarray(lse)
+    assert_accurate(out, lse, *inputs, **call["options"])
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(calls(STRIDED))
+def test_any_valid_call(call: dict[str, Any]) -> None:
+    check(call)
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(calls([p for p in producers.ON_CPU if p not in STRIDED]))
+def test_any_valid_call_through_dlpack_and_jax(call: dict[str, Any]) -> None:
+    check(call)
+
+
+WRONG_EXTENTS = st.sampled_from((-1, 0, 1, 3, 7, 12, 257, 264, 2**31, 2**62, 2**63 - 1))
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(data=st.data())
+def test_any_plan_is_made_or_refused_with_a_sentence(data: st.DataObject) -> None:
+    extents = {"batch": 2, "seq_q": 16, "seq_k": 24, "heads_q": 4, "heads_kv": 2, "dim": 64}
+    for name in data.draw(st.lists(st.sampled_from(list(extents)), max_size=3, unique=True)):
+        extents[name] = data.draw(WRONG_EXTENTS)
+    layout = data.draw(st.sampled_from(("bshd", "bhsd")))
+    try:
+        plan = fm.attention_plan_for(**extents, dtype="fp16", layout=layout)
+    except fm.FlashMoEError as error:
+        name = str(error).partition(":")[0]
+        assert name in ("q", "k", "v", "out", "lse", "cpu"), error
+    else:
+        assert plan.kernel
+        assert extents["heads_q"] % extents["heads_kv"] == 0
+        assert extents["dim"] % 8 == 0
+
+
+@pytest.mark.parametrize("producer", STRIDED, ids=str)
+def test_same_inputs_same_bits(producer: Producer) -> None:
+    rng = np.random.default_rng(2)
+    q, k, v = (
+        producer.make(rng.standard_normal((2, 130, 4, 64), np.float32), "bf16") for _ in range(3)
+    )
+    first = np.asarray(fm.flash_attention(q, k, v, causal=True).view(bits(producer)))
+    before = fm.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 1):
+            fm.set_num_threads(threads)
+            again = np.asarray(fm.flash_attention(q, k, v, causal=True).view(bits(producer)))
+            np.testing.assert_array_equal(again, first)
+    finally:
+        fm.set_num_threads(before)
+
+
+def bits(producer: Producer) -> Any:
+    if producer.name == "numpy":
+        return np.int16
+    import torch
+
+    return torch.int16
