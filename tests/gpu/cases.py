@@ -173,9 +173,7 @@ def place_outputs(case: Case, device: str) -> tuple[Placed, Placed]:
     return out, lse
 
 
-def run_case(
-    case: Case, q: Placed, k: Placed, v: Placed, out: Placed, lse: Placed
-) -> None:
+def run_case(case: Case, q: Placed, k: Placed, v: Placed, out: Placed, lse: Placed) -> None:
     options = {"layout": case.layout, "causal": case.causal, "scale": case.scale}
     if case.entry == "c":
         views = (q.raw(), k.raw(), v.raw(), out.raw(), lse.raw())

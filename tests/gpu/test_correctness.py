@@ -1,0 +1,175 @@
+"""Attention on the GPU against float64: shapes, lengths, masks, strides, magnitudes.
+
+Every call goes through tests/gpu/cases.py: inputs, outputs and all memory around them are poisoned
+with NaN beforehand, and everything outside the outputs must come back untouched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flashmoe_science as fm
+import pytest
+import torch
+from gpu import cases, memory, oracle
+from gpu.cases import Case
+
+pytestmark = pytest.mark.gpu
+
+RANDOM_CASES = [cases.random_case(seed) for seed in range(300)]
+
+
+@pytest.mark.parametrize("case", RANDOM_CASES, ids=str)
+def test_random_call(case: Case) -> None:
+    cases.check_case(case, "cuda:0")
+
+
+@pytest.mark.parametrize("dim", cases.DIMS)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_every_head_dimension(dtype: str, dim: int) -> None:
+    others = {dim, 8, 64, 128, 192, 256, 264 - dim}
+    for i, dim_v in enumerate(sorted(others)):
+        cases.check_case(
+            Case(
+                dtype=dtype,
+                batch=2,
+                seq_q=150,
+                seq_k=150 + 17 * (i % 3),
+                heads_q=4,
+                heads_kv=2,
+                dim=dim,
+                dim_v=dim_v,
+                causal=cases.CAUSAL[i % 3],
+                layout=("bshd", "bhsd")[i % 2],
+                seed=dim_v,
+            ),
+            "cuda:0",
+        )
+
+
+EDGE_LENGTHS = (1, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("causal", cases.CAUSAL)
+def test_every_pair_of_lengths(dim: int, dim_v: int, causal: str) -> None:
+    for seq_q in EDGE_LENGTHS:
+        for seq_k in EDGE_LENGTHS:
+            dtype = ("fp16", "bf16")[(seq_q + seq_k) % 2]
+            case = Case(dtype=dtype, seq_q=seq_q, seq_k=seq_k, heads_q=2, heads_kv=1, dim=dim,
+                        dim_v=dim_v, causal=causal, seed=seq_k)  # fmt: skip
+            try:
+                cases.check_case(case, "cuda:0")
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("causal", cases.CAUSAL)
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k"), [(1, 8192), (5, 20001), (4099, 4099), (3000, 9001), (9001, 3000)]
+)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_long_sequences(dtype: str, causal: str, seq_q: int, seq_k: int, dim: int) -> None:
+    case = Case(dtype=dtype, seq_q=seq_q, seq_k=seq_k, heads_q=2, heads_kv=1, dim=dim, dim_v=dim,
+                causal=causal)  # fmt: skip
+    cases.check_case(case, "cuda:0")
+
+
+@pytest.mark.parametrize("values", sorted(set(cases.VALUES)))
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_every_kind_of_values(dtype: str, causal: str, values: str) -> None:
+    for dim, dim_v in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        case = Case(dtype=dtype, batch=2, seq_q=700, seq_k=1100, heads_q=3, heads_kv=3, dim=dim,
+                    dim_v=dim_v, causal=causal, values=values)  # fmt: skip
+        cases.check_case(case, "cuda:0")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+def test_slices_of_a_packed_projection(dtype: str, causal: bool | str) -> None:
+    """q, k and v as a model has them: parts of one [batch, seq, heads, dim] product."""
+    heads_q, heads_kv = 6, 2
+    packed = torch.randn(3, 333, heads_q + 2 * heads_kv, 64, device="cuda").to(cases.DTYPES[dtype])
+    q, k, v = packed.split((heads_q, heads_kv, heads_kv), dim=2)
+    assert not q.is_contiguous()
+    out, lse = fm.flash_attention(q, k, v, causal=causal, return_lse=True)
+    oracle.assert_accurate(out, lse, q, k, v, causal)
+    # The same tensors, heads first: nothing is copied, so the bits are the same.
+    swapped = (x.transpose(1, 2) for x in (q, k, v))
+    assert torch.equal(
+        fm.flash_attention(*swapped, causal=causal, layout="bhsd").transpose(1, 2), out
+    )
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_broadcast_keys_and_values(dtype: str) -> None:
+    """One K and V for the whole batch, or for all heads, by strides of 0."""
+    q = torch.randn(4, 200, 4, 128, device="cuda").to(cases.DTYPES[dtype])
+    for shape in ((1, 300, 4, 128), (4, 300, 1, 128), (4, 1, 4, 128), (1, 300, 1, 128)):
+        k, v = (torch.randn(shape, device="cuda").to(q.dtype).expand(4, 300, 4, 128) for _ in "kv")
+        assert 0 in k.stride()
+        out, lse = fm.flash_attention(q, k, v, causal=True, return_lse=True)
+        oracle.assert_accurate(out, lse, q, k, v, True)
+        assert torch.equal(out, fm.flash_attention(q, k.contiguous(), v.contiguous(), causal=True))
+
+
+def test_more_tiles_than_a_grid_had_room_for() -> None:
+    """Beyond 65535 blocks, where an old grid dimension ended."""
+    case = Case(dtype="bf16", batch=2500, seq_q=3, seq_k=5, heads_q=40, heads_kv=8, dim=16,
+                dim_v=8, causal="bottom_right")  # fmt: skip
+    cases.check_case(case, "cuda:0")
+
+
+@pytest.mark.parametrize("axis", ["batch", "seq", "heads"])
+@pytest.mark.parametrize("entry", ["python", "c"])
+def test_strides_beyond_31_bits(axis: str, entry: str) -> None:
+    """q, k, v and out interleaved in one buffer whose last entries lie past element 2^31."""
+    shape = {"batch": (2, 130, 2, 64), "seq": (2, 257, 2, 64), "heads": (2, 130, 3, 64)}[axis]
+    far_axis = ("batch", "seq", "heads").index(axis)
+    far = -(-(2**31) // (shape[far_axis] - 1) // 8) * 8 + 8
+    assert far * (shape[far_axis] - 1) > 2**31
+    near = [0, 0, 0, 1]
+    step = 64
+    for other in (2, 1, 0):
+        if other != far_axis:
+            near[other] = step
+            step *= shape[other]
+    near[far_axis] = far
+    count = 4 * step + far * (shape[far_axis] - 1) + step
+    free, _ = torch.cuda.mem_get_info()
+    if free < 2 * count + 2**31:
+        pytest.skip(f"needs {2 * count / 2**30:.0f} GiB of free GPU memory and some to spare")
+    buffer = torch.empty(count, dtype=torch.bfloat16, device="cuda:0")
+    q, k, v, out = (buffer.as_strided(shape, near, i * step) for i in range(4))
+    for x in (q, k, v):
+        x.copy_(torch.randn(shape, device="cuda:0"))
+    out.fill_(float("nan"))
+    lse = torch.full((shape[0], shape[2], shape[1]), float("nan"), device="cuda:0")
+    if entry == "python":
+        fm.flash_attention(q, k, v, causal=True, return_lse=True, out=out, lse=lse)
+    else:
+        raws = []
+        for x in (q, k, v, out):  # all axes backwards: the far end comes first
+            raws.append(memory.Placed(buffer, x, (0, 1, 2)).raw())
+        raw_lse = memory.Placed(lse, lse, ()).raw()
+        memory.call(*raws, raw_lse, causal="bottom_right")
+        q, k, v, out = (x.flip((0, 1, 2)) for x in (q, k, v, out))
+    oracle.assert_accurate(out, lse, q, k, v, True)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("kernel", [None, "sm89"])
+def test_new_outputs_have_the_right_kind(layout: str, kernel: str | None) -> None:
+    case = Case(batch=2, seq_q=70, seq_k=90, heads_q=4, heads_kv=2, dim=64, dim_v=48, layout=layout)
+    for dtype in cases.DTYPES:
+        q, k, v = cases.make_values(dataclasses.replace(case, dtype=dtype), "cuda:0")
+        out = fm.flash_attention(q, k, v, layout=layout, kernel=kernel)
+        assert type(out) is torch.Tensor
+        assert (out.device, out.dtype, out.requires_grad) == (q.device, q.dtype, False)
+        assert out.shape == (*q.shape[:3], 48)
+        again, lse = fm.flash_attention(q, k, v, layout=layout, return_lse=True, kernel=kernel)
+        assert torch.equal(again, out)
+        assert (lse.device, lse.dtype, tuple(lse.shape)) == (q.device, torch.float32, (2, 4, 70))
+        oracle.assert_accurate(out, lse, q, k, v, layout=layout)

@@ -1,0 +1,349 @@
+"""How calls run: deterministic, on the caller's stream, captured in graphs, from several threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import flashmoe_science as fm
+import pytest
+import torch
+from gpu import cases, memory, oracle
+from gpu.cases import Case
+
+pytestmark = pytest.mark.gpu
+
+CASES = [
+    Case(dtype="bf16", batch=2, seq_q=1000, seq_k=1000, heads_q=8, heads_kv=2, causal="top_left"),
+    Case(dtype="fp16", batch=2, seq_q=777, seq_k=1023, heads_q=4, heads_kv=4, dim=128, dim_v=128),
+    Case(dtype="bf16", seq_q=513, seq_k=900, heads_q=8, heads_kv=1, dim=192, dim_v=128,
+         causal="bottom_right"),
+    Case(dtype="fp16", seq_q=500, seq_k=700, heads_q=4, heads_kv=4, dim=256, dim_v=256,
+         causal="bottom_right"),
+    Case(dtype="bf16", batch=3, seq_q=300, seq_k=300, heads_q=5, heads_kv=5, dim=40, dim_v=88),
+]  # fmt: skip
+
+
+def _option(case: Case) -> bool | str:
+    return False if case.causal == "none" else case.causal
+
+
+def _attention(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return fm.flash_attention(q, k, v, causal=_option(case), return_lse=True)
+
+
+def _same_bits(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(memory.bits(a), memory.bits(b)) for a, b in zip(got, want, strict=True))
+
+
+def _busy(milliseconds: float) -> None:
+    """Keeps the current stream busy for at least about this long."""
+    torch.cuda._sleep(int(milliseconds * 2e6))
+
+
+def _warm(*some: Case) -> None:
+    """The first call of a kernel loads its code, which may wait for the device."""
+    for case in some:
+        _attention(case, *cases.make_values(case, "cuda:0"))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_hundred_runs_give_the_same_bits(case: Case) -> None:
+    q, k, v = cases.make_values(case, "cuda:0")
+    want = _attention(case, q, k, v)
+    oracle.assert_accurate(*want, q, k, v, case.causal)
+    other, noise = torch.cuda.Stream(), torch.cuda.Stream()
+    for run in range(100):
+        if run % 3 == 1:  # on another stream
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                got = _attention(case, q, k, v)
+            torch.cuda.current_stream().wait_stream(other)
+        elif run % 3 == 2:  # beside other work, which takes some of the GPU away
+            with torch.cuda.stream(noise):
+                a = torch.randn(1024, 1024, device="cuda")
+                for _ in range(5):
+                    a = a @ a * 1e-3
+            got = _attention(case, q, k, v)
+        else:
+            got = _attention(case, q, k, v)
+        assert _same_bits(got, want), f"run {run}"
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_strides_make_no_difference_to_the_bits(case: Case) -> None:
+    q, k, v = cases.make_values(case, "cuda:0")
+    want = _attention(case, q, k, v)
+    heads_first = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    out, lse = fm.flash_attention(
+        *heads_first, causal=_option(case), return_lse=True, layout="bhsd"
+    )
+    assert _same_bits((out.transpose(1, 2).contiguous(), lse), want)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_graph_replays_follow_the_inputs(case: Case) -> None:
+    q, k, v = cases.make_values(case, "cuda:0")
+    _warm(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _attention(case, q, k, v)
+    for seed in range(1, 4):
+        fresh = cases.make_values(Case(**{**vars(case), "seed": seed}), "cuda:0")
+        for static, new in zip((q, k, v), fresh, strict=True):
+            static.copy_(new)
+        for result in captured:
+            result.fill_(float("nan"))
+        graph.replay()
+        assert _same_bits(captured, _attention(case, *fresh))
+        oracle.assert_accurate(*captured, *fresh, case.causal)
+
+
+def test_graph_of_many_calls() -> None:
+    """A chain in which every call reads what the one before it wrote."""
+    case = CASES[0]
+    q, k, v = cases.make_values(case, "cuda:0")
+    _warm(case)
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            x = fm.flash_attention(x, k, v, causal=True)
+        return x
+
+    want = chain(q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(q)
+    got.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(memory.bits(got), memory.bits(want))
+
+
+def test_the_first_call_of_a_process_can_be_captured() -> None:
+    program = """
+        import flashmoe_science as fm
+        import torch
+
+        q, k, v = (torch.randn(2, 300, 4, 64, device="cuda").bfloat16() for _ in range(3))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = fm.flash_attention(q, k, v, causal=True)
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, fm.flash_attention(q, k, v, causal=True))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("how", ["current", "argument", "handle", "c"])
+def test_runs_on_the_given_stream_and_waits_for_nothing(case: Case, how: str) -> None:
+    """Inputs arrive late on a stream of their own. Right results prove the order, and a call that
+    returns before its inputs are there has synchronised nothing."""
+    q, k, v = (torch.zeros_like(x) for x in cases.make_values(case, "cuda:0"))
+    fresh = cases.make_values(case, "cuda:0")
+    out = torch.full(case.shape(case.seq_q, case.heads_q, case.dim_v), float("nan"),
+                     dtype=q.dtype, device="cuda:0")  # fmt: skip
+    lse = torch.full((case.batch, case.heads_q, case.seq_q), float("nan"), device="cuda:0")
+    _warm(case)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        _busy(300)
+        for static, new in zip((q, k, v), fresh, strict=True):
+            static.copy_(new)
+    options = {"causal": _option(case), "return_lse": True, "out": out, "lse": lse}
+    if how == "current":
+        with torch.cuda.stream(stream):
+            fm.flash_attention(q, k, v, **options)
+    elif how == "c":
+        raws = [memory.Placed(x, x, ()).raw() for x in (q, k, v, out, lse)]
+        with torch.cuda.stream(stream):
+            memory.call(*raws, causal=case.causal)
+    else:
+        given = stream if how == "argument" else stream.cuda_stream
+        fm.flash_attention(q, k, v, **options, stream=given)
+    assert not stream.query(), "the call waited for its stream"
+    with torch.cuda.stream(stream):
+        copies = out.clone(), lse.clone()
+    stream.synchronize()
+    oracle.assert_accurate(*copies, *fresh, case.causal)
+
+
+def test_does_not_wait_for_other_streams() -> None:
+    case = CASES[1]
+    q, k, v = cases.make_values(case, "cuda:0")
+    _warm(case)
+    busy, quick = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(busy):
+        _busy(500)
+    with torch.cuda.stream(quick):
+        got = _attention(case, q, k, v)
+    quick.synchronize()
+    assert not busy.query(), "the call waited for a stream that is not its own"
+    oracle.assert_accurate(*got, q, k, v, case.causal)
+
+
+def test_threads_with_streams_of_their_own() -> None:
+    """Results, and the last launch, are each thread's own."""
+    _warm(*CASES)
+    wants = []
+    for case in CASES:
+        inputs = cases.make_values(case, "cuda:0")
+        kernel = fm.attention_plan(*inputs, causal=_option(case)).kernel
+        wants.append((case, inputs, _attention(case, *inputs), kernel))
+    torch.cuda.synchronize()
+    failures: list[str] = []
+    start = threading.Barrier(len(wants))
+
+    def work(case: Case, inputs: tuple, want: tuple, kernel: str) -> None:
+        try:
+            stream = torch.cuda.Stream()
+            start.wait()
+            with torch.cuda.stream(stream):
+                for run in range(60):
+                    got = _attention(case, *inputs)
+                    launch = fm.last_launch()
+                    if launch.kernel != kernel:
+                        failures.append(f"{case}: last launch was {launch.kernel}, not {kernel}")
+                    if not _same_bits(got, want):
+                        failures.append(f"{case}: run {run} differs")
+        except Exception as error:
+            failures.append(f"{case}: {error!r}")
+
+    threads = [threading.Thread(target=work, args=want) for want in wants]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[:5]
+
+
+def test_first_calls_from_many_threads_at_once() -> None:
+    """Loading a kernel's code is safe when all threads come first."""
+    program = """
+        import threading
+        import flashmoe_science as fm
+        import torch
+
+        inputs = [[torch.randn(1, 200, 2, dim, device="cuda").half() for _ in range(3)]
+                  for dim in (32, 64, 128, 256) for _ in range(4)]
+        results = [None] * len(inputs)
+        start = threading.Barrier(len(inputs))
+
+        def work(i):
+            start.wait()
+            results[i] = fm.flash_attention(*inputs[i])
+            torch.cuda.synchronize()
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for triple, result in zip(inputs, results):
+            assert torch.equal(result, fm.flash_attention(*triple))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_allocates_no_device_memory() -> None:
+    for case in CASES:
+        q, k, v = cases.make_values(case, "cuda:0")
+        out, lse = _attention(case, q, k, v)
+        options = {"causal": _option(case), "return_lse": True, "out": out, "lse": lse}
+        torch.cuda.synchronize()
+        torch_before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        free_before, _ = torch.cuda.mem_get_info()
+        for _ in range(50):
+            fm.flash_attention(q, k, v, **options)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == torch_before
+        assert torch.cuda.mem_get_info()[0] >= free_before
+
+
+def test_frees_its_tensors() -> None:
+    case = CASES[0]
+    q, k, v = cases.make_values(case, "cuda:0")
+    _attention(case, q, k, v)
+    before = torch.cuda.memory_allocated()
+    for _ in range(1000):
+        _attention(case, q, k, v)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_other_threads_run_while_a_launch_waits_for_the_queue() -> None:
+    """The launch queue is filled behind a long kernel; the interpreter lock must be free then."""
+    case = Case(seq_q=64, seq_k=64)
+    q, k, v = cases.make_values(case, "cuda:0")
+    out = torch.empty_like(q)
+    _warm(case)
+    ticks: list[float] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.monotonic())
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    _busy(400)
+    for _ in range(3000):  # a queue holds about a thousand
+        fm.flash_attention(q, k, v, out=out)
+    torch.cuda.synchronize()
+    stop.set()
+    thread.join()
+    longest = max(b - a for a, b in zip(ticks, ticks[1:], strict=False))
+    assert longest < 0.25, f"other threads stood still for {longest:.3f} s"
+
+
+def test_current_device_stays() -> None:
+    device = torch.cuda.current_device()
+    for case in CASES:
+        _attention(case, *cases.make_values(case, "cuda:0"))
+        assert torch.cuda.current_device() == device
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two GPUs to tell one from the other"
+)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tensors_of_another_gpu(case: Case) -> None:
+    """The call goes to the tensors' GPU and its current stream; the current device stays."""
+    torch.cuda.set_device(0)
+    want = _attention(case, *cases.make_values(case, "cuda:0"))
+    q, k, v = (x.to("cuda:1") for x in cases.make_values(case, "cuda:0"))
+    got = _attention(case, q, k, v)
+    assert torch.cuda.current_device() == 0
+    assert got[0].device == torch.device("cuda:1")
+    assert fm.last_launch().device == "cuda:1"
+    oracle.assert_accurate(*got, q, k, v, case.causal)
+    if torch.cuda.get_device_name(0) == torch.cuda.get_device_name(1):
+        assert _same_bits(tuple(x.to("cuda:0") for x in got), want)
+    stream = torch.cuda.Stream("cuda:1")
+    with torch.cuda.stream(stream):  # makes cuda:1 current
+        _busy(100)
+        late = q * 1
+        again = _attention(case, late, k, v)
+    assert not stream.query()
+    stream.synchronize()
+    assert _same_bits(again, got)
+    with pytest.raises(ValueError, match=r"^k: it is on cuda:1 but q is on cuda:0"):
+        _attention(case, q.to("cuda:0"), k, v)

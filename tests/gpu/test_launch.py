@@ -1,0 +1,223 @@
+"""The kernel that was planned is the kernel that runs, and nothing else is launched."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import flashmoe_science as fm
+import pytest
+import torch
+from gpu import cases
+from gpu.cases import Case
+from torch.profiler import ProfilerActivity, profile
+
+pytestmark = pytest.mark.gpu
+
+# Dimensions of a call, and those of the kernel with the least padding.
+DIMS = {
+    (8, 8): (32, 32),
+    (32, 32): (32, 32),
+    (64, 64): (64, 64),
+    (40, 64): (64, 64),
+    (72, 8): (96, 96),
+    (96, 96): (96, 96),
+    (128, 128): (128, 128),
+    (136, 136): (160, 160),
+    (160, 160): (160, 160),
+    (192, 128): (192, 128),
+    (176, 72): (192, 128),
+    (128, 192): (192, 192),
+    (192, 192): (192, 192),
+    (8, 256): (256, 256),
+    (256, 256): (256, 256),
+}
+ELEMENTS = {"fp16": "__half", "bf16": "__nv_bfloat16"}
+
+
+def _call(case: Case) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    inputs = cases.make_values(case, "cuda:0")
+    out = torch.empty(case.shape(case.seq_q, case.heads_q, case.dim_v), dtype=inputs[0].dtype,
+                      device="cuda:0")  # fmt: skip
+    lse = torch.empty((case.batch, case.heads_q, case.seq_q), device="cuda:0")
+    causal = False if case.causal == "none" else case.causal
+    options = {"causal": causal, "return_lse": True, "out": out, "lse": lse}
+    return inputs, {**options, "kernel": case.kernel}
+
+
+def _case(dtype: str, dim: int, dim_v: int) -> Case:
+    return Case(dtype=dtype, batch=2, seq_q=333, seq_k=444, heads_q=6, heads_kv=2, dim=dim,
+                dim_v=dim_v, causal="bottom_right", kernel="sm89")  # fmt: skip
+
+
+@pytest.mark.parametrize(("dims", "compiled"), DIMS.items(), ids=str)
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_the_plan_is_the_launch(
+    dtype: str, dims: tuple[int, int], compiled: tuple[int, int]
+) -> None:
+    case = _case(dtype, *dims)
+    inputs, options = _call(case)
+    plan = fm.attention_plan(*inputs, **options)
+    fm.flash_attention(*inputs, **options)
+    launch = fm.last_launch()
+    assert plan.kernel == f"attention_forward_sm89_{dtype}_d{compiled[0]}_dv{compiled[1]}"
+    assert (plan.dim, plan.dim_v) == compiled
+    assert plan.family == "sm89"
+    assert plan.grid == (-(-case.seq_q // plan.tile_q) * case.batch * case.heads_q, 1, 1)
+    assert plan.shared_bytes <= 99 * 1024
+    assert plan.workspace_bytes == 0
+    assert (launch.kernel, launch.grid, launch.block) == (plan.kernel, plan.grid, plan.block)
+    assert launch.shared_bytes == plan.shared_bytes
+    assert launch.device == "cuda:0"
+    assert 0 < launch.registers <= 255
+    assert launch.local_bytes == 0
+    assert re.fullmatch(rf"sm_{launch.binary_arch}a?", plan.isa)
+    pairs = sum(min(case.seq_k, max(0, i + 1 + case.seq_k - case.seq_q))
+                for i in range(case.seq_q))  # fmt: skip
+    assert plan.flops == 2.0 * case.batch * case.heads_q * pairs * sum(dims)
+
+
+@pytest.fixture(scope="module")
+def _profiler_is_warm() -> None:
+    """The first profile of a process starts the profiler's machinery; it sees less."""
+    with profile(activities=[ProfilerActivity.CUDA]):
+        torch.zeros(8, device="cuda:0").add_(1)
+        torch.cuda.synchronize()
+
+
+def _profiled_work(path: Path, inputs: tuple, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the GPU did during one call: kernels, copies and fills, from the profiler's trace."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        fm.flash_attention(*inputs, **options)
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+
+
+@pytest.mark.usefixtures("_profiler_is_warm")
+@pytest.mark.parametrize(("dims", "compiled"), DIMS.items(), ids=str)
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_a_profiler_sees_the_planned_kernel_and_nothing_else(
+    dtype: str, dims: tuple[int, int], compiled: tuple[int, int], tmp_path: Path
+) -> None:
+    inputs, options = _call(_case(dtype, *dims))
+    plan = fm.attention_plan(*inputs, **options)
+    fm.flash_attention(*inputs, **options)
+    torch.cuda.synchronize()
+    work = _profiled_work(tmp_path / "trace.json", inputs, options)
+    assert len(work) == 1, [event["name"] for event in work]
+    (kernel,) = work
+    assert kernel["cat"] == "kernel"
+    name = kernel["name"]
+    assert "flashmoe::sm89::attention_forward_kernel<" in name
+    traits = re.search(r"Traits<\s*(\w+),\s*(?:\(int\))?(\d+),\s*(?:\(int\))?(\d+)", name)
+    assert traits is not None, name
+    assert traits.groups() == (ELEMENTS[dtype], str(plan.dim), str(plan.dim_v))
+    arguments = kernel["args"]
+    assert tuple(arguments["grid"]) == plan.grid
+    assert tuple(arguments["block"]) == plan.block
+    assert arguments["shared memory"] == plan.shared_bytes
+    assert arguments["registers per thread"] == fm.last_launch().registers
+
+
+@pytest.mark.usefixtures("_profiler_is_warm")
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+def test_nothing_runs_for_an_empty_result(shape: tuple[int, int], tmp_path: Path) -> None:
+    batch, seq_q = shape
+    inputs, options = _call(Case(batch=batch, seq_q=seq_q, seq_k=70))
+    assert _profiled_work(tmp_path / "trace.json", inputs, options) == []
+
+
+@pytest.mark.parametrize("values", ["normal", "nan"])
+def test_plan_reads_no_data(values: str) -> None:
+    """The same kernel whatever the tensors hold."""
+    inputs, options = _call(_case("fp16", 64, 64))
+    want = fm.attention_plan(*inputs, **options)
+    if values == "nan":
+        inputs[0].fill_(float("nan"))
+    assert fm.attention_plan(*inputs, **options) == want
+    described = fm.attention_plan_for(
+        batch=2, seq_q=333, seq_k=444, heads_q=6, heads_kv=2, dim=64, dtype="fp16",
+        device="cuda:0", causal="bottom_right", kernel="sm89", return_lse=True,
+    )  # fmt: skip
+    assert described == want
+
+
+def test_a_gpu_call_never_goes_to_the_cpu() -> None:
+    inputs, options = _call(_case("fp16", 64, 64))
+    options["kernel"] = None
+    assert fm.attention_plan(*inputs, **options).family != "cpu"
+    for result in (options["out"], options["lse"]):
+        result.fill_(7.0)
+    options["kernel"] = "cpu"
+    with pytest.raises(NotImplementedError, match=r"^kernel: cannot be served: cpu: .*"):
+        fm.flash_attention(*inputs, **options)
+    with pytest.raises(NotImplementedError, match=r"^kernel: cannot be served: cpu: .*"):
+        fm.attention_plan(*inputs, **options)
+    options["kernel"] = "sm42"
+    with pytest.raises(ValueError, match=r'^kernel: got "sm42", built in are .*sm89'):
+        fm.flash_attention(*inputs, **options)
+    for result in (options["out"], options["lse"]):
+        assert (result == 7.0).all()
+    on_host = [x.cpu() for x in inputs]
+    with pytest.raises(NotImplementedError, match="the tensors are on the CPU"):
+        fm.flash_attention(*on_host, kernel="sm89")
+
+
+def _with_arch(arch: str, program: str) -> str:
+    environment = {**os.environ, "FLASHMOE_ARCH": arch}
+    before = """
+        import flashmoe_science as fm
+        import torch
+        q = torch.randn(1, 100, 2, 64, device="cuda").half()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(before) + textwrap.dedent(program)],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_flashmoe_arch_names_the_family() -> None:
+    program = """
+        got = fm.flash_attention(q, q, q)
+        print(fm.last_launch().kernel, fm.attention_plan(q, q, q).family)
+        assert torch.equal(got, fm.flash_attention(q, q, q, kernel="sm89"))
+    """
+    assert _with_arch("sm89", program) == "attention_forward_sm89_fp16_d64_dv64 sm89"
+
+
+@pytest.mark.parametrize(("arch", "kind"), [("sm42", "ValueError"), ("cpu", "NotImplementedError")])
+def test_a_family_that_cannot_serve_is_an_error(arch: str, kind: str) -> None:
+    program = f"""
+        try:
+            fm.flash_attention(q, q, q)
+        except {kind} as error:
+            print(error)
+        print(fm.flash_attention(q.cpu(), q.cpu(), q.cpu()).shape[1])  # of GPU calls only
+    """
+    sentence, length = _with_arch(arch, program).splitlines()
+    assert sentence.startswith("FLASHMOE_ARCH: ")
+    assert arch in sentence
+    assert length == "100"
+
+
+def test_device_info() -> None:
+    info = fm.device_info("cuda:0")
+    properties = torch.cuda.get_device_properties(0)
+    assert info.name == properties.name
+    assert info.compute_capability == 10 * properties.major + properties.minor
+    assert info.multiprocessors == properties.multi_processor_count
+    assert info.l2_bytes == properties.L2_cache_size
+    assert info.memory_bytes == properties.total_memory
+    assert info.shared_bytes_per_block == properties.shared_memory_per_block_optin
+    assert info.kernel_family in fm.build_info().kernel_families
+    assert fm.cuda_device_count() == torch.cuda.device_count()
