@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fails at once where a package that this run must test with is missing.
+    """Fails at once where something that this run must test with is missing.
 
-    Tests that need an optional package skip without it. FLASHMOE_TEST_REQUIRE, such as
-    "torch,jax", names those that must be there, so that a continuous-integration run cannot pass by
-    skipping.
+    Tests that need an optional package or tool skip without it. FLASHMOE_TEST_REQUIRE, such as
+    "torch,jax,cc", names those that must be there, so that a continuous-integration run cannot pass
+    by skipping.
     """
-    required = [name for name in os.environ.get("FLASHMOE_TEST_REQUIRE", "").split(",") if name]
-    missing = [name for name in required if importlib.util.find_spec(name) is None]
+    required = filter(None, os.environ.get("FLASHMOE_TEST_REQUIRE", "").split(","))
+    missing = [name for name in required if not _is_here(name)]
     if missing:
         raise pytest.UsageError(f"FLASHMOE_TEST_REQUIRE: not installed: {', '.join(missing)}")
+
+
+def _is_here(name: str) -> bool:
+    """Whether it is a program on the PATH or a package that can be imported."""
+    if shutil.which(name) is not None:
+        return True
+    return name.isidentifier() and importlib.util.find_spec(name) is not None
 
 
 def _why_no_gpu() -> str | None:
