@@ -131,32 +131,40 @@ def render_list(document: dict[str, Any], file: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
+def _cpu_table(cells: list[dict[str, Any]]) -> str:
+    lengths = sorted({c["seq"] for c in cells})
+    by_group: dict[tuple[str, int, bool], dict[int, dict[str, Any]]] = {}
+    for cell in cells:
+        group = by_group.setdefault((cell["dtype"], cell["dim"], cell["causal"]), {})
+        group[cell["seq"]] = cell
+    rows = []
+    for (dtype, dim, causal), of in by_group.items():
+        across = [
+            f"{of[n]['ours_gflops']:.0f} ({of[n]['ratio']:.2f})" if n in of else "-"
+            for n in lengths
+        ]
+        rows.append([f"{dtype} D={dim} {'causal' if causal else 'full'}", *across])
+    return _table(["", *(f"S={n}" for n in lengths)], rows)
+
+
 def render_cpu(document: dict[str, Any], file: str) -> str:
     """Of a record of benchmarks/cpu_attention.py: GFLOP/s, and torch's time over ours."""
-    env, summary, cells = document["environment"], document["summary"], document["cells"]
-    lengths = sorted({c["seq"] for c in cells})
-    groups = dict.fromkeys((c["dtype"], c["dim"], c["causal"]) for c in cells)
-    rows = []
-    for dtype, dim, causal in groups:
-        of = {
-            c["seq"]: c
-            for c in cells
-            if (c["dtype"], c["dim"], c["causal"]) == (dtype, dim, causal)
-        }
-        label = f"{dtype} D={dim} {'causal' if causal else 'full'}"
-        rows.append(
-            [label, *(f"{of[n]['ours_gflops']:.0f} ({of[n]['ratio']:.2f})" if n in of else "-"
-                      for n in lengths)]
-        )  # fmt: skip
-    return (
-        f"Attention forward on the CPU, batch {document['batch']}, {document['heads']} heads, in "
-        f"GFLOP/s, and in brackets torch's time over ours. {env['cpu']} ({env['isa']}), "
-        f"{env['threads']} threads, {env['time'][:10]}, commit {env['commit'][:12] or 'unknown'}, "
-        f"torch {env['torch']}; from [{Path(file).name}]({file}).\n\n"
-        + _table(["", *(f"S={n}" for n in lengths)], rows)
-        + f"\n\nGeometric mean of the ratios: {summary['geometric_mean']:.2f} (from "
-        f"{summary['lowest']:.2f} to {summary['highest']:.2f})."
-    )
+    env = document["environment"]
+    parts = [
+        f"Attention forward on the CPU, batch {document['batch']}, {document['heads']} heads: "
+        f"GFLOP/s, and in brackets torch's time over ours (above 1, ours is faster). {env['cpu']} "
+        f"({env['isa']}), {env['time'][:10]}, commit {env['commit'][:12] or 'unknown'}, torch "
+        f"{env['torch']}; from [{Path(file).name}]({file})."
+    ]
+    for threads, summary in document["summary_by_threads"].items():
+        cells = [c for c in document["cells"] if c["threads"] == int(threads)]
+        number = "One thread" if threads == "1" else f"{threads} threads"
+        parts += [
+            f"{number}; geometric mean of the ratios {summary['geometric_mean']:.2f}, from "
+            f"{summary['lowest']:.2f} to {summary['highest']:.2f}:",
+            _cpu_table(cells),
+        ]
+    return "\n\n".join(parts)
 
 
 RENDERERS: dict[str, Callable[[dict[str, Any], str], str]] = {

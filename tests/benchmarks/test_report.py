@@ -80,18 +80,24 @@ def test_a_list(document: dict[str, Any]) -> None:
 
 
 def test_a_cpu_record() -> None:
+    cells = [
+        {"threads": threads, "dtype": "fp32", "dim": 64, "seq": seq, "causal": True,
+         "ours_gflops": 49.6 * threads, "ratio": 1.5}
+        for threads, seq in ((1, 128), (2, 128), (2, 512))
+    ]  # fmt: skip
+    summary = {"geometric_mean": 1.5, "lowest": 1.2, "highest": 2.0}
     record = {
         "batch": 1,
         "heads": 8,
-        "environment": {"cpu": "A CPU", "isa": "avx2", "threads": 2, "torch": "2.13.0",
-                        "time": "2026-11-21T10:00:00", "commit": "abc"},
-        "summary": {"geometric_mean": 1.5, "lowest": 1.2, "highest": 2.0},
-        "cells": [{"dtype": "fp32", "dim": 64, "seq": 128, "causal": True, "ours_gflops": 99.6,
-                   "ratio": 1.5}],
+        "environment": {"cpu": "A CPU", "isa": "avx2", "torch": "2.13.0", "commit": "abc",
+                        "time": "2026-11-21T10:00:00"},
+        "summary_by_threads": {"1": summary, "2": summary},
+        "cells": cells,
     }  # fmt: skip
     lines = report.render_cpu(record, "x.json").splitlines()
-    assert "| fp32 D=64 causal | 100 (1.50) |" in lines
-    assert lines[-1] == "Geometric mean of the ratios: 1.50 (from 1.20 to 2.00)."
+    assert "| fp32 D=64 causal | 50 (1.50) |" in lines
+    assert "| fp32 D=64 causal | 99 (1.50) | 99 (1.50) |" in lines
+    assert "2 threads; geometric mean of the ratios 1.50, from 1.20 to 2.00:" in lines
 
 
 def readme(folder: Path, kind: str = "attention-grid") -> Path:
