@@ -326,54 +326,16 @@ std::optional<uintptr_t> stream_handle(nb::handle stream) {
   return reinterpret_cast<uintptr_t>(handle);
 }
 
-constexpr char kFlashAttentionDoc[] =
-    R"(Exact attention: out = softmax(scale * q k^T) v, by an online softmax over tiles.
-
-Nothing of size seq_q x seq_k is stored. The algorithm is FlashAttention's (arXiv:2205.14135,
-arXiv:2307.08691) on the online softmax of Milakov and Gimelshein (arXiv:1805.02867); sums are
-accumulated in fp32, and the same inputs give the same bits on every run.
-
-Takes tensors of NumPy, torch (CPU and CUDA), JAX, CuPy or any library with DLPack, all of one
-library and on one device, and returns the same kind. GPU work goes on the library's current stream
-and is not waited for. There is no backward pass yet: a torch tensor that requires grad is refused
-unless grad mode is off.
-
-Args:
-    q: [batch, seq_q, heads_q, dim] in layout "bshd", [batch, heads_q, seq_q, dim] in "bhsd".
-        fp16 or bf16; on the CPU also fp32. dim is a multiple of 8, at most 256. Here and below the
-        last dimension is contiguous and rows begin on 16-byte boundaries; nothing is copied.
-    k: [batch, seq_k, heads_kv, dim], same dtype; heads_kv divides heads_q.
-    v: [batch, seq_k, heads_kv, dim_v], same dtype; dim_v may differ from dim.
-    causal: False; "bottom_right" or True: query i sees keys j <= i + seq_k - seq_q; "top_left":
-        j <= i, as torch's scaled_dot_product_attention has it.
-    scale: Factor of the logits; None is 1 / sqrt(dim).
-    layout: "bshd" or "bhsd".
-    return_lse: Also return the log-sum-exp of each row's scaled logits, natural logarithm.
-    out: Where to write the result, [batch, seq_q, heads_q, dim_v] in the same layout. Not for JAX.
-    lse: Where to write the log-sum-exp, [batch, heads_q, seq_q], fp32. Not for JAX.
-    kernel: Kernel family to use ("cpu", "sm89"), which then runs or the call fails; None: the best.
-    stream: cudaStream_t as an int, or an object with __cuda_stream__(), cuda_stream or ptr; None
-        is the current stream of the tensors' library. Ignored on the CPU. Not for JAX.
-
-Returns:
-    out, or (out, lse) with return_lse. A query that sees no key gives out 0 and lse -inf.
-
-Raises:
-    ValueError: A shape, stride, alignment or option is wrong. The message names the argument.
-    TypeError: Not a tensor, or a wrong dtype, or tensors of different libraries.
-    NotImplementedError: Valid, but no kernel here serves it; the message says why.
-    RuntimeError: The device cannot be used, or CUDA reported an error.
-    MemoryError: The host is out of memory.)";
-
 }  // namespace
 
 void define_attention(nb::module_& module) {
+  // Positional and without defaults: nanobind's quickest way to call. The public signature is that
+  // of flashmoe_science.flash_attention.
   module.def("flash_attention", &flash_attention, nb::arg("q").none(), nb::arg("k").none(),
-             nb::arg("v").none(), nb::kw_only(), nb::arg("causal").none() = false,
-             nb::arg("scale") = nb::none(), nb::arg("layout").none() = "bshd",
-             nb::arg("return_lse").none() = false, nb::arg("out") = nb::none(),
-             nb::arg("lse") = nb::none(), nb::arg("kernel") = nb::none(),
-             nb::arg("stream") = nb::none(), kFlashAttentionDoc);
+             nb::arg("v").none(), nb::arg("causal").none(), nb::arg("scale").none(),
+             nb::arg("layout").none(), nb::arg("return_lse").none(), nb::arg("out").none(),
+             nb::arg("lse").none(), nb::arg("kernel").none(), nb::arg("stream").none(),
+             "flashmoe_science.flash_attention with all of its arguments.");
   module.def("attention_forward", &attention_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
              nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal").none(),
              nb::arg("scale").none(), nb::arg("layout").none(), nb::arg("kernel").none(),

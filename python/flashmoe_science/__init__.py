@@ -14,12 +14,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashmoe_science._core import (
-        cuda_device_count,
-        flash_attention,
-        get_num_threads,
-        set_num_threads,
-    )
+    from flashmoe_science._core import cuda_device_count, get_num_threads, set_num_threads
+    from flashmoe_science.attention import flash_attention
     from flashmoe_science.compat import flash_attention_forward, flash_attention_warp_specialized
     from flashmoe_science.errors import (
         ArgumentTypeError,
@@ -71,12 +67,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "flashmoe_science._core": (
-        "cuda_device_count",
-        "flash_attention",
-        "get_num_threads",
-        "set_num_threads",
-    ),
+    "flashmoe_science._core": ("cuda_device_count", "get_num_threads", "set_num_threads"),
+    "flashmoe_science.attention": ("flash_attention",),
     "flashmoe_science.compat": ("flash_attention_forward", "flash_attention_warp_specialized"),
     "flashmoe_science.errors": (
         "ArgumentTypeError",
@@ -101,17 +93,17 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
-    value: Any
-    if name == "__version__":
-        value = importlib.import_module("flashmoe_science.info").build_info().version
-    elif name in _MODULE_OF:
-        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # whose eyes would otherwise see every name in this module
 
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            value = importlib.import_module("flashmoe_science.info").build_info().version
+        elif name in _MODULE_OF:
+            value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from flashmoe_science import _core
+from flashmoe_science.attention import flash_attention
 
 _T = TypeVar("_T")
 
@@ -18,7 +18,7 @@ def flash_attention_forward(
     Q: _T, K: _T, V: _T, causal: bool = False, softmax_scale: float | None = None
 ) -> _T:
     """flash_attention(Q, K, V, causal=causal, scale=softmax_scale, layout="bhsd")."""
-    return _core.flash_attention(Q, K, V, causal=causal, scale=softmax_scale, layout="bhsd")
+    return flash_attention(Q, K, V, causal=causal, scale=softmax_scale, layout="bhsd")
 
 
 def flash_attention_warp_specialized(

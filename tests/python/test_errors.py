@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import flashmoe_science as fm
 import numpy as np
 import producers
 import pytest
 from producers import DlpackOnly
-
-import flashmoe_science as fm
 
 Q = np.zeros((2, 16, 4, 32), np.float32)
 K = np.zeros((2, 24, 2, 32), np.float32)

@@ -7,11 +7,10 @@ import ctypes as c
 from collections.abc import Callable
 from typing import Any
 
+import flashmoe_science as fm
 import numpy as np
 import pytest
 from reference import assert_accurate
-
-import flashmoe_science as fm
 
 
 class DLTensor(c.Structure):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import flashmoe_science as fm
 import numpy as np
 import producers
 import pytest
 from producers import Producer
 from reference import assert_accurate
-
-import flashmoe_science as fm
 
 CASES = [(producer, dtype) for producer in producers.ON_CPU for dtype in producer.dtypes]
 EVERY_PRODUCER = pytest.mark.parametrize(

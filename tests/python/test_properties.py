@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import flashmoe_science as fm
 import numpy as np
 import producers
 import pytest
@@ -11,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from producers import Producer
 from reference import DTYPES, assert_accurate
-
-import flashmoe_science as fm
 
 TORCH = [p for p in producers.ON_CPU if p.name.startswith("torch")]
 STRIDED = [p for p in producers.ON_CPU if p.name == "numpy"] + TORCH

@@ -1,0 +1,206 @@
+"""Plans, device and build information, threads, log, last launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import flashmoe_science as fm
+import numpy as np
+import producers
+import pytest
+
+Q = np.zeros((2, 16, 4, 32), np.float32)
+K = np.zeros((2, 24, 2, 32), np.float32)
+V = np.zeros((2, 24, 2, 64), np.float32)
+
+
+def test_version_is_the_librarys() -> None:
+    assert fm.__version__ == fm.build_info().version
+    major, minor, patch = map(int, fm.__version__.split("."))
+    from flashmoe_science import _core
+
+    assert _core.version() == major * 10000 + minor * 100 + patch
+
+
+def test_build_info() -> None:
+    info = fm.build_info()
+    assert "cpu" in info.kernel_families.split(";")
+    assert bool(info.cuda_architectures) == bool(info.cuda_runtime_version)
+
+
+def test_device_info_of_the_cpu() -> None:
+    info = fm.device_info()
+    assert info == fm.device_info("cpu")
+    assert info.kernel_family == "cpu"
+    assert info.compute_capability == 0
+    assert info.multiprocessors == fm.get_num_threads()
+    assert info.memory_bytes > 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        info.name = "another"  # type: ignore[misc]
+
+
+def test_devices_that_are_not_there() -> None:
+    count = fm.cuda_device_count()
+    with pytest.raises(RuntimeError, match=f"^device: .*cuda:{count}"):
+        fm.device_info(f"cuda:{count}")
+    for wrong in ("tpu", "cuda:-1", "cuda:x", 0, None):
+        with pytest.raises(ValueError, match=r"^device: got .*, accepted are 'cpu', 'cuda' and"):
+            fm.device_info(wrong)
+
+
+def test_threads() -> None:
+    before = fm.get_num_threads()
+    try:
+        fm.set_num_threads(3)
+        assert fm.get_num_threads() == 3
+    finally:
+        fm.set_num_threads(0)
+    assert fm.get_num_threads() == before
+    for wrong in (-1, 4097):
+        with pytest.raises(ValueError, match=f"^n: got {wrong} threads, accepted are 0 to 4096$"):
+            fm.set_num_threads(wrong)
+
+
+@pytest.mark.parametrize("producer", producers.ON_CPU, ids=str)
+def test_the_plan_is_the_launch(producer: producers.Producer) -> None:
+    q, k, v = (producer.make(x, "fp32") for x in (Q, K, V))
+    plan = fm.attention_plan(q, k, v, causal=True, return_lse=True)
+    out = fm.flash_attention(q, k, v, causal=True)
+    np.asarray(out)  # JAX computes on a thread of its own: last_launch is that thread's
+    assert plan.family == "cpu"
+    assert "fp32_d32_dv64" in plan.kernel
+    if producer.name != "jax":
+        launch = fm.last_launch()
+        assert launch.kernel == plan.kernel
+        assert launch.device == "cpu"
+        assert (launch.grid, launch.block) == (plan.grid, plan.block)
+
+
+def test_plans_of_shapes_equal_plans_of_tensors() -> None:
+    for layout in ("bshd", "bhsd"):
+        q, k, v = (x if layout == "bshd" else x.swapaxes(1, 2) for x in (Q, K, V))
+        of_tensors = fm.attention_plan(q, k, v, causal="top_left", layout=layout)
+        of_shapes = fm.attention_plan_for(
+            batch=2,
+            seq_q=16,
+            seq_k=24,
+            heads_q=4,
+            heads_kv=2,
+            dim=32,
+            dim_v=64,
+            dtype="fp32",
+            device="cpu",
+            causal="top_left",
+            layout=layout,
+        )
+        assert of_shapes == of_tensors
+    assert fm.attention_plan_for(batch=1, seq_q=8, heads_q=2, dim=16).dim_v == 16
+
+
+def test_plans_read_and_allocate_nothing() -> None:
+    plan = fm.attention_plan_for(batch=1, seq_q=1 << 17, heads_q=64, dim=128, causal=True)
+    half = 64 * (1 << 17) * ((1 << 17) + 1) / 2
+    assert plan.flops == pytest.approx(2 * half * 256)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        ("bf16", "bf16"),
+        ("bfloat16", "bf16"),
+        ("half", "fp16"),
+        (np.dtype("float16"), "fp16"),
+        ("fp32", "fp32"),
+    ],
+)
+def test_dtype_names(dtype: Any, name: str) -> None:
+    plan = fm.attention_plan_for(batch=1, seq_q=8, heads_q=1, dim=16, dtype=dtype)
+    assert f"_{name}_" in plan.kernel
+
+
+def test_torch_dtypes_and_devices_print_as_names() -> None:
+    torch = pytest.importorskip("torch")
+    plan = fm.attention_plan_for(
+        batch=1, seq_q=8, heads_q=1, dim=16, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    assert "_bf16_" in plan.kernel
+
+
+def test_bad_plans() -> None:
+    good = {"batch": 1, "seq_q": 8, "heads_q": 4, "dim": 16}
+    for change, kind, match in (
+        ({"dtype": "int8"}, TypeError, "^dtype: got dtype int8, accepted are fp16, bf16 and fp32$"),
+        ({"device": "tpu"}, ValueError, "^device: got 'tpu'"),
+        ({"heads_kv": 3}, ValueError, "^k: got 3 heads, accepted are divisors of q's 4$"),
+        (
+            {"dim": 264},
+            ValueError,
+            "^q: its head dimension is 264, accepted are multiples of 8 from",
+        ),
+        ({"seq_q": -5}, ValueError, r"^q: got shape \[1, -5, 4, 16\], extents cannot be negative$"),
+        ({"seq_k": 1 << 80}, ValueError, "^shape: got extent 1208925819614629174706176"),
+        ({"layout": "x"}, ValueError, "^layout: got 'x'"),
+        ({"kernel": "sm12"}, ValueError, '^kernel: got "sm12"'),
+    ):
+        with pytest.raises(kind, match=match):
+            fm.attention_plan_for(**{**good, **change})
+
+
+_LOG = """
+import numpy as np
+import flashmoe_science as fm
+lines = []
+fm.set_log("info", lambda level, line: lines.append((level, line)))
+q = np.zeros((1, 8, 2, 16), np.float32)
+fm.flash_attention(q, q, q, causal=True)
+assert lines[-1][0] == 2, lines
+assert "seq_q=8" in lines[-1][1] and "attention_forward_cpu" in lines[-1][1], lines
+try:
+    fm.flash_attention(q[0], q, q)
+except ValueError:
+    pass
+assert lines[-1] == (1, "FLASHMOE_ERROR_INVALID_ARGUMENT: q: got 3 dimensions, accepted are 4")
+count = len(lines)
+fm.set_log("off")
+fm.flash_attention(q, q, q)
+assert len(lines) == count
+fm.set_log(2, lambda level, line: 1 / 0)  # reported, and the call goes on
+fm.flash_attention(q, q, q)
+for wrong in (7, -1, "loud"):
+    try:
+        fm.set_log(wrong)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_log() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LOG], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ZeroDivisionError" in done.stderr
+    assert done.stdout.splitlines() == [
+        "level: got 7, accepted are 0 (off) to 3 (debug)",
+        "level: got -1, accepted are 0 (off) to 3 (debug)",
+        "level: got 'loud', accepted are 'off', 'error', 'info', 'debug' and 0 to 3",
+    ]
+
+
+_NOTHING_YET = """
+import flashmoe_science as fm
+try:
+    fm.last_launch()
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_last_launch_before_any() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _NOTHING_YET], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "launch: nothing was launched on this thread yet\n"

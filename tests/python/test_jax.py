@@ -1,0 +1,106 @@
+"""JAX: the XLA custom call, eager and under jit."""
+
+from __future__ import annotations
+
+import flashmoe_science as fm
+import numpy as np
+import pytest
+from reference import assert_accurate
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+
+@pytest.fixture
+def qkv() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = ((2, 21, 4, 32), (2, 33, 2, 32), (2, 33, 2, 48))
+    return [rng.standard_normal(shape, np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_under_jit(qkv: list[np.ndarray], layout: str, dtype: str) -> None:
+    arrays = [x if layout == "bshd" else x.swapaxes(1, 2) for x in qkv]
+    tensors = [jnp.asarray(x, dtype) for x in arrays]
+
+    @jax.jit
+    def attend(q, k, v):  # type: ignore[no-untyped-def]
+        return fm.flash_attention(q, k, v, causal=True, layout=layout, return_lse=True)
+
+    out, lse = attend(*tensors)
+    assert_accurate(out, lse, *tensors, causal=True, layout=layout)
+    eager = fm.flash_attention(*tensors, causal=True, layout=layout)
+    np.testing.assert_array_equal(eager, out)
+
+
+def test_inside_a_larger_program(qkv: list[np.ndarray]) -> None:
+    def program(q, k, v):  # type: ignore[no-untyped-def]
+        return jnp.tanh(fm.flash_attention(q * 2, k + 1, v.astype(jnp.float32))).sum(-1)
+
+    q, k, v = map(jnp.asarray, qkv)
+    got = jax.jit(program)(q, k, v)
+    expected = np.tanh(fm.flash_attention(qkv[0] * 2, qkv[1] + 1, qkv[2])).sum(-1)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_scan_and_threads_of_xla(qkv: list[np.ndarray]) -> None:
+    q, k, v = map(jnp.asarray, qkv)
+
+    def step(carry, _):  # type: ignore[no-untyped-def]
+        return fm.flash_attention(carry, k, v[..., :32]), None
+
+    got, _ = jax.lax.scan(step, q, None, length=3)
+    expected = qkv[0]
+    for _ in range(3):
+        expected = fm.flash_attention(expected, qkv[1], np.ascontiguousarray(qkv[2][..., :32]))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_wrong_calls_fail_while_tracing(qkv: list[np.ndarray]) -> None:
+    q, k, v = map(jnp.asarray, qkv)
+    attend = jax.jit(fm.flash_attention)
+    with pytest.raises(ValueError, match="k: its head dimension is 16, but q has 32"):
+        attend(q, k[..., :16], v)
+    with pytest.raises(ValueError, match="causal: got 'left'"):
+        jax.jit(lambda *x: fm.flash_attention(*x, causal="left"))(q, k, v)
+
+
+def test_arrays_cannot_be_written_to(qkv: list[np.ndarray]) -> None:
+    q, k, v = map(jnp.asarray, qkv)
+    with pytest.raises(ValueError, match="^out: JAX arrays cannot be written to; leave it None$"):
+        fm.flash_attention(q, k, v, out=q)
+    with pytest.raises(ValueError, match="^lse: JAX arrays cannot be written to; leave it None$"):
+        fm.flash_attention(q, k, v, lse=q)
+
+
+def test_there_is_no_derivative_yet(qkv: list[np.ndarray]) -> None:
+    q, k, v = map(jnp.asarray, qkv)
+    with pytest.raises(ValueError, match="cannot be differentiated"):
+        jax.grad(lambda q: fm.flash_attention(q, k, v).sum())(q)
+
+
+def test_a_foreign_use_of_the_target_is_refused(qkv: list[np.ndarray]) -> None:
+    fm.flash_attention(*map(jnp.asarray, qkv))  # registers it
+    call = jax.ffi.ffi_call("flashmoe_attention_forward_v1", jax.typeof(jnp.asarray(qkv[0])))
+    with pytest.raises(Exception, match="call this target through flashmoe_science"):
+        jax.block_until_ready(call(*map(jnp.asarray, qkv)))
+
+
+def test_what_the_plan_cannot_see_fails_with_the_librarys_sentence() -> None:
+    """A NaN scale that reaches the handler all the same."""
+    q = jnp.zeros((1, 8, 2, 16))
+    fm.flash_attention(q, q, q)
+    call = jax.ffi.ffi_call("flashmoe_attention_forward_v1", jax.typeof(q))
+    with pytest.raises(Exception, match="scale: got nan, accepted is a finite positive number"):
+        jax.block_until_ready(
+            call(
+                q,
+                q,
+                q,
+                causal=np.int32(0),
+                scale=np.float32("nan"),
+                layout=np.int32(0),
+                kernel="",
+            )
+        )

@@ -1,0 +1,74 @@
+"""Calls from several threads, and other Python threads while the library computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import flashmoe_science as fm
+import numpy as np
+
+
+def test_other_threads_run_meanwhile() -> None:
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 2048, 8, 64), np.float32)
+    ticks: list[float] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    before = fm.get_num_threads()
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    try:
+        fm.set_num_threads(1)
+        begin = time.perf_counter()
+        fm.flash_attention(q, q, q)
+        end = time.perf_counter()
+    finally:
+        stop.set()
+        ticker.join()
+        fm.set_num_threads(before)
+    # Were the GIL held, no tick could fall into the middle of the call.
+    quarter = (end - begin) / 4
+    assert any(begin + quarter < t < end - quarter for t in ticks)
+
+
+def test_concurrent_calls_do_not_disturb_each_other() -> None:
+    rng = np.random.default_rng(1)
+    cases = [
+        tuple(rng.standard_normal((1, seq, 4, dim), np.float32) for _ in range(3))
+        for seq, dim in ((65, 64), (200, 32), (33, 128), (129, 16))
+    ]
+    expected = [fm.flash_attention(*case, causal=True, return_lse=True) for case in cases]
+
+    def work(index: int) -> None:
+        for i in range(40):
+            which = (index + i) % len(cases)
+            got = fm.flash_attention(*cases[which], causal=True, return_lse=True)
+            np.testing.assert_array_equal(got[0], expected[which][0])
+            np.testing.assert_array_equal(got[1], expected[which][1])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+
+
+def test_the_sentence_belongs_to_the_thread_that_failed() -> None:
+    good = np.zeros((1, 8, 2, 16), np.float32)
+
+    def work(dim: int) -> None:
+        bad = np.zeros((1, 8, 2, dim), np.float32)
+        for _ in range(100):
+            try:
+                fm.flash_attention(good, bad, bad)
+            except ValueError as error:
+                assert f"its head dimension is {dim}," in str(error)
+            else:
+                raise AssertionError("accepted")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, (8, 24, 32, 40)))
