@@ -234,7 +234,7 @@ def test_arguments_of_frameworks(name: str, framework: str) -> None:
 
 def test_kernel_names_what_is_built_in() -> None:
     built = fm.build_info().kernel_families
-    with pytest.raises(ValueError, match='^kernel: got "sm12", built in are ') as caught:
+    with pytest.raises(ValueError, match=r'^kernel: got "sm12", built in are ') as caught:
         fm.flash_attention(Q, K, K, kernel="sm12")
     for family in built.split(";"):
         assert family in str(caught.value)
@@ -244,7 +244,7 @@ def test_kernel_names_what_is_built_in() -> None:
 def test_unsupported_is_a_not_implemented_error() -> None:
     if "sm89" not in fm.build_info().kernel_families:
         pytest.skip("this build has the CPU family alone, which serves every valid call")
-    with pytest.raises(NotImplementedError, match="^kernel: cannot be served: sm89: "):
+    with pytest.raises(NotImplementedError, match=r"^kernel: cannot be served: sm89: "):
         fm.flash_attention(Q, K, K, kernel="sm89")
 
 
@@ -292,7 +292,7 @@ def test_torch_tensors_without_memory() -> None:
     torch = pytest.importorskip("torch")
     k = torch.from_numpy(K)
     for bad in (torch.zeros(Q.shape, device="meta"), torch.zeros(Q.shape).to_sparse()):
-        with pytest.raises(TypeError, match="^q: torch.Tensor gives no view of its memory: .*$"):
+        with pytest.raises(TypeError, match=r"^q: torch.Tensor gives no view of its memory: .*$"):
             fm.flash_attention(bad, k, k)
 
 
@@ -314,7 +314,7 @@ def test_misaligned_rows() -> None:
     flat = torch.zeros(Q.size + 1)
     q = flat[1:].view(Q.shape)
     with pytest.raises(
-        ValueError, match="^q: its data begins at address 0x.*, which is not a mult"
+        ValueError, match=r"^q: its data begins at address 0x.*, which is not a mult"
     ):
         fm.flash_attention(q, torch.from_numpy(K), torch.from_numpy(K))
 

@@ -210,7 +210,7 @@ def test_a_type_without_an_allocator_needs_outputs() -> None:
     kind = tensor_type(table(allocate=ALLOCATE(0)))
     inputs = arrays()
     tensors = [kind(x) for x in inputs]
-    with pytest.raises(TypeError, match="^out: Exchanged offers no allocator; pass out, and lse"):
+    with pytest.raises(TypeError, match=r"^out: Exchanged offers no allocator; pass out, and lse"):
         fm.flash_attention(*tensors)
     out = kind(np.full((2, 9, 4, 16), np.nan, np.float32))
     assert fm.flash_attention(*tensors, out=out) is out
@@ -238,7 +238,7 @@ def test_a_producer_that_fails_without_a_word() -> None:
 
     kind = tensor_type(table(view=broken))
     kept.append(broken)
-    match = "^q: .*Exchanged gives no view of its memory: it gives no reason$"
+    match = r"^q: .*Exchanged gives no view of its memory: it gives no reason$"
     with pytest.raises(TypeError, match=match):
         fm.flash_attention(*(kind(x) for x in arrays()))
 

@@ -68,9 +68,9 @@ def test_wrong_calls_fail_while_tracing(qkv: list[np.ndarray]) -> None:
 
 def test_arrays_cannot_be_written_to(qkv: list[np.ndarray]) -> None:
     q, k, v = map(jnp.asarray, qkv)
-    with pytest.raises(ValueError, match="^out: JAX arrays cannot be written to; leave it None$"):
+    with pytest.raises(ValueError, match=r"^out: JAX arrays cannot be written to; leave it None$"):
         fm.flash_attention(q, k, v, out=q)
-    with pytest.raises(ValueError, match="^lse: JAX arrays cannot be written to; leave it None$"):
+    with pytest.raises(ValueError, match=r"^lse: JAX arrays cannot be written to; leave it None$"):
         fm.flash_attention(q, k, v, lse=q)
 
 
