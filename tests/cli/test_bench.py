@@ -127,6 +127,24 @@ def test_an_interrupt_keeps_what_was_measured(
     assert "interrupted after 2 of 6 shapes" in capsys.readouterr().out
 
 
+def test_a_row_that_cannot_be_measured_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = bench.measure
+
+    def fails_once(flashmoe: Any, arrays: Any, shape: Shape, *rest: Any) -> Any:
+        if shape.seq_q == 64:
+            raise MemoryError("no room")
+        return real(flashmoe, arrays, shape, *rest)
+
+    monkeypatch.setattr(bench, "measure", fails_once)
+    command = ["bench", "--suite", "seeds", "--device", "cpu", "--seconds", "0.01", "--json"]
+    assert main(command) == 1
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert [c["status"] for c in cells] == ["ok", "void", "ok", "ok", "ok", "ok"]
+    assert cells[1]["reason"] == "measuring failed: MemoryError: no room"
+
+
 def test_people_read_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *SMALL, "--peer", "none"]) == 0
     printed = capsys.readouterr().out

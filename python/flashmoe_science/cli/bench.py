@@ -254,7 +254,12 @@ def run(arguments: argparse.Namespace) -> int:
     code = EXIT_OK
     try:
         for shape in shapes:
-            cell = measure(flashmoe, arrays, shape, names, sampling, arguments.kernel)
+            try:
+                cell = measure(flashmoe, arrays, shape, names, sampling, arguments.kernel)
+            except Exception as error:  # one row's trouble, such as no memory, is not the others'
+                reason = f"measuring failed: {type(error).__name__}: {error}"
+                cell = {"shape": vars(shape), "flops": shape.flops, "status": "void"}
+                cell["reason"] = reason
             document["cells"].append(cell)
             _print_cell(table, output, shape, cell, names, per_tera)
             if cell["status"] != "ok":
