@@ -175,7 +175,8 @@ void expect_result(Call* call) {
 // What is wrong with a workspace, when the call needs one.
 void try_workspaces(Random* random, const Call& call, const Memory& workspace, size_t bytes) {
   if (bytes == 0) return;
-  const size_t small = static_cast<size_t>(random->bits()) % bytes;
+  const size_t small =
+      random->chance(0.5) ? bytes - 1 : static_cast<size_t>(random->bits()) % bytes;
   EXPECT(call, flashmoe_attention_forward(call.given(), workspace.get(), small, nullptr) ==
                    FLASHMOE_ERROR_WORKSPACE_TOO_SMALL);
   EXPECT(call, std::strstr(flashmoe_last_error(), "workspace_size:") == flashmoe_last_error());
@@ -209,6 +210,7 @@ void run(Random* random, Call* call) {
 
   void* const stream = reinterpret_cast<void*>(uintptr_t{0xdead});  // the CPU must not look
   if (judgement.verdict == Verdict::kInvalid) {
+    EXPECT(*call, planned != FLASHMOE_OK);
     ++tally.invalid;
     const std::string sentence = flashmoe_last_error();
     ++tally.blamed[sentence.substr(0, sentence.find(':'))];
