@@ -1,13 +1,15 @@
-// The limits of flashmoe_set_num_threads, and its default.
+// The limits of flashmoe_set_num_threads, and its default: test_threads [expected default].
+#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
 
 #include "check.h"
 #include "flashmoe/flashmoe.h"
 
-int main() {
+int main(int argc, char** argv) {
   const int32_t by_default = flashmoe_get_num_threads();
   CHECK(by_default >= 1);
+  if (argc == 2) CHECK(by_default == std::atoi(argv[1]));
 
   for (const int32_t n : {1, 2, 3, 64, 4096}) {
     CHECK(flashmoe_set_num_threads(n) == FLASHMOE_OK);
