@@ -127,13 +127,10 @@ nb::object allocate_lse(const TensorType& type, nb::handle q, const Call& call) 
   constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
   int64_t shape[kRank - 1];
   call.shape_of_lse(shape);
-  if (type.empty.is_none()) {
+  if (type.float32.is_none()) {
     return allocate_by_exchange(type, shape, kRank - 1, kFloat32, call.q.device());
   }
-  static nb::object* const float32 =
-      new nb::object(nb::module_::import_("torch").attr("float32"));
-  return type.empty(tuple_of(shape, kRank - 1), nb::arg("dtype") = *float32,
-                    nb::arg("device") = q.attr("device"));
+  return q.attr("new_empty")(tuple_of(shape, kRank - 1), nb::arg("dtype") = type.float32);
 }
 
 // ---- checks that only Python objects need -------------------------------------------------------
@@ -143,7 +140,7 @@ void refuse_gradients(const TensorType& type, const char* name, nb::handle tenso
   static PyObject* const attribute = PyUnicode_InternFromString("requires_grad");
   nb::object requires_grad = nb::steal(PyObject_GetAttr(tensor.ptr(), attribute));
   if (requires_grad.ptr() != Py_True) return;
-  if (!type.empty.is_none() &&
+  if (!type.empty_like.is_none() &&
       nb::module_::import_("torch").attr("is_grad_enabled")().ptr() != Py_True) {
     return;
   }

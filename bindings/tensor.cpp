@@ -42,7 +42,7 @@ TensorType describe_type(nb::handle type, const dlpack::ExchangeApi* api) {
   nb::object torch = loaded_module("torch");
   if (!torch.is_none() && PyObject_IsSubclass(type.ptr(), torch.attr("Tensor").ptr()) == 1) {
     made.empty_like = torch.attr("empty_like");
-    made.empty = torch.attr("empty");
+    made.float32 = torch.attr("float32");
   }
   return made;
 }

@@ -18,8 +18,8 @@ struct TensorType {
   nb::object type;
   const dlpack::ExchangeApi* api;  // nullptr: it has none, and the rest is unset
   bool has_requires_grad;
-  nb::object empty_like;  // torch's own; none for other frameworks
-  nb::object empty;
+  nb::object empty_like;  // torch's; None for other frameworks
+  nb::object float32;     // torch's
 };
 
 // nullptr when the type of `object` has no exchange API of major version 1.

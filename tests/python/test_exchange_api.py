@@ -10,6 +10,7 @@ from typing import Any
 import flashmoe_science as fm
 import numpy as np
 import pytest
+from flashmoe_science import _core
 from reference import assert_accurate
 
 
@@ -241,6 +242,49 @@ def test_a_producer_that_fails_without_a_word() -> None:
     match = r"^q: .*Exchanged gives no view of its memory: it gives no reason$"
     with pytest.raises(TypeError, match=match):
         fm.flash_attention(*(kind(x) for x in arrays()))
+
+
+class Stream:
+    """As torch 2.10's and CuPy's."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, 0x1230)
+
+
+def test_the_frameworks_stream_is_asked_for_unless_one_is_given() -> None:
+    asked = []
+
+    @STREAM
+    def stream_of(device_type: int, device_id: int, out: Any) -> int:
+        asked.append((device_type, device_id))
+        out[0] = 0x4560
+        return 0
+
+    @VIEW
+    def view_on_gpu(tensor: Any, out: Any) -> int:
+        fill(tensor, out.contents)
+        out.contents.device_type, out.contents.device_id = 2, 97
+        return 0
+
+    kind = tensor_type(table(view=view_on_gpu, stream=stream_of))
+    kept.extend((stream_of, view_on_gpu))
+    q, k, v = (kind(x) for x in arrays())
+    out = kind(np.zeros((2, 9, 4, 16), np.float32))
+    with pytest.raises((NotImplementedError, RuntimeError), match="cuda:97"):
+        fm.flash_attention(q, k, v, out=out)
+    assert asked == [(2, 97)]
+    for given in (0x1230, Stream()):
+        with pytest.raises((NotImplementedError, RuntimeError), match="cuda:97"):
+            fm.flash_attention(q, k, v, out=out, stream=given)
+    assert asked == [(2, 97)]
+
+
+@pytest.mark.parametrize("attribute", ["cuda_stream", "ptr"])
+def test_stream_objects(attribute: str) -> None:
+    assert _core.stream_handle(type("S", (), {attribute: 0x1230})()) == 0x1230
+    assert _core.stream_handle(Stream()) == 0x1230
+    assert _core.stream_handle(7) == 7
+    assert _core.stream_handle(None) is None
 
 
 def test_nothing_leaks() -> None:
