@@ -165,8 +165,13 @@ const TensorType& same_framework(const TensorType& type, const char* name, nb::h
 nb::object dispatch(nb::handle q, nb::handle k, nb::handle v, nb::handle causal, nb::handle scale,
                     nb::handle layout, nb::handle return_lse, nb::handle out, nb::handle lse,
                     nb::handle kernel, nb::handle stream) {
-  static nb::object* const function = new nb::object(
-      nb::module_::import_("flashmoe_science._dispatch").attr("flash_attention"));
+  // Not initialised in its declaration: the import can pass the GIL to a thread that would then wait
+  // for this initialisation with the GIL in hand. Two threads may both import; one object is leaked.
+  static nb::object* function = nullptr;
+  if (function == nullptr) {
+    nb::module_ module = nb::module_::import_("flashmoe_science._dispatch");
+    function = new nb::object(module.attr("flash_attention"));
+  }
   return (*function)(q, k, v, causal, scale, layout, return_lse, out, lse, kernel, stream);
 }
 

@@ -29,10 +29,10 @@ def _register() -> None:
         jax.ffi.register_ffi_target(_TARGET, handler, platform=platform)
 
 
-def _device(q: Any) -> Device:
-    """Where q is; for a tracer, which is nowhere yet, the CPU, whose rules hold everywhere."""
+def _device(q: Any) -> Device | None:
+    """Where q is; None for a tracer, which is nowhere yet."""
     if isinstance(q, jax.core.Tracer):
-        return Device(CPU, 0)
+        return None
     device = next(iter(q.devices()))
     if device.platform == "cpu":
         return Device(CPU, 0)
@@ -49,11 +49,13 @@ class _Options(NamedTuple):
     layout: str
     kernel: str | None
     return_lse: bool
-    device: Device
+    device: Device | None
 
 
 def _plan(options: _Options, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> dict[str, Any]:
     names = ("q", "k", "v")
+    if options.device is None:  # under jit: what holds on every device is checked as on the CPU
+        options = options._replace(device=Device(CPU, 0), kernel=None)
     return _core.attention_plan_for(
         *shapes,
         dtypes=[parse_dtype(dtype, name) for name, dtype in zip(names, dtypes, strict=True)],

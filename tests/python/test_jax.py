@@ -34,6 +34,15 @@ def test_under_jit(qkv: list[np.ndarray], layout: str, dtype: str) -> None:
     np.testing.assert_array_equal(eager, out)
 
 
+def test_a_kernel_named_under_jit(qkv: list[np.ndarray]) -> None:
+    q, k, v = map(jnp.asarray, qkv)
+    attend = jax.jit(lambda *x: fm.flash_attention(*x, kernel="cpu"))
+    np.testing.assert_array_equal(attend(q, k, v), fm.flash_attention(q, k, v))
+    unknown = jax.jit(lambda *x: fm.flash_attention(*x, kernel="sm12"))  # known when it runs
+    with pytest.raises(Exception, match='kernel: got "sm12", built in are'):
+        jax.block_until_ready(unknown(q, k, v))
+
+
 def test_inside_a_larger_program(qkv: list[np.ndarray]) -> None:
     def program(q, k, v):  # type: ignore[no-untyped-def]
         return jnp.tanh(fm.flash_attention(q * 2, k + 1, v.astype(jnp.float32))).sum(-1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -69,3 +71,25 @@ def test_the_sentence_belongs_to_the_thread_that_failed() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, (8, 24, 32, 40)))
+
+
+_FIRST_CALLS = """
+import threading
+import numpy as np
+import flashmoe_science as fm
+q = np.ones((1, 8, 2, 16), np.float32)
+barrier = threading.Barrier(8)
+done = []
+def work():
+    barrier.wait()
+    done.append(fm.flash_attention(q, q, q))
+threads = [threading.Thread(target=work) for _ in range(8)]
+for t in threads: t.start()
+for t in threads: t.join()
+assert len(done) == 8 and all((out == 1).all() for out in done)
+"""
+
+
+def test_first_calls_from_many_threads() -> None:
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", _FIRST_CALLS], check=True, timeout=60)
