@@ -38,7 +38,7 @@ class Framework:
     def view(self, tensor: Any, stream: int | None) -> Any:
         """What the native side can read: the tensor, or a DLPack capsule ordered on `stream`."""
         if self.device(tensor).type == CUDA:
-            return tensor.__dlpack__(stream=stream)
+            return tensor.__dlpack__(stream=stream or _LEGACY_STREAM)  # the protocol has no 0
         return tensor
 
     def current_stream(self, device: Device) -> int:
