@@ -1,26 +1,29 @@
 # Renders the explicit instantiations of kernels into the build folder, one host entry per file, so
 # that they compile in parallel and a kernel is found by its name.
 
-# Head dimensions (of q and k, of v) the sm_89 attention kernel is compiled for; others are padded to
-# the next.
-set(FLASHMOE_ATTENTION_SM89_DIMS
-  "32,32" "64,64" "96,96" "128,128" "160,160" "192,128" "192,192" "256,256")
+# Kernels of the sm_89 attention family: head dimension of q and k, of v, and optionally a tuning other
+# than the table's with its suffix. Other head dimensions are padded to the next.
+set(FLASHMOE_ATTENTION_SM89_KERNELS
+  "32,32" "64,64" "96,96" "128,128" "128,128,EightWarpTuning,_w8" "192,128" "192,192" "256,256")
 
 function(flashmoe_instantiate_attention_sm89 target)
   set(source_dir "${PROJECT_SOURCE_DIR}/cuda/attention/sm89")
   set(binary_dir "${PROJECT_BINARY_DIR}/generated/cuda/attention/sm89")
   set(ENTRIES "")
-  foreach(dims IN LISTS FLASHMOE_ATTENTION_SM89_DIMS)
-    string(REPLACE "," ";" dims "${dims}")
-    list(GET dims 0 DIM)
-    list(GET dims 1 DIM_V)
+  foreach(kernel IN LISTS FLASHMOE_ATTENTION_SM89_KERNELS)
+    string(REPLACE "," ";" kernel "${kernel}")
+    list(APPEND kernel TableTuning "")
+    list(GET kernel 0 DIM)
+    list(GET kernel 1 DIM_V)
+    list(GET kernel 2 TUNING)
+    list(GET kernel 3 suffix)
     foreach(dtype fp16 bf16)
       if(dtype STREQUAL "fp16")
         set(ELEMENT __half)
       else()
         set(ELEMENT __nv_bfloat16)
       endif()
-      set(NAME "${dtype}_d${DIM}_dv${DIM_V}")
+      set(NAME "${dtype}_d${DIM}_dv${DIM_V}${suffix}")
       configure_file("${source_dir}/instance.cu.in" "${binary_dir}/${NAME}.cu" @ONLY)
       target_sources(${target} PRIVATE "${binary_dir}/${NAME}.cu")
       string(APPEND ENTRIES "FLASHMOE_ENTRY(${NAME})\n")

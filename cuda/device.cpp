@@ -25,6 +25,8 @@ cudaError_t read_facts(int device_id, DeviceFacts* facts) {
       {cudaDevAttrComputeCapabilityMinor, &minor},
       {cudaDevAttrMultiProcessorCount, &facts->multiprocessors},
       {cudaDevAttrMaxSharedMemoryPerBlockOptin, &facts->shared_bytes_per_block},
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, &facts->shared_bytes_per_multiprocessor},
+      {cudaDevAttrReservedSharedMemoryPerBlock, &facts->reserved_shared_bytes_per_block},
       {cudaDevAttrL2CacheSize, &l2},
   };
   for (const auto& read : reads) {

@@ -20,6 +20,7 @@ struct Entry {
   int stages;
   int threads;
   int shared_bytes;
+  int blocks_per_sm;  // that it is designed to run with
   const void* function;
   // Per device: 0 = not prepared, else the architecture of the loaded code, such as 90.
   std::atomic<int>* loaded_arch;  // [kMaxDevices]

@@ -27,15 +27,22 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-// The kernel of the problem's dtype with the least padding.
-const Entry* find_entry(const AttentionProblem& problem) {
+// Whether as many blocks of a kernel fit a multiprocessor as it is designed for.
+bool fits(const Entry& entry, const DeviceFacts& facts) {
+  return entry.blocks_per_sm * (entry.shared_bytes + facts.reserved_shared_bytes_per_block) <=
+         facts.shared_bytes_per_multiprocessor;
+}
+
+// The kernel of the problem's dtype with the least padding; among alike the first that fits.
+const Entry* find_entry(const AttentionProblem& problem, const DeviceFacts& facts) {
   const Entry* best = nullptr;
   for (const Entry* entry : kEntries) {
     if (entry->dtype != problem.dtype || entry->dim < problem.dim ||
         entry->dim_v < problem.dim_v) {
       continue;
     }
-    if (best == nullptr || entry->dim + entry->dim_v < best->dim + best->dim_v) best = entry;
+    const int padding = best == nullptr ? -1 : entry->dim + entry->dim_v - best->dim - best->dim_v;
+    if (padding < 0 || (padding == 0 && !fits(*best, facts) && fits(*entry, facts))) best = entry;
   }
   return best;
 }
@@ -97,7 +104,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
   if (problem.dtype == Dtype::kFloat32) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
   }
-  const Entry* entry = find_entry(problem);
+  const Entry* entry = find_entry(problem, *facts);
   if (entry == nullptr) {
     return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
   }

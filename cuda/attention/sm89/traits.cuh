@@ -9,24 +9,34 @@ inline constexpr int kThreadsPerWarp = 32;
 inline constexpr int kMaxSharedBytesPerBlock = 99 * 1024;  // sm_86, sm_89: 100 KiB less 1 reserved
 inline constexpr int kBytesPerChunk = 16;                  // one cp.async, one ldmatrix row
 inline constexpr int kElementsPerChunk = 8;
+inline constexpr int kTileInfoBytes = 16;  // a Tile in shared memory
+
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
+
+// What a warp owns: see rows.cuh and columns.cuh.
+enum class Scheme { kRows, kColumns };
 
 // The choices that differ from one head dimension to the next; docs/kernels/attention_sm89.md has
 // the measurements behind the table.
 struct Tuning {
+  Scheme scheme;
   int warps;
-  int row_atoms;       // 16-row fragments of a warp: 2 halves the shared-memory traffic of 1
-  int step_keys;       // keys of one step of the main loop
-  int stages;          // steps of K and V in flight or in use
-  bool q_in_registers; // else read from shared memory at every step
-  int ahead_fragments; // K and V fragments read before their products
-  int blocks_per_sm;   // what the register allocation aims at
+  int row_atoms;        // 16-row fragments of a warp's scores
+  int step_keys;        // keys of one step of the main loop
+  int stages;           // steps of K and V in flight or in use; 1 in the columns scheme
+  int q_register_dims;  // leading dimensions of Q kept in registers; the others are read every step
+  int ahead_fragments;  // K and V fragments read before their products
+  int blocks_per_sm;    // what the register allocation aims at
 };
 
 constexpr Tuning tuning(int dim, int dim_v) {
   const int widest = dim > dim_v ? dim : dim_v;
-  if (widest <= 64) return {4, 2, 64, 3, true, 1, 2};
-  if (widest <= 128) return {4, 2, 32, 3, true, 1, 2};
-  return {8, 1, 32, 3, true, 2, 1};
+  if (widest <= 32) return {Scheme::kRows, 4, 2, 64, 3, 32, 1, 3};
+  if (widest <= 64) return {Scheme::kRows, 4, 2, 64, 2, 64, 1, 2};
+  if (widest <= 96) return {Scheme::kRows, 4, 2, 48, 2, 64, 1, 2};
+  if (widest <= 128) return {Scheme::kRows, 4, 2, 32, 2, 32, 1, 2};
+  return {Scheme::kColumns, 4, 1, 64, 1, 64, 3, 2};
 }
 
 template <int kDim, int kDimV>
@@ -34,11 +44,20 @@ struct TableTuning {
   static constexpr Tuning value = tuning(kDim, kDimV);
 };
 
+// Where two blocks of the table's kernel do not fit the shared memory of a multiprocessor, as on
+// Ada with its 100 KiB: one block of eight warps.
+template <int kDim, int kDimV>
+struct EightWarpTuning {
+  static_assert(kDim == 128 && kDimV == 128);
+  static constexpr Tuning value = {Scheme::kRows, 8, 2, 32, 2, 32, 1, 1};
+};
+
 // A [rows, kDim] tile of 16-bit elements in shared memory. The 16-byte chunks of a row are permuted
 // so that the eight rows of an 8x8 matrix lie in distinct banks, for any row length that is a
 // multiple of 64 bytes.
-template <int kDim>
+template <int kDim_>
 struct TileLayout {
+  static constexpr int kDim = kDim_;
   static_assert(kDim % 32 == 0, "rows are multiples of 64 bytes");
   static constexpr int kChunksPerRow = kDim / kElementsPerChunk;
   static constexpr int kRowBytes = kDim * 2;
@@ -66,12 +85,14 @@ struct TileLayout {
   }
 };
 
-template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
-struct Traits {
+// What both schemes have in common.
+template <class Element_, int kDim_, int kDimV_, class TuningOf>
+struct CommonTraits {
   static constexpr Tuning kTuning = TuningOf::value;
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kDimV = kDimV_;
+  static constexpr Scheme kScheme = kTuning.scheme;
   static constexpr int kWarps = kTuning.warps;
   static constexpr int kThreads = kWarps * kThreadsPerWarp;
   static constexpr int kRowAtoms = kTuning.row_atoms;
@@ -79,35 +100,90 @@ struct Traits {
   static constexpr int kTileQ = kWarps * kRowsPerWarp;
   static constexpr int kStepKeys = kTuning.step_keys;
   static constexpr int kStages = kTuning.stages;
-  static constexpr bool kQInRegisters = kTuning.q_in_registers;
+  static constexpr int kQRegisterDims = kTuning.q_register_dims;
+  static constexpr int kQSharedDims = kDim - kQRegisterDims;
   static constexpr int kAheadFragments = kTuning.ahead_fragments;
   static constexpr int kBlocksPerSm = kTuning.blocks_per_sm;
 
-  using QLayout = TileLayout<kDim>;
+  // Q in two tiles: what moves to registers, and what stays. An absent one has a nominal layout.
+  using QRegisterLayout = TileLayout<larger(kQRegisterDims, 32)>;
+  using QSharedLayout = TileLayout<larger(kQSharedDims, 32)>;
   using KLayout = TileLayout<kDim>;
   using VLayout = TileLayout<kDimV>;
   using OLayout = TileLayout<kDimV>;
-
-  // Stages of [K][V], then Q. A Q that moves to registers lies over the last stages, and the output
-  // over the first.
+  static constexpr int kQRegisterBytes = kTileQ * kQRegisterDims * 2;
+  static constexpr int kQSharedBytes = kTileQ * kQSharedDims * 2;
   static constexpr int kKBytes = kStepKeys * KLayout::kRowBytes;
   static constexpr int kVBytes = kStepKeys * VLayout::kRowBytes;
-  static constexpr int kStageBytes = kKBytes + kVBytes;
-  static constexpr int kQBytes = kTileQ * QLayout::kRowBytes;
   static constexpr int kOBytes = kTileQ * OLayout::kRowBytes;
-  static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kTileBytes = kQInRegisters
-                                        ? (kRingBytes > kQBytes ? kRingBytes : kQBytes)
-                                        : kRingBytes + kQBytes;
-  static constexpr int kQOffset = kTileBytes - kQBytes;
-  static constexpr int kSharedBytes = kTileBytes > kOBytes ? kTileBytes : kOBytes;
-  // Steps that may be loaded while Q is still read, because their stages do not lie under it.
-  static constexpr int kFreeStages = kQInRegisters ? kQOffset / kStageBytes : kStages;
-  static constexpr int kEarlySteps = kFreeStages < kStages - 1 ? kFreeStages : kStages - 1;
 
-  static_assert(kSharedBytes <= 2*kMaxSharedBytesPerBlock, "an sm_89 block holds 99 KiB");
-  static_assert(kStepKeys % 16 == 0 && kStages >= 2 && kRowAtoms >= 1);
-  static_assert(kThreads <= 1024);
+  static_assert(kStepKeys % 16 == 0 && kRowAtoms >= 1 && kThreads <= 1024);
+};
+
+template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>,
+          Scheme kScheme_ = TuningOf::value.scheme>
+struct Traits;
+
+template <class Element_, int kDim_, int kDimV_, class TuningOf>
+struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kRows>
+    : CommonTraits<Element_, kDim_, kDimV_, TuningOf> {
+  using Common = CommonTraits<Element_, kDim_, kDimV_, TuningOf>;
+  using Common::kKBytes;
+  using Common::kOBytes;
+  using Common::kQRegisterBytes;
+  using Common::kQSharedBytes;
+  using Common::kStages;
+  using Common::kVBytes;
+
+  // Stages of [K][V], then the Q that stays. The Q that moves to registers lies over the last
+  // stages, and the output over the first.
+  static constexpr int kStageBytes = kKBytes + kVBytes;
+  static constexpr int kRingBytes = kStages * kStageBytes;
+  static constexpr int kTileBytes = larger(kRingBytes, kQRegisterBytes);
+  static constexpr int kQRegisterOffset = kTileBytes - kQRegisterBytes;
+  static constexpr int kQSharedOffset = kTileBytes;
+  static constexpr int kTileInfoOffset = larger(kTileBytes + kQSharedBytes, kOBytes);
+  static constexpr int kSharedBytes = kTileInfoOffset + kTileInfoBytes;
+  // Steps that may be loaded while Q is still read, because their stages do not lie under it.
+  static constexpr int kEarlySteps = smaller(kQRegisterOffset / kStageBytes, kStages - 1);
+
+  static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_89 block holds 99 KiB");
+  static_assert(kStages >= 2, "one stage is filled while another is read");
+};
+
+template <class Element_, int kDim_, int kDimV_, class TuningOf>
+struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kColumns>
+    : CommonTraits<Element_, kDim_, kDimV_, TuningOf> {
+  using Common = CommonTraits<Element_, kDim_, kDimV_, TuningOf>;
+  using Common::kKBytes;
+  using Common::kOBytes;
+  using Common::kQRegisterBytes;
+  using Common::kQSharedBytes;
+  using Common::kTileQ;
+  using Common::kVBytes;
+
+  static constexpr int kColumnsPerWarp = kDimV_ / Common::kWarps;
+  using PLayout = TileLayout<Common::kStepKeys>;
+  static constexpr int kPBytes = kTileQ * PLayout::kRowBytes;
+
+  // [K][V][P][Q that stays][factors]. The Q that moves to registers lies over P, the output over K
+  // and V.
+  static constexpr int kKOffset = 0;
+  static constexpr int kVOffset = kKBytes;
+  static constexpr int kPOffset = kVOffset + kVBytes;
+  static constexpr int kQRegisterOffset = kPOffset;
+  static constexpr int kQSharedOffset = kPOffset + kPBytes;
+  static constexpr int kFactorsOffset = kQSharedOffset + kQSharedBytes;
+  static constexpr int kTileInfoOffset = kFactorsOffset + kTileQ * static_cast<int>(sizeof(float));
+  static constexpr int kSharedBytes = kTileInfoOffset + kTileInfoBytes;
+
+  static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_89 block holds 99 KiB");
+  static_assert(kOBytes <= kFactorsOffset, "the factors outlive the tiles");
+  static_assert(Common::kRowAtoms == 1 && Common::kStages == 1);
+  static_assert(kQRegisterBytes <= kPBytes, "Q gives way to the first probabilities");
+  static_assert(kDimV_ % (16 * Common::kWarps) == 0, "a fragment of V has 16 columns");
+  static_assert(2 * Common::kWarps == Common::VLayout::kSwizzleChunks,
+                "a warp's fragments of V are whole swizzle groups apart");
 };
 
 }  // namespace flashmoe::sm89

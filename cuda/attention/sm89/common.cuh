@@ -1,0 +1,504 @@
+// What the sm_89 attention kernels share: indices, tiles and their loads, Q K^T, the mask, the online
+// softmax, and the path for tiles that the tensor cores cannot compute.
+#pragma once
+
+#include "cuda/attention/sm89/params.h"
+#include "cuda/attention/sm89/traits.cuh"
+#include "cuda/numeric/dtype.cuh"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/mma.cuh"
+
+namespace flashmoe::sm89 {
+
+inline constexpr uint32_t kFullWarp = 0xffffffffu;
+// A row's offset is raised when a score exceeds it by more than this power of two. Until then
+// probabilities reach at most 2^8 instead of 1, which neither fp16 nor bf16 nor the fp32 sums mind,
+// and the step costs one vote instead of shuffles and a rescale.
+inline constexpr float kLazyBits = 8.0f;
+// Below every offset, yet finite: masked scores less it are -inf, not NaN.
+inline constexpr float kNoOffset = -1.0e38f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
+
+// Read anew where it is used: kept across the main loop it would cost registers that the
+// accumulators need.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+__device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
+// To be called by whole warps: it shuffles, so that the compiler knows the result to be uniform.
+__device__ __forceinline__ int warp_index() {
+  return __shfl_sync(kFullWarp, thread_index() / kThreadsPerWarp, 0);
+}
+
+// Keeps a value in its register: without this, ptxas computes addresses again at every step, from
+// the thread index on.
+__device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
+// The query tile of this block. Worked out once, then kept in shared memory. Causal tiles come longest first, inside sections of heads whose
+// keys and values fit the L2 together.
+struct Tile {
+  int batch;
+  int head;
+  int head_kv;
+  int first_row;
+
+  template <class Traits>
+  static __device__ __forceinline__ Tile of_block(const Params& params) {
+    const int section_tiles = params.heads_per_section * params.tiles_per_head;
+    const int block = static_cast<int>(blockIdx.x);
+    const int section = block / section_tiles;
+    const int rank = block % section_tiles;
+    const int first_head = section * params.heads_per_section;
+    const int heads = min(params.heads_per_section, params.heads - first_head);
+    const int tile = rank / heads;
+    const int head = first_head + rank % heads;
+    Tile result;
+    result.batch = head / params.heads_q;
+    result.head = head % params.heads_q;
+    result.head_kv = result.head / params.heads_per_kv;
+    result.first_row = (params.causal ? params.tiles_per_head - 1 - tile : tile) * Traits::kTileQ;
+    return result;
+  }
+
+  // Leaves the tile for `in`, which may be called after the next block barrier.
+  template <class Traits>
+  __device__ __forceinline__ void keep(unsigned char* shared) const {
+    if (thread_index() == 0) *reinterpret_cast<Tile*>(shared + Traits::kTileInfoOffset) = *this;
+  }
+  template <class Traits>
+  static __device__ __forceinline__ Tile in(const unsigned char* shared) {
+    return *reinterpret_cast<const Tile*>(shared + Traits::kTileInfoOffset);
+  }
+};
+static_assert(sizeof(Tile) == kTileInfoBytes);
+
+// Number of keys that query row `row` sees; negative rows of the ramp see none.
+__device__ __forceinline__ int visible_keys(const Params& params, int row) {
+  if (!params.causal) return params.seq_k;
+  return max(0, min(params.seq_k, row + params.causal_offset + 1));
+}
+
+// Copies kRows consecutive rows of a [rows, dim] matrix into a tile, all threads of the block taking
+// part, and moves on to the next kRows. Rows past the end and columns from `dim` on become zero.
+template <class Layout, int kRows, int kThreads>
+class TileLoader {
+ public:
+  // `base` is the first row to copy; `tile` the address in shared memory that offsets count from.
+  __device__ __forceinline__ TileLoader(const uint16_t* base, int64_t row_stride, uint32_t tile)
+      : source_(base + row() * row_stride + chunk() * kElementsPerChunk),
+        address_(tile + Layout::chunk_offset(row(), chunk())) {
+    pin(address_);
+  }
+  // For a matrix whose tiles have the same layout as another's, `offset` bytes behind them: the two
+  // share a register.
+  __device__ __forceinline__ TileLoader(const uint16_t* base, int64_t row_stride,
+                                        const TileLoader& other, uint32_t offset)
+      : source_(base + row() * row_stride + chunk() * kElementsPerChunk),
+        address_(other.address_ + offset) {}
+
+  // `rows` of the matrix are left from the first one of this tile on.
+  __device__ __forceinline__ void load_next(uint32_t offset, int64_t row_stride, int rows,
+                                            int dim) {
+    const uint32_t tile = address_ + offset;
+    const int64_t pass_stride = kRowsPerPass * row_stride;
+    if (rows >= kRows && dim == Layout::kDim) {
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        if (copies(i)) ptx::cp_async_16(pass_address(tile, i), source_);
+        source_ += pass_stride;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        // An address past the end is not touched when there is nothing to copy.
+        const bool valid =
+            row() + i * kRowsPerPass < rows && chunk() * kElementsPerChunk < dim;
+        if (copies(i)) ptx::cp_async_16_or_zero(pass_address(tile, i), source_, valid);
+        source_ += pass_stride;
+      }
+    }
+  }
+
+  // Whether what this thread copied to a tile holds an infinity or a NaN.
+  template <class Element>
+  __device__ __forceinline__ bool copied_nonfinite(uint32_t offset) const {
+    bool found = false;
+#pragma unroll 1
+    for (int i = 0; i < kPasses; ++i) {
+      if (!copies(i)) break;
+      const uint4 chunk = *static_cast<const uint4*>(
+          __cvta_shared_to_generic(pass_address(address_ + offset, i)));
+      found = found || numeric::any_nonfinite<Element>(chunk.x) ||
+              numeric::any_nonfinite<Element>(chunk.y) ||
+              numeric::any_nonfinite<Element>(chunk.z) || numeric::any_nonfinite<Element>(chunk.w);
+    }
+    return found;
+  }
+
+ private:
+  static constexpr int next_power_of_two(int n) {
+    int power = 1;
+    while (power < n) power *= 2;
+    return power;
+  }
+  // Rows whose length is no power of two leave some lanes idle: cheaper than divisions.
+  static constexpr int kLanesPerRow = next_power_of_two(Layout::kChunksPerRow);
+  static constexpr int kRowsPerPass = kThreads / kLanesPerRow;
+  static constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
+  static constexpr uint32_t kPassBytes = static_cast<uint32_t>(kRowsPerPass * Layout::kRowBytes);
+  // What a pass changes in the swizzle of a thread's chunk: nothing, or one bit with every odd pass.
+  static constexpr uint32_t kOddPassBit =
+      kRowsPerPass % 8 == 0 ? 0 : Layout::kSwizzleChunks / 2 * kBytesPerChunk;
+  static_assert(kRowsPerPass % 8 == 0 || kRowsPerPass == 4);
+
+  static __device__ __forceinline__ uint32_t pass_address(uint32_t first, int pass) {
+    return (first ^ (pass % 2 == 1 ? kOddPassBit : 0)) + static_cast<uint32_t>(pass) * kPassBytes;
+  }
+  static __device__ __forceinline__ int row() {
+    return thread_index() / kLanesPerRow;
+  }
+  static __device__ __forceinline__ int chunk() {
+    return thread_index() % kLanesPerRow;
+  }
+  static __device__ __forceinline__ bool copies(int pass) {
+    return (Layout::kChunksPerRow == kLanesPerRow || chunk() < Layout::kChunksPerRow) &&
+           (kRows % kRowsPerPass == 0 || row() + pass * kRowsPerPass < kRows);
+  }
+
+  const uint16_t* source_;
+  uint32_t address_;
+};
+
+// The loaders of K and V.
+template <class Traits>
+using KLoader = TileLoader<typename Traits::KLayout, Traits::kStepKeys, Traits::kThreads>;
+template <class Traits>
+using VLoader = TileLoader<typename Traits::VLayout, Traits::kStepKeys, Traits::kThreads>;
+
+template <class Traits>
+__device__ __forceinline__ VLoader<Traits> make_v_loader(const uint16_t* v, const Params& params,
+                                                         const KLoader<Traits>& k_loader,
+                                                         uint32_t k_tile, uint32_t v_tile) {
+  if constexpr (Traits::kDim == Traits::kDimV) {
+    return VLoader<Traits>(v, params.v_strides.seq, k_loader, v_tile - k_tile);
+  } else {
+    return VLoader<Traits>(v, params.v_strides.seq, v_tile);
+  }
+}
+
+// Scores of the 16 * kRowAtoms rows of a warp. Element [a][n][e] belongs to row
+// 16a + lane / 4 + 8 (e / 2) and column 8n + 2 (lane % 4) + e % 2; so does an output fragment's.
+template <class Traits>
+using Scores = float[Traits::kRowAtoms][Traits::kStepKeys / 8][4];
+
+// A fragments of the Q that is kept in registers.
+template <class Traits>
+using Queries = uint32_t[larger(Traits::kQRegisterDims / 16, 1)][Traits::kRowAtoms][4];
+
+// Addresses in shared memory of a lane's part of the fragments of a tile, for Layout::fragment.
+template <class Layout>  // A operand: rows x k
+__device__ __forceinline__ uint32_t a_fragments(uint32_t tile, int first_row) {
+  const int lane = lane_index();
+  return Layout::fragment_base(tile, first_row + (lane & 15), lane >> 4);
+}
+
+template <class Layout>  // B operand stored as columns x k
+__device__ __forceinline__ uint32_t b_fragments(uint32_t tile) {
+  const int lane = lane_index();
+  return Layout::fragment_base(tile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+}
+
+template <class Layout>  // B operand stored as k x columns, from chunk pair `first_pair` on
+__device__ __forceinline__ uint32_t b_fragments_trans(uint32_t tile) {
+  return a_fragments<Layout>(tile, 0);
+}
+
+template <class Layout, int kAtoms>
+__device__ __forceinline__ void load_q(uint32_t (&q)[kAtoms][4], uint32_t q_lane, int pair) {
+#pragma unroll
+  for (int a = 0; a < kAtoms; ++a) ptx::ldmatrix_x4(q[a], Layout::fragment(q_lane, 16 * a, pair));
+}
+
+// Copies the Q of a tile, both parts, to shared memory.
+template <class Traits>
+__device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, uint32_t shared) {
+  const uint16_t* q = static_cast<const uint16_t*>(params.q) +
+                      tile.batch * params.q_strides.batch + tile.head * params.q_strides.head +
+                      tile.first_row * params.q_strides.seq;
+  const int rows = params.seq_q - tile.first_row;
+  if constexpr (Traits::kQRegisterDims > 0) {
+    TileLoader<typename Traits::QRegisterLayout, Traits::kTileQ, Traits::kThreads>(
+        q, params.q_strides.seq, shared + Traits::kQRegisterOffset)
+        .load_next(0, params.q_strides.seq, rows, min(params.dim, Traits::kQRegisterDims));
+  }
+  if constexpr (Traits::kQSharedDims > 0) {
+    TileLoader<typename Traits::QSharedLayout, Traits::kTileQ, Traits::kThreads>(
+        q + Traits::kQRegisterDims, params.q_strides.seq, shared + Traits::kQSharedOffset)
+        .load_next(0, params.q_strides.seq, rows, params.dim - Traits::kQRegisterDims);
+  }
+}
+
+// scores = Q K^T of one step. Fragments are read kAheadFragments before their products, so that the
+// latency of shared memory hides behind the tensor cores.
+template <class Traits>
+__device__ __forceinline__ void multiply_scores(Scores<Traits>& scores,
+                                                const Queries<Traits>& q_registers,
+                                                uint32_t q_lane, uint32_t k_lane) {
+  constexpr int kPairs = Traits::kDim / 16;
+  constexpr int kColumns = Traits::kStepKeys / 16;
+  constexpr int kFragments = kPairs * kColumns;
+  constexpr int kBuffers = Traits::kAheadFragments + 1;
+#pragma unroll
+  for (int a = 0; a < Traits::kRowAtoms; ++a) {
+#pragma unroll
+    for (int n = 0; n < Traits::kStepKeys / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[a][n][e] = 0.0f;
+    }
+  }
+  constexpr int kQPairs = Traits::kQRegisterDims / 16;  // in registers
+  uint32_t k[kBuffers][4];
+  uint32_t q[Traits::kRowAtoms][4];  // of one pair of the others
+  const auto load_k = [&](int i) {
+    ptx::ldmatrix_x4(k[i % kBuffers],
+                     Traits::KLayout::fragment(k_lane, 16 * (i % kColumns), i / kColumns));
+  };
+  const auto load_q_atom = [&](int pair, int a) {
+    ptx::ldmatrix_x4(q[a], Traits::QSharedLayout::fragment(q_lane, 16 * a, pair - kQPairs));
+  };
+#pragma unroll
+  for (int a = 0; a < Traits::kRowAtoms; ++a) {
+    if (kQPairs == 0) load_q_atom(0, a);
+  }
+#pragma unroll
+  for (int i = 0; i < kBuffers - 1 && i < kFragments; ++i) load_k(i);
+#pragma unroll
+  for (int i = 0; i < kFragments; ++i) {
+    const int pair = i / kColumns;
+    const int n = i % kColumns;
+    if (i + kBuffers - 1 < kFragments) load_k(i + kBuffers - 1);
+    const uint32_t(&k_now)[4] = k[i % kBuffers];
+#pragma unroll
+    for (int a = 0; a < Traits::kRowAtoms; ++a) {
+      uint32_t q_now[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        q_now[e] = pair < kQPairs ? q_registers[pair < kQPairs ? pair : 0][a][e] : q[a][e];
+      }
+      ptx::mma_m16n8k16<typename Traits::Element>(scores[a][2 * n], q_now, k_now[0], k_now[1]);
+      ptx::mma_m16n8k16<typename Traits::Element>(scores[a][2 * n + 1], q_now, k_now[2], k_now[3]);
+      // Q of the next pair takes the place of this one's after its last product.
+      if (n == kColumns - 1 && pair + 1 >= kQPairs && pair + 1 < kPairs) load_q_atom(pair + 1, a);
+    }
+  }
+}
+
+// Hides the keys that a row does not see.
+template <class Traits>
+__device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params& params,
+                                            const unsigned char* shared, int first_key) {
+  const int lane = lane_index();
+  const int first_row =
+      Tile::in<Traits>(shared).first_row + warp_index() * Traits::kRowsPerWarp;
+#pragma unroll
+  for (int a = 0; a < Traits::kRowAtoms; ++a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + 16 * a + lane / 4 + 8 * half;
+      const int limit = visible_keys(params, row) - first_key - 2 * (lane % 4);
+#pragma unroll
+      for (int n = 0; n < Traits::kStepKeys / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (8 * n + e >= limit) scores[a][n][2 * half + e] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+// Online softmax of the rows of a warp: what their probabilities are divided by, and their sums.
+template <class Traits>
+struct RowStatistics {
+  float sum[Traits::kRowAtoms][2];     // of this lane's columns
+  float offset[Traits::kRowAtoms][2];  // log2
+
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (int a = 0; a < Traits::kRowAtoms; ++a) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        sum[a][half] = 0.0f;
+        offset[a][half] = kNoOffset;
+      }
+    }
+  }
+
+  // Raises the offsets that the scores have outgrown. False, warp-uniformly, if there are none;
+  // else calls rescale(a, half, factor) for every row: what its accumulators are to be multiplied
+  // by, 1 if its offset stays. One row after another, since registers are short here.
+  template <class Rescale>
+  __device__ __forceinline__ bool raise(const Scores<Traits>& scores, float scale_log2,
+                                        Rescale rescale) {
+    float highest[Traits::kRowAtoms][2];
+    bool outgrown = false;
+#pragma unroll
+    for (int a = 0; a < Traits::kRowAtoms; ++a) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = fmaxf(scores[a][0][2 * half], scores[a][0][2 * half + 1]);
+#pragma unroll
+        for (int n = 1; n < Traits::kStepKeys / 8; ++n) {
+          top = fmaxf(top, fmaxf(scores[a][n][2 * half], scores[a][n][2 * half + 1]));
+        }
+        highest[a][half] = top;
+        outgrown = outgrown || fmaf(top, scale_log2, -kLazyBits) > offset[a][half];
+      }
+    }
+    if (!__any_sync(kFullWarp, outgrown)) return false;
+#pragma unroll
+    for (int a = 0; a < Traits::kRowAtoms; ++a) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = highest[a][half];
+        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
+        const float raised = top * scale_log2;
+        const bool raises = fmaf(top, scale_log2, -kLazyBits) > offset[a][half];
+        const float factor = raises ? numeric::exp2_approx(offset[a][half] - raised) : 1.0f;
+        offset[a][half] = raises ? raised : offset[a][half];
+        sum[a][half] *= factor;
+        rescale(a, half, factor);
+      }
+    }
+    return true;
+  }
+
+  // Probabilities of a pair of scores, rounded and packed.
+  __device__ __forceinline__ uint32_t exponentiate(const float (&scores)[4], float scale_log2,
+                                                   int a, int half) {
+    const float low = numeric::exp2_approx(fmaf(scores[2 * half], scale_log2, -offset[a][half]));
+    const float high =
+        numeric::exp2_approx(fmaf(scores[2 * half + 1], scale_log2, -offset[a][half]));
+    sum[a][half] += low + high;
+    return numeric::ElementTraits<typename Traits::Element>::pack(low, high);
+  }
+
+  // Adds up the sums of a row's lanes, writes lse if wanted, and returns what the row's
+  // accumulators are to be multiplied by.
+  __device__ __forceinline__ float finish(const Params& params, const Tile& tile, int row, int a,
+                                          int half) {
+    float total = sum[a][half];
+    total += __shfl_xor_sync(kFullWarp, total, 1);
+    total += __shfl_xor_sync(kFullWarp, total, 2);
+    const bool sees_keys = visible_keys(params, row) > 0;
+    if (params.lse != nullptr && lane_index() % 4 == 0 && row < params.seq_q) {
+      params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
+                 row * params.lse_strides.seq] =
+          sees_keys ? (offset[a][half] + log2f(total)) * kLn2 : -INFINITY;
+    }
+    // A row of nothing but -inf scores is 0 / 0 = NaN; a row that sees no key is 0 by definition.
+    return sees_keys ? 1.0f / total : 0.0f;
+  }
+};
+
+// Writes the rows of an output tile in shared memory, 16 bytes a lane.
+template <class Layout, int kRows, int kThreads>
+__device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, const Params& params,
+                                           const Tile& tile, int first_row, int thread) {
+  uint16_t* out = static_cast<uint16_t*>(params.out) + tile.batch * params.out_strides.batch +
+                  tile.head * params.out_strides.head;
+#pragma unroll 4
+  for (int index = thread; index < kRows * Layout::kChunksPerRow; index += kThreads) {
+    const int row = index / Layout::kChunksPerRow;
+    const int chunk = index % Layout::kChunksPerRow;
+    if (first_row + row < params.seq_q && chunk * kElementsPerChunk < params.dim_v) {
+      *reinterpret_cast<uint4*>(out + (first_row + row) * params.out_strides.seq +
+                                chunk * kElementsPerChunk) =
+          *reinterpret_cast<const uint4*>(tile_bytes + Layout::chunk_offset(row, chunk));
+    }
+  }
+}
+
+// The rows of a tile, one at a time and with plain arithmetic: for the rare tile whose diagonal holds an
+// infinity or a NaN in V. There the tensor cores would spread it to rows that do not see it, as they
+// multiply it by a masked probability and 0 * NaN is NaN. Here a row reads its visible keys only.
+template <class Traits>
+__device__ __forceinline__ void attention_forward_tile_by_rows(const Params& params,
+                                                               const unsigned char* shared) {
+  using Numeric = numeric::ElementTraits<typename Traits::Element>;
+  constexpr int kColumnsPerLane = (Traits::kDimV + kThreadsPerWarp - 1) / kThreadsPerWarp;
+  const Tile tile = Tile::in<Traits>(shared);
+  const int warp = warp_index();
+  const int lane = lane_index();
+  const auto* k = static_cast<const uint16_t*>(params.k) + tile.batch * params.k_strides.batch +
+                  tile.head_kv * params.k_strides.head;
+  const auto* v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
+                  tile.head_kv * params.v_strides.head;
+  const int end_row = min(tile.first_row + Traits::kTileQ, params.seq_q);
+  for (int row = tile.first_row + warp; row < end_row; row += Traits::kWarps) {
+    const auto* q = static_cast<const uint16_t*>(params.q) + tile.batch * params.q_strides.batch +
+                    tile.head * params.q_strides.head + row * params.q_strides.seq;
+    auto* out = static_cast<uint16_t*>(params.out) + tile.batch * params.out_strides.batch +
+                tile.head * params.out_strides.head + row * params.out_strides.seq;
+    const int keys = visible_keys(params, row);
+    float acc[kColumnsPerLane] = {};
+    float sum = 0.0f;
+    float offset = kNoOffset;
+    for (int first_key = 0; first_key < keys; first_key += kThreadsPerWarp) {
+      const int key = first_key + lane;
+      float score = 0.0f;
+      if (key < keys) {
+        for (int d = 0; d < params.dim; ++d) {
+          score += Numeric::to_float(q[d]) * Numeric::to_float(k[key * params.k_strides.seq + d]);
+        }
+        score *= params.scale_log2;
+      } else {
+        score = -INFINITY;
+      }
+      float top = score;
+#pragma unroll
+      for (int mask = kThreadsPerWarp / 2; mask > 0; mask /= 2) {
+        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, mask));
+      }
+      const float raised = fmaxf(top, offset);
+      const float factor = numeric::exp2_approx(offset - raised);
+      offset = raised;
+      const float p = numeric::exp2_approx(score - offset);
+      sum = sum * factor + p;
+#pragma unroll
+      for (int c = 0; c < kColumnsPerLane; ++c) acc[c] *= factor;
+      for (int i = 0; i < kThreadsPerWarp && first_key + i < keys; ++i) {
+        const float p_i = __shfl_sync(kFullWarp, p, i);
+#pragma unroll
+        for (int c = 0; c < kColumnsPerLane; ++c) {
+          const int column = c * kThreadsPerWarp + lane;
+          if (column < params.dim_v) {
+            acc[c] += p_i * Numeric::to_float(v[(first_key + i) * params.v_strides.seq + column]);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int mask = kThreadsPerWarp / 2; mask > 0; mask /= 2) {
+      sum += __shfl_xor_sync(kFullWarp, sum, mask);
+    }
+#pragma unroll
+    for (int c = 0; c < kColumnsPerLane; ++c) {
+      const int column = c * kThreadsPerWarp + lane;
+      if (column < params.dim_v) {
+        out[column] = static_cast<uint16_t>(Numeric::pack(keys > 0 ? acc[c] / sum : 0.0f, 0.0f));
+      }
+    }
+    if (params.lse != nullptr && lane == 0) {
+      params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
+                 row * params.lse_strides.seq] = keys > 0 ? (offset + log2f(sum)) * kLn2 : -INFINITY;
+    }
+  }
+}
+
+}  // namespace flashmoe::sm89

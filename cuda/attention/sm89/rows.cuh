@@ -1,0 +1,229 @@
+// Attention forward for head dimensions up to 128, with mma.sync: every warp owns rows.
+//
+//   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
+//
+// One block computes kTileQ query rows of one head. A warp owns 16 * kRowAtoms of them from scores to
+// output, so scores, probabilities and accumulators never leave its registers. All warps walk the
+// keys together, kStepKeys at a time, from the first to the last one visible to the tile; K and V
+// arrive by cp.async in a ring of kStages steps, with one block barrier per step. The exponentials of
+// the next 16 keys are computed between the products of these.
+//
+// Dimensions padded to the compiled ones are zero-filled on load and never stored.
+#pragma once
+
+#include "cuda/attention/sm89/common.cuh"
+
+namespace flashmoe::sm89::rows {
+
+template <class Traits>
+using Accumulators = float[Traits::kRowAtoms][Traits::kDimV / 8][4];
+
+// Byte offset of the stage of a step.
+template <class Traits>
+__device__ __forceinline__ uint32_t stage_of(int step) {
+  return static_cast<uint32_t>(step) % Traits::kStages * Traits::kStageBytes;
+}
+
+// out += P V of one step, with P = 2^(scores * scale_log2 - offset).
+template <class Traits>
+__device__ __forceinline__ void multiply_values(Accumulators<Traits>& out,
+                                                RowStatistics<Traits>& statistics,
+                                                const Scores<Traits>& scores, uint32_t v_lane,
+                                                float scale_log2) {
+  constexpr int kSlices = Traits::kStepKeys / 16;
+  constexpr int kColumns = Traits::kDimV / 16;
+  constexpr int kFragments = kSlices * kColumns;
+  constexpr int kBuffers = Traits::kAheadFragments + 1;
+  constexpr int kRegisters = 4 * Traits::kRowAtoms;
+  constexpr int kPerColumn = (kRegisters + kColumns - 1) / kColumns;
+  uint32_t v[kBuffers][4];
+  uint32_t p[2][Traits::kRowAtoms][4];  // A fragments of 16 keys, and of the next 16
+  const auto load = [&](int i) {
+    ptx::ldmatrix_x4_trans(
+        v[i % kBuffers], Traits::VLayout::fragment(v_lane, 16 * (i / kColumns), i % kColumns));
+  };
+  // Register r % 4 of atom r / 4 holds row half r % 2 of score tile 2 * slice + r % 4 / 2.
+  const auto exponentiate = [&](int slice, int r) {
+    const int a = r / 4;
+    p[slice % 2][a][r % 4] =
+        statistics.exponentiate(scores[a][2 * slice + r % 4 / 2], scale_log2, a, r % 2);
+  };
+#pragma unroll
+  for (int i = 0; i < kBuffers - 1 && i < kFragments; ++i) load(i);
+#pragma unroll
+  for (int r = 0; r < kRegisters; ++r) exponentiate(0, r);
+#pragma unroll
+  for (int i = 0; i < kFragments; ++i) {
+    const int slice = i / kColumns;
+    const int n = i % kColumns;
+    if (i + kBuffers - 1 < kFragments) load(i + kBuffers - 1);
+    const uint32_t(&v_now)[4] = v[i % kBuffers];
+#pragma unroll
+    for (int a = 0; a < Traits::kRowAtoms; ++a) {
+      ptx::mma_m16n8k16<typename Traits::Element>(out[a][2 * n], p[slice % 2][a], v_now[0],
+                                                  v_now[1]);
+      ptx::mma_m16n8k16<typename Traits::Element>(out[a][2 * n + 1], p[slice % 2][a], v_now[2],
+                                                  v_now[3]);
+    }
+    if (slice + 1 < kSlices) {
+#pragma unroll
+      for (int r = n * kPerColumn; r < (n + 1) * kPerColumn && r < kRegisters; ++r) {
+        exponentiate(slice + 1, r);
+      }
+    }
+  }
+}
+
+// Divides by the sums and writes out, through shared memory, and lse.
+template <class Traits>
+__device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
+                                              RowStatistics<Traits>& statistics,
+                                              const Params& params, unsigned char* shared) {
+  using Numeric = numeric::ElementTraits<typename Traits::Element>;
+  using Layout = typename Traits::OLayout;
+  const Tile tile = Tile::in<Traits>(shared);
+  const int lane = lane_index();
+  const int warp_row = warp_index() * Traits::kRowsPerWarp;
+  unsigned char* warp_tile = shared + warp_row * Layout::kRowBytes;
+#pragma unroll
+  for (int a = 0; a < Traits::kRowAtoms; ++a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * a + lane / 4 + 8 * half;
+      const float factor =
+          statistics.finish(params, tile, tile.first_row + warp_row + row, a, half);
+#pragma unroll
+      for (int n = 0; n < Traits::kDimV / 8; ++n) {
+        *reinterpret_cast<uint32_t*>(warp_tile + Layout::chunk_offset(row, n) + 4 * (lane % 4)) =
+            Numeric::pack(out[a][n][2 * half] * factor, out[a][n][2 * half + 1] * factor);
+      }
+    }
+  }
+  __syncwarp();
+  store_rows<Layout, Traits::kRowsPerWarp, kThreadsPerWarp>(warp_tile, params, tile,
+                                                            tile.first_row + warp_row, lane);
+}
+
+// False if the tile must be computed by rows instead; nothing has been written then.
+template <class Traits>
+__device__ __forceinline__ bool compute_tile(const Params& params, unsigned char* shared) {
+  using Element = typename Traits::Element;
+  constexpr int kStages = Traits::kStages;
+  constexpr int kStep = Traits::kStepKeys;
+  const Tile tile = Tile::of_block<Traits>(params);
+  tile.keep<Traits>(shared);
+  const int warp = warp_index();
+  const uint32_t shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+
+  const uint16_t* k = static_cast<const uint16_t*>(params.k) +
+                      tile.batch * params.k_strides.batch + tile.head_kv * params.k_strides.head;
+  const uint16_t* v = static_cast<const uint16_t*>(params.v) +
+                      tile.batch * params.v_strides.batch + tile.head_kv * params.v_strides.head;
+
+  // Steps that the block loads, of which this warp computes the first `steps`. In those before
+  // `plain_steps` no row of the block is masked.
+  const int warp_row = tile.first_row + warp * Traits::kRowsPerWarp;
+  const int last_row = min(warp_row + Traits::kRowsPerWarp, params.seq_q) - 1;
+  const int block_last_row = min(tile.first_row + Traits::kTileQ, params.seq_q) - 1;
+  const int block_steps = (visible_keys(params, block_last_row) + kStep - 1) / kStep;
+  const int steps =
+      warp_row <= last_row ? (visible_keys(params, last_row) + kStep - 1) / kStep : 0;
+  const int plain_steps = visible_keys(params, tile.first_row) / kStep;
+
+  KLoader<Traits> k_loader(k, params.k_strides.seq, shared_address);
+  VLoader<Traits> v_loader = make_v_loader<Traits>(v, params, k_loader, shared_address,
+                                                   shared_address + Traits::kKBytes);
+  // One group per step, empty ones included, so that waiting by count stays right.
+  const auto load_step = [&](int step) {
+    const uint32_t stage = stage_of<Traits>(step);
+    if (step < block_steps) {
+      const int keys = params.seq_k - step * kStep;
+      k_loader.load_next(stage, params.k_strides.seq, keys, params.dim);
+      v_loader.load_next(stage, params.v_strides.seq, keys, params.dim_v);
+    }
+    ptx::cp_async_commit();
+  };
+  // The barrier before V of a step is read; true if the diagonal holds what the tensor cores would
+  // spread.
+  const auto synchronize_v = [&](int step, uint32_t stage) -> bool {
+    if (step < plain_steps || !params.causal) {
+      __syncthreads();
+      return false;
+    }
+    return __syncthreads_or(v_loader.template copied_nonfinite<Element>(stage)) != 0;
+  };
+
+  uint32_t q_lane = a_fragments<typename Traits::QSharedLayout>(
+      shared_address + Traits::kQSharedOffset, warp * Traits::kRowsPerWarp);
+  uint32_t k_lane = b_fragments<typename Traits::KLayout>(shared_address);
+  uint32_t v_lane = b_fragments_trans<typename Traits::VLayout>(shared_address + Traits::kKBytes);
+  if constexpr (Traits::kQSharedDims > 0) pin(q_lane);
+  pin(k_lane);
+  pin(v_lane);
+
+  copy_q<Traits>(params, tile, shared_address);
+  ptx::cp_async_commit();
+#pragma unroll
+  for (int step = 0; step < Traits::kEarlySteps; ++step) {
+    load_step(step);
+  }
+  Queries<Traits> q_registers;
+  if constexpr (Traits::kQRegisterDims > 0) {
+    ptx::cp_async_wait<Traits::kEarlySteps>();
+    __syncthreads();
+    const uint32_t q_register_lane = a_fragments<typename Traits::QRegisterLayout>(
+        shared_address + Traits::kQRegisterOffset, warp * Traits::kRowsPerWarp);
+#pragma unroll
+    for (int pair = 0; pair < Traits::kQRegisterDims / 16; ++pair) {
+      load_q<typename Traits::QRegisterLayout>(q_registers[pair], q_register_lane, pair);
+    }
+    if constexpr (Traits::kEarlySteps < kStages - 1) __syncthreads();  // Q gives way to K, V
+  }
+#pragma unroll
+  for (int step = Traits::kEarlySteps; step < kStages - 1; ++step) {
+    load_step(step);
+  }
+
+  RowStatistics<Traits> statistics;
+  statistics.reset();
+  Accumulators<Traits> accumulators;
+#pragma unroll
+  for (int a = 0; a < Traits::kRowAtoms; ++a) {
+#pragma unroll
+    for (int n = 0; n < Traits::kDimV / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) accumulators[a][n][e] = 0.0f;
+    }
+  }
+
+  for (int step = 0; step < block_steps; ++step) {
+    const uint32_t stage = stage_of<Traits>(step);
+    ptx::cp_async_wait<kStages - 2>();
+    if (synchronize_v(step, stage)) {
+      ptx::cp_async_wait<0>();
+      return false;
+    }
+    load_step(step + kStages - 1);
+    if (step < steps) {
+      Scores<Traits> scores;
+      multiply_scores<Traits>(scores, q_registers, q_lane, k_lane + stage);
+      if (step >= plain_steps) mask_scores<Traits>(scores, params, shared, step * kStep);
+      statistics.raise(scores, params.scale_log2, [&](int a, int half, float factor) {
+#pragma unroll
+        for (int n = 0; n < Traits::kDimV / 8; ++n) {
+          accumulators[a][n][2 * half] *= factor;
+          accumulators[a][n][2 * half + 1] *= factor;
+        }
+      });
+      multiply_values<Traits>(accumulators, statistics, scores, v_lane + stage,
+                              params.scale_log2);
+    }
+  }
+
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // the output lies over the stages
+  store_results<Traits>(accumulators, statistics, params, shared);
+  return true;
+}
+
+}  // namespace flashmoe::sm89::rows
