@@ -247,6 +247,7 @@ flashmoe_status choose(const AttentionProblem& problem, const char* wanted, cons
   char first_reason[512] = "no kernel family is built in";
   bool known = wanted == nullptr;
   bool rejected_any = false;
+  bool rejected_of_device = false;
   *chosen = nullptr;
   for (const AttentionFamily* family : kFamilies) {
     char reason[384] = "";
@@ -265,10 +266,14 @@ flashmoe_status choose(const AttentionProblem& problem, const char* wanted, cons
         *chosen = family;
         continue;
       }
-      if (!rejected_any) {
+      // The reason that helps is that of the best family of the tensors' device.
+      const bool of_device = (std::strcmp(family->name, kCpuAttention.name) == 0) ==
+                             (problem.device.device_type == FLASHMOE_DEVICE_CPU);
+      if (!rejected_any || (of_device && !rejected_of_device)) {
         first_error = status;
         std::snprintf(first_reason, sizeof first_reason, "%s: %s", family->name, reason);
         rejected_any = true;
+        rejected_of_device = of_device;
       }
     }
     const int wrote = std::snprintf(rejected + used, sizeof rejected - used, "%s: %s\n",
