@@ -146,7 +146,8 @@ void refuse_gradients(const TensorType& type, const char* name, nb::handle tenso
   }
   raise_value_error(std::string(name) +
                     ": requires grad, but attention has no backward pass yet; call under "
-                    "torch.no_grad() or pass " + name + ".detach()");
+                    "torch.no_grad() or pass " +
+                    name + ".detach()");
 }
 
 // The fast path's type of `tensor`, which must share q's exchange table.
@@ -209,8 +210,7 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
     nb::raise_python_error();
   }
   const flashmoe_status status = run(call.ready(), nullptr, 0, handle);
-  if (status == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL &&
-      device.device_type == FLASHMOE_DEVICE_CUDA) {
+  if (status == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL && device.device_type == FLASHMOE_DEVICE_CUDA) {
     dispatch(q, k, v, causal, scale, layout, return_lse, result, sums, kernel, stream);
   } else {
     check(status);
@@ -278,8 +278,8 @@ Fields plan(Call* call, bool return_lse) {
 }
 
 Fields attention_plan(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
-                        nb::handle causal, nb::handle scale, nb::handle layout,
-                        nb::handle kernel, bool return_lse) {
+                      nb::handle causal, nb::handle scale, nb::handle layout, nb::handle kernel,
+                      bool return_lse) {
   Call call(causal, scale, layout, kernel);
   call.q.borrow("q", q, Access::kRead);
   call.k.borrow("k", k, Access::kRead);
@@ -293,8 +293,8 @@ using Integers = nb::typed<nb::sequence, int64_t>;
 
 Fields attention_plan_for(Integers q, Integers k, Integers v,
                           nb::typed<nb::sequence, Integers> dtypes, Integers device,
-                          nb::handle causal, nb::handle scale, nb::handle layout,
-                          nb::handle kernel, bool return_lse) {
+                          nb::handle causal, nb::handle scale, nb::handle layout, nb::handle kernel,
+                          bool return_lse) {
   Call call(causal, scale, layout, kernel);
   const flashmoe_device where = {nb::cast<int32_t>(device[0]), nb::cast<int32_t>(device[1])};
   TensorView* const views[] = {&call.q, &call.k, &call.v};
@@ -338,17 +338,19 @@ void define_attention(nb::module_& module) {
              nb::arg("layout").none(), nb::arg("return_lse").none(), nb::arg("out").none(),
              nb::arg("lse").none(), nb::arg("kernel").none(), nb::arg("stream").none(),
              "flashmoe_science.flash_attention with all of its arguments.");
-  module.def("attention_forward", &attention_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
-             nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal").none(),
-             nb::arg("scale").none(), nb::arg("layout").none(), nb::arg("kernel").none(),
-             nb::arg("workspace").none(), nb::arg("stream").none(),
-             "The C ABI's flashmoe_attention_forward on tensors of any kind. On the CPU the "
-             "workspace is supplied here; on a GPU it is the caller's, a 1-d tensor of bytes: without "
-             "one that is needed nothing is launched and its size is returned.");
-  module.def("attention_plan", &attention_plan, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
-             nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal").none(),
-             nb::arg("scale").none(), nb::arg("layout").none(), nb::arg("kernel").none(),
-             nb::arg("return_lse"), "The fields of flashmoe_attention_plan for these tensors.");
+  module.def(
+      "attention_forward", &attention_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
+      nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal").none(),
+      nb::arg("scale").none(), nb::arg("layout").none(), nb::arg("kernel").none(),
+      nb::arg("workspace").none(), nb::arg("stream").none(),
+      "The C ABI's flashmoe_attention_forward on tensors of any kind. On the CPU the "
+      "workspace is supplied here; on a GPU it is the caller's, a 1-d tensor of bytes: without "
+      "one that is needed nothing is launched and its size is returned.");
+  module.def("attention_plan", &attention_plan, nb::arg("q").none(), nb::arg("k").none(),
+             nb::arg("v").none(), nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(),
+             nb::arg("causal").none(), nb::arg("scale").none(), nb::arg("layout").none(),
+             nb::arg("kernel").none(), nb::arg("return_lse"),
+             "The fields of flashmoe_attention_plan for these tensors.");
   module.def("attention_plan_for", &attention_plan_for, nb::arg("q"), nb::arg("k"), nb::arg("v"),
              nb::kw_only(), nb::arg("dtypes"), nb::arg("device"), nb::arg("causal").none(),
              nb::arg("scale").none(), nb::arg("layout").none(), nb::arg("kernel").none(),

@@ -89,10 +89,11 @@ void define_library(nb::module_& module) {
              "Number of CUDA devices that can be used: 0 without a GPU, without a driver or in a "
              "CPU-only build. Never fails.");
   module.def("last_launch", &last_launch, "The fields of flashmoe_launch.");
-  module.def("set_num_threads", [](int32_t n) { check(flashmoe_set_num_threads(n)); }, nb::arg("n"),
-             "Sets the threads the CPU backend uses, the caller's included.\n\n"
-             "0 restores the default: FLASHMOE_NUM_THREADS if set, else the processors this "
-             "process may run on.\n\nRaises:\n    ValueError: n < 0 or n > 4096.");
+  module.def(
+      "set_num_threads", [](int32_t n) { check(flashmoe_set_num_threads(n)); }, nb::arg("n"),
+      "Sets the threads the CPU backend uses, the caller's included.\n\n"
+      "0 restores the default: FLASHMOE_NUM_THREADS if set, else the processors this "
+      "process may run on.\n\nRaises:\n    ValueError: n < 0 or n > 4096.");
   module.def("get_num_threads", &flashmoe_get_num_threads,
              "Threads the CPU backend uses, the caller's included.");
   module.def("set_log", &set_log, nb::arg("level"), nb::arg("callback").none(),

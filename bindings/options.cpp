@@ -13,7 +13,8 @@ bool equals(nb::handle text, const char* literal) {
 
 bool is_string(nb::handle object) { return PyUnicode_Check(object.ptr()); }
 
-[[noreturn]] void refuse(const char* name, nb::handle got, const char* accepted, bool type_is_right) {
+[[noreturn]] void refuse(const char* name, nb::handle got, const char* accepted,
+                         bool type_is_right) {
   const std::string sentence = std::string(name) + ": got " + short_repr(got) +
                                (type_is_right ? "" : " of type " + name_of_type(got)) +
                                ", accepted " + accepted;
@@ -64,7 +65,8 @@ float parse_scale(nb::handle scale) {
 
 const char* parse_kernel(nb::handle kernel) {
   if (kernel.is_none()) return nullptr;
-  if (!is_string(kernel)) refuse("kernel", kernel, "is the name of a kernel family, or None", false);
+  if (!is_string(kernel))
+    refuse("kernel", kernel, "is the name of a kernel family, or None", false);
   const char* text = PyUnicode_AsUTF8AndSize(kernel.ptr(), nullptr);
   if (text == nullptr) nb::raise_python_error();
   return text;

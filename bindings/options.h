@@ -13,9 +13,9 @@ namespace flashmoe {
 namespace nb = nanobind;
 
 bool parse_flag(const char* name, nb::handle flag);
-int32_t parse_layout(nb::handle layout);     // "bshd", "bhsd"
-int32_t parse_causal(nb::handle causal);     // bool, "bottom_right", "top_left"
-float parse_scale(nb::handle scale);         // None, number
+int32_t parse_layout(nb::handle layout);      // "bshd", "bhsd"
+int32_t parse_causal(nb::handle causal);      // bool, "bottom_right", "top_left"
+float parse_scale(nb::handle scale);          // None, number
 const char* parse_kernel(nb::handle kernel);  // None, str; lives as long as the object
 
 // None -> false. Else an int, or an object with __cuda_stream__(), cuda_stream or ptr.

@@ -45,7 +45,8 @@ xla::Error* fail(const xla::CallFrame& frame, flashmoe_status status) {
 
 // Whether XLA asked for metadata; if so they are filled.
 bool answer_metadata(const xla::CallFrame& frame, uint32_t traits) {
-  if (frame.extensions == nullptr || frame.extensions->type != xla::kMetadataExtension) return false;
+  if (frame.extensions == nullptr || frame.extensions->type != xla::kMetadataExtension)
+    return false;
   xla::Metadata& metadata = *reinterpret_cast<xla::MetadataExtension*>(frame.extensions)->metadata;
   metadata.api_version = {sizeof(xla::ApiVersion), nullptr, xla::kApiMajor, xla::kApiMinor};
   metadata.traits = traits;
@@ -63,13 +64,15 @@ flashmoe_dtype dtype_of(int32_t type) {
 
 flashmoe_tensor view(const void* value, flashmoe_device device) {
   const auto& buffer = *static_cast<const xla::Buffer*>(value);
-  return {buffer.data, device, static_cast<int32_t>(buffer.rank), dtype_of(buffer.dtype),
-          buffer.dims, nullptr, 0};
+  return {
+      buffer.data, device, static_cast<int32_t>(buffer.rank), dtype_of(buffer.dtype), buffer.dims,
+      nullptr,     0};
 }
 
 // Value of one scalar attribute, which the Python side always passes with this very type.
 template <typename T>
-bool read_scalar(const xla::Attributes& attributes, const char* name, xla::DataType dtype, T* value) {
+bool read_scalar(const xla::Attributes& attributes, const char* name, xla::DataType dtype,
+                 T* value) {
   for (int64_t i = 0; i < attributes.size; ++i) {
     const xla::Text& key = *attributes.names[i];
     if (attributes.types[i] != xla::kScalarAttribute || key.size != std::strlen(name) ||
@@ -105,7 +108,7 @@ xla::Error* forward_on_stream(const xla::CallFrame& frame,
   size_t bytes = 0;
   flashmoe_status status = flashmoe_attention_forward_workspace_size(&params, &bytes);
   if (status != FLASHMOE_OK) return fail(frame, status);
-  xla::AllocateArguments memory = {sizeof memory, nullptr, frame.context, bytes,
+  xla::AllocateArguments memory = {sizeof memory,       nullptr, frame.context, bytes,
                                    kWorkspaceAlignment, nullptr};
   if (bytes > 0) {
     if (xla::Error* error = frame.api->allocate(&memory)) return error;
@@ -135,10 +138,9 @@ xla::Error* attention_forward(const xla::CallFrame& frame, flashmoe_device devic
   const xla::Values& outputs = frame.results;
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
   std::string kernel;
-  const bool buffers =
-      inputs.size == 3 && (outputs.size == 1 || outputs.size == 2) &&
-      std::all_of(inputs.types, inputs.types + inputs.size,
-                  [](int32_t type) { return type == xla::kBufferArgument; });
+  const bool buffers = inputs.size == 3 && (outputs.size == 1 || outputs.size == 2) &&
+                       std::all_of(inputs.types, inputs.types + inputs.size,
+                                   [](int32_t type) { return type == xla::kBufferArgument; });
   if (!buffers || !read_scalar(frame.attributes, "causal", xla::kInt32, &params.causal) ||
       !read_scalar(frame.attributes, "layout", xla::kInt32, &params.layout) ||
       !read_scalar(frame.attributes, "scale", xla::kFloat32, &params.scale) ||

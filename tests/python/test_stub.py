@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,50 +60,41 @@ _WRONG = {
 }
 
 
-def run_mypy(*arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def mypy_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package's types: mypy is silent about errors in site-packages."""
     pytest.importorskip("mypy")
+    root = tmp_path_factory.mktemp("types")
+    shutil.copytree(
+        installed("py.typed").parent,
+        root / "flashmoe_science",
+        ignore=shutil.ignore_patterns("*.so*", "__pycache__", "include", "lib"),
+    )
+    return root
+
+
+def run_mypy(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mypy", f"--cache-dir={root / 'cache'}", *arguments]
+    environment = {"MYPYPATH": str(root), "PATH": ""}
     return subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--config-file=", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={"MYPYPATH": str(installed("py.typed").parents[1]), "PATH": ""},
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 
-def test_users_code_is_checked(tmp_path: Path) -> None:
-    good = tmp_path / "good.py"
-    good.write_text(_USER)
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text(_USER + "\n".join(_WRONG) + "\n")
-    cache = f"--cache-dir={tmp_path / 'cache'}"
-    quiet = "--follow-imports=silent"
-    done = run_mypy(cache, quiet, "--ignore-missing-imports", str(good))
+def test_users_code_is_checked(mypy_root: Path) -> None:
+    options = ("--strict", "--config-file=", "--follow-imports=silent", "--ignore-missing-imports")
+    (mypy_root / "good.py").write_text(_USER)
+    done = run_mypy(mypy_root, *options, "good.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    done = run_mypy(cache, quiet, "--ignore-missing-imports", str(wrong))
+    (mypy_root / "wrong.py").write_text(_USER + "\n".join(_WRONG) + "\n")
+    done = run_mypy(mypy_root, *options, "wrong.py")
     first = len(_USER.splitlines()) + 1
     for line, code in enumerate(_WRONG.values(), first):
         assert f"wrong.py:{line}: error:" in done.stdout, done.stdout
         assert f"[{code}]" in done.stdout
 
 
-def test_package_passes_mypy_strict() -> None:
-    pytest.importorskip("mypy")
-    site = installed("py.typed").parents[1]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mypy",
-            f"--config-file={ROOT / 'pyproject.toml'}",
-            "--package=flashmoe_science",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=site,
-        env={"MYPYPATH": str(site), "PATH": ""},
-    )
+def test_package_passes_mypy_strict(mypy_root: Path) -> None:
+    config = ROOT / "pyproject.toml"
+    done = run_mypy(mypy_root, f"--config-file={config}", "--package=flashmoe_science")
     assert done.returncode == 0, done.stdout + done.stderr
