@@ -77,10 +77,10 @@ flashmoe_status check_head_dim(const char* name, int64_t dim) {
               static_cast<long long>(kHeadDimMultiple), static_cast<long long>(kMaxHeadDim));
 }
 
-#define FLASHMOE_TRY(expression)                                  \
-  do {                                                            \
-    const flashmoe_status try_status = (expression);              \
-    if (try_status != FLASHMOE_OK) return try_status;             \
+#define FLASHMOE_TRY(expression)                      \
+  do {                                                \
+    const flashmoe_status try_status = (expression);  \
+    if (try_status != FLASHMOE_OK) return try_status; \
   } while (false)
 
 // Pinned host memory is the CPU's; what else is not CUDA is refused.
@@ -113,7 +113,8 @@ flashmoe_status check_same_kind(const char* name, const flashmoe_tensor& tensor,
   FLASHMOE_TRY(check_dtype(name, tensor, &dtype));
   if (dtype != want) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got dtype %s, accepted is %s%s", name,
-                dtype_name(dtype), dtype_name(want), std::strcmp(name, "lse") == 0 ? "" : " as q's");
+                dtype_name(dtype), dtype_name(want),
+                std::strcmp(name, "lse") == 0 ? "" : " as q's");
   }
   return FLASHMOE_OK;
 }
@@ -276,10 +277,10 @@ flashmoe_status choose(const AttentionProblem& problem, const char* wanted, cons
         rejected_of_device = of_device;
       }
     }
-    const int wrote = std::snprintf(rejected + used, sizeof rejected - used, "%s: %s\n",
-                                    family->name, reason);
+    const int wrote =
+        std::snprintf(rejected + used, sizeof rejected - used, "%s: %s\n", family->name, reason);
     used = used + static_cast<size_t>(wrote) < sizeof rejected ? used + static_cast<size_t>(wrote)
-                                                              : sizeof rejected - 1;
+                                                               : sizeof rejected - 1;
   }
   if (!known) {
     char names[128] = "";
@@ -308,8 +309,8 @@ flashmoe_status make_plan(const flashmoe_attention_forward_params* params,
                           AttentionProblem* problem, AttentionPlan* plan,
                           const AttentionFamily** family) {
   FLASHMOE_TRY(make_problem(params, problem));
-  const char* wanted = params->kernel != nullptr && *params->kernel != '\0' ? params->kernel
-                                                                            : nullptr;
+  const char* wanted =
+      params->kernel != nullptr && *params->kernel != '\0' ? params->kernel : nullptr;
   const char* wanted_by = "kernel";
   if (wanted == nullptr && problem->device.device_type == FLASHMOE_DEVICE_CUDA) {
     wanted = family_from_environment();
@@ -329,8 +330,8 @@ void log_call(const AttentionProblem& p, const AttentionPlan& plan, const void* 
            static_cast<long long>(p.heads_kv), static_cast<long long>(p.dim),
            static_cast<long long>(p.dim_v), dtype_name(p.dtype), p.causal ? "yes" : "no",
            p.lse != nullptr ? "yes" : "no",
-           p.device.device_type == FLASHMOE_DEVICE_CUDA ? "cuda" : "cpu", p.device.device_id, stream,
-           info.kernel, info.grid[0], info.grid[1], info.grid[2], info.block[0],
+           p.device.device_type == FLASHMOE_DEVICE_CUDA ? "cuda" : "cpu", p.device.device_id,
+           stream, info.kernel, info.grid[0], info.grid[1], info.grid[2], info.block[0],
            static_cast<unsigned long long>(info.shared_bytes));
   if (log_enabled(FLASHMOE_LOG_DEBUG) && info.rejected[0] != '\0') {
     log_line(FLASHMOE_LOG_DEBUG, "rejected: %s", info.rejected);

@@ -47,7 +47,7 @@ struct AttentionProblem {
   int64_t dim;
   int64_t dim_v;
 
-  float scale;            // finite and > 0
+  float scale;  // finite and > 0
   bool causal;
   int64_t causal_offset;  // with causal: query i sees keys j <= i + causal_offset
 };

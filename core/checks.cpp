@@ -157,8 +157,9 @@ flashmoe_status check_no_overlap(const char* name, const View& view, int rank) {
     if (view.shape[axis] > 1) order[used++] = axis;
   }
   for (int i = 1; i < used; ++i) {
-    for (int j = i; j > 0 && std::llabs(view.strides[order[j]]) <
-                                 std::llabs(view.strides[order[j - 1]]); --j) {
+    for (int j = i;
+         j > 0 && std::llabs(view.strides[order[j]]) < std::llabs(view.strides[order[j - 1]]);
+         --j) {
       std::swap(order[j], order[j - 1]);
     }
   }
@@ -180,11 +181,15 @@ flashmoe_status check_no_overlap(const char* name, const View& view, int rank) {
 flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dtype* dtype) {
   const flashmoe_dtype got = tensor.dtype;
   if (got.lanes == 1) {
-    if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 32) return *dtype = Dtype::kFloat32, FLASHMOE_OK;
-    if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 16) return *dtype = Dtype::kFloat16, FLASHMOE_OK;
-    if (got.code == FLASHMOE_DTYPE_BFLOAT && got.bits == 16) return *dtype = Dtype::kBFloat16, FLASHMOE_OK;
+    if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 32)
+      return *dtype = Dtype::kFloat32, FLASHMOE_OK;
+    if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 16)
+      return *dtype = Dtype::kFloat16, FLASHMOE_OK;
+    if (got.code == FLASHMOE_DTYPE_BFLOAT && got.bits == 16)
+      return *dtype = Dtype::kBFloat16, FLASHMOE_OK;
   }
-  static const char* const kCodes[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  static const char* const kCodes[] = {"int",    "uint",    "float", "opaque",
+                                       "bfloat", "complex", "bool"};
   const char* code = got.code < 7 ? kCodes[got.code] : "dtype code ";
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
               "%s: got dtype %s%d (code %d, %d lanes), accepted are fp16, bf16 and fp32", name,

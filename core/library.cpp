@@ -60,9 +60,9 @@ flashmoe_status flashmoe_get_device_info(flashmoe_device device, flashmoe_device
 #if FLASHMOE_WITH_CUDA
       status = flashmoe::cuda_device_info(device.device_id, &filled);
 #else
-      status = fail(FLASHMOE_ERROR_NO_DEVICE,
-                    "device: got cuda:%d, but this library was built without CUDA",
-                    device.device_id);
+      status =
+          fail(FLASHMOE_ERROR_NO_DEVICE,
+               "device: got cuda:%d, but this library was built without CUDA", device.device_id);
 #endif
       break;
     default:

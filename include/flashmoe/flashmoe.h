@@ -147,12 +147,12 @@ FLASHMOE_API flashmoe_status flashmoe_set_log(int32_t level, flashmoe_log_callba
 
 /* Type codes, equal to DLPack's. */
 typedef enum flashmoe_dtype_code {
-  FLASHMOE_DTYPE_FLOAT = 2,   /* kDLFloat: 16 = fp16, 32 = fp32 */
-  FLASHMOE_DTYPE_BFLOAT = 4   /* kDLBfloat: 16 = bf16 */
+  FLASHMOE_DTYPE_FLOAT = 2, /* kDLFloat: 16 = fp16, 32 = fp32 */
+  FLASHMOE_DTYPE_BFLOAT = 4 /* kDLBfloat: 16 = bf16 */
 } flashmoe_dtype_code;
 
 typedef struct flashmoe_dtype {
-  uint8_t code;   /* flashmoe_dtype_code */
+  uint8_t code; /* flashmoe_dtype_code */
   uint8_t bits;
   uint16_t lanes; /* 1 */
 } flashmoe_dtype;
@@ -229,21 +229,21 @@ static inline flashmoe_attention_forward_params flashmoe_attention_forward_param
  * threads that share them. */
 typedef struct flashmoe_attention_plan {
   size_t struct_size;
-  char kernel[64];        /* "attention_forward_sm89_bf16_d128_dv128" */
-  char family[16];        /* "sm89", "cpu" */
-  char isa[16];           /* the code that runs: "sm_90a", "avx512" */
-  int32_t tile_q;         /* query rows of one tile (one CUDA block) */
-  int32_t tile_k;         /* keys of one step of the main loop */
-  int32_t dim;            /* head dimensions the kernel was compiled for; the call's are padded */
+  char kernel[64]; /* "attention_forward_sm89_bf16_d128_dv128" */
+  char family[16]; /* "sm89", "cpu" */
+  char isa[16];    /* the code that runs: "sm_90a", "avx512" */
+  int32_t tile_q;  /* query rows of one tile (one CUDA block) */
+  int32_t tile_k;  /* keys of one step of the main loop */
+  int32_t dim;     /* head dimensions the kernel was compiled for; the call's are padded */
   int32_t dim_v;
-  int32_t stages;         /* depth of the K/V pipeline */
+  int32_t stages; /* depth of the K/V pipeline */
   int32_t reserved;
   uint32_t grid[3];
   uint32_t block[3];
-  uint64_t shared_bytes;  /* shared memory of one block */
+  uint64_t shared_bytes; /* shared memory of one block */
   uint64_t workspace_bytes;
-  double flops;           /* of the two products; masked pairs are not counted */
-  char rejected[512];     /* why the other families do not serve it: "family: reason\n"... */
+  double flops;       /* of the two products; masked pairs are not counted */
+  char rejected[512]; /* why the other families do not serve it: "family: reason\n"... */
 } flashmoe_attention_plan;
 
 /* Fills *plan with what flashmoe_attention_forward would do with these arguments; launches
@@ -263,9 +263,9 @@ FLASHMOE_API flashmoe_status flashmoe_attention_forward_workspace_size(
  *                    the CPU, where the call returns when the result is there.
  *
  * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL, CUDA. */
-FLASHMOE_API flashmoe_status flashmoe_attention_forward(
-    const flashmoe_attention_forward_params* params, void* workspace, size_t workspace_size,
-    void* stream);
+FLASHMOE_API flashmoe_status
+flashmoe_attention_forward(const flashmoe_attention_forward_params* params, void* workspace,
+                           size_t workspace_size, void* stream);
 
 /* ------------------------------------------------------------------------------------------------
  * What ran
@@ -274,7 +274,7 @@ FLASHMOE_API flashmoe_status flashmoe_attention_forward(
 /* The last kernel this thread launched, read back from the launch itself. */
 typedef struct flashmoe_launch {
   size_t struct_size;
-  char kernel[64];       /* as in the plan */
+  char kernel[64]; /* as in the plan */
   flashmoe_device device;
   uint32_t grid[3];
   uint32_t block[3];
