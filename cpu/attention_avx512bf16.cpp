@@ -16,7 +16,8 @@ namespace avx512bf16 {
 struct Bf16PairProduct {
   using Element = Bf16;
   static constexpr int kPack = 2;  // elements per word, the first in the low half
-  static constexpr int64_t kRun = 64;
+  static constexpr int64_t kScoreRun = 64;
+  static constexpr int64_t kValueRun = 64;
 
   static Vector multiply_add(Vector a, Vector b, Vector sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);

@@ -60,8 +60,10 @@ struct Fp32Product {
   using Element = T;
   static constexpr int kPack = 1;  // elements per word
   // Words of depth that are summed in one go. Longer sums are made of shorter ones, so that their
-  // rounding errors grow with the root of this and not of the whole.
-  static constexpr int64_t kRun = sizeof(T) == sizeof(float) ? 32 : 64;
+  // rounding errors grow with the root of this and not of the whole. Errors of a score are the
+  // worse ones: they are exponentiated.
+  static constexpr int64_t kScoreRun = sizeof(T) == sizeof(float) ? 32 : 64;
+  static constexpr int64_t kValueRun = 64;
 
   static Vector multiply_add(Vector a, Vector b, Vector sum) {
     return Simd::multiply_add(a, b, sum);
@@ -107,12 +109,13 @@ FLASHMOE_INLINE void multiply_accumulate(const float* a, const float* b, int64_t
 }
 
 // The whole product of one panel. `first` is given row, vector and sum of the first run and
-// stores it; `later` adds the sum of another.
+// stores it, also when there are no steps; `later` adds the sum of another.
 template <typename Product, int kRows, int kVectors, int kRowStride, int kStepStride,
           typename First, typename Later>
 FLASHMOE_INLINE void multiply_panel(const float* a, const float* b, int64_t steps, First first,
                                     Later later) {
-  for (int64_t step = 0; step < steps; step += Product::kRun) {
+  int64_t step = 0;
+  do {
     Vector sums[kRows][kVectors];
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
@@ -120,7 +123,7 @@ FLASHMOE_INLINE void multiply_panel(const float* a, const float* b, int64_t step
       for (int v = 0; v < kVectors; ++v) sums[r][v] = Simd::zero();
     }
     multiply_accumulate<Product, kRows, kVectors, kRowStride, kStepStride>(
-        a + step * kStepStride, b + step * kPanel, smaller(Product::kRun, steps - step), sums);
+        a + step * kStepStride, b + step * kPanel, smaller(run, steps - step), sums);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
@@ -132,7 +135,8 @@ FLASHMOE_INLINE void multiply_panel(const float* a, const float* b, int64_t step
         }
       }
     }
-  }
+    step += Product::kRun;
+  } while (step < steps);
 }
 
 // The per-thread scratch of one tile. Built on a null base it only measures.
@@ -347,7 +351,7 @@ class TileComputer {
   template <int kRows, int kVectors>
   FLASHMOE_NOINLINE void score_panel(const float* q, const float* k, float* scores) {
     multiply_panel<Product, kRows, kVectors, 1, kGroupRows>(
-        q, k, words_,
+        q, k, words_, Product::kScoreRun,
         [=](int r, int v, Vector sum) { Simd::store(scores + r * kScoreStride + v * kLanes, sum); },
         [=](int r, int v, Vector sum) {
           float* to = scores + r * kScoreStride + v * kLanes;
@@ -415,7 +419,7 @@ class TileComputer {
   FLASHMOE_NOINLINE void add_panel(const float* v, int64_t steps, float* output) {
     const float* rescale = s_.rescale;
     multiply_panel<Product, kRows, kVectors, kScoreStride, 1>(
-        s_.scores, v, steps,
+        s_.scores, v, steps, Product::kValueRun,
         [=](int r, int i, Vector sum) {
           float* to = output + r * kPanel + i * kLanes;
           Simd::store(to, Simd::multiply_add(Simd::load(to), Simd::broadcast(rescale[r]), sum));
