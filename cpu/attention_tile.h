@@ -112,8 +112,8 @@ FLASHMOE_INLINE void multiply_accumulate(const float* a, const float* b, int64_t
 // stores it, also when there are no steps; `later` adds the sum of another.
 template <typename Product, int kRows, int kVectors, int kRowStride, int kStepStride,
           typename First, typename Later>
-FLASHMOE_INLINE void multiply_panel(const float* a, const float* b, int64_t steps, First first,
-                                    Later later) {
+FLASHMOE_INLINE void multiply_panel(const float* a, const float* b, int64_t steps, int64_t run,
+                                    First first, Later later) {
   int64_t step = 0;
   do {
     Vector sums[kRows][kVectors];
@@ -135,7 +135,7 @@ FLASHMOE_INLINE void multiply_panel(const float* a, const float* b, int64_t step
         }
       }
     }
-    step += Product::kRun;
+    step += run;
   } while (step < steps);
 }
 
