@@ -1,7 +1,9 @@
-"""How calls run: deterministic, on the caller's stream, captured in graphs, from several threads."""
+"""How calls run: the same every time, on the caller's stream, in graphs, from several threads."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -96,7 +98,7 @@ def test_graph_replays_follow_the_inputs(case: Case) -> None:
     with torch.cuda.graph(graph):
         captured = _attention(case, q, k, v)
     for seed in range(1, 4):
-        fresh = cases.make_values(Case(**{**vars(case), "seed": seed}), "cuda:0")
+        fresh = cases.make_values(dataclasses.replace(case, seed=seed), "cuda:0")
         for static, new in zip((q, k, v), fresh, strict=True):
             static.copy_(new)
         for result in captured:
@@ -310,7 +312,7 @@ def test_other_threads_run_while_a_launch_waits_for_the_queue() -> None:
     torch.cuda.synchronize()
     stop.set()
     thread.join()
-    longest = max(b - a for a, b in zip(ticks, ticks[1:], strict=False))
+    longest = max(b - a for a, b in itertools.pairwise(ticks))
     assert longest < 0.25, f"other threads stood still for {longest:.3f} s"
 
 

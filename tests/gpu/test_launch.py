@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import flashmoe_science as fm
+import kernels
 import pytest
 import torch
 from gpu import cases
@@ -20,24 +21,11 @@ from torch.profiler import ProfilerActivity, profile
 
 pytestmark = pytest.mark.gpu
 
-# Dimensions of a call, and those of the kernel with the least padding.
-DIMS = {
-    (8, 8): (32, 32),
-    (32, 32): (32, 32),
-    (64, 64): (64, 64),
-    (40, 64): (64, 64),
-    (72, 8): (96, 96),
-    (96, 96): (96, 96),
-    (128, 128): (128, 128),
-    (136, 136): (160, 160),
-    (160, 160): (160, 160),
-    (192, 128): (192, 128),
-    (176, 72): (192, 128),
-    (128, 192): (192, 192),
-    (192, 192): (192, 192),
-    (8, 256): (256, 256),
-    (256, 256): (256, 256),
-}
+# Head dimensions of calls: those of the compiled kernels, and some that are padded to them.
+DIMS = sorted(
+    {(kernel.dim, kernel.dim_v) for kernel in kernels.attention_sm89()}
+    | {(8, 8), (40, 64), (72, 8), (136, 136), (160, 160), (176, 72), (128, 192), (8, 256)}
+)
 ELEMENTS = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 
 
@@ -56,17 +44,17 @@ def _case(dtype: str, dim: int, dim_v: int) -> Case:
                 dim_v=dim_v, causal="bottom_right", kernel="sm89")  # fmt: skip
 
 
-@pytest.mark.parametrize(("dims", "compiled"), DIMS.items(), ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", ELEMENTS)
-def test_the_plan_is_the_launch(
-    dtype: str, dims: tuple[int, int], compiled: tuple[int, int]
-) -> None:
+def test_the_plan_is_the_launch(dtype: str, dims: tuple[int, int]) -> None:
+    compiled = kernels.least_padding(*dims)
     case = _case(dtype, *dims)
     inputs, options = _call(case)
     plan = fm.attention_plan(*inputs, **options)
     fm.flash_attention(*inputs, **options)
     launch = fm.last_launch()
-    assert plan.kernel == f"attention_forward_sm89_{dtype}_d{compiled[0]}_dv{compiled[1]}"
+    name = f"attention_forward_sm89_{dtype}_d{compiled[0]}_dv{compiled[1]}"
+    assert plan.kernel in (name, f"{name}_w8")  # _w8: where two blocks do not fit an SM
     assert (plan.dim, plan.dim_v) == compiled
     assert plan.family == "sm89"
     assert plan.grid == (-(-case.seq_q // plan.tile_q) * case.batch * case.heads_q, 1, 1)
@@ -102,10 +90,10 @@ def _profiled_work(path: Path, inputs: tuple, options: dict[str, Any]) -> list[d
 
 
 @pytest.mark.usefixtures("_profiler_is_warm")
-@pytest.mark.parametrize(("dims", "compiled"), DIMS.items(), ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", ELEMENTS)
 def test_a_profiler_sees_the_planned_kernel_and_nothing_else(
-    dtype: str, dims: tuple[int, int], compiled: tuple[int, int], tmp_path: Path
+    dtype: str, dims: tuple[int, int], tmp_path: Path
 ) -> None:
     inputs, options = _call(_case(dtype, *dims))
     plan = fm.attention_plan(*inputs, **options)

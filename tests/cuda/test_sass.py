@@ -1,0 +1,213 @@
+"""The machine code of the attention kernels, as it is in the library: no GPU needed.
+
+cuobjdump (and nvdisasm, which it calls) come with the CUDA toolkit or with the PyPI packages
+nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm. Without them, or with a library built without CUDA,
+these tests skip; where FLASHMOE_TEST_REQUIRE is set, which is continuous integration, they fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import capi
+import kernels
+import pytest
+from kernels import Kernel
+
+_ELEMENTS = {"6__half": "fp16", "13__nv_bfloat16": "bf16"}
+_FUNCTION = re.compile(
+    r"attention_forward_kernelI.*?Traits"
+    r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)ENS\w*?_\d+([A-Za-z]\w*?)ILi"
+)
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+
+
+def _cannot(reason: str) -> None:
+    if os.environ.get("FLASHMOE_TEST_REQUIRE"):
+        pytest.fail(f"{reason} (FLASHMOE_TEST_REQUIRE is set: nothing may be left out)")
+    pytest.skip(reason)
+
+
+def _cuobjdump() -> str:
+    candidates = [shutil.which("cuobjdump"), "/usr/local/cuda/bin/cuobjdump"]
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        candidates += sorted(map(str, Path(root).glob("cu*/bin/cuobjdump")))
+    for candidate in candidates:
+        if candidate and Path(candidate).exists():
+            return candidate
+    _cannot("needs cuobjdump: install a CUDA toolkit or nvidia-cuda-cuobjdump")
+    raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def architectures() -> list[str]:
+    """What the library says it holds, such as ["89-real", "90a-real", "89-virtual"]."""
+    info = capi.BuildInfo(struct_size=ctypes.sizeof(capi.BuildInfo))
+    lib = capi.load()
+    capi.check(lib.flashmoe_get_build_info(info), lib)
+    built = info.cuda_architectures.decode().replace(";", " ").split()
+    if not built:
+        _cannot(f"{capi.library_path()} was built without CUDA")
+    return built
+
+
+def _dump(*options: str) -> Iterator[str]:
+    tool = _cuobjdump()
+    beside = f"{Path(tool).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # where nvdisasm is
+    path = str(capi.library_path().resolve())
+    with subprocess.Popen(
+        [tool, *options, path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PATH": beside},
+    ) as process:
+        assert process.stdout is not None
+        last = ""
+        for line in process.stdout:
+            last = line.strip() or last
+            yield line
+    assert process.returncode == 0, f"cuobjdump {' '.join(options)}: {last}"
+
+
+def _kernel_of(function: str) -> Kernel | None:
+    found = _FUNCTION.search(function)
+    if found is None:
+        return None
+    element, dim, dim_v, tuning = found.groups()
+    return Kernel(_ELEMENTS[element], int(dim), int(dim_v), tuning)
+
+
+class Code(NamedTuple):
+    """One kernel's code for one architecture."""
+
+    arch: str
+    kernel: Kernel
+
+
+@pytest.fixture(scope="module")
+def instructions(architectures: list[str]) -> dict[Code, Counter[str]]:
+    """How often each opcode occurs."""
+    found: dict[Code, Counter[str]] = {}
+    arch = ""
+    opcodes: Counter[str] = Counter()
+    for line in _dump("-sass"):
+        if line.startswith("arch = "):
+            arch = line.split("=")[1].strip()
+        elif "Function :" in line:
+            opcodes = Counter()
+            kernel = _kernel_of(line)
+            if kernel is not None:
+                found[Code(arch, kernel)] = opcodes
+        else:
+            match = _INSTRUCTION.match(line)
+            if match is not None:
+                opcodes[match[1]] += 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def resources(architectures: list[str]) -> dict[Code, dict[str, int]]:
+    """Registers, stack, local and shared memory of each kernel."""
+    found: dict[Code, dict[str, int]] = {}
+    arch = ""
+    kernel: Kernel | None = None
+    for line in _dump("-res-usage"):
+        if line.startswith("arch = "):
+            arch = line.split("=")[1].strip()
+        elif line.strip().startswith("Function "):
+            kernel = _kernel_of(line)
+        elif "REG:" in line and kernel is not None:
+            numbers = re.findall(r"(\w+)(?:\[\d+\])?:(\d+)", line)
+            found[Code(arch, kernel)] = {name: int(number) for name, number in numbers}
+            kernel = None
+    return found
+
+
+def _expected(architectures: list[str]) -> set[Code]:
+    real = [name.removesuffix("-real") for name in architectures if not name.endswith("-virtual")]
+    return {Code(f"sm_{arch}", kernel) for arch in real for kernel in kernels.attention_sm89()}
+
+
+def _count(opcodes: Counter[str], name: str) -> int:
+    return sum(n for opcode, n in opcodes.items() if opcode.split(".")[0] == name)
+
+
+def test_every_shipped_architecture_is_built_in(architectures: list[str]) -> None:
+    missing = sorted(set(kernels.shipped_architectures()) - set(architectures))
+    if missing:
+        _cannot(f"built for {' '.join(architectures)} only, not {' '.join(missing)}")
+
+
+def test_every_kernel_is_there_for_every_architecture(
+    architectures: list[str], instructions: dict[Code, Counter[str]]
+) -> None:
+    assert set(instructions) == _expected(architectures)
+
+
+def test_ptx_is_there_for_what_is_newer(architectures: list[str]) -> None:
+    virtual = {f"sm_{name.removesuffix('-virtual')}" for name in architectures if "virtual" in name}
+    if not virtual:
+        _cannot("built without PTX")
+    found: dict[str, set[Kernel]] = {}
+    target = ""
+    for line in _dump("-ptx"):
+        if line.startswith(".target"):
+            target = line.split()[1].rstrip(",")
+        elif ".entry" in line:
+            kernel = _kernel_of(line)
+            if kernel is not None:
+                found.setdefault(target, set()).add(kernel)
+    assert found == {target: kernels.attention_sm89() for target in virtual}
+
+
+def test_products_run_on_tensor_cores(instructions: dict[Code, Counter[str]]) -> None:
+    for code, opcodes in instructions.items():
+        suffix = "F32.BF16" if code.kernel.dtype == "bf16" else "F32"
+        products = opcodes[f"HMMA.16816.{suffix}"]
+        assert products > 0, f"{code}: no HMMA.16816.{suffix}"
+        assert products == _count(opcodes, "HMMA"), f"{code}: products of another kind"
+
+
+def test_fragments_come_by_ldmatrix(instructions: dict[Code, Counter[str]]) -> None:
+    for code, opcodes in instructions.items():
+        transposed = sum(n for name, n in opcodes.items() if re.match(r"LDSM.*\.M?T", name))
+        assert _count(opcodes, "LDSM") > transposed > 0, f"{code}: {opcodes}"
+
+
+def test_tiles_come_by_cp_async(instructions: dict[Code, Counter[str]]) -> None:
+    for code, opcodes in instructions.items():
+        copies = [name for name in opcodes if name.startswith("LDGSTS")]
+        assert copies, f"{code}: no LDGSTS"
+        assert all("128" in name for name in copies), f"{code}: {copies}"  # 16 bytes each
+        assert _count(opcodes, "LDGDEPBAR") > 0, f"{code}: nothing waits for the copies"
+
+
+def test_nothing_is_in_local_memory(
+    instructions: dict[Code, Counter[str]], resources: dict[Code, dict[str, int]]
+) -> None:
+    assert set(resources) == set(instructions)
+    wrong = []
+    for code, opcodes in instructions.items():
+        spilled = {name: n for name, n in opcodes.items() if re.match(r"(LDL|STL)\b", name)}
+        used = resources[code]
+        if spilled or used["STACK"] or used["LOCAL"] or not 0 < used["REG"] <= 255:
+            wrong.append(f"{code}: {spilled} {used}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_atomics_and_no_fences(instructions: dict[Code, Counter[str]]) -> None:
+    """Blocks share nothing: results do not depend on their order, and none waits for another."""
+    for code, opcodes in instructions.items():
+        for name in ("MEMBAR", "ATOM", "ATOMG", "RED"):
+            assert _count(opcodes, name) == 0, f"{code}: {name}"

@@ -1,0 +1,187 @@
+"""JAX and CuPy arrays, and objects with DLPack alone, on the GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import flashmoe_science as fm
+import numpy as np
+import pytest
+import reference
+import torch
+from gpu import cases, memory, oracle
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {"q": (2, 130, 6, 64), "k": (2, 190, 2, 64), "v": (2, 190, 2, 96)}
+
+
+def _arrays(dtype: str, layout: str = "bshd") -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape, np.float32) for shape in SHAPES.values()]
+    if layout == "bhsd":
+        arrays = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in arrays]
+    return [x.astype(reference.DTYPES[dtype]) for x in arrays]
+
+
+# ---- JAX ----
+
+
+@pytest.fixture(scope="module")
+def jax_gpu() -> Any:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's tensors live here too
+    jax = pytest.importorskip("jax")
+    try:
+        return jax.devices("gpu")[0]
+    except RuntimeError as error:
+        pytest.skip(f"JAX has no GPU: {error}")
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("causal", [False, "bottom_right", "top_left"])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_jax(jax_gpu: Any, dtype: str, causal: bool | str, layout: str) -> None:
+    import jax
+
+    q, k, v = (jax.device_put(x, jax_gpu) for x in _arrays(dtype, layout))
+    out, lse = fm.flash_attention(
+        q, k, v, causal=causal, layout=layout, return_lse=True, kernel="sm89"
+    )
+    for result in (out, lse):
+        assert isinstance(result, jax.Array)
+        assert result.devices() == {jax_gpu}
+    assert out.dtype == q.dtype
+    reference.assert_accurate(
+        np.asarray(out), np.asarray(lse), *map(np.asarray, (q, k, v)), causal or "none",
+        layout=layout,
+    )  # fmt: skip
+
+
+def test_jax_under_jit(jax_gpu: Any) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    q, k, v = (jax.device_put(x, jax_gpu) for x in _arrays("bf16"))
+
+    @jax.jit
+    def layer(q: Any, k: Any, v: Any) -> Any:
+        return fm.flash_attention(q * jnp.bfloat16(2), k, v, causal=True) + jnp.bfloat16(1)
+
+    want = fm.flash_attention(q * jnp.bfloat16(2), k, v, causal=True) + jnp.bfloat16(1)
+    got = layer(q, k, v)
+    assert got.devices() == {jax_gpu}
+    assert (np.asarray(got) == np.asarray(want)).all()
+    again = [np.asarray(layer(q, k, v)) for _ in range(20)]
+    assert all((x == again[0]).all() for x in again)
+
+
+def test_jax_refuses_the_cpu_kernel_on_a_gpu(jax_gpu: Any) -> None:
+    import jax
+
+    q, k, v = (jax.device_put(x, jax_gpu) for x in _arrays("fp16"))
+    with pytest.raises(NotImplementedError, match="kernel: cannot be served: cpu"):
+        fm.flash_attention(q, k, v, kernel="cpu")
+
+
+# ---- CuPy ----
+
+
+@pytest.fixture
+def cupy() -> Any:
+    module = pytest.importorskip("cupy")
+    try:
+        module.cuda.runtime.getDeviceCount()
+    except module.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"CuPy has no GPU: {error}")
+    return module
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("causal", [False, "bottom_right", "top_left"])
+def test_cupy(cupy: Any, causal: bool | str, layout: str) -> None:
+    q, k, v = (cupy.asarray(x) for x in _arrays("fp16", layout))
+    out, lse = fm.flash_attention(q, k, v, causal=causal, layout=layout, return_lse=True)
+    for result in (out, lse):
+        assert type(result) is cupy.ndarray
+        assert result.device == q.device
+    assert (out.dtype, lse.dtype) == (q.dtype, np.float32)
+    reference.assert_accurate(out, lse, q, k, v, causal or "none", layout=layout)
+    given = cupy.full_like(out, np.nan)
+    assert fm.flash_attention(q, k, v, causal=causal, layout=layout, out=given) is given
+    assert (given == out).all()
+
+
+def test_cupy_views(cupy: Any) -> None:
+    """Negative and zero strides, which torch does not have."""
+    rng = np.random.default_rng(1)
+    packed = cupy.asarray(rng.standard_normal((2, 90, 8, 64)).astype(np.float16))
+    q, k = packed[::-1, ::-1, 2:6], packed[:, ::-2, :2]
+    v = cupy.broadcast_to(packed[:, ::-2, 7:], (2, 45, 2, 64))
+    assert min(q.strides) < 0
+    assert 0 in v.strides
+    out, lse = fm.flash_attention(q, k, v, causal="top_left", return_lse=True)
+    reference.assert_accurate(out, lse, q, k, v, "top_left")
+
+
+def test_cupy_runs_on_its_current_stream(cupy: Any) -> None:
+    q, k, v = (cupy.asarray(x) for x in _arrays("fp16"))
+    want = fm.flash_attention(q, k, v)
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    late = cupy.zeros_like(q)
+    cupy.cuda.Device().synchronize()
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        torch.cuda._sleep(400_000_000)
+    with stream:
+        late[...] = q
+        got = fm.flash_attention(late, k, v)
+    assert not stream.done, "the call waited for its stream"
+    stream.synchronize()
+    assert (got == want).all()
+
+
+# ---- DLPack alone ----
+
+
+class Wrapped:
+    """A tensor of a library unknown here. Orders its work on the stream that DLPack names."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.tensor.__dlpack_device__()
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_dlpack_objects(dtype: str) -> None:
+    q, k, v = (torch.from_numpy(x.astype(np.float32)).to(cases.DTYPES[dtype]).cuda()
+               for x in _arrays(dtype))  # fmt: skip
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    lse = torch.empty((2, 6, 130), device="cuda")
+    wrapped = [Wrapped(x) for x in (q, k, v, out, lse)]
+    result = fm.flash_attention(
+        *wrapped[:3], causal=True, return_lse=True, out=wrapped[3], lse=wrapped[4]
+    )
+    assert result[0] is wrapped[3]
+    assert result[1] is wrapped[4]
+    torch.cuda.synchronize()
+    oracle.assert_accurate(out, lse, q, k, v, True)
+    want = fm.flash_attention(q, k, v, causal=True)
+    assert torch.equal(memory.bits(out), memory.bits(want))
+    with pytest.raises(TypeError, match=r"^out: .* pass out"):
+        fm.flash_attention(*wrapped[:3])
+
+
+def test_frameworks_are_not_mixed(cupy: Any) -> None:
+    q, k, v = (torch.from_numpy(x).cuda() for x in _arrays("fp16"))
+    with pytest.raises(TypeError, match=r"^k: got cupy"):
+        fm.flash_attention(q, cupy.asarray(k), v)
