@@ -116,6 +116,27 @@ def test_nan_and_infinity_stay_with_the_rows_that_see_them(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_that_no_row_shares_still_rescales(isa_library: ctypes.CDLL, dtype: str) -> None:
+    """A NaN in V makes the diagonal's keys go row by row: here all keys of the second step do, and
+    the first of them outweighs everything before it."""
+    seq, step = 260, 256
+    rng = np.random.default_rng(10)
+    q, k, v = (normal(rng, (1, seq, 1, 16), capi.DTYPES[dtype]) for _ in range(3))
+    q[...] = 1
+    k[0, step] = 4
+    v[0, seq - 1] = np.nan
+    plan = capi.attention_plan(
+        capi.attention_params(q, k, v, np.empty_like(q), causal="top_left"), isa_library
+    )
+    assert step % plan.tile_k == 0, "the second step should begin at the key that outweighs"
+    out, _ = capi.attention(q, k, v, causal="top_left", lib=isa_library)
+    reference = attention_float64(q, k, v, "top_left").out[:, : seq - 1]
+    close = {"fp32": 1e-5, "fp16": 2.0**-8, "bf16": 2.0**-5}[dtype]
+    np.testing.assert_allclose(out[:, : seq - 1].astype(np.float64), reference, atol=close)
+    assert np.isnan(out[0, seq - 1].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_minus_infinity_scores(isa_library: ctypes.CDLL, dtype: str) -> None:
     """Keys at -inf count as hidden beside finite ones; a row of nothing else is NaN."""
     rng = np.random.default_rng(6)
