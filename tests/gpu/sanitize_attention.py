@@ -1,0 +1,131 @@
+"""Small attention calls on memory of exactly their size: a program for compute-sanitizer.
+
+    compute-sanitizer --tool memcheck python tests/gpu/sanitize_attention.py
+
+Memory comes from the CUDA driver, one allocation for each tensor and no framework in between, so
+that the first byte past an end is known to be one. Every result is checked as well.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import capi
+import kernels
+import numpy as np
+import reference
+
+_OPTIONS = (
+    # seq_q, seq_k, heads_q, heads_kv, causal, layout
+    (130, 200, 2, 1, "bottom_right", "bshd"),
+    (33, 17, 1, 1, "top_left", "bhsd"),
+    (1, 65, 2, 2, "none", "bshd"),
+)
+
+
+class Driver:
+    """The few functions of the CUDA driver that are needed."""
+
+    def __init__(self) -> None:
+        self._lib = c.CDLL("libcuda.so.1")
+        device, context = c.c_int(), c.c_void_p()
+        self._do("cuInit", c.c_uint(0))
+        self._do("cuDeviceGet", c.byref(device), c.c_int(0))
+        self._do("cuDevicePrimaryCtxRetain", c.byref(context), device)
+        self._do("cuCtxSetCurrent", context)
+
+    def _do(self, name: str, *arguments: object) -> None:
+        status = getattr(self._lib, name)(*arguments)
+        if status != 0:
+            raise RuntimeError(f"{name}: CUDA driver error {status}")
+
+    def upload(self, array: np.ndarray) -> int:
+        """A copy of the array's bytes, and not one byte more."""
+        address = c.c_uint64()
+        self._do("cuMemAlloc_v2", c.byref(address), c.c_size_t(array.nbytes))
+        self._do("cuMemcpyHtoD_v2", address, c.c_void_p(array.ctypes.data),
+                 c.c_size_t(array.nbytes))  # fmt: skip
+        return address.value
+
+    def download(self, address: int, like: np.ndarray) -> np.ndarray:
+        array = np.empty_like(like)
+        self._do("cuMemcpyDtoH_v2", c.c_void_p(array.ctypes.data), c.c_uint64(address),
+                 c.c_size_t(array.nbytes))  # fmt: skip
+        return array
+
+    def free(self, address: int) -> None:
+        self._do("cuMemFree_v2", c.c_uint64(address))
+
+    def synchronize(self) -> None:
+        self._do("cuCtxSynchronize")
+
+
+def _run(driver: Driver, arrays: dict[str, np.ndarray], options: dict[str, str]) -> str:
+    """Computes on the GPU, brings out and lse back into `arrays`; the kernel's name."""
+    params = capi.attention_params(**arrays, **options)
+    addresses = {name: driver.upload(array) for name, array in arrays.items()}
+    for name, view in params.keep.items():
+        view.data = addresses[name]
+        view.device = capi.Device(capi.CUDA, 0)
+    lib = capi.load()
+    plan = capi.attention_plan(params)
+    assert plan.workspace_bytes == 0
+    capi.check(lib.flashmoe_attention_forward(params, None, 0, None), lib)
+    driver.synchronize()
+    for name in ("out", "lse"):
+        arrays[name][...] = driver.download(addresses[name], arrays[name])
+    for address in addresses.values():
+        driver.free(address)
+    return plan.kernel.decode()
+
+
+def check_call(
+    driver: Driver, dtype: str, dim: int, dim_v: int, options: tuple[int, int, int, int, str, str],
+    bad_key: int | None = None,
+) -> str:  # fmt: skip
+    seq_q, seq_k, heads_q, heads_kv, causal, layout = options
+    rng = np.random.default_rng(dim + seq_k)
+
+    def shape(seq: int, heads: int, last: int) -> tuple[int, int, int, int]:
+        return (1, seq, heads, last) if layout == "bshd" else (1, heads, seq, last)
+
+    arrays = {
+        "q": capi.normal(rng, shape(seq_q, heads_q, dim), capi.DTYPES[dtype]),
+        "k": capi.normal(rng, shape(seq_k, heads_kv, dim), capi.DTYPES[dtype]),
+        "v": capi.normal(rng, shape(seq_k, heads_kv, dim_v), capi.DTYPES[dtype]),
+        "out": capi.aligned_empty(shape(seq_q, heads_q, dim_v), capi.DTYPES[dtype]),
+        "lse": np.full((1, heads_q, seq_q), np.nan, np.float32),
+    }
+    arrays["out"][...] = np.nan
+    if bad_key is not None:
+        arrays["v"][0, bad_key] = np.nan
+    kernel = _run(driver, arrays, {"layout": layout, "causal": causal})
+    out, lse, q, k, v = (arrays[name] for name in ("out", "lse", "q", "k", "v"))
+    if bad_key is None:
+        reference.assert_accurate(out, lse, q, k, v, causal, layout=layout)
+    else:
+        seen = reference.visible(seq_q, seq_k, causal)[:, bad_key]
+        assert np.isnan(out[0, seen].astype(np.float32)).all()
+        assert np.isfinite(out[0, ~seen].astype(np.float32)).all()
+    return kernel
+
+
+def main() -> None:
+    driver = Driver()
+    seen = set()
+    for kernel in sorted(kernels.attention_sm89()):
+        for dim, dim_v in {(kernel.dim, kernel.dim_v), (kernel.dim - 8, kernel.dim_v - 16)}:
+            for options in _OPTIONS:
+                seen.add(check_call(driver, kernel.dtype, dim, dim_v, options))
+        # The rare path: a NaN of V on the diagonal, after which the tile is computed by rows.
+        seen.add(check_call(driver, kernel.dtype, kernel.dim, kernel.dim_v,
+                            (100, 100, 1, 1, "top_left", "bshd"), bad_key=70))  # fmt: skip
+    print("\n".join(sorted(seen)))
+
+
+if __name__ == "__main__":
+    main()
