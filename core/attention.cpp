@@ -47,6 +47,8 @@ LaunchRecord& last_launch_record() {
 
 namespace {
 
+constexpr char kKernelPrefix[] = "attention_forward_";
+
 // Every family, best first for its devices.
 const AttentionFamily* const kFamilies[] = {
 #if FLASHMOE_WITH_CUDA
@@ -240,72 +242,96 @@ const char* family_from_environment() {
   return family;
 }
 
-flashmoe_status choose(const AttentionProblem& problem, const char* wanted, const char* wanted_by,
-                       AttentionPlan* plan, const AttentionFamily** chosen) {
-  char rejected[sizeof plan->info.rejected] = "";
-  size_t used = 0;
-  flashmoe_status first_error = FLASHMOE_ERROR_UNSUPPORTED;
-  char first_reason[512] = "no kernel family is built in";
-  bool known = wanted == nullptr;
-  bool rejected_any = false;
-  bool rejected_of_device = false;
-  *chosen = nullptr;
+// One line of flashmoe_attention_plan.rejected.
+void append_rejection(char (&rejected)[sizeof(flashmoe_attention_plan::rejected)],
+                      const char* family, const char* reason) {
+  const size_t used = std::strlen(rejected);
+  std::snprintf(rejected + used, sizeof rejected - used, "%s: %s\n", family, reason);
+}
+
+flashmoe_status fail_unknown_family(const char* wanted, const char* wanted_by) {
+  char names[128] = "";
   for (const AttentionFamily* family : kFamilies) {
-    char reason[384] = "";
-    flashmoe_status status = FLASHMOE_ERROR_UNSUPPORTED;
-    AttentionPlan candidate = {};
-    const bool named = wanted == nullptr || std::strcmp(wanted, family->name) == 0;
-    known = known || named;
+    const size_t length = std::strlen(names);
+    std::snprintf(names + length, sizeof names - length, "%s%s", length == 0 ? "" : ", ",
+                  family->name);
+  }
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got \"%.64s\", built in are %s", wanted_by,
+              wanted, names);
+}
+
+// Whether `wanted` is a family's name, or the full name of a kernel of it.
+bool names_family(const char* wanted, const AttentionFamily& family) {
+  if (std::strcmp(wanted, family.name) == 0) return true;
+  const size_t length = std::strlen(family.name);
+  return std::strncmp(wanted, kKernelPrefix, sizeof kKernelPrefix - 1) == 0 &&
+         std::strncmp(wanted + sizeof kKernelPrefix - 1, family.name, length) == 0 &&
+         wanted[sizeof kKernelPrefix - 1 + length] == '_';
+}
+
+// The first family that serves the problem, or the one that `wanted_by` asks for. `explain` fills
+// plan->info.rejected too, which takes longer than a launch may.
+flashmoe_status choose(const AttentionProblem& problem, const char* wanted, const char* wanted_by,
+                       bool explain, AttentionPlan* plan, const AttentionFamily** chosen) {
+  *chosen = nullptr;
+  bool known = wanted == nullptr;
+  bool wrong_device = false;
+  flashmoe_status error = FLASHMOE_OK;  // of the first family for these tensors' device, if any
+  char reason[384];
+  char error_reason[448] = "";
+  char rejected[sizeof plan->info.rejected] = "";
+  for (const AttentionFamily* family : kFamilies) {
     if (*chosen != nullptr) {
+      if (!explain) break;
       std::snprintf(reason, sizeof reason, "%s comes first", (*chosen)->name);
-    } else if (!named) {
+      append_rejection(rejected, family->name, reason);
+      continue;
+    }
+    if (wanted != nullptr && !names_family(wanted, *family)) {
+      if (!explain) continue;
       std::snprintf(reason, sizeof reason, "%s asks for %s", wanted_by, wanted);
-    } else {
-      status = family->plan(problem, &candidate, reason, sizeof reason);
+      append_rejection(rejected, family->name, reason);
+      continue;
+    }
+    known = true;
+    flashmoe_status status = FLASHMOE_ERROR_UNSUPPORTED;
+    const bool same_device = family->device_type == problem.device.device_type;
+    if (same_device) {
+      *plan = {};
+      status = family->plan(problem, plan, reason, sizeof reason);
+      if (status == FLASHMOE_OK && problem.kernel != nullptr &&
+          std::strcmp(problem.kernel, plan->info.kernel) != 0) {
+        status = FLASHMOE_ERROR_UNSUPPORTED;
+        std::snprintf(reason, sizeof reason, "%s serves this call, not %.64s", plan->info.kernel,
+                      problem.kernel);
+      }
       if (status == FLASHMOE_OK) {
-        *plan = candidate;
         *chosen = family;
         continue;
       }
-      // The reason that helps is that of the best family of the tensors' device.
-      const bool of_device = (std::strcmp(family->name, kCpuAttention.name) == 0) ==
-                             (problem.device.device_type == FLASHMOE_DEVICE_CPU);
-      if (!rejected_any || (of_device && !rejected_of_device)) {
-        first_error = status;
-        std::snprintf(first_reason, sizeof first_reason, "%s: %s", family->name, reason);
-        rejected_any = true;
-        rejected_of_device = of_device;
-      }
+    } else if (problem.device.device_type == FLASHMOE_DEVICE_CUDA) {
+      std::snprintf(reason, sizeof reason, "the tensors are on cuda:%d, it computes on the CPU",
+                    problem.device.device_id);
+    } else {
+      std::snprintf(reason, sizeof reason, "the tensors are on the CPU, it computes on a GPU");
     }
-    const int wrote =
-        std::snprintf(rejected + used, sizeof rejected - used, "%s: %s\n", family->name, reason);
-    used = used + static_cast<size_t>(wrote) < sizeof rejected ? used + static_cast<size_t>(wrote)
-                                                               : sizeof rejected - 1;
-  }
-  if (!known) {
-    char names[128] = "";
-    for (const AttentionFamily* family : kFamilies) {
-      const size_t length = std::strlen(names);
-      std::snprintf(names + length, sizeof names - length, "%s%s", length == 0 ? "" : ", ",
-                    family->name);
+    if (error == FLASHMOE_OK || (wrong_device && same_device)) {
+      wrong_device = !same_device;
+      error = status;
+      std::snprintf(error_reason, sizeof error_reason, "%s: %s", family->name, reason);
     }
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got \"%.64s\", built in are %s", wanted_by,
-                wanted, names);
+    if (explain) append_rejection(rejected, family->name, reason);
   }
+  if (!known) return fail_unknown_family(wanted, wanted_by);
   if (*chosen == nullptr) {
-    return fail(first_error, "%s%s%s%s", wanted != nullptr ? wanted_by : "",
-                wanted != nullptr ? ": " : "", wanted != nullptr ? "cannot be served: " : "",
-                first_reason);
+    if (wanted == nullptr) return fail(error, "%s", error_reason);
+    return fail(error, "%s: cannot be served: %s", wanted_by, error_reason);
   }
-  flashmoe_attention_plan& info = plan->info;
-  info.struct_size = sizeof info;
-  std::snprintf(info.family, sizeof info.family, "%s", (*chosen)->name);
-  std::snprintf(info.rejected, sizeof info.rejected, "%s", rejected);
-  info.flops = attention_flops(problem);
+  if (explain) std::memcpy(plan->info.rejected, rejected, sizeof rejected);
   return FLASHMOE_OK;
 }
 
-flashmoe_status make_plan(const flashmoe_attention_forward_params* params,
+flashmoe_status make_plan(const flashmoe_attention_forward_params* params, bool explain,
                           AttentionProblem* problem, AttentionPlan* plan,
                           const AttentionFamily** family) {
   FLASHMOE_TRY(make_problem(params, problem));
@@ -316,7 +342,12 @@ flashmoe_status make_plan(const flashmoe_attention_forward_params* params,
     wanted = family_from_environment();
     wanted_by = "FLASHMOE_ARCH";
   }
-  return choose(*problem, wanted, wanted_by, plan, family);
+  problem->kernel = nullptr;
+  if (wanted != nullptr &&
+      std::strncmp(wanted, kKernelPrefix, sizeof kKernelPrefix - 1) == 0) {
+    problem->kernel = wanted;
+  }
+  return choose(*problem, wanted, wanted_by, explain, plan, family);
 }
 
 void log_call(const AttentionProblem& p, const AttentionPlan& plan, const void* stream) {
@@ -351,9 +382,12 @@ flashmoe_status flashmoe_attention_forward_plan(const flashmoe_attention_forward
   FLASHMOE_TRY(flashmoe::check_struct_size("flashmoe_attention_plan", plan->struct_size,
                                            sizeof *plan, sizeof *plan));
   flashmoe::AttentionProblem problem;
-  flashmoe::AttentionPlan made = {};
+  flashmoe::AttentionPlan made;
   const flashmoe::AttentionFamily* family = nullptr;
-  FLASHMOE_TRY(flashmoe::make_plan(params, &problem, &made, &family));
+  FLASHMOE_TRY(flashmoe::make_plan(params, true, &problem, &made, &family));
+  made.info.struct_size = sizeof made.info;
+  std::snprintf(made.info.family, sizeof made.info.family, "%s", family->name);
+  made.info.flops = flashmoe::attention_flops(problem);
   flashmoe::copy_out(made.info, plan);
   return FLASHMOE_OK;
 }
@@ -364,9 +398,9 @@ flashmoe_status flashmoe_attention_forward_workspace_size(
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "bytes: got a null pointer");
   }
   flashmoe::AttentionProblem problem;
-  flashmoe::AttentionPlan plan = {};
+  flashmoe::AttentionPlan plan;
   const flashmoe::AttentionFamily* family = nullptr;
-  FLASHMOE_TRY(flashmoe::make_plan(params, &problem, &plan, &family));
+  FLASHMOE_TRY(flashmoe::make_plan(params, false, &problem, &plan, &family));
   *bytes = static_cast<size_t>(plan.info.workspace_bytes);
   return FLASHMOE_OK;
 }
@@ -374,9 +408,10 @@ flashmoe_status flashmoe_attention_forward_workspace_size(
 flashmoe_status flashmoe_attention_forward(const flashmoe_attention_forward_params* params,
                                            void* workspace, size_t workspace_size, void* stream) {
   flashmoe::AttentionProblem problem;
-  flashmoe::AttentionPlan plan = {};
+  flashmoe::AttentionPlan plan;
   const flashmoe::AttentionFamily* family = nullptr;
-  FLASHMOE_TRY(flashmoe::make_plan(params, &problem, &plan, &family));
+  const bool explain = flashmoe::log_enabled(FLASHMOE_LOG_DEBUG);
+  FLASHMOE_TRY(flashmoe::make_plan(params, explain, &problem, &plan, &family));
   const uint64_t needed = plan.info.workspace_bytes;
   if (needed > 0) {
     if (workspace_size < needed) {

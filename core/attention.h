@@ -70,10 +70,12 @@ struct LaunchRecord {
 
 LaunchRecord& last_launch_record();
 
-// A kernel family. `plan` writes a sentence to `reason` (of reason_size bytes) and returns an
-// error status when the family cannot serve the problem; it does not touch the last error.
+// A kernel family. `plan` fills a zeroed plan; when the family cannot serve the problem it writes a
+// sentence to `reason` (of reason_size bytes) and returns an error status, without touching the last
+// error. It runs at every call: no formatting on the way to success.
 struct AttentionFamily {
   const char* name;
+  int32_t device_type;  // flashmoe_device_type it computes on; `plan` sees no other
   flashmoe_status (*plan)(const AttentionProblem& problem, AttentionPlan* plan, char* reason,
                           size_t reason_size);
   flashmoe_status (*launch)(const AttentionProblem& problem, const AttentionPlan& plan,

@@ -75,11 +75,6 @@ size_t scratch_bytes(const AttentionProblem& p, const AttentionKernel& kernel, i
 
 flashmoe_status plan(const AttentionProblem& p, AttentionPlan* plan, char* reason,
                      size_t reason_size) {
-  if (p.device.device_type != FLASHMOE_DEVICE_CPU) {
-    std::snprintf(reason, reason_size, "the tensors are on cuda:%d, it computes on the CPU",
-                  p.device.device_id);
-    return FLASHMOE_ERROR_UNSUPPORTED;
-  }
   cpu::Isa isa;
   const flashmoe_status status = cpu::chosen_isa(&isa, reason, reason_size);
   if (status != FLASHMOE_OK) return status;
@@ -175,6 +170,6 @@ flashmoe_status launch(const AttentionProblem& p, const AttentionPlan& plan, voi
 
 }  // namespace
 
-const AttentionFamily kCpuAttention = {"cpu", plan, launch};
+const AttentionFamily kCpuAttention = {"cpu", FLASHMOE_DEVICE_CPU, plan, launch};
 
 }  // namespace flashmoe

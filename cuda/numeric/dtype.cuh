@@ -26,6 +26,7 @@ struct ElementTraits<__half> {
   static __device__ __forceinline__ float to_float(uint16_t bits) {
     return __half2float(__ushort_as_half(bits));
   }
+  using Pair = __half2;
 };
 
 template <>
@@ -41,7 +42,17 @@ struct ElementTraits<__nv_bfloat16> {
   static __device__ __forceinline__ float to_float(uint16_t bits) {
     return __bfloat162float(__ushort_as_bfloat16(bits));
   }
+  using Pair = __nv_bfloat162;
 };
+
+// The larger magnitudes of two pairs of elements; NaN if one is.
+template <class Element>
+__device__ __forceinline__ uint32_t max_magnitude(uint32_t a, uint32_t b) {
+  using Pair = typename ElementTraits<Element>::Pair;
+  const Pair larger = __hmax2_nan(__habs2(*reinterpret_cast<const Pair*>(&a)),
+                                  __habs2(*reinterpret_cast<const Pair*>(&b)));
+  return *reinterpret_cast<const uint32_t*>(&larger);
+}
 
 // Whether one of a pair of elements is an infinity or a NaN: its exponent bits are all ones.
 template <class Element>

@@ -214,8 +214,9 @@ typedef struct flashmoe_attention_forward_params {
   int32_t causal;             /* flashmoe_causal */
   float scale;                /* finite and positive; 0 = 1 / sqrt(dim) */
   uint32_t reserved;          /* 0 */
-  const char* kernel;         /* NULL: the best here. Else a kernel family ("cpu", "sm89"): that one
-                                 runs, or the call fails with the reason; it never falls back. */
+  const char* kernel;         /* NULL: the best here. Else a kernel family ("cpu", "sm89") or a
+                                 kernel's full name as a plan gives it: that one runs, or the call
+                                 fails with the reason; it never falls back. */
 } flashmoe_attention_forward_params;
 
 static inline flashmoe_attention_forward_params flashmoe_attention_forward_params_init(void) {
@@ -231,7 +232,7 @@ typedef struct flashmoe_attention_plan {
   size_t struct_size;
   char kernel[64]; /* "attention_forward_sm89_bf16_d128_dv128" */
   char family[16]; /* "sm89", "cpu" */
-  char isa[16];    /* the code that runs: "sm_90a", "avx512" */
+  char isa[16];    /* the code that runs: "sm_90", "avx512" */
   int32_t tile_q;  /* query rows of one tile (one CUDA block) */
   int32_t tile_k;  /* keys of one step of the main loop */
   int32_t dim;     /* head dimensions the kernel was compiled for; the call's are padded */

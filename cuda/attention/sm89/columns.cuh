@@ -211,14 +211,9 @@ __device__ __forceinline__ bool compute_tile(const Params& params, unsigned char
     }
   }
 
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // Q has been read, K and V are there
   for (int step = 0; step < steps; ++step) {
-    const int keys = params.seq_k - step * kStep;
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // K is there; V, P and the factors (at first: Q) have been read
-    if (step > 0) {
-      v_loader.load_next(0, params.v_strides.seq, keys, params.dim_v);
-      ptx::cp_async_commit();
-    }
     Scores<Traits> scores;
     multiply_scores<Traits>(scores, q_registers, q_lane, k_lane);
     if (step >= plain_steps) mask_scores<Traits>(scores, params, shared, step * kStep);
@@ -234,16 +229,17 @@ __device__ __forceinline__ bool compute_tile(const Params& params, unsigned char
       return false;
     }
     const bool any_raised = __syncthreads_or(raised) != 0;  // V, P are there; K has been read
-    if (step + 1 < steps) {
-      k_loader.load_next(0, params.k_strides.seq, keys - kStep, params.dim);
-      ptx::cp_async_commit();
-    }
+    const int keys = params.seq_k - (step + 1) * kStep;
+    if (step + 1 < steps) k_loader.load_next(0, params.k_strides.seq, keys, params.dim);
+    ptx::cp_async_commit();
     if (any_raised) rescale<Traits>(accumulators, factors);
     multiply_values<Traits>(accumulators, p_lane, v_lane);
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // K is there; V, P and the factors have been read
+    if (step + 1 < steps) v_loader.load_next(0, params.v_strides.seq, keys, params.dim_v);
+    ptx::cp_async_commit();
   }
 
-  ptx::cp_async_wait<0>();
-  __syncthreads();  // the output lies over K and V
   const Tile kept = Tile::in<Traits>(shared);
   const int row = kept.first_row + warp_index() * Traits::kRowsPerWarp + lane_index() / 4;
   float factor[2];

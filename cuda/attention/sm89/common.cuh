@@ -126,17 +126,18 @@ class TileLoader {
   // Whether what this thread copied to a tile holds an infinity or a NaN.
   template <class Element>
   __device__ __forceinline__ bool copied_nonfinite(uint32_t offset) const {
-    bool found = false;
-#pragma unroll 1
+    uint32_t largest = 0;
+#pragma unroll 4
     for (int i = 0; i < kPasses; ++i) {
       if (!copies(i)) break;
       const uint4 chunk = *static_cast<const uint4*>(
           __cvta_shared_to_generic(pass_address(address_ + offset, i)));
-      found = found || numeric::any_nonfinite<Element>(chunk.x) ||
-              numeric::any_nonfinite<Element>(chunk.y) ||
-              numeric::any_nonfinite<Element>(chunk.z) || numeric::any_nonfinite<Element>(chunk.w);
+      largest = numeric::max_magnitude<Element>(
+          largest, numeric::max_magnitude<Element>(
+                       numeric::max_magnitude<Element>(chunk.x, chunk.y),
+                       numeric::max_magnitude<Element>(chunk.z, chunk.w)));
     }
-    return found;
+    return numeric::any_nonfinite<Element>(largest);
   }
 
  private:

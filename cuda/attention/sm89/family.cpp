@@ -33,7 +33,8 @@ bool fits(const Entry& entry, const DeviceFacts& facts) {
          facts.shared_bytes_per_multiprocessor;
 }
 
-// The kernel of the problem's dtype with the least padding; among alike the first that fits.
+// The kernel that the problem names, else the one of its dtype with the least padding; among alike
+// the first that fits.
 const Entry* find_entry(const AttentionProblem& problem, const DeviceFacts& facts) {
   const Entry* best = nullptr;
   for (const Entry* entry : kEntries) {
@@ -41,6 +42,7 @@ const Entry* find_entry(const AttentionProblem& problem, const DeviceFacts& fact
         entry->dim_v < problem.dim_v) {
       continue;
     }
+    if (problem.kernel != nullptr && std::strcmp(problem.kernel, entry->name) == 0) return entry;
     const int padding = best == nullptr ? -1 : entry->dim + entry->dim_v - best->dim - best->dim_v;
     if (padding < 0 || (padding == 0 && !fits(*best, facts) && fits(*entry, facts))) best = entry;
   }
@@ -83,15 +85,22 @@ int prepare(const Entry& entry, int device_id, int compute_capability, flashmoe_
   return 0;
 }
 
+// "sm_90" from 90, without the cost of formatting.
+void write_isa(int arch, char* isa) {
+  std::memcpy(isa, "sm_", 3);
+  isa += 3;
+  if (arch >= 100) *isa++ = static_cast<char>('0' + arch / 100);
+  *isa++ = static_cast<char>('0' + arch / 10 % 10);
+  *isa++ = static_cast<char>('0' + arch % 10);
+  *isa = '\0';
+}
+
 flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char* reason,
                      size_t reason_size) {
   const auto refuse = [&](flashmoe_status status, const char* sentence) {
     std::snprintf(reason, reason_size, "%s", sentence);
     return status;
   };
-  if (problem.device.device_type != FLASHMOE_DEVICE_CUDA) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "the tensors are on the CPU");
-  }
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = device_facts(device_id, reason, reason_size);
   if (facts == nullptr) return FLASHMOE_ERROR_NO_DEVICE;
@@ -122,8 +131,8 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
   if (arch == 0) return status;
 
   flashmoe_attention_plan& info = plan->info;
-  std::snprintf(info.kernel, sizeof info.kernel, "%s", entry->name);
-  std::snprintf(info.isa, sizeof info.isa, "sm_%d", arch);
+  std::strncpy(info.kernel, entry->name, sizeof info.kernel - 1);
+  write_isa(arch, info.isa);
   info.tile_q = entry->tile_q;
   info.tile_k = entry->tile_k;
   info.dim = entry->dim;
@@ -233,6 +242,6 @@ flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& pla
 
 namespace flashmoe {
 
-const AttentionFamily kSm89Attention = {"sm89", &sm89::plan, &sm89::launch};
+const AttentionFamily kSm89Attention = {"sm89", FLASHMOE_DEVICE_CUDA, &sm89::plan, &sm89::launch};
 
 }  // namespace flashmoe

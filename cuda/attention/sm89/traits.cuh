@@ -35,7 +35,7 @@ constexpr Tuning tuning(int dim, int dim_v) {
   if (widest <= 32) return {Scheme::kRows, 4, 2, 64, 3, 32, 1, 3};
   if (widest <= 64) return {Scheme::kRows, 4, 2, 64, 2, 64, 1, 2};
   if (widest <= 96) return {Scheme::kRows, 4, 2, 48, 2, 64, 1, 2};
-  if (widest <= 128) return {Scheme::kRows, 4, 2, 32, 2, 32, 1, 2};
+  if (widest <= 128) return {Scheme::kRows, 4, 2, 48, 2, 0, 1, 2};
   return {Scheme::kColumns, 4, 1, 64, 1, 64, 3, 2};
 }
 
