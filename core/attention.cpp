@@ -343,8 +343,7 @@ flashmoe_status make_plan(const flashmoe_attention_forward_params* params, bool 
     wanted_by = "FLASHMOE_ARCH";
   }
   problem->kernel = nullptr;
-  if (wanted != nullptr &&
-      std::strncmp(wanted, kKernelPrefix, sizeof kKernelPrefix - 1) == 0) {
+  if (wanted != nullptr && std::strncmp(wanted, kKernelPrefix, sizeof kKernelPrefix - 1) == 0) {
     problem->kernel = wanted;
   }
   return choose(*problem, wanted, wanted_by, explain, plan, family);

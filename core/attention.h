@@ -47,8 +47,8 @@ struct AttentionProblem {
   int64_t dim;
   int64_t dim_v;
 
-  const char* kernel;     // the kernel asked for by its full name, or nullptr
-  float scale;  // finite and > 0
+  const char* kernel;  // the kernel asked for by its full name, or nullptr
+  float scale;         // finite and > 0
   bool causal;
   int64_t causal_offset;  // with causal: query i sees keys j <= i + causal_offset
 };

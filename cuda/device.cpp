@@ -44,13 +44,14 @@ const DeviceFacts* device_facts(int device_id, char* reason, size_t reason_size)
   static DeviceFacts facts[kMaxDevices];
   static std::atomic<bool> known[kMaxDevices];
   static std::mutex mutex;
-  const int count = device_id >= 0 && device_id < kMaxDevices &&
-                            known[device_id].load(std::memory_order_acquire)
-                        ? kMaxDevices
-                        : cuda_device_count();
+  const int count =
+      device_id >= 0 && device_id < kMaxDevices && known[device_id].load(std::memory_order_acquire)
+          ? kMaxDevices
+          : cuda_device_count();
   if (device_id < 0 || device_id >= count || device_id >= kMaxDevices) {
-    std::snprintf(reason, reason_size, "device cuda:%d does not exist, %d CUDA device%s can be used",
-                  device_id, count, count == 1 ? "" : "s");
+    std::snprintf(reason, reason_size,
+                  "device cuda:%d does not exist, %d CUDA device%s can be used", device_id, count,
+                  count == 1 ? "" : "s");
     return nullptr;
   }
   if (!known[device_id].load(std::memory_order_acquire)) {

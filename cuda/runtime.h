@@ -15,7 +15,7 @@ inline constexpr int kMaxDevices = 64;
 struct DeviceFacts {
   int compute_capability;  // 10 * major + minor
   int multiprocessors;
-  int shared_bytes_per_block;           // opt-in maximum
+  int shared_bytes_per_block;  // opt-in maximum
   int shared_bytes_per_multiprocessor;
   int reserved_shared_bytes_per_block;  // what a block costs beside its own
   int64_t l2_bytes;

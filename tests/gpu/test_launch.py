@@ -209,3 +209,22 @@ def test_device_info() -> None:
     assert info.shared_bytes_per_block == properties.shared_memory_per_block_optin
     assert info.kernel_family in fm.build_info().kernel_families
     assert fm.cuda_device_count() == torch.cuda.device_count()
+
+
+@pytest.mark.parametrize("causal", cases.CAUSAL)
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_the_eight_warp_kernel_where_it_is_not_the_choice(dtype: str, causal: str) -> None:
+    kernel = f"attention_forward_sm89_{dtype}_d128_dv128_w8"
+    for seq_q, seq_k in ((1, 1), (255, 257), (1000, 1000), (300, 777), (777, 300)):
+        case = Case(dtype=dtype, batch=2, seq_q=seq_q, seq_k=seq_k, heads_q=4, heads_kv=2, dim=128,
+                    dim_v=120, causal=causal, kernel=kernel)  # fmt: skip
+        cases.check_case(case, "cuda:0")
+        launch = fm.last_launch()
+        assert (launch.kernel, launch.block) == (kernel, (256, 1, 1))
+        assert launch.local_bytes == 0
+
+
+def test_a_kernel_that_cannot_serve_a_call_is_refused_by_name() -> None:
+    q = torch.randn(1, 32, 2, 64, device="cuda:0", dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="d64_dv64 serves this call, not"):
+        fm.flash_attention(q, q, q, kernel="attention_forward_sm89_fp16_d32_dv32")

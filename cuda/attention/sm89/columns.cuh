@@ -85,9 +85,9 @@ __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out, uint3
   uint32_t v[kBuffers][4];
   uint32_t p[2][kAtoms][4];  // of 16 keys, and of the next 16
   const auto load_v = [&](int i) {
-    ptx::ldmatrix_x4_trans(v[i % kBuffers],
-                           Traits::VLayout::fragment(v_lane, 16 * (i / kColumns),
-                                                     i % kColumns * Traits::kWarps));
+    ptx::ldmatrix_x4_trans(
+        v[i % kBuffers],
+        Traits::VLayout::fragment(v_lane, 16 * (i / kColumns), i % kColumns * Traits::kWarps));
   };
   const auto load_p = [&](int slice, int a) {
     ptx::ldmatrix_x4(p[slice % 2][a], Traits::PLayout::fragment(p_lane, 16 * a, slice));
@@ -105,7 +105,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out, uint3
 #pragma unroll
       for (int a = 0; a < kAtoms; ++a) load_p(slice + 1, a);
     }
-    const uint32_t(&v_now)[4] = v[i % kBuffers];
+    const uint32_t (&v_now)[4] = v[i % kBuffers];
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a) {
       ptx::mma_m16n8k16<typename Traits::Element>(out[a][2 * n], p[slice % 2][a], v_now[0],
@@ -118,9 +118,8 @@ __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out, uint3
 
 // Multiplies by the row factors, which lie in shared memory, and writes out.
 template <class Traits>
-__device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
-                                              const float* factors, const Params& params,
-                                              unsigned char* shared) {
+__device__ __forceinline__ void store_results(const Accumulators<Traits>& out, const float* factors,
+                                              const Params& params, unsigned char* shared) {
   using Numeric = numeric::ElementTraits<typename Traits::Element>;
   using Layout = typename Traits::OLayout;
   const int lane = lane_index();
@@ -156,10 +155,10 @@ __device__ __forceinline__ bool compute_tile(const Params& params, unsigned char
   const uint32_t shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   float* factors = reinterpret_cast<float*>(shared + Traits::kFactorsOffset);  // [kTileQ]
 
-  const uint16_t* k = static_cast<const uint16_t*>(params.k) +
-                      tile.batch * params.k_strides.batch + tile.head_kv * params.k_strides.head;
-  const uint16_t* v = static_cast<const uint16_t*>(params.v) +
-                      tile.batch * params.v_strides.batch + tile.head_kv * params.v_strides.head;
+  const uint16_t* k = static_cast<const uint16_t*>(params.k) + tile.batch * params.k_strides.batch +
+                      tile.head_kv * params.k_strides.head;
+  const uint16_t* v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
+                      tile.head_kv * params.v_strides.head;
 
   const int last_row = min(tile.first_row + Traits::kTileQ, params.seq_q) - 1;
   const int steps = (visible_keys(params, last_row) + kStep - 1) / kStep;
@@ -167,16 +166,14 @@ __device__ __forceinline__ bool compute_tile(const Params& params, unsigned char
   const int plain_steps = visible_keys(params, tile.first_row) / kStep;
 
   KLoader<Traits> k_loader(k, params.k_strides.seq, shared_address + Traits::kKOffset);
-  VLoader<Traits> v_loader =
-      make_v_loader<Traits>(v, params, k_loader, shared_address + Traits::kKOffset,
-                            shared_address + Traits::kVOffset);
+  VLoader<Traits> v_loader = make_v_loader<Traits>(
+      v, params, k_loader, shared_address + Traits::kKOffset, shared_address + Traits::kVOffset);
   uint32_t q_lane = a_fragments<typename Traits::QSharedLayout>(
       shared_address + Traits::kQSharedOffset, warp * Traits::kRowsPerWarp);
   uint32_t k_lane = b_fragments<typename Traits::KLayout>(shared_address + Traits::kKOffset);
   uint32_t p_lane = a_fragments<typename Traits::PLayout>(shared_address + Traits::kPOffset, 0);
-  uint32_t v_lane = Traits::VLayout::fragment_base(shared_address + Traits::kVOffset,
-                                                   lane_index() & 15,
-                                                   2 * warp + (lane_index() >> 4));
+  uint32_t v_lane = Traits::VLayout::fragment_base(
+      shared_address + Traits::kVOffset, lane_index() & 15, 2 * warp + (lane_index() >> 4));
   if constexpr (Traits::kQSharedDims > 0) pin(q_lane);
   pin(k_lane);
   pin(p_lane);

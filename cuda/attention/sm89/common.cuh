@@ -115,8 +115,7 @@ class TileLoader {
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
         // An address past the end is not touched when there is nothing to copy.
-        const bool valid =
-            row() + i * kRowsPerPass < rows && chunk() * kElementsPerChunk < dim;
+        const bool valid = row() + i * kRowsPerPass < rows && chunk() * kElementsPerChunk < dim;
         if (copies(i)) ptx::cp_async_16_or_zero(pass_address(tile, i), source_, valid);
         source_ += pass_stride;
       }
@@ -130,12 +129,12 @@ class TileLoader {
 #pragma unroll 4
     for (int i = 0; i < kPasses; ++i) {
       if (!copies(i)) break;
-      const uint4 chunk = *static_cast<const uint4*>(
-          __cvta_shared_to_generic(pass_address(address_ + offset, i)));
+      const uint4 chunk =
+          *static_cast<const uint4*>(__cvta_shared_to_generic(pass_address(address_ + offset, i)));
       largest = numeric::max_magnitude<Element>(
-          largest, numeric::max_magnitude<Element>(
-                       numeric::max_magnitude<Element>(chunk.x, chunk.y),
-                       numeric::max_magnitude<Element>(chunk.z, chunk.w)));
+          largest,
+          numeric::max_magnitude<Element>(numeric::max_magnitude<Element>(chunk.x, chunk.y),
+                                          numeric::max_magnitude<Element>(chunk.z, chunk.w)));
     }
     return numeric::any_nonfinite<Element>(largest);
   }
@@ -159,12 +158,8 @@ class TileLoader {
   static __device__ __forceinline__ uint32_t pass_address(uint32_t first, int pass) {
     return (first ^ (pass % 2 == 1 ? kOddPassBit : 0)) + static_cast<uint32_t>(pass) * kPassBytes;
   }
-  static __device__ __forceinline__ int row() {
-    return thread_index() / kLanesPerRow;
-  }
-  static __device__ __forceinline__ int chunk() {
-    return thread_index() % kLanesPerRow;
-  }
+  static __device__ __forceinline__ int row() { return thread_index() / kLanesPerRow; }
+  static __device__ __forceinline__ int chunk() { return thread_index() % kLanesPerRow; }
   static __device__ __forceinline__ bool copies(int pass) {
     return (Layout::kChunksPerRow == kLanesPerRow || chunk() < Layout::kChunksPerRow) &&
            (kRows % kRowsPerPass == 0 || row() + pass * kRowsPerPass < kRows);
@@ -227,9 +222,8 @@ __device__ __forceinline__ void load_q(uint32_t (&q)[kAtoms][4], uint32_t q_lane
 // Copies the Q of a tile, both parts, to shared memory.
 template <class Traits>
 __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, uint32_t shared) {
-  const uint16_t* q = static_cast<const uint16_t*>(params.q) +
-                      tile.batch * params.q_strides.batch + tile.head * params.q_strides.head +
-                      tile.first_row * params.q_strides.seq;
+  const uint16_t* q = static_cast<const uint16_t*>(params.q) + tile.batch * params.q_strides.batch +
+                      tile.head * params.q_strides.head + tile.first_row * params.q_strides.seq;
   const int rows = params.seq_q - tile.first_row;
   if constexpr (Traits::kQRegisterDims > 0) {
     TileLoader<typename Traits::QRegisterLayout, Traits::kTileQ, Traits::kThreads>(
@@ -247,8 +241,8 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, u
 // latency of shared memory hides behind the tensor cores.
 template <class Traits>
 __device__ __forceinline__ void multiply_scores(Scores<Traits>& scores,
-                                                const Queries<Traits>& q_registers,
-                                                uint32_t q_lane, uint32_t k_lane) {
+                                                const Queries<Traits>& q_registers, uint32_t q_lane,
+                                                uint32_t k_lane) {
   constexpr int kPairs = Traits::kDim / 16;
   constexpr int kColumns = Traits::kStepKeys / 16;
   constexpr int kFragments = kPairs * kColumns;
@@ -282,7 +276,7 @@ __device__ __forceinline__ void multiply_scores(Scores<Traits>& scores,
     const int pair = i / kColumns;
     const int n = i % kColumns;
     if (i + kBuffers - 1 < kFragments) load_k(i + kBuffers - 1);
-    const uint32_t(&k_now)[4] = k[i % kBuffers];
+    const uint32_t (&k_now)[4] = k[i % kBuffers];
 #pragma unroll
     for (int a = 0; a < Traits::kRowAtoms; ++a) {
       uint32_t q_now[4];
@@ -303,8 +297,7 @@ template <class Traits>
 __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params& params,
                                             const unsigned char* shared, int first_key) {
   const int lane = lane_index();
-  const int first_row =
-      Tile::in<Traits>(shared).first_row + warp_index() * Traits::kRowsPerWarp;
+  const int first_row = Tile::in<Traits>(shared).first_row + warp_index() * Traits::kRowsPerWarp;
 #pragma unroll
   for (int a = 0; a < Traits::kRowAtoms; ++a) {
 #pragma unroll
@@ -497,7 +490,8 @@ __device__ __forceinline__ void attention_forward_tile_by_rows(const Params& par
     }
     if (params.lse != nullptr && lane == 0) {
       params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
-                 row * params.lse_strides.seq] = keys > 0 ? (offset + log2f(sum)) * kLn2 : -INFINITY;
+                 row * params.lse_strides.seq] =
+          keys > 0 ? (offset + log2f(sum)) * kLn2 : -INFINITY;
     }
   }
 }

@@ -38,8 +38,7 @@ bool fits(const Entry& entry, const DeviceFacts& facts) {
 const Entry* find_entry(const AttentionProblem& problem, const DeviceFacts& facts) {
   const Entry* best = nullptr;
   for (const Entry* entry : kEntries) {
-    if (entry->dtype != problem.dtype || entry->dim < problem.dim ||
-        entry->dim_v < problem.dim_v) {
+    if (entry->dtype != problem.dtype || entry->dim < problem.dim || entry->dim_v < problem.dim_v) {
       continue;
     }
     if (problem.kernel != nullptr && std::strcmp(problem.kernel, entry->name) == 0) return entry;
@@ -126,8 +125,8 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^31 - 1 tiles of query rows");
   }
   flashmoe_status status = FLASHMOE_OK;
-  const int arch = prepare(*entry, device_id, facts->compute_capability, &status, reason,
-                           reason_size);
+  const int arch =
+      prepare(*entry, device_id, facts->compute_capability, &status, reason, reason_size);
   if (arch == 0) return status;
 
   flashmoe_attention_plan& info = plan->info;
@@ -217,10 +216,10 @@ flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& pla
   }
   Params params = make_params(problem, entry, facts->l2_bytes);
   void* arguments[] = {&params};
-  const cudaError_t error = cudaLaunchKernel(
-      entry.function, dim3(info.grid[0], info.grid[1], info.grid[2]),
-      dim3(info.block[0], info.block[1], info.block[2]), arguments,
-      static_cast<size_t>(info.shared_bytes), static_cast<cudaStream_t>(stream));
+  const cudaError_t error =
+      cudaLaunchKernel(entry.function, dim3(info.grid[0], info.grid[1], info.grid[2]),
+                       dim3(info.block[0], info.block[1], info.block[2]), arguments,
+                       static_cast<size_t>(info.shared_bytes), static_cast<cudaStream_t>(stream));
   if (error != cudaSuccess) {
     cudaGetLastError();
     return fail(FLASHMOE_ERROR_CUDA, "launching %s: %s", entry.name, cudaGetErrorString(error));

@@ -25,8 +25,8 @@ struct Params {
   int32_t dim;
   int32_t dim_v;
   int32_t causal;
-  int32_t causal_offset;      // query i sees keys j <= i + causal_offset
-  float scale_log2;           // scale * log2(e)
+  int32_t causal_offset;  // query i sees keys j <= i + causal_offset
+  float scale_log2;       // scale * log2(e)
 
   int32_t tiles_per_head;     // query tiles
   int32_t heads;              // batch * heads_q

@@ -39,8 +39,8 @@ __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out,
   uint32_t v[kBuffers][4];
   uint32_t p[2][Traits::kRowAtoms][4];  // A fragments of 16 keys, and of the next 16
   const auto load = [&](int i) {
-    ptx::ldmatrix_x4_trans(
-        v[i % kBuffers], Traits::VLayout::fragment(v_lane, 16 * (i / kColumns), i % kColumns));
+    ptx::ldmatrix_x4_trans(v[i % kBuffers],
+                           Traits::VLayout::fragment(v_lane, 16 * (i / kColumns), i % kColumns));
   };
   // Register r % 4 of atom r / 4 holds row half r % 2 of score tile 2 * slice + r % 4 / 2.
   const auto exponentiate = [&](int slice, int r) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out,
     const int slice = i / kColumns;
     const int n = i % kColumns;
     if (i + kBuffers - 1 < kFragments) load(i + kBuffers - 1);
-    const uint32_t(&v_now)[4] = v[i % kBuffers];
+    const uint32_t (&v_now)[4] = v[i % kBuffers];
 #pragma unroll
     for (int a = 0; a < Traits::kRowAtoms; ++a) {
       ptx::mma_m16n8k16<typename Traits::Element>(out[a][2 * n], p[slice % 2][a], v_now[0],
@@ -115,10 +115,10 @@ __device__ __forceinline__ bool compute_tile(const Params& params, unsigned char
   const int warp = warp_index();
   const uint32_t shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 
-  const uint16_t* k = static_cast<const uint16_t*>(params.k) +
-                      tile.batch * params.k_strides.batch + tile.head_kv * params.k_strides.head;
-  const uint16_t* v = static_cast<const uint16_t*>(params.v) +
-                      tile.batch * params.v_strides.batch + tile.head_kv * params.v_strides.head;
+  const uint16_t* k = static_cast<const uint16_t*>(params.k) + tile.batch * params.k_strides.batch +
+                      tile.head_kv * params.k_strides.head;
+  const uint16_t* v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
+                      tile.head_kv * params.v_strides.head;
 
   // Steps that the block loads, of which this warp computes the first `steps`. In those before
   // `plain_steps` no row of the block is masked.
@@ -126,13 +126,12 @@ __device__ __forceinline__ bool compute_tile(const Params& params, unsigned char
   const int last_row = min(warp_row + Traits::kRowsPerWarp, params.seq_q) - 1;
   const int block_last_row = min(tile.first_row + Traits::kTileQ, params.seq_q) - 1;
   const int block_steps = (visible_keys(params, block_last_row) + kStep - 1) / kStep;
-  const int steps =
-      warp_row <= last_row ? (visible_keys(params, last_row) + kStep - 1) / kStep : 0;
+  const int steps = warp_row <= last_row ? (visible_keys(params, last_row) + kStep - 1) / kStep : 0;
   const int plain_steps = visible_keys(params, tile.first_row) / kStep;
 
   KLoader<Traits> k_loader(k, params.k_strides.seq, shared_address);
-  VLoader<Traits> v_loader = make_v_loader<Traits>(v, params, k_loader, shared_address,
-                                                   shared_address + Traits::kKBytes);
+  VLoader<Traits> v_loader =
+      make_v_loader<Traits>(v, params, k_loader, shared_address, shared_address + Traits::kKBytes);
   // One group per step, empty ones included, so that waiting by count stays right.
   const auto load_step = [&](int step) {
     const uint32_t stage = stage_of<Traits>(step);
@@ -215,8 +214,7 @@ __device__ __forceinline__ bool compute_tile(const Params& params, unsigned char
           accumulators[a][n][2 * half + 1] *= factor;
         }
       });
-      multiply_values<Traits>(accumulators, statistics, scores, v_lane + stage,
-                              params.scale_log2);
+      multiply_values<Traits>(accumulators, statistics, scores, v_lane + stage, params.scale_log2);
     }
   }
 
