@@ -126,6 +126,15 @@ class CuPy(Framework):
     def device(self, tensor: Any) -> Device:
         return Device(CUDA, int(tensor.device.id))
 
+    def check(self, name: str, tensor: Any) -> None:
+        super().check(name, tensor)
+        if min(tensor.strides, default=0) < 0:
+            # CuPy divides byte strides by the item size as unsigned numbers when it exports them.
+            raise InvalidArgumentError(
+                f"{name}: got a CuPy array with strides {tensor.strides} bytes; CuPy cannot export "
+                f"negative strides, pass cupy.ascontiguousarray({name})"
+            )
+
     def view(self, tensor: Any, stream: int | None) -> Any:
         return tensor.__dlpack__(stream=-1)  # launched on CuPy's own stream: nothing to wait for
 

@@ -1,4 +1,5 @@
-"""What a call costs the host: at most 6 us on torch CUDA tensors."""
+"""What a call costs the host, on torch CUDA tensors: at most 6 us where torch's own attention takes
+12, and at most half of torch's on a slower host."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch
 pytestmark = pytest.mark.gpu
 
 LIMIT_US = 6.0
+LIMIT_OF_TORCH = 0.5
 _CALLS = 100  # fewer than a launch queue holds, so that no call waits for the GPU
 _ROUNDS = 60
 _ATTEMPTS = 5  # the machine may be busy with something else
@@ -40,13 +42,13 @@ def test_host_cost_of_a_call(
     def call() -> object:
         return fm.flash_attention(q, k, v, causal=causal)
 
-    best = min(_attempts(call))
-    record_property("host_us", round(best, 2))
-    assert best <= LIMIT_US, f"a call costs {best:.2f} us"
+    def torch_call() -> object:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-
-def _attempts(call: Callable[[], object]) -> list[float]:
-    costs: list[float] = []
-    while len(costs) < _ATTEMPTS and (not costs or costs[-1] > LIMIT_US):
-        costs.append(_median_us(call))
-    return costs
+    for _ in range(_ATTEMPTS):
+        ours, torchs = _median_us(call), _median_us(torch_call)
+        if ours <= max(LIMIT_US, LIMIT_OF_TORCH * torchs):
+            break
+    record_property("host_us", round(ours, 2))
+    record_property("torch_host_us", round(torchs, 2))
+    assert ours <= max(LIMIT_US, LIMIT_OF_TORCH * torchs), f"{ours:.2f} us, torch {torchs:.2f} us"

@@ -124,6 +124,7 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out, c
   using Layout = typename Traits::OLayout;
   const int lane = lane_index();
   const int warp = warp_index();
+  uint32_t largest = 0;
 #pragma unroll
   for (int a = 0; a < Traits::kTileQ / 16; ++a) {
 #pragma unroll
@@ -133,21 +134,27 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out, c
 #pragma unroll
       for (int n = 0; n < Traits::kColumnsPerWarp / 8; ++n) {
         const int chunk = 2 * (warp + Traits::kWarps * (n / 2)) + n % 2;
-        *reinterpret_cast<uint32_t*>(shared + Layout::chunk_offset(row, chunk) + 4 * (lane % 4)) =
+        const uint32_t pair =
             Numeric::pack(out[a][n][2 * half] * factor, out[a][n][2 * half + 1] * factor);
+        *reinterpret_cast<uint32_t*>(shared + Layout::chunk_offset(row, chunk) + 4 * (lane % 4)) =
+            pair;
+        largest = numeric::max_magnitude<typename Traits::Element>(largest, pair);
       }
     }
   }
-  __syncthreads();
   const Tile tile = Tile::in<Traits>(shared);
-  store_rows<Layout, Traits::kTileQ, Traits::kThreads>(shared, params, tile, tile.first_row,
-                                                       thread_index());
+  const bool nonfinite = numeric::any_nonfinite<typename Traits::Element>(largest);
+  if (__syncthreads_or(nonfinite) && params.causal) {
+    compute_rows_alone<Traits>(params, tile, tile.first_row + warp, Traits::kWarps,
+                               tile.first_row + Traits::kTileQ);
+  } else {
+    store_rows<Layout, Traits::kTileQ, Traits::kThreads>(shared, params, tile, tile.first_row,
+                                                         thread_index());
+  }
 }
 
-// False if the tile must be computed by rows instead; nothing has been written then.
 template <class Traits>
-__device__ __forceinline__ bool compute_tile(const Params& params, unsigned char* shared) {
-  using Element = typename Traits::Element;
+__device__ __forceinline__ void compute_tile(const Params& params, unsigned char* shared) {
   constexpr int kStep = Traits::kStepKeys;
   const Tile tile = Tile::of_block<Traits>(params);
   tile.keep<Traits>(shared);
@@ -221,10 +228,6 @@ __device__ __forceinline__ bool compute_tile(const Params& params, unsigned char
     publish<Traits>(factors, factor);
     write_probabilities<Traits>(shared + Traits::kPOffset, statistics, scores, params.scale_log2);
     ptx::cp_async_wait<0>();
-    if (params.causal && step >= plain_steps &&
-        __syncthreads_or(v_loader.template copied_nonfinite<Element>(0))) {
-      return false;
-    }
     const bool any_raised = __syncthreads_or(raised) != 0;  // V, P are there; K has been read
     const int keys = params.seq_k - (step + 1) * kStep;
     if (step + 1 < steps) k_loader.load_next(0, params.k_strides.seq, keys, params.dim);
@@ -247,7 +250,6 @@ __device__ __forceinline__ bool compute_tile(const Params& params, unsigned char
   publish<Traits>(factors, factor);
   __syncthreads();
   store_results<Traits>(accumulators, factors, params, shared);
-  return true;
 }
 
 }  // namespace flashmoe::sm89::columns

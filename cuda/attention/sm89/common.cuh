@@ -122,23 +122,6 @@ class TileLoader {
     }
   }
 
-  // Whether what this thread copied to a tile holds an infinity or a NaN.
-  template <class Element>
-  __device__ __forceinline__ bool copied_nonfinite(uint32_t offset) const {
-    uint32_t largest = 0;
-#pragma unroll 4
-    for (int i = 0; i < kPasses; ++i) {
-      if (!copies(i)) break;
-      const uint4 chunk =
-          *static_cast<const uint4*>(__cvta_shared_to_generic(pass_address(address_ + offset, i)));
-      largest = numeric::max_magnitude<Element>(
-          largest,
-          numeric::max_magnitude<Element>(numeric::max_magnitude<Element>(chunk.x, chunk.y),
-                                          numeric::max_magnitude<Element>(chunk.z, chunk.w)));
-    }
-    return numeric::any_nonfinite<Element>(largest);
-  }
-
  private:
   static constexpr int next_power_of_two(int n) {
     int power = 1;
@@ -418,23 +401,21 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
   }
 }
 
-// The rows of a tile, one at a time and with plain arithmetic: for the rare tile whose diagonal holds an
-// infinity or a NaN in V. There the tensor cores would spread it to rows that do not see it, as they
-// multiply it by a masked probability and 0 * NaN is NaN. Here a row reads its visible keys only.
+// Rows of a causal tile that came out with an infinity or a NaN, computed again one at a time and
+// with plain arithmetic. On the diagonal the tensor cores spread one in V to rows that do not see it,
+// since they multiply it by a masked probability and 0 * NaN is NaN; here a row reads its visible
+// keys only. For whole warps; this one takes `first_row`, `first_row + stride`, ... before `end_row`.
 template <class Traits>
-__device__ __forceinline__ void attention_forward_tile_by_rows(const Params& params,
-                                                               const unsigned char* shared) {
+__device__ __noinline__ void compute_rows_alone(const Params& params, const Tile tile,
+                                                int first_row, int stride, int end_row) {
   using Numeric = numeric::ElementTraits<typename Traits::Element>;
   constexpr int kColumnsPerLane = (Traits::kDimV + kThreadsPerWarp - 1) / kThreadsPerWarp;
-  const Tile tile = Tile::in<Traits>(shared);
-  const int warp = warp_index();
   const int lane = lane_index();
   const auto* k = static_cast<const uint16_t*>(params.k) + tile.batch * params.k_strides.batch +
                   tile.head_kv * params.k_strides.head;
   const auto* v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
                   tile.head_kv * params.v_strides.head;
-  const int end_row = min(tile.first_row + Traits::kTileQ, params.seq_q);
-  for (int row = tile.first_row + warp; row < end_row; row += Traits::kWarps) {
+  for (int row = first_row; row < min(end_row, params.seq_q); row += stride) {
     const auto* q = static_cast<const uint16_t*>(params.q) + tile.batch * params.q_strides.batch +
                     tile.head * params.q_strides.head + row * params.q_strides.seq;
     auto* out = static_cast<uint16_t*>(params.out) + tile.batch * params.out_strides.batch +

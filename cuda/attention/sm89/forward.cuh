@@ -11,13 +11,11 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     attention_forward_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  bool computed;
   if constexpr (Traits::kScheme == Scheme::kRows) {
-    computed = rows::compute_tile<Traits>(params, shared);
+    rows::compute_tile<Traits>(params, shared);
   } else {
-    computed = columns::compute_tile<Traits>(params, shared);
+    columns::compute_tile<Traits>(params, shared);
   }
-  if (!computed) attention_forward_tile_by_rows<Traits>(params, shared);
 }
 
 }  // namespace flashmoe::sm89

@@ -85,6 +85,7 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
   const int lane = lane_index();
   const int warp_row = warp_index() * Traits::kRowsPerWarp;
   unsigned char* warp_tile = shared + warp_row * Layout::kRowBytes;
+  uint32_t largest = 0;
 #pragma unroll
   for (int a = 0; a < Traits::kRowAtoms; ++a) {
 #pragma unroll
@@ -94,20 +95,27 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
           statistics.finish(params, tile, tile.first_row + warp_row + row, a, half);
 #pragma unroll
       for (int n = 0; n < Traits::kDimV / 8; ++n) {
-        *reinterpret_cast<uint32_t*>(warp_tile + Layout::chunk_offset(row, n) + 4 * (lane % 4)) =
+        const uint32_t pair =
             Numeric::pack(out[a][n][2 * half] * factor, out[a][n][2 * half + 1] * factor);
+        *reinterpret_cast<uint32_t*>(warp_tile + Layout::chunk_offset(row, n) + 4 * (lane % 4)) =
+            pair;
+        largest = numeric::max_magnitude<typename Traits::Element>(largest, pair);
       }
     }
   }
   __syncwarp();
-  store_rows<Layout, Traits::kRowsPerWarp, kThreadsPerWarp>(warp_tile, params, tile,
-                                                            tile.first_row + warp_row, lane);
+  const int first_row = tile.first_row + warp_row;
+  const bool nonfinite = numeric::any_nonfinite<typename Traits::Element>(largest);
+  if (params.causal && __any_sync(kFullWarp, nonfinite)) {
+    compute_rows_alone<Traits>(params, tile, first_row, 1, first_row + Traits::kRowsPerWarp);
+  } else {
+    store_rows<Layout, Traits::kRowsPerWarp, kThreadsPerWarp>(warp_tile, params, tile, first_row,
+                                                              lane);
+  }
 }
 
-// False if the tile must be computed by rows instead; nothing has been written then.
 template <class Traits>
-__device__ __forceinline__ bool compute_tile(const Params& params, unsigned char* shared) {
-  using Element = typename Traits::Element;
+__device__ __forceinline__ void compute_tile(const Params& params, unsigned char* shared) {
   constexpr int kStages = Traits::kStages;
   constexpr int kStep = Traits::kStepKeys;
   const Tile tile = Tile::of_block<Traits>(params);
@@ -141,15 +149,6 @@ __device__ __forceinline__ bool compute_tile(const Params& params, unsigned char
       v_loader.load_next(stage, params.v_strides.seq, keys, params.dim_v);
     }
     ptx::cp_async_commit();
-  };
-  // The barrier before V of a step is read; true if the diagonal holds what the tensor cores would
-  // spread.
-  const auto synchronize_v = [&](int step, uint32_t stage) -> bool {
-    if (step < plain_steps || !params.causal) {
-      __syncthreads();
-      return false;
-    }
-    return __syncthreads_or(v_loader.template copied_nonfinite<Element>(stage)) != 0;
   };
 
   uint32_t q_lane = a_fragments<typename Traits::QSharedLayout>(
@@ -198,10 +197,7 @@ __device__ __forceinline__ bool compute_tile(const Params& params, unsigned char
   for (int step = 0; step < block_steps; ++step) {
     const uint32_t stage = stage_of<Traits>(step);
     ptx::cp_async_wait<kStages - 2>();
-    if (synchronize_v(step, stage)) {
-      ptx::cp_async_wait<0>();
-      return false;
-    }
+    __syncthreads();  // the step is there; the one before has been read
     load_step(step + kStages - 1);
     if (step < steps) {
       Scores<Traits> scores;
@@ -221,7 +217,6 @@ __device__ __forceinline__ bool compute_tile(const Params& params, unsigned char
   ptx::cp_async_wait<0>();
   __syncthreads();  // the output lies over the stages
   store_results<Traits>(accumulators, statistics, params, shared);
-  return true;
 }
 
 }  // namespace flashmoe::sm89::rows
