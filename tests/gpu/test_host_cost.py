@@ -35,7 +35,7 @@ def _median_us(call: Callable[[], object]) -> float:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 def test_host_cost_of_a_call(
-    dtype: torch.dtype, causal: bool, record_property: Callable[[str, object], None]
+    dtype: torch.dtype, causal: bool, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
     q, k, v = (torch.randn(1, 64, 2, 64, device="cuda:0").to(dtype) for _ in range(3))
 
@@ -49,6 +49,6 @@ def test_host_cost_of_a_call(
         ours, torchs = _median_us(call), _median_us(torch_call)
         if ours <= max(LIMIT_US, LIMIT_OF_TORCH * torchs):
             break
-    record_property("host_us", round(ours, 2))
-    record_property("torch_host_us", round(torchs, 2))
+    record_testsuite_property(f"host_us_{dtype}_{causal}", round(ours, 2))
+    record_testsuite_property(f"torch_host_us_{dtype}_{causal}", round(torchs, 2))
     assert ours <= max(LIMIT_US, LIMIT_OF_TORCH * torchs), f"{ours:.2f} us, torch {torchs:.2f} us"
