@@ -11,16 +11,14 @@
 // kTileQ / 8 products. Per step of 64 keys at dimension 256 a warp reads 64 fragments of K, 16 of P and
 // 16 of V where 64 and 64 would be read otherwise.
 //
-// A step: Q K^T; softmax; barrier, with a vote on whether any row's offset was raised; P V. The next
-// K is on its way from the middle of the softmax on, when all warps have read this one, and the next
-// V from the end of the step on. Part of Q lies where P will and moves to
+// A step: Q K^T while V arrives; softmax; barrier, with a vote on whether any row's offset was
+// raised; P V while the next K arrives. Part of Q lies where P will and moves to
 // registers first.
 //
 // Dimensions padded to the compiled ones are zero-filled on load and never stored.
 #pragma once
 
 #include "cuda/attention/sm89/common.cuh"
-#include "cuda/ptx/mbarrier.cuh"
 
 namespace flashmoe::sm89::columns {
 
@@ -160,9 +158,6 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   constexpr int kStep = Traits::kStepKeys;
   const Tile tile = Tile::of_block<Traits>(params);
   tile.keep<Traits>(shared);
-  const uint32_t k_read = static_cast<uint32_t>(__cvta_generic_to_shared(shared)) +
-                          static_cast<uint32_t>(Traits::kKReadOffset);
-  if (thread_index() == 0) ptx::mbarrier_init(k_read, Traits::kWarps);
   const int warp = warp_index();
   const uint32_t shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   float* factors = reinterpret_cast<float*>(shared + Traits::kFactorsOffset);  // [kTileQ]
@@ -225,24 +220,19 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   for (int step = 0; step < steps; ++step) {
     Scores<Traits> scores;
     multiply_scores<Traits>(scores, q_registers, q_lane, k_lane);
-    __syncwarp();
-    if (lane_index() == 0) ptx::mbarrier_arrive(k_read);
     if (step >= plain_steps) mask_scores<Traits>(scores, params, shared, step * kStep);
     float factor[2] = {1.0f, 1.0f};
     const bool raised =
         statistics.raise(scores, params.scale_log2,
                          [&](int, int half, float raised_by) { factor[half] = raised_by; });
-    const int keys = params.seq_k - (step + 1) * kStep;
-    if (step + 1 < steps) {
-      ptx::mbarrier_wait(k_read, static_cast<uint32_t>(step) % 2);
-      k_loader.load_next(0, params.k_strides.seq, keys, params.dim);
-    }
-    ptx::cp_async_commit();
     publish<Traits>(factors, factor);
     write_probabilities<Traits>(shared + Traits::kPOffset, statistics, scores, params.scale_log2);
-    ptx::cp_async_wait<1>();
-    const bool any_raised = __syncthreads_or(raised) != 0;  // V and P are there
-    if (any_raised && step > 0) rescale<Traits>(accumulators, factors);
+    ptx::cp_async_wait<0>();
+    const bool any_raised = __syncthreads_or(raised) != 0;  // V, P are there; K has been read
+    const int keys = params.seq_k - (step + 1) * kStep;
+    if (step + 1 < steps) k_loader.load_next(0, params.k_strides.seq, keys, params.dim);
+    ptx::cp_async_commit();
+    if (any_raised) rescale<Traits>(accumulators, factors);
     multiply_values<Traits>(accumulators, p_lane, v_lane);
     ptx::cp_async_wait<0>();
     __syncthreads();  // K is there; V, P and the factors have been read

@@ -204,7 +204,6 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
       multiply_scores<Traits>(scores, q_registers, q_lane, k_lane + stage);
       if (step >= plain_steps) mask_scores<Traits>(scores, params, shared, step * kStep);
       statistics.raise(scores, params.scale_log2, [&](int a, int half, float factor) {
-        if (step == 0) return;  // nothing to rescale yet
 #pragma unroll
         for (int n = 0; n < Traits::kDimV / 8; ++n) {
           accumulators[a][n][2 * half] *= factor;

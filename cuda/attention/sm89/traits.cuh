@@ -36,7 +36,7 @@ constexpr Tuning tuning(int dim, int dim_v) {
   if (widest <= 64) return {Scheme::kRows, 4, 2, 64, 2, 64, 1, 2};
   if (widest <= 96) return {Scheme::kRows, 4, 2, 48, 2, 64, 1, 2};
   if (widest <= 128) return {Scheme::kRows, 4, 2, 48, 2, 0, 1, 2};
-  return {Scheme::kColumns, 4, 1, 64, 1, 64, 4, 2};
+  return {Scheme::kColumns, 4, 1, 64, 1, 64, 3, 2};
 }
 
 template <int kDim, int kDimV>
@@ -175,9 +175,7 @@ struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kColumns>
   static constexpr int kQSharedOffset = kPOffset + kPBytes;
   static constexpr int kFactorsOffset = kQSharedOffset + kQSharedBytes;
   static constexpr int kTileInfoOffset = kFactorsOffset + kTileQ * static_cast<int>(sizeof(float));
-  static constexpr int kKReadOffset =
-      kTileInfoOffset + kTileInfoBytes;  // mbarrier: K has been read
-  static constexpr int kSharedBytes = kKReadOffset + static_cast<int>(sizeof(uint64_t));
+  static constexpr int kSharedBytes = kTileInfoOffset + kTileInfoBytes;
 
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_89 block holds 99 KiB");
   static_assert(kOBytes <= kFactorsOffset, "the factors outlive the tiles");
