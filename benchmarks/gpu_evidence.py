@@ -46,10 +46,12 @@ def gpu_name() -> str:
     return short.strip("_")
 
 
+_places = {sys.executable: "python", str(ROOT): ".", sys.prefix: "<prefix>"}
+
+
 def _portable(text: str) -> str:
     """`text` without where this machine keeps things."""
-    places = {sys.executable: "python", str(ROOT): ".", sys.prefix: "<prefix>"}
-    for place, word in places.items():
+    for place, word in _places.items():
         text = text.replace(place, word)
     return text.replace(tempfile.gettempdir(), "<tmp>")
 
@@ -111,6 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     gpu = gpu_name()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    _places.setdefault(str(out), "<out>")
 
     steps = []
     evidence: dict[str, Any] = {

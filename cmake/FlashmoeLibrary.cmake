@@ -27,6 +27,7 @@ target_link_libraries(flashmoe PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
 target_link_options(flashmoe PRIVATE
   "LINKER:--version-script=${CMAKE_CURRENT_LIST_DIR}/flashmoe.map"
   LINKER:--exclude-libs,ALL LINKER:--as-needed
+  LINKER:-z,nodelete  # the CPU backend's threads sleep in this code
   $<$<CONFIG:Release>:LINKER:--strip-all>)
 if(FLASHMOE_SANITIZE)
   target_link_options(flashmoe PUBLIC -fsanitize=${FLASHMOE_SANITIZE})
