@@ -10,9 +10,6 @@
 namespace flashmoe {
 namespace {
 
-// The oldest architecture that a kernel family here serves.
-constexpr int kOldestComputeCapability = 89;
-
 cudaError_t read_facts(int device_id, DeviceFacts* facts) {
   int major = 0;
   int minor = 0;

@@ -12,6 +12,9 @@ namespace flashmoe {
 
 inline constexpr int kMaxDevices = 64;
 
+// The oldest compute capability that the sm89 kernels, the oldest family here, run on.
+inline constexpr int kOldestComputeCapability = 89;
+
 struct DeviceFacts {
   int compute_capability;  // 10 * major + minor
   int multiprocessors;

@@ -1,5 +1,5 @@
-"""What a call costs the host, on torch CUDA tensors: at most 6 us where torch's own attention takes
-12, and at most half of torch's on a slower host."""
+"""What a call costs the host: at most 6 us on torch CUDA tensors. Torch's own cost is recorded beside
+it, since hosts differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 pytestmark = pytest.mark.gpu
 
 LIMIT_US = 6.0
-LIMIT_OF_TORCH = 0.5
 _CALLS = 100  # fewer than a launch queue holds, so that no call waits for the GPU
 _ROUNDS = 60
 _ATTEMPTS = 5  # the machine may be busy with something else
@@ -47,8 +46,8 @@ def test_host_cost_of_a_call(
 
     for _ in range(_ATTEMPTS):
         ours, torchs = _median_us(call), _median_us(torch_call)
-        if ours <= max(LIMIT_US, LIMIT_OF_TORCH * torchs):
+        if ours <= LIMIT_US:
             break
     record_testsuite_property(f"host_us_{dtype}_{causal}", round(ours, 2))
     record_testsuite_property(f"torch_host_us_{dtype}_{causal}", round(torchs, 2))
-    assert ours <= max(LIMIT_US, LIMIT_OF_TORCH * torchs), f"{ours:.2f} us, torch {torchs:.2f} us"
+    assert ours <= LIMIT_US, f"{ours:.2f} us, torch {torchs:.2f} us"

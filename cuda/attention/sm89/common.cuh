@@ -191,7 +191,7 @@ __device__ __forceinline__ uint32_t b_fragments(uint32_t tile) {
   return Layout::fragment_base(tile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
 }
 
-template <class Layout>  // B operand stored as k x columns, from chunk pair `first_pair` on
+template <class Layout>  // B operand stored as k x columns
 __device__ __forceinline__ uint32_t b_fragments_trans(uint32_t tile) {
   return a_fragments<Layout>(tile, 0);
 }

@@ -17,7 +17,6 @@ namespace flashmoe::sm89 {
 
 namespace {
 
-constexpr int kOldestComputeCapability = 89;
 constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + causal offset fits in int32
 constexpr double kLog2E = 1.4426950408889634;
 
@@ -158,7 +157,8 @@ int heads_per_section(const AttentionProblem& problem, int64_t l2_bytes) {
   return static_cast<int>(groups < 1 ? group : (groups > heads / group ? heads : groups * group));
 }
 
-Params make_params(const AttentionProblem& p, const Entry& entry, int64_t l2_bytes) {
+Params make_params(const AttentionProblem& p, const flashmoe_attention_plan& plan,
+                   int64_t l2_bytes) {
   Params params;
   params.q = p.q;
   params.k = p.k;
@@ -179,8 +179,8 @@ Params make_params(const AttentionProblem& p, const Entry& entry, int64_t l2_byt
   params.causal = p.causal ? 1 : 0;
   params.causal_offset = p.causal ? static_cast<int32_t>(p.causal_offset) : 0;
   params.scale_log2 = static_cast<float>(static_cast<double>(p.scale) * kLog2E);
-  params.tiles_per_head = static_cast<int32_t>((p.seq_q + entry.tile_q - 1) / entry.tile_q);
   params.heads = static_cast<int32_t>(p.batch * p.heads_q);
+  params.tiles_per_head = static_cast<int32_t>(plan.grid[0]) / params.heads;  // of the planned grid
   params.heads_per_section = heads_per_section(p, l2_bytes);
   return params;
 }
@@ -214,7 +214,7 @@ flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& pla
     return fail(FLASHMOE_ERROR_CUDA, "device: making cuda:%d current: %s", device_id,
                 cudaGetErrorString(guard.error()));
   }
-  Params params = make_params(problem, entry, facts->l2_bytes);
+  Params params = make_params(problem, info, facts->l2_bytes);
   void* arguments[] = {&params};
   const cudaError_t error =
       cudaLaunchKernel(entry.function, dim3(info.grid[0], info.grid[1], info.grid[2]),
