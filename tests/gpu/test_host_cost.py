@@ -1,5 +1,5 @@
-"""What a call costs the host: at most 6 us on torch CUDA tensors. Torch's own cost is recorded beside
-it, since hosts differ."""
+"""What a call costs the host: at most 6 us on torch CUDA tensors. Torch's own cost is recorded
+beside it, since hosts differ."""
 
 from __future__ import annotations
 
