@@ -82,7 +82,7 @@ struct Wgmma;
 #define FLASHMOE_R104 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define FLASHMOE_R112 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define FLASHMOE_R120 "%120, %121, %122, %123, %124, %125, %126, %127"
-#define FLASHMOE_D8(i) \
+#define FLASHMOE_D8(i)                                                                        \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FLASHMOE_R_8 FLASHMOE_R0
@@ -119,31 +119,33 @@ struct Wgmma;
 #define FLASHMOE_D_128 FLASHMOE_D_120, FLASHMOE_D8(120)
 
 // `registers` are kColumns / 2; s0... are the placeholders of the operands that follow them.
-#define FLASHMOE_WGMMA(element, type, columns, registers, s0, s1, s2, s3, s4, s5)                    \
-  template <>                                                                                       \
-  struct Wgmma<element, columns> {                                                                  \
-    static __device__ __forceinline__ void multiply(float (&d)[registers], uint64_t a, uint64_t b,  \
-                                                    bool add) {                                     \
-      asm volatile(                                                                                 \
-          "{\n.reg .pred add;\nsetp.ne.b32 add, " s2 ", 0;\n"                                       \
-          "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                     \
-          " {" FLASHMOE_R_##registers "}, " s0 ", " s1 ", add, 1, 1, 0, 0;\n}\n"                    \
-          : FLASHMOE_D_##registers                                                                  \
-          : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                            \
-    }                                                                                               \
-    static __device__ __forceinline__ void multiply_values(                                         \
-        float (&d)[registers], const uint32_t (&a)[4], uint64_t b, bool add) {                      \
-      asm volatile(                                                                                 \
-          "{\n.reg .pred add;\nsetp.ne.b32 add, " s5 ", 0;\n"                                       \
-          "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                     \
-          " {" FLASHMOE_R_##registers "}, {" s0 ", " s1 ", " s2 ", " s3 "}, " s4                    \
-          ", add, 1, 1, 1;\n}\n"                                                                    \
-          : FLASHMOE_D_##registers                                                                  \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));        \
-    }                                                                                               \
+#define FLASHMOE_WGMMA(element, type, columns, registers, s0, s1, s2, s3, s4, s5)                  \
+  template <>                                                                                      \
+  struct Wgmma<element, columns> {                                                                 \
+    static __device__ __forceinline__ void multiply(float (&d)[registers], uint64_t a, uint64_t b, \
+                                                    bool add) {                                    \
+      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " s2                                      \
+                   ", 0;\n"                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type           \
+                   " {" FLASHMOE_R_##registers "}, " s0 ", " s1 ", add, 1, 1, 0, 0;\n}\n"          \
+                   : FLASHMOE_D_##registers                                                        \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                  \
+    }                                                                                              \
+    static __device__ __forceinline__ void multiply_values(float (&d)[registers],                  \
+                                                           const uint32_t (&a)[4], uint64_t b,     \
+                                                           bool add) {                             \
+      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " s5                                      \
+                   ", 0;\n"                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type           \
+                   " {" FLASHMOE_R_##registers "}, {" s0 ", " s1 ", " s2 ", " s3 "}, " s4          \
+                                               ", add, 1, 1, 1;\n}\n"                              \
+                   : FLASHMOE_D_##registers                                                        \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                           \
+                     "r"(static_cast<int>(add)));                                                  \
+    }                                                                                              \
   };
-#define FLASHMOE_WGMMAS(columns, registers, s0, s1, s2, s3, s4, s5)                                  \
-  FLASHMOE_WGMMA(__half, "f16", columns, registers, s0, s1, s2, s3, s4, s5)                         \
+#define FLASHMOE_WGMMAS(columns, registers, s0, s1, s2, s3, s4, s5)         \
+  FLASHMOE_WGMMA(__half, "f16", columns, registers, s0, s1, s2, s3, s4, s5) \
   FLASHMOE_WGMMA(__nv_bfloat16, "bf16", columns, registers, s0, s1, s2, s3, s4, s5)
 
 FLASHMOE_WGMMAS(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")

@@ -51,8 +51,8 @@ EncodeTiled encode_function() {
   static const EncodeTiled function = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion(
-        "cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
+                                                               12000, cudaEnableDefault, &result);
     if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
       cudaGetLastError();
       return static_cast<EncodeTiled>(nullptr);
@@ -62,12 +62,13 @@ EncodeTiled encode_function() {
   return function;
 }
 
-// Whether the copy engine can walk a view: strides above 0 and below 2^40 bytes.
+// Whether the copy engine can walk a view: strides above 0 and below 2^40 bytes, or 0 for batches and
+// heads, whose map then holds one.
 bool can_walk(const RowStrides& strides, int64_t batch, int64_t seq, int64_t heads) {
-  const auto fits = [](int64_t stride, int64_t extent) {
-    return extent <= 1 || (stride > 0 && stride < kMaxStrideBytes / 2);
+  const auto fits = [](int64_t stride, int64_t extent, int64_t least) {
+    return extent <= 1 || (stride >= least && stride < kMaxStrideBytes / 2);
   };
-  return fits(strides.batch, batch) && fits(strides.seq, seq) && fits(strides.head, heads);
+  return fits(strides.batch, batch, 0) && fits(strides.seq, seq, 1) && fits(strides.head, heads, 0);
 }
 
 // Loads a kernel's code on a device and allows its shared memory, once.
@@ -119,8 +120,10 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
       !can_walk(problem.k_strides, problem.batch, problem.seq_k, problem.heads_kv) ||
       !can_walk(problem.v_strides, problem.batch, problem.seq_k, problem.heads_kv) ||
       !can_walk(problem.out_strides, problem.batch, problem.seq_q, problem.heads_q)) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                  "a stride that is 0, negative or 2^40 bytes, which the copy engine cannot walk");
+    return refuse(
+        FLASHMOE_ERROR_UNSUPPORTED,
+        "a stride that is negative, 2^40 bytes or more, or 0 along the sequence, which the copy "
+        "engine cannot walk");
   }
   const int64_t tiles_per_head = (problem.seq_q + entry->tile_q - 1) / entry->tile_q;
   const int64_t heads = problem.batch * problem.heads_q;
@@ -143,8 +146,8 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
   info.dim_v = entry->dim_v;
   info.stages = entry->stages;
   // Persistent: no more blocks than multiprocessors, each of which holds one.
-  info.grid[0] = static_cast<uint32_t>(
-      std::min<int64_t>(tiles_per_head * heads, facts->multiprocessors));
+  info.grid[0] =
+      static_cast<uint32_t>(std::min<int64_t>(tiles_per_head * heads, facts->multiprocessors));
   info.grid[1] = info.grid[2] = 1;
   info.block[0] = static_cast<uint32_t>(entry->threads);
   info.block[1] = info.block[2] = 1;
@@ -167,9 +170,15 @@ int heads_per_section(const AttentionProblem& problem, int64_t l2_bytes) {
   return static_cast<int>((all + sections - 1) / sections * group);
 }
 
+Repeats repeats(const RowStrides& strides) {
+  return {strides.batch == 0 ? 0 : 1, strides.head == 0 ? 0 : 1};
+}
+
 // The map of a [batch, seq, heads, dim] view, in boxes of 64 elements by `rows` of one head.
 bool encode(CUtensorMap* map, Dtype dtype, const void* data, const RowStrides& strides, int64_t dim,
             int64_t seq, int64_t heads, int64_t batch, int rows) {
+  if (strides.batch == 0) batch = 1;
+  if (strides.head == 0) heads = 1;
   const auto bytes = [](int64_t stride, int64_t extent) {
     return static_cast<cuuint64_t>(extent > 1 ? 2 * stride : 16);  // never taken: any will do
   };
@@ -180,13 +189,13 @@ bool encode(CUtensorMap* map, Dtype dtype, const void* data, const RowStrides& s
                                bytes(strides.batch, batch)};
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1};
   const cuuint32_t ones[4] = {1, 1, 1, 1};
-  return encode_function()(
-             map,
-             dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-             4, const_cast<void*>(data), extents, steps, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_function()(map,
+                           dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                           4, const_cast<void*>(data), extents, steps, box, ones,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 bool make_params(const AttentionProblem& p, const Entry& entry, int64_t l2_bytes, Params* params) {
@@ -203,6 +212,9 @@ bool make_params(const AttentionProblem& p, const Entry& entry, int64_t l2_bytes
               entry.store_rows)) {
     return false;
   }
+  params->q_repeats = repeats(p.q_strides);
+  params->k_repeats = repeats(p.k_strides);
+  params->v_repeats = repeats(p.v_strides);
   params->lse = p.lse;
   params->lse_strides = p.lse_strides;
   params->q_data = static_cast<const uint16_t*>(p.q);

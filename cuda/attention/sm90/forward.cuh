@@ -156,7 +156,8 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared, T
 #pragma unroll
     for (int box = 0; box < Traits::kBoxes; ++box) {
       ptx::tma_load(to + box * Traits::kKVBoxBytes, &params.k, full, ptx::kEvictLast,
-                    box * kBoxColumns, step * Traits::kStepKeys, tile.head_kv, tile.batch);
+                    box * kBoxColumns, step * Traits::kStepKeys,
+                    tile.head_kv * params.k_repeats.head, tile.batch * params.k_repeats.batch);
     }
     k_cursor.step();
   };
@@ -168,7 +169,8 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared, T
 #pragma unroll
     for (int box = 0; box < Traits::kBoxesV; ++box) {
       ptx::tma_load(to + box * Traits::kKVBoxBytes, &params.v, full, ptx::kEvictLast,
-                    box * kBoxColumns, step * Traits::kStepKeys, tile.head_kv, tile.batch);
+                    box * kBoxColumns, step * Traits::kStepKeys,
+                    tile.head_kv * params.v_repeats.head, tile.batch * params.v_repeats.batch);
     }
     v_cursor.step();
   };
@@ -192,7 +194,8 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared, T
 #pragma unroll
     for (int box = 0; box < Traits::kBoxes; ++box) {
       ptx::tma_load(to + box * Traits::kQBoxBytes, &params.q, full, ptx::kEvictFirst,
-                    box * kBoxColumns, tile.first_row, tile.head, tile.batch);
+                    box * kBoxColumns, tile.first_row, tile.head * params.q_repeats.head,
+                    tile.batch * params.q_repeats.batch);
     }
     q_cursor.step();
     if (!Traits::kOutputOverQ && steps > 0) load_k(tile, steps - 1);
@@ -356,8 +359,8 @@ struct Consumer {
     const int first_row = group_row + warp_of_group() * 16 + lane / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int limit = visible_keys(params, first_row + 8 * half) - step * Traits::kStepKeys -
-                        2 * (lane % 4);
+      const int limit =
+          visible_keys(params, first_row + 8 * half) - step * Traits::kStepKeys - 2 * (lane % 4);
 #pragma unroll
       for (int i = 0; i < kScores; i += 4) {
 #pragma unroll
@@ -517,6 +520,8 @@ struct Consumer {
     const int plain_steps = visible_keys(params, group_row) / Traits::kStepKeys;
 
     if (open && own_steps < steps) close(tile - 1);
+    // First of all: the last V of the tile comes after the next Q.
+    if (own_steps == 0) release_q();
     int step = steps - 1;
     for (; step >= own_steps; --step) {  // for other groups only
       wait_for_k();
@@ -528,7 +533,6 @@ struct Consumer {
     }
     if (own_steps == 0) {
       if (open) close(tile - 1);
-      release_q();
       statistics.reset();
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
@@ -551,10 +555,10 @@ struct Consumer {
     const int lane = lane_index();
     const int first_row = tile.first_row + group * kRowsPerGroup + warp_of_group() * 16;
     LoneRow lone;
-    lone.k = params.k_data + tile.batch * params.k_strides.batch +
-             tile.head_kv * params.k_strides.head;
-    lone.v = params.v_data + tile.batch * params.v_strides.batch +
-             tile.head_kv * params.v_strides.head;
+    lone.k =
+        params.k_data + tile.batch * params.k_strides.batch + tile.head_kv * params.k_strides.head;
+    lone.v =
+        params.v_data + tile.batch * params.v_strides.batch + tile.head_kv * params.v_strides.head;
     lone.k_stride = params.k_strides.seq;
     lone.v_stride = params.v_strides.seq;
     lone.dim = params.dim;
@@ -581,7 +585,8 @@ struct Consumer {
   }
 
   // Divides by the sums and writes out and lse.
-  __device__ __forceinline__ void finish(uint32_t closing, const RowStatistics& statistics_of_tile) {
+  __device__ __forceinline__ void finish(uint32_t closing,
+                                         const RowStatistics& statistics_of_tile) {
     const int lane = lane_index();
     const int warp = warp_of_group();
     const Tile tile = tiles[closing % kTileSlots];

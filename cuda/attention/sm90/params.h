@@ -7,6 +7,13 @@
 
 namespace flashmoe::sm90 {
 
+// What a coordinate of a batch or head is multiplied by: 0 where the view repeats one of them, which its
+// map then holds once.
+struct Repeats {
+  int32_t batch;
+  int32_t head;
+};
+
 struct Params {
   // Tensor maps over [dim, seq, heads, batch] in boxes of 64 elements by so many rows: kTileQ, keys of
   // a step twice, and the 64 rows that a warpgroup writes.
@@ -14,6 +21,10 @@ struct Params {
   CUtensorMap k;
   CUtensorMap v;
   CUtensorMap out;
+
+  Repeats q_repeats;
+  Repeats k_repeats;
+  Repeats v_repeats;
 
   float* lse;  // [batch, heads_q, seq_q] or nullptr
   RowStrides lse_strides;

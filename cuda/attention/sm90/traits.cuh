@@ -6,17 +6,19 @@
 namespace flashmoe::sm90 {
 
 inline constexpr int kThreadsPerWarp = 32;
-inline constexpr int kThreadsPerGroup = 128;              // a warpgroup
-inline constexpr int kRowsPerGroup = 64;                  // query rows of a consumer warpgroup
+inline constexpr int kThreadsPerGroup = 128;  // a warpgroup
+inline constexpr int kRowsPerGroup = 64;      // query rows of a consumer warpgroup
 inline constexpr int kMaxSharedBytesPerBlock = 227 * 1024;
-inline constexpr int kBoxColumns = 64;                    // 128 bytes, the widest swizzle
+inline constexpr int kBoxColumns = 64;  // 128 bytes, the widest swizzle
 inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kSharedAlignment = 1024;
-inline constexpr int kTileInfoBytes = 16;                 // a Tile in shared memory
+inline constexpr int kTileInfoBytes = 16;  // a Tile in shared memory
 // Tiles in flight: those whose Q is there, and the one before them that is being written out.
 inline constexpr int kTileSlots = 4;
 
-constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+constexpr int round_up(int value, int multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 // What consumers do one after another, so that the units they share are never wanted by all at once.
 enum class Turns {
@@ -29,14 +31,14 @@ enum class Turns {
 // The choices that differ from one head dimension to the next; docs/kernels/attention_sm90.md has the
 // measurements behind the table.
 struct Tuning {
-  int consumers;        // warpgroups of 64 query rows
-  int step_keys;        // keys of one step of the main loop
-  int stages;           // steps of K, and of V, in flight or in use
-  int q_stages;         // tiles of Q
+  int consumers;  // warpgroups of 64 query rows
+  int step_keys;  // keys of one step of the main loop
+  int stages;     // steps of K, and of V, in flight or in use
+  int q_stages;   // tiles of Q
   Turns turns;
-  bool output_over_q;   // the output leaves through the memory of Q
-  bool overlapped;      // a consumer's softmax runs under its own P V
-  int polynomials;      // of 16 exponentials, those computed on the FMA units
+  bool output_over_q;  // the output leaves through the memory of Q
+  bool overlapped;     // a consumer's softmax runs under its own P V
+  int polynomials;     // of 16 exponentials, those computed on the FMA units
 };
 
 constexpr Tuning tuning(int dim, int dim_v) {
