@@ -9,10 +9,17 @@ from typing import Any
 
 import flashmoe_science
 import pytest
-from flashmoe_science.cli import bench, main
+from flashmoe_science.cli import bench, ceilings, environment, main, records
 from flashmoe_science.cli.shapes import Shape, load_suite, suite_names
 
 SMALL = ["--seq", "32", "--heads", "2", "--dim", "64", "--device", "cpu", "--seconds", "0.01"]
+
+
+@pytest.fixture(autouse=True)
+def low_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ceilings are measured in every run; small ones leave the tests their seconds."""
+    monkeypatch.setattr(ceilings, "_MATMUL_EXTENT", {"cpu": 64})
+    monkeypatch.setattr(ceilings, "_COPY_BYTES", {"cpu": 2**16})
 
 
 def run_bench(
@@ -35,6 +42,48 @@ def test_a_row_is_checked_and_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(ours["samples_s"]) >= 7
     assert ours["q1_s"] <= ours["median_s"] <= ours["q3_s"]
     assert cell["flops"] == cell["plan"]["flops"]
+
+
+def test_the_record_keeps_its_schema(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("jsonschema")
+    file = tmp_path / "record.json"
+    assert main(["bench", *SMALL, "--dim", "12", "--json", str(file)]) == 1  # a void row
+    assert records.schema_violations(json.loads(file.read_text())) == []
+    capsys.readouterr()
+    _, document, cell = run_bench(capsys)
+    assert records.schema_violations(document) == []
+    ours = cell["contenders"]["flashmoe"]
+    ours["median"] = ours.pop("median_s")
+    assert any("median_s" in violation for violation in records.schema_violations(document))
+
+
+def test_the_record_says_how_to_repeat_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    _, document, cell = run_bench(capsys, "--causal")
+    assert document["command"] == ["flashmoe", "bench", *SMALL, "--causal"]
+    assert document["source"]["commit"] == document["commit"]
+    assert document["source"]["hash"] == environment.source_hash(Path(__file__).parents[2])
+    assert cell["tokens"] == 32
+    assert cell["bytes"] == 4 * 32 * 2 * 64 * 4 + 32 * 2 * 4
+    ours = cell["contenders"]["flashmoe"]
+    assert ours["tokens_per_s"] == pytest.approx(32 / ours["median_s"])
+    assert "peak_bytes" not in ours
+
+
+@pytest.mark.parametrize("json_option", [["--json"], ["--json", "x/y.json"], ["--json=x"]])
+def test_where_a_record_goes_is_no_part_of_its_command(json_option: list[str]) -> None:
+    command = ["bench", "--suite", "cpu", *json_option, "--seed", "3"]
+    assert bench._command(command) == ["flashmoe", "bench", "--suite", "cpu", "--seed", "3"]
+
+
+def test_ceilings_are_measured_in_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    _, document, cell = run_bench(capsys)
+    ceiling = document["ceilings"]["matmul_flops_per_s"]["fp32"]
+    assert document["ceilings"]["copy_bytes_per_s"] > 0
+    ours = cell["contenders"]["flashmoe"]
+    assert ours["ceiling_fraction"] == pytest.approx(ours["tflops"] * 1e12 / ceiling)
 
 
 def test_torch_is_timed_beside_us(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code."""
     arguments = build_parser().parse_args(argv)
+    arguments.argv = list(sys.argv[1:] if argv is None else argv)  # what a record says was asked
     try:
         return int(arguments.run(arguments))
     except (CommandError, FlashMoEError) as error:  # both are whole explanations

@@ -7,11 +7,13 @@ import dataclasses
 import datetime
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from flashmoe_science.cli import environment, peers
 from flashmoe_science.cli.arrays import Arrays, choose_arrays, normal_device, usable_device
-from flashmoe_science.cli.measure import OURS, measure
+from flashmoe_science.cli.ceilings import measure_ceilings
+from flashmoe_science.cli.measure import OURS, describe, measure
 from flashmoe_science.cli.output import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -23,6 +25,7 @@ from flashmoe_science.cli.output import (
     positive,
     write_json,
 )
+from flashmoe_science.cli.records import SCHEMA
 from flashmoe_science.cli.shapes import (
     Shape,
     Suite,
@@ -33,8 +36,6 @@ from flashmoe_science.cli.shapes import (
 )
 from flashmoe_science.cli.stats import geometric_mean
 from flashmoe_science.cli.timing import Sampling
-
-SCHEMA = 1
 
 _DESCRIPTION = """\
 Times our attention beside the back ends of torch's scaled_dot_product_attention, on the same
@@ -185,21 +186,46 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
         output.line(f"{name}: {sorted(found)[0]}")
 
 
+def _command(argv: list[str]) -> list[str]:
+    """How to repeat this run; where its record went is no part of that."""
+    kept = ["flashmoe"]
+    words = iter(argv)
+    for word in words:
+        if word == "--json":
+            following = next(words, "-")
+            kept += [following] if following.startswith("--") else []
+        elif not word.startswith("--json="):
+            kept.append(word)
+    return kept
+
+
 def _document(
-    flashmoe: Any, device: str, suite: Suite | None, sampling: Sampling, kernel: str | None
+    flashmoe: Any,
+    arrays: Arrays,
+    suite: Suite | None,
+    shapes: Sequence[Shape],
+    sampling: Sampling,
+    arguments: argparse.Namespace,
 ) -> dict[str, Any]:
+    device = arrays.device
+    commit = environment.guarded(environment.git_commit)
     return {
         "schema": SCHEMA,
         "operation": "attention_forward",
         "suite": suite.name if suite else None,
         "title": suite.title if suite else "Attention forward, one shape",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": environment.guarded(environment.git_commit),
+        "command": _command(arguments.argv),
+        "commit": commit,
+        "source": {"commit": commit, "hash": environment.guarded(environment.source_hash)},
         "device": {"device": device} | environment.as_dict(flashmoe.device_info(device)),
-        "kernel": kernel,
+        "kernel": arguments.kernel,
         "load_average": os.getloadavg()[0],
         "sampling": dataclasses.asdict(sampling),
         "environment": environment.for_record(),
+        "peers": {},
+        "ceilings": measure_ceilings(arrays, {s.dtype for s in shapes}, sampling),
+        "machine_before": environment.guarded(environment.nvidia_smi),
         "complete": False,
         "cells": [],
         "summary": {},
@@ -235,7 +261,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
 
-    document = _document(flashmoe, device, suite, sampling, arguments.kernel)
+    document = _document(flashmoe, arrays, suite, shapes, sampling, arguments)
     output = Output(silent=arguments.json == "-")
     output.heading(f"{document['title']}, on {device} ({document['device']['name']})")
     if device == "cpu":
@@ -255,11 +281,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         for shape in shapes:
             try:
-                cell = measure(flashmoe, arrays, shape, names, sampling, arguments.kernel)
+                ceiling = document["ceilings"]["matmul_flops_per_s"][shape.dtype]
+                cell = measure(flashmoe, arrays, shape, names, sampling, arguments.kernel, ceiling)
             except Exception as error:  # one row's trouble, such as no memory, is not the others'
                 reason = f"measuring failed: {type(error).__name__}: {error}"
-                cell = {"shape": vars(shape), "flops": shape.flops, "status": "void"}
-                cell["reason"] = reason
+                cell = describe(shape) | {"status": "void", "reason": reason}
             document["cells"].append(cell)
             _print_cell(table, output, shape, cell, names, per_tera)
             if cell["status"] != "ok":
@@ -272,7 +298,7 @@ def run(arguments: argparse.Namespace) -> int:
         code = EXIT_INTERRUPTED
     document["summary"] = summarise(document["cells"])
     document["seconds"] = round(time.monotonic() - begin, 1)
-    document["nvidia_smi_after"] = environment.guarded(environment.nvidia_smi)
+    document["machine_after"] = environment.guarded(environment.nvidia_smi)
     _print_summary(document, output)
     if arguments.json is not None:
         write_json(document, arguments.json)

@@ -39,6 +39,17 @@ def launch_mismatch(plan: dict[str, Any], launch: dict[str, Any]) -> str:
     return "; ".join(f"{f}: planned {plan[f]}, launched {launch[f]}" for f in differing)
 
 
+def describe(shape: Shape) -> dict[str, Any]:
+    """What a record says of a shape before anything is measured."""
+    return {
+        "shape": vars(shape),
+        "flops": shape.flops,
+        "bytes": shape.bytes,
+        "tokens": shape.tokens,
+        "status": "ok",
+    }
+
+
 @dataclasses.dataclass
 class OurCall:
     """Our call on poisoned outputs, with its plan and the launch read back."""
@@ -70,9 +81,13 @@ def measure(
     peers: Sequence[str],
     sampling: Sampling,
     kernel: str | None = None,
+    ceiling: float | None = None,
 ) -> dict[str, Any]:
-    """The record of one shape. A void row has a reason and no times at all."""
-    record: dict[str, Any] = {"shape": vars(shape), "flops": shape.flops, "status": "ok"}
+    """The record of one shape. A void row has a reason and no times at all.
+
+    `ceiling` is what a matrix product of the shape's dtype reaches here, in FLOP/s.
+    """
+    record = describe(shape)
 
     def void(reason: str) -> dict[str, Any]:
         return record | {"status": "void", "reason": reason}
@@ -116,6 +131,11 @@ def measure(
         entry = summary(samples[contender.name])
         entry |= clock.extra(contender, entry["median_s"])
         entry["tflops"] = shape.flops / entry["median_s"] * 1e-12
+        entry["tokens_per_s"] = shape.tokens / entry["median_s"]
+        peak = clock.peak_bytes(contender)
+        entry |= {} if peak is None else {"peak_bytes": peak}
+        if ceiling:
+            entry["ceiling_fraction"] = entry["tflops"] * 1e12 / ceiling
         timed[contender.name] = {"status": "ok"} | entry
     for name in timed:
         if name != OURS:

@@ -50,6 +50,9 @@ class CpuClock:
     def extra(self, contender: Contender, median_s: float) -> dict[str, Any]:
         return {}
 
+    def peak_bytes(self, contender: Contender) -> int | None:
+        return None  # no allocator of the host keeps count
+
 
 class CudaClock:
     """Time between two events around a call on torch's current stream.
@@ -84,6 +87,17 @@ class CudaClock:
                 "host_s": self._host_time(contender.call),
                 "graph_s": self._graph_time(contender.call, median_s),
             }
+
+    def peak_bytes(self, contender: Contender) -> int | None:
+        """Device memory that one call adds at its peak, by torch's allocator."""
+        cuda = self._torch.cuda
+        with contender.context():
+            cuda.synchronize()
+            cuda.reset_peak_memory_stats()
+            before = cuda.memory_allocated()
+            contender.call()
+            cuda.synchronize()
+            return int(cuda.max_memory_allocated() - before)
 
     def _host_time(self, call: Callable[[], Any]) -> float:
         samples = []
