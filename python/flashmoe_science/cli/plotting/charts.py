@@ -1,8 +1,9 @@
 """Draws a record: speed against sequence length, roofline, and ratios over the peers.
 
 Each chart is a function of a record and a theme that returns a matplotlib figure, laid out in
-inches, or raises NothingToDraw with the reason. The words are set in the font that comes with
-matplotlib, so every machine lays a picture out alike; an SVG keeps them as text.
+inches; `why_not` says first whether a record has one, for which matplotlib is not needed. The words
+are set in the font that comes with matplotlib, so every machine lays a picture out alike; an SVG
+keeps them as text.
 """
 
 from __future__ import annotations
@@ -207,22 +208,23 @@ def _ceiling(record: Record, dtype: str) -> float | None:
     return value * 1e-12 if value else None
 
 
+def _ceilings(record: Record) -> dict[str, float]:
+    dtypes = dict.fromkeys(c["shape"]["dtype"] for c in record.cells)
+    return {dtype: top for dtype in dtypes if (top := _ceiling(record, dtype))}
+
+
 def speed(record: Record, theme: Theme) -> Figure:
     """A panel for each element type, mask and head dimension: ours, the peers, the ceiling."""
     cells = [c for c in record.cells if rec.contenders(c)]
-    if not cells:
-        raise NothingToDraw("no row was timed")
-    if not rec.is_grid(record.cells):
-        raise NothingToDraw("the rows are not lines over the sequence length")
     unit, per_tera = rec.unit(record.document)
     keys = list(dict.fromkeys(rec.panel_key(c["shape"]) for c in record.cells))
     across = sorted({key[2:] for key in keys})
     down = list(dict.fromkeys(key[:2] for key in keys))
     look = styles(rec.timed_names(cells), theme)
     lengths = sorted({c["shape"]["seq_q"] for c in record.cells})
-    ceilings = {dtype: _ceiling(record, dtype) for dtype, _ in down}
+    ceilings = _ceilings(record)
     fastest = max(e["tflops"] for c in cells for n, e in rec.contenders(c).items() if n in look)
-    high = 1.13 * per_tera * max([fastest, *filter(None, ceilings.values())])
+    high = 1.13 * per_tera * max([fastest, *ceilings.values()])
 
     panel_w, panel_h, gap_x, gap_y = 2.3, 1.75, 0.22, 0.52
     left = 0.62
@@ -255,9 +257,8 @@ def speed(record: Record, theme: Theme) -> Figure:
             if column:
                 axes.tick_params(labelleft=False)
             ends = _speed_lines(axes, of, look, per_tera, theme)
-            ceiling = ceilings[dtype]
-            if ceiling:
-                level = ceiling * per_tera
+            if dtype in ceilings:
+                level = ceilings[dtype] * per_tera
                 axes.axhline(level, color=theme.muted, lw=1.1, ls=(0, (4, 3)), zorder=1)
                 if column == 0:
                     axes.annotate(
@@ -280,15 +281,9 @@ def _where(record: Record) -> str:
 
 def roofline(record: Record, theme: Theme) -> Figure:
     """Speed against arithmetic intensity, under what copies and matrix products reach here."""
-    ceilings = record.document.get("ceilings") or {}
-    copy = ceilings.get("copy_bytes_per_s")
-    dtypes = list(dict.fromkeys(c["shape"]["dtype"] for c in record.cells))
-    tops = {d: t for d in dtypes if (t := _ceiling(record, d))}
-    if not copy or not tops:
-        raise NothingToDraw("the record has no ceilings: none were measured in that run")
-    cells = [c for c in record.cells if rec.contenders(c) and c.get("bytes")]
-    if not cells:
-        raise NothingToDraw("no row was timed")
+    copy = record.document["ceilings"]["copy_bytes_per_s"]
+    tops = _ceilings(record)
+    cells = [c for c in record.cells if rec.contenders(c)]
     unit, per_tera = rec.unit(record.document)
     look = styles(rec.timed_names(cells), theme)
     points = {
@@ -365,8 +360,6 @@ def roofline(record: Record, theme: Theme) -> Figure:
 
 def ratio(record: Record, theme: Theme) -> Figure:
     """The peers' time over ours: a map where the rows are a grid, else points with intervals."""
-    if not rec.peer_names(record.cells):
-        raise NothingToDraw("no peer was timed beside us")
     return _ratio_map(record, theme) if rec.is_grid(record.cells) else _ratio_points(record, theme)
 
 
@@ -596,6 +589,20 @@ CHARTS: dict[str, Callable[[Record, Theme], Figure]] = {
 }
 
 
+def why_not(record: Record, chart: str) -> str:
+    """Why a record has no such picture, "" when it has one."""
+    if not any(rec.contenders(c) for c in record.cells):
+        return "no row was timed"
+    if chart == "speed" and not rec.is_grid(record.cells):
+        return "the rows are not lines over the sequence length"
+    if chart == "ratio" and not rec.peer_names(record.cells):
+        return "no peer was timed beside us"
+    copied = (record.document.get("ceilings") or {}).get("copy_bytes_per_s")
+    if chart == "roofline" and not (copied and _ceilings(record)):
+        return "the record has no ceilings: none were measured in that run"
+    return ""
+
+
 def _settings(name: str) -> dict[str, Any]:
     return {
         "font.family": [_LAYOUT_FONT],
@@ -612,6 +619,9 @@ def draw(record: Record, chart: str, theme: Theme, file_format: str) -> bytes:
     record's SHA-256. Raises NothingToDraw where the record has no such picture, and CommandError
     where there is no matplotlib.
     """
+    reason = why_not(record, chart)
+    if reason:
+        raise NothingToDraw(reason)
     matplotlib = _module("matplotlib")
     stream = io.BytesIO()
     with matplotlib.rc_context(_settings(f"{record.name}-{chart}-{theme.name}")):

@@ -144,9 +144,12 @@ def versions(document: dict[str, Any]) -> str:
     return f"torch {packages['torch']}" if "torch" in packages else ""
 
 
-def provenance(document: dict[str, Any]) -> str:
-    """Machine, day, commit and versions in one line."""
-    words = [machine(document), document["date"][:10], f"commit {commit(document)}"]
+def provenance(document: dict[str, Any], outdated: bool = False) -> str:
+    """Machine, day, commit and versions in one line, and whether kernels have changed since."""
+    at = f"commit {commit(document)}"
+    if outdated:
+        at = f"measured at {commit(document)} (the kernels have changed since)"
+    words = [machine(document), document["date"][:10], at]
     words += filter(None, [versions(document)])
     if not document.get("complete", True):
         words.append("interrupted: not every shape was measured")
