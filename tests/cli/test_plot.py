@@ -14,7 +14,8 @@ from typing import Any
 import bench_records
 import pytest
 from flashmoe_science.cli import build_parser, main
-from flashmoe_science.cli.plotting import charts, page, record, theme
+from flashmoe_science.cli.plotting import charts, page, record, sheet, theme
+from flashmoe_science.cli.plotting.ratio import arrange, readable, ticks
 from flashmoe_science.cli.records import schema_violations
 from flashmoe_science.cli.shapes import shape_from_options
 
@@ -123,7 +124,7 @@ def test_numbers_on_the_map_can_be_read(look: theme.Theme) -> None:
     scale = colors.LinearSegmentedColormap.from_list("ratio", look.diverging)
     for step in range(101):
         colour = scale(step / 100)
-        assert contrast(colors.to_hex(colour), charts._readable(colour)) >= 4.0
+        assert contrast(colors.to_hex(colour), readable(colour)) >= 4.0
 
 
 def test_a_peer_looks_the_same_in_every_picture() -> None:
@@ -133,13 +134,55 @@ def test_a_peer_looks_the_same_in_every_picture() -> None:
     assert len({s.colour for s in many.values()}) == len({s.mark for s in many.values()}) == 5
 
 
+@pytest.mark.parametrize("look", theme.THEMES.values(), ids=lambda t: t.name)
+def test_no_two_contenders_look_alike(look: theme.Theme) -> None:
+    names = ["flashmoe", *(f"torch-{n}" for n in ("flash", "cudnn", "efficient", "math"))]
+    names += ["fa2", "fa3", "fa4", "flashinfer", "jax-cudnn", "one", "two"]
+    made = theme.styles(names, look)
+    assert list(made) == names
+    assert len({(s.colour, s.mark) for s in made.values()}) == len(names)
+    assert len({s.colour for n, s in made.items() if n not in ("one", "two")}) == len(names) - 2
+    assert len(set(look.peers)) == len(look.peers)
+
+
 def test_labels_are_moved_apart_and_no_further() -> None:
-    placed = charts.spread([10.0, 10.0, 0.0, 50.0], 4.0)
+    placed = sheet.spread([10.0, 10.0, 0.0, 50.0], 4.0)
     assert placed == [8.0, 12.0, 0.0, 50.0]
-    placed = charts.spread([1.0, 0.9, 1.1, 1.0], 1.0)
+    placed = sheet.spread([1.0, 0.9, 1.1, 1.0], 1.0)
     assert min(b - a for a, b in zip(sorted(placed), sorted(placed)[1:], strict=False)) >= 1 - 1e-9
     assert placed[1] < placed[0] < placed[3] < placed[2]
     assert sum(placed) == pytest.approx(4.0)
+
+
+def test_words_are_measured_and_wrapped() -> None:
+    pytest.importorskip("matplotlib")
+    assert sheet.inches("a") < sheet.inches("aa") < sheet.inches("aa", bold=True)
+    assert sheet.inches("aa", 17.0) == pytest.approx(2 * sheet.inches("aa", 8.5), rel=0.02)
+    words = "operations for each byte of q, k, v, output and LSE"
+    lines = sheet.wrap(words, 1.0)
+    assert " ".join(lines) == words
+    assert all(sheet.inches(line) <= 1.0 for line in lines)
+    assert sheet.wrap("incomprehensibilities of", 0.5) == ["incomprehensibilities", "of"]
+
+
+def test_a_long_key_has_lines() -> None:
+    pytest.importorskip("matplotlib")
+    named = list(theme.styles(["flashmoe", "torch-flash", "torch-cudnn"], theme.LIGHT).values())
+    assert [len(line) for line in sheet.key_lines(named, 9.0)] == [3]
+    assert [len(line) for line in sheet.key_lines(named, 0.5)] == [1, 1, 1]
+
+
+def test_axes_have_round_ticks_with_room() -> None:
+    assert sheet.decade_ticks(3, 700) == [5, 10, 20, 50, 100, 200, 500]
+    assert sheet.decade_ticks(0.3, 700) == [1, 10, 100]
+    assert ticks(0.82, 1.22, 2.25) == [1.0, 0.9, 1.1]
+    assert 1.0 in ticks(0.25, 4.0, 2.25)
+    assert len(ticks(0.25, 4.0, 2.25)) < len(ticks(0.25, 4.0, 9.0))
+
+
+@pytest.mark.parametrize(("panels", "shape"), [(1, (1, 1)), (3, (3, 1)), (4, (2, 2)), (7, (3, 3))])
+def test_panels_are_arranged(panels: int, shape: tuple[int, int]) -> None:
+    assert arrange(panels, 3.0) == shape
 
 
 # ---- pictures --------------------------------------------------------------------------------
@@ -188,12 +231,12 @@ def test_points_have_every_ratio_and_mark_ties(a_list: record.Record) -> None:
     pytest.importorskip("matplotlib")
     words = svg_words(charts.draw(a_list, "ratio", theme.LIGHT, "svg"))
     assert {"1.21", "0.87", "25.5", "1.02 tie", "B1 S1/8192"} <= set(words)
-    assert any("Hollow: in a CUDA graph" in line for line in words)
+    assert "Hollow: in a CUDA graph." in " ".join(words)
 
 
 def test_lines_follow_the_numbers(grid: record.Record) -> None:
     pytest.importorskip("matplotlib")
-    figure = charts.speed(grid, theme.LIGHT)
+    figure = charts.CHARTS["speed"](grid, theme.LIGHT)
     causal = next(a for a in figure.axes if "causal" in a.get_title(loc="left"))
     ours = [line for line in causal.lines if line.get_color() == theme.LIGHT.ours]
     assert ours[0].get_xydata().tolist() == [[32, 300.0], [64, 310.0]]
@@ -203,7 +246,7 @@ def test_lines_follow_the_numbers(grid: record.Record) -> None:
 
 def test_a_void_row_breaks_the_line(grid: record.Record) -> None:
     pytest.importorskip("matplotlib")
-    figure = charts.speed(grid, theme.LIGHT)
+    figure = charts.CHARTS["speed"](grid, theme.LIGHT)
     full = next(a for a in figure.axes if "full" in a.get_title(loc="left"))
     ours = [line for line in full.lines if line.get_color() == theme.LIGHT.ours]
     (first, missing) = ours[0].get_ydata()
@@ -213,7 +256,7 @@ def test_a_void_row_breaks_the_line(grid: record.Record) -> None:
 
 def test_the_roof_is_what_was_measured(a_list: record.Record) -> None:
     pytest.importorskip("matplotlib")
-    figure = charts.roofline(a_list, theme.LIGHT)
+    figure = charts.CHARTS["roofline"](a_list, theme.LIGHT)
     slope, level = figure.axes[0].lines[:2]
     (x, y) = slope.get_xydata()[1]
     assert x == pytest.approx(175.0)  # 700 TFLOP/s at 4 TB/s

@@ -17,6 +17,7 @@ from flashmoe_science.cli.output import (
 from flashmoe_science.cli.plotting import charts
 from flashmoe_science.cli.plotting.page import page
 from flashmoe_science.cli.plotting.record import Record, read_record
+from flashmoe_science.cli.plotting.sheet import MissingMatplotlib
 from flashmoe_science.cli.plotting.theme import THEMES
 
 _DESCRIPTION = """\
@@ -124,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
             except charts.NothingToDraw as reason:
                 missing.setdefault(record.name, {})[chart] = str(reason)
                 output.line(f"{record.name}: no {chart} picture: {reason}")
-            except charts.MissingMatplotlib as error:
+            except MissingMatplotlib as error:
                 if arguments.out is not None:
                     raise
                 missing.setdefault(record.name, {})[chart] = str(error)

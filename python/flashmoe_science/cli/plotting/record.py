@@ -123,6 +123,13 @@ def extents_text(fields: dict[str, str]) -> str:
     return " ".join(v if len(name) > 1 else f"{name}{v}" for name, v in fields.items())
 
 
+def panel_name(key: tuple[str, str, int, int], dtypes: set[str]) -> str:
+    """Such as "D 64 causal", with the element type before it where there are several."""
+    dtype, causal, dim, dim_v = key
+    dims = f"D {dim}" if dim == dim_v else f"D {dim}/{dim_v}"
+    return f"{f'{dtype} ' if len(dtypes) > 1 else ''}{dims} {mask_name(causal)}"
+
+
 def machine(document: dict[str, Any]) -> str:
     device = str(document["device"]["name"])
     if on_cpu(document):
