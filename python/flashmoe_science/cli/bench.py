@@ -68,8 +68,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--peer",
         action="append",
-        choices=(*peers.PEER_NAMES, "none"),
-        help="time beside this one only; may be repeated (default: all there are)",
+        metavar="NAME",
+        help="time beside this one only, or none; may be repeated (default: all that are here)",
     )
     parser.add_argument(
         "--threads", type=positive(int), metavar="N", help="threads on the CPU, ours and torch's"
@@ -184,6 +184,9 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
                 reasons.setdefault(f"{name} {entry['status']}", set()).add(entry["reason"])
     for name, found in reasons.items():
         output.line(f"{name}: {sorted(found)[0]}")
+    for name, peer in document["peers"].items():
+        if peer["status"] == "missing" and f"{name} missing" not in reasons:
+            output.line(f"{name} missing: {peer['reason']}")
 
 
 def _command(argv: list[str]) -> list[str]:
@@ -204,6 +207,7 @@ def _document(
     arrays: Arrays,
     suite: Suite | None,
     shapes: Sequence[Shape],
+    chosen: Sequence[peers.Peer | peers.Missing],
     sampling: Sampling,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
@@ -223,7 +227,7 @@ def _document(
         "load_average": os.getloadavg()[0],
         "sampling": dataclasses.asdict(sampling),
         "environment": environment.for_record(),
-        "peers": {},
+        "peers": peers.describe(chosen),
         "ceilings": measure_ceilings(arrays, {s.dtype for s in shapes}, sampling),
         "machine_before": environment.guarded(environment.nvidia_smi),
         "complete": False,
@@ -252,8 +256,10 @@ def run(arguments: argparse.Namespace) -> int:
             f"{', '.join(arrays.dtypes)}"
         )
     _set_threads(flashmoe, arrays, arguments.threads)
-    wanted = arguments.peer or peers.peer_names(arrays)
-    names = [n for n in peers.peer_names(arrays) if n in wanted]
+    chosen = peers.choose_peers(arrays, arguments.peer)
+    # One that was asked for by name is shown in every row, missing or not.
+    shown = [p for p in chosen if arguments.peer or isinstance(p, peers.Peer)]
+    names = [p.name for p in shown]
     sampling = Sampling(
         seconds=arguments.seconds,
         least=min(Sampling.least, arguments.samples),
@@ -261,7 +267,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
 
-    document = _document(flashmoe, arrays, suite, shapes, sampling, arguments)
+    document = _document(flashmoe, arrays, suite, shapes, chosen, sampling, arguments)
     output = Output(silent=arguments.json == "-")
     output.heading(f"{document['title']}, on {device} ({document['device']['name']})")
     if device == "cpu":
@@ -272,7 +278,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "and the times are of a shared machine."
             )
     if not names:
-        output.line("No peer is timed: there is no torch here, or --peer leaves none.")
+        output.line("No peer is timed: none is installed here, or --peer leaves none.")
     unit, per_tera = ("GFLOP/s", 1e3) if device == "cpu" else ("TFLOP/s", 1.0)
     headers = ["shape", "median us", "quartiles", unit, *names]
     table = Table(output, headers, [36, 10, 9, 8, *(15 for _ in names)])
@@ -282,7 +288,7 @@ def run(arguments: argparse.Namespace) -> int:
         for shape in shapes:
             try:
                 ceiling = document["ceilings"]["matmul_flops_per_s"][shape.dtype]
-                cell = measure(flashmoe, arrays, shape, names, sampling, arguments.kernel, ceiling)
+                cell = measure(flashmoe, arrays, shape, shown, sampling, arguments.kernel, ceiling)
             except Exception as error:  # one row's trouble, such as no memory, is not the others'
                 reason = f"measuring failed: {type(error).__name__}: {error}"
                 cell = describe(shape) | {"status": "void", "reason": reason}

@@ -11,14 +11,14 @@ _RESAMPLES = 2000
 
 
 def summary(samples: Sequence[float]) -> dict[str, Any]:
-    """Median and quartiles of samples in seconds, with the samples (to 10 ns)."""
+    """Median and quartiles of samples in seconds, with the samples (to 1 ns)."""
     numpy = importlib.import_module("numpy")
     low, middle, high = (float(x) for x in numpy.percentile(samples, [25, 50, 75]))
     return {
         "median_s": middle,
         "q1_s": low,
         "q3_s": high,
-        "samples_s": [round(s, 8) for s in samples],
+        "samples_s": [round(s, 9) for s in samples],
     }
 
 
