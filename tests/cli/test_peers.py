@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashmoe_science.cli import bench, ceilings, main, peers
+from flashmoe_science.cli import main, peers
 from flashmoe_science.cli.arrays import choose_arrays
-from flashmoe_science.cli.measure import make_inputs
+from flashmoe_science.cli.measure import OURS, make_inputs
 from flashmoe_science.cli.peers import flash_attention, flashinfer, jax_cudnn
 from flashmoe_science.cli.peers.peer import Peer, Refused, is_installed
 from flashmoe_science.cli.reference import judge
@@ -33,12 +33,6 @@ def attend(q, k, v, causal):
         scores.masked_fill_(torch.ones(rows, keys).triu(keys - rows + 1).bool(), -torch.inf)
     return (scores.softmax(-1) @ v).swapaxes(1, 2)
 """
-
-
-@pytest.fixture(autouse=True)
-def low_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "_MATMUL_EXTENT", {"cpu": 64})
-    monkeypatch.setattr(ceilings, "_COPY_BYTES", {"cpu": 2**16})
 
 
 class Packages:
@@ -296,4 +290,4 @@ def test_all_peers_of_the_device_are_listed(capsys: pytest.CaptureFixture[str]) 
     _, document = run(capsys)
     assert document["peers"]["torch-sdpa"]["status"] == "found"
     assert document["peers"]["torch-sdpa"]["version"]
-    assert bench.OURS not in document["peers"]
+    assert OURS not in document["peers"]

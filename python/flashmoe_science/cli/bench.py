@@ -12,15 +12,15 @@ from typing import Any
 
 from flashmoe_science.cli import environment, peers
 from flashmoe_science.cli.arrays import Arrays, choose_arrays, normal_device, usable_device
+from flashmoe_science.cli.bench_table import BenchTable, print_summary
 from flashmoe_science.cli.ceilings import measure_ceilings
-from flashmoe_science.cli.measure import OURS, describe, measure
+from flashmoe_science.cli.measure import describe, measure
 from flashmoe_science.cli.output import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
     CommandError,
     Output,
-    Table,
     add_json_option,
     positive,
     write_json,
@@ -125,32 +125,6 @@ def _set_threads(flashmoe: Any, arrays: Arrays, threads: int | None) -> None:
         arrays.xp.set_num_threads(flashmoe.get_num_threads())
 
 
-def _ratio_text(entry: dict[str, Any] | None) -> str:
-    if entry is None or entry["status"] != "ok":
-        return "-" if entry is None else entry["status"]
-    against = entry["against"]
-    half = max(against["high"] - against["ratio"], against["ratio"] - against["low"])
-    tie = " tie" if against["verdict"] == "tie" else ""
-    return f"{against['ratio']:.2f}±{half:.2f}{tie}"
-
-
-def _print_cell(
-    table: Table,
-    output: Output,
-    shape: Shape,
-    cell: dict[str, Any],
-    names: list[str],
-    per_tera: float,
-) -> None:
-    if cell["status"] != "ok":
-        output.line(f"{shape!s:<36}  VOID: {cell['reason']}", style="bold red")
-        return
-    ours = cell["contenders"][OURS]
-    spread = (ours["q3_s"] - ours["q1_s"]) / ours["median_s"] * 100
-    cells = [f"{ours['median_s'] * 1e6:.1f}", f"{spread:.1f} %", f"{ours['tflops'] * per_tera:.4g}"]
-    table.row([str(shape), *cells, *(_ratio_text(cell["contenders"].get(n)) for n in names)])
-
-
 def summarise(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """Over all valid rows, for each peer: geometric mean, extremes and verdicts."""
     ratios: dict[str, list[dict[str, Any]]] = {}
@@ -168,25 +142,6 @@ def summarise(cells: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for name, found in ratios.items()
     }
-
-
-def _print_summary(document: dict[str, Any], output: Output) -> None:
-    for name, s in document["summary"].items():
-        output.line(
-            f"{name}: geometric mean {s['geometric_mean']:.2f}, from {s['least']:.2f} to "
-            f"{s['most']:.2f}; faster in {s['faster']}, tied in {s['tie']}, slower in "
-            f"{s['slower']} of {s['rows']}"
-        )
-    reasons: dict[str, set[str]] = {}
-    for cell in document["cells"]:
-        for name, entry in cell.get("contenders", {}).items():
-            if entry["status"] != "ok":
-                reasons.setdefault(f"{name} {entry['status']}", set()).add(entry["reason"])
-    for name, found in reasons.items():
-        output.line(f"{name}: {sorted(found)[0]}")
-    for name, peer in document["peers"].items():
-        if peer["status"] == "missing" and f"{name} missing" not in reasons:
-            output.line(f"{name} missing: {peer['reason']}")
 
 
 def _command(argv: list[str]) -> list[str]:
@@ -236,6 +191,15 @@ def _document(
     }
 
 
+def _measure(flashmoe: Any, arrays: Arrays, shape: Shape, *rest: Any) -> dict[str, Any]:
+    """The cell of a shape; one that cannot be measured is void and leaves the others alone."""
+    try:
+        return measure(flashmoe, arrays, shape, *rest)
+    except Exception as error:  # such as no memory
+        reason = f"measuring failed: {type(error).__name__}: {error}"
+        return describe(shape) | {"status": "void", "reason": reason}
+
+
 def run(arguments: argparse.Namespace) -> int:
     flashmoe = environment.package()
     suite = load_suite(arguments.suite) if arguments.suite else None
@@ -279,25 +243,21 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if not names:
         output.line("No peer is timed: none is installed here, or --peer leaves none.")
-    unit, per_tera = ("GFLOP/s", 1e3) if device == "cpu" else ("TFLOP/s", 1.0)
-    headers = ["shape", "median us", "quartiles", unit, *names]
-    table = Table(output, headers, [36, 10, 9, 8, *(15 for _ in names)])
+    table = BenchTable(output, device, names)
     begin = time.monotonic()
     code = EXIT_OK
     try:
-        for shape in shapes:
-            try:
+        with output.progress(len(shapes)) as show:
+            for shape in shapes:
+                show(len(document["cells"]), str(shape))
                 ceiling = document["ceilings"]["matmul_flops_per_s"][shape.dtype]
-                cell = measure(flashmoe, arrays, shape, shown, sampling, arguments.kernel, ceiling)
-            except Exception as error:  # one row's trouble, such as no memory, is not the others'
-                reason = f"measuring failed: {type(error).__name__}: {error}"
-                cell = describe(shape) | {"status": "void", "reason": reason}
-            document["cells"].append(cell)
-            _print_cell(table, output, shape, cell, names, per_tera)
-            if cell["status"] != "ok":
-                code = EXIT_FAILED
-            if arguments.json not in (None, "-"):  # what is measured survives whatever comes
-                write_json(document, arguments.json)
+                cell = _measure(flashmoe, arrays, shape, shown, sampling, arguments.kernel, ceiling)
+                document["cells"].append(cell)
+                table.cell(str(shape), cell)
+                if cell["status"] != "ok":
+                    code = EXIT_FAILED
+                if arguments.json not in (None, "-"):  # what is measured survives whatever comes
+                    write_json(document, arguments.json)
         document["complete"] = True
     except KeyboardInterrupt:
         output.line(f"interrupted after {len(document['cells'])} of {len(shapes)} shapes")
@@ -305,7 +265,7 @@ def run(arguments: argparse.Namespace) -> int:
     document["summary"] = summarise(document["cells"])
     document["seconds"] = round(time.monotonic() - begin, 1)
     document["machine_after"] = environment.guarded(environment.nvidia_smi)
-    _print_summary(document, output)
+    print_summary(document, output)
     if arguments.json is not None:
         write_json(document, arguments.json)
     return code
