@@ -224,9 +224,9 @@ def test_the_table_keeps_the_clocks_of_a_gpu_apart(capsys: pytest.CaptureFixture
     header, *rows = (line.split() for line in capsys.readouterr().out.splitlines()[3:])
     assert header[-2:] == ["a", "b"]
     assert rows == [
-        "shape events 20.0 10.0 % 300 40 % 1.25±0.05 refused".split(),
-        "graph 10.0 0.0 % 600 1.01±0.02 tie -".split(),
-        "host 6.0 21.0 us -".split(),
+        ["shape", "events", "20.0", "10.0", "%", "300", "40", "%", "1.25±0.05", "refused"],
+        ["graph", "10.0", "0.0", "%", "600", "1.01±0.02", "tie", "-"],
+        ["host", "6.0", "21.0", "us", "-"],
     ]
 
 

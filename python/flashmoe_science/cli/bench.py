@@ -14,6 +14,7 @@ from flashmoe_science.cli import environment, peers
 from flashmoe_science.cli.arrays import Arrays, choose_arrays, normal_device, usable_device
 from flashmoe_science.cli.bench_table import BenchTable, print_summary
 from flashmoe_science.cli.ceilings import measure_ceilings
+from flashmoe_science.cli.compare import failures_below, print_gate, run_compare
 from flashmoe_science.cli.measure import describe, measure
 from flashmoe_science.cli.output import (
     EXIT_FAILED,
@@ -50,6 +51,7 @@ recorded too. A ratio is the peer's median over ours (above 1: ours is faster) w
 bootstrap interval; an interval that holds 1 is a tie.
 
   flashmoe bench --suite attention-forward --json results.json
+  flashmoe bench --compare before.json results.json --fail-below 0.97
   flashmoe bench --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal --peer torch-flash
 """
 
@@ -90,6 +92,19 @@ def add_parser(subparsers: Any) -> None:
         help=f"at most so many samples of each (default {sampling.most})",
     )
     parser.add_argument("--seed", type=int, default=sampling.seed, metavar="N", help="(default 0)")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A.json", "B.json"),
+        help="measure nothing; show which shapes moved beyond noise from one record to the other",
+    )
+    parser.add_argument(
+        "--fail-below",
+        type=positive(float),
+        metavar="RATIO",
+        help="exit with 1 when the ratio of a shape over its fastest peer, or with --compare of B "
+        "over A, is below this with its whole interval",
+    )
     add_json_option(parser)
     parser.set_defaults(run=run)
 
@@ -201,6 +216,10 @@ def _measure(flashmoe: Any, arrays: Arrays, shape: Shape, *rest: Any) -> dict[st
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.compare is not None:
+        if (arguments.suite, arguments.heads, arguments.dim) != (None, None, None):
+            raise CommandError("--compare: it measures nothing; give neither a suite nor a shape")
+        return run_compare(arguments)
     flashmoe = environment.package()
     suite = load_suite(arguments.suite) if arguments.suite else None
     device = _choose_device(flashmoe, arguments, suite)
@@ -266,6 +285,12 @@ def run(arguments: argparse.Namespace) -> int:
     document["seconds"] = round(time.monotonic() - begin, 1)
     document["machine_after"] = environment.guarded(environment.nvidia_smi)
     print_summary(document, output)
-    if arguments.json is not None:
-        write_json(document, arguments.json)
+    try:
+        if arguments.fail_below is not None:
+            document["gate"] = failures_below(arguments.fail_below, document["cells"])
+            print_gate(document["gate"], output)
+            code = code or (EXIT_FAILED if document["gate"]["failed"] else EXIT_OK)
+    finally:
+        if arguments.json is not None:
+            write_json(document, arguments.json)
     return code
