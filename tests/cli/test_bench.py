@@ -264,7 +264,8 @@ def test_a_shape_that_no_kernel_takes_is_a_void_row(capsys: pytest.CaptureFixtur
 
 
 def test_the_suites_are_what_they_say() -> None:
-    assert suite_names() == ["attention-forward", "attention-forward-fp16", "cpu", "gqa", "seeds"]
+    names = ["attention-forward", "attention-forward-fp16", "cpu", "decode", "gqa", "seeds"]
+    assert suite_names() == names
     forward = load_suite("attention-forward").shapes
     assert len(set(forward)) == 36
     assert {s.batch * s.seq_q for s in forward} == {16384}
@@ -281,6 +282,22 @@ def test_the_suites_are_what_they_say() -> None:
         (1, 1, 512, 64),
         (2, 4, 128, 64),
     ]
+    gqa = load_suite("gqa").shapes
+    prefill = [(s.batch, s.heads_q, s.heads_kv, s.seq_q) for s in gqa if s.seq_q == s.seq_k]
+    assert {(2, 32, 8, 8192), (1, 64, 8, 4096), (4, 32, 32, 2048), (1, 16, 16, 32768)} <= set(
+        prefill
+    )
+    assert len(set(gqa)) == 12
+    decode = load_suite("decode").shapes
+    assert {s.seq_q for s in decode} == {1}
+    assert [(s.batch, s.heads_q, s.heads_kv, s.seq_k) for s in decode] == [
+        (1, 32, 8, 8192),
+        (16, 32, 8, 8192),
+        (1, 32, 8, 65536),
+        (64, 32, 8, 4096),
+        (128, 64, 8, 8192),
+    ]
+    assert {s.dim for s in (*gqa, *decode)} == {128}
     assert all(s.heads_q % s.heads_kv == 0 for n in suite_names() for s in load_suite(n).shapes)
 
 

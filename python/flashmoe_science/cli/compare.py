@@ -33,7 +33,7 @@ from flashmoe_science.cli.shapes import Shape
 from flashmoe_science.cli.stats import geometric_mean, ratio_of_medians
 
 _CONFIDENCE = 0.95
-_RESAMPLES = 20_000  # the tails of an interval for dozens of shapes are thin
+_RESAMPLES = 10_000  # the tails of an interval for dozens of shapes are thin
 _PROVENANCE = ("date", "commit", "suite", "complete")
 
 
