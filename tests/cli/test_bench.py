@@ -218,10 +218,12 @@ def test_the_table_keeps_the_clocks_of_a_gpu_apart(capsys: pytest.CaptureFixture
     graph = {"graph_s": 10e-6, "graph_samples_s": [10e-6, 10e-6, 10e-6], "host_s": 6e-6}
     peer = times | graph | {"host_s": 21e-6, "against": against, "graph_against": tie}
     refused = {"status": "refused", "reason": "no"}
-    entries = {"flashmoe": times | graph | {"ceiling_fraction": 0.4}, "a": peer, "b": refused}
-    table = BenchTable(Output(), "cuda:0", ["a", "b"])
-    table.cell("shape", {"status": "ok", "contenders": entries})
-    header, *rows = (line.split() for line in capsys.readouterr().out.splitlines()[3:])
+    entries = {"flashmoe": times | graph, "a": peer, "b": refused}
+    ceilings = {"matmul_flops_per_s": {"bf16": 1e15}, "copy_bytes_per_s": 4e12}
+    table = BenchTable(Output(), "cuda:0", ["a", "b"], ceilings)
+    cell = {"status": "ok", "shape": {"dtype": "bf16"}, "contenders": entries}
+    table.cell("shape", cell | {"flops": 6e9, "bytes": 32e6})  # 6 us of products, 8 of traffic
+    header, *rows = (line.split() for line in capsys.readouterr().out.splitlines()[5:])
     assert header[-2:] == ["a", "b"]
     assert rows == [
         ["shape", "events", "20.0", "10.0", "%", "300", "40", "%", "1.25±0.05", "refused"],

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flashmoe_science.cli import bench, check, config, info, plan
+from flashmoe_science.cli import bench, check, config, info, plan, profile
 from flashmoe_science.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, CommandError
 from flashmoe_science.errors import FlashMoEError
 
@@ -33,6 +33,7 @@ examples
   flashmoe check
   flashmoe plan --batch 1 --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal
   flashmoe bench --suite cpu --json results.json
+  flashmoe profile --seq 4096 --heads 16 --dim 128 --causal
   cmake -B build -DCMAKE_PREFIX_PATH="$(flashmoe config --cmakedir)"
 """
 
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (info, check, plan, bench, config):
+    for module in (info, check, plan, bench, profile, config):
         module.add_parser(subparsers)
     return parser
 

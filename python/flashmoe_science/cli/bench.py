@@ -262,7 +262,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if not names:
         output.line("No peer is timed: none is installed here, or --peer leaves none.")
-    table = BenchTable(output, device, names)
+    table = BenchTable(output, device, names, document["ceilings"])
     begin = time.monotonic()
     code = EXIT_OK
     try:

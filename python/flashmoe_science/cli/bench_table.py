@@ -11,6 +11,9 @@ from flashmoe_science.cli.stats import summary
 _SHAPE_WIDTH = 36
 _PEER_WIDTH = 15
 _RATIO_LEGEND = "A peer's column is its time over ours: above 1, ours is faster."
+_ROOF_LEGEND = """\
+of roof: the least time that its products and its traffic take at the speed of the matrix product
+and the copy measured in this run, over the time it took."""
 _CLOCK_LEGEND = """\
 events: a call that finds the L2 cache flushed; graph: calls in a CUDA graph, without launches and
 with a warm cache; host: how long one call keeps the host, ours and each peer's."""
@@ -30,17 +33,21 @@ def _spread(times: dict[str, Any]) -> str:
 class BenchTable:
     """Rows of shapes. On a GPU one for each way to take time: events, graph, host."""
 
-    def __init__(self, output: Output, device: str, peers: list[str]) -> None:
+    def __init__(
+        self, output: Output, device: str, peers: list[str], ceilings: dict[str, Any]
+    ) -> None:
+        self._ceilings = ceilings
         self._output = output
         self._peers = peers
         output.line(_RATIO_LEGEND)
+        output.line(_ROOF_LEGEND)
         if device != "cpu":
             output.line(_CLOCK_LEGEND)
         self._clock = "wall" if device == "cpu" else "events"
         unit, self._per_tera = ("GFLOP/s", 1e3) if device == "cpu" else ("TFLOP/s", 1.0)
-        headers = ["shape", "clock", "median us", "quartiles", unit, "of matmul", *peers]
+        headers = ["shape", "clock", "median us", "quartiles", unit, "of roof", *peers]
         self._table = Table(
-            output, headers, [_SHAPE_WIDTH, 6, 10, 9, 8, 9, *(_PEER_WIDTH for _ in peers)]
+            output, headers, [_SHAPE_WIDTH, 6, 10, 9, 8, 7, *(_PEER_WIDTH for _ in peers)]
         )
 
     def cell(self, label: str, cell: dict[str, Any]) -> None:
@@ -50,7 +57,7 @@ class BenchTable:
             return
         entries = cell["contenders"]
         ours = entries[OURS]
-        fraction = ours.get("ceiling_fraction")
+        fraction = self._of_roof(cell, ours["median_s"])
         self._row(
             label,
             self._clock,
@@ -83,6 +90,14 @@ class BenchTable:
     ) -> None:
         ours = [label, clock, f"{seconds * 1e6:.1f}", spread, speed, fraction]
         self._table.row([*ours, *(peers.get(name, "-") for name in self._peers)])
+
+    def _of_roof(self, cell: dict[str, Any], seconds: float) -> float | None:
+        """The least time that the measured ceilings allow, over `seconds`."""
+        flops = self._ceilings["matmul_flops_per_s"].get(cell["shape"]["dtype"])
+        traffic = self._ceilings["copy_bytes_per_s"]
+        if not flops or not traffic:
+            return None
+        return float(max(cell["flops"] / flops, cell["bytes"] / traffic) / seconds)
 
     @staticmethod
     def _against(entry: dict[str, Any]) -> str:
