@@ -161,6 +161,7 @@ def test_what_cannot_be_compared_is_explained(
     assert "is not JSON" in said(good, "{")
     assert "its schema is 7, accepted are 1 and 2" in said(good, '{"schema": 7}')
     assert "no shape has times in both" in said(good, json.dumps(record({8: BEFORE[64]}, 1)))
+    assert "--peer: no shape has times of fa9 in both" in said(good, good, "--peer", "fa9")
     assert "neither a suite nor a shape" in said(good, good, "--suite", "seeds")
     alone = json.dumps(record({64: {"flashmoe": 1.0}}, 1, "another GPU"))
     assert "GPU and another GPU can be compared beside a peer only" in said(good, alone)

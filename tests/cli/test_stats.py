@@ -116,7 +116,7 @@ class FakeCuda:
         self.log.append(what)
 
     @contextmanager
-    def graph(self, graph: Any) -> Iterator[None]:
+    def graph(self, graph: Any, capture_error_mode: str) -> Iterator[None]:
         if not self.captures:
             raise RuntimeError("cannot be captured")
         self.capturing = True

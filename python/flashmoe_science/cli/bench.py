@@ -1,4 +1,4 @@
-"""`flashmoe bench`: our kernels beside torch's, checked first, interleaved, with intervals."""
+"""`flashmoe bench`: our kernels beside others, checked first, interleaved, with intervals."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from flashmoe_science.cli.stats import geometric_mean
 from flashmoe_science.cli.timing import Sampling
 
 _DESCRIPTION = """\
-Times our attention beside the back ends of torch's scaled_dot_product_attention, on the same
+Times our attention beside other implementations that are installed here, its peers, on the same
 tensors in the same run: a suite of shapes, or one shape from flags.
 
 For every shape, before anything is timed: our call writes into poisoned outputs, the launch is
 read back and must be the planned one, and every output must hold the accuracy rule against
 float64 (docs/accuracy.md). A row of ours that fails is void: it has a reason and no times. Then
 calls alternate in random order. On a GPU the L2 cache is flushed before each call and time is
-taken between CUDA events; for short calls the time in a CUDA graph and the host's time are
-recorded too. A ratio is the peer's median over ours (above 1: ours is faster) with its 95 %
+taken between CUDA events; for short calls the time in a CUDA graph and the host's time stand
+beside it. A ratio is the peer's median over ours (above 1: ours is faster) with its 95 %
 bootstrap interval; an interval that holds 1 is a tie.
 
   flashmoe bench --suite attention-forward --json results.json
@@ -59,7 +59,7 @@ bootstrap interval; an interval that holds 1 is a tie.
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        help="our kernels beside torch's: checked, interleaved, with intervals",
+        help="our kernels beside others: checked, interleaved, with intervals",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -71,7 +71,8 @@ def add_parser(subparsers: Any) -> None:
         "--peer",
         action="append",
         metavar="NAME",
-        help="time beside this one only, or none; may be repeated (default: all that are here)",
+        help="time beside this one only, such as torch-flash, fa3 or jax-cudnn, or none; may be "
+        "repeated (default: all that are installed)",
     )
     parser.add_argument(
         "--threads", type=positive(int), metavar="N", help="threads on the CPU, ours and torch's"

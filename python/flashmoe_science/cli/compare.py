@@ -133,6 +133,8 @@ def compare_records(
             cells.append({"shape": cell["shape"], "status": status})
     cells += [{"shape": cell["shape"], "status": "only in B"} for cell in shapes_b.values()]
     moved = [cell for cell in cells if cell["status"] == "ok"]
+    if wanted and all(cell["peer"] is None for cell in moved):
+        raise CommandError(f"--peer: no shape has times of {' or '.join(wanted)} in both records")
     same_machine = a["device"]["name"] == b["device"]["name"]
     if not same_machine and any(cell["peer"] is None for cell in moved):
         raise CommandError(

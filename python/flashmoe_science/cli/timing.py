@@ -163,7 +163,9 @@ class CudaClock:
         cuda = self._torch.cuda
         graph = cuda.CUDAGraph()
         try:
-            with contender.context(), cuda.graph(graph):
+            # Of this thread alone: those of another library may allocate meanwhile.
+            mode = "thread_local"
+            with contender.context(), cuda.graph(graph, capture_error_mode=mode):
                 for _ in range(calls):
                     contender.call()
         except RuntimeError:  # this contender cannot be captured

@@ -110,7 +110,12 @@ def import_first(modules: tuple[str, ...]) -> Any:
 
 
 def is_causal(shape: Shape, alignment: str, who: str) -> bool:
-    """Whether the shape is masked; refuses a mask that is not aligned as `who` aligns it."""
+    """Whether the shape is masked; refuses a mask that is not aligned as `who` aligns it.
+
+    One query that is aligned bottom right sees every key: that is no mask.
+    """
+    if shape.causal == "bottom_right" and shape.seq_q == 1:
+        return False
     if shape.causal not in ("none", alignment) and shape.seq_q != shape.seq_k:
         theirs, ours = (a.replace("_", " ") for a in (alignment, shape.causal))
         raise Refused(f"{who}'s causal mask is aligned {theirs}; this mask is {ours}")
