@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SUITES = ("attention-forward", "attention-forward-fp16", "gqa", "seeds")
+SUITES = ("attention-forward", "attention-forward-fp16", "gqa", "decode", "seeds")
 _FLASHMOE = (sys.executable, "-m", "flashmoe_science")
 _TAIL = 4000  # characters of a step's output that are kept
 

@@ -23,7 +23,21 @@ from typing import Any
 
 from flashmoe_science.cli.output import CommandError
 
-_PACKAGES = ("numpy", "torch", "jax", "jaxlib", "cupy", "transformers", "nanobind-backend")
+_PACKAGES = (
+    "numpy",
+    "torch",
+    "jax",
+    "jaxlib",
+    "cupy",
+    "transformers",
+    "nanobind-backend",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "flashinfer-python",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+)
 
 # Shared libraries worth naming when they are mapped into this process.
 _LIBRARIES = re.compile(

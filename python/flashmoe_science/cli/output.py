@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +73,20 @@ def write_json(document: dict[str, Any], destination: str) -> None:
         raise CommandError(f"--json: {destination} cannot be written: {error}") from error
 
 
+def _terminal(stream: Any) -> Any:
+    """rich's console on the stream; None where that is no terminal, or there is no rich."""
+    if not stream.isatty() or importlib.util.find_spec("rich") is None:
+        return None
+    console = importlib.import_module("rich.console")
+    return console.Console(file=stream, highlight=False, soft_wrap=True)
+
+
 class Output:
     """Prints lines and tables: with rich on a terminal that has it, else as plain text."""
 
     def __init__(self, silent: bool = False) -> None:
         self.silent = silent
-        self._console: Any = None
-        if not silent and sys.stdout.isatty():
-            try:
-                console = importlib.import_module("rich.console")
-                self._console = console.Console(highlight=False, soft_wrap=True)
-            except ImportError:
-                pass
+        self._console = None if silent else _terminal(sys.stdout)
 
     def line(self, text: str = "", style: str = "") -> None:
         if self.silent:
@@ -91,6 +95,31 @@ class Output:
             self._console.print(text, style=style or None, markup=False)
         else:
             print(text, flush=True)
+
+    @contextlib.contextmanager
+    def progress(self, total: int) -> Iterator[Callable[[int, str], None]]:
+        """Gives a function to call with how many of `total` are done, and what is next.
+
+        It draws a bar on a terminal, that of standard error where standard output is none; where
+        there is no terminal, or no rich, it does nothing: the lines printed are progress enough.
+        """
+        console = self._console or _terminal(sys.stderr)
+        if console is None or total < 2:
+            yield lambda done, text: None
+            return
+        rich = importlib.import_module("rich.progress")
+        columns = (
+            rich.BarColumn(),
+            rich.MofNCompleteColumn(),
+            rich.TimeElapsedColumn(),
+            rich.TextColumn("{task.description}", markup=False),
+        )
+        # It is drawn when told to only: a thread that redraws would run beside what is timed.
+        with rich.Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda done, text: bar.update(
+                task, completed=done, description=text, refresh=True
+            )
 
     def heading(self, text: str) -> None:
         self.line(text, style="bold")
