@@ -211,6 +211,7 @@ def test_a_rerun_gives_the_same_bytes(grid: record.Record, chart: str) -> None:
     first, second = (charts.draw(grid, chart, theme.LIGHT, "svg") for _ in range(2))
     assert first == second
     assert f"grid.json sha256:{grid.digest}".encode() in first
+    assert b"date" not in first
     assert charts.draw(grid, chart, theme.DARK, "svg") != first
 
 
@@ -242,6 +243,36 @@ def test_lines_follow_the_numbers(grid: record.Record) -> None:
     assert ours[0].get_xydata().tolist() == [[32, 300.0], [64, 310.0]]
     (ceiling,) = [line for line in causal.lines if line.get_linestyle() == "--"]
     assert ceiling.get_ydata()[0] == 700.0
+
+
+def test_the_band_is_between_quartiles(grid: record.Record) -> None:
+    pytest.importorskip("matplotlib")
+    figure = charts.CHARTS["speed"](grid, theme.LIGHT)
+    causal = next(a for a in figure.axes if "causal" in a.get_title(loc="left"))
+    edges = causal.collections[0].get_paths()[0].vertices  # ours come first
+    at_64 = [y for x, y in edges if x == 64]
+    assert min(at_64) == pytest.approx(310 / 1.03)
+    assert max(at_64) == pytest.approx(310 / 0.98)
+
+
+def test_ties_are_framed(grid: record.Record) -> None:
+    pytest.importorskip("matplotlib")
+    (axes,) = charts.CHARTS["ratio"](grid, theme.LIGHT).axes
+    (frame,) = [patch for patch in axes.patches if not patch.get_fill()]
+    x, y = frame.get_xy()
+    assert (int(x), int(y)) == (0, 1)  # of S 32, causal
+
+
+def test_points_have_their_interval_and_stay_on_the_axis(a_list: record.Record) -> None:
+    pytest.importorskip("matplotlib")
+    (axes,) = charts.CHARTS["ratio"](a_list, theme.LIGHT).axes
+    drawn = [line.get_xydata().tolist() for line in axes.lines]
+    for interval, y in (([1.1, 1.3], -0.17), ([0.8, 0.9], 0.17), ([0.98, 1.05], 2)):
+        assert [[x, y] for x in interval] in drawn
+    (arrow,) = [line for line in axes.lines if line.get_marker() == ">"]
+    assert arrow.get_ydata()[0] == 1  # the ratio of 25.5 is in the second row
+    low, high = axes.get_xlim()
+    assert low < 0.8 < 1.3 < high < 25
 
 
 def test_a_void_row_breaks_the_line(grid: record.Record) -> None:
@@ -323,7 +354,8 @@ def read_page(text: str) -> Reader:
     assert reader.open == []
     assert len(set(reader.ids)) == len(reader.ids)
     assert {link for link in reader.links if not link.startswith("#")} == set()
-    assert {link[1:] for link in reader.links} <= set(reader.ids)
+    referred = {link[1:] for link in reader.links} | set(re.findall(r"url\(#([^)]+)\)", text))
+    assert referred <= set(reader.ids)
     assert reader.tags.isdisjoint({"script", "link", "img", "iframe", "object"})
     assert re.search(r"url\((?!#)|@import", text) is None
     return reader
