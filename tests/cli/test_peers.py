@@ -131,6 +131,18 @@ def test_a_package_that_does_not_load_is_missing(
     assert reason in document["peers"]["broken"]["reason"]
 
 
+def test_an_output_of_another_shape_is_refused(
+    packages: Packages, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = PLUGIN.replace("{module}", "mine").replace("out.swapaxes(1, 2)", "out")
+    packages.peer("sloppy", "mine", text)
+    code, document = run(capsys, "--peer", "sloppy")
+    assert code == 0
+    entry = document["cells"][0]["contenders"]["sloppy"]
+    assert entry["status"] == "refused"
+    assert entry["reason"] == "its output is (1, 2, 32, 64), and not (1, 32, 2, 64)"
+
+
 def test_a_peer_that_raises_is_refused(
     packages: Packages, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,13 +58,11 @@ def choose_peers(arrays: Arrays, wanted: list[str] | None) -> list[Peer | Missin
     kind = "cpu" if arrays.device == "cpu" else "cuda"
     entries = _entry_points()
     known = {peer.name: peer for peer in _BUILT_IN}
-    unknown = sorted(set(wanted or ()) - {*known, *entries, "none"})
+    names = peer_names() if wanted is None else [n for n in wanted if n != "none"]
+    unknown = sorted(set(names) - {*known, *entries})
     if unknown:
-        raise CommandError(
-            f"--peer: got {', '.join(unknown)}, accepted are {', '.join([*known, *entries])} and "
-            "none"
-        )
-    names = [*known, *entries] if wanted is None else [n for n in wanted if n != "none"]
+        accepted = ", ".join(peer_names())
+        raise CommandError(f"--peer: got {', '.join(unknown)}, accepted are {accepted} and none")
     chosen: list[Peer | Missing] = []
     for name in dict.fromkeys(names):
         peer = known[name] if name in known else _load(name, entries[name])

@@ -82,6 +82,9 @@ class Peer:
                 with contender.context():
                     output = contender.output(contender.call())
                     arrays.synchronize()
+                extents = (shape.batch, shape.seq_q, shape.heads_q, shape.dim_v)
+                if tuple(output.shape) != extents:
+                    raise Refused(f"its output is {tuple(output.shape)}, and not {extents}")
             except Refused:
                 raise
             except Exception as error:  # others' code; running out of memory is among it
