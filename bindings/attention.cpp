@@ -48,8 +48,14 @@ struct Call {
     return params;
   }
 
-  // Whether out and lse can be shaped after q and v; if not, the library says what is wrong.
-  bool has_shape() const { return q.rank() == kRank && v.rank() == kRank; }
+  // Whether out and lse can be made after q and v; if not, the library says what is wrong.
+  bool describes_outputs() const {
+    const flashmoe_dtype dtype = q.tensor().dtype;
+    const bool half = dtype.bits == 16 &&
+                      (dtype.code == FLASHMOE_DTYPE_FLOAT || dtype.code == FLASHMOE_DTYPE_BFLOAT);
+    const bool single = dtype.bits == 32 && dtype.code == FLASHMOE_DTYPE_FLOAT;
+    return q.rank() == kRank && v.rank() == kRank && (half || single) && dtype.lanes == 1;
+  }
 
   void shape_of_out(int64_t shape[kRank]) const {
     for (int axis = 0; axis < kRank - 1; ++axis) shape[axis] = q.extent(axis);
@@ -77,14 +83,6 @@ flashmoe_status run(const flashmoe_attention_forward_params& params, void* works
 
 // ---- new tensors of the caller's framework ------------------------------------------------------
 
-nb::object tuple_of(const int64_t* extents, int rank) {
-  nb::object tuple = nb::steal(PyTuple_New(rank));
-  for (int axis = 0; axis < rank; ++axis) {
-    PyTuple_SetItem(tuple.ptr(), axis, PyLong_FromLongLong(extents[axis]));
-  }
-  return tuple;
-}
-
 // May come without the GIL: only remembers what is raised afterwards.
 void remember_error(void* context, const char* kind, const char* message) {
   *static_cast<std::string*>(context) = std::string(kind) + ": " + message;
@@ -111,26 +109,61 @@ nb::object allocate_by_exchange(const TensorType& type, const int64_t* shape, in
   return nb::steal(static_cast<PyObject*>(object));
 }
 
-// torch's own functions rather than its exchange allocator: a tensor of the latter holds foreign
-// storage, for which Tensor.record_stream silently does nothing.
-nb::object allocate_out(const TensorType& type, nb::handle q, const Call& call) {
-  int64_t shape[kRank];
-  call.shape_of_out(shape);
-  if (type.empty_like.is_none()) {
-    return allocate_by_exchange(type, shape, kRank, call.q.tensor().dtype, call.q.device());
+void packed_strides(const int64_t* shape, int rank, int64_t* strides) {
+  uint64_t packed = 1;  // may wrap: torch refuses such a shape
+  for (int axis = rank - 1; axis >= 0; --axis) {
+    strides[axis] = static_cast<int64_t>(packed);
+    packed *= static_cast<uint64_t>(shape[axis] > 1 ? shape[axis] : 1);
   }
-  if (shape[kRank - 1] == call.q.extent(kRank - 1)) return type.empty_like(q);
-  return q.attr("new_empty")(tuple_of(shape, kRank));
+}
+
+// Strides for out of `shape`: q's order in memory where q is dense and of that shape, else packed.
+void strides_of_out(const Call& call, const int64_t shape[kRank], int64_t strides[kRank]) {
+  packed_strides(shape, kRank, strides);
+  const flashmoe_tensor& q = call.q.tensor();
+  if (q.strides == nullptr || shape[kRank - 1] != call.q.extent(kRank - 1)) return;
+  int64_t extents[kRank];  // of q's axes from the innermost outwards
+  int64_t steps[kRank];
+  for (int axis = 0; axis < kRank; ++axis) {
+    int at = axis;
+    for (; at > 0 && steps[at - 1] > q.strides[axis]; --at) {
+      extents[at] = extents[at - 1];
+      steps[at] = steps[at - 1];
+    }
+    extents[at] = shape[axis];
+    steps[at] = q.strides[axis];
+  }
+  int64_t packed = 1;
+  for (int i = 0; i < kRank; ++i) {
+    if (extents[i] == 1) continue;
+    if (extents[i] == 0 || steps[i] != packed) return;
+    packed *= extents[i];
+  }
+  for (int axis = 0; axis < kRank; ++axis) strides[axis] = q.strides[axis];
+}
+
+nb::object allocate_out(const TensorType& type, nb::handle q, const Call& call) {
+  const flashmoe_dtype dtype = call.q.tensor().dtype;
+  int64_t shape[kRank];
+  int64_t strides[kRank];
+  call.shape_of_out(shape);
+  if (type.torch == nullptr) {
+    return allocate_by_exchange(type, shape, kRank, dtype, call.q.device());
+  }
+  strides_of_out(call, shape, strides);
+  return torch_empty(*type.torch, q, call.q.device(), dtype, kRank, shape, strides);
 }
 
 nb::object allocate_lse(const TensorType& type, nb::handle q, const Call& call) {
   constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
   int64_t shape[kRank - 1];
+  int64_t strides[kRank - 1];
   call.shape_of_lse(shape);
-  if (type.float32.is_none()) {
+  if (type.torch == nullptr) {
     return allocate_by_exchange(type, shape, kRank - 1, kFloat32, call.q.device());
   }
-  return q.attr("new_empty")(tuple_of(shape, kRank - 1), nb::arg("dtype") = type.float32);
+  packed_strides(shape, kRank - 1, strides);
+  return torch_empty(*type.torch, q, call.q.device(), kFloat32, kRank - 1, shape, strides);
 }
 
 // ---- checks that only Python objects need -------------------------------------------------------
@@ -140,10 +173,7 @@ void refuse_gradients(const TensorType& type, const char* name, nb::handle tenso
   static PyObject* const attribute = PyUnicode_InternFromString("requires_grad");
   nb::object requires_grad = nb::steal(PyObject_GetAttr(tensor.ptr(), attribute));
   if (requires_grad.ptr() != Py_True) return;
-  if (!type.empty_like.is_none() &&
-      nb::module_::import_("torch").attr("is_grad_enabled")().ptr() != Py_True) {
-    return;
-  }
+  if (type.torch != nullptr && type.torch->is_grad_enabled().ptr() != Py_True) return;
   raise_value_error(std::string(name) +
                     ": requires grad, but attention has no backward pass yet; call under "
                     "torch.no_grad() or pass " +
@@ -194,12 +224,14 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
 
   nb::object result = nb::borrow(out);
   nb::object sums = nb::borrow(lse);
-  if (out.is_none() && call.has_shape()) result = allocate_out(*type, q, call);
-  if (want_lse && lse.is_none() && call.has_shape()) sums = allocate_lse(*type, q, call);
-  if (!result.is_none()) {
+  if (!out.is_none()) {
+    call.out.borrow(same_framework(*type, "out", q, out), "out", out);
+    refuse_gradients(*type, "out", out);
+  } else if (call.describes_outputs()) {
+    result = allocate_out(*type, q, call);
     call.out.borrow(same_framework(*type, "out", q, result), "out", result);
-    refuse_gradients(*type, "out", result);
   }
+  if (want_lse && lse.is_none() && call.describes_outputs()) sums = allocate_lse(*type, q, call);
   if (!sums.is_none()) call.lse.borrow(same_framework(*type, "lse", q, sums), "lse", sums);
 
   const flashmoe_device device = call.q.device();
@@ -264,11 +296,11 @@ Fields describe(const flashmoe_attention_plan& plan) {
 
 Fields plan(Call* call, bool return_lse) {
   int64_t shape[kRank];
-  if (call->out.get() == nullptr && call->has_shape()) {
+  if (call->out.get() == nullptr && call->describes_outputs()) {
     call->shape_of_out(shape);
     call->out.describe(shape, kRank, call->q.tensor().dtype, call->q.device());
   }
-  if (return_lse && call->lse.get() == nullptr && call->has_shape()) {
+  if (return_lse && call->lse.get() == nullptr && call->describes_outputs()) {
     call->shape_of_lse(shape);
     call->lse.describe(shape, kRank - 1, {FLASHMOE_DTYPE_FLOAT, 32, 1}, call->q.device());
   }

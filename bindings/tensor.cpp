@@ -36,13 +36,12 @@ nb::object loaded_module(const char* name) {
 }
 
 TensorType describe_type(nb::handle type, const dlpack::ExchangeApi* api) {
-  TensorType made{nb::borrow(type), api, false, nb::none(), nb::none()};
+  TensorType made{nb::borrow(type), api, false, nullptr};
   if (api == nullptr) return made;
   made.has_requires_grad = nb::hasattr(type, "requires_grad");
   nb::object torch = loaded_module("torch");
   if (!torch.is_none() && PyObject_IsSubclass(type.ptr(), torch.attr("Tensor").ptr()) == 1) {
-    made.empty_like = torch.attr("empty_like");
-    made.float32 = torch.attr("float32");
+    made.torch = &torch_functions(torch);
   }
   return made;
 }

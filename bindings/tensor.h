@@ -7,6 +7,7 @@
 #include <nanobind/ndarray.h>
 
 #include "bindings/dlpack.h"
+#include "bindings/torch.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -18,8 +19,7 @@ struct TensorType {
   nb::object type;
   const dlpack::ExchangeApi* api;  // nullptr: it has none, and the rest is unset
   bool has_requires_grad;
-  nb::object empty_like;  // torch's; None for other frameworks
-  nb::object float32;     // torch's
+  const TorchFunctions* torch;  // nullptr for other frameworks
 };
 
 // nullptr when the type of `object` has no exchange API of major version 1.

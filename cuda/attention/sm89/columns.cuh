@@ -188,12 +188,11 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
 
   copy_q<Traits>(params, tile, shared_address);
   ptx::cp_async_commit();
-  if (steps > 0) {
-    k_loader.load_next(0, params.k_strides.seq, params.seq_k, params.dim);
-    v_loader.load_next(0, params.v_strides.seq, params.seq_k, params.dim_v);
-  }
+  if (steps > 0) k_loader.load_next(0, params.k_strides.seq, params.seq_k, params.dim);
   ptx::cp_async_commit();
-  ptx::cp_async_wait<1>();
+  if (steps > 0) v_loader.load_next(0, params.v_strides.seq, params.seq_k, params.dim_v);
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<2>();
   __syncthreads();
   const uint32_t q_register_lane = a_fragments<typename Traits::QRegisterLayout>(
       shared_address + Traits::kQRegisterOffset, warp * Traits::kRowsPerWarp);
@@ -215,8 +214,8 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
     }
   }
 
-  ptx::cp_async_wait<0>();
-  __syncthreads();  // Q has been read, K and V are there
+  ptx::cp_async_wait<1>();
+  __syncthreads();  // Q has been read, K is there
   for (int step = 0; step < steps; ++step) {
     Scores<Traits> scores;
     multiply_scores<Traits>(scores, q_registers, q_lane, k_lane);
@@ -232,7 +231,7 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
     const int keys = params.seq_k - (step + 1) * kStep;
     if (step + 1 < steps) k_loader.load_next(0, params.k_strides.seq, keys, params.dim);
     ptx::cp_async_commit();
-    if (any_raised) rescale<Traits>(accumulators, factors);
+    if (any_raised && step > 0) rescale<Traits>(accumulators, factors);
     multiply_values<Traits>(accumulators, p_lane, v_lane);
     ptx::cp_async_wait<0>();
     __syncthreads();  // K is there; V, P and the factors have been read

@@ -36,7 +36,7 @@ constexpr Tuning tuning(int dim, int dim_v) {
   if (widest <= 64) return {Scheme::kRows, 4, 2, 64, 2, 64, 1, 2};
   if (widest <= 96) return {Scheme::kRows, 4, 2, 48, 2, 64, 1, 2};
   if (widest <= 128) return {Scheme::kRows, 4, 2, 48, 2, 0, 1, 2};
-  return {Scheme::kColumns, 4, 1, 64, 1, 64, 3, 2};
+  return {Scheme::kColumns, 4, 1, 64, 1, 64, 4, 2};
 }
 
 template <int kDim, int kDimV>

@@ -1,0 +1,88 @@
+#include "bindings/torch.h"
+
+#include <algorithm>
+#include <initializer_list>
+
+namespace flashmoe {
+namespace {
+
+nb::object attribute_or_none(nb::object object, std::initializer_list<const char*> path) {
+  for (const char* name : path) object = nb::getattr(object, name, nb::none());
+  return object;
+}
+
+nb::object tuple_of(const int64_t* values, int count) {
+  nb::object tuple = nb::steal(PyTuple_New(count));
+  for (int i = 0; i < count; ++i) {
+    PyTuple_SetItem(tuple.ptr(), i, PyLong_FromLongLong(values[i]));
+  }
+  return tuple;
+}
+
+// The arguments of an allocation as a Python tuple, kept from one call to the next: most calls ask
+// for what the call before them did.
+class Arguments {
+ public:
+  static constexpr int kMaxRank = 4;
+
+  nb::object get(nb::handle dtype, int rank, const int64_t* shape, const int64_t* strides) {
+    if (!tuple_.is_valid() || dtype.ptr() != dtype_ || rank != rank_ ||
+        !std::equal(shape, shape + rank, shape_) ||
+        !std::equal(strides, strides + rank, strides_)) {
+      tuple_ = nb::make_tuple(tuple_of(shape, rank), tuple_of(strides, rank), dtype);
+      dtype_ = dtype.ptr();
+      rank_ = rank;
+      std::copy(shape, shape + rank, shape_);
+      std::copy(strides, strides + rank, strides_);
+    }
+    return tuple_;
+  }
+
+ private:
+  nb::object tuple_;
+  PyObject* dtype_ = nullptr;
+  int rank_ = 0;
+  int64_t shape_[kMaxRank];
+  int64_t strides_[kMaxRank];
+};
+
+}  // namespace
+
+const TorchFunctions& torch_functions(const nb::object& torch) {
+  // Leaked on purpose: at exit the interpreter is gone before static destructors run.
+  static const TorchFunctions* functions = nullptr;
+  if (functions == nullptr) {
+    nb::object internals = torch.attr("_C");
+    functions = new TorchFunctions{
+        torch.attr("empty_strided"),
+        torch.attr("is_grad_enabled"),
+        torch.attr("float16"),
+        torch.attr("bfloat16"),
+        torch.attr("float32"),
+        attribute_or_none(internals, {"_dynamo", "guards", "_empty_strided_cuda"}),
+        attribute_or_none(internals, {"_cuda_getDevice"}),
+    };
+  }
+  return *functions;
+}
+
+nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_device device,
+                       flashmoe_dtype dtype, int rank, const int64_t* shape,
+                       const int64_t* strides) {
+  const nb::object& element = dtype.bits == 32                      ? torch.float32
+                              : dtype.code == FLASHMOE_DTYPE_BFLOAT ? torch.bfloat16
+                                                                    : torch.float16;
+  if (device.device_type == FLASHMOE_DEVICE_CUDA && !torch.empty_strided_cuda.is_none() &&
+      !torch.current_cuda_device.is_none() &&
+      nb::cast<int32_t>(torch.current_cuda_device()) == device.device_id) {
+    static auto* const last = new Arguments[Arguments::kMaxRank + 1];  // by rank; under the GIL
+    const nb::object arguments = last[rank].get(element, rank, shape, strides);
+    PyObject* made = PyObject_Call(torch.empty_strided_cuda.ptr(), arguments.ptr(), nullptr);
+    if (made == nullptr) nb::raise_python_error();
+    return nb::steal(made);
+  }
+  return torch.empty_strided(tuple_of(shape, rank), tuple_of(strides, rank),
+                             nb::arg("dtype") = element, nb::arg("device") = like.attr("device"));
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,36 @@
+// New torch tensors, by torch's own functions rather than its exchange allocator: a tensor of the
+// latter holds foreign storage, for which Tensor.record_stream silently does nothing.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+
+namespace nb = nanobind;
+
+// What is used of torch, looked up once.
+struct TorchFunctions {
+  nb::object empty_strided;
+  nb::object is_grad_enabled;
+  nb::object float16;
+  nb::object bfloat16;
+  nb::object float32;
+  // The allocation that torch.compile's generated code calls, on the current CUDA device: it goes
+  // round torch's dispatcher. Both are None where a torch does not have them.
+  nb::object empty_strided_cuda;
+  nb::object current_cuda_device;
+};
+
+const TorchFunctions& torch_functions(const nb::object& torch);
+
+// New memory of torch, on the device of the tensor `like` and of a dtype that kernels take.
+// `strides` in elements.
+nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_device device,
+                       flashmoe_dtype dtype, int rank, const int64_t* shape,
+                       const int64_t* strides);
+
+}  // namespace flashmoe
