@@ -397,6 +397,64 @@ def test_without_a_gpu_there_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> 
         evidence.main([])
 
 
+class Steps:
+    """Stands for the steps of the GPU script: keeps their commands, writes what they would."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.commands: dict[str, list[str]] = {}
+        self.limits: set[float] = set()
+        self._failing = failing
+
+    def __call__(self, name: str, command: list[str], limit_s: float) -> dict[str, Any]:
+        self.commands[name] = command
+        self.limits.add(limit_s)
+        code = int(name == self._failing)
+        if "--json" in command and code == 0:
+            Path(command[command.index("--json") + 1]).write_text(json.dumps({"of": name}))
+        return {"name": name, "command": command, "code": code, "seconds": 1.0, "tail": ""}
+
+
+def gather(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch, out: Path, *options: str
+) -> tuple[int, dict[str, Any]]:
+    evidence = load("gpu_evidence")
+    monkeypatch.setattr(evidence, "gpu_name", lambda: "h200")
+    monkeypatch.setattr(evidence, "run_step", steps)
+    code = evidence.main(["--out", str(out), *options])
+    return code, json.loads((out / "gpu_evidence_h200.json").read_text())
+
+
+def test_the_evidence_can_be_restricted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps()
+    options = ["--suites", "gqa", "attention-forward", "--skip-tests", "--limit", "7"]
+    code, document = gather(steps, monkeypatch, tmp_path, *options, "--", "--peer", "torch-flash")
+    assert code == 0
+    assert list(steps.commands) == ["check", "bench gqa", "bench attention-forward", "host cost"]
+    assert steps.limits == {7}
+    assert all(steps.commands[n][-2:] == ["--peer", "torch-flash"] for n in steps.commands
+               if n.startswith("bench"))  # fmt: skip
+    assert all("cuda:0" in command for command in steps.commands.values())
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "attention_forward_h200.json",
+        "gpu_evidence_h200.json",
+        "gqa_h200.json",
+        "host_cost_h200.json",
+    }
+    assert "tests" not in document
+    assert document["check"] == {"of": "check"}
+    assert document["host_cost"] == {"of": "host cost"}
+
+
+def test_a_step_that_fails_leaves_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "host_cost_h200.json").write_text('{"of": "an earlier run"}')
+    code, document = gather(Steps(failing="host cost"), monkeypatch, tmp_path, "--skip-tests")
+    assert code == 1
+    assert document["passed"] is False
+    assert "host_cost" not in document
+
+
 def test_steps_are_run_and_timed(tmp_path: Path) -> None:
     evidence = load("gpu_evidence")
     step = evidence.run_step("three", [sys.executable, "-c", "print(1); raise SystemExit(3)"], 60)
