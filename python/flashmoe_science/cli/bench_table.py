@@ -9,8 +9,9 @@ from flashmoe_science.cli.output import Output, Table
 from flashmoe_science.cli.stats import summary
 
 _SHAPE_WIDTH = 36
-_PEER_WIDTH = 15
-_RATIO_LEGEND = "A peer's column is its time over ours: above 1, ours is faster."
+_PEER_WIDTH = 20
+_RATIO_LEGEND = """\
+A peer's column is its time over ours, with the 95 % interval: above 1, ours is faster."""
 _ROOF_LEGEND = """\
 of roof: the least time that its products and its traffic take at the speed of the matrix product
 and the copy measured in this run, over the time it took."""
@@ -20,10 +21,9 @@ with a warm cache; host: how long one call keeps the host, ours and each peer's.
 
 
 def ratio_text(against: dict[str, Any]) -> str:
-    """A ratio with the half-width of its interval, and whether it is a tie."""
-    half = max(against["high"] - against["ratio"], against["ratio"] - against["low"])
+    """A ratio with its interval, and whether it is a tie."""
     tie = " tie" if against["verdict"] == "tie" else ""
-    return f"{against['ratio']:.2f}±{half:.2f}{tie}"
+    return f"{against['ratio']:.2f} ({against['low']:.2f}-{against['high']:.2f}){tie}"
 
 
 def _spread(times: dict[str, Any]) -> str:

@@ -176,7 +176,7 @@ def _print(document: dict[str, Any], files: list[str], output: Output) -> None:
         "95 %\nover all shapes together. Drift is the peer's own, A's time over B's."
     )
     headers = ["shape", "B over A", "verdict", "beside", "drift", "time alone"]
-    table = Table(output, headers, [36, 13, 8, 15, 13, 13])
+    table = Table(output, headers, [36, 16, 8, 15, 16, 16])
     for cell in document["cells"]:
         label = str(Shape(**cell["shape"]))
         if cell["status"] != "ok":
