@@ -15,7 +15,7 @@ from flashmoe_science.cli.arrays import Arrays
 WARM_UP_CALLS = 3
 _SLOW_S = 0.05  # a call this long needs no more warming up
 _PAUSE_S = 0.003
-_GRAPH_BUDGET_S = 0.02
+_GRAPH_BUDGET_S = 0.01
 _GRAPH_CALLS = 20
 _GRAPH_ROUNDS = 15
 _HOST_CALLS = 50
