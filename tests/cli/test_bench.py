@@ -241,9 +241,12 @@ def test_the_table_keeps_the_clocks_of_a_gpu_apart(capsys: pytest.CaptureFixture
         (["--suite", "nothing"], "--suite: got nothing, accepted are attention-forward"),
         (["--suite", "attention-forward", "--device", "cpu"], "is for a GPU"),
         (["--suite", "seeds", "--dim", "64"], "a suite has its own shapes"),
+        (["--suite", "seeds", "--batch", "2", "--causal"], "either it or --batch --causal"),
+        (["--compare", "a.json", "b.json", "--dtype", "fp16"], "neither a suite nor a shape"),
+        ([], "--suite: give one of attention-forward"),
         (["--dim", "64", "--seq", "8"], "--heads is missing"),
         ([*SMALL, "--seq", "0"], "nothing to time in fp32 B1 S0"),
-        ([*SMALL, "--threads", "9999"], "4096"),
+        ([*SMALL, "--threads", "9999"], "--threads: got 9999 threads, accepted are 0 to 4096"),
         ([*SMALL, "--device", "tpu"], "--device: got tpu, accepted are cpu, cuda and cuda:N"),
     ],
 )
@@ -254,7 +257,30 @@ def test_a_wrong_request_is_explained(
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--seconds", "--samples", "--threads"])
+def test_a_record_that_cannot_be_written_is_said_before_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file" / "record.json"):
+        assert main(["bench", *SMALL, "--json", str(place)]) == 1
+        captured = capsys.readouterr()
+        assert captured.err.startswith(f"flashmoe bench: --json: {place} cannot be written: ")
+        assert captured.out == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("option", "value", "least"), [("--samples", 6, 7), ("--seed", -1, 0)])
+def test_numbers_have_a_least(
+    option: str, value: int, least: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer than six samples have no 95 % interval of their median."""
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", *SMALL, option, str(value)])
+    assert stop.value.code == 2
+    assert f"got {value}, accepted are {least} and more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--seconds", "--threads"])
 def test_numbers_are_above_zero(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["bench", *SMALL, option, "0"])

@@ -23,6 +23,8 @@ from flashmoe_science.cli.output import (
     CommandError,
     Output,
     add_json_option,
+    at_least,
+    check_writable,
     positive,
     write_json,
 )
@@ -31,6 +33,7 @@ from flashmoe_science.cli.shapes import (
     Shape,
     Suite,
     add_shape_options,
+    given_shape_options,
     load_suite,
     shape_from_options,
     suite_names,
@@ -87,12 +90,18 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--samples",
-        type=positive(int),
+        type=at_least(sampling.least),
         default=sampling.most,
         metavar="N",
-        help=f"at most so many samples of each (default {sampling.most})",
+        help=f"at most so many samples of each, {sampling.least} or more (default {sampling.most})",
     )
-    parser.add_argument("--seed", type=int, default=sampling.seed, metavar="N", help="(default 0)")
+    parser.add_argument(
+        "--seed",
+        type=at_least(0),
+        default=sampling.seed,
+        metavar="N",
+        help="of the tensors, the order of calls and the intervals (default 0)",
+    )
     parser.add_argument(
         "--compare",
         nargs=2,
@@ -119,11 +128,19 @@ def _choose_device(flashmoe: Any, arguments: argparse.Namespace, suite: Suite | 
 
 
 def _shapes(arguments: argparse.Namespace, suite: Suite | None, device: str) -> tuple[Shape, ...]:
+    given = given_shape_options(arguments)
     if suite is None:
+        if not given:
+            raise CommandError(
+                f"--suite: give one of {', '.join(suite_names())}, or a shape by --seq, --heads "
+                "and --dim"
+            )
         default = "fp32" if device == "cpu" else "bf16"
         return (shape_from_options(arguments, default),)
-    if arguments.heads is not None or arguments.dim is not None:
-        raise CommandError("--suite: a suite has its own shapes; give either it or shape flags")
+    if given:
+        raise CommandError(
+            f"--suite: a suite has its own shapes; give either it or {' '.join(given)}"
+        )
     if suite.device == "cuda" and device == "cpu":
         raise CommandError(
             f"--suite: {suite.name} is for a GPU and would take hours on the CPU; there the suites "
@@ -136,7 +153,10 @@ def _set_threads(flashmoe: Any, arrays: Arrays, threads: int | None) -> None:
     """One number of threads for us and for torch."""
     if arrays.device != "cpu":
         return
-    flashmoe.set_num_threads(threads or 0)
+    try:
+        flashmoe.set_num_threads(threads or 0)
+    except ValueError as error:  # it names its own argument, n
+        raise CommandError(f"--threads: {str(error).partition(': ')[2]}") from error
     if arrays.name == "torch":
         arrays.xp.set_num_threads(flashmoe.get_num_threads())
 
@@ -218,7 +238,7 @@ def _measure(flashmoe: Any, arrays: Arrays, shape: Shape, *rest: Any) -> dict[st
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.compare is not None:
-        if (arguments.suite, arguments.heads, arguments.dim) != (None, None, None):
+        if arguments.suite is not None or given_shape_options(arguments):
             raise CommandError("--compare: it measures nothing; give neither a suite nor a shape")
         return run_compare(arguments)
     flashmoe = environment.package()
@@ -239,6 +259,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"--dtype: got {', '.join(unknown)}, accepted for {arrays.name} arrays on {device} are "
             f"{', '.join(arrays.dtypes)}"
         )
+    if arguments.json is not None:
+        check_writable(arguments.json)
     _set_threads(flashmoe, arrays, arguments.threads)
     chosen = peers.choose_peers(arrays, arguments.peer)
     # One that was asked for by name is shown in every row, missing or not.
@@ -246,7 +268,6 @@ def run(arguments: argparse.Namespace) -> int:
     names = [p.name for p in shown]
     sampling = Sampling(
         seconds=arguments.seconds,
-        least=min(Sampling.least, arguments.samples),
         most=arguments.samples,
         seed=arguments.seed,
     )

@@ -35,6 +35,19 @@ def positive(kind: type[Any]) -> Callable[[str], Any]:
     return parse
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """A type for argparse: a whole number from `least` up."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"got {text}, accepted are {least} and more")
+        return value
+
+    parse.__name__ = "int"
+    return parse
+
+
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
@@ -63,12 +76,28 @@ def write_json(document: dict[str, Any], destination: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
+    with _partial(destination) as partial:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(destination)
+
+
+def check_writable(destination: str) -> None:
+    """Raises CommandError where `write_json` could not write: better before hours than after."""
+    if destination != "-":
+        with _partial(destination) as partial:
+            partial.touch()
+            partial.unlink()
+
+
+@contextlib.contextmanager
+def _partial(destination: str) -> Iterator[Path]:
+    """The file beside `destination` that becomes it, in a folder that exists."""
     path = Path(destination)
     try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        yield path.with_name(path.name + ".partial")
     except OSError as error:
         raise CommandError(f"--json: {destination} cannot be written: {error}") from error
 

@@ -96,6 +96,27 @@ def add_shape_options(parser: argparse.ArgumentParser, required: bool) -> None:
     )
 
 
+_SHAPE_OPTIONS = (
+    "--batch",
+    "--seq",
+    "--seq-q",
+    "--seq-k",
+    "--heads",
+    "--kv-heads",
+    "--dim",
+    "--dim-v",
+    "--causal",
+    "--dtype",
+)
+
+
+def given_shape_options(arguments: argparse.Namespace) -> list[str]:
+    """The shape flags that say something else than their default."""
+    defaults: dict[str, Any] = {"batch": 1, "causal": "none"}
+    fields = {name: name.removeprefix("--").replace("-", "_") for name in _SHAPE_OPTIONS}
+    return [n for n, f in fields.items() if getattr(arguments, f) != defaults.get(f)]
+
+
 def shape_from_options(arguments: argparse.Namespace, dtype: str) -> Shape:
     """The shape the flags describe; refuses flags that leave an extent open or say it twice."""
     if arguments.seq is not None and (arguments.seq_q, arguments.seq_k) != (None, None):
