@@ -302,9 +302,22 @@ def test_without_ceilings_there_is_no_roof(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     nothing = {"copy_bytes_per_s": None, "matmul_flops_per_s": {"bf16": None}}
     path = bench_records.write(tmp_path / "x.json", bench_records.grid(ceilings=nothing))
-    with pytest.raises(charts.NothingToDraw, match="no ceilings"):
+    with pytest.raises(charts.NothingToDraw, match="no ceilings: none were measured"):
         charts.draw(record.read_record(path), "roofline", theme.LIGHT, "svg")
     charts.draw(record.read_record(path), "speed", theme.LIGHT, "svg")  # only the line is missing
+
+
+@pytest.mark.parametrize(
+    ("copied", "product", "lacking"),
+    [(4e12, None, "matrix product of its element types"), (None, 7e14, "copy")],
+)
+def test_the_ceiling_that_is_lacking_is_named(
+    tmp_path: Path, copied: float | None, product: float | None, lacking: str
+) -> None:
+    found = {"copy_bytes_per_s": copied, "matmul_flops_per_s": {"bf16": product}}
+    path = bench_records.write(tmp_path / "x.json", bench_records.grid(ceilings=found))
+    reason = charts.why_not(record.read_record(path), "roofline")
+    assert reason == f"the record has no ceiling of a {lacking}"
 
 
 # ---- the page --------------------------------------------------------------------------------

@@ -38,8 +38,11 @@ def why_not(record: Record, chart: str) -> str:
     if chart == "ratio" and not rec.peer_names(record.cells):
         return "no peer was timed beside us"
     copied = (record.document.get("ceilings") or {}).get("copy_bytes_per_s")
-    if chart == "roofline" and not (copied and ceilings(record)):
+    if chart == "roofline" and not (copied or ceilings(record)):
         return "the record has no ceilings: none were measured in that run"
+    if chart == "roofline" and not (copied and ceilings(record)):
+        lacking = "matrix product of its element types" if copied else "copy"
+        return f"the record has no ceiling of a {lacking}"
     return ""
 
 
