@@ -101,7 +101,9 @@ flashmoe_status cuda_device_info(int32_t device_id, flashmoe_device_info* info) 
   std::snprintf(info->name, sizeof info->name, "%s", properties.name);
   std::snprintf(info->isa, sizeof info->isa, "sm_%d", facts->compute_capability);
   std::snprintf(info->kernel_family, sizeof info->kernel_family, "%s",
-                facts->compute_capability >= kOldestComputeCapability ? "sm89" : "");
+                FLASHMOE_WITH_SM90 && facts->compute_capability == 90         ? "sm90"
+                : facts->compute_capability >= kOldestComputeCapability ? "sm89"
+                                                                        : "");
   info->compute_capability = facts->compute_capability;
   info->multiprocessors = facts->multiprocessors;
   cudaDriverGetVersion(&info->driver_version);

@@ -2,6 +2,7 @@
 // softmax, and the path for tiles that the tensor cores cannot compute.
 #pragma once
 
+#include "cuda/attention/row_alone.cuh"
 #include "cuda/attention/sm89/params.h"
 #include "cuda/attention/sm89/traits.cuh"
 #include "cuda/numeric/dtype.cuh"
@@ -401,78 +402,34 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
   }
 }
 
-// Rows of a causal tile that came out with an infinity or a NaN, computed again one at a time and
-// with plain arithmetic. On the diagonal the tensor cores spread one in V to rows that do not see it,
-// since they multiply it by a masked probability and 0 * NaN is NaN; here a row reads its visible
-// keys only. For whole warps; this one takes `first_row`, `first_row + stride`, ... before `end_row`.
+// Rows of a causal tile that came out with an infinity or a NaN, computed again one at a time. For whole
+// warps; this one takes `first_row`, `first_row + stride`, ... before `end_row`.
 template <class Traits>
 __device__ __noinline__ void compute_rows_alone(const Params& params, const Tile tile,
                                                 int first_row, int stride, int end_row) {
-  using Numeric = numeric::ElementTraits<typename Traits::Element>;
-  constexpr int kColumnsPerLane = (Traits::kDimV + kThreadsPerWarp - 1) / kThreadsPerWarp;
-  const int lane = lane_index();
-  const auto* k = static_cast<const uint16_t*>(params.k) + tile.batch * params.k_strides.batch +
-                  tile.head_kv * params.k_strides.head;
-  const auto* v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
-                  tile.head_kv * params.v_strides.head;
+  const auto* q = static_cast<const uint16_t*>(params.q) + tile.batch * params.q_strides.batch +
+                  tile.head * params.q_strides.head;
+  auto* out = static_cast<uint16_t*>(params.out) + tile.batch * params.out_strides.batch +
+              tile.head * params.out_strides.head;
+  LoneRow lone;
+  lone.k = static_cast<const uint16_t*>(params.k) + tile.batch * params.k_strides.batch +
+           tile.head_kv * params.k_strides.head;
+  lone.v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
+           tile.head_kv * params.v_strides.head;
+  lone.k_stride = params.k_strides.seq;
+  lone.v_stride = params.v_strides.seq;
+  lone.dim = params.dim;
+  lone.dim_v = params.dim_v;
   for (int row = first_row; row < min(end_row, params.seq_q); row += stride) {
-    const auto* q = static_cast<const uint16_t*>(params.q) + tile.batch * params.q_strides.batch +
-                    tile.head * params.q_strides.head + row * params.q_strides.seq;
-    auto* out = static_cast<uint16_t*>(params.out) + tile.batch * params.out_strides.batch +
-                tile.head * params.out_strides.head + row * params.out_strides.seq;
-    const int keys = visible_keys(params, row);
-    float acc[kColumnsPerLane] = {};
-    float sum = 0.0f;
-    float offset = kNoOffset;
-    for (int first_key = 0; first_key < keys; first_key += kThreadsPerWarp) {
-      const int key = first_key + lane;
-      float score = 0.0f;
-      if (key < keys) {
-        for (int d = 0; d < params.dim; ++d) {
-          score += Numeric::to_float(q[d]) * Numeric::to_float(k[key * params.k_strides.seq + d]);
-        }
-        score *= params.scale_log2;
-      } else {
-        score = -INFINITY;
-      }
-      float top = score;
-#pragma unroll
-      for (int mask = kThreadsPerWarp / 2; mask > 0; mask /= 2) {
-        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, mask));
-      }
-      const float raised = fmaxf(top, offset);
-      const float factor = numeric::exp2_approx(offset - raised);
-      offset = raised;
-      const float p = numeric::exp2_approx(score - offset);
-      sum = sum * factor + p;
-#pragma unroll
-      for (int c = 0; c < kColumnsPerLane; ++c) acc[c] *= factor;
-      for (int i = 0; i < kThreadsPerWarp && first_key + i < keys; ++i) {
-        const float p_i = __shfl_sync(kFullWarp, p, i);
-#pragma unroll
-        for (int c = 0; c < kColumnsPerLane; ++c) {
-          const int column = c * kThreadsPerWarp + lane;
-          if (column < params.dim_v) {
-            acc[c] += p_i * Numeric::to_float(v[(first_key + i) * params.v_strides.seq + column]);
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int mask = kThreadsPerWarp / 2; mask > 0; mask /= 2) {
-      sum += __shfl_xor_sync(kFullWarp, sum, mask);
-    }
-#pragma unroll
-    for (int c = 0; c < kColumnsPerLane; ++c) {
-      const int column = c * kThreadsPerWarp + lane;
-      if (column < params.dim_v) {
-        out[column] = static_cast<uint16_t>(Numeric::pack(keys > 0 ? acc[c] / sum : 0.0f, 0.0f));
-      }
-    }
-    if (params.lse != nullptr && lane == 0) {
+    lone.q = q + row * params.q_strides.seq;
+    lone.keys = visible_keys(params, row);
+    const float lse = compute_row_alone<typename Traits::Element, Traits::kDimV>(
+        lone, params.scale_log2, [&](int column, uint16_t element) {
+          out[row * params.out_strides.seq + column] = element;
+        });
+    if (params.lse != nullptr && lane_index() == 0) {
       params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
-                 row * params.lse_strides.seq] =
-          keys > 0 ? (offset + log2f(sum)) * kLn2 : -INFINITY;
+                 row * params.lse_strides.seq] = lse * kLn2;
     }
   }
 }

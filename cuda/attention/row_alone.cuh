@@ -1,0 +1,82 @@
+// One row of causal attention with plain arithmetic, for rows that came out with an infinity or a NaN.
+// On the diagonal the tensor cores spread one in V to rows that do not see it, since they multiply it
+// by a masked probability and 0 * NaN is NaN; here a row reads its visible keys only.
+#pragma once
+
+#include "core/attention.h"
+#include "cuda/numeric/dtype.cuh"
+
+namespace flashmoe {
+
+// The row's tensors: one query row, and the keys and values that it sees.
+struct LoneRow {
+  const uint16_t* q;
+  const uint16_t* k;
+  const uint16_t* v;
+  int64_t k_stride;  // elements
+  int64_t v_stride;
+  int keys;
+  int dim;
+  int dim_v;
+};
+
+// For a whole warp. Calls store(column, element) for every column of the output, and returns the row's
+// log-sum-exp in base 2, of scores times scale_log2.
+template <class Element, int kDimV, class Store>
+__device__ __forceinline__ float compute_row_alone(const LoneRow& row, float scale_log2,
+                                                   Store store) {
+  using Numeric = numeric::ElementTraits<Element>;
+  constexpr uint32_t kFullWarp = 0xffffffffu;
+  constexpr int kLanes = 32;
+  constexpr int kColumnsPerLane = (kDimV + kLanes - 1) / kLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  float acc[kColumnsPerLane] = {};
+  float sum = 0.0f;
+  float offset = -1.0e38f;  // below every score, yet finite: -inf less it is -inf
+  for (int first_key = 0; first_key < row.keys; first_key += kLanes) {
+    const int key = first_key + lane;
+    float score = -INFINITY;
+    if (key < row.keys) {
+      score = 0.0f;
+      for (int d = 0; d < row.dim; ++d) {
+        score += Numeric::to_float(row.q[d]) * Numeric::to_float(row.k[key * row.k_stride + d]);
+      }
+      score *= scale_log2;
+    }
+    float top = score;
+#pragma unroll
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, mask));
+    }
+    const float raised = fmaxf(top, offset);
+    const float factor = numeric::exp2_approx(offset - raised);
+    offset = raised;
+    const float p = numeric::exp2_approx(score - offset);
+    sum = sum * factor + p;
+#pragma unroll
+    for (int c = 0; c < kColumnsPerLane; ++c) acc[c] *= factor;
+    for (int i = 0; i < kLanes && first_key + i < row.keys; ++i) {
+      const float p_i = __shfl_sync(kFullWarp, p, i);
+#pragma unroll
+      for (int c = 0; c < kColumnsPerLane; ++c) {
+        const int column = c * kLanes + lane;
+        if (column < row.dim_v) {
+          acc[c] += p_i * Numeric::to_float(row.v[(first_key + i) * row.v_stride + column]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(kFullWarp, sum, mask);
+#pragma unroll
+  for (int c = 0; c < kColumnsPerLane; ++c) {
+    const int column = c * kLanes + lane;
+    if (column < row.dim_v) {
+      const float value = row.keys > 0 ? acc[c] / sum : 0.0f;
+      store(column, static_cast<uint16_t>(Numeric::pack(value, 0.0f)));
+    }
+  }
+  return row.keys > 0 ? offset + log2f(sum) : -INFINITY;
+}
+
+}  // namespace flashmoe
