@@ -7,9 +7,10 @@ installed:
 
 runs the GPU test suite, `flashmoe check` and the benchmark suites, and writes
 
-    benchmarks/results/gpu_evidence_<gpu>.json          what ran, exit codes, seconds, test counts
+    benchmarks/results/gpu_evidence_<gpu>.json          what ran, exit codes, seconds, test counts,
+                                                        and what one call costs the host
     benchmarks/results/<suite>_<gpu>.json               one record of `flashmoe bench` a suite
-    benchmarks/results/host_cost_<gpu>.json             what one call costs the host
+    benchmarks/results/host_cost_<gpu>.json             that cost alone
 
 A step that fails does not stop the next; the exit code is 1 if any failed. Only the standard
 library is needed to run the script itself.
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SUITES = ("attention-forward", "attention-forward-fp16", "gqa", "seeds")
+SUITES = ("attention-forward", "attention-forward-fp16", "gqa", "decode", "seeds")
 _FLASHMOE = (sys.executable, "-m", "flashmoe_science")
 _TAIL = 4000  # characters of a step's output that are kept
 
@@ -137,8 +138,11 @@ def main(argv: list[str] | None = None) -> int:
         command += ["--json", str(file), *arguments.bench]
         steps.append(run_step(f"bench {suite}", command, arguments.limit))
     file = out / f"host_cost_{gpu}.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "host_cost.py"), "--json", str(file)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "host_cost.py")]
+    command += ["--device", "cuda:0", "--json", str(file)]
     steps.append(run_step("host cost", command, arguments.limit))
+    if steps[-1]["code"] == 0:  # or it is a file of an earlier run
+        evidence["host_cost"] = _json_of(file)
     evidence["steps"] = steps
     counts = evidence.get("tests")
     ran = counts is None or counts.get("tests", 0) > counts.get("skipped", 0)

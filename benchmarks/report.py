@@ -1,33 +1,100 @@
-"""Renders the tables of README.md from the recorded results, or checks that they match.
+"""Makes the tables and pictures of README.md and docs/ from the recorded results, or checks them.
 
-A table stands between two marker lines that name its kind and its file, or a pattern of files:
+A table or picture stands between two marker lines that name its kind and its file, or a pattern of
+files, from the root of the checkout:
 
     <!-- results: attention-grid benchmarks/results/attention_forward_*.json -->
     <!-- results: end -->
 
-    python benchmarks/report.py            # rewrite README.md
-    python benchmarks/report.py --check    # exit 1 when README.md does not match the files
+    python benchmarks/report.py            # rewrite the documents and draw docs/pictures/ anew
+    python benchmarks/report.py --check    # change nothing; exit 1 where something does not match
 
-A marker that no file matches has nothing between its lines: no numbers without a record.
+What is between the lines holds the commands that measure it again. Where kernels have changed since
+the measurement it says "measured at" with the commit: by the hash of the sources that the record
+carries, and for older records by the history. A marker that no file matches has nothing between its
+lines: no numbers without a record.
+
+The package must be installed, and for drawing its `bench` extra.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import html
 import json
+import os
 import re
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from flashmoe_science.cli import environment
+from flashmoe_science.cli.measure import OURS
+from flashmoe_science.cli.output import CommandError
+from flashmoe_science.cli.plotting import charts
+from flashmoe_science.cli.plotting import record as rec
+from flashmoe_science.cli.plotting.record import Record
+from flashmoe_science.cli.plotting.theme import THEMES, Theme
+
 ROOT = Path(__file__).resolve().parents[1]
+_PICTURES = Path("docs") / "pictures"
 _BLOCK = re.compile(
     r"^<!-- results: (?P<kind>[\w-]+) (?P<file>\S+) -->\n(?P<body>.*?)^<!-- results: end -->$",
     re.MULTILINE | re.DOTALL,
 )
-_OURS = "flashmoe"
+_DIGEST = re.compile(rb"\bsha256:([0-9a-f]{64})\b")
 _NOT_IN_GRID = ("torch-math", "torch-efficient")  # far slower: their means say enough
+
+
+# ---- is it still so? -------------------------------------------------------------------------
+
+
+def _differs_from_commit(commit: str, folders: tuple[str, ...], root: Path) -> bool | None:
+    """Whether the folders differ from what they were at a commit, None where no one can tell."""
+
+    def git(*words: str) -> int:
+        run = subprocess.run(["git", *words], cwd=root, capture_output=True, check=False)
+        return run.returncode
+
+    try:
+        # Outside a checkout `git diff` compares files, so the commit is asked for first.
+        if git("cat-file", "-e", f"{commit}^{{commit}}") != 0:
+            return None
+        return {0: False, 1: True}.get(git("diff", "--quiet", commit, "--", *folders))
+    except OSError:
+        return None
+
+
+def outdated(document: dict[str, Any], root: Path) -> bool | None:
+    """Whether the kernels are others than those measured, None where no one can tell."""
+    known = document.get("source", {}).get("hash")
+    if isinstance(known, str) and known:
+        return known != environment.source_hash(root)
+    env = document["environment"]
+    commit = document.get("commit", env.get("commit"))
+    if not isinstance(commit, str) or not commit:
+        return None
+    if "+" in commit or env.get("cpu_sources_modified"):  # measured with changes of no commit
+        return True
+    cpu = "device" not in document or rec.on_cpu(document)
+    return _differs_from_commit(commit, ("cpu", "core") if cpu else ("cuda",), root)
+
+
+# ---- tables ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One recorded file as a block shows it."""
+
+    path: Path
+    document: dict[str, Any]
+    link: str  # to the file, from the document that the block is in
+    outdated: bool
 
 
 def _table(headers: list[str], rows: list[list[str]]) -> str:
@@ -36,27 +103,11 @@ def _table(headers: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [headers, rule, *rows])
 
 
-def _ratio(against: dict[str, Any]) -> str:
-    tie = " (tie)" if against["verdict"] == "tie" else ""
-    return f"{against['ratio']:.2f}{tie}"
-
-
-def _peers(cells: list[dict[str, Any]]) -> list[str]:
-    names = [n for c in cells for n, e in c.get("contenders", {}).items() if "against" in e]
-    return list(dict.fromkeys(names))
-
-
-def _caption(document: dict[str, Any], file: str) -> str:
-    device = document["device"]["name"]
-    if document["device"]["device"] == "cpu":
-        device += f" (CPU, {document['environment']['threads']} threads)"
-    date, commit = document["date"][:10], document["commit"][:12] or "unknown"
-    versions = document["environment"]["packages"]
-    torch = f", torch {versions['torch']}" if "torch" in versions else ""
+def _caption(source: Source) -> str:
     return (
-        f"{document['title']}. {device}, {date}, commit {commit}{torch}; every sample is in "
-        f"[{Path(file).name}]({file}). A ratio is the peer's median time over ours: above 1, ours "
-        "is faster; a tie is within its 95 % interval."
+        f"{source.document['title']}. {rec.provenance(source.document, source.outdated)}; every "
+        f"sample is in [{source.path.name}]({source.link}). A ratio is the peer's median time over "
+        "ours: above 1, ours is faster; a tie is within its 95 % interval."
     )
 
 
@@ -69,65 +120,82 @@ def _means(document: dict[str, Any]) -> str:
     return f"Geometric mean of the ratios: {'; '.join(means)}." if means else ""
 
 
-def _unit(document: dict[str, Any]) -> tuple[str, float]:
-    return ("GFLOP/s", 1e3) if document["device"]["device"] == "cpu" else ("TFLOP/s", 1.0)
+def _commands(*commands: str) -> str:
+    lines = "\n".join(filter(None, commands))
+    return f"To measure it again, all or one row:\n\n```sh\n{lines}\n```"
+
+
+def _repeat(document: dict[str, Any]) -> str:
+    """The commands that measure all of a record, and the row in the middle of its list."""
+    cells = document["cells"]
+    return _commands(rec.command(document), rec.row_command(document, cells[len(cells) // 2]))
 
 
 def _ratio_cell(cell: dict[str, Any], peer: str) -> str:
-    entry = cell.get("contenders", {}).get(peer, {})
-    return _ratio(entry["against"]) if "against" in entry else "-"
+    against = rec.against(cell, peer)
+    if against is None:
+        return "-"
+    return f"{against['ratio']:.2f}{' (tie)' if against['verdict'] == 'tie' else ''}"
 
 
-def _speed_cell(cell: dict[str, Any], factor: float) -> str:
-    if cell["status"] != "ok":
-        return "void"
-    return f"{cell['contenders'][_OURS]['tflops'] * factor:.0f}"
+def _of_ours(cell: dict[str, Any], words: Callable[[dict[str, Any]], str]) -> str:
+    ours = rec.contenders(cell).get(OURS)
+    return "void" if ours is None else words(ours)
 
 
-def _mask(causal: str) -> str:
-    return {"none": "full", "bottom_right": "causal"}.get(causal, causal)
+def _share(entry: dict[str, Any]) -> str:
+    share = entry.get("ceiling_fraction")
+    return "-" if share is None else f"{share:.0%}"
 
 
-def render_grid(document: dict[str, Any], file: str) -> str:
+def render_grid(source: Source) -> str:
     """Of a suite that is a grid: head dimension and mask down, sequence length across."""
+    document = source.document
     cells = document["cells"]
-    peers = [p for p in _peers(cells) if p not in _NOT_IN_GRID]
-    unit, factor = _unit(document)
+    peers = [p for p in rec.peer_names(cells) if p not in _NOT_IN_GRID]
+    unit, factor = rec.unit(document)
     lengths = sorted({c["shape"]["seq_q"] for c in cells})
-    groups = dict.fromkeys(
-        (c["shape"]["dtype"], c["shape"]["dim"], c["shape"]["causal"]) for c in cells
-    )
+    groups = dict.fromkeys(rec.panel_key(c["shape"]) for c in cells)
+    shares = any("ceiling_fraction" in e for c in cells for e in rec.contenders(c).values())
+    nothing = {"status": "void"}
     rows = []
     for group in groups:
-        of = {
-            c["shape"]["seq_q"]: c
-            for c in cells
-            if (c["shape"]["dtype"], c["shape"]["dim"], c["shape"]["causal"]) == group
-        }
-        label = [f"{group[0]} D={group[1]} {_mask(group[2])}"]
-        across = [of.get(n, {"status": "void"}) for n in lengths]
-        rows.append([*label, unit, *(_speed_cell(c, factor) for c in across)])
+        of = {c["shape"]["seq_q"]: c for c in cells if rec.panel_key(c["shape"]) == group}
+        across = [of.get(n, nothing) for n in lengths]
+        dtype, causal, dim, dim_v = group
+        dims = f"D={dim}" if dim == dim_v else f"D={dim}/{dim_v}"
+        speeds = [_of_ours(c, lambda e: rec.number(e["tflops"] * factor)) for c in across]
+        rows.append([f"{dtype} {dims} {rec.mask_name(causal)}", unit, *speeds])
+        if shares:
+            rows.append(["", "of a matrix product", *(_of_ours(c, _share) for c in across)])
         rows += [["", f"over {p}", *(_ratio_cell(c, p) for c in across)] for p in peers]
     table = _table(["", "", *(f"S={n}" for n in lengths)], rows)
-    return "\n\n".join(filter(None, [_caption(document, file), table, _means(document)]))
+    parts = [_caption(source), table, _means(document), _repeat(document)]
+    return "\n\n".join(filter(None, parts))
 
 
-def render_list(document: dict[str, Any], file: str) -> str:
+def render_list(source: Source) -> str:
     """Of any suite: one row a shape."""
+    document = source.document
     cells = document["cells"]
-    peers = _peers(cells)
-    unit, factor = _unit(document)
+    peers = rec.peer_names(cells)
+    unit, factor = rec.unit(document)
+    timed = [rec.contenders(c).get(OURS, {}) for c in cells]
+    graphs = any("graph_s" in ours for ours in timed)
     rows = []
     for cell in cells:
-        shape = cell["shape"]
-        pairs = [("seq_q", "seq_k"), ("heads_q", "heads_kv"), ("dim", "dim_v")]
-        extents = [
-            str(shape[a]) if shape[a] == shape[b] else f"{shape[a]}/{shape[b]}" for a, b in pairs
-        ]
-        described = [shape["dtype"], _mask(shape["causal"]), str(shape["batch"]), *extents]
-        rows.append([*described, _speed_cell(cell, factor), *(_ratio_cell(cell, p) for p in peers)])
-    headers = ["dtype", "mask", "B", "S", "H", "D", unit, *(f"over {p}" for p in peers)]
-    parts = [_caption(document, file), _table(headers, rows), _means(document)]
+        shape = rec.extents(cell["shape"])
+        numbers = [_of_ours(cell, lambda e: f"{e['median_s'] * 1e6:.1f}")]
+        if graphs:
+            numbers.append(
+                _of_ours(cell, lambda e: f"{e['graph_s'] * 1e6:.1f}" if "graph_s" in e else "-")
+            )
+        numbers.append(_of_ours(cell, lambda e: rec.number(e["tflops"] * factor)))
+        rows.append([*shape.values(), *numbers, *(_ratio_cell(cell, p) for p in peers)])
+    names = rec.extents(cells[0]["shape"]) if cells else {}
+    times = ["us", "us in a graph"] if graphs else ["us"]
+    table = _table([*names, *times, unit, *(f"over {p}" for p in peers)], rows)
+    parts = [_caption(source), table, _means(document), _repeat(document)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -147,14 +215,18 @@ def _cpu_table(cells: list[dict[str, Any]]) -> str:
     return _table(["", *(f"S={n}" for n in lengths)], rows)
 
 
-def render_cpu(document: dict[str, Any], file: str) -> str:
+def render_cpu(source: Source) -> str:
     """Of a record of benchmarks/cpu_attention.py: GFLOP/s, and torch's time over ours."""
+    document = source.document
     env = document["environment"]
+    at = f"commit {rec.commit(env)}"
+    if source.outdated:
+        at = f"measured at {rec.commit(env)} (the kernels have changed since)"
     parts = [
         f"Attention forward on the CPU, batch {document['batch']}, {document['heads']} heads: "
         f"GFLOP/s, and in brackets torch's time over ours (above 1, ours is faster). {env['cpu']} "
-        f"({env['isa']}), {env['time'][:10]}, commit {env['commit'][:12] or 'unknown'}, torch "
-        f"{env['torch']}; from [{Path(file).name}]({file})."
+        f"({env['isa']}), {env['time'][:10]}, {at}, torch {env['torch']}; from "
+        f"[{source.path.name}]({source.link})."
     ]
     for threads, summary in document["summary_by_threads"].items():
         cells = [c for c in document["cells"] if c["threads"] == int(threads)]
@@ -164,33 +236,169 @@ def render_cpu(document: dict[str, Any], file: str) -> str:
             f"{summary['lowest']:.2f} to {summary['highest']:.2f}:",
             _cpu_table(cells),
         ]
+    one = document["cells"][len(document["cells"]) // 2]
+    script = "python benchmarks/cpu_attention.py --threads"
+    parts.append(
+        _commands(
+            f"{script} {' '.join(document['summary_by_threads'])}",
+            f"{script} {one['threads']} --dtypes {one['dtype']} --seq {one['seq']}",
+        )
+    )
     return "\n\n".join(parts)
 
 
-RENDERERS: dict[str, Callable[[dict[str, Any], str], str]] = {
+TABLES: dict[str, Callable[[Source], str]] = {
     "attention-grid": render_grid,
     "attention-list": render_list,
     "cpu-attention": render_cpu,
 }
 
 
-def render(text: str, root: Path = ROOT) -> str:
-    """`text` with every marked table made anew from its files."""
+# ---- pictures --------------------------------------------------------------------------------
 
-    def replace(match: re.Match[str]) -> str:
-        kind, pattern = match["kind"], match["file"]
-        if kind not in RENDERERS:
-            raise SystemExit(f"README.md: table kind {kind}, known are {', '.join(RENDERERS)}")
-        tables = [
-            RENDERERS[kind](
-                json.loads(path.read_text(encoding="utf-8")), str(path.relative_to(root))
+PICTURES = {
+    "speed-picture": ("speed", "speed against sequence length, with every peer"),
+    "ratio-picture": ("ratio", "the time of every peer over ours"),
+    "roofline-picture": ("roofline", "speed against arithmetic intensity"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A file in docs/pictures/ that some document shows."""
+
+    path: Path
+    record: Record
+    chart: str
+    theme: Theme
+
+    def complaint(self) -> str:
+        """What is wrong with the file, "" when it shows this very record."""
+        if not self.path.exists():
+            return "is missing"
+        found = _DIGEST.search(self.path.read_bytes())
+        if found is None or found.group(1).decode() != self.record.digest:
+            return f"was not made from {self.record.path.name} as it is now"
+        return ""
+
+
+def pictures_of(source: Source, kind: str, root: Path) -> list[Picture]:
+    """The files of one block, light and dark; none where the record has no such picture."""
+    record = rec.read_record(source.path)
+    chart, _ = PICTURES[kind]
+    if charts.why_not(record, chart):
+        return []
+    folder = root / _PICTURES
+    return [
+        Picture(folder / f"{record.name}-{chart}-{theme.name}.svg", record, chart, theme)
+        for theme in THEMES.values()
+    ]
+
+
+def render_picture(source: Source, kind: str, pictures: list[Picture], folder: Path) -> str:
+    """Shows the picture that fits the reader's setting, to a document in `folder`."""
+    chart, words = PICTURES[kind]
+    title = source.document["title"]
+    if not pictures:
+        reason = charts.why_not(rec.read_record(source.path), chart)
+        return f"No {chart} picture of [{source.path.name}]({source.link}): {reason}."
+    links = {p.theme.name: os.path.relpath(p.path, folder) for p in pictures}
+    alt = html.escape(f"{title}, {rec.machine(source.document)}: {words}")
+    shown = (
+        "<picture>\n"
+        f'  <source media="(prefers-color-scheme: dark)" srcset="{links["dark"]}">\n'
+        f'  <img alt="{alt}" src="{links["light"]}">\n'
+        "</picture>"
+    )
+    if not source.outdated:
+        return shown
+    return f"{shown}\n\n{rec.provenance(source.document, outdated=True)}."
+
+
+# ---- documents -------------------------------------------------------------------------------
+
+
+def documents(root: Path) -> Iterator[Path]:
+    """README.md and what is under docs/, where something stands between markers."""
+    for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+        if path.exists() and _BLOCK.search(path.read_text(encoding="utf-8")):
+            yield path
+
+
+def _commit_of(document: dict[str, Any]) -> str:
+    return rec.commit(document if "commit" in document else document["environment"])
+
+
+class Report:
+    """All blocks of all documents as their records say they should be."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.texts: dict[Path, str] = {}  # of each document, as it should be
+        self.pictures: dict[Path, Picture] = {}
+        self.complaints: list[str] = []
+        for path in documents(root):
+            text = path.read_text(encoding="utf-8")
+            self.texts[path] = _BLOCK.sub(functools.partial(self._block, path), text)
+        for picture in self.pictures.values():
+            if complaint := picture.complaint():
+                self.complaints.append(f"{self._name(picture.path)} {complaint}")
+        self.unused = sorted(set((root / _PICTURES).glob("*.svg")) - set(self.pictures))
+        self.complaints += [f"{self._name(path)} is shown nowhere" for path in self.unused]
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    def _block(self, path: Path, match: re.Match[str]) -> str:
+        kind, pattern, body = match["kind"], match["file"], match["body"]
+        if kind not in TABLES and kind not in PICTURES:
+            known = ", ".join([*TABLES, *PICTURES])
+            raise CommandError(f"{self._name(path)}: results of kind {kind}, known are {known}")
+        parts = []
+        unsaid = ""
+        for file in sorted(self.root.glob(pattern)):
+            source = self._source(file, path.parent, body)
+            said = f"measured at {_commit_of(source.document)}"
+            if source.outdated and said not in body:
+                unsaid = f": the kernels have changed and it does not say {said}"
+            parts.append(self._part(source, kind, path.parent))
+        made = "".join(f"\n{part}\n" for part in parts) + ("\n" if parts else "")
+        if made != body:
+            self.complaints.append(
+                f"{self._name(path)}: {kind} {pattern} does not match its record{unsaid}"
             )
-            for path in sorted(root.glob(pattern))
-        ]
-        body = "".join(f"\n{table}\n" for table in tables) + ("\n" if tables else "")
-        return f"<!-- results: {kind} {pattern} -->\n{body}<!-- results: end -->"
+        return f"<!-- results: {kind} {pattern} -->\n{made}<!-- results: end -->"
 
-    return _BLOCK.sub(replace, text)
+    def _source(self, file: Path, folder: Path, body: str) -> Source:
+        """A record; where no one can tell whether it is outdated, it is what the block says."""
+        document = json.loads(file.read_text(encoding="utf-8"))
+        changed = outdated(document, self.root)
+        if changed is None:
+            changed = f"measured at {_commit_of(document)}" in body
+        return Source(file, document, os.path.relpath(file, folder), changed)
+
+    def _part(self, source: Source, kind: str, folder: Path) -> str:
+        if kind in TABLES:
+            if "schema" in source.document:  # held to its schema where jsonschema is installed
+                rec.read_record(source.path)
+            return TABLES[kind](source)
+        pictures = pictures_of(source, kind, self.root)
+        self.pictures |= {picture.path: picture for picture in pictures}
+        return render_picture(source, kind, pictures, folder)
+
+    def write(self) -> None:
+        """Draws every picture anew, removes those shown nowhere, rewrites the documents."""
+        for picture in self.pictures.values():
+            drawn = charts.draw(picture.record, picture.chart, picture.theme, "svg")
+            picture.path.parent.mkdir(parents=True, exist_ok=True)
+            picture.path.write_bytes(drawn)
+            print(self._name(picture.path))
+        for path in self.unused:
+            path.unlink()
+        for path, text in self.texts.items():
+            if path.read_text(encoding="utf-8") != text:
+                path.write_text(text, encoding="utf-8")
+                print(self._name(path))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -198,19 +406,21 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 on a mismatch")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
+    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="another checkout")
     arguments = parser.parse_args(argv)
-    text = arguments.readme.read_text(encoding="utf-8")
-    rendered = render(text, arguments.readme.resolve().parent)
-    if rendered == text:
-        return 0
-    if arguments.check:
-        print(f"{arguments.readme} does not match its results: run python benchmarks/report.py",
-              file=sys.stderr)  # fmt: skip
+    try:
+        report = Report(arguments.root.resolve())
+        if not arguments.check:
+            report.write()
+            return 0
+    except CommandError as error:
+        print(error, file=sys.stderr)
         return 1
-    arguments.readme.write_text(rendered, encoding="utf-8")
-    print(f"{arguments.readme}: tables rewritten")
-    return 0
+    for complaint in report.complaints:
+        print(complaint, file=sys.stderr)
+    if report.complaints:
+        print("run python benchmarks/report.py", file=sys.stderr)
+    return 1 if report.complaints else 0
 
 
 if __name__ == "__main__":

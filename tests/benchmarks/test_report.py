@@ -1,15 +1,20 @@
-"""README's tables are the recorded results and nothing else; the GPU script counts what ran."""
+"""Tables and pictures are the recorded results and nothing else; the GPU script counts what ran."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import bench_records
 import pytest
+from flashmoe_science.cli import build_parser, environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,56 +32,83 @@ def load(name: str) -> ModuleType:
 report = load("report")
 
 
-def cell(seq: int, causal: str, tflops: float, ratio: float, verdict: str) -> dict[str, Any]:
-    shape = {"batch": 1, "seq_q": seq, "seq_k": seq, "heads_q": 8, "heads_kv": 2, "dim": 64,
-             "dim_v": 64, "dtype": "bf16", "causal": causal}  # fmt: skip
-    against = {"ratio": ratio, "low": ratio - 0.1, "high": ratio + 0.1, "verdict": verdict}
-    contenders = {
-        "flashmoe": {"status": "ok", "tflops": tflops},
-        "torch-flash": {"status": "ok", "against": against},
-        "torch-cudnn": {"status": "refused", "reason": "no"},
-    }
-    return {"shape": shape, "status": "ok", "contenders": contenders}
+def source(document: dict[str, Any], outdated: bool = False) -> Any:
+    return report.Source(Path("x.json"), document, "results/x.json", outdated)
 
 
-@pytest.fixture
-def document() -> dict[str, Any]:
-    void = {"shape": cell(64, "none", 1, 1, "tie")["shape"], "status": "void", "reason": "wrong"}
-    summary = {"geometric_mean": 1.1, "least": 1.0, "most": 1.21, "rows": 2, "faster": 1, "tie": 1,
-               "slower": 0}  # fmt: skip
-    return {
-        "title": "Attention",
-        "date": "2026-11-21T10:00:00+00:00",
-        "commit": "0123456789abcdef",
-        "device": {"device": "cuda:0", "name": "NVIDIA H200"},
-        "environment": {"packages": {"torch": "2.13.0"}, "threads": 2},
-        "cells": [
-            cell(32, "none", 400.4, 1.21, "faster"),
-            void,
-            cell(32, "bottom_right", 300.0, 1.0, "tie"),
-        ],
-        "summary": {"torch-flash": summary},
-    }
+# ---- what stands here ------------------------------------------------------------------------
 
 
-def test_readme_matches_the_recorded_results() -> None:
+def test_the_documents_match_the_recorded_results() -> None:
     assert report.main(["--check"]) == 0
 
 
-def test_a_grid(document: dict[str, Any]) -> None:
-    lines = report.render_grid(document, "results/x.json").splitlines()
+@pytest.mark.parametrize("page", list(report.documents(ROOT)), ids=lambda p: p.name)
+def test_every_command_to_measure_again_is_one(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    commands = re.findall(r"^(flashmoe bench .*?)(?: +#.*)?$", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        build_parser().parse_args(shlex.split(command)[1:])
+
+
+# ---- tables ----------------------------------------------------------------------------------
+
+
+def test_a_grid() -> None:
+    lines = report.render_grid(source(bench_records.grid())).splitlines()
     assert "NVIDIA H200, 2026-11-21, commit 0123456789ab, torch 2.13.0" in lines[0]
+    assert "[x.json](results/x.json)" in lines[0]
     assert "|  |  | S=32 | S=64 |" in lines
     assert "| bf16 D=64 full | TFLOP/s | 400 | void |" in lines
     assert "|  | over torch-flash | 1.21 | - |" in lines
-    assert "|  | over torch-flash | 1.00 (tie) | - |" in lines
-    assert "1.10 over torch-flash (from 1.00 to 1.21; faster in 1, tied in 1" in lines[-1]
+    assert "|  | over torch-flash | 1.00 (tie) | 0.83 |" in lines
+    means = next(line for line in lines if line.startswith("Geometric mean"))
+    assert "1.10 over torch-flash (from 0.83 to 1.21; faster in 1, tied in 1" in means
+    assert lines[-4:] == [
+        "```sh",
+        "flashmoe bench --suite grid --device cuda",
+        "flashmoe bench --batch 1 --seq 32 --heads 8 --kv-heads 2 --dim 64 --causal --dtype bf16 "
+        "--device cuda",
+        "```",
+    ]
 
 
-def test_a_list(document: dict[str, Any]) -> None:
-    lines = report.render_list(document, "results/x.json").splitlines()
-    assert "| bf16 | full | 1 | 32 | 8/2 | 64 | 400 | 1.21 |" in lines
-    assert "| bf16 | full | 1 | 64 | 8/2 | 64 | void | - |" in lines
+def test_a_grid_with_a_ceiling() -> None:
+    document = bench_records.grid()
+    document["cells"][0]["contenders"]["flashmoe"]["ceiling_fraction"] = 0.572
+    lines = report.render_grid(source(document)).splitlines()
+    assert "|  | of a matrix product | 57% | void |" in lines
+    assert "|  | of a matrix product | - | - |" in lines
+
+
+def test_a_list() -> None:
+    document = bench_records.a_list()
+    document["cells"].append(bench_records.void(bench_records.shape(64), "wrong"))
+    ours = document["cells"][1]["contenders"]["flashmoe"]
+    del ours["graph_s"]
+    ours["median_s"] = 1.25e-5
+    lines = report.render_list(source(document)).splitlines()
+    assert (
+        "| dtype | B | S | H | D | mask | us | us in a graph | TFLOP/s | over torch-flash |"
+    ) in lines
+    assert "| bf16 | 4 | 32 | 8/2 | 64 | full | 12.5 | - | 300 | 25.50 |" in lines
+    assert "| bf16 | 1 | 64 | 8/2 | 64 | full | void | void | void | - |" in lines
+    (few,) = [line for line in lines if "1/8192" in line]
+    assert few.endswith("| 5.0 | 2.5 | 1.02 (tie) |")
+
+
+def test_an_older_record_reads_the_same() -> None:
+    older = bench_records.grid(schema=1)
+    for key in ("command", "source", "ceilings", "machine_before", "machine_after", "peers"):
+        del older[key]
+    assert report.render_grid(source(older)) == report.render_grid(source(bench_records.grid()))
+
+
+@pytest.mark.parametrize("render", [report.render_grid, report.render_list])
+def test_an_outdated_table_says_when_it_was_true(render: Any) -> None:
+    caption = render(source(bench_records.grid(), outdated=True)).splitlines()[0]
+    assert "measured at 0123456789ab (the kernels have changed since)" in caption
 
 
 def test_a_cpu_record() -> None:
@@ -94,43 +126,258 @@ def test_a_cpu_record() -> None:
         "summary_by_threads": {"1": summary, "2": summary},
         "cells": cells,
     }  # fmt: skip
-    lines = report.render_cpu(record, "x.json").splitlines()
+    lines = report.render_cpu(source(record)).splitlines()
     assert "| fp32 D=64 causal | 50 (1.50) |" in lines
     assert "| fp32 D=64 causal | 99 (1.50) | 99 (1.50) |" in lines
     assert "2 threads; geometric mean of the ratios 1.50, from 1.20 to 2.00:" in lines
 
 
-def readme(folder: Path, kind: str = "attention-grid") -> Path:
-    file = folder / "README.md"
-    file.write_text(
-        f"before\n<!-- results: {kind} r/*.json -->\nold\n<!-- results: end -->\nafter\n"
+# ---- documents, each deliberately broken ------------------------------------------------------
+
+
+class Checkout:
+    """A small checkout with two documents, whose tables and pictures are of one record."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.readme = root / "README.md"
+        self.page = root / "docs" / "more.md"
+        self.record = root / "r" / "x.json"
+        self.picture = root / "docs" / "pictures" / "x-ratio-dark.svg"
+        self.kernel = root / "cuda" / "kernel.cu"
+        (root / "docs").mkdir()
+        self.kernel.parent.mkdir()
+        self.kernel.write_text("// one\n")
+        self.readme.write_text(f"before\n{self.block('attention-grid')}after\n")
+        self.page.write_text(
+            f"{self.block('ratio-picture')}{self.block('attention-list')}"
+            f"{self.block('roofline-picture')}"
+        )
+        self.measure()
+
+    @staticmethod
+    def block(kind: str) -> str:
+        return f"<!-- results: {kind} r/x*.json -->\nold\n<!-- results: end -->\n"
+
+    def measure(self, **given: Any) -> None:
+        made = bench_records.grid(**given)
+        if "source" not in given:
+            made["source"]["hash"] = environment.source_hash(self.root)
+        bench_records.write(self.record, made)
+
+    def git(self, *arguments: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        run = subprocess.run(
+            ["git", *who, *arguments], cwd=self.root, capture_output=True, text=True, check=True
+        )
+        return run.stdout.strip()
+
+    def make(self) -> None:
+        assert report.main(["--root", str(self.root)]) == 0
+
+    def complaints(self, capsys: pytest.CaptureFixture[str]) -> str:
+        """What --check says; it must fail exactly when it complains."""
+        capsys.readouterr()
+        code = report.main(["--check", "--root", str(self.root)])
+        words = capsys.readouterr().err
+        assert code == (1 if words else 0)
+        return words
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    pytest.importorskip("matplotlib")
+    return Checkout(tmp_path)
+
+
+def test_what_it_makes_it_accepts(checkout: Checkout, capsys: pytest.CaptureFixture[str]) -> None:
+    words = checkout.complaints(capsys)
+    assert "README.md: attention-grid r/x*.json does not match its record\n" in words
+    assert "docs/pictures/x-ratio-dark.svg is missing\n" in words
+    assert "docs/pictures/x-roofline-light.svg is missing\n" in words
+    checkout.make()
+    assert checkout.complaints(capsys) == ""
+    text = checkout.readme.read_text()
+    assert text.startswith("before\n") and text.endswith("<!-- results: end -->\nafter\n")
+    page = checkout.page.read_text()
+    assert "[x.json](../r/x.json)" in page
+    for target in re.findall(r'(?:src|srcset)="([^"]+)"', page):
+        assert (checkout.page.parent / target).exists()
+    before = checkout.picture.read_bytes()
+    checkout.make()
+    assert checkout.picture.read_bytes() == before
+
+
+def test_no_record_no_numbers(checkout: Checkout, capsys: pytest.CaptureFixture[str]) -> None:
+    checkout.make()
+    checkout.record.unlink()
+    assert "README.md: attention-grid" in checkout.complaints(capsys)
+    checkout.make()
+    assert checkout.complaints(capsys) == ""
+    assert checkout.readme.read_text() == (
+        "before\n<!-- results: attention-grid r/x*.json -->\n<!-- results: end -->\nafter\n"
     )
-    return file
+    assert not checkout.picture.exists()
 
 
-def test_no_record_no_numbers(tmp_path: Path) -> None:
-    file = readme(tmp_path)
-    assert report.main(["--check", "--readme", str(file)]) == 1
-    assert report.main(["--readme", str(file)]) == 0
-    assert file.read_text() == (
-        "before\n<!-- results: attention-grid r/*.json -->\n<!-- results: end -->\nafter\n"
+def test_a_number_changed_by_hand_is_seen(
+    checkout: Checkout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkout.make()
+    checkout.page.write_text(checkout.page.read_text().replace("1.21", "1.31"))
+    assert "docs/more.md: attention-list" in checkout.complaints(capsys)
+
+
+def test_a_changed_record_is_seen(checkout: Checkout, capsys: pytest.CaptureFixture[str]) -> None:
+    checkout.make()
+    made = json.loads(checkout.record.read_text())
+    made["cells"][0]["contenders"]["flashmoe"]["tflops"] = 411.6
+    checkout.record.write_text(json.dumps(made))
+    words = checkout.complaints(capsys)
+    assert "README.md: attention-grid" in words
+    assert "x-ratio-dark.svg was not made from x.json as it is now" in words
+
+
+def test_a_missing_picture_is_seen(checkout: Checkout, capsys: pytest.CaptureFixture[str]) -> None:
+    checkout.make()
+    checkout.picture.unlink()
+    assert checkout.complaints(capsys).splitlines() == [
+        "docs/pictures/x-ratio-dark.svg is missing",
+        "run python benchmarks/report.py",
+    ]
+
+
+def test_a_picture_of_another_record_is_seen(
+    checkout: Checkout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkout.make()
+    good = checkout.picture.read_bytes()
+    kept = checkout.record.read_text()
+    checkout.measure(title="Another")
+    checkout.make()
+    checkout.record.write_text(kept)
+    assert "x-ratio-dark.svg was not made from x.json" in checkout.complaints(capsys)
+    checkout.make()
+    assert checkout.picture.read_bytes() == good
+    checkout.picture.write_text("<svg/>")  # says nothing of where it is from
+    assert "x-ratio-dark.svg was not made from x.json" in checkout.complaints(capsys)
+
+
+def test_a_picture_shown_nowhere_is_seen_and_removed(
+    checkout: Checkout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkout.make()
+    extra = checkout.picture.with_name("y-speed-dark.svg")
+    extra.write_text("<svg/>")
+    assert "docs/pictures/y-speed-dark.svg is shown nowhere" in checkout.complaints(capsys)
+    checkout.make()
+    assert not extra.exists()
+
+
+def test_a_record_that_breaks_the_schema_is_refused(
+    checkout: Checkout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("jsonschema")
+    checkout.make()
+    made = json.loads(checkout.record.read_text())
+    made["cells"][0]["contenders"]["flashmoe"]["median_s"] = "fast"
+    checkout.record.write_text(json.dumps(made))
+    assert "breaks the schema" in checkout.complaints(capsys)
+
+
+def test_a_changed_kernel_is_seen_by_the_hash_of_the_sources(
+    checkout: Checkout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkout.make()
+    assert "commit 0123456789ab" in checkout.readme.read_text()
+    checkout.kernel.write_text("// two\n")
+    words = checkout.complaints(capsys)
+    said = "the kernels have changed and it does not say measured at 0123456789ab"
+    assert [line.split(" ")[1] for line in words.splitlines() if said in line] == [
+        "attention-grid", "ratio-picture", "attention-list", "roofline-picture",
+    ]  # fmt: skip
+    checkout.make()
+    assert checkout.complaints(capsys) == ""
+    text = checkout.readme.read_text()
+    assert "measured at 0123456789ab (the kernels have changed since)" in text
+
+    checkout.readme.write_text(text.replace("measured at 0123456789ab", "commit 0123456789ab"))
+    assert f"README.md: attention-grid r/x*.json does not match its record: {said}" in (
+        checkout.complaints(capsys)
+    )
+    checkout.make()
+    checkout.kernel.write_text("// one\n")  # as measured: it may not say so any longer
+    assert "README.md: attention-grid" in checkout.complaints(capsys)
+
+
+def test_a_changed_kernel_is_seen_by_the_history(
+    checkout: Checkout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkout.git("init", "-q")
+    checkout.git("add", "-A")
+    checkout.git("commit", "-qm", "one")
+    unknown = {"commit": "", "hash": ""}
+    checkout.measure(commit=checkout.git("rev-parse", "HEAD"), source=unknown)
+    checkout.make()
+    assert checkout.complaints(capsys) == ""
+    assert "measured at" not in checkout.readme.read_text()
+    checkout.kernel.write_text("// two\n")
+    assert "the kernels have changed" in checkout.complaints(capsys)
+    checkout.make()
+    assert "measured at" in checkout.readme.read_text()
+    assert checkout.complaints(capsys) == ""
+
+
+def test_without_history_a_document_is_taken_at_its_word(
+    checkout: Checkout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout.measure(source={"commit": "", "hash": ""})
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(checkout.root.parent))
+    checkout.make()
+    assert "commit 0123456789ab" in checkout.readme.read_text()
+    assert checkout.complaints(capsys) == ""
+    text = checkout.readme.read_text().replace(
+        "commit 0123456789ab", "measured at 0123456789ab (the kernels have changed since)"
+    )
+    checkout.readme.write_text(text)
+    assert checkout.complaints(capsys) == ""
+
+
+def test_what_was_measured_with_changes_was_no_commit() -> None:
+    older = bench_records.grid(commit=f"{bench_records.COMMIT}+changes", source={})
+    assert report.outdated(older, ROOT) is True
+
+
+def test_cpu_records_are_held_to_the_cpu_kernels(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    for folder in ("cpu", "core"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "kernel.cpp").write_text("// one\n")
+    checkout.git("init", "-q")
+    checkout.git("add", "-A")
+    checkout.git("commit", "-qm", "one")
+    head = checkout.git("rev-parse", "HEAD")
+    bench = {"commit": head, "device": {"device": "cpu"}, "environment": {}}
+    script = {"environment": {"commit": head}}
+    checkout.kernel.write_text("// two\n")
+    for document in (bench, script):
+        assert report.outdated(document, tmp_path) is False
+    (tmp_path / "core" / "kernel.cpp").write_text("// two\n")
+    for document in (bench, script):
+        assert report.outdated(document, tmp_path) is True
+    assert report.outdated({"environment": {"commit": "f" * 40}}, tmp_path) is None
+    script["environment"] |= {"commit": head, "cpu_sources_modified": True}
+    assert report.outdated(script, tmp_path) is True
+
+
+def test_an_unknown_kind_is_refused(checkout: Checkout, capsys: pytest.CaptureFixture[str]) -> None:
+    checkout.readme.write_text(checkout.block("video"))
+    assert "README.md: results of kind video, known are attention-grid" in (
+        checkout.complaints(capsys)
     )
 
 
-def test_a_changed_record_is_seen(tmp_path: Path, document: dict[str, Any]) -> None:
-    file = readme(tmp_path)
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "x.json").write_text(json.dumps(document))
-    assert report.main(["--readme", str(file)]) == 0
-    assert report.main(["--check", "--readme", str(file)]) == 0
-    document["cells"][0]["contenders"]["flashmoe"]["tflops"] = 401.6
-    (tmp_path / "r" / "x.json").write_text(json.dumps(document))
-    assert report.main(["--check", "--readme", str(file)]) == 1
-
-
-def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="known are attention-grid"):
-        report.main(["--readme", str(readme(tmp_path, "picture"))])
+# ---- the GPU script --------------------------------------------------------------------------
 
 
 def test_tests_are_counted(tmp_path: Path) -> None:
@@ -148,6 +395,64 @@ def test_without_a_gpu_there_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SystemExit, match="no GPU to measure on"):
         evidence.main([])
+
+
+class Steps:
+    """Stands for the steps of the GPU script: keeps their commands, writes what they would."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.commands: dict[str, list[str]] = {}
+        self.limits: set[float] = set()
+        self._failing = failing
+
+    def __call__(self, name: str, command: list[str], limit_s: float) -> dict[str, Any]:
+        self.commands[name] = command
+        self.limits.add(limit_s)
+        code = int(name == self._failing)
+        if "--json" in command and code == 0:
+            Path(command[command.index("--json") + 1]).write_text(json.dumps({"of": name}))
+        return {"name": name, "command": command, "code": code, "seconds": 1.0, "tail": ""}
+
+
+def gather(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch, out: Path, *options: str
+) -> tuple[int, dict[str, Any]]:
+    evidence = load("gpu_evidence")
+    monkeypatch.setattr(evidence, "gpu_name", lambda: "h200")
+    monkeypatch.setattr(evidence, "run_step", steps)
+    code = evidence.main(["--out", str(out), *options])
+    return code, json.loads((out / "gpu_evidence_h200.json").read_text())
+
+
+def test_the_evidence_can_be_restricted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps()
+    options = ["--suites", "gqa", "attention-forward", "--skip-tests", "--limit", "7"]
+    code, document = gather(steps, monkeypatch, tmp_path, *options, "--", "--peer", "torch-flash")
+    assert code == 0
+    assert list(steps.commands) == ["check", "bench gqa", "bench attention-forward", "host cost"]
+    assert steps.limits == {7}
+    assert all(steps.commands[n][-2:] == ["--peer", "torch-flash"] for n in steps.commands
+               if n.startswith("bench"))  # fmt: skip
+    assert all("cuda:0" in command for command in steps.commands.values())
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "attention_forward_h200.json",
+        "gpu_evidence_h200.json",
+        "gqa_h200.json",
+        "host_cost_h200.json",
+    }
+    assert "tests" not in document
+    assert document["check"] == {"of": "check"}
+    assert document["host_cost"] == {"of": "host cost"}
+
+
+def test_a_step_that_fails_leaves_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "host_cost_h200.json").write_text('{"of": "an earlier run"}')
+    code, document = gather(Steps(failing="host cost"), monkeypatch, tmp_path, "--skip-tests")
+    assert code == 1
+    assert document["passed"] is False
+    assert "host_cost" not in document
 
 
 def test_steps_are_run_and_timed(tmp_path: Path) -> None:

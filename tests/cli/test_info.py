@@ -95,3 +95,21 @@ def test_records_hold_no_paths(monkeypatch: pytest.MonkeyPatch) -> None:
         k: v for k, v in record["variables"].items() if "LOG" not in k
     }
     assert str(Path(sys.prefix)) not in json.dumps(record)
+
+
+def test_the_source_hash_is_what_a_shell_prints() -> None:
+    root = Path(__file__).parents[2]
+    command = environment.source_hash.__doc__
+    assert command is not None
+    shell = command.partition(":\n\n")[2]
+    printed = subprocess.run(
+        ["bash", "-c", shell], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert environment.source_hash(root) == printed.stdout.split()[0]
+
+
+def test_outside_a_checkout_there_is_no_source_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert environment.source_hash() == ""

@@ -134,3 +134,9 @@ def test_numpy_and_torch_judge_alike(dtype: str) -> None:
     assert here.passed
     assert here.error == pytest.approx(there.error)
     assert here.plain_error == pytest.approx(there.plain_error, rel=0.5)
+
+
+def test_one_query_gathers_few_keys_at_a_time() -> None:
+    """Decoding: a block of scores is small, the keys behind it are not."""
+    blocks = list(reference._blocks(list(range(100)), [0], keys=1000, dim=128, limit=10 * 128000))
+    assert [len(pairs) for pairs, _ in blocks] == [10] * 10

@@ -91,13 +91,20 @@ class FakeCuda:
         self.captures = captures
         self.capturing = False
         self.uint8 = "uint8"
+        self.allocated = self.peak = 0
         self.cuda = SimpleNamespace(
             Event=lambda enable_timing: Event(self),
             CUDAGraph=lambda: SimpleNamespace(replay=lambda: self.advance(0.4, "replay")),
             get_device_properties=lambda device: SimpleNamespace(L2_cache_size=50 * 2**20),
             graph=self.graph,
             synchronize=lambda: self.log.append("synchronize"),
+            reset_peak_memory_stats=self.reset_peak,
+            memory_allocated=lambda: self.allocated,
+            max_memory_allocated=lambda: self.peak,
         )
+
+    def reset_peak(self) -> None:
+        self.peak = self.allocated
 
     def empty(self, size: int, dtype: str, device: str) -> Any:
         assert size == 100 * 2**20
@@ -109,7 +116,7 @@ class FakeCuda:
         self.log.append(what)
 
     @contextmanager
-    def graph(self, graph: Any) -> Iterator[None]:
+    def graph(self, graph: Any, capture_error_mode: str) -> Iterator[None]:
         if not self.captures:
             raise RuntimeError("cannot be captured")
         self.capturing = True
@@ -144,8 +151,29 @@ def test_a_gpu_call_is_timed_alone_and_with_a_cold_cache() -> None:
 def test_short_gpu_calls_have_graph_and_host_times(captures: bool) -> None:
     gpu = FakeCuda(captures)
     clock = CudaClock(gpu, "cuda:0")
-    contender = Contender("x", lambda: gpu.advance(0.02, "call"))
-    extra = clock.extra(contender, 20e-6)
-    assert extra["host_s"] >= 0
-    assert extra["graph_s"] == (pytest.approx(0.4e-3 / 20) if captures else None)
-    assert clock.extra(contender, 1.0) == {}
+    contenders = [
+        Contender("short", lambda: gpu.advance(0.02, "call")),
+        Contender("long", lambda: gpu.advance(2.0, "call")),
+        Contender("another's", lambda: gpu.advance(0.02, "call"), of_torch=False),
+    ]
+    medians = {"short": 20e-6, "long": 2e-3, "another's": 20e-6}
+    details = clock.details(contenders, medians, seed=0)
+    assert details["short"]["host_s"] >= 0
+    assert details["another's"]["host_s"] >= 0
+    assert details["short"]["graph_s"] == (pytest.approx(0.4e-3 / 20) if captures else None)
+    assert len(details["short"].get("graph_samples_s", [])) == (15 if captures else 0)
+    assert details["another's"]["graph_s"] is None
+    assert set(details["long"]) == {"peak_bytes"}
+
+
+def test_peak_memory_is_what_a_call_adds() -> None:
+    gpu = FakeCuda()
+    gpu.allocated = 1000
+
+    def call() -> None:
+        gpu.peak = max(gpu.peak, gpu.allocated + 300)
+        gpu.allocated += 100
+
+    contenders = [Contender("x", call), Contender("another's", call, of_torch=False)]
+    details = CudaClock(gpu, "cuda:0").details(contenders, {"x": 1.0, "another's": 1.0}, seed=0)
+    assert details == {"x": {"peak_bytes": 300}, "another's": {}}

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flashmoe_science.cli import bench, check, config, info, plan
+from flashmoe_science.cli import bench, check, config, info, plan, plot, profile
 from flashmoe_science.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, CommandError
 from flashmoe_science.errors import FlashMoEError
 
@@ -25,7 +25,7 @@ else. Without a GPU all of them work on the CPU backend and say so.
 _EPILOG = """\
 exit codes
   0    done; for check: all five checks passed; for bench: no row of ours is void
-  1    the request failed, a check failed or a row is void; the reason is printed
+  1    the request failed, a check failed, a row is void or a gate failed; the reason is printed
   2    the command line is wrong
   130  interrupted; bench has kept what it measured
 
@@ -33,6 +33,8 @@ examples
   flashmoe check
   flashmoe plan --batch 1 --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal
   flashmoe bench --suite cpu --json results.json
+  flashmoe plot results.json --html report.html
+  flashmoe profile --seq 4096 --heads 16 --dim 128 --causal
   cmake -B build -DCMAKE_PREFIX_PATH="$(flashmoe config --cmakedir)"
 """
 
@@ -46,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (info, check, plan, bench, config):
+    for module in (info, check, plan, bench, plot, profile, config):
         module.add_parser(subparsers)
     return parser
 
@@ -54,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code."""
     arguments = build_parser().parse_args(argv)
+    arguments.argv = list(sys.argv[1:] if argv is None else argv)  # what a record says was asked
     try:
         return int(arguments.run(arguments))
     except (CommandError, FlashMoEError) as error:  # both are whole explanations

@@ -1,4 +1,4 @@
-"""`flashmoe bench`: our kernels beside torch's, checked first, interleaved, with intervals."""
+"""`flashmoe bench`: our kernels beside others, checked first, interleaved, with intervals."""
 
 from __future__ import annotations
 
@@ -7,26 +7,33 @@ import dataclasses
 import datetime
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from flashmoe_science.cli import environment, peers
 from flashmoe_science.cli.arrays import Arrays, choose_arrays, normal_device, usable_device
-from flashmoe_science.cli.measure import OURS, measure
+from flashmoe_science.cli.bench_table import BenchTable, print_summary
+from flashmoe_science.cli.ceilings import measure_ceilings
+from flashmoe_science.cli.compare import failures_below, print_gate, run_compare
+from flashmoe_science.cli.measure import describe, measure
 from flashmoe_science.cli.output import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
     CommandError,
     Output,
-    Table,
     add_json_option,
+    at_least,
+    check_writable,
     positive,
     write_json,
 )
+from flashmoe_science.cli.records import SCHEMA
 from flashmoe_science.cli.shapes import (
     Shape,
     Suite,
     add_shape_options,
+    given_shape_options,
     load_suite,
     shape_from_options,
     suite_names,
@@ -34,21 +41,20 @@ from flashmoe_science.cli.shapes import (
 from flashmoe_science.cli.stats import geometric_mean
 from flashmoe_science.cli.timing import Sampling
 
-SCHEMA = 1
-
 _DESCRIPTION = """\
-Times our attention beside the back ends of torch's scaled_dot_product_attention, on the same
+Times our attention beside other implementations that are installed here, its peers, on the same
 tensors in the same run: a suite of shapes, or one shape from flags.
 
 For every shape, before anything is timed: our call writes into poisoned outputs, the launch is
 read back and must be the planned one, and every output must hold the accuracy rule against
 float64 (docs/accuracy.md). A row of ours that fails is void: it has a reason and no times. Then
 calls alternate in random order. On a GPU the L2 cache is flushed before each call and time is
-taken between CUDA events; for short calls the time in a CUDA graph and the host's time are
-recorded too. A ratio is the peer's median over ours (above 1: ours is faster) with its 95 %
+taken between CUDA events; for short calls the time in a CUDA graph and the host's time stand
+beside it. A ratio is the peer's median over ours (above 1: ours is faster) with its 95 %
 bootstrap interval; an interval that holds 1 is a tie.
 
   flashmoe bench --suite attention-forward --json results.json
+  flashmoe bench --compare before.json results.json --fail-below 0.97
   flashmoe bench --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal --peer torch-flash
 """
 
@@ -56,7 +62,7 @@ bootstrap interval; an interval that holds 1 is a tie.
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        help="our kernels beside torch's: checked, interleaved, with intervals",
+        help="our kernels beside others: checked, interleaved, with intervals",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -67,8 +73,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--peer",
         action="append",
-        choices=(*peers.PEER_NAMES, "none"),
-        help="time beside this one only; may be repeated (default: all there are)",
+        metavar="NAME",
+        help="time beside this one only, such as torch-flash, fa3 or jax-cudnn, or none; may be "
+        "repeated (default: all that are installed)",
     )
     parser.add_argument(
         "--threads", type=positive(int), metavar="N", help="threads on the CPU, ours and torch's"
@@ -83,12 +90,31 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--samples",
-        type=positive(int),
+        type=at_least(sampling.least),
         default=sampling.most,
         metavar="N",
-        help=f"at most so many samples of each (default {sampling.most})",
+        help=f"at most so many samples of each, {sampling.least} or more (default {sampling.most})",
     )
-    parser.add_argument("--seed", type=int, default=sampling.seed, metavar="N", help="(default 0)")
+    parser.add_argument(
+        "--seed",
+        type=at_least(0),
+        default=sampling.seed,
+        metavar="N",
+        help="of the tensors, the order of calls and the intervals (default 0)",
+    )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A.json", "B.json"),
+        help="measure nothing; show which shapes moved beyond noise from one record to the other",
+    )
+    parser.add_argument(
+        "--fail-below",
+        type=positive(float),
+        metavar="RATIO",
+        help="exit with 1 when the ratio of a shape over its fastest peer, or with --compare of B "
+        "over A, is below this with its whole interval",
+    )
     add_json_option(parser)
     parser.set_defaults(run=run)
 
@@ -102,11 +128,19 @@ def _choose_device(flashmoe: Any, arguments: argparse.Namespace, suite: Suite | 
 
 
 def _shapes(arguments: argparse.Namespace, suite: Suite | None, device: str) -> tuple[Shape, ...]:
+    given = given_shape_options(arguments)
     if suite is None:
+        if not given:
+            raise CommandError(
+                f"--suite: give one of {', '.join(suite_names())}, or a shape by --seq, --heads "
+                "and --dim"
+            )
         default = "fp32" if device == "cpu" else "bf16"
         return (shape_from_options(arguments, default),)
-    if arguments.heads is not None or arguments.dim is not None:
-        raise CommandError("--suite: a suite has its own shapes; give either it or shape flags")
+    if given:
+        raise CommandError(
+            f"--suite: a suite has its own shapes; give either it or {' '.join(given)}"
+        )
     if suite.device == "cuda" and device == "cpu":
         raise CommandError(
             f"--suite: {suite.name} is for a GPU and would take hours on the CPU; there the suites "
@@ -119,35 +153,12 @@ def _set_threads(flashmoe: Any, arrays: Arrays, threads: int | None) -> None:
     """One number of threads for us and for torch."""
     if arrays.device != "cpu":
         return
-    flashmoe.set_num_threads(threads or 0)
+    try:
+        flashmoe.set_num_threads(threads or 0)
+    except ValueError as error:  # it names its own argument, n
+        raise CommandError(f"--threads: {str(error).partition(': ')[2]}") from error
     if arrays.name == "torch":
         arrays.xp.set_num_threads(flashmoe.get_num_threads())
-
-
-def _ratio_text(entry: dict[str, Any] | None) -> str:
-    if entry is None or entry["status"] != "ok":
-        return "-" if entry is None else entry["status"]
-    against = entry["against"]
-    half = max(against["high"] - against["ratio"], against["ratio"] - against["low"])
-    tie = " tie" if against["verdict"] == "tie" else ""
-    return f"{against['ratio']:.2f}±{half:.2f}{tie}"
-
-
-def _print_cell(
-    table: Table,
-    output: Output,
-    shape: Shape,
-    cell: dict[str, Any],
-    names: list[str],
-    per_tera: float,
-) -> None:
-    if cell["status"] != "ok":
-        output.line(f"{shape!s:<36}  VOID: {cell['reason']}", style="bold red")
-        return
-    ours = cell["contenders"][OURS]
-    spread = (ours["q3_s"] - ours["q1_s"]) / ours["median_s"] * 100
-    cells = [f"{ours['median_s'] * 1e6:.1f}", f"{spread:.1f} %", f"{ours['tflops'] * per_tera:.4g}"]
-    table.row([str(shape), *cells, *(_ratio_text(cell["contenders"].get(n)) for n in names)])
 
 
 def summarise(cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -169,44 +180,67 @@ def summarise(cells: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _print_summary(document: dict[str, Any], output: Output) -> None:
-    for name, s in document["summary"].items():
-        output.line(
-            f"{name}: geometric mean {s['geometric_mean']:.2f}, from {s['least']:.2f} to "
-            f"{s['most']:.2f}; faster in {s['faster']}, tied in {s['tie']}, slower in "
-            f"{s['slower']} of {s['rows']}"
-        )
-    reasons: dict[str, set[str]] = {}
-    for cell in document["cells"]:
-        for name, entry in cell.get("contenders", {}).items():
-            if entry["status"] != "ok":
-                reasons.setdefault(f"{name} {entry['status']}", set()).add(entry["reason"])
-    for name, found in reasons.items():
-        output.line(f"{name}: {sorted(found)[0]}")
+def _command(argv: list[str]) -> list[str]:
+    """How to repeat this run; where its record went is no part of that."""
+    kept = ["flashmoe"]
+    words = iter(argv)
+    for word in words:
+        if word == "--json":
+            following = next(words, "-")
+            kept += [following] if following.startswith("--") else []
+        elif not word.startswith("--json="):
+            kept.append(word)
+    return kept
 
 
 def _document(
-    flashmoe: Any, device: str, suite: Suite | None, sampling: Sampling, kernel: str | None
+    flashmoe: Any,
+    arrays: Arrays,
+    suite: Suite | None,
+    shapes: Sequence[Shape],
+    chosen: Sequence[peers.Peer | peers.Missing],
+    sampling: Sampling,
+    arguments: argparse.Namespace,
 ) -> dict[str, Any]:
+    device = arrays.device
+    commit = environment.guarded(environment.git_commit)
     return {
         "schema": SCHEMA,
         "operation": "attention_forward",
         "suite": suite.name if suite else None,
         "title": suite.title if suite else "Attention forward, one shape",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": environment.guarded(environment.git_commit),
+        "command": _command(arguments.argv),
+        "commit": commit,
+        "source": {"commit": commit, "hash": environment.guarded(environment.source_hash)},
         "device": {"device": device} | environment.as_dict(flashmoe.device_info(device)),
-        "kernel": kernel,
+        "kernel": arguments.kernel,
         "load_average": os.getloadavg()[0],
         "sampling": dataclasses.asdict(sampling),
         "environment": environment.for_record(),
+        "peers": peers.describe(chosen),
+        "ceilings": measure_ceilings(arrays, {s.dtype for s in shapes}, sampling),
+        "machine_before": environment.guarded(environment.nvidia_smi),
         "complete": False,
         "cells": [],
         "summary": {},
     }
 
 
+def _measure(flashmoe: Any, arrays: Arrays, shape: Shape, *rest: Any) -> dict[str, Any]:
+    """The cell of a shape; one that cannot be measured is void and leaves the others alone."""
+    try:
+        return measure(flashmoe, arrays, shape, *rest)
+    except Exception as error:  # such as no memory
+        reason = f"measuring failed: {type(error).__name__}: {error}"
+        return describe(shape) | {"status": "void", "reason": reason}
+
+
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.compare is not None:
+        if arguments.suite is not None or given_shape_options(arguments):
+            raise CommandError("--compare: it measures nothing; give neither a suite nor a shape")
+        return run_compare(arguments)
     flashmoe = environment.package()
     suite = load_suite(arguments.suite) if arguments.suite else None
     device = _choose_device(flashmoe, arguments, suite)
@@ -225,17 +259,20 @@ def run(arguments: argparse.Namespace) -> int:
             f"--dtype: got {', '.join(unknown)}, accepted for {arrays.name} arrays on {device} are "
             f"{', '.join(arrays.dtypes)}"
         )
+    if arguments.json is not None:
+        check_writable(arguments.json)
     _set_threads(flashmoe, arrays, arguments.threads)
-    wanted = arguments.peer or peers.peer_names(arrays)
-    names = [n for n in peers.peer_names(arrays) if n in wanted]
+    chosen = peers.choose_peers(arrays, arguments.peer)
+    # One that was asked for by name is shown in every row, missing or not.
+    shown = [p for p in chosen if arguments.peer or isinstance(p, peers.Peer)]
+    names = [p.name for p in shown]
     sampling = Sampling(
         seconds=arguments.seconds,
-        least=min(Sampling.least, arguments.samples),
         most=arguments.samples,
         seed=arguments.seed,
     )
 
-    document = _document(flashmoe, device, suite, sampling, arguments.kernel)
+    document = _document(flashmoe, arrays, suite, shapes, chosen, sampling, arguments)
     output = Output(silent=arguments.json == "-")
     output.heading(f"{document['title']}, on {device} ({document['device']['name']})")
     if device == "cpu":
@@ -246,34 +283,36 @@ def run(arguments: argparse.Namespace) -> int:
                 "and the times are of a shared machine."
             )
     if not names:
-        output.line("No peer is timed: there is no torch here, or --peer leaves none.")
-    unit, per_tera = ("GFLOP/s", 1e3) if device == "cpu" else ("TFLOP/s", 1.0)
-    headers = ["shape", "median us", "quartiles", unit, *names]
-    table = Table(output, headers, [36, 10, 9, 8, *(15 for _ in names)])
+        output.line("No peer is timed: none is installed here, or --peer leaves none.")
+    table = BenchTable(output, device, names, document["ceilings"])
     begin = time.monotonic()
     code = EXIT_OK
     try:
-        for shape in shapes:
-            try:
-                cell = measure(flashmoe, arrays, shape, names, sampling, arguments.kernel)
-            except Exception as error:  # one row's trouble, such as no memory, is not the others'
-                reason = f"measuring failed: {type(error).__name__}: {error}"
-                cell = {"shape": vars(shape), "flops": shape.flops, "status": "void"}
-                cell["reason"] = reason
-            document["cells"].append(cell)
-            _print_cell(table, output, shape, cell, names, per_tera)
-            if cell["status"] != "ok":
-                code = EXIT_FAILED
-            if arguments.json not in (None, "-"):  # what is measured survives whatever comes
-                write_json(document, arguments.json)
+        with output.progress(len(shapes)) as show:
+            for shape in shapes:
+                show(len(document["cells"]), str(shape))
+                ceiling = document["ceilings"]["matmul_flops_per_s"][shape.dtype]
+                cell = _measure(flashmoe, arrays, shape, shown, sampling, arguments.kernel, ceiling)
+                document["cells"].append(cell)
+                table.cell(str(shape), cell)
+                if cell["status"] != "ok":
+                    code = EXIT_FAILED
+                if arguments.json not in (None, "-"):  # what is measured survives whatever comes
+                    write_json(document, arguments.json)
         document["complete"] = True
     except KeyboardInterrupt:
         output.line(f"interrupted after {len(document['cells'])} of {len(shapes)} shapes")
         code = EXIT_INTERRUPTED
     document["summary"] = summarise(document["cells"])
     document["seconds"] = round(time.monotonic() - begin, 1)
-    document["nvidia_smi_after"] = environment.guarded(environment.nvidia_smi)
-    _print_summary(document, output)
-    if arguments.json is not None:
-        write_json(document, arguments.json)
+    document["machine_after"] = environment.guarded(environment.nvidia_smi)
+    print_summary(document, output)
+    try:
+        if arguments.fail_below is not None:
+            document["gate"] = failures_below(arguments.fail_below, document["cells"])
+            print_gate(document["gate"], output)
+            code = code or (EXIT_FAILED if document["gate"]["failed"] else EXIT_OK)
+    finally:
+        if arguments.json is not None:
+            write_json(document, arguments.json)
     return code

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from flashmoe_science.cli import environment, peers
+from flashmoe_science.cli import environment
 from flashmoe_science.cli.arrays import Arrays, choose_arrays, normal_device, usable_device
 from flashmoe_science.cli.measure import (
     OURS,
-    Inputs,
     OurCall,
     call_ours,
     launch_mismatch,
@@ -29,6 +28,8 @@ from flashmoe_science.cli.output import (
     add_json_option,
     write_json,
 )
+from flashmoe_science.cli.peers import torch_sdpa
+from flashmoe_science.cli.peers.peer import Inputs, Missing, Peer
 from flashmoe_science.cli.reference import Accuracy, judge
 from flashmoe_science.cli.shapes import Shape
 from flashmoe_science.cli.timing import Sampling
@@ -197,9 +198,13 @@ class Checks:
             return Result("speed", True, "not timed: timing on a GPU needs torch with CUDA")
         if kind == "cpu" and arrays.name == "torch":
             flashmoe.set_num_threads(arrays.xp.get_num_threads())
-        names = [n for n in peers.peer_names(arrays) if n != "torch-math"]
+        beside: list[Peer | Missing] = [
+            p
+            for p in torch_sdpa.PEERS
+            if kind in p.devices and not p.missing() and p.name != "torch-math"
+        ]
         sampling = Sampling(seconds=0.5)
-        cell = measure(flashmoe, arrays, shape, names, sampling, self._kernel)
+        cell = measure(flashmoe, arrays, shape, beside, sampling, self._kernel)
         if cell["status"] != "ok":
             return Result("speed", False, f"void: {cell['reason']}", details=cell)
         timed = cell["contenders"]
@@ -208,9 +213,9 @@ class Checks:
         text += f"{ours['tflops'] * 1e3:.0f} GFLOP/s" if kind == "cpu" else (
             f"{ours['tflops']:.0f} TFLOP/s"
         )  # fmt: skip
-        for name in names:
-            if "against" in timed[name]:
-                a = timed[name]["against"]
+        for name, entry in timed.items():
+            if "against" in entry:
+                a = entry["against"]
                 text += f"; {a['ratio']:.2f} [{a['low']:.2f}, {a['high']:.2f}] times {name}'s speed"
         return Result("speed", True, text, details=cell)
 

@@ -7,6 +7,7 @@ installation can be described by the installation itself.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -22,7 +23,21 @@ from typing import Any
 
 from flashmoe_science.cli.output import CommandError
 
-_PACKAGES = ("numpy", "torch", "jax", "jaxlib", "cupy", "transformers", "nanobind-backend")
+_PACKAGES = (
+    "numpy",
+    "torch",
+    "jax",
+    "jaxlib",
+    "cupy",
+    "transformers",
+    "nanobind-backend",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "flashinfer-python",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+)
 
 # Shared libraries worth naming when they are mapped into this process.
 _LIBRARIES = re.compile(
@@ -179,6 +194,39 @@ def git_commit() -> str:
     if answers[0].returncode != 0:
         return outside
     return answers[0].stdout.strip() + ("+changes" if answers[1].stdout.strip() else "")
+
+
+_SOURCES = ("include", "core", "cpu", "cuda", "bindings", "cmake/*.cmake", "CMakeLists.txt")
+
+
+def checkout() -> Path | None:
+    """Root of the FlashMoE checkout that holds the working directory, None outside one."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / "include/flashmoe/flashmoe.h").is_file() and (folder / "core").is_dir():
+            return folder
+    return None
+
+
+def source_hash(root: Path | None = None) -> str:
+    """SHA-256 of the sources that the library is built from, "" outside a checkout.
+
+    It is what this prints in the root of the checkout:
+
+        find include core cpu cuda bindings cmake/*.cmake CMakeLists.txt -type f |
+          LC_ALL=C sort | xargs sha256sum | sha256sum
+    """
+    root = root or checkout()
+    if root is None:
+        return ""
+    tops = [path for pattern in _SOURCES for path in root.glob(pattern)]
+    files = [f for top in tops for f in ([top] if top.is_file() else top.rglob("*"))]
+    names = sorted(f.relative_to(root).as_posix().encode() for f in files if f.is_file())
+    digest = hashlib.sha256()
+    for name in names:
+        content = hashlib.sha256((root / name.decode()).read_bytes()).hexdigest()
+        digest.update(content.encode() + b"  " + name + b"\n")
+    return digest.hexdigest()
 
 
 def for_record() -> dict[str, Any]:

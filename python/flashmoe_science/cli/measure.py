@@ -6,16 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from flashmoe_science.cli import peers as torch_peers
 from flashmoe_science.cli.arrays import Arrays
 from flashmoe_science.cli.environment import as_dict
+from flashmoe_science.cli.peers.peer import Inputs, Missing, Peer, Refused
 from flashmoe_science.cli.reference import judge
 from flashmoe_science.cli.shapes import Shape
 from flashmoe_science.cli.stats import compare, summary
 from flashmoe_science.cli.timing import Contender, Sampling, interleave, make_clock
 
 OURS = "flashmoe"
-Inputs = tuple[Any, Any, Any]  # q, k, v, [batch, seq, heads, dim]
 _LAUNCH_FIELDS = ("kernel", "grid", "block", "shared_bytes")
 
 
@@ -37,6 +36,17 @@ def launch_mismatch(plan: dict[str, Any], launch: dict[str, Any]) -> str:
     """How the launch that was read back differs from the plan, "" when it does not."""
     differing = [f for f in _LAUNCH_FIELDS if plan[f] != launch[f]]
     return "; ".join(f"{f}: planned {plan[f]}, launched {launch[f]}" for f in differing)
+
+
+def describe(shape: Shape) -> dict[str, Any]:
+    """What a record says of a shape before anything is measured."""
+    return {
+        "shape": vars(shape),
+        "flops": shape.flops,
+        "bytes": shape.bytes,
+        "tokens": shape.tokens,
+        "status": "ok",
+    }
 
 
 @dataclasses.dataclass
@@ -67,12 +77,16 @@ def measure(
     flashmoe: Any,
     arrays: Arrays,
     shape: Shape,
-    peers: Sequence[str],
+    peers: Sequence[Peer | Missing],
     sampling: Sampling,
     kernel: str | None = None,
+    ceiling: float | None = None,
 ) -> dict[str, Any]:
-    """The record of one shape. A void row has a reason and no times at all."""
-    record: dict[str, Any] = {"shape": vars(shape), "flops": shape.flops, "status": "ok"}
+    """The record of one shape. A void row has a reason and no times at all.
+
+    `ceiling` is what a matrix product of the shape's dtype reaches here, in FLOP/s.
+    """
+    record = describe(shape)
 
     def void(reason: str) -> dict[str, Any]:
         return record | {"status": "void", "reason": reason}
@@ -89,37 +103,82 @@ def measure(
 
     contenders: list[Contender] = []
     outputs = {OURS: ours.out}
-    refused: dict[str, dict[str, Any]] = {}
-    for name in peers:
+    others: dict[str, dict[str, Any]] = {}  # peers without times
+    versions = {OURS: str(flashmoe.__version__)}
+    for peer in peers:
+        if isinstance(peer, Missing):
+            others[peer.name] = {"status": "missing", "reason": peer.reason}
+            continue
+        versions[peer.name] = peer.version()
         try:
-            peer = torch_peers.make_peer(arrays, shape, name, inputs)
-            outputs[name] = torch_peers.first_output(arrays, peer)
-            contenders.append(peer)
-        except torch_peers.Refused as reason:
-            refused[name] = {"status": "refused", "reason": str(reason)}
+            contender, outputs[peer.name] = peer.contender(arrays, shape, inputs)
+            contenders.append(contender)
+        except Refused as refusal:
+            others[peer.name] = {"status": "refused", "reason": str(refusal)}
 
     verdicts = judge(arrays, shape, inputs, outputs, ours.lse)
     record["accuracy"] = dataclasses.asdict(verdicts[OURS])
     if not verdicts[OURS].passed:
         return void(verdicts[OURS].reason)
+    options = {"causal": causal_argument(shape), "layout": "bshd", "kernel": kernel}
+    timed_call = Contender(OURS, lambda: flashmoe.flash_attention(*inputs, **options))
+    reason = _another_call(flashmoe, arrays, timed_call, ours)
+    if reason:
+        return void(reason)
     for name in [c.name for c in contenders if not verdicts[c.name].passed]:
-        refused[name] = {"status": "void", "reason": verdicts[name].reason}
-    contenders = [c for c in contenders if c.name not in refused]
+        others[name] = {"status": "void", "reason": verdicts[name].reason}
+    contenders = [timed_call, *(c for c in contenders if c.name not in others)]
     del outputs, ours
 
-    options = {"causal": causal_argument(shape), "layout": "bshd", "kernel": kernel}
-    contenders.insert(0, Contender(OURS, lambda: flashmoe.flash_attention(*inputs, **options)))
+    timed = _time(arrays, shape, contenders, sampling, ceiling)
+    for name, entry in timed.items():
+        if name != OURS:
+            entry["accuracy"] = dataclasses.asdict(verdicts[name])
+    record["contenders"] = timed | others
+    for name, entry in record["contenders"].items():
+        entry |= {"version": versions[name]} if versions.get(name) else {}
+    return record
+
+
+def _another_call(flashmoe: Any, arrays: Arrays, timed: Contender, checked: OurCall) -> str:
+    """How the call that is to be timed differs from the one that was checked, "" when it does not.
+
+    The one writes into an output of its own making, the other into ours; both must be the planned
+    launch, and give the same bits.
+    """
+    out = timed.call()
+    mismatch = launch_mismatch(checked.plan, as_dict(flashmoe.last_launch()))
+    arrays.synchronize()
+    if mismatch:
+        return f"the kernel launched by the timed call is not the planned one: {mismatch}"
+    if not bool((out == checked.out).all()):
+        return "the timed call gives other values than the one that was checked"
+    return ""
+
+
+def _time(
+    arrays: Arrays,
+    shape: Shape,
+    contenders: list[Contender],
+    sampling: Sampling,
+    ceiling: float | None,
+) -> dict[str, dict[str, Any]]:
+    """Every contender's times, rates and memory, and its ratio to ours, the first of them."""
     clock = make_clock(arrays)
     samples = interleave(contenders, clock, sampling)
-    timed: dict[str, Any] = {}
-    for contender in contenders:
-        entry = summary(samples[contender.name])
-        entry |= clock.extra(contender, entry["median_s"])
-        entry["tflops"] = shape.flops / entry["median_s"] * 1e-12
-        timed[contender.name] = {"status": "ok"} | entry
-    for name in timed:
+    timed = {name: {"status": "ok"} | summary(s) for name, s in samples.items()}
+    medians = {name: float(entry["median_s"]) for name, entry in timed.items()}
+    details = clock.details(contenders, medians, sampling.seed)
+    for name, entry in timed.items():
+        entry |= details[name]
+        entry["tflops"] = shape.flops / medians[name] * 1e-12
+        entry["tokens_per_s"] = shape.tokens / medians[name]
+        if ceiling:
+            entry["ceiling_fraction"] = entry["tflops"] * 1e12 / ceiling
+    graphs = {n: e["graph_samples_s"] for n, e in timed.items() if "graph_samples_s" in e}
+    for name, entry in timed.items():
         if name != OURS:
-            timed[name]["against"] = compare(samples[OURS], samples[name], sampling.seed)
-            timed[name]["accuracy"] = dataclasses.asdict(verdicts[name])
-    record["contenders"] = timed | refused
-    return record
+            entry["against"] = compare(samples[OURS], samples[name], sampling.seed)
+            if OURS in graphs and name in graphs:
+                entry["graph_against"] = compare(graphs[OURS], graphs[name], sampling.seed)
+    return timed

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,19 @@ def positive(kind: type[Any]) -> Callable[[str], Any]:
         return value
 
     parse.__name__ = kind.__name__  # argparse names it in "invalid int value"
+    return parse
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A type for argparse: a whole number from `least` up."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"got {text}, accepted are {least} and more")
+        return value
+
+    parse.__name__ = "int"
     return parse
 
 
@@ -61,14 +76,38 @@ def write_json(document: dict[str, Any], destination: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
+    with _partial(destination) as partial:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(destination)
+
+
+def check_writable(destination: str) -> None:
+    """Raises CommandError where `write_json` could not write: better before hours than after."""
+    if destination != "-":
+        with _partial(destination) as partial:
+            partial.touch()
+            partial.unlink()
+
+
+@contextlib.contextmanager
+def _partial(destination: str) -> Iterator[Path]:
+    """The file beside `destination` that becomes it, in a folder that exists."""
     path = Path(destination)
     try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        yield path.with_name(path.name + ".partial")
     except OSError as error:
         raise CommandError(f"--json: {destination} cannot be written: {error}") from error
+
+
+def _terminal(stream: Any) -> Any:
+    """rich's console on the stream; None where that is no terminal, or there is no rich."""
+    if not stream.isatty() or importlib.util.find_spec("rich") is None:
+        return None
+    console = importlib.import_module("rich.console")
+    return console.Console(file=stream, highlight=False, soft_wrap=True)
 
 
 class Output:
@@ -76,13 +115,7 @@ class Output:
 
     def __init__(self, silent: bool = False) -> None:
         self.silent = silent
-        self._console: Any = None
-        if not silent and sys.stdout.isatty():
-            try:
-                console = importlib.import_module("rich.console")
-                self._console = console.Console(highlight=False, soft_wrap=True)
-            except ImportError:
-                pass
+        self._console = None if silent else _terminal(sys.stdout)
 
     def line(self, text: str = "", style: str = "") -> None:
         if self.silent:
@@ -91,6 +124,31 @@ class Output:
             self._console.print(text, style=style or None, markup=False)
         else:
             print(text, flush=True)
+
+    @contextlib.contextmanager
+    def progress(self, total: int) -> Iterator[Callable[[int, str], None]]:
+        """Gives a function to call with how many of `total` are done, and what is next.
+
+        It draws a bar on a terminal, that of standard error where standard output is none; where
+        there is no terminal, or no rich, it does nothing: the lines printed are progress enough.
+        """
+        console = self._console or _terminal(sys.stderr)
+        if console is None or total < 2:
+            yield lambda done, text: None
+            return
+        rich = importlib.import_module("rich.progress")
+        columns = (
+            rich.BarColumn(),
+            rich.MofNCompleteColumn(),
+            rich.TimeElapsedColumn(),
+            rich.TextColumn("{task.description}", markup=False),
+        )
+        # It is drawn when told to only: a thread that redraws would run beside what is timed.
+        with rich.Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda done, text: bar.update(
+                task, completed=done, description=text, refresh=True
+            )
 
     def heading(self, text: str) -> None:
         self.line(text, style="bold")

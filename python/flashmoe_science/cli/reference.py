@@ -48,10 +48,11 @@ def _sample(total: int, wanted: int) -> list[int]:
 
 
 def _blocks(
-    pairs: list[int], rows: list[int], keys: int, limit: int
+    pairs: list[int], rows: list[int], keys: int, dim: int, limit: int
 ) -> Iterator[tuple[list[int], list[int]]]:
     rows_at_once = max(1, min(len(rows), limit // keys))
-    pairs_at_once = max(1, limit // (keys * rows_at_once))
+    # Few rows: the keys that are gathered for each pair are more than its scores.
+    pairs_at_once = max(1, limit // (keys * max(rows_at_once, dim)))
     for p in range(0, len(pairs), pairs_at_once):
         for r in range(0, len(rows), rows_at_once):
             yield pairs[p : p + pairs_at_once], rows[r : r + rows_at_once]
@@ -144,7 +145,9 @@ def judge(
     largest = plain_error = 0.0
     errors = dict.fromkeys(outputs, 0.0)
     lse_error = 0.0
-    for some_pairs, some_rows in _blocks(pairs, rows, shape.seq_k, _SCORE_BLOCK[kind]):
+    for some_pairs, some_rows in _blocks(
+        pairs, rows, shape.seq_k, max(shape.dim, shape.dim_v), _SCORE_BLOCK[kind]
+    ):
         of_kv = [p // shape.heads_q * shape.heads_kv + p % shape.heads_q // group
                  for p in some_pairs]  # fmt: skip
         index = arrays.arange(shape.seq_q)[some_rows]

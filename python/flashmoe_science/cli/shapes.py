@@ -12,6 +12,7 @@ from flashmoe_science.cli.output import CommandError
 
 CAUSAL_CHOICES = ("none", "bottom_right", "top_left")
 DTYPE_CHOICES = ("fp32", "fp16", "bf16")
+_ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,18 @@ class Shape:
             ramp = (end - begin) * (offset + 1 + (begin + end - 1) / 2)
             pairs = ramp + (self.seq_q - end) * float(self.seq_k)
         return 2.0 * self.batch * self.heads_q * pairs * (self.dim + self.dim_v)
+
+    @property
+    def bytes(self) -> int:
+        """Least traffic: q, k, v and out read or written once in their dtype, lse in fp32."""
+        keys = self.batch * self.seq_k * self.heads_kv * (self.dim + self.dim_v)
+        rows = self.batch * self.seq_q * self.heads_q
+        return (keys + rows * (self.dim + self.dim_v)) * _ITEM_BYTES[self.dtype] + rows * 4
+
+    @property
+    def tokens(self) -> int:
+        """Queries: what a model's tokens per second count."""
+        return self.batch * self.seq_q
 
     def __str__(self) -> str:
         seq = f"{self.seq_q}" if self.seq_q == self.seq_k else f"{self.seq_q}/{self.seq_k}"
@@ -81,6 +94,27 @@ def add_shape_options(parser: argparse.ArgumentParser, required: bool) -> None:
         choices=DTYPE_CHOICES,
         help="element type (default: bf16 on a GPU, fp32 on the CPU)",
     )
+
+
+_SHAPE_OPTIONS = (
+    "--batch",
+    "--seq",
+    "--seq-q",
+    "--seq-k",
+    "--heads",
+    "--kv-heads",
+    "--dim",
+    "--dim-v",
+    "--causal",
+    "--dtype",
+)
+
+
+def given_shape_options(arguments: argparse.Namespace) -> list[str]:
+    """The shape flags that say something else than their default."""
+    defaults: dict[str, Any] = {"batch": 1, "causal": "none"}
+    fields = {name: name.removeprefix("--").replace("-", "_") for name in _SHAPE_OPTIONS}
+    return [n for n, f in fields.items() if getattr(arguments, f) != defaults.get(f)]
 
 
 def shape_from_options(arguments: argparse.Namespace, dtype: str) -> Shape:

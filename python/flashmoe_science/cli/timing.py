@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,20 +15,35 @@ from flashmoe_science.cli.arrays import Arrays
 WARM_UP_CALLS = 3
 _SLOW_S = 0.05  # a call this long needs no more warming up
 _PAUSE_S = 0.003
-_GRAPH_BUDGET_S = 0.02
+_GRAPH_BUDGET_S = 0.01
 _GRAPH_CALLS = 20
-_GRAPH_REPLAYS = 5
+_GRAPH_ROUNDS = 15
 _HOST_CALLS = 50
 _SHORT_S = 0.001  # host and graph time say something about calls shorter than this
 
 
-@dataclasses.dataclass
+def _as_it_is(answer: Any) -> Any:
+    return answer
+
+
+@dataclasses.dataclass(frozen=True)
 class Contender:
-    """Something to time. `context` is entered around its calls and not timed."""
+    """Something to time.
+
+    Attributes:
+        name: What the record calls it.
+        call: What is timed.
+        context: Entered around its calls and not timed.
+        output: The answer of a call as [batch, seq_q, heads_q, dim_v]; not timed.
+        of_torch: It works on torch's current stream and in memory of torch's allocator, so that it
+            can be captured into a CUDA graph and its memory counted.
+    """
 
     name: str
     call: Callable[[], Any]
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    output: Callable[[Any], Any] = _as_it_is
+    of_torch: bool = True
 
 
 class CpuClock:
@@ -47,8 +63,10 @@ class CpuClock:
         call()
         return time.perf_counter() - begin
 
-    def extra(self, contender: Contender, median_s: float) -> dict[str, Any]:
-        return {}
+    def details(
+        self, contenders: list[Contender], medians: dict[str, float], seed: int
+    ) -> dict[str, dict[str, Any]]:
+        return {c.name: {} for c in contenders}  # the host keeps no count of a call's memory
 
 
 class CudaClock:
@@ -75,45 +93,84 @@ class CudaClock:
         self._end.synchronize()
         return float(self._begin.elapsed_time(self._end)) * 1e-3
 
-    def extra(self, contender: Contender, median_s: float) -> dict[str, Any]:
-        """Short calls: device time in a CUDA graph with a warm L2, and the host's time a call."""
-        if median_s > _SHORT_S:
+    def details(
+        self, contenders: list[Contender], medians: dict[str, float], seed: int
+    ) -> dict[str, dict[str, Any]]:
+        """What events cannot tell: peak memory of a call; for short ones host and graph time."""
+        found: dict[str, dict[str, Any]] = {c.name: self._peak(c) for c in contenders}
+        short = [c for c in contenders if medians[c.name] <= _SHORT_S]
+        for contender in short:
+            found[contender.name]["host_s"] = self._host_time(contender)
+        for name, samples in self._graph_samples(short, medians, seed).items():
+            found[name]["graph_s"] = statistics.median(samples) if samples else None
+            found[name] |= {"graph_samples_s": samples} if samples else {}
+        return found
+
+    def _peak(self, contender: Contender) -> dict[str, Any]:
+        """Device memory that one call adds at its peak, by torch's allocator."""
+        if not contender.of_torch:
             return {}
-        with contender.context():
-            return {
-                "host_s": self._host_time(contender.call),
-                "graph_s": self._graph_time(contender.call, median_s),
-            }
-
-    def _host_time(self, call: Callable[[], Any]) -> float:
-        samples = []
-        self._torch.cuda.synchronize()
-        for _ in range(_HOST_CALLS):
-            begin = time.perf_counter()
-            call()
-            samples.append(time.perf_counter() - begin)
-        self._torch.cuda.synchronize()
-        return sorted(samples)[len(samples) // 2]
-
-    def _graph_time(self, call: Callable[[], Any], median_s: float) -> float | None:
         cuda = self._torch.cuda
-        calls = max(1, min(_GRAPH_CALLS, int(_GRAPH_BUDGET_S / max(median_s, 1e-9))))
+        with contender.context():
+            cuda.synchronize()
+            cuda.reset_peak_memory_stats()
+            before = cuda.memory_allocated()
+            contender.call()
+            cuda.synchronize()
+        return {"peak_bytes": int(cuda.max_memory_allocated() - before)}
+
+    def _host_time(self, contender: Contender) -> float:
+        """Median time that one call keeps the host; the GPU may lag behind."""
+        samples = []
+        with contender.context():
+            self._torch.cuda.synchronize()
+            for _ in range(_HOST_CALLS):
+                begin = time.perf_counter()
+                contender.call()
+                samples.append(time.perf_counter() - begin)
+            self._torch.cuda.synchronize()
+        return statistics.median(samples)
+
+    def _graph_samples(
+        self, contenders: list[Contender], medians: dict[str, float], seed: int
+    ) -> dict[str, list[float]]:
+        """Time of a call inside a CUDA graph of several, replayed in rounds of random order; []
+        for one that cannot be captured. There is no launch in it, and the L2 cache is warm."""
+        graphs = {}
+        samples: dict[str, list[float]] = {c.name: [] for c in contenders}
+        for contender in contenders:
+            affordable = int(_GRAPH_BUDGET_S / max(medians[contender.name], 1e-9))
+            calls = max(1, min(_GRAPH_CALLS, affordable))
+            graph = self._capture(contender, calls)
+            if graph is not None:
+                graphs[contender.name] = (graph, calls)
+        rng = random.Random(seed)
+        for i in range(_GRAPH_ROUNDS + 1):
+            for name in rng.sample(list(graphs), len(graphs)):
+                graph, calls = graphs[name]
+                self._begin.record()
+                graph.replay()
+                self._end.record()
+                self._end.synchronize()
+                seconds = float(self._begin.elapsed_time(self._end)) * 1e-3 / calls
+                if i > 0:  # the first replay uploads the graph
+                    samples[name].append(round(seconds, 9))
+        return samples
+
+    def _capture(self, contender: Contender, calls: int) -> Any:
+        if not contender.of_torch:
+            return None
+        cuda = self._torch.cuda
         graph = cuda.CUDAGraph()
         try:
-            with cuda.graph(graph):
+            # Of this thread alone: those of another library may allocate meanwhile.
+            mode = "thread_local"
+            with contender.context(), cuda.graph(graph, capture_error_mode=mode):
                 for _ in range(calls):
-                    call()
+                    contender.call()
         except RuntimeError:  # this contender cannot be captured
             return None
-        graph.replay()
-        samples = []
-        for _ in range(_GRAPH_REPLAYS):
-            self._begin.record()
-            graph.replay()
-            self._end.record()
-            self._end.synchronize()
-            samples.append(float(self._begin.elapsed_time(self._end)) * 1e-3 / calls)
-        return sorted(samples)[len(samples) // 2]
+        return graph
 
 
 def make_clock(arrays: Arrays) -> CpuClock | CudaClock:

@@ -1,0 +1,124 @@
+"""What `flashmoe bench` shows people: a few lines a shape as it is measured, then the summary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashmoe_science.cli.measure import OURS
+from flashmoe_science.cli.output import Output, Table
+from flashmoe_science.cli.stats import summary
+
+_SHAPE_WIDTH = 36
+_PEER_WIDTH = 20
+_RATIO_LEGEND = """\
+A peer's column is its time over ours, with the 95 % interval: above 1, ours is faster."""
+_ROOF_LEGEND = """\
+of roof: the least time that its products and its traffic take at the speed of the matrix product
+and the copy measured in this run, over the time it took."""
+_CLOCK_LEGEND = """\
+events: a call that finds the L2 cache flushed; graph: calls in a CUDA graph, without launches and
+with a warm cache; host: how long one call keeps the host, ours and each peer's."""
+
+
+def ratio_text(against: dict[str, Any]) -> str:
+    """A ratio with its interval, and whether it is a tie."""
+    tie = " tie" if against["verdict"] == "tie" else ""
+    return f"{against['ratio']:.2f} ({against['low']:.2f}-{against['high']:.2f}){tie}"
+
+
+def _spread(times: dict[str, Any]) -> str:
+    return f"{(times['q3_s'] - times['q1_s']) / times['median_s'] * 100:.1f} %"
+
+
+class BenchTable:
+    """Rows of shapes. On a GPU one for each way to take time: events, graph, host."""
+
+    def __init__(
+        self, output: Output, device: str, peers: list[str], ceilings: dict[str, Any]
+    ) -> None:
+        self._ceilings = ceilings
+        self._output = output
+        self._peers = peers
+        output.line(_RATIO_LEGEND)
+        output.line(_ROOF_LEGEND)
+        if device != "cpu":
+            output.line(_CLOCK_LEGEND)
+        self._clock = "wall" if device == "cpu" else "events"
+        unit, self._per_tera = ("GFLOP/s", 1e3) if device == "cpu" else ("TFLOP/s", 1.0)
+        headers = ["shape", "clock", "median us", "quartiles", unit, "of roof", *peers]
+        self._table = Table(
+            output, headers, [_SHAPE_WIDTH, 6, 10, 9, 8, 7, *(_PEER_WIDTH for _ in peers)]
+        )
+
+    def cell(self, label: str, cell: dict[str, Any]) -> None:
+        """One shape; a void one has its reason and no time."""
+        if cell["status"] != "ok":
+            self._output.line(f"{label:<{_SHAPE_WIDTH}}  VOID: {cell['reason']}", style="bold red")
+            return
+        entries = cell["contenders"]
+        ours = entries[OURS]
+        fraction = self._of_roof(cell, ours["median_s"])
+        self._row(
+            label,
+            self._clock,
+            ours["median_s"],
+            _spread(ours),
+            f"{ours['tflops'] * self._per_tera:.4g}",
+            "-" if fraction is None else f"{fraction * 100:.0f} %",
+            {n: self._against(e) for n, e in entries.items()},
+        )
+        if ours.get("graph_s") is not None:
+            tflops = ours["tflops"] * ours["median_s"] / ours["graph_s"]
+            ratios = {n: ratio_text(e["graph_against"]) for n, e in entries.items()
+                      if "graph_against" in e}  # fmt: skip
+            spread = _spread(summary(ours["graph_samples_s"]))
+            speed = f"{tflops * self._per_tera:.4g}"
+            self._row("", "graph", ours["graph_s"], spread, speed, "", ratios)
+        if "host_s" in ours:
+            host = {n: f"{e['host_s'] * 1e6:.1f} us" for n, e in entries.items() if "host_s" in e}
+            self._row("", "host", ours["host_s"], "", "", "", host)
+
+    def _row(
+        self,
+        label: str,
+        clock: str,
+        seconds: float,
+        spread: str,
+        speed: str,
+        fraction: str,
+        peers: dict[str, str],
+    ) -> None:
+        ours = [label, clock, f"{seconds * 1e6:.1f}", spread, speed, fraction]
+        self._table.row([*ours, *(peers.get(name, "-") for name in self._peers)])
+
+    def _of_roof(self, cell: dict[str, Any], seconds: float) -> float | None:
+        """The least time that the measured ceilings allow, over `seconds`."""
+        flops = self._ceilings["matmul_flops_per_s"].get(cell["shape"]["dtype"])
+        traffic = self._ceilings["copy_bytes_per_s"]
+        if not flops or not traffic:
+            return None
+        return float(max(cell["flops"] / flops, cell["bytes"] / traffic) / seconds)
+
+    @staticmethod
+    def _against(entry: dict[str, Any]) -> str:
+        return ratio_text(entry["against"]) if "against" in entry else str(entry["status"])
+
+
+def print_summary(document: dict[str, Any], output: Output) -> None:
+    """Means over all rows, and why a peer is not in them."""
+    for name, s in document["summary"].items():
+        output.line(
+            f"{name}: geometric mean {s['geometric_mean']:.2f}, from {s['least']:.2f} to "
+            f"{s['most']:.2f}; faster in {s['faster']}, tied in {s['tie']}, slower in "
+            f"{s['slower']} of {s['rows']}"
+        )
+    reasons: dict[str, set[str]] = {}
+    for cell in document["cells"]:
+        for name, entry in cell.get("contenders", {}).items():
+            if entry["status"] != "ok":
+                reasons.setdefault(f"{name} {entry['status']}", set()).add(entry["reason"])
+    for name, peer in document["peers"].items():
+        if peer["status"] == "missing":
+            reasons.setdefault(f"{name} missing", set()).add(peer["reason"])
+    for name, found in reasons.items():
+        output.line(f"{name}: {sorted(found)[0]}")

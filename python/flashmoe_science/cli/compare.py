@@ -1,0 +1,218 @@
+"""`flashmoe bench --compare A B`: which shapes moved beyond noise; and the gate of --fail-below.
+
+Two runs differ in more than the kernel: clocks, cooling, the machine itself. So our speed is taken
+relative to a peer that both records timed in the same version, the one that was fastest in A:
+
+    ratio = (ours in A / peer in A) / (ours in B / peer in B)        above 1, B is faster
+
+and how the peer itself moved, A's time over B's, is shown as the machine's drift. Without such a
+peer the ratio is A's time over B's, which says something on one machine only.
+
+Every ratio has a bootstrap interval over the samples of all that is in it. The intervals hold for
+all shapes at once with 95 % confidence (Bonferroni's), so that among many shapes none is said to
+have moved by chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from flashmoe_science.cli.bench_table import ratio_text
+from flashmoe_science.cli.measure import OURS
+from flashmoe_science.cli.output import (
+    EXIT_FAILED,
+    EXIT_OK,
+    CommandError,
+    Output,
+    Table,
+    write_json,
+)
+from flashmoe_science.cli.records import read_record
+from flashmoe_science.cli.shapes import Shape
+from flashmoe_science.cli.stats import geometric_mean, ratio_of_medians
+
+_CONFIDENCE = 0.95
+_RESAMPLES = 10_000  # the tails of an interval for dozens of shapes are thin
+_PROVENANCE = ("date", "commit", "suite", "complete")
+
+
+def best_peer(cell: dict[str, Any], wanted: list[str] | None = None) -> str | None:
+    """The fastest peer with times in a cell, among those wanted; None without any."""
+    timed = {
+        name: float(entry["median_s"])
+        for name, entry in cell.get("contenders", {}).items()
+        if name != OURS and entry["status"] == "ok" and (not wanted or name in wanted)
+    }
+    return min(timed, key=lambda name: timed[name]) if timed else None
+
+
+def failures_below(least: float, cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """The gate of one run: shapes whose ratio over their fastest peer is below `least`, with the
+    whole interval; raises CommandError where there is no peer to judge any by."""
+    judged: list[dict[str, Any]] = []
+    for cell in cells:
+        peer = best_peer(cell)
+        if peer is not None:
+            against = cell["contenders"][peer]["against"]
+            judged.append({"shape": cell["shape"], "peer": peer, "ratio": against})
+    if not judged and any(cell["status"] == "ok" for cell in cells):
+        raise CommandError("--fail-below: no shape has a peer with times to judge it by")
+    return _gate(least, judged)
+
+
+def _gate(least: float, judged: list[dict[str, Any]]) -> dict[str, Any]:
+    failed = [entry for entry in judged if entry["ratio"]["high"] < least]
+    return {"fail_below": least, "judged": len(judged), "failed": failed}
+
+
+def print_gate(gate: dict[str, Any], output: Output) -> None:
+    for entry in gate["failed"]:
+        peer = f" beside {entry['peer']}" if entry["peer"] else ""
+        text = f"{Shape(**entry['shape'])}: {ratio_text(entry['ratio'])}{peer}"
+        output.line(f"below {gate['fail_below']:g}: {text}", style="bold red")
+    output.line(
+        f"{len(gate['failed'])} of {gate['judged']} shapes are below {gate['fail_below']:g} with "
+        "their whole interval"
+    )
+
+
+def _samples(cell: dict[str, Any], name: str) -> list[float]:
+    samples: list[float] = cell["contenders"][name]["samples_s"]
+    return samples
+
+
+def _yardstick(a: dict[str, Any], b: dict[str, Any], wanted: list[str] | None) -> str | None:
+    """The fastest peer of A that B timed too, in the same version as far as that is known."""
+    common = []
+    for name, entry in a["contenders"].items():
+        other = b["contenders"].get(name, {})
+        versions = {e["version"] for e in (entry, other) if "version" in e}
+        if other.get("status") == "ok" and len(versions) < 2 and (not wanted or name in wanted):
+            common.append(name)
+    return best_peer(a, common) if common else None
+
+
+def _moved(
+    a: dict[str, Any], b: dict[str, Any], wanted: list[str] | None, confidence: float
+) -> dict[str, Any]:
+    """How one shape, timed in both records, moved from A to B."""
+
+    def ratio(numerators: list[Any], denominators: list[Any]) -> dict[str, Any]:
+        return ratio_of_medians(numerators, denominators, confidence, _RESAMPLES)
+
+    ours_a, ours_b = _samples(a, OURS), _samples(b, OURS)
+    entry: dict[str, Any] = {"shape": a["shape"], "status": "ok", "time": ratio([ours_a], [ours_b])}
+    peer = _yardstick(a, b, wanted)
+    entry |= {"peer": peer, "ratio": entry["time"]}
+    if peer is not None:
+        peer_a, peer_b = _samples(a, peer), _samples(b, peer)
+        entry["ratio"] = ratio([ours_a, peer_b], [peer_a, ours_b])
+        entry["drift"] = ratio([peer_a], [peer_b])
+    return entry
+
+
+def compare_records(
+    a: dict[str, Any], b: dict[str, Any], wanted: list[str] | None = None
+) -> dict[str, Any]:
+    """What moved between two records, as a document; raises CommandError where nothing is common.
+
+    `wanted` names the peers that may be the yardstick; None is all.
+    """
+    shapes_b = {Shape(**cell["shape"]): cell for cell in b["cells"]}
+    pairs = [(cell, shapes_b.pop(Shape(**cell["shape"]), None)) for cell in a["cells"]]
+    both = sum(c["status"] == "ok" and d is not None and d["status"] == "ok" for c, d in pairs)
+    if both == 0:
+        raise CommandError("--compare: no shape has times in both records")
+    cells = []
+    for cell, other in pairs:
+        status = _status(cell, other)
+        if other is not None and status == "ok":
+            cells.append(_moved(cell, other, wanted, 1 - (1 - _CONFIDENCE) / both))
+        else:
+            cells.append({"shape": cell["shape"], "status": status})
+    cells += [{"shape": cell["shape"], "status": "only in B"} for cell in shapes_b.values()]
+    moved = [cell for cell in cells if cell["status"] == "ok"]
+    if wanted and all(cell["peer"] is None for cell in moved):
+        raise CommandError(f"--peer: no shape has times of {' or '.join(wanted)} in both records")
+    same_machine = a["device"]["name"] == b["device"]["name"]
+    if not same_machine and any(cell["peer"] is None for cell in moved):
+        raise CommandError(
+            f"--compare: {a['device']['name']} and {b['device']['name']} can be compared beside a "
+            "peer only, and some shapes have none in common"
+        )
+    return {
+        "operation": "compare",
+        "records": [
+            {key: record.get(key) for key in _PROVENANCE} | {"device": record["device"]["name"]}
+            for record in (a, b)
+        ],
+        "confidence": _CONFIDENCE,
+        "cells": cells,
+        "summary": {
+            "rows": len(moved),
+            "geometric_mean": geometric_mean([cell["ratio"]["ratio"] for cell in moved]),
+            **{
+                verdict: sum(cell["ratio"]["verdict"] == verdict for cell in moved)
+                for verdict in ("faster", "tie", "slower")
+            },
+        },
+    }
+
+
+def _status(cell: dict[str, Any], other: dict[str, Any] | None) -> str:
+    if other is None:
+        return "only in A"
+    void = [name for name, c in (("A", cell), ("B", other)) if c["status"] != "ok"]
+    return f"void in {' and '.join(void)}" if void else "ok"
+
+
+def _print(document: dict[str, Any], files: list[str], output: Output) -> None:
+    for name, file, record in zip("AB", files, document["records"], strict=True):
+        commit = str(record["commit"])[:12] or "unknown"
+        output.line(f"{name}: {file}, {record['device']}, {record['date']}, commit {commit}")
+    output.line(
+        "Ours in B over ours in A, each beside the same peer: above 1, B is faster; intervals of "
+        "95 %\nover all shapes together. Drift is the peer's own, A's time over B's."
+    )
+    headers = ["shape", "B over A", "verdict", "beside", "drift", "time alone"]
+    table = Table(output, headers, [36, 16, 8, 15, 16, 16])
+    for cell in document["cells"]:
+        label = str(Shape(**cell["shape"]))
+        if cell["status"] != "ok":
+            output.line(f"{label:<36}  {cell['status']}")
+            continue
+        verdict = cell["ratio"]["verdict"]
+        style = {"faster": "green", "slower": "red"}.get(verdict, "")
+        numbers = [_plain(cell.get(key)) for key in ("ratio", "drift", "time")]
+        beside = cell["peer"] or "-"
+        verdict = "same" if verdict == "tie" else verdict
+        table.row([label, numbers[0], verdict, beside, *numbers[1:]], style=style)
+    s = document["summary"]
+    output.line(
+        f"geometric mean {s['geometric_mean']:.3f}; faster in {s['faster']}, slower in "
+        f"{s['slower']}, the same in {s['tie']} of {s['rows']}"
+    )
+
+
+def _plain(ratio: dict[str, Any] | None) -> str:
+    return "-" if ratio is None else ratio_text(ratio).removesuffix(" tie")
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """`flashmoe bench --compare A B [--peer NAME] [--fail-below RATIO] [--json]`."""
+    a, b = (read_record(file) for file in arguments.compare)
+    document = compare_records(a, b, arguments.peer)
+    output = Output(silent=arguments.json == "-")
+    _print(document, arguments.compare, output)
+    code = EXIT_OK
+    if arguments.fail_below is not None:
+        judged = [cell for cell in document["cells"] if cell["status"] == "ok"]
+        document["gate"] = _gate(arguments.fail_below, judged)
+        print_gate(document["gate"], output)
+        # A row that was measured in A and is void in B is worse than slower.
+        lost = [c for c in document["cells"] if c["status"] == "void in B"]
+        code = EXIT_FAILED if lost or document["gate"]["failed"] else EXIT_OK
+    if arguments.json is not None:
+        write_json(document, arguments.json)
+    return code

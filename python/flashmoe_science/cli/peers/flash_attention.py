@@ -1,0 +1,64 @@
+"""FlashAttention 2, 3 and 4: three packages with nearly one function."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from flashmoe_science.cli.arrays import Arrays
+from flashmoe_science.cli.peers.peer import Inputs, Peer, import_first, is_causal
+from flashmoe_science.cli.shapes import Shape
+from flashmoe_science.cli.timing import Contender
+
+# flash_attn without its extension is only the folder that FlashAttention 4 lives in.
+_FA2 = ("flash_attn_2_cuda",)
+_FA3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+_FA4 = ("flash_attn.cute",)
+
+
+def _first(answer: Any) -> Any:
+    """Their output; some versions return it with the LSE."""
+    return answer[0] if isinstance(answer, tuple) else answer
+
+
+def _prepare(
+    modules: tuple[str, ...],
+    options: dict[str, Any],
+    arrays: Arrays,
+    shape: Shape,
+    inputs: Inputs,
+) -> Contender:
+    causal = is_causal(shape, "bottom_right", "FlashAttention")
+    function = import_first(modules).flash_attn_func
+    call = functools.partial(function, *inputs, causal=causal, **options)
+    return Contender("", call, output=_first)
+
+
+PEERS = (
+    Peer(
+        "fa2",
+        ("cuda",),
+        _FA2,
+        "flash-attn",
+        "pip install --no-build-isolation flash-attn",
+        functools.partial(_prepare, ("flash_attn",), {}),
+    ),
+    Peer(
+        "fa3",
+        ("cuda",),
+        _FA3,
+        "flash_attn_3",
+        "install the folder hopper of the flash-attention sources",
+        # 0 leaves the number of key splits to it; its default, 1, would forbid them, which decoding
+        # lives on.
+        functools.partial(_prepare, _FA3, {"num_splits": 0}),
+    ),
+    Peer(
+        "fa4",
+        ("cuda",),
+        _FA4,
+        "flash-attn-4",
+        "pip install --pre flash-attn-4",
+        functools.partial(_prepare, _FA4, {}),
+    ),
+)

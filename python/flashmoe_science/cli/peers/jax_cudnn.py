@@ -1,0 +1,51 @@
+"""JAX's attention by cuDNN, on the memory of torch's tensors."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import Any
+
+from flashmoe_science.cli.arrays import Arrays
+from flashmoe_science.cli.peers.peer import Inputs, Peer, is_causal
+from flashmoe_science.cli.shapes import Shape
+from flashmoe_science.cli.timing import Contender
+
+
+def prepare(implementation: str, arrays: Arrays, shape: Shape, inputs: Inputs) -> Contender:
+    """A compiled jax.nn.dot_product_attention.
+
+    JAX has a stream of its own. Handing it q through DLPack makes that stream wait for torch's, and
+    taking the result makes torch's wait for it, so events on torch's stream hold the whole call
+    between them. The price is host time, more than other peers have.
+    """
+    causal = is_causal(shape, "top_left", "JAX")
+    # Before JAX begins, or it takes three quarters of the GPU's memory for itself.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jax = importlib.import_module("jax")
+    from_torch = importlib.import_module("jax.dlpack").from_dlpack
+    attend = jax.jit(
+        functools.partial(
+            jax.nn.dot_product_attention, is_causal=causal, implementation=implementation
+        )
+    )
+    q, k, v = inputs
+    key, value = from_torch(k), from_torch(v)
+
+    def call() -> Any:
+        return arrays.xp.from_dlpack(attend(from_torch(q), key, value))
+
+    return Contender("", call, of_torch=False)
+
+
+PEERS = (
+    Peer(
+        "jax-cudnn",
+        ("cuda",),
+        ("jax_cuda13_plugin", "jax_cuda12_plugin"),
+        "jax",
+        'pip install "jax[cuda13]"',
+        functools.partial(prepare, "cudnn"),
+    ),
+)

@@ -1,0 +1,125 @@
+"""The class of a peer, and what its module needs to find, refuse and prepare."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flashmoe_science.cli.arrays import Arrays
+from flashmoe_science.cli.shapes import Shape
+from flashmoe_science.cli.timing import Contender
+
+Inputs = tuple[Any, Any, Any]  # q, k, v, [batch, seq, heads, dim]
+_REASON_LENGTH = 500
+
+
+class Refused(Exception):
+    """A peer that does not serve a shape; the message is its reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """A peer that cannot be timed here at all, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """One implementation of attention.
+
+    Attributes:
+        name: What --peer and the record call it.
+        devices: Kinds of device that it runs on: "cpu", "cuda".
+        modules: Modules to look for; any one of them means that it is installed. They are looked
+            for as files, nothing is imported.
+        distribution: The installed package whose version goes into the record.
+        install: How to get it, for a person.
+        prepare: (arrays, shape, inputs) -> Contender, whose call computes attention on the very
+            memory of the inputs, q, k, v [batch, seq, heads, dim] as torch tensors. All that is
+            not attention (plans, views, compilation) is done here and not timed. Raises Refused
+            with the reason where it does not serve the shape.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    modules: tuple[str, ...]
+    distribution: str
+    install: str
+    prepare: Callable[[Arrays, Shape, Inputs], Contender]
+
+    def with_name(self, name: str) -> Peer:
+        return dataclasses.replace(self, name=name)
+
+    def missing(self) -> Missing | None:
+        if any(is_installed(module) for module in self.modules):
+            return None
+        return Missing(self.name, f"not installed: {self.install}")
+
+    def version(self) -> str:
+        """Of its package, "" where the package keeps none."""
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return ""
+
+    def contender(self, arrays: Arrays, shape: Shape, inputs: Inputs) -> tuple[Contender, Any]:
+        """What to time, with its first output [batch, seq_q, heads_q, dim_v].
+
+        Raises Refused where it has none to give, with all that it said.
+        """
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                contender = dataclasses.replace(self.prepare(arrays, shape, inputs), name=self.name)
+                with contender.context():
+                    output = contender.output(contender.call())
+                    arrays.synchronize()
+                extents = (shape.batch, shape.seq_q, shape.heads_q, shape.dim_v)
+                if tuple(output.shape) != extents:
+                    raise Refused(f"its output is {tuple(output.shape)}, and not {extents}")
+            except Refused:
+                raise
+            except Exception as error:  # others' code; running out of memory is among it
+                said = [str(error) or type(error).__name__]
+                said += [str(w.message).split(" (Triggered internally")[0] for w in caught]
+                raise Refused("; ".join(dict.fromkeys(said))[:_REASON_LENGTH]) from error
+        return contender, output
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module is there, without importing it or the package that holds it."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # a module put into sys.modules by hand has no spec
+        return False
+    if spec is None or not rest:
+        return spec is not None
+    places = [Path(place).joinpath(*rest) for place in spec.submodule_search_locations or ()]
+    return any(p.is_dir() or p.with_suffix(".py").is_file() for p in places)
+
+
+def import_first(modules: tuple[str, ...]) -> Any:
+    """The first of the modules that is installed."""
+    return importlib.import_module(next(m for m in modules if is_installed(m)))
+
+
+def is_causal(shape: Shape, alignment: str, who: str) -> bool:
+    """Whether the shape is masked; refuses a mask that is not aligned as `who` aligns it.
+
+    One query that is aligned bottom right sees every key: that is no mask.
+    """
+    if shape.causal == "bottom_right" and shape.seq_q == 1:
+        return False
+    if shape.causal not in ("none", alignment) and shape.seq_q != shape.seq_k:
+        theirs, ours = (a.replace("_", " ") for a in (alignment, shape.causal))
+        raise Refused(f"{who}'s causal mask is aligned {theirs}; this mask is {ours}")
+    return shape.causal != "none"

@@ -1,0 +1,54 @@
+"""Records of `flashmoe bench`: the schema that they keep, and reading one back."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from flashmoe_science.cli.output import CommandError
+
+SCHEMA = 2
+_READABLE = (1, 2)  # a record of schema 1 lacks fields of 2; what both have means the same
+
+
+def record_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of what is written now."""
+    file = resources.files("flashmoe_science") / "bench_schema" / "record.json"
+    schema: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return schema
+
+
+def schema_violations(document: dict[str, Any]) -> list[str]:
+    """Where `document` breaks the schema, a sentence each; needs the package jsonschema."""
+    jsonschema = importlib.import_module("jsonschema")
+    errors = jsonschema.Draft202012Validator(record_schema()).iter_errors(document)
+    return [f"{error.json_path}: {error.message}" for error in errors]
+
+
+def read_record(path: str) -> dict[str, Any]:
+    """The record in a file of schema 1 or 2; raises CommandError where it is none.
+
+    One of schema 2 is held to its schema where the package jsonschema is installed.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CommandError(f"{path} is not JSON: {error}") from error
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema not in _READABLE or "cells" not in document:
+        raise CommandError(
+            f"{path} is not a record of flashmoe bench: its schema is {schema}, accepted are "
+            f"{' and '.join(map(str, _READABLE))}"
+        )
+    if schema == SCHEMA and importlib.util.find_spec("jsonschema") is not None:
+        violations = schema_violations(document)
+        if violations:
+            raise CommandError(f"{path} breaks the schema of records: {violations[0][:500]}")
+    record: dict[str, Any] = document
+    return record

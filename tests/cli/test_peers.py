@@ -1,0 +1,307 @@
+"""Peers are found without being imported, prepared on our memory, and say why when they cannot."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flashmoe_science.cli import main, peers
+from flashmoe_science.cli.arrays import choose_arrays
+from flashmoe_science.cli.measure import OURS, make_inputs
+from flashmoe_science.cli.peers import flash_attention, flashinfer, jax_cudnn
+from flashmoe_science.cli.peers.peer import Peer, Refused, is_installed
+from flashmoe_science.cli.reference import judge
+from flashmoe_science.cli.shapes import Shape
+
+SMALL = ["--seq", "32", "--heads", "2", "--dim", "64", "--device", "cpu", "--seconds", "0.01"]
+
+# What the packages of the FlashAttention family promise, as plain mathematics.
+ATTENTION = """
+import torch
+
+def attend(q, k, v, causal):
+    q, k, v = (x.swapaxes(1, 2).float() for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.swapaxes(2, 3) * q.shape[-1] ** -0.5
+    if causal:
+        rows, keys = scores.shape[-2:]
+        scores.masked_fill_(torch.ones(rows, keys).triu(keys - rows + 1).bool(), -torch.inf)
+    return (scores.softmax(-1) @ v).swapaxes(1, 2)
+"""
+
+
+class Packages:
+    """A folder on the path in which tests put packages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, path: str, text: str = "") -> None:
+        file = self.folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def peer(self, name: str, module: str, text: str) -> None:
+        """A distribution that offers a peer of that name by the entry point group."""
+        self.write(f"{module}.py", text)
+        self.write(f"{module}-1.2.dist-info/METADATA", f"Name: {module}\nVersion: 1.2\n")
+        entry = f"[{peers.GROUP}]\n{name} = {module}:PEER\n"
+        self.write(f"{module}-1.2.dist-info/entry_points.txt", entry)
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield Packages(tmp_path)
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
+    code = main(["bench", *SMALL, *options, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+PLUGIN = """
+import functools
+from flashmoe_science.cli.peers.peer import Peer, Refused
+from flashmoe_science.cli.timing import Contender
+
+def prepare(arrays, shape, inputs):
+    if shape.causal != "none":
+        raise Refused("only full attention")
+    q, k, v = (x.swapaxes(1, 2) for x in inputs)
+    sdpa = functools.partial(arrays.xp.nn.functional.scaled_dot_product_attention, q, k, v)
+    return Contender("", sdpa, output=lambda out: out.swapaxes(1, 2))
+
+PEER = Peer("any", ("cpu",), ("{module}",), "mine", "pip install mine", prepare)
+"""
+
+
+def test_another_package_adds_a_peer(
+    packages: Packages, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    packages.peer("their-attention", "mine", PLUGIN.replace("{module}", "mine"))
+    assert "their-attention" in peers.peer_names()
+    assert "mine" not in sys.modules  # its name is known before it is imported
+    code, document = run(capsys, "--peer", "their-attention")
+    assert code == 0
+    assert document["peers"] == {"their-attention": {"status": "found", "version": "1.2"}}
+    entry = document["cells"][0]["contenders"]["their-attention"]
+    assert (entry["status"], entry["version"]) == ("ok", "1.2")
+    assert entry["against"]["low"] <= entry["against"]["ratio"] <= entry["against"]["high"]
+    code, document = run(capsys, "--peer", "their-attention", "--causal")
+    refusal = document["cells"][0]["contenders"]["their-attention"]
+    assert refusal == {"status": "refused", "reason": "only full attention", "version": "1.2"}
+
+
+def test_a_missing_peer_is_said_once_and_in_every_row_when_asked_for(
+    packages: Packages, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packages.peer("absent", "mine", PLUGIN.replace("{module}", "not_here"))
+    _, document = run(capsys)
+    reason = "not installed: pip install mine"
+    assert document["peers"]["absent"] == {"status": "missing", "reason": reason}
+    assert "absent" not in document["cells"][0]["contenders"]
+    assert main(["bench", *SMALL]) == 0
+    assert capsys.readouterr().out.count("absent") == 1
+    _, document = run(capsys, "--peer", "absent")
+    assert document["cells"][0]["contenders"]["absent"] == {"status": "missing", "reason": reason}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("raise OSError('no driver')", "OSError: no driver"), ("PEER = 3", "is a int, not a Peer")],
+)
+def test_a_package_that_does_not_load_is_missing(
+    packages: Packages, capsys: pytest.CaptureFixture[str], text: str, reason: str
+) -> None:
+    packages.peer("broken", "mine", text)
+    code, document = run(capsys)
+    assert code == 0
+    assert document["peers"]["broken"]["status"] == "missing"
+    assert reason in document["peers"]["broken"]["reason"]
+
+
+def test_an_output_of_another_shape_is_refused(
+    packages: Packages, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = PLUGIN.replace("{module}", "mine").replace("out.swapaxes(1, 2)", "out")
+    packages.peer("sloppy", "mine", text)
+    code, document = run(capsys, "--peer", "sloppy")
+    assert code == 0
+    entry = document["cells"][0]["contenders"]["sloppy"]
+    assert entry["status"] == "refused"
+    assert entry["reason"] == "its output is (1, 2, 32, 64), and not (1, 32, 2, 64)"
+
+
+def test_a_peer_that_raises_is_refused(
+    packages: Packages, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = "import warnings; warnings.warn('too new'); assert False, 'sm_90 only'\n    if shape"
+    text = PLUGIN.replace("{module}", "mine").replace("if shape", failing)
+    packages.peer("picky", "mine", text)
+    code, document = run(capsys, "--peer", "picky")
+    assert code == 0
+    entry = document["cells"][0]["contenders"]["picky"]
+    assert (entry["status"], entry["reason"]) == ("refused", "sm_90 only; too new")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("fastest", "--peer: got fastest, accepted are torch-sdpa, torch-flash"),
+        ("torch-flash", "--peer: torch-flash runs on cuda, not on cpu"),
+    ],
+)
+def test_a_peer_that_cannot_be_is_explained(
+    name: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *SMALL, "--peer", name]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+def test_looking_for_a_package_does_not_import_it(packages: Packages) -> None:
+    packages.write("heavy/__init__.py", "raise SystemExit('imported')")
+    packages.write("heavy/part.py")
+    packages.write("heavy/folder/__init__.py")
+    assert [is_installed(m) for m in ("heavy", "heavy.part", "heavy.folder")] == [True] * 3
+    assert not is_installed("heavy.other")
+    assert not is_installed("lighter.part")
+
+
+def test_peers_of_a_gpu_are_known_without_one() -> None:
+    names = ["torch-flash", "torch-cudnn", "torch-efficient", "torch-math", "fa2", "fa3", "fa4",
+             "flashinfer", "jax-cudnn"]  # fmt: skip
+    assert set(names) <= set(peers.peer_names())
+    assert all(p.devices == ("cuda",) for p in peers._BUILT_IN if p.name in names)
+
+
+def prepared(peer: Peer, shape: Shape) -> str:
+    """Prepares the peer on the CPU and holds its output to the accuracy rule."""
+    arrays = choose_arrays("cpu")
+    inputs = make_inputs(arrays, shape)
+    _, output = peer.contender(arrays, shape, inputs)
+    assert tuple(output.shape) == (shape.batch, shape.seq_q, shape.heads_q, shape.dim_v)
+    return judge(arrays, shape, inputs, {"peer": output})["peer"].reason
+
+
+SHAPES = [
+    Shape(2, 40, 40, 4, 2, 64, 64, "fp32"),
+    Shape(2, 40, 40, 4, 2, 64, 64, "fp32", "top_left"),
+    Shape(2, 24, 40, 4, 2, 64, 64, "fp32", "bottom_right"),
+    Shape(3, 1, 48, 4, 2, 64, 64, "fp32"),
+    Shape(3, 1, 48, 4, 4, 64, 64, "fp32", "bottom_right"),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
+def test_flash_attention_is_called_as_it_wants(packages: Packages, name: str, shape: Shape) -> None:
+    pytest.importorskip("torch")
+    packages.write("plain_attention.py", ATTENTION)
+    package = """
+from plain_attention import attend
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False, {options}):
+    return {answer}
+"""
+    if name == "fa2":
+        packages.write("flash_attn_2_cuda.py")
+        text = package.format(options="dropout_p=0.0", answer="attend(q, k, v, causal)")
+        packages.write("flash_attn/__init__.py", text)
+    elif name == "fa3":
+        text = package.format(options="num_splits=1", answer="attend(q, k, v, causal)")
+        packages.write("flash_attn_interface.py", text)
+    else:
+        text = package.format(options="num_splits=1", answer="(attend(q, k, v, causal), None)")
+        packages.write("flash_attn/cute/__init__.py", text)
+    found = {p.name: p for p in flash_attention.PEERS}
+    assert [n for n, p in found.items() if p.missing() is None] == [name]
+    assert prepared(found[name], shape) == ""
+
+
+def test_a_mask_of_another_alignment_is_refused() -> None:
+    pytest.importorskip("torch")
+    shape = Shape(1, 4, 8, 2, 2, 64, 64, "fp32", "top_left")
+    for peer in (*flash_attention.PEERS, *flashinfer.PEERS):
+        with pytest.raises(Refused, match="aligned bottom right; this mask is top left"):
+            prepared(peer, shape)
+
+
+FLASHINFER = """
+import torch
+from plain_attention import attend
+
+class BatchPrefillWithRaggedKVCacheWrapper:
+    def __init__(self, workspace, kv_layout):
+        assert (workspace.dtype, kv_layout) == (torch.uint8, "NHD")
+
+    def plan(self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo,
+             causal, q_data_type):
+        assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
+        self.q, self.kv, self.causal = qo_indptr, kv_indptr, causal
+        self.heads = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
+
+    def run(self, q, k, v):
+        assert (*q.shape[1:], k.shape[1], v.shape[2]) == tuple(self.heads[i] for i in (0, 2, 1, 3))
+        parts = [
+            attend(q[a:b][None], k[c:d][None], v[c:d][None], self.causal)[0]
+            for a, b, c, d in zip(self.q, self.q[1:], self.kv, self.kv[1:])
+        ]
+        return torch.cat(parts)
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    def __init__(self, workspace, kv_layout, use_tensor_cores):
+        assert (workspace.dtype, kv_layout) == (torch.uint8, "NHD")
+
+    def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+             q_data_type, kv_data_type):
+        assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
+        self.indptr, self.indices, self.last, self.page = indptr, indices, last_page_len, page_size
+
+    def run(self, q, cache):
+        parts = []
+        for i, (a, b) in enumerate(zip(self.indptr, self.indptr[1:])):
+            keys = int(b - a - 1) * self.page + int(self.last[i])
+            k, v = (x[self.indices[a:b]].flatten(0, 1)[None, :keys] for x in cache)
+            parts.append(attend(q[i][None, None], k, v, False)[0])
+        return torch.cat(parts)
+"""
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(2, 1, 35, 4, 2, 64, 64, "fp32")], ids=str)
+def test_flashinfer_is_planned_as_it_wants(packages: Packages, shape: Shape) -> None:
+    pytest.importorskip("torch")
+    if shape.causal == "top_left":
+        shape = Shape(2, 40, 40, 4, 2, 64, 32, "fp32", "top_left")
+    packages.write("plain_attention.py", ATTENTION)
+    packages.write("flashinfer.py", FLASHINFER)
+    assert flashinfer.PEERS[0].missing() is None
+    assert prepared(flashinfer.PEERS[0], shape) == ""
+
+
+@pytest.mark.parametrize(
+    "shape", [s for s in SHAPES if s.causal != "bottom_right" or s.seq_q == 1], ids=str
+)
+def test_jax_works_on_torchs_memory(shape: Shape) -> None:
+    """cuDNN needs a GPU; XLA's own implementation takes the same road."""
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    prepare = functools.partial(jax_cudnn.prepare, "xla")
+    assert prepared(Peer("jax", ("cpu",), ("jax",), "jax", "", prepare), shape) == ""
+
+
+def test_all_peers_of_the_device_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    _, document = run(capsys)
+    assert document["peers"]["torch-sdpa"]["status"] == "found"
+    assert document["peers"]["torch-sdpa"]["version"]
+    assert OURS not in document["peers"]
