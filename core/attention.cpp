@@ -345,6 +345,7 @@ flashmoe_status make_plan(const flashmoe_attention_forward_params* params, bool 
     wanted = family_from_environment();
     wanted_by = "FLASHMOE_ARCH";
   }
+  problem->named = wanted != nullptr;
   problem->kernel = nullptr;
   if (wanted != nullptr && std::strncmp(wanted, kKernelPrefix, sizeof kKernelPrefix - 1) == 0) {
     problem->kernel = wanted;

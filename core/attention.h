@@ -48,6 +48,7 @@ struct AttentionProblem {
   int64_t dim_v;
 
   const char* kernel;  // the kernel asked for by its full name, or nullptr
+  bool named;          // a kernel or a family was asked for: it serves what it can, fast or not
   float scale;         // finite and > 0
   bool causal;
   int64_t causal_offset;  // with causal: query i sees keys j <= i + causal_offset

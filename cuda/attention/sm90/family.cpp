@@ -92,6 +92,14 @@ flashmoe_status prepare(const Entry& entry, int device_id, char* reason, size_t 
   return FLASHMOE_ERROR_CUDA;
 }
 
+// Whether starting and filling the pipeline would take longer than it saves, as measured on an H200
+// (docs/kernels/attention_sm90.md): tiles that are mostly empty, or one round of tiles with few keys.
+bool is_short(const AttentionProblem& problem, int64_t tiles, int multiprocessors) {
+  constexpr int64_t kFewRows = 64;
+  constexpr int64_t kFewKeys = 512;
+  return problem.seq_q <= kFewRows || (tiles <= multiprocessors && problem.seq_k <= kFewKeys);
+}
+
 flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char* reason,
                      size_t reason_size) {
   const auto refuse = [&](flashmoe_status status, const char* sentence) {
@@ -130,6 +138,10 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
   // The kernel counts rounds of blocks past the last tile.
   if (heads > INT_MAX / 2 || tiles_per_head * heads > INT_MAX / 2) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles of query rows");
+  }
+  if (!problem.named && is_short(problem, tiles_per_head * heads, facts->multiprocessors)) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                  "few rows or keys, at which the sm89 family is faster (named, it serves them)");
   }
   if (encode_function() == nullptr) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
@@ -198,20 +210,21 @@ bool encode(CUtensorMap* map, Dtype dtype, const void* data, const RowStrides& s
                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-bool make_params(const AttentionProblem& p, const Entry& entry, int64_t l2_bytes, Params* params) {
+bool encode_maps(const AttentionProblem& p, const Entry& entry, Params* params) {
   // Without keys their tensors may be null, which a map is not; none is read then.
   const void* k = p.seq_k > 0 ? p.k : p.q;
   const void* v = p.seq_k > 0 ? p.v : p.q;
-  if (!encode(&params->q, p.dtype, p.q, p.q_strides, p.dim, p.seq_q, p.heads_q, p.batch,
-              entry.tile_q) ||
-      !encode(&params->k, p.dtype, k, p.k_strides, p.dim, p.seq_k, p.heads_kv, p.batch,
-              entry.tile_k) ||
-      !encode(&params->v, p.dtype, v, p.v_strides, p.dim_v, p.seq_k, p.heads_kv, p.batch,
-              entry.tile_k) ||
-      !encode(&params->out, p.dtype, p.out, p.out_strides, p.dim_v, p.seq_q, p.heads_q, p.batch,
-              entry.store_rows)) {
-    return false;
-  }
+  return encode(&params->q, p.dtype, p.q, p.q_strides, p.dim, p.seq_q, p.heads_q, p.batch,
+                entry.tile_q) &&
+         encode(&params->k, p.dtype, k, p.k_strides, p.dim, p.seq_k, p.heads_kv, p.batch,
+                entry.tile_k) &&
+         encode(&params->v, p.dtype, v, p.v_strides, p.dim_v, p.seq_k, p.heads_kv, p.batch,
+                entry.tile_k) &&
+         encode(&params->out, p.dtype, p.out, p.out_strides, p.dim_v, p.seq_q, p.heads_q, p.batch,
+                entry.store_rows);
+}
+
+void fill_params(const AttentionProblem& p, const Entry& entry, int64_t l2_bytes, Params* params) {
   params->q_repeats = repeats(p.q_strides);
   params->k_repeats = repeats(p.k_strides);
   params->v_repeats = repeats(p.v_strides);
@@ -237,7 +250,53 @@ bool make_params(const AttentionProblem& p, const Entry& entry, int64_t l2_bytes
   params->tiles_per_head = static_cast<int32_t>((p.seq_q + entry.tile_q - 1) / entry.tile_q);
   params->heads = static_cast<int32_t>(p.batch * p.heads_q);
   params->heads_per_section = heads_per_section(p, l2_bytes);
-  return true;
+}
+
+bool same(const RowStrides& a, const RowStrides& b) {
+  return a.batch == b.batch && a.seq == b.seq && a.head == b.head;
+}
+
+// Whether two problems have the same parameters.
+bool same(const AttentionProblem& a, const AttentionProblem& b) {
+  return a.q == b.q && a.k == b.k && a.v == b.v && a.out == b.out && a.lse == b.lse &&
+         a.dtype == b.dtype && a.device.device_id == b.device.device_id && a.batch == b.batch &&
+         a.seq_q == b.seq_q && a.seq_k == b.seq_k && a.heads_q == b.heads_q &&
+         a.heads_kv == b.heads_kv && a.dim == b.dim && a.dim_v == b.dim_v && a.scale == b.scale &&
+         a.causal == b.causal && a.causal_offset == b.causal_offset &&
+         same(a.q_strides, b.q_strides) && same(a.k_strides, b.k_strides) &&
+         same(a.v_strides, b.v_strides) && same(a.out_strides, b.out_strides) &&
+         same(a.lse_strides, b.lse_strides);
+}
+
+// Parameters of calls that a thread made before: programs make the same ones again and again, and
+// encoding four maps would be part of each.
+struct KnownCall {
+  const Entry* entry = nullptr;
+  AttentionProblem problem;
+  Params params;
+};
+
+// nullptr if the driver refuses a map.
+const Params* make_params(const AttentionProblem& problem, const Entry& entry, int64_t l2_bytes) {
+  constexpr size_t kCalls = 16;
+  thread_local KnownCall calls[kCalls];
+  const auto place = [](const void* data) { return reinterpret_cast<uintptr_t>(data) / 512; };
+  KnownCall& call = calls[(place(problem.q) + 3 * place(problem.out)) % kCalls];
+  if (call.entry == &entry && same(call.problem, problem)) return &call.params;
+  call.entry = nullptr;
+  if (!encode_maps(problem, entry, &call.params)) {
+    // A thread that has not used CUDA yet has no context, which the runtime makes on demand but the
+    // driver does not.
+    if (cudaSetDevice(problem.device.device_id) != cudaSuccess ||
+        !encode_maps(problem, entry, &call.params)) {
+      cudaGetLastError();
+      return nullptr;
+    }
+  }
+  fill_params(problem, entry, l2_bytes, &call.params);
+  call.problem = problem;
+  call.entry = &entry;
+  return &call.params;
 }
 
 flashmoe_status read_launch(const LaunchRecord& record, flashmoe_launch* launch) {
@@ -269,11 +328,11 @@ flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& pla
     return fail(FLASHMOE_ERROR_CUDA, "device: making cuda:%d current: %s", device_id,
                 cudaGetErrorString(guard.error()));
   }
-  Params params;
-  if (!make_params(problem, entry, facts->l2_bytes, &params)) {
+  const Params* params = make_params(problem, entry, facts->l2_bytes);
+  if (params == nullptr) {
     return fail(FLASHMOE_ERROR_CUDA, "launching %s: the driver refused a tensor map", entry.name);
   }
-  void* arguments[] = {&params};
+  void* arguments[] = {const_cast<Params*>(params)};
   const cudaError_t error =
       cudaLaunchKernel(entry.function, dim3(info.grid[0], info.grid[1], info.grid[2]),
                        dim3(info.block[0], info.block[1], info.block[2]), arguments,
