@@ -44,8 +44,8 @@ struct Tuning {
 constexpr Tuning tuning(int dim, int dim_v) {
   if (dim <= 64) return {3, 128, 3, 2, Turns::kProducts, false, true, 0};
   if (dim <= 128) return {2, 128, 2, 2, Turns::kNone, false, true, 0};
-  if (dim <= 192 && dim_v <= 128) return {2, 96, 2, 1, Turns::kProducts, false, true, 0};
-  if (dim <= 192) return {2, 96, 2, 1, Turns::kNone, true, false, 0};
+  if (dim <= 192 && dim_v <= 128) return {2, 112, 2, 1, Turns::kNone, false, true, 0};
+  if (dim <= 192) return {2, 96, 2, 1, Turns::kProducts, true, true, 0};
   return {2, 64, 2, 1, Turns::kNone, true, false, 0};
 }
 
