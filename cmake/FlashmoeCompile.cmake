@@ -17,7 +17,8 @@ function(flashmoe_compile target)
     CXX_VISIBILITY_PRESET hidden CUDA_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/include")
   target_compile_definitions(${target} PRIVATE
-    FLASHMOE_BUILDING FLASHMOE_WITH_CUDA=$<BOOL:${FLASHMOE_CUDA}>)
+    FLASHMOE_BUILDING FLASHMOE_WITH_CUDA=$<BOOL:${FLASHMOE_CUDA}>
+    FLASHMOE_WITH_SM90=$<BOOL:${FLASHMOE_SM90}>)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${FLASHMOE_WARNINGS}>)
   if(FLASHMOE_SANITIZE)
     target_compile_options(${target} PRIVATE

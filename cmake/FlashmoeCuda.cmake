@@ -36,6 +36,12 @@ if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   set(CMAKE_CUDA_COMPILER "${FLASHMOE_NVCC}")
 endif()
 
+# The families of kernels that use one architecture's own instructions.
+set(FLASHMOE_SM90 OFF)
+if(CMAKE_CUDA_ARCHITECTURES MATCHES "90a")
+  set(FLASHMOE_SM90 ON)
+endif()
+
 # For people: "89-real 90a-real 89-virtual".
 string(REPLACE ";" " " FLASHMOE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}")
 

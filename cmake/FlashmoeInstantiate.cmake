@@ -1,16 +1,19 @@
 # Renders the explicit instantiations of kernels into the build folder, one host entry per file, so
 # that they compile in parallel and a kernel is found by its name.
 
-# Kernels of the sm_89 attention family: head dimension of q and k, of v, and optionally a tuning other
+# Kernels of the attention families: head dimension of q and k, of v, and optionally a tuning other
 # than the table's with its suffix. Other head dimensions are padded to the next.
 set(FLASHMOE_ATTENTION_SM89_KERNELS
   "32,32" "64,64" "96,96" "128,128" "128,128,EightWarpTuning,_w8" "192,128" "192,192" "256,256")
+set(FLASHMOE_ATTENTION_SM90_KERNELS
+  "64,64" "96,96" "128,128" "192,128" "192,192" "256,256")
 
-function(flashmoe_instantiate_attention_sm89 target)
-  set(source_dir "${PROJECT_SOURCE_DIR}/cuda/attention/sm89")
-  set(binary_dir "${PROJECT_BINARY_DIR}/generated/cuda/attention/sm89")
+function(flashmoe_instantiate_attention target family)
+  set(source_dir "${PROJECT_SOURCE_DIR}/cuda/attention/${family}")
+  set(binary_dir "${PROJECT_BINARY_DIR}/generated/cuda/attention/${family}")
+  string(TOUPPER "FLASHMOE_ATTENTION_${family}_KERNELS" kernels)
   set(ENTRIES "")
-  foreach(kernel IN LISTS FLASHMOE_ATTENTION_SM89_KERNELS)
+  foreach(kernel IN LISTS ${kernels})
     string(REPLACE "," ";" kernel "${kernel}")
     list(APPEND kernel TableTuning "")
     list(GET kernel 0 DIM)

@@ -10,6 +10,9 @@ include(CMakePackageConfigHelpers)
 set(flashmoe_objects $<TARGET_OBJECTS:flashmoe_objects>)
 if(FLASHMOE_CUDA)
   list(APPEND flashmoe_objects $<TARGET_OBJECTS:flashmoe_cuda>)
+  if(FLASHMOE_SM90)
+    list(APPEND flashmoe_objects $<TARGET_OBJECTS:flashmoe_cuda_sm90>)
+  endif()
 endif()
 
 # ---- targets --------------------------------------------------------------------------------

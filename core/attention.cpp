@@ -51,6 +51,9 @@ constexpr char kKernelPrefix[] = "attention_forward_";
 
 // Every family, best first for its devices.
 const AttentionFamily* const kFamilies[] = {
+#if FLASHMOE_WITH_SM90
+    &kSm90Attention,
+#endif
 #if FLASHMOE_WITH_CUDA
     &kSm89Attention,
 #endif

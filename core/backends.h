@@ -15,6 +15,9 @@ int32_t cpu_get_num_threads();
 // cuda/ (only in a build with FLASHMOE_CUDA)
 #if FLASHMOE_WITH_CUDA
 extern const AttentionFamily kSm89Attention;
+#if FLASHMOE_WITH_SM90  // built for sm_90a
+extern const AttentionFamily kSm90Attention;
+#endif
 int32_t cuda_device_count();
 int32_t cuda_runtime_version();
 flashmoe_status cuda_device_info(int32_t device_id, flashmoe_device_info* info);

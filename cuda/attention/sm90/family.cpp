@@ -1,0 +1,282 @@
+// The sm_90 family: which kernel serves a problem, how it is launched, and its read-back.
+#include <cuda.h>
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+
+#include "core/backends.h"
+#include "core/status.h"
+#include "cuda/attention/sm90/entry.h"
+#include "cuda/attention/sm90/params.h"
+
+namespace flashmoe::sm90 {
+
+#define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
+#include "cuda/attention/sm90/entries.inc"
+#undef FLASHMOE_ENTRY
+
+namespace {
+
+constexpr int kComputeCapability = 90;
+constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + causal offset fits in int32
+constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
+constexpr double kLog2E = 1.4426950408889634;
+
+const Entry* const kEntries[] = {
+#define FLASHMOE_ENTRY(name) &entry_##name,
+#include "cuda/attention/sm90/entries.inc"
+#undef FLASHMOE_ENTRY
+};
+
+// The kernel that the problem names, else the one of its dtype with the least padding.
+const Entry* find_entry(const AttentionProblem& problem) {
+  const Entry* best = nullptr;
+  for (const Entry* entry : kEntries) {
+    if (entry->dtype != problem.dtype || entry->dim < problem.dim || entry->dim_v < problem.dim_v) {
+      continue;
+    }
+    if (problem.kernel != nullptr && std::strcmp(problem.kernel, entry->name) == 0) return entry;
+    if (best == nullptr || entry->dim + entry->dim_v < best->dim + best->dim_v) best = entry;
+  }
+  return best;
+}
+
+// The driver is not linked: this one function of it is asked for.
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+EncodeTiled encode_function() {
+  static const EncodeTiled function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(
+        "cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+      cudaGetLastError();
+      return static_cast<EncodeTiled>(nullptr);
+    }
+    return reinterpret_cast<EncodeTiled>(found);
+  }();
+  return function;
+}
+
+// Whether the copy engine can walk a view: strides above 0 and below 2^40 bytes.
+bool can_walk(const RowStrides& strides, int64_t batch, int64_t seq, int64_t heads) {
+  const auto fits = [](int64_t stride, int64_t extent) {
+    return extent <= 1 || (stride > 0 && stride < kMaxStrideBytes / 2);
+  };
+  return fits(strides.batch, batch) && fits(strides.seq, seq) && fits(strides.head, heads);
+}
+
+// Loads a kernel's code on a device and allows its shared memory, once.
+flashmoe_status prepare(const Entry& entry, int device_id, char* reason, size_t reason_size) {
+  if (entry.prepared[device_id].load(std::memory_order_acquire)) return FLASHMOE_OK;
+  const DeviceGuard guard(device_id);
+  cudaError_t error = guard.error();
+  cudaFuncAttributes attributes = {};
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, entry.function);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(entry.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 entry.shared_bytes);
+  }
+  if (error == cudaSuccess) {
+    entry.prepared[device_id].store(true, std::memory_order_release);
+    return FLASHMOE_OK;
+  }
+  cudaGetLastError();
+  std::snprintf(reason, reason_size, "loading %s on cuda:%d: %s", entry.name, device_id,
+                cudaGetErrorString(error));
+  return FLASHMOE_ERROR_CUDA;
+}
+
+flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char* reason,
+                     size_t reason_size) {
+  const auto refuse = [&](flashmoe_status status, const char* sentence) {
+    std::snprintf(reason, reason_size, "%s", sentence);
+    return status;
+  };
+  const int device_id = problem.device.device_id;
+  const DeviceFacts* facts = device_facts(device_id, reason, reason_size);
+  if (facts == nullptr) return FLASHMOE_ERROR_NO_DEVICE;
+  if (facts->compute_capability != kComputeCapability) {
+    std::snprintf(reason, reason_size, "cuda:%d has compute capability %d.%d, accepted is 9.0",
+                  device_id, facts->compute_capability / 10, facts->compute_capability % 10);
+    return FLASHMOE_ERROR_UNSUPPORTED;
+  }
+  if (problem.dtype == Dtype::kFloat32) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
+  }
+  const Entry* entry = find_entry(problem);
+  if (entry == nullptr) {
+    return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
+  }
+  if (problem.seq_q > kMaxSequence || problem.seq_k > kMaxSequence) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "sequence longer than 2^30");
+  }
+  if (!can_walk(problem.q_strides, problem.batch, problem.seq_q, problem.heads_q) ||
+      !can_walk(problem.k_strides, problem.batch, problem.seq_k, problem.heads_kv) ||
+      !can_walk(problem.v_strides, problem.batch, problem.seq_k, problem.heads_kv) ||
+      !can_walk(problem.out_strides, problem.batch, problem.seq_q, problem.heads_q)) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                  "a stride that is 0, negative or 2^40 bytes, which the copy engine cannot walk");
+  }
+  const int64_t tiles_per_head = (problem.seq_q + entry->tile_q - 1) / entry->tile_q;
+  const int64_t heads = problem.batch * problem.heads_q;
+  // The kernel counts rounds of blocks past the last tile.
+  if (heads > INT_MAX / 2 || tiles_per_head * heads > INT_MAX / 2) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles of query rows");
+  }
+  if (encode_function() == nullptr) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
+  }
+  const flashmoe_status status = prepare(*entry, device_id, reason, reason_size);
+  if (status != FLASHMOE_OK) return status;
+
+  flashmoe_attention_plan& info = plan->info;
+  std::strncpy(info.kernel, entry->name, sizeof info.kernel - 1);
+  std::memcpy(info.isa, "sm_90a", sizeof "sm_90a");
+  info.tile_q = entry->tile_q;
+  info.tile_k = entry->tile_k;
+  info.dim = entry->dim;
+  info.dim_v = entry->dim_v;
+  info.stages = entry->stages;
+  // Persistent: no more blocks than multiprocessors, each of which holds one.
+  info.grid[0] = static_cast<uint32_t>(
+      std::min<int64_t>(tiles_per_head * heads, facts->multiprocessors));
+  info.grid[1] = info.grid[2] = 1;
+  info.block[0] = static_cast<uint32_t>(entry->threads);
+  info.block[1] = info.block[2] = 1;
+  info.shared_bytes = static_cast<uint64_t>(entry->shared_bytes);
+  info.workspace_bytes = 0;
+  plan->entry = entry;
+  return FLASHMOE_OK;
+}
+
+// Causal tiles of a section run longest first, so its keys and values should fit the L2 beside the
+// traffic of queries and outputs. Without a mask all tiles are alike and heads go one by one.
+int heads_per_section(const AttentionProblem& problem, int64_t l2_bytes) {
+  if (!problem.causal) return 1;
+  const int64_t heads = problem.batch * problem.heads_q;
+  const int64_t group = problem.heads_q / problem.heads_kv;
+  const int64_t bytes = problem.seq_k * (problem.dim + problem.dim_v) * dtype_bytes(problem.dtype);
+  const int64_t all = heads / group;  // heads of K and V
+  const int64_t fitting = bytes > 0 ? std::max<int64_t>(1, l2_bytes * 3 / 4 / bytes) : all;
+  const int64_t sections = (all + fitting - 1) / fitting;  // all of about one size
+  return static_cast<int>((all + sections - 1) / sections * group);
+}
+
+// The map of a [batch, seq, heads, dim] view, in boxes of 64 elements by `rows` of one head.
+bool encode(CUtensorMap* map, Dtype dtype, const void* data, const RowStrides& strides, int64_t dim,
+            int64_t seq, int64_t heads, int64_t batch, int rows) {
+  const auto bytes = [](int64_t stride, int64_t extent) {
+    return static_cast<cuuint64_t>(extent > 1 ? 2 * stride : 16);  // never taken: any will do
+  };
+  // No rows: nothing is read, but a map of nothing is refused.
+  const auto extent = [](int64_t n) { return static_cast<cuuint64_t>(n > 0 ? n : 1); };
+  const cuuint64_t extents[4] = {extent(dim), extent(seq), extent(heads), extent(batch)};
+  const cuuint64_t steps[3] = {bytes(strides.seq, seq), bytes(strides.head, heads),
+                               bytes(strides.batch, batch)};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1};
+  const cuuint32_t ones[4] = {1, 1, 1, 1};
+  return encode_function()(
+             map,
+             dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             4, const_cast<void*>(data), extents, steps, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+bool make_params(const AttentionProblem& p, const Entry& entry, int64_t l2_bytes, Params* params) {
+  // Without keys their tensors may be null, which a map is not; none is read then.
+  const void* k = p.seq_k > 0 ? p.k : p.q;
+  const void* v = p.seq_k > 0 ? p.v : p.q;
+  if (!encode(&params->q, p.dtype, p.q, p.q_strides, p.dim, p.seq_q, p.heads_q, p.batch,
+              entry.tile_q) ||
+      !encode(&params->k, p.dtype, k, p.k_strides, p.dim, p.seq_k, p.heads_kv, p.batch,
+              entry.tile_k) ||
+      !encode(&params->v, p.dtype, v, p.v_strides, p.dim_v, p.seq_k, p.heads_kv, p.batch,
+              entry.tile_k) ||
+      !encode(&params->out, p.dtype, p.out, p.out_strides, p.dim_v, p.seq_q, p.heads_q, p.batch,
+              entry.store_rows)) {
+    return false;
+  }
+  params->lse = p.lse;
+  params->lse_strides = p.lse_strides;
+  params->seq_q = static_cast<int32_t>(p.seq_q);
+  params->seq_k = static_cast<int32_t>(p.seq_k);
+  params->heads_q = static_cast<int32_t>(p.heads_q);
+  params->heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
+  params->causal = p.causal ? 1 : 0;
+  params->causal_offset = p.causal ? static_cast<int32_t>(p.causal_offset) : 0;
+  params->scale_log2 = static_cast<float>(static_cast<double>(p.scale) * kLog2E);
+  params->tiles_per_head = static_cast<int32_t>((p.seq_q + entry.tile_q - 1) / entry.tile_q);
+  params->heads = static_cast<int32_t>(p.batch * p.heads_q);
+  params->heads_per_section = heads_per_section(p, l2_bytes);
+  return true;
+}
+
+flashmoe_status read_launch(const LaunchRecord& record, flashmoe_launch* launch) {
+  const DeviceGuard guard(record.info.device.device_id);
+  cudaFuncAttributes attributes = {};
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, record.function);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return fail(FLASHMOE_ERROR_CUDA, "launch: reading %s back: %s", record.info.kernel,
+                cudaGetErrorString(error));
+  }
+  launch->shared_bytes += attributes.sharedSizeBytes;
+  launch->registers = attributes.numRegs;
+  launch->local_bytes = static_cast<int32_t>(attributes.localSizeBytes);
+  launch->binary_arch = attributes.binaryVersion;
+  return FLASHMOE_OK;
+}
+
+flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& plan, void*,
+                       void* stream) {
+  const Entry& entry = *static_cast<const Entry*>(plan.entry);
+  const flashmoe_attention_plan& info = plan.info;
+  const int device_id = problem.device.device_id;
+  char reason[128];
+  const DeviceFacts* facts = device_facts(device_id, reason, sizeof reason);
+  if (facts == nullptr) return fail(FLASHMOE_ERROR_NO_DEVICE, "%s", reason);
+  const DeviceGuard guard(device_id);
+  if (guard.error() != cudaSuccess) {
+    return fail(FLASHMOE_ERROR_CUDA, "device: making cuda:%d current: %s", device_id,
+                cudaGetErrorString(guard.error()));
+  }
+  Params params;
+  if (!make_params(problem, entry, facts->l2_bytes, &params)) {
+    return fail(FLASHMOE_ERROR_CUDA, "launching %s: the driver refused a tensor map", entry.name);
+  }
+  void* arguments[] = {&params};
+  const cudaError_t error =
+      cudaLaunchKernel(entry.function, dim3(info.grid[0], info.grid[1], info.grid[2]),
+                       dim3(info.block[0], info.block[1], info.block[2]), arguments,
+                       static_cast<size_t>(info.shared_bytes), static_cast<cudaStream_t>(stream));
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return fail(FLASHMOE_ERROR_CUDA, "launching %s: %s", entry.name, cudaGetErrorString(error));
+  }
+  LaunchRecord& record = last_launch_record();
+  record.info = flashmoe_launch_init();
+  std::memcpy(record.info.kernel, info.kernel, sizeof record.info.kernel);
+  record.info.device = problem.device;
+  std::memcpy(record.info.grid, info.grid, sizeof record.info.grid);
+  std::memcpy(record.info.block, info.block, sizeof record.info.block);
+  record.info.shared_bytes = info.shared_bytes;
+  record.function = entry.function;
+  record.read = &read_launch;
+  return FLASHMOE_OK;
+}
+
+}  // namespace
+}  // namespace flashmoe::sm90
+
+namespace flashmoe {
+
+const AttentionFamily kSm90Attention = {"sm90", FLASHMOE_DEVICE_CUDA, &sm90::plan, &sm90::launch};
+
+}  // namespace flashmoe

@@ -1,0 +1,103 @@
+// Compile-time description of one sm_90 attention kernel: tile, roles, stages, shared memory.
+#pragma once
+
+#include "cuda/numeric/dtype.cuh"
+
+namespace flashmoe::sm90 {
+
+inline constexpr int kThreadsPerWarp = 32;
+inline constexpr int kThreadsPerGroup = 128;              // a warpgroup
+inline constexpr int kRowsPerGroup = 64;                  // query rows of a consumer warpgroup
+inline constexpr int kMaxSharedBytesPerBlock = 227 * 1024;
+inline constexpr int kBoxColumns = 64;                    // 128 bytes, the widest swizzle
+inline constexpr int kBoxRowBytes = 128;
+inline constexpr int kSharedAlignment = 1024;
+
+constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// What consumers do one after another, so that the units they share are never wanted by all at once.
+enum class Turns {
+  kNone,
+  kProducts,      // issue the products of a step
+  kScores,        // the same, and the next one waits for the scores
+  kExponentials,  // compute exponentials
+};
+
+// The choices that differ from one head dimension to the next; docs/kernels/attention_sm90.md has the
+// measurements behind the table.
+struct Tuning {
+  int consumers;        // warpgroups of 64 query rows
+  int step_keys;        // keys of one step of the main loop
+  int stages;           // steps of K, and of V, in flight or in use
+  Turns turns;
+  bool output_over_q;   // the output leaves through the memory of Q
+  bool overlapped;      // a consumer's softmax runs under its own P V
+  int polynomials;      // of 16 exponentials, those computed on the FMA units
+};
+
+constexpr Tuning tuning(int dim, int dim_v) {
+  if (dim <= 64) return {3, 128, 2, Turns::kProducts, false, true, 0};
+  if (dim <= 128) return {2, 128, 2, Turns::kProducts, false, true, 0};
+  if (dim <= 192 && dim_v <= 128) return {2, 96, 2, Turns::kProducts, false, true, 0};
+  if (dim <= 192) return {2, 96, 2, Turns::kNone, true, false, 0};
+  return {2, 64, 2, Turns::kNone, true, false, 0};
+}
+
+template <int kDim, int kDimV>
+struct TableTuning {
+  static constexpr Tuning value = tuning(kDim, kDimV);
+};
+
+template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
+struct Traits {
+  static constexpr Tuning kTuning = TuningOf::value;
+  using Element = Element_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kDimV = kDimV_;
+  static constexpr int kConsumers = kTuning.consumers;
+  static constexpr int kThreads = (kConsumers + 1) * kThreadsPerGroup;
+  static constexpr int kTileQ = kConsumers * kRowsPerGroup;
+  static constexpr int kStepKeys = kTuning.step_keys;
+  static constexpr int kStages = kTuning.stages;
+  static constexpr Turns kTurns = kTuning.turns;
+  static constexpr bool kOutputOverQ = kTuning.output_over_q;
+  static constexpr bool kOverlapped = kTuning.overlapped;
+  static constexpr int kPolynomials = kTuning.polynomials;
+
+  // setmaxnreg: 64 Ki registers are 512 for each thread of a warpgroup.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512);
+
+  // Tiles are boxes of 64 columns side by side: [dim / 64][rows][64].
+  static constexpr int kBoxes = round_up(kDim, kBoxColumns) / kBoxColumns;
+  static constexpr int kBoxesV = round_up(kDimV, kBoxColumns) / kBoxColumns;
+  static constexpr int kQBoxBytes = kTileQ * kBoxRowBytes;
+  static constexpr int kKVBoxBytes = kStepKeys * kBoxRowBytes;
+  static constexpr int kOBoxBytes = kRowsPerGroup * kBoxRowBytes;
+  static constexpr int kQBytes = kBoxes * kQBoxBytes;
+  static constexpr int kKBytes = kBoxes * kKVBoxBytes;
+  static constexpr int kVBytes = kBoxesV * kKVBoxBytes;
+  static constexpr int kOBytesPerGroup = kBoxesV * kOBoxBytes;
+  static constexpr int kOBytes = kConsumers * kOBytesPerGroup;
+
+  static constexpr int kQOffset = 0;
+  static constexpr int kKOffset = kQBytes;
+  static constexpr int kVOffset = kKOffset + kStages * kKBytes;
+  // Over Q, a warpgroup's output takes the place of its own rows.
+  static constexpr int kOOffset = kOutputOverQ ? kQOffset : kVOffset + kStages * kVBytes;
+  static constexpr int kOGroupStride = kOutputOverQ ? kOBoxBytes : kOBytesPerGroup;
+  static constexpr int kOBoxStride = kOutputOverQ ? kQBoxBytes : kOBoxBytes;
+  static constexpr int kBarriersOffset = kVOffset + kStages * kVBytes + (kOutputOverQ ? 0 : kOBytes);
+  // Barriers: Q full, Q empty, then K full, K empty, V full, V empty for each stage.
+  static constexpr int kBarriers = 2 + 4 * kStages;
+  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSharedAlignment;
+
+  static_assert(kStepKeys % 16 == 0 && kKVBoxBytes % kSharedAlignment == 0);
+  static_assert(kDim % 16 == 0 && kDimV % 16 == 0);
+  static_assert(!kOutputOverQ || kBoxesV <= kBoxes);
+  static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
+  static_assert(kTileQ <= 256 && kStepKeys <= 256, "a box has at most 256 rows");
+};
+
+}  // namespace flashmoe::sm90

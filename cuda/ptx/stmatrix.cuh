@@ -1,0 +1,16 @@
+// stmatrix: four 8x8 matrices of 16-bit elements to shared memory, the inverse of ldmatrix. Lanes
+// 8i..8i+7 give the addresses of the eight 16-byte rows of matrix i. sm_90.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe::ptx {
+
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
+                                            uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+
+}  // namespace flashmoe::ptx

@@ -1,0 +1,53 @@
+// The copy engine (TMA): boxes of a tensor of rank 4 between global and shared memory, one thread
+// issuing. Coordinates are in elements, innermost dimension first. Elements outside the tensor are
+// zero when read and left alone when written. The tensor map lies in kernel parameters, 64-byte
+// aligned; boxes with 128-byte rows and swizzle begin on multiples of 1024 bytes. sm_90.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe::ptx {
+
+// How long lines should stay in the L2, as createpolicy encodes it.
+inline constexpr uint64_t kEvictFirst = 0x12F0000000000000;
+inline constexpr uint64_t kEvictLast = 0x14F0000000000000;
+
+__device__ __forceinline__ void prefetch_tensor_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Completes on `barrier`, which expects the bytes of the whole box, also of what lies outside.
+__device__ __forceinline__ void tma_load(uint32_t destination, const void* map, uint32_t barrier,
+                                         uint64_t policy, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(destination),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_store(const void* map, uint32_t source, int c0, int c1, int c2,
+                                          int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
+          map),
+      "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(source)
+      : "memory");
+}
+
+// Closes the group of this thread's stores since the last one.
+__device__ __forceinline__ void tma_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until this thread's stores have read their sources.
+__device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Orders ordinary stores to shared memory before what the copy engine or wgmma reads there.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace flashmoe::ptx
