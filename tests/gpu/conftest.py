@@ -5,10 +5,22 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+import kernels
 import pytest
 
 if importlib.util.find_spec("torch") is None:
     collect_ignore_glob = ["test_*.py"]  # they make their tensors with torch
+
+
+@pytest.fixture(params=kernels.FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Each kernel family that serves calls on this GPU, to be asked for by name."""
+    from gpu import families
+
+    reason = families.why_not(request.param)
+    if reason is not None:
+        pytest.skip(reason)
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)
