@@ -12,15 +12,25 @@ if importlib.util.find_spec("torch") is None:
     collect_ignore_glob = ["test_*.py"]  # they make their tensors with torch
 
 
+def _serving(family: str) -> str:
+    from gpu import families
+
+    reason = families.why_not(family)
+    if reason is not None:
+        pytest.skip(reason)
+    return family
+
+
 @pytest.fixture(params=kernels.FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     """Each kernel family that serves calls on this GPU, to be asked for by name."""
-    from gpu import families
+    return _serving(request.param)
 
-    reason = families.why_not(request.param)
-    if reason is not None:
-        pytest.skip(reason)
-    return str(request.param)
+
+@pytest.fixture
+def sm90() -> str:
+    """For what is said of this family alone."""
+    return _serving("sm90")
 
 
 @pytest.fixture(autouse=True)

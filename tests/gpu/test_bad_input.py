@@ -10,7 +10,7 @@ import capi
 import flashmoe_science as fm
 import pytest
 import torch
-from gpu import families, memory
+from gpu import memory
 
 pytestmark = pytest.mark.gpu
 
@@ -157,12 +157,10 @@ def test_fp32_on_a_gpu_names_what_is_accepted(family: str) -> None:
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_sm90_by_name_refuses_a_stride_of_zero(name: str, axis: int) -> None:
-    if "sm90" not in families.serving():
-        pytest.skip(families.why_not("sm90"))
+def test_sm90_by_name_refuses_a_stride_of_zero(name: str, axis: int, sm90: str) -> None:
     kept = _good()
     broadcast = kept[name].narrow(axis, 0, 1).expand(kept[name].shape)
-    arguments = {**kept, name: broadcast, "kernel": "sm90"}
+    arguments = {**kept, name: broadcast, "kernel": sm90}
     _expect(arguments, kept, NotImplementedError, "kernel: cannot be served: sm90: a stride ")
 
 

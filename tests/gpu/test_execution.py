@@ -145,6 +145,45 @@ def _run_program(program: str, family: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_launches_that_follow_one_another_leave_nothing_behind(case: Case) -> None:
+    """Into the same output, with other numbers of tiles between them."""
+    shorter = dataclasses.replace(case, seq_q=case.seq_q // 3, seed=1)
+    calls = []
+    for one in (case, shorter, dataclasses.replace(case, seed=2)):
+        inputs = cases.make_values(one, "cuda:0")
+        calls.append((one, inputs, _attention(one, *inputs)))
+    results = [torch.empty_like(x) for x in calls[0][2]]
+    copies = []
+    for run in range(30):
+        one, inputs, want = calls[run % len(calls)]
+        out, lse = (x.flatten()[: y.numel()].view(y.shape)
+                    for x, y in zip(results, want, strict=True))  # fmt: skip
+        fm.flash_attention(
+            *inputs, causal=_option(one), return_lse=True, kernel=one.kernel, out=out, lse=lse
+        )
+        copies.append((run, (out.clone(), lse.clone()), want))
+    for run, got, want in copies:
+        assert _same_bits(got, want), f"run {run}"
+
+
+def test_two_streams_at_once(case: Case) -> None:
+    """Blocks of one launch wait for room beside those of another."""
+    other = dataclasses.replace(case, seed=1, seq_k=case.seq_k // 2)
+    calls = []
+    for one in (case, other):
+        inputs = cases.make_values(one, "cuda:0")
+        calls.append((one, inputs, _attention(one, *inputs), torch.cuda.Stream()))
+    torch.cuda.synchronize()
+    copies = []
+    for run in range(40):
+        for one, inputs, want, stream in calls:
+            with torch.cuda.stream(stream):
+                copies.append((run, _attention(one, *inputs), want))
+    torch.cuda.synchronize()
+    for run, got, want in copies:
+        assert _same_bits(got, want), f"run {run}"
+
+
 def test_the_first_call_of_a_process_can_be_captured(family: str) -> None:
     program = """
         import flashmoe_science as fm

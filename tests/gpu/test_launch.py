@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as c
 import json
 import os
 import re
@@ -11,11 +12,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import capi
 import flashmoe_science as fm
 import kernels
 import pytest
 import torch
-from gpu import cases, families
+from gpu import cases, families, memory, oracle
 from gpu.cases import Case
 from torch.profiler import ProfilerActivity, profile
 
@@ -180,6 +182,67 @@ def test_the_best_family_serves_what_names_none(dtype: str, dims: tuple[int, int
         assert reasons[other] == f"{plan.family} comes first"
     fm.flash_attention(*inputs, **options)
     assert fm.last_launch().kernel == plan.kernel
+
+
+def _described(case: Case, strides: dict[str, list[int]]) -> capi.AttentionForwardParams:
+    """A call on addresses that mean nothing, to be planned: contiguous but for `strides`."""
+    keep = torch.empty(0, dtype=cases.DTYPES[case.dtype], device="cuda:0")
+    shapes = {
+        "q": case.shape(case.seq_q, case.heads_q, case.dim),
+        "k": case.shape(case.seq_k, case.heads_kv, case.dim),
+        "v": case.shape(case.seq_k, case.heads_kv, case.dim_v),
+        "out": case.shape(case.seq_q, case.heads_q, case.dim_v),
+    }
+    params = capi.AttentionForwardParams(struct_size=c.sizeof(capi.AttentionForwardParams))
+    params.keep = {
+        name: memory.raw_tensor(
+            keep,
+            2**45,
+            shape,
+            strides.get(name) or list(torch.empty(shape, device="meta").stride()),
+        )
+        for name, shape in shapes.items()
+    }
+    for name, view in params.keep.items():
+        setattr(params, name, c.pointer(view))
+    return params
+
+
+# What the copy engine cannot walk, as a factor of the contiguous stride or in bytes.
+ODD_STRIDES = [
+    *((name, axis, factor) for name in ("q", "k", "v") for axis in (0, 1, 2) for factor in (0, -1)),
+    *(("out", axis, -1) for axis in (0, 1, 2)),
+    *((name, 0, 2**40) for name in ("q", "k", "v", "out")),
+]
+
+
+@pytest.mark.parametrize(("name", "axis", "factor"), ODD_STRIDES)
+def test_sm90_leaves_strides_it_cannot_walk_to_sm89(
+    name: str, axis: int, factor: int, sm90: str
+) -> None:
+    case = Case(dtype="bf16", batch=2, seq_q=300, seq_k=400, heads_q=4, heads_kv=2)
+    plain = _described(case, {})
+    assert capi.attention_plan(plain).family.decode() == sm90
+    strides = list(plain.keep[name].strides[:4])
+    strides[axis] = factor // 2 if factor == 2**40 else strides[axis] * factor
+    plan = capi.attention_plan(_described(case, {name: strides}))
+    assert plan.family == b"sm89"
+    reasons = dict(line.split(": ", 1) for line in plan.rejected.decode().splitlines())
+    assert re.match(r"a stride that is 0, negative or 2\^40 bytes", reasons[sm90])
+    strides[axis] = 2**40 // 2 - 8  # the largest that it walks
+    assert capi.attention_plan(_described(case, {name: strides})).family.decode() == sm90
+
+
+def test_a_call_that_sm90_leaves_to_sm89_runs_there(sm90: str) -> None:
+    q = torch.randn(3, 200, 4, 64, device="cuda:0").bfloat16()
+    k, v = (torch.randn(3, 300, 1, 64, device="cuda:0").bfloat16() for _ in "kv")
+    wide = [x.expand(3, 300, 4, 64) for x in (k, v)]
+    plan = fm.attention_plan(q, *wide, causal=True)
+    assert plan.family == "sm89"
+    assert f"{sm90}: a stride that is 0" in plan.rejected
+    out = fm.flash_attention(q, *wide, causal=True)
+    assert fm.last_launch().kernel == plan.kernel
+    oracle.assert_accurate(out, None, q, *wide, True)
 
 
 def _with_arch(arch: str, program: str) -> str:
