@@ -49,7 +49,8 @@ enable_language(CUDA)
 message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, ${CMAKE_CUDA_ARCHITECTURES}")
 
 # Compiles a target's kernels. Registers that spill, local memory and ignored or serialised
-# instructions cost half the speed without a word: ptxas says so, and that is an error here.
+# instructions cost half the speed without a word: ptxas says so, and that is an error here. The first
+# two it calls warnings; the others information, for which the compiler runs under a script.
 function(flashmoe_compile_kernels target)
   target_include_directories(${target} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   target_compile_definitions(${target} PRIVATE
@@ -58,4 +59,6 @@ function(flashmoe_compile_kernels target)
     -Xptxas=--warn-on-spills,--warn-on-local-memory-usage
     $<$<BOOL:${FLASHMOE_WERROR}>:-Werror=all-warnings -Xptxas=--warning-as-error>
     -Xfatbin=-compress-all>)
+  set(launcher sh "${PROJECT_SOURCE_DIR}/cmake/strict_nvcc.sh" ${CMAKE_CUDA_COMPILER_LAUNCHER})
+  set_target_properties(${target} PROPERTIES CUDA_COMPILER_LAUNCHER "${launcher}")
 endfunction()

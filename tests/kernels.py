@@ -8,13 +8,20 @@ from typing import NamedTuple
 
 _CMAKE = Path(__file__).resolve().parents[1] / "cmake"
 DTYPES = ("fp16", "bf16")
+FAMILIES = ("sm90", "sm89")  # of GPU kernels, best first for the devices they run on
 
 
 class Kernel(NamedTuple):
+    family: str
     dtype: str
     dim: int
     dim_v: int
     tuning: str
+
+    @property
+    def table_name(self) -> str:
+        """The library's name for the kernel of these dimensions with the table's tuning."""
+        return f"attention_forward_{self.family}_{self.dtype}_d{self.dim}_dv{self.dim_v}"
 
 
 def _list_of(file: str, variable: str) -> list[str]:
@@ -24,12 +31,13 @@ def _list_of(file: str, variable: str) -> list[str]:
     return re.findall(r'"([^"]+)"', found[1])
 
 
-def attention_sm89() -> set[Kernel]:
+def attention(family: str) -> set[Kernel]:
     kernels = set()
-    for entry in _list_of("FlashmoeInstantiate.cmake", "FLASHMOE_ATTENTION_SM89_KERNELS"):
+    variable = f"FLASHMOE_ATTENTION_{family.upper()}_KERNELS"
+    for entry in _list_of("FlashmoeInstantiate.cmake", variable):
         dim, dim_v, *rest = entry.split(",")
         tuning = rest[0] if rest else "TableTuning"
-        kernels |= {Kernel(dtype, int(dim), int(dim_v), tuning) for dtype in DTYPES}
+        kernels |= {Kernel(family, dtype, int(dim), int(dim_v), tuning) for dtype in DTYPES}
     return kernels
 
 
@@ -38,11 +46,11 @@ def shipped_architectures() -> list[str]:
     return _list_of("FlashmoeCuda.cmake", "CMAKE_CUDA_ARCHITECTURES")[0].split(";")
 
 
-def least_padding(dim: int, dim_v: int) -> tuple[int, int]:
-    """Dimensions of the kernel that serves these."""
+def least_padding(family: str, dim: int, dim_v: int) -> tuple[int, int]:
+    """Dimensions of the family's kernel that serves these."""
     fitting = {
         (kernel.dim, kernel.dim_v)
-        for kernel in attention_sm89()
+        for kernel in attention(family)
         if kernel.dim >= dim and kernel.dim_v >= dim_v
     }
     return min(fitting, key=sum)

@@ -21,7 +21,7 @@ class BuildInfo:
     """Version of nvcc, or ""."""
     host_compiler: str
     kernel_families: str
-    """What `kernel` may name, such as "cpu;sm89"."""
+    """What `kernel` may name, such as "cpu sm89 sm90"."""
     cuda_runtime_version: int
     """13000 for 13.0; 0 for a CPU-only build."""
 

@@ -19,13 +19,13 @@ class AttentionPlan:
     """How one attention call is computed. The launch is made from this very plan."""
 
     kernel: str
-    """Such as "attention_forward_sm89_bf16_d128_dv128"."""
+    """Such as "attention_forward_sm90_bf16_d128_dv128"."""
     family: str
-    """Kernel family: "sm89", "cpu"."""
+    """Kernel family: "sm90", "sm89", "cpu"."""
     isa: str
     """The code that runs: "sm_90a", "avx512"."""
     tile_q: int
-    """Query rows of one tile; on a GPU one block computes one."""
+    """Query rows of one tile; on a GPU a block computes one, or several in turn."""
     tile_k: int
     """Keys of one step of the main loop."""
     dim: int
@@ -34,7 +34,7 @@ class AttentionPlan:
     stages: int
     """Depth of the pipeline of keys and values."""
     grid: tuple[int, int, int]
-    """Blocks; on the CPU grid[0] counts tiles."""
+    """Blocks, of which sm90 launches no more than are resident; on the CPU grid[0] counts tiles."""
     block: tuple[int, int, int]
     """Threads of a block; on the CPU block[0] counts the threads that share the tiles."""
     shared_bytes: int

@@ -25,10 +25,10 @@ from kernels import Kernel
 
 _ELEMENTS = {"6__half": "fp16", "13__nv_bfloat16": "bf16"}
 _FUNCTION = re.compile(
-    r"attention_forward_kernelI.*?Traits"
+    r"\d(sm\d\d)\d\dattention_forward_kernelI.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)ENS\w*?_\d+([A-Za-z]\w*?)ILi"
 )
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)")
 
 
 def _cannot(reason: str) -> None:
@@ -84,8 +84,8 @@ def _kernel_of(function: str) -> Kernel | None:
     found = _FUNCTION.search(function)
     if found is None:
         return None
-    element, dim, dim_v, tuning = found.groups()
-    return Kernel(_ELEMENTS[element], int(dim), int(dim_v), tuning)
+    family, element, dim, dim_v, tuning = found.groups()
+    return Kernel(family, _ELEMENTS[element], int(dim), int(dim_v), tuning)
 
 
 class Code(NamedTuple):
@@ -135,8 +135,22 @@ def resources(architectures: list[str]) -> dict[Code, dict[str, int]]:
 
 
 def _expected(architectures: list[str]) -> set[Code]:
+    """The sm89 kernels for every architecture; those of sm_90a's own instructions for it alone."""
     real = [name.removesuffix("-real") for name in architectures if not name.endswith("-virtual")]
-    return {Code(f"sm_{arch}", kernel) for arch in real for kernel in kernels.attention_sm89()}
+    codes = {Code(f"sm_{arch}", kernel) for arch in real for kernel in kernels.attention("sm89")}
+    if "90a" in real:
+        codes |= {Code("sm_90a", kernel) for kernel in kernels.attention("sm90")}
+    return codes
+
+
+def _of(instructions: dict[Code, Counter[str]], family: str) -> dict[Code, Counter[str]]:
+    """The code of one family, of which there must be some."""
+    found = {
+        code: opcodes for code, opcodes in instructions.items() if code.kernel.family == family
+    }
+    if not found:
+        _cannot(f"built without the {family} kernels")
+    return found
 
 
 def _count(opcodes: Counter[str], name: str) -> int:
@@ -168,29 +182,57 @@ def test_ptx_is_there_for_what_is_newer(architectures: list[str]) -> None:
             kernel = _kernel_of(line)
             if kernel is not None:
                 found.setdefault(target, set()).add(kernel)
-    assert found == {target: kernels.attention_sm89() for target in virtual}
+    assert found == {target: kernels.attention("sm89") for target in virtual}
 
 
-def test_products_run_on_tensor_cores(instructions: dict[Code, Counter[str]]) -> None:
-    for code, opcodes in instructions.items():
+def test_sm89_products_are_mma_sync(instructions: dict[Code, Counter[str]]) -> None:
+    for code, opcodes in _of(instructions, "sm89").items():
         suffix = "F32.BF16" if code.kernel.dtype == "bf16" else "F32"
         products = opcodes[f"HMMA.16816.{suffix}"]
         assert products > 0, f"{code}: no HMMA.16816.{suffix}"
         assert products == _count(opcodes, "HMMA"), f"{code}: products of another kind"
 
 
-def test_fragments_come_by_ldmatrix(instructions: dict[Code, Counter[str]]) -> None:
-    for code, opcodes in instructions.items():
+def test_sm89_fragments_come_by_ldmatrix(instructions: dict[Code, Counter[str]]) -> None:
+    for code, opcodes in _of(instructions, "sm89").items():
         transposed = sum(n for name, n in opcodes.items() if re.match(r"LDSM.*\.M?T", name))
         assert _count(opcodes, "LDSM") > transposed > 0, f"{code}: {opcodes}"
 
 
-def test_tiles_come_by_cp_async(instructions: dict[Code, Counter[str]]) -> None:
-    for code, opcodes in instructions.items():
+def test_sm89_tiles_come_by_cp_async(instructions: dict[Code, Counter[str]]) -> None:
+    for code, opcodes in _of(instructions, "sm89").items():
         copies = [name for name in opcodes if name.startswith("LDGSTS")]
         assert copies, f"{code}: no LDGSTS"
         assert all("128" in name for name in copies), f"{code}: {copies}"  # 16 bytes each
         assert _count(opcodes, "LDGDEPBAR") > 0, f"{code}: nothing waits for the copies"
+
+
+def test_sm90_products_are_wgmma(instructions: dict[Code, Counter[str]]) -> None:
+    for code, opcodes in _of(instructions, "sm90").items():
+        suffix = "F32.BF16" if code.kernel.dtype == "bf16" else "F32"
+        kind = re.compile(rf"HGMMA\.64x\d+x16\.{re.escape(suffix)}")
+        products = sum(n for name, n in opcodes.items() if kind.fullmatch(name))
+        assert products > 0, f"{code}: no HGMMA of {suffix}: {opcodes}"
+        assert products == _count(opcodes, "HGMMA"), f"{code}: products of another kind"
+        assert _count(opcodes, "HMMA") == 0, f"{code}: products of one warp"
+        # Where ptxas gives a group of products up, each is begun and awaited by itself.
+        for name in ("WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR.LE"):
+            assert 0 < 2 * opcodes[name] <= products, f"{code}: products are serialised"
+
+
+def test_sm90_tiles_come_and_go_by_tma(instructions: dict[Code, Counter[str]]) -> None:
+    for code, opcodes in _of(instructions, "sm90").items():
+        for name in ("UTMALDG", "UTMASTG", "SYNCS"):  # loads, stores, and barriers to wait at
+            assert _count(opcodes, name) > 0, f"{code}: no {name}"
+        assert _count(opcodes, "LDGSTS") == 0, f"{code}: copies of a thread's own"
+
+
+def test_sm90_roles_divide_the_registers(instructions: dict[Code, Counter[str]]) -> None:
+    """ptxas leaves setmaxnreg out where it cannot keep to it."""
+    for code, opcodes in _of(instructions, "sm90").items():
+        moves = [name for name in opcodes if name.startswith("USETMAXREG")]
+        assert any("TRY_ALLOC" in name for name in moves), f"{code}: {moves}"
+        assert any("DEALLOC" in name for name in moves), f"{code}: {moves}"
 
 
 def test_nothing_is_in_local_memory(
@@ -209,5 +251,8 @@ def test_nothing_is_in_local_memory(
 def test_no_atomics_and_no_fences(instructions: dict[Code, Counter[str]]) -> None:
     """Blocks share nothing: results do not depend on their order, and none waits for another."""
     for code, opcodes in instructions.items():
-        for name in ("MEMBAR", "ATOM", "ATOMG", "RED"):
+        for name in ("ATOM", "ATOMG", "RED"):
             assert _count(opcodes, name) == 0, f"{code}: {name}"
+        # Within a block, what was written to shared memory is shown to the copy engine.
+        fences = [name for name in opcodes if name.startswith("MEMBAR") and name[-4:] != ".CTA"]
+        assert not fences, f"{code}: {fences}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 
@@ -74,7 +75,7 @@ def _random_placement(rng: random.Random, *, readable: bool, flips: bool) -> Pla
     return Placement((*outer, 3), gaps, 8 * rng.randrange(16), broadcast, flipped)
 
 
-def random_case(seed: int, kernels: tuple[str | None, ...] = (None, "sm89")) -> Case:
+def random_case(seed: int, kernels: tuple[str | None, ...] = (None,)) -> Case:
     rng = random.Random(seed)
     dtype = rng.choice(("fp16", "bf16"))
     seq_q = rng.choice(LENGTHS)
@@ -115,6 +116,36 @@ def random_case(seed: int, kernels: tuple[str | None, ...] = (None, "sm89")) -> 
         ),
         lse_placement=Placement(tuple(lse_order), tuple(rng.choice((0, 0, 5)) for _ in "bhs")),
     )
+
+
+def positive_strides(case: Case) -> Case:
+    """The case without strides that are 0 or negative, which some kernels refuse."""
+    placements = tuple(
+        dataclasses.replace(where, broadcast=(), flipped=()) for where in case.placements
+    )
+    return dataclasses.replace(case, placements=placements)
+
+
+def has_positive_strides(case: Case) -> bool:
+    """Of q, k, v and out, along axes of more than one entry."""
+    shapes = (
+        case.shape(case.seq_q, case.heads_q, case.dim),
+        case.shape(case.seq_k, case.heads_kv, case.dim),
+        case.shape(case.seq_k, case.heads_kv, case.dim_v),
+        case.shape(case.seq_q, case.heads_q, case.dim_v),
+    )
+    return not any(
+        shape[axis] > 1
+        for shape, where in zip(shapes, case.placements, strict=True)
+        for axis in (*where.broadcast, *where.flipped)
+    )
+
+
+def for_family(case: Case, family: str) -> Case:
+    """The case asking for that family's kernel, with strides that it walks."""
+    if family == "sm90":
+        case = positive_strides(case)
+    return dataclasses.replace(case, kernel=family)
 
 
 def make_values(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -5,10 +5,32 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+import kernels
 import pytest
 
 if importlib.util.find_spec("torch") is None:
     collect_ignore_glob = ["test_*.py"]  # they make their tensors with torch
+
+
+def _serving(family: str) -> str:
+    from gpu import families
+
+    reason = families.why_not(family)
+    if reason is not None:
+        pytest.skip(reason)
+    return family
+
+
+@pytest.fixture(params=kernels.FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Each kernel family that serves calls on this GPU, to be asked for by name."""
+    return _serving(request.param)
+
+
+@pytest.fixture
+def sm90() -> str:
+    """For what is said of this family alone."""
+    return _serving("sm90")
 
 
 @pytest.fixture(autouse=True)

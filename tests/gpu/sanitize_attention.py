@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes as c
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -18,6 +19,7 @@ import capi
 import kernels
 import numpy as np
 import reference
+from kernels import Kernel
 
 _OPTIONS = (
     # seq_q, seq_k, heads_q, heads_kv, causal, layout
@@ -64,7 +66,7 @@ class Driver:
         self._do("cuCtxSynchronize")
 
 
-def _run(driver: Driver, arrays: dict[str, np.ndarray], options: dict[str, str]) -> str:
+def _run(driver: Driver, arrays: dict[str, np.ndarray], **options: Any) -> str:
     """Computes on the GPU, brings out and lse back into `arrays`; the kernel's name."""
     params = capi.attention_params(**arrays, **options)
     addresses = {name: driver.upload(array) for name, array in arrays.items()}
@@ -83,10 +85,28 @@ def _run(driver: Driver, arrays: dict[str, np.ndarray], options: dict[str, str])
     return plan.kernel.decode()
 
 
+def serves(family: str) -> bool:
+    """Whether the family computes on this GPU: a plan of a small call tells."""
+    shape = (1, 8, 1, 64)
+    arrays = {
+        name: capi.aligned_empty(shape, capi.DTYPES["fp16"]) for name in ("q", "k", "v", "out")
+    }
+    params = capi.attention_params(**arrays, kernel=family.encode())
+    for view in params.keep.values():
+        view.device = capi.Device(capi.CUDA, 0)
+    try:
+        capi.attention_plan(params)
+    except capi.FlashmoeError:
+        return False
+    return True
+
+
 def check_call(
-    driver: Driver, dtype: str, dim: int, dim_v: int, options: tuple[int, int, int, int, str, str],
-    bad_key: int | None = None,
+    driver: Driver, kernel: Kernel, dim: int, dim_v: int,
+    options: tuple[int, int, int, int, str, str], bad_key: int | None = None,
 ) -> str:  # fmt: skip
+    """One call of the kernel's family; the name of the kernel that ran."""
+    dtype = kernel.dtype
     seq_q, seq_k, heads_q, heads_kv, causal, layout = options
     rng = np.random.default_rng(dim + seq_k)
 
@@ -103,7 +123,7 @@ def check_call(
     arrays["out"][...] = np.nan
     if bad_key is not None:
         arrays["v"][0, bad_key] = np.nan
-    kernel = _run(driver, arrays, {"layout": layout, "causal": causal})
+    ran = _run(driver, arrays, layout=layout, causal=causal, kernel=kernel.family.encode())
     out, lse, q, k, v = (arrays[name] for name in ("out", "lse", "q", "k", "v"))
     if bad_key is None:
         reference.assert_accurate(out, lse, q, k, v, causal, layout=layout)
@@ -111,18 +131,19 @@ def check_call(
         seen = reference.visible(seq_q, seq_k, causal)[:, bad_key]
         assert np.isnan(out[0, seen].astype(np.float32)).all()
         assert np.isfinite(out[0, ~seen].astype(np.float32)).all()
-    return kernel
+    return ran
 
 
 def main() -> None:
     driver = Driver()
     seen = set()
-    for kernel in sorted(kernels.attention_sm89()):
+    served = [family for family in kernels.FAMILIES if serves(family)]
+    for kernel in sorted(kernel for family in served for kernel in kernels.attention(family)):
         for dim, dim_v in {(kernel.dim, kernel.dim_v), (kernel.dim - 8, kernel.dim_v - 16)}:
             for options in _OPTIONS:
-                seen.add(check_call(driver, kernel.dtype, dim, dim_v, options))
-        # The rare path: a NaN of V on the diagonal, after which the tile is computed by rows.
-        seen.add(check_call(driver, kernel.dtype, kernel.dim, kernel.dim_v,
+                seen.add(check_call(driver, kernel, dim, dim_v, options))
+        # The rare path: a NaN of V on the diagonal, which only some rows of a tile may see.
+        seen.add(check_call(driver, kernel, kernel.dim, kernel.dim_v,
                             (100, 100, 1, 1, "top_left", "bshd"), bad_key=70))  # fmt: skip
     print("\n".join(sorted(seen)))
 

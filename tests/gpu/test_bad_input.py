@@ -131,33 +131,46 @@ def _name_of(entry: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.parametrize("entry", BAD_TENSORS, ids=_name_of)
-def test_bad_tensor(entry: tuple[str, Any, type[Exception], str]) -> None:
+def test_bad_tensor(entry: tuple[str, Any, type[Exception], str], family: str) -> None:
     name, change, kind, sentence = entry
     kept = _good()
     given = kept[name]
     bad = given.cpu() if change is _CPU else change(given)
-    _expect({**kept, name: bad}, kept, kind, sentence)
+    _expect({**kept, name: bad, "kernel": family}, kept, kind, sentence)
 
 
 @pytest.mark.parametrize("entry", BAD_OPTIONS, ids=lambda entry: str(entry[0]))
-def test_bad_option(entry: tuple[dict[str, Any], type[Exception], str]) -> None:
+def test_bad_option(entry: tuple[dict[str, Any], type[Exception], str], family: str) -> None:
     options, kind, sentence = entry
     kept = _good()
-    _expect({**kept, **options}, kept, kind, sentence)
+    _expect({**kept, "kernel": family, **options}, kept, kind, sentence)
 
 
-def test_fp32_on_a_gpu_names_what_is_accepted() -> None:
+def test_fp32_on_a_gpu_names_what_is_accepted(family: str) -> None:
     x = torch.randn(1, 20, 2, 64, device="cuda:0")
-    with pytest.raises((TypeError, NotImplementedError), match=r"fp32, accepted.* fp16 and bf16"):
-        fm.flash_attention(x, x, x)
+    for kernel in (None, family):
+        with pytest.raises(
+            (TypeError, NotImplementedError), match=r"fp32, accepted.* fp16 and bf16"
+        ):
+            fm.flash_attention(x, x, x, kernel=kernel)
 
 
-def test_the_next_call_is_unharmed() -> None:
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_sm90_by_name_refuses_a_stride_of_zero(name: str, axis: int, sm90: str) -> None:
     kept = _good()
-    want = fm.flash_attention(kept["q"], kept["k"], kept["v"])
+    broadcast = kept[name].narrow(axis, 0, 1).expand(kept[name].shape)
+    arguments = {**kept, name: broadcast, "kernel": sm90}
+    _expect(arguments, kept, NotImplementedError, "kernel: cannot be served: sm90: a stride ")
+
+
+def test_the_next_call_is_unharmed(family: str) -> None:
+    kept = _good()
+    want = fm.flash_attention(kept["q"], kept["k"], kept["v"], kernel=family)
     with pytest.raises(ValueError, match=r"^k: "):
-        fm.flash_attention(kept["q"], kept["k"][:1], kept["v"])
-    assert torch.equal(fm.flash_attention(kept["q"], kept["k"], kept["v"]), want)
+        fm.flash_attention(kept["q"], kept["k"][:1], kept["v"], kernel=family)
+    again = fm.flash_attention(kept["q"], kept["k"], kept["v"], kernel=family)
+    assert torch.equal(again, want)
     torch.cuda.synchronize()
 
 
@@ -205,10 +218,11 @@ BAD_PARAMS: list[tuple[str, Callable[[capi.AttentionForwardParams], None], int, 
 
 
 @pytest.mark.parametrize("entry", BAD_PARAMS, ids=lambda entry: entry[0])
-def test_bad_params_of_the_c_abi(entry: tuple[str, Any, int, str]) -> None:
+def test_bad_params_of_the_c_abi(entry: tuple[str, Any, int, str], family: str) -> None:
     _, change, status, sentence = entry
     kept = _good()
     params = _c_params(kept)
+    params.kernel = family.encode()
     before = {name: memory.bits(kept[name]).clone() for name in ("out", "lse")}
     change(params)
     lib = capi.load()

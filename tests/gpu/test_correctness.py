@@ -11,22 +11,31 @@ import dataclasses
 import flashmoe_science as fm
 import pytest
 import torch
-from gpu import cases, memory, oracle
+from gpu import cases, families, memory, oracle
 from gpu.cases import Case
 
 pytestmark = pytest.mark.gpu
 
 RANDOM_CASES = [cases.random_case(seed) for seed in range(300)]
+OTHER_CASES = [cases.random_case(seed) for seed in range(300, 400)]
 
 
 @pytest.mark.parametrize("case", RANDOM_CASES, ids=str)
-def test_random_call(case: Case) -> None:
+def test_random_call(case: Case, family: str) -> None:
+    cases.check_case(cases.for_family(case, family), "cuda:0")
+
+
+@pytest.mark.parametrize("case", OTHER_CASES, ids=str)
+def test_random_call_that_names_no_kernel(case: Case) -> None:
+    """It goes to the best family that walks its strides, whichever way it came."""
     cases.check_case(case, "cuda:0")
+    family = families.default() if cases.has_positive_strides(case) else families.serving()[-1]
+    assert fm.last_launch().kernel.startswith(f"attention_forward_{family}_{case.dtype}_")
 
 
 @pytest.mark.parametrize("dim", cases.DIMS)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_every_head_dimension(dtype: str, dim: int) -> None:
+def test_every_head_dimension(dtype: str, dim: int, family: str) -> None:
     others = {dim, 8, 64, 128, 192, 256, 264 - dim}
     for i, dim_v in enumerate(sorted(others)):
         cases.check_case(
@@ -41,6 +50,7 @@ def test_every_head_dimension(dtype: str, dim: int) -> None:
                 dim_v=dim_v,
                 causal=cases.CAUSAL[i % 3],
                 layout=("bshd", "bhsd")[i % 2],
+                kernel=family,
                 seed=dim_v,
             ),
             "cuda:0",
@@ -52,12 +62,12 @@ EDGE_LENGTHS = (1, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
 
 @pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("causal", cases.CAUSAL)
-def test_every_pair_of_lengths(dim: int, dim_v: int, causal: str) -> None:
+def test_every_pair_of_lengths(dim: int, dim_v: int, causal: str, family: str) -> None:
     for seq_q in EDGE_LENGTHS:
         for seq_k in EDGE_LENGTHS:
             dtype = ("fp16", "bf16")[(seq_q + seq_k) % 2]
             case = Case(dtype=dtype, seq_q=seq_q, seq_k=seq_k, heads_q=2, heads_kv=1, dim=dim,
-                        dim_v=dim_v, causal=causal, seed=seq_k)  # fmt: skip
+                        dim_v=dim_v, causal=causal, kernel=family, seed=seq_k)  # fmt: skip
             try:
                 cases.check_case(case, "cuda:0")
             except AssertionError as error:
@@ -70,61 +80,64 @@ def test_every_pair_of_lengths(dim: int, dim_v: int, causal: str) -> None:
     ("seq_q", "seq_k"), [(1, 8192), (5, 20001), (4099, 4099), (3000, 9001), (9001, 3000)]
 )
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_long_sequences(dtype: str, causal: str, seq_q: int, seq_k: int, dim: int) -> None:
+def test_long_sequences(
+    dtype: str, causal: str, seq_q: int, seq_k: int, dim: int, family: str
+) -> None:
     case = Case(dtype=dtype, seq_q=seq_q, seq_k=seq_k, heads_q=2, heads_kv=1, dim=dim, dim_v=dim,
-                causal=causal)  # fmt: skip
+                causal=causal, kernel=family)  # fmt: skip
     cases.check_case(case, "cuda:0")
 
 
 @pytest.mark.parametrize("values", sorted(set(cases.VALUES)))
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_every_kind_of_values(dtype: str, causal: str, values: str) -> None:
+def test_every_kind_of_values(dtype: str, causal: str, values: str, family: str) -> None:
     for dim, dim_v in ((64, 64), (128, 128), (192, 128), (256, 256)):
         case = Case(dtype=dtype, batch=2, seq_q=700, seq_k=1100, heads_q=3, heads_kv=3, dim=dim,
-                    dim_v=dim_v, causal=causal, values=values)  # fmt: skip
+                    dim_v=dim_v, causal=causal, values=values, kernel=family)  # fmt: skip
         cases.check_case(case, "cuda:0")
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
-def test_slices_of_a_packed_projection(dtype: str, causal: bool | str) -> None:
+def test_slices_of_a_packed_projection(dtype: str, causal: bool | str, family: str) -> None:
     """q, k and v as a model has them: parts of one [batch, seq, heads, dim] product."""
     heads_q, heads_kv = 6, 2
     packed = torch.randn(3, 333, heads_q + 2 * heads_kv, 64, device="cuda").to(cases.DTYPES[dtype])
     q, k, v = packed.split((heads_q, heads_kv, heads_kv), dim=2)
     assert not q.is_contiguous()
-    out, lse = fm.flash_attention(q, k, v, causal=causal, return_lse=True)
+    options = {"causal": causal, "kernel": family}
+    out, lse = fm.flash_attention(q, k, v, **options, return_lse=True)
     oracle.assert_accurate(out, lse, q, k, v, causal)
     # The same tensors, heads first: nothing is copied, so the bits are the same.
     swapped = (x.transpose(1, 2) for x in (q, k, v))
-    assert torch.equal(
-        fm.flash_attention(*swapped, causal=causal, layout="bhsd").transpose(1, 2), out
-    )
+    again = fm.flash_attention(*swapped, **options, layout="bhsd")
+    assert torch.equal(again.transpose(1, 2), out)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_broadcast_keys_and_values(dtype: str) -> None:
-    """One K and V for the whole batch, or for all heads, by strides of 0."""
+    """One K and V for the whole batch, or for all heads, by strides of 0: sm89 alone walks them."""
     q = torch.randn(4, 200, 4, 128, device="cuda").to(cases.DTYPES[dtype])
     for shape in ((1, 300, 4, 128), (4, 300, 1, 128), (4, 1, 4, 128), (1, 300, 1, 128)):
         k, v = (torch.randn(shape, device="cuda").to(q.dtype).expand(4, 300, 4, 128) for _ in "kv")
         assert 0 in k.stride()
         out, lse = fm.flash_attention(q, k, v, causal=True, return_lse=True)
         oracle.assert_accurate(out, lse, q, k, v, True)
-        assert torch.equal(out, fm.flash_attention(q, k.contiguous(), v.contiguous(), causal=True))
+        copies = (x.contiguous() for x in (k, v))
+        assert torch.equal(out, fm.flash_attention(q, *copies, causal=True, kernel="sm89"))
 
 
-def test_more_tiles_than_a_grid_had_room_for() -> None:
+def test_more_tiles_than_a_grid_had_room_for(family: str) -> None:
     """Beyond 65535 blocks, where an old grid dimension ended."""
     case = Case(dtype="bf16", batch=2500, seq_q=3, seq_k=5, heads_q=40, heads_kv=8, dim=16,
-                dim_v=8, causal="bottom_right")  # fmt: skip
+                dim_v=8, causal="bottom_right", kernel=family)  # fmt: skip
     cases.check_case(case, "cuda:0")
 
 
 @pytest.mark.parametrize("axis", ["batch", "seq", "heads"])
 @pytest.mark.parametrize("entry", ["python", "c"])
-def test_strides_beyond_31_bits(axis: str, entry: str) -> None:
+def test_strides_beyond_31_bits(axis: str, entry: str, family: str) -> None:
     """q, k, v and out interleaved in one buffer whose last entries lie past element 2^31."""
     shape = {"batch": (2, 130, 2, 64), "seq": (2, 257, 2, 64), "heads": (2, 130, 3, 64)}[axis]
     far_axis = ("batch", "seq", "heads").index(axis)
@@ -148,28 +161,28 @@ def test_strides_beyond_31_bits(axis: str, entry: str) -> None:
     out.fill_(float("nan"))
     lse = torch.full((shape[0], shape[2], shape[1]), float("nan"), device="cuda:0")
     if entry == "python":
-        fm.flash_attention(q, k, v, causal=True, return_lse=True, out=out, lse=lse)
+        options = {"causal": True, "return_lse": True, "kernel": family}
+        fm.flash_attention(q, k, v, **options, out=out, lse=lse)
     else:
-        raws = []
-        for x in (q, k, v, out):  # all axes backwards: the far end comes first
-            raws.append(memory.Placed(buffer, x, (0, 1, 2)).raw())
+        # All axes backwards, so that the far end comes first, where the family walks that.
+        backwards = () if family == "sm90" else (0, 1, 2)
+        raws = [memory.Placed(buffer, x, backwards).raw() for x in (q, k, v, out)]
         raw_lse = memory.Placed(lse, lse, ()).raw()
-        memory.call(*raws, raw_lse, causal="bottom_right")
-        q, k, v, out = (x.flip((0, 1, 2)) for x in (q, k, v, out))
+        memory.call(*raws, raw_lse, causal="bottom_right", kernel=family)
+        q, k, v, out = (x.flip(backwards) for x in (q, k, v, out))
     oracle.assert_accurate(out, lse, q, k, v, True)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("kernel", [None, "sm89"])
-def test_new_outputs_have_the_right_kind(layout: str, kernel: str | None) -> None:
+def test_new_outputs_have_the_right_kind(layout: str, family: str) -> None:
     case = Case(batch=2, seq_q=70, seq_k=90, heads_q=4, heads_kv=2, dim=64, dim_v=48, layout=layout)
     for dtype in cases.DTYPES:
         q, k, v = cases.make_values(dataclasses.replace(case, dtype=dtype), "cuda:0")
-        out = fm.flash_attention(q, k, v, layout=layout, kernel=kernel)
+        out = fm.flash_attention(q, k, v, layout=layout, kernel=family)
         assert type(out) is torch.Tensor
         assert (out.device, out.dtype, out.requires_grad) == (q.device, q.dtype, False)
         assert out.shape == (*q.shape[:3], 48)
-        again, lse = fm.flash_attention(q, k, v, layout=layout, return_lse=True, kernel=kernel)
+        again, lse = fm.flash_attention(q, k, v, layout=layout, return_lse=True, kernel=family)
         assert torch.equal(again, out)
         assert (lse.device, lse.dtype, tuple(lse.shape)) == (q.device, torch.float32, (2, 4, 70))
         oracle.assert_accurate(out, lse, q, k, v, layout=layout)

@@ -9,7 +9,7 @@ from gpu import cases, memory, oracle
 
 pytestmark = pytest.mark.gpu
 
-# Every compiled kernel, some of them with dimensions that are padded to it.
+# Every compiled kernel, some of them with dimensions that are padded to one.
 DIMS = ((32, 32), (40, 24), (64, 64), (72, 96), (128, 128), (136, 160), (192, 128), (192, 192),
         (256, 256), (200, 248))  # fmt: skip
 
@@ -21,12 +21,12 @@ def _normal(shape: tuple[int, ...], dtype: str, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)
-def test_rows_that_see_no_key(dtype: str, dim: int, dim_v: int) -> None:
+def test_rows_that_see_no_key(dtype: str, dim: int, dim_v: int, family: str) -> None:
     seq_q, seq_k = 333, 50
     blind = seq_q - seq_k
     q = _normal((2, seq_q, 3, dim), dtype)
     k, v = _normal((2, seq_k, 3, dim), dtype, 1), _normal((2, seq_k, 3, dim_v), dtype, 2)
-    out, lse = fm.flash_attention(q, k, v, causal="bottom_right", return_lse=True)
+    out, lse = fm.flash_attention(q, k, v, causal="bottom_right", return_lse=True, kernel=family)
     assert (memory.bits(out[:, :blind].contiguous()) == 0).all()  # +0
     assert lse[:, :, :blind].isneginf().all()
     assert lse[:, :, blind:].isfinite().all()
@@ -36,16 +36,16 @@ def test_rows_that_see_no_key(dtype: str, dim: int, dim_v: int) -> None:
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("causal", cases.CAUSAL)
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)
-def test_no_keys_at_all(dtype: str, causal: str, dim: int, dim_v: int) -> None:
+def test_no_keys_at_all(dtype: str, causal: str, dim: int, dim_v: int, family: str) -> None:
     cases.check_case(
         cases.Case(dtype=dtype, batch=2, seq_q=70, seq_k=0, heads_q=2, heads_kv=1, dim=dim,
-                   dim_v=dim_v, causal=causal),
+                   dim_v=dim_v, causal=causal, kernel=family),
         "cuda:0",
     )  # fmt: skip
     q = _normal((2, 70, 2, dim), dtype)
     k, v = q.new_empty(2, 0, 2, dim), q.new_empty(2, 0, 2, dim_v)
     out, lse = fm.flash_attention(
-        q, k, v, causal=False if causal == "none" else causal, return_lse=True
+        q, k, v, causal=False if causal == "none" else causal, return_lse=True, kernel=family
     )
     assert (memory.bits(out) == 0).all()
     assert lse.isneginf().all()
@@ -54,26 +54,33 @@ def test_no_keys_at_all(dtype: str, causal: str, dim: int, dim_v: int) -> None:
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("causal", [False, "bottom_right", "top_left"])
 @pytest.mark.parametrize(("batch", "seq_q", "seq_k"), [(0, 5, 5), (3, 0, 5), (0, 0, 0), (3, 0, 0)])
-def test_empty_output(dtype: str, causal: bool | str, batch: int, seq_q: int, seq_k: int) -> None:
+def test_empty_output(
+    dtype: str, causal: bool | str, batch: int, seq_q: int, seq_k: int, family: str
+) -> None:
     q = _normal((batch, seq_q, 4, 64), dtype)
     k = _normal((batch, seq_k, 2, 64), dtype)
-    out, lse = fm.flash_attention(q, k, k, causal=causal, return_lse=True)
+    out, lse = fm.flash_attention(q, k, k, causal=causal, return_lse=True, kernel=family)
     assert tuple(out.shape) == (batch, seq_q, 4, 64)
     assert tuple(lse.shape) == (batch, 4, seq_q)
     torch.cuda.synchronize()
 
 
 def _check_containment(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: str, clean: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: str,
+    clean: torch.Tensor,
+    family: str,
 ) -> None:
     option = False if causal == "none" else causal
-    out, lse = fm.flash_attention(q, k, v, causal=option, return_lse=True)
+    out, lse = fm.flash_attention(q, k, v, causal=option, return_lse=True, kernel=family)
     oracle.assert_accurate(out, lse, q, k, v, causal)
     # And no more than the reference has: rows of batch entry 0, which is clean, keep their bits.
     assert torch.equal(memory.bits(out[0]), memory.bits(clean[0]))
 
 
-KEYS = (0, 1, 14, 31, 32, 33, 63, 64, 100, 127, 128, 130, 149, 191, 255, 256, 269)
+KEYS = (0, 1, 14, 31, 32, 33, 63, 64, 95, 96, 100, 127, 128, 130, 149, 191, 255, 256, 269)
 LENGTHS = ((270, 270), (150, 270), (400, 270))
 
 
@@ -81,7 +88,7 @@ LENGTHS = ((270, 270), (150, 270), (400, 270))
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_nan_and_infinity_of_v_reach_the_rows_that_see_them(
-    dtype: str, dim: int, dim_v: int, causal: str
+    dtype: str, dim: int, dim_v: int, causal: str, family: str
 ) -> None:
     """One bad element of V in every batch entry but the first; masked keys weigh nothing, and
     0 * NaN must not be added for them, also not inside tiles on the diagonal."""
@@ -94,18 +101,18 @@ def test_nan_and_infinity_of_v_reach_the_rows_that_see_them(
             _normal((batch, seq_k, 1, dim_v), dtype, 2),
         )
         option = False if causal == "none" else causal
-        clean = fm.flash_attention(q, k, v, causal=option)
+        clean = fm.flash_attention(q, k, v, causal=option, kernel=family)
         for i in range(1, batch):
             key, bad = KEYS[(i - 1) % len(KEYS)], bads[(i - 1) // len(KEYS)]
             v[i, key, 0, (7 * i) % dim_v] = bad
-        _check_containment(q, k, v, causal, clean)
+        _check_containment(q, k, v, causal, clean, family)
 
 
 @pytest.mark.parametrize("causal", cases.CAUSAL)
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_nan_and_infinity_of_q_and_k_reach_the_rows_that_see_them(
-    dtype: str, dim: int, dim_v: int, causal: str
+    dtype: str, dim: int, dim_v: int, causal: str, family: str
 ) -> None:
     bads = (float("nan"), float("inf"), float("-inf"))
     batch = 1 + len(bads) * len(KEYS)
@@ -116,54 +123,54 @@ def test_nan_and_infinity_of_q_and_k_reach_the_rows_that_see_them(
             _normal((batch, seq_k, 1, dim_v), dtype, 2),
         )
         option = False if causal == "none" else causal
-        clean = fm.flash_attention(q, k, v, causal=option)
+        clean = fm.flash_attention(q, k, v, causal=option, kernel=family)
         good_q = q.clone()
         for i in range(1, batch):
             key, bad = KEYS[(i - 1) % len(KEYS)], bads[(i - 1) // len(KEYS)]
             k[i, key, 0, (5 * i) % dim] = bad
             q[i, key % seq_q, i % 2, (3 * i) % dim] = bad
-        _check_containment(good_q, k, v, causal, clean)
+        _check_containment(good_q, k, v, causal, clean, family)
         k = _normal((batch, seq_k, 1, dim), dtype, 1)
-        _check_containment(q, k, v, causal, clean)
+        _check_containment(q, k, v, causal, clean, family)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)
-def test_several_bad_values_at_once(dtype: str, dim: int, dim_v: int) -> None:
+def test_several_bad_values_at_once(dtype: str, dim: int, dim_v: int, family: str) -> None:
     """Opposite infinities and NaNs of one column, each visible to more rows than the next."""
     q = _normal((3, 300, 2, dim), dtype)
     k, v = _normal((3, 300, 2, dim), dtype, 1), _normal((3, 300, 2, dim_v), dtype, 2)
-    clean = fm.flash_attention(q, k, v, causal=True)
+    clean = fm.flash_attention(q, k, v, causal=True, kernel=family)
     for key in (40, 41, 130, 200, 299):
         v[1, key, 0, key % dim_v] = float("inf")
     v[1, 150, 0, 40 % dim_v] = float("-inf")
     v[2, 96, 1] = float("nan")
     v[2, 250, 0] = float("nan")
     k[2, 251, 1, 3] = float("nan")
-    _check_containment(q, k, v, "bottom_right", clean)
+    _check_containment(q, k, v, "bottom_right", clean, family)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)
-def test_minus_infinity_scores(dtype: str, dim: int, dim_v: int) -> None:
+def test_minus_infinity_scores(dtype: str, dim: int, dim_v: int, family: str) -> None:
     """Keys at -inf count as hidden beside finite ones; a row of nothing else is NaN."""
     q = _normal((1, 130, 1, dim), dtype)
     q[..., 0] = 1
     k, v = _normal((1, 600, 1, dim), dtype, 1), _normal((1, 600, 1, dim_v), dtype, 2)
     k[0, :520, 0, 0] = float("-inf")  # many whole steps of the main loop
     for keys in (600, 520):
-        out, lse = fm.flash_attention(q, k[:, :keys], v[:, :keys], return_lse=True)
+        out, lse = fm.flash_attention(q, k[:, :keys], v[:, :keys], return_lse=True, kernel=family)
         oracle.assert_accurate(out, lse, q, k[:, :keys], v[:, :keys])
         assert out.isnan().all() if keys == 520 else out.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_scores_beyond_the_exponent_range(dtype: str) -> None:
+def test_scores_beyond_the_exponent_range(dtype: str, family: str) -> None:
     q = torch.full((1, 200, 1, 8), 200.0, device="cuda", dtype=cases.DTYPES[dtype])
     k = torch.zeros((1, 300, 1, 8), device="cuda", dtype=q.dtype)
     k[0, 7], k[0, 290] = 100.0, 150.0
     v = _normal((1, 300, 1, 24), dtype)
-    out, lse = fm.flash_attention(q, k, v, return_lse=True)
+    out, lse = fm.flash_attention(q, k, v, return_lse=True, kernel=family)
     assert (out[0, :, 0] == v[0, 290, 0]).all()
     torch.testing.assert_close(
         lse, torch.full_like(lse, 200.0 * 150.0 * 8 / 8**0.5), rtol=1e-6, atol=0
@@ -171,25 +178,25 @@ def test_scores_beyond_the_exponent_range(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_a_single_key_passes_v_through(dtype: str) -> None:
+def test_a_single_key_passes_v_through(dtype: str, family: str) -> None:
     """Denormals and the largest numbers, bit by bit."""
     pattern = torch.arange(256, device="cuda", dtype=torch.int32) * 256 + 1
     v = pattern.to(torch.int16).view(cases.DTYPES[dtype]).reshape(1, 1, 1, 256)
     keep = v.isfinite() & (v.double().abs() >= torch.finfo(torch.float32).tiny)
     v = torch.where(keep, v, torch.ones_like(v))
     q = torch.zeros((1, 1, 1, 8), device="cuda", dtype=v.dtype)
-    out, lse = fm.flash_attention(q, q, v, return_lse=True)
+    out, lse = fm.flash_attention(q, q, v, return_lse=True, kernel=family)
     assert torch.equal(memory.bits(out), memory.bits(v))
     assert lse.item() == 0.0
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("causal", [False, "top_left"])
-def test_equal_logits_average(dtype: str, causal: bool | str) -> None:
+def test_equal_logits_average(dtype: str, causal: bool | str, family: str) -> None:
     q = torch.ones((1, 500, 2, 64), device="cuda", dtype=cases.DTYPES[dtype])
     k = torch.full_like(q, 0.5)
     v = _normal((1, 500, 2, 64), dtype)
-    out, lse = fm.flash_attention(q, k, v, causal=causal, return_lse=True)
+    out, lse = fm.flash_attention(q, k, v, causal=causal, return_lse=True, kernel=family)
     oracle.assert_accurate(out, lse, q, k, v, causal or "none")
     count = torch.arange(1, 501, device="cuda") if causal else torch.tensor(500.0, device="cuda")
     want = (32 / 8 + count.double().log()).expand(500)

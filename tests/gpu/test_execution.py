@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ import time
 import flashmoe_science as fm
 import pytest
 import torch
-from gpu import cases, memory, oracle
+from gpu import cases, families, memory, oracle
 from gpu.cases import Case
 
 pytestmark = pytest.mark.gpu
@@ -29,6 +30,16 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.fixture(params=CASES, ids=str)
+def case(request: pytest.FixtureRequest, family: str) -> Case:
+    """Each of CASES for each family."""
+    return dataclasses.replace(request.param, kernel=family)
+
+
+def _cases(family: str) -> list[Case]:
+    return [dataclasses.replace(case, kernel=family) for case in CASES]
+
+
 def _option(case: Case) -> bool | str:
     return False if case.causal == "none" else case.causal
 
@@ -36,7 +47,7 @@ def _option(case: Case) -> bool | str:
 def _attention(
     case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return fm.flash_attention(q, k, v, causal=_option(case), return_lse=True)
+    return fm.flash_attention(q, k, v, causal=_option(case), return_lse=True, kernel=case.kernel)
 
 
 def _same_bits(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> bool:
@@ -55,7 +66,6 @@ def _warm(*some: Case) -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_hundred_runs_give_the_same_bits(case: Case) -> None:
     q, k, v = cases.make_values(case, "cuda:0")
     want = _attention(case, q, k, v)
@@ -79,18 +89,16 @@ def test_a_hundred_runs_give_the_same_bits(case: Case) -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_strides_make_no_difference_to_the_bits(case: Case) -> None:
     q, k, v = cases.make_values(case, "cuda:0")
     want = _attention(case, q, k, v)
     heads_first = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     out, lse = fm.flash_attention(
-        *heads_first, causal=_option(case), return_lse=True, layout="bhsd"
+        *heads_first, causal=_option(case), return_lse=True, layout="bhsd", kernel=case.kernel
     )
     assert _same_bits((out.transpose(1, 2).contiguous(), lse), want)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_graph_replays_follow_the_inputs(case: Case) -> None:
     q, k, v = cases.make_values(case, "cuda:0")
     _warm(case)
@@ -108,15 +116,15 @@ def test_graph_replays_follow_the_inputs(case: Case) -> None:
         oracle.assert_accurate(*captured, *fresh, case.causal)
 
 
-def test_graph_of_many_calls() -> None:
+def test_graph_of_many_calls(family: str) -> None:
     """A chain in which every call reads what the one before it wrote."""
-    case = CASES[0]
+    case = _cases(family)[0]
     q, k, v = cases.make_values(case, "cuda:0")
     _warm(case)
 
     def chain(x: torch.Tensor) -> torch.Tensor:
         for _ in range(20):
-            x = fm.flash_attention(x, k, v, causal=True)
+            x = fm.flash_attention(x, k, v, causal=True, kernel=family)
         return x
 
     want = chain(q)
@@ -128,7 +136,55 @@ def test_graph_of_many_calls() -> None:
     assert torch.equal(memory.bits(got), memory.bits(want))
 
 
-def test_the_first_call_of_a_process_can_be_captured() -> None:
+def _run_program(program: str, family: str) -> None:
+    """A process of its own, in which calls that name no kernel go to `family`."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
+        timeout=300, check=False, env={**os.environ, "FLASHMOE_ARCH": family},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_launches_that_follow_one_another_leave_nothing_behind(case: Case) -> None:
+    """Into the same output, with other numbers of tiles between them."""
+    shorter = dataclasses.replace(case, seq_q=case.seq_q // 3, seed=1)
+    calls = []
+    for one in (case, shorter, dataclasses.replace(case, seed=2)):
+        inputs = cases.make_values(one, "cuda:0")
+        calls.append((one, inputs, _attention(one, *inputs)))
+    results = [torch.empty_like(x) for x in calls[0][2]]
+    copies = []
+    for run in range(30):
+        one, inputs, want = calls[run % len(calls)]
+        out, lse = (x.flatten()[: y.numel()].view(y.shape)
+                    for x, y in zip(results, want, strict=True))  # fmt: skip
+        fm.flash_attention(
+            *inputs, causal=_option(one), return_lse=True, kernel=one.kernel, out=out, lse=lse
+        )
+        copies.append((run, (out.clone(), lse.clone()), want))
+    for run, got, want in copies:
+        assert _same_bits(got, want), f"run {run}"
+
+
+def test_two_streams_at_once(case: Case) -> None:
+    """Blocks of one launch wait for room beside those of another."""
+    other = dataclasses.replace(case, seed=1, seq_k=case.seq_k // 2)
+    calls = []
+    for one in (case, other):
+        inputs = cases.make_values(one, "cuda:0")
+        calls.append((one, inputs, _attention(one, *inputs), torch.cuda.Stream()))
+    torch.cuda.synchronize()
+    copies = []
+    for run in range(40):
+        for one, inputs, want, stream in calls:
+            with torch.cuda.stream(stream):
+                copies.append((run, _attention(one, *inputs), want))
+    torch.cuda.synchronize()
+    for run, got, want in copies:
+        assert _same_bits(got, want), f"run {run}"
+
+
+def test_the_first_call_of_a_process_can_be_captured(family: str) -> None:
     program = """
         import flashmoe_science as fm
         import torch
@@ -141,14 +197,9 @@ def test_the_first_call_of_a_process_can_be_captured() -> None:
         graph.replay()
         assert torch.equal(captured, fm.flash_attention(q, k, v, causal=True))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    _run_program(program, family)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("how", ["current", "argument", "handle", "c"])
 def test_runs_on_the_given_stream_and_waits_for_nothing(case: Case, how: str) -> None:
     """Inputs arrive late on a stream of their own. Right results prove the order, and a call that
@@ -164,14 +215,15 @@ def test_runs_on_the_given_stream_and_waits_for_nothing(case: Case, how: str) ->
         _busy(300)
         for static, new in zip((q, k, v), fresh, strict=True):
             static.copy_(new)
-    options = {"causal": _option(case), "return_lse": True, "out": out, "lse": lse}
+    options = {"causal": _option(case), "return_lse": True, "kernel": case.kernel}
+    options |= {"out": out, "lse": lse}
     if how == "current":
         with torch.cuda.stream(stream):
             fm.flash_attention(q, k, v, **options)
     elif how == "c":
         raws = [memory.Placed(x, x, ()).raw() for x in (q, k, v, out, lse)]
         with torch.cuda.stream(stream):
-            memory.call(*raws, causal=case.causal)
+            memory.call(*raws, causal=case.causal, kernel=case.kernel)
     else:
         given = stream if how == "argument" else stream.cuda_stream
         fm.flash_attention(q, k, v, **options, stream=given)
@@ -182,8 +234,8 @@ def test_runs_on_the_given_stream_and_waits_for_nothing(case: Case, how: str) ->
     oracle.assert_accurate(*copies, *fresh, case.causal)
 
 
-def test_does_not_wait_for_other_streams() -> None:
-    case = CASES[1]
+def test_does_not_wait_for_other_streams(family: str) -> None:
+    case = _cases(family)[1]
     q, k, v = cases.make_values(case, "cuda:0")
     _warm(case)
     busy, quick = torch.cuda.Stream(), torch.cuda.Stream()
@@ -198,12 +250,13 @@ def test_does_not_wait_for_other_streams() -> None:
 
 
 def test_threads_with_streams_of_their_own() -> None:
-    """Results, and the last launch, are each thread's own."""
-    _warm(*CASES)
+    """Results, and the last launch, are each thread's own; all families at once."""
+    everything = [case for family in families.serving() for case in _cases(family)]
+    _warm(*everything)
     wants = []
-    for case in CASES:
+    for case in everything:
         inputs = cases.make_values(case, "cuda:0")
-        kernel = fm.attention_plan(*inputs, causal=_option(case)).kernel
+        kernel = fm.attention_plan(*inputs, causal=_option(case), kernel=case.kernel).kernel
         wants.append((case, inputs, _attention(case, *inputs), kernel))
     torch.cuda.synchronize()
     failures: list[str] = []
@@ -232,7 +285,7 @@ def test_threads_with_streams_of_their_own() -> None:
     assert not failures, failures[:5]
 
 
-def test_first_calls_from_many_threads_at_once() -> None:
+def test_first_calls_from_many_threads_at_once(family: str) -> None:
     """Loading a kernel's code is safe when all threads come first."""
     program = """
         import threading
@@ -257,18 +310,15 @@ def test_first_calls_from_many_threads_at_once() -> None:
         for triple, result in zip(inputs, results):
             assert torch.equal(result, fm.flash_attention(*triple))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    _run_program(program, family)
 
 
-def test_allocates_no_device_memory() -> None:
-    for case in CASES:
+def test_allocates_no_device_memory(family: str) -> None:
+    for case in _cases(family):
         q, k, v = cases.make_values(case, "cuda:0")
         out, lse = _attention(case, q, k, v)
-        options = {"causal": _option(case), "return_lse": True, "out": out, "lse": lse}
+        options = {"causal": _option(case), "return_lse": True, "kernel": family}
+        options |= {"out": out, "lse": lse}
         torch.cuda.synchronize()
         torch_before = torch.cuda.memory_stats()["allocation.all.allocated"]
         free_before, _ = torch.cuda.mem_get_info()
@@ -279,8 +329,8 @@ def test_allocates_no_device_memory() -> None:
         assert torch.cuda.mem_get_info()[0] >= free_before
 
 
-def test_frees_its_tensors() -> None:
-    case = CASES[0]
+def test_frees_its_tensors(family: str) -> None:
+    case = _cases(family)[0]
     q, k, v = cases.make_values(case, "cuda:0")
     _attention(case, q, k, v)
     before = torch.cuda.memory_allocated()
@@ -290,9 +340,9 @@ def test_frees_its_tensors() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-def test_other_threads_run_while_a_launch_waits_for_the_queue() -> None:
+def test_other_threads_run_while_a_launch_waits_for_the_queue(family: str) -> None:
     """The launch queue is filled behind a long kernel; the interpreter lock must be free then."""
-    case = Case(seq_q=64, seq_k=64)
+    case = Case(seq_q=64, seq_k=64, kernel=family)
     q, k, v = cases.make_values(case, "cuda:0")
     out = torch.empty_like(q)
     _warm(case)
@@ -308,7 +358,7 @@ def test_other_threads_run_while_a_launch_waits_for_the_queue() -> None:
     thread.start()
     _busy(400)
     for _ in range(3000):  # a queue holds about a thousand
-        fm.flash_attention(q, k, v, out=out)
+        fm.flash_attention(q, k, v, out=out, kernel=family)
     torch.cuda.synchronize()
     stop.set()
     thread.join()
@@ -316,9 +366,9 @@ def test_other_threads_run_while_a_launch_waits_for_the_queue() -> None:
     assert longest < 0.25, f"other threads stood still for {longest:.3f} s"
 
 
-def test_current_device_stays() -> None:
+def test_current_device_stays(family: str) -> None:
     device = torch.cuda.current_device()
-    for case in CASES:
+    for case in _cases(family):
         _attention(case, *cases.make_values(case, "cuda:0"))
         assert torch.cuda.current_device() == device
 
@@ -326,7 +376,6 @@ def test_current_device_stays() -> None:
 @pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two GPUs to tell one from the other"
 )
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_tensors_of_another_gpu(case: Case) -> None:
     """The call goes to the tensors' GPU and its current stream; the current device stays."""
     torch.cuda.set_device(0)

@@ -41,12 +41,12 @@ def jax_gpu() -> Any:
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("causal", [False, "bottom_right", "top_left"])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_jax(jax_gpu: Any, dtype: str, causal: bool | str, layout: str) -> None:
+def test_jax(jax_gpu: Any, dtype: str, causal: bool | str, layout: str, family: str) -> None:
     import jax
 
     q, k, v = (jax.device_put(x, jax_gpu) for x in _arrays(dtype, layout))
     out, lse = fm.flash_attention(
-        q, k, v, causal=causal, layout=layout, return_lse=True, kernel="sm89"
+        q, k, v, causal=causal, layout=layout, return_lse=True, kernel=family
     )
     for result in (out, lse):
         assert isinstance(result, jax.Array)

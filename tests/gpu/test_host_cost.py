@@ -10,6 +10,7 @@ from collections.abc import Callable
 import flashmoe_science as fm
 import pytest
 import torch
+from gpu import families
 
 pytestmark = pytest.mark.gpu
 
@@ -34,12 +35,17 @@ def _median_us(call: Callable[[], object]) -> float:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 def test_host_cost_of_a_call(
-    dtype: torch.dtype, causal: bool, record_testsuite_property: Callable[[str, object], None]
+    dtype: torch.dtype,
+    causal: bool,
+    family: str,
+    record_testsuite_property: Callable[[str, object], None],
 ) -> None:
     q, k, v = (torch.randn(1, 64, 2, 64, device="cuda:0").to(dtype) for _ in range(3))
 
+    kernel = None if family == families.default() else family
+
     def call() -> object:
-        return fm.flash_attention(q, k, v, causal=causal)
+        return fm.flash_attention(q, k, v, causal=causal, kernel=kernel)
 
     def torch_call() -> object:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -48,6 +54,6 @@ def test_host_cost_of_a_call(
         ours, torchs = _median_us(call), _median_us(torch_call)
         if ours <= LIMIT_US:
             break
-    record_testsuite_property(f"host_us_{dtype}_{causal}", round(ours, 2))
-    record_testsuite_property(f"torch_host_us_{dtype}_{causal}", round(torchs, 2))
+    record_testsuite_property(f"host_us_{family}_{dtype}_{causal}", round(ours, 2))
+    record_testsuite_property(f"torch_host_us_{family}_{dtype}_{causal}", round(torchs, 2))
     assert ours <= LIMIT_US, f"{ours:.2f} us, torch {torchs:.2f} us"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as c
 import json
 import os
 import re
@@ -11,11 +12,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import capi
 import flashmoe_science as fm
 import kernels
 import pytest
 import torch
-from gpu import cases
+from gpu import cases, families, memory, oracle
 from gpu.cases import Case
 from torch.profiler import ProfilerActivity, profile
 
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 # Head dimensions of calls: those of the compiled kernels, and some that are padded to them.
 DIMS = sorted(
-    {(kernel.dim, kernel.dim_v) for kernel in kernels.attention_sm89()}
+    {(kernel.dim, kernel.dim_v) for name in kernels.FAMILIES for kernel in kernels.attention(name)}
     | {(8, 8), (40, 64), (72, 8), (136, 136), (160, 160), (176, 72), (128, 192), (8, 256)}
 )
 ELEMENTS = {"fp16": "__half", "bf16": "__nv_bfloat16"}
@@ -39,33 +41,38 @@ def _call(case: Case) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
     return inputs, {**options, "kernel": case.kernel}
 
 
-def _case(dtype: str, dim: int, dim_v: int) -> Case:
+def _case(family: str, dtype: str, dim: int, dim_v: int) -> Case:
     return Case(dtype=dtype, batch=2, seq_q=333, seq_k=444, heads_q=6, heads_kv=2, dim=dim,
-                dim_v=dim_v, causal="bottom_right", kernel="sm89")  # fmt: skip
+                dim_v=dim_v, causal="bottom_right", kernel=family)  # fmt: skip
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", ELEMENTS)
-def test_the_plan_is_the_launch(dtype: str, dims: tuple[int, int]) -> None:
-    compiled = kernels.least_padding(*dims)
-    case = _case(dtype, *dims)
+def test_the_plan_is_the_launch(dtype: str, dims: tuple[int, int], family: str) -> None:
+    compiled = kernels.least_padding(family, *dims)
+    case = _case(family, dtype, *dims)
     inputs, options = _call(case)
     plan = fm.attention_plan(*inputs, **options)
     fm.flash_attention(*inputs, **options)
     launch = fm.last_launch()
-    name = f"attention_forward_sm89_{dtype}_d{compiled[0]}_dv{compiled[1]}"
+    name = f"attention_forward_{family}_{dtype}_d{compiled[0]}_dv{compiled[1]}"
     assert plan.kernel in (name, f"{name}_w8")  # _w8: where two blocks do not fit an SM
     assert (plan.dim, plan.dim_v) == compiled
-    assert plan.family == "sm89"
-    assert plan.grid == (-(-case.seq_q // plan.tile_q) * case.batch * case.heads_q, 1, 1)
-    assert plan.shared_bytes <= 99 * 1024
+    assert plan.family == family
+    tiles = -(-case.seq_q // plan.tile_q) * case.batch * case.heads_q
+    assert plan.grid == (families.blocks(family, tiles), 1, 1)
+    assert plan.block[0] in families.THREADS[family]
+    assert plan.block[1:] == (1, 1)
+    assert plan.shared_bytes <= families.SHARED_BYTES[family]
     assert plan.workspace_bytes == 0
     assert (launch.kernel, launch.grid, launch.block) == (plan.kernel, plan.grid, plan.block)
     assert launch.shared_bytes == plan.shared_bytes
     assert launch.device == "cuda:0"
     assert 0 < launch.registers <= 255
+    assert launch.registers * plan.block[0] <= families.REGISTERS
     assert launch.local_bytes == 0
     assert re.fullmatch(rf"sm_{launch.binary_arch}a?", plan.isa)
+    assert plan.isa == "sm_90a" or family != "sm90"
     pairs = sum(min(case.seq_k, max(0, i + 1 + case.seq_k - case.seq_q))
                 for i in range(case.seq_q))  # fmt: skip
     assert plan.flops == 2.0 * case.batch * case.heads_q * pairs * sum(dims)
@@ -93,9 +100,9 @@ def _profiled_work(path: Path, inputs: tuple, options: dict[str, Any]) -> list[d
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", ELEMENTS)
 def test_a_profiler_sees_the_planned_kernel_and_nothing_else(
-    dtype: str, dims: tuple[int, int], tmp_path: Path
+    dtype: str, dims: tuple[int, int], family: str, tmp_path: Path
 ) -> None:
-    inputs, options = _call(_case(dtype, *dims))
+    inputs, options = _call(_case(family, dtype, *dims))
     plan = fm.attention_plan(*inputs, **options)
     fm.flash_attention(*inputs, **options)
     torch.cuda.synchronize()
@@ -104,7 +111,7 @@ def test_a_profiler_sees_the_planned_kernel_and_nothing_else(
     (kernel,) = work
     assert kernel["cat"] == "kernel"
     name = kernel["name"]
-    assert "flashmoe::sm89::attention_forward_kernel<" in name
+    assert f"flashmoe::{family}::attention_forward_kernel<" in name
     traits = re.search(r"Traits<\s*(\w+),\s*(?:\(int\))?(\d+),\s*(?:\(int\))?(\d+)", name)
     assert traits is not None, name
     assert traits.groups() == (ELEMENTS[dtype], str(plan.dim), str(plan.dim_v))
@@ -117,29 +124,31 @@ def test_a_profiler_sees_the_planned_kernel_and_nothing_else(
 
 @pytest.mark.usefixtures("_profiler_is_warm")
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
-def test_nothing_runs_for_an_empty_result(shape: tuple[int, int], tmp_path: Path) -> None:
+def test_nothing_runs_for_an_empty_result(
+    shape: tuple[int, int], family: str, tmp_path: Path
+) -> None:
     batch, seq_q = shape
-    inputs, options = _call(Case(batch=batch, seq_q=seq_q, seq_k=70))
+    inputs, options = _call(Case(batch=batch, seq_q=seq_q, seq_k=70, kernel=family))
     assert _profiled_work(tmp_path / "trace.json", inputs, options) == []
 
 
 @pytest.mark.parametrize("values", ["normal", "nan"])
-def test_plan_reads_no_data(values: str) -> None:
+def test_plan_reads_no_data(values: str, family: str) -> None:
     """The same kernel whatever the tensors hold."""
-    inputs, options = _call(_case("fp16", 64, 64))
+    inputs, options = _call(_case(family, "fp16", 64, 64))
     want = fm.attention_plan(*inputs, **options)
     if values == "nan":
         inputs[0].fill_(float("nan"))
     assert fm.attention_plan(*inputs, **options) == want
     described = fm.attention_plan_for(
         batch=2, seq_q=333, seq_k=444, heads_q=6, heads_kv=2, dim=64, dtype="fp16",
-        device="cuda:0", causal="bottom_right", kernel="sm89", return_lse=True,
+        device="cuda:0", causal="bottom_right", kernel=family, return_lse=True,
     )  # fmt: skip
     assert described == want
 
 
 def test_a_gpu_call_never_goes_to_the_cpu() -> None:
-    inputs, options = _call(_case("fp16", 64, 64))
+    inputs, options = _call(_case("sm89", "fp16", 64, 64))
     options["kernel"] = None
     assert fm.attention_plan(*inputs, **options).family != "cpu"
     for result in (options["out"], options["lse"]):
@@ -155,8 +164,85 @@ def test_a_gpu_call_never_goes_to_the_cpu() -> None:
     for result in (options["out"], options["lse"]):
         assert (result == 7.0).all()
     on_host = [x.cpu() for x in inputs]
-    with pytest.raises(NotImplementedError, match="the tensors are on the CPU"):
-        fm.flash_attention(*on_host, kernel="sm89")
+    for family in families.serving():
+        with pytest.raises(NotImplementedError, match="the tensors are on the CPU"):
+            fm.flash_attention(*on_host, kernel=family)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_the_best_family_serves_what_names_none(dtype: str, dims: tuple[int, int]) -> None:
+    inputs, options = _call(_case("sm89", dtype, *dims))
+    options["kernel"] = None
+    plan = fm.attention_plan(*inputs, **options)
+    assert plan.family == families.default()
+    reasons = dict(line.split(": ", 1) for line in plan.rejected.splitlines())
+    assert set(reasons) == set(fm.build_info().kernel_families.split()) - {plan.family}
+    for other in families.serving()[1:]:
+        assert reasons[other] == f"{plan.family} comes first"
+    fm.flash_attention(*inputs, **options)
+    assert fm.last_launch().kernel == plan.kernel
+
+
+def _described(case: Case, strides: dict[str, list[int]]) -> capi.AttentionForwardParams:
+    """A call on addresses that mean nothing, to be planned: contiguous but for `strides`."""
+    keep = torch.empty(0, dtype=cases.DTYPES[case.dtype], device="cuda:0")
+    shapes = {
+        "q": case.shape(case.seq_q, case.heads_q, case.dim),
+        "k": case.shape(case.seq_k, case.heads_kv, case.dim),
+        "v": case.shape(case.seq_k, case.heads_kv, case.dim_v),
+        "out": case.shape(case.seq_q, case.heads_q, case.dim_v),
+    }
+    params = capi.AttentionForwardParams(struct_size=c.sizeof(capi.AttentionForwardParams))
+    params.keep = {
+        name: memory.raw_tensor(
+            keep,
+            2**45,
+            shape,
+            strides.get(name) or list(torch.empty(shape, device="meta").stride()),
+        )
+        for name, shape in shapes.items()
+    }
+    for name, view in params.keep.items():
+        setattr(params, name, c.pointer(view))
+    return params
+
+
+# What the copy engine cannot walk, as a factor of the contiguous stride or in bytes.
+ODD_STRIDES = [
+    *((name, axis, factor) for name in ("q", "k", "v") for axis in (0, 1, 2) for factor in (0, -1)),
+    *(("out", axis, -1) for axis in (0, 1, 2)),
+    *((name, 0, 2**40) for name in ("q", "k", "v", "out")),
+]
+
+
+@pytest.mark.parametrize(("name", "axis", "factor"), ODD_STRIDES)
+def test_sm90_leaves_strides_it_cannot_walk_to_sm89(
+    name: str, axis: int, factor: int, sm90: str
+) -> None:
+    case = Case(dtype="bf16", batch=2, seq_q=300, seq_k=400, heads_q=4, heads_kv=2)
+    plain = _described(case, {})
+    assert capi.attention_plan(plain).family.decode() == sm90
+    strides = list(plain.keep[name].strides[:4])
+    strides[axis] = factor // 2 if factor == 2**40 else strides[axis] * factor
+    plan = capi.attention_plan(_described(case, {name: strides}))
+    assert plan.family == b"sm89"
+    reasons = dict(line.split(": ", 1) for line in plan.rejected.decode().splitlines())
+    assert re.match(r"a stride that is 0, negative or 2\^40 bytes", reasons[sm90])
+    strides[axis] = 2**40 // 2 - 8  # the largest that it walks
+    assert capi.attention_plan(_described(case, {name: strides})).family.decode() == sm90
+
+
+def test_a_call_that_sm90_leaves_to_sm89_runs_there(sm90: str) -> None:
+    q = torch.randn(3, 200, 4, 64, device="cuda:0").bfloat16()
+    k, v = (torch.randn(3, 300, 1, 64, device="cuda:0").bfloat16() for _ in "kv")
+    wide = [x.expand(3, 300, 4, 64) for x in (k, v)]
+    plan = fm.attention_plan(q, *wide, causal=True)
+    assert plan.family == "sm89"
+    assert f"{sm90}: a stride that is 0" in plan.rejected
+    out = fm.flash_attention(q, *wide, causal=True)
+    assert fm.last_launch().kernel == plan.kernel
+    oracle.assert_accurate(out, None, q, *wide, True)
 
 
 def _with_arch(arch: str, program: str) -> str:
@@ -174,13 +260,14 @@ def _with_arch(arch: str, program: str) -> str:
     return done.stdout.strip()
 
 
-def test_flashmoe_arch_names_the_family() -> None:
-    program = """
+def test_flashmoe_arch_names_the_family(family: str) -> None:
+    program = f"""
         got = fm.flash_attention(q, q, q)
         print(fm.last_launch().kernel, fm.attention_plan(q, q, q).family)
-        assert torch.equal(got, fm.flash_attention(q, q, q, kernel="sm89"))
+        assert torch.equal(got, fm.flash_attention(q, q, q, kernel="{family}"))
     """
-    assert _with_arch("sm89", program) == "attention_forward_sm89_fp16_d64_dv64 sm89"
+    want = f"attention_forward_{family}_fp16_d64_dv64 {family}"
+    assert _with_arch(family, program) == want
 
 
 @pytest.mark.parametrize(("arch", "kind"), [("sm42", "ValueError"), ("cpu", "NotImplementedError")])
@@ -207,7 +294,7 @@ def test_device_info() -> None:
     assert info.l2_bytes == properties.L2_cache_size
     assert info.memory_bytes == properties.total_memory
     assert info.shared_bytes_per_block == properties.shared_memory_per_block_optin
-    assert info.kernel_family in fm.build_info().kernel_families
+    assert info.kernel_family == families.default()
     assert fm.cuda_device_count() == torch.cuda.device_count()
 
 

@@ -97,6 +97,21 @@ def test_notices_a_nan_that_is_lost() -> None:
         oracle.assert_accurate(out.logical, lse.logical, *inputs)
 
 
+def test_positive_strides_are_what_the_callee_sees() -> None:
+    found = set()
+    for seed in range(100):
+        case = cases.random_case(seed)
+        placed = [*cases.place_case(case, "cpu"), cases.place_outputs(case, "cpu")[0]]
+        raws = [x.raw() for x in placed]
+        positive = all(
+            raw.strides[axis] > 0 for raw in raws for axis in range(4) if raw.shape[axis] > 1
+        )
+        assert cases.has_positive_strides(case) == positive
+        assert cases.has_positive_strides(cases.for_family(case, "sm90"))
+        found.add(positive)
+    assert found == {True, False}
+
+
 def test_placements_are_what_they_say() -> None:
     where = memory.Placement((1, 0, 2, 3), (0, 8, 0, 16), 24, broadcast=(2,), flipped=(0,))
     values = torch.arange(2 * 3 * 4 * 8, dtype=torch.float16).reshape(2, 3, 4, 8)

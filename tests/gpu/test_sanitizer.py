@@ -10,6 +10,7 @@ from pathlib import Path
 import capi
 import kernels
 import pytest
+from gpu import families
 
 pytestmark = pytest.mark.gpu
 
@@ -34,8 +35,8 @@ def _the_program_passes_on_its_own() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     ran = set(done.stdout.split())
-    wanted = {f"attention_forward_sm89_{kernel.dtype}_d{kernel.dim}_dv{kernel.dim_v}"
-              for kernel in kernels.attention_sm89()}  # fmt: skip
+    wanted = {kernel.table_name for family in families.serving()
+              for kernel in kernels.attention(family)}  # fmt: skip
     assert {name.removesuffix("_w8") for name in ran} == wanted
 
 

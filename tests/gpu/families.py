@@ -1,0 +1,43 @@
+"""Which kernel families serve calls on this machine's GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import flashmoe_science as fm
+import kernels
+import torch
+
+_NEEDS_CAPABILITY = {"sm90": (9, 0)}  # of the families that run on one alone
+THREADS = {"sm90": (384, 512), "sm89": (128, 256)}  # of a block
+SHARED_BYTES = {"sm90": 227 * 1024, "sm89": 99 * 1024}  # the most that a block may have
+REGISTERS = 65536  # of a multiprocessor
+
+
+@functools.cache
+def why_not(family: str) -> str | None:
+    """None where the family serves calls on cuda:0, else the reason."""
+    if family not in fm.build_info().kernel_families.split():
+        return f"built without the {family} kernels"
+    needed = _NEEDS_CAPABILITY.get(family)
+    capability = torch.cuda.get_device_capability(0)
+    if needed is not None and capability != needed:
+        return f"the {family} kernels need compute capability {needed}, cuda:0 has {capability}"
+    return None
+
+
+def serving() -> list[str]:
+    """Best first."""
+    return [family for family in kernels.FAMILIES if why_not(family) is None]
+
+
+def blocks(family: str, tiles: int) -> int:
+    """Of the grid for so many tiles: one each, or no more than can be resident."""
+    if family != "sm90":
+        return tiles
+    return min(tiles, torch.cuda.get_device_properties(0).multi_processor_count)
+
+
+def default() -> str:
+    """The family of calls that name none, if it can walk their strides."""
+    return serving()[0]
