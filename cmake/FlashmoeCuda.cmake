@@ -49,8 +49,8 @@ enable_language(CUDA)
 message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, ${CMAKE_CUDA_ARCHITECTURES}")
 
 # Compiles a target's kernels. Registers that spill, local memory and ignored or serialised
-# instructions cost half the speed without a word: ptxas says so, and that is an error here. The first
-# two it calls warnings; the others information, for which the compiler runs under a script.
+# instructions cost half the speed without a word: ptxas says so, and that is an error here. It
+# calls the first two warnings and the others information, for which a script reads along.
 function(flashmoe_compile_kernels target)
   target_include_directories(${target} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   target_compile_definitions(${target} PRIVATE

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs a CUDA compiler and fails where ptxas expects a loss of performance: products of wgmma that run
-# one after another, a setmaxnreg that is ignored. Each costs about half the speed, yet ptxas calls
-# them information, which --warning-as-error lets pass.
+# Runs a CUDA compiler and fails where ptxas expects a loss of performance: products of wgmma that
+# run one after another, a setmaxnreg that is ignored. Either may cost half the speed, yet ptxas
+# calls it information, which --warning-as-error lets pass.
 #
 #   sh strict_nvcc.sh nvcc ARGUMENTS...
 said=$("$@" 2>&1)
