@@ -31,7 +31,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SUITES = ("attention-forward", "attention-forward-fp16", "gqa", "decode", "seeds")
+# A suite, or a suite@family: that kernel family serves it.
+SUITES = (
+    "attention-forward",
+    "attention-forward@sm89",
+    "attention-forward-fp16",
+    "gqa",
+    "mla",
+    "decode",
+    "seeds",
+)
 _FLASHMOE = (sys.executable, "-m", "flashmoe_science")
 _TAIL = 4000  # characters of a step's output that are kept
 
@@ -133,9 +142,11 @@ def main(argv: list[str] | None = None) -> int:
         steps.append(run_step("check", command, arguments.limit))
         evidence["check"] = _json_of(scratch / "check.json")
     for suite in arguments.suites:
-        file = out / f"{suite.replace('-', '_')}_{gpu}.json"
-        command = [*_FLASHMOE, "bench", "--suite", suite, "--device", "cuda:0"]
-        command += ["--json", str(file), *arguments.bench]
+        name, _, family = suite.partition("@")
+        file = out / f"{suite.replace('-', '_').replace('@', '_')}_{gpu}.json"
+        command = [*_FLASHMOE, "bench", "--suite", name, "--device", "cuda:0"]
+        command += [*(["--kernel", family] if family else []), "--json", str(file)]
+        command += arguments.bench
         steps.append(run_step(f"bench {suite}", command, arguments.limit))
     file = out / f"host_cost_{gpu}.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "host_cost.py")]

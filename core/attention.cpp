@@ -278,8 +278,7 @@ flashmoe_status choose(const AttentionProblem& problem, const char* wanted, cons
                        bool explain, AttentionPlan* plan, const AttentionFamily** chosen) {
   *chosen = nullptr;
   bool known = wanted == nullptr;
-  bool wrong_device = false;
-  flashmoe_status error = FLASHMOE_OK;  // of the first family for these tensors' device, if any
+  flashmoe_status error = FLASHMOE_OK;  // of the last family for these tensors' device, if any
   char reason[384];
   char error_reason[448] = "";
   char rejected[sizeof plan->info.rejected] = "";
@@ -318,8 +317,8 @@ flashmoe_status choose(const AttentionProblem& problem, const char* wanted, cons
     } else {
       std::snprintf(reason, sizeof reason, "the tensors are on the CPU, it computes on a GPU");
     }
-    if (error == FLASHMOE_OK || (wrong_device && same_device)) {
-      wrong_device = !same_device;
+    // The last of a device's families is the least particular: what it cannot serve, none can.
+    if (error == FLASHMOE_OK || same_device) {
       error = status;
       std::snprintf(error_reason, sizeof error_reason, "%s: %s", family->name, reason);
     }

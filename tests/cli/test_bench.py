@@ -295,7 +295,7 @@ def test_a_shape_that_no_kernel_takes_is_a_void_row(capsys: pytest.CaptureFixtur
 
 
 def test_the_suites_are_what_they_say() -> None:
-    names = ["attention-forward", "attention-forward-fp16", "cpu", "decode", "gqa", "seeds"]
+    names = ["attention-forward", "attention-forward-fp16", "cpu", "decode", "gqa", "mla", "seeds"]
     assert suite_names() == names
     forward = load_suite("attention-forward").shapes
     assert len(set(forward)) == 36
