@@ -7,6 +7,7 @@ import functools
 import flashmoe_science as fm
 import kernels
 import torch
+from gpu.cases import Case
 
 _NEEDS_CAPABILITY = {"sm90": (9, 0)}  # of the families that run on one alone
 THREADS = {"sm90": (384, 512), "sm89": (128, 256)}  # of a block
@@ -36,6 +37,14 @@ def blocks(family: str, tiles: int) -> int:
     if family != "sm90":
         return tiles
     return min(tiles, torch.cuda.get_device_properties(0).multi_processor_count)
+
+
+def is_short(case: Case) -> bool:
+    """Whether sm90 leaves a call that names no kernel to sm89: few rows, or a round of few keys."""
+    dim, _ = kernels.least_padding("sm90", case.dim, case.dim_v)
+    tiles = -(-case.seq_q // (192 if dim == 64 else 128)) * case.batch * case.heads_q
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    return case.seq_q <= 64 or (tiles <= multiprocessors and case.seq_k <= 512)
 
 
 def default() -> str:

@@ -1,5 +1,5 @@
-"""What a call costs the host: at most 6 us on torch CUDA tensors. Torch's own cost is recorded
-beside it, since hosts differ."""
+"""What a call costs the host: at most 6 us on torch CUDA tensors, on hosts where torch's attention
+takes 12; in proportion on slower ones. Both costs are recorded."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gpu import families
 pytestmark = pytest.mark.gpu
 
 LIMIT_US = 6.0
+LIMIT_OF_TORCH = 0.5  # 6 of 12 us
 _CALLS = 100  # fewer than a launch queue holds, so that no call waits for the GPU
 _ROUNDS = 60
 _ATTEMPTS = 5  # the machine may be busy with something else
@@ -42,7 +43,7 @@ def test_host_cost_of_a_call(
 ) -> None:
     q, k, v = (torch.randn(1, 64, 2, 64, device="cuda:0").to(dtype) for _ in range(3))
 
-    kernel = None if family == families.default() else family
+    kernel = "sm90" if family == "sm90" else None  # such a short call goes to sm89 by itself
 
     def call() -> object:
         return fm.flash_attention(q, k, v, causal=causal, kernel=kernel)
@@ -50,10 +51,13 @@ def test_host_cost_of_a_call(
     def torch_call() -> object:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
+    call()
+    assert f"_{family}_" in fm.last_launch().kernel
     for _ in range(_ATTEMPTS):
         ours, torchs = _median_us(call), _median_us(torch_call)
-        if ours <= LIMIT_US:
+        limit = max(LIMIT_US, LIMIT_OF_TORCH * torchs)
+        if ours <= limit:
             break
     record_testsuite_property(f"host_us_{family}_{dtype}_{causal}", round(ours, 2))
     record_testsuite_property(f"torch_host_us_{family}_{dtype}_{causal}", round(torchs, 2))
-    assert ours <= LIMIT_US, f"{ours:.2f} us, torch {torchs:.2f} us"
+    assert ours <= limit, f"{ours:.2f} us, torch {torchs:.2f} us"

@@ -124,10 +124,11 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
   if (problem.seq_q > kMaxSequence || problem.seq_k > kMaxSequence) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "sequence longer than 2^30");
   }
-  if (!can_walk(problem.q_strides, problem.batch, problem.seq_q, problem.heads_q) ||
-      !can_walk(problem.k_strides, problem.batch, problem.seq_k, problem.heads_kv) ||
-      !can_walk(problem.v_strides, problem.batch, problem.seq_k, problem.heads_kv) ||
-      !can_walk(problem.out_strides, problem.batch, problem.seq_q, problem.heads_q)) {
+  const bool empty = problem.batch == 0 || problem.seq_q == 0;  // and strides are 0 then
+  if (!empty && (!can_walk(problem.q_strides, problem.batch, problem.seq_q, problem.heads_q) ||
+                 !can_walk(problem.k_strides, problem.batch, problem.seq_k, problem.heads_kv) ||
+                 !can_walk(problem.v_strides, problem.batch, problem.seq_k, problem.heads_kv) ||
+                 !can_walk(problem.out_strides, problem.batch, problem.seq_q, problem.heads_q))) {
     return refuse(
         FLASHMOE_ERROR_UNSUPPORTED,
         "a stride that is negative, 2^40 bytes or more, or 0 along the sequence, which the copy "

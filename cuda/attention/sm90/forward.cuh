@@ -600,7 +600,8 @@ struct Consumer {
       total += __shfl_xor_sync(kFullWarp, total, 2);
       // An infinite score leaves inf - inf behind, whatever the polynomial made of it.
       if (statistics_of_tile.offset[half] == INFINITY) total = NAN;
-      const bool sees_keys = visible_keys(params, row) > 0;
+      // Rows past the last have summed nothing: what is not written must not look like a NaN.
+      const bool sees_keys = row < params.seq_q && visible_keys(params, row) > 0;
       if (params.lse != nullptr && lane % 4 == 0 && row < params.seq_q) {
         params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
                    row * params.lse_strides.seq] =

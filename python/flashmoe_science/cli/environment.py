@@ -180,19 +180,19 @@ def environment_variables() -> dict[str, str]:
 
 
 def git_commit() -> str:
-    """Commit of the working tree this is run in, marked when it has changes. Outside one, what
-    FLASHMOE_COMMIT says: a copy of the sources without its history cannot tell."""
-    outside = os.environ.get("FLASHMOE_COMMIT", "")
+    """What FLASHMOE_COMMIT says, for a copy of the sources whose history is not theirs; else the commit
+    of the working tree this is run in, marked when it has changes; "" outside one."""
+    told = os.environ.get("FLASHMOE_COMMIT", "")
     git = shutil.which("git")
-    if git is None:
-        return outside
+    if told or git is None:
+        return told
     commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
     answers = [
         subprocess.run([git, *c], capture_output=True, text=True, timeout=20, check=False)
         for c in commands
     ]
     if answers[0].returncode != 0:
-        return outside
+        return ""
     return answers[0].stdout.strip() + ("+changes" if answers[1].stdout.strip() else "")
 
 
