@@ -253,8 +253,8 @@ def test_no_atomics_and_no_fences(instructions: dict[Code, Counter[str]]) -> Non
     for code, opcodes in instructions.items():
         for name in ("ATOM", "ATOMG", "RED"):
             assert _count(opcodes, name) == 0, f"{code}: {name}"
-        # Within a block, what was written to shared memory is shown to the copy engine; and sm90 reads
-        # what its copy engine wrote, once, where causal rows came out non-finite.
+        # Within a block, what was written to shared memory is shown to the copy engine; and sm90
+        # reads what its copy engine wrote, once, where causal rows came out non-finite.
         fences = [name for name in opcodes if name.startswith("MEMBAR") and name[-4:] != ".CTA"]
         assert sum(opcodes[name] for name in fences) <= (code.kernel.family == "sm90"), (
             f"{code}: {fences}"

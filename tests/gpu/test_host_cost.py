@@ -10,7 +10,6 @@ from collections.abc import Callable
 import flashmoe_science as fm
 import pytest
 import torch
-from gpu import families
 
 pytestmark = pytest.mark.gpu
 

@@ -180,8 +180,8 @@ def environment_variables() -> dict[str, str]:
 
 
 def git_commit() -> str:
-    """What FLASHMOE_COMMIT says, for a copy of the sources whose history is not theirs; else the commit
-    of the working tree this is run in, marked when it has changes; "" outside one."""
+    """What FLASHMOE_COMMIT says, for a copy of the sources whose history is not theirs; else the
+    commit of the working tree this is run in, marked when it has changes; "" outside one."""
     told = os.environ.get("FLASHMOE_COMMIT", "")
     git = shutil.which("git")
     if told or git is None:
