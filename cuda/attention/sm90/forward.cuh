@@ -100,9 +100,11 @@ __device__ __forceinline__ void for_each_tile(const Params& params, Visit visit)
   const int section = params.causal ? params.tiles_per_head * params.heads_per_section : tiles;
   for (int first = 0; first < tiles; first += section) {
     const int end = min(first + section, tiles);
+    // Behind the block that had the last one's end: sections may hold fewer tiles than there are blocks.
+    const int turn = (block + blocks - first % blocks) % blocks;
     bool forwards = true;
     for (int round = first; round < end; round += blocks, forwards = !forwards) {
-      const int position = round + (forwards ? block : blocks - 1 - block);
+      const int position = round + (forwards ? turn : blocks - 1 - turn);
       if (position < end) visit(Tile::at<Traits>(params, position));
     }
   }

@@ -105,7 +105,7 @@ struct Traits {
   static_assert(kDim % 16 == 0 && kDimV % 16 == 0);
   static_assert(!kOutputOverQ || (kBoxesV <= kBoxes && kQStages == 1));
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
-  static_assert(kQStages < kTileSlots);
+  static_assert(kQStages + 1 < kTileSlots);
   static_assert(kTileQ <= 256 && kStepKeys <= 256, "a box has at most 256 rows");
 };
 
