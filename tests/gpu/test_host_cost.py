@@ -1,5 +1,5 @@
-"""What a call costs the host: at most 6 us on torch CUDA tensors, on hosts where torch's attention
-takes 12; in proportion on slower ones. Both costs are recorded."""
+"""What a call costs the host: at most 6 us on torch CUDA tensors. Torch's own cost is recorded
+beside it, since hosts differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 pytestmark = pytest.mark.gpu
 
 LIMIT_US = 6.0
-LIMIT_OF_TORCH = 0.5  # 6 of 12 us
 _CALLS = 100  # fewer than a launch queue holds, so that no call waits for the GPU
 _ROUNDS = 60
 _ATTEMPTS = 5  # the machine may be busy with something else
@@ -54,9 +53,8 @@ def test_host_cost_of_a_call(
     assert f"_{family}_" in fm.last_launch().kernel
     for _ in range(_ATTEMPTS):
         ours, torchs = _median_us(call), _median_us(torch_call)
-        limit = max(LIMIT_US, LIMIT_OF_TORCH * torchs)
-        if ours <= limit:
+        if ours <= LIMIT_US:
             break
     record_testsuite_property(f"host_us_{family}_{dtype}_{causal}", round(ours, 2))
     record_testsuite_property(f"torch_host_us_{family}_{dtype}_{causal}", round(torchs, 2))
-    assert ours <= limit, f"{ours:.2f} us, torch {torchs:.2f} us"
+    assert ours <= LIMIT_US, f"{ours:.2f} us, torch {torchs:.2f} us"
