@@ -76,18 +76,4 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return larger;
 }
 
-// 2^x for x <= 127, on the FMA units: relative error 2^-13.7. Below -126 it is 2^-126, and of a NaN it
-// is anything. 2^n by adding n to the exponent, 2^f for f in [-1/2, 1/2] by a polynomial (minimax in
-// relative error).
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to an integer
-  x = fmaxf(x, -126.0f);
-  const float rounded = x + kRound;
-  const float f = x - (rounded - kRound);
-  float p = fmaf(f, 0.05517132207751274f, 0.24261054396629333f);
-  p = fmaf(p, f, 0.6932609677314758f);
-  p = fmaf(p, f, 0.9999281167984009f);
-  return __int_as_float(__float_as_int(p) + (__float_as_int(rounded) << 23));
-}
-
 }  // namespace flashmoe::numeric

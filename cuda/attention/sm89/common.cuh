@@ -39,8 +39,8 @@ __device__ __forceinline__ int warp_index() {
 // the thread index on.
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
-// The query tile of this block. Worked out once, then kept in shared memory. Causal tiles come longest first, inside sections of heads whose
-// keys and values fit the L2 together.
+// The query tile of this block. Worked out once, then kept in shared memory. Causal tiles come longest
+// first, inside sections of heads whose keys and values fit the L2 together.
 struct Tile {
   int batch;
   int head;

@@ -92,8 +92,9 @@ flashmoe_status prepare(const Entry& entry, int device_id, char* reason, size_t 
   return FLASHMOE_ERROR_CUDA;
 }
 
-// Whether starting and filling the pipeline would take longer than it saves, as measured on an H200
-// (docs/kernels/attention_sm90.md): tiles that are mostly empty, or one round of tiles with few keys.
+// Whether starting and filling the pipeline would take longer than it saves: tiles that are mostly empty,
+// or one round of tiles with few keys. Measured on an H200 at dimension 64 only
+// (docs/kernels/attention_sm90.md).
 bool is_short(const AttentionProblem& problem, int64_t tiles, int multiprocessors) {
   constexpr int64_t kFewRows = 64;
   constexpr int64_t kFewKeys = 512;

@@ -38,8 +38,8 @@ inline constexpr int kStoreBarrier = 5;  // and another
 
 inline constexpr int kNoTile = -1;
 
-// A query tile. The producer works it out and leaves it in shared memory with its Q. Causal tiles come longest first, inside sections of heads whose keys and values fit
-// the L2 together.
+// A query tile. The producer works it out and leaves it in shared memory with its Q. Causal tiles come
+// longest first, inside sections of heads whose keys and values fit the L2 together.
 struct alignas(16) Tile {
   int batch;
   int head;
@@ -144,6 +144,19 @@ struct Cursor {
   }
 };
 
+// Begins to load the keys or values of a step.
+template <class Traits, int kBoxes>
+__device__ __forceinline__ void load_step(const CUtensorMap& map, const Repeats& repeats,
+                                          const Tile& tile, int step, uint32_t to, uint32_t full) {
+  ptx::mbarrier_arrive_expect(full, kBoxes * Traits::kKVBoxBytes);
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box) {
+    ptx::tma_load(to + box * Traits::kKVBoxBytes, &map, full, ptx::kEvictLast, box * kBoxColumns,
+                  step * Traits::kStepKeys, tile.head_kv * repeats.head,
+                  tile.batch * repeats.batch);
+  }
+}
+
 template <class Traits>
 __device__ __forceinline__ void produce(const Params& params, uint32_t shared, Tile* tiles,
                                         const Barriers<Traits>& barriers) {
@@ -152,28 +165,16 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared, T
   Cursor<Traits::kQStages> q_cursor;
   const auto load_k = [&](const Tile& tile, int step) {
     const uint32_t full = barriers.k_full(k_cursor.stage);
-    ptx::mbarrier_wait(barriers.k_empty(k_cursor.stage), k_cursor.parity ^ 1);
-    ptx::mbarrier_arrive_expect(full, Traits::kKBytes);
     const uint32_t to = shared + Traits::kKOffset + k_cursor.stage * Traits::kKBytes;
-#pragma unroll
-    for (int box = 0; box < Traits::kBoxes; ++box) {
-      ptx::tma_load(to + box * Traits::kKVBoxBytes, &params.k, full, ptx::kEvictLast,
-                    box * kBoxColumns, step * Traits::kStepKeys,
-                    tile.head_kv * params.k_repeats.head, tile.batch * params.k_repeats.batch);
-    }
+    ptx::mbarrier_wait(barriers.k_empty(k_cursor.stage), k_cursor.parity ^ 1);
+    load_step<Traits, Traits::kBoxes>(params.k, params.k_repeats, tile, step, to, full);
     k_cursor.step();
   };
   const auto load_v = [&](const Tile& tile, int step) {
     const uint32_t full = barriers.v_full(v_cursor.stage);
-    ptx::mbarrier_wait(barriers.v_empty(v_cursor.stage), v_cursor.parity ^ 1);
-    ptx::mbarrier_arrive_expect(full, Traits::kVBytes);
     const uint32_t to = shared + Traits::kVOffset + v_cursor.stage * Traits::kVBytes;
-#pragma unroll
-    for (int box = 0; box < Traits::kBoxesV; ++box) {
-      ptx::tma_load(to + box * Traits::kKVBoxBytes, &params.v, full, ptx::kEvictLast,
-                    box * kBoxColumns, step * Traits::kStepKeys,
-                    tile.head_kv * params.v_repeats.head, tile.batch * params.v_repeats.batch);
-    }
+    ptx::mbarrier_wait(barriers.v_empty(v_cursor.stage), v_cursor.parity ^ 1);
+    load_step<Traits, Traits::kBoxesV>(params.v, params.v_repeats, tile, step, to, full);
     v_cursor.step();
   };
   // In the order of use: V of a step after K of the next, be that another tile's. Only where Q must wait
@@ -256,16 +257,14 @@ struct RowStatistics {
     }
   }
 
-  // Turns scores into probabilities. Of 16 exponentials, kPolynomials are computed on the FMA units,
-  // beside the MUFU unit's.
-  template <int kPolynomials, int kScores>
+  // Turns scores into probabilities.
+  template <int kScores>
   __device__ __forceinline__ void exponentiate(float (&scores)[kScores], float scale_log2) {
     float sums[2][2] = {{sum[0], 0.0f}, {sum[1], 0.0f}};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const int half = (i / 2) % 2;
-      const float x = fmaf(scores[i], scale_log2, -offset[half]);
-      scores[i] = i % 16 < kPolynomials ? numeric::exp2_polynomial(x) : numeric::exp2_approx(x);
+      scores[i] = numeric::exp2_approx(fmaf(scores[i], scale_log2, -offset[half]));
       sums[half][i % 2] += scores[i];
     }
     sum[0] = sums[0][0] + sums[0][1];
@@ -374,12 +373,12 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void take_turn() const {
-    if (Traits::kTurns != Turns::kNone) {
+    if (Traits::kOrdered) {
       ptx::named_barrier_sync(kOrderBarrier + group, 2 * kThreadsPerGroup);
     }
   }
   __device__ __forceinline__ void pass_turn() const {
-    if (Traits::kTurns != Turns::kNone) {
+    if (Traits::kOrdered) {
       const int next = group + 1 == Traits::kConsumers ? 0 : group + 1;
       ptx::named_barrier_arrive(kOrderBarrier + next, 2 * kThreadsPerGroup);
     }
@@ -408,11 +407,7 @@ struct Consumer {
                                           float (&factor)[2]) {
     if (masked) mask(group_row, step);
     statistics.raise(scores, params.scale_log2, factor);
-    if (masked) {
-      statistics.template exponentiate<0>(scores, params.scale_log2);
-    } else {
-      statistics.template exponentiate<Traits::kPolynomials>(scores, params.scale_log2);
-    }
+    statistics.exponentiate(scores, params.scale_log2);
   }
 
   // Waits for P V. ptxas would have this wait before the exponentials, which should run under P V: it
@@ -600,8 +595,6 @@ struct Consumer {
       float total = statistics_of_tile.sum[half];
       total += __shfl_xor_sync(kFullWarp, total, 1);
       total += __shfl_xor_sync(kFullWarp, total, 2);
-      // An infinite score leaves inf - inf behind, whatever the polynomial made of it.
-      if (statistics_of_tile.offset[half] == INFINITY) total = NAN;
       // Rows past the last have summed nothing: what is not written must not look like a NaN.
       const bool sees_keys = row < params.seq_q && visible_keys(params, row) > 0;
       if (params.lse != nullptr && lane % 4 == 0 && row < params.seq_q) {

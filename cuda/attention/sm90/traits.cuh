@@ -20,33 +20,24 @@ constexpr int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// What consumers do one after another, so that the units they share are never wanted by all at once.
-enum class Turns {
-  kNone,
-  kProducts,      // issue the products of a step
-  kScores,        // the same, and the next one waits for the scores
-  kExponentials,  // compute exponentials
-};
-
 // The choices that differ from one head dimension to the next; docs/kernels/attention_sm90.md has the
 // measurements behind the table.
 struct Tuning {
-  int consumers;  // warpgroups of 64 query rows
-  int step_keys;  // keys of one step of the main loop
-  int stages;     // steps of K, and of V, in flight or in use
-  int q_stages;   // tiles of Q
-  Turns turns;
+  int consumers;       // warpgroups of 64 query rows
+  int step_keys;       // keys of one step of the main loop
+  int stages;          // steps of K, and of V, in flight or in use
+  int q_stages;        // tiles of Q
+  bool ordered;        // consumers issue the products of a step in turns
   bool output_over_q;  // the output leaves through the memory of Q
   bool overlapped;     // a consumer's softmax runs under its own P V
-  int polynomials;     // of 16 exponentials, those computed on the FMA units
 };
 
 constexpr Tuning tuning(int dim, int dim_v) {
-  if (dim <= 64) return {3, 128, 3, 2, Turns::kProducts, false, true, 0};
-  if (dim <= 128) return {2, 128, 2, 2, Turns::kNone, false, true, 0};
-  if (dim <= 192 && dim_v <= 128) return {2, 112, 2, 1, Turns::kNone, false, true, 0};
-  if (dim <= 192) return {2, 96, 2, 1, Turns::kProducts, true, true, 0};
-  return {2, 64, 2, 1, Turns::kNone, true, false, 0};
+  if (dim <= 64) return {3, 128, 3, 2, true, false, true};
+  if (dim <= 128) return {2, 128, 2, 2, false, false, true};
+  if (dim <= 192 && dim_v <= 128) return {2, 112, 2, 1, false, false, true};
+  if (dim <= 192) return {2, 96, 2, 1, true, true, true};
+  return {2, 64, 2, 1, false, true, false};
 }
 
 template <int kDim, int kDimV>
@@ -66,10 +57,9 @@ struct Traits {
   static constexpr int kStepKeys = kTuning.step_keys;
   static constexpr int kStages = kTuning.stages;
   static constexpr int kQStages = kTuning.q_stages;
-  static constexpr Turns kTurns = kTuning.turns;
+  static constexpr bool kOrdered = kTuning.ordered;
   static constexpr bool kOutputOverQ = kTuning.output_over_q;
   static constexpr bool kOverlapped = kTuning.overlapped;
-  static constexpr int kPolynomials = kTuning.polynomials;
 
   // setmaxnreg: 64 Ki registers are 512 for each thread of a warpgroup.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
