@@ -1,6 +1,7 @@
 // Attention forward: validate -> problem -> plan -> launch.
 #include "core/attention.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -24,20 +25,27 @@ const char* dtype_name(Dtype dtype) {
 
 int64_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
+namespace {
+
+__extension__ typedef __int128 Wide;  // exact: a difference of pairs may be far below both
+
+// Pairs of a row i and a key j < i + offset: a row has clamp(i + offset, 0, keys) of them, first
+// none, then a ramp, then all.
+Wide pairs_before(int64_t offset, int64_t rows, int64_t keys) {
+  const Wide ramp_begin = std::clamp<int64_t>(-offset, 0, rows);
+  const Wide ramp_end = std::clamp<int64_t>(keys - offset, 0, rows);
+  const Wide ramp = (ramp_end - ramp_begin) * (2 * offset + ramp_begin + ramp_end - 1) / 2;
+  return ramp + (rows - ramp_end) * keys;
+}
+
+}  // namespace
+
 double attention_flops(const AttentionProblem& p) {
-  const double rows = static_cast<double>(p.seq_q);
-  const double keys = static_cast<double>(p.seq_k);
-  double pairs = rows * keys;
-  if (p.causal) {
-    // Row i sees clamp(i + offset + 1, 0, seq_k) keys: nothing, then a ramp, then all.
-    const double first = static_cast<double>(p.causal_offset) + 1;  // keys seen by row 0
-    const double ramp_begin = std::fmin(std::fmax(-first, 0.0), rows);
-    const double ramp_end = std::fmin(std::fmax(keys - first, 0.0), rows);
-    const double ramp_rows = ramp_end - ramp_begin;
-    pairs = ramp_rows * (first + (ramp_begin + ramp_end - 1) / 2) + (rows - ramp_end) * keys;
-  }
-  return 2.0 * static_cast<double>(p.batch) * static_cast<double>(p.heads_q) * pairs *
-         static_cast<double>(p.dim + p.dim_v);
+  Wide pairs = Wide{p.seq_q} * p.seq_k;
+  if (p.bounded_right) pairs = pairs_before(p.right_offset + 1, p.seq_q, p.seq_k);
+  if (p.bounded_left) pairs -= pairs_before(p.left_offset, p.seq_q, p.seq_k);
+  return 2.0 * static_cast<double>(p.batch) * static_cast<double>(p.heads_q) *
+         static_cast<double>(pairs) * static_cast<double>(p.dim + p.dim_v);
 }
 
 LaunchRecord& last_launch_record() {
@@ -131,13 +139,63 @@ flashmoe_status check_rows_tensor(const char* name, const flashmoe_tensor* tenso
   return check_rows(name, *view, 4, dtype_bytes(dtype));
 }
 
-flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
-                             AttentionProblem* problem) {
-  if (params == nullptr) {
+// Callers built with an older header give fewer fields: the others are 0.
+flashmoe_status read_params(const flashmoe_attention_forward_params* given,
+                            flashmoe_attention_forward_params* params) {
+  constexpr size_t kOldest = offsetof(flashmoe_attention_forward_params, window);
+  if (given == nullptr) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "params: got a null pointer");
   }
-  FLASHMOE_TRY(check_struct_size("flashmoe_attention_forward_params", params->struct_size,
-                                 sizeof *params, sizeof *params));
+  FLASHMOE_TRY(check_struct_size("flashmoe_attention_forward_params", given->struct_size, kOldest,
+                                 sizeof *params));
+  *params = {};
+  std::memcpy(params, given, given->struct_size);
+  return FLASHMOE_OK;
+}
+
+// The extent of one end of the window, whose bit of `window` is set or not.
+flashmoe_status check_window_end(const char* name, bool set, int64_t extent) {
+  if (set ? extent >= 0 : extent == 0) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got %lld, accepted is %s", name,
+              static_cast<long long>(extent),
+              set ? "0 or more" : "0, as its bit of window is not set");
+}
+
+flashmoe_status check_window(const flashmoe_attention_forward_params* params) {
+  const bool left = (params->window & FLASHMOE_WINDOW_LEFT) != 0;
+  const bool right = (params->window & FLASHMOE_WINDOW_RIGHT) != 0;
+  if ((params->window & ~uint32_t{FLASHMOE_WINDOW_LEFT | FLASHMOE_WINDOW_RIGHT}) != 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "window: got %u, accepted are 0 (none), 1 (left), 2 (right) and 3 (both)",
+                params->window);
+  }
+  FLASHMOE_TRY(check_window_end("window_left", left, params->window_left));
+  FLASHMOE_TRY(check_window_end("window_right", right, params->window_right));
+  if (params->causal != FLASHMOE_CAUSAL_NONE && params->window_right != 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "window_right: got %lld, accepted with causal is 0",
+                static_cast<long long>(params->window_right));
+  }
+  return FLASHMOE_OK;
+}
+
+// The visible keys of params, in which extents may be anything from 0 up, as bounds of the problem.
+void set_bounds(const flashmoe_attention_forward_params* params, AttentionProblem* problem) {
+  AttentionProblem& p = *problem;
+  const bool causal = params->causal != FLASHMOE_CAUSAL_NONE;
+  const int64_t diagonal = params->causal == FLASHMOE_CAUSAL_TOP_LEFT ? 0 : p.seq_k - p.seq_q;
+  const int64_t longest = p.seq_q + p.seq_k;  // hides nothing, and cannot overflow
+  p.left_offset = diagonal - std::min(params->window_left, longest);
+  p.right_offset = diagonal + std::min(params->window_right, longest);
+  p.bounded_left = (params->window & FLASHMOE_WINDOW_LEFT) != 0 && p.left_offset > 1 - p.seq_q;
+  p.bounded_right =
+      (causal || (params->window & FLASHMOE_WINDOW_RIGHT) != 0) && p.right_offset < p.seq_k - 1;
+  p.left_offset = p.bounded_left ? std::min(p.left_offset, p.seq_k) : 0;
+  p.right_offset = p.bounded_right ? std::max(p.right_offset, -p.seq_q) : 0;
+}
+
+flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
+                             AttentionProblem* problem) {
   if (params->layout != FLASHMOE_LAYOUT_BSHD && params->layout != FLASHMOE_LAYOUT_BHSD) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
                 "layout: got %d, accepted are 0 (bshd) and 1 (bhsd)", params->layout);
@@ -152,6 +210,12 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
                 "scale: got %g, accepted is a finite positive number, or 0 for 1 / sqrt(dim)",
                 static_cast<double>(params->scale));
   }
+  if (!(params->softcap >= 0.0f) || !std::isfinite(params->softcap)) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "softcap: got %g, accepted is a finite positive number, or 0 for none",
+                static_cast<double>(params->softcap));
+  }
+  FLASHMOE_TRY(check_window(params));
   if (params->reserved != 0) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "reserved: got %u, accepted is 0",
                 params->reserved);
@@ -231,8 +295,8 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
   p.out_strides = row_strides(out, bhsd);
   p.scale = params->scale != 0.0f ? params->scale
                                   : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim)));
-  p.causal = params->causal != FLASHMOE_CAUSAL_NONE;
-  p.causal_offset = params->causal == FLASHMOE_CAUSAL_BOTTOM_RIGHT ? p.seq_k - p.seq_q : 0;
+  p.softcap = params->softcap != 0.0f ? params->softcap : 0.0f;  // -0 is 0 too
+  set_bounds(params, &p);
   return FLASHMOE_OK;
 }
 
@@ -333,12 +397,13 @@ flashmoe_status choose(const AttentionProblem& problem, const char* wanted, cons
   return FLASHMOE_OK;
 }
 
-flashmoe_status make_plan(const flashmoe_attention_forward_params* params, bool explain,
+flashmoe_status make_plan(const flashmoe_attention_forward_params* given, bool explain,
                           AttentionProblem* problem, AttentionPlan* plan,
                           const AttentionFamily** family) {
-  FLASHMOE_TRY(make_problem(params, problem));
-  const char* wanted =
-      params->kernel != nullptr && *params->kernel != '\0' ? params->kernel : nullptr;
+  flashmoe_attention_forward_params params;
+  FLASHMOE_TRY(read_params(given, &params));
+  FLASHMOE_TRY(make_problem(&params, problem));
+  const char* wanted = params.kernel != nullptr && *params.kernel != '\0' ? params.kernel : nullptr;
   const char* wanted_by = "kernel";
   if (wanted == nullptr && problem->device.device_type == FLASHMOE_DEVICE_CUDA) {
     wanted = family_from_environment();
@@ -352,16 +417,32 @@ flashmoe_status make_plan(const flashmoe_attention_forward_params* params, bool 
   return choose(*problem, wanted, wanted_by, explain, plan, family);
 }
 
+// One end of the keys that row i sees: "i-255", or `unbounded`.
+struct BoundText {
+  char text[32];
+
+  BoundText(bool bounded, int64_t offset, const char* unbounded) {
+    if (bounded) {
+      std::snprintf(text, sizeof text, "i%+lld", static_cast<long long>(offset));
+    } else {
+      std::snprintf(text, sizeof text, "%s", unbounded);
+    }
+  }
+};
+
 void log_call(const AttentionProblem& p, const AttentionPlan& plan, const void* stream) {
   if (!log_enabled(FLASHMOE_LOG_INFO)) return;
   const flashmoe_attention_plan& info = plan.info;
   log_line(FLASHMOE_LOG_INFO,
            "attention_forward batch=%lld seq_q=%lld seq_k=%lld heads=%lld/%lld dim=%lld/%lld %s "
-           "causal=%s lse=%s device=%s:%d stream=%p -> %s grid=%ux%ux%u block=%u shared=%llu",
+           "window=%s..%s softcap=%g lse=%s device=%s:%d stream=%p -> %s grid=%ux%ux%u block=%u "
+           "shared=%llu",
            static_cast<long long>(p.batch), static_cast<long long>(p.seq_q),
            static_cast<long long>(p.seq_k), static_cast<long long>(p.heads_q),
            static_cast<long long>(p.heads_kv), static_cast<long long>(p.dim),
-           static_cast<long long>(p.dim_v), dtype_name(p.dtype), p.causal ? "yes" : "no",
+           static_cast<long long>(p.dim_v), dtype_name(p.dtype),
+           BoundText(p.bounded_left, p.left_offset, "0").text,
+           BoundText(p.bounded_right, p.right_offset, "end").text, static_cast<double>(p.softcap),
            p.lse != nullptr ? "yes" : "no",
            p.device.device_type == FLASHMOE_DEVICE_CUDA ? "cuda" : "cpu", p.device.device_id,
            stream, info.kernel, info.grid[0], info.grid[1], info.grid[2], info.block[0],

@@ -50,8 +50,15 @@ struct AttentionProblem {
   const char* kernel;  // the kernel asked for by its full name, or nullptr
   bool named;          // a kernel or a family was asked for: it serves what it can, fast or not
   float scale;         // finite and > 0
-  bool causal;
-  int64_t causal_offset;  // with causal: query i sees keys j <= i + causal_offset
+  float softcap;  // finite and > 0, or 0 for none: logits become softcap * tanh(logit / softcap)
+
+  // Query i sees the keys j >= i + left_offset and j <= i + right_offset, as far as bounded. A bound
+  // that hides no key of any row is not set. Offsets lie in [-seq_q, seq_k], 0 where not bounded, and
+  // left_offset <= right_offset where both are.
+  bool bounded_left;
+  bool bounded_right;
+  int64_t left_offset;
+  int64_t right_offset;
 };
 
 // How a backend will compute a problem. `entry` is the backend's own, handed back at launch.
@@ -60,7 +67,8 @@ struct AttentionPlan {
   const void* entry;
 };
 
-// Multiply-adds of the two products count as two; pairs hidden by the causal mask do not count.
+// Multiply-adds of the two products count as two; pairs of a query and a key that it does not see do
+// not count.
 double attention_flops(const AttentionProblem& problem);
 
 // The last launch of this thread. The GPU part is read back from the runtime when it is asked for.

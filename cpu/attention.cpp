@@ -78,6 +78,10 @@ flashmoe_status plan(const AttentionProblem& p, AttentionPlan* plan, char* reaso
   cpu::Isa isa;
   const flashmoe_status status = cpu::chosen_isa(&isa, reason, reason_size);
   if (status != FLASHMOE_OK) return status;
+  if (p.bounded_left || p.softcap != 0.0f) {
+    std::snprintf(reason, reason_size, "a window to the left or a softcap");
+    return FLASHMOE_ERROR_UNSUPPORTED;
+  }
   const AttentionKernel& kernel = kernel_for(isa, p.dtype);
   const int32_t most_threads = choose_threads(p);
   const int64_t tile_q = choose_tile_q(p, kernel, most_threads);

@@ -224,8 +224,8 @@ class TileComputer {
 
   // Keys that row `row` of the tile sees: the first so many. Never decreases with the row.
   int64_t visible_keys(int64_t row) const {
-    if (!p_.causal) return p_.seq_k;
-    return clamp(query_of(row) + p_.causal_offset + 1, 0, p_.seq_k);
+    if (!p_.bounded_right) return p_.seq_k;
+    return clamp(query_of(row) + p_.right_offset + 1, 0, p_.seq_k);
   }
 
   void pack_queries() {

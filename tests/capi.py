@@ -67,6 +67,10 @@ class AttentionForwardParams(c.Structure):
         ("scale", c.c_float),
         ("reserved", c.c_uint32),
         ("kernel", c.c_char_p),
+        ("window", c.c_uint32),
+        ("softcap", c.c_float),
+        ("window_left", c.c_int64),
+        ("window_right", c.c_int64),
     ]
 
 

@@ -7,7 +7,7 @@
  *    any output, and flashmoe_last_error() gives one sentence that names the argument, what was
  *    given and what is accepted.
  *  - Every struct begins with `size_t struct_size`, set by its `..._init()` function. Fields are
- *    only ever appended; zero means the default.
+ *    only ever appended; zero means the default, and so does a field beyond struct_size.
  *  - Tensors are views. The library reads and writes nothing outside them, keeps no pointer
  *    after it returns (asynchronous GPU work excepted), and allocates no device memory.
  *  - GPU work is launched on the caller's stream and never synchronised: calls can be captured
@@ -171,10 +171,12 @@ typedef struct flashmoe_tensor {
 /* ------------------------------------------------------------------------------------------------
  * Attention, forward
  *
- *   out[b,i,h,:] = sum_j softmax_j(scale * q[b,i,h,:] . k[b,j,g,:]) v[b,j,g,:]
- *   lse[b,h,i]   = log sum_j exp(scale * q[b,i,h,:] . k[b,j,g,:])          (natural logarithm)
+ *   out[b,i,h,:] = sum_j softmax_j(logit[b,i,j,h]) v[b,j,g,:]
+ *   lse[b,h,i]   = log sum_j exp(logit[b,i,j,h])                           (natural logarithm)
+ *   logit        = scale * q[b,i,h,:] . k[b,j,g,:], or with a softcap
+ *                  softcap * tanh(scale * q[b,i,h,:] . k[b,j,g,:] / softcap)
  *
- * with g = h / (heads_q / heads_kv). Exact, by the online softmax of Milakov and Gimelshein
+ * with g = h / (heads_q / heads_kv), over the keys j that query i sees. Exact, by the online softmax of Milakov and Gimelshein
  * (arXiv:1805.02867) in the tiling of FlashAttention (arXiv:2205.14135, arXiv:2307.08691); sums
  * are accumulated in fp32. The same inputs give the same bits on every run. A query row that sees
  * no key gives out 0 and lse -inf.
@@ -189,6 +191,10 @@ typedef struct flashmoe_tensor {
  * dim and dim_v are multiples of 8, at most 256; heads_q is a multiple of heads_kv. batch, seq_q
  * and seq_k may be 0. In q, k, v and out the last stride is 1 and every row begins on a 16-byte
  * boundary.
+ *
+ * Query i stands at key i + A, with A = 0 for FLASHMOE_CAUSAL_TOP_LEFT and A = seq_k - seq_q
+ * otherwise: the last query at the last key. Of the window's two ends each may be absent; causal is
+ * the right end 0. A row reads no key or value that it does not see: a NaN there does not reach it.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef enum flashmoe_layout {
@@ -202,6 +208,12 @@ typedef enum flashmoe_causal {
   FLASHMOE_CAUSAL_BOTTOM_RIGHT = 1, /* j <= i + seq_k - seq_q: FlashAttention's */
   FLASHMOE_CAUSAL_TOP_LEFT = 2      /* j <= i: torch scaled_dot_product_attention's */
 } flashmoe_causal;
+
+/* Ends of the sliding window, as bits: the keys that query i, which stands at key i + A, sees. */
+typedef enum flashmoe_window {
+  FLASHMOE_WINDOW_LEFT = 1, /* j >= i + A - window_left */
+  FLASHMOE_WINDOW_RIGHT = 2 /* j <= i + A + window_right */
+} flashmoe_window;
 
 typedef struct flashmoe_attention_forward_params {
   size_t struct_size;
@@ -217,6 +229,11 @@ typedef struct flashmoe_attention_forward_params {
   const char* kernel;         /* NULL: the best here. Else a kernel family ("cpu", "sm89") or a
                                  kernel's full name as a plan gives it: that one runs, or the call
                                  fails with the reason; it never falls back. */
+  uint32_t window;            /* bits of flashmoe_window; 0: no window */
+  float softcap;              /* finite and positive; 0: none */
+  int64_t window_left;        /* keys before the query's, >= 0; 0 without FLASHMOE_WINDOW_LEFT */
+  int64_t window_right;       /* keys behind the query's, >= 0; 0 without FLASHMOE_WINDOW_RIGHT, and
+                                 with causal */
 } flashmoe_attention_forward_params;
 
 static inline flashmoe_attention_forward_params flashmoe_attention_forward_params_init(void) {
@@ -243,7 +260,7 @@ typedef struct flashmoe_attention_plan {
   uint32_t block[3];
   uint64_t shared_bytes; /* shared memory of one block */
   uint64_t workspace_bytes;
-  double flops;       /* of the two products; masked pairs are not counted */
+  double flops;       /* of the two products; pairs that causal or the window hides do not count */
   char rejected[512]; /* why the other families do not serve it: "family: reason\n"... */
 } flashmoe_attention_plan;
 

@@ -196,22 +196,49 @@ void agree_on_extent(Judgement* judgement, const Subject& a, int axis_a, const S
 
 }  // namespace
 
-Judgement judge(const flashmoe_attention_forward_params* params) {
+bool known_struct_size(size_t size) {
+  constexpr size_t kVersion01 = offsetof(flashmoe_attention_forward_params, kernel) + sizeof(char*);
+  return size >= kVersion01 && size <= sizeof(flashmoe_attention_forward_params);
+}
+
+flashmoe_attention_forward_params as_given(const flashmoe_attention_forward_params& params) {
+  flashmoe_attention_forward_params result;
+  std::memset(&result, 0, sizeof result);
+  std::memcpy(&result, &params, params.struct_size);
+  return result;
+}
+
+Judgement judge(const flashmoe_attention_forward_params* given) {
   Judgement judgement;
-  if (params == nullptr) {
+  if (given == nullptr) {
     judgement.invalid("params");
     return judgement;
   }
-  if (params->struct_size != sizeof *params) {
+  if (!known_struct_size(given->struct_size)) {
     judgement.invalid("flashmoe_attention_forward_params.struct_size");
     return judgement;
   }
+  const flashmoe_attention_forward_params copy = as_given(*given);
+  const flashmoe_attention_forward_params* params = &copy;
   if (params->layout != FLASHMOE_LAYOUT_BSHD && params->layout != FLASHMOE_LAYOUT_BHSD) {
     judgement.invalid("layout");
   }
   if (params->causal < 0 || params->causal > 2) judgement.invalid("causal");
   if (std::isnan(params->scale) || std::isinf(params->scale) || params->scale < 0) {
     judgement.invalid("scale");
+  }
+  if (std::isnan(params->softcap) || std::isinf(params->softcap) || params->softcap < 0) {
+    judgement.invalid("softcap");
+  }
+  if (params->window > 3) judgement.invalid("window");
+  const bool left = params->window == 1 || params->window == 3;
+  const bool right = params->window == 2 || params->window == 3;
+  if (params->window_left < 0 || (!left && params->window_left > 0)) {
+    judgement.invalid("window_left");
+  }
+  if (params->window_right < 0 ||
+      ((!right || params->causal != FLASHMOE_CAUSAL_NONE) && params->window_right > 0)) {
+    judgement.invalid("window_right");
   }
   if (params->reserved != 0) judgement.invalid("reserved");
   if (params->kernel != nullptr && *params->kernel != '\0' &&

@@ -30,6 +30,12 @@ struct Judgement {
   }
 };
 
+// Sizes that the struct has had, and those between.
+bool known_struct_size(size_t size);
+
+// What a caller whose struct is of a known size says: fields beyond it are 0.
+flashmoe_attention_forward_params as_given(const flashmoe_attention_forward_params& params);
+
 Judgement judge(const flashmoe_attention_forward_params* params);
 
 // Whether `sentence` blames one of the arguments of an invalid call: "k: its batch is 3, but ...".

@@ -181,6 +181,26 @@ void make_valid(Random* random, Call* call) {
   call->params.layout = bhsd ? FLASHMOE_LAYOUT_BHSD : FLASHMOE_LAYOUT_BSHD;
   call->params.causal = static_cast<int32_t>(random->below(3));
   call->params.scale = random->one_of({0.0f, 0.0f, -0.0f, 0.125f, 1.0f, 1e-30f});
+  if (random->chance(0.5)) {
+    const auto extent = [random] {
+      return random->chance(0.05) ? INT64_MAX : random->range(0, 14);
+    };
+    call->params.window = static_cast<uint32_t>(random->range(1, 3));
+    if ((call->params.window & FLASHMOE_WINDOW_LEFT) != 0) call->params.window_left = extent();
+    if ((call->params.window & FLASHMOE_WINDOW_RIGHT) != 0 && call->params.causal == 0) {
+      call->params.window_right = extent();
+    }
+  }
+  if (random->chance(0.3)) {
+    call->params.softcap = random->one_of({-0.0f, 0.5f, 30.0f, 1e-30f, 1e30f});
+  }
+  if (call->params.window == 0 && call->params.softcap == 0 && random->chance(0.3)) {
+    // A caller of version 0.1: what lies behind its struct is not the library's to read.
+    call->params.struct_size = offsetof(flashmoe_attention_forward_params, window);
+    call->params.window = 0xa5a5a5a5;
+    call->params.window_left = call->params.window_right = -1;
+    call->params.softcap = std::nanf("");
+  }
   if (random->chance(0.3)) call->params.kernel = random->one_of({"cpu", ""});
 
   const char* const names[5] = {"q", "k", "v", "out", "lse"};

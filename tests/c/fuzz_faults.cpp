@@ -28,8 +28,9 @@ void null_params(Random*, Call* call) { call->null_params = true; }
 
 void struct_size(Random* random, Call* call) {
   const size_t real = sizeof call->params;
-  call->params.struct_size = random->one_of(
-      {size_t{0}, size_t{1}, real - 1, real - 8, real + 1, real + 8, real * 2, SIZE_MAX});
+  call->params.struct_size =
+      random->one_of({size_t{0}, size_t{1}, real - 1, real - 8, real - 24, real - 25, real - 32,
+                      real + 1, real + 8, real * 2, SIZE_MAX});
 }
 
 void wrong_layout(Random* random, Call* call) {
@@ -45,6 +46,20 @@ void wrong_scale(Random* random, Call* call) {
   call->params.scale = random->one_of({limits::quiet_NaN(), -limits::quiet_NaN(),
                                        limits::infinity(), -limits::infinity(), -1.0f, -1e-30f,
                                        -limits::denorm_min(), limits::lowest()});
+}
+
+void wrong_softcap(Random* random, Call* call) {
+  using limits = std::numeric_limits<float>;
+  call->params.softcap =
+      random->one_of({limits::quiet_NaN(), limits::infinity(), -limits::infinity(), -1.0f,
+                      -limits::denorm_min(), limits::lowest()});
+}
+
+void wrong_window(Random* random, Call* call) {
+  call->params.window = random->one_of({0u, 1u, 2u, 3u, 4u, 7u, 0x80000000u, UINT32_MAX});
+  if (random->chance(0.5)) return;
+  int64_t& extent = random->chance(0.5) ? call->params.window_left : call->params.window_right;
+  extent = random->one_of<int64_t>({-1, 0, 1, 1LL << 40, INT64_MAX, INT64_MIN});
 }
 
 void reserved_set(Random* random, Call* call) {
@@ -165,18 +180,19 @@ struct Fault {
 };
 
 constexpr Fault kFaults[] = {
-    {"null_tensor", null_tensor},   {"null_params", null_params},
-    {"struct_size", struct_size},   {"wrong_layout", wrong_layout},
-    {"wrong_causal", wrong_causal}, {"wrong_scale", wrong_scale},
-    {"reserved_set", reserved_set}, {"unknown_kernel", unknown_kernel},
-    {"wrong_rank", wrong_rank},     {"null_shape", null_shape},
-    {"null_strides", null_strides}, {"wrong_dtype", wrong_dtype},
-    {"wrong_device", wrong_device}, {"all_on_cuda", all_on_cuda},
-    {"one_extent", one_extent},     {"every_batch", every_batch},
-    {"every_dim", every_dim},       {"other_heads", other_heads},
-    {"one_stride", one_stride},     {"overlapping_output", overlapping_output},
-    {"null_data", null_data},       {"misaligned", misaligned},
-    {"far_offset", far_offset},     {"swapped", swapped},
+    {"null_tensor", null_tensor},     {"null_params", null_params},
+    {"struct_size", struct_size},     {"wrong_layout", wrong_layout},
+    {"wrong_causal", wrong_causal},   {"wrong_scale", wrong_scale},
+    {"wrong_softcap", wrong_softcap}, {"wrong_window", wrong_window},
+    {"reserved_set", reserved_set},   {"unknown_kernel", unknown_kernel},
+    {"wrong_rank", wrong_rank},       {"null_shape", null_shape},
+    {"null_strides", null_strides},   {"wrong_dtype", wrong_dtype},
+    {"wrong_device", wrong_device},   {"all_on_cuda", all_on_cuda},
+    {"one_extent", one_extent},       {"every_batch", every_batch},
+    {"every_dim", every_dim},         {"other_heads", other_heads},
+    {"one_stride", one_stride},       {"overlapping_output", overlapping_output},
+    {"null_data", null_data},         {"misaligned", misaligned},
+    {"far_offset", far_offset},       {"swapped", swapped},
 };
 
 }  // namespace

@@ -37,9 +37,11 @@ double tolerance(flashmoe_dtype dtype, double scale, int64_t dim) {
 void describe(const Call& call) {
   std::fprintf(stderr, "  faults:%s\n", call.faults.c_str());
   const flashmoe_attention_forward_params& p = call.params;
-  std::fprintf(stderr, "  params=%s struct_size=%zu layout=%d causal=%d scale=%g reserved=%u\n",
+  std::fprintf(stderr, "  params=%s struct_size=%zu layout=%d causal=%d scale=%g reserved=%u",
                call.null_params ? "null" : "given", p.struct_size, p.layout, p.causal,
                static_cast<double>(p.scale), p.reserved);
+  std::fprintf(stderr, " window=%u,%" PRId64 ",%" PRId64 " softcap=%g\n", p.window, p.window_left,
+               p.window_right, static_cast<double>(p.softcap));
   for (int i = 0; i < 5; ++i) {
     const flashmoe_tensor* t = *call.slots[i];
     std::fprintf(stderr, "  %-3s", call.arguments[i]->name);
@@ -104,9 +106,18 @@ void expect_memory_unchanged(const Call& call) {
   for (const Argument* argument : call.arguments) EXPECT(call, argument->unchanged());
 }
 
+// The header's words: query i stands at key i + A.
+bool is_seen(const flashmoe_attention_forward_params& p, int64_t i, int64_t j, int64_t seq_q,
+             int64_t seq_k) {
+  const Wide place = p.causal == FLASHMOE_CAUSAL_TOP_LEFT ? Wide{i} : Wide{i} + seq_k - seq_q;
+  if (p.causal != FLASHMOE_CAUSAL_NONE && j > place) return false;
+  if ((p.window & FLASHMOE_WINDOW_LEFT) != 0 && j < place - p.window_left) return false;
+  return (p.window & FLASHMOE_WINDOW_RIGHT) == 0 || j <= place + p.window_right;
+}
+
 // out and lse against a plain loop; then everything but their elements against the poison.
 void expect_result(Call* call) {
-  const flashmoe_attention_forward_params& p = call->params;
+  const flashmoe_attention_forward_params p = as_given(call->params);
   const bool bhsd = p.layout == FLASHMOE_LAYOUT_BHSD;
   const int seq = bhsd ? 2 : 1;
   const int head = bhsd ? 1 : 2;
@@ -128,28 +139,32 @@ void expect_result(Call* call) {
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t h = 0; h < heads_q; ++h) {
       for (int64_t i = 0; i < seq_q; ++i) {
-        int64_t visible = seq_k;
-        if (p.causal == FLASHMOE_CAUSAL_TOP_LEFT) visible = i + 1;
-        if (p.causal == FLASHMOE_CAUSAL_BOTTOM_RIGHT) visible = i + seq_k - seq_q + 1;
-        visible = visible < 0 ? 0 : visible > seq_k ? seq_k : visible;
+        std::vector<bool> sees(static_cast<size_t>(seq_k));
         double largest = -HUGE_VAL;
-        for (int64_t j = 0; j < visible; ++j) {
+        for (int64_t j = 0; j < seq_k; ++j) {
+          const bool seen = is_seen(p, i, j, seq_q, seq_k);
+          sees[static_cast<size_t>(j)] = seen;
+          if (!seen) continue;
           double score = 0;
           for (int64_t d = 0; d < dim; ++d) {
             score +=
                 load(at(call->q, b, i, h, d), dtype) * load(at(call->k, b, j, h / group, d), dtype);
           }
-          weight[static_cast<size_t>(j)] = score * scale;
-          largest = std::fmax(largest, score * scale);
+          const double cap = static_cast<double>(p.softcap);
+          const double logit = cap == 0 ? score * scale : cap * std::tanh(score * scale / cap);
+          weight[static_cast<size_t>(j)] = logit;
+          largest = std::fmax(largest, logit);
         }
         double sum = 0;
-        for (int64_t j = 0; j < visible; ++j) {
-          weight[static_cast<size_t>(j)] = std::exp(weight[static_cast<size_t>(j)] - largest);
-          sum += weight[static_cast<size_t>(j)];
+        for (int64_t j = 0; j < seq_k; ++j) {
+          double& w = weight[static_cast<size_t>(j)];
+          w = sees[static_cast<size_t>(j)] ? std::exp(w - largest) : 0.0;
+          sum += w;
         }
         for (int64_t d = 0; d < dim_v; ++d) {
           double expected = 0;
-          for (int64_t j = 0; j < visible; ++j) {
+          for (int64_t j = 0; j < seq_k; ++j) {
+            if (!sees[static_cast<size_t>(j)]) continue;
             expected +=
                 weight[static_cast<size_t>(j)] / sum * load(at(call->v, b, j, h / group, d), dtype);
           }
@@ -160,7 +175,7 @@ void expect_result(Call* call) {
         if (p.lse == nullptr) continue;
         const unsigned char* element = call->lse.element(b, h, i, 0);
         const double lse = load(element, call->lse.tensor.dtype);
-        if (visible == 0) {
+        if (sum == 0) {
           EXPECT(*call, lse == -HUGE_VAL);
         } else {
           EXPECT(*call, std::fabs(lse - (largest + std::log(sum))) <= 1e-3);

@@ -111,6 +111,9 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
   if (problem.dtype == Dtype::kFloat32) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
   }
+  if (problem.bounded_left || problem.softcap != 0.0f) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "a window to the left or a softcap");
+  }
   const Entry* entry = find_entry(problem, *facts);
   if (entry == nullptr) {
     return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
@@ -149,7 +152,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
 // Causal tiles of a section run longest first, so its keys and values should fit the L2 beside the
 // traffic of queries and outputs. Without a mask all tiles are alike and heads go one by one.
 int heads_per_section(const AttentionProblem& problem, int64_t l2_bytes) {
-  if (!problem.causal) return 1;
+  if (!problem.bounded_right || problem.bounded_left) return 1;
   const int64_t heads = problem.batch * problem.heads_q;
   const int64_t group = problem.heads_q / problem.heads_kv;
   const int64_t bytes = problem.seq_k * (problem.dim + problem.dim_v) * dtype_bytes(problem.dtype);
@@ -176,8 +179,8 @@ Params make_params(const AttentionProblem& p, const flashmoe_attention_plan& pla
   params.heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
   params.dim = static_cast<int32_t>(p.dim);
   params.dim_v = static_cast<int32_t>(p.dim_v);
-  params.causal = p.causal ? 1 : 0;
-  params.causal_offset = p.causal ? static_cast<int32_t>(p.causal_offset) : 0;
+  params.causal = p.bounded_right ? 1 : 0;
+  params.causal_offset = static_cast<int32_t>(p.right_offset);
   params.scale_log2 = static_cast<float>(static_cast<double>(p.scale) * kLog2E);
   params.heads = static_cast<int32_t>(p.batch * p.heads_q);
   params.tiles_per_head = static_cast<int32_t>(plan.grid[0]) / params.heads;  // of the planned grid

@@ -118,6 +118,10 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
   if (problem.dtype == Dtype::kFloat32) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
   }
+  if (problem.bounded_left || problem.softcap != 0.0f) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                  "a window to the left or a softcap, which the sm89 family serves");
+  }
   const Entry* entry = find_entry(problem);
   if (entry == nullptr) {
     return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
@@ -174,7 +178,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
 // Causal tiles of a section run longest first, so its keys and values should fit the L2 beside the
 // traffic of queries and outputs. Without a mask all tiles are alike and heads go one by one.
 int heads_per_section(const AttentionProblem& problem, int64_t l2_bytes) {
-  if (!problem.causal) return 1;
+  if (!problem.bounded_right || problem.bounded_left) return 1;
   const int64_t heads = problem.batch * problem.heads_q;
   const int64_t group = problem.heads_q / problem.heads_kv;
   const int64_t bytes = problem.seq_k * (problem.dim + problem.dim_v) * dtype_bytes(problem.dtype);
@@ -246,8 +250,8 @@ void fill_params(const AttentionProblem& p, const Entry& entry, int64_t l2_bytes
   params->seq_k = static_cast<int32_t>(p.seq_k);
   params->heads_q = static_cast<int32_t>(p.heads_q);
   params->heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
-  params->causal = p.causal ? 1 : 0;
-  params->causal_offset = p.causal ? static_cast<int32_t>(p.causal_offset) : 0;
+  params->causal = p.bounded_right ? 1 : 0;
+  params->causal_offset = static_cast<int32_t>(p.right_offset);
   params->scale_log2 = static_cast<float>(static_cast<double>(p.scale) * kLog2E);
   params->tiles_per_head = static_cast<int32_t>((p.seq_q + entry.tile_q - 1) / entry.tile_q);
   params->heads = static_cast<int32_t>(p.batch * p.heads_q);
@@ -264,10 +268,11 @@ bool same(const AttentionProblem& a, const AttentionProblem& b) {
          a.dtype == b.dtype && a.device.device_id == b.device.device_id && a.batch == b.batch &&
          a.seq_q == b.seq_q && a.seq_k == b.seq_k && a.heads_q == b.heads_q &&
          a.heads_kv == b.heads_kv && a.dim == b.dim && a.dim_v == b.dim_v && a.scale == b.scale &&
-         a.causal == b.causal && a.causal_offset == b.causal_offset &&
-         same(a.q_strides, b.q_strides) && same(a.k_strides, b.k_strides) &&
-         same(a.v_strides, b.v_strides) && same(a.out_strides, b.out_strides) &&
-         same(a.lse_strides, b.lse_strides);
+         a.softcap == b.softcap && a.bounded_left == b.bounded_left &&
+         a.bounded_right == b.bounded_right && a.left_offset == b.left_offset &&
+         a.right_offset == b.right_offset && same(a.q_strides, b.q_strides) &&
+         same(a.k_strides, b.k_strides) && same(a.v_strides, b.v_strides) &&
+         same(a.out_strides, b.out_strides) && same(a.lse_strides, b.lse_strides);
 }
 
 // Parameters of calls that a thread made before: programs make the same ones again and again, and
