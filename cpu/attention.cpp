@@ -1,7 +1,7 @@
 // Attention forward on the CPU: plan and launch.
 //
-// A tile is up to tile_q rows of one (batch, KV head); one thread computes it from the first key to
-// the last it sees, so the bits of a row depend neither on the number of threads nor on tile_q
+// A tile is up to tile_q rows of one (batch, KV head); one thread computes it from the first key it
+// sees to the last, so the bits of a row depend neither on the number of threads nor on tile_q
 // (rows meet keys in steps of tile_k counted from key 0). Threads take tiles from a shared
 // counter, under a causal mask the longest first. All scratch is the caller's workspace.
 #include <atomic>
@@ -78,10 +78,6 @@ flashmoe_status plan(const AttentionProblem& p, AttentionPlan* plan, char* reaso
   cpu::Isa isa;
   const flashmoe_status status = cpu::chosen_isa(&isa, reason, reason_size);
   if (status != FLASHMOE_OK) return status;
-  if (p.bounded_left || p.softcap != 0.0f) {
-    std::snprintf(reason, reason_size, "a window to the left or a softcap");
-    return FLASHMOE_ERROR_UNSUPPORTED;
-  }
   const AttentionKernel& kernel = kernel_for(isa, p.dtype);
   const int32_t most_threads = choose_threads(p);
   const int64_t tile_q = choose_tile_q(p, kernel, most_threads);

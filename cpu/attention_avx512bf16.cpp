@@ -36,6 +36,10 @@ struct Bf16PairProduct {
     return _mm512_castsi512_ps(
         _mm512_and_si512(_mm512_castps_si512(words), _mm512_set1_epi32(0xffff)));
   }
+  static Vector keep_second_of_pair(Vector words) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words),
+                                                _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
   static void store_weights(float* row, int64_t key, Vector weights) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + key / kPack),
                         (__m256i)_mm512_cvtneps_pbh(weights));

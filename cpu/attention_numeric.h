@@ -5,6 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "core/tanh.h"
+
 #define FLASHMOE_INLINE inline __attribute__((always_inline))
 // For inner loops that want all registers to themselves.
 #define FLASHMOE_NOINLINE __attribute__((noinline))

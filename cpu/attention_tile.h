@@ -2,6 +2,7 @@
 //
 //   scores  = Q K^T           [rows, keys]   one step of tile_k keys at a time
 //   weights = exp2(scale log2(e) (scores - running maximum of the row))
+//             or with a softcap of scores' = tanh(scale / softcap scores) and softcap for scale
 //   output  = sum over steps of weights V, rescaled when a row's maximum grows; in the end / sum
 //
 // Rows go through the registers kGroupRows at a time against panels of kPanel columns: both
@@ -13,7 +14,8 @@
 //
 // A row's result depends on its own keys alone, in one order: every accumulator belongs to one
 // row, and keys a row does not see are neither read into its maximum nor multiplied into its
-// output when V holds a NaN or infinity there.
+// output when V holds a NaN or infinity there. The keys that a row sees are a range, which begins
+// and ends no earlier than that of the row before: steps, panels and groups outside are left out.
 //
 // Included inside the ISA's own namespace after its `Simd`, so that no code compiled with its
 // flags can be merged with another's.
@@ -35,6 +37,9 @@ constexpr float kInfinity = __builtin_inff();
 FLASHMOE_INLINE int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
+constexpr float kLargest = __FLT_MAX__;
+
+FLASHMOE_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 FLASHMOE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 FLASHMOE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) {
   return x < low ? low : x > high ? high : x;
@@ -52,6 +57,22 @@ FLASHMOE_INLINE Vector exp2_of_nonpositive(Vector x) {
   y = Simd::multiply_add(y, rest, Simd::broadcast(kExp2Coefficients[1]));
   y = Simd::multiply_add(y, rest, Simd::broadcast(1.0f));
   return Simd::scale_by_exponent(y, shifted, x);
+}
+
+// In fp32 to a relative error of 4e-7 (core/tanh.h). A NaN stays one.
+FLASHMOE_INLINE Vector tanh_of(Vector x) {
+  using namespace tanh_fit;
+  x = Simd::min(Simd::broadcast(kClamp), Simd::max(Simd::broadcast(-kClamp), x));
+  const Vector u = Simd::multiply(x, x);
+  Vector p = Simd::multiply_add(Simd::broadcast(kP4), u, Simd::broadcast(kP3));
+  p = Simd::multiply_add(p, u, Simd::broadcast(kP2));
+  p = Simd::multiply_add(p, u, Simd::broadcast(kP1));
+  p = Simd::multiply_add(p, u, Simd::broadcast(kP0));
+  Vector q = Simd::multiply_add(Simd::broadcast(kQ4), u, Simd::broadcast(kQ3));
+  q = Simd::multiply_add(q, u, Simd::broadcast(kQ2));
+  q = Simd::multiply_add(q, u, Simd::broadcast(kQ1));
+  q = Simd::multiply_add(q, u, Simd::broadcast(kQ0));
+  return Simd::divide(Simd::multiply(x, p), q);
 }
 
 // Products of fp32, one per 32-bit word; T is widened on the way in.
@@ -75,6 +96,7 @@ struct Fp32Product {
     return Simd::load_first(first, n);
   }
   static Vector keep_first_of_pair(Vector words) { return words; }
+  static Vector keep_second_of_pair(Vector words) { return words; }
   static void store_weights(float* row, int64_t key, Vector weights) {
     Simd::store(row + key, weights);
   }
@@ -193,6 +215,7 @@ class TileComputer {
         groups_((tile.rows + kGroupRows - 1) / kGroupRows),
         dim_v_panels_((problem.dim_v + kPanel - 1) / kPanel),
         group_heads_(problem.heads_q / problem.heads_kv),
+        logit_scale_(problem.softcap != 0.0f ? problem.softcap : problem.scale),
         s_(scratch, problem, tile_q, tile_k_, kPack) {
     k_ = static_cast<const Element*>(p_.k) + tile.batch * p_.k_strides.batch +
          tile.kv_head * p_.k_strides.head;
@@ -203,11 +226,13 @@ class TileComputer {
   void compute() {
     pack_queries();
     clear_state();
-    const int64_t tile_keys = visible_keys(tile_.rows - 1);
-    for (int64_t key = 0; key < tile_keys; key += tile_k_) {
-      const int64_t keys = smaller(tile_k_, tile_keys - key);
-      pack_keys(key, keys);
-      pack_values(key, keys);
+    const int64_t tile_begin = first_key(0);
+    const int64_t tile_end = end_key(tile_.rows - 1);
+    for (int64_t key = tile_begin / tile_k_ * tile_k_; key < tile_end; key += tile_k_) {
+      const int64_t begin = clamp(tile_begin - key, 0, tile_k_) / kPanel * kPanel;
+      const int64_t keys = smaller(tile_k_, tile_end - key);
+      pack_keys(key, begin, keys);
+      pack_values(key, begin, keys);
       for (int64_t group = 0; group < groups_; ++group) step_group(group, key, keys);
     }
     for (int64_t row = 0; row < tile_.rows; ++row) finish_row(row);
@@ -222,10 +247,24 @@ class TileComputer {
     return tile_.batch * strides.batch + query_of(row) * strides.seq + head * strides.head;
   }
 
-  // Keys that row `row` of the tile sees: the first so many. Never decreases with the row.
-  int64_t visible_keys(int64_t row) const {
-    if (!p_.bounded_right) return p_.seq_k;
-    return clamp(query_of(row) + p_.right_offset + 1, 0, p_.seq_k);
+  // Row `row` of the tile sees the keys from `first_key` to before `end_key`: none if that is not
+  // behind. Neither decreases with the row.
+  int64_t first_key(int64_t row) const {
+    return p_.bounded_left ? clamp(query_of(row) + p_.left_offset, 0, p_.seq_k) : 0;
+  }
+  int64_t end_key(int64_t row) const {
+    return p_.bounded_right ? clamp(query_of(row) + p_.right_offset + 1, 0, p_.seq_k) : p_.seq_k;
+  }
+
+  // A part of a step's keys, as indices into the step.
+  struct KeyRange {
+    int64_t begin;
+    int64_t end;
+  };
+  // What row `row` sees of the part `of` of the step that begins with `key`; begin == end if nothing.
+  KeyRange visible(int64_t row, int64_t key, KeyRange of) const {
+    const int64_t begin = clamp(first_key(row) - key, of.begin, of.end);
+    return {begin, clamp(end_key(row) - key, begin, of.end)};
   }
 
   void pack_queries() {
@@ -245,8 +284,9 @@ class TileComputer {
     }
   }
 
-  void pack_keys(int64_t key, int64_t keys) {
-    for (int64_t first = 0; first < keys; first += kLanes) {
+  // Packs keys `begin` (a multiple of kPanel) to `keys` of the step that begins with `key`.
+  void pack_keys(int64_t key, int64_t begin, int64_t keys) {
+    for (int64_t first = begin; first < keys; first += kLanes) {
       const int64_t rows = smaller(kLanes, keys - first);
       const Element* from[kLanes];
       for (int64_t j = 0; j < rows; ++j) from[j] = k_ + (key + first + j) * p_.k_strides.seq;
@@ -271,11 +311,11 @@ class TileComputer {
     Simd::transpose(block);
   }
 
-  void pack_values(int64_t key, int64_t keys) {
+  void pack_values(int64_t key, int64_t begin, int64_t keys) {
     typename Product::FiniteCheck check;
     const int64_t panel_size = tile_k_ / kPack * kPanel;
     const int64_t vectors = (p_.dim_v + kLanes - 1) / kLanes;
-    for (int64_t first = 0; first < keys; first += kPack) {
+    for (int64_t first = begin; first < keys; first += kPack) {
       const Element* row = v_ + (key + first) * p_.v_strides.seq;
       const Element* next = first + 1 < keys ? row + p_.v_strides.seq : nullptr;
       float* to = s_.v + first / kPack * kPanel;
@@ -305,42 +345,48 @@ class TileComputer {
   void step_group(int64_t group, int64_t key, int64_t keys) {
     const int64_t first = group * kGroupRows;
     const int64_t rows = smaller(kGroupRows, tile_.rows - first);
-    const int64_t most = clamp(visible_keys(first + rows - 1) - key, 0, keys);
-    if (most == 0) return;
+    const int64_t begin = clamp(first_key(first) - key, 0, keys);
+    const KeyRange seen = {begin, clamp(end_key(first + rows - 1) - key, begin, keys)};
+    if (seen.begin == seen.end) return;
     if (rows <= kSmallGroupRows) {
-      step_rows<kSmallGroupRows>(first, rows, key, most);
+      step_rows<kSmallGroupRows>(first, rows, key, seen);
     } else {
-      step_rows<kGroupRows>(first, rows, key, most);
+      step_rows<kGroupRows>(first, rows, key, seen);
     }
   }
 
-  // `most` keys from `key` on for the group that begins with row `first`.
+  // The keys that some row sees of the group that begins with row `first`.
   template <int kRows>
-  void step_rows(int64_t first, int64_t rows, int64_t key, int64_t most) {
-    score<kRows>(first, most);
+  void step_rows(int64_t first, int64_t rows, int64_t key, KeyRange seen) {
+    score<kRows>(first, seen);
     for (int64_t r = 0; r < kRows; ++r) s_.rescale[r] = 1.0f;
     for (int64_t r = 0; r < rows; ++r) {
-      weigh_row(first + r, r, clamp(visible_keys(first + r) - key, 0, most), most);
+      weigh_row(first + r, r, visible(first + r, key, seen), seen);
     }
-    const int64_t least = clamp(visible_keys(first) - key, 0, most);
     // Where a row does not see a key its weight is 0, which is as good as leaving the key out,
     // unless V holds a NaN or an infinity there.
-    const bool together = values_finite_ || least == most;
-    const int64_t steps = together ? (most + kPack - 1) / kPack : least / kPack;
-    add_values<kRows>(first, steps);
-    if (!together) {
-      for (int64_t r = 0; r < rows; ++r) {
-        add_values_of_row(first, r, steps, clamp(visible_keys(first + r) - key, 0, most));
-      }
+    if (values_finite_) {
+      add_values<kRows>(first, seen.begin / kPack, (seen.end + kPack - 1) / kPack);
+      return;
+    }
+    // Together what all rows see of whole words, then the rest row by row.
+    int64_t step = (visible(first + rows - 1, key, seen).begin + kPack - 1) / kPack;
+    int64_t end_step = visible(first, key, seen).end / kPack;
+    if (end_step <= step) end_step = step = seen.begin / kPack;
+    add_values<kRows>(first, step, end_step);
+    for (int64_t r = 0; r < rows; ++r) {
+      const KeyRange row = visible(first + r, key, seen);
+      add_values_of_row(first, r, {row.begin, smaller(row.end, step * kPack)});
+      add_values_of_row(first, r, {larger(row.begin, end_step * kPack), row.end});
     }
   }
 
   template <int kRows>
-  void score(int64_t first, int64_t keys) {
+  void score(int64_t first, KeyRange keys) {
     const float* q = s_.q + first * words_;
-    for (int64_t column = 0; column < keys; column += kPanel) {
+    for (int64_t column = keys.begin / kPanel * kPanel; column < keys.end; column += kPanel) {
       const float* k = s_.k + column * words_;
-      if (keys - column > kLanes) {
+      if (keys.end - column > kLanes) {
         score_panel<kRows, kPanelVectors>(q, k, s_.scores + column);
       } else {
         score_panel<kRows, 1>(q, k, s_.scores + column);
@@ -359,13 +405,35 @@ class TileComputer {
         });
   }
 
-  // Turns the scores of a row into weights, of its first `seen` keys; 0 from there to `most`.
-  void weigh_row(int64_t row, int64_t r, int64_t seen, int64_t most) {
+  // scores = tanh(scale / softcap scores) of whole vectors.
+  FLASHMOE_NOINLINE void cap(float* scores, KeyRange keys) const {
+    const float ratio = p_.scale / p_.softcap;  // infinite for tiny softcaps, but inf * 0 is not 0
+    const Vector factor = Simd::broadcast(ratio < kLargest ? ratio : kLargest);
+    for (int64_t key = keys.begin; key < keys.end; key += kLanes) {
+      Simd::store(scores + key, tanh_of(Simd::multiply(Simd::load(scores + key), factor)));
+    }
+  }
+
+  // Turns the scores of a row into weights, of the keys `row_keys` that it sees; 0 for the others of
+  // `keys`, which its group sees.
+  void weigh_row(int64_t row, int64_t r, KeyRange row_keys, KeyRange keys) {
     float* scores = s_.scores + r * kScoreStride;
     const Vector lowest = Simd::broadcast(-kInfinity);
+    const int64_t begin = keys.begin / kLanes * kLanes;
+    const int64_t most = keys.end;
+    int64_t seen = begin;  // the end of what is weighed
+    if (row_keys.begin < row_keys.end) {
+      seen = row_keys.end;
+      if (p_.softcap != 0.0f) cap(scores, {begin, seen});
+      // Keys before the window weigh exp(-inf).
+      for (int64_t hidden = begin; hidden < row_keys.begin; hidden += kLanes) {
+        const Vector now = Simd::load(scores + hidden);
+        Simd::store(scores + hidden, Simd::first_or(lowest, row_keys.begin - hidden, now));
+      }
+    }
     Vector highest = lowest;
     Vector highest2 = lowest;
-    int64_t key = 0;
+    int64_t key = begin;
     for (; key + 2 * kLanes <= seen; key += 2 * kLanes) {
       highest = Simd::max(highest, Simd::load(scores + key));
       highest2 = Simd::max(highest2, Simd::load(scores + key + kLanes));
@@ -379,14 +447,14 @@ class TileComputer {
     s_.maxima[row] = maximum;
     // Rows whose every score so far is -inf: exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
     const Vector base = Simd::broadcast(maximum == -kInfinity ? 0.0f : maximum);
-    const Vector scale = Simd::broadcast(p_.scale * kLog2E);
+    const Vector scale = Simd::broadcast(logit_scale_ * kLog2E);
     const auto weight = [&](Vector score) {
       return exp2_of_nonpositive(Simd::multiply(Simd::subtract(score, base), scale));
     };
     const Vector rescale = weight(Simd::broadcast(before));
     Simd::store_first(s_.rescale + r, rescale, 1);
     Vector sum = Simd::multiply(Simd::load(s_.sums + row * kLanes), rescale);
-    for (key = 0; key + kLanes <= seen; key += kLanes) {
+    for (key = begin; key + kLanes <= seen; key += kLanes) {
       const Vector weights = weight(Simd::load(scores + key));
       sum = Simd::add(sum, weights);
       Product::store_weights(scores, key, weights);
@@ -402,24 +470,28 @@ class TileComputer {
     Simd::store(s_.sums + row * kLanes, sum);
   }
 
+  // Rescales the output and adds the words from `step` to before `end_step`, which may be none.
   template <int kRows>
-  void add_values(int64_t first, int64_t steps) {
+  void add_values(int64_t first, int64_t step, int64_t end_step) {
+    const float* weights = s_.scores + step;
+    const int64_t steps = end_step - step;
     for (int64_t panel = 0; panel < dim_v_panels_; ++panel) {
-      const float* v = s_.v + panel * (tile_k_ / kPack) * kPanel;
+      const float* v = s_.v + (panel * (tile_k_ / kPack) + step) * kPanel;
       float* output = output_of(first, panel);
       if (p_.dim_v - panel * kPanel > kLanes) {
-        add_panel<kRows, kPanelVectors>(v, steps, output);
+        add_panel<kRows, kPanelVectors>(weights, v, steps, output);
       } else {
-        add_panel<kRows, 1>(v, steps, output);
+        add_panel<kRows, 1>(weights, v, steps, output);
       }
     }
   }
 
   template <int kRows, int kVectors>
-  FLASHMOE_NOINLINE void add_panel(const float* v, int64_t steps, float* output) {
+  FLASHMOE_NOINLINE void add_panel(const float* weights, const float* v, int64_t steps,
+                                   float* output) {
     const float* rescale = s_.rescale;
     multiply_panel<Product, kRows, kVectors, kScoreStride, 1>(
-        s_.scores, v, steps, Product::kValueRun,
+        weights, v, steps, Product::kValueRun,
         [=](int r, int i, Vector sum) {
           float* to = output + r * kPanel + i * kLanes;
           Simd::store(to, Simd::multiply_add(Simd::load(to), Simd::broadcast(rescale[r]), sum));
@@ -430,17 +502,19 @@ class TileComputer {
         });
   }
 
-  // What `add_values` left out for row r: the steps from `step` on, up to key `seen`.
-  void add_values_of_row(int64_t first, int64_t r, int64_t step, int64_t seen) {
+  // What `add_values` left out for row r, if anything.
+  void add_values_of_row(int64_t first, int64_t r, KeyRange keys) {
+    if (keys.begin >= keys.end) return;
     const float* weights = s_.scores + r * kScoreStride;
     for (int64_t panel = 0; panel < dim_v_panels_; ++panel) {
       for (int i = 0; i < kPanelVectors; ++i) {
         const float* v = s_.v + panel * (tile_k_ / kPack) * kPanel + i * kLanes;
         float* output = output_of(first, panel) + r * kPanel + i * kLanes;
         Vector sum = Simd::load(output);
-        for (int64_t s = step; s * kPack < seen; ++s) {
+        for (int64_t s = keys.begin / kPack; s * kPack < keys.end; ++s) {
           Vector words = Simd::load(v + s * kPanel);
-          if ((s + 1) * kPack > seen) words = Product::keep_first_of_pair(words);
+          if (s * kPack < keys.begin) words = Product::keep_second_of_pair(words);
+          if ((s + 1) * kPack > keys.end) words = Product::keep_first_of_pair(words);
           sum = Product::multiply_add(Simd::broadcast(weights[s]), words, sum);
         }
         Simd::store(output, sum);
@@ -453,7 +527,7 @@ class TileComputer {
   }
 
   void finish_row(int64_t row) {
-    const bool sees_keys = visible_keys(row) > 0;
+    const bool sees_keys = first_key(row) < end_key(row);
     const float sum = Simd::sum_of(Simd::load(s_.sums + row * kLanes));
     // Scores that are all -inf leave sum 0, and 0 * (1 / 0) is the NaN that softmax gives.
     const Vector inverse = Simd::broadcast(sees_keys ? 1.0f / sum : 0.0f);
@@ -465,7 +539,7 @@ class TileComputer {
     }
     if (p_.lse != nullptr) {
       p_.lse[offset_of(row, p_.lse_strides)] =
-          sees_keys ? s_.maxima[row] * p_.scale + __builtin_logf(sum) : -kInfinity;
+          sees_keys ? s_.maxima[row] * logit_scale_ + __builtin_logf(sum) : -kInfinity;
     }
   }
 
@@ -476,6 +550,7 @@ class TileComputer {
   const int64_t groups_;
   const int64_t dim_v_panels_;
   const int64_t group_heads_;  // that share a KV head
+  const float logit_scale_;    // logits are this times scores
   const Scratch s_;
   const Element* k_;  // key 0
   const Element* v_;

@@ -21,7 +21,10 @@ struct Simd {
   static Vector subtract(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
   static Vector multiply(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
   static Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+  static Vector divide(Vector a, Vector b) { return _mm256_div_ps(a, b); }
+  // The second where one is a NaN.
   static Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+  static Vector min(Vector a, Vector b) { return _mm256_min_ps(a, b); }
 
   static float sum_of(Vector x) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -26,7 +26,10 @@ struct Simd {
   static Vector subtract(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
   static Vector multiply(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
   static Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+  static Vector divide(Vector a, Vector b) { return _mm512_div_ps(a, b); }
+  // The second where one is a NaN.
   static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+  static Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
   static float sum_of(Vector x) { return _mm512_reduce_add_ps(x); }
   static float max_of(Vector x) { return _mm512_reduce_max_ps(x); }
 

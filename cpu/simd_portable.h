@@ -21,7 +21,10 @@ struct Simd {
   static Vector subtract(Vector a, Vector b) { return a - b; }
   static Vector multiply(Vector a, Vector b) { return a * b; }
   static Vector multiply_add(Vector a, Vector b, Vector c) { return a * b + c; }
+  static Vector divide(Vector a, Vector b) { return a / b; }
+  // The second where one is a NaN.
   static Vector max(Vector a, Vector b) { return select(a > b, a, b); }
+  static Vector min(Vector a, Vector b) { return select(a < b, a, b); }
   static float sum_of(Vector x) { return (x[0] + x[2]) + (x[1] + x[3]); }
   static float max_of(Vector x) {
     const float a = x[0] > x[2] ? x[0] : x[2];

@@ -1,6 +1,10 @@
 // The plan of a call: its operation count against a count of the visible pairs, its agreement with
 // the launch, and that planning reads no data.
+#include <cmath>
+#include <cstddef>
+#include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -49,16 +53,34 @@ void finish(Call* c, void* data) {
 }
 
 double count_flops(const Call& c) {
+  const bool left = (c.params.window & FLASHMOE_WINDOW_LEFT) != 0;
+  const bool right = (c.params.window & FLASHMOE_WINDOW_RIGHT) != 0;
   int64_t pairs = 0;
   for (int64_t i = 0; i < c.seq_q; ++i) {
+    const int64_t place = c.causal == FLASHMOE_CAUSAL_TOP_LEFT ? i : i + c.seq_k - c.seq_q;
     for (int64_t j = 0; j < c.seq_k; ++j) {
-      const bool seen = c.causal == FLASHMOE_CAUSAL_NONE ||
-                        (c.causal == FLASHMOE_CAUSAL_TOP_LEFT && j <= i) ||
-                        (c.causal == FLASHMOE_CAUSAL_BOTTOM_RIGHT && j <= i + c.seq_k - c.seq_q);
+      const bool seen = (c.causal == FLASHMOE_CAUSAL_NONE || j <= place) &&
+                        (!left || place - j <= c.params.window_left) &&
+                        (!right || j - place <= c.params.window_right);
       pairs += seen ? 1 : 0;
     }
   }
   return 2.0 * static_cast<double>(c.batch * c.heads_q * pairs * (c.dim + c.dim_v));
+}
+
+// Plans the call with every window of these extents; -1 leaves an end out.
+template <typename Visit>
+void for_each_window(Call* c, Visit visit) {
+  for (const int64_t left : std::initializer_list<int64_t>{-1, 0, 1, 5, 40, INT64_MAX}) {
+    for (const int64_t right : std::initializer_list<int64_t>{-1, 0, 1, 5, 40, INT64_MAX}) {
+      if (c->causal != FLASHMOE_CAUSAL_NONE && right > 0) continue;
+      c->params.window = (left >= 0 ? uint32_t{FLASHMOE_WINDOW_LEFT} : 0) |
+                         (right >= 0 ? uint32_t{FLASHMOE_WINDOW_RIGHT} : 0);
+      c->params.window_left = left >= 0 ? left : 0;
+      c->params.window_right = right >= 0 ? right : 0;
+      visit();
+    }
+  }
 }
 
 void flops_are_the_visible_pairs() {
@@ -72,11 +94,159 @@ void flops_are_the_visible_pairs() {
         c.batch = 2, c.seq_q = seq_q, c.seq_k = seq_k, c.heads_q = 4, c.heads_kv = 2;
         c.dim = 24, c.dim_v = 16, c.causal = causal;
         finish(&c, unreadable);
-        flashmoe_attention_plan plan = flashmoe_attention_plan_init();
-        CHECK(flashmoe_attention_forward_plan(&c.params, &plan) == FLASHMOE_OK);
-        CHECK(plan.flops == count_flops(c));
+        for_each_window(&c, [&c] {
+          flashmoe_attention_plan plan = flashmoe_attention_plan_init();
+          CHECK(flashmoe_attention_forward_plan(&c.params, &plan) == FLASHMOE_OK);
+          CHECK(plan.flops == count_flops(c));
+        });
       }
     }
+  }
+}
+
+// No memory holds what these would read: the count must be exact where neither term is.
+void flops_of_a_window_are_exact_where_squares_are_not() {
+  constexpr int64_t kLong = int64_t{1} << 36;
+  Call c = {};
+  c.batch = 1, c.seq_q = kLong, c.seq_k = kLong, c.heads_q = c.heads_kv = 1;
+  c.dim = c.dim_v = 8, c.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  finish(&c, reinterpret_cast<void*>(uintptr_t{4096}));
+  c.params.window = FLASHMOE_WINDOW_LEFT;
+  c.params.window_left = 2;
+  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
+  CHECK(flashmoe_attention_forward_plan(&c.params, &plan) == FLASHMOE_OK);
+  CHECK(plan.flops == 32.0 * static_cast<double>(3 * kLong - 3));
+}
+
+// What a family is given, as the log shows it.
+std::string logged_window(const Call& c) {
+  std::string line;
+  const auto collect = [](int32_t, const char* text, void* user) {
+    *static_cast<std::string*>(user) = text;
+  };
+  CHECK(flashmoe_set_log(FLASHMOE_LOG_INFO, collect, &line) == FLASHMOE_OK);
+  std::vector<unsigned char> workspace(1 << 22);
+  void* const aligned =
+      reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace.data()) + 63) / 64 * 64);
+  CHECK(flashmoe_attention_forward(&c.params, aligned, workspace.size() - 64, nullptr) ==
+        FLASHMOE_OK);
+  CHECK(flashmoe_set_log(FLASHMOE_LOG_OFF, nullptr, nullptr) == FLASHMOE_OK);
+  const size_t begin = line.find("window=");
+  CHECK(begin != std::string::npos);
+  return line.substr(begin, line.find(" lse=") - begin);
+}
+
+void bounds_that_hide_nothing_are_not_set() {
+  struct Case {
+    int64_t seq_q, seq_k;
+    int32_t causal;
+    int64_t left, right;  // -1: absent
+    const char* window;
+  };
+  constexpr int32_t kNone = FLASHMOE_CAUSAL_NONE;
+  constexpr int32_t kBottomRight = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  constexpr int32_t kTopLeft = FLASHMOE_CAUSAL_TOP_LEFT;
+  const Case cases[] = {
+      {4, 4, kNone, -1, -1, "0..end"},
+      {4, 4, kBottomRight, -1, -1, "0..i+0"},
+      {4, 4, kNone, -1, 0, "0..i+0"},  // causal by another name
+      {4, 4, kNone, 2, 1, "i-2..i+1"},
+      {4, 4, kNone, 3, 3, "0..end"},
+      {4, 4, kNone, INT64_MAX, INT64_MAX, "0..end"},
+      {1, 9, kBottomRight, -1, -1, "0..end"},  // the last query sees every key
+      {1, 9, kBottomRight, 3, 0, "i+5..end"},
+      {1, 9, kNone, 8, -1, "0..end"},
+      {4, 9, kNone, 7, -1, "i-2..end"},
+      {4, 9, kNone, 8, -1, "0..end"},
+      {4, 9, kTopLeft, 2, -1, "i-2..i+0"},
+      {4, 9, kTopLeft, 3, -1, "0..i+0"},
+      {9, 4, kTopLeft, 3, -1, "i-3..i+0"},
+      {9, 4, kBottomRight, -1, -1, "0..i-5"},
+      {9, 4, kNone, -1, 8, "0..end"},
+      {9, 4, kNone, 0, 0, "i-5..i-5"},
+      {4, 0, kNone, 0, 0, "0..i-4"},
+      {4, 0, kBottomRight, INT64_MAX, -1, "0..i-4"},
+  };
+  for (const Case& wanted : cases) {
+    Call c = {};
+    c.batch = 1, c.seq_q = wanted.seq_q, c.seq_k = wanted.seq_k, c.heads_q = c.heads_kv = 1;
+    c.dim = c.dim_v = 8, c.causal = wanted.causal;
+    struct alignas(64) Rows {
+      float values[16 * 8];
+    } rows = {}, out = {};
+    finish(&c, &rows);
+    c.out.data = &out;
+    c.params.window = (wanted.left >= 0 ? uint32_t{FLASHMOE_WINDOW_LEFT} : 0) |
+                      (wanted.right >= 0 ? uint32_t{FLASHMOE_WINDOW_RIGHT} : 0);
+    c.params.window_left = wanted.left >= 0 ? wanted.left : 0;
+    c.params.window_right = wanted.right >= 0 ? wanted.right : 0;
+    CHECK(logged_window(c) == std::string("window=") + wanted.window + " softcap=0");
+    c.params.softcap = 30.0f;
+    CHECK(logged_window(c) == std::string("window=") + wanted.window + " softcap=30");
+  }
+}
+
+// A caller built with the header of version 0.1.0, whose struct ended with `kernel`.
+void older_structs_are_read_as_far_as_they_go() {
+  constexpr size_t kOld = offsetof(flashmoe_attention_forward_params, window);
+  static_assert(kOld == 7 * sizeof(void*) + 4 * sizeof(int32_t), "the struct as it was");
+  Call c = {};
+  c.batch = c.heads_q = c.heads_kv = 1, c.seq_q = c.seq_k = 20, c.dim = c.dim_v = 8;
+  c.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  finish(&c, reinterpret_cast<void*>(uintptr_t{4096}));
+  flashmoe_attention_plan causal = flashmoe_attention_plan_init();
+  CHECK(flashmoe_attention_forward_plan(&c.params, &causal) == FLASHMOE_OK);
+
+  // On the heap, so that AddressSanitizer sees a read behind its end.
+  void* const old = std::malloc(kOld);
+  CHECK(old != nullptr);
+  c.params.struct_size = kOld;
+  std::memcpy(old, &c.params, kOld);
+  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
+  CHECK(flashmoe_attention_forward_plan(static_cast<flashmoe_attention_forward_params*>(old),
+                                        &plan) == FLASHMOE_OK);
+  std::free(old);
+  CHECK(plan.flops == causal.flops && plan.flops == count_flops(c));
+
+  for (const size_t wrong : {kOld - 1, sizeof c.params + 1}) {
+    c.params.struct_size = wrong;
+    CHECK(flashmoe_attention_forward_plan(&c.params, &plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
+    CHECK(std::string(flashmoe_last_error()).find("accepts 72 to 96") != std::string::npos);
+  }
+}
+
+void windows_and_softcaps_are_checked() {
+  struct Case {
+    int32_t causal;
+    uint32_t window;
+    int64_t left, right;
+    float softcap;
+    const char* sentence;
+  };
+  const Case cases[] = {
+      {0, 4, 0, 0, 0, "window: got 4, accepted are 0 (none), 1 (left), 2 (right) and 3 (both)"},
+      {0, 1, -1, 0, 0, "window_left: got -1, accepted is 0 or more"},
+      {0, 2, 0, -7, 0, "window_right: got -7, accepted is 0 or more"},
+      {0, 2, 3, 0, 0, "window_left: got 3, accepted is 0, as its bit of window is not set"},
+      {0, 0, 0, 3, 0, "window_right: got 3, accepted is 0, as its bit of window is not set"},
+      {1, 3, 3, 2, 0, "window_right: got 2, accepted with causal is 0"},
+      {2, 2, 0, 2, 0, "window_right: got 2, accepted with causal is 0"},
+      {0, 0, 0, 0, -1, "softcap: got -1, accepted is a finite positive number, or 0 for none"},
+      {0, 0, 0, 0, HUGE_VALF, "softcap: got inf, accepted is a finite positive number"},
+      {0, 0, 0, 0, NAN, "softcap: got "},
+  };
+  for (const Case& wrong : cases) {
+    Call c = {};
+    c.batch = c.seq_q = c.seq_k = c.heads_q = c.heads_kv = 1, c.dim = c.dim_v = 8;
+    c.causal = wrong.causal;
+    finish(&c, reinterpret_cast<void*>(uintptr_t{4096}));
+    c.params.window = wrong.window;
+    c.params.window_left = wrong.left;
+    c.params.window_right = wrong.right;
+    c.params.softcap = wrong.softcap;
+    flashmoe_attention_plan plan = flashmoe_attention_plan_init();
+    CHECK(flashmoe_attention_forward_plan(&c.params, &plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
+    CHECK(std::string(flashmoe_last_error()).find(wrong.sentence) == 0);
   }
 }
 
@@ -128,6 +298,10 @@ void a_named_kernel_runs_or_fails() {
 
 int main() {
   flops_are_the_visible_pairs();
+  flops_of_a_window_are_exact_where_squares_are_not();
+  bounds_that_hide_nothing_are_not_set();
+  older_structs_are_read_as_far_as_they_go();
+  windows_and_softcaps_are_checked();
   the_plan_is_the_launch();
   a_named_kernel_runs_or_fails();
   return 0;
