@@ -2,6 +2,7 @@
 #include "core/attention.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -179,6 +180,16 @@ flashmoe_status check_window(const flashmoe_attention_forward_params* params) {
   return FLASHMOE_OK;
 }
 
+void set_softcap(float softcap, AttentionProblem* problem) {
+  AttentionProblem& p = *problem;
+  const float ratio = softcap > 0.0f ? p.scale / softcap : 0.0f;
+  // So high a softcap bends no logit below scale * 1e34.
+  const bool capped = ratio >= FLT_MIN;
+  p.softcap = capped ? softcap : 0.0f;
+  // An infinity times 0 would not be 0.
+  p.cap_ratio = capped ? std::min(ratio, FLT_MAX) : 0.0f;
+}
+
 // The visible keys of params, in which extents may be anything from 0 up, as bounds of the problem.
 void set_bounds(const flashmoe_attention_forward_params* params, AttentionProblem* problem) {
   AttentionProblem& p = *problem;
@@ -295,7 +306,7 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
   p.out_strides = row_strides(out, bhsd);
   p.scale = params->scale != 0.0f ? params->scale
                                   : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim)));
-  p.softcap = params->softcap != 0.0f ? params->softcap : 0.0f;  // -0 is 0 too
+  set_softcap(params->softcap, &p);
   set_bounds(params, &p);
   return FLASHMOE_OK;
 }

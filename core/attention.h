@@ -50,7 +50,8 @@ struct AttentionProblem {
   const char* kernel;  // the kernel asked for by its full name, or nullptr
   bool named;          // a kernel or a family was asked for: it serves what it can, fast or not
   float scale;         // finite and > 0
-  float softcap;  // finite and > 0, or 0 for none: logits become softcap * tanh(logit / softcap)
+  float softcap;       // finite and > 0, or 0 for none: logits are softcap * tanh(cap_ratio * q.k)
+  float cap_ratio;     // scale / softcap, normal and finite; 0 without a softcap
 
   // Query i sees the keys j >= i + left_offset and j <= i + right_offset, as far as bounded. A bound
   // that hides no key of any row is not set. Offsets lie in [-seq_q, seq_k], 0 where not bounded, and

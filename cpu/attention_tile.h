@@ -37,8 +37,6 @@ constexpr float kInfinity = __builtin_inff();
 FLASHMOE_INLINE int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
-constexpr float kLargest = __FLT_MAX__;
-
 FLASHMOE_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 FLASHMOE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 FLASHMOE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) {
@@ -405,10 +403,9 @@ class TileComputer {
         });
   }
 
-  // scores = tanh(scale / softcap scores) of whole vectors.
+  // scores = tanh(cap_ratio scores) of whole vectors.
   FLASHMOE_NOINLINE void cap(float* scores, KeyRange keys) const {
-    const float ratio = p_.scale / p_.softcap;  // infinite for tiny softcaps, but inf * 0 is not 0
-    const Vector factor = Simd::broadcast(ratio < kLargest ? ratio : kLargest);
+    const Vector factor = Simd::broadcast(p_.cap_ratio);
     for (int64_t key = keys.begin; key < keys.end; key += kLanes) {
       Simd::store(scores + key, tanh_of(Simd::multiply(Simd::load(scores + key), factor)));
     }

@@ -144,7 +144,7 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out, c
   }
   const Tile tile = Tile::in<Traits>(shared);
   const bool nonfinite = numeric::any_nonfinite<typename Traits::Element>(largest);
-  if (__syncthreads_or(nonfinite) && params.causal) {
+  if (__syncthreads_or(nonfinite) && params.masked) {
     compute_rows_alone<Traits>(params, tile, tile.first_row + warp, Traits::kWarps,
                                tile.first_row + Traits::kTileQ);
   } else {
@@ -167,14 +167,13 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   const uint16_t* v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
                       tile.head_kv * params.v_strides.head;
 
-  const int last_row = min(tile.first_row + Traits::kTileQ, params.seq_q) - 1;
-  const int steps = (visible_keys(params, last_row) + kStep - 1) / kStep;
-  // In the steps before this no row of the block is masked.
-  const int plain_steps = visible_keys(params, tile.first_row) / kStep;
+  const TileSteps<Traits> steps(params, tile.first_row);
 
-  KLoader<Traits> k_loader(k, params.k_strides.seq, shared_address + Traits::kKOffset);
-  VLoader<Traits> v_loader = make_v_loader<Traits>(
-      v, params, k_loader, shared_address + Traits::kKOffset, shared_address + Traits::kVOffset);
+  KLoader<Traits> k_loader(k + steps.first * params.k_strides.seq, params.k_strides.seq,
+                           shared_address + Traits::kKOffset);
+  VLoader<Traits> v_loader =
+      make_v_loader<Traits>(v + steps.first * params.v_strides.seq, params, k_loader,
+                            shared_address + Traits::kKOffset, shared_address + Traits::kVOffset);
   uint32_t q_lane = a_fragments<typename Traits::QSharedLayout>(
       shared_address + Traits::kQSharedOffset, warp * Traits::kRowsPerWarp);
   uint32_t k_lane = b_fragments<typename Traits::KLayout>(shared_address + Traits::kKOffset);
@@ -188,9 +187,10 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
 
   copy_q<Traits>(params, tile, shared_address);
   ptx::cp_async_commit();
-  if (steps > 0) k_loader.load_next(0, params.k_strides.seq, params.seq_k, params.dim);
+  const int keys_left = params.seq_k - steps.first;
+  if (steps.count > 0) k_loader.load_next(0, params.k_strides.seq, keys_left, params.dim);
   ptx::cp_async_commit();
-  if (steps > 0) v_loader.load_next(0, params.v_strides.seq, params.seq_k, params.dim_v);
+  if (steps.count > 0) v_loader.load_next(0, params.v_strides.seq, keys_left, params.dim_v);
   ptx::cp_async_commit();
   ptx::cp_async_wait<2>();
   __syncthreads();
@@ -216,10 +216,11 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
 
   ptx::cp_async_wait<1>();
   __syncthreads();  // Q has been read, K is there
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 0; step < steps.count; ++step) {
     Scores<Traits> scores;
     multiply_scores<Traits>(scores, q_registers, q_lane, k_lane);
-    if (step >= plain_steps) mask_scores<Traits>(scores, params, shared, step * kStep);
+    if (params.cap_ratio != 0.0f) cap_scores<Traits>(scores, params.cap_ratio);
+    mask_scores<Traits>(scores, params, steps, shared, step);
     float factor[2] = {1.0f, 1.0f};
     const bool raised =
         statistics.raise(scores, params.scale_log2,
@@ -228,14 +229,14 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
     write_probabilities<Traits>(shared + Traits::kPOffset, statistics, scores, params.scale_log2);
     ptx::cp_async_wait<0>();
     const bool any_raised = __syncthreads_or(raised) != 0;  // V, P are there; K has been read
-    const int keys = params.seq_k - (step + 1) * kStep;
-    if (step + 1 < steps) k_loader.load_next(0, params.k_strides.seq, keys, params.dim);
+    const int keys = params.seq_k - steps.first - (step + 1) * kStep;
+    if (step + 1 < steps.count) k_loader.load_next(0, params.k_strides.seq, keys, params.dim);
     ptx::cp_async_commit();
     if (any_raised && step > 0) rescale<Traits>(accumulators, factors);
     multiply_values<Traits>(accumulators, p_lane, v_lane);
     ptx::cp_async_wait<0>();
     __syncthreads();  // K is there; V, P and the factors have been read
-    if (step + 1 < steps) v_loader.load_next(0, params.v_strides.seq, keys, params.dim_v);
+    if (step + 1 < steps.count) v_loader.load_next(0, params.v_strides.seq, keys, params.dim_v);
     ptx::cp_async_commit();
   }
 

@@ -1,11 +1,12 @@
-// What the sm_89 attention kernels share: indices, tiles and their loads, Q K^T, the mask, the online
-// softmax, and the path for tiles that the tensor cores cannot compute.
+// What the sm_89 attention kernels share: indices, tiles and their loads, Q K^T, softcap, the mask, the
+// online softmax, and the path for tiles that the tensor cores cannot compute.
 #pragma once
 
 #include "cuda/attention/row_alone.cuh"
 #include "cuda/attention/sm89/params.h"
 #include "cuda/attention/sm89/traits.cuh"
 #include "cuda/numeric/dtype.cuh"
+#include "cuda/numeric/tanh.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -39,8 +40,8 @@ __device__ __forceinline__ int warp_index() {
 // the thread index on.
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
-// The query tile of this block. Worked out once, then kept in shared memory. Causal tiles come longest
-// first, inside sections of heads whose keys and values fit the L2 together.
+// The query tile of this block. Worked out once, then kept in shared memory. Tiles of unequal
+// length come longest first, inside sections of heads whose keys and values fit the L2 together.
 struct Tile {
   int batch;
   int head;
@@ -61,7 +62,8 @@ struct Tile {
     result.batch = head / params.heads_q;
     result.head = head % params.heads_q;
     result.head_kv = result.head / params.heads_per_kv;
-    result.first_row = (params.causal ? params.tiles_per_head - 1 - tile : tile) * Traits::kTileQ;
+    result.first_row =
+        (params.last_tiles_first ? params.tiles_per_head - 1 - tile : tile) * Traits::kTileQ;
     return result;
   }
 
@@ -77,11 +79,33 @@ struct Tile {
 };
 static_assert(sizeof(Tile) == kTileInfoBytes);
 
-// Number of keys that query row `row` sees; negative rows of the ramp see none.
-__device__ __forceinline__ int visible_keys(const Params& params, int row) {
-  if (!params.causal) return params.seq_k;
-  return max(0, min(params.seq_k, row + params.causal_offset + 1));
+// Query row `row` sees the keys from first_key to before end_key, none if that is not behind. Neither
+// decreases with the row.
+__device__ __forceinline__ int first_key(const Params& params, int row) {
+  return max(0, row + params.left_offset);
 }
+__device__ __forceinline__ int end_key(const Params& params, int row) {
+  return max(0, min(params.seq_k, row + params.right_offset + 1));
+}
+
+// The steps that a tile needs of the keys, counted from the first: those before `left_steps` and those
+// from `right_steps` on hold keys that some row of the tile does not see.
+template <class Traits>
+struct TileSteps {
+  int first;  // key of step 0
+  int count;
+  int left_steps;
+  int right_steps;
+
+  __device__ __forceinline__ TileSteps(const Params& params, int first_row) {
+    constexpr int kStep = Traits::kStepKeys;
+    const int last_row = min(first_row + Traits::kTileQ, params.seq_q) - 1;
+    first = first_key(params, first_row) / kStep * kStep;
+    count = (end_key(params, last_row) - first + kStep - 1) / kStep;
+    left_steps = (first_key(params, last_row) - first + kStep - 1) / kStep;
+    right_steps = (end_key(params, first_row) - first) / kStep;
+  }
+};
 
 // Copies kRows consecutive rows of a [rows, dim] matrix into a tile, all threads of the block taking
 // part, and moves on to the next kRows. Rows past the end and columns from `dim` on become zero.
@@ -276,10 +300,25 @@ __device__ __forceinline__ void multiply_scores(Scores<Traits>& scores,
   }
 }
 
-// Hides the keys that a row does not see.
+// scores = tanh(cap_ratio * scores).
 template <class Traits>
-__device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params& params,
-                                            const unsigned char* shared, int first_key) {
+__device__ __forceinline__ void cap_scores(Scores<Traits>& scores, float cap_ratio) {
+#pragma unroll
+  for (int a = 0; a < Traits::kRowAtoms; ++a) {
+#pragma unroll
+    for (int n = 0; n < Traits::kStepKeys / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[a][n][e] = numeric::tanh(scores[a][n][e] * cap_ratio);
+    }
+  }
+}
+
+enum class Side { kLeft, kRight };
+
+// Hides the keys that a row does not see on one side. `key` is the step's first.
+template <class Traits, Side kSide>
+__device__ __forceinline__ void mask_side(Scores<Traits>& scores, const Params& params,
+                                          const unsigned char* shared, int key) {
   const int lane = lane_index();
   const int first_row = Tile::in<Traits>(shared).first_row + warp_index() * Traits::kRowsPerWarp;
 #pragma unroll
@@ -287,16 +326,28 @@ __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + 16 * a + lane / 4 + 8 * half;
-      const int limit = visible_keys(params, row) - first_key - 2 * (lane % 4);
+      const int bound = kSide == Side::kLeft ? first_key(params, row) : end_key(params, row);
+      const int limit = bound - key - 2 * (lane % 4);
 #pragma unroll
       for (int n = 0; n < Traits::kStepKeys / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (8 * n + e >= limit) scores[a][n][2 * half + e] = -INFINITY;
+          const bool seen = kSide == Side::kLeft ? 8 * n + e >= limit : 8 * n + e < limit;
+          if (!seen) scores[a][n][2 * half + e] = -INFINITY;
         }
       }
     }
   }
+}
+
+// Hides the keys of a step that a row does not see.
+template <class Traits>
+__device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params& params,
+                                            const TileSteps<Traits>& steps,
+                                            const unsigned char* shared, int step) {
+  const int key = steps.first + step * Traits::kStepKeys;
+  if (step < steps.left_steps) mask_side<Traits, Side::kLeft>(scores, params, shared, key);
+  if (step >= steps.right_steps) mask_side<Traits, Side::kRight>(scores, params, shared, key);
 }
 
 // Online softmax of the rows of a warp: what their probabilities are divided by, and their sums.
@@ -373,7 +424,7 @@ struct RowStatistics {
     float total = sum[a][half];
     total += __shfl_xor_sync(kFullWarp, total, 1);
     total += __shfl_xor_sync(kFullWarp, total, 2);
-    const bool sees_keys = visible_keys(params, row) > 0;
+    const bool sees_keys = first_key(params, row) < end_key(params, row);
     if (params.lse != nullptr && lane_index() % 4 == 0 && row < params.seq_q) {
       params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
                  row * params.lse_strides.seq] =
@@ -402,7 +453,7 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
   }
 }
 
-// Rows of a causal tile that came out with an infinity or a NaN, computed again one at a time. For whole
+// Rows of a masked tile that came out with an infinity or a NaN, computed again one at a time. For whole
 // warps; this one takes `first_row`, `first_row + stride`, ... before `end_row`.
 template <class Traits>
 __device__ __noinline__ void compute_rows_alone(const Params& params, const Tile tile,
@@ -420,9 +471,11 @@ __device__ __noinline__ void compute_rows_alone(const Params& params, const Tile
   lone.v_stride = params.v_strides.seq;
   lone.dim = params.dim;
   lone.dim_v = params.dim_v;
+  lone.cap_ratio = params.cap_ratio;
   for (int row = first_row; row < min(end_row, params.seq_q); row += stride) {
     lone.q = q + row * params.q_strides.seq;
-    lone.keys = visible_keys(params, row);
+    lone.first_key = first_key(params, row);
+    lone.keys = end_key(params, row);
     const float lse = compute_row_alone<typename Traits::Element, Traits::kDimV>(
         lone, params.scale_log2, [&](int column, uint16_t element) {
           out[row * params.out_strides.seq + column] = element;

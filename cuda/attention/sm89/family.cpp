@@ -17,7 +17,9 @@ namespace flashmoe::sm89 {
 
 namespace {
 
-constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + causal offset fits in int32
+constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + offset + 1 fits in int32
+constexpr int32_t kNoLeftOffset = -(1 << 30);
+constexpr int32_t kNoRightOffset = (1 << 30) - 1;
 constexpr double kLog2E = 1.4426950408889634;
 
 const Entry* const kEntries[] = {
@@ -111,9 +113,6 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
   if (problem.dtype == Dtype::kFloat32) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
   }
-  if (problem.bounded_left || problem.softcap != 0.0f) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "a window to the left or a softcap");
-  }
   const Entry* entry = find_entry(problem, *facts);
   if (entry == nullptr) {
     return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
@@ -149,10 +148,11 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
   return FLASHMOE_OK;
 }
 
-// Causal tiles of a section run longest first, so its keys and values should fit the L2 beside the
-// traffic of queries and outputs. Without a mask all tiles are alike and heads go one by one.
+// Tiles of a section run longest first, so its keys and values should fit the L2 beside the traffic of
+// queries and outputs. Without a mask, or with one at either side, all tiles are alike and heads go
+// one by one.
 int heads_per_section(const AttentionProblem& problem, int64_t l2_bytes) {
-  if (!problem.bounded_right || problem.bounded_left) return 1;
+  if (problem.bounded_left == problem.bounded_right) return 1;
   const int64_t heads = problem.batch * problem.heads_q;
   const int64_t group = problem.heads_q / problem.heads_kv;
   const int64_t bytes = problem.seq_k * (problem.dim + problem.dim_v) * dtype_bytes(problem.dtype);
@@ -179,9 +179,14 @@ Params make_params(const AttentionProblem& p, const flashmoe_attention_plan& pla
   params.heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
   params.dim = static_cast<int32_t>(p.dim);
   params.dim_v = static_cast<int32_t>(p.dim_v);
-  params.causal = p.bounded_right ? 1 : 0;
-  params.causal_offset = static_cast<int32_t>(p.right_offset);
-  params.scale_log2 = static_cast<float>(static_cast<double>(p.scale) * kLog2E);
+  params.left_offset = p.bounded_left ? static_cast<int32_t>(p.left_offset) : kNoLeftOffset;
+  params.right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
+  params.masked = p.bounded_left || p.bounded_right ? 1 : 0;
+  params.last_tiles_first = p.bounded_right && !p.bounded_left ? 1 : 0;
+  const bool capped = p.softcap != 0.0f;
+  params.scale_log2 =
+      static_cast<float>(static_cast<double>(capped ? p.softcap : p.scale) * kLog2E);
+  params.cap_ratio = p.cap_ratio;
   params.heads = static_cast<int32_t>(p.batch * p.heads_q);
   params.tiles_per_head = static_cast<int32_t>(plan.grid[0]) / params.heads;  // of the planned grid
   params.heads_per_section = heads_per_section(p, l2_bytes);

@@ -106,7 +106,7 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
   __syncwarp();
   const int first_row = tile.first_row + warp_row;
   const bool nonfinite = numeric::any_nonfinite<typename Traits::Element>(largest);
-  if (params.causal && __any_sync(kFullWarp, nonfinite)) {
+  if (params.masked && __any_sync(kFullWarp, nonfinite)) {
     compute_rows_alone<Traits>(params, tile, first_row, 1, first_row + Traits::kRowsPerWarp);
   } else {
     store_rows<Layout, Traits::kRowsPerWarp, kThreadsPerWarp>(warp_tile, params, tile, first_row,
@@ -128,23 +128,24 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   const uint16_t* v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
                       tile.head_kv * params.v_strides.head;
 
-  // Steps that the block loads, of which this warp computes the first `steps`. In those before
-  // `plain_steps` no row of the block is masked.
+  // Steps that the block loads, of which this warp computes those from `first_step` to before `steps`.
+  const TileSteps<Traits> block(params, tile.first_row);
   const int warp_row = tile.first_row + warp * Traits::kRowsPerWarp;
   const int last_row = min(warp_row + Traits::kRowsPerWarp, params.seq_q) - 1;
-  const int block_last_row = min(tile.first_row + Traits::kTileQ, params.seq_q) - 1;
-  const int block_steps = (visible_keys(params, block_last_row) + kStep - 1) / kStep;
-  const int steps = warp_row <= last_row ? (visible_keys(params, last_row) + kStep - 1) / kStep : 0;
-  const int plain_steps = visible_keys(params, tile.first_row) / kStep;
+  const int first_step = (first_key(params, warp_row) - block.first) / kStep;
+  const int steps =
+      warp_row <= last_row ? (end_key(params, last_row) - block.first + kStep - 1) / kStep : 0;
 
-  KLoader<Traits> k_loader(k, params.k_strides.seq, shared_address);
+  KLoader<Traits> k_loader(k + block.first * params.k_strides.seq, params.k_strides.seq,
+                           shared_address);
   VLoader<Traits> v_loader =
-      make_v_loader<Traits>(v, params, k_loader, shared_address, shared_address + Traits::kKBytes);
+      make_v_loader<Traits>(v + block.first * params.v_strides.seq, params, k_loader,
+                            shared_address, shared_address + Traits::kKBytes);
   // One group per step, empty ones included, so that waiting by count stays right.
   const auto load_step = [&](int step) {
     const uint32_t stage = stage_of<Traits>(step);
-    if (step < block_steps) {
-      const int keys = params.seq_k - step * kStep;
+    if (step < block.count) {
+      const int keys = params.seq_k - block.first - step * kStep;
       k_loader.load_next(stage, params.k_strides.seq, keys, params.dim);
       v_loader.load_next(stage, params.v_strides.seq, keys, params.dim_v);
     }
@@ -194,15 +195,16 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
     }
   }
 
-  for (int step = 0; step < block_steps; ++step) {
+  for (int step = 0; step < block.count; ++step) {
     const uint32_t stage = stage_of<Traits>(step);
     ptx::cp_async_wait<kStages - 2>();
     __syncthreads();  // the step is there; the one before has been read
     load_step(step + kStages - 1);
-    if (step < steps) {
+    if (step >= first_step && step < steps) {
       Scores<Traits> scores;
       multiply_scores<Traits>(scores, q_registers, q_lane, k_lane + stage);
-      if (step >= plain_steps) mask_scores<Traits>(scores, params, shared, step * kStep);
+      if (params.cap_ratio != 0.0f) cap_scores<Traits>(scores, params.cap_ratio);
+      mask_scores<Traits>(scores, params, block, shared, step);
       statistics.raise(scores, params.scale_log2, [&](int a, int half, float factor) {
 #pragma unroll
         for (int n = 0; n < Traits::kDimV / 8; ++n) {
