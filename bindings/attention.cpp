@@ -23,6 +23,19 @@ namespace {
 
 constexpr int kRank = 4;
 
+flashmoe_attention_forward_params parse_options(nb::handle causal, nb::handle window,
+                                                nb::handle scale, nb::handle softcap,
+                                                nb::handle layout, nb::handle kernel) {
+  flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
+  params.layout = parse_layout(layout);
+  params.causal = parse_causal(causal);
+  parse_window(window, &params);
+  params.scale = parse_scale(scale);
+  params.softcap = parse_softcap(softcap);
+  params.kernel = parse_kernel(kernel);
+  return params;
+}
+
 // The five tensors of a call, viewed, and its options.
 struct Call {
   TensorView q;
@@ -30,14 +43,11 @@ struct Call {
   TensorView v;
   TensorView out;
   TensorView lse;
-  flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
+  flashmoe_attention_forward_params params;
 
-  Call(nb::handle causal, nb::handle scale, nb::handle layout, nb::handle kernel) {
-    params.layout = parse_layout(layout);
-    params.causal = parse_causal(causal);
-    params.scale = parse_scale(scale);
-    params.kernel = parse_kernel(kernel);
-  }
+  Call(nb::handle causal, nb::handle window, nb::handle scale, nb::handle softcap,
+       nb::handle layout, nb::handle kernel)
+      : params(parse_options(causal, window, scale, softcap, layout, kernel)) {}
 
   const flashmoe_attention_forward_params& ready() {
     params.q = q.get();
@@ -193,9 +203,9 @@ const TensorType& same_framework(const TensorType& type, const char* name, nb::h
 
 // ---- entry points -------------------------------------------------------------------------------
 
-nb::object dispatch(nb::handle q, nb::handle k, nb::handle v, nb::handle causal, nb::handle scale,
-                    nb::handle layout, nb::handle return_lse, nb::handle out, nb::handle lse,
-                    nb::handle kernel, nb::handle stream) {
+nb::object dispatch(nb::handle q, nb::handle k, nb::handle v, nb::handle causal, nb::handle window,
+                    nb::handle scale, nb::handle softcap, nb::handle layout, nb::handle return_lse,
+                    nb::handle out, nb::handle lse, nb::handle kernel, nb::handle stream) {
   // Not initialised in its declaration: the import can pass the GIL to a thread that would then wait
   // for this initialisation with the GIL in hand. Two threads may both import; one object is leaked.
   static nb::object* function = nullptr;
@@ -203,18 +213,21 @@ nb::object dispatch(nb::handle q, nb::handle k, nb::handle v, nb::handle causal,
     nb::module_ module = nb::module_::import_("flashmoe_science._dispatch");
     function = new nb::object(module.attr("flash_attention"));
   }
-  return (*function)(q, k, v, causal, scale, layout, return_lse, out, lse, kernel, stream);
+  return (*function)(q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel,
+                     stream);
 }
 
 nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle causal,
-                           nb::handle scale, nb::handle layout, nb::handle return_lse,
-                           nb::handle out, nb::handle lse, nb::handle kernel, nb::handle stream) {
+                           nb::handle window, nb::handle scale, nb::handle softcap,
+                           nb::handle layout, nb::handle return_lse, nb::handle out, nb::handle lse,
+                           nb::handle kernel, nb::handle stream) {
   const bool want_lse = parse_flag("return_lse", return_lse);
   const TensorType* type = tensor_type(q);
   if (type == nullptr) {
-    return dispatch(q, k, v, causal, scale, layout, return_lse, out, lse, kernel, stream);
+    return dispatch(q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel,
+                    stream);
   }
-  Call call(causal, scale, layout, kernel);
+  Call call(causal, window, scale, softcap, layout, kernel);
   call.q.borrow(*type, "q", q);
   call.k.borrow(same_framework(*type, "k", q, k), "k", k);
   call.v.borrow(same_framework(*type, "v", q, v), "v", v);
@@ -243,7 +256,8 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   }
   const flashmoe_status status = run(call.ready(), nullptr, 0, handle);
   if (status == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL && device.device_type == FLASHMOE_DEVICE_CUDA) {
-    dispatch(q, k, v, causal, scale, layout, return_lse, result, sums, kernel, stream);
+    dispatch(q, k, v, causal, window, scale, softcap, layout, return_lse, result, sums, kernel,
+             stream);
   } else {
     check(status);
   }
@@ -252,9 +266,10 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
 
 // Returns the bytes of workspace that were missing on a GPU, where nothing was launched then.
 size_t attention_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
-                         nb::handle causal, nb::handle scale, nb::handle layout, nb::handle kernel,
-                         nb::handle workspace, nb::handle stream) {
-  Call call(causal, scale, layout, kernel);
+                         nb::handle causal, nb::handle window, nb::handle scale, nb::handle softcap,
+                         nb::handle layout, nb::handle kernel, nb::handle workspace,
+                         nb::handle stream) {
+  Call call(causal, window, scale, softcap, layout, kernel);
   TensorView scratch;
   call.q.borrow("q", q, Access::kRead);
   call.k.borrow("k", k, Access::kRead);
@@ -310,9 +325,9 @@ Fields plan(Call* call, bool return_lse) {
 }
 
 Fields attention_plan(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
-                      nb::handle causal, nb::handle scale, nb::handle layout, nb::handle kernel,
-                      bool return_lse) {
-  Call call(causal, scale, layout, kernel);
+                      nb::handle causal, nb::handle window, nb::handle scale, nb::handle softcap,
+                      nb::handle layout, nb::handle kernel, bool return_lse) {
+  Call call(causal, window, scale, softcap, layout, kernel);
   call.q.borrow("q", q, Access::kRead);
   call.k.borrow("k", k, Access::kRead);
   call.v.borrow("v", v, Access::kRead);
@@ -325,9 +340,10 @@ using Integers = nb::typed<nb::sequence, int64_t>;
 
 Fields attention_plan_for(Integers q, Integers k, Integers v,
                           nb::typed<nb::sequence, Integers> dtypes, Integers device,
-                          nb::handle causal, nb::handle scale, nb::handle layout, nb::handle kernel,
+                          nb::handle causal, nb::handle window, nb::handle scale,
+                          nb::handle softcap, nb::handle layout, nb::handle kernel,
                           bool return_lse) {
-  Call call(causal, scale, layout, kernel);
+  Call call(causal, window, scale, softcap, layout, kernel);
   const flashmoe_device where = {nb::cast<int32_t>(device[0]), nb::cast<int32_t>(device[1])};
   TensorView* const views[] = {&call.q, &call.k, &call.v};
   const Integers shapes[] = {q, k, v};
@@ -344,13 +360,18 @@ Fields attention_plan_for(Integers q, Integers k, Integers v,
   return plan(&call, return_lse);
 }
 
-Fields option_numbers(nb::handle causal, nb::handle scale, nb::handle layout, nb::handle kernel) {
-  const char* family = parse_kernel(kernel);
+Fields option_numbers(nb::handle causal, nb::handle window, nb::handle scale, nb::handle softcap,
+                      nb::handle layout, nb::handle kernel) {
+  const auto params = parse_options(causal, window, scale, softcap, layout, kernel);
   Fields fields;
-  fields["causal"] = nb::int_(parse_causal(causal));
-  fields["scale"] = nb::float_(static_cast<double>(parse_scale(scale)));
-  fields["layout"] = nb::int_(parse_layout(layout));
-  fields["kernel"] = nb::str(family != nullptr ? family : "");
+  fields["causal"] = nb::int_(params.causal);
+  fields["window"] = nb::int_(params.window);
+  fields["window_left"] = nb::int_(params.window_left);
+  fields["window_right"] = nb::int_(params.window_right);
+  fields["scale"] = nb::float_(static_cast<double>(params.scale));
+  fields["softcap"] = nb::float_(static_cast<double>(params.softcap));
+  fields["layout"] = nb::int_(params.layout);
+  fields["kernel"] = nb::str(params.kernel != nullptr ? params.kernel : "");
   return fields;
 }
 
@@ -366,32 +387,36 @@ void define_attention(nb::module_& module) {
   // Positional and without defaults: nanobind's quickest way to call. The public signature is that
   // of flashmoe_science.flash_attention.
   module.def("flash_attention", &flash_attention, nb::arg("q").none(), nb::arg("k").none(),
-             nb::arg("v").none(), nb::arg("causal").none(), nb::arg("scale").none(),
-             nb::arg("layout").none(), nb::arg("return_lse").none(), nb::arg("out").none(),
-             nb::arg("lse").none(), nb::arg("kernel").none(), nb::arg("stream").none(),
+             nb::arg("v").none(), nb::arg("causal").none(), nb::arg("window").none(),
+             nb::arg("scale").none(), nb::arg("softcap").none(), nb::arg("layout").none(),
+             nb::arg("return_lse").none(), nb::arg("out").none(), nb::arg("lse").none(),
+             nb::arg("kernel").none(), nb::arg("stream").none(),
              "flashmoe_science.flash_attention with all of its arguments.");
   module.def(
       "attention_forward", &attention_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
       nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal").none(),
-      nb::arg("scale").none(), nb::arg("layout").none(), nb::arg("kernel").none(),
-      nb::arg("workspace").none(), nb::arg("stream").none(),
+      nb::arg("window").none(), nb::arg("scale").none(), nb::arg("softcap").none(),
+      nb::arg("layout").none(), nb::arg("kernel").none(), nb::arg("workspace").none(),
+      nb::arg("stream").none(),
       "The C ABI's flashmoe_attention_forward on tensors of any kind. On the CPU the "
       "workspace is supplied here; on a GPU it is the caller's, a 1-d tensor of bytes: without "
       "one that is needed nothing is launched and its size is returned.");
   module.def("attention_plan", &attention_plan, nb::arg("q").none(), nb::arg("k").none(),
              nb::arg("v").none(), nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(),
-             nb::arg("causal").none(), nb::arg("scale").none(), nb::arg("layout").none(),
-             nb::arg("kernel").none(), nb::arg("return_lse"),
-             "The fields of flashmoe_attention_plan for these tensors.");
+             nb::arg("causal").none(), nb::arg("window").none(), nb::arg("scale").none(),
+             nb::arg("softcap").none(), nb::arg("layout").none(), nb::arg("kernel").none(),
+             nb::arg("return_lse"), "The fields of flashmoe_attention_plan for these tensors.");
   module.def("attention_plan_for", &attention_plan_for, nb::arg("q"), nb::arg("k"), nb::arg("v"),
              nb::kw_only(), nb::arg("dtypes"), nb::arg("device"), nb::arg("causal").none(),
-             nb::arg("scale").none(), nb::arg("layout").none(), nb::arg("kernel").none(),
-             nb::arg("return_lse"),
+             nb::arg("window").none(), nb::arg("scale").none(), nb::arg("softcap").none(),
+             nb::arg("layout").none(), nb::arg("kernel").none(), nb::arg("return_lse"),
              "The fields of flashmoe_attention_plan for contiguous tensors of these shapes, with "
              "DLPack's numbers for the three dtypes (code, bits) and the device (type, id).");
-  module.def("option_numbers", &option_numbers, nb::arg("causal").none(), nb::arg("scale").none(),
-             nb::arg("layout").none(), nb::arg("kernel").none(),
-             "The options as the C ABI has them; scale 0 and kernel \"\" are the defaults.");
+  module.def(
+      "option_numbers", &option_numbers, nb::arg("causal").none(), nb::arg("window").none(),
+      nb::arg("scale").none(), nb::arg("softcap").none(), nb::arg("layout").none(),
+      nb::arg("kernel").none(),
+      "The options as the C ABI has them; scale 0, softcap 0 and kernel \"\" are the defaults.");
   module.def("stream_handle", &stream_handle, nb::arg("stream").none(),
              "The cudaStream_t of a stream object, or None.");
 }

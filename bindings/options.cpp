@@ -22,6 +22,43 @@ bool is_string(nb::handle object) { return PyUnicode_Check(object.ptr()); }
   raise_type_error(sentence);
 }
 
+// None is the C ABI's 0, which as a number is refused. Whatever else is wrong the library refuses.
+float parse_positive(const char* name, nb::handle number, const char* accepted) {
+  if (number.is_none()) return 0.0f;
+  const double value = PyFloat_AsDouble(number.ptr());
+  if (value == -1.0 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    refuse(name, number, (std::string("is a number, or None for ") + accepted).c_str(), false);
+  }
+  const float rounded = static_cast<float>(value);
+  if (rounded == 0.0f) {
+    refuse(name, number,
+           (std::string("is a finite positive number, or None for ") + accepted).c_str(), true);
+  }
+  return rounded;
+}
+
+// One end of a window: whether there is one, and how many keys it takes.
+bool parse_window_end(nb::handle window, nb::handle end, int64_t* keys) {
+  if (end.is_none()) return false;
+  const bool integer = PyIndex_Check(end.ptr()) && !PyBool_Check(end.ptr());
+  int overflow = 0;
+  int64_t value = -1;
+  if (integer) {
+    const nb::object index = nb::steal(PyNumber_Index(end.ptr()));
+    if (!index.is_valid()) nb::raise_python_error();
+    value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  }
+  if (!integer || overflow != 0 || value < 0) {
+    refuse("window", window,
+           "is None or a pair (left, right) of numbers of keys, each 0 or more, or None for no "
+           "bound (FlashAttention's -1)",
+           integer);
+  }
+  *keys = value;
+  return true;
+}
+
 }  // namespace
 
 bool parse_flag(const char* name, nb::handle flag) {
@@ -48,19 +85,26 @@ int32_t parse_causal(nb::handle causal) {
          is_string(causal));
 }
 
-float parse_scale(nb::handle scale) {
-  if (scale.is_none()) return 0.0f;
-  const double value = PyFloat_AsDouble(scale.ptr());
-  if (value == -1.0 && PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    refuse("scale", scale, "is a number, or None for 1 / sqrt(dim)", false);
+float parse_scale(nb::handle scale) { return parse_positive("scale", scale, "1 / sqrt(dim)"); }
+
+float parse_softcap(nb::handle softcap) { return parse_positive("softcap", softcap, "no cap"); }
+
+void parse_window(nb::handle window, flashmoe_attention_forward_params* params) {
+  if (window.is_none()) return;
+  const bool sequence = PyTuple_Check(window.ptr()) || PyList_Check(window.ptr());
+  if (!sequence || PySequence_Size(window.ptr()) != 2) {
+    refuse("window", window, "is None or a pair (left, right), each a number of keys or None",
+           sequence);
   }
-  const float rounded = static_cast<float>(value);
-  // The C ABI's 0 means the default; here None does. Whatever else is wrong the library refuses.
-  if (rounded == 0.0f) {
-    refuse("scale", scale, "is a finite positive number, or None for 1 / sqrt(dim)", true);
+  const nb::object left = nb::steal(PySequence_GetItem(window.ptr(), 0));
+  const nb::object right = nb::steal(PySequence_GetItem(window.ptr(), 1));
+  if (!left.is_valid() || !right.is_valid()) nb::raise_python_error();
+  if (parse_window_end(window, left, &params->window_left)) {
+    params->window |= FLASHMOE_WINDOW_LEFT;
   }
-  return rounded;
+  if (parse_window_end(window, right, &params->window_right)) {
+    params->window |= FLASHMOE_WINDOW_RIGHT;
+  }
 }
 
 const char* parse_kernel(nb::handle kernel) {

@@ -1,7 +1,8 @@
 // The attention call as an XLA custom call:
 //
 //   (q, k, v) -> out  or  (q, k, v) -> (out, lse)
-//   attributes: causal, layout (int32, the C ABI's enums), scale (float32, 0 = default), kernel
+//   attributes: causal, layout (int32, the C ABI's enums), scale, softcap (float32, 0 = default),
+//               window (int32, the C ABI's bits), window_left, window_right (int64), kernel
 //
 // XLA owns every buffer and, on CUDA, the stream and the workspace.
 #include "bindings/xla_ffi.h"
@@ -144,6 +145,10 @@ xla::Error* attention_forward(const xla::CallFrame& frame, flashmoe_device devic
   if (!buffers || !read_scalar(frame.attributes, "causal", xla::kInt32, &params.causal) ||
       !read_scalar(frame.attributes, "layout", xla::kInt32, &params.layout) ||
       !read_scalar(frame.attributes, "scale", xla::kFloat32, &params.scale) ||
+      !read_scalar(frame.attributes, "softcap", xla::kFloat32, &params.softcap) ||
+      !read_scalar(frame.attributes, "window", xla::kInt32, &params.window) ||
+      !read_scalar(frame.attributes, "window_left", xla::kInt64, &params.window_left) ||
+      !read_scalar(frame.attributes, "window_right", xla::kInt64, &params.window_right) ||
       !read_kernel(frame.attributes, &kernel)) {
     return fail(frame, xla::kInvalidArgument,
                 "flashmoe: call this target through flashmoe_science.flash_attention");

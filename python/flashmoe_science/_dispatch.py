@@ -249,7 +249,9 @@ def flash_attention(
     k: Any,
     v: Any,
     causal: Any,
+    window: Any,
     scale: Any,
+    softcap: Any,
     layout: Any,
     return_lse: bool,
     out: Any,
@@ -268,7 +270,7 @@ def flash_attention(
         from flashmoe_science import jax
 
         return jax.flash_attention(
-            q, k, v, causal, scale, layout, return_lse, out, lse, kernel, stream
+            q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel, stream
         )
 
     device = framework.device(q)
@@ -298,7 +300,9 @@ def flash_attention(
             views.get("out"),
             views.get("lse"),
             causal=causal,
+            window=window,
             scale=scale,
+            softcap=softcap,
             layout=layout,
             kernel=kernel,
             workspace=workspace,

@@ -16,7 +16,9 @@ def flash_attention(
     v: _T,
     *,
     causal: bool | Literal["bottom_right", "top_left"] = False,
+    window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: Literal[False] = False,
     out: _T | None = None,
@@ -33,7 +35,9 @@ def flash_attention(
     v: _T,
     *,
     causal: bool | Literal["bottom_right", "top_left"] = False,
+    window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: Literal[True],
     out: _T | None = None,
@@ -49,7 +53,9 @@ def flash_attention(
     v: Any,
     *,
     causal: bool | Literal["bottom_right", "top_left"] = False,
+    window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: bool = False,
     out: Any = None,
@@ -77,9 +83,13 @@ def flash_attention(
         v: [batch, seq_k, heads_kv, dim_v], same dtype; dim_v may differ from dim.
         causal: False; "bottom_right" or True: query i sees keys j <= i + seq_k - seq_q; "top_left":
             j <= i, as torch's scaled_dot_product_attention has it.
+        window: (left, right), numbers of keys: query i, which stands at key p = i + seq_k - seq_q
+            (at p = i with "top_left"), sees keys p - left <= j <= p + right. None in either place
+            is no bound. With causal right is 0 or None.
         scale: Factor of the logits; None is 1 / sqrt(dim).
+        softcap: Logits become softcap * tanh(logit / softcap), before the mask; None is no cap.
         layout: "bshd" or "bhsd".
-        return_lse: Also return the log-sum-exp of each row's scaled logits, natural logarithm.
+        return_lse: Also return the log-sum-exp of each row's logits, natural logarithm.
         out: Where to write the result, [batch, seq_q, heads_q, dim_v] in the same layout. A new one
             has q's order in memory. Not for JAX.
         lse: Where to write the log-sum-exp, [batch, heads_q, seq_q], fp32. Not for JAX.
@@ -98,7 +108,9 @@ def flash_attention(
         RuntimeError: The device cannot be used, or CUDA reported an error.
         MemoryError: The host is out of memory.
     """
-    return _native(q, k, v, causal, scale, layout, return_lse, out, lse, kernel, stream)
+    return _native(
+        q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel, stream
+    )
 
 
 _native = _core.flash_attention

@@ -45,7 +45,9 @@ class _Options(NamedTuple):
     """What a call is compiled for, besides shapes and dtypes."""
 
     causal: bool | str
+    window: tuple[int | None, int | None] | None
     scale: float | None
+    softcap: float | None
     layout: str
     kernel: str | None
     return_lse: bool
@@ -64,10 +66,20 @@ def _plan(options: _Options, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -
 
 
 def plan(
-    q: Any, k: Any, v: Any, *, causal: Any, scale: Any, layout: Any, kernel: Any, return_lse: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    window: Any,
+    scale: Any,
+    softcap: Any,
+    layout: Any,
+    kernel: Any,
+    return_lse: bool,
 ) -> dict[str, Any]:
     """Fields of the plan; raises what is wrong with the call."""
-    options = _Options(causal, scale, layout, kernel, return_lse, _device(q))
+    options = _Options(causal, window, scale, softcap, layout, kernel, return_lse, _device(q))
     return _plan(options, (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype))
 
 
@@ -89,13 +101,24 @@ def _forward(q: Any, k: Any, v: Any, options: _Options) -> Any:
         heads_axis = 1 if options.layout == "bhsd" else 2
         like_lse = jax.numpy.moveaxis(row[..., 0], heads_axis, 1).astype(jax.numpy.float32)
         results.append(_type_of(like_lse))
-    numbers = _core.option_numbers(options.causal, options.scale, options.layout, options.kernel)
+    numbers = _core.option_numbers(
+        options.causal,
+        options.window,
+        options.scale,
+        options.softcap,
+        options.layout,
+        options.kernel,
+    )
     made = jax.ffi.ffi_call(_TARGET, results)(
         q,
         k,
         v,
         causal=np.int32(numbers["causal"]),
+        window=np.int32(numbers["window"]),
+        window_left=np.int64(numbers["window_left"]),
+        window_right=np.int64(numbers["window_right"]),
         scale=np.float32(numbers["scale"]),
+        softcap=np.float32(numbers["softcap"]),
         layout=np.int32(numbers["layout"]),
         kernel=numbers["kernel"],
     )
@@ -119,7 +142,9 @@ def flash_attention(
     k: Any,
     v: Any,
     causal: Any,
+    window: Any,
     scale: Any,
+    softcap: Any,
     layout: Any,
     return_lse: bool,
     out: Any,
@@ -133,8 +158,11 @@ def flash_attention(
             raise InvalidArgumentError(f"{name}: JAX arrays cannot be written to; leave it None")
     if stream is not None:
         raise InvalidArgumentError("stream: XLA chooses the stream of JAX arrays; leave it None")
-    _core.option_numbers(causal, scale, layout, kernel)  # raises before anything is cached
+    # Raises before anything is cached.
+    _core.option_numbers(causal, window, scale, softcap, layout, kernel)
+    window = None if window is None else tuple(window)
     scale = None if scale is None else float(scale)
-    options = _Options(causal, scale, layout, kernel, return_lse, _device(q))
+    softcap = None if softcap is None else float(softcap)
+    options = _Options(causal, window, scale, softcap, layout, kernel, return_lse, _device(q))
     _check(options, (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype))
     return _compiled(options)(q, k, v)

@@ -11,6 +11,7 @@ from flashmoe_science._names import parse_device, parse_dtype
 from flashmoe_science.errors import InvalidArgumentError
 
 Causal = bool | Literal["bottom_right", "top_left"]
+Window = tuple[int | None, int | None]
 Layout = Literal["bshd", "bhsd"]
 
 
@@ -41,7 +42,7 @@ class AttentionPlan:
     """Shared memory of one block."""
     workspace_bytes: int
     flops: float
-    """Of the two products, a multiply-add counting as two; masked pairs are not counted."""
+    """Of the two products, a multiply-add counting as two; pairs that the mask hides do not count."""
     rejected: str
     """Why the other families do not serve the call: lines of "family: reason"."""
 
@@ -52,7 +53,9 @@ def attention_plan(
     v: Any,
     *,
     causal: Causal = False,
+    window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     layout: Layout = "bshd",
     return_lse: bool = False,
     out: Any = None,
@@ -63,8 +66,8 @@ def attention_plan(
 
     Raises what flash_attention would raise for its arguments.
     """
-    options: dict[str, Any] = {"causal": causal, "layout": layout, "kernel": kernel}
-    options |= {"scale": scale, "return_lse": return_lse}
+    options: dict[str, Any] = {"causal": causal, "window": window, "layout": layout}
+    options |= {"scale": scale, "softcap": softcap, "kernel": kernel, "return_lse": return_lse}
     from flashmoe_science import _dispatch
 
     if any(_dispatch.is_jax(tensor) for tensor in (q, k, v)):
@@ -87,6 +90,8 @@ def attention_plan_for(
     dtype: object = "bf16",
     device: object = "cpu",
     causal: Causal = False,
+    window: Window | None = None,
+    softcap: float | None = None,
     layout: Layout = "bshd",
     return_lse: bool = False,
     kernel: str | None = None,
@@ -122,7 +127,9 @@ def attention_plan_for(
         dtypes=[numbers] * 3,
         device=parse_device(device),
         causal=causal,
+        window=window,
         scale=None,
+        softcap=softcap,
         layout=layout,
         kernel=kernel,
         return_lse=return_lse,

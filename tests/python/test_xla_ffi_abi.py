@@ -58,6 +58,7 @@ VALUES = {
     "kUnimplemented": "XLA_FFI_Error_Code_UNIMPLEMENTED",
     "kInternal": "XLA_FFI_Error_Code_INTERNAL",
     "kInt32": "XLA_FFI_DataType_S32",
+    "kInt64": "XLA_FFI_DataType_S64",
     "kFloat16": "XLA_FFI_DataType_F16",
     "kFloat32": "XLA_FFI_DataType_F32",
     "kBFloat16": "XLA_FFI_DataType_BF16",

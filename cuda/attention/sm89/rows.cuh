@@ -24,6 +24,16 @@ __device__ __forceinline__ uint32_t stage_of(int step) {
   return static_cast<uint32_t>(step) % Traits::kStages * Traits::kStageBytes;
 }
 
+// Whether this warp's rows see no key of a step, nor any before. Worked out where a row is masked
+// only: kept across the main loop it would cost registers.
+template <class Traits>
+__device__ __forceinline__ bool lies_left(const Params& params, const TileSteps<Traits>& block,
+                                          const unsigned char* shared, int step) {
+  if (step >= block.left_steps) return false;
+  const int row = Tile::in<Traits>(shared).first_row + warp_index() * Traits::kRowsPerWarp;
+  return block.first + (step + 1) * Traits::kStepKeys <= first_key(params, row);
+}
+
 // out += P V of one step, with P = 2^(scores * scale_log2 - offset).
 template <class Traits>
 __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out,
@@ -128,11 +138,10 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   const uint16_t* v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
                       tile.head_kv * params.v_strides.head;
 
-  // Steps that the block loads, of which this warp computes those from `first_step` to before `steps`.
+  // Steps that the block loads, of which this warp computes those before `steps` that it needs.
   const TileSteps<Traits> block(params, tile.first_row);
   const int warp_row = tile.first_row + warp * Traits::kRowsPerWarp;
   const int last_row = min(warp_row + Traits::kRowsPerWarp, params.seq_q) - 1;
-  const int first_step = (first_key(params, warp_row) - block.first) / kStep;
   const int steps =
       warp_row <= last_row ? (end_key(params, last_row) - block.first + kStep - 1) / kStep : 0;
 
@@ -200,7 +209,7 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
     ptx::cp_async_wait<kStages - 2>();
     __syncthreads();  // the step is there; the one before has been read
     load_step(step + kStages - 1);
-    if (step >= first_step && step < steps) {
+    if (step < steps && !lies_left<Traits>(params, block, shared, step)) {
       Scores<Traits> scores;
       multiply_scores<Traits>(scores, q_registers, q_lane, k_lane + stage);
       if (params.cap_ratio != 0.0f) cap_scores<Traits>(scores, params.cap_ratio);
