@@ -6,7 +6,9 @@
 set(FLASHMOE_ATTENTION_SM89_KERNELS
   "32,32" "64,64" "96,96" "128,128" "128,128,EightWarpTuning,_w8" "192,128" "192,192" "256,256")
 set(FLASHMOE_ATTENTION_SM90_KERNELS
-  "64,64" "96,96" "128,128" "192,128" "192,192" "256,256")
+  "64,64" "96,96" "128,128" "192,128" "192,192" "256,256"
+  "64,64,CappedTuning,_softcap" "96,96,CappedTuning,_softcap" "128,128,CappedTuning,_softcap"
+  "192,128,CappedTuning,_softcap" "192,192,CappedTuning,_softcap" "256,256,CappedTuning,_softcap")
 
 function(flashmoe_instantiate_attention target family)
   set(source_dir "${PROJECT_SOURCE_DIR}/cuda/attention/${family}")

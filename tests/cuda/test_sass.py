@@ -214,7 +214,8 @@ def test_sm90_products_are_wgmma(instructions: dict[Code, Counter[str]]) -> None
         products = sum(n for name, n in opcodes.items() if kind.fullmatch(name))
         assert products > 0, f"{code}: no HGMMA of {suffix}: {opcodes}"
         assert products == _count(opcodes, "HGMMA"), f"{code}: products of another kind"
-        assert _count(opcodes, "HMMA") == 0, f"{code}: products of one warp"
+        # The scores of a step whose offsets did not hold, again: one slice of at most 128 keys.
+        assert _count(opcodes, "HMMA") <= 16, f"{code}: products of one warp"
         # Where ptxas gives a group of products up, each is begun and awaited by itself.
         for name in ("WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR.LE"):
             assert 0 < 2 * opcodes[name] <= products, f"{code}: products are serialised"

@@ -15,9 +15,10 @@ struct Entry {
   Dtype dtype;
   int dim;
   int dim_v;
+  bool capped;  // for logits with a softcap, and for no others
   int tile_q;
   int tile_k;
-  int store_rows;  // of a box of the output
+  int box_rows;  // of a box of Q and of the output
   int stages;
   int threads;
   int shared_bytes;

@@ -21,7 +21,9 @@ namespace flashmoe::sm90 {
 namespace {
 
 constexpr int kComputeCapability = 90;
-constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + causal offset fits in int32
+constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + offset + 1 fits in int32
+constexpr int32_t kNoLeftOffset = -(1 << 30);
+constexpr int32_t kNoRightOffset = (1 << 30) - 1;
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
 constexpr double kLog2E = 1.4426950408889634;
 
@@ -31,11 +33,13 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-// The kernel that the problem names, else the one of its dtype with the least padding.
+// The kernel that the problem names, else of those for its dtype and softcap the one with the least
+// padding.
 const Entry* find_entry(const AttentionProblem& problem) {
   const Entry* best = nullptr;
   for (const Entry* entry : kEntries) {
-    if (entry->dtype != problem.dtype || entry->dim < problem.dim || entry->dim_v < problem.dim_v) {
+    if (entry->dtype != problem.dtype || entry->capped != (problem.softcap != 0.0f) ||
+        entry->dim < problem.dim || entry->dim_v < problem.dim_v) {
       continue;
     }
     if (problem.kernel != nullptr && std::strcmp(problem.kernel, entry->name) == 0) return entry;
@@ -118,10 +122,6 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
   if (problem.dtype == Dtype::kFloat32) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
   }
-  if (problem.bounded_left || problem.softcap != 0.0f) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                  "a window to the left or a softcap, which the sm89 family serves");
-  }
   const Entry* entry = find_entry(problem);
   if (entry == nullptr) {
     return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
@@ -175,17 +175,30 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
   return FLASHMOE_OK;
 }
 
-// Causal tiles of a section run longest first, so its keys and values should fit the L2 beside the
-// traffic of queries and outputs. Without a mask all tiles are alike and heads go one by one.
-int heads_per_section(const AttentionProblem& problem, int64_t l2_bytes) {
-  if (!problem.bounded_right || problem.bounded_left) return 1;
-  const int64_t heads = problem.batch * problem.heads_q;
+// Where only the right is bounded, later tiles of a head are longer, and those of a section of heads run
+// longest first.
+bool last_tiles_first(const AttentionProblem& problem) {
+  return problem.bounded_right && !problem.bounded_left;
+}
+
+// Sections are as short as they can be without leaving blocks idle, since the first tiles of one read all
+// of its keys and values: rounds of tiles enough to even out their lengths, while keys and values fit
+// the L2 beside the traffic of queries and outputs.
+int heads_per_section(const AttentionProblem& problem, const Entry& entry,
+                      const DeviceFacts& facts) {
+  constexpr int64_t kLeastRounds = 2;
+  constexpr int64_t kStepsPerRound = 4;
   const int64_t group = problem.heads_q / problem.heads_kv;
+  const int64_t heads_kv = problem.batch * problem.heads_kv;
+  const int64_t steps = (problem.seq_k + entry.tile_k - 1) / entry.tile_k;
+  const int64_t rounds = std::max(kLeastRounds, steps / kStepsPerRound);
+  const int64_t group_tiles = group * ((problem.seq_q + entry.tile_q - 1) / entry.tile_q);
+  const int64_t wanted = (rounds * facts.multiprocessors + group_tiles - 1) / group_tiles;
   const int64_t bytes = problem.seq_k * (problem.dim + problem.dim_v) * dtype_bytes(problem.dtype);
-  const int64_t all = heads / group;  // heads of K and V
-  const int64_t fitting = bytes > 0 ? std::max<int64_t>(1, l2_bytes * 3 / 4 / bytes) : all;
-  const int64_t sections = (all + fitting - 1) / fitting;  // all of about one size
-  return static_cast<int>((all + sections - 1) / sections * group);
+  const int64_t fitting = bytes > 0 ? std::max<int64_t>(1, facts.l2_bytes * 3 / 4 / bytes) : wanted;
+  const int64_t most = std::min({wanted, fitting, heads_kv});
+  const int64_t sections = (heads_kv + most - 1) / most;  // all of about one size
+  return static_cast<int>((heads_kv + sections - 1) / sections * group);
 }
 
 Repeats repeats(const RowStrides& strides) {
@@ -221,16 +234,17 @@ bool encode_maps(const AttentionProblem& p, const Entry& entry, Params* params) 
   const void* k = p.seq_k > 0 ? p.k : p.q;
   const void* v = p.seq_k > 0 ? p.v : p.q;
   return encode(&params->q, p.dtype, p.q, p.q_strides, p.dim, p.seq_q, p.heads_q, p.batch,
-                entry.tile_q) &&
+                entry.box_rows) &&
          encode(&params->k, p.dtype, k, p.k_strides, p.dim, p.seq_k, p.heads_kv, p.batch,
                 entry.tile_k) &&
          encode(&params->v, p.dtype, v, p.v_strides, p.dim_v, p.seq_k, p.heads_kv, p.batch,
                 entry.tile_k) &&
          encode(&params->out, p.dtype, p.out, p.out_strides, p.dim_v, p.seq_q, p.heads_q, p.batch,
-                entry.store_rows);
+                entry.box_rows);
 }
 
-void fill_params(const AttentionProblem& p, const Entry& entry, int64_t l2_bytes, Params* params) {
+void fill_params(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts,
+                 Params* params) {
   params->q_repeats = repeats(p.q_strides);
   params->k_repeats = repeats(p.k_strides);
   params->v_repeats = repeats(p.v_strides);
@@ -250,12 +264,17 @@ void fill_params(const AttentionProblem& p, const Entry& entry, int64_t l2_bytes
   params->seq_k = static_cast<int32_t>(p.seq_k);
   params->heads_q = static_cast<int32_t>(p.heads_q);
   params->heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
-  params->causal = p.bounded_right ? 1 : 0;
-  params->causal_offset = static_cast<int32_t>(p.right_offset);
-  params->scale_log2 = static_cast<float>(static_cast<double>(p.scale) * kLog2E);
+  params->left_offset = p.bounded_left ? static_cast<int32_t>(p.left_offset) : kNoLeftOffset;
+  params->right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
+  params->masked = p.bounded_left || p.bounded_right ? 1 : 0;
+  params->last_tiles_first = last_tiles_first(p) ? 1 : 0;
+  const bool capped = p.softcap != 0.0f;
+  params->scale_log2 =
+      static_cast<float>(static_cast<double>(capped ? p.softcap : p.scale) * kLog2E);
+  params->cap_ratio = p.cap_ratio;
   params->tiles_per_head = static_cast<int32_t>((p.seq_q + entry.tile_q - 1) / entry.tile_q);
   params->heads = static_cast<int32_t>(p.batch * p.heads_q);
-  params->heads_per_section = heads_per_section(p, l2_bytes);
+  params->heads_per_section = last_tiles_first(p) ? heads_per_section(p, entry, facts) : 1;
 }
 
 bool same(const RowStrides& a, const RowStrides& b) {
@@ -284,7 +303,8 @@ struct KnownCall {
 };
 
 // nullptr if the driver refuses a map.
-const Params* make_params(const AttentionProblem& problem, const Entry& entry, int64_t l2_bytes) {
+const Params* make_params(const AttentionProblem& problem, const Entry& entry,
+                          const DeviceFacts& facts) {
   constexpr size_t kCalls = 16;
   thread_local KnownCall calls[kCalls];
   const auto place = [](const void* data) { return reinterpret_cast<uintptr_t>(data) / 512; };
@@ -300,7 +320,7 @@ const Params* make_params(const AttentionProblem& problem, const Entry& entry, i
       return nullptr;
     }
   }
-  fill_params(problem, entry, l2_bytes, &call.params);
+  fill_params(problem, entry, facts, &call.params);
   call.problem = problem;
   call.entry = &entry;
   return &call.params;
@@ -335,7 +355,7 @@ flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& pla
     return fail(FLASHMOE_ERROR_CUDA, "device: making cuda:%d current: %s", device_id,
                 cudaGetErrorString(guard.error()));
   }
-  const Params* params = make_params(problem, entry, facts->l2_bytes);
+  const Params* params = make_params(problem, entry, *facts);
   if (params == nullptr) {
     return fail(FLASHMOE_ERROR_CUDA, "launching %s: the driver refused a tensor map", entry.name);
   }

@@ -16,7 +16,10 @@
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/traits.cuh"
 #include "cuda/numeric/dtype.cuh"
+#include "cuda/numeric/tanh.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/registers.cuh"
 #include "cuda/ptx/stmatrix.cuh"
@@ -30,6 +33,9 @@ inline constexpr uint32_t kFullWarp = 0xffffffffu;
 // probabilities reach at most 2^8 instead of 1, which neither fp16 nor bf16 nor the fp32 sums mind,
 // and the accumulators are left alone.
 inline constexpr float kLazyBits = 8.0f;
+// What the probabilities of a step that a lane holds of a row may add up to under an offset from before:
+// more, and one of them may be beyond what fp16 holds.
+inline constexpr float kMostOfAStep = 16384.0f;
 // Below every offset, yet finite: masked scores less it are -inf, not NaN.
 inline constexpr float kNoOffset = -1.0e38f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
@@ -38,8 +44,8 @@ inline constexpr int kStoreBarrier = 5;  // and another
 
 inline constexpr int kNoTile = -1;
 
-// A query tile. The producer works it out and leaves it in shared memory with its Q. Causal tiles come
-// longest first, inside sections of heads whose keys and values fit the L2 together.
+// A query tile. The producer works it out and leaves it in shared memory with its Q. Tiles of unequal
+// length come longest first, inside sections of heads whose keys and values fit the L2 together.
 struct alignas(16) Tile {
   int batch;
   int head;
@@ -59,7 +65,8 @@ struct alignas(16) Tile {
     result.batch = head / params.heads_q;
     result.head = head % params.heads_q;
     result.head_kv = result.head / params.heads_per_kv;
-    result.first_row = (params.causal ? params.tiles_per_head - 1 - tile : tile) * Traits::kTileQ;
+    result.first_row =
+        (params.last_tiles_first ? params.tiles_per_head - 1 - tile : tile) * Traits::kTileQ;
     return result;
   }
 };
@@ -75,40 +82,71 @@ __device__ __forceinline__ int thread_index() {
 __device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
 __device__ __forceinline__ int warp_of_group() { return thread_index() / kThreadsPerWarp % 4; }
 
-// Number of keys that query row `row` sees; negative rows of the ramp see none.
-__device__ __forceinline__ int visible_keys(const Params& params, int row) {
-  if (!params.causal) return params.seq_k;
-  return max(0, min(params.seq_k, row + 1 + params.causal_offset));
+// Query row `row` sees the keys from first_key to before end_key, none if that is not behind. Neither
+// decreases with the row.
+__device__ __forceinline__ int first_key(const Params& params, int row) {
+  return max(0, row + params.left_offset);
+}
+__device__ __forceinline__ int end_key(const Params& params, int row) {
+  return max(0, min(params.seq_k, row + params.right_offset + 1));
 }
 
-// Steps that `rows` rows from first_row on need; none where there are no such rows.
+// The steps that some rows need, from `first` to before `end`: none where there are no such rows, or
+// where they see no key.
 template <class Traits>
-__device__ __forceinline__ int steps_of(const Params& params, int first_row, int rows) {
-  const int last_row = min(first_row + rows, params.seq_q) - 1;
-  if (last_row < first_row) return 0;
-  return (visible_keys(params, last_row) + Traits::kStepKeys - 1) / Traits::kStepKeys;
-}
+struct Steps {
+  int first;
+  int end;
 
-// Calls visit(tile) for the tiles of this block. Blocks take tiles in rounds, and every other round runs
-// backwards: whoever had the longest tile of one has the shortest of the next. With a mask that begins
-// anew with each section, whose tiles get shorter and shorter.
-template <class Traits, class Visit>
-__device__ __forceinline__ void for_each_tile(const Params& params, Visit visit) {
-  const int blocks = static_cast<int>(gridDim.x);
-  const int block = static_cast<int>(blockIdx.x);
-  const int tiles = params.tiles_per_head * params.heads;
-  const int section = params.causal ? params.tiles_per_head * params.heads_per_section : tiles;
-  for (int first = 0; first < tiles; first += section) {
-    const int end = min(first + section, tiles);
-    // Behind the block that had the last one's end: sections may hold fewer tiles than there are blocks.
-    const int turn = (block + blocks - first % blocks) % blocks;
-    bool forwards = true;
-    for (int round = first; round < end; round += blocks, forwards = !forwards) {
-      const int position = round + (forwards ? turn : blocks - 1 - turn);
-      if (position < end) visit(Tile::at<Traits>(params, position));
-    }
+  __device__ __forceinline__ Steps(const Params& params, int first_row, int rows) {
+    const int last_row = min(first_row + rows, params.seq_q) - 1;
+    const int begin = sm90::first_key(params, first_row);
+    const int behind = last_row < first_row ? 0 : sm90::end_key(params, last_row);
+    const bool any = begin < behind;
+    first = any ? begin / Traits::kStepKeys : 0;
+    end = any ? (behind + Traits::kStepKeys - 1) / Traits::kStepKeys : 0;
   }
-}
+};
+
+// The tiles of this block, one after another. Blocks take tiles in rounds, and every other round runs
+// backwards: whoever had the longest tile of one has the shortest of the next. Where they differ that
+// begins anew with each section, whose tiles get shorter and shorter.
+template <class Traits>
+class TileWalk {
+ public:
+  explicit __device__ __forceinline__ TileWalk(const Params& params) : params_(params) {}
+
+  // False when there are no more.
+  __device__ __forceinline__ bool next(Tile* tile) {
+    const int blocks = static_cast<int>(gridDim.x);
+    const int block = static_cast<int>(blockIdx.x);
+    const int tiles = params_.tiles_per_head * params_.heads;
+    const int section =
+        params_.last_tiles_first ? params_.tiles_per_head * params_.heads_per_section : tiles;
+    for (; first_ < tiles; first_ += section, round_ = first_, forwards_ = true) {
+      const int end = min(first_ + section, tiles);
+      // Behind the block that had the last one's end: sections may hold fewer tiles than there are
+      // blocks.
+      const int turn = (block + blocks - first_ % blocks) % blocks;
+      while (round_ < end) {
+        const int position = round_ + (forwards_ ? turn : blocks - 1 - turn);
+        round_ += blocks;
+        forwards_ = !forwards_;
+        if (position < end) {
+          *tile = Tile::at<Traits>(params_, position);
+          return true;
+        }
+      }
+    }
+    return false;
+  }
+
+ private:
+  const Params& params_;
+  int first_ = 0;  // position of the section
+  int round_ = 0;  // position of the round
+  bool forwards_ = true;
+};
 
 // Addresses of the barriers, and which stage and parity a running count of uses means.
 template <class Traits>
@@ -119,9 +157,11 @@ struct Barriers {
   __device__ __forceinline__ uint32_t k_empty(int stage) const { return of(1, stage); }
   __device__ __forceinline__ uint32_t v_full(int stage) const { return of(2, stage); }
   __device__ __forceinline__ uint32_t v_empty(int stage) const { return of(3, stage); }
-  __device__ __forceinline__ uint32_t q_full(int stage) const { return of(4, 0) + 8 * stage; }
-  __device__ __forceinline__ uint32_t q_empty(int stage) const {
-    return of(4, 0) + 8 * (Traits::kQStages + stage);
+  __device__ __forceinline__ uint32_t q_full(int stage, int portion) const {
+    return of(4, 0) + 8 * (stage * Traits::kQPortions + portion);
+  }
+  __device__ __forceinline__ uint32_t q_empty(int stage, int portion) const {
+    return q_full(Traits::kQStages + stage, portion);
   }
 
  private:
@@ -177,44 +217,65 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared, T
     load_step<Traits, Traits::kBoxesV>(params.v, params.v_repeats, tile, step, to, full);
     v_cursor.step();
   };
-  // In the order of use: V of a step after K of the next, be that another tile's. Only where Q must wait
-  // for the output does a tile end with its last V.
-  Tile last_tile;
-  bool pending = false;  // V of step 0 of last_tile
-  uint32_t sent = 0;
-  const auto load_pending = [&] {
-    if (pending) load_v(last_tile, 0);
-    pending = false;
-  };
-  for_each_tile<Traits>(params, [&](const Tile& tile) {
-    const int steps = steps_of<Traits>(params, tile.first_row, Traits::kTileQ);
-    const uint32_t full = barriers.q_full(q_cursor.stage);
-    if (Traits::kOutputOverQ && steps > 0) load_k(tile, steps - 1);
-    ptx::mbarrier_wait(barriers.q_empty(q_cursor.stage), q_cursor.parity ^ 1);
-    tiles[sent++ % kTileSlots] = tile;
-    ptx::mbarrier_arrive_expect(full, Traits::kQBytes);
+  const auto load_q = [&](const Tile& tile, int portion) {
+    constexpr int kGroups = Traits::kGroupsPerPortion;
+    const uint32_t full = barriers.q_full(q_cursor.stage, portion);
     const uint32_t to = shared + Traits::kQOffset + q_cursor.stage * Traits::kQBytes;
+    ptx::mbarrier_arrive_expect(full, kGroups * Traits::kQBytesPerGroup);
 #pragma unroll
-    for (int box = 0; box < Traits::kBoxes; ++box) {
-      ptx::tma_load(to + box * Traits::kQBoxBytes, &params.q, full, ptx::kEvictFirst,
-                    box * kBoxColumns, tile.first_row, tile.head * params.q_repeats.head,
+    for (int i = 0; i < kGroups * Traits::kBoxes; ++i) {
+      const int group = portion * kGroups + i / Traits::kBoxes;
+      const int box = i % Traits::kBoxes;
+      ptx::tma_load(to + group * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes, &params.q,
+                    full, ptx::kEvictFirst, box * kBoxColumns,
+                    tile.first_row + group * kRowsPerGroup, tile.head * params.q_repeats.head,
                     tile.batch * params.q_repeats.batch);
     }
+  };
+  // Waits until a portion of Q is free for the next tile.
+  const auto wait_for_room = [&](int portion) {
+    ptx::mbarrier_wait(barriers.q_empty(q_cursor.stage, portion), q_cursor.parity ^ 1);
+  };
+  // In the order of use: V of a step after K of the next, be that another tile's. Only where Q must wait
+  // for the output does a tile end with its last V.
+  TileWalk<Traits> walk(params);
+  Tile last_tile;
+  int last_step = 0;
+  bool pending = false;  // V of last_tile's last step
+  uint32_t sent = 0;
+  const auto load_pending = [&] {
+    if (pending) load_v(last_tile, last_step);
+    pending = false;
+  };
+  for (Tile tile; walk.next(&tile);) {
+    const Steps<Traits> steps(params, tile.first_row, Traits::kTileQ);
+    const bool any = steps.end > 0;
+    if (Traits::kOutputOverQ && any) load_k(tile, steps.end - 1);
+#pragma unroll
+    for (int portion = 0; portion < Traits::kQPortions; ++portion) {
+      wait_for_room(portion);
+      if (portion == 0) tiles[sent++ % kTileSlots] = tile;
+      load_q(tile, portion);
+    }
     q_cursor.step();
-    if (!Traits::kOutputOverQ && steps > 0) load_k(tile, steps - 1);
+    if (!Traits::kOutputOverQ && any) load_k(tile, steps.end - 1);
     load_pending();
-    for (int step = steps - 1; step > 0; --step) {
+    for (int step = steps.end - 1; step > steps.first; --step) {
       load_k(tile, step - 1);
       load_v(tile, step);
     }
-    pending = steps > 0;
+    pending = any;
     last_tile = tile;
+    last_step = steps.first;
     if (Traits::kOutputOverQ) load_pending();
-  });
+  }
   load_pending();
-  ptx::mbarrier_wait(barriers.q_empty(q_cursor.stage), q_cursor.parity ^ 1);
-  tiles[sent % kTileSlots].first_row = kNoTile;
-  ptx::mbarrier_arrive(barriers.q_full(q_cursor.stage));
+#pragma unroll
+  for (int portion = 0; portion < Traits::kQPortions; ++portion) {
+    wait_for_room(portion);
+    if (portion == 0) tiles[sent % kTileSlots].first_row = kNoTile;
+    ptx::mbarrier_arrive(barriers.q_full(q_cursor.stage, portion));
+  }
 }
 
 // One row of the scores' statistics for each half of a thread's fragment: rows lane / 4 and eight on.
@@ -257,18 +318,31 @@ struct RowStatistics {
     }
   }
 
-  // Turns scores into probabilities.
+  // Turns scores into probabilities, whose sums go to `step`.
   template <int kScores>
-  __device__ __forceinline__ void exponentiate(float (&scores)[kScores], float scale_log2) {
-    float sums[2][2] = {{sum[0], 0.0f}, {sum[1], 0.0f}};
+  __device__ __forceinline__ void exponentiate(float (&scores)[kScores], float scale_log2,
+                                               float (&step)[2]) const {
+    float sums[2][2] = {};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const int half = (i / 2) % 2;
       scores[i] = numeric::exp2_approx(fmaf(scores[i], scale_log2, -offset[half]));
       sums[half][i % 2] += scores[i];
     }
-    sum[0] = sums[0][0] + sums[0][1];
-    sum[1] = sums[1][0] + sums[1][1];
+    step[0] = sums[0][0] + sums[0][1];
+    step[1] = sums[1][0] + sums[1][1];
+  }
+
+  __device__ __forceinline__ void add(const float (&step)[2]) {
+    sum[0] += step[0];
+    sum[1] += step[1];
+  }
+
+  // Whether the offsets are too low for probabilities with these sums. A row whose offset is NaN stays as
+  // it is.
+  __device__ __forceinline__ bool outgrown(const float (&step)[2]) const {
+    return (!(step[0] <= kMostOfAStep) && offset[0] == offset[0]) ||
+           (!(step[1] <= kMostOfAStep) && offset[1] == offset[1]);
   }
 };
 
@@ -301,17 +375,21 @@ struct Consumer {
   float scores[kScores];
   uint32_t p[kSlices][4];
   float out[kOutputs];
-  bool add = false;        // out holds something
-  bool nonfinite = false;  // this warp has written an infinity or a NaN
+  bool add = false;  // out holds something
+  bool nonfinite =
+      false;  // this warp has written an infinity or a NaN that its sums do not explain
 
   __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
                                       uint32_t shared_, const Tile* tiles_, int group_)
       : params(params_), barriers(barriers_), shared(shared_), tiles(tiles_), group(group_) {
-    q_descriptor = ptx::swizzled_descriptor(
-        shared + Traits::kQOffset + group * kRowsPerGroup * kBoxRowBytes, 16);
+    q_descriptor =
+        ptx::swizzled_descriptor(shared + Traits::kQOffset + group * Traits::kQBytesPerGroup, 16);
     k_descriptor = ptx::swizzled_descriptor(shared + Traits::kKOffset, 16);
     v_descriptor = ptx::swizzled_descriptor(shared + Traits::kVOffset, Traits::kKVBoxBytes);
   }
+
+  // Of Q: the one that holds this group's rows.
+  __device__ __forceinline__ int portion() const { return group / Traits::kGroupsPerPortion; }
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
     if (ptx::elect_one()) ptx::mbarrier_arrive(barrier);
@@ -326,7 +404,7 @@ struct Consumer {
     for (int slice = 0; slice < Traits::kDim / 16; ++slice) {
       const int box = slice / 4;
       const int within = slice % 4 * 32;
-      ScoreMma::multiply(scores, ptx::advance(q, box * Traits::kQBoxBytes + within),
+      ScoreMma::multiply(scores, ptx::advance(q, box * Traits::kRowBoxBytes + within),
                          ptx::advance(k, box * Traits::kKVBoxBytes + within), slice > 0);
     }
     ptx::wgmma_commit();
@@ -354,22 +432,41 @@ struct Consumer {
     }
   }
 
+  // Of this thread's keys of a step, 2 (lane % 4) + 8 i and the one behind it, as many as lie before
+  // `end`, as the lowest bits.
+  static __device__ __forceinline__ uint32_t keys_before(int end, int lane) {
+    const int within = max(0, end - 2 * (lane % 4));
+    const int keys = within / 8 * 2 + min(within % 8, 2);
+    return keys >= 32 ? ~0u : (1u << keys) - 1;
+  }
+
   // Hides the keys of a step that a row does not see.
   __device__ __forceinline__ void mask(int group_row, int step) {
+    static_assert(kScores / 2 <= 32, "a bit for each key of a row");
     const int lane = lane_index();
     const int first_row = group_row + warp_of_group() * 16 + lane / 4;
+    const int step_key = step * Traits::kStepKeys;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int limit =
-          visible_keys(params, first_row + 8 * half) - step * Traits::kStepKeys - 2 * (lane % 4);
+      const int row = first_row + 8 * half;
+      const uint32_t seen = keys_before(end_key(params, row) - step_key, lane) &
+                            ~keys_before(first_key(params, row) - step_key, lane);
 #pragma unroll
-      for (int i = 0; i < kScores; i += 4) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (2 * i + e >= limit) scores[i + 2 * half + e] = -INFINITY;
-        }
+      for (int i = 0; i < kScores / 2; ++i) {
+        float& score = scores[i / 2 * 4 + 2 * half + i % 2];
+        if ((seen & (1u << i)) == 0) score = -INFINITY;
       }
     }
+  }
+
+  // What softcap and mask make of Q K^T.
+  __device__ __forceinline__ void cap_and_mask(int group_row, int step, bool masked) {
+    if (Traits::kCapped) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i)
+        scores[i] = numeric::tanh_brief(scores[i] * params.cap_ratio);
+    }
+    if (masked) mask(group_row, step);
   }
 
   __device__ __forceinline__ void take_turn() const {
@@ -399,33 +496,62 @@ struct Consumer {
     v_cursor.step();
   }
   __device__ __forceinline__ void release_q() {
-    if (!Traits::kOutputOverQ) release(barriers.q_empty(q_cursor.stage));
+    if (!Traits::kOutputOverQ) release(barriers.q_empty(q_cursor.stage, 0));
   }
 
-  // Turns scores into probabilities; masked where the step holds keys that some row does not see.
-  __device__ __forceinline__ void softmax(int group_row, int step, bool masked,
-                                          float (&factor)[2]) {
-    if (masked) mask(group_row, step);
-    statistics.raise(scores, params.scale_log2, factor);
-    statistics.exponentiate(scores, params.scale_log2);
+  // Computes the scores of this warp's rows again, in a warp alone.
+  __device__ __forceinline__ void compute_scores_again() {
+    const int lane = lane_index();
+    const int q_row = warp_of_group() * 16 + lane % 16;
+    const int k_row = lane / 16 * 8 + lane % 8;
+    const uint32_t q = shared + Traits::kQOffset + q_cursor.stage * Traits::kQBytes +
+                       group * Traits::kQBytesPerGroup;
+    const uint32_t k = shared + Traits::kKOffset + k_cursor.stage * Traits::kKBytes;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = 0.0f;
+#pragma unroll 1
+    for (int slice = 0; slice < Traits::kDim / 16; ++slice) {
+      const int box = slice / 4;
+      const int chunk = slice % 4 * 2;
+      uint32_t a[4];
+      ptx::ldmatrix_x4(a, q + box * Traits::kRowBoxBytes + q_row * kBoxRowBytes +
+                              ((chunk + lane / 16) ^ (q_row % 8)) * 16);
+#pragma unroll
+      for (int keys = 0; keys < Traits::kStepKeys / 16; ++keys) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4(b, k + box * Traits::kKVBoxBytes + (16 * keys + k_row) * kBoxRowBytes +
+                                ((chunk + lane / 8 % 2) ^ (k_row % 8)) * 16);
+#pragma unroll
+        for (int tile8 = 0; tile8 < 2; ++tile8) {
+          float d[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) d[i] = scores[8 * keys + 4 * tile8 + i];
+          ptx::mma_m16n8k16<Element>(d, a, b[2 * tile8], b[2 * tile8 + 1]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) scores[8 * keys + 4 * tile8 + i] = d[i];
+        }
+      }
+    }
   }
 
   // Waits for P V. ptxas would have this wait before the exponentials, which should run under P V: it
-  // does not move across a branch that depends on all of them and is never taken.
-  __device__ __forceinline__ void wait_for_values() {
-    if (Traits::kOverlapped &&
-        __any_sync(kFullWarp, statistics.sum[0] + statistics.sum[1] < 0.0f)) {
-      __trap();
-    }
+  // does not move across a branch that depends on all of them, through their sums, and is never taken.
+  __device__ __forceinline__ void wait_for_values(const float (&sums)[2]) {
+    if (Traits::kOverlapped && __any_sync(kFullWarp, sums[0] + sums[1] < 0.0f)) __trap();
     ptx::wgmma_wait<0>();
     ptx::pin(out);
     release_v();
   }
 
+  __device__ __forceinline__ void scale_out(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) out[i] *= factor[(i / 2) % 2];
+  }
+
   // The first step of a tile. With kClose, the last P V of the tile before it runs under the softmax, and
   // that tile is written out.
   template <bool kClose>
-  __device__ __forceinline__ void first_step(int group_row, int step, bool masked) {
+  __device__ __forceinline__ void first_step(int group_row, int step, bool masked, bool last) {
     wait_for_k();
     take_turn();
     ptx::pin(scores);
@@ -439,22 +565,26 @@ struct Consumer {
     ptx::wgmma_wait<kClose ? 1 : 0>();
     ptx::pin(scores);
     release_k();
-    if (step == 0) release_q();
+    if (last) release_q();
     const RowStatistics closing = statistics;
     float factor[2];
+    float sums[2];
+    cap_and_mask(group_row, step, masked);
     statistics.reset();
-    softmax(group_row, step, masked, factor);
+    statistics.raise(scores, params.scale_log2, factor);
+    statistics.exponentiate(scores, params.scale_log2, sums);
+    statistics.add(sums);
     if (kClose) {
-      wait_for_values();
+      wait_for_values(sums);
       finish(tile - 1, closing);
     }
     pack();
     open = true;
   }
 
-  // Q K^T of a step, P V of the one before, and the softmax of this one under it.
-  __device__ __forceinline__ void next_step(int group_row, int step, bool masked) {
-    float factor[2];
+  // Q K^T of a step, P V of the one before, and the softmax of this one under it. Offsets are taken to
+  // hold; the sums show where they do not, and the scores are computed again then.
+  __device__ __forceinline__ void next_step(int group_row, int step, bool masked, bool last) {
     wait_for_k();
     take_turn();
     ptx::pin(scores);
@@ -465,14 +595,22 @@ struct Consumer {
     pass_turn();
     ptx::wgmma_wait<1>();
     ptx::pin(scores);
-    release_k();
-    if (step == 0) release_q();
-    softmax(group_row, step, masked, factor);
-    wait_for_values();
-    if (__any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f)) {
+    float sums[2];
+    cap_and_mask(group_row, step, masked);
+    statistics.exponentiate(scores, params.scale_log2, sums);
+    wait_for_values(sums);
+    if (__builtin_expect(__any_sync(kFullWarp, statistics.outgrown(sums)), false)) {
+      float factor[2];
+      compute_scores_again();
+      cap_and_mask(group_row, step, masked);
+      statistics.raise(scores, params.scale_log2, factor);
+      statistics.exponentiate(scores, params.scale_log2, sums);
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) out[i] *= factor[(i / 2) % 2];
     }
+    statistics.add(sums);
+    release_k();
+    if (last) release_q();
     pack();
   }
 
@@ -490,37 +628,40 @@ struct Consumer {
   // Computes the tiles that the producer sends.
   __device__ __forceinline__ void run() {
     for (;;) {
-      // Where the output leaves through Q, the next Q waits for it: the tile was closed.
-      ptx::mbarrier_wait(barriers.q_full(q_cursor.stage), q_cursor.parity);
+      ptx::mbarrier_wait(barriers.q_full(q_cursor.stage, portion()), q_cursor.parity);
       const int first_row = tiles[tile % kTileSlots].first_row;
+      const int group_row = first_row + group * kRowsPerGroup;
+      const Steps<Traits> steps(params, first_row, Traits::kTileQ);
+      const Steps<Traits> own(params, group_row, kRowsPerGroup);
+      // Unless this group's first step does it. Where the output leaves through Q, the tile before this one
+      // is closed.
+      const bool at_once = first_row == kNoTile || own.end == 0 || own.end < steps.end;
+      if (!Traits::kOutputOverQ && open && at_once) close(tile - 1);
       if (first_row == kNoTile) break;
-      compute(first_row + group * kRowsPerGroup, first_row);
+      compute(group_row, steps, own);
       q_cursor.step();
       ++tile;
     }
-    if (open) close(tile - 1);
     if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();
-    if (params.causal) {
+    if (params.masked) {
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
       if (nonfinite) {
         ptx::fence_proxy_async();
-        for_each_tile<Traits>(params, [&](const Tile& written) { repair(written); });
+        TileWalk<Traits> walk(params);
+        for (Tile written; walk.next(&written);) repair(written);
       }
     }
   }
 
-  // `first_row` is the tile's, `group_row` this group's.
-  __device__ __forceinline__ void compute(int group_row, int first_row) {
-    const int steps = steps_of<Traits>(params, first_row, Traits::kTileQ);
-    const int own_steps = steps_of<Traits>(params, group_row, kRowsPerGroup);
-    // Steps from this one on hold keys that some row of this group does not see.
-    const int plain_steps = visible_keys(params, group_row) / Traits::kStepKeys;
-
-    if (open && own_steps < steps) close(tile - 1);
+  // A group leaves out the steps behind its own, which other groups need; those before it masks.
+  __device__ __forceinline__ void compute(int group_row, const Steps<Traits>& steps,
+                                          const Steps<Traits>& own) {
+    const bool sees_keys = own.end > 0;
+    const int end = sees_keys ? own.end : steps.first;
     // First of all: the last V of the tile comes after the next Q.
-    if (own_steps == 0) release_q();
-    int step = steps - 1;
-    for (; step >= own_steps; --step) {  // for other groups only
+    if (!sees_keys) release_q();
+    int step = steps.end - 1;
+    for (; step >= end; --step) {
       wait_for_k();
       release_k();
       take_turn();
@@ -528,22 +669,49 @@ struct Consumer {
       wait_for_v();
       release_v();
     }
-    if (own_steps == 0) {
-      if (open) close(tile - 1);
-      statistics.reset();
-#pragma unroll
-      for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
-      finish(tile, statistics);
-    } else {
-      if (open) {
-        first_step<true>(group_row, step, step >= plain_steps);
-      } else {
-        first_step<false>(group_row, step, step >= plain_steps);
-      }
-      for (--step; step >= plain_steps; --step) next_step(group_row, step, true);
-      for (; step >= 0; --step) next_step(group_row, step, false);
-      if (Traits::kOutputOverQ) close(tile);
+    if (!sees_keys) {
+      write_nothing_seen();
+      return;
     }
+    // Steps between these hold no key that some row of this group does not see.
+    const int last_row = min(group_row + kRowsPerGroup, params.seq_q) - 1;
+    const int right_steps = end_key(params, group_row) / Traits::kStepKeys;
+    const int left_key = first_key(params, last_row);
+    const auto masked = [&] { return step >= right_steps || step * Traits::kStepKeys < left_key; };
+    if (!Traits::kOutputOverQ && open) {
+      first_step<true>(group_row, step, masked(), step == steps.first);
+    } else {
+      first_step<false>(group_row, step, masked(), step == steps.first);
+    }
+    for (--step; step >= steps.first; --step) {
+      next_step(group_row, step, masked(), step == steps.first);
+    }
+    if (Traits::kOutputOverQ) close(tile);
+  }
+
+  // Output 0 and log-sum-exp -inf for the rows of this warp, which see no key.
+  __device__ __forceinline__ void write_nothing_seen() const {
+    const Tile here = tiles[tile % kTileSlots];
+    const int first_row = here.first_row + group * kRowsPerGroup + warp_of_group() * 16;
+#pragma unroll 1
+    for (int row = first_row; row < min(first_row + 16, params.seq_q); ++row) {
+      uint16_t* out_row = params.out_data + here.batch * params.out_strides.batch +
+                          here.head * params.out_strides.head + row * params.out_strides.seq;
+#pragma unroll 1
+      for (int column = lane_index(); column < params.dim_v; column += kThreadsPerWarp) {
+        out_row[column] = 0;
+      }
+      if (params.lse != nullptr && lane_index() == 0) *lse_of(here, row) = -INFINITY;
+    }
+    // Q has served for nothing.
+    if (Traits::kOutputOverQ && warp_of_group() == 0 && lane_index() == 0) {
+      ptx::mbarrier_arrive(barriers.q_empty(q_cursor.stage, portion()));
+    }
+  }
+
+  __device__ __forceinline__ float* lse_of(const Tile& of, int row) const {
+    return params.lse + of.batch * params.lse_strides.batch + of.head * params.lse_strides.head +
+           row * params.lse_strides.seq;
   }
 
   // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time. After the
@@ -560,6 +728,7 @@ struct Consumer {
     lone.v_stride = params.v_strides.seq;
     lone.dim = params.dim;
     lone.dim_v = params.dim_v;
+    lone.cap_ratio = params.cap_ratio;
     for (int row = first_row; row < min(first_row + 16, params.seq_q); ++row) {
       uint16_t* out_row = params.out_data + tile.batch * params.out_strides.batch +
                           tile.head * params.out_strides.head + row * params.out_strides.seq;
@@ -570,14 +739,12 @@ struct Consumer {
       if (!__any_sync(kFullWarp, wrong)) continue;
       lone.q = params.q_data + tile.batch * params.q_strides.batch +
                tile.head * params.q_strides.head + row * params.q_strides.seq;
-      lone.keys = visible_keys(params, row);
+      lone.first_key = first_key(params, row);
+      lone.keys = end_key(params, row);
       const float lse = compute_row_alone<Element, Traits::kDimV>(
           lone, params.scale_log2,
           [&](int column, uint16_t element) { out_row[column] = element; });
-      if (params.lse != nullptr && lane == 0) {
-        params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
-                   row * params.lse_strides.seq] = lse * kLn2;
-      }
+      if (params.lse != nullptr && lane == 0) *lse_of(tile, row) = lse * kLn2;
     }
   }
 
@@ -589,28 +756,29 @@ struct Consumer {
     const Tile tile = tiles[closing % kTileSlots];
     const int group_row = tile.first_row + group * kRowsPerGroup;
     float factor[2];
+    bool expected[2];  // to be no NaN
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = group_row + warp * 16 + lane / 4 + 8 * half;
       float total = statistics_of_tile.sum[half];
       total += __shfl_xor_sync(kFullWarp, total, 1);
       total += __shfl_xor_sync(kFullWarp, total, 2);
-      // Rows past the last have summed nothing: what is not written must not look like a NaN.
-      const bool sees_keys = row < params.seq_q && visible_keys(params, row) > 0;
+      const bool sees_keys = first_key(params, row) < end_key(params, row);
       if (params.lse != nullptr && lane % 4 == 0 && row < params.seq_q) {
-        params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
-                   row * params.lse_strides.seq] =
+        *lse_of(tile, row) =
             sees_keys ? (statistics_of_tile.offset[half] + log2f(total)) * kLn2 : -INFINITY;
       }
       // A row of nothing but -inf scores is 0 / 0 = NaN; a row that sees no key is 0 by definition.
       factor[half] = sees_keys ? 1.0f / total : 0.0f;
+      // Rows past the last are not written; a NaN of the sum is one of the keys that the row sees.
+      expected[half] = row < params.seq_q && total == total;
     }
     const uint32_t tile_out = shared + Traits::kOOffset + group * Traits::kOGroupStride;
     const bool leader = warp == 0 && lane == 0;
     if (leader) ptx::tma_store_wait_read();  // the tile before this one has left
     ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
     const int matrix_row = warp * 16 + lane % 16;
-    uint32_t largest = 0;
+    uint32_t largest[2] = {0, 0};
 #pragma unroll
     for (int pair = 0; pair < Traits::kDimV / 16; ++pair) {
       uint32_t packed[4];
@@ -618,28 +786,30 @@ struct Consumer {
       for (int r = 0; r < 4; ++r) {
         packed[r] = Numeric::pack(out[8 * pair + 2 * r] * factor[r % 2],
                                   out[8 * pair + 2 * r + 1] * factor[r % 2]);
-        largest = numeric::max_magnitude<Element>(largest, packed[r]);
+        largest[r % 2] = numeric::max_magnitude<Element>(largest[r % 2], packed[r]);
       }
       const int chunk = 2 * (pair % 4) + lane / 16;
-      ptx::stmatrix_x4(tile_out + (pair / 4) * Traits::kOBoxStride + matrix_row * kBoxRowBytes +
+      ptx::stmatrix_x4(tile_out + (pair / 4) * Traits::kRowBoxBytes + matrix_row * kBoxRowBytes +
                            ((chunk ^ (matrix_row % 8)) * 16),
                        packed[0], packed[1], packed[2], packed[3]);
     }
-    nonfinite = nonfinite || __any_sync(kFullWarp, numeric::any_nonfinite<Element>(largest));
+    const bool suspect = (expected[0] && numeric::any_nonfinite<Element>(largest[0])) ||
+                         (expected[1] && numeric::any_nonfinite<Element>(largest[1]));
+    nonfinite = nonfinite || __any_sync(kFullWarp, suspect);
     ptx::fence_proxy_async_shared();
     ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
     if (leader) {
       if (group_row < params.seq_q) {
 #pragma unroll
         for (int box = 0; box < Traits::kBoxesV; ++box) {
-          ptx::tma_store(&params.out, tile_out + box * Traits::kOBoxStride, box * kBoxColumns,
+          ptx::tma_store(&params.out, tile_out + box * Traits::kRowBoxBytes, box * kBoxColumns,
                          group_row, tile.head, tile.batch);
         }
         ptx::tma_store_commit();
       }
       if (Traits::kOutputOverQ) {
         ptx::tma_store_wait_read();
-        ptx::mbarrier_arrive(barriers.q_empty(q_cursor.stage));
+        ptx::mbarrier_arrive(barriers.q_empty(q_cursor.stage, portion()));
       }
     }
     open = false;
@@ -663,9 +833,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::prefetch_tensor_map(&params.k);
     ptx::prefetch_tensor_map(&params.v);
     for (int stage = 0; stage < Traits::kQStages; ++stage) {
-      ptx::mbarrier_init(barriers.q_full(stage), 1);
-      ptx::mbarrier_init(barriers.q_empty(stage),
-                         Traits::kOutputOverQ ? Traits::kConsumers : kConsumerWarps);
+      for (int portion = 0; portion < Traits::kQPortions; ++portion) {
+        ptx::mbarrier_init(barriers.q_full(stage, portion), 1);
+        ptx::mbarrier_init(barriers.q_empty(stage, portion),
+                           Traits::kOutputOverQ ? Traits::kGroupsPerPortion : kConsumerWarps);
+      }
     }
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       ptx::mbarrier_init(barriers.k_full(stage), 1);

@@ -15,8 +15,8 @@ struct Repeats {
 };
 
 struct Params {
-  // Tensor maps over [dim, seq, heads, batch] in boxes of 64 elements by so many rows: kTileQ, keys of
-  // a step twice, and the 64 rows that a warpgroup writes.
+  // Tensor maps over [dim, seq, heads, batch] in boxes of 64 elements by so many rows: those of a
+  // warpgroup for q and out, the keys of a step for k and v.
   CUtensorMap q;
   CUtensorMap k;
   CUtensorMap v;
@@ -45,13 +45,18 @@ struct Params {
   int32_t seq_k;
   int32_t heads_q;
   int32_t heads_per_kv;
-  int32_t causal;
-  int32_t causal_offset;  // query i sees keys j <= i + causal_offset
-  float scale_log2;       // scale * log2(e)
+  // Query i sees the keys from i + left_offset to i + right_offset, as far as there are such keys. An
+  // absent bound lies beyond all of them; row + offset + 1 fits.
+  int32_t left_offset;
+  int32_t right_offset;
+  int32_t masked;    // some row does not see every key
+  float scale_log2;  // scale * log2(e); with a softcap softcap * log2(e)
+  float cap_ratio;   // scale / softcap; 0 without
 
   int32_t tiles_per_head;     // query tiles
+  int32_t last_tiles_first;   // they are the longest
   int32_t heads;              // batch * heads_q
-  int32_t heads_per_section;  // heads whose K and V share the L2
+  int32_t heads_per_section;  // heads whose tiles are taken together
 };
 
 }  // namespace flashmoe::sm90

@@ -23,13 +23,14 @@ constexpr int round_up(int value, int multiple) {
 // The choices that differ from one head dimension to the next; docs/kernels/attention_sm90.md has the
 // measurements behind the table.
 struct Tuning {
-  int consumers;       // warpgroups of 64 query rows
-  int step_keys;       // keys of one step of the main loop
-  int stages;          // steps of K, and of V, in flight or in use
-  int q_stages;        // tiles of Q
-  bool ordered;        // consumers issue the products of a step in turns
-  bool output_over_q;  // the output leaves through the memory of Q
-  bool overlapped;     // a consumer's softmax runs under its own P V
+  int consumers;        // warpgroups of 64 query rows
+  int step_keys;        // keys of one step of the main loop
+  int stages;           // steps of K, and of V, in flight or in use
+  int q_stages;         // tiles of Q
+  bool ordered;         // consumers issue the products of a step in turns
+  bool output_over_q;   // the output leaves through the memory of Q
+  bool overlapped;      // a consumer's softmax runs under its own P V
+  bool capped = false;  // logits have a softcap
 };
 
 constexpr Tuning tuning(int dim, int dim_v) {
@@ -43,6 +44,17 @@ constexpr Tuning tuning(int dim, int dim_v) {
 template <int kDim, int kDimV>
 struct TableTuning {
   static constexpr Tuning value = tuning(kDim, kDimV);
+};
+
+// With a softcap, in kernels of their own: in the others its code would take registers and cache lines
+// from the main loop.
+template <int kDim, int kDimV>
+struct CappedTuning {
+  static constexpr Tuning value = [] {
+    Tuning capped = tuning(kDim, kDimV);
+    capped.capped = true;
+    return capped;
+  }();
 };
 
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
@@ -60,35 +72,40 @@ struct Traits {
   static constexpr bool kOrdered = kTuning.ordered;
   static constexpr bool kOutputOverQ = kTuning.output_over_q;
   static constexpr bool kOverlapped = kTuning.overlapped;
+  static constexpr bool kCapped = kTuning.capped;
 
   // setmaxnreg: 64 Ki registers are 512 for each thread of a warpgroup.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512);
 
-  // Tiles are boxes of 64 columns side by side: [dim / 64][rows][64].
+  // Tiles are boxes of 64 columns side by side: K and V [dim / 64][keys][64], Q and the output
+  // [group][dim / 64][rows of the group][64].
   static constexpr int kBoxes = round_up(kDim, kBoxColumns) / kBoxColumns;
   static constexpr int kBoxesV = round_up(kDimV, kBoxColumns) / kBoxColumns;
-  static constexpr int kQBoxBytes = kTileQ * kBoxRowBytes;
+  static constexpr int kRowBoxBytes = kRowsPerGroup * kBoxRowBytes;
   static constexpr int kKVBoxBytes = kStepKeys * kBoxRowBytes;
-  static constexpr int kOBoxBytes = kRowsPerGroup * kBoxRowBytes;
-  static constexpr int kQBytes = kBoxes * kQBoxBytes;
+  static constexpr int kQBytesPerGroup = kBoxes * kRowBoxBytes;
+  static constexpr int kQBytes = kConsumers * kQBytesPerGroup;
   static constexpr int kKBytes = kBoxes * kKVBoxBytes;
   static constexpr int kVBytes = kBoxesV * kKVBoxBytes;
-  static constexpr int kOBytesPerGroup = kBoxesV * kOBoxBytes;
+  static constexpr int kOBytesPerGroup = kBoxesV * kRowBoxBytes;
   static constexpr int kOBytes = kConsumers * kOBytesPerGroup;
+  // Where the output leaves through Q, groups give their rows of it back one by one.
+  static constexpr int kQPortions = kOutputOverQ ? kConsumers : 1;
+  static constexpr int kGroupsPerPortion = kConsumers / kQPortions;
 
   static constexpr int kQOffset = 0;
   static constexpr int kKOffset = kQStages * kQBytes;
   static constexpr int kVOffset = kKOffset + kStages * kKBytes;
   // Over Q, a warpgroup's output takes the place of its own rows.
   static constexpr int kOOffset = kOutputOverQ ? kQOffset : kVOffset + kStages * kVBytes;
-  static constexpr int kOGroupStride = kOutputOverQ ? kOBoxBytes : kOBytesPerGroup;
-  static constexpr int kOBoxStride = kOutputOverQ ? kQBoxBytes : kOBoxBytes;
+  static constexpr int kOGroupStride = kOutputOverQ ? kQBytesPerGroup : kOBytesPerGroup;
   static constexpr int kTilesOffset = kVOffset + kStages * kVBytes + (kOutputOverQ ? 0 : kOBytes);
   static constexpr int kBarriersOffset = kTilesOffset + kTileSlots * kTileInfoBytes;
-  // Barriers: K full, K empty, V full, V empty, Q full, Q empty, each for all stages.
-  static constexpr int kBarriers = 4 * kStages + 2 * kQStages;
+  // Barriers: K full, K empty, V full, V empty, Q full, Q empty, each for all stages; those of Q for
+  // all portions of a stage.
+  static constexpr int kBarriers = 4 * kStages + 2 * kQStages * kQPortions;
   static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSharedAlignment;
 
   static_assert(kStepKeys % 16 == 0 && kKVBoxBytes % kSharedAlignment == 0);
@@ -96,7 +113,7 @@ struct Traits {
   static_assert(!kOutputOverQ || (kBoxesV <= kBoxes && kQStages == 1));
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
   static_assert(kQStages + 1 < kTileSlots);
-  static_assert(kTileQ <= 256 && kStepKeys <= 256, "a box has at most 256 rows");
+  static_assert(kStepKeys <= 256, "a box has at most 256 rows");
 };
 
 }  // namespace flashmoe::sm90
