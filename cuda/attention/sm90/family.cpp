@@ -267,14 +267,18 @@ void fill_params(const AttentionProblem& p, const Entry& entry, const DeviceFact
   params->left_offset = p.bounded_left ? static_cast<int32_t>(p.left_offset) : kNoLeftOffset;
   params->right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
   params->masked = p.bounded_left || p.bounded_right ? 1 : 0;
-  params->last_tiles_first = last_tiles_first(p) ? 1 : 0;
   const bool capped = p.softcap != 0.0f;
   params->scale_log2 =
       static_cast<float>(static_cast<double>(capped ? p.softcap : p.scale) * kLog2E);
   params->cap_ratio = p.cap_ratio;
-  params->tiles_per_head = static_cast<int32_t>((p.seq_q + entry.tile_q - 1) / entry.tile_q);
+  const int64_t tiles = (p.seq_q + entry.tile_q - 1) / entry.tile_q;
+  params->tiles_per_head = static_cast<int32_t>(tiles);
+  // What rows there are short of a full tile are left out where tiles are shortest.
+  const bool ramp = last_tiles_first(p);
+  params->first_row = ramp ? static_cast<int32_t>(p.seq_q - tiles * entry.tile_q) : 0;
+  params->last_tiles_first = ramp ? 1 : 0;
   params->heads = static_cast<int32_t>(p.batch * p.heads_q);
-  params->heads_per_section = last_tiles_first(p) ? heads_per_section(p, entry, facts) : 1;
+  params->heads_per_section = ramp ? heads_per_section(p, entry, facts) : 1;
 }
 
 bool same(const RowStrides& a, const RowStrides& b) {

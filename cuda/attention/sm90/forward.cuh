@@ -42,7 +42,7 @@ inline constexpr float kLn2 = 0.69314718055994530942f;
 inline constexpr int kOrderBarrier = 1;  // named barriers: one for each consumer
 inline constexpr int kStoreBarrier = 5;  // and another
 
-inline constexpr int kNoTile = -1;
+inline constexpr int kNoTile = -(1 << 30);
 
 // A query tile. The producer works it out and leaves it in shared memory with its Q. Tiles of unequal
 // length come longest first, inside sections of heads whose keys and values fit the L2 together.
@@ -50,7 +50,7 @@ struct alignas(16) Tile {
   int batch;
   int head;
   int head_kv;
-  int first_row;  // kNoTile: there are no more
+  int first_row;  // rows before 0 do not exist; kNoTile: there are no more
 
   template <class Traits>
   static __device__ __forceinline__ Tile at(const Params& params, int position) {
@@ -65,8 +65,8 @@ struct alignas(16) Tile {
     result.batch = head / params.heads_q;
     result.head = head % params.heads_q;
     result.head_kv = result.head / params.heads_per_kv;
-    result.first_row =
-        (params.last_tiles_first ? params.tiles_per_head - 1 - tile : tile) * Traits::kTileQ;
+    const int tile_of_head = params.last_tiles_first ? params.tiles_per_head - 1 - tile : tile;
+    result.first_row = params.first_row + tile_of_head * Traits::kTileQ;
     return result;
   }
 };
@@ -100,8 +100,8 @@ struct Steps {
 
   __device__ __forceinline__ Steps(const Params& params, int first_row, int rows) {
     const int last_row = min(first_row + rows, params.seq_q) - 1;
-    const int begin = sm90::first_key(params, first_row);
-    const int behind = last_row < first_row ? 0 : sm90::end_key(params, last_row);
+    const int begin = sm90::first_key(params, max(first_row, 0));
+    const int behind = last_row < max(first_row, 0) ? 0 : sm90::end_key(params, last_row);
     const bool any = begin < behind;
     first = any ? begin / Traits::kStepKeys : 0;
     end = any ? (behind + Traits::kStepKeys - 1) / Traits::kStepKeys : 0;
@@ -236,8 +236,8 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared, T
   const auto wait_for_room = [&](int portion) {
     ptx::mbarrier_wait(barriers.q_empty(q_cursor.stage, portion), q_cursor.parity ^ 1);
   };
-  // In the order of use: V of a step after K of the next, be that another tile's. Only where Q must wait
-  // for the output does a tile end with its last V.
+  // In the order of use: V of a step after K of the next, be that another tile's. Where there is one Q, it
+  // waits longer than K.
   TileWalk<Traits> walk(params);
   Tile last_tile;
   int last_step = 0;
@@ -250,7 +250,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared, T
   for (Tile tile; walk.next(&tile);) {
     const Steps<Traits> steps(params, tile.first_row, Traits::kTileQ);
     const bool any = steps.end > 0;
-    if (Traits::kOutputOverQ && any) load_k(tile, steps.end - 1);
+    if (Traits::kQStages == 1 && any) load_k(tile, steps.end - 1);
 #pragma unroll
     for (int portion = 0; portion < Traits::kQPortions; ++portion) {
       wait_for_room(portion);
@@ -258,7 +258,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared, T
       load_q(tile, portion);
     }
     q_cursor.step();
-    if (!Traits::kOutputOverQ && any) load_k(tile, steps.end - 1);
+    if (Traits::kQStages > 1 && any) load_k(tile, steps.end - 1);
     load_pending();
     for (int step = steps.end - 1; step > steps.first; --step) {
       load_k(tile, step - 1);
@@ -267,7 +267,6 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared, T
     pending = any;
     last_tile = tile;
     last_step = steps.first;
-    if (Traits::kOutputOverQ) load_pending();
   }
   load_pending();
 #pragma unroll
@@ -496,7 +495,7 @@ struct Consumer {
     v_cursor.step();
   }
   __device__ __forceinline__ void release_q() {
-    if (!Traits::kOutputOverQ) release(barriers.q_empty(q_cursor.stage, 0));
+    release(barriers.q_empty(q_cursor.stage, portion()));
   }
 
   // Computes the scores of this warp's rows again, in a warp alone.
@@ -633,10 +632,9 @@ struct Consumer {
       const int group_row = first_row + group * kRowsPerGroup;
       const Steps<Traits> steps(params, first_row, Traits::kTileQ);
       const Steps<Traits> own(params, group_row, kRowsPerGroup);
-      // Unless this group's first step does it. Where the output leaves through Q, the tile before this one
-      // is closed.
+      // Unless this group's first step does it.
       const bool at_once = first_row == kNoTile || own.end == 0 || own.end < steps.end;
-      if (!Traits::kOutputOverQ && open && at_once) close(tile - 1);
+      if (open && at_once) close(tile - 1);
       if (first_row == kNoTile) break;
       compute(group_row, steps, own);
       q_cursor.step();
@@ -675,10 +673,10 @@ struct Consumer {
     }
     // Steps between these hold no key that some row of this group does not see.
     const int last_row = min(group_row + kRowsPerGroup, params.seq_q) - 1;
-    const int right_steps = end_key(params, group_row) / Traits::kStepKeys;
+    const int right_steps = end_key(params, max(group_row, 0)) / Traits::kStepKeys;
     const int left_key = first_key(params, last_row);
     const auto masked = [&] { return step >= right_steps || step * Traits::kStepKeys < left_key; };
-    if (!Traits::kOutputOverQ && open) {
+    if (open) {
       first_step<true>(group_row, step, masked(), step == steps.first);
     } else {
       first_step<false>(group_row, step, masked(), step == steps.first);
@@ -686,7 +684,6 @@ struct Consumer {
     for (--step; step >= steps.first; --step) {
       next_step(group_row, step, masked(), step == steps.first);
     }
-    if (Traits::kOutputOverQ) close(tile);
   }
 
   // Output 0 and log-sum-exp -inf for the rows of this warp, which see no key.
@@ -694,7 +691,7 @@ struct Consumer {
     const Tile here = tiles[tile % kTileSlots];
     const int first_row = here.first_row + group * kRowsPerGroup + warp_of_group() * 16;
 #pragma unroll 1
-    for (int row = first_row; row < min(first_row + 16, params.seq_q); ++row) {
+    for (int row = max(first_row, 0); row < min(first_row + 16, params.seq_q); ++row) {
       uint16_t* out_row = params.out_data + here.batch * params.out_strides.batch +
                           here.head * params.out_strides.head + row * params.out_strides.seq;
 #pragma unroll 1
@@ -702,10 +699,6 @@ struct Consumer {
         out_row[column] = 0;
       }
       if (params.lse != nullptr && lane_index() == 0) *lse_of(here, row) = -INFINITY;
-    }
-    // Q has served for nothing.
-    if (Traits::kOutputOverQ && warp_of_group() == 0 && lane_index() == 0) {
-      ptx::mbarrier_arrive(barriers.q_empty(q_cursor.stage, portion()));
     }
   }
 
@@ -729,7 +722,7 @@ struct Consumer {
     lone.dim = params.dim;
     lone.dim_v = params.dim_v;
     lone.cap_ratio = params.cap_ratio;
-    for (int row = first_row; row < min(first_row + 16, params.seq_q); ++row) {
+    for (int row = max(first_row, 0); row < min(first_row + 16, params.seq_q); ++row) {
       uint16_t* out_row = params.out_data + tile.batch * params.out_strides.batch +
                           tile.head * params.out_strides.head + row * params.out_strides.seq;
       bool wrong = false;
@@ -764,54 +757,58 @@ struct Consumer {
       total += __shfl_xor_sync(kFullWarp, total, 1);
       total += __shfl_xor_sync(kFullWarp, total, 2);
       const bool sees_keys = first_key(params, row) < end_key(params, row);
-      if (params.lse != nullptr && lane % 4 == 0 && row < params.seq_q) {
+      const bool exists = row >= 0 && row < params.seq_q;
+      if (params.lse != nullptr && lane % 4 == 0 && exists) {
         *lse_of(tile, row) =
             sees_keys ? (statistics_of_tile.offset[half] + log2f(total)) * kLn2 : -INFINITY;
       }
       // A row of nothing but -inf scores is 0 / 0 = NaN; a row that sees no key is 0 by definition.
       factor[half] = sees_keys ? 1.0f / total : 0.0f;
-      // Rows past the last are not written; a NaN of the sum is one of the keys that the row sees.
-      expected[half] = row < params.seq_q && total == total;
+      // A NaN of the sum is one of the keys that the row sees.
+      expected[half] = exists && total == total;
     }
-    const uint32_t tile_out = shared + Traits::kOOffset + group * Traits::kOGroupStride;
+    const uint32_t tile_out = shared + Traits::kOOffset + group * Traits::kOBytesPerGroup;
     const bool leader = warp == 0 && lane == 0;
-    if (leader) ptx::tma_store_wait_read();  // the tile before this one has left
-    ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
     const int matrix_row = warp * 16 + lane % 16;
     uint32_t largest[2] = {0, 0};
 #pragma unroll
-    for (int pair = 0; pair < Traits::kDimV / 16; ++pair) {
-      uint32_t packed[4];
+    for (int part = 0; part < Traits::kOutputParts; ++part) {
+      constexpr int kPairsPerBox = kBoxColumns / 16;
+      constexpr int kPairs = Traits::kDimV / 16;
+      const int first_box = part * Traits::kOutputBoxes;
+      if (leader) ptx::tma_store_wait_read();  // what came before has left
+      ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        packed[r] = Numeric::pack(out[8 * pair + 2 * r] * factor[r % 2],
-                                  out[8 * pair + 2 * r + 1] * factor[r % 2]);
-        largest[r % 2] = numeric::max_magnitude<Element>(largest[r % 2], packed[r]);
+      for (int i = 0; i < Traits::kOutputBoxes * kPairsPerBox; ++i) {
+        const int pair = first_box * kPairsPerBox + i;
+        if (pair >= kPairs) break;
+        uint32_t packed[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          packed[r] = Numeric::pack(out[8 * pair + 2 * r] * factor[r % 2],
+                                    out[8 * pair + 2 * r + 1] * factor[r % 2]);
+          largest[r % 2] = numeric::max_magnitude<Element>(largest[r % 2], packed[r]);
+        }
+        const int chunk = 2 * (i % kPairsPerBox) + lane / 16;
+        ptx::stmatrix_x4(tile_out + i / kPairsPerBox * Traits::kRowBoxBytes +
+                             matrix_row * kBoxRowBytes + ((chunk ^ (matrix_row % 8)) * 16),
+                         packed[0], packed[1], packed[2], packed[3]);
       }
-      const int chunk = 2 * (pair % 4) + lane / 16;
-      ptx::stmatrix_x4(tile_out + (pair / 4) * Traits::kRowBoxBytes + matrix_row * kBoxRowBytes +
-                           ((chunk ^ (matrix_row % 8)) * 16),
-                       packed[0], packed[1], packed[2], packed[3]);
+      ptx::fence_proxy_async_shared();
+      ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
+      if (leader && group_row < params.seq_q && group_row > -kRowsPerGroup) {
+#pragma unroll
+        for (int box = first_box; box < Traits::kBoxesV && box < first_box + Traits::kOutputBoxes;
+             ++box) {
+          ptx::tma_store(&params.out, tile_out + (box - first_box) * Traits::kRowBoxBytes,
+                         box * kBoxColumns, group_row, tile.head, tile.batch);
+        }
+        ptx::tma_store_commit();
+      }
     }
     const bool suspect = (expected[0] && numeric::any_nonfinite<Element>(largest[0])) ||
                          (expected[1] && numeric::any_nonfinite<Element>(largest[1]));
     nonfinite = nonfinite || __any_sync(kFullWarp, suspect);
-    ptx::fence_proxy_async_shared();
-    ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
-    if (leader) {
-      if (group_row < params.seq_q) {
-#pragma unroll
-        for (int box = 0; box < Traits::kBoxesV; ++box) {
-          ptx::tma_store(&params.out, tile_out + box * Traits::kRowBoxBytes, box * kBoxColumns,
-                         group_row, tile.head, tile.batch);
-        }
-        ptx::tma_store_commit();
-      }
-      if (Traits::kOutputOverQ) {
-        ptx::tma_store_wait_read();
-        ptx::mbarrier_arrive(barriers.q_empty(q_cursor.stage, portion()));
-      }
-    }
     open = false;
     add = false;
   }
@@ -835,8 +832,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int stage = 0; stage < Traits::kQStages; ++stage) {
       for (int portion = 0; portion < Traits::kQPortions; ++portion) {
         ptx::mbarrier_init(barriers.q_full(stage, portion), 1);
-        ptx::mbarrier_init(barriers.q_empty(stage, portion),
-                           Traits::kOutputOverQ ? Traits::kGroupsPerPortion : kConsumerWarps);
+        ptx::mbarrier_init(barriers.q_empty(stage, portion), 4 * Traits::kGroupsPerPortion);
       }
     }
     for (int stage = 0; stage < Traits::kStages; ++stage) {

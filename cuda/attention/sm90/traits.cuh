@@ -28,17 +28,17 @@ struct Tuning {
   int stages;           // steps of K, and of V, in flight or in use
   int q_stages;         // tiles of Q
   bool ordered;         // consumers issue the products of a step in turns
-  bool output_over_q;   // the output leaves through the memory of Q
+  int output_boxes;     // of 64 columns of a group's output that leave at a time
   bool overlapped;      // a consumer's softmax runs under its own P V
   bool capped = false;  // logits have a softcap
 };
 
 constexpr Tuning tuning(int dim, int dim_v) {
-  if (dim <= 64) return {3, 128, 3, 2, true, false, true};
-  if (dim <= 128) return {2, 128, 2, 2, false, false, true};
-  if (dim <= 192 && dim_v <= 128) return {2, 112, 2, 1, false, false, true};
-  if (dim <= 192) return {2, 96, 2, 1, true, true, true};
-  return {2, 64, 2, 1, false, true, false};
+  if (dim <= 64) return {3, 128, 3, 2, true, 1, true};
+  if (dim <= 128) return {2, 128, 2, 2, true, 2, true};
+  if (dim <= 192 && dim_v <= 128) return {2, 112, 2, 1, false, 2, true};
+  if (dim <= 192) return {2, 96, 2, 1, true, 2, true};
+  return {2, 64, 2, 1, false, 2, true};
 }
 
 template <int kDim, int kDimV>
@@ -70,7 +70,6 @@ struct Traits {
   static constexpr int kStages = kTuning.stages;
   static constexpr int kQStages = kTuning.q_stages;
   static constexpr bool kOrdered = kTuning.ordered;
-  static constexpr bool kOutputOverQ = kTuning.output_over_q;
   static constexpr bool kOverlapped = kTuning.overlapped;
   static constexpr bool kCapped = kTuning.capped;
 
@@ -89,19 +88,19 @@ struct Traits {
   static constexpr int kQBytes = kConsumers * kQBytesPerGroup;
   static constexpr int kKBytes = kBoxes * kKVBoxBytes;
   static constexpr int kVBytes = kBoxesV * kKVBoxBytes;
-  static constexpr int kOBytesPerGroup = kBoxesV * kRowBoxBytes;
+  static constexpr int kOutputBoxes = kTuning.output_boxes;
+  static constexpr int kOutputParts = (kBoxesV + kOutputBoxes - 1) / kOutputBoxes;
+  static constexpr int kOBytesPerGroup = kOutputBoxes * kRowBoxBytes;
   static constexpr int kOBytes = kConsumers * kOBytesPerGroup;
-  // Where the output leaves through Q, groups give their rows of it back one by one.
-  static constexpr int kQPortions = kOutputOverQ ? kConsumers : 1;
+  // A single tile of Q is given back group by group.
+  static constexpr int kQPortions = kQStages == 1 ? kConsumers : 1;
   static constexpr int kGroupsPerPortion = kConsumers / kQPortions;
 
   static constexpr int kQOffset = 0;
   static constexpr int kKOffset = kQStages * kQBytes;
   static constexpr int kVOffset = kKOffset + kStages * kKBytes;
-  // Over Q, a warpgroup's output takes the place of its own rows.
-  static constexpr int kOOffset = kOutputOverQ ? kQOffset : kVOffset + kStages * kVBytes;
-  static constexpr int kOGroupStride = kOutputOverQ ? kQBytesPerGroup : kOBytesPerGroup;
-  static constexpr int kTilesOffset = kVOffset + kStages * kVBytes + (kOutputOverQ ? 0 : kOBytes);
+  static constexpr int kOOffset = kVOffset + kStages * kVBytes;
+  static constexpr int kTilesOffset = kOOffset + kOBytes;
   static constexpr int kBarriersOffset = kTilesOffset + kTileSlots * kTileInfoBytes;
   // Barriers: K full, K empty, V full, V empty, Q full, Q empty, each for all stages; those of Q for
   // all portions of a stage.
@@ -110,7 +109,6 @@ struct Traits {
 
   static_assert(kStepKeys % 16 == 0 && kKVBoxBytes % kSharedAlignment == 0);
   static_assert(kDim % 16 == 0 && kDimV % 16 == 0);
-  static_assert(!kOutputOverQ || (kBoxesV <= kBoxes && kQStages == 1));
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
   static_assert(kQStages + 1 < kTileSlots);
   static_assert(kStepKeys <= 256, "a box has at most 256 rows");
