@@ -102,9 +102,9 @@ def test_tanh_is_accurate_relative_to_its_value(isa_library: ctypes.CDLL, dtype:
 def test_a_high_softcap_changes_nothing(isa_library: ctypes.CDLL, dtype: str) -> None:
     rng = np.random.default_rng(6)
     q, k, v = (normal(rng, (1, 90, 1, 64), capi.DTYPES[dtype]) for _ in range(3))
-    for cap in (1e5, 3e38):
-        out, lse = capi.attention(q, k, v, softcap=cap, lib=isa_library)
-        assert_accurate(out, lse, q, k, v)
+    for cap, scale in ((1e5, 0.0), (3e38, 0.0), (3e38, 4.0), (9e37, 4.0)):
+        out, lse = capi.attention(q, k, v, softcap=cap, scale=scale, lib=isa_library)
+        assert_accurate(out, lse, q, k, v, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", capi.DTYPES)

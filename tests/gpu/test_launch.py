@@ -37,8 +37,7 @@ def _call(case: Case) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
     out = torch.empty(case.shape(case.seq_q, case.heads_q, case.dim_v), dtype=inputs[0].dtype,
                       device="cuda:0")  # fmt: skip
     lse = torch.empty((case.batch, case.heads_q, case.seq_q), device="cuda:0")
-    causal = False if case.causal == "none" else case.causal
-    options = {"causal": causal, "return_lse": True, "out": out, "lse": lse}
+    options = {**case.mask, "return_lse": True, "out": out, "lse": lse}
     return inputs, {**options, "kernel": case.kernel}
 
 
