@@ -133,7 +133,7 @@ def random_case(seed: int, kernels: tuple[str | None, ...] = (None,)) -> Case:
             right = rng.choice((None, 0))
         case = dataclasses.replace(case, window=(left, right))
     if rng.random() < 0.25:
-        case = dataclasses.replace(case, softcap=rng.choice((0.5, 5.0, 30.0, 1e4)))
+        case = dataclasses.replace(case, softcap=rng.choice((0.5, 5.0, 30.0, 1e3)))
     return case
 
 
