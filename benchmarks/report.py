@@ -162,10 +162,10 @@ def render_grid(source: Source) -> str:
     for group in groups:
         of = {c["shape"]["seq_q"]: c for c in cells if rec.panel_key(c["shape"]) == group}
         across = [of.get(n, nothing) for n in lengths]
-        dtype, causal, dim, dim_v = group
+        dtype, mask, dim, dim_v = group
         dims = f"D={dim}" if dim == dim_v else f"D={dim}/{dim_v}"
         speeds = [_of_ours(c, lambda e: rec.number(e["tflops"] * factor)) for c in across]
-        rows.append([f"{dtype} {dims} {rec.mask_name(causal)}", unit, *speeds])
+        rows.append([f"{dtype} {dims} {mask}", unit, *speeds])
         if shares:
             rows.append(["", "of a matrix product", *(_of_ours(c, _share) for c in across)])
         rows += [["", f"over {p}", *(_ratio_cell(c, p) for c in across)] for p in peers]

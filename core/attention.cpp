@@ -182,9 +182,10 @@ flashmoe_status check_window(const flashmoe_attention_forward_params* params) {
 
 void set_softcap(float softcap, AttentionProblem* problem) {
   AttentionProblem& p = *problem;
+  constexpr float kHighest = 1e38f;  // times log2(e) it is finite
   const float ratio = softcap > 0.0f ? p.scale / softcap : 0.0f;
-  // So high a softcap bends no logit below scale * 1e34.
-  const bool capped = ratio >= FLT_MIN;
+  // A softcap beyond these bends no logit below 1e34 or scale * 1e34.
+  const bool capped = ratio >= FLT_MIN && softcap <= kHighest;
   p.softcap = capped ? softcap : 0.0f;
   // An infinity times 0 would not be 0.
   p.cap_ratio = capped ? std::min(ratio, FLT_MAX) : 0.0f;

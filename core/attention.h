@@ -53,9 +53,9 @@ struct AttentionProblem {
   float softcap;       // finite and > 0, or 0 for none: logits are softcap * tanh(cap_ratio * q.k)
   float cap_ratio;     // scale / softcap, normal and finite; 0 without a softcap
 
-  // Query i sees the keys j >= i + left_offset and j <= i + right_offset, as far as bounded. A bound
-  // that hides no key of any row is not set. Offsets lie in [-seq_q, seq_k], 0 where not bounded, and
-  // left_offset <= right_offset where both are.
+  // Query i sees the keys j >= i + left_offset and j <= i + right_offset, as far as bounded. A
+  // bound that hides no key of any row is not set. Offsets lie in [-seq_q, seq_k], 0 where not
+  // bounded, and left_offset <= right_offset where both are.
   bool bounded_left;
   bool bounded_right;
   int64_t left_offset;
@@ -68,8 +68,8 @@ struct AttentionPlan {
   const void* entry;
 };
 
-// Multiply-adds of the two products count as two; pairs of a query and a key that it does not see do
-// not count.
+// Multiply-adds of the two products count as two; pairs of a query and a key that it does not see
+// do not count.
 double attention_flops(const AttentionProblem& problem);
 
 // The last launch of this thread. The GPU part is read back from the runtime when it is asked for.

@@ -259,7 +259,8 @@ class TileComputer {
     int64_t begin;
     int64_t end;
   };
-  // What row `row` sees of the part `of` of the step that begins with `key`; begin == end if nothing.
+  // What row `row` sees of the part `of` of the step that begins with `key`: begin == end if
+  // nothing.
   KeyRange visible(int64_t row, int64_t key, KeyRange of) const {
     const int64_t begin = clamp(first_key(row) - key, of.begin, of.end);
     return {begin, clamp(end_key(row) - key, begin, of.end)};
@@ -411,8 +412,8 @@ class TileComputer {
     }
   }
 
-  // Turns the scores of a row into weights, of the keys `row_keys` that it sees; 0 for the others of
-  // `keys`, which its group sees.
+  // Turns the scores of a row into weights, of the keys `row_keys` that it sees; 0 for the others
+  // of `keys`, which its group sees.
   void weigh_row(int64_t row, int64_t r, KeyRange row_keys, KeyRange keys) {
     float* scores = s_.scores + r * kScoreStride;
     const Vector lowest = Simd::broadcast(-kInfinity);

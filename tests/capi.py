@@ -242,6 +242,16 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
     return array
 
 
+def set_window(
+    params: AttentionForwardParams, window: tuple[int | None, int | None] | None
+) -> None:
+    """(left, right), None for no bound."""
+    left, right = window or (None, None)
+    params.window = (left is not None) | (right is not None) << 1
+    params.window_left = left or 0
+    params.window_right = right or 0
+
+
 def attention_params(
     q: np.ndarray,
     k: np.ndarray,
@@ -251,7 +261,9 @@ def attention_params(
     *,
     layout: str = "bshd",
     causal: str = "none",
+    window: tuple[int | None, int | None] | None = None,
     scale: float = 0.0,
+    softcap: float | None = None,
     kernel: bytes | None = None,
 ) -> AttentionForwardParams:
     views = {"q": tensor(q), "k": tensor(k), "v": tensor(v), "out": tensor(out)}
@@ -262,7 +274,9 @@ def attention_params(
         setattr(params, name, c.pointer(view))
     params.layout = LAYOUTS[layout]
     params.causal = CAUSAL[causal]
+    set_window(params, window)
     params.scale = scale
+    params.softcap = softcap or 0.0
     params.kernel = kernel
     params.keep = views
     return params
@@ -303,7 +317,9 @@ def attention(
     *,
     layout: str = "bshd",
     causal: str = "none",
+    window: tuple[int | None, int | None] | None = None,
     scale: float = 0.0,
+    softcap: float | None = None,
     lib: c.CDLL | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of one call on fresh outputs, poisoned with NaN beforehand."""
@@ -312,6 +328,10 @@ def attention(
     out[...] = np.nan
     lse = np.full((batch, heads, seq_q), np.nan, np.float32)
     run_attention(
-        attention_params(q, k, v, out, lse, layout=layout, causal=causal, scale=scale), lib
-    )
+        attention_params(
+            q, k, v, out, lse, layout=layout, causal=causal, window=window, scale=scale,
+            softcap=softcap,
+        ),
+        lib,
+    )  # fmt: skip
     return out, lse

@@ -19,9 +19,15 @@ class Kernel(NamedTuple):
     tuning: str
 
     @property
+    def capped(self) -> bool:
+        """Whether it serves calls with a softcap and no others; an sm89 kernel serves both."""
+        return self.tuning == "CappedTuning"
+
+    @property
     def table_name(self) -> str:
         """The library's name for the kernel of these dimensions with the table's tuning."""
-        return f"attention_forward_{self.family}_{self.dtype}_d{self.dim}_dv{self.dim_v}"
+        suffix = "_softcap" if self.capped else ""
+        return f"attention_forward_{self.family}_{self.dtype}_d{self.dim}_dv{self.dim_v}{suffix}"
 
 
 def _list_of(file: str, variable: str) -> list[str]:

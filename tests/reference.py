@@ -20,6 +20,8 @@ import numpy as np
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": BF16}
 
+Window = tuple[int | None, int | None]  # keys to the left and to the right
+
 LSE_ABSOLUTE = 1e-3
 LSE_RELATIVE = 1e-6
 
@@ -38,15 +40,22 @@ def to_numpy(tensor: Any) -> np.ndarray:
     return np.asarray(tensor).astype(np.float64)
 
 
-def visible(seq_q: int, seq_k: int, causal: bool | str = "none") -> np.ndarray:
+def visible(
+    seq_q: int, seq_k: int, causal: bool | str = "none", window: Window | None = None
+) -> np.ndarray:
     """[seq_q, seq_k]: which keys a query sees."""
     i = np.arange(seq_q)[:, None]
     j = np.arange(seq_k)[None, :]
-    if causal in (True, "bottom_right"):
-        return j <= i + seq_k - seq_q
-    if causal == "top_left":
-        return j <= i
-    return np.ones((seq_q, seq_k), bool)
+    ahead = j - i if causal == "top_left" else j - (i + seq_k - seq_q)
+    left, right = window or (None, None)
+    seen = np.ones((seq_q, seq_k), bool)
+    if causal in (True, "bottom_right", "top_left"):
+        seen &= ahead <= 0
+    if left is not None:
+        seen &= ahead >= -left
+    if right is not None:
+        seen &= ahead <= right
+    return seen
 
 
 def _heads_first(x: np.ndarray, layout: str) -> np.ndarray:
@@ -76,7 +85,9 @@ def _attention(
     k: np.ndarray,
     v: np.ndarray,
     causal: bool | str,
+    window: Window | None,
     scale: float | None,
+    softcap: float | None,
     layout: str,
     compute: np.dtype[Any],
     rounded: np.dtype[Any],
@@ -89,12 +100,15 @@ def _attention(
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
     scale = scale or q.shape[-1] ** -0.5
-    seen = visible(q.shape[2], k.shape[2], causal)
+    seen = visible(q.shape[2], k.shape[2], causal, window)
     blind = ~seen.any(-1, keepdims=True)
     with np.errstate(all="ignore"):
         in_order = rounded == np.float32
         products = _products_in_order(q, k) if in_order else np.matmul(q, k.swapaxes(-1, -2))
         logits = round_(products * compute.type(scale))
+        if softcap is not None:
+            bent = round_(np.tanh(round_(logits / compute.type(softcap))))
+            logits = round_(bent * compute.type(softcap))
         logits = np.where(seen, logits, -np.inf)
         top = logits.max(-1, keepdims=True, initial=-np.inf)
         weights = np.where(seen, np.exp(logits - top), 0)
@@ -110,13 +124,15 @@ def attention_float64(
     v: Any,
     causal: bool | str = "none",
     *,
+    window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     layout: str = "bshd",
 ) -> Attention:
     """Attention in float64. A query that sees no key gives out 0 and lse -inf."""
     double = np.dtype(np.float64)
     q, k, v = (to_numpy(x) for x in (q, k, v))
-    return _attention(q, k, v, causal, scale, layout, double, double)
+    return _attention(q, k, v, causal, window, scale, softcap, layout, double, double)
 
 
 def plain(
@@ -126,12 +142,15 @@ def plain(
     causal: bool | str = "none",
     *,
     dtype: np.dtype[Any],
+    window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     layout: str = "bshd",
 ) -> Attention:
     """The ordinary computation in `dtype`."""
     q, k, v = (to_numpy(x) for x in (q, k, v))
-    return _attention(q, k, v, causal, scale, layout, np.dtype(np.float32), dtype)
+    single = np.dtype(np.float32)
+    return _attention(q, k, v, causal, window, scale, softcap, layout, single, dtype)
 
 
 def ulp(dtype: np.dtype[Any], magnitude: float) -> float:
@@ -155,11 +174,14 @@ def assert_accurate(
     v: Any,
     causal: bool | str = "none",
     *,
+    window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     layout: str = "bshd",
 ) -> None:
     """Holds one result, of any framework, to the accuracy rule. lse may be None."""
-    options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout}
+    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    options |= {"softcap": softcap, "layout": layout}
     dtype = dtype_of(q)
     assert dtype_of(out) == dtype
     ref = attention_float64(q, k, v, **options)

@@ -1,6 +1,7 @@
-// One row of masked attention with plain arithmetic, for rows that came out with an infinity or a NaN.
-// Where a step holds keys that some row does not see, the tensor cores spread one in V to rows that do not see it, since they multiply it
-// by a masked probability and 0 * NaN is NaN; here a row reads its visible keys only.
+// One row of masked attention with plain arithmetic, for rows that came out with an infinity or a
+// NaN. Where a step holds keys that some row does not see, the tensor cores spread one in V to that
+// row, since they multiply it by a masked probability and 0 * NaN is NaN; here a row reads its
+// visible keys only.
 #pragma once
 
 #include "core/attention.h"
@@ -9,8 +10,8 @@
 
 namespace flashmoe {
 
-// The row's tensors: one query row, and its keys and values, of which it sees those from first_key to
-// before `keys`.
+// The row's tensors: one query row, and its keys and values, of which it sees those from first_key
+// to before `keys`.
 struct LoneRow {
   const uint16_t* q;
   const uint16_t* k;

@@ -176,10 +176,10 @@ typedef struct flashmoe_tensor {
  *   logit        = scale * q[b,i,h,:] . k[b,j,g,:], or with a softcap
  *                  softcap * tanh(scale * q[b,i,h,:] . k[b,j,g,:] / softcap)
  *
- * with g = h / (heads_q / heads_kv), over the keys j that query i sees. Exact, by the online softmax of Milakov and Gimelshein
- * (arXiv:1805.02867) in the tiling of FlashAttention (arXiv:2205.14135, arXiv:2307.08691); sums
- * are accumulated in fp32. The same inputs give the same bits on every run. A query row that sees
- * no key gives out 0 and lse -inf.
+ * with g = h / (heads_q / heads_kv), over the keys j that query i sees. Exact, by the online softmax
+ * of Milakov and Gimelshein (arXiv:1805.02867) in the tiling of FlashAttention (arXiv:2205.14135,
+ * arXiv:2307.08691); sums are accumulated in fp32. The same inputs give the same bits on every run.
+ * A query row that sees no key gives out 0 and lse -inf.
  *
  *   q    [batch, seq_q, heads_q,  dim]     fp16, bf16; on the CPU also fp32
  *   k    [batch, seq_k, heads_kv, dim]     same dtype and device as q

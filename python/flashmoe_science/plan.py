@@ -42,7 +42,7 @@ class AttentionPlan:
     """Shared memory of one block."""
     workspace_bytes: int
     flops: float
-    """Of the two products, a multiply-add counting as two; pairs that the mask hides do not count."""
+    """Of the two products, a multiply-add counting as two; pairs the mask hides do not count."""
     rejected: str
     """Why the other families do not serve the call: lines of "family: reason"."""
 

@@ -12,7 +12,7 @@ import pytest
 from flashmoe_science.cli import main, peers
 from flashmoe_science.cli.arrays import choose_arrays
 from flashmoe_science.cli.measure import OURS, make_inputs
-from flashmoe_science.cli.peers import flash_attention, flashinfer, jax_cudnn
+from flashmoe_science.cli.peers import flash_attention, flashinfer, jax_cudnn, torch_sdpa
 from flashmoe_science.cli.peers.peer import Peer, Refused, is_installed
 from flashmoe_science.cli.reference import judge
 from flashmoe_science.cli.shapes import Shape
@@ -23,14 +23,21 @@ SMALL = ["--seq", "32", "--heads", "2", "--dim", "64", "--device", "cpu", "--sec
 ATTENTION = """
 import torch
 
-def attend(q, k, v, causal):
+def attend(q, k, v, causal, window=(-1, -1), softcap=0.0):
     q, k, v = (x.swapaxes(1, 2).float() for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.swapaxes(2, 3) * q.shape[-1] ** -0.5
-    if causal:
-        rows, keys = scores.shape[-2:]
-        scores.masked_fill_(torch.ones(rows, keys).triu(keys - rows + 1).bool(), -torch.inf)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows, keys = scores.shape[-2:]
+    ahead = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
+    left, right = (-1 if end is None else end for end in window)
+    right = 0 if causal else right
+    if right >= 0:
+        scores.masked_fill_(ahead > right, -torch.inf)
+    if left >= 0:
+        scores.masked_fill_(ahead < -left, -torch.inf)
     return (scores.softmax(-1) @ v).swapaxes(1, 2)
 """
 
@@ -200,28 +207,41 @@ SHAPES = [
     Shape(2, 24, 40, 4, 2, 64, 64, "fp32", "bottom_right"),
     Shape(3, 1, 48, 4, 2, 64, 64, "fp32"),
     Shape(3, 1, 48, 4, 4, 64, 64, "fp32", "bottom_right"),
+    Shape(2, 40, 40, 4, 2, 64, 64, "fp32", "bottom_right", window_left=9),
+    Shape(2, 40, 40, 4, 2, 64, 64, "fp32", softcap=0.8),
+    Shape(2, 40, 40, 4, 2, 64, 64, "fp32", window_left=9, softcap=0.8),
+    Shape(3, 1, 48, 4, 2, 64, 64, "fp32", "bottom_right", window_left=9, softcap=0.8),
+]
+WINDOWS = [
+    Shape(2, 40, 40, 4, 2, 64, 64, "fp32", window_left=9, window_right=3),
+    Shape(2, 40, 40, 4, 2, 64, 64, "fp32", window_right=3),
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *WINDOWS], ids=str)
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
 def test_flash_attention_is_called_as_it_wants(packages: Packages, name: str, shape: Shape) -> None:
     pytest.importorskip("torch")
     packages.write("plain_attention.py", ATTENTION)
     package = """
 from plain_attention import attend
-def flash_attn_func(q, k, v, softmax_scale=None, causal=False, {options}):
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size={unbounded},
+                    softcap=0.0, {options}):
+    assert all({absent} or end >= 0 for end in window_size)
     return {answer}
 """
+    answer = "attend(q, k, v, causal, window_size, softcap)"
+    by_minus_one = {"unbounded": "(-1, -1)", "absent": "end == -1"}
     if name == "fa2":
         packages.write("flash_attn_2_cuda.py")
-        text = package.format(options="dropout_p=0.0", answer="attend(q, k, v, causal)")
+        text = package.format(options="dropout_p=0.0", answer=answer, **by_minus_one)
         packages.write("flash_attn/__init__.py", text)
     elif name == "fa3":
-        text = package.format(options="num_splits=1", answer="attend(q, k, v, causal)")
+        text = package.format(options="num_splits=1", answer=answer, **by_minus_one)
         packages.write("flash_attn_interface.py", text)
     else:
-        text = package.format(options="num_splits=1", answer="(attend(q, k, v, causal), None)")
+        by_none = {"unbounded": "(None, None)", "absent": "end is None"}
+        text = package.format(options="num_splits=1", answer=f"({answer}, None)", **by_none)
         packages.write("flash_attn/cute/__init__.py", text)
     found = {p.name: p for p in flash_attention.PEERS}
     assert [n for n, p in found.items() if p.missing() is None] == [name]
@@ -245,15 +265,16 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         assert (workspace.dtype, kv_layout) == (torch.uint8, "NHD")
 
     def plan(self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo,
-             causal, q_data_type):
+             causal, q_data_type, window_left=-1, logits_soft_cap=None):
         assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
         self.q, self.kv, self.causal = qo_indptr, kv_indptr, causal
+        self.logits = (window_left, -1), logits_soft_cap or 0.0
         self.heads = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
 
     def run(self, q, k, v):
         assert (*q.shape[1:], k.shape[1], v.shape[2]) == tuple(self.heads[i] for i in (0, 2, 1, 3))
         parts = [
-            attend(q[a:b][None], k[c:d][None], v[c:d][None], self.causal)[0]
+            attend(q[a:b][None], k[c:d][None], v[c:d][None], self.causal, *self.logits)[0]
             for a, b, c, d in zip(self.q, self.q[1:], self.kv, self.kv[1:])
         ]
         return torch.cat(parts)
@@ -263,7 +284,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         assert (workspace.dtype, kv_layout) == (torch.uint8, "NHD")
 
     def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
-             q_data_type, kv_data_type):
+             q_data_type, kv_data_type, window_left=-1, logits_soft_cap=None):
+        self.logits = (window_left, -1), logits_soft_cap or 0.0
         assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
         self.indptr, self.indices, self.last, self.page = indptr, indices, last_page_len, page_size
 
@@ -272,7 +294,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         for i, (a, b) in enumerate(zip(self.indptr, self.indptr[1:])):
             keys = int(b - a - 1) * self.page + int(self.last[i])
             k, v = (x[self.indices[a:b]].flatten(0, 1)[None, :keys] for x in cache)
-            parts.append(attend(q[i][None, None], k, v, False)[0])
+            parts.append(attend(q[i][None, None], k, v, False, *self.logits)[0])
         return torch.cat(parts)
 """
 
@@ -288,8 +310,39 @@ def test_flashinfer_is_planned_as_it_wants(packages: Packages, shape: Shape) -> 
     assert prepared(flashinfer.PEERS[0], shape) == ""
 
 
+def test_windows_and_softcaps_that_a_peer_lacks_are_refused() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    found = {peer.name: peer for peer in (*torch_sdpa.PEERS, *flashinfer.PEERS, *jax_cudnn.PEERS)}
+    banded, capped = WINDOWS[0], Shape(2, 40, 40, 4, 2, 64, 64, "fp32", softcap=0.8)
+    for name, shape, reason in [
+        ("torch-sdpa", banded, "torch's scaled_dot_product_attention takes no window"),
+        ("torch-flash", capped, "torch's scaled_dot_product_attention takes no softcap"),
+        ("flashinfer", banded, "FlashInfer takes no window to the right"),
+        ("jax-cudnn", capped, "JAX's dot_product_attention takes no softcap"),
+        (
+            "jax-cudnn",
+            Shape(2, 24, 40, 4, 2, 64, 64, "fp32", window_left=9),
+            "JAX's window is aligned top left; this window is bottom right",
+        ),
+        (
+            "flashinfer",
+            Shape(2, 24, 40, 4, 2, 64, 64, "fp32", "top_left", window_left=9),
+            "FlashInfer's causal mask is aligned bottom right; this mask is top left",
+        ),
+    ]:
+        with pytest.raises(Refused, match=f"^{reason}$"):
+            prepared(found[name], shape)
+
+
 @pytest.mark.parametrize(
-    "shape", [s for s in SHAPES if s.causal != "bottom_right" or s.seq_q == 1], ids=str
+    "shape",
+    [
+        s
+        for s in (*SHAPES, *WINDOWS)
+        if s.softcap is None and (s.causal != "bottom_right" or s.seq_q in (1, s.seq_k))
+    ],
+    ids=str,
 )
 def test_jax_works_on_torchs_memory(shape: Shape) -> None:
     """cuDNN needs a GPU; XLA's own implementation takes the same road."""

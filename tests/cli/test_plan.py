@@ -8,6 +8,7 @@ import flashmoe_science
 import pytest
 from flashmoe_science.cli import main
 from flashmoe_science.cli.plan import occupancy
+from flashmoe_science.cli.shapes import Shape
 
 SHAPE = ["--seq", "512", "--heads", "8", "--kv-heads", "2", "--dim", "64", "--device", "cpu"]
 
@@ -31,6 +32,30 @@ def test_json_is_the_plan_of_the_library(capsys: pytest.CaptureFixture[str]) -> 
     assert tuple(document["plan"]["grid"]) == tuple(plan.grid)
     assert document["plan"]["flops"] == plan.flops
     assert document["shape"]["causal"] == "bottom_right"
+
+
+@pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(7, 7), (3, 11), (11, 3)])
+def test_windows_are_planned_and_counted(
+    capsys: pytest.CaptureFixture[str], causal: str, seq_q: int, seq_k: int
+) -> None:
+    shape = ["--seq-q", str(seq_q), "--seq-k", str(seq_k), "--heads", "2", "--dim", "64"]
+    for left in (None, 0, 2, 50):
+        for right in (None, 0) if causal != "none" else (None, 0, 2, 50):
+            window = ",".join("none" if end is None else str(end) for end in (left, right))
+            flags = ["--causal", causal, "--window", window, "--softcap", "30", "--json"]
+            assert main(["plan", *shape, "--device", "cpu", *flags]) == 0
+            document = json.loads(capsys.readouterr().out)
+            assert document["shape"]["softcap"] == 30
+            assert document["plan"]["flops"] == Shape(**document["shape"]).flops
+
+
+@pytest.mark.parametrize("window", ["5", "1,2,3", "-1,0", "a,b", "1.5,2", ""])
+def test_what_is_no_window_is_explained(capsys: pytest.CaptureFixture[str], window: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *SHAPE, f"--window={window}"])
+    sentence = f"argument --window: got {window}, accepted is LEFT,RIGHT: numbers of keys from 0 up"
+    assert sentence in capsys.readouterr().err
 
 
 def test_people_read_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from flashmoe_science.cli import build_parser, main
 from flashmoe_science.cli.plotting import charts, page, record, sheet, theme
 from flashmoe_science.cli.plotting.ratio import arrange, readable, ticks
 from flashmoe_science.cli.records import schema_violations
-from flashmoe_science.cli.shapes import shape_from_options
+from flashmoe_science.cli.shapes import Shape, shape_from_options
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
 RECORDS = [p for p in RESULTS if json.loads(p.read_text()).get("operation")]
@@ -63,14 +63,27 @@ def test_numbers(value: float, words: str) -> None:
         bench_records.shape(32),
         bench_records.shape(32, "bottom_right", seq_k=64, dim_v=128, batch=3),
         bench_records.shape(7, "top_left", heads_kv=8, dtype="fp16"),
+        bench_records.shape(32) | {"window_left": 0, "window_right": None, "softcap": 0.125},
+        bench_records.shape(32) | {"window_left": None, "window_right": 9, "softcap": None},
     ],
 )
 def test_a_rows_command_gives_its_shape(shape: dict[str, Any]) -> None:
     row = {"shape": shape, "status": "ok"}
     words = shlex.split(record.row_command(bench_records.grid(), row))
     arguments = build_parser().parse_args(words[1:])
-    assert vars(shape_from_options(arguments, "fp32")) == shape
+    assert shape_from_options(arguments, "fp32") == Shape(**shape)
     assert arguments.device == "cuda"
+
+
+def test_a_window_and_a_softcap_are_part_of_the_mask() -> None:
+    plain = bench_records.shape(32, "bottom_right")
+    windowed = plain | {"window_left": 1023, "window_right": None, "softcap": 50.0}
+    assert record.extents(plain)["mask"] == "causal"
+    assert record.extents(windowed)["mask"] == "causal window 1023,none softcap 50"
+    assert record.panel_key(plain) != record.panel_key(windowed)
+    assert record.panel_name(record.panel_key(windowed), {"bf16"}) == (
+        "D 64 causal window 1023,none softcap 50"
+    )
 
 
 def test_the_command_of_a_record_is_the_one_it_states() -> None:

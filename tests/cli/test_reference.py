@@ -21,17 +21,17 @@ def by_loops(shape: Shape, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     lse = np.full((shape.batch, shape.heads_q, shape.seq_q), -math.inf)
     for b, i, h in np.ndindex(shape.batch, shape.seq_q, shape.heads_q):
         g = h // (shape.heads_q // shape.heads_kv)
-        last = {
-            "none": shape.seq_k - 1,
-            "top_left": i,
-            "bottom_right": i + shape.seq_k - shape.seq_q,
-        }[shape.causal]
-        keys = min(last + 1, shape.seq_k)
-        if keys <= 0:
+        place = i if shape.causal == "top_left" else i + shape.seq_k - shape.seq_q
+        right = shape.window_right if shape.causal == "none" else 0
+        first = 0 if shape.window_left is None else max(place - shape.window_left, 0)
+        end = shape.seq_k if right is None else min(place + right + 1, shape.seq_k)
+        if first >= end:
             continue
-        scores = k[b, :keys, g] @ q[b, i, h] / math.sqrt(shape.dim)
+        scores = k[b, first:end, g] @ q[b, i, h] / math.sqrt(shape.dim)
+        if shape.softcap is not None:
+            scores = shape.softcap * np.tanh(scores / shape.softcap)
         weights = np.exp(scores - scores.max())
-        out[b, i, h] = weights @ v[b, :keys, g] / weights.sum()
+        out[b, i, h] = weights @ v[b, first:end, g] / weights.sum()
         lse[b, h, i] = scores.max() + math.log(weights.sum())
     return out, lse
 
@@ -42,6 +42,10 @@ SHAPES = [
     Shape(1, 11, 5, 2, 2, 8, 8, "fp32", "bottom_right"),
     Shape(1, 11, 5, 2, 2, 8, 8, "fp32", "top_left"),
     Shape(1, 5, 11, 2, 2, 8, 8, "fp32", "top_left"),
+    Shape(1, 9, 9, 2, 2, 8, 8, "fp32", window_left=2, window_right=3),
+    Shape(1, 5, 11, 2, 1, 8, 8, "fp32", "bottom_right", window_left=1),
+    Shape(1, 5, 11, 2, 1, 8, 8, "fp32", "top_left", window_left=1, window_right=0),
+    Shape(1, 11, 5, 2, 1, 8, 8, "fp32", window_right=1, softcap=0.5),
 ]
 
 

@@ -46,6 +46,67 @@ def test_usual_shapes(isa_library: ctypes.CDLL, dtype: str, causal: str, dim: in
     run_and_check(isa_library, q, k, v, causal=causal)
 
 
+# Around the vectors, panels, groups and steps of the kernels; None is no bound.
+WINDOWS = [
+    (0, 0), (1, 0), (0, 1), (7, 8), (15, 16), (31, 33), (63, 64), (100, None), (None, 5),
+    (127, 128), (129, 0), (255, 256), (300, 9), (2**62, 3), (3, 2**62), (2**63 - 1, 2**63 - 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_windows(
+    isa_library: ctypes.CDLL, dtype: str, window: tuple[int | None, int | None]
+) -> None:
+    index = WINDOWS.index(window)
+    seq_q, seq_k = ((333, 333), (150, 400), (300, 90))[index % 3]
+    rng = np.random.default_rng(index)
+    q = normal(rng, (1, seq_q, 3, 64), capi.DTYPES[dtype])
+    k, v = (normal(rng, (1, seq_k, 1, dim), capi.DTYPES[dtype]) for dim in (64, 40))
+    run_and_check(isa_library, q, k, v, window=window)
+    causal = ("bottom_right", "top_left")[index % 2]
+    run_and_check(isa_library, q, k, v, causal=causal, window=(window[0], None))
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize(
+    ("softcap", "window"),
+    [(1e-30, None), (0.01, (70, 3)), (1.0, None), (30.0, (70, 3)), (1e4, None)],
+)
+def test_softcap(
+    isa_library: ctypes.CDLL, dtype: str, softcap: float, window: tuple[int, int] | None
+) -> None:
+    rng = np.random.default_rng(6)
+    q, k, v = (normal(rng, (1, 270, 2, 40), capi.DTYPES[dtype]) for _ in range(3))
+    run_and_check(isa_library, q, k, v, softcap=softcap, window=window)
+    run_and_check(isa_library, q, k, v, softcap=softcap, scale=3.0, causal="top_left")
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+def test_tanh_is_accurate_relative_to_its_value(isa_library: ctypes.CDLL, dtype: str) -> None:
+    """One key: lse is its logit. From where tanh is the identity to where it is 1."""
+    numbers = np.concatenate([np.logspace(-6, 1.5, 500), np.linspace(0.1, 12, 500)])
+    q = np.zeros((1, 2000, 1, 8), capi.DTYPES[dtype])
+    q[0, :, 0, 0] = np.concatenate([numbers, -numbers]).astype(capi.DTYPES[dtype])
+    k = np.zeros((1, 1, 1, 8), q.dtype)
+    k[..., 0] = 1
+    for cap in (1.0, 1024.0):
+        _, lse = capi.attention(q, k, k, scale=cap, softcap=cap, lib=isa_library)
+        exact = cap * np.tanh(q[0, :, 0, 0].astype(np.float64))
+        if dtype == "bf16":  # the products of denormals are 0
+            assert np.abs(exact).min() > 1e-7
+        np.testing.assert_allclose(lse[0, 0], exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+def test_a_high_softcap_changes_nothing(isa_library: ctypes.CDLL, dtype: str) -> None:
+    rng = np.random.default_rng(6)
+    q, k, v = (normal(rng, (1, 90, 1, 64), capi.DTYPES[dtype]) for _ in range(3))
+    for cap, scale in ((1e5, 0.0), (3e38, 0.0), (3e38, 4.0), (9e37, 4.0)):
+        out, lse = capi.attention(q, k, v, softcap=cap, scale=scale, lib=isa_library)
+        assert_accurate(out, lse, q, k, v, scale=scale)
+
+
 @pytest.mark.parametrize("dtype", capi.DTYPES)
 def test_long_sums_stay_accurate(library: ctypes.CDLL, dtype: str) -> None:
     rng = np.random.default_rng(4)
@@ -73,6 +134,9 @@ def test_scale(isa_library: ctypes.CDLL, dtype: str, scale: float) -> None:
     heads_kv=st.integers(1, 3),
     group=st.integers(1, 3),
     dims=st.tuples(st.integers(1, 32), st.integers(1, 32)),
+    left=st.none() | st.integers(0, 350),
+    right=st.none() | st.integers(0, 350),
+    softcap=st.sampled_from([None, None, 0.5, 50.0]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_shape(
@@ -85,18 +149,26 @@ def test_any_shape(
     heads_kv: int,
     group: int,
     dims: tuple[int, int],
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
     seed: int,
 ) -> None:
+    window = (left, right if causal == "none" else None)
     rng = np.random.default_rng(seed)
     dim, dim_v = 8 * dims[0], 8 * dims[1]
     q = normal(rng, (batch, seq_q, heads_kv * group, dim), capi.DTYPES[dtype])
     k = normal(rng, (batch, seq_k, heads_kv, dim), capi.DTYPES[dtype])
     v = normal(rng, (batch, seq_k, heads_kv, dim_v), capi.DTYPES[dtype])
     if layout == "bshd":
-        out, lse = capi.attention(q, k, v, causal=causal)
+        out, lse = capi.attention(q, k, v, causal=causal, window=window, softcap=softcap)
     else:
         out, lse = capi.attention(
-            *(x.transpose(0, 2, 1, 3) for x in (q, k, v)), causal=causal, layout="bhsd"
+            *(x.transpose(0, 2, 1, 3) for x in (q, k, v)),
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            layout="bhsd",
         )
         out = out.transpose(0, 2, 1, 3)
-    assert_accurate(out, lse, q, k, v, causal)
+    assert_accurate(out, lse, q, k, v, causal, window=window, softcap=softcap)

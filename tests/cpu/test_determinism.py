@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import capi
 import numpy as np
@@ -17,8 +18,19 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", ["none", "bottom_right"])
-def test_bits_do_not_depend_on_threads(isa_library: ctypes.CDLL, dtype: str, causal: str) -> None:
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"causal": "none"},
+        {"causal": "bottom_right"},
+        {"window": (60, 30)},
+        {"causal": "bottom_right", "window": (200, None), "softcap": 3.0},
+    ],
+    ids=str,
+)
+def test_bits_do_not_depend_on_threads(
+    isa_library: ctypes.CDLL, dtype: str, mask: dict[str, Any]
+) -> None:
     rng = np.random.default_rng(7)
     kind = capi.DTYPES[dtype]
     q = normal(rng, (1, 410, 2, 72), kind)
@@ -28,10 +40,10 @@ def test_bits_do_not_depend_on_threads(isa_library: ctypes.CDLL, dtype: str, cau
     for threads in (1, 2, 3, 8, 33):
         isa_library.flashmoe_set_num_threads(threads)
         plan = capi.attention_plan(
-            capi.attention_params(q, k, v, np.empty_like(q), causal=causal), isa_library
+            capi.attention_params(q, k, v, np.empty_like(q), **mask), isa_library
         )
         tiles.add(plan.tile_q)
-        results += [capi.attention(q, k, v, causal=causal, lib=isa_library) for _ in range(2)]
+        results += [capi.attention(q, k, v, **mask, lib=isa_library) for _ in range(2)]
     isa_library.flashmoe_set_num_threads(0)
     assert len(tiles) > 1, "the test should cover several tile sizes"
     for out, lse in results[1:]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 
 import capi
 import numpy as np
@@ -113,6 +116,118 @@ def test_nan_and_infinity_stay_with_the_rows_that_see_them(
             )
             if np.isinf(bad) and not in_k:
                 assert (out[0, key:, 0, 5].astype(np.float32) == bad).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "window"), [(1, (40, 7)), (5, (63, 0)), (1, (300, 2))])
+@pytest.mark.parametrize("key", [0, 15, 16, 31, 200, 257, 399])
+def test_nan_and_infinity_stay_inside_a_window(
+    isa_library: ctypes.CDLL, dtype: str, heads: int, window: tuple[int, int], key: int
+) -> None:
+    """Outside of the window to either side, also in pairs of keys, which bf16 multiplies."""
+    seq = 400
+    rng = np.random.default_rng(key)
+    q = normal(rng, (1, seq, heads, 24), capi.DTYPES[dtype])
+    k, v = (normal(rng, (1, seq, 1, 24), capi.DTYPES[dtype]) for _ in range(2))
+    clean, clean_lse = capi.attention(q, k, v, window=window, lib=isa_library)
+    blind = ~visible(seq, seq, window=window)[:, key]
+    close = {"fp32": 1e-6, "fp16": 2.0**-9, "bf16": 2.0**-6}[dtype]
+    for bad, softcap in ((np.nan, None), (np.inf, None), (np.nan, 5.0)):
+        bad_k, bad_v = k.copy(), v.copy()
+        bad_k[0, key, 0, 3] = bad
+        bad_v[0, key, 0, 5] = bad
+        options = {"window": window, "softcap": softcap}
+        out, lse = capi.attention(q, bad_k, bad_v, **options, lib=isa_library)
+        if softcap is None:
+            np.testing.assert_array_equal(lse[..., blind], clean_lse[..., blind])
+            np.testing.assert_allclose(
+                out[0, blind].astype(np.float32), clean[0, blind].astype(np.float32), atol=close
+            )
+        with np.errstate(invalid="ignore"):
+            reference = attention_float64(q, bad_k, bad_v, **options)
+        finite = np.isfinite(reference.out)
+        assert not finite[0, ~blind].all()
+        np.testing.assert_array_equal(np.isfinite(out.astype(np.float32)), finite)
+        np.testing.assert_allclose(
+            out.astype(np.float64)[finite], reference.out[finite], atol=4 * close
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [(None, 0), (0, 0), (3, 4), (None, None)])
+def test_rows_whose_window_lies_before_the_first_key(
+    isa_library: ctypes.CDLL, dtype: str, window: tuple[int | None, int | None]
+) -> None:
+    rng = np.random.default_rng(0)
+    q = normal(rng, (2, 90, 2, 64), capi.DTYPES[dtype])
+    k, v = (normal(rng, (2, 37, 2, 64), capi.DTYPES[dtype]) for _ in range(2))
+    for options in ({"window": window}, {"window": (window[0], None), "causal": "top_left"}):
+        out, lse = capi.attention(q, k, v, **options, lib=isa_library)
+        blind = ~visible(90, 37, options.get("causal", "none"), options["window"]).any(1)
+        assert (out[:, blind].astype(np.float32) == 0).all()
+        assert np.isneginf(lse[:, :, blind]).all()
+        assert np.isfinite(lse[:, :, ~blind]).all()
+        assert_accurate(out, lse, q, k, v, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinite_scores_under_a_softcap(isa_library: ctypes.CDLL, dtype: str) -> None:
+    """tanh takes them to +-1, and a NaN to a NaN."""
+    q = np.ones((1, 3, 1, 8), capi.DTYPES[dtype])
+    k = np.zeros((1, 40, 1, 8), q.dtype)
+    k[0, 0, 0, 0], k[0, 1, 0, 0] = np.inf, -np.inf
+    v = normal(np.random.default_rng(1), (1, 40, 1, 16), q.dtype)
+    out, lse = capi.attention(q, k, v, softcap=2.0, lib=isa_library)
+    assert_accurate(out, lse, q, k, v, softcap=2.0)
+    np.testing.assert_allclose(lse, np.log(np.exp(2) + np.exp(-2) + 38), rtol=1e-6)
+    k[0, 39, 0, 0] = np.nan
+    out, lse = capi.attention(q, k, v, softcap=2.0, lib=isa_library)
+    assert np.isnan(out.astype(np.float32)).all()
+    assert np.isnan(lse).all()
+
+
+_UNREADABLE = """
+import ctypes, mmap, sys
+import capi, numpy as np
+from reference import assert_accurate
+
+SEQ, ROW = 40000, 64 * 4  # keys, and bytes of one
+
+def tensor(rng, first, end):
+    # fp32 [1, SEQ, 1, 64], of which only keys `first` to `end` may be touched.
+    memory = mmap.mmap(-1, SEQ * ROW)
+    array = np.frombuffer(memory, np.float32).reshape(1, SEQ, 1, 64)
+    array[:, first:end] = rng.standard_normal((1, end - first, 1, 64), np.float32)
+    for a, b in ((0, first), (end, SEQ)):
+        address, size = ctypes.c_void_p(array.ctypes.data + a * ROW), ctypes.c_size_t((b - a) * ROW)
+        if size.value:
+            assert ctypes.CDLL(None).mprotect(address, size, 0) == 0
+    return array
+
+rng = np.random.default_rng(0)
+q = rng.standard_normal((1, 200, 2, 64), np.float32)
+last = SEQ - 1024
+k, v = tensor(rng, last, SEQ), tensor(rng, last, SEQ)
+out, lse = capi.attention(q, k, v, window=(300, None))
+assert_accurate(out, lse, q, k[:, last:], v[:, last:], window=(300, None))
+k, v = tensor(rng, 0, 1024), tensor(rng, 0, 1024)
+out, lse = capi.attention(q, k, v, causal="top_left", window=(30, 0))
+assert_accurate(out, lse, q, k[:, :1024], v[:, :1024], causal="top_left", window=(30, 0))
+print("done")
+"""
+
+
+def test_steps_outside_of_the_window_are_not_read() -> None:
+    """Their memory cannot be: touching it ends the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", _UNREADABLE],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "done\n", f"exit status {done.returncode}: {done.stderr}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

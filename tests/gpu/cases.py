@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import flashmoe_science as fm
 import torch
@@ -38,7 +39,9 @@ class Case:
     dim_v: int = 64
     causal: str = "none"
     layout: str = "bshd"
+    window: tuple[int | None, int | None] | None = None
     scale: float | None = None
+    softcap: float | None = None
     values: str = "normal"
     kernel: str | None = None
     entry: str = "python"
@@ -50,8 +53,16 @@ class Case:
         return (
             f"{self.seed}-{self.dtype}-b{self.batch}-s{self.seq_q}x{self.seq_k}"
             f"-h{self.heads_q}x{self.heads_kv}-d{self.dim}x{self.dim_v}-{self.causal}"
+            f"{'' if self.window is None else '-w{}x{}'.format(*self.window)}"
+            f"{'' if self.softcap is None else f'-cap{self.softcap:g}'}"
             f"-{self.layout}-{self.values}-{self.entry}"
         )
+
+    @property
+    def mask(self) -> dict[str, Any]:
+        """causal, window and softcap as flash_attention takes them."""
+        causal = False if self.causal == "none" else self.causal
+        return {"causal": causal, "window": self.window, "softcap": self.softcap}
 
     def shape(self, seq: int, heads: int, dim: int) -> tuple[int, int, int, int]:
         if self.layout == "bhsd":
@@ -94,7 +105,7 @@ def random_case(seed: int, kernels: tuple[str | None, ...] = (None,)) -> Case:
     flips = entry == "c" and rng.random() < 0.7
     lse_order = [0, 1, 2]
     rng.shuffle(lse_order)
-    return Case(
+    case = Case(
         dtype=dtype,
         batch=batch,
         seq_q=seq_q,
@@ -116,6 +127,14 @@ def random_case(seed: int, kernels: tuple[str | None, ...] = (None,)) -> Case:
         ),
         lse_placement=Placement(tuple(lse_order), tuple(rng.choice((0, 0, 5)) for _ in "bhs")),
     )
+    if rng.random() < 0.4:
+        left, right = (rng.choice((None, 0, 1, rng.choice(LENGTHS))) for _ in "lr")
+        if case.causal != "none":
+            right = rng.choice((None, 0))
+        case = dataclasses.replace(case, window=(left, right))
+    if rng.random() < 0.25:
+        case = dataclasses.replace(case, softcap=rng.choice((0.5, 5.0, 30.0, 1e3)))
+    return case
 
 
 def positive_strides(case: Case) -> Case:
@@ -205,12 +224,11 @@ def place_outputs(case: Case, device: str) -> tuple[Placed, Placed]:
 
 
 def run_case(case: Case, q: Placed, k: Placed, v: Placed, out: Placed, lse: Placed) -> None:
-    options = {"layout": case.layout, "causal": case.causal, "scale": case.scale}
+    options = {"layout": case.layout, "scale": case.scale, **case.mask}
     if case.entry == "c":
         views = (q.raw(), k.raw(), v.raw(), out.raw(), lse.raw())
-        memory.call(*views, **options, kernel=case.kernel)
+        memory.call(*views, **options | {"causal": case.causal}, kernel=case.kernel)
         return
-    options["causal"] = False if case.causal == "none" else case.causal
     result = fm.flash_attention(
         q.view,
         k.view,
@@ -245,7 +263,9 @@ def check_case(case: Case, device: str) -> None:
         k,
         v,
         case.causal,
+        window=case.window,
         scale=case.scale,
+        softcap=case.softcap,
         layout=case.layout,
         lse_slack=oracle.logit_rounding(q, k, case.scale) if case.values == "huge" else 0.0,
     )

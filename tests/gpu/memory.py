@@ -143,7 +143,9 @@ def call(
     *,
     layout: str = "bshd",
     causal: str = "none",
+    window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     kernel: str | None = None,
 ) -> None:
     """flashmoe_attention_forward on torch's current stream. Raises capi.FlashmoeError."""
@@ -154,7 +156,9 @@ def call(
             setattr(params, name, c.pointer(view))
     params.layout = capi.LAYOUTS[layout]
     params.causal = capi.CAUSAL[causal]
+    capi.set_window(params, window)
     params.scale = scale or 0.0
+    params.softcap = softcap or 0.0
     params.kernel = kernel.encode() if kernel else None
     size = c.c_size_t()
     capi.check(lib.flashmoe_attention_forward_workspace_size(params, size), lib)

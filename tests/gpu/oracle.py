@@ -10,10 +10,10 @@ reference has them, and nowhere else.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from reference import LSE_ABSOLUTE, LSE_RELATIVE
+from reference import LSE_ABSOLUTE, LSE_RELATIVE, Window
 
 _BLOCK_SCORES = 2**25  # of one step, float64
 
@@ -29,16 +29,25 @@ def heads_first(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def visible(
-    rows: torch.Tensor, seq_q: int, seq_k: int, causal: bool | str = "none"
+    rows: torch.Tensor,
+    seq_q: int,
+    seq_k: int,
+    causal: bool | str = "none",
+    window: Window | None = None,
 ) -> torch.Tensor:
     """[rows, seq_k]: which keys these queries see."""
     i = rows[:, None]
     j = torch.arange(seq_k, device=rows.device)[None, :]
-    if causal in (True, "bottom_right"):
-        return j <= i + seq_k - seq_q
-    if causal == "top_left":
-        return j <= i
-    return (j >= 0).expand(rows.numel(), seq_k)
+    ahead = j - i if causal == "top_left" else j - (i + seq_k - seq_q)
+    left, right = window or (None, None)
+    seen = torch.ones_like(ahead, dtype=torch.bool)
+    if causal in (True, "bottom_right", "top_left"):
+        seen &= ahead <= 0
+    if left is not None:
+        seen &= ahead >= -left
+    if right is not None:
+        seen &= ahead <= right
+    return seen
 
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -59,6 +68,7 @@ def _rows_of_attention(
     v: torch.Tensor,
     seen: torch.Tensor,
     scale: float,
+    softcap: float | None,
     rounded: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[n, rows, dim] against [n, seq_k, dim]; every step rounded to a dtype."""
@@ -71,7 +81,10 @@ def _rows_of_attention(
         lse = torch.full(q.shape[:2], -torch.inf, dtype=q.dtype, device=q.device)
         return torch.zeros((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device), lse
     blind = ~seen.any(-1, keepdim=True)
-    logits = round_((q @ k.transpose(1, 2)) * scale).masked_fill(~seen, -torch.inf)
+    logits = round_((q @ k.transpose(1, 2)) * scale)
+    if softcap is not None:
+        logits = round_(round_(torch.tanh(round_(logits / softcap))) * softcap)
+    logits = logits.masked_fill(~seen, -torch.inf)
     top = logits.amax(-1, keepdim=True)
     weights = torch.where(seen, (logits - top).exp(), 0)
     total = weights.sum(-1, keepdim=True)
@@ -85,7 +98,9 @@ def _attention(
     k: torch.Tensor,
     v: torch.Tensor,
     causal: bool | str,
+    window: Window | None,
     scale: float | None,
+    softcap: float | None,
     layout: str,
     compute: torch.dtype,
     rounded: torch.dtype,
@@ -103,11 +118,11 @@ def _attention(
     for row in range(0, seq_q, rows_at_once):
         rows = slice(row, min(row + rows_at_once, seq_q))
         index = torch.arange(rows.start, rows.stop, device=q.device)
-        seen = visible(index, seq_q, seq_k, causal)
+        seen = visible(index, seq_q, seq_k, causal, window)
         for head in range(0, batch * heads, heads_at_once):
             some = slice(head, head + heads_at_once)
             out[some, rows], lse[some, rows] = _rows_of_attention(
-                q[some, rows], k[some], v[some], seen, scale or dim**-0.5, rounded
+                q[some, rows], k[some], v[some], seen, scale or dim**-0.5, softcap, rounded
             )
     return Attention(out.unflatten(0, (batch, heads)), lse.unflatten(0, (batch, heads)))
 
@@ -118,11 +133,14 @@ def attention_float64(
     v: torch.Tensor,
     causal: bool | str = "none",
     *,
+    window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     layout: str = "bshd",
 ) -> Attention:
     """Attention in float64. A query that sees no key gives out 0 and lse -inf."""
-    return _attention(q, k, v, causal, scale, layout, torch.float64, torch.float64)
+    double = torch.float64
+    return _attention(q, k, v, causal, window, scale, softcap, layout, double, double)
 
 
 def plain(
@@ -131,11 +149,14 @@ def plain(
     v: torch.Tensor,
     causal: bool | str = "none",
     *,
+    window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     layout: str = "bshd",
 ) -> Attention:
     """The ordinary computation in the tensors' dtype: sums in fp32, results of steps rounded."""
-    return _attention(q, k, v, causal, scale, layout, torch.float32, q.dtype)
+    single = torch.float32
+    return _attention(q, k, v, causal, window, scale, softcap, layout, single, q.dtype)
 
 
 def ulp(dtype: torch.dtype, magnitude: float) -> float:
@@ -182,14 +203,18 @@ def assert_accurate(
     v: torch.Tensor,
     causal: bool | str = "none",
     *,
+    window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     layout: str = "bshd",
     lse_slack: float = 0.0,
 ) -> None:
     """Holds one result to the accuracy rule. Axes of out are in the order of q's. `lse_slack`
     widens the tolerance of lse, for logits that fp32 cannot hold to 1e-3."""
     assert out.dtype == q.dtype
-    ref = attention_float64(q, k, v, causal, scale=scale, layout=layout)
+    options: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
+    options |= {"layout": layout}
+    ref = attention_float64(q, k, v, causal, **options)
     got = heads_first(out, layout).double()
     assert got.shape == ref.out.shape
     if lse is not None:
@@ -200,7 +225,7 @@ def assert_accurate(
     wild_alike = (got == ref.out) | (got.isnan() & ref.out.isnan())
     alike = torch.where(finite, torch.isfinite(got), wild_alike)
     assert alike.all(), _describe("out", got, ref.out, ~alike)
-    usual = plain(q, k, v, causal, scale=scale, layout=layout).out.double()
+    usual = plain(q, k, v, causal, **options).out.double()
     comparable = finite & torch.isfinite(usual)
     usual_error = _largest((usual - ref.out)[comparable])
     allowed = 2 * usual_error + ulp(q.dtype, _largest(ref.out[finite]))

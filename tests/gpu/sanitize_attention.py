@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes as c
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -21,12 +21,32 @@ import numpy as np
 import reference
 from kernels import Kernel
 
+
+class Options(NamedTuple):
+    seq_q: int
+    seq_k: int
+    heads_q: int
+    heads_kv: int
+    causal: str = "none"
+    layout: str = "bshd"
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+
+
 _OPTIONS = (
-    # seq_q, seq_k, heads_q, heads_kv, causal, layout
-    (130, 200, 2, 1, "bottom_right", "bshd"),
-    (33, 17, 1, 1, "top_left", "bhsd"),
-    (1, 65, 2, 2, "none", "bshd"),
+    Options(130, 200, 2, 1, "bottom_right"),
+    Options(33, 17, 1, 1, "top_left", "bhsd", softcap=2.0),
+    Options(1, 65, 2, 2),
+    Options(150, 330, 1, 1, window=(40, 20)),
 )
+_RARE = Options(100, 100, 1, 1, "top_left", window=(25, None))
+
+
+def _for_kernel(kernel: Kernel, options: Options) -> Options:
+    """With a softcap where the kernel is for calls that have one, without where another is."""
+    if kernel.family == "sm90":
+        return options._replace(softcap=2.0 if kernel.capped else None)
+    return options
 
 
 class Driver:
@@ -103,11 +123,11 @@ def serves(family: str) -> bool:
 
 def check_call(
     driver: Driver, kernel: Kernel, dim: int, dim_v: int,
-    options: tuple[int, int, int, int, str, str], bad_key: int | None = None,
+    options: Options, bad_key: int | None = None,
 ) -> str:  # fmt: skip
     """One call of the kernel's family; the name of the kernel that ran."""
     dtype = kernel.dtype
-    seq_q, seq_k, heads_q, heads_kv, causal, layout = options
+    seq_q, seq_k, heads_q, heads_kv, causal, layout, window, softcap = options
     rng = np.random.default_rng(dim + seq_k)
 
     def shape(seq: int, heads: int, last: int) -> tuple[int, int, int, int]:
@@ -123,12 +143,14 @@ def check_call(
     arrays["out"][...] = np.nan
     if bad_key is not None:
         arrays["v"][0, bad_key] = np.nan
-    ran = _run(driver, arrays, layout=layout, causal=causal, kernel=kernel.family.encode())
+    mask = {"causal": causal, "window": window}
+    ran = _run(driver, arrays, layout=layout, **mask, softcap=softcap,
+               kernel=kernel.family.encode())  # fmt: skip
     out, lse, q, k, v = (arrays[name] for name in ("out", "lse", "q", "k", "v"))
     if bad_key is None:
-        reference.assert_accurate(out, lse, q, k, v, causal, layout=layout)
+        reference.assert_accurate(out, lse, q, k, v, **mask, softcap=softcap, layout=layout)
     else:
-        seen = reference.visible(seq_q, seq_k, causal)[:, bad_key]
+        seen = reference.visible(seq_q, seq_k, **mask)[:, bad_key]
         assert np.isnan(out[0, seen].astype(np.float32)).all()
         assert np.isfinite(out[0, ~seen].astype(np.float32)).all()
     return ran
@@ -141,10 +163,10 @@ def main() -> None:
     for kernel in sorted(kernel for family in served for kernel in kernels.attention(family)):
         for dim, dim_v in {(kernel.dim, kernel.dim_v), (kernel.dim - 8, kernel.dim_v - 16)}:
             for options in _OPTIONS:
-                seen.add(check_call(driver, kernel, dim, dim_v, options))
-        # The rare path: a NaN of V on the diagonal, which only some rows of a tile may see.
+                seen.add(check_call(driver, kernel, dim, dim_v, _for_kernel(kernel, options)))
+        # The rare path: a NaN of V that lies right of some rows of a tile and left of others.
         seen.add(check_call(driver, kernel, kernel.dim, kernel.dim_v,
-                            (100, 100, 1, 1, "top_left", "bshd"), bad_key=70))  # fmt: skip
+                            _for_kernel(kernel, _RARE), bad_key=60))  # fmt: skip
     print("\n".join(sorted(seen)))
 
 

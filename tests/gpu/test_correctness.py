@@ -90,6 +90,28 @@ def test_long_sequences(
     cases.check_case(case, "cuda:0")
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 8192), (4099, 4099), (3000, 9001), (9001, 3000)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_long_sequences_in_a_window(
+    dtype: str, seq_q: int, seq_k: int, dim: int, family: str
+) -> None:
+    for window, softcap in (((1023, 0), None), ((100, 1500), 30.0)):
+        case = Case(dtype=dtype, seq_q=seq_q, seq_k=seq_k, heads_q=2, heads_kv=1, dim=dim,
+                    dim_v=dim, window=window, softcap=softcap, kernel=family)  # fmt: skip
+        cases.check_case(case, "cuda:0")
+
+
+@pytest.mark.parametrize("values", sorted(set(cases.VALUES)))
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_every_kind_of_values_under_a_softcap(softcap: float, values: str, family: str) -> None:
+    for dim, dim_v in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        case = Case(dtype=("fp16", "bf16")[softcap > 1], batch=2, seq_q=500, seq_k=700, heads_q=3,
+                    heads_kv=3, dim=dim, dim_v=dim_v, causal="bottom_right", window=(200, None),
+                    softcap=softcap, values=values, kernel=family)  # fmt: skip
+        cases.check_case(case, "cuda:0")
+
+
 @pytest.mark.parametrize("values", sorted(set(cases.VALUES)))
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flashmoe_science as fm
 import pytest
 import torch
@@ -72,10 +74,11 @@ def _check_containment(
     causal: str,
     clean: torch.Tensor,
     family: str,
+    **mask: Any,
 ) -> None:
     option = False if causal == "none" else causal
-    out, lse = fm.flash_attention(q, k, v, causal=option, return_lse=True, kernel=family)
-    oracle.assert_accurate(out, lse, q, k, v, causal)
+    out, lse = fm.flash_attention(q, k, v, causal=option, **mask, return_lse=True, kernel=family)
+    oracle.assert_accurate(out, lse, q, k, v, causal, **mask)
     # And no more than the reference has: rows of batch entry 0, which is clean, keep their bits.
     assert torch.equal(memory.bits(out[0]), memory.bits(clean[0]))
 
@@ -132,6 +135,88 @@ def test_nan_and_infinity_of_q_and_k_reach_the_rows_that_see_them(
         _check_containment(good_q, k, v, causal, clean, family)
         k = _normal((batch, seq_k, 1, dim), dtype, 1)
         _check_containment(q, k, v, causal, clean, family)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [((40, 70), None), ((128, None), 4.0)])
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_nan_and_infinity_stay_inside_a_window(
+    dtype: str,
+    dim: int,
+    dim_v: int,
+    window: tuple[int | None, int | None],
+    softcap: float | None,
+    family: str,
+) -> None:
+    """A bad key, in K, in V or in both: the rows next to those that see it keep clear of it, to the
+    left of the window as to the right."""
+    bads = (float("nan"), float("inf"))
+    batch = 1 + len(bads) * len(KEYS)
+    seq_q, seq_k = ((270, 270), (150, 270))[dim % 16 // 8]
+    q = _normal((batch, seq_q, 2, dim), dtype)
+    k, v = _normal((batch, seq_k, 1, dim), dtype, 1), _normal((batch, seq_k, 1, dim_v), dtype, 2)
+    mask = {"window": window, "softcap": softcap}
+    clean = fm.flash_attention(q, k, v, **mask, kernel=family)
+    for i in range(1, batch):
+        key, bad = KEYS[(i - 1) % len(KEYS)], bads[(i - 1) // len(KEYS)]
+        if i % 3 != 0:
+            k[i, key, 0, (5 * i) % dim] = bad
+        if i % 3 != 1:
+            v[i, key, 0, (7 * i) % dim_v] = bad
+    _check_containment(q, k, v, "none", clean, family, **mask)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
+def test_rows_whose_window_holds_no_key(dtype: str, dim: int, dim_v: int, family: str) -> None:
+    """Whole tiles of them, and parts of tiles, before the first key and behind the last."""
+    seq_q, seq_k = 500, 150
+    q = _normal((1, seq_q, 2, dim), dtype)
+    k, v = _normal((1, seq_k, 2, dim), dtype, 1), _normal((1, seq_k, 2, dim_v), dtype, 2)
+    for causal, window in ((False, (20, 30)), ("top_left", (20, None)), ("bottom_right", (0, 0))):
+        options = {"causal": causal, "window": window}
+        out, lse = fm.flash_attention(q, k, v, **options, return_lse=True, kernel=family)
+        rows = torch.arange(seq_q, device="cuda")
+        blind = ~oracle.visible(rows, seq_q, seq_k, **options).any(1)
+        assert blind.any()
+        assert (memory.bits(out[:, blind].contiguous()) == 0).all()  # +0
+        assert lse[:, :, blind].isneginf().all()
+        assert lse[:, :, ~blind].isfinite().all()
+        oracle.assert_accurate(out, lse, q, k, v, **options)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS[::3])
+def test_infinite_scores_under_a_softcap(dtype: str, dim: int, dim_v: int, family: str) -> None:
+    """tanh takes them to +-1, and a NaN to a NaN."""
+    q = _normal((1, 130, 1, dim), dtype)
+    q[..., 0] = 1
+    k, v = _normal((1, 300, 1, dim), dtype, 1), _normal((1, 300, 1, dim_v), dtype, 2)
+    k[0, 50, 0, 0], k[0, 200, 0, 0] = float("inf"), float("-inf")
+    for window in (None, (120, 30)):
+        options = {"softcap": 3.0, "window": window}
+        out, lse = fm.flash_attention(q, k, v, **options, return_lse=True, kernel=family)
+        oracle.assert_accurate(out, lse, q, k, v, **options)
+        assert lse.isfinite().all()
+    k[0, 200, 0, 0] = float("nan")
+    out, lse = fm.flash_attention(q, k, v, softcap=3.0, return_lse=True, kernel=family)
+    assert out.isnan().all()
+    assert lse.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_tanh_is_accurate_relative_to_its_value(dtype: str, family: str) -> None:
+    """One key: lse is its logit. From where tanh is the identity to where it is 1."""
+    numbers = torch.cat([torch.logspace(-4, 1.5, 1000), torch.linspace(0.1, 12, 1000)]).cuda()
+    q = torch.zeros((1, 4000, 1, 64), device="cuda", dtype=cases.DTYPES[dtype])
+    q[0, :, 0, 0] = torch.cat([numbers, -numbers])
+    k = torch.zeros((1, 1, 1, 64), device="cuda", dtype=q.dtype)
+    k[..., 0] = 1
+    for cap in (1024.0, 131072.0):
+        options = {"scale": cap, "softcap": cap, "return_lse": True, "kernel": family}
+        _, lse = fm.flash_attention(q, k, k, **options)
+        exact = cap * q[0, :, 0, 0].double().tanh()
+        torch.testing.assert_close(lse[0, 0].double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -26,7 +26,8 @@ CASES = [
          causal="bottom_right"),
     Case(dtype="fp16", seq_q=500, seq_k=700, heads_q=4, heads_kv=4, dim=256, dim_v=256,
          causal="bottom_right"),
-    Case(dtype="bf16", batch=3, seq_q=300, seq_k=300, heads_q=5, heads_kv=5, dim=40, dim_v=88),
+    Case(dtype="bf16", batch=3, seq_q=300, seq_k=300, heads_q=5, heads_kv=5, dim=40, dim_v=88,
+         window=(90, 20), softcap=5.0),
 ]  # fmt: skip
 
 
@@ -40,14 +41,10 @@ def _cases(family: str) -> list[Case]:
     return [dataclasses.replace(case, kernel=family) for case in CASES]
 
 
-def _option(case: Case) -> bool | str:
-    return False if case.causal == "none" else case.causal
-
-
 def _attention(
     case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return fm.flash_attention(q, k, v, causal=_option(case), return_lse=True, kernel=case.kernel)
+    return fm.flash_attention(q, k, v, **case.mask, return_lse=True, kernel=case.kernel)
 
 
 def _same_bits(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> bool:
@@ -69,7 +66,7 @@ def _warm(*some: Case) -> None:
 def test_a_hundred_runs_give_the_same_bits(case: Case) -> None:
     q, k, v = cases.make_values(case, "cuda:0")
     want = _attention(case, q, k, v)
-    oracle.assert_accurate(*want, q, k, v, case.causal)
+    oracle.assert_accurate(*want, q, k, v, **case.mask)
     other, noise = torch.cuda.Stream(), torch.cuda.Stream()
     for run in range(100):
         if run % 3 == 1:  # on another stream
@@ -94,7 +91,7 @@ def test_strides_make_no_difference_to_the_bits(case: Case) -> None:
     want = _attention(case, q, k, v)
     heads_first = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     out, lse = fm.flash_attention(
-        *heads_first, causal=_option(case), return_lse=True, layout="bhsd", kernel=case.kernel
+        *heads_first, **case.mask, return_lse=True, layout="bhsd", kernel=case.kernel
     )
     assert _same_bits((out.transpose(1, 2).contiguous(), lse), want)
 
@@ -113,7 +110,7 @@ def test_graph_replays_follow_the_inputs(case: Case) -> None:
             result.fill_(float("nan"))
         graph.replay()
         assert _same_bits(captured, _attention(case, *fresh))
-        oracle.assert_accurate(*captured, *fresh, case.causal)
+        oracle.assert_accurate(*captured, *fresh, **case.mask)
 
 
 def test_graph_of_many_calls(family: str) -> None:
@@ -159,7 +156,7 @@ def test_launches_that_follow_one_another_leave_nothing_behind(case: Case) -> No
         out, lse = (x.flatten()[: y.numel()].view(y.shape)
                     for x, y in zip(results, want, strict=True))  # fmt: skip
         fm.flash_attention(
-            *inputs, causal=_option(one), return_lse=True, kernel=one.kernel, out=out, lse=lse
+            *inputs, **one.mask, return_lse=True, kernel=one.kernel, out=out, lse=lse
         )
         copies.append((run, (out.clone(), lse.clone()), want))
     for run, got, want in copies:
@@ -215,7 +212,7 @@ def test_runs_on_the_given_stream_and_waits_for_nothing(case: Case, how: str) ->
         _busy(300)
         for static, new in zip((q, k, v), fresh, strict=True):
             static.copy_(new)
-    options = {"causal": _option(case), "return_lse": True, "kernel": case.kernel}
+    options = {**case.mask, "return_lse": True, "kernel": case.kernel}
     options |= {"out": out, "lse": lse}
     if how == "current":
         with torch.cuda.stream(stream):
@@ -223,7 +220,7 @@ def test_runs_on_the_given_stream_and_waits_for_nothing(case: Case, how: str) ->
     elif how == "c":
         raws = [memory.Placed(x, x, ()).raw() for x in (q, k, v, out, lse)]
         with torch.cuda.stream(stream):
-            memory.call(*raws, causal=case.causal, kernel=case.kernel)
+            memory.call(*raws, **case.mask | {"causal": case.causal}, kernel=case.kernel)
     else:
         given = stream if how == "argument" else stream.cuda_stream
         fm.flash_attention(q, k, v, **options, stream=given)
@@ -231,7 +228,7 @@ def test_runs_on_the_given_stream_and_waits_for_nothing(case: Case, how: str) ->
     with torch.cuda.stream(stream):
         copies = out.clone(), lse.clone()
     stream.synchronize()
-    oracle.assert_accurate(*copies, *fresh, case.causal)
+    oracle.assert_accurate(*copies, *fresh, **case.mask)
 
 
 def test_does_not_wait_for_other_streams(family: str) -> None:
@@ -246,7 +243,7 @@ def test_does_not_wait_for_other_streams(family: str) -> None:
         got = _attention(case, q, k, v)
     quick.synchronize()
     assert not busy.query(), "the call waited for a stream that is not its own"
-    oracle.assert_accurate(*got, q, k, v, case.causal)
+    oracle.assert_accurate(*got, q, k, v, **case.mask)
 
 
 def test_threads_with_streams_of_their_own() -> None:
@@ -256,7 +253,7 @@ def test_threads_with_streams_of_their_own() -> None:
     wants = []
     for case in everything:
         inputs = cases.make_values(case, "cuda:0")
-        kernel = fm.attention_plan(*inputs, causal=_option(case), kernel=case.kernel).kernel
+        kernel = fm.attention_plan(*inputs, **case.mask, kernel=case.kernel).kernel
         wants.append((case, inputs, _attention(case, *inputs), kernel))
     torch.cuda.synchronize()
     failures: list[str] = []
@@ -317,7 +314,7 @@ def test_allocates_no_device_memory(family: str) -> None:
     for case in _cases(family):
         q, k, v = cases.make_values(case, "cuda:0")
         out, lse = _attention(case, q, k, v)
-        options = {"causal": _option(case), "return_lse": True, "kernel": family}
+        options = {**case.mask, "return_lse": True, "kernel": family}
         options |= {"out": out, "lse": lse}
         torch.cuda.synchronize()
         torch_before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -385,7 +382,7 @@ def test_tensors_of_another_gpu(case: Case) -> None:
     assert torch.cuda.current_device() == 0
     assert got[0].device == torch.device("cuda:1")
     assert fm.last_launch().device == "cuda:1"
-    oracle.assert_accurate(*got, q, k, v, case.causal)
+    oracle.assert_accurate(*got, q, k, v, **case.mask)
     if torch.cuda.get_device_name(0) == torch.cuda.get_device_name(1):
         assert _same_bits(tuple(x.to("cuda:0") for x in got), want)
     stream = torch.cuda.Stream("cuda:1")

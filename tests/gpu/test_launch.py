@@ -37,8 +37,7 @@ def _call(case: Case) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
     out = torch.empty(case.shape(case.seq_q, case.heads_q, case.dim_v), dtype=inputs[0].dtype,
                       device="cuda:0")  # fmt: skip
     lse = torch.empty((case.batch, case.heads_q, case.seq_q), device="cuda:0")
-    causal = False if case.causal == "none" else case.causal
-    options = {"causal": causal, "return_lse": True, "out": out, "lse": lse}
+    options = {**case.mask, "return_lse": True, "out": out, "lse": lse}
     return inputs, {**options, "kernel": case.kernel}
 
 
@@ -49,14 +48,19 @@ def _case(family: str, dtype: str, dim: int, dim_v: int) -> Case:
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", ELEMENTS)
-def test_the_plan_is_the_launch(dtype: str, dims: tuple[int, int], family: str) -> None:
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_the_plan_is_the_launch(
+    dtype: str, dims: tuple[int, int], softcap: float | None, family: str
+) -> None:
     compiled = kernels.least_padding(family, *dims)
-    case = _case(family, dtype, *dims)
+    case = dataclasses.replace(_case(family, dtype, *dims), softcap=softcap)
     inputs, options = _call(case)
     plan = fm.attention_plan(*inputs, **options)
     fm.flash_attention(*inputs, **options)
     launch = fm.last_launch()
     name = f"attention_forward_{family}_{dtype}_d{compiled[0]}_dv{compiled[1]}"
+    if family == "sm90" and softcap is not None:  # which sm89's kernels take as they are
+        name += "_softcap"
     assert plan.kernel in (name, f"{name}_w8")  # _w8: where two blocks do not fit an SM
     assert (plan.dim, plan.dim_v) == compiled
     assert plan.family == family

@@ -15,13 +15,24 @@ from gpu.cases import Case
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("causal", cases.CAUSAL)
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(40, 40), (9, 70), (70, 9)])
-def test_agrees_with_the_reference(layout: str, causal: str, seq_q: int, seq_k: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(None, None), ((5, None), 0.6), ((None, 0), None), ((0, 0), 20.0)]
+)
+def test_agrees_with_the_reference(
+    layout: str,
+    causal: str,
+    seq_q: int,
+    seq_k: int,
+    window: tuple[int | None, int | None] | None,
+    softcap: float | None,
+) -> None:
     case = Case(batch=2, seq_q=seq_q, seq_k=seq_k, heads_q=4, heads_kv=2, dim=16, dim_v=24,
                 layout=layout)  # fmt: skip
     for dtype in cases.DTYPES:
         q, k, v = cases.make_values(dataclasses.replace(case, dtype=dtype), "cpu")
         v.view(torch.int16).flatten()[-3] = 0x7FC0  # NaN of either dtype
         options = {"causal": causal, "layout": layout, "scale": 0.3}
+        options |= {"window": window, "softcap": softcap}
         want = reference.attention_float64(q, k, v, **options)
         got = oracle.attention_float64(q, k, v, **options)
         out = oracle.heads_first(got.out, layout).numpy()  # and back

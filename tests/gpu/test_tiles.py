@@ -68,6 +68,23 @@ def test_masks_of_unequal_lengths(dim: int, dim_v: int, causal: str, family: str
         _check(case)
 
 
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_windows_over_several_tiles(
+    dim: int, dim_v: int, softcap: float | None, family: str
+) -> None:
+    """Narrower than a step, about as wide as steps and tiles, and wider than all keys."""
+    windows = ((0, 0), (1, 0), (47, 0), (48, 16), (63, 64), (64, 0), (65, 1), (127, 128), (129, 0),
+               (300, None), (None, 70), (1000, 1000), (2**62, 2**62))  # fmt: skip
+    for i, window in enumerate(windows):
+        seq_q, seq_k = ((1030, 1030), (700, 1153), (1153, 700))[i % 3]
+        causal = cases.CAUSAL[i // 3 % 3] if window[1] in (None, 0) else "none"
+        case = Case(dtype=("fp16", "bf16")[i % 2], batch=2, seq_q=seq_q, seq_k=seq_k, heads_q=4,
+                    heads_kv=2, dim=dim, dim_v=dim_v, causal=causal, window=window,
+                    softcap=softcap, kernel=family)  # fmt: skip
+        _check(case)
+
+
 @pytest.mark.parametrize(
     ("heads_q", "heads_kv"), [(8, 1), (8, 2), (6, 3), (12, 4), (16, 4), (5, 1)]
 )

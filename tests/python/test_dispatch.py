@@ -151,7 +151,7 @@ def test_torch_without_the_exchange_api() -> None:
 
     def call(*qkv: Any, return_lse: bool = False) -> Any:
         return _dispatch.flash_attention(
-            *qkv, False, None, "bshd", return_lse, None, None, None, None
+            *qkv, False, None, None, None, "bshd", return_lse, None, None, None, None
         )
 
     out, lse = call(*tensors, return_lse=True)

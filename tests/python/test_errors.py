@@ -17,6 +17,10 @@ K = np.zeros((2, 24, 2, 32), np.float32)
 BY_NAME = {"q": Q, "k": K, "v": K}
 
 TENSORS = "accepted is a tensor of NumPy, torch, JAX or CuPy, or an object with __dlpack__"
+WINDOW = (
+    "accepted is None or a pair (left, right) of numbers of keys, each 0 or more, or None for no "
+    "bound (FlashAttention's -1)"
+)
 OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "causal": (
         {"causal": "left"},
@@ -64,6 +68,60 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"scale": "1"},
         TypeError,
         "scale: got '1' of type str, accepted is a number, or None for 1 / sqrt(dim)",
+    ),
+    "window-number": (
+        {"window": 128},
+        TypeError,
+        "window: got 128 of type int, accepted is None or a pair (left, right), each a number of "
+        "keys or None",
+    ),
+    "window-three": (
+        {"window": (1, 2, 3)},
+        ValueError,
+        "window: got (1, 2, 3), accepted is None or a pair (left, right), each a number of keys or "
+        "None",
+    ),
+    "window-flash-attention": ({"window": (-1, -1)}, ValueError, f"window: got (-1, -1), {WINDOW}"),
+    "window-negative": ({"window": (5, -2)}, ValueError, f"window: got (5, -2), {WINDOW}"),
+    "window-wide": (
+        {"window": (1 << 64, None)},
+        ValueError,
+        f"window: got ({1 << 64}, None), {WINDOW}",
+    ),
+    "window-fraction": (
+        {"window": (1.5, None)},
+        TypeError,
+        f"window: got (1.5, None) of type tuple, {WINDOW}",
+    ),
+    "window-bool": (
+        {"window": (None, True)},
+        TypeError,
+        f"window: got (None, True) of type tuple, {WINDOW}",
+    ),
+    "window-causal": (
+        {"window": (5, 2), "causal": True},
+        ValueError,
+        "window_right: got 2, accepted with causal is 0",
+    ),
+    "softcap-zero": (
+        {"softcap": 0.0},
+        ValueError,
+        "softcap: got 0.0, accepted is a finite positive number, or None for no cap",
+    ),
+    "softcap-negative": (
+        {"softcap": -30.0},
+        ValueError,
+        "softcap: got -30, accepted is a finite positive number, or 0 for none",
+    ),
+    "softcap-nan": (
+        {"softcap": float("nan")},
+        ValueError,
+        "softcap: got nan, accepted is a finite positive number, or 0 for none",
+    ),
+    "softcap-text": (
+        {"softcap": "30"},
+        TypeError,
+        "softcap: got '30' of type str, accepted is a number, or None for no cap",
     ),
     "return_lse": (
         {"return_lse": 1},

@@ -70,6 +70,49 @@ def test_scale_and_true_for_bottom_right(producer: Producer, dtype: str) -> None
     assert_accurate(out, lse, *arrays, causal="bottom_right", scale=0.3)
 
 
+@EVERY_PRODUCER
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [
+        (False, (5, None)),
+        (False, (None, 0)),
+        (False, (9, 4)),
+        (True, (0, 0)),
+        ("top_left", (7, None)),
+        (True, (1000, 0)),
+        (False, (None, None)),
+    ],
+)
+def test_windows(producer: Producer, dtype: str, causal: Any, window: Any) -> None:
+    arrays = inputs(dtype)
+    q, k, v = (producer.make(x, dtype) for x in arrays)
+    out, lse = fm.flash_attention(q, k, v, causal=causal, window=window, return_lse=True)
+    if producer.name == "array-api":
+        out, lse = np.asarray(out), np.asarray(lse)
+    assert_accurate(out, lse, *arrays, causal=causal, window=window)
+
+
+@EVERY_PRODUCER
+@pytest.mark.parametrize("softcap", [0.4, 50, 1e6])
+def test_softcap(producer: Producer, dtype: str, softcap: float) -> None:
+    arrays = inputs(dtype)
+    q, k, v = (producer.make(x, dtype) for x in arrays)
+    out, lse = fm.flash_attention(q, k, v, softcap=softcap, window=(20, 9), return_lse=True)
+    if producer.name == "array-api":
+        out, lse = np.asarray(out), np.asarray(lse)
+    assert_accurate(out, lse, *arrays, softcap=softcap, window=(20, 9))
+
+
+def test_a_window_may_be_any_two_numbers_of_keys() -> None:
+    q, k, v = inputs("fp32")
+    want = fm.flash_attention(q, k, v, window=(6, 3))
+    for window in ([6, 3], (np.int64(6), np.uint8(3))):
+        np.testing.assert_array_equal(fm.flash_attention(q, k, v, window=window), want)
+    np.testing.assert_array_equal(
+        fm.flash_attention(q, k, v, window=(None, 0)), fm.flash_attention(q, k, v, causal=True)
+    )
+
+
 @pytest.mark.parametrize("producer", [p for p in producers.ON_CPU if p.takes_out], ids=str)
 def test_outputs_are_the_callers(producer: Producer) -> None:
     arrays = inputs("fp32")

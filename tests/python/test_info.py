@@ -81,7 +81,9 @@ def test_the_plan_is_the_launch(producer: producers.Producer) -> None:
 def test_plans_of_shapes_equal_plans_of_tensors() -> None:
     for layout in ("bshd", "bhsd"):
         q, k, v = (x if layout == "bshd" else x.swapaxes(1, 2) for x in (Q, K, V))
-        of_tensors = fm.attention_plan(q, k, v, causal="top_left", layout=layout)
+        mask = {"causal": "top_left", "window": (5, None), "softcap": 30.0}
+        of_tensors = fm.attention_plan(q, k, v, **mask, layout=layout)
+        assert of_tensors.flops < fm.attention_plan(q, k, v, causal="top_left", layout=layout).flops
         of_shapes = fm.attention_plan_for(
             batch=2,
             seq_q=16,
@@ -92,7 +94,7 @@ def test_plans_of_shapes_equal_plans_of_tensors() -> None:
             dim_v=64,
             dtype="fp32",
             device="cpu",
-            causal="top_left",
+            **mask,
             layout=layout,
         )
         assert of_shapes == of_tensors

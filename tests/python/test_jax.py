@@ -34,6 +34,23 @@ def test_under_jit(qkv: list[np.ndarray], layout: str, dtype: str) -> None:
     np.testing.assert_array_equal(eager, out)
 
 
+@pytest.mark.parametrize("window", [(3, None), (None, 2), (0, 0), (7, 5), (10**12, 1)])
+def test_windows_and_softcaps_under_jit(
+    qkv: list[np.ndarray], window: tuple[int | None, int | None]
+) -> None:
+    tensors = [jnp.asarray(x) for x in qkv]
+    options = {"window": window, "softcap": 0.7}
+
+    @jax.jit
+    def attend(q, k, v):  # type: ignore[no-untyped-def]
+        return fm.flash_attention(q, k, v, **options, return_lse=True)
+
+    out, lse = attend(*tensors)
+    assert_accurate(out, lse, *tensors, **options)
+    eager = fm.flash_attention(*tensors, window=list(window), softcap=np.float64(0.7))
+    np.testing.assert_array_equal(eager, out)
+
+
 def test_a_kernel_named_under_jit(qkv: list[np.ndarray]) -> None:
     q, k, v = map(jnp.asarray, qkv)
     attend = jax.jit(lambda *x: fm.flash_attention(*x, kernel="cpu"))
@@ -108,7 +125,11 @@ def test_what_the_plan_cannot_see_fails_with_the_librarys_sentence() -> None:
                 q,
                 q,
                 causal=np.int32(0),
+                window=np.int32(0),
+                window_left=np.int64(0),
+                window_right=np.int64(0),
                 scale=np.float32("nan"),
+                softcap=np.float32(0),
                 layout=np.int32(0),
                 kernel="",
             )

@@ -45,6 +45,16 @@ def arrays(draw: st.DrawFn, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 @st.composite
+def windows(draw: st.DrawFn) -> dict[str, Any]:
+    """causal and window."""
+    causal = draw(st.sampled_from((False, True, "bottom_right", "top_left")))
+    extents = st.none() | st.integers(0, 100) | st.just(2**63 - 1)
+    right = draw(st.sampled_from((None, 0)) if causal else extents)
+    window = draw(st.none() | st.tuples(extents, st.just(right)))
+    return {"causal": causal, "window": window}
+
+
+@st.composite
 def calls(draw: st.DrawFn, producers_: list[Producer]) -> dict[str, Any]:
     producer = draw(st.sampled_from(producers_))
     dtype = draw(st.sampled_from(producer.dtypes))
@@ -66,9 +76,10 @@ def calls(draw: st.DrawFn, producers_: list[Producer]) -> dict[str, Any]:
         "v": draw(arrays(shape(seq_k, heads_kv, dim_v), dtype)),
         "options": {
             "layout": layout,
-            "causal": draw(st.sampled_from((False, True, "bottom_right", "top_left"))),
             "scale": draw(st.sampled_from((None, 0.05, 1.0))),
-        },
+            "softcap": draw(st.sampled_from((None, None, 0.3, 30.0, 1e5))),
+        }
+        | draw(windows()),
     }
 
 

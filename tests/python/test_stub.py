@@ -47,6 +47,7 @@ import flashmoe_science as fm
 x = np.zeros((1, 8, 2, 16), np.float32)
 alone: np.ndarray = fm.flash_attention(x, x, x, causal="top_left")
 both: tuple[np.ndarray, np.ndarray] = fm.flash_attention(x, x, x, return_lse=True)
+banded: np.ndarray = fm.flash_attention(x, x, x, window=(4, None), softcap=30)
 old: np.ndarray = fm.flash_attention_forward(x, x, x, True)
 kernel: str = fm.attention_plan(x, x, x).kernel
 error: type[ValueError] = fm.InvalidArgumentError
@@ -54,6 +55,7 @@ error: type[ValueError] = fm.InvalidArgumentError
 _WRONG = {
     'fm.flash_attention(x, x, x, layout="sbhd")': "call-overload",
     "fm.flash_attention(x, x)": "call-overload",
+    "fm.flash_attention(x, x, x, window=4)": "call-overload",
     "fm.attention_plan(x, x, x).tiles": "attr-defined",
     'fm.set_num_threads("2")': "arg-type",
     "fm.flash_attention_backward(x)": "attr-defined",

@@ -1,5 +1,5 @@
-// What the sm_89 attention kernels share: indices, tiles and their loads, Q K^T, softcap, the mask, the
-// online softmax, and the path for tiles that the tensor cores cannot compute.
+// What the sm_89 attention kernels share: indices, tiles and their loads, Q K^T, softcap, the mask,
+// the online softmax, and the path for tiles that the tensor cores cannot compute.
 #pragma once
 
 #include "cuda/attention/row_alone.cuh"
@@ -79,8 +79,8 @@ struct Tile {
 };
 static_assert(sizeof(Tile) == kTileInfoBytes);
 
-// Query row `row` sees the keys from first_key to before end_key, none if that is not behind. Neither
-// decreases with the row.
+// Query row `row` sees the keys from first_key to before end_key, none if that is not behind.
+// Neither decreases with the row.
 __device__ __forceinline__ int first_key(const Params& params, int row) {
   return max(0, row + params.left_offset);
 }
@@ -88,8 +88,8 @@ __device__ __forceinline__ int end_key(const Params& params, int row) {
   return max(0, min(params.seq_k, row + params.right_offset + 1));
 }
 
-// The steps that a tile needs of the keys, counted from the first: those before `left_steps` and those
-// from `right_steps` on hold keys that some row of the tile does not see.
+// The steps that a tile needs of the keys, counted from the first: those before `left_steps` and
+// those from `right_steps` on hold keys that some row of the tile does not see.
 template <class Traits>
 struct TileSteps {
   int first;  // key of step 0
@@ -424,7 +424,8 @@ struct RowStatistics {
     float total = sum[a][half];
     total += __shfl_xor_sync(kFullWarp, total, 1);
     total += __shfl_xor_sync(kFullWarp, total, 2);
-    const bool sees_keys = first_key(params, row) < end_key(params, row);
+    // Rows past the last have summed nothing: what is not written must not look like a NaN.
+    const bool sees_keys = row < params.seq_q && first_key(params, row) < end_key(params, row);
     if (params.lse != nullptr && lane_index() % 4 == 0 && row < params.seq_q) {
       params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
                  row * params.lse_strides.seq] =
@@ -453,8 +454,8 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
   }
 }
 
-// Rows of a masked tile that came out with an infinity or a NaN, computed again one at a time. For whole
-// warps; this one takes `first_row`, `first_row + stride`, ... before `end_row`.
+// Rows of a masked tile that came out with an infinity or a NaN, computed again one at a time. For
+// whole warps; this one takes `first_row`, `first_row + stride`, ... before `end_row`.
 template <class Traits>
 __device__ __noinline__ void compute_rows_alone(const Params& params, const Tile tile,
                                                 int first_row, int stride, int end_row) {

@@ -148,9 +148,9 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
   return FLASHMOE_OK;
 }
 
-// Tiles of a section run longest first, so its keys and values should fit the L2 beside the traffic of
-// queries and outputs. Without a mask, or with one at either side, all tiles are alike and heads go
-// one by one.
+// Tiles of a section run longest first, so its keys and values should fit the L2 beside the traffic
+// of queries and outputs. Without a mask, or with one at either side, all tiles are alike and heads
+// go one by one.
 int heads_per_section(const AttentionProblem& problem, int64_t l2_bytes) {
   if (problem.bounded_left == problem.bounded_right) return 1;
   const int64_t heads = problem.batch * problem.heads_q;

@@ -24,8 +24,8 @@ struct Params {
   int32_t heads_per_kv;
   int32_t dim;
   int32_t dim_v;
-  // Query i sees the keys from i + left_offset to i + right_offset, as far as there are such keys. An
-  // absent bound lies beyond all of them; row + offset + 1 fits.
+  // Query i sees the keys from i + left_offset to i + right_offset, as far as there are such keys.
+  // An absent bound lies beyond all of them; row + offset + 1 fits.
   int32_t left_offset;
   int32_t right_offset;
   int32_t masked;    // some row does not see every key

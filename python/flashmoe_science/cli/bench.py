@@ -284,7 +284,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if not names:
         output.line("No peer is timed: none is installed here, or --peer leaves none.")
-    table = BenchTable(output, device, names, document["ceilings"])
+    table = BenchTable(output, device, names, document["ceilings"], [str(s) for s in shapes])
     begin = time.monotonic()
     code = EXIT_OK
     try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from flashmoe_science.cli.measure import OURS
 from flashmoe_science.cli.output import Output, Table
 from flashmoe_science.cli.stats import summary
 
-_SHAPE_WIDTH = 36
+_SHAPE_WIDTH = 36  # at least
 _PEER_WIDTH = 20
 _RATIO_LEGEND = """\
 A peer's column is its time over ours, with the 95 % interval: above 1, ours is faster."""
@@ -34,8 +35,15 @@ class BenchTable:
     """Rows of shapes. On a GPU one for each way to take time: events, graph, host."""
 
     def __init__(
-        self, output: Output, device: str, peers: list[str], ceilings: dict[str, Any]
+        self,
+        output: Output,
+        device: str,
+        peers: list[str],
+        ceilings: dict[str, Any],
+        labels: Sequence[str] = (),
     ) -> None:
+        """`labels` are those of the rows to come."""
+        self._width = max([_SHAPE_WIDTH, *map(len, labels)])
         self._ceilings = ceilings
         self._output = output
         self._peers = peers
@@ -47,13 +55,13 @@ class BenchTable:
         unit, self._per_tera = ("GFLOP/s", 1e3) if device == "cpu" else ("TFLOP/s", 1.0)
         headers = ["shape", "clock", "median us", "quartiles", unit, "of roof", *peers]
         self._table = Table(
-            output, headers, [_SHAPE_WIDTH, 6, 10, 9, 8, 7, *(_PEER_WIDTH for _ in peers)]
+            output, headers, [self._width, 6, 10, 9, 8, 7, *(_PEER_WIDTH for _ in peers)]
         )
 
     def cell(self, label: str, cell: dict[str, Any]) -> None:
         """One shape; a void one has its reason and no time."""
         if cell["status"] != "ok":
-            self._output.line(f"{label:<{_SHAPE_WIDTH}}  VOID: {cell['reason']}", style="bold red")
+            self._output.line(f"{label:<{self._width}}  VOID: {cell['reason']}", style="bold red")
             return
         entries = cell["contenders"]
         ours = entries[OURS]

@@ -54,7 +54,7 @@ _SPEED_SHAPES = {
 }
 
 # Odd lengths, grouped heads, every mask with seq_q != seq_k, rows that see no key, the head
-# dimensions at both ends and one value dimension of its own.
+# dimensions at both ends and one value dimension of its own, windows and a softcap that bends.
 _CORRECTNESS_SHAPES = (
     Shape(2, 65, 65, 3, 3, 64, 64),
     Shape(1, 200, 333, 4, 2, 128, 128, causal="bottom_right"),
@@ -64,6 +64,8 @@ _CORRECTNESS_SHAPES = (
     Shape(3, 17, 64, 2, 1, 8, 8),
     Shape(1, 129, 129, 2, 2, 192, 128, causal="bottom_right"),
     Shape(1, 100, 300, 2, 1, 256, 256),
+    Shape(1, 300, 300, 2, 1, 64, 64, causal="bottom_right", window_left=70),
+    Shape(1, 200, 333, 2, 2, 128, 128, window_left=40, window_right=90, softcap=2.0),
 )
 
 

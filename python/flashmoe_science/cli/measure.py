@@ -28,10 +28,6 @@ def make_inputs(arrays: Arrays, shape: Shape, seed: int = 0) -> Inputs:
     return made[0], made[1], made[2]
 
 
-def causal_argument(shape: Shape) -> bool | str:
-    return False if shape.causal == "none" else shape.causal
-
-
 def launch_mismatch(plan: dict[str, Any], launch: dict[str, Any]) -> str:
     """How the launch that was read back differs from the plan, "" when it does not."""
     differing = [f for f in _LAUNCH_FIELDS if plan[f] != launch[f]]
@@ -65,7 +61,7 @@ def call_ours(
     """Computes into outputs full of NaN, so that what is not written shows."""
     out = arrays.poisoned((shape.batch, shape.seq_q, shape.heads_q, shape.dim_v), shape.dtype)
     lse = arrays.poisoned((shape.batch, shape.heads_q, shape.seq_q), "fp32")
-    options = {"causal": causal_argument(shape), "layout": "bshd", "kernel": kernel}
+    options = shape.options | {"layout": "bshd", "kernel": kernel}
     plan = as_dict(flashmoe.attention_plan(*inputs, **options))
     out, lse = flashmoe.flash_attention(*inputs, **options, out=out, lse=lse, return_lse=True)
     launch = as_dict(flashmoe.last_launch())
@@ -120,7 +116,7 @@ def measure(
     record["accuracy"] = dataclasses.asdict(verdicts[OURS])
     if not verdicts[OURS].passed:
         return void(verdicts[OURS].reason)
-    options = {"causal": causal_argument(shape), "layout": "bshd", "kernel": kernel}
+    options = shape.options | {"layout": "bshd", "kernel": kernel}
     timed_call = Contender(OURS, lambda: flashmoe.flash_attention(*inputs, **options))
     reason = _another_call(flashmoe, arrays, timed_call, ours)
     if reason:

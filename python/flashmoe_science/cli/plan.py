@@ -23,6 +23,7 @@ Needs no tensors, and for --device cpu no GPU.
 
   flashmoe plan --batch 1 --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal
   flashmoe plan --seq-q 1 --seq-k 8192 --heads 32 --kv-heads 8 --dim 128 --dtype fp16 --device cpu
+  flashmoe plan --seq 16384 --heads 16 --dim 128 --causal --window 1023,none --softcap 50
 """
 
 # Most threads and, beside a block's own shared memory, bytes the system keeps for it, on an SM
@@ -71,7 +72,7 @@ def plan_for(
         dim_v=shape.dim_v,
         dtype=shape.dtype,
         device=device,
-        causal=False if shape.causal == "none" else shape.causal,
+        **shape.options,
         layout=layout,
         kernel=kernel,
     )

@@ -10,7 +10,9 @@ unit in the last place of that dtype at the largest |ref|. See docs/accuracy.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,10 +69,11 @@ def _per_head(arrays: Arrays, values: Any) -> Any:
 
 def _hidden(arrays: Arrays, shape: Shape, rows: Any) -> Any:
     """True where the mask hides key j from query i, [rows, keys]; None without a mask."""
-    if shape.causal == "none":
-        return None
-    offset = shape.seq_k - shape.seq_q if shape.causal == "bottom_right" else 0
-    return arrays.arange(shape.seq_k)[None, :] > rows[:, None] + offset
+    left, right = shape.bounds
+    ahead = arrays.arange(shape.seq_k)[None, :] - rows[:, None]
+    hidden = [] if left is None else [ahead < left]
+    hidden += [] if right is None else [ahead > right]
+    return functools.reduce(operator.or_, hidden) if hidden else None
 
 
 def _softmax(arrays: Arrays, scores: Any, hidden: Any) -> tuple[Any, Any, Any]:
@@ -84,23 +87,38 @@ def _softmax(arrays: Arrays, scores: Any, hidden: Any) -> tuple[Any, Any, Any]:
     return weights, weights.sum(axis=-1, keepdims=True), maxima
 
 
-def _exact(arrays: Arrays, q: Any, k: Any, v: Any, scale: float, hidden: Any) -> tuple[Any, Any]:
+@dataclasses.dataclass(frozen=True)
+class _Logits:
+    """What becomes of the products of q and k."""
+
+    scale: float
+    softcap: float | None
+    hidden: Any
+
+
+def _exact(arrays: Arrays, q: Any, k: Any, v: Any, logits: _Logits) -> tuple[Any, Any]:
     """Output and LSE in float64."""
     xp = arrays.xp
     q, k, v = (arrays.cast(x, "fp64") for x in (q, k, v))
-    weights, sums, maxima = _softmax(arrays, q @ xp.swapaxes(k, 1, 2) * scale, hidden)
+    scores = q @ xp.swapaxes(k, 1, 2) * logits.scale
+    if logits.softcap is not None:
+        scores = xp.tanh(scores / logits.softcap) * logits.softcap
+    weights, sums, maxima = _softmax(arrays, scores, logits.hidden)
     safe = xp.where(sums == 0, 1.0, sums)
     lse = xp.where(sums == 0, -math.inf, maxima + xp.log(safe))
     return (weights @ v) / safe, lse[..., 0]
 
 
-def _plain(arrays: Arrays, dtype: str, q: Any, k: Any, v: Any, scale: float, hidden: Any) -> Any:
+def _plain(arrays: Arrays, dtype: str, q: Any, k: Any, v: Any, logits: _Logits) -> Any:
     """Output of the unfused computation in `dtype`."""
     xp = arrays.xp
     q, k, v = (arrays.cast(x, "fp32") for x in (q, k, v))
     scores = arrays.rounded(q @ xp.swapaxes(k, 1, 2), dtype)
-    scores = arrays.rounded(scores * scale, dtype)
-    weights, sums, _ = _softmax(arrays, scores, hidden)
+    scores = arrays.rounded(scores * logits.scale, dtype)
+    if logits.softcap is not None:
+        ratios = arrays.rounded(scores / logits.softcap, dtype)
+        scores = arrays.rounded(arrays.rounded(xp.tanh(ratios), dtype) * logits.softcap, dtype)
+    weights, sums, _ = _softmax(arrays, scores, logits.hidden)
     weights = arrays.rounded(weights / xp.where(sums == 0, 1.0, sums), dtype)
     return arrays.rounded(weights @ v, dtype)
 
@@ -151,10 +169,10 @@ def judge(
         of_kv = [p // shape.heads_q * shape.heads_kv + p % shape.heads_q // group
                  for p in some_pairs]  # fmt: skip
         index = arrays.arange(shape.seq_q)[some_rows]
-        hidden = _hidden(arrays, shape, index)
+        logits = _Logits(scale, shape.softcap, _hidden(arrays, shape, index))
         block = (q[some_pairs][:, index], k[of_kv], v[of_kv])
-        reference, reference_lse = _exact(arrays, *block, scale, hidden)
-        plain = arrays.cast(_plain(arrays, shape.dtype, *block, scale, hidden), "fp64")
+        reference, reference_lse = _exact(arrays, *block, logits)
+        plain = arrays.cast(_plain(arrays, shape.dtype, *block, logits), "fp64")
         largest = max(largest, _largest(xp, reference))
         plain_error = max(plain_error, _difference(xp, plain, reference))
         for name, out in flat.items():

@@ -8,7 +8,7 @@ import json
 from importlib import resources
 from typing import Any
 
-from flashmoe_science.cli.output import CommandError
+from flashmoe_science.cli.output import CommandError, positive
 
 CAUSAL_CHOICES = ("none", "bottom_right", "top_left")
 DTYPE_CHOICES = ("fp32", "fp16", "bf16")
@@ -17,7 +17,7 @@ _ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One attention call: extents, element type and mask."""
+    """One attention call: extents, element type, mask and softcap."""
 
     batch: int
     seq_q: int
@@ -28,18 +28,47 @@ class Shape:
     dim_v: int
     dtype: str = "bf16"
     causal: str = "none"
+    window_left: int | None = None  # keys before a query's own; None: all
+    window_right: int | None = None
+    softcap: float | None = None
+
+    @property
+    def window(self) -> tuple[int | None, int | None] | None:
+        """As flash_attention takes it."""
+        ends = (self.window_left, self.window_right)
+        return None if ends == (None, None) else ends
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What flash_attention and its plans are given beside extents and dtype."""
+        causal = False if self.causal == "none" else self.causal
+        return {"causal": causal, "window": self.window, "softcap": self.softcap}
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        """Query i sees the keys from i + bounds[0] to i + bounds[1]; None: from the first, to the
+        last."""
+        place = 0 if self.causal == "top_left" else self.seq_k - self.seq_q
+        right = self.window_right if self.causal == "none" else 0
+        return (
+            None if self.window_left is None else place - self.window_left,
+            None if right is None else place + right,
+        )
+
+    def _pairs_before(self, offset: int) -> int:
+        """Pairs of a query i and a key j < i + offset: none for the first queries, then a ramp,
+        then all."""
+        begin = min(max(-offset, 0), self.seq_q)
+        end = min(max(self.seq_k - offset, 0), self.seq_q)
+        ramp = (end - begin) * (2 * offset + begin + end - 1) // 2
+        return ramp + (self.seq_q - end) * self.seq_k
 
     @property
     def flops(self) -> float:
-        """Of the two products, as the library counts them: masked pairs do no work."""
-        pairs = float(self.seq_q) * self.seq_k
-        if self.causal != "none":
-            offset = self.seq_k - self.seq_q if self.causal == "bottom_right" else 0
-            # Row i sees clamp(i + offset + 1, 0, seq_k) keys: nothing, then a ramp, then all.
-            begin = min(max(-(offset + 1), 0), self.seq_q)
-            end = min(max(self.seq_k - (offset + 1), 0), self.seq_q)
-            ramp = (end - begin) * (offset + 1 + (begin + end - 1) / 2)
-            pairs = ramp + (self.seq_q - end) * float(self.seq_k)
+        """Of the two products, as the library counts them: pairs that the mask hides do no work."""
+        left, right = self.bounds
+        pairs = self.seq_q * self.seq_k if right is None else self._pairs_before(right + 1)
+        pairs -= 0 if left is None else self._pairs_before(left)
         return 2.0 * self.batch * self.heads_q * pairs * (self.dim + self.dim_v)
 
     @property
@@ -61,7 +90,36 @@ class Shape:
             heads = f"{self.heads_q}/{self.heads_kv}"
         dim = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
         mask = {"none": "", "bottom_right": " causal", "top_left": " causal(top_left)"}
-        return f"{self.dtype} B{self.batch} S{seq} H{heads} D{dim}{mask[self.causal]}"
+        text = f"{self.dtype} B{self.batch} S{seq} H{heads} D{dim}{mask[self.causal]}"
+        return text + logits_text(self.window, self.softcap)
+
+
+def logits_text(window: tuple[int | None, int | None] | None, softcap: float | None) -> str:
+    """Such as " window 1024,none softcap 50", "" without either."""
+    text = "" if window is None else f" window {window_text(window)}"
+    return text + ("" if softcap is None else f" softcap {softcap:g}")
+
+
+def window_text(window: tuple[int | None, int | None]) -> str:
+    """As --window takes it."""
+    return ",".join("none" if end is None else str(end) for end in window)
+
+
+def parse_window(text: str) -> tuple[int | None, int | None]:
+    """The value of --window; raises ValueError for what is none."""
+    ends = [None if end == "none" else int(end) for end in text.split(",")]
+    if len(ends) != 2 or any(end is not None and end < 0 for end in ends):
+        raise ValueError(text)
+    return ends[0], ends[1]
+
+
+def _window_option(text: str) -> tuple[int | None, int | None]:
+    try:
+        return parse_window(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"got {text}, accepted is LEFT,RIGHT: numbers of keys from 0 up, or none for no bound"
+        ) from None
 
 
 def add_shape_options(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -90,6 +148,18 @@ def add_shape_options(parser: argparse.ArgumentParser, required: bool) -> None:
         help="mask; --causal alone means bottom_right",
     )
     group.add_argument(
+        "--window",
+        type=_window_option,
+        metavar="LEFT,RIGHT",
+        help="keys that a query sees before and behind its own, such as 1023,0; none for no bound",
+    )
+    group.add_argument(
+        "--softcap",
+        type=positive(float),
+        metavar="X",
+        help="logits become X tanh(logit / X)",
+    )
+    group.add_argument(
         "--dtype",
         choices=DTYPE_CHOICES,
         help="element type (default: bf16 on a GPU, fp32 on the CPU)",
@@ -106,6 +176,8 @@ _SHAPE_OPTIONS = (
     "--dim",
     "--dim-v",
     "--causal",
+    "--window",
+    "--softcap",
     "--dtype",
 )
 
@@ -138,6 +210,9 @@ def shape_from_options(arguments: argparse.Namespace, dtype: str) -> Shape:
         dim_v=arguments.dim if arguments.dim_v is None else arguments.dim_v,
         dtype=arguments.dtype or dtype,
         causal=arguments.causal,
+        window_left=arguments.window[0] if arguments.window else None,
+        window_right=arguments.window[1] if arguments.window else None,
+        softcap=arguments.softcap,
     )
 
 
@@ -190,6 +265,9 @@ def _shape(entry: dict[str, Any]) -> Shape:
         dim_v=entry.get("dim_v", dim),
         dtype=entry["dtype"],
         causal=entry["causal"],
+        window_left=entry.get("window_left"),
+        window_right=entry.get("window_right"),
+        softcap=entry.get("softcap"),
     )
 
 

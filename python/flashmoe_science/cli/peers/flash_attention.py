@@ -6,7 +6,13 @@ import functools
 from typing import Any
 
 from flashmoe_science.cli.arrays import Arrays
-from flashmoe_science.cli.peers.peer import Inputs, Peer, import_first, is_causal
+from flashmoe_science.cli.peers.peer import (
+    Inputs,
+    Peer,
+    import_first,
+    is_causal,
+    window_of,
+)
 from flashmoe_science.cli.shapes import Shape
 from flashmoe_science.cli.timing import Contender
 
@@ -23,12 +29,20 @@ def _first(answer: Any) -> Any:
 
 def _prepare(
     modules: tuple[str, ...],
+    unbounded: int | None,
     options: dict[str, Any],
     arrays: Arrays,
     shape: Shape,
     inputs: Inputs,
 ) -> Contender:
+    """`unbounded` is what their window_size has where there is no bound."""
     causal = is_causal(shape, "bottom_right", "FlashAttention")
+    window = window_of(shape, "bottom_right", "FlashAttention")
+    if window is not None:
+        ends = tuple(unbounded if end is None else end for end in window)
+        options = options | {"window_size": ends}
+    if shape.softcap is not None:
+        options = options | {"softcap": shape.softcap}
     function = import_first(modules).flash_attn_func
     call = functools.partial(function, *inputs, causal=causal, **options)
     return Contender("", call, output=_first)
@@ -41,7 +55,7 @@ PEERS = (
         _FA2,
         "flash-attn",
         "pip install --no-build-isolation flash-attn",
-        functools.partial(_prepare, ("flash_attn",), {}),
+        functools.partial(_prepare, ("flash_attn",), -1, {}),
     ),
     Peer(
         "fa3",
@@ -51,7 +65,7 @@ PEERS = (
         "install the folder hopper of the flash-attention sources",
         # 0 leaves the number of key splits to it; its default, 1, would forbid them, which decoding
         # lives on.
-        functools.partial(_prepare, _FA3, {"num_splits": 0}),
+        functools.partial(_prepare, _FA3, -1, {"num_splits": 0}),
     ),
     Peer(
         "fa4",
@@ -59,6 +73,6 @@ PEERS = (
         _FA4,
         "flash-attn-4",
         "pip install --pre flash-attn-4",
-        functools.partial(_prepare, _FA4, {}),
+        functools.partial(_prepare, _FA4, None, {}),
     ),
 )

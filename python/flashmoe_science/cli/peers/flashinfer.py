@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from flashmoe_science.cli.arrays import Arrays
-from flashmoe_science.cli.peers.peer import Inputs, Peer, is_causal
+from flashmoe_science.cli.peers.peer import Inputs, Peer, Refused, is_causal, window_of
 from flashmoe_science.cli.shapes import Shape
 from flashmoe_science.cli.timing import Contender
 
@@ -24,16 +24,36 @@ def _steps(arrays: Arrays, count: int, step: int) -> Any:
 
 def _prepare(arrays: Arrays, shape: Shape, inputs: Inputs) -> Contender:
     causal = is_causal(shape, "bottom_right", "FlashInfer")
+    options = _options(shape)
     flashinfer = importlib.import_module("flashinfer")
     torch = arrays.xp
     workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=arrays.device)
     if shape.seq_q == 1 and shape.dim == shape.dim_v and shape.causal != "top_left":
-        return _decode(flashinfer, workspace, arrays, shape, inputs)
-    return _prefill(flashinfer, workspace, arrays, shape, inputs, causal)
+        return _decode(flashinfer, workspace, arrays, shape, inputs, options)
+    return _prefill(flashinfer, workspace, arrays, shape, inputs, options | {"causal": causal})
+
+
+def _options(shape: Shape) -> dict[str, Any]:
+    """Window and softcap as its plans take them: a window has no right end but causal's."""
+    options: dict[str, Any] = {}
+    window = window_of(shape, "bottom_right", "FlashInfer")
+    if window is not None:
+        left, right = window
+        if right is not None and shape.causal == "none":
+            raise Refused("FlashInfer takes no window to the right")
+        options["window_left"] = -1 if left is None else left
+    if shape.softcap is not None:
+        options["logits_soft_cap"] = shape.softcap
+    return options
 
 
 def _prefill(
-    flashinfer: Any, workspace: Any, arrays: Arrays, shape: Shape, inputs: Inputs, causal: bool
+    flashinfer: Any,
+    workspace: Any,
+    arrays: Arrays,
+    shape: Shape,
+    inputs: Inputs,
+    options: dict[str, Any],
 ) -> Contender:
     q, k, v = (x.flatten(0, 1) for x in inputs)  # [batch * seq, heads, dim]
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
@@ -44,8 +64,8 @@ def _prefill(
         shape.heads_kv,
         shape.dim,
         head_dim_vo=shape.dim_v,
-        causal=causal,
         q_data_type=q.dtype,
+        **options,
     )
 
     def output(out: Any) -> Any:
@@ -55,7 +75,12 @@ def _prefill(
 
 
 def _decode(
-    flashinfer: Any, workspace: Any, arrays: Arrays, shape: Shape, inputs: Inputs
+    flashinfer: Any,
+    workspace: Any,
+    arrays: Arrays,
+    shape: Shape,
+    inputs: Inputs,
+    options: dict[str, Any],
 ) -> Contender:
     """Its decode takes pages; those of contiguous keys are views in order."""
     q, k, v = inputs
@@ -79,6 +104,7 @@ def _decode(
         page,
         q_data_type=q.dtype,
         kv_data_type=k.dtype,
+        **options,
     )
     call = functools.partial(wrapper.run, q.squeeze(1), cache)
     return Contender("", call, output=lambda out: out.unsqueeze(1))

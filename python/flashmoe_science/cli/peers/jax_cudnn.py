@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from flashmoe_science.cli.arrays import Arrays
-from flashmoe_science.cli.peers.peer import Inputs, Peer, is_causal
+from flashmoe_science.cli.peers.peer import Inputs, Peer, is_causal, refuse_softcap, window_of
 from flashmoe_science.cli.shapes import Shape
 from flashmoe_science.cli.timing import Contender
 
@@ -21,13 +21,21 @@ def prepare(implementation: str, arrays: Arrays, shape: Shape, inputs: Inputs) -
     between them. The price is host time, more than other peers have.
     """
     causal = is_causal(shape, "top_left", "JAX")
+    window = window_of(shape, "top_left", "JAX")
+    refuse_softcap(shape, "JAX's dot_product_attention")
+    # It has no word for an absent end: as many keys as there are.
+    every = max(shape.seq_q, shape.seq_k)
+    local = None if window is None else tuple(every if end is None else end for end in window)
     # Before JAX begins, or it takes three quarters of the GPU's memory for itself.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax = importlib.import_module("jax")
     from_torch = importlib.import_module("jax.dlpack").from_dlpack
     attend = jax.jit(
         functools.partial(
-            jax.nn.dot_product_attention, is_causal=causal, implementation=implementation
+            jax.nn.dot_product_attention,
+            is_causal=causal,
+            local_window_size=local,
+            implementation=implementation,
         )
     )
     q, k, v = inputs

@@ -123,3 +123,22 @@ def is_causal(shape: Shape, alignment: str, who: str) -> bool:
         theirs, ours = (a.replace("_", " ") for a in (alignment, shape.causal))
         raise Refused(f"{who}'s causal mask is aligned {theirs}; this mask is {ours}")
     return shape.causal != "none"
+
+
+def window_of(shape: Shape, alignment: str, who: str) -> tuple[int | None, int | None] | None:
+    """The shape's window; refuses one whose queries stand elsewhere than at `who`'s keys."""
+    ours = "top_left" if shape.causal == "top_left" else "bottom_right"
+    if shape.window is not None and ours != alignment and shape.seq_q != shape.seq_k:
+        theirs, this = (a.replace("_", " ") for a in (alignment, ours))
+        raise Refused(f"{who}'s window is aligned {theirs}; this window is {this}")
+    return shape.window
+
+
+def refuse_window(shape: Shape, who: str) -> None:
+    if shape.window is not None:
+        raise Refused(f"{who} takes no window")
+
+
+def refuse_softcap(shape: Shape, who: str) -> None:
+    if shape.softcap is not None:
+        raise Refused(f"{who} takes no softcap")

@@ -7,7 +7,13 @@ import importlib
 from typing import Any
 
 from flashmoe_science.cli.arrays import Arrays
-from flashmoe_science.cli.peers.peer import Inputs, Peer, is_causal
+from flashmoe_science.cli.peers.peer import (
+    Inputs,
+    Peer,
+    is_causal,
+    refuse_softcap,
+    refuse_window,
+)
 from flashmoe_science.cli.shapes import Shape
 from flashmoe_science.cli.timing import Contender
 
@@ -22,6 +28,8 @@ _BACKENDS = {
 
 def _prepare(backend: str | None, arrays: Arrays, shape: Shape, inputs: Inputs) -> Contender:
     torch = arrays.xp
+    refuse_window(shape, "torch's scaled_dot_product_attention")
+    refuse_softcap(shape, "torch's scaled_dot_product_attention")
 
     def swapped(x: Any) -> Any:
         return torch.swapaxes(x, 1, 2)

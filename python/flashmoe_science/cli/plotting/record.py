@@ -10,6 +10,7 @@ from typing import Any
 
 from flashmoe_science.cli import records
 from flashmoe_science.cli.measure import OURS
+from flashmoe_science.cli.shapes import logits_text, window_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ def against(cell: dict[str, Any], peer: str) -> dict[str, Any] | None:
 
 def panel_key(shape: dict[str, Any]) -> tuple[str, str, int, int]:
     """What the rows of one line of a grid share: element type, mask and head dimensions."""
-    return shape["dtype"], shape["causal"], shape["dim"], shape["dim_v"]
+    return shape["dtype"], mask_name(shape), shape["dim"], shape["dim_v"]
 
 
 def is_grid(cells: list[dict[str, Any]]) -> bool:
@@ -97,8 +98,16 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 9.95 else f"{value:.2g}"
 
 
-def mask_name(causal: str) -> str:
-    return {"none": "full", "bottom_right": "causal", "top_left": "causal (top left)"}[causal]
+def _window(shape: dict[str, Any]) -> tuple[int | None, int | None] | None:
+    """A row's window; records from before there were windows have none."""
+    ends = shape.get("window_left"), shape.get("window_right")
+    return None if ends == (None, None) else ends
+
+
+def mask_name(shape: dict[str, Any]) -> str:
+    """Such as "causal window 1023,none softcap 50"."""
+    names = {"none": "full", "bottom_right": "causal", "top_left": "causal (top left)"}
+    return names[shape["causal"]] + logits_text(_window(shape), shape.get("softcap"))
 
 
 def extents(shape: dict[str, Any]) -> dict[str, str]:
@@ -114,7 +123,7 @@ def extents(shape: dict[str, Any]) -> dict[str, str]:
         "S": pair("seq_q", "seq_k"),
         "H": pair("heads_q", "heads_kv"),
         "D": pair("dim", "dim_v"),
-        "mask": mask_name(shape["causal"]),
+        "mask": mask_name(shape),
     }
 
 
@@ -125,9 +134,9 @@ def extents_text(fields: dict[str, str]) -> str:
 
 def panel_name(key: tuple[str, str, int, int], dtypes: set[str]) -> str:
     """Such as "D 64 causal", with the element type before it where there are several."""
-    dtype, causal, dim, dim_v = key
+    dtype, mask, dim, dim_v = key
     dims = f"D {dim}" if dim == dim_v else f"D {dim}/{dim_v}"
-    return f"{f'{dtype} ' if len(dtypes) > 1 else ''}{dims} {mask_name(causal)}"
+    return f"{f'{dtype} ' if len(dtypes) > 1 else ''}{dims} {mask}"
 
 
 def machine(document: dict[str, Any]) -> str:
@@ -181,6 +190,9 @@ def shape_flags(shape: dict[str, Any]) -> list[str]:
         words += ["--dim-v", shape["dim_v"]]
     if shape["causal"] != "none":
         words += ["--causal"] if shape["causal"] == "bottom_right" else ["--causal", "top_left"]
+    window = _window(shape)
+    words += [] if window is None else ["--window", window_text(window)]
+    words += [] if shape.get("softcap") is None else ["--softcap", f"{shape['softcap']:g}"]
     return [str(word) for word in [*words, "--dtype", shape["dtype"]]]
 
 

@@ -114,10 +114,10 @@ def speed(record: Record, theme: Theme) -> Figure:
         rec.provenance(record.document),
     ]
     sheet = Sheet(theme, record.document["title"], words, width, body)
-    for row, (dtype, causal) in enumerate(down):
+    for row, (dtype, mask) in enumerate(down):
         high = 1.13 * per_tera * fastest.get(dtype, 1.0)
         for column, dims in enumerate(across):
-            key = (dtype, causal, *dims)
+            key = (dtype, mask, *dims)
             of = [c for c in record.cells if rec.panel_key(c["shape"]) == key]
             if not of:
                 continue
