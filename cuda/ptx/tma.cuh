@@ -26,6 +26,7 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const void* map, 
       : "memory");
 }
 
+// Coordinates are not negative: the copy engine stops at such a store (not at such a load).
 __device__ __forceinline__ void tma_store(const void* map, uint32_t source, int c0, int c1, int c2,
                                           int c3) {
   asm volatile(

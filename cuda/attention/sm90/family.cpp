@@ -273,9 +273,10 @@ void fill_params(const AttentionProblem& p, const Entry& entry, const DeviceFact
   params->cap_ratio = p.cap_ratio;
   const int64_t tiles = (p.seq_q + entry.tile_q - 1) / entry.tile_q;
   params->tiles_per_head = static_cast<int32_t>(tiles);
-  // What rows there are short of a full tile are left out where tiles are shortest.
+  // Groups of rows that a full tile has too many are left out where tiles are shortest.
   const bool ramp = last_tiles_first(p);
-  params->first_row = ramp ? static_cast<int32_t>(p.seq_q - tiles * entry.tile_q) : 0;
+  const int64_t spare = (tiles * entry.tile_q - p.seq_q) / entry.box_rows * entry.box_rows;
+  params->first_row = ramp ? -static_cast<int32_t>(spare) : 0;
   params->last_tiles_first = ramp ? 1 : 0;
   params->heads = static_cast<int32_t>(p.batch * p.heads_q);
   params->heads_per_section = ramp ? heads_per_section(p, entry, facts) : 1;

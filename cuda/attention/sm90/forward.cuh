@@ -50,7 +50,7 @@ struct alignas(16) Tile {
   int batch;
   int head;
   int head_kv;
-  int first_row;  // rows before 0 do not exist; kNoTile: there are no more
+  int first_row;  // groups before row 0 do not exist; kNoTile: there are no more
 
   template <class Traits>
   static __device__ __forceinline__ Tile at(const Params& params, int position) {
@@ -673,7 +673,7 @@ struct Consumer {
     }
     // Steps between these hold no key that some row of this group does not see.
     const int last_row = min(group_row + kRowsPerGroup, params.seq_q) - 1;
-    const int right_steps = end_key(params, max(group_row, 0)) / Traits::kStepKeys;
+    const int right_steps = end_key(params, group_row) / Traits::kStepKeys;
     const int left_key = first_key(params, last_row);
     const auto masked = [&] { return step >= right_steps || step * Traits::kStepKeys < left_key; };
     if (open) {
@@ -757,7 +757,7 @@ struct Consumer {
       total += __shfl_xor_sync(kFullWarp, total, 1);
       total += __shfl_xor_sync(kFullWarp, total, 2);
       const bool sees_keys = first_key(params, row) < end_key(params, row);
-      const bool exists = row >= 0 && row < params.seq_q;
+      const bool exists = row < params.seq_q;
       if (params.lse != nullptr && lane % 4 == 0 && exists) {
         *lse_of(tile, row) =
             sees_keys ? (statistics_of_tile.offset[half] + log2f(total)) * kLn2 : -INFINITY;
@@ -796,7 +796,7 @@ struct Consumer {
       }
       ptx::fence_proxy_async_shared();
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
-      if (leader && group_row < params.seq_q && group_row > -kRowsPerGroup) {
+      if (leader && group_row < params.seq_q) {
 #pragma unroll
         for (int box = first_box; box < Traits::kBoxesV && box < first_box + Traits::kOutputBoxes;
              ++box) {

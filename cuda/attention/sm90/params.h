@@ -54,7 +54,7 @@ struct Params {
   float cap_ratio;   // scale / softcap; 0 without
 
   int32_t tiles_per_head;     // query tiles
-  int32_t first_row;          // of the first tile, 0 or before it: then the last tile is full
+  int32_t first_row;          // of the first tile: 0, or whole groups of rows before it
   int32_t last_tiles_first;   // they are the longest
   int32_t heads;              // batch * heads_q
   int32_t heads_per_section;  // heads whose tiles are taken together
