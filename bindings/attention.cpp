@@ -300,6 +300,7 @@ Fields describe(const flashmoe_attention_plan& plan) {
   fields["dim"] = nb::int_(plan.dim);
   fields["dim_v"] = nb::int_(plan.dim_v);
   fields["stages"] = nb::int_(plan.stages);
+  fields["cluster"] = nb::int_(plan.cluster);
   fields["grid"] = nb::make_tuple(plan.grid[0], plan.grid[1], plan.grid[2]);
   fields["block"] = nb::make_tuple(plan.block[0], plan.block[1], plan.block[2]);
   fields["shared_bytes"] = nb::int_(plan.shared_bytes);

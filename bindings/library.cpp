@@ -48,6 +48,7 @@ Fields last_launch() {
   fields["registers"] = nb::int_(launch.registers);
   fields["local_bytes"] = nb::int_(launch.local_bytes);
   fields["binary_arch"] = nb::int_(launch.binary_arch);
+  fields["cluster"] = nb::int_(launch.cluster);
   return fields;
 }
 

@@ -5,6 +5,10 @@
 # than the table's with its suffix. Other head dimensions are padded to the next.
 set(FLASHMOE_ATTENTION_SM89_KERNELS
   "32,32" "64,64" "96,96" "128,128" "128,128,EightWarpTuning,_w8" "192,128" "192,192" "256,256")
+# Of these the third is the number of query rows of a tile.
+set(FLASHMOE_ATTENTION_SHORT_KERNELS
+  "64,64,8,_r8" "64,64,16,_r16" "64,64,32,_r32" "128,128,8,_r8" "128,128,16,_r16"
+  "192,128,8,_r8" "192,128,16,_r16" "256,256,8,_r8")
 set(FLASHMOE_ATTENTION_SM90_KERNELS
   "64,64" "96,96" "128,128" "192,128" "192,192" "256,256"
   "64,64,CappedTuning,_softcap" "96,96,CappedTuning,_softcap" "128,128,CappedTuning,_softcap"

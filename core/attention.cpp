@@ -60,6 +60,9 @@ constexpr char kKernelPrefix[] = "attention_forward_";
 
 // Every family, best first for its devices.
 const AttentionFamily* const kFamilies[] = {
+#if FLASHMOE_WITH_CUDA
+    &kShortAttention,
+#endif
 #if FLASHMOE_WITH_SM90
     &kSm90Attention,
 #endif

@@ -14,6 +14,7 @@ int32_t cpu_get_num_threads();
 
 // cuda/ (only in a build with FLASHMOE_CUDA)
 #if FLASHMOE_WITH_CUDA
+extern const AttentionFamily kShortAttention;
 extern const AttentionFamily kSm89Attention;
 #if FLASHMOE_WITH_SM90  // built for sm_90a
 extern const AttentionFamily kSm90Attention;

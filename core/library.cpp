@@ -30,7 +30,7 @@ flashmoe_status flashmoe_get_build_info(flashmoe_build_info* info) {
   filled.cuda_compiler = FLASHMOE_CUDA_COMPILER;
   filled.host_compiler = FLASHMOE_HOST_COMPILER;
 #if FLASHMOE_WITH_CUDA
-  filled.kernel_families = FLASHMOE_WITH_SM90 ? "cpu sm89 sm90" : "cpu sm89";
+  filled.kernel_families = FLASHMOE_WITH_SM90 ? "cpu sm89 sm90 short" : "cpu sm89 short";
   filled.cuda_runtime_version = flashmoe::cuda_runtime_version();
 #else
   filled.kernel_families = "cpu";

@@ -14,6 +14,8 @@ cudaError_t read_facts(int device_id, DeviceFacts* facts) {
   int major = 0;
   int minor = 0;
   int l2 = 0;
+  int memory_khz = 0;
+  int memory_bits = 0;
   const struct {
     cudaDeviceAttr attribute;
     int* value;
@@ -25,6 +27,8 @@ cudaError_t read_facts(int device_id, DeviceFacts* facts) {
       {cudaDevAttrMaxSharedMemoryPerMultiprocessor, &facts->shared_bytes_per_multiprocessor},
       {cudaDevAttrReservedSharedMemoryPerBlock, &facts->reserved_shared_bytes_per_block},
       {cudaDevAttrL2CacheSize, &l2},
+      {cudaDevAttrMemoryClockRate, &memory_khz},
+      {cudaDevAttrGlobalMemoryBusWidth, &memory_bits},
   };
   for (const auto& read : reads) {
     const cudaError_t error = cudaDeviceGetAttribute(read.value, read.attribute, device_id);
@@ -32,6 +36,8 @@ cudaError_t read_facts(int device_id, DeviceFacts* facts) {
   }
   facts->compute_capability = 10 * major + minor;
   facts->l2_bytes = l2;
+  // Twice a clock.
+  facts->memory_bytes_per_microsecond = 2e-3 * memory_khz * (memory_bits / 8);
   return cudaSuccess;
 }
 

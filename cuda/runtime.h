@@ -22,6 +22,7 @@ struct DeviceFacts {
   int shared_bytes_per_multiprocessor;
   int reserved_shared_bytes_per_block;  // what a block costs beside its own
   int64_t l2_bytes;
+  double memory_bytes_per_microsecond;  // peak, of the memory's clock and width; 0 if not told
 };
 
 // Facts of a device, read at the first call. Null, with a sentence in `reason`, if there is no such

@@ -85,7 +85,7 @@ class AttentionPlan(c.Structure):
         ("dim", c.c_int32),
         ("dim_v", c.c_int32),
         ("stages", c.c_int32),
-        ("reserved", c.c_int32),
+        ("cluster", c.c_int32),
         ("grid", c.c_uint32 * 3),
         ("block", c.c_uint32 * 3),
         ("shared_bytes", c.c_uint64),
@@ -106,7 +106,7 @@ class Launch(c.Structure):
         ("registers", c.c_int32),
         ("local_bytes", c.c_int32),
         ("binary_arch", c.c_int32),
-        ("reserved", c.c_int32),
+        ("cluster", c.c_int32),
     ]
 
 

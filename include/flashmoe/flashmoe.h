@@ -73,7 +73,7 @@ typedef struct flashmoe_build_info {
   const char* cuda_architectures; /* "89-real 90a-real 89-virtual", or "" for a CPU-only build */
   const char* cuda_compiler;      /* "13.0.88", or "" */
   const char* host_compiler;      /* "GNU 12.2.0" */
-  const char* kernel_families;    /* "cpu sm89": what the `kernel` of a call may name */
+  const char* kernel_families;    /* "cpu sm89 short": what the `kernel` of a call may name */
   int32_t cuda_runtime_version;   /* 13000 for 13.0; 0 for a CPU-only build */
 } flashmoe_build_info;
 
@@ -254,8 +254,8 @@ typedef struct flashmoe_attention_plan {
   int32_t tile_k;  /* keys of one step of the main loop */
   int32_t dim;     /* head dimensions the kernel was compiled for; the call's are padded */
   int32_t dim_v;
-  int32_t stages; /* depth of the K/V pipeline */
-  int32_t reserved;
+  int32_t stages;  /* depth of the K/V pipeline */
+  int32_t cluster; /* blocks of a cluster, which share the keys of a tile; 0 or 1: none do */
   uint32_t grid[3];
   uint32_t block[3];
   uint64_t shared_bytes; /* shared memory of one block */
@@ -300,7 +300,7 @@ typedef struct flashmoe_launch {
   int32_t registers;     /* per thread, from the loaded code; CPU: 0 */
   int32_t local_bytes;   /* local memory per thread, spills included; CPU: 0 */
   int32_t binary_arch;   /* architecture of the loaded code, 90 for sm_90; CPU: 0 */
-  int32_t reserved;
+  int32_t cluster;       /* blocks of a cluster; 0 or 1: there are none */
 } flashmoe_launch;
 
 /* Errors: INVALID_ARGUMENT (launch is NULL, struct_size unknown, or nothing was launched yet on

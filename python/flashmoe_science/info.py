@@ -66,6 +66,8 @@ class Launch:
     """Local memory per thread, spills included; CPU: 0."""
     binary_arch: int
     """Architecture of the loaded code, 90 for sm_90; CPU: 0."""
+    cluster: int
+    """Blocks of a cluster; 0 or 1: there are none."""
 
 
 def build_info() -> BuildInfo:

@@ -22,11 +22,12 @@ class AttentionPlan:
     kernel: str
     """Such as "attention_forward_sm90_bf16_d128_dv128"."""
     family: str
-    """Kernel family: "sm90", "sm89", "cpu"."""
+    """Kernel family: "short", "sm90", "sm89", "cpu"."""
     isa: str
     """The code that runs: "sm_90a", "avx512"."""
     tile_q: int
-    """Query rows of one tile; on a GPU a block computes one, or several in turn."""
+    """Query rows of one tile; on a GPU a block computes one, several in turn, or a share of one. The
+    rows of "short" are of all query heads that share keys."""
     tile_k: int
     """Keys of one step of the main loop."""
     dim: int
@@ -34,6 +35,8 @@ class AttentionPlan:
     dim_v: int
     stages: int
     """Depth of the pipeline of keys and values."""
+    cluster: int
+    """Blocks of a cluster, which share the keys of a tile; 0 or 1: none do."""
     grid: tuple[int, int, int]
     """Blocks, of which sm90 launches no more than are resident; on the CPU grid[0] counts tiles."""
     block: tuple[int, int, int]

@@ -120,6 +120,8 @@ def _print(document: dict[str, Any], shape: Shape, output: Output) -> None:
         ("block" if gpu else "threads", _extent(plan["block"]) if gpu else str(plan["block"][0])),
     ]
     if gpu:
+        if plan["cluster"] > 1:
+            rows.append(("cluster", f"{plan['cluster']} blocks share the keys of a tile"))
         rows.append(("shared memory", f"{plan['shared_bytes']} bytes a block"))
     rows += [
         ("workspace", f"{plan['workspace_bytes']} bytes"),

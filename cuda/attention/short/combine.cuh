@@ -1,0 +1,253 @@
+// From the parts of the warps to the output: parts of a row are added up under their common offset,
+// first those of a block's warps, then, in a cluster, those of its blocks. Always in the same
+// order.
+#pragma once
+
+#include "cuda/attention/row_alone.cuh"
+#include "cuda/attention/short/products.cuh"
+
+#if __CUDA_ARCH__ >= 900
+#include "cuda/ptx/cluster.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#endif
+
+namespace flashmoe::short_rows {
+
+inline constexpr float kLn2 = 0.69314718055994530942f;
+
+// A unit of 16 bytes is not where its column would put it in a warp's part: this way the eight
+// lanes that store at a time, of columns 8 apart and rows 2 apart, meet all banks, as do those that
+// read a row.
+__device__ __forceinline__ int swizzle(int row, int unit) {
+  return unit ^ (row / 2 % 2 + row / 4 % 2 * 4);
+}
+
+// Leaves a warp's part in shared memory.
+template <class Traits>
+__device__ __forceinline__ void store_part(const Accumulators<Traits>& out,
+                                           const RowStatistics<Traits>& statistics,
+                                           const Shared<Traits>& shared, int warp) {
+  const int lane = lane_index();
+  float4* part = shared.warp_parts() + warp * Traits::kUnits;
+#pragma unroll
+  for (int n = 0; n < Traits::kRowBlocks; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int row = 8 * n + 2 * (lane % 4) + e;
+      float sum = statistics.sum[n][e];
+#pragma unroll
+      for (int mask = 4; mask < kLanes; mask *= 2) sum += __shfl_xor_sync(kFullWarp, sum, mask);
+      if (lane < 4) {
+        shared.warp_statistics()[warp * Traits::kRows + row] =
+            make_float2(statistics.offset[n][e], sum);
+      }
+#pragma unroll
+      for (int c = 0; c < Traits::kVChunks; ++c) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int j = 4 * c + 2 * half;
+          const int unit = 16 * c + 2 * (lane / 4) + half;
+          part[row * Traits::kUnitsPerRow + swizzle(row, unit)] =
+              make_float4(out[n][j][e], out[n][j][2 + e], out[n][j + 1][e], out[n][j + 1][2 + e]);
+        }
+      }
+    }
+  }
+}
+
+// Four columns of one row, relative to an offset.
+struct Sum {
+  float4 out;
+  float offset;
+  float sum;
+};
+
+// Adds up parts 0 to `parts` - 1, whose statistics and units are given by functions.
+template <class Statistics, class Unit>
+__device__ __forceinline__ Sum add_parts(int parts, Statistics statistics, Unit unit) {
+  Sum total = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), kNoOffset, 0.0f};
+#pragma unroll 8
+  for (int i = 0; i < parts; ++i) total.offset = fmaxf(total.offset, statistics(i).x);
+#pragma unroll 8
+  for (int i = 0; i < parts; ++i) {
+    const float2 part = statistics(i);
+    const float4 out = unit(i);
+    const float factor = numeric::exp2_approx(part.x - total.offset);
+    total.sum = fmaf(part.y, factor, total.sum);
+    total.out.x = fmaf(out.x, factor, total.out.x);
+    total.out.y = fmaf(out.y, factor, total.out.y);
+    total.out.z = fmaf(out.z, factor, total.out.z);
+    total.out.w = fmaf(out.w, factor, total.out.w);
+  }
+  return total;
+}
+
+template <class Traits>
+__device__ __forceinline__ Sum add_warps(const Shared<Traits>& shared, int row, int unit) {
+  const float2* statistics = shared.warp_statistics() + row;
+  const float4* parts = shared.warp_parts() + row * Traits::kUnitsPerRow + swizzle(row, unit);
+  return add_parts(
+      warp_count(), [&](int i) { return statistics[i * Traits::kRows]; },
+      [&](int i) { return parts[i * Traits::kUnits]; });
+}
+
+// Writes four columns of one row, and lse with the first ones. Marks the row for compute_rows_alone
+// where a masked key may have spoilt it.
+template <class Traits>
+__device__ __forceinline__ void write_unit(const Sum& total, const Params& params, const Tile& tile,
+                                           const Shared<Traits>& shared, int row, int unit) {
+  using Numeric = numeric::ElementTraits<typename Traits::Element>;
+  const bool masked = params.masked != 0;
+  Keys keys = {0, params.seq_k};
+  if (masked) keys = shared.keys()[row];
+  const bool sees_keys = keys.end > keys.first;
+  const Row where = Row::of(params, tile, row);
+  if (4 * unit < params.dim_v) {
+    // A row of nothing but -inf scores is 0 / 0 = NaN; a row that sees no key is 0 by definition.
+    const float factor = sees_keys ? 1.0f / total.sum : 0.0f;
+    const uint2 packed = make_uint2(Numeric::pack(total.out.x * factor, total.out.y * factor),
+                                    Numeric::pack(total.out.z * factor, total.out.w * factor));
+    *reinterpret_cast<uint2*>(params.out + where.offset(params.out_strides, tile.batch) +
+                              4 * unit) = packed;
+    if (masked && (numeric::any_nonfinite<typename Traits::Element>(packed.x) ||
+                   numeric::any_nonfinite<typename Traits::Element>(packed.y))) {
+      shared.flags()[row] = 1;
+    }
+  }
+  if (unit == 0 && params.lse != nullptr) {
+    params.lse[where.offset(params.lse_strides, tile.batch)] =
+        sees_keys ? (total.offset + log2f(total.sum)) * kLn2 : -INFINITY;
+  }
+}
+
+// Units of a tile, a row after another: those from `first` to the one before `end`.
+struct Units {
+  int first;
+  int end;
+};
+
+// Rows that came out with an infinity or a NaN, of which a masked key may be the cause, computed
+// again: only the units that this block wrote, lest two blocks disagree. lse was not touched by V.
+template <class Traits>
+__device__ __noinline__ void compute_rows_alone(const Params& params, const Tile tile,
+                                                const Shared<Traits> shared, const Units units) {
+  LoneRow lone;
+  lone.k = tile.k(params);
+  lone.v = tile.v(params);
+  lone.k_stride = params.k_strides.seq;
+  lone.v_stride = params.v_strides.seq;
+  lone.dim = params.dim;
+  lone.dim_v = params.dim_v;
+  lone.cap_ratio = params.cap_ratio;
+  for (int row = warp_index(); row < tile.rows; row += warp_count()) {
+    if (shared.flags()[row] == 0) continue;
+    const Keys keys = shared.keys()[row];
+    const Row where = Row::of(params, tile, row);
+    uint16_t* out = params.out + where.offset(params.out_strides, tile.batch);
+    lone.q = params.q + where.offset(params.q_strides, tile.batch);
+    lone.first_key = keys.first;
+    lone.keys = keys.end;
+    compute_row_alone<typename Traits::Element, Traits::kDimV>(
+        lone, params.scale_log2, [&](int column, uint16_t element) {
+          const int unit = row * Traits::kUnitsPerRow + column / 4;
+          if (unit >= units.first && unit < units.end) out[column] = element;
+        });
+  }
+}
+
+// The units that this block writes: an equal share of the tile, and only rows that exist.
+template <class Traits>
+__device__ __forceinline__ Units units_of_rank(const Params& params, const Tile& tile, int rank) {
+  const int share = Traits::kUnits >> params.cluster_log2;
+  const int all = tile.rows * Traits::kUnitsPerRow;
+  return {min(rank * share, all), min((rank + 1) * share, all)};
+}
+
+#if __CUDA_ARCH__ >= 900
+
+// Readies the barrier that counts what the cluster's blocks send to this one.
+template <class Traits>
+__device__ __forceinline__ void begin_exchange(const Params& params, const Tile& tile,
+                                               const Shared<Traits>& shared) {
+  if (thread_index() == 0) {
+    const Units units = units_of_rank<Traits>(params, tile, tile.rank);
+    ptx::mbarrier_init(shared.barrier(), 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect(shared.barrier(),
+                                (16 * (units.end - units.first) + Traits::kStatisticsBytes)
+                                    << params.cluster_log2);
+  }
+  ptx::cluster_arrive_relaxed();
+}
+
+// Sends each block of the cluster its share of this one's part, and all statistics.
+template <class Traits>
+__device__ __forceinline__ void send_part(const Params& params, const Tile& tile,
+                                          const Shared<Traits>& shared) {
+  const int share_log2 = Traits::kUnitsLog2 - params.cluster_log2;
+  const uint32_t barrier = shared.barrier();
+  const auto parts = static_cast<uint32_t>(__cvta_generic_to_shared(shared.block_parts()));
+  const auto statistics =
+      static_cast<uint32_t>(__cvta_generic_to_shared(shared.block_statistics()));
+  for (int i = thread_index(); i < tile.rows * Traits::kUnitsPerRow; i += thread_count()) {
+    const Sum part = add_warps(shared, i / Traits::kUnitsPerRow, i % Traits::kUnitsPerRow);
+    const int rank = i >> share_log2;
+    const int slot = i + ((tile.rank - rank) << share_log2);  // in this block's place
+    ptx::store_async(ptx::map_to_rank(parts + 16 * slot, rank), part.out,
+                     ptx::map_to_rank(barrier, rank));
+  }
+  for (int i = thread_index(); i < Traits::kRows << params.cluster_log2; i += thread_count()) {
+    const int row = i % Traits::kRows;
+    const int rank = i / Traits::kRows;
+    const Sum part = add_warps(shared, row, 0);
+    const int slot = tile.rank * Traits::kRows + row;
+    ptx::store_async(ptx::map_to_rank(statistics + 8 * slot, rank),
+                     make_float2(part.offset, part.sum), ptx::map_to_rank(barrier, rank));
+  }
+}
+
+// Adds up what the cluster's blocks have sent.
+template <class Traits>
+__device__ __forceinline__ Sum add_blocks(const Params& params, const Shared<Traits>& shared,
+                                          int row, int slot) {
+  const int share = Traits::kUnits >> params.cluster_log2;
+  const float2* statistics = shared.block_statistics() + row;
+  const float4* parts = shared.block_parts() + slot;
+  return add_parts(
+      1 << params.cluster_log2, [&](int i) { return statistics[i * Traits::kRows]; },
+      [&](int i) { return parts[i * share]; });
+}
+
+#endif
+
+// Writes the tile, or this block's share of it. All warps have stored their parts.
+template <class Traits>
+__device__ __forceinline__ void write_tile(const Params& params, const Tile& tile,
+                                           const Shared<Traits>& shared) {
+  const Units units = units_of_rank<Traits>(params, tile, tile.rank);
+#if __CUDA_ARCH__ >= 900
+  const bool exchanges = params.cluster_log2 > 0;
+  if (exchanges) {
+    ptx::cluster_wait();  // all have readied their barriers
+    send_part(params, tile, shared);
+    ptx::mbarrier_wait_cluster(shared.barrier(), 0);
+  }
+#endif
+  for (int i = units.first + thread_index(); i < units.end; i += thread_count()) {
+    const int row = i / Traits::kUnitsPerRow;
+    const int unit = i % Traits::kUnitsPerRow;
+#if __CUDA_ARCH__ >= 900
+    const Sum total =
+        exchanges ? add_blocks(params, shared, row, i - units.first) : add_warps(shared, row, unit);
+#else
+    const Sum total = add_warps(shared, row, unit);
+#endif
+    write_unit(total, params, tile, shared, row, unit);
+  }
+  if (params.masked) {
+    __syncthreads();
+    compute_rows_alone(params, tile, shared, units);
+  }
+}
+
+}  // namespace flashmoe::short_rows

@@ -1,0 +1,95 @@
+// What a call would take, by the kernels of this family and by those with tiles of many rows: two
+// estimates, by which plan() chooses a split, and whether to take a call that names no kernel.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/runtime.h"
+
+namespace flashmoe::short_rows {
+
+// A call, as far as its time depends on it.
+struct Work {
+  double heads_kv;  // batch times KV heads
+  double heads_q;   // batch times query heads
+  double seq_q;
+  double rows;       // packed rows of a KV head
+  double keys;       // that a row sees on average
+  double most_keys;  // of any row
+  double dims;       // dim + dim_v
+  double seq_k;
+};
+
+// A split of a call: tiles of so many rows, each of so many blocks.
+struct Split {
+  int rows;
+  int step_keys;
+  int warps;
+  int cluster;
+  int resident;  // clusters that can run at a time
+};
+
+// Provisional. Times in microseconds, rates per microsecond of one multiprocessor, of bytes that
+// reach its registers and of operations of the tensor cores.
+inline constexpr double kStart = 2.0;          // launch, first loads, and writing the output
+inline constexpr double kExchange = 0.6;       // what a cluster adds
+inline constexpr double kStep = 0.7;           // a step of a warp that waits for its loads
+inline constexpr double kAloneRate = 90e3;     // bytes, when the L2 serves few others
+inline constexpr double kSharedRate = 40e3;    // bytes, when it serves all
+inline constexpr double kProductRate = 1.5e6;  // of these kernels
+inline constexpr double kMemoryShare = 0.88;   // of the memory's peak
+
+inline double ceil_of(double a, double b) {
+  return static_cast<double>((static_cast<int64_t>(a) + static_cast<int64_t>(b) - 1) /
+                             static_cast<int64_t>(b));
+}
+
+inline double memory_microseconds(const Work& work, const DeviceFacts& facts) {
+  if (facts.memory_bytes_per_microsecond <= 0) return 0;
+  return work.heads_kv * std::min(work.most_keys, work.seq_k) * work.dims * 2 /
+         (facts.memory_bytes_per_microsecond * kMemoryShare);
+}
+
+// The time of this family: its blocks all read their tile's keys from the L2 to registers, at a
+// rate that they share, and cannot be faster than the memory.
+inline double short_microseconds(const Work& work, const Split& split, const DeviceFacts& facts) {
+  const double tiles = work.heads_kv * ceil_of(work.rows, split.rows);
+  const double waves = ceil_of(tiles, split.resident);
+  const double keys = waves > 1 ? work.keys : work.most_keys;  // one wave waits for the longest
+  const double parts = split.warps * split.cluster;
+  const double steps = ceil_of(ceil_of(keys, split.step_keys), parts);  // of a warp
+  const double blocks = std::min<double>(tiles, split.resident) * split.cluster;
+  const double block_keys = std::min(keys, steps * split.warps * split.step_keys);
+  const double crowd = std::max(1.0, blocks / facts.multiprocessors);
+  const double rate = std::min(kAloneRate / crowd, kSharedRate * facts.multiprocessors / blocks);
+  const double load = block_keys * work.dims * 2 / rate;
+  const double product = block_keys * work.dims * 2 * split.rows / (kProductRate / crowd);
+  const double run = waves * std::max({load, product, steps * kStep});
+  return kStart + (split.cluster > 1 ? kExchange : 0) +
+         std::max(run, memory_microseconds(work, facts));
+}
+
+// What the kernels with tiles of many rows of one query head do: rows that are not there cost as
+// much.
+struct TileKernels {
+  double rows;
+  double start;
+  double rate;  // operations
+};
+
+inline TileKernels tile_kernels(const DeviceFacts& facts, int dim) {
+  if (facts.compute_capability == 90) return {dim <= 64 ? 192.0 : 128.0, 4.0, 3.5e6};
+  return {128.0, 3.0, 1.2e6};
+}
+
+inline double tile_microseconds(const Work& work, int dim, const DeviceFacts& facts) {
+  const TileKernels kernels = tile_kernels(facts, dim);
+  const double tiles = work.heads_q * ceil_of(work.seq_q, kernels.rows);
+  const double waves = ceil_of(tiles, facts.multiprocessors);
+  const double keys = waves > 1 ? work.keys : work.most_keys;
+  const double run = waves * kernels.rows * keys * work.dims * 2 / kernels.rate;
+  return kernels.start + std::max(run, memory_microseconds(work, facts));
+}
+
+}  // namespace flashmoe::short_rows

@@ -1,0 +1,125 @@
+// Attention forward for few query rows, or small problems: one trip to memory, shared by all.
+//
+//   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
+//
+// A tile is kRows packed query rows of one KV head. A cluster of 1 to 16 blocks takes it, and each
+// block has 1 to 8 warps; all warps of the cluster take steps of kStepKeys keys in turn, each with
+// an online softmax of its own (products.cuh). K and V go from global memory to registers without a
+// stop: a step's loads are on their way while the step before it is computed, 8 to 16 KiB of them a
+// warp. At the end the parts are added up through shared memory, a block's first, then a cluster's,
+// each block writing a share of the tile (combine.cuh). One launch, no workspace, no atomics.
+//
+// Clusters are of sm_90 code. Elsewhere a tile has one block.
+#pragma once
+
+#include "cuda/attention/short/combine.cuh"
+
+#if __CUDA_ARCH__ >= 900
+#include "cuda/ptx/pdl.cuh"
+#endif
+
+namespace flashmoe::short_rows {
+
+// Of each row: its keys, and that it need not be computed again.
+template <class Traits>
+__device__ __forceinline__ void note_rows(const Params& params, const Tile& tile,
+                                          const Shared<Traits>& shared) {
+  const int row = thread_index();
+  if (row >= Traits::kRows) return;
+  shared.keys()[row] = keys_of_query(params, Row::of(params, tile, row).query);
+  shared.flags()[row] = 0;
+}
+
+// Q in registers, or in shared memory, each warp bringing a part.
+template <class Traits>
+__device__ __forceinline__ void load_q(QFragments<Traits>& q, const Params& params,
+                                       const Tile& tile, const Shared<Traits>& shared) {
+  if constexpr (Traits::kQueriesInRegisters) {
+#pragma unroll
+    for (int n = 0; n < Traits::kRowBlocks; ++n) load_q_block<Traits>(q[n], params, tile, n);
+  } else {
+    for (int n = warp_index(); n < Traits::kRowBlocks; n += warp_count()) {
+      load_q_block<Traits>(q[0], params, tile, n);
+#pragma unroll
+      for (int c = 0; c < Traits::kKChunks; ++c) {
+        shared.queries()[(n * Traits::kKChunks + c) * kLanes + lane_index()] =
+            make_uint4(q[0][c][0], q[0][c][1], q[0][c][2], q[0][c][3]);
+      }
+    }
+  }
+}
+
+// Leaves this warp's part of the tile in shared memory.
+template <class Traits>
+__device__ __forceinline__ void compute_part(const Params& params, const Tile& tile,
+                                             const Shared<Traits>& shared) {
+  const int lane = lane_index();
+  const int warp = warp_index();
+  const int part = tile.rank * warp_count() + warp;
+  const int jump = (warp_count() << params.cluster_log2) * Traits::kStepKeys;  // to the next step
+  int key = tile.some.first + part * Traits::kStepKeys;
+  const int end = tile.some.end;
+  const uint16_t* k = tile.k(params) + (key + lane / 4) * params.k_strides.seq + 8 * (lane % 4);
+  const uint16_t* v =
+      tile.v(params) + (key + 2 * (lane % 4)) * params.v_strides.seq + 8 * (lane / 4);
+
+  KFragments<Traits> k_now;
+  VFragments<Traits> v_now;
+  QFragments<Traits> q;
+  if (key < end) {
+    load_k<Traits>(k_now, k, params.k_strides.seq, end - key, params.dim);
+    load_v<Traits>(v_now, v, params.v_strides.seq, end - key, params.dim_v);
+  }
+  load_q<Traits>(q, params, tile, shared);
+  if (params.masked) note_rows(params, tile, shared);
+  if (!Traits::kQueriesInRegisters || params.masked) __syncthreads();
+
+  RowStatistics<Traits> statistics;
+  statistics.reset();
+  Accumulators<Traits> out;
+#pragma unroll
+  for (int n = 0; n < Traits::kRowBlocks; ++n) {
+#pragma unroll
+    for (int j = 0; j < Traits::kDimV / 16; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out[n][j][e] = 0.0f;
+    }
+  }
+  while (key < end) {
+    const int next = key + jump;
+    Scores<Traits> scores;
+    multiply_k<Traits>(scores, k_now, q, shared);
+    k += jump * params.k_strides.seq;
+    if (next < end) load_k<Traits>(k_now, k, params.k_strides.seq, end - next, params.dim);
+    if (params.cap_ratio != 0.0f) cap_scores<Traits>(scores, params.cap_ratio);
+    if (key < tile.all.first || key + Traits::kStepKeys > tile.all.end) {
+      mask_scores<Traits>(scores, params, shared, key);
+    }
+    statistics.raise(scores, params.scale_log2, out);
+    Probabilities<Traits> p;
+    statistics.exponentiate(p, scores, params.scale_log2);
+    multiply_v<Traits>(out, v_now, p);
+    v += jump * params.v_strides.seq;
+    if (next < end) load_v<Traits>(v_now, v, params.v_strides.seq, end - next, params.dim_v);
+    key = next;
+  }
+  store_part<Traits>(out, statistics, shared, warp);
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(kMaxWarps* kLanes, 1)
+    attention_forward_kernel(const __grid_constant__ Params params) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  const Shared<Traits> shared = {memory};
+  const Tile tile = Tile::of_block<Traits>(params);
+#if __CUDA_ARCH__ >= 900
+  ptx::launch_dependents();
+  if (params.cluster_log2 > 0) begin_exchange<Traits>(params, tile, shared);
+  ptx::wait_for_dependencies();
+#endif
+  compute_part<Traits>(params, tile, shared);
+  __syncthreads();
+  write_tile<Traits>(params, tile, shared);
+}
+
+}  // namespace flashmoe::short_rows

@@ -1,0 +1,69 @@
+// Arguments of the short attention kernel, as the device sees them.
+#pragma once
+
+#include "core/attention.h"
+
+namespace flashmoe::short_rows {
+
+inline constexpr int kMaxWarps = 8;     // of a block
+inline constexpr int kMaxCluster = 16;  // blocks of a cluster: powers of two up to this
+
+// Division of numbers below 2^31 by one that the host knows: a product with its reciprocal, rounded
+// up to 2^-(31 + ceil log2), which is exact for them.
+struct Divisor {
+  uint32_t value;
+  uint32_t multiplier;
+  uint32_t shift;
+
+  static Divisor of(uint32_t value) {
+    Divisor made = {value, 0, 0};
+    while ((uint64_t{1} << made.shift) < value) ++made.shift;
+    if (made.shift == 0) return made;  // by 1, or by an extent of 0 of a call that does nothing
+    const uint64_t power = uint64_t{1} << (31 + made.shift);
+    made.multiplier = static_cast<uint32_t>((power + value - 1) / value);
+    --made.shift;
+    return made;
+  }
+
+#ifdef __CUDACC__
+  __device__ __forceinline__ int quotient(int number) const {
+    const uint32_t n = static_cast<uint32_t>(number);
+    return static_cast<int>(multiplier == 0 ? n : __umulhi(n, multiplier) >> shift);
+  }
+#endif
+};
+
+struct Params {
+  const uint16_t* q;  // [batch, seq_q, heads_q, dim]
+  const uint16_t* k;  // [batch, seq_k, heads_kv, dim]
+  const uint16_t* v;  // [batch, seq_k, heads_kv, dim_v]
+  uint16_t* out;      // [batch, seq_q, heads_q, dim_v]
+  float* lse;         // [batch, heads_q, seq_q] or nullptr
+
+  RowStrides q_strides;  // elements
+  RowStrides k_strides;
+  RowStrides v_strides;
+  RowStrides out_strides;
+  RowStrides lse_strides;
+
+  int32_t rows;  // packed rows of a KV head: seq_q times its query heads
+  int32_t seq_k;
+  int32_t dim;
+  int32_t dim_v;
+
+  Divisor heads_per_kv;
+  Divisor tiles_per_head;  // of a KV head
+  Divisor heads_kv;
+  int32_t cluster_log2;  // log2 of the blocks that share a tile's keys
+
+  // Query i sees the keys from i + left_offset to i + right_offset, as far as there are such keys.
+  // An absent bound lies beyond all of them; query + offset + 1 fits.
+  int32_t left_offset;
+  int32_t right_offset;
+  int32_t masked;  // some row does not see every key
+
+  float scale_log2;  // scale * log2(e); with a softcap softcap * log2(e)
+  float cap_ratio;   // scale / softcap; 0 without
+};
+
+}  // namespace flashmoe::short_rows

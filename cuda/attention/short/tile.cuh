@@ -1,0 +1,129 @@
+// The tile of a block: which rows it computes, and the keys that they see.
+#pragma once
+
+#include "cuda/attention/short/traits.cuh"
+
+namespace flashmoe::short_rows {
+
+inline constexpr uint32_t kFullWarp = 0xffffffffu;
+
+__device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
+__device__ __forceinline__ int thread_count() { return static_cast<int>(blockDim.x); }
+__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kLanes); }
+__device__ __forceinline__ int warp_count() { return static_cast<int>(blockDim.x / kLanes); }
+// For whole warps: it shuffles, so that the compiler knows the result to be uniform.
+__device__ __forceinline__ int warp_index() {
+  return static_cast<int>(__shfl_sync(kFullWarp, threadIdx.x / kLanes, 0));
+}
+
+// The keys that a row sees: from `first` to the one before `end`, none where end <= first.
+struct Keys {
+  int first;
+  int end;
+};
+
+__device__ __forceinline__ Keys keys_of_query(const Params& params, int query) {
+  return {max(0, query + params.left_offset), min(params.seq_k, query + params.right_offset + 1)};
+}
+
+// Row r of a KV head is query r / heads_per_kv of its query head r % heads_per_kv, so that the
+// queries of a tile are neighbours.
+struct Tile {
+  int batch;
+  int head_kv;
+  int first_row;
+  int rows;   // that exist, up to kRows
+  int rank;   // of this block among those that share the tile's keys
+  Keys some;  // keys that some row sees; end >= first
+  Keys all;   // keys that all rows see
+
+  template <class Traits>
+  static __device__ __forceinline__ Tile of_block(const Params& params) {
+    const int block = static_cast<int>(blockIdx.x);
+    const int tile = block >> params.cluster_log2;
+    const int head = params.tiles_per_head.quotient(tile);
+    Tile result;
+    result.rank = block & ((1 << params.cluster_log2) - 1);
+    result.batch = params.heads_kv.quotient(head);
+    result.head_kv = head - result.batch * static_cast<int>(params.heads_kv.value);
+    result.first_row =
+        (tile - head * static_cast<int>(params.tiles_per_head.value)) * Traits::kRows;
+    result.rows = min(Traits::kRows, params.rows - result.first_row);
+    result.all = result.some = {0, params.seq_k};
+    if (params.masked) {
+      const int last_row = result.first_row + result.rows - 1;
+      const Keys first = keys_of_query(params, params.heads_per_kv.quotient(result.first_row));
+      const Keys last = keys_of_query(params, params.heads_per_kv.quotient(last_row));
+      result.some = {first.first, max(first.first, last.end)};
+      result.all = {last.first, first.end};
+    }
+    return result;
+  }
+
+  __device__ __forceinline__ const uint16_t* k(const Params& params) const {
+    return params.k + batch * params.k_strides.batch + head_kv * params.k_strides.head;
+  }
+  __device__ __forceinline__ const uint16_t* v(const Params& params) const {
+    return params.v + batch * params.v_strides.batch + head_kv * params.v_strides.head;
+  }
+};
+
+// Where the rows of a tile are in tensors of queries.
+struct Row {
+  int query;
+  int head;
+
+  static __device__ __forceinline__ Row of(const Params& params, const Tile& tile, int row) {
+    const int packed = tile.first_row + row;
+    const int group = static_cast<int>(params.heads_per_kv.value);
+    Row result;
+    result.query = params.heads_per_kv.quotient(packed);
+    result.head = tile.head_kv * group + packed - result.query * group;
+    return result;
+  }
+
+  __device__ __forceinline__ int64_t offset(const RowStrides& strides, int batch) const {
+    return batch * strides.batch + head * strides.head + query * strides.seq;
+  }
+};
+
+// Shared memory of a block, in order: queries, keys of each row, rows to compute again, barrier,
+// parts of the warps, statistics of these, and in a cluster the parts of its blocks and their
+// statistics.
+template <class Traits>
+struct Shared {
+  unsigned char* base;
+
+  __device__ __forceinline__ uint4* queries() const { return reinterpret_cast<uint4*>(base); }
+  __device__ __forceinline__ Keys* keys() const {
+    return reinterpret_cast<Keys*>(base + Traits::kQueryBytes);
+  }
+  __device__ __forceinline__ int* flags() const {
+    return reinterpret_cast<int*>(base + Traits::kQueryBytes + Traits::kLimitBytes);
+  }
+  __device__ __forceinline__ uint32_t barrier() const {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(base)) + Traits::kFixedBytes -
+           Traits::kBarrierBytes;
+  }
+  // [warps][rows][units], a row's units in the order that `swizzle` gives
+  __device__ __forceinline__ float4* warp_parts() const {
+    return reinterpret_cast<float4*>(base + Traits::kFixedBytes);
+  }
+  // [warps][rows]
+  __device__ __forceinline__ float2* warp_statistics() const {
+    return reinterpret_cast<float2*>(base + Traits::kFixedBytes +
+                                     warp_count() * Traits::kPartialBytes);
+  }
+  // [blocks][units of this block's slice]
+  __device__ __forceinline__ float4* block_parts() const {
+    return reinterpret_cast<float4*>(base + Traits::kFixedBytes +
+                                     warp_count() * Traits::kPartBytes);
+  }
+  // [blocks][rows]
+  __device__ __forceinline__ float2* block_statistics() const {
+    return reinterpret_cast<float2*>(base + Traits::kFixedBytes +
+                                     warp_count() * Traits::kPartBytes + Traits::kPartialBytes);
+  }
+};
+
+}  // namespace flashmoe::short_rows

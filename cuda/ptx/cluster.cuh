@@ -1,0 +1,59 @@
+// Clusters of blocks: their barrier, and stores to the shared memory of another block of the
+// cluster that an mbarrier there counts. sm_90.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe::ptx {
+
+// Barrier of all threads of the cluster, in two halves, which whole warps call in turn. Arriving
+// orders nothing by itself: mbarriers that were initialised before are shown to the cluster by
+// fence_mbarrier_init.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The address of what block `rank` of the cluster has at this address of its own shared memory.
+__device__ __forceinline__ uint32_t map_to_rank(uint32_t address, uint32_t rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+
+// Stores 8 or 16 aligned bytes at a mapped address and tells the mbarrier, mapped to the same
+// block, of so many bytes. Asynchronous: seen by who waits at that mbarrier.
+__device__ __forceinline__ void store_async(uint32_t address, float2 value, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
+          "r"(address),
+      "f"(value.x), "f"(value.y), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_async(uint32_t address, float4 value, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(address),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
+}
+
+// Waits until the phase of this parity of a barrier of this block is over, to which other blocks of
+// the cluster have contributed.
+__device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace flashmoe::ptx

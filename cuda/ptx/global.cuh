@@ -1,0 +1,50 @@
+// Loads of 16 bytes of global memory.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe::ptx {
+
+// What is read once by a multiprocessor: it passes the L1 by, and the L2 fetches 128 bytes at a
+// time. sm_80 and newer.
+__device__ __forceinline__ void load_streaming(uint32_t (&chunk)[4], const void* address) {
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(chunk[0]), "=r"(chunk[1]), "=r"(chunk[2]), "=r"(chunk[3])
+               : "l"(address));
+}
+
+// Zeros, and no access, where not `valid`.
+__device__ __forceinline__ void load_streaming_or_zero(uint32_t (&chunk)[4], const void* address,
+                                                       bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred valid;\n"
+      "setp.ne.u32 valid, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@valid ld.global.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&r"(chunk[0]), "=&r"(chunk[1]), "=&r"(chunk[2]), "=&r"(chunk[3])
+      : "l"(address), "r"(static_cast<uint32_t>(valid)));
+}
+
+// The same of what other warps read too.
+__device__ __forceinline__ void load_or_zero(uint32_t (&chunk)[4], const void* address,
+                                             bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred valid;\n"
+      "setp.ne.u32 valid, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@valid ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&r"(chunk[0]), "=&r"(chunk[1]), "=&r"(chunk[2]), "=&r"(chunk[3])
+      : "l"(address), "r"(static_cast<uint32_t>(valid)));
+}
+
+}  // namespace flashmoe::ptx
