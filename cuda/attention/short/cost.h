@@ -47,7 +47,8 @@ inline double ceil_of(double a, double b) {
 
 inline double memory_microseconds(const Work& work, const DeviceFacts& facts) {
   if (facts.memory_bytes_per_microsecond <= 0) return 0;
-  return work.heads_kv * std::min(work.most_keys, work.seq_k) * work.dims * 2 /
+  // All rows together see a little more than the one that sees most.
+  return work.heads_kv * std::min(work.most_keys + work.seq_q, work.seq_k) * work.dims * 2 /
          (facts.memory_bytes_per_microsecond * kMemoryShare);
 }
 
