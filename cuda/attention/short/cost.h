@@ -34,11 +34,13 @@ struct Split {
 // reach its registers and of operations of the tensor cores.
 inline constexpr double kStart = 2.0;          // launch, first loads, and writing the output
 inline constexpr double kExchange = 0.6;       // what a cluster adds
-inline constexpr double kStep = 0.7;           // a step of a warp that waits for its loads
-inline constexpr double kAloneRate = 90e3;     // bytes, when the L2 serves few others
+inline constexpr double kStep = 1.0;           // a step of a warp, which waits for its loads
+inline constexpr double kTurn = 1.0;           // from one block to the next where there was one
+inline constexpr double kAloneRate = 60e3;     // bytes, when the L2 serves few others
 inline constexpr double kSharedRate = 40e3;    // bytes, when it serves all
 inline constexpr double kProductRate = 1.5e6;  // of these kernels
 inline constexpr double kMemoryShare = 0.88;   // of the memory's peak
+inline constexpr double kUnhidden = 0.1;       // of what goes on beside something longer
 
 inline double ceil_of(double a, double b) {
   return static_cast<double>((static_cast<int64_t>(a) + static_cast<int64_t>(b) - 1) /
@@ -66,9 +68,10 @@ inline double short_microseconds(const Work& work, const Split& split, const Dev
   const double rate = std::min(kAloneRate / crowd, kSharedRate * facts.multiprocessors / blocks);
   const double load = block_keys * work.dims * 2 / rate;
   const double product = block_keys * work.dims * 2 * split.rows / (kProductRate / crowd);
-  const double run = waves * std::max({load, product, steps * kStep});
-  return kStart + (split.cluster > 1 ? kExchange : 0) +
-         std::max(run, memory_microseconds(work, facts));
+  const double run = waves * std::max({load, product, steps * kStep}) + (waves - 1) * kTurn / crowd;
+  const double memory = memory_microseconds(work, facts);
+  return kStart + (split.cluster > 1 ? kExchange : 0) + std::max(run, memory) +
+         kUnhidden * std::min(run, memory);
 }
 
 // What the kernels with tiles of many rows of one query head do: rows that are not there cost as

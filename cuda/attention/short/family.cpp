@@ -166,7 +166,7 @@ void consider(const Entry& entry, const Loaded& loaded, const Work& work, const 
       break;
     }
     const int most_warps = log2_at_least(steps / cluster, kWarpChoices - 1);
-    for (int w = std::max(0, most_warps - 1); w <= most_warps; ++w) {
+    for (int w = most_warps; w >= std::max(0, most_warps - 1); --w) {
       const Split split = {entry.rows, entry.step_keys, 1 << w, cluster, loaded.resident[w][c]};
       if (split.resident == 0) continue;
       const double microseconds = short_microseconds(work, split, facts);
