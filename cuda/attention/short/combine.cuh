@@ -91,33 +91,29 @@ __device__ __forceinline__ Sum add_warps(const Shared<Traits>& shared, int row, 
       [&](int i) { return parts[i * Traits::kUnits]; });
 }
 
-// Writes four columns of one row, and lse with the first ones. Marks the row for compute_rows_alone
-// where a masked key may have spoilt it.
+// Writes four columns of one row, and lse with the first ones. Returns whether an infinity or a NaN
+// is among them.
 template <class Traits>
-__device__ __forceinline__ void write_unit(const Sum& total, const Params& params, const Tile& tile,
+__device__ __forceinline__ bool write_unit(const Sum& total, const Params& params, const Tile& tile,
                                            const Shared<Traits>& shared, int row, int unit) {
   using Numeric = numeric::ElementTraits<typename Traits::Element>;
-  const bool masked = params.masked != 0;
   Keys keys = {0, params.seq_k};
-  if (masked) keys = shared.keys()[row];
+  if (params.masked) keys = shared.keys()[row];
   const bool sees_keys = keys.end > keys.first;
   const Row where = Row::of(params, tile, row);
-  if (4 * unit < params.dim_v) {
-    // A row of nothing but -inf scores is 0 / 0 = NaN; a row that sees no key is 0 by definition.
-    const float factor = sees_keys ? 1.0f / total.sum : 0.0f;
-    const uint2 packed = make_uint2(Numeric::pack(total.out.x * factor, total.out.y * factor),
-                                    Numeric::pack(total.out.z * factor, total.out.w * factor));
-    *reinterpret_cast<uint2*>(params.out + where.offset(params.out_strides, tile.batch) +
-                              4 * unit) = packed;
-    if (masked && (numeric::any_nonfinite<typename Traits::Element>(packed.x) ||
-                   numeric::any_nonfinite<typename Traits::Element>(packed.y))) {
-      shared.flags()[row] = 1;
-    }
-  }
   if (unit == 0 && params.lse != nullptr) {
     params.lse[where.offset(params.lse_strides, tile.batch)] =
         sees_keys ? (total.offset + log2f(total.sum)) * kLn2 : -INFINITY;
   }
+  if (4 * unit >= params.dim_v) return false;
+  // A row of nothing but -inf scores is 0 / 0 = NaN; a row that sees no key is 0 by definition.
+  const float factor = sees_keys ? 1.0f / total.sum : 0.0f;
+  const uint2 packed = make_uint2(Numeric::pack(total.out.x * factor, total.out.y * factor),
+                                  Numeric::pack(total.out.z * factor, total.out.w * factor));
+  *reinterpret_cast<uint2*>(params.out + where.offset(params.out_strides, tile.batch) + 4 * unit) =
+      packed;
+  return numeric::any_nonfinite<typename Traits::Element>(packed.x) ||
+         numeric::any_nonfinite<typename Traits::Element>(packed.y);
 }
 
 // Units of a tile, a row after another: those from `first` to the one before `end`.
@@ -126,8 +122,9 @@ struct Units {
   int end;
 };
 
-// Rows that came out with an infinity or a NaN, of which a masked key may be the cause, computed
-// again: only the units that this block wrote, lest two blocks disagree. lse was not touched by V.
+// The rows of a tile in which an infinity or a NaN came out, of which a masked key may be the
+// cause, computed again: only the units that this block wrote, lest two blocks disagree. lse was
+// not touched by V.
 template <class Traits>
 __device__ __noinline__ void compute_rows_alone(const Params& params, const Tile tile,
                                                 const Shared<Traits> shared, const Units units) {
@@ -140,7 +137,10 @@ __device__ __noinline__ void compute_rows_alone(const Params& params, const Tile
   lone.dim_v = params.dim_v;
   lone.cap_ratio = params.cap_ratio;
   for (int row = warp_index(); row < tile.rows; row += warp_count()) {
-    if (shared.flags()[row] == 0) continue;
+    if ((row + 1) * Traits::kUnitsPerRow <= units.first ||
+        row * Traits::kUnitsPerRow >= units.end) {
+      continue;
+    }
     const Keys keys = shared.keys()[row];
     const Row where = Row::of(params, tile, row);
     uint16_t* out = params.out + where.offset(params.out_strides, tile.batch);
@@ -233,6 +233,7 @@ __device__ __forceinline__ void write_tile(const Params& params, const Tile& til
     ptx::mbarrier_wait_cluster(shared.barrier(), 0);
   }
 #endif
+  bool nonfinite = false;
   for (int i = units.first + thread_index(); i < units.end; i += thread_count()) {
     const int row = i / Traits::kUnitsPerRow;
     const int unit = i % Traits::kUnitsPerRow;
@@ -242,10 +243,9 @@ __device__ __forceinline__ void write_tile(const Params& params, const Tile& til
 #else
     const Sum total = add_warps(shared, row, unit);
 #endif
-    write_unit(total, params, tile, shared, row, unit);
+    nonfinite |= write_unit(total, params, tile, shared, row, unit);
   }
-  if (params.masked) {
-    __syncthreads();
+  if (params.masked && __syncthreads_or(nonfinite)) {
     compute_rows_alone(params, tile, shared, units);
   }
 }

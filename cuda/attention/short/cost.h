@@ -32,15 +32,14 @@ struct Split {
 
 // Provisional. Times in microseconds, rates per microsecond of one multiprocessor, of bytes that
 // reach its registers and of operations of the tensor cores.
-inline constexpr double kStart = 2.0;          // launch, first loads, and writing the output
-inline constexpr double kExchange = 0.6;       // what a cluster adds
-inline constexpr double kStep = 1.0;           // a step of a warp, which waits for its loads
-inline constexpr double kTurn = 1.0;           // from one block to the next where there was one
-inline constexpr double kAloneRate = 60e3;     // bytes, when the L2 serves few others
-inline constexpr double kSharedRate = 40e3;    // bytes, when it serves all
-inline constexpr double kProductRate = 1.5e6;  // of these kernels
-inline constexpr double kMemoryShare = 0.88;   // of the memory's peak
-inline constexpr double kUnhidden = 0.1;       // of what goes on beside something longer
+inline constexpr double kStart = 2.0;         // launch, first loads, and writing the output
+inline constexpr double kExchange = 0.6;      // what a cluster adds
+inline constexpr double kStep = 1.0;          // a step of a warp, which waits for its loads
+inline constexpr double kTurn = 1.0;          // from one block to the next where there was one
+inline constexpr double kAloneRate = 60e3;    // bytes, when the L2 serves few others
+inline constexpr double kSharedRate = 40e3;   // bytes, when it serves all
+inline constexpr double kMemoryShare = 0.88;  // of the memory's peak
+inline constexpr double kUnhidden = 0.1;      // of what goes on beside something longer
 
 inline double ceil_of(double a, double b) {
   return static_cast<double>((static_cast<int64_t>(a) + static_cast<int64_t>(b) - 1) /
@@ -54,9 +53,24 @@ inline double memory_microseconds(const Work& work, const DeviceFacts& facts) {
          (facts.memory_bytes_per_microsecond * kMemoryShare);
 }
 
+// What a multiprocessor does in a microsecond with the tensor cores: these kernels and those with
+// tiles of many rows, whose start takes longer.
+struct Products {
+  double short_rate;
+  double tile_rate;
+  double tile_start;
+  double tile_rows;
+};
+
+inline Products products(const DeviceFacts& facts, int dim) {
+  if (facts.compute_capability == 90) return {1.5e6, 3.5e6, 4.0, dim <= 64 ? 192.0 : 128.0};
+  return {0.7e6, 1.2e6, 3.0, 128.0};
+}
+
 // The time of this family: its blocks all read their tile's keys from the L2 to registers, at a
 // rate that they share, and cannot be faster than the memory.
-inline double short_microseconds(const Work& work, const Split& split, const DeviceFacts& facts) {
+inline double short_microseconds(const Work& work, const Split& split, const Products& speed,
+                                 const DeviceFacts& facts) {
   const double tiles = work.heads_kv * ceil_of(work.rows, split.rows);
   const double waves = ceil_of(tiles, split.resident);
   const double keys = waves > 1 ? work.keys : work.most_keys;  // one wave waits for the longest
@@ -67,33 +81,21 @@ inline double short_microseconds(const Work& work, const Split& split, const Dev
   const double crowd = std::max(1.0, blocks / facts.multiprocessors);
   const double rate = std::min(kAloneRate / crowd, kSharedRate * facts.multiprocessors / blocks);
   const double load = block_keys * work.dims * 2 / rate;
-  const double product = block_keys * work.dims * 2 * split.rows / (kProductRate / crowd);
+  const double product = block_keys * work.dims * 2 * split.rows / (speed.short_rate / crowd);
   const double run = waves * std::max({load, product, steps * kStep}) + (waves - 1) * kTurn / crowd;
   const double memory = memory_microseconds(work, facts);
   return kStart + (split.cluster > 1 ? kExchange : 0) + std::max(run, memory) +
          kUnhidden * std::min(run, memory);
 }
 
-// What the kernels with tiles of many rows of one query head do: rows that are not there cost as
+// The time of kernels with tiles of many rows of one query head: rows that are not there cost as
 // much.
-struct TileKernels {
-  double rows;
-  double start;
-  double rate;  // operations
-};
-
-inline TileKernels tile_kernels(const DeviceFacts& facts, int dim) {
-  if (facts.compute_capability == 90) return {dim <= 64 ? 192.0 : 128.0, 4.0, 3.5e6};
-  return {128.0, 3.0, 1.2e6};
-}
-
-inline double tile_microseconds(const Work& work, int dim, const DeviceFacts& facts) {
-  const TileKernels kernels = tile_kernels(facts, dim);
-  const double tiles = work.heads_q * ceil_of(work.seq_q, kernels.rows);
+inline double tile_microseconds(const Work& work, const Products& speed, const DeviceFacts& facts) {
+  const double tiles = work.heads_q * ceil_of(work.seq_q, speed.tile_rows);
   const double waves = ceil_of(tiles, facts.multiprocessors);
   const double keys = waves > 1 ? work.keys : work.most_keys;
-  const double run = waves * kernels.rows * keys * work.dims * 2 / kernels.rate;
-  return kernels.start + std::max(run, memory_microseconds(work, facts));
+  const double run = waves * speed.tile_rows * keys * work.dims * 2 / speed.tile_rate;
+  return speed.tile_start + std::max(run, memory_microseconds(work, facts));
 }
 
 }  // namespace flashmoe::short_rows

@@ -154,8 +154,8 @@ int log2_at_least(double n, int most) {
 }
 
 // Puts the best split of a call for this kernel into `best` if it beats what is there.
-void consider(const Entry& entry, const Loaded& loaded, const Work& work, const DeviceFacts& facts,
-              Choice* best) {
+void consider(const Entry& entry, const Loaded& loaded, const Work& work, const Products& speed,
+              const DeviceFacts& facts, Choice* best) {
   const double steps = ceil_of(work.most_keys, entry.step_keys);
   const double tiles = work.heads_kv * ceil_of(work.rows, entry.rows);
   for (int c = 0; c < kClusterChoices; ++c) {
@@ -169,7 +169,7 @@ void consider(const Entry& entry, const Loaded& loaded, const Work& work, const 
     for (int w = most_warps; w >= std::max(0, most_warps - 1); --w) {
       const Split split = {entry.rows, entry.step_keys, 1 << w, cluster, loaded.resident[w][c]};
       if (split.resident == 0) continue;
-      const double microseconds = short_microseconds(work, split, facts);
+      const double microseconds = short_microseconds(work, split, speed, facts);
       if (best->entry == nullptr || microseconds < best->microseconds) {
         *best = {&entry, &loaded, split.warps, cluster, microseconds};
       }
@@ -183,7 +183,7 @@ bool serves(const Entry& entry, const AttentionProblem& problem) {
 
 // The kernel that the problem names, else among those of its dtype with the least padding the one
 // of the least time, each with its best split. False with a status and a reason on failure.
-bool choose(const AttentionProblem& problem, const Work& work, int device_id,
+bool choose(const AttentionProblem& problem, const Work& work, const Products& speed, int device_id,
             const DeviceFacts& facts, Choice* best, flashmoe_status* status, char* reason,
             size_t reason_size) {
   const Entry* named = nullptr;
@@ -200,7 +200,7 @@ bool choose(const AttentionProblem& problem, const Work& work, int device_id,
     }
     const Loaded* loaded = prepare(*entry, device_id, facts, status, reason, reason_size);
     if (loaded == nullptr) return false;
-    consider(*entry, *loaded, work, facts, best);
+    consider(*entry, *loaded, work, speed, facts, best);
   }
   if (best->entry != nullptr) return true;
   *status = FLASHMOE_ERROR_INTERNAL;
@@ -242,14 +242,14 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
                   "more than 2^30 keys, or queries of one KV head, all its query heads counted");
   }
   const Work work = work_of(problem);
+  const Products speed = products(*facts, static_cast<int>(problem.dim));
   Choice best = {};
   flashmoe_status status = FLASHMOE_OK;
-  if (!choose(problem, work, device_id, *facts, &best, &status, reason, reason_size)) {
+  if (!choose(problem, work, speed, device_id, *facts, &best, &status, reason, reason_size)) {
     return status;
   }
   const Entry& entry = *best.entry;
-  if (!problem.named &&
-      best.microseconds > tile_microseconds(work, static_cast<int>(problem.dim), *facts)) {
+  if (!problem.named && best.microseconds > tile_microseconds(work, speed, *facts)) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED,
                   "many rows, at which tiles of more rows are faster (named, it serves them)");
   }

@@ -20,14 +20,13 @@
 
 namespace flashmoe::short_rows {
 
-// Of each row: its keys, and that it need not be computed again.
+// The keys of each row.
 template <class Traits>
 __device__ __forceinline__ void note_rows(const Params& params, const Tile& tile,
                                           const Shared<Traits>& shared) {
   const int row = thread_index();
   if (row >= Traits::kRows) return;
   shared.keys()[row] = keys_of_query(params, Row::of(params, tile, row).query);
-  shared.flags()[row] = 0;
 }
 
 // Q in registers, or in shared memory, each warp bringing a part.

@@ -87,9 +87,8 @@ struct Row {
   }
 };
 
-// Shared memory of a block, in order: queries, keys of each row, rows to compute again, barrier,
-// parts of the warps, statistics of these, and in a cluster the parts of its blocks and their
-// statistics.
+// Shared memory of a block, in order: queries, keys of each row, barrier, parts of the warps,
+// statistics of these, and in a cluster the parts of its blocks and their statistics.
 template <class Traits>
 struct Shared {
   unsigned char* base;
@@ -97,9 +96,6 @@ struct Shared {
   __device__ __forceinline__ uint4* queries() const { return reinterpret_cast<uint4*>(base); }
   __device__ __forceinline__ Keys* keys() const {
     return reinterpret_cast<Keys*>(base + Traits::kQueryBytes);
-  }
-  __device__ __forceinline__ int* flags() const {
-    return reinterpret_cast<int*>(base + Traits::kQueryBytes + Traits::kLimitBytes);
   }
   __device__ __forceinline__ uint32_t barrier() const {
     return static_cast<uint32_t>(__cvta_generic_to_shared(base)) + Traits::kFixedBytes -

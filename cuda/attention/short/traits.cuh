@@ -47,9 +47,8 @@ struct Traits {
   static constexpr int kPartBytes = kPartialBytes + kStatisticsBytes;
   static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRowBlocks * kKChunks * kLanes * 16;
   static constexpr int kLimitBytes = kRows * 8;  // first and end key of each row
-  static constexpr int kFlagBytes = kRows * 4;   // rows to compute again
   static constexpr int kBarrierBytes = 16;
-  static constexpr int kFixedBytes = kQueryBytes + kLimitBytes + kFlagBytes + kBarrierBytes;
+  static constexpr int kFixedBytes = kQueryBytes + kLimitBytes + kBarrierBytes;
 
   // A block has a part for each warp, and in a cluster a slice of each block's, which together are
   // as large as one, with the statistics of all blocks.
