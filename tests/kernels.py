@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 _CMAKE = Path(__file__).resolve().parents[1] / "cmake"
 DTYPES = ("fp16", "bf16")
-FAMILIES = ("sm90", "sm89")  # of GPU kernels, best first for the devices they run on
+FAMILIES = ("short", "sm90", "sm89")  # of GPU kernels, in the order in which a call finds them
 
 
 class Kernel(NamedTuple):
@@ -16,7 +16,7 @@ class Kernel(NamedTuple):
     dtype: str
     dim: int
     dim_v: int
-    tuning: str
+    tuning: str  # of the family "short" the query rows of a tile
 
     @property
     def capped(self) -> bool:
@@ -26,8 +26,10 @@ class Kernel(NamedTuple):
     @property
     def table_name(self) -> str:
         """The library's name for the kernel of these dimensions with the table's tuning."""
-        suffix = "_softcap" if self.capped else ""
-        return f"attention_forward_{self.family}_{self.dtype}_d{self.dim}_dv{self.dim_v}{suffix}"
+        name = f"attention_forward_{self.family}_{self.dtype}_d{self.dim}_dv{self.dim_v}"
+        if self.family == "short":
+            return f"{name}_r{self.tuning}"
+        return f"{name}_softcap" if self.capped else name
 
 
 def _list_of(file: str, variable: str) -> list[str]:

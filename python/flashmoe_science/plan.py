@@ -26,8 +26,8 @@ class AttentionPlan:
     isa: str
     """The code that runs: "sm_90a", "avx512"."""
     tile_q: int
-    """Query rows of one tile; on a GPU a block computes one, several in turn, or a share of one. The
-    rows of "short" are of all query heads that share keys."""
+    """Query rows of one tile, which a block computes alone, one after another, or with others of a
+    cluster. The rows of "short" are of all query heads that share keys."""
     tile_k: int
     """Keys of one step of the main loop."""
     dim: int

@@ -67,8 +67,8 @@ void reserved_set(Random* random, Call* call) {
 }
 
 void unknown_kernel(Random* random, Call* call) {
-  call->kernel = random->one_of<const char*>(
-      {"sm89", "sm90", "CPU", "cpu ", " cpu", "%s%s%s%n", "nonsense", "cp", "\n", "\xff\xfe"});
+  call->kernel = random->one_of<const char*>({"sm89", "sm90", "short", "CPU", "cpu ", " cpu",
+                                              "%s%s%s%n", "nonsense", "cp", "\n", "\xff\xfe"});
   if (random->chance(0.1)) call->kernel.assign(10000, 'x');
   call->params.kernel = call->kernel.c_str();
 }

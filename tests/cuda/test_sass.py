@@ -25,9 +25,10 @@ from kernels import Kernel
 
 _ELEMENTS = {"6__half": "fp16", "13__nv_bfloat16": "bf16"}
 _FUNCTION = re.compile(
-    r"\d(sm\d\d)\d\dattention_forward_kernelI.*?Traits"
-    r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)ENS\w*?_\d+([A-Za-z]\w*?)ILi"
+    r"\d(sm\d\d|short)(?:_rows)?\d\dattention_forward_kernelI.*?Traits"
+    r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
 )
+_ANYWHERE = ("sm89", "short")  # families that are compiled for every architecture
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)")
 
 
@@ -84,8 +85,8 @@ def _kernel_of(function: str) -> Kernel | None:
     found = _FUNCTION.search(function)
     if found is None:
         return None
-    family, element, dim, dim_v, tuning = found.groups()
-    return Kernel(family, _ELEMENTS[element], int(dim), int(dim_v), tuning)
+    family, element, dim, dim_v, tuning, rows = found.groups()
+    return Kernel(family, _ELEMENTS[element], int(dim), int(dim_v), tuning or rows)
 
 
 class Code(NamedTuple):
@@ -135,12 +136,16 @@ def resources(architectures: list[str]) -> dict[Code, dict[str, int]]:
 
 
 def _expected(architectures: list[str]) -> set[Code]:
-    """The sm89 kernels for every architecture; those of sm_90a's own instructions for it alone."""
+    """The families of every architecture; the kernels of sm_90a's own instructions for it alone."""
     real = [name.removesuffix("-real") for name in architectures if not name.endswith("-virtual")]
-    codes = {Code(f"sm_{arch}", kernel) for arch in real for kernel in kernels.attention("sm89")}
+    codes = {Code(f"sm_{arch}", kernel) for arch in real for kernel in _anywhere()}
     if "90a" in real:
         codes |= {Code("sm_90a", kernel) for kernel in kernels.attention("sm90")}
     return codes
+
+
+def _anywhere() -> set[Kernel]:
+    return {kernel for family in _ANYWHERE for kernel in kernels.attention(family)}
 
 
 def _of(instructions: dict[Code, Counter[str]], family: str) -> dict[Code, Counter[str]]:
@@ -182,7 +187,7 @@ def test_ptx_is_there_for_what_is_newer(architectures: list[str]) -> None:
             kernel = _kernel_of(line)
             if kernel is not None:
                 found.setdefault(target, set()).add(kernel)
-    assert found == {target: kernels.attention("sm89") for target in virtual}
+    assert found == {target: _anywhere() for target in virtual}
 
 
 def test_sm89_products_are_mma_sync(instructions: dict[Code, Counter[str]]) -> None:
@@ -234,6 +239,42 @@ def test_sm90_roles_divide_the_registers(instructions: dict[Code, Counter[str]])
         moves = [name for name in opcodes if name.startswith("USETMAXREG")]
         assert any("TRY_ALLOC" in name for name in moves), f"{code}: {moves}"
         assert any("DEALLOC" in name for name in moves), f"{code}: {moves}"
+
+
+def test_short_products_are_mma_sync(instructions: dict[Code, Counter[str]]) -> None:
+    for code, opcodes in _of(instructions, "short").items():
+        suffix = "F32.BF16" if code.kernel.dtype == "bf16" else "F32"
+        products = opcodes[f"HMMA.16816.{suffix}"]
+        assert products > 0, f"{code}: no HMMA.16816.{suffix}"
+        assert products == _count(opcodes, "HMMA"), f"{code}: products of another kind"
+        # Its K and V fragments need nothing but pairing, and its probabilities a transposition.
+        assert _count(opcodes, "MOVM") > 0, f"{code}: probabilities are not transposed"
+
+
+def test_short_keys_and_values_go_straight_to_registers(
+    instructions: dict[Code, Counter[str]],
+) -> None:
+    for code, opcodes in _of(instructions, "short").items():
+        for name in ("LDGSTS", "LDSM", "UTMALDG", "UBLKCP"):
+            assert _count(opcodes, name) == 0, f"{code}: {name}"
+        # 16 bytes each; smaller ones are of compute_row_alone, an element at a time.
+        loads = {name: n for name, n in opcodes.items() if name.startswith("LDG")}
+        streamed = sum(n for name, n in loads.items() if ".NA." in name)
+        kernel = code.kernel
+        keys = sum(n for name, n in loads.items() if name.endswith(".128"))
+        assert streamed > 0, f"{code}: {loads}"
+        assert keys > streamed > 4 * (kernel.dim + kernel.dim_v) / 32, f"{code}: {loads}"
+        assert all(name.endswith(".128") for name in loads if ".NA." in name), f"{code}: {loads}"
+
+
+def test_short_blocks_share_keys_where_there_are_clusters(
+    instructions: dict[Code, Counter[str]],
+) -> None:
+    """Their barrier, stores to one another, and the two halves of a dependent launch."""
+    for code, opcodes in _of(instructions, "short").items():
+        clusters = int(re.findall(r"\d+", code.arch)[0]) >= 90
+        for name in ("UCGABAR_ARV", "UCGABAR_WAIT", "STAS", "PREEXIT", "ACQBULK"):
+            assert (_count(opcodes, name) > 0) == clusters, f"{code}: {name}: {opcodes}"
 
 
 def test_nothing_is_in_local_memory(

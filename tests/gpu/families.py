@@ -10,8 +10,10 @@ import torch
 from gpu.cases import Case
 
 _NEEDS_CAPABILITY = {"sm90": (9, 0)}  # of the families that run on one alone
-THREADS = {"sm90": (384, 512), "sm89": (128, 256)}  # of a block
-SHARED_BYTES = {"sm90": 227 * 1024, "sm89": 99 * 1024}  # the most that a block may have
+# Of a block, and the most shared memory that one may have.
+THREADS = {"short": (32, 64, 128, 256), "sm90": (384, 512), "sm89": (128, 256)}
+SHARED_BYTES = {"short": 99 * 1024, "sm90": 227 * 1024, "sm89": 99 * 1024}
+NAMESPACES = {"short": "short_rows"}  # of kernels, where it is not the family's name
 REGISTERS = 65536  # of a multiprocessor
 
 
@@ -28,18 +30,22 @@ def why_not(family: str) -> str | None:
 
 
 def serving() -> list[str]:
-    """Best first."""
+    """In the order in which a call finds them."""
     return [family for family in kernels.FAMILIES if why_not(family) is None]
 
 
-def blocks(family: str, tiles: int) -> int:
-    """Of the grid for so many tiles: one each, or no more than can be resident."""
-    if family != "sm90":
-        return tiles
-    return min(tiles, torch.cuda.get_device_properties(0).multi_processor_count)
+def blocks(case: Case, plan: fm.AttentionPlan) -> int:
+    """Of the grid that a case needs with the planned tile."""
+    if plan.family == "short":  # tiles of all query heads that share keys, a cluster for each
+        rows = case.seq_q * case.heads_q // case.heads_kv
+        return -(-rows // plan.tile_q) * case.batch * case.heads_kv * max(1, plan.cluster)
+    tiles = -(-case.seq_q // plan.tile_q) * case.batch * case.heads_q
+    if plan.family == "sm90":  # no more than can be resident
+        return min(tiles, torch.cuda.get_device_properties(0).multi_processor_count)
+    return tiles
 
 
-def is_short(case: Case) -> bool:
+def sm90_finds_short(case: Case) -> bool:
     """Whether sm90 leaves a call that names no kernel to sm89: few rows, or a round of few keys."""
     dim, _ = kernels.least_padding("sm90", case.dim, case.dim_v)
     tiles = -(-case.seq_q // (192 if dim == 64 else 128)) * case.batch * case.heads_q
@@ -47,6 +53,6 @@ def is_short(case: Case) -> bool:
     return case.seq_q <= 64 or (tiles <= multiprocessors and case.seq_k <= 512)
 
 
-def default() -> str:
-    """The family of calls that name none, if it can walk their strides."""
-    return serving()[0]
+def of_many_rows() -> str:
+    """The family of long calls that name none, if it can walk their strides."""
+    return next(family for family in serving() if family != "short")

@@ -41,7 +41,7 @@ def test_host_cost_of_a_call(
 ) -> None:
     q, k, v = (torch.randn(1, 64, 2, 64, device="cuda:0").to(dtype) for _ in range(3))
 
-    kernel = "sm90" if family == "sm90" else None  # such a short call goes to sm89 by itself
+    kernel = None if family == "short" else family  # to which such a call goes by itself
 
     def call() -> object:
         return fm.flash_attention(q, k, v, causal=causal, kernel=kernel)
