@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +137,22 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         if not arguments.skip_tests:
-            pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q"]
-            pytest += [f"--junitxml={scratch / 'tests.xml'}"]
-            steps.append(run_step("tests", pytest, arguments.limit))
-            evidence["tests"] = test_counts(scratch / "tests.xml")
+            # With pytest-xdist several at a time; what measures time runs by itself.
+            several = importlib.util.find_spec("xdist") is not None
+            workers = ["-n", str(min(14, os.cpu_count() or 1))] if several else []
+            parts = (
+                ("tests", "gpu and not alone", workers),
+                ("tests of time", "gpu and alone", []),
+            )
+            counts: Counter[str] = Counter()
+            for name, marks, options in parts:
+                report = scratch / "tests.xml"
+                report.unlink(missing_ok=True)
+                pytest = [sys.executable, "-m", "pytest", "-m", marks, "-q", *options]
+                pytest += [f"--junitxml={report}"]
+                steps.append(run_step(name, pytest, arguments.limit))
+                counts.update(test_counts(report))
+            evidence["tests"] = dict(counts)
         command = [*_FLASHMOE, "check", "--device", "cuda:0", "--json", str(scratch / "check.json")]
         steps.append(run_step("check", command, arguments.limit))
         evidence["check"] = _json_of(scratch / "check.json")
@@ -155,8 +170,8 @@ def main(argv: list[str] | None = None) -> int:
     if steps[-1]["code"] == 0:  # or it is a file of an earlier run
         evidence["host_cost"] = _json_of(file)
     evidence["steps"] = steps
-    counts = evidence.get("tests")
-    ran = counts is None or counts.get("tests", 0) > counts.get("skipped", 0)
+    tested = evidence.get("tests")
+    ran = tested is None or tested.get("tests", 0) > tested.get("skipped", 0)
     evidence["passed"] = ran and all(step["code"] == 0 for step in steps)
     file = out / f"gpu_evidence_{gpu}.json"
     file.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")

@@ -144,7 +144,9 @@ def test_a_gpu_call_is_timed_alone_and_with_a_cold_cache() -> None:
     gpu = FakeCuda()
     clock = CudaClock(gpu, "cuda:0")
     assert clock.time(lambda: gpu.advance(2.0, "call")) == pytest.approx(2e-3)
-    assert gpu.log == ["flush", "event", "call", "event", "synchronize"]
+    flushes = gpu.log.count("flush")
+    assert gpu.log == [*["flush"] * flushes, "event", "call", "event", "synchronize"]
+    assert gpu.now - 2.0 >= 0.2  # ms before the call, in which the slowest of hosts can launch it
 
 
 @pytest.mark.parametrize("captures", [True, False])

@@ -11,7 +11,7 @@ import flashmoe_science as fm
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 LIMIT_US = 6.0
 _CALLS = 100  # fewer than a launch queue holds, so that no call waits for the GPU

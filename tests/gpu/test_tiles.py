@@ -27,7 +27,8 @@ def _plan(case: Case) -> fm.AttentionPlan:
     return fm.attention_plan_for(
         batch=case.batch, seq_q=case.seq_q, seq_k=case.seq_k, heads_q=case.heads_q,
         heads_kv=case.heads_kv, dim=case.dim, dim_v=case.dim_v, dtype=case.dtype, device="cuda:0",
-        kernel=case.kernel,
+        causal={"none": False}.get(case.causal, case.causal), window=case.window,
+        softcap=case.softcap, kernel=case.kernel,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "cuda/runtime.h"
@@ -30,10 +31,11 @@ struct Split {
   int resident;  // clusters that can run at a time
 };
 
-// Provisional. Times in microseconds, rates per microsecond of one multiprocessor, of bytes that
-// reach its registers and of operations of the tensor cores.
-inline constexpr double kStart = 2.0;         // launch, first loads, and writing the output
-inline constexpr double kExchange = 0.6;      // what a cluster adds
+// As measured on an H200 (docs/kernels/attention_short.md). Times in microseconds, rates per microsecond
+// of one multiprocessor, of bytes that reach its registers and of operations of the tensor cores.
+inline constexpr double kStart = 1.95;        // launch and first loads
+inline constexpr double kEnd = 1.1;           // writing the output, which the warps of a block share
+inline constexpr double kExchange = 0.5;      // what every doubling of a cluster adds
 inline constexpr double kStep = 1.0;          // a step of a warp, which waits for its loads
 inline constexpr double kTurn = 1.0;          // from one block to the next where there was one
 inline constexpr double kAloneRate = 60e3;    // bytes, when the L2 serves few others
@@ -63,7 +65,10 @@ struct Products {
 };
 
 inline Products products(const DeviceFacts& facts, int dim) {
-  if (facts.compute_capability == 90) return {1.5e6, 3.5e6, 4.0, dim <= 64 ? 192.0 : 128.0};
+  if (facts.compute_capability == 90) {
+    if (dim <= 64) return {1.5e6, 4.3e6, 3.8, 192.0};
+    return {1.5e6, 6.5e6, 4.5, 128.0};
+  }
   return {0.7e6, 1.2e6, 3.0, 128.0};
 }
 
@@ -84,8 +89,8 @@ inline double short_microseconds(const Work& work, const Split& split, const Pro
   const double product = block_keys * work.dims * 2 * split.rows / (speed.short_rate / crowd);
   const double run = waves * std::max({load, product, steps * kStep}) + (waves - 1) * kTurn / crowd;
   const double memory = memory_microseconds(work, facts);
-  return kStart + (split.cluster > 1 ? kExchange : 0) + std::max(run, memory) +
-         kUnhidden * std::min(run, memory);
+  return kStart + kEnd / split.warps + kExchange * std::log2(split.cluster) +
+         std::max(run, memory) + kUnhidden * std::min(run, memory);
 }
 
 // The time of kernels with tiles of many rows of one query head: rows that are not there cost as

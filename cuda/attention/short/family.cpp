@@ -165,8 +165,9 @@ void consider(const Entry& entry, const Loaded& loaded, const Work& work, const 
         (!loaded.clusters || tiles * cluster > facts.multiprocessors * 2.0 || cluster > steps)) {
       break;
     }
-    const int most_warps = log2_at_least(steps / cluster, kWarpChoices - 1);
-    for (int w = most_warps; w >= std::max(0, most_warps - 1); --w) {
+    // Warps without keys still take part in the end.
+    const int fewest_warps = std::max(0, log2_at_least(steps / cluster, kWarpChoices - 1) - 1);
+    for (int w = kWarpChoices - 1; w >= fewest_warps; --w) {
       const Split split = {entry.rows, entry.step_keys, 1 << w, cluster, loaded.resident[w][c]};
       if (split.resident == 0) continue;
       const double microseconds = short_microseconds(work, split, speed, facts);
