@@ -33,13 +33,13 @@ struct Split {
 
 // As measured on an H200 (docs/kernels/attention_short.md). Times in microseconds, rates per microsecond
 // of one multiprocessor, of bytes that reach its registers and of operations of the tensor cores.
-inline constexpr double kStart = 1.95;        // launch and first loads
-inline constexpr double kEnd = 1.1;           // writing the output, which the warps of a block share
-inline constexpr double kExchange = 0.5;      // what every doubling of a cluster adds
-inline constexpr double kStep = 1.0;          // a step of a warp, which waits for its loads
-inline constexpr double kTurn = 1.0;          // from one block to the next where there was one
-inline constexpr double kAloneRate = 60e3;    // bytes, when the L2 serves few others
-inline constexpr double kSharedRate = 40e3;   // bytes, when it serves all
+inline constexpr double kStart = 1.95;       // launch and first loads
+inline constexpr double kEnd = 1.1;          // writing the output, which the warps of a block share
+inline constexpr double kExchange = 0.5;     // what every doubling of a cluster adds
+inline constexpr double kStep = 1.0;         // a step of a warp, which waits for its loads
+inline constexpr double kTurn = 1.0;         // from one block to the next where there was one
+inline constexpr double kAloneRate = 60e3;   // bytes, when the L2 serves few others
+inline constexpr double kSharedRate = 40e3;  // bytes, when it serves all
 inline constexpr double kMemoryShare = 0.88;  // of the memory's peak
 inline constexpr double kUnhidden = 0.1;      // of what goes on beside something longer
 
