@@ -156,10 +156,9 @@ def test_fp32_on_a_gpu_names_what_is_accepted(family: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_sm90_by_name_refuses_a_stride_of_zero(name: str, axis: int, sm90: str) -> None:
+def test_sm90_by_name_refuses_a_stride_of_zero_along_the_sequence(name: str, sm90: str) -> None:
     kept = _good()
-    broadcast = kept[name].narrow(axis, 0, 1).expand(kept[name].shape)
+    broadcast = kept[name].narrow(1, 0, 1).expand(kept[name].shape)
     arguments = {**kept, name: broadcast, "kernel": sm90}
     _expect(arguments, kept, NotImplementedError, "kernel: cannot be served: sm90: a stride ")
 
