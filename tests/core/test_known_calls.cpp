@@ -198,7 +198,7 @@ bool same(const AttentionProblem& a, const AttentionProblem& b) {
          a.batch == b.batch && a.seq_q == b.seq_q && a.seq_k == b.seq_k && a.heads_q == b.heads_q &&
          a.heads_kv == b.heads_kv && a.dim == b.dim && a.dim_v == b.dim_v && a.named == b.named &&
          (a.kernel == nullptr) == (b.kernel == nullptr) && a.scale == b.scale &&
-         a.softcap == b.softcap && a.bounded_left == b.bounded_left &&
+         a.softcap == b.softcap && a.cap_ratio == b.cap_ratio && a.bounded_left == b.bounded_left &&
          a.bounded_right == b.bounded_right && a.left_offset == b.left_offset &&
          a.right_offset == b.right_offset;
 }

@@ -23,8 +23,6 @@ SIGNATURE = (
     "(q, k, v, *, causal=False, window=None, scale=None, softcap=None, layout='bshd', "
     "return_lse=False, out=None, lse=None, kernel=None, stream=None)"
 )
-
-
 OPTIONS = {
     name: parameter
     for name, parameter in inspect.signature(fm.flash_attention).parameters.items()
@@ -54,7 +52,7 @@ def test_it_looks_like_a_function_of_the_package() -> None:
     assert pickle.loads(pickle.dumps(function)) is function
 
 
-# What comes back is `causal`, so that a test sees whether a name met its argument.
+# All of the same call.
 def ways_to_call() -> list[Callable[[Callable[..., Any]], Any]]:
     plain = {"causal": "top_left"}
     composed = {"".join(("cau", "sal")): "top_left"}  # a name that is not interned
