@@ -13,6 +13,7 @@
 
 #include "bindings/errors.h"
 #include "bindings/fields.h"
+#include "bindings/native_function.h"
 #include "bindings/options.h"
 #include "bindings/tensor.h"
 #include "bindings/workspace.h"
@@ -91,6 +92,17 @@ flashmoe_status run(const flashmoe_attention_forward_params& params, void* works
   return flashmoe_attention_forward(&params, workspace, bytes, stream);
 }
 
+// The fast path's type of `tensor`, which must share q's exchange table.
+const TensorType& same_framework(const TensorType& type, const char* name, nb::handle q,
+                                 nb::handle tensor) {
+  const TensorType* other = tensor_type(tensor);
+  if (other == nullptr || other->api != type.api) {
+    raise_type_error(std::string(name) + ": got " + name_of_type(tensor) + ", but q is " +
+                     name_of_type(q) + "; q, k, v, out and lse must come from one framework");
+  }
+  return *other;
+}
+
 // ---- new tensors of the caller's framework ------------------------------------------------------
 
 // May come without the GIL: only remembers what is raised afterwards.
@@ -152,53 +164,78 @@ void strides_of_out(const Call& call, const int64_t shape[kRank], int64_t stride
   for (int axis = 0; axis < kRank; ++axis) strides[axis] = q.strides[axis];
 }
 
-nb::object allocate_out(const TensorType& type, nb::handle q, const Call& call) {
-  const flashmoe_dtype dtype = call.q.tensor().dtype;
-  int64_t shape[kRank];
-  int64_t strides[kRank];
-  call.shape_of_out(shape);
-  if (type.torch == nullptr) {
-    return allocate_by_exchange(type, shape, kRank, dtype, call.q.device());
+// A new tensor of torch on q's device, and its view.
+nb::object allocate_by_torch(const TensorType& type, const char* name, nb::handle q,
+                             flashmoe_device device, flashmoe_dtype dtype, int rank,
+                             const int64_t* shape, const int64_t* strides, TensorView* view) {
+  const TorchFunctions& torch = *type.torch;
+  // The quickest allocation is on the current device. Which that is gets asked once; afterwards the
+  // new tensor itself tells whether it still is.
+  static thread_local int32_t current = -1;
+  if (device.device_type == FLASHMOE_DEVICE_CUDA) {
+    if (current != device.device_id) current = torch_current_cuda_device(torch);
+    if (current == device.device_id) {
+      nb::object made = torch_empty_on_current_cuda_device(torch, dtype, rank, shape, strides);
+      view->borrow(type, name, made);
+      if (view->device().device_id == device.device_id) return made;
+      current = -1;
+    }
   }
-  strides_of_out(call, shape, strides);
-  return torch_empty(*type.torch, q, call.q.device(), dtype, kRank, shape, strides);
+  nb::object made = torch_empty(torch, q, dtype, rank, shape, strides);
+  view->borrow(type, name, made);
+  return made;
 }
 
-nb::object allocate_lse(const TensorType& type, nb::handle q, const Call& call) {
+nb::object allocate_out(const TensorType& type, nb::handle q, Call* call) {
+  const flashmoe_dtype dtype = call->q.tensor().dtype;
+  int64_t shape[kRank];
+  int64_t strides[kRank];
+  call->shape_of_out(shape);
+  if (type.torch == nullptr) {
+    nb::object made = allocate_by_exchange(type, shape, kRank, dtype, call->q.device());
+    call->out.borrow(same_framework(type, "out", q, made), "out", made);
+    return made;
+  }
+  strides_of_out(*call, shape, strides);
+  return allocate_by_torch(type, "out", q, call->q.device(), dtype, kRank, shape, strides,
+                           &call->out);
+}
+
+nb::object allocate_lse(const TensorType& type, nb::handle q, Call* call) {
   constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
   int64_t shape[kRank - 1];
   int64_t strides[kRank - 1];
-  call.shape_of_lse(shape);
+  call->shape_of_lse(shape);
   if (type.torch == nullptr) {
-    return allocate_by_exchange(type, shape, kRank - 1, kFloat32, call.q.device());
+    nb::object made = allocate_by_exchange(type, shape, kRank - 1, kFloat32, call->q.device());
+    call->lse.borrow(same_framework(type, "lse", q, made), "lse", made);
+    return made;
   }
   packed_strides(shape, kRank - 1, strides);
-  return torch_empty(*type.torch, q, call.q.device(), kFloat32, kRank - 1, shape, strides);
+  return allocate_by_torch(type, "lse", q, call->q.device(), kFloat32, kRank - 1, shape, strides,
+                           &call->lse);
 }
 
 // ---- checks that only Python objects need -------------------------------------------------------
 
+// Whether torch is known to record no gradients, whatever its tensors say. That is asked at every
+// call for as long as it is so, and else now and then: one question in place of one a tensor.
+bool gradients_are_off(const TensorType& type) {
+  constexpr unsigned kCallsBetween = 16;
+  static bool off = false;  // under the GIL, as the next
+  static unsigned calls = 0;
+  if (type.torch == nullptr || (!off && ++calls % kCallsBetween != 0)) return false;
+  off = !torch_records_gradients(*type.torch);
+  return off;
+}
+
 void refuse_gradients(const TensorType& type, const char* name, nb::handle tensor) {
-  if (!type.has_requires_grad) return;
-  static PyObject* const attribute = PyUnicode_InternFromString("requires_grad");
-  nb::object requires_grad = nb::steal(PyObject_GetAttr(tensor.ptr(), attribute));
-  if (requires_grad.ptr() != Py_True) return;
-  if (type.torch != nullptr && type.torch->is_grad_enabled().ptr() != Py_True) return;
+  if (!requires_grad(type, tensor)) return;
+  if (type.torch != nullptr && !torch_records_gradients(*type.torch)) return;
   raise_value_error(std::string(name) +
                     ": requires grad, but attention has no backward pass yet; call under "
                     "torch.no_grad() or pass " +
                     name + ".detach()");
-}
-
-// The fast path's type of `tensor`, which must share q's exchange table.
-const TensorType& same_framework(const TensorType& type, const char* name, nb::handle q,
-                                 nb::handle tensor) {
-  const TensorType* other = tensor_type(tensor);
-  if (other == nullptr || other->api != type.api) {
-    raise_type_error(std::string(name) + ": got " + name_of_type(tensor) + ", but q is " +
-                     name_of_type(q) + "; q, k, v, out and lse must come from one framework");
-  }
-  return *other;
 }
 
 // ---- entry points -------------------------------------------------------------------------------
@@ -229,23 +266,31 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   }
   Call call(causal, window, scale, softcap, layout, kernel);
   call.q.borrow(*type, "q", q);
-  call.k.borrow(same_framework(*type, "k", q, k), "k", k);
-  call.v.borrow(same_framework(*type, "v", q, v), "v", v);
-  refuse_gradients(*type, "q", q);
-  refuse_gradients(*type, "k", k);
-  refuse_gradients(*type, "v", v);
+  const TensorType& type_of_k = same_framework(*type, "k", q, k);
+  call.k.borrow(type_of_k, "k", k);
+  const TensorType& type_of_v = same_framework(*type, "v", q, v);
+  call.v.borrow(type_of_v, "v", v);
+  const bool may_require_grad = !gradients_are_off(*type);
+  if (may_require_grad) {
+    refuse_gradients(*type, "q", q);
+    refuse_gradients(type_of_k, "k", k);
+    refuse_gradients(type_of_v, "v", v);
+  }
 
   nb::object result = nb::borrow(out);
   nb::object sums = nb::borrow(lse);
   if (!out.is_none()) {
-    call.out.borrow(same_framework(*type, "out", q, out), "out", out);
-    refuse_gradients(*type, "out", out);
+    const TensorType& type_of_out = same_framework(*type, "out", q, out);
+    call.out.borrow(type_of_out, "out", out);
+    if (may_require_grad) refuse_gradients(type_of_out, "out", out);
   } else if (call.describes_outputs()) {
-    result = allocate_out(*type, q, call);
-    call.out.borrow(same_framework(*type, "out", q, result), "out", result);
+    result = allocate_out(*type, q, &call);
   }
-  if (want_lse && lse.is_none() && call.describes_outputs()) sums = allocate_lse(*type, q, call);
-  if (!sums.is_none()) call.lse.borrow(same_framework(*type, "lse", q, sums), "lse", sums);
+  if (!lse.is_none()) {
+    call.lse.borrow(same_framework(*type, "lse", q, lse), "lse", lse);
+  } else if (want_lse && call.describes_outputs()) {
+    sums = allocate_lse(*type, q, &call);
+  }
 
   const flashmoe_device device = call.q.device();
   void* handle = nullptr;
@@ -385,14 +430,16 @@ std::optional<uintptr_t> stream_handle(nb::handle stream) {
 }  // namespace
 
 void define_attention(nb::module_& module) {
-  // Positional and without defaults: nanobind's quickest way to call. The public signature is that
-  // of flashmoe_science.flash_attention.
+  // The public signature is that of the Python function which is given to bind_flash_attention.
   module.def("flash_attention", &flash_attention, nb::arg("q").none(), nb::arg("k").none(),
              nb::arg("v").none(), nb::arg("causal").none(), nb::arg("window").none(),
              nb::arg("scale").none(), nb::arg("softcap").none(), nb::arg("layout").none(),
              nb::arg("return_lse").none(), nb::arg("out").none(), nb::arg("lse").none(),
              nb::arg("kernel").none(), nb::arg("stream").none(),
              "flashmoe_science.flash_attention with all of its arguments.");
+  module.def("bind_flash_attention", &NativeFunction<&flash_attention>::like, nb::arg("function"),
+             "flash_attention with the name, signature and docstring of a Python function, without "
+             "its frame. What is not bound here goes to that function.");
   module.def(
       "attention_forward", &attention_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
       nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal").none(),

@@ -67,6 +67,8 @@ bool parse_flag(const char* name, nb::handle flag) {
 }
 
 int32_t parse_layout(nb::handle layout) {
+  static PyObject* const usual = PyUnicode_InternFromString("bshd");
+  if (layout.ptr() == usual) return FLASHMOE_LAYOUT_BSHD;
   if (is_string(layout)) {
     if (equals(layout, "bshd")) return FLASHMOE_LAYOUT_BSHD;
     if (equals(layout, "bhsd")) return FLASHMOE_LAYOUT_BHSD;

@@ -9,6 +9,7 @@
 namespace flashmoe {
 namespace {
 
+constexpr char kRequiresGrad[] = "requires_grad";
 constexpr flashmoe_dtype kBFloat16 = {FLASHMOE_DTYPE_BFLOAT, 16, 1};
 
 const dlpack::ExchangeApi* exchange_api(nb::handle type) {
@@ -36,9 +37,16 @@ nb::object loaded_module(const char* name) {
 }
 
 TensorType describe_type(nb::handle type, const dlpack::ExchangeApi* api) {
-  TensorType made{nb::borrow(type), api, false, nullptr};
+  TensorType made{nb::borrow(type), api, false, nb::object(), nullptr, nullptr};
   if (api == nullptr) return made;
-  made.has_requires_grad = nb::hasattr(type, "requires_grad");
+  made.has_requires_grad = nb::hasattr(type, kRequiresGrad);
+  if (made.has_requires_grad) {
+    made.grad_descriptor = type.attr(kRequiresGrad);
+    if (made.grad_descriptor.type().ptr() == reinterpret_cast<PyObject*>(&PyGetSetDescr_Type)) {
+      made.grad_getter =
+          reinterpret_cast<descrgetfunc>(PyType_GetSlot(&PyGetSetDescr_Type, Py_tp_descr_get));
+    }
+  }
   nb::object torch = loaded_module("torch");
   if (!torch.is_none() && PyObject_IsSubclass(type.ptr(), torch.attr("Tensor").ptr()) == 1) {
     made.torch = &torch_functions(torch);
@@ -64,26 +72,37 @@ const TensorType* tensor_type(nb::handle object) {
   return last->api != nullptr ? last : nullptr;
 }
 
-void TensorView::copy(const dlpack::Tensor& tensor) {
-  std::memcpy(&tensor_, &tensor, sizeof tensor_);
-  const int rank = tensor.ndim < kMaxRank ? tensor.ndim : kMaxRank;
-  for (int axis = 0; axis < rank; ++axis) shape_[axis] = tensor.shape[axis];
+bool requires_grad(const TensorType& type, nb::handle tensor) {
+  if (!type.has_requires_grad) return false;
+  static PyObject* const attribute = PyUnicode_InternFromString(kRequiresGrad);
+  const nb::object value =
+      nb::steal(type.grad_getter != nullptr
+                    ? type.grad_getter(type.grad_descriptor.ptr(), tensor.ptr(), type.type.ptr())
+                    : PyObject_GetAttr(tensor.ptr(), attribute));
+  if (!value.is_valid()) nb::raise_python_error();
+  return value.ptr() == Py_True;
+}
+
+// Of tensor_, which is filled but for them: its shape and strides are still the producer's.
+void TensorView::copy_extents() {
+  const int rank = tensor_.ndim < kMaxRank ? tensor_.ndim : kMaxRank;
+  for (int axis = 0; axis < rank; ++axis) shape_[axis] = tensor_.shape[axis];
   tensor_.shape = shape_;
-  if (tensor.strides != nullptr) {
-    for (int axis = 0; axis < rank; ++axis) strides_[axis] = tensor.strides[axis];
+  if (tensor_.strides != nullptr) {
+    for (int axis = 0; axis < rank; ++axis) strides_[axis] = tensor_.strides[axis];
     tensor_.strides = strides_;
   }
   set_ = true;
 }
 
 void TensorView::borrow(const TensorType& type, const char* name, nb::handle object) {
-  dlpack::Tensor view = {};
+  give_back();
   int failed = 0;
   if (type.api->view_of_object != nullptr) {
-    failed = type.api->view_of_object(object.ptr(), &view);
+    failed = type.api->view_of_object(object.ptr(), reinterpret_cast<dlpack::Tensor*>(&tensor_));
   } else {
     failed = type.api->managed_from_object(object.ptr(), &managed_);
-    if (failed == 0) view = managed_->tensor;
+    if (failed == 0) std::memcpy(&tensor_, &managed_->tensor, sizeof tensor_);
   }
   if (failed != 0) {
     std::string reason = "it gives no reason";
@@ -95,7 +114,7 @@ void TensorView::borrow(const TensorType& type, const char* name, nb::handle obj
     raise_type_error(std::string(name) + ": " + name_of_type(object) +
                      " gives no view of its memory: " + reason);
   }
-  copy(view);
+  copy_extents();
 }
 
 bool TensorView::borrow_array(nb::handle object, Access access) {
@@ -106,15 +125,14 @@ bool TensorView::borrow_array(nb::handle object, Access access) {
   } else if (!nb::try_cast(object, array_)) {
     return false;
   }
-  dlpack::Tensor view = {};
-  view.data = array_.data_handle();
-  view.device = {array_.device_type(), array_.device_id()};
-  view.ndim = static_cast<int32_t>(array_.ndim());
-  view.dtype = {array_.dtype().code, array_.dtype().bits, array_.dtype().lanes};
-  view.shape = const_cast<int64_t*>(array_.shape_ptr());
-  view.strides = const_cast<int64_t*>(array_.stride_ptr());
-  view.byte_offset = array_.byte_offset();
-  copy(view);
+  tensor_.data = array_.data_handle();
+  tensor_.device = {array_.device_type(), array_.device_id()};
+  tensor_.ndim = static_cast<int32_t>(array_.ndim());
+  tensor_.dtype = {array_.dtype().code, array_.dtype().bits, array_.dtype().lanes};
+  tensor_.shape = array_.shape_ptr();
+  tensor_.strides = array_.stride_ptr();
+  tensor_.byte_offset = array_.byte_offset();
+  copy_extents();
   return true;
 }
 
@@ -157,8 +175,9 @@ void TensorView::describe(const int64_t* shape, int32_t rank, flashmoe_dtype dty
   set_ = true;
 }
 
-TensorView::~TensorView() {
+void TensorView::give_back() {
   if (managed_ != nullptr && managed_->deleter != nullptr) managed_->deleter(managed_);
+  managed_ = nullptr;
 }
 
 }  // namespace flashmoe

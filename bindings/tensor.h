@@ -19,11 +19,18 @@ struct TensorType {
   nb::object type;
   const dlpack::ExchangeApi* api;  // nullptr: it has none, and the rest is unset
   bool has_requires_grad;
+  // Its descriptor and what reads it, where that is native code: the look-up by name on every tensor
+  // costs more than the answer.
+  nb::object grad_descriptor;
+  descrgetfunc grad_getter;
   const TorchFunctions* torch;  // nullptr for other frameworks
 };
 
 // nullptr when the type of `object` has no exchange API of major version 1.
 const TensorType* tensor_type(nb::handle object);
+
+// The tensor's requires_grad, False where its type has none.
+bool requires_grad(const TensorType& type, nb::handle tensor);
 
 enum class Access { kRead, kWrite };
 
@@ -36,9 +43,10 @@ class TensorView {
   TensorView() = default;
   TensorView(const TensorView&) = delete;
   TensorView& operator=(const TensorView&) = delete;
-  ~TensorView();
+  ~TensorView() { give_back(); }
 
-  // Through the exchange API of `type`, which is the type of `object` or shares its table.
+  // Through the exchange API of `type`, which is the type of `object` or shares its table. May be
+  // called again, for another object.
   void borrow(const TensorType& type, const char* name, nb::handle object);
 
   // Through the exchange API where there is one, else through nb::ndarray. Raises a TypeError that
@@ -55,7 +63,8 @@ class TensorView {
   flashmoe_device device() const { return tensor_.device; }
 
  private:
-  void copy(const dlpack::Tensor& tensor);
+  void copy_extents();
+  void give_back();
   bool borrow_array(nb::handle object, Access access);
   bool borrow_bfloat16(nb::handle object, Access access);
 

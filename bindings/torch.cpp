@@ -46,6 +46,12 @@ class Arguments {
   int64_t strides_[kMaxRank];
 };
 
+const nb::object& element_type(const TorchFunctions& torch, flashmoe_dtype dtype) {
+  return dtype.bits == 32                      ? torch.float32
+         : dtype.code == FLASHMOE_DTYPE_BFLOAT ? torch.bfloat16
+                                               : torch.float16;
+}
+
 }  // namespace
 
 const TorchFunctions& torch_functions(const nb::object& torch) {
@@ -66,23 +72,32 @@ const TorchFunctions& torch_functions(const nb::object& torch) {
   return *functions;
 }
 
-nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_device device,
-                       flashmoe_dtype dtype, int rank, const int64_t* shape,
-                       const int64_t* strides) {
-  const nb::object& element = dtype.bits == 32                      ? torch.float32
-                              : dtype.code == FLASHMOE_DTYPE_BFLOAT ? torch.bfloat16
-                                                                    : torch.float16;
-  if (device.device_type == FLASHMOE_DEVICE_CUDA && !torch.empty_strided_cuda.is_none() &&
-      !torch.current_cuda_device.is_none() &&
-      nb::cast<int32_t>(torch.current_cuda_device()) == device.device_id) {
-    static auto* const last = new Arguments[Arguments::kMaxRank + 1];  // by rank; under the GIL
-    const nb::object arguments = last[rank].get(element, rank, shape, strides);
-    PyObject* made = PyObject_Call(torch.empty_strided_cuda.ptr(), arguments.ptr(), nullptr);
-    if (made == nullptr) nb::raise_python_error();
-    return nb::steal(made);
-  }
+bool torch_records_gradients(const TorchFunctions& torch) {
+  const nb::object answer = nb::steal(PyObject_CallNoArgs(torch.is_grad_enabled.ptr()));
+  if (!answer.is_valid()) nb::raise_python_error();
+  return answer.ptr() == Py_True;
+}
+
+nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_dtype dtype, int rank,
+                       const int64_t* shape, const int64_t* strides) {
   return torch.empty_strided(tuple_of(shape, rank), tuple_of(strides, rank),
-                             nb::arg("dtype") = element, nb::arg("device") = like.attr("device"));
+                             nb::arg("dtype") = element_type(torch, dtype),
+                             nb::arg("device") = like.attr("device"));
+}
+
+int32_t torch_current_cuda_device(const TorchFunctions& torch) {
+  if (torch.empty_strided_cuda.is_none() || torch.current_cuda_device.is_none()) return -1;
+  return nb::cast<int32_t>(torch.current_cuda_device());
+}
+
+nb::object torch_empty_on_current_cuda_device(const TorchFunctions& torch, flashmoe_dtype dtype,
+                                              int rank, const int64_t* shape,
+                                              const int64_t* strides) {
+  static auto* const last = new Arguments[Arguments::kMaxRank + 1];  // by rank; under the GIL
+  const nb::object arguments = last[rank].get(element_type(torch, dtype), rank, shape, strides);
+  PyObject* made = PyObject_Call(torch.empty_strided_cuda.ptr(), arguments.ptr(), nullptr);
+  if (made == nullptr) nb::raise_python_error();
+  return nb::steal(made);
 }
 
 }  // namespace flashmoe

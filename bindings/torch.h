@@ -27,10 +27,20 @@ struct TorchFunctions {
 
 const TorchFunctions& torch_functions(const nb::object& torch);
 
-// New memory of torch, on the device of the tensor `like` and of a dtype that kernels take.
-// `strides` in elements.
-nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_device device,
-                       flashmoe_dtype dtype, int rank, const int64_t* shape,
-                       const int64_t* strides);
+// Whether grad mode is on.
+bool torch_records_gradients(const TorchFunctions& torch);
+
+// New memory of torch of a dtype that kernels take, on the device of the tensor `like`. `strides` in
+// elements.
+nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_dtype dtype, int rank,
+                       const int64_t* shape, const int64_t* strides);
+
+// The current CUDA device of this thread, or -1 where this torch has no quick allocation on it.
+int32_t torch_current_cuda_device(const TorchFunctions& torch);
+
+// The quick allocation: rank is at most 4.
+nb::object torch_empty_on_current_cuda_device(const TorchFunctions& torch, flashmoe_dtype dtype,
+                                              int rank, const int64_t* shape,
+                                              const int64_t* strides);
 
 }  // namespace flashmoe

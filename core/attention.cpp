@@ -10,6 +10,7 @@
 
 #include "core/backends.h"
 #include "core/checks.h"
+#include "core/known_calls.h"
 #include "core/log.h"
 #include "core/status.h"
 
@@ -93,12 +94,6 @@ flashmoe_status check_head_dim(const char* name, int64_t dim) {
               name, static_cast<long long>(dim), static_cast<long long>(kHeadDimMultiple),
               static_cast<long long>(kHeadDimMultiple), static_cast<long long>(kMaxHeadDim));
 }
-
-#define FLASHMOE_TRY(expression)                      \
-  do {                                                \
-    const flashmoe_status try_status = (expression);  \
-    if (try_status != FLASHMOE_OK) return try_status; \
-  } while (false)
 
 // Pinned host memory is the CPU's; what else is not CUDA is refused.
 flashmoe_status check_device(const char* name, const flashmoe_tensor& tensor,
@@ -351,10 +346,32 @@ bool names_family(const char* wanted, const AttentionFamily& family) {
          wanted[sizeof kKernelPrefix - 1 + length] == '_';
 }
 
-// The first family that serves the problem, or the one that `wanted_by` asks for. `explain` fills
-// plan->info.rejected too, which takes longer than a launch may.
-flashmoe_status choose(const AttentionProblem& problem, const char* wanted, const char* wanted_by,
-                       bool explain, AttentionPlan* plan, const AttentionFamily** chosen) {
+// A family's plan for the problem, or its refusal.
+flashmoe_status ask(const AttentionFamily& family, const AttentionProblem& problem,
+                    AttentionPlan* plan, const Reason& reason) {
+  if (family.device_type != problem.device.device_type) {
+    if (problem.device.device_type == FLASHMOE_DEVICE_CUDA) {
+      return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                           "the tensors are on cuda:%d, it computes on the CPU",
+                           problem.device.device_id);
+    }
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "the tensors are on the CPU, it computes on a GPU");
+  }
+  *plan = {};
+  FLASHMOE_TRY(family.plan(problem, plan, reason));
+  if (problem.kernel != nullptr && std::strcmp(problem.kernel, plan->info.kernel) != 0) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s serves this call, not %.64s",
+                         plan->info.kernel, problem.kernel);
+  }
+  return FLASHMOE_OK;
+}
+
+// The first family that serves the problem, or the one that `wanted_by` asks for. Also says in
+// plan->info.rejected why the others do not, which takes longer than a launch may.
+flashmoe_status choose_and_explain(const AttentionProblem& problem, const char* wanted,
+                                   const char* wanted_by, AttentionPlan* plan,
+                                   const AttentionFamily** chosen) {
   *chosen = nullptr;
   bool known = wanted == nullptr;
   flashmoe_status error = FLASHMOE_OK;  // of the last family for these tensors' device, if any
@@ -363,53 +380,48 @@ flashmoe_status choose(const AttentionProblem& problem, const char* wanted, cons
   char rejected[sizeof plan->info.rejected] = "";
   for (const AttentionFamily* family : kFamilies) {
     if (*chosen != nullptr) {
-      if (!explain) break;
       std::snprintf(reason, sizeof reason, "%s comes first", (*chosen)->name);
       append_rejection(rejected, family->name, reason);
       continue;
     }
     if (wanted != nullptr && !names_family(wanted, *family)) {
-      if (!explain) continue;
       std::snprintf(reason, sizeof reason, "%s asks for %s", wanted_by, wanted);
       append_rejection(rejected, family->name, reason);
       continue;
     }
     known = true;
-    flashmoe_status status = FLASHMOE_ERROR_UNSUPPORTED;
-    const bool same_device = family->device_type == problem.device.device_type;
-    if (same_device) {
-      *plan = {};
-      status = family->plan(problem, plan, reason, sizeof reason);
-      if (status == FLASHMOE_OK && problem.kernel != nullptr &&
-          std::strcmp(problem.kernel, plan->info.kernel) != 0) {
-        status = FLASHMOE_ERROR_UNSUPPORTED;
-        std::snprintf(reason, sizeof reason, "%s serves this call, not %.64s", plan->info.kernel,
-                      problem.kernel);
-      }
-      if (status == FLASHMOE_OK) {
-        *chosen = family;
-        continue;
-      }
-    } else if (problem.device.device_type == FLASHMOE_DEVICE_CUDA) {
-      std::snprintf(reason, sizeof reason, "the tensors are on cuda:%d, it computes on the CPU",
-                    problem.device.device_id);
-    } else {
-      std::snprintf(reason, sizeof reason, "the tensors are on the CPU, it computes on a GPU");
+    const flashmoe_status status = ask(*family, problem, plan, Reason(reason));
+    if (status == FLASHMOE_OK) {
+      *chosen = family;
+      continue;
     }
     // The last of a device's families is the least particular: what it cannot serve, none can.
-    if (error == FLASHMOE_OK || same_device) {
+    if (error == FLASHMOE_OK || family->device_type == problem.device.device_type) {
       error = status;
       std::snprintf(error_reason, sizeof error_reason, "%s: %s", family->name, reason);
     }
-    if (explain) append_rejection(rejected, family->name, reason);
+    append_rejection(rejected, family->name, reason);
   }
   if (!known) return fail_unknown_family(wanted, wanted_by);
   if (*chosen == nullptr) {
     if (wanted == nullptr) return fail(error, "%s", error_reason);
     return fail(error, "%s: cannot be served: %s", wanted_by, error_reason);
   }
-  if (explain) std::memcpy(plan->info.rejected, rejected, sizeof rejected);
+  std::memcpy(plan->info.rejected, rejected, sizeof rejected);
   return FLASHMOE_OK;
+}
+
+// The same choice without a word, unless there is none: nobody reads why a family comes second.
+flashmoe_status choose(const AttentionProblem& problem, const char* wanted, const char* wanted_by,
+                       AttentionPlan* plan, const AttentionFamily** chosen) {
+  for (const AttentionFamily* family : kFamilies) {
+    if (wanted != nullptr && !names_family(wanted, *family)) continue;
+    if (ask(*family, problem, plan, Reason()) == FLASHMOE_OK) {
+      *chosen = family;
+      return FLASHMOE_OK;
+    }
+  }
+  return choose_and_explain(problem, wanted, wanted_by, plan, chosen);
 }
 
 flashmoe_status make_plan(const flashmoe_attention_forward_params* given, bool explain,
@@ -429,7 +441,7 @@ flashmoe_status make_plan(const flashmoe_attention_forward_params* given, bool e
   if (wanted != nullptr && std::strncmp(wanted, kKernelPrefix, sizeof kKernelPrefix - 1) == 0) {
     problem->kernel = wanted;
   }
-  return choose(*problem, wanted, wanted_by, explain, plan, family);
+  return (explain ? choose_and_explain : choose)(*problem, wanted, wanted_by, plan, family);
 }
 
 // One end of the keys that row i sees: "i-255", or `unbounded`.
@@ -465,6 +477,28 @@ void log_call(const AttentionProblem& p, const AttentionPlan& plan, const void* 
   if (log_enabled(FLASHMOE_LOG_DEBUG) && info.rejected[0] != '\0') {
     log_line(FLASHMOE_LOG_DEBUG, "rejected: %s", info.rejected);
   }
+}
+
+flashmoe_status run(const AttentionProblem& problem, const AttentionPlan& plan,
+                    const AttentionFamily& family, bool logged, void* workspace,
+                    size_t workspace_size, void* stream) {
+  const uint64_t needed = plan.info.workspace_bytes;
+  if (needed > 0) {
+    if (workspace_size < needed) {
+      return fail(FLASHMOE_ERROR_WORKSPACE_TOO_SMALL,
+                  "workspace_size: got %zu bytes, this call needs %llu "
+                  "(flashmoe_attention_forward_workspace_size tells)",
+                  workspace_size, static_cast<unsigned long long>(needed));
+    }
+    if (workspace == nullptr || reinterpret_cast<uintptr_t>(workspace) % 16 != 0) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "workspace: got %p, accepted is a 16-byte aligned pointer to %llu bytes",
+                  workspace, static_cast<unsigned long long>(needed));
+    }
+  }
+  if (logged) log_call(problem, plan, stream);
+  if (problem.batch == 0 || problem.seq_q == 0) return FLASHMOE_OK;
+  return family.launch(problem, plan, workspace, stream);
 }
 
 }  // namespace
@@ -505,28 +539,22 @@ flashmoe_status flashmoe_attention_forward_workspace_size(
 
 flashmoe_status flashmoe_attention_forward(const flashmoe_attention_forward_params* params,
                                            void* workspace, size_t workspace_size, void* stream) {
+  // A log's callback may itself call the library, and so put another call in a known one's place.
+  const bool logged = flashmoe::log_enabled(FLASHMOE_LOG_INFO);
+  if (!logged) {
+    const flashmoe::KnownCall* known = flashmoe::find_known_call(params);
+    if (known != nullptr) {
+      return flashmoe::run(known->problem, known->plan, *known->family, logged, workspace,
+                           workspace_size, stream);
+    }
+  }
   flashmoe::AttentionProblem problem;
   flashmoe::AttentionPlan plan;
   const flashmoe::AttentionFamily* family = nullptr;
   const bool explain = flashmoe::log_enabled(FLASHMOE_LOG_DEBUG);
   FLASHMOE_TRY(flashmoe::make_plan(params, explain, &problem, &plan, &family));
-  const uint64_t needed = plan.info.workspace_bytes;
-  if (needed > 0) {
-    if (workspace_size < needed) {
-      return fail(FLASHMOE_ERROR_WORKSPACE_TOO_SMALL,
-                  "workspace_size: got %zu bytes, this call needs %llu "
-                  "(flashmoe_attention_forward_workspace_size tells)",
-                  workspace_size, static_cast<unsigned long long>(needed));
-    }
-    if (workspace == nullptr || reinterpret_cast<uintptr_t>(workspace) % 16 != 0) {
-      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "workspace: got %p, accepted is a 16-byte aligned pointer to %llu bytes",
-                  workspace, static_cast<unsigned long long>(needed));
-    }
-  }
-  flashmoe::log_call(problem, plan, stream);
-  if (problem.batch == 0 || problem.seq_q == 0) return FLASHMOE_OK;
-  return family->launch(problem, plan, workspace, stream);
+  if (!logged) flashmoe::remember_call(*params, problem, plan, *family);
+  return flashmoe::run(problem, plan, *family, logged, workspace, workspace_size, stream);
 }
 
 flashmoe_status flashmoe_last_launch(flashmoe_launch* launch) {

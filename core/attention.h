@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/status.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -62,10 +63,14 @@ struct AttentionProblem {
   int64_t right_offset;
 };
 
-// How a backend will compute a problem. `entry` is the backend's own, handed back at launch.
+// How a backend will compute a problem. What follows `info` is the backend's own, handed back at
+// launch.
 struct AttentionPlan {
   flashmoe_attention_plan info;  // what the caller may read
   const void* entry;
+  int32_t tiles_per_head;     // GPU: tiles of query rows
+  int32_t heads_per_section;  // GPU: heads whose tiles are mixed, as their K and V share the L2
+  bool programmatic;  // GPU: it may begin before what is ahead of it in the stream has ended
 };
 
 // Multiply-adds of the two products count as two; pairs of a query and a key that it does not see
@@ -81,14 +86,15 @@ struct LaunchRecord {
 
 LaunchRecord& last_launch_record();
 
-// A kernel family. `plan` fills a zeroed plan; when the family cannot serve the problem it writes a
-// sentence to `reason` (of reason_size bytes) and returns an error status, without touching the last
-// error. It runs at every call: no formatting on the way to success.
+// A kernel family. `plan` fills a zeroed plan; when the family cannot serve the problem it returns
+// reason.refuse(status, sentence), without touching the last error. On a GPU it depends on nothing
+// but the device and what is in the problem beside addresses, so that a plan can be kept for the
+// next such call (core/known_calls.h).
 struct AttentionFamily {
   const char* name;
   int32_t device_type;  // flashmoe_device_type it computes on; `plan` sees no other
-  flashmoe_status (*plan)(const AttentionProblem& problem, AttentionPlan* plan, char* reason,
-                          size_t reason_size);
+  flashmoe_status (*plan)(const AttentionProblem& problem, AttentionPlan* plan,
+                          const Reason& reason);
   flashmoe_status (*launch)(const AttentionProblem& problem, const AttentionPlan& plan,
                             void* workspace, void* stream);
 };

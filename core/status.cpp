@@ -28,6 +28,15 @@ flashmoe_status fail(flashmoe_status status, const char* format, ...) {
   return status;
 }
 
+flashmoe_status Reason::refuse(flashmoe_status status, const char* format, ...) const {
+  if (text_ == nullptr) return status;
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(text_, size_, format, arguments);
+  va_end(arguments);
+  return status;
+}
+
 }  // namespace flashmoe
 
 const char* flashmoe_last_error(void) { return flashmoe::last_error; }

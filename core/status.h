@@ -1,12 +1,38 @@
 // Status and the thread-local sentence behind flashmoe_last_error().
 #pragma once
 
+#include <cstddef>
+
 #include "flashmoe/flashmoe.h"
+
+#define FLASHMOE_TRY(expression)                      \
+  do {                                                \
+    const flashmoe_status try_status = (expression);  \
+    if (try_status != FLASHMOE_OK) return try_status; \
+  } while (false)
 
 namespace flashmoe {
 
 // Records the sentence (printf format), logs it, and returns `status`, so that a failing check is
 // one line: `return fail(FLASHMOE_ERROR_..., "q: ...")`. Never allocates.
 [[gnu::format(printf, 2, 3)]] flashmoe_status fail(flashmoe_status status, const char* format, ...);
+
+// Where a sentence goes that says why something cannot be done. Nothing is formatted where nobody
+// will read it.
+class Reason {
+ public:
+  Reason() = default;  // not read
+
+  template <size_t kSize>
+  explicit Reason(char (&text)[kSize]) : text_(text), size_(kSize) {}
+
+  // Writes the sentence (printf format), cut to what fits, and returns `status`.
+  [[gnu::format(printf, 3, 4)]] flashmoe_status refuse(flashmoe_status status, const char* format,
+                                                       ...) const;
+
+ private:
+  char* text_ = nullptr;
+  size_t size_ = 0;
+};
 
 }  // namespace flashmoe

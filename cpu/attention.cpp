@@ -73,19 +73,17 @@ size_t scratch_bytes(const AttentionProblem& p, const AttentionKernel& kernel, i
   return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
 }
 
-flashmoe_status plan(const AttentionProblem& p, AttentionPlan* plan, char* reason,
-                     size_t reason_size) {
+flashmoe_status plan(const AttentionProblem& p, AttentionPlan* plan, const Reason& reason) {
   cpu::Isa isa;
-  const flashmoe_status status = cpu::chosen_isa(&isa, reason, reason_size);
-  if (status != FLASHMOE_OK) return status;
+  FLASHMOE_TRY(cpu::chosen_isa(&isa, reason));
   const AttentionKernel& kernel = kernel_for(isa, p.dtype);
   const int32_t most_threads = choose_threads(p);
   const int64_t tile_q = choose_tile_q(p, kernel, most_threads);
   const int64_t tiles = tiles_of(p, tile_q);
   if (tiles > UINT32_MAX) {
-    std::snprintf(reason, reason_size, "batch x KV heads x tiles of %lld rows is %lld, at most %u",
-                  static_cast<long long>(tile_q), static_cast<long long>(tiles), UINT32_MAX);
-    return FLASHMOE_ERROR_UNSUPPORTED;
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "batch x KV heads x tiles of %lld rows is %lld, at most %u",
+                         static_cast<long long>(tile_q), static_cast<long long>(tiles), UINT32_MAX);
   }
   const int32_t threads =
       tiles < most_threads ? static_cast<int32_t>(tiles < 1 ? 1 : tiles) : most_threads;

@@ -47,7 +47,7 @@ uint64_t positive(long value) { return value > 0 ? static_cast<uint64_t>(value) 
 flashmoe_status cpu_device_info(flashmoe_device_info* info) {
   cpu::Isa isa;
   char reason[256];
-  const flashmoe_status status = cpu::chosen_isa(&isa, reason, sizeof reason);
+  const flashmoe_status status = cpu::chosen_isa(&isa, Reason(reason));
   if (status != FLASHMOE_OK) return fail(status, "%s", reason);
   // The header promises one name per register width; the plan names the bf16 instructions.
   if (isa == cpu::Isa::kAvx512Bf16) isa = cpu::Isa::kAvx512;

@@ -73,11 +73,11 @@ const char* isa_name(Isa isa) {
   return "?";
 }
 
-flashmoe_status chosen_isa(Isa* isa, char* reason, size_t reason_size) {
+flashmoe_status chosen_isa(Isa* isa, const Reason& reason) {
   static const Choice choice = choose();
   *isa = choice.isa;
-  if (choice.status != FLASHMOE_OK) std::snprintf(reason, reason_size, "%s", choice.reason);
-  return choice.status;
+  if (choice.status == FLASHMOE_OK) return FLASHMOE_OK;
+  return reason.refuse(choice.status, "%s", choice.reason);
 }
 
 }  // namespace flashmoe::cpu

@@ -1,10 +1,9 @@
 // The instruction sets the CPU kernels are compiled for, and which of them this process uses.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
-#include "flashmoe/flashmoe.h"
+#include "core/status.h"
 
 namespace flashmoe::cpu {
 
@@ -19,7 +18,7 @@ enum class Isa : int32_t {
 const char* isa_name(Isa isa);  // "scalar", "avx2", "avx512", "avx512bf16"
 
 // The best the processor and this build have, or what FLASHMOE_CPU_ISA asks for; decided once. On
-// error writes a sentence to `reason`.
-flashmoe_status chosen_isa(Isa* isa, char* reason, size_t reason_size);
+// error gives a sentence to `reason`.
+flashmoe_status chosen_isa(Isa* isa, const Reason& reason);
 
 }  // namespace flashmoe::cpu

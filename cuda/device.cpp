@@ -43,7 +43,7 @@ cudaError_t read_facts(int device_id, DeviceFacts* facts) {
 
 }  // namespace
 
-const DeviceFacts* device_facts(int device_id, char* reason, size_t reason_size) {
+flashmoe_status read_device_facts(int device_id, const DeviceFacts** found, const Reason& reason) {
   static DeviceFacts facts[kMaxDevices];
   static std::atomic<bool> known[kMaxDevices];
   static std::mutex mutex;
@@ -52,26 +52,36 @@ const DeviceFacts* device_facts(int device_id, char* reason, size_t reason_size)
           ? kMaxDevices
           : cuda_device_count();
   if (device_id < 0 || device_id >= count || device_id >= kMaxDevices) {
-    std::snprintf(reason, reason_size,
-                  "device cuda:%d does not exist, %d CUDA device%s can be used", device_id, count,
-                  count == 1 ? "" : "s");
-    return nullptr;
+    return reason.refuse(FLASHMOE_ERROR_NO_DEVICE,
+                         "device cuda:%d does not exist, %d CUDA device%s can be used", device_id,
+                         count, count == 1 ? "" : "s");
   }
   if (!known[device_id].load(std::memory_order_acquire)) {
     const std::lock_guard<std::mutex> lock(mutex);
     const cudaError_t error = read_facts(device_id, &facts[device_id]);
     if (error != cudaSuccess) {
       cudaGetLastError();
-      std::snprintf(reason, reason_size, "device cuda:%d cannot be read: %s", device_id,
-                    cudaGetErrorString(error));
-      return nullptr;
+      return reason.refuse(FLASHMOE_ERROR_NO_DEVICE, "device cuda:%d cannot be read: %s", device_id,
+                           cudaGetErrorString(error));
     }
     known[device_id].store(true, std::memory_order_release);
   }
-  return &facts[device_id];
+  *found = &facts[device_id];
+  return FLASHMOE_OK;
 }
 
-DeviceGuard::DeviceGuard(int device_id) {
+void* driver_function(const char* name) {
+  constexpr unsigned kVersion = 12000;
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &found, kVersion, cudaEnableDefault, &result);
+  if (error == cudaSuccess && result == cudaDriverEntryPointSuccess) return found;
+  cudaGetLastError();
+  return nullptr;
+}
+
+DeviceGuard::DeviceGuard(int device_id) : device_id_(device_id) {
   int current = -1;
   error_ = cudaGetDevice(&current);
   if (error_ != cudaSuccess || current == device_id) return;
@@ -81,6 +91,13 @@ DeviceGuard::DeviceGuard(int device_id) {
 
 DeviceGuard::~DeviceGuard() {
   if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+flashmoe_status DeviceGuard::status() const {
+  if (error_ == cudaSuccess) return FLASHMOE_OK;
+  cudaGetLastError();
+  return fail(FLASHMOE_ERROR_CUDA, "device: making cuda:%d current: %s", device_id_,
+              cudaGetErrorString(error_));
 }
 
 int32_t cuda_device_count() {
@@ -96,8 +113,9 @@ int32_t cuda_runtime_version() { return CUDART_VERSION; }
 
 flashmoe_status cuda_device_info(int32_t device_id, flashmoe_device_info* info) {
   char reason[128];
-  const DeviceFacts* facts = device_facts(device_id, reason, sizeof reason);
-  if (facts == nullptr) return fail(FLASHMOE_ERROR_NO_DEVICE, "device: %s", reason);
+  const DeviceFacts* facts = nullptr;
+  const flashmoe_status status = read_device_facts(device_id, &facts, Reason(reason));
+  if (status != FLASHMOE_OK) return fail(status, "device: %s", reason);
   cudaDeviceProp properties;
   const cudaError_t error = cudaGetDeviceProperties(&properties, device_id);
   if (error != cudaSuccess) {

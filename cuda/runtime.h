@@ -1,11 +1,12 @@
-// What every CUDA backend needs of the runtime: device facts read once, a device guard, errors as
-// statuses.
+// What every CUDA backend needs of the runtime: device facts read once, a device guard, functions of
+// the driver, errors as statuses.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
+#include "core/status.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -25,9 +26,12 @@ struct DeviceFacts {
   double memory_bytes_per_microsecond;  // peak, of the memory's clock and width; 0 if not told
 };
 
-// Facts of a device, read at the first call. Null, with a sentence in `reason`, if there is no such
-// device.
-const DeviceFacts* device_facts(int device_id, char* reason, size_t reason_size);
+// Facts of a device, read at the first call. If there is no such device, FLASHMOE_ERROR_NO_DEVICE.
+flashmoe_status read_device_facts(int device_id, const DeviceFacts** facts, const Reason& reason);
+
+// A function of the driver, which is not linked, as CUDA 12.0 has it. nullptr if it has none of that
+// name, or if there is no driver.
+void* driver_function(const char* name);
 
 // Makes a device current for a scope.
 class DeviceGuard {
@@ -38,8 +42,10 @@ class DeviceGuard {
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
   cudaError_t error() const { return error_; }
+  flashmoe_status status() const;  // of error(), as this thread's last
 
  private:
+  int device_id_;
   int previous_ = -1;  // -1: nothing to restore
   cudaError_t error_ = cudaSuccess;
 };

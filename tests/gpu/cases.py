@@ -64,6 +64,10 @@ class Case:
         causal = False if self.causal == "none" else self.causal
         return {"causal": causal, "window": self.window, "softcap": self.softcap}
 
+    @property
+    def seq_axis(self) -> int:
+        return 2 if self.layout == "bhsd" else 1
+
     def shape(self, seq: int, heads: int, dim: int) -> tuple[int, int, int, int]:
         if self.layout == "bhsd":
             return self.batch, heads, seq, dim
@@ -137,16 +141,9 @@ def random_case(seed: int, kernels: tuple[str | None, ...] = (None,)) -> Case:
     return case
 
 
-def positive_strides(case: Case) -> Case:
-    """The case without strides that are 0 or negative, which some kernels refuse."""
-    placements = tuple(
-        dataclasses.replace(where, broadcast=(), flipped=()) for where in case.placements
-    )
-    return dataclasses.replace(case, placements=placements)
-
-
-def has_positive_strides(case: Case) -> bool:
-    """Of q, k, v and out, along axes of more than one entry."""
+def is_walkable(case: Case) -> bool:
+    """Whether sm90 serves these strides of q, k, v and out: above 0 along the sequence, 0 or more
+    along batches and heads. An axis of one entry is never stepped along."""
     shapes = (
         case.shape(case.seq_q, case.heads_q, case.dim),
         case.shape(case.seq_k, case.heads_kv, case.dim),
@@ -154,16 +151,28 @@ def has_positive_strides(case: Case) -> bool:
         case.shape(case.seq_q, case.heads_q, case.dim_v),
     )
     return not any(
-        shape[axis] > 1
+        axis == case.seq_axis if axis in where.broadcast else axis in where.flipped
         for shape, where in zip(shapes, case.placements, strict=True)
-        for axis in (*where.broadcast, *where.flipped)
+        for axis in (0, 1, 2)
+        if shape[axis] > 1
     )
+
+
+def walkable(case: Case) -> Case:
+    """The case without the strides that sm90 refuses. Repeated batches and heads stay."""
+    placements = tuple(
+        dataclasses.replace(
+            where, broadcast=tuple(a for a in where.broadcast if a != case.seq_axis), flipped=()
+        )
+        for where in case.placements
+    )
+    return dataclasses.replace(case, placements=placements)
 
 
 def for_family(case: Case, family: str) -> Case:
     """The case asking for that family's kernel, with strides that it walks."""
     if family == "sm90":
-        case = positive_strides(case)
+        case = walkable(case)
     return dataclasses.replace(case, kernel=family)
 
 

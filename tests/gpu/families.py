@@ -45,14 +45,6 @@ def blocks(case: Case, plan: fm.AttentionPlan) -> int:
     return tiles
 
 
-def sm90_finds_short(case: Case) -> bool:
-    """Whether sm90 leaves a call that names no kernel to sm89: few rows, or a round of few keys."""
-    dim, _ = kernels.least_padding("sm90", case.dim, case.dim_v)
-    tiles = -(-case.seq_q // (192 if dim == 64 else 128)) * case.batch * case.heads_q
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    return case.seq_q <= 64 or (tiles <= multiprocessors and case.seq_k <= 512)
-
-
 def of_many_rows() -> str:
     """The family of long calls that name none, if it can walk their strides."""
     return next(family for family in serving() if family != "short")

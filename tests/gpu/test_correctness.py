@@ -30,9 +30,7 @@ def test_random_call_that_names_no_kernel(case: Case) -> None:
     """Where "short" would take longer, it goes to the best family that walks its strides."""
     cases.check_case(case, "cuda:0")
     family = families.of_many_rows()
-    if family == "sm90" and (
-        families.sm90_finds_short(case) or not cases.has_positive_strides(case)
-    ):
+    if family == "sm90" and not cases.is_walkable(case):
         family = "sm89"
     ran = fm.last_launch().kernel
     assert ran.startswith(
@@ -155,13 +153,37 @@ def test_broadcast_keys_and_values(dtype: str, family: str) -> None:
         served = "sm89" if family == "sm90" and shape[1] == 1 else family
         out, lse = fm.flash_attention(q, k, v, causal=True, return_lse=True, kernel=served)
         ran = fm.last_launch().kernel
+        assert f"_{served}_" in ran
         oracle.assert_accurate(out, lse, q, k, v, True)
         copies = (x.contiguous() for x in (k, v))
         assert torch.equal(out, fm.flash_attention(q, *copies, causal=True, kernel=ran))
-    wide = q[:1, :, :1].expand(4, 200, 4, 128)  # one query for all, too
-    k, v = (torch.randn(4, 600, 4, 128, device="cuda").to(q.dtype) for _ in "kv")
-    served = "sm89" if family == "sm90" else family
-    oracle.assert_accurate(fm.flash_attention(wide, k, v, kernel=served), None, wide, k, v)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("repeated", [("batch",), ("heads",), ("batch", "heads")], ids="-".join)
+@pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
+def test_repeated_batches_and_heads(
+    names: str, repeated: tuple[str, ...], layout: str, family: str
+) -> None:
+    """Strides of 0 along batches and heads: every family serves them, with the bits of a copy."""
+    shape = {"batch": 3, "seq": 300, "heads": 4, "dim": 64}
+    order = (
+        ("batch", "seq", "heads", "dim") if layout == "bshd" else ("batch", "heads", "seq", "dim")
+    )
+    tensors = {}
+    for name in "qkv":
+        stored = [1 if name in names and axis in repeated else shape[axis] for axis in order]
+        x = torch.randn(stored, device="cuda").bfloat16().expand([shape[axis] for axis in order])
+        assert (0 in x.stride()) == (name in names)
+        tensors[name] = x
+    options = {"causal": True, "layout": layout, "return_lse": True, "kernel": family}
+    out, lse = fm.flash_attention(**tensors, **options)
+    assert fm.last_launch().kernel.startswith(f"attention_forward_{family}_")
+    oracle.assert_accurate(out, lse, **tensors, causal=True, layout=layout)
+    copies = {name: x.contiguous() for name, x in tensors.items()}
+    again, lse_again = fm.flash_attention(**copies, **options)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
 
 
 def test_more_tiles_than_a_grid_had_room_for(family: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as c
 import dataclasses
 import itertools
 import os
@@ -11,6 +12,7 @@ import textwrap
 import threading
 import time
 
+import capi
 import flashmoe_science as fm
 import pytest
 import torch
@@ -370,6 +372,49 @@ def test_current_device_stays(family: str) -> None:
         assert torch.cuda.current_device() == device
 
 
+def test_a_threads_first_use_of_cuda_may_be_a_call(family: str) -> None:
+    """Such a thread has no context yet, which the driver asks for but does not make."""
+    case = Case(dtype="bf16", seq_q=300, seq_k=700, heads_q=4, heads_kv=4, kernel=family)
+    q, k, v = cases.make_values(case, "cuda:0")
+    want = _attention(case, q, k, v)
+    results = [torch.full_like(x, float("nan")) for x in want]
+    params = capi.AttentionForwardParams(struct_size=c.sizeof(capi.AttentionForwardParams))
+    views = [memory.Placed(x, x, ()).raw() for x in (q, k, v, *results)]
+    for name, view in zip(("q", "k", "v", "out", "lse"), views, strict=True):
+        setattr(params, name, c.pointer(view))
+    params.kernel = family.encode()
+    lib = capi.load()
+    statuses: list[int] = []
+
+    def work() -> None:
+        for _ in range(3):
+            statuses.append(lib.flashmoe_attention_forward(params, None, 0, None))
+
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert statuses == [0, 0, 0], lib.flashmoe_last_error().decode()
+    torch.cuda.synchronize()
+    assert _same_bits(tuple(results), want)
+
+
+def test_calls_in_turn_are_what_they_are_alone(family: str) -> None:
+    """Shapes, strides and options that take turns, more of them than the library keeps."""
+    rng = torch.Generator().manual_seed(0)
+    every = []
+    for i, case in enumerate(itertools.islice(itertools.cycle(_cases(family)), 13)):
+        one = dataclasses.replace(case, seq_q=case.seq_q // 2 + i, seed=i)
+        inputs = cases.make_values(one, "cuda:0")
+        every.append((one, inputs, _attention(one, *inputs)))
+        torch.cuda.synchronize()
+    for i in torch.randint(len(every), (300,), generator=rng).tolist():
+        one, inputs, want = every[i]
+        assert _same_bits(_attention(one, *inputs), want), str(one)
+        copies = (x.clone() for x in inputs)  # elsewhere in memory
+        assert _same_bits(_attention(one, *copies), want), str(one)
+
+
 @pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two GPUs to tell one from the other"
 )
@@ -395,3 +440,41 @@ def test_tensors_of_another_gpu(case: Case) -> None:
     assert _same_bits(again, got)
     with pytest.raises(ValueError, match=r"^k: it is on cuda:1 but q is on cuda:0"):
         _attention(case, q.to("cuda:0"), k, v)
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two GPUs to tell one from the other"
+)
+def test_the_current_gpu_may_change_between_calls(family: str) -> None:
+    """New outputs come to lie beside the tensors, whichever GPU was current before."""
+    case = _cases(family)[0]
+    everything = []
+    for device in ("cuda:0", "cuda:1"):
+        inputs = tuple(x.to(device) for x in cases.make_values(case, "cuda:0"))
+        everything.append((device, inputs, _attention(case, *inputs)))
+    try:
+        for current in (0, 1, 1, 0, 1, 0, 0):
+            torch.cuda.set_device(current)
+            for device, inputs, want in (*everything, *reversed(everything)):
+                got = _attention(case, *inputs)
+                assert [str(x.device) for x in got] == [device] * 2
+                assert torch.cuda.current_device() == current
+                assert _same_bits(got, want)
+    finally:
+        torch.cuda.set_device(0)
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two GPUs to tell one from the other"
+)
+def test_a_stream_of_another_gpu_is_an_error(family: str) -> None:
+    case = _cases(family)[0]
+    q, k, v = cases.make_values(case, "cuda:0")
+    out = torch.full_like(q, float("nan"))
+    stream = torch.cuda.Stream("cuda:1")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^launching attention_forward_"):
+            fm.flash_attention(q, k, v, out=out, kernel=family, stream=stream)
+    torch.cuda.synchronize("cuda:0")
+    torch.cuda.synchronize("cuda:1")
+    assert out.isnan().all()

@@ -108,19 +108,31 @@ def test_notices_a_nan_that_is_lost() -> None:
         oracle.assert_accurate(out.logical, lse.logical, *inputs)
 
 
-def test_positive_strides_are_what_the_callee_sees() -> None:
+def _sees_walkable_strides(case: Case) -> bool:
+    placed = [*cases.place_case(case, "cpu"), cases.place_outputs(case, "cpu")[0]]
+    return all(
+        raw.strides[axis] > 0 or (raw.strides[axis] == 0 and axis != case.seq_axis)
+        for raw in (x.raw() for x in placed)
+        for axis in (0, 1, 2)
+        if raw.shape[axis] > 1
+    )
+
+
+def test_walkable_strides_are_what_the_callee_sees() -> None:
     found = set()
-    for seed in range(100):
+    repeats = 0  # that walkable() leaves in place
+    for seed in range(200):
         case = cases.random_case(seed)
-        placed = [*cases.place_case(case, "cpu"), cases.place_outputs(case, "cpu")[0]]
-        raws = [x.raw() for x in placed]
-        positive = all(
-            raw.strides[axis] > 0 for raw in raws for axis in range(4) if raw.shape[axis] > 1
-        )
-        assert cases.has_positive_strides(case) == positive
-        assert cases.has_positive_strides(cases.for_family(case, "sm90"))
-        found.add(positive)
+        assert cases.is_walkable(case) == _sees_walkable_strides(case)
+        found.add(cases.is_walkable(case))
+        walkable = cases.for_family(case, "sm90")
+        assert cases.is_walkable(walkable)
+        assert _sees_walkable_strides(walkable)
+        for before, after in zip(case.placements, walkable.placements, strict=True):
+            assert set(after.broadcast) == set(before.broadcast) - {case.seq_axis}
+            repeats += len(after.broadcast)
     assert found == {True, False}
+    assert repeats > 20
 
 
 def test_placements_are_what_they_say() -> None:

@@ -1,11 +1,8 @@
-// The sm_90 family: which kernel serves a problem, how it is launched, and its read-back.
+// The sm_90 family: which kernel serves a problem, and with what parameters it is launched.
 #include <cuda.h>
 
 #include <algorithm>
 #include <climits>
-#include <cmath>
-#include <cstdio>
-#include <cstring>
 
 #include "core/backends.h"
 #include "core/status.h"
@@ -21,11 +18,7 @@ namespace flashmoe::sm90 {
 namespace {
 
 constexpr int kComputeCapability = 90;
-constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + offset + 1 fits in int32
-constexpr int32_t kNoLeftOffset = -(1 << 30);
-constexpr int32_t kNoRightOffset = (1 << 30) - 1;
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
-constexpr double kLog2E = 1.4426950408889634;
 
 const Entry* const kEntries[] = {
 #define FLASHMOE_ENTRY(name) &entry_##name,
@@ -33,36 +26,12 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-// The kernel that the problem names, else of those for its dtype and softcap the one with the least
-// padding.
-const Entry* find_entry(const AttentionProblem& problem) {
-  const Entry* best = nullptr;
-  for (const Entry* entry : kEntries) {
-    if (entry->dtype != problem.dtype || entry->capped != (problem.softcap != 0.0f) ||
-        entry->dim < problem.dim || entry->dim_v < problem.dim_v) {
-      continue;
-    }
-    if (problem.kernel != nullptr && std::strcmp(problem.kernel, entry->name) == 0) return entry;
-    if (best == nullptr || entry->dim + entry->dim_v < best->dim + best->dim_v) best = entry;
-  }
-  return best;
-}
-
 // The driver is not linked: this one function of it is asked for.
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
 EncodeTiled encode_function() {
-  static const EncodeTiled function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
-                                                               12000, cudaEnableDefault, &result);
-    if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
-      cudaGetLastError();
-      return static_cast<EncodeTiled>(nullptr);
-    }
-    return reinterpret_cast<EncodeTiled>(found);
-  }();
+  static const auto function =
+      reinterpret_cast<EncodeTiled>(driver_function("cuTensorMapEncodeTiled"));
   return function;
 }
 
@@ -75,54 +44,52 @@ bool can_walk(const RowStrides& strides, int64_t batch, int64_t seq, int64_t hea
   return fits(strides.batch, batch, 0) && fits(strides.seq, seq, 1) && fits(strides.head, heads, 0);
 }
 
-// Loads a kernel's code on a device and allows its shared memory, once.
-flashmoe_status prepare(const Entry& entry, int device_id, char* reason, size_t reason_size) {
-  if (entry.prepared[device_id].load(std::memory_order_acquire)) return FLASHMOE_OK;
-  const DeviceGuard guard(device_id);
-  cudaError_t error = guard.error();
-  cudaFuncAttributes attributes = {};
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, entry.function);
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(entry.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 entry.shared_bytes);
-  }
-  if (error == cudaSuccess) {
-    entry.prepared[device_id].store(true, std::memory_order_release);
-    return FLASHMOE_OK;
-  }
-  cudaGetLastError();
-  std::snprintf(reason, reason_size, "loading %s on cuda:%d: %s", entry.name, device_id,
-                cudaGetErrorString(error));
-  return FLASHMOE_ERROR_CUDA;
+// Where only the right is bounded, later tiles of a head are longer, and those of a section of heads run
+// longest first.
+bool last_tiles_first(const AttentionProblem& problem) {
+  return problem.bounded_right && !problem.bounded_left;
 }
 
-// Whether starting and filling the pipeline would take longer than it saves: tiles that are mostly empty,
-// or one round of tiles with few keys. Measured on an H200 at dimension 64 only
-// (docs/kernels/attention_sm90.md).
-bool is_short(const AttentionProblem& problem, int64_t tiles, int multiprocessors) {
-  constexpr int64_t kFewRows = 64;
-  constexpr int64_t kFewKeys = 512;
-  return problem.seq_q <= kFewRows || (tiles <= multiprocessors && problem.seq_k <= kFewKeys);
+// Sections are as short as they can be without leaving blocks idle, since the first tiles of one read all
+// of its keys and values: rounds of tiles enough to even out their lengths, while keys and values fit
+// the L2 beside the traffic of queries and outputs.
+int32_t heads_per_section(const AttentionProblem& problem, const Entry& entry,
+                          int64_t tiles_per_head, const DeviceFacts& facts) {
+  constexpr int64_t kLeastRounds = 2;
+  constexpr int64_t kStepsPerRound = 4;
+  const int64_t group = problem.heads_q / problem.heads_kv;
+  const int64_t heads_kv = problem.batch * problem.heads_kv;
+  if (!last_tiles_first(problem) || heads_kv == 0 || tiles_per_head == 0) return 1;
+  const int64_t steps = (problem.seq_k + entry.tile_k - 1) / entry.tile_k;
+  const int64_t rounds = std::max(kLeastRounds, steps / kStepsPerRound);
+  const int64_t group_tiles = group * tiles_per_head;
+  const int64_t wanted = (rounds * facts.multiprocessors + group_tiles - 1) / group_tiles;
+  const int64_t bytes = problem.seq_k * (problem.dim + problem.dim_v) * dtype_bytes(problem.dtype);
+  const int64_t fitting = bytes > 0 ? std::max<int64_t>(1, facts.l2_bytes * 3 / 4 / bytes) : wanted;
+  const int64_t most = std::min({wanted, fitting, heads_kv});
+  const int64_t sections = (heads_kv + most - 1) / most;  // all of about one size
+  return static_cast<int32_t>((heads_kv + sections - 1) / sections * group);
 }
 
-flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char* reason,
-                     size_t reason_size) {
+flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const Reason& reason) {
   const auto refuse = [&](flashmoe_status status, const char* sentence) {
-    std::snprintf(reason, reason_size, "%s", sentence);
-    return status;
+    return reason.refuse(status, "%s", sentence);
   };
   const int device_id = problem.device.device_id;
-  const DeviceFacts* facts = device_facts(device_id, reason, reason_size);
-  if (facts == nullptr) return FLASHMOE_ERROR_NO_DEVICE;
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
   if (facts->compute_capability != kComputeCapability) {
-    std::snprintf(reason, reason_size, "cuda:%d has compute capability %d.%d, accepted is 9.0",
-                  device_id, facts->compute_capability / 10, facts->compute_capability % 10);
-    return FLASHMOE_ERROR_UNSUPPORTED;
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "cuda:%d has compute capability %d.%d, accepted is 9.0", device_id,
+                         facts->compute_capability / 10, facts->compute_capability % 10);
   }
   if (problem.dtype == Dtype::kFloat32) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
   }
-  const Entry* entry = find_entry(problem);
+  const bool capped = problem.softcap != 0.0f;
+  const Entry* entry = find_entry(
+      kEntries, problem, [&](const Entry& each) { return each.capped == capped; },
+      [](const Entry&) { return true; });
   if (entry == nullptr) {
     return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
   }
@@ -145,69 +112,27 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, char*
   if (heads > INT_MAX / 2 || tiles_per_head * heads > INT_MAX / 2) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles of query rows");
   }
-  if (!problem.named && is_short(problem, tiles_per_head * heads, facts->multiprocessors)) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                  "few rows or keys, at which the sm89 family is faster (named, it serves them)");
-  }
   if (encode_function() == nullptr) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
   }
-  const flashmoe_status status = prepare(*entry, device_id, reason, reason_size);
-  if (status != FLASHMOE_OK) return status;
-
-  flashmoe_attention_plan& info = plan->info;
-  std::strncpy(info.kernel, entry->name, sizeof info.kernel - 1);
-  std::memcpy(info.isa, "sm_90a", sizeof "sm_90a");
-  info.tile_q = entry->tile_q;
-  info.tile_k = entry->tile_k;
-  info.dim = entry->dim;
-  info.dim_v = entry->dim_v;
-  info.stages = entry->stages;
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
   // Persistent: no more blocks than multiprocessors, each of which holds one.
-  info.grid[0] =
-      static_cast<uint32_t>(std::min<int64_t>(tiles_per_head * heads, facts->multiprocessors));
-  info.grid[1] = info.grid[2] = 1;
-  info.block[0] = static_cast<uint32_t>(entry->threads);
-  info.block[1] = info.block[2] = 1;
-  info.shared_bytes = static_cast<uint64_t>(entry->shared_bytes);
-  info.workspace_bytes = 0;
+  const int64_t blocks = std::min<int64_t>(tiles_per_head * heads, facts->multiprocessors);
+  plan_launch(*entry, arch, "a", blocks, plan);
   plan->entry = entry;
+  plan->tiles_per_head = static_cast<int32_t>(tiles_per_head);
+  plan->heads_per_section = heads_per_section(problem, *entry, tiles_per_head, *facts);
   return FLASHMOE_OK;
-}
-
-// Where only the right is bounded, later tiles of a head are longer, and those of a section of heads run
-// longest first.
-bool last_tiles_first(const AttentionProblem& problem) {
-  return problem.bounded_right && !problem.bounded_left;
-}
-
-// Sections are as short as they can be without leaving blocks idle, since the first tiles of one read all
-// of its keys and values: rounds of tiles enough to even out their lengths, while keys and values fit
-// the L2 beside the traffic of queries and outputs.
-int heads_per_section(const AttentionProblem& problem, const Entry& entry,
-                      const DeviceFacts& facts) {
-  constexpr int64_t kLeastRounds = 2;
-  constexpr int64_t kStepsPerRound = 4;
-  const int64_t group = problem.heads_q / problem.heads_kv;
-  const int64_t heads_kv = problem.batch * problem.heads_kv;
-  const int64_t steps = (problem.seq_k + entry.tile_k - 1) / entry.tile_k;
-  const int64_t rounds = std::max(kLeastRounds, steps / kStepsPerRound);
-  const int64_t group_tiles = group * ((problem.seq_q + entry.tile_q - 1) / entry.tile_q);
-  const int64_t wanted = (rounds * facts.multiprocessors + group_tiles - 1) / group_tiles;
-  const int64_t bytes = problem.seq_k * (problem.dim + problem.dim_v) * dtype_bytes(problem.dtype);
-  const int64_t fitting = bytes > 0 ? std::max<int64_t>(1, facts.l2_bytes * 3 / 4 / bytes) : wanted;
-  const int64_t most = std::min({wanted, fitting, heads_kv});
-  const int64_t sections = (heads_kv + most - 1) / most;  // all of about one size
-  return static_cast<int>((heads_kv + sections - 1) / sections * group);
 }
 
 Repeats repeats(const RowStrides& strides) {
   return {strides.batch == 0 ? 0 : 1, strides.head == 0 ? 0 : 1};
 }
 
-// The map of a [batch, seq, heads, dim] view, in boxes of 64 elements by `rows` of one head.
+// The map of a [batch, seq, heads, dim] view, in boxes of `columns` elements by `rows` of one head.
 bool encode(CUtensorMap* map, Dtype dtype, const void* data, const RowStrides& strides, int64_t dim,
-            int64_t seq, int64_t heads, int64_t batch, int rows) {
+            int64_t seq, int64_t heads, int64_t batch, int columns, int rows) {
   if (strides.batch == 0) batch = 1;
   if (strides.head == 0) heads = 1;
   const auto bytes = [](int64_t stride, int64_t extent) {
@@ -218,7 +143,7 @@ bool encode(CUtensorMap* map, Dtype dtype, const void* data, const RowStrides& s
   const cuuint64_t extents[4] = {extent(dim), extent(seq), extent(heads), extent(batch)};
   const cuuint64_t steps[3] = {bytes(strides.seq, seq), bytes(strides.head, heads),
                                bytes(strides.batch, batch)};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(rows), 1, 1};
   const cuuint32_t ones[4] = {1, 1, 1, 1};
   return encode_function()(map,
                            dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
@@ -234,17 +159,16 @@ bool encode_maps(const AttentionProblem& p, const Entry& entry, Params* params) 
   const void* k = p.seq_k > 0 ? p.k : p.q;
   const void* v = p.seq_k > 0 ? p.v : p.q;
   return encode(&params->q, p.dtype, p.q, p.q_strides, p.dim, p.seq_q, p.heads_q, p.batch,
-                entry.box_rows) &&
+                entry.box_columns, entry.box_rows) &&
          encode(&params->k, p.dtype, k, p.k_strides, p.dim, p.seq_k, p.heads_kv, p.batch,
-                entry.tile_k) &&
+                entry.box_columns, entry.tile_k) &&
          encode(&params->v, p.dtype, v, p.v_strides, p.dim_v, p.seq_k, p.heads_kv, p.batch,
-                entry.tile_k) &&
+                entry.box_columns, entry.tile_k) &&
          encode(&params->out, p.dtype, p.out, p.out_strides, p.dim_v, p.seq_q, p.heads_q, p.batch,
-                entry.box_rows);
+                entry.box_columns, entry.box_rows);
 }
 
-void fill_params(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts,
-                 Params* params) {
+void fill_params(const AttentionProblem& p, const AttentionPlan& plan, Params* params) {
   params->q_repeats = repeats(p.q_strides);
   params->k_repeats = repeats(p.k_strides);
   params->v_repeats = repeats(p.v_strides);
@@ -271,15 +195,16 @@ void fill_params(const AttentionProblem& p, const Entry& entry, const DeviceFact
   params->scale_log2 =
       static_cast<float>(static_cast<double>(capped ? p.softcap : p.scale) * kLog2E);
   params->cap_ratio = p.cap_ratio;
-  const int64_t tiles = (p.seq_q + entry.tile_q - 1) / entry.tile_q;
-  params->tiles_per_head = static_cast<int32_t>(tiles);
   // Groups of rows that a full tile has too many are left out where tiles are shortest.
+  const Entry& entry = *static_cast<const Entry*>(plan.entry);
   const bool ramp = last_tiles_first(p);
-  const int64_t spare = (tiles * entry.tile_q - p.seq_q) / entry.box_rows * entry.box_rows;
+  const int64_t rows = int64_t{plan.tiles_per_head} * entry.tile_q;
+  const int64_t spare = (rows - p.seq_q) / entry.box_rows * entry.box_rows;
   params->first_row = ramp ? -static_cast<int32_t>(spare) : 0;
   params->last_tiles_first = ramp ? 1 : 0;
   params->heads = static_cast<int32_t>(p.batch * p.heads_q);
-  params->heads_per_section = ramp ? heads_per_section(p, entry, facts) : 1;
+  params->tiles_per_head = plan.tiles_per_head;
+  params->heads_per_section = plan.heads_per_section;
 }
 
 bool same(const RowStrides& a, const RowStrides& b) {
@@ -308,8 +233,8 @@ struct KnownCall {
 };
 
 // nullptr if the driver refuses a map.
-const Params* make_params(const AttentionProblem& problem, const Entry& entry,
-                          const DeviceFacts& facts) {
+const Params* make_params(const AttentionProblem& problem, const AttentionPlan& plan) {
+  const Entry& entry = *static_cast<const Entry*>(plan.entry);
   constexpr size_t kCalls = 16;
   thread_local KnownCall calls[kCalls];
   const auto place = [](const void* data) { return reinterpret_cast<uintptr_t>(data) / 512; };
@@ -325,64 +250,22 @@ const Params* make_params(const AttentionProblem& problem, const Entry& entry,
       return nullptr;
     }
   }
-  fill_params(problem, entry, facts, &call.params);
+  fill_params(problem, plan, &call.params);
   call.problem = problem;
   call.entry = &entry;
   return &call.params;
 }
 
-flashmoe_status read_launch(const LaunchRecord& record, flashmoe_launch* launch) {
-  const DeviceGuard guard(record.info.device.device_id);
-  cudaFuncAttributes attributes = {};
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, record.function);
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    return fail(FLASHMOE_ERROR_CUDA, "launch: reading %s back: %s", record.info.kernel,
-                cudaGetErrorString(error));
-  }
-  launch->shared_bytes += attributes.sharedSizeBytes;
-  launch->registers = attributes.numRegs;
-  launch->local_bytes = static_cast<int32_t>(attributes.localSizeBytes);
-  launch->binary_arch = attributes.binaryVersion;
-  return FLASHMOE_OK;
-}
-
 flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& plan, void*,
                        void* stream) {
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
-  const flashmoe_attention_plan& info = plan.info;
-  const int device_id = problem.device.device_id;
-  char reason[128];
-  const DeviceFacts* facts = device_facts(device_id, reason, sizeof reason);
-  if (facts == nullptr) return fail(FLASHMOE_ERROR_NO_DEVICE, "%s", reason);
-  const DeviceGuard guard(device_id);
-  if (guard.error() != cudaSuccess) {
-    return fail(FLASHMOE_ERROR_CUDA, "device: making cuda:%d current: %s", device_id,
-                cudaGetErrorString(guard.error()));
-  }
-  const Params* params = make_params(problem, entry, *facts);
+  const DeviceGuard guard(problem.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  const Params* params = make_params(problem, plan);
   if (params == nullptr) {
     return fail(FLASHMOE_ERROR_CUDA, "launching %s: the driver refused a tensor map", entry.name);
   }
-  void* arguments[] = {const_cast<Params*>(params)};
-  const cudaError_t error =
-      cudaLaunchKernel(entry.function, dim3(info.grid[0], info.grid[1], info.grid[2]),
-                       dim3(info.block[0], info.block[1], info.block[2]), arguments,
-                       static_cast<size_t>(info.shared_bytes), static_cast<cudaStream_t>(stream));
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    return fail(FLASHMOE_ERROR_CUDA, "launching %s: %s", entry.name, cudaGetErrorString(error));
-  }
-  LaunchRecord& record = last_launch_record();
-  record.info = flashmoe_launch_init();
-  std::memcpy(record.info.kernel, info.kernel, sizeof record.info.kernel);
-  record.info.device = problem.device;
-  std::memcpy(record.info.grid, info.grid, sizeof record.info.grid);
-  std::memcpy(record.info.block, info.block, sizeof record.info.block);
-  record.info.shared_bytes = info.shared_bytes;
-  record.function = entry.function;
-  record.read = &read_launch;
-  return FLASHMOE_OK;
+  return launch_kernel(entry, problem, plan, params, stream);
 }
 
 }  // namespace

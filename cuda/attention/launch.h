@@ -1,0 +1,90 @@
+// What the attention families share on the host: what is known of a compiled kernel, how it is
+// found, loaded and planned, and how it is launched and read back.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "core/attention.h"
+#include "cuda/runtime.h"
+
+namespace flashmoe {
+
+inline constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + offset + 1 fits in int32
+// Bounds beyond all keys: those of a side on which a row sees every key.
+inline constexpr int32_t kNoLeftOffset = -(1 << 30);
+inline constexpr int32_t kNoRightOffset = (1 << 30) - 1;
+inline constexpr double kLog2E = 1.4426950408889634;
+
+// A kernel on one device. Zeros until it is loaded there.
+struct LoadedKernel {
+  std::atomic<int> arch;  // of the code, such as 90
+  // A CUkernel, which the driver launches in whatever context is current; or nullptr, and then only
+  // the runtime can launch it.
+  std::atomic<const void*> handle;
+};
+
+// A compiled kernel. The constants here and in what derives from it are those of its Traits; plan and
+// launch are filled from nowhere else.
+struct Kernel {
+  const char* name;
+  const void* function;  // for the runtime
+  int shared_bytes;      // dynamic, of a block: what launches may ask for
+  LoadedKernel* loaded;  // [kMaxDevices]
+};
+
+// A kernel whose blocks are all alike. Families add their own.
+struct AttentionKernel : Kernel {
+  Dtype dtype;
+  int dim;
+  int dim_v;
+  int tile_q;
+  int tile_k;
+  int stages;
+  int threads;
+};
+
+// Of the kernels for the problem's dtype and head dimensions that serve it in other respects, too:
+// the one that it names, else the one with the least padding; among alike the first that `fits`.
+// nullptr if there is none.
+template <class Entry, size_t kCount, class Serves, class Fits>
+const Entry* find_entry(const Entry* const (&entries)[kCount], const AttentionProblem& problem,
+                        const Serves& serves, const Fits& fits) {
+  const Entry* best = nullptr;
+  for (const Entry* entry : entries) {
+    if (entry->dtype != problem.dtype || entry->dim < problem.dim || entry->dim_v < problem.dim_v ||
+        !serves(*entry)) {
+      continue;
+    }
+    if (problem.kernel != nullptr && std::strcmp(problem.kernel, entry->name) == 0) return entry;
+    const int padding = best == nullptr ? -1 : entry->dim + entry->dim_v - best->dim - best->dim_v;
+    if (padding < 0 || (padding == 0 && !fits(*best) && fits(*entry))) best = entry;
+  }
+  return best;
+}
+
+// What a family does with a kernel, once, when its code has been loaded on the device, which is
+// current; one thread at a time.
+using AfterLoading = cudaError_t (*)(const Kernel& kernel, int device_id, const DeviceFacts& facts,
+                                     const cudaFuncAttributes& attributes);
+
+// Loads a kernel's code on a device and allows its shared memory; *arch is the architecture of that
+// code, such as 90. The first call per kernel and device costs, the others are one load.
+flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFacts& facts,
+                            int* arch, const Reason& reason, AfterLoading after = nullptr);
+
+// Fills what a plan says of a kernel, its code and its grid of `blocks` blocks. `suffix` is that of
+// the code's architecture: "a" for sm_90a, or "".
+void plan_launch(const Kernel& kernel, int arch, const char* suffix, int64_t blocks, int threads,
+                 int shared_bytes, AttentionPlan* plan);
+void plan_launch(const AttentionKernel& kernel, int arch, const char* suffix, int64_t blocks,
+                 AttentionPlan* plan);
+
+// Launches a planned kernel with its one argument, which is copied, on the current device, and
+// records the launch as this thread's last.
+flashmoe_status launch_kernel(const Kernel& kernel, const AttentionProblem& problem,
+                              const AttentionPlan& plan, const void* params, void* stream);
+
+}  // namespace flashmoe

@@ -1,0 +1,262 @@
+#include "cuda/host/fake_cuda.h"
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+namespace fake {
+
+State state;
+thread_local Launch last;
+thread_local std::vector<Map> maps;
+thread_local cudaError_t last_error = cudaSuccess;
+thread_local void (*on_launch)(const void*) = nullptr;
+
+namespace {
+
+constexpr intptr_t kStreams = 0x1000;
+constexpr intptr_t kContexts = 0x2000;
+constexpr intptr_t kHandles = intptr_t{1} << 40;
+
+thread_local int current_device = 0;
+thread_local bool has_context = false;
+
+CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(kContexts + device); }
+
+cudaError_t fails(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+int device_of(CUstream stream) {
+  const intptr_t handle = reinterpret_cast<intptr_t>(stream);
+  return handle >= kStreams ? static_cast<int>(handle - kStreams) : current_device;
+}
+
+bool is_handle(const void* function) { return reinterpret_cast<intptr_t>(function) >= kHandles; }
+
+void launched(const Launch& launch) {
+  last = launch;
+  if (on_launch != nullptr) on_launch(launch.params);
+}
+
+CUresult launch_by_driver(const CUlaunchConfig* config, CUfunction function, void** params,
+                          void**) {
+  ++state.tries_by_driver;
+  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
+  if (state.driver_launch != CUDA_SUCCESS) return state.driver_launch;
+  Launch launch;
+  launch.by = By::kDriver;
+  launch.device = device_of(config->hStream);  // a kernel's handle is of no device
+  launch.kernel = function;
+  launch.grid = dim3(config->gridDimX, config->gridDimY, config->gridDimZ);
+  launch.block = dim3(config->blockDimX, config->blockDimY, config->blockDimZ);
+  launch.shared_bytes = config->sharedMemBytes;
+  launch.stream = config->hStream;
+  launch.params = params[0];
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const CUlaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
+      if (attribute.value.clusterDim.y != 1 || attribute.value.clusterDim.z != 1) {
+        return CUDA_ERROR_INVALID_VALUE;
+      }
+      launch.cluster = attribute.value.clusterDim.x;
+    } else if (attribute.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
+      launch.programmatic = attribute.value.programmaticStreamSerializationAllowed;
+    } else {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+  }
+  launched(launch);
+  return CUDA_SUCCESS;
+}
+
+CUresult context_of_stream(CUstream stream, CUcontext* context) {
+  *context = context_of(device_of(stream));
+  return CUDA_SUCCESS;
+}
+
+CUresult current_context(CUcontext* context) {
+  *context = has_context ? context_of(current_device) : nullptr;
+  return CUDA_SUCCESS;
+}
+
+CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
+                const cuuint64_t* extents, const cuuint64_t* steps, const cuuint32_t* box,
+                const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  if (state.refuse_maps || rank != 4) return CUDA_ERROR_INVALID_VALUE;
+  Map made = {};
+  std::memcpy(made.box.data(), box, sizeof made.box);
+  std::memcpy(made.extents.data(), extents, sizeof made.extents);
+  std::memcpy(made.steps.data(), steps, sizeof made.steps);
+  made.data = data;
+  maps.push_back(made);
+  std::memset(static_cast<void*>(map), static_cast<int>(maps.size()), sizeof *map);
+  return CUDA_SUCCESS;
+}
+
+}  // namespace
+
+CUstream stream_of(int device) { return reinterpret_cast<CUstream>(kStreams + device); }
+
+void forget_context() {
+  has_context = false;
+  current_device = 0;
+}
+
+const void* handle_of(const void* function) {
+  return reinterpret_cast<const void*>(reinterpret_cast<intptr_t>(function) + kHandles);
+}
+
+}  // namespace fake
+
+using namespace fake;
+
+extern "C" {
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+  ++state.set_devices;
+  if (state.set_device != cudaSuccess) return fails(state.set_device);
+  if (device < 0 || device > 1) return fails(cudaErrorInvalidDevice);
+  current_device = device;
+  has_context = true;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 2;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
+    case cudaDevAttrMultiProcessorCount: *value = device == 0 ? 132 : 10; break;
+    case cudaDevAttrReservedSharedMemoryPerBlock: *value = 1024; break;
+    case cudaDevAttrL2CacheSize: *value = 50 << 20; break;
+    default: *value = 228 << 10;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError() {
+  const cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
+
+const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorInvalidResourceHandle ? "invalid resource handle" : "made-up error";
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp*, int) { return fails(cudaErrorNotSupported); }
+
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = 13000;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
+  has_context = true;
+  const bool by_handle = is_handle(function);
+  if (!by_handle) ++state.loads;
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));  // long enough for others to come
+  if (state.load != cudaSuccess) return fails(state.load);
+  attributes->binaryVersion = 90;
+  attributes->ptxVersion = 90;
+  attributes->numRegs = 168;
+  attributes->sharedSizeBytes = 16;
+  attributes->maxDynamicSharedSizeBytes = state.allowed_shared_bytes[current_device];
+  if (by_handle && !state.handles_share_attributes)
+    attributes->maxDynamicSharedSizeBytes = 48 << 10;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
+    state.allowed_shared_bytes[current_device] = value;
+  } else if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) {
+    state.large_clusters_allowed[current_device] = value != 0;
+  } else {
+    return fails(cudaErrorInvalidValue);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void*, int, size_t) {
+  *count = 4;
+  return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*,
+                                           const cudaLaunchConfig_t* config) {
+  *count = 4 * 132 / static_cast<int>(config->attrs[0].val.clusterDim.x);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetKernel(cudaKernel_t* kernel, const void* function) {
+  if (!state.has_kernel_handles) return fails(cudaErrorInvalidDeviceFunction);
+  *kernel = static_cast<cudaKernel_t>(const_cast<void*>(handle_of(function)));
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function,
+                                void** params) {
+  has_context = true;
+  if (state.runtime_launch != cudaSuccess) return fails(state.runtime_launch);
+  if (device_of(config->stream) != current_device) return fails(cudaErrorInvalidResourceHandle);
+  Launch launch;
+  launch.by = By::kRuntime;
+  launch.device = current_device;
+  launch.kernel = function;
+  launch.grid = config->gridDim;
+  launch.block = config->blockDim;
+  launch.shared_bytes = config->dynamicSmemBytes;
+  launch.stream = config->stream;
+  launch.params = params[0];
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) {
+      launch.cluster = attribute.val.clusterDim.x;
+    } else if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      launch.programmatic = attribute.val.programmaticStreamSerializationAllowed;
+    } else {
+      return fails(cudaErrorInvalidValue);
+    }
+  }
+  launched(launch);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  *function = nullptr;
+  *result = cudaDriverEntryPointSymbolNotFound;
+  const struct {
+    const char* name;
+    void* function;
+    bool always;
+  } functions[] = {
+      {"cuTensorMapEncodeTiled", reinterpret_cast<void*>(&encode), true},
+      {"cuLaunchKernelEx", reinterpret_cast<void*>(&launch_by_driver), false},
+      {"cuStreamGetCtx", reinterpret_cast<void*>(&context_of_stream), false},
+      {"cuCtxGetCurrent", reinterpret_cast<void*>(&current_context), false},
+  };
+  for (const auto& one : functions) {
+    if (std::strcmp(name, one.name) != 0 || version != 12000) continue;
+    if (!one.always && !state.has_driver) continue;
+    *function = one.function;
+    *result = cudaDriverEntryPointSuccess;
+  }
+  return cudaSuccess;
+}
+
+}  // extern "C"

@@ -1,0 +1,418 @@
+// The host side of the GPU families on a made-up CUDA: what is loaded, planned and launched, by whom,
+// and what is left when that fails. test_launch [no-driver | no-handles |
+// no-shared-attributes]: without those parts of CUDA.
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "core/backends.h"
+#include "cuda/attention/short/entry.h"
+#include "cuda/attention/short/params.h"
+#include "cuda/attention/sm89/entry.h"
+#include "cuda/attention/sm89/params.h"
+#include "cuda/attention/sm90/entry.h"
+#include "cuda/attention/sm90/params.h"
+#include "cuda/host/fake_cuda.h"
+#include "flashmoe/flashmoe.h"
+
+// ---- made-up kernels -----------------------------------------------------------------------------
+
+namespace flashmoe::short_rows {
+static LoadedKernel loaded[kMaxDevices];
+static Abilities abilities[kMaxDevices];
+static int shared_bytes_of(int warps, int cluster) { return 1024 * warps + cluster; }
+extern const Entry entry_fp16_d64_dv64_r8;
+const Entry entry_fp16_d64_dv64_r8 = {
+    {"attention_forward_short_fp16_d64_dv64_r8", reinterpret_cast<const void*>(0x55), 8208, loaded},
+    Dtype::kFloat16,
+    64,
+    64,
+    8,
+    64,
+    &shared_bytes_of,
+    abilities,
+};
+}  // namespace flashmoe::short_rows
+
+namespace flashmoe::sm89 {
+static LoadedKernel loaded[kMaxDevices];
+extern const Entry entry_fp16_d64_dv64;
+const Entry entry_fp16_d64_dv64 = {
+    {{"attention_forward_sm89_fp16_d64_dv64", reinterpret_cast<const void*>(0x89), 32784, loaded},
+     Dtype::kFloat16,
+     64,
+     64,
+     128,
+     64,
+     2,
+     128},
+    2,
+};
+}  // namespace flashmoe::sm89
+
+namespace flashmoe::sm90 {
+static LoadedKernel loaded[kMaxDevices];
+extern const Entry entry_fp16_d64_dv64;
+const Entry entry_fp16_d64_dv64 = {
+    {{"attention_forward_sm90_fp16_d64_dv64", reinterpret_cast<const void*>(0x90), 230000, loaded},
+     Dtype::kFloat16,
+     64,
+     64,
+     192,
+     128,
+     2,
+     512},
+    false,
+    48,  // box_rows and box_columns: unlike the real ones, so that a literal would show
+    32,
+};
+}  // namespace flashmoe::sm90
+
+namespace flashmoe {
+
+static flashmoe_status no_cpu(const AttentionProblem&, AttentionPlan*, const Reason& reason) {
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "not here");
+}
+const AttentionFamily kCpuAttention = {"cpu", FLASHMOE_DEVICE_CPU, no_cpu, nullptr};
+
+namespace {
+
+bool driver_launches = true;
+
+// ---- calls ---------------------------------------------------------------------------------------
+
+struct Call {
+  int64_t batch, seq_q, seq_k, heads_q, heads_kv;
+  int64_t shapes[4][4], strides[4][4];
+  flashmoe_tensor tensors[4];
+  flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
+
+  Call(const char* family, int64_t batch_, int64_t seq_q_, int64_t seq_k_, int64_t heads_q_,
+       int64_t heads_kv_, int device = 0)
+      : batch(batch_), seq_q(seq_q_), seq_k(seq_k_), heads_q(heads_q_), heads_kv(heads_kv_) {
+    for (int i = 0; i < 4; ++i) {
+      const bool of_q = i == 0 || i == 3;
+      const int64_t shape[] = {batch, of_q ? seq_q : seq_k, of_q ? heads_q : heads_kv, 64};
+      int64_t step = 1;
+      for (int axis = 3; axis >= 0; --axis) {
+        shapes[i][axis] = shape[axis];
+        strides[i][axis] = step;
+        step *= shape[axis];
+      }
+      tensors[i] = {reinterpret_cast<void*>((int64_t{1} << 40) + (int64_t{i} << 32)),
+                    {FLASHMOE_DEVICE_CUDA, device},
+                    4,
+                    {FLASHMOE_DTYPE_FLOAT, 16, 1},
+                    shapes[i],
+                    strides[i],
+                    0};
+    }
+    params.q = &tensors[0];
+    params.k = &tensors[1];
+    params.v = &tensors[2];
+    params.out = &tensors[3];
+    params.kernel = family;
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  flashmoe_status run(void* stream = nullptr) const {
+    return flashmoe_attention_forward(&params, nullptr, 0, stream);
+  }
+};
+
+fake::By whoever() { return driver_launches ? fake::By::kDriver : fake::By::kRuntime; }
+
+flashmoe_launch read_back() {
+  flashmoe_launch launch = flashmoe_launch_init();
+  CHECK(flashmoe_last_launch(&launch) == FLASHMOE_OK);
+  return launch;
+}
+
+// ---- tests ---------------------------------------------------------------------------------------
+
+sm89::Params seen89;
+sm90::Params seen90;
+
+void the_plan_is_what_the_launch_gets() {
+  fake::on_launch = [](const void* params) { std::memcpy(&seen89, params, sizeof seen89); };
+  const Call call("sm89", 2, 60, 1000, 6, 2);
+  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+  CHECK(std::strcmp(plan.family, "sm89") == 0 && std::strcmp(plan.isa, "sm_90") == 0);
+  CHECK(fake::state.allowed_shared_bytes[0] == 32784);
+  for (int i = 0; i < 3; ++i) {
+    fake::last = {};
+    CHECK(call.run() == FLASHMOE_OK);
+    CHECK(fake::last.by == whoever() && fake::last.device == 0);
+    const void* function = reinterpret_cast<const void*>(0x89);
+    CHECK(fake::last.kernel == (driver_launches ? fake::handle_of(function) : function));
+    CHECK(fake::last.grid.x == plan.grid[0] && plan.grid[0] == 12);
+    CHECK(fake::last.grid.y == 1 && fake::last.grid.z == 1);
+    CHECK(fake::last.block.x == plan.block[0] && plan.block[0] == 128);
+    CHECK(fake::last.block.y == 1 && fake::last.block.z == 1);
+    CHECK(fake::last.shared_bytes == plan.shared_bytes && plan.shared_bytes == 32784);
+    CHECK(fake::last.cluster == 0 && fake::last.programmatic == -1);
+    CHECK(seen89.q == call.tensors[0].data && seen89.out == call.tensors[3].data);
+    CHECK(seen89.tiles_per_head == 1 && seen89.heads == 12 && seen89.heads_per_kv == 3);
+    const flashmoe_launch launch = read_back();
+    CHECK(std::strcmp(launch.kernel, plan.kernel) == 0 && launch.device.device_id == 0);
+    CHECK(launch.grid[0] == 12 && launch.block[0] == 128 && launch.shared_bytes == 32784 + 16);
+    CHECK(launch.registers == 168 && launch.binary_arch == 90);
+  }
+}
+
+void sm90_encodes_its_maps_once() {
+  fake::on_launch = [](const void* params) { std::memcpy(&seen90, params, sizeof seen90); };
+  Call call("sm90", 2, 700, 1000, 6, 2);
+  call.strides[2][0] = call.strides[2][2] = 0;  // one v for all batches and heads
+  fake::maps.clear();
+  for (int i = 0; i < 3; ++i) {
+    CHECK(call.run(fake::stream_of(0)) == FLASHMOE_OK);
+    CHECK(fake::last.by == whoever() && fake::last.stream == fake::stream_of(0));
+    CHECK(fake::last.grid.x == 48 && fake::last.block.x == 512);
+    CHECK(seen90.tiles_per_head == 4 && seen90.heads == 12 && seen90.heads_per_section == 1);
+    CHECK(fake::maps.size() == 4);
+  }
+  const int64_t rows[] = {48, 128, 128, 48};
+  for (size_t i = 0; i < 4; ++i) {
+    const fake::Map& map = fake::maps[i];
+    CHECK(map.data == call.tensors[i].data);
+    CHECK(map.box[0] == 32 && map.box[1] == static_cast<cuuint32_t>(rows[i]));
+    CHECK(map.box[2] == 1 && map.box[3] == 1);
+    const cuuint64_t repeated = i == 2 ? 1 : 0;
+    CHECK(map.extents[0] == 64);
+    CHECK(map.extents[1] == static_cast<cuuint64_t>(call.shapes[i][1]));
+    CHECK(map.extents[2] == (repeated ? 1 : static_cast<cuuint64_t>(call.shapes[i][2])));
+    CHECK(map.extents[3] == (repeated ? 1 : 2));
+  }
+  CHECK(seen90.v_repeats.batch == 0 && seen90.v_repeats.head == 0);
+  CHECK(seen90.k_repeats.batch == 1 && seen90.k_repeats.head == 1);
+
+  // Another address, another scale or another mask is another call.
+  call.tensors[1].data = static_cast<char*>(call.tensors[1].data) + 4096;
+  CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 8);
+  CHECK(seen90.k_data == call.tensors[1].data);
+  call.params.scale = 0.5f;
+  CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 12);
+  call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 16);
+  CHECK(seen90.heads_per_section == 12);
+  CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 16);
+
+  fake::state.refuse_maps = true;
+  call.tensors[0].data = static_cast<char*>(call.tensors[0].data) + 4096;
+  CHECK(call.run() == FLASHMOE_ERROR_CUDA);
+  CHECK(std::strstr(flashmoe_last_error(), "the driver refused a tensor map") != nullptr);
+  fake::state.refuse_maps = false;
+  CHECK(call.run() == FLASHMOE_OK && seen90.q_data == call.tensors[0].data);
+}
+
+void each_device_has_its_own_plan_and_stays_current() {
+  fake::on_launch = nullptr;
+  const Call here("sm90", 2, 700, 1000, 6, 2, 0);
+  const Call there("sm90", 2, 700, 1000, 6, 2, 1);
+  const Call few_there("sm89", 2, 60, 1000, 6, 2, 1);
+  CHECK(here.run() == FLASHMOE_OK && there.run() == FLASHMOE_OK);
+  CHECK(fake::state.allowed_shared_bytes[1] == 230000);
+  for (int current = 0; current < 2; ++current) {
+    CHECK(cudaSetDevice(current) == cudaSuccess);
+    for (int i = 0; i < 3; ++i) {
+      CHECK(there.run(fake::stream_of(1)) == FLASHMOE_OK);
+      CHECK(fake::last.device == 1 && fake::last.grid.x == 10 && fake::last.by == whoever());
+      CHECK(read_back().device.device_id == 1);
+      CHECK(few_there.run() == FLASHMOE_OK);
+      CHECK(fake::last.device == 1 && fake::last.block.x == 128 && fake::last.by == whoever());
+      CHECK(here.run(fake::stream_of(0)) == FLASHMOE_OK);
+      CHECK(fake::last.device == 0 && fake::last.grid.x == 48 && fake::last.by == whoever());
+      int now = -1;
+      CHECK(cudaGetDevice(&now) == cudaSuccess && now == current);
+    }
+  }
+  CHECK(cudaSetDevice(0) == cudaSuccess);
+  const int before = fake::state.set_devices;
+  CHECK(here.run() == FLASHMOE_OK && fake::state.set_devices == before);
+  fake::state.set_device = cudaErrorDevicesUnavailable;
+  CHECK(there.run() == FLASHMOE_ERROR_CUDA);
+  CHECK(std::strstr(flashmoe_last_error(), "device: making cuda:1 current: made-up") != nullptr);
+  CHECK(fake::last_error == cudaSuccess);  // nothing is left behind for the next
+  fake::state.set_device = cudaSuccess;
+}
+
+// A stream of another device is an error, as the runtime has it: by the driver it would be a launch
+// there.
+void a_stream_of_another_device_is_refused() {
+  const Call call("sm90", 2, 700, 1000, 6, 2);
+  CHECK(call.run(fake::stream_of(0)) == FLASHMOE_OK);
+  fake::last = {};
+  CHECK(call.run(fake::stream_of(1)) == FLASHMOE_ERROR_CUDA);
+  CHECK(std::strstr(flashmoe_last_error(),
+                    "launching attention_forward_sm90_fp16_d64_dv64: "
+                    "invalid resource handle") != nullptr);
+  CHECK(fake::last.by == fake::By::kNobody && fake::last_error == cudaSuccess);
+  for (void* stream : {static_cast<void*>(nullptr), static_cast<void*>(CU_STREAM_LEGACY),
+                       static_cast<void*>(CU_STREAM_PER_THREAD)}) {
+    CHECK(call.run(stream) == FLASHMOE_OK);
+    CHECK(fake::last.by == whoever() && fake::last.stream == stream);
+  }
+}
+
+// The driver makes no context; the runtime does, and from then on the driver has it.
+void a_new_threads_first_launch_is_the_runtimes() {
+  const Call call("sm89", 2, 60, 1000, 6, 2);
+  CHECK(call.run() == FLASHMOE_OK);
+  std::thread([&] {
+    fake::forget_context();
+    CHECK(call.run() == FLASHMOE_OK);
+    CHECK(fake::last.by == fake::By::kRuntime);
+    CHECK(call.run() == FLASHMOE_OK);
+    CHECK(fake::last.by == whoever());
+  }).join();
+  std::thread([&] {
+    fake::forget_context();
+    CHECK(call.run(fake::stream_of(0)) == FLASHMOE_OK);
+    CHECK(fake::last.by == fake::By::kRuntime && fake::last.stream == fake::stream_of(0));
+  }).join();
+}
+
+void what_the_driver_refuses_the_runtime_decides() {
+  const Call call("sm90", 2, 700, 1000, 6, 2);
+  CHECK(call.run() == FLASHMOE_OK);
+  const int tries = fake::state.tries_by_driver;
+  for (const CUresult result : {CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_LAUNCH_FAILED}) {
+    fake::state.driver_launch = result;
+    CHECK(call.run() == FLASHMOE_OK);
+    CHECK(fake::last.by == fake::By::kRuntime && fake::last.grid.x == 48);
+    CHECK(fake::last.kernel == reinterpret_cast<const void*>(0x90));
+  }
+  CHECK(fake::state.tries_by_driver == tries + (driver_launches ? 2 : 0));
+  const flashmoe_launch before = read_back();
+  fake::state.runtime_launch = cudaErrorLaunchFailure;
+  fake::last = {};
+  const Call other("sm89", 2, 60, 1000, 6, 2);
+  CHECK(other.run() == FLASHMOE_ERROR_CUDA);
+  CHECK(std::strstr(flashmoe_last_error(), "launching attention_forward_sm89_fp16") != nullptr);
+  CHECK(fake::last.by == fake::By::kNobody && fake::last_error == cudaSuccess);
+  CHECK(std::strcmp(read_back().kernel, before.kernel) == 0);
+  fake::state.runtime_launch = cudaSuccess;
+  fake::state.driver_launch = CUDA_SUCCESS;
+  CHECK(other.run() == FLASHMOE_OK && fake::last.by == whoever());
+}
+
+// What only the short family's plans have: clusters, and a start before the launch ahead has ended.
+void clusters_and_programmatic_launches_are_planned() {
+  static short_rows::Params seen;
+  fake::on_launch = [](const void* params) { std::memcpy(&seen, params, sizeof seen); };
+  Call call("short", 1, 1, 4000, 8, 1);
+  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+  CHECK(plan.cluster == 8 || plan.cluster == 16);
+  CHECK(plan.grid[0] == static_cast<uint32_t>(plan.cluster) && plan.tile_q == 8);
+  CHECK(fake::state.allowed_shared_bytes[0] == 8208);
+  CHECK(fake::state.large_clusters_allowed[0] && !fake::state.large_clusters_allowed[1]);
+  for (const CUresult result : {CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE}) {
+    fake::state.driver_launch = result;
+    CHECK(call.run() == FLASHMOE_OK);
+    CHECK(fake::last.by == (result == CUDA_SUCCESS ? whoever() : fake::By::kRuntime));
+    CHECK(fake::last.cluster == static_cast<unsigned>(plan.cluster));
+    CHECK(fake::last.programmatic == 1);
+    CHECK(fake::last.grid.x == plan.grid[0] && fake::last.block.x == plan.block[0]);
+    CHECK(fake::last.shared_bytes == plan.shared_bytes);
+    CHECK((1 << seen.cluster_log2) == plan.cluster && seen.tiles_per_head.value == 1);
+    CHECK(read_back().cluster == plan.cluster);
+  }
+  fake::state.driver_launch = CUDA_SUCCESS;
+  fake::on_launch = nullptr;
+  const Call other("sm89", 2, 60, 1000, 6, 2);
+  CHECK(other.run() == FLASHMOE_OK);
+  CHECK(fake::last.cluster == 0 && fake::last.programmatic == -1 && read_back().cluster == 0);
+}
+
+std::atomic<int> after_loading{0};
+
+void a_kernel_is_loaded_once_whoever_comes_first() {
+  static LoadedKernel loaded[kMaxDevices];
+  static const Kernel kernel = {"made_up", reinterpret_cast<const void*>(0x77), 4096, loaded};
+  const DeviceFacts facts = {90, 132, 232448, 233472, 1024, 50 << 20, 0.0};
+  char sentence[256];
+  int arch = 0;
+
+  fake::state.load = cudaErrorNoKernelImageForDevice;
+  CHECK(load_kernel(kernel, 1, facts, &arch, Reason(sentence)) == FLASHMOE_ERROR_ARCH_NOT_BUILT);
+  CHECK(std::strstr(sentence, "no code for compute capability 9.0 of cuda:1") == sentence);
+  fake::state.load = cudaErrorMemoryAllocation;
+  CHECK(load_kernel(kernel, 1, facts, &arch, Reason(sentence)) == FLASHMOE_ERROR_CUDA);
+  CHECK(std::strcmp(sentence, "loading made_up on cuda:1: made-up error") == 0);
+  CHECK(load_kernel(kernel, 1, facts, &arch, Reason()) == FLASHMOE_ERROR_CUDA);
+  fake::state.load = cudaSuccess;
+  const auto refuse = [](const Kernel&, int, const DeviceFacts&, const cudaFuncAttributes&) {
+    return cudaErrorNotPermitted;
+  };
+  CHECK(load_kernel(kernel, 1, facts, &arch, Reason(sentence), refuse) == FLASHMOE_ERROR_CUDA);
+  CHECK(fake::last_error == cudaSuccess && loaded[1].arch == 0);
+
+  const int before = fake::state.loads;
+  const int loads_each = fake::state.has_driver && fake::state.has_kernel_handles ? 2 : 1;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 16; ++i) {
+    threads.emplace_back([&] {
+      int found = 0;
+      const auto count = [](const Kernel& which, int device, const DeviceFacts& of_device,
+                            const cudaFuncAttributes& attributes) {
+        int current = -1;
+        cudaGetDevice(&current);
+        CHECK(&which == &kernel && device == 1 && current == 1 && attributes.numRegs == 168);
+        CHECK(of_device.multiprocessors == 132);
+        ++after_loading;
+        return cudaSuccess;
+      };
+      CHECK(load_kernel(kernel, 1, facts, &found, Reason(), count) == FLASHMOE_OK);
+      CHECK(found == 90);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(fake::state.loads == before + loads_each && after_loading == 1);
+  const void* handle = loaded[1].handle;
+  CHECK(handle == (driver_launches ? fake::handle_of(kernel.function) : nullptr));
+  CHECK(loaded[0].arch == 0);
+}
+
+void empty_problems_have_plans() {
+  for (const Call* call :
+       {new Call("sm90", 0, 700, 1000, 6, 2), new Call("sm90", 2, 0, 1000, 6, 2)}) {
+    for (const char* kernel : {"short", "sm89", "sm90"}) {
+      flashmoe_attention_forward_params params = call->params;
+      params.kernel = kernel;
+      params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+      fake::last = {};
+      CHECK(flashmoe_attention_forward(&params, nullptr, 0, nullptr) == FLASHMOE_OK);
+      CHECK(fake::last.by == fake::By::kNobody);
+    }
+    delete call;
+  }
+}
+
+}  // namespace
+}  // namespace flashmoe
+
+int main(int argc, char** argv) {
+  using namespace flashmoe;
+  const std::string without = argc > 1 ? argv[1] : "";
+  fake::state.has_driver = without != "no-driver";
+  fake::state.has_kernel_handles = without != "no-handles";
+  fake::state.handles_share_attributes = without != "no-shared-attributes";
+  driver_launches = without.empty();
+  the_plan_is_what_the_launch_gets();
+  sm90_encodes_its_maps_once();
+  each_device_has_its_own_plan_and_stays_current();
+  a_stream_of_another_device_is_refused();
+  a_new_threads_first_launch_is_the_runtimes();
+  what_the_driver_refuses_the_runtime_decides();
+  clusters_and_programmatic_launches_are_planned();
+  a_kernel_is_loaded_once_whoever_comes_first();
+  empty_problems_have_plans();
+  return 0;
+}

@@ -1,0 +1,61 @@
+"""The host side of the GPU families, compiled with a made-up CUDA (tests/cuda/host/): this needs no
+GPU, but CUDA's headers, which come with nvcc."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from installations import ROOT, checked, require_tool
+
+ENTRIES = {"short": "fp16_d64_dv64_r8", "sm89": "fp16_d64_dv64", "sm90": "fp16_d64_dv64"}
+SOURCES = (
+    *(f"core/{name}.cpp" for name in ("attention", "checks", "known_calls", "log", "status")),
+    "cuda/device.cpp",
+    "cuda/attention/launch.cpp",
+    *(f"cuda/attention/{family}/family.cpp" for family in ENTRIES),
+    "tests/cuda/host/fake_cuda.cpp",
+    "tests/cuda/host/test_launch.cpp",
+)
+OPTIONS = (
+    *("-std=c++17", "-g", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"),
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    *("-DFLASHMOE_WITH_CUDA=1", "-DFLASHMOE_WITH_SM90=1"),
+    '-DFLASHMOE_CUDA_ARCHITECTURES="made up"',
+)
+
+
+def _cuda_headers() -> Path | None:
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    candidates = [Path(nvcc).resolve().parents[1]] if nvcc else []
+    candidates += [Path("/usr/local/cuda"), Path("/opt/cuda")]
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        candidates += sorted(Path(root).glob("cu*"))
+    headers = (root / "include" for root in candidates)
+    return next((found for found in headers if (found / "cuda_runtime_api.h").exists()), None)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    headers = _cuda_headers()
+    if headers is None:
+        pytest.skip("needs CUDA's headers, which come with nvcc")
+    build = tmp_path_factory.mktemp("host")
+    for family, entry in ENTRIES.items():
+        entries = build / "cuda" / "attention" / family / "entries.inc"
+        entries.parent.mkdir(parents=True)
+        entries.write_text(f"FLASHMOE_ENTRY({entry})\n")
+    includes = [f"-I{path}" for path in (ROOT, ROOT / "include", ROOT / "tests", build)]
+    made = build / "test_launch"
+    checked([require_tool("c++"), *OPTIONS, *includes, "-isystem", headers,
+             *(ROOT / source for source in SOURCES), "-o", made])  # fmt: skip
+    return made
+
+
+@pytest.mark.parametrize("without", ["", "no-driver", "no-handles", "no-shared-attributes"])
+def test_launch(program: Path, without: str) -> None:
+    checked([program, *([without] if without else [])])

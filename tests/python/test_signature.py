@@ -1,0 +1,259 @@
+"""How flash_attention is called: a native function that passes for the Python one in its source."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import flashmoe_science as fm
+import numpy as np
+import pytest
+from flashmoe_science import _core
+
+RNG = np.random.default_rng(0)
+Q = RNG.standard_normal((1, 6, 2, 16), np.float32)
+K = RNG.standard_normal((1, 9, 2, 16), np.float32)
+V = RNG.standard_normal((1, 9, 2, 16), np.float32)
+SIGNATURE = (
+    "(q, k, v, *, causal=False, window=None, scale=None, softcap=None, layout='bshd', "
+    "return_lse=False, out=None, lse=None, kernel=None, stream=None)"
+)
+OPTIONS = {
+    name: parameter
+    for name, parameter in inspect.signature(fm.flash_attention).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+
+
+def define(signature: str) -> Any:
+    """A Python function of that signature."""
+    names: dict[str, Any] = {"__name__": __name__}
+    body = '"""A docstring."""; return "the Python function", causal'
+    exec(f"def python_twin{signature}: {body}", names)
+    return names["python_twin"]
+
+
+python_twin = define(SIGNATURE)
+
+
+def test_it_looks_like_a_function_of_the_package() -> None:
+    function: Any = fm.flash_attention
+    assert inspect.isbuiltin(function)
+    assert str(inspect.signature(function)) == SIGNATURE
+    assert (function.__name__, function.__qualname__) == ("flash_attention", "flash_attention")
+    assert function.__module__ == "flashmoe_science.attention"
+    assert function.__doc__.startswith("Exact attention: out = softmax(scale * q k^T) v")
+    assert "Raises:" in function.__doc__
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
+# All of the same call.
+def ways_to_call() -> list[Callable[[Callable[..., Any]], Any]]:
+    plain = {"causal": "top_left"}
+    composed = {"".join(("cau", "sal")): "top_left"}  # a name that is not interned
+
+    class Name(str):
+        __slots__ = ()
+
+    return [
+        lambda f: f(Q, K, V, causal="top_left"),
+        lambda f: f(Q, K, v=V, causal="top_left"),
+        lambda f: f(v=V, causal="top_left", k=K, q=Q),
+        lambda f: f(*(Q, K, V), **plain),
+        lambda f: f(Q, K, V, **composed),
+        lambda f: f(Q, K, V, **{Name("causal"): "top_left"}),
+        lambda f: f(Q, K, V, stream=None, kernel=None, lse=None, out=None, return_lse=False,
+                    layout="bshd", softcap=None, scale=None, window=None, causal="top_left"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", ways_to_call())
+def test_every_way_to_pass_an_argument(call: Callable[..., Any]) -> None:
+    options = (parameter.default for parameter in OPTIONS.values())
+    want = _core.flash_attention(Q, K, V, "top_left", *itertools.islice(options, 1, None))
+    assert not np.array_equal(want, fm.flash_attention(Q, K, V))
+    np.testing.assert_array_equal(call(fm.flash_attention), want)
+
+
+def test_every_option_reaches_its_parameter() -> None:
+    out, lse = np.empty_like(Q), np.empty((1, 2, 6), np.float32)
+    options: dict[str, Any] = {
+        "causal": "top_left", "window": (2, 0), "scale": 0.3, "softcap": 9.0, "layout": "bshd",
+        "return_lse": True, "out": out, "lse": lse, "kernel": "cpu", "stream": 0,
+    }  # fmt: skip
+    assert options.keys() == OPTIONS.keys()
+    want = _core.flash_attention(Q, K, V, *options.values())
+    assert want[0] is out
+    assert want[1] is lse
+    kept = out.copy(), lse.copy()
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        names = rng.permutation(list(options))
+        out.fill(np.nan)
+        lse.fill(np.nan)
+        got = fm.flash_attention(Q, K, V, **{str(name): options[name] for name in names})
+        assert got[0] is out
+        assert got[1] is lse
+        np.testing.assert_array_equal(out, kept[0])
+        np.testing.assert_array_equal(lse, kept[1])
+    wrong: dict[str, Any] = {
+        "causal": 7, "window": 3, "scale": "big", "softcap": -1.0, "layout": "sbhd",
+        "return_lse": 1, "out": 3, "lse": 3, "kernel": "sm1", "stream": "now",
+    }  # fmt: skip
+    assert wrong.keys() == options.keys()
+    for name, value in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+            fm.flash_attention(Q, K, V, **{name: value})
+
+
+WRONG_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((), {}),
+    ((Q,), {}),
+    ((Q, K), {"causal": True}),
+    ((Q, K, V, False), {}),
+    ((Q, K, V, False, None), {"layout": "bshd"}),
+    ((Q, K, V), {"q": Q}),
+    ((Q, K), {"q": Q}),
+    ((Q, K, V), {"softmax_scale": 1.0}),
+    ((Q, K), {"v": V, "Causal": True}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options"), WRONG_CALLS)
+def test_wrong_calls_raise_what_python_raises(
+    arguments: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    with pytest.raises(TypeError) as want:
+        python_twin(*arguments, **options)
+    with pytest.raises(TypeError) as got:
+        fm.flash_attention(*arguments, **options)
+    assert str(got.value) == str(want.value).replace("python_twin", "flash_attention")
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        SIGNATURE.replace(")", ", more=None)"),
+        SIGNATURE.replace(", stream=None", ""),
+        SIGNATURE.replace("causal=False", "causal"),
+        SIGNATURE.replace("*,", "*rest,"),
+        SIGNATURE.replace(")", ", **rest)"),
+        SIGNATURE.replace("v,", "v=None,"),
+        SIGNATURE.replace("v,", "v, /,"),
+    ],
+)
+def test_a_function_with_other_parameters_is_refused(signature: str) -> None:
+    assert signature != SIGNATURE
+    with pytest.raises(TypeError, match=r"^function: .* has other parameters than the native"):
+        _core.bind_flash_attention(define(signature))
+
+
+_TWO_FUNCTIONS = """
+import inspect
+import numpy as np
+from flashmoe_science import _core
+from python.test_signature import SIGNATURE, python_twin
+
+bound = _core.bind_flash_attention(python_twin)
+assert str(inspect.signature(bound)) == SIGNATURE
+assert (bound.__name__, bound.__doc__) == ("python_twin", "A docstring.")
+assert bound.__module__ == python_twin.__module__
+x = np.ones((1, 2, 1, 8), np.float32)
+assert bound(x, x, x).shape == x.shape
+name = "".join(("cau", "sal"))
+assert bound(x, x, x, **{name: 5}) == ("the Python function", 5)
+"""
+
+
+def test_what_native_code_does_not_bind_goes_to_the_python_function() -> None:
+    """In a process of its own: the native function follows the one that was bound last."""
+    import subprocess
+    from pathlib import Path
+
+    done = subprocess.run(
+        [sys.executable, "-c", _TWO_FUNCTIONS], cwd=Path(__file__).parents[1],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_leaks_either_way() -> None:
+    composed = {"".join(("cau", "sal")): True}
+    scale = 0.123456
+    for call in (
+        lambda: fm.flash_attention(Q, K, V, scale=scale),
+        lambda: fm.flash_attention(Q, K, V, scale=scale, **composed),
+    ):
+        call()
+        before = [sys.getrefcount(x) for x in (Q, K, V, scale, composed)]
+        for _ in range(100):
+            call()
+        gc.collect()
+        assert [sys.getrefcount(x) for x in (Q, K, V, scale, composed)] == before
+    with pytest.raises(ValueError, match=r"^scale: "):
+        fm.flash_attention(Q, K, V, scale=-1.0)
+    before = sys.getrefcount(Q)
+    for _ in range(100):
+        with pytest.raises(ValueError, match=r"^scale: "):
+            fm.flash_attention(Q, K, V, scale=-1.0)
+        with pytest.raises(TypeError):
+            fm.flash_attention(Q, K, V, Q)
+    gc.collect()
+    assert sys.getrefcount(Q) == before
+
+
+def test_gradients_are_refused_whatever_the_calls_before_found() -> None:
+    """The native side remembers whether grad mode was off: it may only save a question by that."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x.copy()) for x in (Q, K, V))
+    graded = {"q": q.clone().requires_grad_(), "k": k.clone().requires_grad_(),
+              "v": torch.nn.Parameter(v.clone())}  # fmt: skip
+    want = fm.flash_attention(q, k, v)
+    for calls_between in (0, 1, 2, 15, 16, 17, 33):
+        for name, tensor in graded.items():
+            tensors = {"q": q, "k": k, "v": v, name: tensor}
+            for mode in (torch.no_grad(), torch.inference_mode()):
+                with mode:
+                    for _ in range(calls_between + 1):
+                        assert torch.equal(fm.flash_attention(**tensors), want)
+                with pytest.raises(ValueError, match=f"^{name}: requires grad"):
+                    fm.flash_attention(**tensors)
+            for _ in range(calls_between):
+                assert torch.equal(fm.flash_attention(q, k, v), want)
+            with pytest.raises(ValueError, match=f"^{name}: requires grad"):
+                fm.flash_attention(**tensors)
+    out = torch.empty_like(q).requires_grad_()
+    with pytest.raises(ValueError, match=r"^out: requires grad"):
+        fm.flash_attention(q, k, v, out=out)
+    with torch.no_grad():
+        assert fm.flash_attention(q, k, v, out=out) is out
+    assert torch.equal(out.detach(), want)
+
+
+def test_a_subclass_says_itself_whether_it_requires_grad() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Own(torch.Tensor):  # type: ignore[misc, name-defined]
+        answer: Any = True
+
+        @property
+        def requires_grad(self) -> Any:
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer
+
+    q, k, v = (torch.from_numpy(x.copy()) for x in (Q, K, V))
+    own = k.as_subclass(Own)
+    with pytest.raises(ValueError, match=r"^k: requires grad"):
+        fm.flash_attention(q, own, v)
+    Own.answer = False
+    assert torch.equal(fm.flash_attention(q, own, v), fm.flash_attention(q, k, v))
+    Own.answer = RuntimeError("no answer")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no answer"):
+            fm.flash_attention(q, own, v)
