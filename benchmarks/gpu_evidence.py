@@ -137,12 +137,12 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         if not arguments.skip_tests:
-            # With pytest-xdist several at a time; what measures time runs by itself.
+            # With pytest-xdist several at a time; what measures the machine runs by itself.
             several = importlib.util.find_spec("xdist") is not None
             workers = ["-n", str(min(14, os.cpu_count() or 1))] if several else []
             parts = (
                 ("tests", "gpu and not alone", workers),
-                ("tests of time", "gpu and alone", []),
+                ("tests by themselves", "gpu and alone", []),
             )
             counts: Counter[str] = Counter()
             for name, marks, options in parts:

@@ -26,18 +26,19 @@ ROUNDS = 41
 CALLS_PER_ROUND = 200  # far below the launches a GPU's queue takes before it makes the host wait
 
 
-def contenders(device: str) -> dict[str, Callable[[], object]]:
+def contenders(device: str, kernel: str | None) -> dict[str, Callable[[], object]]:
     batch = 0 if device == "cpu" else 1
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (torch.randn(batch, 16, 2, 64, device=device, dtype=dtype) for _ in range(3))
     out = torch.empty_like(q)
     bhsd = [x.transpose(1, 2) for x in (q, k, v)]
     sdpa = torch.nn.functional.scaled_dot_product_attention
+    asked: dict[str, Any] = {} if kernel is None else {"kernel": kernel}
     return {
-        "flash_attention": lambda: fm.flash_attention(q, k, v),
-        "flash_attention, causal": lambda: fm.flash_attention(q, k, v, causal=True),
-        "flash_attention, out": lambda: fm.flash_attention(q, k, v, out=out),
-        "flash_attention, lse": lambda: fm.flash_attention(q, k, v, return_lse=True),
+        "flash_attention": lambda: fm.flash_attention(q, k, v, **asked),
+        "flash_attention, causal": lambda: fm.flash_attention(q, k, v, causal=True, **asked),
+        "flash_attention, out": lambda: fm.flash_attention(q, k, v, out=out, **asked),
+        "flash_attention, lse": lambda: fm.flash_attention(q, k, v, return_lse=True, **asked),
         "torch scaled_dot_product_attention": lambda: sdpa(*bhsd),
         "torch empty_like": lambda: torch.empty_like(q),
     }
@@ -54,9 +55,9 @@ def one_round(call: Callable[[], object], wait: Callable[[], None]) -> float:
     return (end - begin) / CALLS_PER_ROUND / 1e3
 
 
-def measure(device: str) -> dict[str, dict[str, float]]:
+def measure(device: str, kernel: str | None = None) -> dict[str, dict[str, float]]:
     wait = torch.cuda.synchronize if device != "cpu" else lambda: None
-    calls = contenders(device)
+    calls = contenders(device, kernel)
     times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.inference_mode():
         for call in calls.values():  # warm: kernels are loaded at their first launch
@@ -75,9 +76,10 @@ def measure(device: str) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kernel", metavar="FAMILY", help="ask for this kernel family")
     parser.add_argument("--json", metavar="PATH", help="also write the figures there")
     options = parser.parse_args()
-    figures = measure(options.device)
+    figures = measure(options.device, options.kernel)
     print(f"{'us per call':40s} {'median':>8s} {'quartiles':>15s}")
     for name, row in figures.items():
         spread = f"{row['quartile1_us']:.2f}..{row['quartile3_us']:.2f}"

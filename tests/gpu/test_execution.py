@@ -312,6 +312,7 @@ def test_first_calls_from_many_threads_at_once(family: str) -> None:
     _run_program(program, family)
 
 
+@pytest.mark.alone  # another process's allocation would count
 def test_allocates_no_device_memory(family: str) -> None:
     for case in _cases(family):
         q, k, v = cases.make_values(case, "cuda:0")

@@ -174,16 +174,16 @@ def test_many_rows_do_not(dim: int, causal: str) -> None:
     assert named.cluster == 1  # there are more tiles than multiprocessors
 
 
-def test_a_split_keeps_the_device_busy_and_its_warps_fed() -> None:
-    """Blocks up to what the device holds, and no warp of them without a step of its own."""
+def test_a_split_keeps_the_device_busy_and_its_blocks_fed() -> None:
+    """Blocks up to what the device holds, and none of them without a step of its own."""
     for heads, seq_k in itertools.product((1, 2, 8, 30, 64, 200), (16, 100, 1000, 10000, 100000)):
         plan = _plan(Case(dtype="bf16", seq_q=1, seq_k=seq_k, heads_q=heads, heads_kv=heads,
                           dim=128, dim_v=128, kernel="short"))  # fmt: skip
-        blocks, warps = plan.grid[0], plan.block[0] // 32
+        blocks = plan.grid[0]
         steps = -(-seq_k // plan.tile_k)
         assert blocks == heads * plan.cluster
         assert blocks <= max(heads, 2 * _multiprocessors())
-        assert plan.cluster * warps < 2 * max(1, steps)
+        assert plan.cluster <= max(1, steps)
         if _has_clusters() and seq_k >= 10000:
             assert plan.cluster == 16 or 2 * blocks > _multiprocessors() // 2
 

@@ -100,7 +100,8 @@ inline double tile_microseconds(const Work& work, const Products& speed, const D
   const double waves = ceil_of(tiles, facts.multiprocessors);
   const double keys = waves > 1 ? work.keys : work.most_keys;
   const double run = waves * speed.tile_rows * keys * work.dims * 2 / speed.tile_rate;
-  return speed.tile_start + std::max(run, memory_microseconds(work, facts));
+  const double memory = memory_microseconds(work, facts);
+  return speed.tile_start + std::max(run, memory) + kUnhidden * std::min(run, memory);
 }
 
 }  // namespace flashmoe::short_rows
