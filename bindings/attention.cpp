@@ -287,7 +287,9 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
     result = allocate_out(*type, q, &call);
   }
   if (!lse.is_none()) {
-    call.lse.borrow(same_framework(*type, "lse", q, lse), "lse", lse);
+    const TensorType& type_of_lse = same_framework(*type, "lse", q, lse);
+    call.lse.borrow(type_of_lse, "lse", lse);
+    if (may_require_grad) refuse_gradients(type_of_lse, "lse", lse);
   } else if (want_lse && call.describes_outputs()) {
     sums = allocate_lse(*type, q, &call);
   }

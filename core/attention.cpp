@@ -395,6 +395,8 @@ flashmoe_status choose_and_explain(const AttentionProblem& problem, const char* 
       *chosen = family;
       continue;
     }
+    // Another family's bits would depend on what went wrong here.
+    if (status == FLASHMOE_ERROR_CUDA) return fail(status, "%s: %s", family->name, reason);
     // The last of a device's families is the least particular: what it cannot serve, none can.
     if (error == FLASHMOE_OK || family->device_type == problem.device.device_type) {
       error = status;
@@ -416,10 +418,12 @@ flashmoe_status choose(const AttentionProblem& problem, const char* wanted, cons
                        AttentionPlan* plan, const AttentionFamily** chosen) {
   for (const AttentionFamily* family : kFamilies) {
     if (wanted != nullptr && !names_family(wanted, *family)) continue;
-    if (ask(*family, problem, plan, Reason()) == FLASHMOE_OK) {
+    const flashmoe_status status = ask(*family, problem, plan, Reason());
+    if (status == FLASHMOE_OK) {
       *chosen = family;
       return FLASHMOE_OK;
     }
+    if (status == FLASHMOE_ERROR_CUDA) break;
   }
   return choose_and_explain(problem, wanted, wanted_by, plan, chosen);
 }

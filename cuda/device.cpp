@@ -58,7 +58,8 @@ flashmoe_status read_device_facts(int device_id, const DeviceFacts** found, cons
   }
   if (!known[device_id].load(std::memory_order_acquire)) {
     const std::lock_guard<std::mutex> lock(mutex);
-    const cudaError_t error = read_facts(device_id, &facts[device_id]);
+    const bool done = known[device_id].load(std::memory_order_relaxed);  // by another thread
+    const cudaError_t error = done ? cudaSuccess : read_facts(device_id, &facts[device_id]);
     if (error != cudaSuccess) {
       cudaGetLastError();
       return reason.refuse(FLASHMOE_ERROR_NO_DEVICE, "device cuda:%d cannot be read: %s", device_id,

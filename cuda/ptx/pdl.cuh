@@ -1,12 +1,15 @@
 // Programmatic dependent launch (griddepcontrol): a kernel that was launched with the attribute
 // programmaticStreamSerialization may start before the one in front of it in the stream is done.
-// sm_90; without the attribute both do nothing.
+// sm_90. Without the attribute of its own launch a kernel has nothing to wait for; what it says to its
+// dependents depends on the attribute of theirs.
 //
 // Safe because every thread of such a kernel waits here before its first access to global memory:
 // the wait ends when the kernels before it are done and what they wrote is visible (PTX ISA,
 // griddepcontrol.wait). Global memory is then read by plain loads, since ld.global.nc promises that
 // nothing writes it for the kernel's whole duration, of which the wait is part. And since no thread
-// leaves without waiting, a kernel that is done says that all before it are.
+// leaves without waiting, a kernel that is done says that all before it are. A kernel lets the next one
+// start only after its own wait: a library that reads what it takes for constant before it waits may
+// count on everything but the kernel right in front of it.
 #pragma once
 
 namespace flashmoe::ptx {

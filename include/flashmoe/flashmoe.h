@@ -96,7 +96,7 @@ typedef struct flashmoe_device_info {
   size_t struct_size;
   char name[256];             /* "NVIDIA H200", "AMD EPYC 9B14" */
   char isa[32];               /* CPU: "avx512", "avx2" or "scalar"; GPU: "sm_90" */
-  char kernel_family[32];     /* the family calls go to by default here; "" if none can run */
+  char kernel_family[32];     /* the family of long calls here; "" if none can run */
   int32_t compute_capability; /* GPU: 10 * major + minor; CPU: 0 */
   int32_t multiprocessors;    /* GPU: SM count; CPU: threads the library uses */
   int32_t driver_version;     /* GPU: CUDA version of the driver, 13000 for 13.0; CPU: 0 */
@@ -250,8 +250,9 @@ typedef struct flashmoe_attention_plan {
   char kernel[64]; /* "attention_forward_sm89_bf16_d128_dv128" */
   char family[16]; /* "sm89", "cpu" */
   char isa[16];    /* the code that runs: "sm_90", "avx512" */
-  int32_t tile_q;  /* query rows of one tile (one CUDA block) */
-  int32_t tile_k;  /* keys of one step of the main loop */
+  int32_t tile_q;  /* query rows of one tile: of a CUDA block or cluster; "short": of all query
+                    * heads that share keys */
+  int32_t tile_k;  /* keys of one step of the main loop; "short": of a warp */
   int32_t dim;     /* head dimensions the kernel was compiled for; the call's are padded */
   int32_t dim_v;
   int32_t stages;  /* depth of the K/V pipeline */

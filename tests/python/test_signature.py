@@ -230,6 +230,9 @@ def test_gradients_are_refused_whatever_the_calls_before_found() -> None:
     out = torch.empty_like(q).requires_grad_()
     with pytest.raises(ValueError, match=r"^out: requires grad"):
         fm.flash_attention(q, k, v, out=out)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1]).requires_grad_()
+    with pytest.raises(ValueError, match=r"^lse: requires grad"):
+        fm.flash_attention(q, k, v, return_lse=True, lse=lse)
     with torch.no_grad():
         assert fm.flash_attention(q, k, v, out=out) is out
     assert torch.equal(out.detach(), want)

@@ -92,9 +92,12 @@ Work work_of(const AttentionProblem& p) {
   work.keys = work.most_keys = work.seq_k;
   if ((p.bounded_left || p.bounded_right) && p.batch > 0 && p.seq_q > 0) {
     work.keys = attention_flops(p) / (2 * work.heads_q * work.dims * work.seq_q);
-    // Visible keys rise to the middle and fall from there, so that of these three one is the most.
-    work.most_keys = static_cast<double>(
-        std::max({visible_keys(p, 0), visible_keys(p, p.seq_q / 2), visible_keys(p, p.seq_q - 1)}));
+    // The number of visible keys bends where a bound meets an end of the keys, and nowhere else.
+    const auto query = [&](int64_t i) { return std::clamp<int64_t>(i, 0, p.seq_q - 1); };
+    const int64_t left = p.bounded_left ? query(-p.left_offset) : 0;
+    const int64_t right = p.bounded_right ? query(p.seq_k - 1 - p.right_offset) : 0;
+    work.most_keys = static_cast<double>(std::max({visible_keys(p, 0), visible_keys(p, p.seq_q - 1),
+                                                   visible_keys(p, left), visible_keys(p, right)}));
   }
   return work;
 }
@@ -198,8 +201,9 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   }
   const int64_t tiles_per_head = (problem.seq_q * group + entry.rows - 1) / entry.rows;
   const int64_t heads = problem.batch * problem.heads_kv;
-  if (heads > INT_MAX || tiles_per_head * heads > INT_MAX / best.cluster) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^31 - 1 blocks");
+  if (problem.heads_q > INT_MAX || heads > INT_MAX ||
+      tiles_per_head * heads > INT_MAX / best.cluster) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^31 - 1 heads or blocks");
   }
 
   plan_launch(entry, best.arch, "", tiles_per_head * heads * best.cluster, 32 * best.warps,

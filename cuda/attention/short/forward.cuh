@@ -112,9 +112,9 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes, 1)
   const Shared<Traits> shared = {memory};
   const Tile tile = Tile::of_block<Traits>(params);
 #if __CUDA_ARCH__ >= 900
-  ptx::launch_dependents();
   if (params.cluster_log2 > 0) begin_exchange<Traits>(params, tile, shared);
   ptx::wait_for_dependencies();
+  ptx::launch_dependents();
 #endif
   compute_part<Traits>(params, tile, shared);
   __syncthreads();
