@@ -2,10 +2,12 @@
 // found, loaded and planned, and how it is launched and read back.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "core/attention.h"
 #include "cuda/runtime.h"
@@ -16,7 +18,14 @@ inline constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + offset + 1 f
 // Bounds beyond all keys: those of a side on which a row sees every key.
 inline constexpr int32_t kNoLeftOffset = -(1 << 30);
 inline constexpr int32_t kNoRightOffset = (1 << 30) - 1;
-inline constexpr double kLog2E = 1.4426950408889634;
+
+// What scores, or with a softcap capped ones, are multiplied by before 2^x. Finite: a scale may be as large
+// as fp32 holds.
+inline float scale_log2(const AttentionProblem& problem) {
+  constexpr double kLog2E = 1.4426950408889634;
+  const double factor = problem.softcap != 0.0f ? problem.softcap : problem.scale;
+  return static_cast<float>(std::min(factor * kLog2E, double{std::numeric_limits<float>::max()}));
+}
 
 // A kernel on one device. Zeros until it is loaded there.
 struct LoadedKernel {

@@ -245,9 +245,7 @@ Params make_params(const AttentionProblem& p, const AttentionPlan& plan) {
   params.left_offset = p.bounded_left ? static_cast<int32_t>(p.left_offset) : kNoLeftOffset;
   params.right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
   params.masked = p.bounded_left || p.bounded_right ? 1 : 0;
-  const bool capped = p.softcap != 0.0f;
-  params.scale_log2 =
-      static_cast<float>(static_cast<double>(capped ? p.softcap : p.scale) * kLog2E);
+  params.scale_log2 = scale_log2(p);
   params.cap_ratio = p.cap_ratio;
   return params;
 }

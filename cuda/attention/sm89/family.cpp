@@ -99,9 +99,7 @@ Params make_params(const AttentionProblem& p, const AttentionPlan& plan) {
   params.right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
   params.masked = p.bounded_left || p.bounded_right ? 1 : 0;
   params.last_tiles_first = p.bounded_right && !p.bounded_left ? 1 : 0;
-  const bool capped = p.softcap != 0.0f;
-  params.scale_log2 =
-      static_cast<float>(static_cast<double>(capped ? p.softcap : p.scale) * kLog2E);
+  params.scale_log2 = scale_log2(p);
   params.cap_ratio = p.cap_ratio;
   params.heads = static_cast<int32_t>(p.batch * p.heads_q);
   params.tiles_per_head = plan.tiles_per_head;

@@ -29,9 +29,8 @@
 namespace flashmoe::sm90 {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
-// A row's offset is raised when a score exceeds it by more than this power of two. Until then
-// probabilities reach at most 2^8 instead of 1, which neither fp16 nor bf16 nor the fp32 sums mind,
-// and the accumulators are left alone.
+// Where offsets are looked at, one is raised if a score exceeds it by more than this power of two: less
+// is not worth touching the accumulators.
 inline constexpr float kLazyBits = 8.0f;
 // What the probabilities of a step that a lane holds of a row may add up to under an offset from before:
 // more, and one of them may be beyond what fp16 holds.
@@ -536,15 +535,10 @@ struct Consumer {
   // Waits for P V. ptxas would have this wait before the exponentials, which should run under P V: it
   // does not move across a branch that depends on all of them, through their sums, and is never taken.
   __device__ __forceinline__ void wait_for_values(const float (&sums)[2]) {
-    if (Traits::kOverlapped && __any_sync(kFullWarp, sums[0] + sums[1] < 0.0f)) __trap();
+    if (__any_sync(kFullWarp, sums[0] + sums[1] < 0.0f)) __trap();
     ptx::wgmma_wait<0>();
     ptx::pin(out);
     release_v();
-  }
-
-  __device__ __forceinline__ void scale_out(const float (&factor)[2]) {
-#pragma unroll
-    for (int i = 0; i < kOutputs; ++i) out[i] *= factor[(i / 2) % 2];
   }
 
   // The first step of a tile. With kClose, the last P V of the tile before it runs under the softmax, and

@@ -13,7 +13,8 @@ inline constexpr int kBoxColumns = 64;  // 128 bytes, the widest swizzle
 inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kTileInfoBytes = 16;  // a Tile in shared memory
-// Tiles in flight: those whose Q is there, and the one before them that is being written out.
+// Tiles in flight: those whose Q is there, the one before them that is being written out, and the one
+// behind them whose first portion of Q is there.
 inline constexpr int kTileSlots = 4;
 
 constexpr int round_up(int value, int multiple) {
@@ -29,16 +30,15 @@ struct Tuning {
   int q_stages;         // tiles of Q
   bool ordered;         // consumers issue the products of a step in turns
   int output_boxes;     // of 64 columns of a group's output that leave at a time
-  bool overlapped;      // a consumer's softmax runs under its own P V
   bool capped = false;  // logits have a softcap
 };
 
 constexpr Tuning tuning(int dim, int dim_v) {
-  if (dim <= 64) return {3, 128, 3, 2, true, 1, true};
-  if (dim <= 128) return {2, 128, 2, 2, true, 2, true};
-  if (dim <= 192 && dim_v <= 128) return {2, 112, 2, 1, false, 2, true};
-  if (dim <= 192) return {2, 96, 2, 1, true, 2, true};
-  return {2, 64, 2, 1, false, 2, true};
+  if (dim <= 64) return {3, 128, 3, 2, true, 1};
+  if (dim <= 128) return {2, 128, 2, 2, true, 2};
+  if (dim <= 192 && dim_v <= 128) return {2, 112, 2, 1, false, 2};
+  if (dim <= 192) return {2, 96, 2, 1, true, 2};
+  return {2, 64, 2, 1, false, 2};
 }
 
 template <int kDim, int kDimV>
@@ -70,7 +70,6 @@ struct Traits {
   static constexpr int kStages = kTuning.stages;
   static constexpr int kQStages = kTuning.q_stages;
   static constexpr bool kOrdered = kTuning.ordered;
-  static constexpr bool kOverlapped = kTuning.overlapped;
   static constexpr bool kCapped = kTuning.capped;
 
   // setmaxnreg: 64 Ki registers are 512 for each thread of a warpgroup.
@@ -110,7 +109,7 @@ struct Traits {
   static_assert(kStepKeys % 16 == 0 && kKVBoxBytes % kSharedAlignment == 0);
   static_assert(kDim % 16 == 0 && kDimV % 16 == 0);
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
-  static_assert(kQStages + 1 < kTileSlots);
+  static_assert(kQStages + (kQPortions > 1 ? 1 : 0) + 1 < kTileSlots);
   static_assert(kStepKeys <= 256, "a box has at most 256 rows");
 };
 
