@@ -27,6 +27,25 @@ inline float scale_log2(const AttentionProblem& problem) {
   return static_cast<float>(std::min(factor * kLog2E, double{std::numeric_limits<float>::max()}));
 }
 
+// What the parameters of every family have in common.
+template <class Params>
+void fill_common(const AttentionProblem& p, Params* params) {
+  params->lse = p.lse;
+  params->q_strides = p.q_strides;
+  params->k_strides = p.k_strides;
+  params->v_strides = p.v_strides;
+  params->out_strides = p.out_strides;
+  params->lse_strides = p.lse_strides;
+  params->seq_k = static_cast<int32_t>(p.seq_k);
+  params->dim = static_cast<int32_t>(p.dim);
+  params->dim_v = static_cast<int32_t>(p.dim_v);
+  params->left_offset = p.bounded_left ? static_cast<int32_t>(p.left_offset) : kNoLeftOffset;
+  params->right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
+  params->masked = p.bounded_left || p.bounded_right ? 1 : 0;
+  params->scale_log2 = scale_log2(p);
+  params->cap_ratio = p.cap_ratio;
+}
+
 // A kernel on one device. Zeros until it is loaded there.
 struct LoadedKernel {
   std::atomic<int> arch;  // of the code, such as 90

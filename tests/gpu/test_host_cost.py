@@ -1,44 +1,60 @@
-"""What a call costs the host: at most 6 us on torch CUDA tensors, on any host. Torch's own cost is
-recorded beside it, since hosts differ.
-
-Measured in a process of its own: in one that has run other tests every library's calls take longer.
-"""
+"""What a call costs the host: at most 6 us on torch CUDA tensors. Torch's own cost is recorded
+beside it, since hosts differ."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import statistics
+import time
 from collections.abc import Callable
-from pathlib import Path
 
+import flashmoe_science as fm
 import pytest
+import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 LIMIT_US = 6.0
-_SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "host_cost.py"
-_ATTEMPTS = 3  # the machine may be busy with something else
+_CALLS = 100  # fewer than a launch queue holds, so that no call waits for the GPU
+_ROUNDS = 60
+_ATTEMPTS = 5  # the machine may be busy with something else
 
 
-def _medians_us(file: Path) -> dict[str, float]:
-    command = [sys.executable, str(_SCRIPT), "--device", "cuda:0", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(file.read_text(encoding="utf-8"))
-    return {name: figures["median_us"] for name, figures in document["host_cost"].items()}
+def _median_us(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_ROUNDS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        for _ in range(_CALLS):
+            call()
+        times.append((time.perf_counter_ns() - begin) / _CALLS / 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(times)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
 def test_host_cost_of_a_call(
-    record_testsuite_property: Callable[[str, object], None], tmp_path: Path
+    dtype: torch.dtype,
+    causal: bool,
+    family: str,
+    record_testsuite_property: Callable[[str, object], None],
 ) -> None:
-    calls = ("flash_attention", "flash_attention, causal", "flash_attention, out")
+    q, k, v = (torch.randn(1, 64, 2, 64, device="cuda:0").to(dtype) for _ in range(3))
+
+    kernel = None if family == "short" else family  # to which such a call goes by itself
+
+    def call() -> object:
+        return fm.flash_attention(q, k, v, causal=causal, kernel=kernel)
+
+    def torch_call() -> object:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    call()
+    assert f"_{family}_" in fm.last_launch().kernel
     for _ in range(_ATTEMPTS):
-        found = _medians_us(tmp_path / "host_cost.json")
-        if all(found[call] <= LIMIT_US for call in calls):
+        ours, torchs = _median_us(call), _median_us(torch_call)
+        if ours <= LIMIT_US:
             break
-    for name, microseconds in found.items():
-        record_testsuite_property(f"host_us {name}", round(microseconds, 2))
-    torchs = found["torch scaled_dot_product_attention"]
-    for call in calls:
-        assert found[call] <= LIMIT_US, f"{call}: {found[call]:.2f} us, torch {torchs:.2f} us"
+    record_testsuite_property(f"host_us_{family}_{dtype}_{causal}", round(ours, 2))
+    record_testsuite_property(f"torch_host_us_{family}_{dtype}_{causal}", round(torchs, 2))
+    assert ours <= LIMIT_US, f"{ours:.2f} us, torch {torchs:.2f} us"

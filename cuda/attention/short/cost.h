@@ -31,8 +31,10 @@ struct Split {
   int resident;  // clusters that can run at a time
 };
 
-// As measured on an H200 (docs/kernels/attention_short.md). Times in microseconds, rates per microsecond
-// of one multiprocessor, of bytes that reach its registers and of operations of the tensor cores.
+// Times in microseconds, rates per microsecond of one multiprocessor, of bytes that reach its registers and
+// of operations of the tensor cores. The first three, and on compute capability 9.0 the rates of tiles of
+// many rows, are fitted to measurements on an H200 (docs/kernels/attention_short.md); the others, and all
+// on other devices, are estimates.
 inline constexpr double kStart = 1.95;       // launch and first loads
 inline constexpr double kEnd = 1.1;          // writing the output, which the warps of a block share
 inline constexpr double kExchange = 0.5;     // what every doubling of a cluster adds

@@ -222,31 +222,18 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
 
 Params make_params(const AttentionProblem& p, const AttentionPlan& plan) {
   Params params;
+  fill_common(p, &params);
   params.q = static_cast<const uint16_t*>(p.q);
   params.k = static_cast<const uint16_t*>(p.k);
   params.v = static_cast<const uint16_t*>(p.v);
   params.out = static_cast<uint16_t*>(p.out);
-  params.lse = p.lse;
-  params.q_strides = p.q_strides;
-  params.k_strides = p.k_strides;
-  params.v_strides = p.v_strides;
-  params.out_strides = p.out_strides;
-  params.lse_strides = p.lse_strides;
   const int64_t group = p.heads_q / p.heads_kv;
   const int64_t rows = p.seq_q * group;
   params.rows = static_cast<int32_t>(rows);
-  params.seq_k = static_cast<int32_t>(p.seq_k);
-  params.dim = static_cast<int32_t>(p.dim);
-  params.dim_v = static_cast<int32_t>(p.dim_v);
   params.heads_per_kv = Divisor::of(static_cast<uint32_t>(group));
   params.tiles_per_head = Divisor::of(static_cast<uint32_t>(plan.tiles_per_head));
   params.heads_kv = Divisor::of(static_cast<uint32_t>(p.heads_kv));
   params.cluster_log2 = log2_at_least(plan.info.cluster, kClusterChoices - 1);
-  params.left_offset = p.bounded_left ? static_cast<int32_t>(p.left_offset) : kNoLeftOffset;
-  params.right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
-  params.masked = p.bounded_left || p.bounded_right ? 1 : 0;
-  params.scale_log2 = scale_log2(p);
-  params.cap_ratio = p.cap_ratio;
   return params;
 }
 

@@ -79,28 +79,15 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
 
 Params make_params(const AttentionProblem& p, const AttentionPlan& plan) {
   Params params;
+  fill_common(p, &params);
   params.q = p.q;
   params.k = p.k;
   params.v = p.v;
   params.out = p.out;
-  params.lse = p.lse;
-  params.q_strides = p.q_strides;
-  params.k_strides = p.k_strides;
-  params.v_strides = p.v_strides;
-  params.out_strides = p.out_strides;
-  params.lse_strides = p.lse_strides;
   params.seq_q = static_cast<int32_t>(p.seq_q);
-  params.seq_k = static_cast<int32_t>(p.seq_k);
   params.heads_q = static_cast<int32_t>(p.heads_q);
   params.heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
-  params.dim = static_cast<int32_t>(p.dim);
-  params.dim_v = static_cast<int32_t>(p.dim_v);
-  params.left_offset = p.bounded_left ? static_cast<int32_t>(p.left_offset) : kNoLeftOffset;
-  params.right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
-  params.masked = p.bounded_left || p.bounded_right ? 1 : 0;
   params.last_tiles_first = p.bounded_right && !p.bounded_left ? 1 : 0;
-  params.scale_log2 = scale_log2(p);
-  params.cap_ratio = p.cap_ratio;
   params.heads = static_cast<int32_t>(p.batch * p.heads_q);
   params.tiles_per_head = plan.tiles_per_head;
   params.heads_per_section = plan.heads_per_section;

@@ -169,30 +169,17 @@ bool encode_maps(const AttentionProblem& p, const Entry& entry, Params* params) 
 }
 
 void fill_params(const AttentionProblem& p, const AttentionPlan& plan, Params* params) {
+  fill_common(p, params);
   params->q_repeats = repeats(p.q_strides);
   params->k_repeats = repeats(p.k_strides);
   params->v_repeats = repeats(p.v_strides);
-  params->lse = p.lse;
-  params->lse_strides = p.lse_strides;
   params->q_data = static_cast<const uint16_t*>(p.q);
   params->k_data = static_cast<const uint16_t*>(p.k);
   params->v_data = static_cast<const uint16_t*>(p.v);
   params->out_data = static_cast<uint16_t*>(p.out);
-  params->q_strides = p.q_strides;
-  params->k_strides = p.k_strides;
-  params->v_strides = p.v_strides;
-  params->out_strides = p.out_strides;
-  params->dim = static_cast<int32_t>(p.dim);
-  params->dim_v = static_cast<int32_t>(p.dim_v);
   params->seq_q = static_cast<int32_t>(p.seq_q);
-  params->seq_k = static_cast<int32_t>(p.seq_k);
   params->heads_q = static_cast<int32_t>(p.heads_q);
   params->heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
-  params->left_offset = p.bounded_left ? static_cast<int32_t>(p.left_offset) : kNoLeftOffset;
-  params->right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
-  params->masked = p.bounded_left || p.bounded_right ? 1 : 0;
-  params->scale_log2 = scale_log2(p);
-  params->cap_ratio = p.cap_ratio;
   // Groups of rows that a full tile has too many are left out where tiles are shortest.
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
   const bool ramp = last_tiles_first(p);
