@@ -5,15 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/dtype.h"
 #include "core/status.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
-
-enum class Dtype : int32_t { kFloat32, kFloat16, kBFloat16 };
-
-const char* dtype_name(Dtype dtype);  // "fp32", "fp16", "bf16"
-int64_t dtype_bytes(Dtype dtype);
 
 // Element strides of a [batch, seq, heads, dim] view; the last one is 1.
 struct RowStrides {

@@ -1,0 +1,13 @@
+// Element types of what is computed with.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe {
+
+enum class Dtype : int32_t { kFloat32, kFloat16, kBFloat16 };
+
+const char* dtype_name(Dtype dtype);  // "fp32", "fp16", "bf16"
+int64_t dtype_bytes(Dtype dtype);
+
+}  // namespace flashmoe

@@ -1,0 +1,151 @@
+// The mixture-of-experts problems and their plans: what the C ABI's arguments become after one
+// validation, and what every backend takes. Words as in flashmoe/moe.h.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/status.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+
+inline constexpr int64_t kMaxExperts = 1024;
+inline constexpr int64_t kMaxTopK = 32;
+
+// A validated call of flashmoe_moe_route. T * K < 2^31; every pointer is aligned to its elements.
+struct MoeRouteProblem {
+  flashmoe_device device;
+  int64_t tokens;
+  int32_t experts;
+  int32_t top_k;
+
+  const void* logits;  // [tokens, experts], rows logits_stride elements apart; or nullptr, and then
+  Dtype logits_dtype;
+  int64_t logits_stride;
+  const float* selection_bias;  // [experts] or nullptr
+  const void* given_ids;        // [tokens, top_k], rows given_ids_stride elements apart
+  bool given_ids_are_64;
+  int64_t given_ids_stride;
+  const void* given_weights;  // [tokens, top_k], rows given_weights_stride apart; nullptr: all 1
+  Dtype given_weights_dtype;
+  int64_t given_weights_stride;
+  const int32_t* expert_map;  // [expert_map_size] or nullptr
+  int64_t expert_map_size;
+
+  int32_t* ids;      // [tokens, top_k]
+  float* weights;    // [tokens, top_k]
+  int32_t* offsets;  // [experts + 1]
+  int32_t* pairs;    // [tokens * top_k]
+  int32_t* slots;    // [tokens, top_k]
+  float* lse;        // [tokens] or nullptr
+
+  flashmoe_moe_scoring scoring;
+  bool renormalize;
+  int32_t num_groups;  // 1: no groups
+  int32_t top_groups;
+  float scale;  // finite
+};
+
+// An [experts, rows, columns] view of weights, strides in elements. One of row_stride and
+// column_stride is 1; or, of a gate and an up that lie interleaved in a transposed tensor,
+// row_stride is 2 and the other's data is one element further.
+struct ExpertMatrix {
+  const void* data;
+  int64_t expert_stride;
+  int64_t row_stride;
+  int64_t column_stride;
+};
+
+// [experts, rows]; data is nullptr where there is none.
+struct ExpertBias {
+  const void* data;
+  Dtype dtype;
+  int64_t expert_stride;
+  int64_t row_stride;  // 1, or 2 of an interleaved gate and up
+};
+
+// A validated call of flashmoe_moe_forward. T * K < 2^31; hidden and inner are multiples of 8.
+struct MoeForwardProblem {
+  Dtype dtype;
+  flashmoe_device device;
+  int64_t tokens;
+  int64_t hidden;
+  int64_t inner;
+  int32_t experts;
+  int32_t top_k;
+
+  const void* x;  // [tokens, hidden], rows x_stride elements apart
+  int64_t x_stride;
+  void* out;  // [tokens, hidden], rows out_stride elements apart
+  int64_t out_stride;
+  void* pre_activation;  // [tokens * top_k, gated ? 2 * inner : inner], or nullptr
+  int64_t pre_activation_stride;
+
+  bool gated;
+  ExpertMatrix gate;  // [experts, inner, hidden]; gated only
+  ExpertMatrix up;    // same
+  ExpertMatrix down;  // [experts, hidden, inner]
+  ExpertBias gate_bias;
+  ExpertBias up_bias;
+  ExpertBias down_bias;
+
+  const float* weights;    // [tokens, top_k]
+  const int32_t* offsets;  // [experts + 1]
+  const int32_t* pairs;    // [tokens * top_k]
+  const int32_t* slots;    // [tokens, top_k]
+
+  flashmoe_activation activation;
+  float alpha;
+  float limit;  // infinity: none
+  float up_offset;
+  bool weight_on_input;
+  const char* kernel;  // the family asked for, or nullptr
+};
+
+// A validated call of flashmoe_grouped_product.
+struct GroupedProductProblem {
+  Dtype dtype;
+  flashmoe_device device;
+  int32_t experts;
+  int64_t rows;     // of all experts, with offsets; of one, M, with counts
+  int64_t columns;  // K
+  int64_t out_columns;  // N
+
+  const void* x;
+  int64_t x_stride;         // from row to row
+  int64_t x_expert_stride;  // with counts
+  void* out;
+  int64_t out_stride;
+  int64_t out_expert_stride;
+  ExpertMatrix w;  // [experts, out_columns, columns]
+  ExpertBias bias;
+  const int32_t* offsets;  // [experts + 1] or nullptr
+  const int32_t* counts;   // [experts] or nullptr
+  const char* kernel;
+};
+
+// How a backend will compute a problem. `entry` is the backend's own, one for each launch.
+struct MoePlan {
+  flashmoe_moe_plan info;
+  const void* entry[FLASHMOE_MOE_MAX_STAGES];
+};
+
+// A kernel family for one kind of problem; see AttentionFamily (core/attention.h). Families that
+// serve no such problem have a nullptr there.
+template <class Problem>
+struct MoeOperation {
+  flashmoe_status (*plan)(const Problem& problem, MoePlan* plan, const Reason& reason);
+  flashmoe_status (*launch)(const Problem& problem, const MoePlan& plan, void* workspace,
+                            void* stream);
+};
+
+struct MoeFamily {
+  const char* name;
+  int32_t device_type;  // flashmoe_device_type it computes on; `plan` sees no other
+  MoeOperation<MoeRouteProblem> route;
+  MoeOperation<MoeForwardProblem> forward;
+  MoeOperation<GroupedProductProblem> grouped_product;
+};
+
+}  // namespace flashmoe

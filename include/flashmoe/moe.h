@@ -1,0 +1,267 @@
+/* FlashMoE: mixture of experts. Included by flashmoe.h, whose rules hold here too; include that.
+ *
+ * A layer of E experts over T tokens of which each takes K experts:
+ *
+ *   flashmoe_moe_route      logits [T, E] -> which experts, with what weights, in what order
+ *   flashmoe_moe_forward    x [T, H], that, and the experts' weights -> out [T, H]
+ *   flashmoe_grouped_product   the products alone, for rows that are sorted already
+ *
+ * Words: a *pair* is one token with one of its experts, numbered t * K + k. A *slot* is a place in
+ * the order by expert: the pairs of expert 0 first, then those of expert 1, and so on; within an
+ * expert by their number.
+ */
+#ifndef FLASHMOE_MOE_H_
+#define FLASHMOE_MOE_H_
+
+#include "flashmoe/flashmoe.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* One launch of a plan. */
+typedef struct flashmoe_moe_stage {
+  char kernel[64]; /* "moe_up_sm90_bf16_n128" */
+  uint32_t grid[3];
+  uint32_t block[3];
+  uint64_t shared_bytes; /* shared memory of one block */
+  int32_t cluster;       /* blocks of a cluster; 0 or 1: there are none */
+  int32_t tile_rows;     /* rows of an expert's weights in one tile; 0 where that says nothing */
+  int32_t tile_tokens;   /* the most tokens of one tile */
+  int32_t stages;        /* depth of the pipeline that loads them */
+} flashmoe_moe_stage;
+
+#define FLASHMOE_MOE_MAX_STAGES 4
+
+/* How a call will be computed: what is launched, in order. On the CPU, grid[0] counts independent
+ * tiles and block[0] the threads that share them. */
+typedef struct flashmoe_moe_plan {
+  size_t struct_size;
+  char family[16]; /* "sm90", "cpu" */
+  char isa[16];    /* the code that runs: "sm_90a", "avx512" */
+  int32_t launches;
+  int32_t reserved;
+  flashmoe_moe_stage stage[FLASHMOE_MOE_MAX_STAGES]; /* [launches] */
+  uint64_t workspace_bytes;
+  double flops;       /* of the products, as if every pair had an expert here */
+  char rejected[512]; /* why the other families do not serve it: "family: reason\n"... */
+} flashmoe_moe_plan;
+
+/* ------------------------------------------------------------------------------------------------
+ * Routing
+ *
+ * From logits: `choice` orders the experts of a token, the K greatest win, `score` gives weights.
+ *
+ *   SOFTMAX        choice = logits             score = softmax of all E logits
+ *   TOPK_SOFTMAX   choice = logits             score = softmax of the K chosen logits
+ *   SIGMOID        choice = logits, or with a selection_bias sigmoid(logits) + selection_bias
+ *                                              score = sigmoid(logits)
+ *
+ *   weight = score, with `renormalize` divided by the sum of the token's K scores (if that is not
+ *   0), then times `scale`.
+ *
+ * With num_groups > 1 (SIGMOID only) experts come in groups of E / num_groups neighbours; a group
+ * counts as the sum of its two greatest sigmoid(logits) + selection_bias, and only experts of the
+ * top_groups greatest groups are chosen from (DeepSeek-V3, arXiv:2412.19437).
+ *
+ * Equal choices go to the lower expert (group). A NaN is chosen last, as a -inf is; the K experts
+ * of a token are distinct whatever the logits are. Scores are computed in fp32, and a NaN or Inf
+ * goes into them where IEEE arithmetic takes it.
+ *
+ * Instead of logits the choice itself may be given: given_ids, of which a negative one or one that
+ * is not below E - with an expert_map: below its length, and mapped so - is no expert of this call
+ * ("not mine"): its pair has no slot, id -1, and weight 0.
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef enum flashmoe_moe_scoring {
+  FLASHMOE_MOE_SOFTMAX = 0,
+  FLASHMOE_MOE_TOPK_SOFTMAX = 1,
+  FLASHMOE_MOE_SIGMOID = 2
+} flashmoe_moe_scoring;
+
+/* T >= 0, 1 <= E <= 1024, 1 <= K <= min(E, 32) (given ids: K <= 32), T * K < 2^31. Every tensor is
+ * contiguous but logits and given ones, whose last stride is 1. */
+typedef struct flashmoe_moe_route_params {
+  size_t struct_size;
+  const flashmoe_tensor* logits;         /* [T, E] fp16, bf16, fp32; NULL with given_ids */
+  const flashmoe_tensor* selection_bias; /* [E] fp32; NULL: none */
+  const flashmoe_tensor* given_ids;      /* [T, K] int32, int64; NULL with logits */
+  const flashmoe_tensor* given_weights;  /* [T, K] fp16, bf16, fp32; NULL: all 1 */
+  const flashmoe_tensor* expert_map;     /* [any] int32, id -> expert of this call; NULL: as is */
+  const flashmoe_tensor* ids;            /* out [T, K] int32: experts, greatest choice first */
+  const flashmoe_tensor* weights;        /* out [T, K] fp32 */
+  const flashmoe_tensor* offsets;        /* out [E + 1] int32: expert e has the slots offsets[e] to
+                                            offsets[e + 1] - 1 */
+  const flashmoe_tensor* pairs;          /* out [T * K] int32: the pair of each slot; -1 at
+                                            offsets[E] and behind */
+  const flashmoe_tensor* slots;          /* out [T, K] int32: the slot of each pair, or -1 */
+  const flashmoe_tensor* lse;            /* out [T] fp32: log sum exp of the logits; NULL: not wanted */
+  int32_t scoring;                       /* flashmoe_moe_scoring; 0 with given_ids */
+  int32_t renormalize;                   /* 0 or 1 */
+  int32_t num_groups;                    /* 0 or 1: no groups; divides E, with 2 experts or more each */
+  int32_t top_groups;                    /* 1 to num_groups; 0 without groups */
+  float scale;                           /* finite; 0 = 1 */
+  uint32_t reserved;                     /* 0 */
+} flashmoe_moe_route_params;
+
+static inline flashmoe_moe_route_params flashmoe_moe_route_params_init(void) {
+  flashmoe_moe_route_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+/* Fills *plan with what flashmoe_moe_route would do; launches nothing, reads no tensor data. */
+FLASHMOE_API flashmoe_status flashmoe_moe_route_plan(const flashmoe_moe_route_params* params,
+                                                     flashmoe_moe_plan* plan);
+FLASHMOE_API flashmoe_status
+flashmoe_moe_route_workspace_size(const flashmoe_moe_route_params* params, size_t* bytes);
+
+/* Routes. workspace and stream as in flashmoe_attention_forward; a GPU's is 256-byte aligned.
+ * At most two launches on a GPU.
+ * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL, CUDA. */
+FLASHMOE_API flashmoe_status flashmoe_moe_route(const flashmoe_moe_route_params* params,
+                                                void* workspace, size_t workspace_size,
+                                                void* stream);
+
+/* ------------------------------------------------------------------------------------------------
+ * Layer, forward
+ *
+ *   out[t] = sum_k weights[t, k] * y(t, ids[t, k]),
+ *   y(t, e) = w_down[e] a(t, e) + b_down[e]
+ *   a(t, e) = act(g) * (u + up_offset)        g = w_gate[e] x[t] + b_gate[e],  u likewise; or
+ *           = act(u)                          without a gate
+ *   act     : SILU z * sigmoid(alpha * z), GELU z * Phi(z), GELU_TANH its approximation by tanh,
+ *             RELU max(z, 0), RELU2 max(z, 0)^2
+ *
+ * With `limit` g is cut to at most limit, and u to -limit..limit, before that (gpt-oss: limit 7,
+ * alpha 1.702, up_offset 1). With weight_on_input weights[t, k] multiplies x[t] instead of y.
+ *
+ *   x    [T, H]             fp16, bf16; on the CPU also fp32
+ *   out  [T, H]             same
+ *   w_gate_up  [E, 2I, H]   same; order of its rows as `gate` says. SEPARATE: the gate, [E, I, H];
+ *                           NO_GATE: what act is applied to, [E, I, H]
+ *   w_up       [E, I, H]    same; SEPARATE only
+ *   w_down     [E, H, I]    same
+ *   b_...                   [E, rows of that matrix], fp32 or x's dtype, last stride 1; NULL: none
+ *
+ * H and I are multiples of 8. Of an expert's matrix either the last stride or the one before it is
+ * 1: a weight stored as [E, H, 2I] is passed as its transposed view. Other strides, of x and out
+ * too, are multiples of 16 bytes, as is where tensors begin; any stride from one expert to the next.
+ * Products are accumulated in fp32; a and y are kept in x's dtype, the sum over k is in fp32 in the
+ * order of k. The same inputs give the same bits on every run. A token without experts gets 0. A
+ * NaN or Inf of a token, or of an expert, reaches the tokens and experts that meet it and no others.
+ * weights, offsets, pairs and slots are those of flashmoe_moe_route, for the same T and K; whatever
+ * they hold, nothing outside the tensors is read or written.
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef enum flashmoe_moe_gate {
+  FLASHMOE_MOE_GATE_UP = 0,     /* rows 0 .. I - 1 gate, I .. 2I - 1 up */
+  FLASHMOE_MOE_UP_GATE = 1,     /* the other way round */
+  FLASHMOE_MOE_INTERLEAVED = 2, /* row 2i gate, row 2i + 1 up */
+  FLASHMOE_MOE_SEPARATE = 3,    /* two tensors */
+  FLASHMOE_MOE_NO_GATE = 4
+} flashmoe_moe_gate;
+
+typedef enum flashmoe_activation {
+  FLASHMOE_ACTIVATION_SILU = 0,
+  FLASHMOE_ACTIVATION_GELU = 1,
+  FLASHMOE_ACTIVATION_GELU_TANH = 2,
+  FLASHMOE_ACTIVATION_RELU = 3,
+  FLASHMOE_ACTIVATION_RELU2 = 4
+} flashmoe_activation;
+
+typedef struct flashmoe_moe_forward_params {
+  size_t struct_size;
+  const flashmoe_tensor* x;
+  const flashmoe_tensor* w_gate_up;
+  const flashmoe_tensor* w_up; /* NULL unless SEPARATE */
+  const flashmoe_tensor* w_down;
+  const flashmoe_tensor* b_gate_up;
+  const flashmoe_tensor* b_up; /* NULL unless SEPARATE */
+  const flashmoe_tensor* b_down;
+  const flashmoe_tensor* weights; /* [T, K] fp32 */
+  const flashmoe_tensor* offsets; /* [E + 1] int32 */
+  const flashmoe_tensor* pairs;   /* [T * K] int32 */
+  const flashmoe_tensor* slots;   /* [T, K] int32 */
+  const flashmoe_tensor* out;     /* may not overlap any other tensor */
+  const flashmoe_tensor* pre_activation; /* out [T * K, 2I] (g, then u), without a gate [T * K, I], x's
+                                            dtype, last stride 1, by slot: what act was applied to,
+                                            before `limit`; rows without a pair are not written.
+                                            NULL: not wanted */
+  int32_t gate;                  /* flashmoe_moe_gate */
+  int32_t activation;            /* flashmoe_activation */
+  float alpha;                   /* SILU only; finite; 0 = 1 */
+  float limit;                   /* finite and positive; 0: none */
+  float up_offset;               /* finite; 0 without a gate */
+  int32_t weight_on_input;       /* 0 or 1 */
+  const char* kernel;            /* NULL: the best here. Else a kernel family, as in attention */
+} flashmoe_moe_forward_params;
+
+static inline flashmoe_moe_forward_params flashmoe_moe_forward_params_init(void) {
+  flashmoe_moe_forward_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+FLASHMOE_API flashmoe_status flashmoe_moe_forward_plan(const flashmoe_moe_forward_params* params,
+                                                       flashmoe_moe_plan* plan);
+FLASHMOE_API flashmoe_status
+flashmoe_moe_forward_workspace_size(const flashmoe_moe_forward_params* params, size_t* bytes);
+
+/* Computes out. workspace, stream and errors as in flashmoe_moe_route. */
+FLASHMOE_API flashmoe_status flashmoe_moe_forward(const flashmoe_moe_forward_params* params,
+                                                  void* workspace, size_t workspace_size,
+                                                  void* stream);
+
+/* ------------------------------------------------------------------------------------------------
+ * Grouped product
+ *
+ *   out[r] = w[e] x[r] + bias[e]     for every row r of every expert e
+ *
+ *   x    [rows, K] with offsets [E + 1]: expert e has rows offsets[e] to offsets[e + 1] - 1; or
+ *        [E, M, K] with counts [E]: it has the first counts[e] of its M rows
+ *   w    [E, N, K], strides as those of an expert's matrix above
+ *   out  [rows, N] or [E, M, N]; rows that no expert has are not written
+ * K and N are multiples of 8; dtypes, alignment and accumulation as above.
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef struct flashmoe_grouped_product_params {
+  size_t struct_size;
+  const flashmoe_tensor* x;
+  const flashmoe_tensor* w;
+  const flashmoe_tensor* bias;    /* [E, N] fp32 or x's dtype; NULL: none */
+  const flashmoe_tensor* offsets; /* [E + 1] int32, with a rank 2 x */
+  const flashmoe_tensor* counts;  /* [E] int32, with a rank 3 x */
+  const flashmoe_tensor* out;
+  const char* kernel;
+} flashmoe_grouped_product_params;
+
+static inline flashmoe_grouped_product_params flashmoe_grouped_product_params_init(void) {
+  flashmoe_grouped_product_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+FLASHMOE_API flashmoe_status flashmoe_grouped_product_plan(
+    const flashmoe_grouped_product_params* params, flashmoe_moe_plan* plan);
+FLASHMOE_API flashmoe_status flashmoe_grouped_product_workspace_size(
+    const flashmoe_grouped_product_params* params, size_t* bytes);
+FLASHMOE_API flashmoe_status
+flashmoe_grouped_product(const flashmoe_grouped_product_params* params, void* workspace,
+                         size_t workspace_size, void* stream);
+
+static inline flashmoe_moe_plan flashmoe_moe_plan_init(void) {
+  flashmoe_moe_plan plan;
+  memset(&plan, 0, sizeof plan);
+  plan.struct_size = sizeof plan;
+  return plan;
+}
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* FLASHMOE_MOE_H_ */
