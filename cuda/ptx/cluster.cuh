@@ -17,6 +17,13 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The number of this block in its cluster.
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
 // The address of what block `rank` of the cluster has at this address of its own shared memory.
 __device__ __forceinline__ uint32_t map_to_rank(uint32_t address, uint32_t rank) {
   uint32_t mapped;
@@ -40,6 +47,12 @@ __device__ __forceinline__ void store_async(uint32_t address, float4 value, uint
       "[%5];" ::"r"(address),
       "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
       : "memory");
+}
+
+// Arrives at a mapped barrier, of this or another block of the cluster.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+               : "memory");
 }
 
 // Waits until the phase of this parity of a barrier of this block is over, to which other blocks of

@@ -9,6 +9,7 @@
 namespace flashmoe::ptx {
 
 // How long lines should stay in the L2, as createpolicy encodes it.
+inline constexpr uint64_t kEvictNormal = 0x1000000000000000;
 inline constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 inline constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
@@ -23,6 +24,20 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const void* map, 
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(destination),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// The same into every block of the cluster that has its bit in `blocks`: at the same place of its shared
+// memory, completing on the barrier at the same place.
+__device__ __forceinline__ void tma_load_multicast(uint32_t destination, const void* map,
+                                                   uint32_t barrier, uint64_t policy,
+                                                   uint16_t blocks, int c0, int c1, int c2,
+                                                   int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7, %8;" ::"r"(
+          destination),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "h"(blocks), "l"(policy)
       : "memory");
 }
 
@@ -44,6 +59,12 @@ __device__ __forceinline__ void tma_store_commit() {
 // Waits until this thread's stores have read their sources.
 __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Waits until all of this thread's groups of stores but the kPending newest have read their sources.
+template <int kPending>
+__device__ __forceinline__ void tma_store_wait_read_but() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 // Waits until this thread's stores have been written.

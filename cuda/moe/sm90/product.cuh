@@ -1,0 +1,669 @@
+// Grouped products on sm_90, warp-specialised and persistent.
+//
+//   up     a[s] = act(w_gate[e] x[t]) * (w_up[e] x[t])     slot s of expert e, of token t
+//   down   y[s] = w_down[e] a[s] + bias[e]
+//
+// Weights are the M side of wgmma and tokens the N side: a tile is 256 rows of an expert's weights (up:
+// 128 of the gate and the same 128 of up) by up to 192 tokens of it, in steps of 64 columns. So the width
+// of a tile, which is chosen on the device for each expert, may be any multiple of 8, and a thread holds
+// gate and up of the same element. Each of two consumer warpgroups has 64 rows of either half and all
+// tokens: up to 192 accumulators a thread.
+//
+// The first warpgroup loads: one warp issues the copies of weights (and in `down` of tokens) by TMA,
+// three gather the rows of tokens by cp.async. Both end at the stage's mbarrier.
+//
+// Blocks come in clusters of two, which take the same steps. If an expert has more tokens than a tile,
+// the two have neighbouring token tiles of the same weights, and each loads one half of these for both.
+// Otherwise they have neighbouring weight rows of the same tokens.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/moe/sm90/params.h"
+#include "cuda/moe/sm90/traits.cuh"
+#include "cuda/numeric/dtype.cuh"
+#include "cuda/ptx/cluster.cuh"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/ptx/registers.cuh"
+#include "cuda/ptx/stmatrix.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/wgmma.cuh"
+
+namespace flashmoe::moe_sm90 {
+
+inline constexpr uint32_t kFullWarp = 0xffffffffu;
+inline constexpr int kStoreBarrier = 1;  // named barriers: one for each consumer
+inline constexpr int kNoExpert = -1;
+
+// What a block computes in one pass of the main loop. The producer works it out and leaves it in shared
+// memory with the first stage.
+struct alignas(16) Tile {
+  int expert;     // kNoExpert: there are no more
+  int first_slot; // of its tokens; with counts from the start of the batch
+  int tokens;     // that there are; 0: nothing comes of this tile
+  int units;      // that it is wide, of 8 tokens; at least 1
+  int row_tile;
+  int shared;      // weights with the other block of the cluster
+  int reused;      // weights by other tiles
+  int padding;
+};
+
+static_assert(sizeof(Tile) == kTileInfoBytes);
+
+// The work, one item of a cluster after another: experts in order, within one groups of pairs of token
+// tiles, for each of which all weight rows pass by. A warp has 32 experts in view, one a lane. All its
+// lanes call.
+template <class Traits>
+class Schedule {
+ public:
+  __device__ __forceinline__ explicit Schedule(const Params& params)
+      : params_(params), lane_(static_cast<int>(threadIdx.x) % kThreadsPerWarp) {
+    view(0, 0);
+  }
+
+  // Items are asked for in rising order. False if there are no such.
+  __device__ __forceinline__ bool find(int item, int rank, Tile* tile) {
+    for (;;) {
+      const int end = __shfl_sync(kFullWarp, end_, kThreadsPerWarp - 1);
+      if (item < end) break;
+      if (expert_ - lane_ + kThreadsPerWarp >= params_.experts) return false;
+      view(expert_ - lane_ + kThreadsPerWarp, end);
+    }
+    const int owner = __popc(__ballot_sync(kFullWarp, item >= end_));
+    const int first_slot = __shfl_sync(kFullWarp, first_slot_, owner);
+    const int tokens = __shfl_sync(kFullWarp, tokens_, owner);
+    const int end = __shfl_sync(kFullWarp, end_, owner);
+    place(item - (end - items_of(tokens)), rank, tokens, tile);
+    tile->expert = __shfl_sync(kFullWarp, expert_, owner);
+    tile->first_slot += first_slot;
+    return true;
+  }
+
+ private:
+  static __device__ __forceinline__ int units_of(int tokens) {
+    return (tokens + kUnitTokens - 1) / kUnitTokens;
+  }
+  static __device__ __forceinline__ int pairs_of(int units) {
+    return (units + 2 * Traits::kTileUnits - 1) / (2 * Traits::kTileUnits);
+  }
+  __device__ __forceinline__ int items_of(int tokens) const {
+    const int units = units_of(tokens);
+    if (units == 0) return 0;
+    return units <= Traits::kTileUnits ? (params_.row_tiles + 1) / 2
+                                       : pairs_of(units) * params_.row_tiles;
+  }
+
+  // Brings the experts from `first` on into view, in front of which there are so many items. Whatever
+  // offsets say, slots are such that there are.
+  __device__ __forceinline__ void view(int first, int items) {
+    expert_ = first + lane_;
+    first_slot_ = tokens_ = 0;
+    if (expert_ < params_.experts) {
+      if (params_.counts != nullptr) {
+        tokens_ = min(max(params_.counts[expert_], 0), params_.rows);
+      } else {
+        first_slot_ = min(max(params_.offsets[expert_], 0), params_.rows);
+        const int end_slot = min(max(params_.offsets[expert_ + 1], 0), params_.rows);
+        tokens_ = max(end_slot - first_slot_, 0);
+      }
+    }
+    end_ = items_of(tokens_);
+#pragma unroll
+    for (int distance = 1; distance < kThreadsPerWarp; distance *= 2) {
+      const int below = __shfl_up_sync(kFullWarp, end_, distance);
+      if (lane_ >= distance) end_ += below;
+    }
+    end_ += items;
+  }
+
+  // Item `index` of an expert with so many tokens, for block `rank` of the cluster.
+  __device__ __forceinline__ void place(int index, int rank, int tokens, Tile* tile) const {
+    const int units = units_of(tokens);
+    int first_unit = 0;
+    tile->shared = units > Traits::kTileUnits;
+    tile->reused = 0;
+    if (!tile->shared) {
+      tile->row_tile = 2 * index + rank;
+      tile->units = units;
+      tile->tokens = tile->row_tile < params_.row_tiles ? tokens : 0;
+    } else {
+      const int pairs = pairs_of(units);
+      const int groups = (pairs + params_.pairs_per_group - 1) / params_.pairs_per_group;
+      const int most = (pairs + groups - 1) / groups;
+      const int first_pair = index / (most * params_.row_tiles) * most;
+      const int pairs_here = min(most, pairs - first_pair);
+      index -= first_pair * params_.row_tiles;
+      tile->row_tile = index / pairs_here;
+      tile->reused = pairs > 1;
+      // The first tiles are a unit wider than the others, if they are not all alike.
+      const int token_tile = 2 * (first_pair + index % pairs_here) + rank;
+      const int narrow = units / (2 * pairs);
+      const int wider = units % (2 * pairs);
+      first_unit = token_tile * narrow + min(token_tile, wider);
+      tile->units = narrow + (token_tile < wider ? 1 : 0);
+      tile->tokens = min(tile->units * kUnitTokens, tokens - first_unit * kUnitTokens);
+    }
+    tile->first_slot = first_unit * kUnitTokens;
+  }
+
+  const Params& params_;
+  int lane_;
+  int expert_;
+  int first_slot_;
+  int tokens_;
+  int end_;  // of its items
+};
+
+// A place in the ring of stages.
+template <int kStages>
+struct Cursor {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void step() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Where things are in shared memory.
+template <class Traits>
+struct Shared {
+  uint32_t base;
+  Tile* tiles;  // [kTileSlots]
+
+  __device__ __forceinline__ uint32_t weights(int stage) const {
+    return base + stage * Traits::kStageBytes;
+  }
+  __device__ __forceinline__ uint32_t tokens(int stage) const {
+    return weights(stage) + Traits::kWeightBytes;
+  }
+  // The stage is loaded: the TMA warp says of how many bytes, and each gathering thread arrives.
+  __device__ __forceinline__ uint32_t full(int stage) const {
+    return base + Traits::kBarriersOffset + 8 * stage;
+  }
+  // The stage is free in both blocks of the cluster, whose consumer warps all arrive.
+  __device__ __forceinline__ uint32_t empty(int stage) const {
+    return full(Traits::kStages + stage);
+  }
+};
+
+__device__ __forceinline__ int first_item() { return static_cast<int>(blockIdx.x) / kCluster; }
+__device__ __forceinline__ int item_stride() { return static_cast<int>(gridDim.x) / kCluster; }
+
+// Issues the copies by TMA, one warp.
+template <class Traits>
+__device__ __forceinline__ void produce(const Params& params, const Shared<Traits>& shared) {
+  const int rank = static_cast<int>(ptx::cluster_rank());
+  const bool leader = threadIdx.x == 0;
+  const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
+  Schedule<Traits> schedule(params);
+  Cursor<Traits::kStages> cursor;
+  int sent = 0;
+  Tile tile;
+  for (int item = first_item(); schedule.find(item, rank, &tile); item += item_stride(), ++sent) {
+    if (leader) {
+      const bool shares = tile.shared != 0 && params.multicast != 0;
+      const uint64_t policy = tile.reused != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
+      const int first_row = tile.row_tile * Traits::kOutRows;
+      const int boxes = Traits::kGathers ? 0
+                                         : (tile.units * kUnitTokens + kTokenBoxRows - 1) /
+                                               kTokenBoxRows;
+      const int token_batch = params.counts != nullptr ? tile.expert : 0;
+      shared.tiles[sent % Traits::kTileSlots] = tile;
+      for (int step = 0; step < steps; ++step) {
+        const uint32_t full = shared.full(cursor.stage);
+        const uint32_t weights = shared.weights(cursor.stage);
+        const int column = step * Traits::kStep;
+        ptx::mbarrier_wait_cluster(shared.empty(cursor.stage), cursor.parity ^ 1);
+        ptx::mbarrier_arrive_expect(full,
+                                    Traits::kWeightBytes + boxes * Traits::kTokenBoxBytes);
+        if (shares) {
+          const int row = first_row + (Traits::kGated ? 0 : rank * kHalfRows);
+          ptx::tma_load_multicast(weights + rank * Traits::kHalfBytes, &params.weights[rank], full,
+                                  policy, (1 << kCluster) - 1, column, row, tile.expert, 0);
+        } else {
+          ptx::tma_load(weights, &params.weights[0], full, policy, column, first_row, tile.expert,
+                        0);
+          ptx::tma_load(weights + Traits::kHalfBytes, &params.weights[1], full, policy, column,
+                        first_row + (Traits::kGated ? 0 : kHalfRows), tile.expert, 0);
+        }
+        for (int box = 0; box < boxes; ++box) {
+          ptx::tma_load(shared.tokens(cursor.stage) + box * Traits::kTokenBoxBytes, &params.tokens,
+                        full, ptx::kEvictNormal, column, tile.first_slot + box * kTokenBoxRows,
+                        token_batch, 0);
+        }
+        cursor.step();
+      }
+    }
+    __syncwarp();
+  }
+  if (leader) {
+    shared.tiles[sent % Traits::kTileSlots].expert = kNoExpert;
+    ptx::mbarrier_wait_cluster(shared.empty(cursor.stage), cursor.parity ^ 1);
+    ptx::mbarrier_arrive(shared.full(cursor.stage));
+  }
+  __syncwarp();
+}
+
+// Where the chunk of 16 bytes lies that is so many behind `base`. Worked out anew for every step: the
+// compiler would keep 64 bits for each row.
+__device__ __forceinline__ const uint16_t* chunk_at(const uint16_t* base, uint32_t chunks) {
+  const uint16_t* address;
+  asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(address) : "r"(chunks), "l"(base));
+  return address;
+}
+
+// Gathers rows of x: threads 0 to kGatherThreads - 1 of some whole warps. Eight threads copy the 128
+// bytes that a step takes of a row.
+template <class Traits>
+__device__ __forceinline__ void gather(const Params& params, const Shared<Traits>& shared,
+                                       int thread) {
+  constexpr int kChunk = 8;  // elements of 16 bytes
+  constexpr int kThreadsPerRow = kBoxColumns / kChunk;
+  constexpr int kRowsApart = Traits::kGatherThreads / kThreadsPerRow;
+  constexpr int kRows = Traits::kTileTokens / kRowsApart;
+  static_assert(kRowsApart % 8 == 4, "every second row of a thread has the same swizzle");
+  const int rank = static_cast<int>(ptx::cluster_rank());
+  const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
+  const int chunk = thread % kThreadsPerRow;
+  const int first_row = thread / kThreadsPerRow;
+  const uint32_t places[2] = {
+      static_cast<uint32_t>(first_row * kBoxRowBytes + (chunk ^ (first_row % 8)) * 16),
+      static_cast<uint32_t>(first_row * kBoxRowBytes + (chunk ^ ((first_row + 4) % 8)) * 16)};
+  Schedule<Traits> schedule(params);
+  Cursor<Traits::kStages> cursor;
+  Tile tile;
+  for (int item = first_item(); schedule.find(item, rank, &tile); item += item_stride()) {
+    uint32_t offsets[kRows];  // of the rows of x, in chunks
+    uint32_t known = 0;       // a bit for each row that has a token
+    const int rows = tile.tokens - first_row;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      offsets[i] = 0;
+      if (i * kRowsApart < rows) {
+        const int pair = params.pairs[tile.first_slot + first_row + i * kRowsApart];
+        if (pair >= 0 && pair < params.rows) {
+          offsets[i] = static_cast<uint32_t>(pair / params.top_k) * params.x_row_chunks;
+          known |= 1u << i;
+        }
+      }
+    }
+    for (int step = 0; step < steps; ++step) {
+      const int column = step * Traits::kStep + chunk * kChunk;
+      const uint32_t valid = column < params.columns ? known : 0;
+      const uint16_t* const source = params.x + column;
+      const uint32_t destination = shared.tokens(cursor.stage);
+      ptx::mbarrier_wait_cluster(shared.empty(cursor.stage), cursor.parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (i * kRowsApart < rows) {
+          ptx::cp_async_16_or_zero(destination + places[i % 2] + i * kRowsApart * kBoxRowBytes,
+                                   chunk_at(source, offsets[i]), (valid & (1u << i)) != 0);
+        }
+      }
+      ptx::cp_async_arrive(shared.full(cursor.stage));
+      cursor.step();
+    }
+  }
+  ptx::mbarrier_wait_cluster(shared.empty(cursor.stage), cursor.parity ^ 1);
+  ptx::mbarrier_arrive(shared.full(cursor.stage));
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+}
+
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float smaller;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
+  return smaller;
+}
+
+// The activation of z.
+template <int kCurve>
+__device__ __forceinline__ float activate(const Params& params, float z) {
+  if constexpr (kCurve == kSwish) {
+    const float exponent = z * fmaf(params.swish_cube, z * z, params.swish_scale);
+    return z * reciprocal(1.0f + numeric::exp2_approx(exponent));
+  } else if constexpr (kCurve == kGeluErf) {
+    constexpr float kHalfSqrt2 = 0.70710678118654752440f;
+    return 0.5f * z * (1.0f + erff(z * kHalfSqrt2));
+  } else {
+    const float positive = numeric::max_nan(z, 0.0f);
+    return params.curve == kRelu2 ? positive * positive : positive;
+  }
+}
+
+// Read anew where they are used: kept across the main loop they would cost registers.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+__device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
+__device__ __forceinline__ int warp_of_group() { return thread_index() / kThreadsPerWarp % 4; }
+
+// The state of a consumer warpgroup.
+template <class Traits>
+struct Consumer {
+  using Element = typename Traits::Element;
+  using Numeric = numeric::ElementTraits<Element>;
+  static constexpr int kAccumulators = Traits::kTileTokens / 2;
+
+  const Params& params;
+  const Shared<Traits>& shared;
+  int group;
+  Cursor<Traits::kStages> cursor;
+  float first[kAccumulators];   // of the first half's 64 rows
+  float second[kAccumulators];  // of the second half's
+
+  __device__ __forceinline__ Consumer(const Params& params_, const Shared<Traits>& shared_,
+                                      int group_)
+      : params(params_), shared(shared_), group(group_) {}
+
+  // Says to both blocks of the cluster that this warp is done with a stage.
+  __device__ __forceinline__ void release(int stage) const {
+    const int lane = lane_index();
+    if (lane < kCluster) {
+      ptx::mbarrier_arrive_cluster(
+          ptx::map_to_rank(shared.empty(stage), static_cast<uint32_t>(lane)));
+    }
+  }
+
+  // The main loop over a tile of so many tokens.
+  template <int kTokens>
+  __device__ __forceinline__ void multiply() {
+    using Mma = ptx::Wgmma<Element, kTokens>;
+    float first_used[kTokens / 2];
+    float second_used[kTokens / 2];
+    const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
+    constexpr int kGroupBytes = Traits::kHalfBytes / Traits::kConsumers;
+    const uint64_t weights =
+        ptx::swizzled_descriptor(shared.weights(0) + group * kGroupBytes, 16);
+    const uint64_t tokens = ptx::swizzled_descriptor(shared.tokens(0), 16);
+    const auto issue = [&](bool begins) {
+      const int stage_bytes = cursor.stage * Traits::kStageBytes;
+      const uint64_t a = ptx::advance(weights, stage_bytes);
+      const uint64_t b = ptx::advance(tokens, stage_bytes);
+      ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
+      if (Traits::kGathers) ptx::fence_proxy_async_shared();
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int slice = 0; slice < Traits::kStep / 16; ++slice) {
+        const bool add = slice > 0 || !begins;
+        Mma::multiply(first_used, ptx::advance(a, 32 * slice), ptx::advance(b, 32 * slice), add);
+        Mma::multiply(second_used, ptx::advance(a, Traits::kHalfBytes + 32 * slice),
+                      ptx::advance(b, 32 * slice), add);
+      }
+      ptx::wgmma_commit();
+    };
+    issue(true);
+    int last_stage = cursor.stage;
+    cursor.step();
+#pragma unroll 1
+    for (int step = 1; step < steps; ++step) {
+      issue(false);
+      ptx::wgmma_wait<1>();
+      release(last_stage);
+      last_stage = cursor.stage;
+      cursor.step();
+    }
+    ptx::wgmma_wait<0>();
+    ptx::pin(first_used);
+    ptx::pin(second_used);
+    release(last_stage);
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) {
+      first[i] = first_used[i];
+      second[i] = second_used[i];
+    }
+  }
+
+  __device__ __forceinline__ void multiply(int units) {
+    switch ((units + 1) / 2) {
+#define FLASHMOE_TOKENS(units) \
+  case units:                  \
+    multiply<16 * units>();    \
+    break;
+      FLASHMOE_TOKENS(1)
+      FLASHMOE_TOKENS(2)
+      FLASHMOE_TOKENS(3)
+      FLASHMOE_TOKENS(4)
+      FLASHMOE_TOKENS(5)
+      FLASHMOE_TOKENS(6)
+      FLASHMOE_TOKENS(7)
+      FLASHMOE_TOKENS(8)
+      FLASHMOE_TOKENS(9)
+      FLASHMOE_TOKENS(10)
+      FLASHMOE_TOKENS(11)
+      default:
+        multiply<192>();
+#undef FLASHMOE_TOKENS
+    }
+  }
+
+  __device__ __forceinline__ float bias_of(const Bias& bias, int expert, int row) const {
+    if (bias.data == nullptr || row >= params.out_rows) return 0.0f;
+    const int64_t index = expert * bias.expert_stride + row * bias.row_stride;
+    if (bias.is_float != 0) return static_cast<const float*>(bias.data)[index];
+    return Numeric::to_float(static_cast<const uint16_t*>(bias.data)[index]);
+  }
+
+  // Weights of the tile's pairs, for this group, in shared memory.
+  __device__ __forceinline__ void load_scales(const Tile& tile, float* scales) const {
+    ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);  // the last tile's are done with
+    for (int i = thread_index() % kThreadsPerGroup; i < Traits::kTileTokens; i += kThreadsPerGroup) {
+      float scale = 0.0f;
+      if (i < tile.tokens) {
+        const int pair = params.pairs[tile.first_slot + i];
+        if (pair >= 0 && pair < params.rows) scale = params.pair_weights[pair];
+      }
+      scales[i] = scale;
+    }
+    ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
+  }
+
+  // values = values * scale of the token + bias of the row.
+  __device__ __forceinline__ void adjust(float (&values)[kAccumulators], const Tile& tile,
+                                         const Bias& bias, int first_row,
+                                         const float* scales) const {
+    const int lane = lane_index();
+    const int row = first_row + warp_of_group() * 16 + lane / 4;
+    const float biases[2] = {bias_of(bias, tile.expert, row), bias_of(bias, tile.expert, row + 8)};
+#pragma unroll
+    for (int block = 0; block < Traits::kTileUnits; ++block) {
+      if (block >= tile.units) break;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& value = values[4 * block + e];
+        const float scale = scales != nullptr ? scales[8 * block + lane % 4 * 2 + e % 2] : 1.0f;
+        value = fmaf(value, scale, biases[e / 2]);
+      }
+    }
+  }
+
+  // first = act(first), times second if gated.
+  template <int kCurve, bool kPlain>
+  __device__ __forceinline__ void activate_all(int units) {
+#pragma unroll
+    for (int block = 0; block < Traits::kTileUnits; ++block) {
+      if (block >= units) break;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& z = first[4 * block + e];
+        float& u = second[4 * block + e];
+        if constexpr (kPlain) {
+          constexpr float kLog2E = 1.4426950408889634f;
+          const float gate = z * reciprocal(1.0f + numeric::exp2_approx(-kLog2E * z));
+          z = gate * u;
+        } else {
+          z = moe_sm90::activate<kCurve>(params, min_nan(z, params.limit));
+          if (Traits::kGated) {
+            z *= numeric::max_nan(min_nan(u, params.limit), -params.limit) + params.up_offset;
+          } else {
+            u = moe_sm90::activate<kCurve>(params, min_nan(u, params.limit));
+          }
+        }
+      }
+    }
+  }
+
+  // Writes 64 rows of products of all tokens, transposed: from `column` on of the tokens' rows.
+  __device__ __forceinline__ void store(const float (&values)[kAccumulators], const Tile& tile,
+                                        const CUtensorMap (&maps)[kOutHeights], int column,
+                                        int* buffer) const {
+    constexpr int kPairs = Traits::kOutTokens / 16;
+    const int lane = lane_index();
+    const int warp = warp_of_group();
+    const bool leader = warp == 0 && lane == 0;
+    const int matrix_row = lane % 8;
+    const int chunk = 2 * warp + lane / 8 % 2;
+    const uint32_t lane_offset = (lane / 16 * 8 + matrix_row) * kBoxRowBytes +
+                                 ((chunk ^ matrix_row) * 16);
+    const int batch = params.counts != nullptr ? tile.expert : 0;
+#pragma unroll
+    for (int part = 0; part < Traits::kTileTokens / Traits::kOutTokens; ++part) {
+      if (part * Traits::kOutTokens >= tile.tokens) break;
+      const uint32_t to = shared.base + Traits::kStagingOffset +
+                          (group * Traits::kOutBuffers + *buffer) * Traits::kOutBytes;
+      *buffer ^= 1;
+      if (leader) ptx::tma_store_wait_read_but<Traits::kOutBuffers - 1>();
+      ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const int pair = part * kPairs + i;
+        if (2 * pair >= tile.units) break;
+        uint32_t packed[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          packed[r] = Numeric::pack(values[8 * pair + 2 * r], values[8 * pair + 2 * r + 1]);
+        }
+        ptx::stmatrix_x4_trans(to + lane_offset + i * 16 * kBoxRowBytes, packed[0], packed[1],
+                               packed[2], packed[3]);
+      }
+      ptx::fence_proxy_async_shared();
+      ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
+      if (leader) {
+        constexpr int kBoxRows[] = {kOutBoxRows[0], kOutBoxRows[1], kOutBoxRows[2]};
+        const int slot = tile.first_slot + part * Traits::kOutTokens;
+        const int rows = min(Traits::kOutTokens, tile.tokens - part * Traits::kOutTokens);
+        int row = 0;
+        if (column < params.out_rows) {
+#pragma unroll
+          for (int height = 0; height < kOutHeights; ++height) {
+            for (; row + kBoxRows[height] <= rows; row += kBoxRows[height]) {
+              ptx::tma_store(&maps[height], to + row * kBoxRowBytes, column, slot + row, batch, 0);
+            }
+          }
+        }
+        ptx::tma_store_commit();
+      }
+    }
+  }
+
+  // What becomes of a tile's products.
+  __device__ __forceinline__ void finish(const Tile& tile, int* buffer) {
+    constexpr int kGroupRows = kHalfRows / Traits::kConsumers;
+    const int row = tile.row_tile * Traits::kOutRows + group * kGroupRows;
+    const int second_row = row + (Traits::kGated ? 0 : kHalfRows);
+    if (params.bias[0].data != nullptr || params.bias[1].data != nullptr ||
+        params.pair_weights != nullptr) {
+      float* scales = nullptr;
+      if (Traits::kGathers && params.pair_weights != nullptr) {
+        scales = reinterpret_cast<float*>(
+            reinterpret_cast<unsigned char*>(shared.tiles) - Traits::kTilesOffset +
+            Traits::kScalesOffset + group * Traits::kScaleBytes);
+        load_scales(tile, scales);
+      }
+      adjust(first, tile, params.bias[0], row, scales);
+      adjust(second, tile, params.bias[Traits::kGated ? 1 : 0], second_row, scales);
+    }
+    if constexpr (Traits::kGathers) {
+      if (params.pre_activated != 0) {
+        store(first, tile, params.pre_activation[0], row, buffer);
+        store(second, tile, params.pre_activation[Traits::kGated ? 1 : 0], second_row, buffer);
+      }
+      if (Traits::kGated && params.plain != 0) {
+        activate_all<kSwish, true>(tile.units);
+      } else if (params.curve == kSwish) {
+        activate_all<kSwish, false>(tile.units);
+      } else if (params.curve == kGeluErf) {
+        activate_all<kGeluErf, false>(tile.units);
+      } else {
+        activate_all<kRelu, false>(tile.units);
+      }
+    }
+    store(first, tile, params.out, row, buffer);
+    if (!Traits::kGated) store(second, tile, params.out, second_row, buffer);
+  }
+
+  __device__ __forceinline__ void run() {
+    int buffer = 0;
+    for (int slot = 0;; slot = (slot + 1) % Traits::kTileSlots) {
+      ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
+      if (shared.tiles[slot].expert == kNoExpert) break;
+      multiply(shared.tiles[slot].units);
+      finish(shared.tiles[slot], &buffer);
+    }
+    if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();
+    __syncwarp();
+  }
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    grouped_product_kernel(const __grid_constant__ Params params) {
+  extern __shared__ unsigned char raw[];
+  const auto shared_of_block = static_cast<uint32_t>(__cvta_generic_to_shared(raw));
+  const uint32_t base =
+      (shared_of_block + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
+  const Shared<Traits> shared{
+      base, reinterpret_cast<Tile*>(raw + (base - shared_of_block) + Traits::kTilesOffset)};
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) {
+    constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+    ptx::prefetch_tensor_map(&params.weights[0]);
+    ptx::prefetch_tensor_map(&params.weights[1]);
+    ptx::prefetch_tensor_map(&params.out[0]);
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      ptx::mbarrier_init(shared.full(stage), 1 + (Traits::kGathers ? Traits::kGatherThreads : 0));
+      ptx::mbarrier_init(shared.empty(stage), kCluster * kConsumerWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncwarp();
+  ptx::cluster_arrive_relaxed();
+  ptx::cluster_wait();
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+
+  const int warp = __shfl_sync(kFullWarp, thread / kThreadsPerWarp, 0);
+  const int group = warp / 4;
+  if (group == 0) {
+    ptx::give_registers_back<Traits::kProducerRegisters>();
+    if (warp == 0) {
+      produce<Traits>(params, shared);
+    } else if (Traits::kGathers) {
+      gather<Traits>(params, shared, thread - kThreadsPerWarp);
+    }
+  } else {
+    ptx::take_registers<Traits::kConsumerRegisters>();
+    Consumer<Traits> consumer(params, shared, group - 1);
+    consumer.run();
+  }
+  // The other block of the cluster may still load to this one, or arrive at its barriers.
+  __syncwarp();
+  ptx::cluster_arrive_relaxed();
+  ptx::cluster_wait();
+}
+
+}  // namespace flashmoe::moe_sm90
