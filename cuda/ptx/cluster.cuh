@@ -49,10 +49,11 @@ __device__ __forceinline__ void store_async(uint32_t address, float4 value, uint
       : "memory");
 }
 
-// Arrives at a mapped barrier, of this or another block of the cluster.
+// Arrives at a mapped barrier, of this or another block of the cluster. Of this thread's own accesses to
+// memory that orders nothing in the other block: what it says is that asynchronous ones, which it has
+// waited for, are over.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
-               : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // Waits until the phase of this parity of a barrier of this block is over, to which other blocks of

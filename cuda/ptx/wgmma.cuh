@@ -118,6 +118,33 @@ struct Wgmma;
 #define FLASHMOE_R_128 FLASHMOE_R_120 ", " FLASHMOE_R120
 #define FLASHMOE_D_128 FLASHMOE_D_120, FLASHMOE_D8(120)
 
+#define FLASHMOE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+// Four registers more, for odd multiples of eight columns.
+#define FLASHMOE_R_4 "%0, %1, %2, %3"
+#define FLASHMOE_D_4 FLASHMOE_D4(0)
+#define FLASHMOE_R_12 FLASHMOE_R_8 ", %8, %9, %10, %11"
+#define FLASHMOE_D_12 FLASHMOE_D_8, FLASHMOE_D4(8)
+#define FLASHMOE_R_20 FLASHMOE_R_16 ", %16, %17, %18, %19"
+#define FLASHMOE_D_20 FLASHMOE_D_16, FLASHMOE_D4(16)
+#define FLASHMOE_R_28 FLASHMOE_R_24 ", %24, %25, %26, %27"
+#define FLASHMOE_D_28 FLASHMOE_D_24, FLASHMOE_D4(24)
+#define FLASHMOE_R_36 FLASHMOE_R_32 ", %32, %33, %34, %35"
+#define FLASHMOE_D_36 FLASHMOE_D_32, FLASHMOE_D4(32)
+#define FLASHMOE_R_44 FLASHMOE_R_40 ", %40, %41, %42, %43"
+#define FLASHMOE_D_44 FLASHMOE_D_40, FLASHMOE_D4(40)
+#define FLASHMOE_R_52 FLASHMOE_R_48 ", %48, %49, %50, %51"
+#define FLASHMOE_D_52 FLASHMOE_D_48, FLASHMOE_D4(48)
+#define FLASHMOE_R_60 FLASHMOE_R_56 ", %56, %57, %58, %59"
+#define FLASHMOE_D_60 FLASHMOE_D_56, FLASHMOE_D4(56)
+#define FLASHMOE_R_68 FLASHMOE_R_64 ", %64, %65, %66, %67"
+#define FLASHMOE_D_68 FLASHMOE_D_64, FLASHMOE_D4(64)
+#define FLASHMOE_R_76 FLASHMOE_R_72 ", %72, %73, %74, %75"
+#define FLASHMOE_D_76 FLASHMOE_D_72, FLASHMOE_D4(72)
+#define FLASHMOE_R_84 FLASHMOE_R_80 ", %80, %81, %82, %83"
+#define FLASHMOE_D_84 FLASHMOE_D_80, FLASHMOE_D4(80)
+#define FLASHMOE_R_92 FLASHMOE_R_88 ", %88, %89, %90, %91"
+#define FLASHMOE_D_92 FLASHMOE_D_88, FLASHMOE_D4(88)
+
 // `registers` are kColumns / 2; s0... are the placeholders of the operands that follow them.
 #define FLASHMOE_WGMMA(element, type, columns, registers, s0, s1, s2, s3, s4, s5)                  \
   template <>                                                                                      \
@@ -148,17 +175,29 @@ struct Wgmma;
   FLASHMOE_WGMMA(__half, "f16", columns, registers, s0, s1, s2, s3, s4, s5) \
   FLASHMOE_WGMMA(__nv_bfloat16, "bf16", columns, registers, s0, s1, s2, s3, s4, s5)
 
+FLASHMOE_WGMMAS(8, 4, "%4", "%5", "%6", "%7", "%8", "%9")
 FLASHMOE_WGMMAS(16, 8, "%8", "%9", "%10", "%11", "%12", "%13")
+FLASHMOE_WGMMAS(24, 12, "%12", "%13", "%14", "%15", "%16", "%17")
 FLASHMOE_WGMMAS(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
+FLASHMOE_WGMMAS(40, 20, "%20", "%21", "%22", "%23", "%24", "%25")
 FLASHMOE_WGMMAS(48, 24, "%24", "%25", "%26", "%27", "%28", "%29")
+FLASHMOE_WGMMAS(56, 28, "%28", "%29", "%30", "%31", "%32", "%33")
 FLASHMOE_WGMMAS(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+FLASHMOE_WGMMAS(72, 36, "%36", "%37", "%38", "%39", "%40", "%41")
 FLASHMOE_WGMMAS(80, 40, "%40", "%41", "%42", "%43", "%44", "%45")
+FLASHMOE_WGMMAS(88, 44, "%44", "%45", "%46", "%47", "%48", "%49")
 FLASHMOE_WGMMAS(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")
+FLASHMOE_WGMMAS(104, 52, "%52", "%53", "%54", "%55", "%56", "%57")
 FLASHMOE_WGMMAS(112, 56, "%56", "%57", "%58", "%59", "%60", "%61")
+FLASHMOE_WGMMAS(120, 60, "%60", "%61", "%62", "%63", "%64", "%65")
 FLASHMOE_WGMMAS(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+FLASHMOE_WGMMAS(136, 68, "%68", "%69", "%70", "%71", "%72", "%73")
 FLASHMOE_WGMMAS(144, 72, "%72", "%73", "%74", "%75", "%76", "%77")
+FLASHMOE_WGMMAS(152, 76, "%76", "%77", "%78", "%79", "%80", "%81")
 FLASHMOE_WGMMAS(160, 80, "%80", "%81", "%82", "%83", "%84", "%85")
+FLASHMOE_WGMMAS(168, 84, "%84", "%85", "%86", "%87", "%88", "%89")
 FLASHMOE_WGMMAS(176, 88, "%88", "%89", "%90", "%91", "%92", "%93")
+FLASHMOE_WGMMAS(184, 92, "%92", "%93", "%94", "%95", "%96", "%97")
 FLASHMOE_WGMMAS(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
 FLASHMOE_WGMMAS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
@@ -210,6 +249,31 @@ FLASHMOE_WGMMAS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 #undef FLASHMOE_D_120
 #undef FLASHMOE_R_128
 #undef FLASHMOE_D_128
+#undef FLASHMOE_R_4
+#undef FLASHMOE_D_4
+#undef FLASHMOE_R_12
+#undef FLASHMOE_D_12
+#undef FLASHMOE_R_20
+#undef FLASHMOE_D_20
+#undef FLASHMOE_R_28
+#undef FLASHMOE_D_28
+#undef FLASHMOE_R_36
+#undef FLASHMOE_D_36
+#undef FLASHMOE_R_44
+#undef FLASHMOE_D_44
+#undef FLASHMOE_R_52
+#undef FLASHMOE_D_52
+#undef FLASHMOE_R_60
+#undef FLASHMOE_D_60
+#undef FLASHMOE_R_68
+#undef FLASHMOE_D_68
+#undef FLASHMOE_R_76
+#undef FLASHMOE_D_76
+#undef FLASHMOE_R_84
+#undef FLASHMOE_D_84
+#undef FLASHMOE_R_92
+#undef FLASHMOE_D_92
+#undef FLASHMOE_D4
 #undef FLASHMOE_D8
 #undef FLASHMOE_WGMMA
 #undef FLASHMOE_WGMMAS

@@ -17,6 +17,7 @@ struct Bias {
 
 // The families of activation functions, for the kernel.
 enum Curve : int32_t {
+  kIdentity,
   kSwish,    // z * sigmoid(swish_scale * z + swish_cube * z^3)
   kGeluErf,  // z * Phi(z)
   kRelu,     // max(z, 0)
@@ -54,7 +55,8 @@ struct Params {
 
   Bias bias[2];  // of each half if they are gated, else the first
   int32_t curve;
-  int32_t plain;           // SiLU and nothing else: no limit, alpha, offset
+  int32_t plain;           // products are taken as they are: no bias, weights of pairs, limit, offset,
+                           // and the activation is SiLU times up, or none
   int32_t pre_activated;   // pre_activation is wanted
   float swish_scale;       // -log2(e) times that of the formula
   float swish_cube;

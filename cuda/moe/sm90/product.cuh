@@ -29,6 +29,7 @@
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/registers.cuh"
+#include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
@@ -37,15 +38,14 @@ namespace flashmoe::moe_sm90 {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
 inline constexpr int kStoreBarrier = 1;  // named barriers: one for each consumer
-inline constexpr int kNoExpert = -1;
 
 // What a block computes in one pass of the main loop. The producer works it out and leaves it in shared
 // memory with the first stage.
 struct alignas(16) Tile {
-  int expert;     // kNoExpert: there are no more
-  int first_slot; // of its tokens; with counts from the start of the batch
-  int tokens;     // that there are; 0: nothing comes of this tile
-  int units;      // that it is wide, of 8 tokens; at least 1
+  int expert;
+  int first_slot;  // of its tokens; with counts from the start of the batch
+  int tokens;      // that there are; 0: nothing comes of this tile
+  int units;       // that it is wide, of 8 tokens; 0: there are no more tiles
   int row_tile;
   int shared;      // weights with the other block of the cluster
   int reused;      // weights by other tiles
@@ -221,7 +221,7 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
         const uint32_t full = shared.full(cursor.stage);
         const uint32_t weights = shared.weights(cursor.stage);
         const int column = step * Traits::kStep;
-        ptx::mbarrier_wait_cluster(shared.empty(cursor.stage), cursor.parity ^ 1);
+        ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
         ptx::mbarrier_arrive_expect(full,
                                     Traits::kWeightBytes + boxes * Traits::kTokenBoxBytes);
         if (shares) {
@@ -245,8 +245,8 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
     __syncwarp();
   }
   if (leader) {
-    shared.tiles[sent % Traits::kTileSlots].expert = kNoExpert;
-    ptx::mbarrier_wait_cluster(shared.empty(cursor.stage), cursor.parity ^ 1);
+    shared.tiles[sent % Traits::kTileSlots].units = 0;
+    ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
     ptx::mbarrier_arrive(shared.full(cursor.stage));
   }
   __syncwarp();
@@ -300,7 +300,7 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
       const uint32_t valid = column < params.columns ? known : 0;
       const uint16_t* const source = params.x + column;
       const uint32_t destination = shared.tokens(cursor.stage);
-      ptx::mbarrier_wait_cluster(shared.empty(cursor.stage), cursor.parity ^ 1);
+      ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (i * kRowsApart < rows) {
@@ -312,7 +312,7 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
       cursor.step();
     }
   }
-  ptx::mbarrier_wait_cluster(shared.empty(cursor.stage), cursor.parity ^ 1);
+  ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
   ptx::mbarrier_arrive(shared.full(cursor.stage));
 }
 
@@ -331,7 +331,9 @@ __device__ __forceinline__ float min_nan(float a, float b) {
 // The activation of z.
 template <int kCurve>
 __device__ __forceinline__ float activate(const Params& params, float z) {
-  if constexpr (kCurve == kSwish) {
+  if constexpr (kCurve == kIdentity) {
+    return z;
+  } else if constexpr (kCurve == kSwish) {
     const float exponent = z * fmaf(params.swish_cube, z * z, params.swish_scale);
     return z * reciprocal(1.0f + numeric::exp2_approx(exponent));
   } else if constexpr (kCurve == kGeluErf) {
@@ -352,12 +354,18 @@ __device__ __forceinline__ int thread_index() {
 __device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
 __device__ __forceinline__ int warp_of_group() { return thread_index() / kThreadsPerWarp % 4; }
 
+// A value that all lanes of the warp agree on, so that the compiler knows: it keeps what follows from it
+// in uniform registers, of which wgmma takes its descriptors.
+__device__ __forceinline__ int uniform(int value) {
+  return static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(value)));
+}
+
 // The state of a consumer warpgroup.
 template <class Traits>
 struct Consumer {
   using Element = typename Traits::Element;
   using Numeric = numeric::ElementTraits<Element>;
-  static constexpr int kAccumulators = Traits::kTileTokens / 2;
+  static constexpr int kAccumulators = Traits::kMostTokens / 2;
 
   const Params& params;
   const Shared<Traits>& shared;
@@ -372,10 +380,11 @@ struct Consumer {
 
   // Says to both blocks of the cluster that this warp is done with a stage.
   __device__ __forceinline__ void release(int stage) const {
-    const int lane = lane_index();
-    if (lane < kCluster) {
-      ptx::mbarrier_arrive_cluster(
-          ptx::map_to_rank(shared.empty(stage), static_cast<uint32_t>(lane)));
+    if (ptx::elect_one()) {
+#pragma unroll
+      for (uint32_t rank = 0; rank < kCluster; ++rank) {
+        ptx::mbarrier_arrive_cluster(ptx::map_to_rank(shared.empty(stage), rank));
+      }
     }
   }
 
@@ -429,114 +438,119 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void multiply(int units) {
-    switch ((units + 1) / 2) {
-#define FLASHMOE_TOKENS(units) \
-  case units:                  \
-    multiply<16 * units>();    \
+#ifdef EVEN
+    switch ((units+1)/2*2) {
+#else
+    switch (units) {
+#endif
+#define FLASHMOE_UNITS(units) \
+  case units:                 \
+    multiply<8 * units>();    \
     break;
-      FLASHMOE_TOKENS(1)
-      FLASHMOE_TOKENS(2)
-      FLASHMOE_TOKENS(3)
-      FLASHMOE_TOKENS(4)
-      FLASHMOE_TOKENS(5)
-      FLASHMOE_TOKENS(6)
-      FLASHMOE_TOKENS(7)
-      FLASHMOE_TOKENS(8)
-      FLASHMOE_TOKENS(9)
-      FLASHMOE_TOKENS(10)
-      FLASHMOE_TOKENS(11)
+#ifndef EVEN
+      FLASHMOE_UNITS(1)
+      FLASHMOE_UNITS(3)
+      FLASHMOE_UNITS(5)
+      FLASHMOE_UNITS(7)
+      FLASHMOE_UNITS(9)
+      FLASHMOE_UNITS(11)
+      FLASHMOE_UNITS(13)
+      FLASHMOE_UNITS(15)
+      FLASHMOE_UNITS(17)
+      FLASHMOE_UNITS(19)
+#if UNITS > 22
+ FLASHMOE_UNITS(21)
+FLASHMOE_UNITS(23)
+#endif
+#endif
+      FLASHMOE_UNITS(2)
+      FLASHMOE_UNITS(4)
+      FLASHMOE_UNITS(6)
+      FLASHMOE_UNITS(8)
+      FLASHMOE_UNITS(10)
+      FLASHMOE_UNITS(12)
+      FLASHMOE_UNITS(14)
+      FLASHMOE_UNITS(16)
+      FLASHMOE_UNITS(18)
+      FLASHMOE_UNITS(20)
+#if UNITS > 22
+ FLASHMOE_UNITS(22)
+#endif
       default:
-        multiply<192>();
-#undef FLASHMOE_TOKENS
+        multiply<Traits::kMostTokens>();
+#undef FLASHMOE_UNITS
     }
   }
 
   __device__ __forceinline__ float bias_of(const Bias& bias, int expert, int row) const {
-    if (bias.data == nullptr || row >= params.out_rows) return 0.0f;
+    if (row >= params.out_rows) return 0.0f;
     const int64_t index = expert * bias.expert_stride + row * bias.row_stride;
     if (bias.is_float != 0) return static_cast<const float*>(bias.data)[index];
     return Numeric::to_float(static_cast<const uint16_t*>(bias.data)[index]);
   }
 
-  // Weights of the tile's pairs, for this group, in shared memory.
-  __device__ __forceinline__ void load_scales(const Tile& tile, float* scales) const {
+  // Puts the weights of the tile's pairs, or ones, into shared memory.
+  __device__ __forceinline__ void load_scales(const Tile& tile) const {
     ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);  // the last tile's are done with
-    for (int i = thread_index() % kThreadsPerGroup; i < Traits::kTileTokens; i += kThreadsPerGroup) {
-      float scale = 0.0f;
-      if (i < tile.tokens) {
+    for (int i = thread_index() % kThreadsPerGroup; i < tile.tokens; i += kThreadsPerGroup) {
+      float scale = 1.0f;
+      if (Traits::kGathers && params.pair_weights != nullptr) {
         const int pair = params.pairs[tile.first_slot + i];
-        if (pair >= 0 && pair < params.rows) scale = params.pair_weights[pair];
+        scale = pair >= 0 && pair < params.rows ? params.pair_weights[pair] : 0.0f;
       }
-      scales[i] = scale;
+      ptx::store_shared(scales() + 4 * i, scale);
     }
     ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
   }
-
-  // values = values * scale of the token + bias of the row.
-  __device__ __forceinline__ void adjust(float (&values)[kAccumulators], const Tile& tile,
-                                         const Bias& bias, int first_row,
-                                         const float* scales) const {
-    const int lane = lane_index();
-    const int row = first_row + warp_of_group() * 16 + lane / 4;
-    const float biases[2] = {bias_of(bias, tile.expert, row), bias_of(bias, tile.expert, row + 8)};
-#pragma unroll
-    for (int block = 0; block < Traits::kTileUnits; ++block) {
-      if (block >= tile.units) break;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& value = values[4 * block + e];
-        const float scale = scales != nullptr ? scales[8 * block + lane % 4 * 2 + e % 2] : 1.0f;
-        value = fmaf(value, scale, biases[e / 2]);
-      }
-    }
+  __device__ __forceinline__ uint32_t scales() const {
+    return shared.base + Traits::kScalesOffset + group * Traits::kScaleBytes;
   }
 
-  // first = act(first), times second if gated.
-  template <int kCurve, bool kPlain>
-  __device__ __forceinline__ void activate_all(int units) {
-#pragma unroll
-    for (int block = 0; block < Traits::kTileUnits; ++block) {
-      if (block >= units) break;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& z = first[4 * block + e];
-        float& u = second[4 * block + e];
-        if constexpr (kPlain) {
-          constexpr float kLog2E = 1.4426950408889634f;
-          const float gate = z * reciprocal(1.0f + numeric::exp2_approx(-kLog2E * z));
-          z = gate * u;
-        } else {
-          z = moe_sm90::activate<kCurve>(params, min_nan(z, params.limit));
-          if (Traits::kGated) {
-            z *= numeric::max_nan(min_nan(u, params.limit), -params.limit) + params.up_offset;
-          } else {
-            u = moe_sm90::activate<kCurve>(params, min_nan(u, params.limit));
-          }
-        }
-      }
+  // Biases of a thread's two rows of a half.
+  struct Biases {
+    float of[2];
+  };
+  __device__ __forceinline__ Biases biases(int half, int expert, int first_row) const {
+    const Bias& bias = params.bias[Traits::kGated ? half : 0];
+    Biases result{{0.0f, 0.0f}};
+    if (bias.data != nullptr) {
+      const int row = first_row + warp_of_group() * 16 + lane_index() / 4;
+      result.of[0] = bias_of(bias, expert, row);
+      result.of[1] = bias_of(bias, expert, row + 8);
     }
+    return result;
   }
 
-  // Writes 64 rows of products of all tokens, transposed: from `column` on of the tokens' rows.
-  __device__ __forceinline__ void store(const float (&values)[kAccumulators], const Tile& tile,
-                                        const CUtensorMap (&maps)[kOutHeights], int column,
-                                        int* buffer) const {
+  // Writes 64 rows of values of all tokens, transposed: from `column` on of the tokens' rows.
+  // values(block, v) gives those of a block of 8 tokens. `again`: other values of the tile went out
+  // right before.
+  template <class Values>
+  __device__ __forceinline__ void store(const Tile& tile, const CUtensorMap (&maps)[kOutHeights],
+                                        int column, bool again, const Values& values) const {
     constexpr int kPairs = Traits::kOutTokens / 16;
+    // Whether the stores before are those of this tile to the other buffer and then, before them, this.
+    const bool follows = again && tile.tokens > Traits::kOutTokens;
     const int lane = lane_index();
     const int warp = warp_of_group();
     const bool leader = warp == 0 && lane == 0;
     const int matrix_row = lane % 8;
     const int chunk = 2 * warp + lane / 8 % 2;
-    const uint32_t lane_offset = (lane / 16 * 8 + matrix_row) * kBoxRowBytes +
-                                 ((chunk ^ matrix_row) * 16);
+    const uint32_t lane_offset =
+        (lane / 16 * 8 + matrix_row) * kBoxRowBytes + ((chunk ^ matrix_row) * 16);
     const int batch = params.counts != nullptr ? tile.expert : 0;
 #pragma unroll
-    for (int part = 0; part < Traits::kTileTokens / Traits::kOutTokens; ++part) {
+    for (int part = 0; part < Traits::kOutBuffers; ++part) {
       if (part * Traits::kOutTokens >= tile.tokens) break;
       const uint32_t to = shared.base + Traits::kStagingOffset +
-                          (group * Traits::kOutBuffers + *buffer) * Traits::kOutBytes;
-      *buffer ^= 1;
-      if (leader) ptx::tma_store_wait_read_but<Traits::kOutBuffers - 1>();
+                          (group * Traits::kOutBuffers + part) * Traits::kOutBytes;
+      // For the last stores out of this buffer.
+      if (leader) {
+        if (part == 0 && !follows) {
+          ptx::tma_store_wait_read();
+        } else {
+          ptx::tma_store_wait_read_but<Traits::kOutBuffers - 1>();
+        }
+      }
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
@@ -544,8 +558,11 @@ struct Consumer {
         if (2 * pair >= tile.units) break;
         uint32_t packed[4];
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          packed[r] = Numeric::pack(values[8 * pair + 2 * r], values[8 * pair + 2 * r + 1]);
+        for (int block = 0; block < 2; ++block) {
+          float v[4];
+          values(2 * pair + block, v);
+          packed[2 * block] = Numeric::pack(v[0], v[1]);
+          packed[2 * block + 1] = Numeric::pack(v[2], v[3]);
         }
         ptx::stmatrix_x4_trans(to + lane_offset + i * 16 * kBoxRowBytes, packed[0], packed[1],
                                packed[2], packed[3]);
@@ -570,49 +587,109 @@ struct Consumer {
     }
   }
 
-  // What becomes of a tile's products.
-  __device__ __forceinline__ void finish(const Tile& tile, int* buffer) {
+  // The products of a half, scaled and with their bias: what an activation is applied to.
+  __device__ __forceinline__ void adjusted(const float (&products)[kAccumulators],
+                                           const Biases& bias, int block, float (&v)[4]) const {
+    const float2 factors = ptx::load_shared_float2(scales() + (8 * block + lane_index() % 4 * 2) * 4);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      v[e] = fmaf(products[4 * block + e], e % 2 == 0 ? factors.x : factors.y, bias.of[e / 2]);
+    }
+  }
+
+  // Stores what becomes of products, and first, if wanted, what that is made of.
+  template <int kCurve>
+  __device__ __forceinline__ void finish_adjusted(const Tile& tile, int row, int second_row) const {
+    const Biases bias = biases(0, tile.expert, row);
+    const Biases second_bias = biases(1, tile.expert, second_row);
+    const auto z = [&](int block, float (&v)[4]) { adjusted(first, bias, block, v); };
+    const auto u = [&](int block, float (&v)[4]) { adjusted(second, second_bias, block, v); };
+    if constexpr (Traits::kGathers) {
+      if (params.pre_activated != 0) {
+        store(tile, params.pre_activation[0], row, false, z);
+        store(tile, params.pre_activation[Traits::kGated ? 1 : 0], second_row, true, u);
+      }
+    }
+    const auto activated = [&](float (&v)[4]) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) v[e] = activate<kCurve>(params, min_nan(v[e], params.limit));
+    };
+    if constexpr (Traits::kGated) {
+      store(tile, params.out, row, false, [&](int block, float (&v)[4]) {
+        z(block, v);
+        activated(v);
+        float factors[4];
+        u(block, factors);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          v[e] *= numeric::max_nan(min_nan(factors[e], params.limit), -params.limit) +
+                  params.up_offset;
+        }
+      });
+    } else {
+      store(tile, params.out, row, false, [&](int block, float (&v)[4]) {
+        z(block, v);
+        activated(v);
+      });
+      store(tile, params.out, second_row, true, [&](int block, float (&v)[4]) {
+        u(block, v);
+        activated(v);
+      });
+    }
+  }
+
+  // The same where products need no adjustment: z * sigmoid(z) * u, or themselves.
+  __device__ __forceinline__ void finish_plain(const Tile& tile, int row, int second_row) const {
+    if constexpr (Traits::kGated) {
+      store(tile, params.out, row, false, [&](int block, float (&v)[4]) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          constexpr float kLog2E = 1.4426950408889634f;
+          const float z = first[4 * block + e];
+          const float sigmoid = reciprocal(1.0f + numeric::exp2_approx(-kLog2E * z));
+          v[e] = z * sigmoid * second[4 * block + e];
+        }
+      });
+    } else {
+      store(tile, params.out, row, false, [&](int block, float (&v)[4]) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) v[e] = first[4 * block + e];
+      });
+      store(tile, params.out, second_row, true, [&](int block, float (&v)[4]) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) v[e] = second[4 * block + e];
+      });
+    }
+  }
+
+  __device__ __forceinline__ void finish(const Tile& tile) const {
     constexpr int kGroupRows = kHalfRows / Traits::kConsumers;
     const int row = tile.row_tile * Traits::kOutRows + group * kGroupRows;
     const int second_row = row + (Traits::kGated ? 0 : kHalfRows);
-    if (params.bias[0].data != nullptr || params.bias[1].data != nullptr ||
-        params.pair_weights != nullptr) {
-      float* scales = nullptr;
-      if (Traits::kGathers && params.pair_weights != nullptr) {
-        scales = reinterpret_cast<float*>(
-            reinterpret_cast<unsigned char*>(shared.tiles) - Traits::kTilesOffset +
-            Traits::kScalesOffset + group * Traits::kScaleBytes);
-        load_scales(tile, scales);
-      }
-      adjust(first, tile, params.bias[0], row, scales);
-      adjust(second, tile, params.bias[Traits::kGated ? 1 : 0], second_row, scales);
+    if (params.plain != 0) {
+      finish_plain(tile, row, second_row);
+      return;
     }
-    if constexpr (Traits::kGathers) {
-      if (params.pre_activated != 0) {
-        store(first, tile, params.pre_activation[0], row, buffer);
-        store(second, tile, params.pre_activation[Traits::kGated ? 1 : 0], second_row, buffer);
-      }
-      if (Traits::kGated && params.plain != 0) {
-        activate_all<kSwish, true>(tile.units);
-      } else if (params.curve == kSwish) {
-        activate_all<kSwish, false>(tile.units);
-      } else if (params.curve == kGeluErf) {
-        activate_all<kGeluErf, false>(tile.units);
-      } else {
-        activate_all<kRelu, false>(tile.units);
-      }
+    load_scales(tile);
+    if (!Traits::kGathers || params.curve == kIdentity) {
+      finish_adjusted<kIdentity>(tile, row, second_row);
+    } else if (params.curve == kSwish) {
+      finish_adjusted<kSwish>(tile, row, second_row);
+    } else if (params.curve == kGeluErf) {
+      finish_adjusted<kGeluErf>(tile, row, second_row);
+    } else {
+      finish_adjusted<kRelu>(tile, row, second_row);
     }
-    store(first, tile, params.out, row, buffer);
-    if (!Traits::kGated) store(second, tile, params.out, second_row, buffer);
   }
 
   __device__ __forceinline__ void run() {
-    int buffer = 0;
     for (int slot = 0;; slot = (slot + 1) % Traits::kTileSlots) {
       ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
-      if (shared.tiles[slot].expert == kNoExpert) break;
-      multiply(shared.tiles[slot].units);
-      finish(shared.tiles[slot], &buffer);
+      const int units = uniform(shared.tiles[slot].units);
+      if (units == 0) break;
+      cursor.stage = uniform(cursor.stage);
+      multiply(units);
+      finish(shared.tiles[slot]);
     }
     if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();
     __syncwarp();

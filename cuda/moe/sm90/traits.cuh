@@ -38,15 +38,19 @@ struct Traits {
   static constexpr int kThreads = (1 + kConsumers) * kThreadsPerGroup;
   // The first warpgroup: one warp issues the copies by TMA, three gather.
   static constexpr int kGatherThreads = 3 * kThreadsPerWarp;
-  // setmaxnreg: 64 Ki registers are 512 for each thread of a warpgroup.
-  static constexpr int kProducerRegisters = 48;
-  static constexpr int kConsumerRegisters = 232;
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512);
+  // setmaxnreg: what the block was launched with, 168 a thread, is all there is to divide.
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 + kConsumers));
 
   static constexpr int kTileRows = kHalves * kHalfRows;  // of weights
   static constexpr int kOutRows = kGated ? kHalfRows : kTileRows;
-  static constexpr int kTileTokens = 192;
-  static constexpr int kTileUnits = kTileTokens / kUnitTokens;
+#ifndef UNITS
+#define UNITS 24
+#endif
+  static constexpr int kTileUnits = UNITS;
+  static constexpr int kMostTokens = kTileUnits * kUnitTokens;
+  static constexpr int kTileTokens = 192;  // room for them, in whole boxes
   static constexpr int kStep = kBoxColumns;  // columns of one step of the main loop
   static constexpr int kStages = 3;
 
@@ -57,8 +61,8 @@ struct Traits {
   static constexpr int kTokenBoxBytes = kTokenBoxRows * kBoxRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
   // Output on its way out, [consumer][buffer][token][64].
-  static constexpr int kOutTokens = kTileTokens / 2;
-  static constexpr int kOutBuffers = 2;
+  static constexpr int kOutBuffers = 2;  // of half of the tokens each
+  static constexpr int kOutTokens = kTileTokens / kOutBuffers;
   static constexpr int kOutBytes = kOutTokens * kBoxRowBytes;
 
   // Tiles in flight: loaded ahead, one with each stage, and being finished.

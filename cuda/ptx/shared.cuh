@@ -1,0 +1,22 @@
+// Loads and stores of shared memory by its 32-bit addresses, as the other wrappers take them.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe::ptx {
+
+__device__ __forceinline__ void store_shared(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+// 8-byte aligned.
+__device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+}  // namespace flashmoe::ptx
