@@ -37,6 +37,10 @@
 namespace flashmoe::moe_sm90 {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
+#ifndef LAG
+#define LAG 1
+#endif
+inline constexpr int kLagBarrier = 3;
 inline constexpr int kStoreBarrier = 1;  // named barriers: one for each consumer
 
 // What a block computes in one pass of the main loop. The producer works it out and leaves it in shared
@@ -45,7 +49,7 @@ struct alignas(16) Tile {
   int expert;
   int first_slot;  // of its tokens; with counts from the start of the batch
   int tokens;      // that there are; 0: nothing comes of this tile
-  int units;       // that it is wide, of 8 tokens; 0: there are no more tiles
+  int units;       // that it is wide, of kUnitTokens; 0: there are no more tiles
   int row_tile;
   int shared;      // weights with the other block of the cluster
   int reused;      // weights by other tiles
@@ -328,6 +332,14 @@ __device__ __forceinline__ float min_nan(float a, float b) {
   return smaller;
 }
 
+// 1 + e^-z, or so much that the product of two is finite and z divided by it is as good as 0; of a NaN
+// that too, so that z has to be a factor of what it is for.
+__device__ __forceinline__ float sigmoid_divisor(float z) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  constexpr float kMost = 62.0f;
+  return 1.0f + numeric::exp2_approx(fminf(-kLog2E * z, kMost));
+}
+
 // The activation of z.
 template <int kCurve>
 __device__ __forceinline__ float activate(const Params& params, float z) {
@@ -365,7 +377,7 @@ template <class Traits>
 struct Consumer {
   using Element = typename Traits::Element;
   using Numeric = numeric::ElementTraits<Element>;
-  static constexpr int kAccumulators = Traits::kMostTokens / 2;
+  static constexpr int kAccumulators = Traits::kTileTokens / 2;
 
   const Params& params;
   const Shared<Traits>& shared;
@@ -415,6 +427,7 @@ struct Consumer {
       }
       ptx::wgmma_commit();
     };
+    if (group == 1 && LAG) ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
     issue(true);
     int last_stage = cursor.stage;
     cursor.step();
@@ -422,11 +435,13 @@ struct Consumer {
     for (int step = 1; step < steps; ++step) {
       issue(false);
       ptx::wgmma_wait<1>();
+      if (group == 0 && LAG == step) ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
       release(last_stage);
       last_stage = cursor.stage;
       cursor.step();
     }
     ptx::wgmma_wait<0>();
+    if (group == 0 && LAG && steps <= LAG) ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
     ptx::pin(first_used);
     ptx::pin(second_used);
     release(last_stage);
@@ -435,49 +450,29 @@ struct Consumer {
       first[i] = first_used[i];
       second[i] = second_used[i];
     }
+#pragma unroll
+    for (int i = kTokens / 2; i < kAccumulators; ++i) first[i] = second[i] = 0.0f;
   }
 
   __device__ __forceinline__ void multiply(int units) {
-#ifdef EVEN
-    switch ((units+1)/2*2) {
-#else
     switch (units) {
-#endif
-#define FLASHMOE_UNITS(units) \
-  case units:                 \
-    multiply<8 * units>();    \
+#define FLASHMOE_UNITS(units)          \
+  case units:                          \
+    multiply<kUnitTokens * units>();   \
     break;
-#ifndef EVEN
       FLASHMOE_UNITS(1)
-      FLASHMOE_UNITS(3)
-      FLASHMOE_UNITS(5)
-      FLASHMOE_UNITS(7)
-      FLASHMOE_UNITS(9)
-      FLASHMOE_UNITS(11)
-      FLASHMOE_UNITS(13)
-      FLASHMOE_UNITS(15)
-      FLASHMOE_UNITS(17)
-      FLASHMOE_UNITS(19)
-#if UNITS > 22
- FLASHMOE_UNITS(21)
-FLASHMOE_UNITS(23)
-#endif
-#endif
       FLASHMOE_UNITS(2)
+      FLASHMOE_UNITS(3)
       FLASHMOE_UNITS(4)
+      FLASHMOE_UNITS(5)
       FLASHMOE_UNITS(6)
+      FLASHMOE_UNITS(7)
       FLASHMOE_UNITS(8)
+      FLASHMOE_UNITS(9)
       FLASHMOE_UNITS(10)
-      FLASHMOE_UNITS(12)
-      FLASHMOE_UNITS(14)
-      FLASHMOE_UNITS(16)
-      FLASHMOE_UNITS(18)
-      FLASHMOE_UNITS(20)
-#if UNITS > 22
- FLASHMOE_UNITS(22)
-#endif
+      FLASHMOE_UNITS(11)
       default:
-        multiply<Traits::kMostTokens>();
+        multiply<Traits::kTileTokens>();
 #undef FLASHMOE_UNITS
     }
   }
@@ -527,7 +522,8 @@ FLASHMOE_UNITS(23)
   template <class Values>
   __device__ __forceinline__ void store(const Tile& tile, const CUtensorMap (&maps)[kOutHeights],
                                         int column, bool again, const Values& values) const {
-    constexpr int kPairs = Traits::kOutTokens / 16;
+    constexpr int kPairs = Traits::kOutTokens / 16;  // of blocks of 8 tokens: what stmatrix stores
+    static_assert(kUnitTokens == 16);
     // Whether the stores before are those of this tile to the other buffer and then, before them, this.
     const bool follows = again && tile.tokens > Traits::kOutTokens;
     const int lane = lane_index();
@@ -555,7 +551,7 @@ FLASHMOE_UNITS(23)
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         const int pair = part * kPairs + i;
-        if (2 * pair >= tile.units) break;
+        if (pair >= tile.units) break;
         uint32_t packed[4];
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
@@ -643,11 +639,15 @@ FLASHMOE_UNITS(23)
     if constexpr (Traits::kGated) {
       store(tile, params.out, row, false, [&](int block, float (&v)[4]) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          constexpr float kLog2E = 1.4426950408889634f;
-          const float z = first[4 * block + e];
-          const float sigmoid = reciprocal(1.0f + numeric::exp2_approx(-kLog2E * z));
-          v[e] = z * sigmoid * second[4 * block + e];
+        for (int e = 0; e < 4; e += 2) {
+          // One reciprocal for two: the MUFU unit is what takes longest here.
+          const float z0 = first[4 * block + e];
+          const float z1 = first[4 * block + e + 1];
+          const float d0 = sigmoid_divisor(z0);
+          const float d1 = sigmoid_divisor(z1);
+          const float inverse = reciprocal(d0 * d1);
+          v[e] = z0 * second[4 * block + e] * (inverse * d1);
+          v[e + 1] = z1 * second[4 * block + e + 1] * (inverse * d0);
         }
       });
     } else {
@@ -689,6 +689,8 @@ FLASHMOE_UNITS(23)
       if (units == 0) break;
       cursor.stage = uniform(cursor.stage);
       multiply(units);
+      ptx::pin(first);
+      ptx::pin(second);
       finish(shared.tiles[slot]);
     }
     if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();

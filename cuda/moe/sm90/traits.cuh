@@ -11,7 +11,7 @@ inline constexpr int kMaxSharedBytesPerBlock = 227 * 1024;
 inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kBoxColumns = 64;  // 128 bytes, the widest swizzle
 inline constexpr int kBoxRowBytes = 128;
-inline constexpr int kUnitTokens = 8;  // tiles are multiples of it: the narrowest wgmma
+inline constexpr int kUnitTokens = 16;  // tiles are so many tokens wide, or a multiple
 inline constexpr int kCluster = 2;     // blocks that share weights
 inline constexpr int kHalves = 2;      // of a tile's weight rows: gate and up, or neighbours
 inline constexpr int kHalfRows = 128;
@@ -45,12 +45,8 @@ struct Traits {
 
   static constexpr int kTileRows = kHalves * kHalfRows;  // of weights
   static constexpr int kOutRows = kGated ? kHalfRows : kTileRows;
-#ifndef UNITS
-#define UNITS 24
-#endif
-  static constexpr int kTileUnits = UNITS;
-  static constexpr int kMostTokens = kTileUnits * kUnitTokens;
-  static constexpr int kTileTokens = 192;  // room for them, in whole boxes
+  static constexpr int kTileTokens = 192;
+  static constexpr int kTileUnits = kTileTokens / kUnitTokens;
   static constexpr int kStep = kBoxColumns;  // columns of one step of the main loop
   static constexpr int kStages = 3;
 
