@@ -1,14 +1,15 @@
-// What a thread launched last, for flashmoe_last_launch.
+// What was launched last, by whatever backend.
 #pragma once
 
+#include "core/status.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
 
-// The GPU part is read back from the runtime when it is asked for.
+// The last launch of this thread. The GPU part is read back from the runtime when it is asked for.
 struct LaunchRecord {
   flashmoe_launch info;
-  const void* function;  // GPU: handle for `read`; CPU: nullptr
+  const void* function;  // GPU: handle for LaunchReader; CPU: nullptr
   flashmoe_status (*read)(const LaunchRecord& record, flashmoe_launch* launch);
 };
 
