@@ -37,11 +37,30 @@
 namespace flashmoe::moe_sm90 {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
+#ifndef AHEAD
+#define AHEAD 6
+#endif
+inline constexpr int kStepsAhead = AHEAD;  // of the copies, in which what they copy comes to the L2
+inline constexpr uint32_t kNoRow = 0xffffffffu;
+#ifndef ORDER
+#define ORDER 1
+#define ZERO 0
+#define PIN 0
+#endif
 #ifndef LAG
 #define LAG 1
 #endif
 inline constexpr int kLagBarrier = 3;
 inline constexpr int kStoreBarrier = 1;  // named barriers: one for each consumer
+
+// Read anew where they are used: kept across the main loop they would cost registers.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+__device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
+__device__ __forceinline__ int warp_of_group() { return thread_index() / kThreadsPerWarp % 4; }
 
 // What a block computes in one pass of the main loop. The producer works it out and leaves it in shared
 // memory with the first stage.
@@ -65,7 +84,7 @@ template <class Traits>
 class Schedule {
  public:
   __device__ __forceinline__ explicit Schedule(const Params& params)
-      : params_(params), lane_(static_cast<int>(threadIdx.x) % kThreadsPerWarp) {
+      : params_(params) {
     view(0, 0);
   }
 
@@ -74,8 +93,8 @@ class Schedule {
     for (;;) {
       const int end = __shfl_sync(kFullWarp, end_, kThreadsPerWarp - 1);
       if (item < end) break;
-      if (expert_ - lane_ + kThreadsPerWarp >= params_.experts) return false;
-      view(expert_ - lane_ + kThreadsPerWarp, end);
+      if (expert_ - lane_index() + kThreadsPerWarp >= params_.experts) return false;
+      view(expert_ - lane_index() + kThreadsPerWarp, end);
     }
     const int owner = __popc(__ballot_sync(kFullWarp, item >= end_));
     const int first_slot = __shfl_sync(kFullWarp, first_slot_, owner);
@@ -104,7 +123,7 @@ class Schedule {
   // Brings the experts from `first` on into view, in front of which there are so many items. Whatever
   // offsets say, slots are such that there are.
   __device__ __forceinline__ void view(int first, int items) {
-    expert_ = first + lane_;
+    expert_ = first + lane_index();
     first_slot_ = tokens_ = 0;
     if (expert_ < params_.experts) {
       if (params_.counts != nullptr) {
@@ -119,7 +138,7 @@ class Schedule {
 #pragma unroll
     for (int distance = 1; distance < kThreadsPerWarp; distance *= 2) {
       const int below = __shfl_up_sync(kFullWarp, end_, distance);
-      if (lane_ >= distance) end_ += below;
+      if (lane_index() >= distance) end_ += below;
     }
     end_ += items;
   }
@@ -155,7 +174,6 @@ class Schedule {
   }
 
   const Params& params_;
-  int lane_;
   int expert_;
   int first_slot_;
   int tokens_;
@@ -188,6 +206,10 @@ struct Shared {
   __device__ __forceinline__ uint32_t tokens(int stage) const {
     return weights(stage) + Traits::kWeightBytes;
   }
+  // The rows of x of a tile, in chunks of 16 bytes from its start, or kNoRow.
+  __device__ __forceinline__ uint32_t rows(int slot) const {
+    return base + Traits::kRowsOffset + slot * Traits::kRowsBytes;
+  }
   // The stage is loaded: the TMA warp says of how many bytes, and each gathering thread arrives.
   __device__ __forceinline__ uint32_t full(int stage) const {
     return base + Traits::kBarriersOffset + 8 * stage;
@@ -196,10 +218,103 @@ struct Shared {
   __device__ __forceinline__ uint32_t empty(int stage) const {
     return full(Traits::kStages + stage);
   }
+  // The tile in the slot is known.
+  __device__ __forceinline__ uint32_t known(int slot) const {
+    return full(2 * Traits::kStages + slot);
+  }
 };
 
 __device__ __forceinline__ int first_item() { return static_cast<int>(blockIdx.x) / kCluster; }
 __device__ __forceinline__ int item_stride() { return static_cast<int>(gridDim.x) / kCluster; }
+
+// Where the chunk of 16 bytes lies that is so many behind `base`.
+__device__ __forceinline__ const uint16_t* chunk_at(const uint16_t* base, uint32_t chunks) {
+  return base + static_cast<uint64_t>(chunks) * 8;
+}
+
+// Goes ahead of the copies by some steps: works out the tiles, and fetches what they need into the L2.
+// The stages alone are too few to hide the latency of memory. One warp, all of its lanes.
+template <class Traits>
+class Scout {
+ public:
+  __device__ __forceinline__ Scout(const Params& params, const Shared<Traits>& shared)
+      : params_(params),
+        shared_(shared),
+        schedule_(params) {
+    find();
+  }
+
+  // Goes one step further, unless that were too many tiles ahead of tile number `loading`.
+  __device__ __forceinline__ void step(int loading, int steps) {
+    if (ended_) return;
+    if (step_ == steps) {
+      if (found_ - loading > kMostAhead) return;
+      find();
+      if (ended_) return;
+    }
+    fetch(shared_.tiles[(found_ - 1) % Traits::kTileSlots], step_ * Traits::kStep);
+    ++step_;
+  }
+
+ private:
+  static constexpr int kPieceSteps = 8;  // of a row of x that are fetched at a time
+  // Before the tile that is loaded there are some that are computed, one with each stage and the last.
+  static constexpr int kMostAhead = Traits::kTileSlots - (Traits::kStages + 2);
+
+  static __device__ __forceinline__ int lane() { return lane_index(); }
+  static __device__ __forceinline__ int rank() { return static_cast<int>(ptx::cluster_rank()); }
+
+  __device__ __forceinline__ void find() {
+    const int slot = found_ % Traits::kTileSlots;
+    Tile tile;
+    ended_ = !schedule_.find(first_item() + found_ * item_stride(), rank(), &tile);
+    if (ended_) tile.units = 0;
+    if (lane() == 0) shared_.tiles[slot] = tile;
+    if (Traits::kGathers && !ended_) {
+      for (int row = lane(); row < tile.tokens; row += kThreadsPerWarp) {
+        const int pair = params_.pairs[tile.first_slot + row];
+        uint32_t chunks = kNoRow;
+        if (pair >= 0 && pair < params_.rows) {
+          chunks = static_cast<uint32_t>(pair / params_.top_k) * params_.x_row_chunks;
+        }
+        ptx::store_shared(shared_.rows(slot) + 4 * row, chunks);
+      }
+    }
+    __syncwarp();
+    if (Traits::kGathers && lane() == 0) ptx::mbarrier_arrive(shared_.known(slot));
+    ++found_;
+    step_ = 0;
+  }
+
+  __device__ __forceinline__ void fetch(const Tile& tile, int column) const {
+    const bool shares = tile.shared != 0 && params_.multicast != 0;
+    if (lane() < kHalves && !(shares && lane() != rank())) {
+      ptx::tma_prefetch(
+          &params_.weights[lane()], column,
+          tile.row_tile * Traits::kOutRows + (Traits::kGated ? 0 : lane() * kHalfRows),
+          tile.expert, 0);
+    }
+    if constexpr (Traits::kGathers) {
+      if (step_ % kPieceSteps != 0) return;
+      const int bytes = 2 * min(kPieceSteps * Traits::kStep, params_.columns - column);
+      const uint32_t rows = shared_.rows((found_ - 1) % Traits::kTileSlots);
+      for (int row = lane(); row < tile.tokens; row += kThreadsPerWarp) {
+        const uint32_t chunks = ptx::load_shared_u32(rows + 4 * row);
+        if (chunks != kNoRow) ptx::bulk_prefetch(chunk_at(params_.x + column, chunks), bytes);
+      }
+    } else if (lane() * kTokenBoxRows < tile.tokens) {
+      ptx::tma_prefetch(&params_.tokens, column, tile.first_slot + lane() * kTokenBoxRows,
+                        params_.counts != nullptr ? tile.expert : 0, 0);
+    }
+  }
+
+  const Params& params_;
+  const Shared<Traits>& shared_;
+  Schedule<Traits> schedule_;
+  int found_ = 0;
+  int step_ = 0;
+  bool ended_;
+};
 
 // Issues the copies by TMA, one warp.
 template <class Traits>
@@ -207,61 +322,55 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   const int rank = static_cast<int>(ptx::cluster_rank());
   const bool leader = threadIdx.x == 0;
   const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
-  Schedule<Traits> schedule(params);
+  const int batches = params.counts != nullptr ? 1 : 0;
+  Scout<Traits> scout(params, shared);
+  int due = kStepsAhead;  // steps for the scout to go, beside one with each of the loads
   Cursor<Traits::kStages> cursor;
-  int sent = 0;
-  Tile tile;
-  for (int item = first_item(); schedule.find(item, rank, &tile); item += item_stride(), ++sent) {
-    if (leader) {
-      const bool shares = tile.shared != 0 && params.multicast != 0;
-      const uint64_t policy = tile.reused != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
-      const int first_row = tile.row_tile * Traits::kOutRows;
-      const int boxes = Traits::kGathers ? 0
-                                         : (tile.units * kUnitTokens + kTokenBoxRows - 1) /
-                                               kTokenBoxRows;
-      const int token_batch = params.counts != nullptr ? tile.expert : 0;
-      shared.tiles[sent % Traits::kTileSlots] = tile;
-      for (int step = 0; step < steps; ++step) {
+  for (int loading = 0;; ++loading) {
+    const Tile& tile = shared.tiles[loading % Traits::kTileSlots];
+    if (tile.units == 0) break;
+    const bool shares = tile.shared != 0 && params.multicast != 0;
+    const int boxes =
+        Traits::kGathers ? 0 : (tile.units * kUnitTokens + kTokenBoxRows - 1) / kTokenBoxRows;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll 1
+      for (; due >= 0; --due) scout.step(loading, steps);
+      due = 0;
+      ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
+      if (leader) {
         const uint32_t full = shared.full(cursor.stage);
         const uint32_t weights = shared.weights(cursor.stage);
         const int column = step * Traits::kStep;
-        ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
+        const uint64_t policy = tile.reused != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
+        const int row = tile.row_tile * Traits::kOutRows;
         ptx::mbarrier_arrive_expect(full,
                                     Traits::kWeightBytes + boxes * Traits::kTokenBoxBytes);
         if (shares) {
-          const int row = first_row + (Traits::kGated ? 0 : rank * kHalfRows);
           ptx::tma_load_multicast(weights + rank * Traits::kHalfBytes, &params.weights[rank], full,
-                                  policy, (1 << kCluster) - 1, column, row, tile.expert, 0);
+                                  policy, (1 << kCluster) - 1, column,
+                                  row + (Traits::kGated ? 0 : rank * kHalfRows), tile.expert, 0);
         } else {
-          ptx::tma_load(weights, &params.weights[0], full, policy, column, first_row, tile.expert,
-                        0);
+          ptx::tma_load(weights, &params.weights[0], full, policy, column, row, tile.expert, 0);
           ptx::tma_load(weights + Traits::kHalfBytes, &params.weights[1], full, policy, column,
-                        first_row + (Traits::kGated ? 0 : kHalfRows), tile.expert, 0);
+                        row + (Traits::kGated ? 0 : kHalfRows), tile.expert, 0);
         }
+#pragma unroll 1
         for (int box = 0; box < boxes; ++box) {
           ptx::tma_load(shared.tokens(cursor.stage) + box * Traits::kTokenBoxBytes, &params.tokens,
                         full, ptx::kEvictNormal, column, tile.first_slot + box * kTokenBoxRows,
-                        token_batch, 0);
+                        batches * tile.expert, 0);
         }
-        cursor.step();
       }
+      __syncwarp();
+      cursor.step();
     }
-    __syncwarp();
   }
   if (leader) {
-    shared.tiles[sent % Traits::kTileSlots].units = 0;
     ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
     ptx::mbarrier_arrive(shared.full(cursor.stage));
   }
   __syncwarp();
-}
-
-// Where the chunk of 16 bytes lies that is so many behind `base`. Worked out anew for every step: the
-// compiler would keep 64 bits for each row.
-__device__ __forceinline__ const uint16_t* chunk_at(const uint16_t* base, uint32_t chunks) {
-  const uint16_t* address;
-  asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(address) : "r"(chunks), "l"(base));
-  return address;
 }
 
 // Gathers rows of x: threads 0 to kGatherThreads - 1 of some whole warps. Eight threads copy the 128
@@ -274,42 +383,35 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
   constexpr int kRowsApart = Traits::kGatherThreads / kThreadsPerRow;
   constexpr int kRows = Traits::kTileTokens / kRowsApart;
   static_assert(kRowsApart % 8 == 4, "every second row of a thread has the same swizzle");
-  const int rank = static_cast<int>(ptx::cluster_rank());
+  static_assert(Traits::kTileTokens % kRowsApart == 0);
   const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
   const int chunk = thread % kThreadsPerRow;
   const int first_row = thread / kThreadsPerRow;
   const uint32_t places[2] = {
       static_cast<uint32_t>(first_row * kBoxRowBytes + (chunk ^ (first_row % 8)) * 16),
       static_cast<uint32_t>(first_row * kBoxRowBytes + (chunk ^ ((first_row + 4) % 8)) * 16)};
-  Schedule<Traits> schedule(params);
   Cursor<Traits::kStages> cursor;
-  Tile tile;
-  for (int item = first_item(); schedule.find(item, rank, &tile); item += item_stride()) {
-    uint32_t offsets[kRows];  // of the rows of x, in chunks
-    uint32_t known = 0;       // a bit for each row that has a token
-    const int rows = tile.tokens - first_row;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      offsets[i] = 0;
-      if (i * kRowsApart < rows) {
-        const int pair = params.pairs[tile.first_slot + first_row + i * kRowsApart];
-        if (pair >= 0 && pair < params.rows) {
-          offsets[i] = static_cast<uint32_t>(pair / params.top_k) * params.x_row_chunks;
-          known |= 1u << i;
-        }
-      }
-    }
+  Cursor<Traits::kTileSlots> slot;
+  for (;; slot.step()) {
+    ptx::mbarrier_wait(shared.known(slot.stage), slot.parity);
+    const Tile& tile = shared.tiles[slot.stage];
+    if (tile.units == 0) break;
+    const int tokens = tile.tokens - first_row;
+    const uint32_t rows = shared.rows(slot.stage) + 4 * first_row;
+#pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       const int column = step * Traits::kStep + chunk * kChunk;
-      const uint32_t valid = column < params.columns ? known : 0;
+      const bool inside = column < params.columns;
       const uint16_t* const source = params.x + column;
       const uint32_t destination = shared.tokens(cursor.stage);
       ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        if (i * kRowsApart < rows) {
+        if (i * kRowsApart < tokens) {
+          const uint32_t chunks = ptx::load_shared_u32(rows + 4 * i * kRowsApart);
+          const bool valid = inside && chunks != kNoRow;
           ptx::cp_async_16_or_zero(destination + places[i % 2] + i * kRowsApart * kBoxRowBytes,
-                                   chunk_at(source, offsets[i]), (valid & (1u << i)) != 0);
+                                   chunk_at(source, valid ? chunks : 0), valid);
         }
       }
       ptx::cp_async_arrive(shared.full(cursor.stage));
@@ -356,15 +458,6 @@ __device__ __forceinline__ float activate(const Params& params, float z) {
     return params.curve == kRelu2 ? positive * positive : positive;
   }
 }
-
-// Read anew where they are used: kept across the main loop they would cost registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-__device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
-__device__ __forceinline__ int warp_of_group() { return thread_index() / kThreadsPerWarp % 4; }
 
 // A value that all lanes of the warp agree on, so that the compiler knows: it keeps what follows from it
 // in uniform registers, of which wgmma takes its descriptors.
@@ -450,8 +543,10 @@ struct Consumer {
       first[i] = first_used[i];
       second[i] = second_used[i];
     }
+#if ZERO
 #pragma unroll
     for (int i = kTokens / 2; i < kAccumulators; ++i) first[i] = second[i] = 0.0f;
+#endif
   }
 
   __device__ __forceinline__ void multiply(int units) {
@@ -470,7 +565,9 @@ struct Consumer {
       FLASHMOE_UNITS(8)
       FLASHMOE_UNITS(9)
       FLASHMOE_UNITS(10)
+#if TT > 176
       FLASHMOE_UNITS(11)
+#endif
       default:
         multiply<Traits::kTileTokens>();
 #undef FLASHMOE_UNITS
@@ -499,21 +596,6 @@ struct Consumer {
   }
   __device__ __forceinline__ uint32_t scales() const {
     return shared.base + Traits::kScalesOffset + group * Traits::kScaleBytes;
-  }
-
-  // Biases of a thread's two rows of a half.
-  struct Biases {
-    float of[2];
-  };
-  __device__ __forceinline__ Biases biases(int half, int expert, int first_row) const {
-    const Bias& bias = params.bias[Traits::kGated ? half : 0];
-    Biases result{{0.0f, 0.0f}};
-    if (bias.data != nullptr) {
-      const int row = first_row + warp_of_group() * 16 + lane_index() / 4;
-      result.of[0] = bias_of(bias, expert, row);
-      result.of[1] = bias_of(bias, expert, row + 8);
-    }
-    return result;
   }
 
   // Writes 64 rows of values of all tokens, transposed: from `column` on of the tokens' rows.
@@ -551,7 +633,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         const int pair = part * kPairs + i;
-        if (pair >= tile.units) break;
+        if (pair >= Traits::kTileUnits || pair >= tile.units) break;
         uint32_t packed[4];
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
@@ -583,102 +665,128 @@ struct Consumer {
     }
   }
 
-  // The products of a half, scaled and with their bias: what an activation is applied to.
-  __device__ __forceinline__ void adjusted(const float (&products)[kAccumulators],
-                                           const Biases& bias, int block, float (&v)[4]) const {
-    const float2 factors = ptx::load_shared_float2(scales() + (8 * block + lane_index() % 4 * 2) * 4);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      v[e] = fmaf(products[4 * block + e], e % 2 == 0 ? factors.x : factors.y, bias.of[e / 2]);
-    }
-  }
+  // Products with what comes before the activation: the weights of the tokens' pairs and the bias.
+  struct Adjusted {
+    const Consumer& consumer;
+    const float (&products)[kAccumulators];
+    float biases[2];  // of a thread's two rows
 
-  // Stores what becomes of products, and first, if wanted, what that is made of.
-  template <int kCurve>
-  __device__ __forceinline__ void finish_adjusted(const Tile& tile, int row, int second_row) const {
-    const Biases bias = biases(0, tile.expert, row);
-    const Biases second_bias = biases(1, tile.expert, second_row);
-    const auto z = [&](int block, float (&v)[4]) { adjusted(first, bias, block, v); };
-    const auto u = [&](int block, float (&v)[4]) { adjusted(second, second_bias, block, v); };
-    if constexpr (Traits::kGathers) {
-      if (params.pre_activated != 0) {
-        store(tile, params.pre_activation[0], row, false, z);
-        store(tile, params.pre_activation[Traits::kGated ? 1 : 0], second_row, true, u);
+    __device__ __forceinline__ Adjusted(const Consumer& consumer_,
+                                        const float (&products_)[kAccumulators], int half,
+                                        int expert, int first_row)
+        : consumer(consumer_), products(products_) {
+      const Bias& bias = consumer.params.bias[Traits::kGated ? half : 0];
+      biases[0] = biases[1] = 0.0f;
+      if (bias.data != nullptr) {
+        const int row = first_row + warp_of_group() * 16 + lane_index() / 4;
+        biases[0] = consumer.bias_of(bias, expert, row);
+        biases[1] = consumer.bias_of(bias, expert, row + 8);
       }
     }
-    const auto activated = [&](float (&v)[4]) {
+
+    __device__ __forceinline__ void operator()(int block, float (&v)[4]) const {
+      float2 factors{1.0f, 1.0f};
+      if (Traits::kGathers) {
+        factors = ptx::load_shared_float2(consumer.scales() +
+                                          (8 * block + lane_index() % 4 * 2) * 4);
+      }
 #pragma unroll
-      for (int e = 0; e < 4; ++e) v[e] = activate<kCurve>(params, min_nan(v[e], params.limit));
-    };
-    if constexpr (Traits::kGated) {
-      store(tile, params.out, row, false, [&](int block, float (&v)[4]) {
-        z(block, v);
-        activated(v);
-        float factors[4];
-        u(block, factors);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          v[e] *= numeric::max_nan(min_nan(factors[e], params.limit), -params.limit) +
-                  params.up_offset;
-        }
-      });
-    } else {
-      store(tile, params.out, row, false, [&](int block, float (&v)[4]) {
-        z(block, v);
-        activated(v);
-      });
-      store(tile, params.out, second_row, true, [&](int block, float (&v)[4]) {
-        u(block, v);
-        activated(v);
-      });
+      for (int e = 0; e < 4; ++e) {
+        v[e] = fmaf(products[4 * block + e], e % 2 == 0 ? factors.x : factors.y, biases[e / 2]);
+      }
     }
+  };
+
+  // Stores one half of what has no gate, and first, if wanted, what the activation is applied to.
+  template <int kCurve>
+  __device__ __forceinline__ void finish_half(const Tile& tile,
+                                              const float (&products)[kAccumulators], int half,
+                                              int row) const {
+    const Adjusted z(*this, products, half, tile.expert, row);
+    if (Traits::kGathers && params.pre_activated != 0) {
+      store(tile, params.pre_activation[0], row, half > 0, z);
+    }
+    store(tile, params.out, row, half > 0 || params.pre_activated != 0,
+          [&](int block, float (&v)[4]) {
+            z(block, v);
+            if (kCurve == kIdentity) return;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) v[e] = activate<kCurve>(params, min_nan(v[e], params.limit));
+          });
   }
 
-  // The same where products need no adjustment: z * sigmoid(z) * u, or themselves.
-  __device__ __forceinline__ void finish_plain(const Tile& tile, int row, int second_row) const {
-    if constexpr (Traits::kGated) {
-      store(tile, params.out, row, false, [&](int block, float (&v)[4]) {
-#pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-          // One reciprocal for two: the MUFU unit is what takes longest here.
-          const float z0 = first[4 * block + e];
-          const float z1 = first[4 * block + e + 1];
-          const float d0 = sigmoid_divisor(z0);
-          const float d1 = sigmoid_divisor(z1);
-          const float inverse = reciprocal(d0 * d1);
-          v[e] = z0 * second[4 * block + e] * (inverse * d1);
-          v[e + 1] = z1 * second[4 * block + e + 1] * (inverse * d0);
-        }
-      });
-    } else {
-      store(tile, params.out, row, false, [&](int block, float (&v)[4]) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) v[e] = first[4 * block + e];
-      });
-      store(tile, params.out, second_row, true, [&](int block, float (&v)[4]) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) v[e] = second[4 * block + e];
-      });
+  // Stores the activation of the first half times the second.
+  template <int kCurve>
+  __device__ __forceinline__ void finish_gated(const Tile& tile, int row) const {
+    const Adjusted gate(*this, first, 0, tile.expert, row);
+    const Adjusted up(*this, second, 1, tile.expert, row);
+    if (params.pre_activated != 0) {
+      store(tile, params.pre_activation[0], row, false, gate);
+      store(tile, params.pre_activation[1], row, true, up);
     }
+    store(tile, params.out, row, params.pre_activated != 0, [&](int block, float (&v)[4]) {
+      float factors[4];
+      gate(block, v);
+      up(block, factors);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        v[e] = activate<kCurve>(params, min_nan(v[e], params.limit)) *
+               (numeric::max_nan(min_nan(factors[e], params.limit), -params.limit) +
+                params.up_offset);
+      }
+    });
   }
 
+  // The same for SiLU and products that need no adjustment.
+  __device__ __forceinline__ void finish_plain(const Tile& tile, int row) const {
+    store(tile, params.out, row, false, [&](int block, float (&v)[4]) {
+#pragma unroll
+      for (int e = 0; e < 4; e += 2) {
+        // One reciprocal for two: the MUFU unit is what takes longest here.
+        const float z0 = first[4 * block + e];
+        const float z1 = first[4 * block + e + 1];
+        const float d0 = sigmoid_divisor(z0);
+        const float d1 = sigmoid_divisor(z1);
+        const float inverse = reciprocal(d0 * d1);
+        v[e] = z0 * second[4 * block + e] * (inverse * d1);
+        v[e + 1] = z1 * second[4 * block + e + 1] * (inverse * d0);
+      }
+    });
+  }
+
+  template <int kCurve>
   __device__ __forceinline__ void finish(const Tile& tile) const {
-    constexpr int kGroupRows = kHalfRows / Traits::kConsumers;
-    const int row = tile.row_tile * Traits::kOutRows + group * kGroupRows;
-    const int second_row = row + (Traits::kGated ? 0 : kHalfRows);
-    if (params.plain != 0) {
-      finish_plain(tile, row, second_row);
-      return;
-    }
-    load_scales(tile);
-    if (!Traits::kGathers || params.curve == kIdentity) {
-      finish_adjusted<kIdentity>(tile, row, second_row);
-    } else if (params.curve == kSwish) {
-      finish_adjusted<kSwish>(tile, row, second_row);
-    } else if (params.curve == kGeluErf) {
-      finish_adjusted<kGeluErf>(tile, row, second_row);
+    const int row = first_row(tile);
+    if constexpr (Traits::kGated) {
+      finish_gated<kCurve>(tile, row);
     } else {
-      finish_adjusted<kRelu>(tile, row, second_row);
+      finish_half<kCurve>(tile, first, 0, row);
+      finish_half<kCurve>(tile, second, 1, row + kHalfRows);
+    }
+  }
+
+  // Of this group's rows of the first half.
+  __device__ __forceinline__ int first_row(const Tile& tile) const {
+    return tile.row_tile * Traits::kOutRows + group * (kHalfRows / Traits::kConsumers);
+  }
+
+  // What becomes of a tile's products.
+  __device__ __forceinline__ void finish(const Tile& tile) const {
+    if constexpr (!Traits::kGathers) {
+      finish<kIdentity>(tile);
+    } else {
+      if (Traits::kGated && params.plain != 0) {
+        finish_plain(tile, first_row(tile));
+        return;
+      }
+      load_scales(tile);
+      if (params.curve == kSwish) {
+        finish<kSwish>(tile);
+      } else if (params.curve == kGeluErf) {
+        finish<kGeluErf>(tile);
+      } else {
+        finish<kRelu>(tile);
+      }
     }
   }
 
@@ -689,8 +797,10 @@ struct Consumer {
       if (units == 0) break;
       cursor.stage = uniform(cursor.stage);
       multiply(units);
+#if PIN
       ptx::pin(first);
       ptx::pin(second);
+#endif
       finish(shared.tiles[slot]);
     }
     if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();
@@ -717,6 +827,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::mbarrier_init(shared.full(stage), 1 + (Traits::kGathers ? Traits::kGatherThreads : 0));
       ptx::mbarrier_init(shared.empty(stage), kCluster * kConsumerWarps);
     }
+    for (int slot = 0; slot < Traits::kTileSlots; ++slot) ptx::mbarrier_init(shared.known(slot), 1);
     ptx::fence_mbarrier_init();
   }
   __syncwarp();
@@ -727,6 +838,20 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   const int warp = __shfl_sync(kFullWarp, thread / kThreadsPerWarp, 0);
   const int group = warp / 4;
+#if ORDER
+  if (group != 0) {
+    ptx::take_registers<Traits::kConsumerRegisters>();
+    Consumer<Traits> consumer(params, shared, group - 1);
+    consumer.run();
+  } else {
+    ptx::give_registers_back<Traits::kProducerRegisters>();
+    if (warp == 0) {
+      produce<Traits>(params, shared);
+    } else if (Traits::kGathers) {
+      gather<Traits>(params, shared, thread - kThreadsPerWarp);
+    }
+  }
+#else
   if (group == 0) {
     ptx::give_registers_back<Traits::kProducerRegisters>();
     if (warp == 0) {
@@ -739,6 +864,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     Consumer<Traits> consumer(params, shared, group - 1);
     consumer.run();
   }
+#endif
   // The other block of the cluster may still load to this one, or arrive at its barriers.
   __syncwarp();
   ptx::cluster_arrive_relaxed();
