@@ -19,8 +19,9 @@ class FewRows : MoeTileSums<typename Product::Element> {
   using Element = typename Product::Element;
   using Base = MoeTileSums<Element>;
   static constexpr int kPack = Product::kPack;
-  static constexpr int64_t kMostDotRows = 12;
-  static constexpr int64_t kMostAxpyRows = 4;
+  // Above, packing pays. Pairs that lie by columns are multiplied one by one here.
+  static constexpr int64_t kMostDotRows = 6 * Simd::kDotRows;
+  static constexpr int64_t kMostAxpyRows = kPack == 1 ? kMostDotRows : kMostDotRows / 3;
   static_assert(kMostDotRows * kFewStride <= MoeScratch::kRows, "rows fit in the scratch");
 
   using Base::Base;
@@ -60,6 +61,8 @@ class FewRows : MoeTileSums<typename Product::Element> {
 
   void dot(int m) const {
     const int64_t words = tile_.depth / kPack;
+    const int64_t groups = (tile_.rows + Simd::kDotRows - 1) / Simd::kDotRows;
+    const int64_t together = (tile_.rows + groups - 1) / groups;
     for (int64_t word = 0; word < words; word += kFewWords) {
       const int64_t count = smaller(kFewWords, words - word);
       load_rows<Product>(word, count);
@@ -67,8 +70,9 @@ class FewRows : MoeTileSums<typename Product::Element> {
         const Element* w = this->weights(m, column, word * kPack);
         const int64_t stride = tile_.weights[m].row_stride;
         float* to = this->sums(m, column / kPanel, 0) + column % kPanel;
-        for (int64_t r = 0; r < tile_.rows; r += Simd::kDotRows) {
-          dot_rows(s_.rows + r * kFewStride, w, stride, count, to + r * kPanel, tile_.rows - r);
+        for (int64_t r = 0; r < tile_.rows; r += together) {
+          dot_rows(s_.rows + r * kFewStride, w, stride, count, to + r * kPanel,
+                   smaller(together, tile_.rows - r));
         }
       }
     }

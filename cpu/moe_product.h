@@ -125,8 +125,10 @@ class ManyRows : MoeTileSums<typename Product::Element> {
       if (!first_block) return add(r, v, sum);
       Simd::store(sums + r * kPanel + v * kLanes, sum);
     };
-    multiply_panel<Product, kRows, kPanelVectors, 1, kGroupRows>(rows, panel, steps,
-                                                                 Product::kScoreRun, begin, add);
+    // Sums of 16-bit numbers may run on: their own rounding is the greater one.
+    constexpr int64_t kRun = sizeof(Element) == sizeof(float) ? Product::kScoreRun : kBlockWords;
+    multiply_panel<Product, kRows, kPanelVectors, 1, kGroupRows>(rows, panel, steps, kRun, begin,
+                                                                 add);
   }
 };
 
@@ -159,6 +161,9 @@ constexpr MoeKernel moe_kernel(const char* isa) {
   return {isa,
           kMostRows,
           kMostColumns,
+          MoeScratch::kSums,
+          kGroupRows,
+          FewRows<Product>::kMostDotRows,
           MoeScratch::kBytes,
           multiply_tile<Product>,
           add_rows<typename Product::Element>};
