@@ -754,17 +754,17 @@ struct Consumer {
       const bool exists = row < params.seq_q;
       if (params.lse != nullptr && lane % 4 == 0 && exists) {
         *lse_of(tile, row) =
-            sees_keys ? (statistics_of_tile.offset[half] + log2f(total)) * kLn2 : -INFINITY;
+            sees_keys ? (statistics_of_tile.offset[half] + __log2f(total)) * kLn2 : -INFINITY;
       }
       // A row of nothing but -inf scores is 0 / 0 = NaN; a row that sees no key is 0 by definition.
-      factor[half] = sees_keys ? 1.0f / total : 0.0f;
+      factor[half] = sees_keys ? __fdividef(1.0f, total) : 0.0f;
       // A NaN of the sum is one of the keys that the row sees.
       expected[half] = exists && total == total;
     }
     const uint32_t tile_out = shared + Traits::kOOffset + group * Traits::kOBytesPerGroup;
     const bool leader = warp == 0 && lane == 0;
     const int matrix_row = warp * 16 + lane % 16;
-    uint32_t largest[2] = {0, 0};
+    uint32_t gathered[2] = {0, 0};
 #pragma unroll
     for (int part = 0; part < Traits::kOutputParts; ++part) {
       constexpr int kPairsPerBox = kBoxColumns / 16;
@@ -781,7 +781,7 @@ struct Consumer {
         for (int r = 0; r < 4; ++r) {
           packed[r] = Numeric::pack(out[8 * pair + 2 * r] * factor[r % 2],
                                     out[8 * pair + 2 * r + 1] * factor[r % 2]);
-          largest[r % 2] = numeric::max_magnitude<Element>(largest[r % 2], packed[r]);
+          gathered[r % 2] = numeric::gather_nonfinite<Element>(gathered[r % 2], packed[r]);
         }
         const int chunk = 2 * (i % kPairsPerBox) + lane / 16;
         ptx::stmatrix_x4(tile_out + i / kPairsPerBox * Traits::kRowBoxBytes +
@@ -800,8 +800,8 @@ struct Consumer {
         ptx::tma_store_commit();
       }
     }
-    const bool suspect = (expected[0] && numeric::any_nonfinite<Element>(largest[0])) ||
-                         (expected[1] && numeric::any_nonfinite<Element>(largest[1]));
+    const bool suspect = (expected[0] && numeric::any_nonfinite<Element>(gathered[0])) ||
+                         (expected[1] && numeric::any_nonfinite<Element>(gathered[1]));
     nonfinite = nonfinite || __any_sync(kFullWarp, suspect);
     open = false;
     add = false;
