@@ -233,6 +233,20 @@ def test_sm90_tiles_come_and_go_by_tma(instructions: dict[Code, Counter[str]]) -
         assert _count(opcodes, "LDGSTS") == 0, f"{code}: copies of a thread's own"
 
 
+def test_sm90_first_products_may_be_narrow(instructions: dict[Code, Counter[str]]) -> None:
+    """Of a step of 128 keys, the first of a tile has 64 where no row of a group sees more."""
+    for code, opcodes in _of(instructions, "sm90").items():
+        kernel = code.kernel
+        if kernel.dim not in (
+            96,
+            128,
+        ):  # at 64 P V is as wide; the others' steps are not of 128 keys
+            continue
+        narrow = sum(n for name, n in opcodes.items() if name.startswith("HGMMA.64x64x16."))
+        # With and without the last P V of the tile before it.
+        assert narrow == (0 if kernel.capped else 2 * kernel.dim // 16), f"{code}: {opcodes}"
+
+
 def test_sm90_roles_divide_the_registers(instructions: dict[Code, Counter[str]]) -> None:
     """ptxas leaves setmaxnreg out where it cannot keep to it."""
     for code, opcodes in _of(instructions, "sm90").items():

@@ -349,7 +349,6 @@ template <class Traits>
 struct Consumer {
   using Element = typename Traits::Element;
   using Numeric = numeric::ElementTraits<Element>;
-  using ScoreMma = ptx::Wgmma<Element, Traits::kStepKeys>;
   using ValueMma = ptx::Wgmma<Element, Traits::kDimV>;
   static constexpr int kScores = Traits::kStepKeys / 2;
   static constexpr int kOutputs = Traits::kDimV / 2;
@@ -373,9 +372,8 @@ struct Consumer {
   float scores[kScores];
   uint32_t p[kSlices][4];
   float out[kOutputs];
-  bool add = false;  // out holds something
-  bool nonfinite =
-      false;  // this warp has written an infinity or a NaN that its sums do not explain
+  bool add = false;        // out holds something
+  bool nonfinite = false;  // this warp has written an infinity or a NaN that no sum explains
 
   __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
                                       uint32_t shared_, const Tile* tiles_, int group_)
@@ -393,8 +391,9 @@ struct Consumer {
     if (ptx::elect_one()) ptx::mbarrier_arrive(barrier);
   }
 
-  // Issues scores = Q K^T.
-  __device__ __forceinline__ void issue_scores() {
+  // Issues scores = Q K^T, of the first kKeys keys of a step.
+  template <int kKeys>
+  __device__ __forceinline__ void issue_scores(float (&of_keys)[kKeys / 2]) {
     const uint64_t q = ptx::advance(q_descriptor, q_cursor.stage * Traits::kQBytes);
     const uint64_t k = ptx::advance(k_descriptor, k_cursor.stage * Traits::kKBytes);
     ptx::wgmma_fence();
@@ -402,8 +401,9 @@ struct Consumer {
     for (int slice = 0; slice < Traits::kDim / 16; ++slice) {
       const int box = slice / 4;
       const int within = slice % 4 * 32;
-      ScoreMma::multiply(scores, ptx::advance(q, box * Traits::kRowBoxBytes + within),
-                         ptx::advance(k, box * Traits::kKVBoxBytes + within), slice > 0);
+      ptx::Wgmma<Element, kKeys>::multiply(
+          of_keys, ptx::advance(q, box * Traits::kRowBoxBytes + within),
+          ptx::advance(k, box * Traits::kKVBoxBytes + within), slice > 0);
     }
     ptx::wgmma_commit();
   }
@@ -541,22 +541,37 @@ struct Consumer {
     release_v();
   }
 
-  // The first step of a tile. With kClose, the last P V of the tile before it runs under the softmax, and
-  // that tile is written out.
-  template <bool kClose>
-  __device__ __forceinline__ void first_step(int group_row, int step, bool masked, bool last) {
-    wait_for_k();
-    take_turn();
-    ptx::pin(scores);
-    if (kClose) ptx::pin(out);
-    issue_scores();
+  // Q K^T of the first kKeys keys of a tile's first step, of which no row of the group sees more, and with
+  // kClose the last P V of the tile before it. Who calls chooses kKeys by a branch around all of the
+  // step's products: one between them makes ptxas serialise them.
+  template <bool kClose, int kKeys>
+  __device__ __forceinline__ void first_products() {
+    float of_keys[kKeys / 2];
+    issue_scores<kKeys>(of_keys);
     if (kClose) {
       wait_for_v();
       issue_values();
     }
     pass_turn();
     ptx::wgmma_wait<kClose ? 1 : 0>();
-    ptx::pin(scores);
+    ptx::pin(of_keys);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = i < kKeys / 2 ? of_keys[i] : -INFINITY;
+  }
+
+  // The first step of a tile. With kClose, the last P V of the tile before it runs under the softmax, and
+  // that tile is written out.
+  template <bool kClose>
+  __device__ __forceinline__ void first_step(int group_row, int step, bool masked, bool last,
+                                             bool narrow) {
+    wait_for_k();
+    take_turn();
+    if (kClose) ptx::pin(out);
+    if (narrow) {
+      first_products<kClose, Traits::kNarrowKeys>();
+    } else {
+      first_products<kClose, Traits::kStepKeys>();
+    }
     release_k();
     if (last) release_q();
     const RowStatistics closing = statistics;
@@ -582,7 +597,7 @@ struct Consumer {
     take_turn();
     ptx::pin(scores);
     ptx::pin(out);
-    issue_scores();
+    issue_scores<Traits::kStepKeys>(scores);
     wait_for_v();
     issue_values();
     pass_turn();
@@ -670,10 +685,13 @@ struct Consumer {
     const int right_steps = end_key(params, group_row) / Traits::kStepKeys;
     const int left_key = first_key(params, last_row);
     const auto masked = [&] { return step >= right_steps || step * Traits::kStepKeys < left_key; };
+    // No row of the group sees more of its first step.
+    const bool narrow = Traits::kNarrows &&
+                        end_key(params, last_row) - step * Traits::kStepKeys <= Traits::kNarrowKeys;
     if (open) {
-      first_step<true>(group_row, step, masked(), step == steps.first);
+      first_step<true>(group_row, step, masked(), step == steps.first, narrow);
     } else {
-      first_step<false>(group_row, step, masked(), step == steps.first);
+      first_step<false>(group_row, step, masked(), step == steps.first, narrow);
     }
     for (--step; step >= steps.first; --step) {
       next_step(group_row, step, masked(), step == steps.first);
