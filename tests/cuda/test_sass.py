@@ -162,6 +162,11 @@ def _count(opcodes: Counter[str], name: str) -> int:
     return sum(n for opcode, n in opcodes.items() if opcode.split(".")[0] == name)
 
 
+def _is_hopper(code: Code) -> bool:
+    """Or newer: there are clusters and dependent launches."""
+    return int(re.findall(r"\d+", code.arch)[0]) >= 90
+
+
 def test_every_shipped_architecture_is_built_in(architectures: list[str]) -> None:
     missing = sorted(set(kernels.shipped_architectures()) - set(architectures))
     if missing:
@@ -284,11 +289,28 @@ def test_short_keys_and_values_go_straight_to_registers(
 def test_short_blocks_share_keys_where_there_are_clusters(
     instructions: dict[Code, Counter[str]],
 ) -> None:
-    """Their barrier, stores to one another, and the two halves of a dependent launch."""
+    """Their barrier, and stores to one another."""
     for code, opcodes in _of(instructions, "short").items():
-        clusters = int(re.findall(r"\d+", code.arch)[0]) >= 90
-        for name in ("UCGABAR_ARV", "UCGABAR_WAIT", "STAS", "PREEXIT", "ACQBULK"):
-            assert (_count(opcodes, name) > 0) == clusters, f"{code}: {name}: {opcodes}"
+        for name in ("UCGABAR_ARV", "UCGABAR_WAIT", "STAS"):
+            assert (_count(opcodes, name) > 0) == _is_hopper(code), f"{code}: {name}: {opcodes}"
+
+
+@pytest.mark.parametrize("family", ["sm90", "short"])
+def test_launches_wait_for_what_is_ahead_of_them(
+    family: str, instructions: dict[Code, Counter[str]]
+) -> None:
+    """Before they let the next one start, and before they touch a tensor."""
+    for code, opcodes in _of(instructions, family).items():
+        order = list(opcodes)  # by where each comes first
+        if not _is_hopper(code):
+            assert not {"ACQBULK", "PREEXIT"} & set(order), f"{code}: {opcodes}"
+            continue
+        assert opcodes["ACQBULK"] == opcodes["PREEXIT"] == 1, f"{code}: {opcodes}"
+        before = order[: order.index("ACQBULK")]
+        touching = re.compile(r"(PREEXIT|LDG|STG|LD|ST|UTMALDG|UTMASTG)(\.|$)")
+        assert not [name for name in before if touching.match(name)], f"{code}: {before}"
+        # ld.global.nc promises that nothing is written from the kernel's start on.
+        assert not [name for name in order if "CONSTANT" in name], f"{code}: {opcodes}"
 
 
 def test_nothing_is_in_local_memory(

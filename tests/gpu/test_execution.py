@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 
 import capi
 import flashmoe_science as fm
@@ -131,21 +132,28 @@ def test_graph_replays_follow_the_inputs(case: Case) -> None:
         oracle.assert_accurate(*captured, *fresh, **case.mask)
 
 
-def test_graph_of_many_calls(family: str) -> None:
-    """A chain in which every call reads what the one before it wrote."""
+@pytest.mark.parametrize("others", ["same", "all", "torch"])
+def test_calls_that_read_what_the_one_before_wrote(others: str, family: str) -> None:
+    """A chain of them, as calls and as a graph: kernels may start before those ahead have ended."""
     case = _cases(family)[0]
     q, k, v = cases.make_values(case, "cuda:0")
-    _warm(case)
+    kernels = {"same": [family], "all": [family, *families.serving()], "torch": [family]}[others]
+    _warm(*(dataclasses.replace(case, kernel=kernel) for kernel in kernels))
 
-    def chain(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(20):
-            x = fm.flash_attention(x, k, v, causal=True, kernel=family)
+    def chain(x: torch.Tensor, between: Callable[[], object]) -> torch.Tensor:
+        for kernel in itertools.islice(itertools.cycle(kernels), 20):
+            x = fm.flash_attention(x, k, v, causal=True, kernel=kernel)
+            if others == "torch":
+                x = x * 1.5
+            between()
         return x
 
-    want = chain(q)
+    want = chain(q, torch.cuda.synchronize)
+    for _ in range(5):
+        assert torch.equal(memory.bits(chain(q, lambda: None)), memory.bits(want))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = chain(q)
+        got = chain(q, lambda: None)
     got.fill_(float("nan"))
     graph.replay()
     assert torch.equal(memory.bits(got), memory.bits(want))

@@ -97,6 +97,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   plan->entry = entry;
   plan->tiles_per_head = static_cast<int32_t>(tiles_per_head);
   plan->heads_per_section = heads_per_section(problem, *entry, tiles_per_head, *facts);
+  plan->programmatic = true;  // sm_90a has it whatever made the code
   return FLASHMOE_OK;
 }
 

@@ -21,6 +21,7 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/registers.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -856,6 +857,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
+  // No tensor has been touched so far. The next kernel's blocks may start as soon as this one's leave
+  // them room.
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
 
   const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
   if (group == 0) {

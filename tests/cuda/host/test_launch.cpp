@@ -302,7 +302,8 @@ void what_the_driver_refuses_the_runtime_decides() {
   CHECK(other.run() == FLASHMOE_OK && fake::last.by == whoever());
 }
 
-// What only the short family's plans have: clusters, and a start before the launch ahead has ended.
+// Clusters, which only the short family's plans have, and a start before the launch ahead has ended,
+// which sm_90's have too.
 void clusters_and_programmatic_launches_are_planned() {
   static short_rows::Params seen;
   fake::on_launch = [](const void* params) { std::memcpy(&seen, params, sizeof seen); };
@@ -329,6 +330,14 @@ void clusters_and_programmatic_launches_are_planned() {
   const Call other("sm89", 2, 60, 1000, 6, 2);
   CHECK(other.run() == FLASHMOE_OK);
   CHECK(fake::last.cluster == 0 && fake::last.programmatic == -1 && read_back().cluster == 0);
+  const Call tiles("sm90", 2, 700, 1000, 6, 2);
+  for (const CUresult result : {CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE}) {
+    fake::state.driver_launch = result;
+    CHECK(tiles.run() == FLASHMOE_OK);
+    CHECK(fake::last.by == (result == CUDA_SUCCESS ? whoever() : fake::By::kRuntime));
+    CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1 && read_back().cluster == 0);
+  }
+  fake::state.driver_launch = CUDA_SUCCESS;
 }
 
 std::atomic<int> after_loading{0};
