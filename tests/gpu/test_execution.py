@@ -471,7 +471,12 @@ def test_tensors_of_another_gpu(case: Case) -> None:
     torch.cuda.device_count() < 2, reason="needs two GPUs to tell one from the other"
 )
 def test_the_current_gpu_may_change_between_calls(family: str) -> None:
-    """New outputs come to lie beside the tensors, whichever GPU was current before."""
+    """New outputs come to lie beside the tensors, whichever GPU was current before, and nothing of
+    them elsewhere, not even for a moment."""
+
+    def allocations(device: str) -> int:
+        return torch.cuda.memory_stats(device)["allocation.all.allocated"]
+
     case = _cases(family)[0]
     everything = []
     for device in ("cuda:0", "cuda:1"):
@@ -481,7 +486,10 @@ def test_the_current_gpu_may_change_between_calls(family: str) -> None:
         for current in (0, 1, 1, 0, 1, 0, 0):
             torch.cuda.set_device(current)
             for device, inputs, want in (*everything, *reversed(everything)):
+                other = {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}[device]
+                before = allocations(other)
                 got = _attention(case, *inputs)
+                assert allocations(other) == before
                 assert [str(x.device) for x in got] == [device] * 2
                 assert torch.cuda.current_device() == current
                 assert _same_bits(got, want)
