@@ -295,7 +295,7 @@ def test_short_blocks_share_keys_where_there_are_clusters(
             assert (_count(opcodes, name) > 0) == _is_hopper(code), f"{code}: {name}: {opcodes}"
 
 
-@pytest.mark.parametrize("family", ["sm90", "short"])
+@pytest.mark.parametrize("family", ["sm89", "sm90", "short"])
 def test_launches_wait_for_what_is_ahead_of_them(
     family: str, instructions: dict[Code, Counter[str]]
 ) -> None:
