@@ -536,6 +536,15 @@ void plans_say_what_will_run() {
   CHECK(route.plan(&plan) == FLASHMOE_OK && plan.launches == 1 && plan.flops == 0);
 }
 
+// Extents whose products leave 64 bits; no memory holds them, and none is needed to say so.
+void extents_that_no_memory_holds_are_refused() {
+  flashmoe_moe_plan plan = flashmoe_moe_plan_init();
+  Forward layer(int64_t{1} << 3, int64_t{1} << 54, 8, 1, 32);
+  CHECK(layer.plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
+  CHECK(std::string(flashmoe_last_error()).find("x: got 18014398509481984 columns for 256 pairs") ==
+        0);
+}
+
 void other_arguments_are_checked() {
   Forward layer;
   flashmoe_moe_plan plan = flashmoe_moe_plan_init();
@@ -599,6 +608,7 @@ int main() {
   other_gates_are_checked();
   products_are_checked();
   plans_say_what_will_run();
+  extents_that_no_memory_holds_are_refused();
   other_arguments_are_checked();
   without_tokens_there_are_offsets();
   return 0;
