@@ -22,6 +22,14 @@ SOURCES = (
     "tests/cuda/host/fake_cuda.cpp",
     "tests/cuda/host/test_launch.cpp",
 )
+MOE_SOURCES = (
+    *(f"core/{name}.cpp" for name in ("checks", "dtype", "launch", "log", "status")),
+    *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
+    "cuda/moe/route/family.cpp",
+    "cuda/moe/combine/stage.cpp",
+    "tests/cuda/host/fake_cuda.cpp",
+    "tests/cuda/host/test_moe.cpp",
+)
 OPTIONS = (
     *("-std=c++17", "-g", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
@@ -41,23 +49,32 @@ def _cuda_headers() -> Path | None:
     return next((found for found in headers if (found / "cuda_runtime_api.h").exists()), None)
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _built(build: Path, entries: dict[str, tuple[str, ...]], sources: tuple[str, ...]) -> Path:
+    """The program made of `sources`, of kernels that are listed by the folder of their family."""
     headers = _cuda_headers()
     if headers is None:
         pytest.skip("needs CUDA's headers, which come with nvcc")
-    build = tmp_path_factory.mktemp("host")
-    for family, entry in ENTRIES.items():
-        entries = build / "cuda" / "attention" / family / "entries.inc"
-        entries.parent.mkdir(parents=True)
-        entries.write_text(f"FLASHMOE_ENTRY({entry})\n")
+    for family, names in entries.items():
+        rendered = build / "cuda" / family / "entries.inc"
+        rendered.parent.mkdir(parents=True)
+        rendered.write_text("".join(f"FLASHMOE_ENTRY({name})\n" for name in names))
     includes = [f"-I{path}" for path in (ROOT, ROOT / "include", ROOT / "tests", build)]
-    made = build / "test_launch"
+    made = build / "program"
     checked([require_tool("c++"), *OPTIONS, *includes, "-isystem", headers,
-             *(ROOT / source for source in SOURCES), "-o", made])  # fmt: skip
+             *(ROOT / source for source in sources), "-o", made])  # fmt: skip
     return made
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    entries = {f"attention/{family}": (entry,) for family, entry in ENTRIES.items()}
+    return _built(tmp_path_factory.mktemp("host"), entries, SOURCES)
 
 
 @pytest.mark.parametrize("without", ["", "no-driver", "no-handles", "no-shared-attributes"])
 def test_launch(program: Path, without: str) -> None:
     checked([program, *([without] if without else [])])
+
+
+def test_routing_and_combining(tmp_path: Path) -> None:
+    checked([_built(tmp_path, {"moe/route": ("key32_e128", "key64_e1024")}, MOE_SOURCES)])
