@@ -28,7 +28,8 @@ int32_t cpu_get_num_threads();
 #if FLASHMOE_WITH_CUDA
 extern const AttentionFamily kShortAttention;
 extern const AttentionFamily kSm89Attention;
-#if FLASHMOE_WITH_SM90  // built for sm_90a
+extern const MoeFamily kRouteMoe;  // route alone, for every GPU
+#if FLASHMOE_WITH_SM90             // built for sm_90a
 extern const AttentionFamily kSm90Attention;
 #endif
 int32_t cuda_device_count();
