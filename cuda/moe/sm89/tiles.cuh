@@ -1,0 +1,261 @@
+// The tiles of weights and tokens in shared memory: who copies what to where, and where fragments
+// begin.
+#pragma once
+
+#include "cuda/moe/sm89/params.h"
+#include "cuda/moe/sm89/schedule.cuh"
+#include "cuda/moe/sm89/traits.cuh"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+
+namespace flashmoe::moe::sm89 {
+
+// Rows of 32 elements, 64 bytes: two lie in the 128 bytes that one access covers, so every other
+// row has its chunks permuted anew, and any eight rows in a row lie in distinct banks.
+struct ColumnsLayout {
+  static constexpr int kChunksPerRow = 4;
+  static constexpr int kRowBytes = kChunksPerRow * kBytesPerChunk;
+
+  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
+    return static_cast<uint32_t>(row * kRowBytes + ((chunk ^ (row >> 1 & 3)) * kBytesPerChunk));
+  }
+};
+
+// The transposed tile of weights: 32 rows along K of 128 elements, 256 bytes.
+struct RowsLayout {
+  static constexpr int kChunksPerRow = 16;
+  static constexpr int kRowBytes = kChunksPerRow * kBytesPerChunk;
+
+  static __device__ __forceinline__ uint32_t offset(int column, int chunk) {
+    return static_cast<uint32_t>(column * kRowBytes + ((chunk ^ (column & 7)) * kBytesPerChunk));
+  }
+};
+
+__device__ __forceinline__ void copy_chunk(uint32_t destination, const uint16_t* source,
+                                           bool full_step, bool in_columns) {
+  if (full_step) {
+    ptx::cp_async_16(destination, source);
+  } else {
+    ptx::cp_async_16_or_zero(destination, source, in_columns);
+  }
+}
+
+// Fragments have 16 rows: of one matrix, or 8 of the gate above the same 8 of the up, so that a thread
+// holds both of an output. The rows of a tile of weights with contiguous columns are laid out in an
+// order that spares the epilogue: after the accumulators have been transposed by movmatrix, a thread
+// has element pairs from four blocks of eight rows, and those pairs are to be neighbours in memory.
+// Row 2 t + e of block f, of four blocks in a row, is therefore row 8 t + 2 f + e of the output.
+template <class Traits>
+class WeightTile;
+
+template <class Traits>
+__host__ __device__ constexpr int out_row_of(int row) {
+  const int e = row % 2;
+  const int t = row / 2 % 4;
+  if (Traits::kGated) {
+    const int f = row / 16 % 4;
+    return row / 64 * 32 + 8 * t + 2 * f + e;
+  }
+  const int f = row / 8 % 4;
+  return row / 32 * 32 + 8 * t + 2 * f + e;
+}
+
+// Copies tiles of weights, step by step. Rows past the last are left as they are: they reach nothing
+// but outputs past the last.
+template <class Traits>
+class WeightLoader {
+ public:
+  __device__ __forceinline__ WeightLoader() {
+    destination_ = Traits::kTransposed ? RowsLayout::offset(column(), chunk())
+                                       : ColumnsLayout::offset(row(), chunk());
+    pin(destination_);
+  }
+
+  __device__ __forceinline__ void begin(const Params& params, const Tile& tile) {
+    const int first = tile.weight_tile * Traits::kOutRows;
+    if constexpr (Traits::kTransposed) {
+      // Chunks 0 to 7 of a gated tile hold the upper halves of the fragments, 8 to 15 the lower.
+      const int chunk = WeightLoader::chunk();
+      const int half = Traits::kGated ? chunk / 8 : 0;
+      const int out_row = first + (Traits::kGated ? chunk % 8 : chunk) * kElementsPerChunk;
+      const bool interleaved = Traits::kGated && params.interleaved;
+      const Weights& weights = params.weights[interleaved ? 0 : half];
+      source_ = weights.data + tile.expert * weights.expert_stride + column() * weights.stride +
+                (interleaved ? 2 * out_row + half * kElementsPerChunk : out_row);
+      valid_rows_ = out_row < params.out_columns ? Traits::kTileRows : 0;
+      pass_stride_ = kColumnsPerPass * weights.stride;
+      step_stride_ = Traits::kStepColumns * weights.stride;
+    } else {
+      const int row = WeightLoader::row();
+      const Weights& weights = params.weights[Traits::kGated ? row / 8 % 2 : 0];
+      const int out_row = first + out_row_of<Traits>(row);
+      source_ = weights.data + tile.expert * weights.expert_stride + out_row * weights.stride +
+                column();
+      valid_rows_ = params.out_columns - out_row;
+      pass_stride_ = out_row_of<Traits>(kRowsPerPass) * weights.stride;
+    }
+  }
+
+  __device__ __forceinline__ void load_next(uint32_t stage, int columns_left) {
+    const bool full = columns_left >= Traits::kStepColumns;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const uint32_t destination = stage + destination_ + i * kPassBytes;
+      const uint16_t* source = source_ + i * pass_stride_;
+      if constexpr (Traits::kTransposed) {
+        if (valid_rows_ > 0) {
+          copy_chunk(destination, source, full, column() + i * kColumnsPerPass < columns_left);
+        }
+      } else {
+        if (out_row_of<Traits>(i * kRowsPerPass) < valid_rows_) {
+          copy_chunk(destination, source, full, column() < columns_left);
+        }
+      }
+    }
+    if constexpr (Traits::kTransposed) {
+      source_ += step_stride_;
+    } else {
+      source_ += Traits::kStepColumns;
+    }
+  }
+
+ private:
+  static constexpr int kColumnsPerPass = Traits::kThreads / RowsLayout::kChunksPerRow;
+  static constexpr int kRowsPerPass = Traits::kThreads / ColumnsLayout::kChunksPerRow;
+  static constexpr int kPassBytes = Traits::kThreads * kBytesPerChunk;
+  static constexpr int kPasses = Traits::kWeightBytes / kPassBytes;
+  static_assert(kColumnsPerPass % 8 == 0 && kRowsPerPass % 64 == 0, "passes are alike");
+  static_assert(kPasses * kPassBytes == Traits::kWeightBytes);
+
+  // This thread's of the first pass.
+  static __device__ __forceinline__ int chunk() {
+    return thread_index() %
+           (Traits::kTransposed ? RowsLayout::kChunksPerRow : ColumnsLayout::kChunksPerRow);
+  }
+  static __device__ __forceinline__ int column() {
+    return Traits::kTransposed ? thread_index() / RowsLayout::kChunksPerRow
+                               : chunk() * kElementsPerChunk;
+  }
+  static __device__ __forceinline__ int row() {
+    return thread_index() / ColumnsLayout::kChunksPerRow;
+  }
+
+  const uint16_t* source_;
+  int64_t pass_stride_;
+  int64_t step_stride_;
+  int valid_rows_;
+  uint32_t destination_;
+};
+
+// Copies tiles of tokens, step by step. Rows past the last are left as they are, too.
+template <class Traits>
+class TokenLoader {
+ public:
+  __device__ __forceinline__ TokenLoader()
+      : destination_(Traits::kWeightBytes + ColumnsLayout::offset(row_of(0), chunk())) {
+    pin(destination_);
+  }
+
+  // Reads which rows of x the next tile has, to be there when it begins.
+  __device__ __forceinline__ void look_ahead(const Params& params, const Tile& tile) {
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int row = row_of(i);
+      next_[i] = -1;
+      if (row < tile.rows) {
+        next_[i] = tile.first_row + row;
+        if (params.pairs != nullptr) next_[i] = params.pairs[next_[i]];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void begin(const Params& params, const Tile& tile) {
+    const uint16_t* x = params.x + tile.expert * params.x_expert_stride + chunk() * kElementsPerChunk;
+    valid_ = 0;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const bool valid = next_[i] >= 0 && next_[i] < params.rows;
+      const uint32_t row = valid ? static_cast<uint32_t>(next_[i]) : 0;
+      const uint32_t token = params.pairs != nullptr ? row / static_cast<uint32_t>(params.top_k) : row;
+      source_[i] = x + token * params.x_stride;
+      valid_ |= static_cast<uint32_t>(valid) << i;
+    }
+  }
+
+  __device__ __forceinline__ void load_next(uint32_t stage, int columns_left) {
+    const bool full = columns_left >= Traits::kStepColumns;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      if (valid_ >> i & 1) {
+        copy_chunk(stage + destination_ + i * kPassBytes, source_[i], full,
+                   chunk() * kElementsPerChunk < columns_left);
+      }
+      source_[i] += Traits::kStepColumns;
+    }
+  }
+
+ private:
+  static constexpr int kRowsPerPass = Traits::kThreads / ColumnsLayout::kChunksPerRow;
+  static constexpr int kPassBytes = Traits::kThreads * kBytesPerChunk;
+  static constexpr int kPasses = Traits::kTokenBytes / kPassBytes;
+  static_assert(kPasses * kPassBytes == Traits::kTokenBytes);
+
+  static __device__ __forceinline__ int row_of(int pass) {
+    return thread_index() / ColumnsLayout::kChunksPerRow + pass * kRowsPerPass;
+  }
+  static __device__ __forceinline__ int chunk() {
+    return thread_index() % ColumnsLayout::kChunksPerRow;
+  }
+
+  const uint16_t* source_[kPasses];
+  int next_[kPasses];
+  uint32_t valid_;
+  uint32_t destination_;
+};
+
+// Where a warp's fragments lie in a stage.
+template <class Traits>
+class FragmentReader {
+ public:
+  __device__ __forceinline__ FragmentReader(int warp_m, int first_token) {
+    const int lane = lane_index();
+    if constexpr (Traits::kTransposed) {
+      // Matrices of a fragment: chunks 0 and 1 at columns 0 to 7, then at columns 8 to 15.
+      const int half = lane / 8 % 2;
+      const int column = lane % 8 + lane / 16 * 8;
+      const int chunk = Traits::kGated ? 8 * half + 4 * warp_m : 8 * warp_m + half;
+      weights_ = RowsLayout::offset(column, chunk);
+    } else {
+      weights_ = ColumnsLayout::offset(warp_m * Traits::kWarpRows + lane % 16, lane / 16);
+    }
+    tokens_ = Traits::kWeightBytes +
+              ColumnsLayout::offset(first_token + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    pin(weights_);
+    pin(tokens_);
+  }
+
+  __device__ __forceinline__ void read_weights(uint32_t (&a)[4], uint32_t stage, int fragment,
+                                               int slice) const {
+    if constexpr (Traits::kTransposed) {
+      const int chunks = (Traits::kGated ? 1 : 2) * fragment;
+      ptx::ldmatrix_x4_trans(a, ((stage + weights_) ^ static_cast<uint32_t>(chunks * kBytesPerChunk)) +
+                                    16 * slice * RowsLayout::kRowBytes);
+    } else {
+      ptx::ldmatrix_x4(a, ((stage + weights_) ^ static_cast<uint32_t>(2 * slice * kBytesPerChunk)) +
+                              16 * fragment * ColumnsLayout::kRowBytes);
+    }
+  }
+
+  // Two fragments of 8 tokens each.
+  __device__ __forceinline__ void read_tokens(uint32_t (&b)[4], uint32_t stage, int pair,
+                                              int slice) const {
+    ptx::ldmatrix_x4(b, ((stage + tokens_) ^ static_cast<uint32_t>(2 * slice * kBytesPerChunk)) +
+                            16 * pair * ColumnsLayout::kRowBytes);
+  }
+
+ private:
+  uint32_t weights_;
+  uint32_t tokens_;
+};
+
+}  // namespace flashmoe::moe::sm89
