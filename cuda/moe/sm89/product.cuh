@@ -40,8 +40,15 @@ class Loader {
   __device__ __forceinline__ void load_step() {
     if (columns_left_ > 0) {
       const uint32_t stage = stages_ + stage_ * Traits::kStageBytes;
-      weights_.load_next(stage, columns_left_);
-      tokens_.load_next(stage, columns_left_);
+#ifndef NOLOAD
+      if (columns_left_ >= Traits::kStepColumns) {
+        weights_.template load_next<true>(stage, columns_left_);
+        tokens_.template load_next<true>(stage, columns_left_);
+      } else {
+        weights_.template load_next<false>(stage, columns_left_);
+        tokens_.template load_next<false>(stage, columns_left_);
+      }
+#endif
       columns_left_ -= Traits::kStepColumns;
       if (columns_left_ <= 0) {
         ++tile_;
@@ -97,6 +104,11 @@ struct Fragments {
 
   __device__ __forceinline__ void multiply(
       float (&d)[kTokenFragments][Traits::kRowFragments][4]) const {
+#ifdef NOMMA
+    for(int m=0;m<Traits::kRowFragments;++m) for(int i=0;i<4;++i) asm volatile(""::"r"(weights[m][i]));
+    for(int m=0;m<kPairs;++m) for(int i=0;i<4;++i) asm volatile(""::"r"(tokens[m][i]));
+    return;
+#endif
 #pragma unroll
     for (int n = 0; n < kTokenFragments; ++n) {
 #pragma unroll

@@ -31,15 +31,6 @@ struct RowsLayout {
   }
 };
 
-__device__ __forceinline__ void copy_chunk(uint32_t destination, const uint16_t* source,
-                                           bool full_step, bool in_columns) {
-  if (full_step) {
-    ptx::cp_async_16(destination, source);
-  } else {
-    ptx::cp_async_16_or_zero(destination, source, in_columns);
-  }
-}
-
 // Fragments have 16 rows: of one matrix, or 8 of the gate above the same 8 of the up, so that a thread
 // holds both of an output. The rows of a tile of weights with contiguous columns are laid out in an
 // order that spares the epilogue: after the accumulators have been transposed by movmatrix, a thread
@@ -82,38 +73,45 @@ class WeightLoader {
       const Weights& weights = params.weights[interleaved ? 0 : half];
       source_ = weights.data + tile.expert * weights.expert_stride + column() * weights.stride +
                 (interleaved ? 2 * out_row + half * kElementsPerChunk : out_row);
-      valid_rows_ = out_row < params.out_columns ? Traits::kTileRows : 0;
-      pass_stride_ = kColumnsPerPass * weights.stride;
-      step_stride_ = Traits::kStepColumns * weights.stride;
+      valid_ = out_row < params.out_columns ? ~0u : 0;
+      stride_ = weights.stride;
     } else {
       const int row = WeightLoader::row();
       const Weights& weights = params.weights[Traits::kGated ? row / 8 % 2 : 0];
       const int out_row = first + out_row_of<Traits>(row);
       source_ = weights.data + tile.expert * weights.expert_stride + out_row * weights.stride +
                 column();
-      valid_rows_ = params.out_columns - out_row;
-      pass_stride_ = out_row_of<Traits>(kRowsPerPass) * weights.stride;
+      valid_ = 0;
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        const bool valid = out_row + out_row_of<Traits>(i * kRowsPerPass) < params.out_columns;
+        valid_ |= static_cast<uint32_t>(valid) << i;
+      }
+      stride_ = weights.stride;
     }
   }
 
+  // kFull: all columns of the step are there.
+  template <bool kFull>
   __device__ __forceinline__ void load_next(uint32_t stage, int columns_left) {
-    const bool full = columns_left >= Traits::kStepColumns;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
+      constexpr auto strides = [](int pass) {
+        return Traits::kTransposed ? pass * kColumnsPerPass
+                                   : out_row_of<Traits>(pass * kRowsPerPass);
+      };
       const uint32_t destination = stage + destination_ + i * kPassBytes;
-      const uint16_t* source = source_ + i * pass_stride_;
-      if constexpr (Traits::kTransposed) {
-        if (valid_rows_ > 0) {
-          copy_chunk(destination, source, full, column() + i * kColumnsPerPass < columns_left);
-        }
-      } else {
-        if (out_row_of<Traits>(i * kRowsPerPass) < valid_rows_) {
-          copy_chunk(destination, source, full, column() < columns_left);
-        }
+      const uint16_t* source = source_ + strides(i) * stride_;
+      const bool valid = valid_ >> i & 1;
+      if constexpr (kFull) {
+        ptx::cp_async_16_if(destination, source, valid);
+      } else if (valid) {
+        const int first = Traits::kTransposed ? column() + i * kColumnsPerPass : column();
+        ptx::cp_async_16_or_zero(destination, source, first < columns_left);
       }
     }
     if constexpr (Traits::kTransposed) {
-      source_ += step_stride_;
+      source_ += Traits::kStepColumns * stride_;
     } else {
       source_ += Traits::kStepColumns;
     }
@@ -124,7 +122,7 @@ class WeightLoader {
   static constexpr int kRowsPerPass = Traits::kThreads / ColumnsLayout::kChunksPerRow;
   static constexpr int kPassBytes = Traits::kThreads * kBytesPerChunk;
   static constexpr int kPasses = Traits::kWeightBytes / kPassBytes;
-  static_assert(kColumnsPerPass % 8 == 0 && kRowsPerPass % 64 == 0, "passes are alike");
+  static_assert(kColumnsPerPass % 8 == 0 && kRowsPerPass % 16 == 0, "passes are alike");
   static_assert(kPasses * kPassBytes == Traits::kWeightBytes);
 
   // This thread's of the first pass.
@@ -141,9 +139,8 @@ class WeightLoader {
   }
 
   const uint16_t* source_;
-  int64_t pass_stride_;
-  int64_t step_stride_;
-  int valid_rows_;
+  int64_t stride_;
+  uint32_t valid_;  // a bit for each pass
   uint32_t destination_;
 };
 
@@ -182,13 +179,17 @@ class TokenLoader {
     }
   }
 
+  template <bool kFull>
   __device__ __forceinline__ void load_next(uint32_t stage, int columns_left) {
-    const bool full = columns_left >= Traits::kStepColumns;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      if (valid_ >> i & 1) {
-        copy_chunk(stage + destination_ + i * kPassBytes, source_[i], full,
-                   chunk() * kElementsPerChunk < columns_left);
+      const uint32_t destination = stage + destination_ + i * kPassBytes;
+      const bool valid = valid_ >> i & 1;
+      if constexpr (kFull) {
+        ptx::cp_async_16_if(destination, source_[i], valid);
+      } else if (valid) {
+        ptx::cp_async_16_or_zero(destination, source_[i],
+                                 chunk() * kElementsPerChunk < columns_left);
       }
       source_[i] += Traits::kStepColumns;
     }

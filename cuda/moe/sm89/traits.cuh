@@ -27,7 +27,10 @@ struct Tuning {
   int blocks_per_sm;
 };
 
-inline constexpr Tuning kTuning = {2, 4, 4, 1};
+#ifndef TUN
+#define TUN 2441
+#endif
+inline constexpr Tuning kTuning = {TUN / 1000, TUN / 100 % 10, TUN / 10 % 10, TUN % 10};
 
 template <class Element_, Rows kRows_, Major kMajor_>
 struct Traits {
@@ -62,7 +65,7 @@ struct Traits {
   static constexpr int kSharedBytes = kScheduleOffset + kScheduleBytes;
 
   static_assert(kScheduleOffset % 16 == 0);
-  static_assert(kSharedBytes * kBlocksPerSm <= kMaxSharedBytesPerBlock, "an sm_89 block holds 99 KiB");
+  static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_89 block holds 99 KiB");
   static_assert(kStages >= 3, "one is read, one may still be, one is filled");
 };
 
