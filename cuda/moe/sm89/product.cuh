@@ -6,8 +6,9 @@
 // The weights are the left operand, the tokens the right one, so that a tile may have few tokens:
 // 128 weight rows by 32 to 256 tokens, chosen tile by tile from the rows that are there. A block is
 // persistent. All of its warps copy steps of 32 columns into a ring of kStages stages by cp.async and
-// multiply what arrived, with one block barrier a step; the copies run on into the next tile while a
-// tile is finished. Fragments are read one slice of 16 columns ahead of their products.
+// multiply what arrived; the copies run on into the next tile while a tile is finished. Fragments are
+// read one slice of 16 columns ahead of their products, and the block's one barrier of a step has the
+// products of a slice between arriving and waiting.
 #pragma once
 
 #include "cuda/moe/sm89/epilogue.cuh"
@@ -15,12 +16,13 @@
 #include "cuda/moe/sm89/schedule.cuh"
 #include "cuda/moe/sm89/tiles.cuh"
 #include "cuda/moe/sm89/traits.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/mma.cuh"
 
 namespace flashmoe::moe::sm89 {
 
 // Copies the steps of this block's tiles in their order. Between two calls of load_step there is a
-// block barrier.
+// barrier of the block.
 template <class Traits>
 class Loader {
  public:
@@ -36,27 +38,34 @@ class Loader {
     begin_tile();
   }
 
+  // Steps that may be loaded by load_full_step.
+  __device__ __forceinline__ int full_steps() const {
+    return max(columns_left_ - 1, 0) / Traits::kStepColumns;
+  }
+
+  // Copies the next step, which is full and not a tile's last: without branches, so that it may be
+  // scheduled among products. Closes its group.
+  __device__ __forceinline__ void load_full_step() {
+    load<true>();
+    columns_left_ -= Traits::kStepColumns;
+    close();
+  }
+
   // Copies the next step, if there is one, and closes its group in any case.
   __device__ __forceinline__ void load_step() {
     if (columns_left_ > 0) {
-      const uint32_t stage = stages_ + stage_ * Traits::kStageBytes;
-#ifndef NOLOAD
       if (columns_left_ >= Traits::kStepColumns) {
-        weights_.template load_next<true>(stage, columns_left_);
-        tokens_.template load_next<true>(stage, columns_left_);
+        load<true>();
       } else {
-        weights_.template load_next<false>(stage, columns_left_);
-        tokens_.template load_next<false>(stage, columns_left_);
+        load<false>();
       }
-#endif
       columns_left_ -= Traits::kStepColumns;
       if (columns_left_ <= 0) {
         ++tile_;
         begin_tile();
       }
     }
-    ptx::cp_async_commit();
-    stage_ = stage_ + 1 < Traits::kStages ? stage_ + 1 : 0;
+    close();
   }
 
  private:
@@ -72,6 +81,20 @@ class Loader {
     if (warp_index() == 0) schedule_.look_up(params_, storage_, tile_ + 2);
   }
 
+  template <bool kFull>
+  __device__ __forceinline__ void load() {
+#ifndef NOLOAD
+    const uint32_t stage = stages_ + stage_ * Traits::kStageBytes;
+    weights_.template load_next<kFull>(stage, columns_left_);
+    tokens_.template load_next<kFull>(stage, columns_left_);
+#endif
+  }
+
+  __device__ __forceinline__ void close() {
+    ptx::cp_async_commit();
+    stage_ = stage_ + 1 < Traits::kStages ? stage_ + 1 : 0;
+  }
+
   const Params& params_;
   ScheduleStorage& storage_;
   uint32_t stages_;
@@ -83,6 +106,36 @@ class Loader {
   uint32_t stage_ = 0;
 };
 
+// The block's barrier of a step: the next step has arrived, and this one's fragments have been read.
+// In two halves, between which there are products.
+template <class Traits>
+class StepBarrier {
+ public:
+  __device__ __forceinline__ explicit StepBarrier(ScheduleStorage& storage)
+      : address_(static_cast<uint32_t>(__cvta_generic_to_shared(&storage.step_barrier))) {}
+
+  __device__ __forceinline__ void init() const { ptx::mbarrier_init(address_, Traits::kWarps); }
+
+  // By whole warps.
+  __device__ __forceinline__ void arrive() const {
+    ptx::cp_async_wait<Traits::kStages - 2>();
+    __syncwarp();
+    if (lane_index() == 0) ptx::mbarrier_arrive(address_);
+  }
+  __device__ __forceinline__ void wait() {
+#if __CUDA_ARCH__ >= 900
+    ptx::mbarrier_wait(address_, parity_);
+#else
+    ptx::mbarrier_spin(address_, parity_);
+#endif
+    parity_ ^= 1;
+  }
+
+ private:
+  uint32_t address_;
+  uint32_t parity_ = 0;
+};
+
 // A warp's fragments of one slice.
 template <class Traits, int kTokenFragments>
 struct Fragments {
@@ -92,6 +145,9 @@ struct Fragments {
 
   __device__ __forceinline__ void read(const FragmentReader<Traits>& reader, uint32_t stage,
                                        int slice) {
+#ifdef NOLDSM
+    return;
+#endif
 #pragma unroll
     for (int m = 0; m < Traits::kRowFragments; ++m) {
       reader.read_weights(weights[m], stage, m, slice);
@@ -120,11 +176,11 @@ struct Fragments {
   }
 };
 
-// Computes one tile of at most kTokenFragments * kTokensPerFragment tokens. `stage` is that of its
-// first step, and then of the first one behind it.
+// Computes one tile of at most kTokenFragments * kTokensPerFragment tokens. Its first step has
+// arrived, and in the end the first step behind it. `stage` is that of the one and then of the other.
 template <class Traits, int kTokenFragments>
 __device__ __forceinline__ void compute_tile(const Params& params, const Tile& tile,
-                                             Loader<Traits>& loader,
+                                             Loader<Traits>& loader, StepBarrier<Traits>& barrier,
                                              uint32_t stages, uint32_t& stage) {
   static_assert(Traits::kSlices == 2);
   const auto warp_m = [] { return warp_index() % Traits::kWarpsM; };
@@ -135,32 +191,37 @@ __device__ __forceinline__ void compute_tile(const Params& params, const Tile& t
   for (int i = 0; i < kTokenFragments * Traits::kRowFragments * 4; ++i) {
     d[i / 4 / Traits::kRowFragments][i / 4 % Traits::kRowFragments][i % 4] = 0.0f;
   }
-  // The oldest step under way has arrived, and the one before it has been read by all.
-  const auto wait = [] {
-    ptx::cp_async_wait<Traits::kStages - 2>();
-    __syncthreads();
-  };
   const auto address = [&] { return stages + stage * Traits::kStageBytes; };
   const auto advance = [&] { stage = stage + 1 < Traits::kStages ? stage + 1 : 0; };
-
   Fragments<Traits, kTokenFragments> fragments[2];
-  wait();
-  fragments[0].read(reader, address(), 0);
-  for (int columns = params.columns; columns > Traits::kStepColumns;
-       columns -= Traits::kStepColumns) {
-    loader.load_step();
+  // The first slice of a step, up to where its stage may be loaded anew. What waits for the barrier is
+  // a loop, which keeps ptxas from mixing the slices' products: it would take those of the second
+  // up to where their fragments have not been read yet.
+  const auto first_slice = [&] {
     fragments[1].read(reader, address(), 1);
+    barrier.arrive();
     fragments[0].multiply(d);
     advance();
-    wait();
+    barrier.wait();
+  };
+
+  fragments[0].read(reader, address(), 0);
+  int steps = (params.columns + Traits::kStepColumns - 1) / Traits::kStepColumns;
+  while (true) {
+    for (int i = min(steps - 1, loader.full_steps()); i > 0; --i) {
+      first_slice();
+      fragments[0].read(reader, address(), 0);
+      loader.load_full_step();
+      fragments[1].multiply(d);
+      --steps;
+    }
+    first_slice();
+    loader.load_step();
+    if (--steps == 0) break;
     fragments[0].read(reader, address(), 0);
     fragments[1].multiply(d);
   }
-  fragments[1].read(reader, address(), 1);
-  loader.load_step();
-  fragments[0].multiply(d);
   fragments[1].multiply(d);
-  advance();
 
   Epilogue<Traits> epilogue(params, tile, warp_m());
   const int first = first_token();
@@ -183,17 +244,22 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   const uint32_t stages = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 
   Schedule<Traits>::sum_up(params, storage);
+  StepBarrier<Traits> barrier(storage);
+  if (thread_index() == 0) barrier.init();
   Loader<Traits> loader(params, storage, stages);
-  for (int step = 0; step < Traits::kStages - 1; ++step) {
+  for (int step = 0; step < Traits::kStages; ++step) {
     loader.load_step();
     __syncthreads();
   }
+  ptx::cp_async_wait<Traits::kStages - 1>();
+  __syncthreads();
   uint32_t stage = 0;
   for (int number = 0;; ++number) {
     const Tile tile = storage.ring[number % kTileRing];
     if (tile.expert < 0) break;
     const auto compute = [&](auto fragments) {
-      compute_tile<Traits, decltype(fragments)::value>(params, tile, loader, stages, stage);
+      compute_tile<Traits, decltype(fragments)::value>(params, tile, loader, barrier, stages,
+                                                       stage);
     };
     if (tile.rows > 6 * Traits::kTokensPerFragment) {
       compute(TokenFragments<8>());

@@ -42,6 +42,7 @@ static_assert(sizeof(Tile) == 16);
 struct ScheduleStorage {
   Tile ring[kTileRing];
   int chunk_end[kExpertChunks];  // token tiles of the experts up to a chunk's last
+  uint64_t step_barrier;         // see StepBarrier
 };
 
 template <class Traits>

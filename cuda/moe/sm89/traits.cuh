@@ -12,7 +12,7 @@ inline constexpr int kElementsPerChunk = 8;
 inline constexpr int kMaxExperts = 1024;
 inline constexpr int kExpertsPerChunk = kThreadsPerWarp;  // of the schedule: one a lane
 inline constexpr int kExpertChunks = kMaxExperts / kExpertsPerChunk;
-inline constexpr int kTileRing = 8;  // tiles between the one computed and the one looked up
+inline constexpr int kTileRing = 16;  // tiles between the one computed and the one looked up
 
 // What the rows of an output are made of: of rows of one matrix, or of a gate and an up.
 enum class Rows { kPlain, kGated };
@@ -61,7 +61,7 @@ struct Traits {
   static constexpr int kTokenBytes = kTileTokens * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
   static constexpr int kScheduleOffset = kStages * kStageBytes;
-  static constexpr int kScheduleBytes = kTileRing * 16 + kExpertChunks * 4;
+  static constexpr int kScheduleBytes = kTileRing * 16 + kExpertChunks * 4 + 8;
   static constexpr int kSharedBytes = kScheduleOffset + kScheduleBytes;
 
   static_assert(kScheduleOffset % 16 == 0);
