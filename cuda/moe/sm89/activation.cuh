@@ -6,6 +6,8 @@
 
 namespace flashmoe::moe::sm89 {
 
+inline constexpr float kLog2E = 1.4426950408889634f;
+
 __device__ __forceinline__ float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -35,7 +37,6 @@ __device__ __forceinline__ float gelu(float z) {
 // act of kCount values, in place. The branch is uniform.
 template <int kCount>
 __device__ __forceinline__ void activate(float (&z)[kCount], int activation, float alpha) {
-  constexpr float kLog2E = 1.4426950408889634f;
   // tanh(s) = 2 sigmoid(2 s) - 1 with s = sqrt(2 / pi) (z + 0.044715 z^3).
   constexpr float kTanhSlope = 2.0f * 0.79788456080286536f * kLog2E;
   if (activation == FLASHMOE_ACTIVATION_SILU) {

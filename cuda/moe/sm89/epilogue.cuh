@@ -45,9 +45,74 @@ class Epilogue {
         tile_(tile),
         lane_(lane_index()),
         interleaved_(Traits::kGated && Traits::kTransposed && params.interleaved),
-        first_(tile.weight_tile * Traits::kOutRows + warp_m * Traits::kWarpOutRows) {
+        first_(tile.weight_tile * Traits::kOutRows + warp_m * Traits::kWarpOutRows) {}
+
+  // All accumulators of a warp, whose first token is `token` of the tile.
+  template <int kTokenFragments>
+  __device__ __forceinline__ void store_all(
+      float (&d)[kTokenFragments][Traits::kRowFragments][4], int token) {
+    if (is_bare()) {
 #pragma unroll
-    for (int i = 0; i < kTerms; ++i) bias_[i] = read_bias(i / 2, i % 2);
+      for (int n = 0; n < kTokenFragments; ++n) store_bare(d[n], token + 8 * n);
+      return;
+    }
+    read_biases();
+    // One copy of the code, past which the accumulators move: a copy for each of them would be fetched
+    // from farther than it takes to run.
+#pragma unroll 1
+    for (int n = 0; n < kTokenFragments; ++n) {
+      store(d[0], token + 8 * n);
+#pragma unroll
+      for (int i = 0; i + 1 < kTokenFragments; ++i) {
+#pragma unroll
+        for (int m = 0; m < Traits::kRowFragments; ++m) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) d[i][m][e] = d[i + 1][m][e];
+        }
+      }
+    }
+  }
+
+ private:
+  // What most layers have: SwiGLU, or nothing at all, on the products as they are.
+  __device__ __forceinline__ bool is_bare() const {
+    const bool plain = params_.pair_weights == nullptr && params_.pre_activation == nullptr &&
+                       params_.bias[0].data == nullptr && params_.bias[1].data == nullptr;
+    if constexpr (Traits::kGated) {
+      return plain && params_.activation == FLASHMOE_ACTIVATION_SILU &&
+             params_.limit == __int_as_float(0x7f800000) && params_.up_offset == 0.0f;
+    } else {
+      return plain && params_.activation == kNoActivation;
+    }
+  }
+
+  __device__ __forceinline__ void store_bare(const float (&d)[Traits::kRowFragments][4],
+                                             int token) const {
+    const int row = token + lane_ / 4;
+    const bool stores = row < tile_.rows;
+    if constexpr (Traits::kGated) {
+      uint32_t words[kBlocks];
+#pragma unroll
+      for (int m = 0; m < Traits::kRowFragments; ++m) {
+        float value[2][2] = {{d[m][0], d[m][1]}, {d[m][2], d[m][3]}};
+        if (interleaved_) pair_up(value);
+        const float slope = params_.alpha * kLog2E;
+        words[m] = Numeric::pack(times_sigmoid(value[0][0], value[0][0] * slope) * value[1][0],
+                                 times_sigmoid(value[0][1], value[0][1] * slope) * value[1][1]);
+      }
+      store_words(words, out_row(row), 0, stores);
+    } else {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        uint32_t words[kBlocks];
+#pragma unroll
+        for (int f = 0; f < kBlocks; ++f) {
+          const auto& pairs = d[2 * group + f / 2];
+          words[f] = Numeric::pack(pairs[f % 2 * 2], pairs[f % 2 * 2 + 1]);
+        }
+        store_words(words, out_row(row), group, stores);
+      }
+    }
   }
 
   // The accumulators of eight tokens from `token` of the tile on.
@@ -91,7 +156,7 @@ class Epilogue {
       }
       store_words(words, out_row(row), 0, stores);
     } else {
-      if (params_.activation >= 0) {
+      if (params_.activation != kNoActivation) {
         float act[4 * Traits::kRowFragments];
 #pragma unroll
         for (int i = 0; i < 4 * Traits::kRowFragments; ++i) {
@@ -105,7 +170,6 @@ class Epilogue {
     }
   }
 
- private:
   // A NaN stays one.
   static __device__ __forceinline__ float cut_above(float value, float limit) {
     return value > limit ? limit : value;
@@ -134,6 +198,11 @@ class Epilogue {
     const int64_t index = tile_.expert * bias.expert_stride + int64_t{row} * bias.row_stride;
     if (bias.is_fp32) return static_cast<const float*>(bias.data)[index];
     return Numeric::to_float(static_cast<const uint16_t*>(bias.data)[index]);
+  }
+
+  __device__ __forceinline__ void read_biases() {
+#pragma unroll
+    for (int i = 0; i < kTerms; ++i) bias_[i] = read_bias(i / 2, i % 2);
   }
 
   __device__ __forceinline__ int pair_of(int row) const {

@@ -5,6 +5,8 @@
 
 namespace flashmoe::moe::sm89 {
 
+inline constexpr int32_t kNoActivation = -1;
+
 // [experts, rows, columns], 16-bit. `stride` is from row to row where columns are contiguous, from
 // column to column where the matrix is transposed; in elements.
 struct Weights {
@@ -48,7 +50,7 @@ struct Params {
   int32_t weight_tiles;         // that cover out_columns
   int32_t section_token_tiles;  // whose rows of x fit the L2 together
   int32_t interleaved;          // transposed gate and up whose columns alternate
-  int32_t activation;           // flashmoe_activation, or -1: none
+  int32_t activation;           // flashmoe_activation, or kNoActivation
   float alpha;
   float limit;  // infinity: none
   float up_offset;

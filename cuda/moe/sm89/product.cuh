@@ -19,6 +19,10 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/mma.cuh"
 
+#if __CUDA_ARCH__ >= 900
+#include "cuda/ptx/pdl.cuh"
+#endif
+
 namespace flashmoe::moe::sm89 {
 
 // Copies the steps of this block's tiles in their order. Between two calls of load_step there is a
@@ -224,9 +228,7 @@ __device__ __forceinline__ void compute_tile(const Params& params, const Tile& t
   fragments[1].multiply(d);
 
   Epilogue<Traits> epilogue(params, tile, warp_m());
-  const int first = first_token();
-#pragma unroll
-  for (int n = 0; n < kTokenFragments; ++n) epilogue.store(d[n], first + 8 * n);
+  epilogue.store_all(d, first_token());
 }
 
 // That a tile is computed with.
@@ -243,6 +245,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   ScheduleStorage& storage = *reinterpret_cast<ScheduleStorage*>(shared + Traits::kScheduleOffset);
   const uint32_t stages = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 
+#if __CUDA_ARCH__ >= 900
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+#endif
   Schedule<Traits>::sum_up(params, storage);
   StepBarrier<Traits> barrier(storage);
   if (thread_index() == 0) barrier.init();
@@ -261,16 +267,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
       compute_tile<Traits, decltype(fragments)::value>(params, tile, loader, barrier, stages,
                                                        stage);
     };
-    if (tile.rows > 6 * Traits::kTokensPerFragment) {
-      compute(TokenFragments<8>());
-    } else if (tile.rows > 4 * Traits::kTokensPerFragment) {
-      compute(TokenFragments<6>());
-    } else if (tile.rows > 2 * Traits::kTokensPerFragment) {
-      compute(TokenFragments<4>());
-    } else if (tile.rows > Traits::kTokensPerFragment) {
-      compute(TokenFragments<2>());
-    } else {
-      compute(TokenFragments<1>());
+    switch ((tile.rows + Traits::kTokensPerFragment - 1) / Traits::kTokensPerFragment) {
+      case 1: compute(TokenFragments<1>()); break;
+      case 2: compute(TokenFragments<2>()); break;
+      case 3: compute(TokenFragments<3>()); break;
+      case 4: compute(TokenFragments<4>()); break;
+      case 5: compute(TokenFragments<5>()); break;
+      case 6: compute(TokenFragments<6>()); break;
+      default: compute(TokenFragments<8>());
     }
   }
   ptx::cp_async_wait<0>();

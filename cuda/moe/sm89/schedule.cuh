@@ -129,8 +129,10 @@ class Schedule {
         const int token_tile = section_first + rank % width;
         tile.expert = chunk * kExpertsPerChunk + owner;
         tile.weight_tile = rank / width;
-        tile.first_row = first + token_tile * Traits::kTileTokens;
-        tile.rows = min(count - token_tile * Traits::kTileTokens, Traits::kTileTokens);
+        tile.first_row = token_tile * Traits::kTileTokens;
+        tile.rows = min(count - tile.first_row, Traits::kTileTokens);
+        share(tile, count, tiles - token_tile);
+        tile.first_row += first;
       }
     }
     if (lane == 0) storage.ring[number % kTileRing] = tile;
@@ -148,6 +150,21 @@ class Schedule {
  private:
   static __device__ __forceinline__ int token_tiles(int rows) {
     return rows / Traits::kTileTokens + (rows % Traits::kTileTokens != 0);
+  }
+
+  // A tile of few tokens costs more than its part of a full one, for the weights are the same. If the
+  // last one would, it and the one before it, of which there are `left` 1 and 2, share their tokens.
+  static __device__ __forceinline__ void share(Tile& tile, int count, int left) {
+    constexpr int kStep = Traits::kTokensPerFragment;
+    const int last = (count - 1) % Traits::kTileTokens + 1;
+    if (count <= Traits::kTileTokens || last > Traits::kFewTokens || left > 2) return;
+    const int half = ((Traits::kTileTokens + last) / 2 + (kStep - 1)) / kStep * kStep;
+    if (left == 2) {
+      tile.rows = half;
+    } else {
+      tile.first_row += half - Traits::kTileTokens;
+      tile.rows = Traits::kTileTokens + last - half;
+    }
   }
 
   // Of the next tile, counted over all experts as if each token tile met its weight tiles in a row.

@@ -110,6 +110,9 @@ class WeightLoader {
         ptx::cp_async_16_or_zero(destination, source, first < columns_left);
       }
     }
+#ifdef HOT
+    return;
+#endif
     if constexpr (Traits::kTransposed) {
       source_ += Traits::kStepColumns * stride_;
     } else {
@@ -191,7 +194,9 @@ class TokenLoader {
         ptx::cp_async_16_or_zero(destination, source_[i],
                                  chunk() * kElementsPerChunk < columns_left);
       }
+#ifndef HOT
       source_[i] += Traits::kStepColumns;
+#endif
     }
   }
 

@@ -54,6 +54,7 @@ struct Traits {
   static constexpr int kMaxTokenFragments = 8;  // of a warp, 8 tokens each
   static constexpr int kTokensPerFragment = 8 * kWarpsN;
   static constexpr int kTileTokens = kMaxTokenFragments * kTokensPerFragment;
+  static constexpr int kFewTokens = 3 * kTokensPerFragment;  // see Schedule::share
 
   // [weights][tokens] of each stage, then the schedule.
   static constexpr int kRowBytes = kStepColumns * 2;
