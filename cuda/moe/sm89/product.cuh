@@ -186,7 +186,6 @@ template <class Traits, int kTokenFragments>
 __device__ __forceinline__ void compute_tile(const Params& params, const Tile& tile,
                                              Loader<Traits>& loader, StepBarrier<Traits>& barrier,
                                              uint32_t stages, uint32_t& stage) {
-  static_assert(Traits::kSlices == 2);
   const auto warp_m = [] { return warp_index() % Traits::kWarpsM; };
   const auto first_token = [] { return warp_index() / Traits::kWarpsM * kTokenFragments * 8; };
   const FragmentReader<Traits> reader(warp_m(), first_token());
@@ -198,13 +197,18 @@ __device__ __forceinline__ void compute_tile(const Params& params, const Tile& t
   const auto address = [&] { return stages + stage * Traits::kStageBytes; };
   const auto advance = [&] { stage = stage + 1 < Traits::kStages ? stage + 1 : 0; };
   Fragments<Traits, kTokenFragments> fragments[2];
-  // The first slice of a step, up to where its stage may be loaded anew. What waits for the barrier is
-  // a loop, which keeps ptxas from mixing the slices' products: it would take those of the second
-  // up to where their fragments have not been read yet.
-  const auto first_slice = [&] {
-    fragments[1].read(reader, address(), 1);
-    barrier.arrive();
-    fragments[0].multiply(d);
+  // The slices of a step but the last, up to where its stage may be loaded anew. What waits for the
+  // barrier is a loop, which keeps ptxas from mixing the products of the last slice among these: it
+  // would take them up to where their fragments have not been read yet.
+  constexpr int kLast = Traits::kSlices - 1;
+  static_assert(kLast % 2 == 1, "the first slice's fragments are in the one place, the last's in the other");
+  const auto first_slices = [&] {
+#pragma unroll
+    for (int slice = 0; slice < kLast; ++slice) {
+      fragments[(slice + 1) % 2].read(reader, address(), slice + 1);
+      if (slice == kLast - 1) barrier.arrive();
+      fragments[slice % 2].multiply(d);
+    }
     advance();
     barrier.wait();
   };
@@ -213,13 +217,13 @@ __device__ __forceinline__ void compute_tile(const Params& params, const Tile& t
   int steps = (params.columns + Traits::kStepColumns - 1) / Traits::kStepColumns;
   while (true) {
     for (int i = min(steps - 1, loader.full_steps()); i > 0; --i) {
-      first_slice();
+      first_slices();
       fragments[0].read(reader, address(), 0);
       loader.load_full_step();
       fragments[1].multiply(d);
       --steps;
     }
-    first_slice();
+    first_slices();
     loader.load_step();
     if (--steps == 0) break;
     fragments[0].read(reader, address(), 0);
@@ -237,6 +241,10 @@ struct TokenFragments {
   static constexpr int value = kCount;
 };
 
+#ifdef CLK
+__device__ long long g_clk[2];
+__device__ __forceinline__ long long gtime() { long long t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
+#endif
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     grouped_product_kernel(const __grid_constant__ Params params) {
@@ -249,7 +257,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 #endif
-  Schedule<Traits>::sum_up(params, storage);
+#ifdef CLK
+  long long c0 = 0, t0 = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) { c0 = clock64(); t0 = gtime(); g_clk[0] = c0; g_clk[1] = t0; }
+#endif
+  Schedule<Traits>::sum_up(params, storage, reinterpret_cast<int*>(shared));
+  static_assert(Schedule<Traits>::kScratchBytes <= Traits::kScheduleOffset);
   StepBarrier<Traits> barrier(storage);
   if (thread_index() == 0) barrier.init();
   Loader<Traits> loader(params, storage, stages);
@@ -278,6 +291,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     }
   }
   ptx::cp_async_wait<0>();
+#ifdef CLK
+  if (blockIdx.x == 0 && threadIdx.x == 0) { g_clk[0] = clock64() - g_clk[0]; g_clk[1] = gtime() - g_clk[1]; }
+#endif
 }
 
 }  // namespace flashmoe::moe::sm89

@@ -1,9 +1,13 @@
 // Which tiles there are, and which of them a block computes.
 //
-// An expert's rows are cut into token tiles, and these times the tiles of its weights are its tiles.
-// Blocks take the tiles of all experts in turn. Within an expert all token tiles of a section meet one
-// weight tile after the other, so that weights are read once for a section, whose rows of x stay in
-// the L2.
+// The rows of an expert are cut into token tiles, and each of these times each tile of its weights is a
+// tile. Blocks take the tiles of all experts in turn, and since nothing tells a block that another is
+// late, tiles that cost alike come together: first the full ones, expert by expert, then the experts'
+// last ones, those with more tokens first. Every block has as many as any other of each kind, but for
+// one.
+//
+// Of full tiles, all token tiles of a section meet one weight tile after the other, so that what the
+// blocks read at a time are few rows of x and of the weights, each for many.
 #pragma once
 
 #include "cuda/moe/sm89/params.h"
@@ -18,6 +22,7 @@ inline constexpr uint32_t kFullWarp = 0xffffffffu;
 __device__ __forceinline__ int thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  __builtin_assume(index >= 0);
   return index;
 }
 
@@ -41,8 +46,11 @@ static_assert(sizeof(Tile) == 16);
 
 struct ScheduleStorage {
   Tile ring[kTileRing];
-  int chunk_end[kExpertChunks];  // token tiles of the experts up to a chunk's last
-  uint64_t step_barrier;         // see StepBarrier
+  // Token tiles up to the end of a chunk of experts: the full ones in the order of experts, then the
+  // others in that of `by_rest`.
+  int chunk_end[2 * kExpertChunks];
+  uint64_t step_barrier;  // see StepBarrier
+  uint16_t by_rest[kMaxExperts];
 };
 
 template <class Traits>
@@ -50,10 +58,10 @@ inline constexpr bool kScheduleFits = sizeof(ScheduleStorage) == Traits::kSchedu
 
 // The rows of an expert, whatever the device data hold.
 struct ExpertRows {
-  int first;
-  int count;
+  int first = 0;
+  int count = 0;
 
-  __device__ __forceinline__ ExpertRows(const Params& params, int expert) : first(0), count(0) {
+  __device__ __forceinline__ ExpertRows(const Params& params, int expert) {
     if (expert >= params.experts) return;
     if (params.counts != nullptr) {
       count = min(max(params.counts[expert], 0), params.rows);
@@ -62,6 +70,32 @@ struct ExpertRows {
       count = max(min(params.offsets[expert + 1], params.rows) - first, 0);
     }
   }
+};
+
+// The token tiles of an expert. A tile of few tokens costs more than its part of a full one, for the
+// weights are the same: where the last one would have few, it and the one before it share.
+template <class Traits>
+struct TokenTiles {
+  int full;
+  int rest;        // 0 to 2 behind the full ones
+  int first_rest;  // rows of the first of these
+
+  __device__ __forceinline__ explicit TokenTiles(int rows) {
+    constexpr int kTile = Traits::kTileTokens;
+    constexpr int kStep = Traits::kTokensPerFragment;
+    const int last = rows % kTile;
+    const bool shares = rows > kTile && last > 0 && last <= Traits::kFewTokens;
+    full = rows / kTile - shares;
+    rest = last > 0 ? 1 + shares : 0;
+    first_rest = shares ? ((kTile + last) / 2 + (kStep - 1)) / kStep * kStep : last;
+  }
+
+  // By how many tokens the rest has, most first.
+  __device__ __forceinline__ int kind() const {
+    return Traits::kMaxTokenFragments -
+           (first_rest + Traits::kTokensPerFragment - 1) / Traits::kTokensPerFragment;
+  }
+  static constexpr int kKinds = Traits::kMaxTokenFragments;
 };
 
 __device__ __forceinline__ int inclusive_sum(int value, int lane) {
@@ -75,27 +109,75 @@ __device__ __forceinline__ int inclusive_sum(int value, int lane) {
 
 template <class Traits>
 class Schedule {
+  static constexpr uint16_t kNoExpert = 0xffff;
+  static constexpr int kKinds = TokenTiles<Traits>::kKinds;
+
  public:
+  // Needed by sum_up, and free again after it.
+  static constexpr int kScratchBytes = kKinds * kExpertChunks * static_cast<int>(sizeof(int));
+
   // By all threads; the caller synchronises the block before the first look_up.
-  static __device__ __forceinline__ void sum_up(const Params& params, ScheduleStorage& storage) {
+  static __device__ __forceinline__ void sum_up(const Params& params, ScheduleStorage& storage,
+                                                int* scratch) {
     const int warp = warp_index();
     const int lane = lane_index();
     for (int chunk = warp; chunk < kExpertChunks; chunk += Traits::kWarps) {
-      const ExpertRows rows(params, chunk * kExpertsPerChunk + lane);
-      const int sum = inclusive_sum(token_tiles(rows.count), lane);
-      if (lane == kThreadsPerWarp - 1) storage.chunk_end[chunk] = sum;
+      const TokenTiles<Traits> tiles(rows_of(params, chunk, lane).count);
+      const int full = inclusive_sum(tiles.full, lane);
+      if (lane == kThreadsPerWarp - 1) storage.chunk_end[chunk] = full;
+      for (int kind = 0; kind < kKinds; ++kind) {
+        const uint32_t alike = __ballot_sync(kFullWarp, tiles.rest > 0 && tiles.kind() == kind);
+        if (lane == 0) scratch[kind * kExpertChunks + chunk] = __popc(alike);
+      }
+      storage.by_rest[chunk * kExpertsPerChunk + lane] = kNoExpert;
+    }
+    __syncthreads();
+    if (warp == 0) {  // where the experts of each kind and chunk begin
+      int before = 0;
+      for (int kind = 0; kind < kKinds; ++kind) {
+        int& place = scratch[kind * kExpertChunks + lane];
+        const int end = inclusive_sum(place, lane) + before;
+        place = end - place;
+        before = __shfl_sync(kFullWarp, end, kThreadsPerWarp - 1);
+      }
+    }
+    __syncthreads();
+    for (int chunk = warp; chunk < kExpertChunks; chunk += Traits::kWarps) {
+      const TokenTiles<Traits> tiles(rows_of(params, chunk, lane).count);
+      for (int kind = 0; kind < kKinds; ++kind) {
+        const bool mine = tiles.rest > 0 && tiles.kind() == kind;
+        const uint32_t alike = __ballot_sync(kFullWarp, mine);
+        const int place =
+            scratch[kind * kExpertChunks + chunk] + __popc(alike & ((1u << lane) - 1));
+        if (mine) {
+          storage.by_rest[place] = static_cast<uint16_t>(chunk * kExpertsPerChunk + lane);
+        }
+      }
+    }
+    __syncthreads();
+    for (int chunk = warp; chunk < kExpertChunks; chunk += Traits::kWarps) {
+      const int expert = storage.by_rest[chunk * kExpertsPerChunk + lane];
+      const TokenTiles<Traits> tiles(ExpertRows(params, expert).count);
+      const int rest = inclusive_sum(tiles.rest, lane);
+      if (lane == kThreadsPerWarp - 1) storage.chunk_end[kExpertChunks + chunk] = rest;
     }
     __syncthreads();
     if (warp == 0) {
-      // Offsets that do not increase may add up to anything; what a call can need is below this.
-      constexpr int kMost = 1 << 30;
-      long long sum = storage.chunk_end[lane];
+      long long before = 0;
+      for (int half = 0; half < 2; ++half) {
+        int& chunk_end = storage.chunk_end[half * kExpertChunks + lane];
+        long long sum = chunk_end;
 #pragma unroll
-      for (int distance = 1; distance < kThreadsPerWarp; distance *= 2) {
-        const long long before = __shfl_up_sync(kFullWarp, sum, distance);
-        if (lane >= distance) sum += before;
+        for (int distance = 1; distance < kThreadsPerWarp; distance *= 2) {
+          const long long other = __shfl_up_sync(kFullWarp, sum, distance);
+          if (lane >= distance) sum += other;
+        }
+        sum += before;
+        before = __shfl_sync(kFullWarp, sum, kThreadsPerWarp - 1);
+        // Offsets that do not increase may add up to anything; what a call can need is below this.
+        constexpr long long kMost = 1 << 30;
+        chunk_end = static_cast<int>(min(sum, kMost));
       }
-      storage.chunk_end[lane] = static_cast<int>(min(sum, static_cast<long long>(kMost)));
     }
   }
 
@@ -108,31 +190,42 @@ class Schedule {
                                           int number) {
     const int lane = lane_index();
     Tile tile = {-1, 0, 0, 0};
-    const int chunk_end = storage.chunk_end[lane];
-    const int chunk = __popc(__ballot_sync(kFullWarp, chunk_end <= token_tile_));
-    if (chunk < kExpertChunks) {
-      const int before_chunk = __shfl_sync(kFullWarp, chunk_end, max(chunk - 1, 0));
-      const int in_chunk = token_tile_ - (chunk > 0 ? before_chunk : 0);
-      const ExpertRows rows(params, chunk * kExpertsPerChunk + lane);
-      const int end = inclusive_sum(token_tiles(rows.count), lane);
+    const int chunk =
+        __popc(__ballot_sync(kFullWarp, storage.chunk_end[lane] <= token_tile_)) +
+        __popc(__ballot_sync(kFullWarp, storage.chunk_end[kExpertChunks + lane] <= token_tile_));
+    if (chunk < 2 * kExpertChunks) {
+      const bool is_rest = chunk >= kExpertChunks;
+      const int in_chunk = token_tile_ - (chunk > 0 ? storage.chunk_end[chunk - 1] : 0);
+      const int place = chunk % kExpertChunks * kExpertsPerChunk + lane;
+      const int expert = is_rest ? storage.by_rest[place] : place;
+      const ExpertRows rows(params, expert);
+      const TokenTiles<Traits> mine(rows.count);
+      const int end = inclusive_sum(is_rest ? mine.rest : mine.full, lane);
       const int owner = min(__popc(__ballot_sync(kFullWarp, end <= in_chunk)), kThreadsPerWarp - 1);
-      const int first = __shfl_sync(kFullWarp, rows.first, owner);
       const int count = __shfl_sync(kFullWarp, rows.count, owner);
-      const int tiles = token_tiles(count);
-      const int number_in_expert = in_chunk - (__shfl_sync(kFullWarp, end, owner) - tiles);
-      if (number_in_expert < tiles) {  // not so where sums were cut
-        // The tiles of a section in their order: token tiles fastest.
-        const int section = number_in_expert / params.section_token_tiles;
-        const int section_first = section * params.section_token_tiles;
-        const int width = min(params.section_token_tiles, tiles - section_first);
-        const int rank = (number_in_expert - section_first) * params.weight_tiles + weight_tile_;
-        const int token_tile = section_first + rank % width;
-        tile.expert = chunk * kExpertsPerChunk + owner;
-        tile.weight_tile = rank / width;
-        tile.first_row = token_tile * Traits::kTileTokens;
-        tile.rows = min(count - tile.first_row, Traits::kTileTokens);
-        share(tile, count, tiles - token_tile);
-        tile.first_row += first;
+      const TokenTiles<Traits> tiles(count);
+      const int entry_tiles = is_rest ? tiles.rest : tiles.full;
+      const int entry_tile = in_chunk - (__shfl_sync(kFullWarp, end, owner) - entry_tiles);
+      if (entry_tile < entry_tiles) {  // not so where sums were cut
+        tile.expert = __shfl_sync(kFullWarp, expert, owner);
+        if (is_rest) {
+          tile.weight_tile = weight_tile_;
+          tile.first_row = tiles.full * Traits::kTileTokens;
+          tile.rows = tiles.first_rest;
+          if (entry_tile > 0) {
+            tile.first_row += tiles.first_rest;
+            tile.rows = count - tile.first_row;
+          }
+        } else {
+          const int section = entry_tile / params.section_token_tiles;
+          const int section_first = section * params.section_token_tiles;
+          const int width = min(params.section_token_tiles, entry_tiles - section_first);
+          const int rank = (entry_tile - section_first) * params.weight_tiles + weight_tile_;
+          tile.weight_tile = rank / width;
+          tile.first_row = (section_first + rank % width) * Traits::kTileTokens;
+          tile.rows = Traits::kTileTokens;
+        }
+        tile.first_row += __shfl_sync(kFullWarp, rows.first, owner);
       }
     }
     if (lane == 0) storage.ring[number % kTileRing] = tile;
@@ -148,23 +241,8 @@ class Schedule {
   }
 
  private:
-  static __device__ __forceinline__ int token_tiles(int rows) {
-    return rows / Traits::kTileTokens + (rows % Traits::kTileTokens != 0);
-  }
-
-  // A tile of few tokens costs more than its part of a full one, for the weights are the same. If the
-  // last one would, it and the one before it, of which there are `left` 1 and 2, share their tokens.
-  static __device__ __forceinline__ void share(Tile& tile, int count, int left) {
-    constexpr int kStep = Traits::kTokensPerFragment;
-    const int last = (count - 1) % Traits::kTileTokens + 1;
-    if (count <= Traits::kTileTokens || last > Traits::kFewTokens || left > 2) return;
-    const int half = ((Traits::kTileTokens + last) / 2 + (kStep - 1)) / kStep * kStep;
-    if (left == 2) {
-      tile.rows = half;
-    } else {
-      tile.first_row += half - Traits::kTileTokens;
-      tile.rows = Traits::kTileTokens + last - half;
-    }
+  static __device__ __forceinline__ ExpertRows rows_of(const Params& params, int chunk, int lane) {
+    return ExpertRows(params, chunk * kExpertsPerChunk + lane);
   }
 
   // Of the next tile, counted over all experts as if each token tile met its weight tiles in a row.

@@ -10,18 +10,21 @@
 
 namespace flashmoe::moe::sm89 {
 
-// Rows of 32 elements, 64 bytes: two lie in the 128 bytes that one access covers, so every other
-// row has its chunks permuted anew, and any eight rows in a row lie in distinct banks.
+// Rows of 32 or 64 elements along K, whose chunks are permuted so that any eight rows in a row lie in
+// distinct banks. Of rows of 64 bytes two lie in the 128 bytes that one access covers.
+template <class Traits>
 struct ColumnsLayout {
-  static constexpr int kChunksPerRow = 4;
+  static constexpr int kChunksPerRow = Traits::kStepColumns / kElementsPerChunk;
   static constexpr int kRowBytes = kChunksPerRow * kBytesPerChunk;
+  static_assert(kChunksPerRow == 4 || kChunksPerRow == 8);
 
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
-    return static_cast<uint32_t>(row * kRowBytes + ((chunk ^ (row >> 1 & 3)) * kBytesPerChunk));
+    const int swizzle = kChunksPerRow == 8 ? row & 7 : row >> 1 & 3;
+    return static_cast<uint32_t>(row * kRowBytes + (chunk ^ swizzle) * kBytesPerChunk);
   }
 };
 
-// The transposed tile of weights: 32 rows along K of 128 elements, 256 bytes.
+// The transposed tile of weights: rows of 128 elements, 256 bytes, one after the other along K.
 struct RowsLayout {
   static constexpr int kChunksPerRow = 16;
   static constexpr int kRowBytes = kChunksPerRow * kBytesPerChunk;
@@ -36,9 +39,6 @@ struct RowsLayout {
 // order that spares the epilogue: after the accumulators have been transposed by movmatrix, a thread
 // has element pairs from four blocks of eight rows, and those pairs are to be neighbours in memory.
 // Row 2 t + e of block f, of four blocks in a row, is therefore row 8 t + 2 f + e of the output.
-template <class Traits>
-class WeightTile;
-
 template <class Traits>
 __host__ __device__ constexpr int out_row_of(int row) {
   const int e = row % 2;
@@ -55,10 +55,12 @@ __host__ __device__ constexpr int out_row_of(int row) {
 // but outputs past the last.
 template <class Traits>
 class WeightLoader {
+  using Columns = ColumnsLayout<Traits>;
+
  public:
   __device__ __forceinline__ WeightLoader() {
     destination_ = Traits::kTransposed ? RowsLayout::offset(column(), chunk())
-                                       : ColumnsLayout::offset(row(), chunk());
+                                       : Columns::offset(row(), chunk());
     pin(destination_);
   }
 
@@ -122,7 +124,7 @@ class WeightLoader {
 
  private:
   static constexpr int kColumnsPerPass = Traits::kThreads / RowsLayout::kChunksPerRow;
-  static constexpr int kRowsPerPass = Traits::kThreads / ColumnsLayout::kChunksPerRow;
+  static constexpr int kRowsPerPass = Traits::kThreads / Columns::kChunksPerRow;
   static constexpr int kPassBytes = Traits::kThreads * kBytesPerChunk;
   static constexpr int kPasses = Traits::kWeightBytes / kPassBytes;
   static_assert(kColumnsPerPass % 8 == 0 && kRowsPerPass % 16 == 0, "passes are alike");
@@ -131,14 +133,14 @@ class WeightLoader {
   // This thread's of the first pass.
   static __device__ __forceinline__ int chunk() {
     return thread_index() %
-           (Traits::kTransposed ? RowsLayout::kChunksPerRow : ColumnsLayout::kChunksPerRow);
+           (Traits::kTransposed ? RowsLayout::kChunksPerRow : Columns::kChunksPerRow);
   }
   static __device__ __forceinline__ int column() {
     return Traits::kTransposed ? thread_index() / RowsLayout::kChunksPerRow
                                : chunk() * kElementsPerChunk;
   }
   static __device__ __forceinline__ int row() {
-    return thread_index() / ColumnsLayout::kChunksPerRow;
+    return thread_index() / Columns::kChunksPerRow;
   }
 
   const uint16_t* source_;
@@ -150,9 +152,11 @@ class WeightLoader {
 // Copies tiles of tokens, step by step. Rows past the last are left as they are, too.
 template <class Traits>
 class TokenLoader {
+  using Columns = ColumnsLayout<Traits>;
+
  public:
   __device__ __forceinline__ TokenLoader()
-      : destination_(Traits::kWeightBytes + ColumnsLayout::offset(row_of(0), chunk())) {
+      : destination_(Traits::kWeightBytes + Columns::offset(row_of(0), chunk())) {
     pin(destination_);
   }
 
@@ -170,15 +174,15 @@ class TokenLoader {
   }
 
   __device__ __forceinline__ void begin(const Params& params, const Tile& tile) {
-    const uint16_t* x = params.x + tile.expert * params.x_expert_stride + chunk() * kElementsPerChunk;
-    valid_ = 0;
+    source_ = params.x + tile.expert * params.x_expert_stride + chunk() * kElementsPerChunk;
+    const auto stride = static_cast<uint32_t>(params.x_stride / kElementsPerChunk);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const bool valid = next_[i] >= 0 && next_[i] < params.rows;
-      const uint32_t row = valid ? static_cast<uint32_t>(next_[i]) : 0;
-      const uint32_t token = params.pairs != nullptr ? row / static_cast<uint32_t>(params.top_k) : row;
-      source_[i] = x + token * params.x_stride;
-      valid_ |= static_cast<uint32_t>(valid) << i;
+      const auto row = static_cast<uint32_t>(next_[i]);
+      const uint32_t token =
+          params.pairs != nullptr ? row / static_cast<uint32_t>(params.top_k) : row;
+      offset_[i] = valid ? token * stride : kNoRow;
     }
   }
 
@@ -187,41 +191,45 @@ class TokenLoader {
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const uint32_t destination = stage + destination_ + i * kPassBytes;
-      const bool valid = valid_ >> i & 1;
+      const uint16_t* source = source_ + uint64_t{offset_[i]} * kElementsPerChunk;
+      const bool valid = offset_[i] != kNoRow;
       if constexpr (kFull) {
-        ptx::cp_async_16_if(destination, source_[i], valid);
+        ptx::cp_async_16_if(destination, source, valid);
       } else if (valid) {
-        ptx::cp_async_16_or_zero(destination, source_[i],
-                                 chunk() * kElementsPerChunk < columns_left);
+        ptx::cp_async_16_or_zero(destination, source, chunk() * kElementsPerChunk < columns_left);
       }
-#ifndef HOT
-      source_[i] += Traits::kStepColumns;
-#endif
     }
+    source_ += Traits::kStepColumns;
   }
 
  private:
-  static constexpr int kRowsPerPass = Traits::kThreads / ColumnsLayout::kChunksPerRow;
+  static constexpr int kRowsPerPass = Traits::kThreads / Columns::kChunksPerRow;
   static constexpr int kPassBytes = Traits::kThreads * kBytesPerChunk;
   static constexpr int kPasses = Traits::kTokenBytes / kPassBytes;
   static_assert(kPasses * kPassBytes == Traits::kTokenBytes);
 
   static __device__ __forceinline__ int row_of(int pass) {
-    return thread_index() / ColumnsLayout::kChunksPerRow + pass * kRowsPerPass;
+    return thread_index() / Columns::kChunksPerRow + pass * kRowsPerPass;
   }
   static __device__ __forceinline__ int chunk() {
-    return thread_index() % ColumnsLayout::kChunksPerRow;
+    return thread_index() % Columns::kChunksPerRow;
   }
 
-  const uint16_t* source_[kPasses];
+  // The offset of a row's first chunk, in chunks, that is no row. The host sees to it that others are
+  // below it.
+  static constexpr uint32_t kNoRow = 0xffffffffu;
+
+  const uint16_t* source_;
+  uint32_t offset_[kPasses];
   int next_[kPasses];
-  uint32_t valid_;
   uint32_t destination_;
 };
 
 // Where a warp's fragments lie in a stage.
 template <class Traits>
 class FragmentReader {
+  using Columns = ColumnsLayout<Traits>;
+
  public:
   __device__ __forceinline__ FragmentReader(int warp_m, int first_token) {
     const int lane = lane_index();
@@ -232,10 +240,10 @@ class FragmentReader {
       const int chunk = Traits::kGated ? 8 * half + 4 * warp_m : 8 * warp_m + half;
       weights_ = RowsLayout::offset(column, chunk);
     } else {
-      weights_ = ColumnsLayout::offset(warp_m * Traits::kWarpRows + lane % 16, lane / 16);
+      weights_ = Columns::offset(warp_m * Traits::kWarpRows + lane % 16, lane / 16);
     }
     tokens_ = Traits::kWeightBytes +
-              ColumnsLayout::offset(first_token + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+              Columns::offset(first_token + lane / 16 * 8 + lane % 8, lane / 8 % 2);
     pin(weights_);
     pin(tokens_);
   }
@@ -248,7 +256,7 @@ class FragmentReader {
                                     16 * slice * RowsLayout::kRowBytes);
     } else {
       ptx::ldmatrix_x4(a, ((stage + weights_) ^ static_cast<uint32_t>(2 * slice * kBytesPerChunk)) +
-                              16 * fragment * ColumnsLayout::kRowBytes);
+                              16 * fragment * Columns::kRowBytes);
     }
   }
 
@@ -256,7 +264,7 @@ class FragmentReader {
   __device__ __forceinline__ void read_tokens(uint32_t (&b)[4], uint32_t stage, int pair,
                                               int slice) const {
     ptx::ldmatrix_x4(b, ((stage + tokens_) ^ static_cast<uint32_t>(2 * slice * kBytesPerChunk)) +
-                            16 * pair * ColumnsLayout::kRowBytes);
+                            16 * pair * Columns::kRowBytes);
   }
 
  private:

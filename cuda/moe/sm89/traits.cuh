@@ -29,6 +29,7 @@ struct Tuning {
 
 #ifndef TUN
 #define TUN 2441
+#define KC 32
 #endif
 inline constexpr Tuning kTuning = {TUN / 1000, TUN / 100 % 10, TUN / 10 % 10, TUN % 10};
 
@@ -44,7 +45,7 @@ struct Traits {
   static constexpr int kStages = kTuning.stages;
   static constexpr int kBlocksPerSm = kTuning.blocks_per_sm;
 
-  static constexpr int kStepColumns = 32;  // of K in one stage
+  static constexpr int kStepColumns = KC;  // of K in one stage
   static constexpr int kSlices = kStepColumns / 16;
   static constexpr int kWarpRows = 64;
   static constexpr int kRowFragments = kWarpRows / 16;
@@ -54,7 +55,7 @@ struct Traits {
   static constexpr int kMaxTokenFragments = 8;  // of a warp, 8 tokens each
   static constexpr int kTokensPerFragment = 8 * kWarpsN;
   static constexpr int kTileTokens = kMaxTokenFragments * kTokensPerFragment;
-  static constexpr int kFewTokens = 3 * kTokensPerFragment;  // see Schedule::share
+  static constexpr int kFewTokens = 3 * kTokensPerFragment;  // see TokenTiles
 
   // [weights][tokens] of each stage, then the schedule.
   static constexpr int kRowBytes = kStepColumns * 2;
@@ -62,12 +63,13 @@ struct Traits {
   static constexpr int kTokenBytes = kTileTokens * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
   static constexpr int kScheduleOffset = kStages * kStageBytes;
-  static constexpr int kScheduleBytes = kTileRing * 16 + kExpertChunks * 4 + 8;
+  static constexpr int kScheduleBytes =
+      kTileRing * 16 + 2 * kExpertChunks * 4 + 8 + 2 * kMaxExperts;
   static constexpr int kSharedBytes = kScheduleOffset + kScheduleBytes;
 
   static_assert(kScheduleOffset % 16 == 0);
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_89 block holds 99 KiB");
-  static_assert(kStages >= 3, "one is read, one may still be, one is filled");
+  static_assert(kStages >= 2, "one is read, one is filled");
 };
 
 }  // namespace flashmoe::moe::sm89
