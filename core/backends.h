@@ -28,6 +28,7 @@ int32_t cpu_get_num_threads();
 #if FLASHMOE_WITH_CUDA
 extern const AttentionFamily kShortAttention;
 extern const AttentionFamily kSm89Attention;
+extern const MoeFamily kSm89Moe;
 #if FLASHMOE_WITH_SM90  // built for sm_90a
 extern const AttentionFamily kSm90Attention;
 #endif

@@ -49,8 +49,8 @@ class Epilogue {
 
   // All accumulators of a warp, whose first token is `token` of the tile.
   template <int kTokenFragments>
-  __device__ __forceinline__ void store_all(
-      float (&d)[kTokenFragments][Traits::kRowFragments][4], int token) {
+  __device__ __forceinline__ void store_all(float (&d)[kTokenFragments][Traits::kRowFragments][4],
+                                            int token) {
     if (is_bare()) {
 #pragma unroll
       for (int n = 0; n < kTokenFragments; ++n) store_bare(d[n], token + 8 * n);

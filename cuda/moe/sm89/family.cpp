@@ -26,6 +26,8 @@ const Entry* const kEntries[] = {
 
 constexpr int64_t kElementBytes = 2;
 constexpr int64_t kWorkspaceAlignment = 256;
+// The kernels count rows of x in pieces of 16 bytes, in 32 bits.
+constexpr int64_t kMostElementsOfX = (int64_t{1} << 32) * 8 - 8;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
@@ -37,6 +39,8 @@ struct Extents {
   int64_t experts;  // that may have that many each; 1 where they share them
   int64_t columns;
   int64_t out_columns;
+  int64_t x_rows;  // that `rows` come from
+  int64_t x_stride;
 };
 
 const Entry* find_entry(Dtype dtype, bool gated, bool transposed) {
@@ -75,12 +79,18 @@ flashmoe_status add_product(const DeviceFacts& facts, flashmoe_device device, Dt
   if (extents.columns > INT_MAX || extents.out_columns > INT_MAX) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^31 - 1 columns");
   }
+  if (extents.x_stride < 0 ||
+      extents.x_rows > kMostElementsOfX / std::max<int64_t>(extents.x_stride, 1)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%lld rows of x that are %lld elements apart, accepted are 64 GiB",
+                         static_cast<long long>(extents.x_rows),
+                         static_cast<long long>(extents.x_stride));
+  }
   int arch = 0;
   FLASHMOE_TRY(load_kernel(*entry, device.device_id, facts, &arch, reason));
   // A tile that is not full is its expert's last.
-  const int64_t token_tiles =
-      extents.experts * (extents.rows / entry->tile_tokens) +
-      std::min<int64_t>(experts, extents.experts * extents.rows);
+  const int64_t token_tiles = extents.experts * (extents.rows / entry->tile_tokens) +
+                              std::min<int64_t>(experts, extents.experts * extents.rows);
   const int64_t most = int64_t{facts.multiprocessors} * entry->blocks_per_sm;
   const int64_t weight_tiles = ceil_div(extents.out_columns, entry->out_rows);
   const int64_t blocks = token_tiles > most ? most : std::min(most, token_tiles * weight_tiles);
@@ -117,7 +127,8 @@ void fill_extents(const Extents& extents, int experts, flashmoe_device device, c
   constexpr int64_t kSquareTiles = 8;
   const DeviceFacts* facts = nullptr;
   int64_t l2_bytes = 0;
-  if (read_device_facts(device.device_id, &facts, Reason()) == FLASHMOE_OK) l2_bytes = facts->l2_bytes;
+  if (read_device_facts(device.device_id, &facts, Reason()) == FLASHMOE_OK)
+    l2_bytes = facts->l2_bytes;
   const int64_t tile_bytes = entry.tile_tokens * extents.columns * kElementBytes;
   const int64_t most = INT_MAX / params->weight_tiles;
   params->section_token_tiles =
@@ -125,10 +136,10 @@ void fill_extents(const Extents& extents, int experts, flashmoe_device device, c
 }
 
 Extents extents_of_up(const MoeForwardProblem& p) {
-  return {p.tokens * p.top_k, 1, p.hidden, p.inner};
+  return {p.tokens * p.top_k, 1, p.hidden, p.inner, p.tokens, p.x_stride};
 }
 Extents extents_of_down(const MoeForwardProblem& p) {
-  return {p.tokens * p.top_k, 1, p.inner, p.hidden};
+  return {p.tokens * p.top_k, 1, p.inner, p.hidden, p.tokens * p.top_k, p.inner};
 }
 
 // The workspace: a [slots, inner], then y [slots, hidden].
@@ -146,8 +157,8 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
                          "w_gate_up and w_up: one is transposed, accepted are both or neither");
   }
   FLASHMOE_TRY(add_product(*facts, problem.device, problem.dtype, problem.gated,
-                           is_transposed(problem.up), extents_of_up(problem), problem.experts,
-                           plan, reason));
+                           is_transposed(problem.up), extents_of_up(problem), problem.experts, plan,
+                           reason));
   FLASHMOE_TRY(add_product(*facts, problem.device, problem.dtype, false,
                            is_transposed(problem.down), extents_of_down(problem), problem.experts,
                            plan, reason));
@@ -217,7 +228,8 @@ flashmoe_status launch_forward(const MoeForwardProblem& problem, const MoePlan& 
 }
 
 Extents extents_of(const GroupedProductProblem& p) {
-  return {p.rows, p.counts != nullptr ? p.experts : 1, p.columns, p.out_columns};
+  return {p.rows,    p.counts != nullptr ? p.experts : 1, p.columns, p.out_columns, p.rows,
+          p.x_stride};
 }
 
 flashmoe_status plan_product(const GroupedProductProblem& problem, MoePlan* plan,

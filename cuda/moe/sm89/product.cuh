@@ -4,7 +4,7 @@
 //   out[r] = act(gate[e] x[r] + ...) * (up[e] x[r] + ...)    gated
 //
 // The weights are the left operand, the tokens the right one, so that a tile may have few tokens:
-// 128 weight rows by 32 to 256 tokens, chosen tile by tile from the rows that are there. A block is
+// 128 weight rows by 32 to 288 tokens, chosen tile by tile from the rows that are there. A block is
 // persistent. All of its warps copy steps of 32 columns into a ring of kStages stages by cp.async and
 // multiply what arrived; the copies run on into the next tile while a tile is finished. Fragments are
 // read one slice of 16 columns ahead of their products, and the block's one barrier of a step has the
@@ -30,8 +30,7 @@ namespace flashmoe::moe::sm89 {
 template <class Traits>
 class Loader {
  public:
-  __device__ __forceinline__ Loader(const Params& params, ScheduleStorage& storage,
-                                    uint32_t stages)
+  __device__ __forceinline__ Loader(const Params& params, ScheduleStorage& storage, uint32_t stages)
       : params_(params), storage_(storage), stages_(stages), schedule_(params) {
     if (warp_index() == 0) {
       schedule_.look_up(params_, storage_, 0);
@@ -87,11 +86,9 @@ class Loader {
 
   template <bool kFull>
   __device__ __forceinline__ void load() {
-#ifndef NOLOAD
     const uint32_t stage = stages_ + stage_ * Traits::kStageBytes;
     weights_.template load_next<kFull>(stage, columns_left_);
     tokens_.template load_next<kFull>(stage, columns_left_);
-#endif
   }
 
   __device__ __forceinline__ void close() {
@@ -149,26 +146,18 @@ struct Fragments {
 
   __device__ __forceinline__ void read(const FragmentReader<Traits>& reader, uint32_t stage,
                                        int slice) {
-#ifdef NOLDSM
-    return;
-#endif
 #pragma unroll
     for (int m = 0; m < Traits::kRowFragments; ++m) {
       reader.read_weights(weights[m], stage, m, slice);
     }
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
-      reader.read_tokens(tokens[pair], stage, pair, slice);
+      reader.read_tokens(tokens[pair], stage, pair, slice, 2 * pair + 1 < kTokenFragments);
     }
   }
 
   __device__ __forceinline__ void multiply(
       float (&d)[kTokenFragments][Traits::kRowFragments][4]) const {
-#ifdef NOMMA
-    for(int m=0;m<Traits::kRowFragments;++m) for(int i=0;i<4;++i) asm volatile(""::"r"(weights[m][i]));
-    for(int m=0;m<kPairs;++m) for(int i=0;i<4;++i) asm volatile(""::"r"(tokens[m][i]));
-    return;
-#endif
 #pragma unroll
     for (int n = 0; n < kTokenFragments; ++n) {
 #pragma unroll
@@ -201,7 +190,8 @@ __device__ __forceinline__ void compute_tile(const Params& params, const Tile& t
   // barrier is a loop, which keeps ptxas from mixing the products of the last slice among these: it
   // would take them up to where their fragments have not been read yet.
   constexpr int kLast = Traits::kSlices - 1;
-  static_assert(kLast % 2 == 1, "the first slice's fragments are in the one place, the last's in the other");
+  static_assert(kLast % 2 == 1,
+                "the first slice's fragments are in the one place, the last's in the other");
   const auto first_slices = [&] {
 #pragma unroll
     for (int slice = 0; slice < kLast; ++slice) {
@@ -241,10 +231,6 @@ struct TokenFragments {
   static constexpr int value = kCount;
 };
 
-#ifdef CLK
-__device__ long long g_clk[2];
-__device__ __forceinline__ long long gtime() { long long t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
-#endif
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     grouped_product_kernel(const __grid_constant__ Params params) {
@@ -256,10 +242,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
 #if __CUDA_ARCH__ >= 900
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
-#endif
-#ifdef CLK
-  long long c0 = 0, t0 = 0;
-  if (blockIdx.x == 0 && threadIdx.x == 0) { c0 = clock64(); t0 = gtime(); g_clk[0] = c0; g_clk[1] = t0; }
 #endif
   Schedule<Traits>::sum_up(params, storage, reinterpret_cast<int*>(shared));
   static_assert(Schedule<Traits>::kScratchBytes <= Traits::kScheduleOffset);
@@ -283,17 +265,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     switch ((tile.rows + Traits::kTokensPerFragment - 1) / Traits::kTokensPerFragment) {
       case 1: compute(TokenFragments<1>()); break;
       case 2: compute(TokenFragments<2>()); break;
-      case 3: compute(TokenFragments<3>()); break;
+      case 3:
       case 4: compute(TokenFragments<4>()); break;
       case 5: compute(TokenFragments<5>()); break;
       case 6: compute(TokenFragments<6>()); break;
-      default: compute(TokenFragments<8>());
+      case 7:
+      case 8: compute(TokenFragments<8>()); break;
+      default: compute(TokenFragments<Traits::kMaxTokenFragments>());
     }
   }
   ptx::cp_async_wait<0>();
-#ifdef CLK
-  if (blockIdx.x == 0 && threadIdx.x == 0) { g_clk[0] = clock64() - g_clk[0]; g_clk[1] = gtime() - g_clk[1]; }
-#endif
 }
 
 }  // namespace flashmoe::moe::sm89

@@ -10,17 +10,14 @@
 
 namespace flashmoe::moe::sm89 {
 
-// Rows of 32 or 64 elements along K, whose chunks are permuted so that any eight rows in a row lie in
-// distinct banks. Of rows of 64 bytes two lie in the 128 bytes that one access covers.
-template <class Traits>
+// Rows of 32 elements along K, 64 bytes. Two lie in the 128 bytes that one access covers, so every
+// other row has its chunks permuted anew: any eight rows in a row lie in distinct banks.
 struct ColumnsLayout {
-  static constexpr int kChunksPerRow = Traits::kStepColumns / kElementsPerChunk;
+  static constexpr int kChunksPerRow = 4;
   static constexpr int kRowBytes = kChunksPerRow * kBytesPerChunk;
-  static_assert(kChunksPerRow == 4 || kChunksPerRow == 8);
 
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
-    const int swizzle = kChunksPerRow == 8 ? row & 7 : row >> 1 & 3;
-    return static_cast<uint32_t>(row * kRowBytes + (chunk ^ swizzle) * kBytesPerChunk);
+    return static_cast<uint32_t>(row * kRowBytes + (chunk ^ (row >> 1 & 3)) * kBytesPerChunk);
   }
 };
 
@@ -55,12 +52,10 @@ __host__ __device__ constexpr int out_row_of(int row) {
 // but outputs past the last.
 template <class Traits>
 class WeightLoader {
-  using Columns = ColumnsLayout<Traits>;
-
  public:
   __device__ __forceinline__ WeightLoader() {
     destination_ = Traits::kTransposed ? RowsLayout::offset(column(), chunk())
-                                       : Columns::offset(row(), chunk());
+                                       : ColumnsLayout::offset(row(), chunk());
     pin(destination_);
   }
 
@@ -81,8 +76,8 @@ class WeightLoader {
       const int row = WeightLoader::row();
       const Weights& weights = params.weights[Traits::kGated ? row / 8 % 2 : 0];
       const int out_row = first + out_row_of<Traits>(row);
-      source_ = weights.data + tile.expert * weights.expert_stride + out_row * weights.stride +
-                column();
+      source_ =
+          weights.data + tile.expert * weights.expert_stride + out_row * weights.stride + column();
       valid_ = 0;
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
@@ -112,9 +107,6 @@ class WeightLoader {
         ptx::cp_async_16_or_zero(destination, source, first < columns_left);
       }
     }
-#ifdef HOT
-    return;
-#endif
     if constexpr (Traits::kTransposed) {
       source_ += Traits::kStepColumns * stride_;
     } else {
@@ -124,7 +116,7 @@ class WeightLoader {
 
  private:
   static constexpr int kColumnsPerPass = Traits::kThreads / RowsLayout::kChunksPerRow;
-  static constexpr int kRowsPerPass = Traits::kThreads / Columns::kChunksPerRow;
+  static constexpr int kRowsPerPass = Traits::kThreads / ColumnsLayout::kChunksPerRow;
   static constexpr int kPassBytes = Traits::kThreads * kBytesPerChunk;
   static constexpr int kPasses = Traits::kWeightBytes / kPassBytes;
   static_assert(kColumnsPerPass % 8 == 0 && kRowsPerPass % 16 == 0, "passes are alike");
@@ -133,14 +125,14 @@ class WeightLoader {
   // This thread's of the first pass.
   static __device__ __forceinline__ int chunk() {
     return thread_index() %
-           (Traits::kTransposed ? RowsLayout::kChunksPerRow : Columns::kChunksPerRow);
+           (Traits::kTransposed ? RowsLayout::kChunksPerRow : ColumnsLayout::kChunksPerRow);
   }
   static __device__ __forceinline__ int column() {
     return Traits::kTransposed ? thread_index() / RowsLayout::kChunksPerRow
                                : chunk() * kElementsPerChunk;
   }
   static __device__ __forceinline__ int row() {
-    return thread_index() / Columns::kChunksPerRow;
+    return thread_index() / ColumnsLayout::kChunksPerRow;
   }
 
   const uint16_t* source_;
@@ -152,11 +144,9 @@ class WeightLoader {
 // Copies tiles of tokens, step by step. Rows past the last are left as they are, too.
 template <class Traits>
 class TokenLoader {
-  using Columns = ColumnsLayout<Traits>;
-
  public:
   __device__ __forceinline__ TokenLoader()
-      : destination_(Traits::kWeightBytes + Columns::offset(row_of(0), chunk())) {
+      : destination_(Traits::kWeightBytes + ColumnsLayout::offset(row_of(0), chunk())) {
     pin(destination_);
   }
 
@@ -203,16 +193,15 @@ class TokenLoader {
   }
 
  private:
-  static constexpr int kRowsPerPass = Traits::kThreads / Columns::kChunksPerRow;
+  static constexpr int kRowsPerPass = Traits::kThreads / ColumnsLayout::kChunksPerRow;
   static constexpr int kPassBytes = Traits::kThreads * kBytesPerChunk;
-  static constexpr int kPasses = Traits::kTokenBytes / kPassBytes;
-  static_assert(kPasses * kPassBytes == Traits::kTokenBytes);
+  static constexpr int kPasses = (Traits::kTokenBytes + kPassBytes - 1) / kPassBytes;
 
   static __device__ __forceinline__ int row_of(int pass) {
-    return thread_index() / Columns::kChunksPerRow + pass * kRowsPerPass;
+    return thread_index() / ColumnsLayout::kChunksPerRow + pass * kRowsPerPass;
   }
   static __device__ __forceinline__ int chunk() {
-    return thread_index() % Columns::kChunksPerRow;
+    return thread_index() % ColumnsLayout::kChunksPerRow;
   }
 
   // The offset of a row's first chunk, in chunks, that is no row. The host sees to it that others are
@@ -228,8 +217,6 @@ class TokenLoader {
 // Where a warp's fragments lie in a stage.
 template <class Traits>
 class FragmentReader {
-  using Columns = ColumnsLayout<Traits>;
-
  public:
   __device__ __forceinline__ FragmentReader(int warp_m, int first_token) {
     const int lane = lane_index();
@@ -240,10 +227,10 @@ class FragmentReader {
       const int chunk = Traits::kGated ? 8 * half + 4 * warp_m : 8 * warp_m + half;
       weights_ = RowsLayout::offset(column, chunk);
     } else {
-      weights_ = Columns::offset(warp_m * Traits::kWarpRows + lane % 16, lane / 16);
+      weights_ = ColumnsLayout::offset(warp_m * Traits::kWarpRows + lane % 16, lane / 16);
     }
     tokens_ = Traits::kWeightBytes +
-              Columns::offset(first_token + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+              ColumnsLayout::offset(first_token + lane / 16 * 8 + lane % 8, lane / 8 % 2);
     pin(weights_);
     pin(tokens_);
   }
@@ -252,19 +239,26 @@ class FragmentReader {
                                                int slice) const {
     if constexpr (Traits::kTransposed) {
       const int chunks = (Traits::kGated ? 1 : 2) * fragment;
-      ptx::ldmatrix_x4_trans(a, ((stage + weights_) ^ static_cast<uint32_t>(chunks * kBytesPerChunk)) +
-                                    16 * slice * RowsLayout::kRowBytes);
+      ptx::ldmatrix_x4_trans(a,
+                             ((stage + weights_) ^ static_cast<uint32_t>(chunks * kBytesPerChunk)) +
+                                 16 * slice * RowsLayout::kRowBytes);
     } else {
       ptx::ldmatrix_x4(a, ((stage + weights_) ^ static_cast<uint32_t>(2 * slice * kBytesPerChunk)) +
-                              16 * fragment * Columns::kRowBytes);
+                              16 * fragment * ColumnsLayout::kRowBytes);
     }
   }
 
-  // Two fragments of 8 tokens each.
-  __device__ __forceinline__ void read_tokens(uint32_t (&b)[4], uint32_t stage, int pair,
-                                              int slice) const {
-    ptx::ldmatrix_x4(b, ((stage + tokens_) ^ static_cast<uint32_t>(2 * slice * kBytesPerChunk)) +
-                            16 * pair * Columns::kRowBytes);
+  // Two fragments of 8 tokens each, or the first of them.
+  __device__ __forceinline__ void read_tokens(uint32_t (&b)[4], uint32_t stage, int pair, int slice,
+                                              bool both) const {
+    const uint32_t address =
+        ((stage + tokens_) ^ static_cast<uint32_t>(2 * slice * kBytesPerChunk)) +
+        16 * pair * ColumnsLayout::kRowBytes;
+    if (both) {
+      ptx::ldmatrix_x4(b, address);
+    } else {
+      ptx::ldmatrix_x2(b[0], b[1], address);
+    }
   }
 
  private:
