@@ -1,11 +1,11 @@
-// From accumulators to rows of the output: weights of pairs, biases, the activation, transposition and
-// stores.
+// From accumulators to rows of the output: weights of pairs, biases, the activation, transposition
+// and stores.
 //
 // A thread's accumulators are of two neighbouring tokens and of rows g and g + 8 of a fragment, g =
-// lane / 4: of a gate and an up those of the same output. Their results are packed in pairs of tokens,
-// transposed by movmatrix, and are then of one token and two neighbouring rows of each of four blocks.
-// With weights whose columns are contiguous these eight are neighbours in memory, thanks to
-// the order of the rows in the tile; with transposed weights four lanes exchange them.
+// lane / 4: of a gate and an up those of the same output. Their results are packed in pairs of
+// tokens, transposed by movmatrix, and are then of one token and two neighbouring rows of each of
+// four blocks. With weights whose columns are contiguous these eight are neighbours in memory,
+// thanks to the order of the rows in the tile; with transposed weights four lanes exchange them.
 #pragma once
 
 #include "cuda/moe/sm89/activation.cuh"
@@ -57,8 +57,8 @@ class Epilogue {
       return;
     }
     read_biases();
-    // One copy of the code, past which the accumulators move: a copy for each of them would be fetched
-    // from farther than it takes to run.
+    // One copy of the code, past which the accumulators move: a copy for each of them would be
+    // fetched from farther than it takes to run.
 #pragma unroll 1
     for (int n = 0; n < kTokenFragments; ++n) {
       store(d[0], token + 8 * n);
@@ -178,7 +178,8 @@ class Epilogue {
     return -cut_above(-cut_above(value, params_.limit), params_.limit);
   }
 
-  // The row of the output, from first_ on, of a fragment's accumulators d[2 half] and d[2 half + 1].
+  // The row of the output, from first_ on, of a fragment's accumulators d[2 half] and d[2 half +
+  // 1].
   __device__ __forceinline__ int row_of(int fragment, int half) const {
     const int g = lane_ / 4;
     if constexpr (Traits::kGated) {
@@ -216,8 +217,8 @@ class Epilogue {
     return pair >= 0 ? params_.pair_weights[pair] : 0.0f;
   }
 
-  // Columns of an interleaved tile alternate: lanes of even g have two gates, those of odd g two ups.
-  // Each gives one away.
+  // Columns of an interleaved tile alternate: lanes of even g have two gates, those of odd g two
+  // ups. Each gives one away.
   __device__ __forceinline__ void pair_up(float (&value)[2][2]) const {
     const bool odd = lane_ / 4 % 2 != 0;
 #pragma unroll

@@ -121,9 +121,9 @@ void fill_extents(const Extents& extents, int experts, flashmoe_device device, c
   params->out_columns = static_cast<int32_t>(extents.out_columns);
   params->experts = experts;
   params->weight_tiles = static_cast<int32_t>(ceil_div(extents.out_columns, entry.out_rows));
-  // A third of the L2 for rows of x, beside the weights that pass and the rows that are written. Where
-  // that is few tiles, blocks run along K together, and what counts is that those of a moment share
-  // rows and weights: kSquareTiles by as many as there are blocks for.
+  // A third of the L2 for rows of x, beside the weights that pass and the rows that are written.
+  // Where that is few tiles, blocks run along K together, and what counts is that those of a moment
+  // share rows and weights: kSquareTiles by as many as there are blocks for.
   constexpr int64_t kSquareTiles = 8;
   const DeviceFacts* facts = nullptr;
   int64_t l2_bytes = 0;

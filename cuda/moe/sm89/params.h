@@ -25,8 +25,8 @@ struct Bias {
 
 // Strides in elements. With `offsets` the rows of x and out are slots, and expert e has those from
 // offsets[e] to offsets[e + 1]; with `counts` expert e has the first counts[e] of its own `rows`,
-// x_expert_stride and out_expert_stride from those of the expert before. With `pairs` the row of x of
-// a slot is pairs[slot] / top_k.
+// x_expert_stride and out_expert_stride from those of the expert before. With `pairs` the row of x
+// of a slot is pairs[slot] / top_k.
 struct Params {
   const uint16_t* x;
   int64_t x_stride;

@@ -5,10 +5,10 @@
 //
 // The weights are the left operand, the tokens the right one, so that a tile may have few tokens:
 // 128 weight rows by 32 to 288 tokens, chosen tile by tile from the rows that are there. A block is
-// persistent. All of its warps copy steps of 32 columns into a ring of kStages stages by cp.async and
-// multiply what arrived; the copies run on into the next tile while a tile is finished. Fragments are
-// read one slice of 16 columns ahead of their products, and the block's one barrier of a step has the
-// products of a slice between arriving and waiting.
+// persistent. All of its warps copy steps of 32 columns into a ring of kStages stages by cp.async
+// and multiply what arrived; the copies run on into the next tile while a tile is finished.
+// Fragments are read one slice of 16 columns ahead of their products, and the block's one barrier
+// of a step has the products of a slice between arriving and waiting.
 #pragma once
 
 #include "cuda/moe/sm89/epilogue.cuh"
@@ -107,8 +107,8 @@ class Loader {
   uint32_t stage_ = 0;
 };
 
-// The block's barrier of a step: the next step has arrived, and this one's fragments have been read.
-// In two halves, between which there are products.
+// The block's barrier of a step: the next step has arrived, and this one's fragments have been
+// read. In two halves, between which there are products.
 template <class Traits>
 class StepBarrier {
  public:
@@ -170,7 +170,8 @@ struct Fragments {
 };
 
 // Computes one tile of at most kTokenFragments * kTokensPerFragment tokens. Its first step has
-// arrived, and in the end the first step behind it. `stage` is that of the one and then of the other.
+// arrived, and in the end the first step behind it. `stage` is that of the one and then of the
+// other.
 template <class Traits, int kTokenFragments>
 __device__ __forceinline__ void compute_tile(const Params& params, const Tile& tile,
                                              Loader<Traits>& loader, StepBarrier<Traits>& barrier,

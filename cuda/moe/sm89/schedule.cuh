@@ -1,13 +1,13 @@
 // Which tiles there are, and which of them a block computes.
 //
-// The rows of an expert are cut into token tiles, and each of these times each tile of its weights is a
-// tile. Blocks take the tiles of all experts in turn, and since nothing tells a block that another is
-// late, tiles that cost alike come together: first the full ones, expert by expert, then the experts'
-// last ones, those with more tokens first. Every block has as many as any other of each kind, but for
-// one.
+// The rows of an expert are cut into token tiles, and each of these times each tile of its weights
+// is a tile. Blocks take the tiles of all experts in turn, and since nothing tells a block that
+// another is late, tiles that cost alike come together: first the full ones, expert by expert, then
+// the experts' last ones, those with more tokens first. Every block has as many as any other of
+// each kind, but for one.
 //
-// Of full tiles, all token tiles of a section meet one weight tile after the other, so that what the
-// blocks read at a time are few rows of x and of the weights, each for many.
+// Of full tiles, all token tiles of a section meet one weight tile after the other, so that what
+// the blocks read at a time are few rows of x and of the weights, each for many.
 #pragma once
 
 #include "cuda/moe/sm89/params.h"
@@ -17,8 +17,8 @@ namespace flashmoe::moe::sm89 {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
 
-// Read anew where it is used: kept across the main loop it, and all that follows from it, would cost
-// registers that the accumulators need.
+// Read anew where it is used: kept across the main loop it, and all that follows from it, would
+// cost registers that the accumulators need.
 __device__ __forceinline__ int thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -46,8 +46,8 @@ static_assert(sizeof(Tile) == 16);
 
 struct ScheduleStorage {
   Tile ring[kTileRing];
-  // Token tiles up to the end of a chunk of experts: the full ones in the order of experts, then the
-  // others in that of `by_rest`.
+  // Token tiles up to the end of a chunk of experts: the full ones in the order of experts, then
+  // the others in that of `by_rest`.
   int chunk_end[2 * kExpertChunks];
   uint64_t step_barrier;  // see StepBarrier
   uint16_t by_rest[kMaxExperts];
@@ -72,8 +72,8 @@ struct ExpertRows {
   }
 };
 
-// The token tiles of an expert. A tile of few tokens costs more than its part of a full one, for the
-// weights are the same: where the last one would have few, it and the one before it share.
+// The token tiles of an expert. A tile of few tokens costs more than its part of a full one, for
+// the weights are the same: where the last one would have few, it and the one before it share.
 template <class Traits>
 struct TokenTiles {
   int full;

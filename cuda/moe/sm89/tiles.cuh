@@ -31,11 +31,12 @@ struct RowsLayout {
   }
 };
 
-// Fragments have 16 rows: of one matrix, or 8 of the gate above the same 8 of the up, so that a thread
-// holds both of an output. The rows of a tile of weights with contiguous columns are laid out in an
-// order that spares the epilogue: after the accumulators have been transposed by movmatrix, a thread
-// has element pairs from four blocks of eight rows, and those pairs are to be neighbours in memory.
-// Row 2 t + e of block f, of four blocks in a row, is therefore row 8 t + 2 f + e of the output.
+// Fragments have 16 rows: of one matrix, or 8 of the gate above the same 8 of the up, so that a
+// thread holds both of an output. The rows of a tile of weights with contiguous columns are laid
+// out in an order that spares the epilogue: after the accumulators have been transposed by
+// movmatrix, a thread has element pairs from four blocks of eight rows, and those pairs are to be
+// neighbours in memory. Row 2 t + e of block f, of four blocks in a row, is therefore row 8 t + 2 f
+// + e of the output.
 template <class Traits>
 __host__ __device__ constexpr int out_row_of(int row) {
   const int e = row % 2;
@@ -48,8 +49,8 @@ __host__ __device__ constexpr int out_row_of(int row) {
   return row / 32 * 32 + 8 * t + 2 * f + e;
 }
 
-// Copies tiles of weights, step by step. Rows past the last are left as they are: they reach nothing
-// but outputs past the last.
+// Copies tiles of weights, step by step. Rows past the last are left as they are: they reach
+// nothing but outputs past the last.
 template <class Traits>
 class WeightLoader {
  public:
@@ -204,8 +205,8 @@ class TokenLoader {
     return thread_index() % ColumnsLayout::kChunksPerRow;
   }
 
-  // The offset of a row's first chunk, in chunks, that is no row. The host sees to it that others are
-  // below it.
+  // The offset of a row's first chunk, in chunks, that is no row. The host sees to it that others
+  // are below it.
   static constexpr uint32_t kNoRow = 0xffffffffu;
 
   const uint16_t* source_;
