@@ -81,13 +81,21 @@ def test_rows_are_written_in_whole_pieces(
         assert sass.count(opcodes, "MOVM") > 0, f"{code}: accumulators are not transposed"
 
 
-def test_stages_are_launched_ahead_where_they_can_be(
+def test_launches_wait_for_what_is_ahead_of_them(
     instructions: dict[tuple[str, Kernel], Counter[str]],
 ) -> None:
+    """Before they let the next one start, and before they touch a tensor."""
     for code, opcodes in instructions.items():
-        can = int(re.findall(r"\d+", code[0])[0]) >= 90
-        for name in ("PREEXIT", "ACQBULK"):
-            assert (sass.count(opcodes, name) > 0) == can, f"{code}: {name}"
+        order = list(opcodes)  # by where each comes first
+        if int(re.findall(r"\d+", code[0])[0]) < 90:
+            assert not {"ACQBULK", "PREEXIT"} & set(order), f"{code}: {opcodes}"
+            continue
+        assert opcodes["ACQBULK"] == opcodes["PREEXIT"] == 1, f"{code}: {opcodes}"
+        before = order[: order.index("ACQBULK")]
+        touching = re.compile(r"(PREEXIT|LDG|STG|LD|ST|LDGSTS)(\.|$)")
+        assert not [name for name in before if touching.match(name)], f"{code}: {before}"
+        # ld.global.nc promises that nothing is written from the kernel's start on.
+        assert not [name for name in order if "CONSTANT" in name], f"{code}: {opcodes}"
 
 
 def test_nothing_is_in_local_memory_and_there_are_no_atomics(
