@@ -29,7 +29,8 @@ int32_t cpu_get_num_threads();
 extern const AttentionFamily kShortAttention;
 extern const AttentionFamily kSm89Attention;
 extern const MoeFamily kRouteMoe;  // route alone, for every GPU
-#if FLASHMOE_WITH_SM90             // built for sm_90a
+extern const MoeFamily kSm89Moe;
+#if FLASHMOE_WITH_SM90  // built for sm_90a
 extern const AttentionFamily kSm90Attention;
 #endif
 int32_t cuda_device_count();
