@@ -68,15 +68,12 @@ struct DownJob {
     unit.slot = record.first_slot + (position.entry - record.first_entry) * entry_tokens;
     unit.count = min(entry_tokens, record.end_slot - unit.slot);
     unit.row = position.stripe * stripe_rows;
+    unit.step = position.step;
     return unit;
   }
 
   __device__ __forceinline__ const uint16_t* token(int slot) const {
     return params.a + slot * params.a_stride;
-  }
-
-  static __device__ __forceinline__ void load_token(uint32_t to, const void* from, bool valid) {
-    ptx::cp_async_16_or_zero(to, from, valid);
   }
 
   // False where another entry begins, or the share ends.
@@ -101,7 +98,7 @@ struct DownJob {
 template <class Traits>
 struct DownShared {
   unsigned char* base;
-  int stages;
+  int pipeline_bytes;
   int records_count;
   int tokens;
 
@@ -110,7 +107,7 @@ struct DownShared {
   }
   // [warps][tokens][kStripeRows]
   __device__ __forceinline__ float* sums() const {
-    return reinterpret_cast<float*>(base + kWarps * stages * Traits::kStageBytes);
+    return reinterpret_cast<float*>(base + pipeline_bytes);
   }
   __device__ __forceinline__ Record* records() const {
     return reinterpret_cast<Record*>(sums() + kWarps * tokens * Traits::kStripeRows);
@@ -174,6 +171,11 @@ __device__ __forceinline__ void add_unit(const DownParams& params, const Unit& u
   __syncwarp();
 }
 
+// Blocks that have steps: each that has, has one at least.
+__device__ __forceinline__ int64_t sharing_blocks(int64_t all_steps) {
+  return min(static_cast<int64_t>(gridDim.x), all_steps);
+}
+
 template <class Element>
 __device__ __forceinline__ void store_out(const DownParams& params, int token, int row,
                                           float2 sum) {
@@ -190,11 +192,11 @@ __device__ __forceinline__ void finish_stripe(const DownParams& params, const Do
   __shared__ uint32_t arrived;
   constexpr int kPairs = Traits::kStripeRows / 2;
   const int count = params.routing.tokens * kPairs;
-  const int64_t blocks = gridDim.x;
   const int64_t all_steps =
       static_cast<int64_t>((params.weights.rows + Traits::kStripeRows - 1) / Traits::kStripeRows) *
       job.stripe_steps;
   const int64_t first = static_cast<int64_t>(stripe) * job.stripe_steps;
+  const int64_t blocks = sharing_blocks(all_steps);
   const bool alone = (stripe != job.first_stripe || job.first_step == 0) &&
                      (stripe != job.last_stripe || job.end_step == job.stripe_steps);
   const int block = static_cast<int>(blockIdx.x);
@@ -242,11 +244,15 @@ __device__ __forceinline__ void finish_stripe(const DownParams& params, const Do
 template <class Traits>
 __device__ __forceinline__ void compute_down(const DownParams& params,
                                              const DownShared<Traits>& shared, const DownJob& job) {
-  Pipeline<Traits, DownJob> pipeline(params.weights, job, shared.pipelines(),
-                                     params.schedule.stages);
+  Pipeline<Traits, DownJob> pipeline(params.weights, params.schedule, job, shared.pipelines());
+  TRACE(1, 2)
   wait_for_previous();
+  TRACE(1, 3)
   pipeline.begin();
   let_next_start();
+#ifdef EXP_TRACE
+  bool traced = false;
+#endif
 
   float* const token_sums =
       shared.sums() + warp_index() * params.routing.tokens * Traits::kStripeRows;
@@ -259,12 +265,18 @@ __device__ __forceinline__ void compute_down(const DownParams& params,
       clear<Traits>(sums);
       do {
         pipeline.step(sums, (unit.count + 7) / 8);
+#ifdef EXP_TRACE
+        if (!traced) { TRACE(1, 4) traced = true; }
+#endif
       } while (job.advance_within(position));
       add_unit<Traits>(params, unit, with_bias, shared.slots(), token_sums, sums);
     }
+    TRACE(1, 5)
     __syncthreads();
+    TRACE(1, 6)
     finish_stripe<Traits>(params, job, stripe, reinterpret_cast<float2*>(shared.sums()));
     __syncthreads();
+    TRACE(1, 7)
   }
 }
 
@@ -286,8 +298,9 @@ template <class Traits>
 __global__ void __launch_bounds__(kThreads, 2)
     moe_down_kernel(const __grid_constant__ DownParams params) {
   extern __shared__ __align__(16) unsigned char memory[];
+  TRACE(1, 0)
   const Routing& routing = params.routing;
-  const DownShared<Traits> shared = {memory, params.schedule.stages, routing.max_records,
+  const DownShared<Traits> shared = {memory, pipeline_bytes<Traits>(params.schedule), routing.max_records,
                                      routing.tokens};
   const int pairs = routing.tokens * routing.top_k;
   for (int slot = thread_index(); slot < pairs; slot += kThreads) {
@@ -299,7 +312,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int i = thread_index(); i < kWarps * routing.tokens * Traits::kStripeRows; i += kThreads) {
     shared.sums()[i] = 0.0f;
   }
-  const Experts experts = find_experts<Traits::kTokens>(routing, shared.records());
+  const Experts experts = find_experts(routing, params.schedule.entry_tokens, shared.records());
+  TRACE(1, 1)
   if (experts.entries == 0) {
     wait_for_previous();
     let_next_start();
@@ -311,8 +325,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t all_steps =
       static_cast<int64_t>((params.weights.rows + Traits::kStripeRows - 1) / Traits::kStripeRows) *
       stripe_steps;
-  const int64_t first = all_steps * blockIdx.x / gridDim.x;
-  const int64_t end = all_steps * (blockIdx.x + 1) / gridDim.x;
+  const int64_t blocks = sharing_blocks(all_steps);
+  const int64_t block = min(static_cast<int64_t>(blockIdx.x), blocks);
+  const int64_t first = all_steps * block / blocks;
+  const int64_t end = block < blocks ? all_steps * (block + 1) / blocks : first;
   const int first_stripe = static_cast<int>(first / stripe_steps);
   const int last_stripe = static_cast<int>((end - 1) / stripe_steps);
   const DownJob job = {
@@ -324,7 +340,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       last_stripe,
       static_cast<int>(first - static_cast<int64_t>(first_stripe) * stripe_steps),
       static_cast<int>(end - static_cast<int64_t>(last_stripe) * stripe_steps),
-      Traits::kTokens,
+      params.schedule.entry_tokens,
       Traits::kStripeRows};
   if (first < end) {
     compute_down<Traits>(params, shared, job);

@@ -5,6 +5,12 @@
 
 namespace flashmoe::moe::stream {
 
+#ifdef EXP_TRACE
+__device__ unsigned long long trace_times[2][256][9];
+#define TRACE(k, i) if (threadIdx.x == 0 && blockIdx.x < 256) { unsigned long long t_; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t_) :: "memory"); trace_times[k][blockIdx.x][i] = t_; if (i == 0) { unsigned s_; asm volatile("mov.u32 %0, %smid;" : "=r"(s_)); trace_times[k][blockIdx.x][8] = s_; } }
+#else
+#define TRACE(k, i)
+#endif
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
 
 __device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
@@ -14,7 +20,7 @@ __device__ __forceinline__ int warp_index() {
   return static_cast<int>(__shfl_sync(kFullWarp, threadIdx.x / kLanes, 0));
 }
 
-// An expert with rows. Its slots are taken in *entries* of up to kTokens each.
+// An expert with rows. Its slots are taken in *entries* of up to entry_tokens each.
 struct __align__(16) Record {
   int expert;
   int first_slot;
@@ -45,8 +51,8 @@ struct Experts {
 
 // Fills `records`; all threads of the block call it, and meet in it after the last one wrote.
 // Offsets may hold anything: an expert's slots are among the pairs, whatever they are.
-template <int kTokens>
-__device__ __forceinline__ Experts find_experts(const Routing& routing, Record* records) {
+__device__ __forceinline__ Experts find_experts(const Routing& routing, int entry_tokens,
+                                                Record* records) {
   __shared__ int2 warp_totals[kWarps];
   const int pairs = routing.tokens * routing.top_k;
   const int lane = lane_index();
@@ -61,7 +67,7 @@ __device__ __forceinline__ Experts find_experts(const Routing& routing, Record* 
       begin = min(max(__ldcg(routing.offsets + expert), 0), pairs);
       end = min(max(__ldcg(routing.offsets + expert + 1), 0), pairs);
     }
-    const int own = (max(end - begin, 0) + kTokens - 1) / kTokens;
+    const int own = (max(end - begin, 0) + entry_tokens - 1) / entry_tokens;
     const uint32_t active = __ballot_sync(kFullWarp, own > 0);
     int sum = own;
 #pragma unroll
@@ -90,7 +96,7 @@ __device__ __forceinline__ Experts find_experts(const Routing& routing, Record* 
   if (count > routing.max_records) {
     count = routing.max_records;
     const Record last = records[count - 1];
-    entries = last.first_entry + (last.end_slot - last.first_slot + kTokens - 1) / kTokens;
+    entries = last.first_entry + (last.end_slot - last.first_slot + entry_tokens - 1) / entry_tokens;
   }
   if (thread_index() == 0) records[count] = {0, 0, 0, entries};
   __syncthreads();

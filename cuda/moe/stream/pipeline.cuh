@@ -23,7 +23,7 @@ struct Unit {
   int slot;   // first
   int count;  // of slots
   int row;    // first, of each half
-  int tile;   // which of these the expert has: of rows
+  int step;   // of its columns
 };
 
 template <class Traits>
@@ -39,6 +39,10 @@ __device__ __forceinline__ void wait_for_stage(int pending) {
     case 5: ptx::cp_async_wait<5>(); break;
     case 6: ptx::cp_async_wait<6>(); break;
     case 7: ptx::cp_async_wait<7>(); break;
+    case 8: ptx::cp_async_wait<8>(); break;
+    case 9: ptx::cp_async_wait<9>(); break;
+    case 10: ptx::cp_async_wait<10>(); break;
+    case 11: ptx::cp_async_wait<11>(); break;
     default: ptx::cp_async_wait<0>(); break;
   }
 }
@@ -50,6 +54,21 @@ __device__ __forceinline__ void load_shared(uint32_t (&chunk)[4], uint32_t addre
                : "memory");
 }
 
+// A stage of a warp: [weight pieces][lanes], then [chunks][tokens] of 64 bytes each, 16 a lane.
+template <class Traits>
+struct Stage {
+  int entry_tokens;
+
+  __device__ __forceinline__ int bytes() const { return Traits::stage_bytes(entry_tokens); }
+  // From this lane's first piece on.
+  static __device__ __forceinline__ int weight(int m, int h, int c) {
+    return ((2 * m + h) * Traits::kChunks + c) * kPieceBytes;
+  }
+  __device__ __forceinline__ int token(int n, int c) const {
+    return Traits::kWeightPieces * kPieceBytes + c * entry_tokens * 64 + n * kPieceBytes;
+  }
+};
+
 // Where a warp's loads are. Job says which units there are and where their tokens lie.
 template <class Traits, class Job>
 struct Walk {
@@ -60,7 +79,6 @@ struct Walk {
   const uint16_t* token[Traits::kTokenBlocks];  // same
   uint32_t rows;                                // bit 2 * tile + half: there are such rows
   uint32_t tokens;                              // bit block: this lane's token is there
-  int token_blocks;
   int columns;  // left, from this lane's of the step on
 
   __device__ __forceinline__ Walk(const Weights& w, const Job& j) : weights(w), job(j) {
@@ -86,7 +104,6 @@ struct Walk {
       }
     }
     tokens = 0;
-    token_blocks = (unit.count + 7) / 8;
 #pragma unroll
     for (int n = 0; n < Traits::kTokenBlocks; ++n) {
       token[n] = nullptr;
@@ -108,23 +125,23 @@ struct Walk {
         const uint16_t* row = weight[h] + m * weights.tile_rows * weights.row_stride[h];
 #pragma unroll
         for (int c = 0; c < Traits::kChunks; ++c) {
-          ptx::cp_async_16_or_zero(stage + ((2 * m + h) * Traits::kChunks + c) * kPieceBytes,
-                                   row + 32 * c,
+          ptx::cp_async_16_or_zero(stage + Stage<Traits>::weight(m, h, c), row + 32 * c,
                                    (rows >> (2 * m + h) & 1) != 0 && 32 * c < columns);
         }
       }
     }
   }
 
-  __device__ __forceinline__ void load_tokens(uint32_t stage) const {
+  // What is not there is left as it is: columns of products that nobody reads. Zeros are wanted only
+  // behind the last column, where the weights' zeros do not make up for any NaN.
+  __device__ __forceinline__ void load_tokens(uint32_t at, const Stage<Traits>& stage) const {
 #pragma unroll
     for (int n = 0; n < Traits::kTokenBlocks; ++n) {
-      if (n >= token_blocks) break;
+      if ((tokens >> n & 1) == 0) continue;
 #pragma unroll
       for (int c = 0; c < Traits::kChunks; ++c) {
-        const uint32_t to =
-            stage + (Traits::kWeightPieces + n * Traits::kChunks + c) * kPieceBytes;
-        Job::load_token(to, token[n] + 32 * c, (tokens >> n & 1) != 0 && 32 * c < columns);
+        ptx::cp_async_cached_16_or_zero(at + stage.token(n, c), token[n] + 32 * c,
+                                        32 * c < columns);
       }
     }
   }
@@ -143,26 +160,27 @@ struct Walk {
   }
 };
 
-// A warp's pipeline: `stages` steps of its walk are under way.
+// A warp's pipeline: some steps of its walk are under way.
 template <class Traits, class Job>
 struct Pipeline {
   Walk<Traits, Job> walk;
+  Stage<Traits> stage;
   uint32_t base;
   uint32_t end;
   uint32_t at;
   int stages;
 
   // The weights of the first steps.
-  __device__ __forceinline__ Pipeline(const Weights& weights, const Job& job, uint32_t shared,
-                                      int depth)
-      : walk(weights, job),
-        base(shared + warp_index() * depth * Traits::kStageBytes + lane_index() * 16),
-        end(base + depth * Traits::kStageBytes),
-        at(base),
-        stages(depth) {
-    for (uint32_t stage = base; stage != end; stage += Traits::kStageBytes) {
+  __device__ __forceinline__ Pipeline(const Weights& weights, const Schedule& schedule,
+                                      const Job& job, uint32_t shared)
+      : walk(weights, job), stage{schedule.entry_tokens}, stages(schedule.stages) {
+    const uint32_t depth = static_cast<uint32_t>(stages * stage.bytes());
+    at = base = shared + static_cast<uint32_t>(warp_index()) * depth +
+                static_cast<uint32_t>(lane_index()) * 16;
+    end = base + depth;
+    for (uint32_t to = base; to != end; to += stage.bytes()) {
       if (walk.position.done()) break;
-      walk.load_weights(stage);
+      walk.load_weights(to);
       walk.advance();
     }
   }
@@ -170,9 +188,9 @@ struct Pipeline {
   // Their tokens.
   __device__ __forceinline__ void begin() {
     Walk<Traits, Job> again(walk.weights, walk.job);
-    for (uint32_t stage = base; stage != end; stage += Traits::kStageBytes) {
+    for (uint32_t to = base; to != end; to += stage.bytes()) {
       if (!again.position.done()) {
-        again.load_tokens(stage);
+        again.load_tokens(to, stage);
         again.advance();
       }
       ptx::cp_async_commit();
@@ -184,22 +202,22 @@ struct Pipeline {
     wait_for_stage(stages - 1);
 #pragma unroll
     for (int c = 0; c < Traits::kChunks; ++c) {
-      uint32_t a[2 * Traits::kTiles][4];
+      uint32_t a[Traits::kTiles][2][4];
 #pragma unroll
-      for (int i = 0; i < 2 * Traits::kTiles; ++i) {
-        load_shared(a[i], at + (i * Traits::kChunks + c) * kPieceBytes);
+      for (int m = 0; m < Traits::kTiles; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) load_shared(a[m][h], at + Stage<Traits>::weight(m, h, c));
       }
 #pragma unroll
       for (int n = 0; n < Traits::kTokenBlocks; ++n) {
         if (n >= token_blocks) break;
-        uint32_t b[4];
-        load_shared(b, at + (Traits::kWeightPieces + n * Traits::kChunks + c) * kPieceBytes);
+        uint32_t b[4] = {0, 0, 0, 0};
+        if (8 * n + lane_index() / 4 < stage.entry_tokens) load_shared(b, at + stage.token(n, c));
 #pragma unroll
         for (int k = 0; k < 4; k += 2) {
 #pragma unroll
           for (int m = 0; m < Traits::kTiles; ++m) {
-            const uint32_t fragment[4] = {a[2 * m][k], a[2 * m + 1][k], a[2 * m][k + 1],
-                                          a[2 * m + 1][k + 1]};
+            const uint32_t fragment[4] = {a[m][0][k], a[m][1][k], a[m][0][k + 1], a[m][1][k + 1]};
             ptx::mma_m16n8k16<typename Traits::Element>(sums[m][n], fragment, b[k], b[k + 1]);
           }
         }
@@ -207,11 +225,11 @@ struct Pipeline {
     }
     if (!walk.position.done()) {
       walk.load_weights(at);
-      walk.load_tokens(at);
+      walk.load_tokens(at, stage);
       walk.advance();
     }
     ptx::cp_async_commit();
-    at += Traits::kStageBytes;
+    at += stage.bytes();
     if (at == end) at = base;
   }
 };

@@ -57,6 +57,7 @@ struct UpJob {
     unit.slot = record.first_slot + (entry - record.first_entry) * entry_tokens;
     unit.count = min(entry_tokens, record.end_slot - unit.slot);
     unit.row = (position.unit - entry * tiles) * unit_rows;
+    unit.step = position.step;
     return unit;
   }
 
@@ -65,11 +66,7 @@ struct UpJob {
 
   __device__ __forceinline__ const uint16_t* token(int slot) const {
     const int token = slot_tokens[slot];
-    return token < 0 ? nullptr : params.x + token * params.x_stride + 8 * 0;
-  }
-
-  static __device__ __forceinline__ void load_token(uint32_t to, const void* from, bool valid) {
-    ptx::cp_async_cached_16_or_zero(to, from, valid);
+    return token < 0 ? nullptr : params.x + token * params.x_stride;
   }
 
   // False where another unit begins.
@@ -161,11 +158,16 @@ __device__ __forceinline__ void finish_unit(const UpParams& params, const Unit& 
   }
 }
 
+template <class Traits>
+__device__ __forceinline__ int pipeline_bytes(const Schedule& schedule) {
+  return kWarps * schedule.stages * Traits::stage_bytes(schedule.entry_tokens);
+}
+
 // Shared memory of a block.
 template <class Traits>
 struct UpShared {
   unsigned char* base;
-  int stages;
+  int pipeline_bytes;
   int records_count;
 
   __device__ __forceinline__ uint32_t pipelines() const {
@@ -173,11 +175,10 @@ struct UpShared {
   }
   // [warps][sums][lanes]: what a warp found of a unit that one before it had begun
   __device__ __forceinline__ float* heads() const {
-    return reinterpret_cast<float*>(base + kWarps * stages * Traits::kStageBytes);
+    return reinterpret_cast<float*>(base + pipeline_bytes);
   }
   __device__ __forceinline__ Record* records() const {
-    return reinterpret_cast<Record*>(base +
-                                     kWarps * (stages * Traits::kStageBytes + Traits::kHeadBytes));
+    return reinterpret_cast<Record*>(base + pipeline_bytes + kWarps * Traits::kHeadBytes);
   }
   __device__ __forceinline__ int* slot_tokens() const {
     return reinterpret_cast<int*>(records() + records_count + 1);
@@ -220,9 +221,17 @@ __device__ __forceinline__ void exchange_head(Sums<Traits>& sums, float* heads, 
 template <class Traits>
 __device__ __forceinline__ void compute_up(const UpParams& params, const UpShared<Traits>& shared,
                                            const UpJob& job) {
-  Pipeline<Traits, UpJob> pipeline(params.weights, job, shared.pipelines(),
-                                   params.schedule.stages);
+#ifdef EXP_TWICE
+  {
+    Pipeline<Traits, UpJob> pipeline(params.weights, params.schedule, job, shared.pipelines());
+    pipeline.begin();
+    ptx::cp_async_wait<0>();
+  }
+  TRACE(0, 2)
+#endif
+  Pipeline<Traits, UpJob> pipeline(params.weights, params.schedule, job, shared.pipelines());
   pipeline.begin();
+  TRACE(0, 3)
   const int lead = params.schedule.trigger_lead;
   if (pipeline.walk.position.left <= lead) let_next_start();
 
@@ -234,10 +243,16 @@ __device__ __forceinline__ void compute_up(const UpParams& params, const UpShare
   Unit unit = {};
   if (any) unit = job.unit(position);
   bool pending = false;
+#ifdef EXP_TRACE
+  bool traced = false;
+#endif
   while (true) {
     bool ended = pending;
     if (!position.done()) {
       pipeline.step(sums, (unit.count + 7) / 8);
+#ifdef EXP_TRACE
+      if (!traced) { TRACE(0, 4) traced = true; }
+#endif
       if (pipeline.walk.position.left == lead) let_next_start();
       ended = !job.advance(position);
       if (!ended && !position.done()) continue;
@@ -259,7 +274,9 @@ __device__ __forceinline__ void compute_up(const UpParams& params, const UpShare
     if (any && !ended && !whole) {
       exchange_head<Traits>(sums, shared.heads(), warp_index(), true);
     }
+    TRACE(0, 5)
     __syncthreads();
+    TRACE(0, 6)
     if (!pending) break;
     int missing = job.steps - position.step;
     for (int warp = warp_index() + 1; missing > 0; ++warp) {
@@ -274,15 +291,19 @@ template <class Traits>
 __global__ void __launch_bounds__(kThreads, 2)
     moe_up_kernel(const __grid_constant__ UpParams params) {
   extern __shared__ __align__(16) unsigned char memory[];
-  const UpShared<Traits> shared = {memory, params.schedule.stages, params.routing.max_records};
+  const UpShared<Traits> shared = {memory, pipeline_bytes<Traits>(params.schedule),
+                                   params.routing.max_records};
+  TRACE(0, 0)
   wait_for_previous();
+  TRACE(0, 1)
   const Routing& routing = params.routing;
   const int pairs = routing.tokens * routing.top_k;
   for (int slot = thread_index(); slot < pairs; slot += kThreads) {
     const int pair = __ldcg(routing.pairs + slot);
     shared.slot_tokens()[slot] = pair >= 0 && pair < pairs ? pair / routing.top_k : -1;
   }
-  const Experts experts = find_experts<Traits::kTokens>(routing, shared.records());
+  const Experts experts = find_experts(routing, params.schedule.entry_tokens, shared.records());
+  TRACE(0, 2)
   const int blocks = static_cast<int>(gridDim.x);
   const int block = static_cast<int>(blockIdx.x);
   for (int i = block * kThreads + thread_index(); i < params.counter_count; i += blocks * kThreads) {
@@ -295,8 +316,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int end = static_cast<int>(units * (block + 1) / blocks);
   const int steps = (params.weights.columns + Traits::kStepColumns - 1) / Traits::kStepColumns;
   const UpJob job = {params, experts, shared.slot_tokens(),  tiles,    steps,
-                     first,  (end - first) * steps, Traits::kTokens, unit_rows};
+                     first,  (end - first) * steps, params.schedule.entry_tokens, unit_rows};
   compute_up<Traits>(params, shared, job);
+  TRACE(0, 7)
 }
 
 }  // namespace flashmoe::moe::stream
