@@ -245,10 +245,11 @@ template <class Traits>
 __device__ __forceinline__ void compute_down(const DownParams& params,
                                              const DownShared<Traits>& shared, const DownJob& job) {
   Pipeline<Traits, DownJob> pipeline(params.weights, params.schedule, job, shared.pipelines());
+  pipeline.begin_weights();
   TRACE(1, 2)
   wait_for_previous();
   TRACE(1, 3)
-  pipeline.begin();
+  pipeline.begin_tokens();
   let_next_start();
 #ifdef EXP_TRACE
   bool traced = false;

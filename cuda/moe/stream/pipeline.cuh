@@ -5,9 +5,8 @@
 // takes elements [8t, 8t + 8) of every 32 of row g, row g + 8 and token g: 16 bytes, of which the
 // first half are its fragments of one k16 step and the second half those of the next.
 //
-// They come by cp.async into shared memory that is the lane's own, as if into more registers: each
-// lane waits for its own copies alone and reads back what it asked for, so that warps meet nowhere
-// and no access conflicts with another's.
+// They come by cp.async into shared memory that is the warp's own, in the order of fragments: warps
+// meet nowhere, and a lane's reads conflict with no other's.
 #pragma once
 
 #include "cuda/moe/stream/experts.cuh"
@@ -67,18 +66,35 @@ struct Stage {
   __device__ __forceinline__ int token(int n, int c) const {
     return Traits::kWeightPieces * kPieceBytes + c * entry_tokens * 64 + n * kPieceBytes;
   }
+
+  // Where this lane's part of a load goes, from where that of lane 0 does, to weights and to tokens.
+  static __device__ __forceinline__ int weight_slot() {
+    const int lane = lane_index() % (4 * Traits::kChunks);
+    return (lane / 4) * kPieceBytes + lane_index() / (4 * Traits::kChunks) * 64 + lane % 4 * 16;
+  }
+  __device__ __forceinline__ int token_slot() const {
+    const int lane = lane_index() % (4 * Traits::kChunks);
+    return Traits::kWeightPieces * kPieceBytes + (lane / 4) * entry_tokens * 64 +
+           lane_index() / (4 * Traits::kChunks) * 64 + lane % 4 * 16;
+  }
 };
 
-// Where a warp's loads are. Job says which units there are and where their tokens lie.
+// Where a warp's loads are. Job says which units there are and where their tokens lie. For a load
+// lanes lie side by side in a row, so that each asks for whole lines: lane l has columns 8 (l % 8) and
+// on of row l / 8, four rows a load.
 template <class Traits, class Job>
 struct Walk {
+  static constexpr int kRowLanes = Traits::kStepColumns / 8;
+  static constexpr int kLoadRows = kLanes / kRowLanes;
+  static constexpr int kRowLoads = 8 / kLoadRows;  // of 8 rows
+
   const Weights& weights;
   const Job& job;
   typename Job::Position position;
-  const uint16_t* weight[2];                    // this lane's row and columns of the step
-  const uint16_t* token[Traits::kTokenBlocks];  // same
-  uint32_t rows;                                // bit 2 * tile + half: there are such rows
-  uint32_t tokens;                              // bit block: this lane's token is there
+  const uint16_t* weight[2];                                // this lane's first row of a half
+  const uint16_t* token[Traits::kTokenBlocks * kRowLoads];  // this lane's rows
+  uint32_t rows;                                            // bit 2 * tile + half: there are such rows
+  uint32_t tokens;                                          // bit of each of token
   int columns;  // left, from this lane's of the step on
 
   __device__ __forceinline__ Walk(const Weights& w, const Job& j) : weights(w), job(j) {
@@ -86,16 +102,17 @@ struct Walk {
     if (!position.done()) enter();
   }
 
+  static __device__ __forceinline__ int row() { return lane_index() / kRowLanes; }
+
   __device__ __forceinline__ void enter() {
     const Unit unit = job.unit(position);
-    const int g = lane_index() / 4;
-    const int column = position.step * Traits::kStepColumns + 8 * (lane_index() % 4);
+    const int column = position.step * Traits::kStepColumns + 8 * (lane_index() % kRowLanes);
     columns = weights.columns - column;
     rows = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       weight[h] = weights.half[h] + unit.expert * weights.expert_stride[h] +
-                  (unit.row + g) * weights.row_stride[h] + column;
+                  (unit.row + row()) * weights.row_stride[h] + column;
 #pragma unroll
       for (int m = 0; m < Traits::kTiles; ++m) {
         if (unit.row + m * weights.tile_rows + h * weights.half_rows < weights.rows) {
@@ -105,10 +122,10 @@ struct Walk {
     }
     tokens = 0;
 #pragma unroll
-    for (int n = 0; n < Traits::kTokenBlocks; ++n) {
+    for (int n = 0; n < Traits::kTokenBlocks * kRowLoads; ++n) {
       token[n] = nullptr;
-      if (8 * n + g < unit.count) {
-        token[n] = job.token(unit.slot + 8 * n + g);
+      if (kLoadRows * n + row() < unit.count) {
+        token[n] = job.token(unit.slot + kLoadRows * n + row());
         if (token[n] != nullptr) {
           tokens |= 1u << n;
           token[n] += column;
@@ -118,15 +135,17 @@ struct Walk {
   }
 
   __device__ __forceinline__ void load_weights(uint32_t stage) const {
+    const bool inside = 0 < columns;
 #pragma unroll
     for (int m = 0; m < Traits::kTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const uint16_t* row = weight[h] + m * weights.tile_rows * weights.row_stride[h];
+        const bool valid = inside && (rows >> (2 * m + h) & 1) != 0;
 #pragma unroll
-        for (int c = 0; c < Traits::kChunks; ++c) {
-          ptx::cp_async_16_or_zero(stage + Stage<Traits>::weight(m, h, c), row + 32 * c,
-                                   (rows >> (2 * m + h) & 1) != 0 && 32 * c < columns);
+        for (int i = 0; i < kRowLoads; ++i) {
+          ptx::cp_async_16_or_zero(
+              stage + Stage<Traits>::weight(m, h, 0) + i * kLoadRows * 64,
+              weight[h] + (m * weights.tile_rows + i * kLoadRows) * weights.row_stride[h], valid);
         }
       }
     }
@@ -134,15 +153,11 @@ struct Walk {
 
   // What is not there is left as it is: columns of products that nobody reads. Zeros are wanted only
   // behind the last column, where the weights' zeros do not make up for any NaN.
-  __device__ __forceinline__ void load_tokens(uint32_t at, const Stage<Traits>& stage) const {
+  __device__ __forceinline__ void load_tokens(uint32_t stage) const {
 #pragma unroll
-    for (int n = 0; n < Traits::kTokenBlocks; ++n) {
+    for (int n = 0; n < Traits::kTokenBlocks * kRowLoads; ++n) {
       if ((tokens >> n & 1) == 0) continue;
-#pragma unroll
-      for (int c = 0; c < Traits::kChunks; ++c) {
-        ptx::cp_async_cached_16_or_zero(at + stage.token(n, c), token[n] + 32 * c,
-                                        32 * c < columns);
-      }
+      ptx::cp_async_cached_16_or_zero(stage + n * kLoadRows * 64, token[n], 0 < columns);
     }
   }
 
@@ -152,7 +167,7 @@ struct Walk {
 #pragma unroll
       for (int h = 0; h < 2; ++h) weight[h] += Traits::kStepColumns;
 #pragma unroll
-      for (int n = 0; n < Traits::kTokenBlocks; ++n) token[n] += Traits::kStepColumns;
+      for (int n = 0; n < Traits::kTokenBlocks * kRowLoads; ++n) token[n] += Traits::kStepColumns;
       columns -= Traits::kStepColumns;
     } else if (!position.done()) {
       enter();
@@ -165,54 +180,69 @@ template <class Traits, class Job>
 struct Pipeline {
   Walk<Traits, Job> walk;
   Stage<Traits> stage;
-  uint32_t base;
+  uint32_t base;  // of the warp's stages
   uint32_t end;
   uint32_t at;
   int stages;
 
-  // The weights of the first steps.
   __device__ __forceinline__ Pipeline(const Weights& weights, const Schedule& schedule,
                                       const Job& job, uint32_t shared)
       : walk(weights, job), stage{schedule.entry_tokens}, stages(schedule.stages) {
     const uint32_t depth = static_cast<uint32_t>(stages * stage.bytes());
-    at = base = shared + static_cast<uint32_t>(warp_index()) * depth +
-                static_cast<uint32_t>(lane_index()) * 16;
+    at = base = shared + static_cast<uint32_t>(warp_index()) * depth;
     end = base + depth;
+  }
+
+  // Loads the first steps.
+  __device__ __forceinline__ void begin() {
+    for (uint32_t to = base; to != end; to += stage.bytes()) load(to);
+  }
+  // The same in two parts, weights first.
+  __device__ __forceinline__ void begin_weights() {
     for (uint32_t to = base; to != end; to += stage.bytes()) {
       if (walk.position.done()) break;
-      walk.load_weights(to);
+      walk.load_weights(to + stage.weight_slot());
       walk.advance();
     }
   }
-
-  // Their tokens.
-  __device__ __forceinline__ void begin() {
+  __device__ __forceinline__ void begin_tokens() {
     Walk<Traits, Job> again(walk.weights, walk.job);
     for (uint32_t to = base; to != end; to += stage.bytes()) {
       if (!again.position.done()) {
-        again.load_tokens(to, stage);
+        again.load_tokens(to + stage.token_slot());
         again.advance();
       }
       ptx::cp_async_commit();
     }
   }
 
+  __device__ __forceinline__ void load(uint32_t to) {
+    if (!walk.position.done()) {
+      walk.load_weights(to + stage.weight_slot());
+      walk.load_tokens(to + stage.token_slot());
+      walk.advance();
+    }
+    ptx::cp_async_commit();
+  }
+
   // Adds one step's products to `sums`, and loads the step that comes `stages` later.
   __device__ __forceinline__ void step(Sums<Traits>& sums, int token_blocks) {
     wait_for_stage(stages - 1);
+    __syncwarp();
+    const uint32_t from = at + lane_index() * 16;
 #pragma unroll
     for (int c = 0; c < Traits::kChunks; ++c) {
       uint32_t a[Traits::kTiles][2][4];
 #pragma unroll
       for (int m = 0; m < Traits::kTiles; ++m) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) load_shared(a[m][h], at + Stage<Traits>::weight(m, h, c));
+        for (int h = 0; h < 2; ++h) load_shared(a[m][h], from + Stage<Traits>::weight(m, h, c));
       }
 #pragma unroll
       for (int n = 0; n < Traits::kTokenBlocks; ++n) {
         if (n >= token_blocks) break;
         uint32_t b[4] = {0, 0, 0, 0};
-        if (8 * n + lane_index() / 4 < stage.entry_tokens) load_shared(b, at + stage.token(n, c));
+        if (8 * n + lane_index() / 4 < stage.entry_tokens) load_shared(b, from + stage.token(n, c));
 #pragma unroll
         for (int k = 0; k < 4; k += 2) {
 #pragma unroll
@@ -223,12 +253,8 @@ struct Pipeline {
         }
       }
     }
-    if (!walk.position.done()) {
-      walk.load_weights(at);
-      walk.load_tokens(at, stage);
-      walk.advance();
-    }
-    ptx::cp_async_commit();
+    __syncwarp();
+    load(at);
     at += stage.bytes();
     if (at == end) at = base;
   }
