@@ -68,12 +68,21 @@ struct DownJob {
     unit.slot = record.first_slot + (position.entry - record.first_entry) * entry_tokens;
     unit.count = min(entry_tokens, record.end_slot - unit.slot);
     unit.row = position.stripe * stripe_rows;
-    unit.step = position.step;
+    unit.step = (position.step + phase(position.stripe)) % steps;
     return unit;
   }
 
   __device__ __forceinline__ const uint16_t* token(int slot) const {
     return params.a + slot * params.a_stride;
+  }
+
+  // Where in its columns a stripe begins. All stripes read the same of `a`: if they did so at the same
+  // time, the few parts of the L2 that have it would hold everything up.
+  __device__ __forceinline__ int phase(int stripe) const {
+#ifdef EXP_NOROT
+    return 0;
+#endif
+    return stripe % steps;
   }
 
   // False where another entry begins, or the share ends.
@@ -84,13 +93,15 @@ struct DownJob {
     ++position.entry;
     return false;
   }
-  // The same, into the share of the next stripe.
-  __device__ __forceinline__ bool advance(Position& position) const {
+  // Steps from this one's columns to the next one's, into the share of the next stripe; 0 where
+  // another unit begins.
+  __device__ __forceinline__ int advance(Position& position) const {
     const bool same = advance_within(position);
     if (position.left == 0 && position.stripe < last_stripe) {
       position = next_share(position.stripe + 1);
     }
-    return same;
+    if (!same) return 0;
+    return position.step + phase(position.stripe) == steps ? 1 - steps : 1;
   }
 };
 
@@ -245,11 +256,12 @@ template <class Traits>
 __device__ __forceinline__ void compute_down(const DownParams& params,
                                              const DownShared<Traits>& shared, const DownJob& job) {
   Pipeline<Traits, DownJob> pipeline(params.weights, params.schedule, job, shared.pipelines());
+  Walk<Traits, DownJob> again = pipeline.walk;
   pipeline.begin_weights();
   TRACE(1, 2)
   wait_for_previous();
   TRACE(1, 3)
-  pipeline.begin_tokens();
+  pipeline.begin_tokens(again);
   let_next_start();
 #ifdef EXP_TRACE
   bool traced = false;

@@ -106,7 +106,7 @@ struct Walk {
 
   __device__ __forceinline__ void enter() {
     const Unit unit = job.unit(position);
-    const int column = position.step * Traits::kStepColumns + 8 * (lane_index() % kRowLanes);
+    const int column = unit.step * Traits::kStepColumns + 8 * (lane_index() % kRowLanes);
     columns = weights.columns - column;
     rows = 0;
 #pragma unroll
@@ -162,13 +162,13 @@ struct Walk {
   }
 
   __device__ __forceinline__ void advance() {
-    const bool same = job.advance(position);
-    if (same) {
+    const int moved = job.advance(position) * Traits::kStepColumns;
+    if (moved != 0) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) weight[h] += Traits::kStepColumns;
+      for (int h = 0; h < 2; ++h) weight[h] += moved;
 #pragma unroll
-      for (int n = 0; n < Traits::kTokenBlocks * kRowLoads; ++n) token[n] += Traits::kStepColumns;
-      columns -= Traits::kStepColumns;
+      for (int n = 0; n < Traits::kTokenBlocks * kRowLoads; ++n) token[n] += moved;
+      columns -= moved;
     } else if (!position.done()) {
       enter();
     }
@@ -205,8 +205,8 @@ struct Pipeline {
       walk.advance();
     }
   }
-  __device__ __forceinline__ void begin_tokens() {
-    Walk<Traits, Job> again(walk.weights, walk.job);
+  // `again` is the walk as it was before.
+  __device__ __forceinline__ void begin_tokens(Walk<Traits, Job>& again) {
     for (uint32_t to = base; to != end; to += stage.bytes()) {
       if (!again.position.done()) {
         again.load_tokens(to + stage.token_slot());

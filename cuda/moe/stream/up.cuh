@@ -69,13 +69,13 @@ struct UpJob {
     return token < 0 ? nullptr : params.x + token * params.x_stride;
   }
 
-  // False where another unit begins.
-  __device__ __forceinline__ bool advance(Position& position) const {
+  // Steps from this one's columns to the next one's; 0 where another unit begins.
+  __device__ __forceinline__ int advance(Position& position) const {
     --position.left;
-    if (++position.step < steps) return true;
+    if (++position.step < steps) return 1;
     position.step = 0;
     ++position.unit;
-    return false;
+    return 0;
   }
 };
 
@@ -254,7 +254,7 @@ __device__ __forceinline__ void compute_up(const UpParams& params, const UpShare
       if (!traced) { TRACE(0, 4) traced = true; }
 #endif
       if (pipeline.walk.position.left == lead) let_next_start();
-      ended = !job.advance(position);
+      ended = job.advance(position) == 0;
       if (!ended && !position.done()) continue;
     }
     if (ended && !whole) {
