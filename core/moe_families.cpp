@@ -5,6 +5,9 @@ namespace flashmoe {
 
 // Best first for its devices.
 const MoeFamily* const kMoeFamilies[] = {
+#if FLASHMOE_WITH_CUDA
+    &kStreamMoe,
+#endif
     &kCpuMoe,
 };
 const size_t kMoeFamilyCount = sizeof kMoeFamilies / sizeof kMoeFamilies[0];

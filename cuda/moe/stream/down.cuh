@@ -16,6 +16,7 @@
 namespace flashmoe::moe::stream {
 
 struct DownJob {
+  static constexpr bool kDown = true;
   struct Position {
     int stripe;
     int entry;
@@ -61,6 +62,19 @@ struct DownJob {
   __device__ __forceinline__ Position first() const { return next_share(first_stripe); }
 
   __device__ __forceinline__ Unit unit(Position& position) const {
+#ifdef EXP_REMAP
+    const int stripes = (params.weights.rows + stripe_rows - 1) / stripe_rows;
+    const int linear = position.stripe * experts.entries + position.entry;
+    const int entry_ = linear / stripes;
+    const Record record_ = experts.records[experts.find(entry_)];
+    Unit unit_;
+    unit_.expert = record_.expert;
+    unit_.slot = record_.first_slot + (entry_ - record_.first_entry) * entry_tokens;
+    unit_.count = min(entry_tokens, record_.end_slot - unit_.slot);
+    unit_.row = (linear % stripes) * stripe_rows;
+    unit_.step = position.step;
+    return unit_;
+#endif
     while (experts.records[position.record + 1].first_entry <= position.entry) ++position.record;
     const Record record = experts.records[position.record];
     Unit unit;

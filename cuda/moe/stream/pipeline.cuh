@@ -156,6 +156,9 @@ struct Walk {
   __device__ __forceinline__ void load_tokens(uint32_t stage) const {
 #pragma unroll
     for (int n = 0; n < Traits::kTokenBlocks * kRowLoads; ++n) {
+#ifdef EXP_NOB
+      if (Job::kDown) continue;
+#endif
       if ((tokens >> n & 1) == 0) continue;
       ptx::cp_async_cached_16_or_zero(stage + n * kLoadRows * 64, token[n], 0 < columns);
     }

@@ -17,6 +17,7 @@
 namespace flashmoe::moe::stream {
 
 struct UpJob {
+  static constexpr bool kDown = false;
   struct Position {
     int unit;
     int step;
