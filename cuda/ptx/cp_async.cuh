@@ -3,14 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#if EXP_L2SEL == 256
-#define EXP_L2 ".L2::256B"
-#elif EXP_L2SEL == 1
-#define EXP_L2 ""
-#endif
-#ifndef EXP_L2
-#define EXP_L2 ".L2::128B"
-#endif
 
 namespace flashmoe::ptx {
 
@@ -23,7 +15,7 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
 __device__ __forceinline__ void cp_async_16_or_zero(uint32_t destination, const void* source,
                                                     bool valid) {
   const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global" EXP_L2 " [%0], [%1], 16, %2;" ::"r"(destination),
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination),
                "l"(source), "r"(bytes)
                : "memory");
 }

@@ -9,7 +9,9 @@ namespace flashmoe::moe::stream {
 
 __device__ __forceinline__ float times_sigmoid(float z, float slope_log2) {
   float sigmoid;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + numeric::exp2_approx(-z * slope_log2)));
+  asm("rcp.approx.ftz.f32 %0, %1;"
+      : "=f"(sigmoid)
+      : "f"(1.0f + numeric::exp2_approx(-z * slope_log2)));
   return z * sigmoid;
 }
 

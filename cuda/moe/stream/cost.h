@@ -29,8 +29,8 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Blocks that take whole stripes, as many each, and nearly fill the device; 0 where none do.
 inline int64_t blocks_of_whole_stripes(int64_t stripes, int64_t multiprocessors) {
   const int64_t each = ceil_div(stripes, multiprocessors);
-  const bool full = static_cast<double>(stripes) >=
-                    kFullEnough * static_cast<double>(each * multiprocessors);
+  const bool full =
+      static_cast<double>(stripes) >= kFullEnough * static_cast<double>(each * multiprocessors);
   return full ? ceil_div(stripes, each) : 0;
 }
 

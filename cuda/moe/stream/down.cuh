@@ -16,7 +16,6 @@
 namespace flashmoe::moe::stream {
 
 struct DownJob {
-  static constexpr bool kDown = true;
   struct Position {
     int stripe;
     int entry;
@@ -36,13 +35,13 @@ struct DownJob {
   int end_step;    // in its last one
   int entry_tokens;
   int stripe_rows;
+  int warp;
 
   // What a warp has of a stripe.
   __device__ __forceinline__ Position share(int stripe) const {
     const int begin = stripe == first_stripe ? first_step : 0;
     const int end = stripe == last_stripe ? end_step : stripe_steps;
     const int64_t count = end - begin;
-    const int warp = warp_index();
     const int own = begin + static_cast<int>(count * warp / kWarps);
     Position position;
     position.stripe = stripe;
@@ -62,19 +61,6 @@ struct DownJob {
   __device__ __forceinline__ Position first() const { return next_share(first_stripe); }
 
   __device__ __forceinline__ Unit unit(Position& position) const {
-#ifdef EXP_REMAP
-    const int stripes = (params.weights.rows + stripe_rows - 1) / stripe_rows;
-    const int linear = position.stripe * experts.entries + position.entry;
-    const int entry_ = linear / stripes;
-    const Record record_ = experts.records[experts.find(entry_)];
-    Unit unit_;
-    unit_.expert = record_.expert;
-    unit_.slot = record_.first_slot + (entry_ - record_.first_entry) * entry_tokens;
-    unit_.count = min(entry_tokens, record_.end_slot - unit_.slot);
-    unit_.row = (linear % stripes) * stripe_rows;
-    unit_.step = position.step;
-    return unit_;
-#endif
     while (experts.records[position.record + 1].first_entry <= position.entry) ++position.record;
     const Record record = experts.records[position.record];
     Unit unit;
@@ -82,21 +68,11 @@ struct DownJob {
     unit.slot = record.first_slot + (position.entry - record.first_entry) * entry_tokens;
     unit.count = min(entry_tokens, record.end_slot - unit.slot);
     unit.row = position.stripe * stripe_rows;
-    unit.step = (position.step + phase(position.stripe)) % steps;
     return unit;
   }
 
   __device__ __forceinline__ const uint16_t* token(int slot) const {
     return params.a + slot * params.a_stride;
-  }
-
-  // Where in its columns a stripe begins. All stripes read the same of `a`: if they did so at the same
-  // time, the few parts of the L2 that have it would hold everything up.
-  __device__ __forceinline__ int phase(int stripe) const {
-#ifdef EXP_NOROT
-    return 0;
-#endif
-    return stripe % steps;
   }
 
   // False where another entry begins, or the share ends.
@@ -107,15 +83,13 @@ struct DownJob {
     ++position.entry;
     return false;
   }
-  // Steps from this one's columns to the next one's, into the share of the next stripe; 0 where
-  // another unit begins.
-  __device__ __forceinline__ int advance(Position& position) const {
+  // The same, into the share of the next stripe.
+  __device__ __forceinline__ bool advance(Position& position) const {
     const bool same = advance_within(position);
     if (position.left == 0 && position.stripe < last_stripe) {
       position = next_share(position.stripe + 1);
     }
-    if (!same) return 0;
-    return position.step + phase(position.stripe) == steps ? 1 - steps : 1;
+    return same;
   }
 };
 
@@ -226,7 +200,8 @@ __device__ __forceinline__ void finish_stripe(const DownParams& params, const Do
                      (stripe != job.last_stripe || job.end_step == job.stripe_steps);
   const int block = static_cast<int>(blockIdx.x);
   float2* const parts = reinterpret_cast<float2*>(params.parts);
-  float2* const part = parts + static_cast<int64_t>(2 * block + (stripe != job.first_stripe)) * count;
+  float2* const part =
+      parts + static_cast<int64_t>(2 * block + (stripe != job.first_stripe)) * count;
   for (int i = thread_index(); i < count; i += kThreads) {
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
@@ -245,8 +220,7 @@ __device__ __forceinline__ void finish_stripe(const DownParams& params, const Do
   if (alone) return;
   // The block that has step s is the last whose share begins at or before it.
   const int first_block = static_cast<int>(((first + 1) * blocks - 1) / all_steps);
-  const int last_block =
-      static_cast<int>(((first + job.stripe_steps) * blocks - 1) / all_steps);
+  const int last_block = static_cast<int>(((first + job.stripe_steps) * blocks - 1) / all_steps);
   __threadfence();
   __syncthreads();
   if (thread_index() == 0) arrived = atomicAdd(params.counters + stripe, 1u);
@@ -272,14 +246,9 @@ __device__ __forceinline__ void compute_down(const DownParams& params,
   Pipeline<Traits, DownJob> pipeline(params.weights, params.schedule, job, shared.pipelines());
   Walk<Traits, DownJob> again = pipeline.walk;
   pipeline.begin_weights();
-  TRACE(1, 2)
   wait_for_previous();
-  TRACE(1, 3)
   pipeline.begin_tokens(again);
   let_next_start();
-#ifdef EXP_TRACE
-  bool traced = false;
-#endif
 
   float* const token_sums =
       shared.sums() + warp_index() * params.routing.tokens * Traits::kStripeRows;
@@ -292,18 +261,12 @@ __device__ __forceinline__ void compute_down(const DownParams& params,
       clear<Traits>(sums);
       do {
         pipeline.step(sums, (unit.count + 7) / 8);
-#ifdef EXP_TRACE
-        if (!traced) { TRACE(1, 4) traced = true; }
-#endif
       } while (job.advance_within(position));
       add_unit<Traits>(params, unit, with_bias, shared.slots(), token_sums, sums);
     }
-    TRACE(1, 5)
     __syncthreads();
-    TRACE(1, 6)
     finish_stripe<Traits>(params, job, stripe, reinterpret_cast<float2*>(shared.sums()));
     __syncthreads();
-    TRACE(1, 7)
   }
 }
 
@@ -325,10 +288,9 @@ template <class Traits>
 __global__ void __launch_bounds__(kThreads, 2)
     moe_down_kernel(const __grid_constant__ DownParams params) {
   extern __shared__ __align__(16) unsigned char memory[];
-  TRACE(1, 0)
   const Routing& routing = params.routing;
-  const DownShared<Traits> shared = {memory, pipeline_bytes<Traits>(params.schedule), routing.max_records,
-                                     routing.tokens};
+  const DownShared<Traits> shared = {memory, pipeline_bytes<Traits>(params.schedule),
+                                     routing.max_records, routing.tokens};
   const int pairs = routing.tokens * routing.top_k;
   for (int slot = thread_index(); slot < pairs; slot += kThreads) {
     const int pair = __ldcg(routing.pairs + slot);
@@ -340,7 +302,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared.sums()[i] = 0.0f;
   }
   const Experts experts = find_experts(routing, params.schedule.entry_tokens, shared.records());
-  TRACE(1, 1)
   if (experts.entries == 0) {
     wait_for_previous();
     let_next_start();
@@ -358,17 +319,17 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t end = block < blocks ? all_steps * (block + 1) / blocks : first;
   const int first_stripe = static_cast<int>(first / stripe_steps);
   const int last_stripe = static_cast<int>((end - 1) / stripe_steps);
-  const DownJob job = {
-      params,
-      experts,
-      steps,
-      stripe_steps,
-      first_stripe,
-      last_stripe,
-      static_cast<int>(first - static_cast<int64_t>(first_stripe) * stripe_steps),
-      static_cast<int>(end - static_cast<int64_t>(last_stripe) * stripe_steps),
-      params.schedule.entry_tokens,
-      Traits::kStripeRows};
+  const DownJob job = {params,
+                       experts,
+                       steps,
+                       stripe_steps,
+                       first_stripe,
+                       last_stripe,
+                       static_cast<int>(first - static_cast<int64_t>(first_stripe) * stripe_steps),
+                       static_cast<int>(end - static_cast<int64_t>(last_stripe) * stripe_steps),
+                       params.schedule.entry_tokens,
+                       Traits::kStripeRows,
+                       warp_index()};
   if (first < end) {
     compute_down<Traits>(params, shared, job);
   } else {

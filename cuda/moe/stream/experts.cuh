@@ -5,12 +5,6 @@
 
 namespace flashmoe::moe::stream {
 
-#ifdef EXP_TRACE
-__device__ unsigned long long trace_times[2][256][9];
-#define TRACE(k, i) if (threadIdx.x == 0 && blockIdx.x < 256) { unsigned long long t_; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t_) :: "memory"); trace_times[k][blockIdx.x][i] = t_; if (i == 0) { unsigned s_; asm volatile("mov.u32 %0, %smid;" : "=r"(s_)); trace_times[k][blockIdx.x][8] = s_; } }
-#else
-#define TRACE(k, i)
-#endif
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
 
 __device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
@@ -96,7 +90,8 @@ __device__ __forceinline__ Experts find_experts(const Routing& routing, int entr
   if (count > routing.max_records) {
     count = routing.max_records;
     const Record last = records[count - 1];
-    entries = last.first_entry + (last.end_slot - last.first_slot + entry_tokens - 1) / entry_tokens;
+    entries =
+        last.first_entry + (last.end_slot - last.first_slot + entry_tokens - 1) / entry_tokens;
   }
   if (thread_index() == 0) records[count] = {0, 0, 0, entries};
   __syncthreads();

@@ -191,8 +191,7 @@ flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reas
   };
   add(entry->up, multiprocessors, depths.up_bytes, depths.up_stages);
   add(entry->down, down_blocks, depths.down_bytes, depths.down_stages);
-  plan->info.workspace_bytes =
-      static_cast<uint64_t>(lay_out(problem, *entry, down_blocks).bytes);
+  plan->info.workspace_bytes = static_cast<uint64_t>(lay_out(problem, *entry, down_blocks).bytes);
   return FLASHMOE_OK;
 }
 
@@ -246,8 +245,8 @@ flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* wo
   UpParams up = {};
   up.routing = routing;
   up.schedule = {up_stage.stages, up_stage.tile_tokens, kTriggerLead};
-  up.weights = p.gated ? pair_of(p.gate, p.up, p.inner, p.hidden)
-                       : halves_of(p.up, p.inner, p.hidden);
+  up.weights =
+      p.gated ? pair_of(p.gate, p.up, p.inner, p.hidden) : halves_of(p.up, p.inner, p.hidden);
   up.bias[0] = bias_of(p.gated ? p.gate_bias : p.up_bias);
   up.bias[1] = bias_of(p.up_bias);
   up.x = static_cast<const uint16_t*>(p.x);
@@ -287,10 +286,8 @@ flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* wo
 namespace flashmoe {
 
 const MoeFamily kStreamMoe = {
-    "stream",
-    FLASHMOE_DEVICE_CUDA,
-    {nullptr, nullptr},
-    {&moe::stream::plan, &moe::stream::launch},
+    "stream",           FLASHMOE_DEVICE_CUDA,
+    {nullptr, nullptr}, {&moe::stream::plan, &moe::stream::launch},
     {nullptr, nullptr},
 };
 

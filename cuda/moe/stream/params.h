@@ -40,7 +40,8 @@ struct Routing {
 struct Schedule {
   int32_t stages;        // steps of a warp that are under way
   int32_t entry_tokens;  // slots of an expert that are taken at a time
-  int32_t trigger_lead;  // steps from a warp's last load back to where it lets the next kernel start
+  int32_t
+      trigger_lead;  // steps from a warp's last load back to where it lets the next kernel start
 };
 
 struct UpParams {

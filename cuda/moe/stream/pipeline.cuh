@@ -22,27 +22,26 @@ struct Unit {
   int slot;   // first
   int count;  // of slots
   int row;    // first, of each half
-  int step;   // of its columns
 };
 
 template <class Traits>
 using Sums = float[Traits::kTiles][Traits::kTokenBlocks][4];
 
-// Waits until at most pending of this lane's newest groups of copies are under way.
-__device__ __forceinline__ void wait_for_stage(int pending) {
-  switch (pending) {
-    case 1: ptx::cp_async_wait<1>(); break;
-    case 2: ptx::cp_async_wait<2>(); break;
-    case 3: ptx::cp_async_wait<3>(); break;
-    case 4: ptx::cp_async_wait<4>(); break;
-    case 5: ptx::cp_async_wait<5>(); break;
-    case 6: ptx::cp_async_wait<6>(); break;
-    case 7: ptx::cp_async_wait<7>(); break;
-    case 8: ptx::cp_async_wait<8>(); break;
-    case 9: ptx::cp_async_wait<9>(); break;
-    case 10: ptx::cp_async_wait<10>(); break;
-    case 11: ptx::cp_async_wait<11>(); break;
-    default: ptx::cp_async_wait<0>(); break;
+// Waits until at most stages - 1 of this lane's newest groups of copies are under way; for the stages
+// of is_depth. Compared one after another: a jump by a table takes longer than all of these.
+__device__ __forceinline__ void wait_for_stage(int stages) {
+  if (stages == 4) {
+    ptx::cp_async_wait<3>();
+  } else if (stages == 6) {
+    ptx::cp_async_wait<5>();
+  } else if (stages == 2) {
+    ptx::cp_async_wait<1>();
+  } else if (stages == 3) {
+    ptx::cp_async_wait<2>();
+  } else if (stages == 5) {
+    ptx::cp_async_wait<4>();
+  } else {
+    ptx::cp_async_wait<0>();
   }
 }
 
@@ -51,6 +50,18 @@ __device__ __forceinline__ void load_shared(uint32_t (&chunk)[4], uint32_t addre
                : "=r"(chunk[0]), "=r"(chunk[1]), "=r"(chunk[2]), "=r"(chunk[3])
                : "r"(address)
                : "memory");
+}
+
+template <class Traits>
+__device__ __forceinline__ void clear(Sums<Traits>& sums) {
+#pragma unroll
+  for (int m = 0; m < Traits::kTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < Traits::kTokenBlocks; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[m][n][e] = 0.0f;
+    }
+  }
 }
 
 // A stage of a warp: [weight pieces][lanes], then [chunks][tokens] of 64 bytes each, 16 a lane.
@@ -93,11 +104,18 @@ struct Walk {
   typename Job::Position position;
   const uint16_t* weight[2];                                // this lane's first row of a half
   const uint16_t* token[Traits::kTokenBlocks * kRowLoads];  // this lane's rows
-  uint32_t rows;                                            // bit 2 * tile + half: there are such rows
-  uint32_t tokens;                                          // bit of each of token
-  int columns;  // left, from this lane's of the step on
+  int64_t load_rows[2];  // elements from one load's rows of a half to the next's
+  int64_t tile_rows[2];  // from one tile's to the next's
+  uint32_t rows;         // bit 2 * tile + half: there are such rows
+  uint32_t tokens;       // bit of each of token
+  int columns;           // left, from this lane's of the step on
 
   __device__ __forceinline__ Walk(const Weights& w, const Job& j) : weights(w), job(j) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      load_rows[h] = kLoadRows * w.row_stride[h];
+      tile_rows[h] = w.tile_rows * w.row_stride[h];
+    }
     position = job.first();
     if (!position.done()) enter();
   }
@@ -106,7 +124,7 @@ struct Walk {
 
   __device__ __forceinline__ void enter() {
     const Unit unit = job.unit(position);
-    const int column = unit.step * Traits::kStepColumns + 8 * (lane_index() % kRowLanes);
+    const int column = position.step * Traits::kStepColumns + 8 * (lane_index() % kRowLanes);
     columns = weights.columns - column;
     rows = 0;
 #pragma unroll
@@ -143,9 +161,8 @@ struct Walk {
         const bool valid = inside && (rows >> (2 * m + h) & 1) != 0;
 #pragma unroll
         for (int i = 0; i < kRowLoads; ++i) {
-          ptx::cp_async_16_or_zero(
-              stage + Stage<Traits>::weight(m, h, 0) + i * kLoadRows * 64,
-              weight[h] + (m * weights.tile_rows + i * kLoadRows) * weights.row_stride[h], valid);
+          ptx::cp_async_16_or_zero(stage + Stage<Traits>::weight(m, h, 0) + i * kLoadRows * 64,
+                                   weight[h] + m * tile_rows[h] + i * load_rows[h], valid);
         }
       }
     }
@@ -156,22 +173,18 @@ struct Walk {
   __device__ __forceinline__ void load_tokens(uint32_t stage) const {
 #pragma unroll
     for (int n = 0; n < Traits::kTokenBlocks * kRowLoads; ++n) {
-#ifdef EXP_NOB
-      if (Job::kDown) continue;
-#endif
       if ((tokens >> n & 1) == 0) continue;
       ptx::cp_async_cached_16_or_zero(stage + n * kLoadRows * 64, token[n], 0 < columns);
     }
   }
 
   __device__ __forceinline__ void advance() {
-    const int moved = job.advance(position) * Traits::kStepColumns;
-    if (moved != 0) {
+    if (job.advance(position)) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) weight[h] += moved;
+      for (int h = 0; h < 2; ++h) weight[h] += Traits::kStepColumns;
 #pragma unroll
-      for (int n = 0; n < Traits::kTokenBlocks * kRowLoads; ++n) token[n] += moved;
-      columns -= moved;
+      for (int n = 0; n < Traits::kTokenBlocks * kRowLoads; ++n) token[n] += Traits::kStepColumns;
+      columns -= Traits::kStepColumns;
     } else if (!position.done()) {
       enter();
     }
@@ -187,6 +200,7 @@ struct Pipeline {
   uint32_t end;
   uint32_t at;
   int stages;
+  uint32_t places;  // bit block: a stage has a place for this lane's token
 
   __device__ __forceinline__ Pipeline(const Weights& weights, const Schedule& schedule,
                                       const Job& job, uint32_t shared)
@@ -194,6 +208,11 @@ struct Pipeline {
     const uint32_t depth = static_cast<uint32_t>(stages * stage.bytes());
     at = base = shared + static_cast<uint32_t>(warp_index()) * depth;
     end = base + depth;
+    places = 0;
+#pragma unroll
+    for (int n = 0; n < Traits::kTokenBlocks; ++n) {
+      if (8 * n + lane_index() / 4 < stage.entry_tokens) places |= 1u << n;
+    }
   }
 
   // Loads the first steps.
@@ -230,9 +249,12 @@ struct Pipeline {
 
   // Adds one step's products to `sums`, and loads the step that comes `stages` later.
   __device__ __forceinline__ void step(Sums<Traits>& sums, int token_blocks) {
-    wait_for_stage(stages - 1);
+    wait_for_stage(stages);
     __syncwarp();
     const uint32_t from = at + lane_index() * 16;
+    // Two sums at a time: each product waits for the one before it in its sum.
+    Sums<Traits> more;
+    clear<Traits>(more);
 #pragma unroll
     for (int c = 0; c < Traits::kChunks; ++c) {
       uint32_t a[Traits::kTiles][2][4];
@@ -243,18 +265,24 @@ struct Pipeline {
       }
 #pragma unroll
       for (int n = 0; n < Traits::kTokenBlocks; ++n) {
-        if (n >= token_blocks) break;
+        if (n > 0 && n >= token_blocks) break;
         uint32_t b[4] = {0, 0, 0, 0};
-        if (8 * n + lane_index() / 4 < stage.entry_tokens) load_shared(b, from + stage.token(n, c));
+        if (places >> n & 1) load_shared(b, from + stage.token(n, c));
 #pragma unroll
-        for (int k = 0; k < 4; k += 2) {
+        for (int m = 0; m < Traits::kTiles; ++m) {
+          float (&sum)[4] =
+              Traits::kTiles * Traits::kTokenBlocks == 1 && c % 2 == 1 ? more[m][n] : sums[m][n];
 #pragma unroll
-          for (int m = 0; m < Traits::kTiles; ++m) {
+          for (int k = 0; k < 4; k += 2) {
             const uint32_t fragment[4] = {a[m][0][k], a[m][1][k], a[m][0][k + 1], a[m][1][k + 1]};
-            ptx::mma_m16n8k16<typename Traits::Element>(sums[m][n], fragment, b[k], b[k + 1]);
+            ptx::mma_m16n8k16<typename Traits::Element>(sum, fragment, b[k], b[k + 1]);
           }
         }
       }
+    }
+    if (Traits::kTiles * Traits::kTokenBlocks == 1) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[0][0][e] += more[0][0][e];
     }
     __syncwarp();
     load(at);
@@ -262,18 +290,6 @@ struct Pipeline {
     if (at == end) at = base;
   }
 };
-
-template <class Traits>
-__device__ __forceinline__ void clear(Sums<Traits>& sums) {
-#pragma unroll
-  for (int m = 0; m < Traits::kTiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < Traits::kTokenBlocks; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sums[m][n][e] = 0.0f;
-    }
-  }
-}
 
 template <class Element>
 __device__ __forceinline__ float load_bias(const Bias& bias, int expert, int row) {

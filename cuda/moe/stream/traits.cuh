@@ -8,13 +8,10 @@
 
 namespace flashmoe::moe::stream {
 
-#ifndef EXP_CHUNKS
-#define EXP_CHUNKS 2
-#endif
 inline constexpr int kLanes = 32;
 inline constexpr int kWarps = 8;
 inline constexpr int kThreads = kWarps * kLanes;
-inline constexpr int kMaxStages = 12;
+inline constexpr int kMaxStages = 6;
 inline constexpr int kPieceBytes = kLanes * 16;  // what one load of a warp brings
 
 // kTiles products of 16 weight rows by up to kTokenBlocks times 8 tokens, a warp.
@@ -25,7 +22,7 @@ struct Traits {
   static constexpr int kTokenBlocks = kTokenBlocks_;
   static constexpr int kTokens = 8 * kTokenBlocks;
 
-  static constexpr int kChunks = EXP_CHUNKS;  // 16 bytes that a lane holds of a row in a step
+  static constexpr int kChunks = 2;  // 16 bytes that a lane holds of a row in a step
   static constexpr int kStepColumns = 32 * kChunks;
   static constexpr int kWeightPieces = kTiles * 2 * kChunks;
   static constexpr int kSums = kTiles * kTokenBlocks * 4;  // of a lane

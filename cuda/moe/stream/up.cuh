@@ -17,7 +17,6 @@
 namespace flashmoe::moe::stream {
 
 struct UpJob {
-  static constexpr bool kDown = false;
   struct Position {
     int unit;
     int step;
@@ -33,13 +32,15 @@ struct UpJob {
   int steps;               // of a unit
   int first_unit;          // of the block
   int block_steps;
+  int entry_tokens;
+  int unit_rows;
+  int warp;
 
-  __device__ __forceinline__ int first_step(int warp) const {
-    return static_cast<int>(static_cast<int64_t>(block_steps) * warp / kWarps);
+  __device__ __forceinline__ int first_step(int of_warp) const {
+    return static_cast<int>(static_cast<int64_t>(block_steps) * of_warp / kWarps);
   }
 
   __device__ __forceinline__ Position first() const {
-    const int warp = warp_index();
     const int begin = first_step(warp);
     Position position;
     position.unit = first_unit + begin / steps;
@@ -58,25 +59,21 @@ struct UpJob {
     unit.slot = record.first_slot + (entry - record.first_entry) * entry_tokens;
     unit.count = min(entry_tokens, record.end_slot - unit.slot);
     unit.row = (position.unit - entry * tiles) * unit_rows;
-    unit.step = position.step;
     return unit;
   }
-
-  int entry_tokens;
-  int unit_rows;
 
   __device__ __forceinline__ const uint16_t* token(int slot) const {
     const int token = slot_tokens[slot];
     return token < 0 ? nullptr : params.x + token * params.x_stride;
   }
 
-  // Steps from this one's columns to the next one's; 0 where another unit begins.
-  __device__ __forceinline__ int advance(Position& position) const {
+  // False where another unit begins.
+  __device__ __forceinline__ bool advance(Position& position) const {
     --position.left;
-    if (++position.step < steps) return 1;
+    if (++position.step < steps) return true;
     position.step = 0;
     ++position.unit;
-    return 0;
+    return false;
   }
 };
 
@@ -85,8 +82,7 @@ struct UpJob {
 template <class Element>
 __device__ __forceinline__ void store_rows(uint16_t* rows, int64_t stride, int count, int column,
                                            float even, float odd) {
-  const uint32_t pair =
-      ptx::transpose_8x8(numeric::ElementTraits<Element>::pack(even, odd));
+  const uint32_t pair = ptx::transpose_8x8(numeric::ElementTraits<Element>::pack(even, odd));
   const int token = lane_index() / 4;
   if (token < count) {
     *reinterpret_cast<uint32_t*>(rows + token * stride + column + 2 * (lane_index() % 4)) = pair;
@@ -222,17 +218,8 @@ __device__ __forceinline__ void exchange_head(Sums<Traits>& sums, float* heads, 
 template <class Traits>
 __device__ __forceinline__ void compute_up(const UpParams& params, const UpShared<Traits>& shared,
                                            const UpJob& job) {
-#ifdef EXP_TWICE
-  {
-    Pipeline<Traits, UpJob> pipeline(params.weights, params.schedule, job, shared.pipelines());
-    pipeline.begin();
-    ptx::cp_async_wait<0>();
-  }
-  TRACE(0, 2)
-#endif
   Pipeline<Traits, UpJob> pipeline(params.weights, params.schedule, job, shared.pipelines());
   pipeline.begin();
-  TRACE(0, 3)
   const int lead = params.schedule.trigger_lead;
   if (pipeline.walk.position.left <= lead) let_next_start();
 
@@ -244,22 +231,16 @@ __device__ __forceinline__ void compute_up(const UpParams& params, const UpShare
   Unit unit = {};
   if (any) unit = job.unit(position);
   bool pending = false;
-#ifdef EXP_TRACE
-  bool traced = false;
-#endif
   while (true) {
     bool ended = pending;
     if (!position.done()) {
       pipeline.step(sums, (unit.count + 7) / 8);
-#ifdef EXP_TRACE
-      if (!traced) { TRACE(0, 4) traced = true; }
-#endif
       if (pipeline.walk.position.left == lead) let_next_start();
-      ended = job.advance(position) == 0;
+      ended = !job.advance(position);
       if (!ended && !position.done()) continue;
     }
     if (ended && !whole) {
-      exchange_head<Traits>(sums, shared.heads(), warp_index(), true);
+      exchange_head<Traits>(sums, shared.heads(), job.warp, true);
     } else if (ended) {
       finish_unit<Traits>(params, unit, sums);
     }
@@ -273,14 +254,12 @@ __device__ __forceinline__ void compute_up(const UpParams& params, const UpShare
     // The last unit of this warp, if it has not ended, goes on in those behind.
     pending = any && !ended && whole;
     if (any && !ended && !whole) {
-      exchange_head<Traits>(sums, shared.heads(), warp_index(), true);
+      exchange_head<Traits>(sums, shared.heads(), job.warp, true);
     }
-    TRACE(0, 5)
     __syncthreads();
-    TRACE(0, 6)
     if (!pending) break;
     int missing = job.steps - position.step;
-    for (int warp = warp_index() + 1; missing > 0; ++warp) {
+    for (int warp = job.warp + 1; missing > 0; ++warp) {
       const int found = job.first_step(warp + 1) - job.first_step(warp);
       if (found > 0) exchange_head<Traits>(sums, shared.heads(), warp, false);
       missing -= found;
@@ -294,9 +273,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(16) unsigned char memory[];
   const UpShared<Traits> shared = {memory, pipeline_bytes<Traits>(params.schedule),
                                    params.routing.max_records};
-  TRACE(0, 0)
   wait_for_previous();
-  TRACE(0, 1)
   const Routing& routing = params.routing;
   const int pairs = routing.tokens * routing.top_k;
   for (int slot = thread_index(); slot < pairs; slot += kThreads) {
@@ -304,10 +281,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared.slot_tokens()[slot] = pair >= 0 && pair < pairs ? pair / routing.top_k : -1;
   }
   const Experts experts = find_experts(routing, params.schedule.entry_tokens, shared.records());
-  TRACE(0, 2)
   const int blocks = static_cast<int>(gridDim.x);
   const int block = static_cast<int>(blockIdx.x);
-  for (int i = block * kThreads + thread_index(); i < params.counter_count; i += blocks * kThreads) {
+  for (int i = block * kThreads + thread_index(); i < params.counter_count;
+       i += blocks * kThreads) {
     params.counters[i] = 0;
   }
   const int unit_rows = params.weights.tile_rows * Traits::kTiles;
@@ -316,10 +293,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int first = static_cast<int>(units * block / blocks);
   const int end = static_cast<int>(units * (block + 1) / blocks);
   const int steps = (params.weights.columns + Traits::kStepColumns - 1) / Traits::kStepColumns;
-  const UpJob job = {params, experts, shared.slot_tokens(),  tiles,    steps,
-                     first,  (end - first) * steps, params.schedule.entry_tokens, unit_rows};
+  const UpJob job = {params,    experts,     shared.slot_tokens(),  tiles,
+                     steps,     first,       (end - first) * steps, params.schedule.entry_tokens,
+                     unit_rows, warp_index()};
   compute_up<Traits>(params, shared, job);
-  TRACE(0, 7)
 }
 
 }  // namespace flashmoe::moe::stream
