@@ -27,23 +27,40 @@ struct Unit {
 template <class Traits>
 using Sums = float[Traits::kTiles][Traits::kTokenBlocks][4];
 
-// Waits until at most stages - 1 of this lane's newest groups of copies are under way; for the stages
-// of is_depth. Compared one after another: a jump by a table takes longer than all of these.
-__device__ __forceinline__ void wait_for_stage(int stages) {
-  if (stages == 4) {
-    ptx::cp_async_wait<3>();
-  } else if (stages == 6) {
-    ptx::cp_async_wait<5>();
-  } else if (stages == 2) {
-    ptx::cp_async_wait<1>();
-  } else if (stages == 3) {
-    ptx::cp_async_wait<2>();
-  } else if (stages == 5) {
-    ptx::cp_async_wait<4>();
-  } else {
-    ptx::cp_async_wait<0>();
-  }
+// Hides from the compiler what a number is made of.
+__device__ __forceinline__ int opaque(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
 }
+
+// How many of this lane's newest groups of copies may be under way when a stage is read: one less than
+// there are stages, 5, 3, 2, 1 or 0. The two branches of a step are hidden from the compiler, which
+// would make them one jump by a table.
+struct Depth {
+  int deep;  // 4 stages or more
+  int more;  // 6, or 3
+  int two;
+
+  static __device__ __forceinline__ Depth of(int stages) {
+    return {opaque(stages >= 4), opaque(stages >= 6 || stages == 3), opaque(stages == 2)};
+  }
+
+  __device__ __forceinline__ void wait() const {
+    if (deep) {
+      if (more) {
+        ptx::cp_async_wait<5>();
+      } else {
+        ptx::cp_async_wait<3>();
+      }
+    } else if (more) {
+      ptx::cp_async_wait<2>();
+    } else if (two) {
+      ptx::cp_async_wait<1>();
+    } else {
+      ptx::cp_async_wait<0>();
+    }
+  }
+};
 
 __device__ __forceinline__ void load_shared(uint32_t (&chunk)[4], uint32_t address) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -199,15 +216,15 @@ struct Pipeline {
   uint32_t base;  // of the warp's stages
   uint32_t end;
   uint32_t at;
-  int stages;
+  Depth depth;
   uint32_t places;  // bit block: a stage has a place for this lane's token
 
   __device__ __forceinline__ Pipeline(const Weights& weights, const Schedule& schedule,
                                       const Job& job, uint32_t shared)
-      : walk(weights, job), stage{schedule.entry_tokens}, stages(schedule.stages) {
-    const uint32_t depth = static_cast<uint32_t>(stages * stage.bytes());
-    at = base = shared + static_cast<uint32_t>(warp_index()) * depth;
-    end = base + depth;
+      : walk(weights, job), stage{schedule.entry_tokens}, depth(Depth::of(schedule.stages)) {
+    const uint32_t bytes = static_cast<uint32_t>(schedule.stages * stage.bytes());
+    at = base = shared + static_cast<uint32_t>(warp_index()) * bytes;
+    end = base + bytes;
     places = 0;
 #pragma unroll
     for (int n = 0; n < Traits::kTokenBlocks; ++n) {
@@ -249,7 +266,7 @@ struct Pipeline {
 
   // Adds one step's products to `sums`, and loads the step that comes `stages` later.
   __device__ __forceinline__ void step(Sums<Traits>& sums, int token_blocks) {
-    wait_for_stage(stages);
+    depth.wait();
     __syncwarp();
     const uint32_t from = at + lane_index() * 16;
     // Two sums at a time: each product waits for the one before it in its sum.
