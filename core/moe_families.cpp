@@ -7,6 +7,7 @@ namespace flashmoe {
 const MoeFamily* const kMoeFamilies[] = {
 #if FLASHMOE_WITH_CUDA
     &kRouteMoe,
+    &kStreamMoe,
     &kSm89Moe,
 #endif
     &kCpuMoe,
