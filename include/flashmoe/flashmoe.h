@@ -341,4 +341,6 @@ static inline flashmoe_launch flashmoe_launch_init(void) {
 } /* extern "C" */
 #endif
 
+#include "flashmoe/moe.h"
+
 #endif /* FLASHMOE_FLASHMOE_H_ */

@@ -15,6 +15,7 @@ ENTRIES = {"short": "fp16_d64_dv64_r8", "sm89": "fp16_d64_dv64", "sm90": "fp16_d
 SOURCES = (
     *(f"core/{name}.cpp" for name in ("attention", "checks", "known_calls", "log", "status")),
     "cuda/device.cpp",
+    "cuda/launch.cpp",
     "cuda/attention/launch.cpp",
     *(f"cuda/attention/{family}/family.cpp" for family in ENTRIES),
     "tests/cuda/host/fake_cuda.cpp",
