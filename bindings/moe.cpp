@@ -6,6 +6,8 @@
 // comes back through moe_call with tensors and options by name; plans take that way too.
 #include "bindings/moe.h"
 
+#include <nanobind/stl/string.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -273,10 +275,11 @@ const typename Call::Params& ready(Call* call) {
 
 // ---- messages -----------------------------------------------------------------------------------
 
-// The library's words for an argument, and the caller's.
+// The library's word for an argument, and the caller's. `everywhere`: it means nothing else.
 struct Renamed {
   const char* from;
   const char* to;
+  bool everywhere;
 };
 using Renames = std::vector<Renamed>;
 
@@ -284,15 +287,25 @@ bool is_word(char c) {
   return c == '_' || (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z');
 }
 
-// The library's sentence with whole words replaced.
-std::string renamed(const std::string& sentence, const Renames& renames) {
+// The library's sentence with the caller's names of arguments: the first word, and what follows a
+// "but ", in "weights: its number of tokens is 5, but x has 6"; other words where they can mean
+// nothing else. A pointer that is absent is None here.
+std::string renamed(std::string sentence, const Renames& renames) {
+  constexpr char kBut[] = "but ";
+  constexpr char kNull[] = "a null pointer";
+  if (const size_t at = sentence.find(kNull); at != std::string::npos) {
+    sentence.replace(at, sizeof kNull - 1, "None");
+  }
   std::string made;
   for (size_t begin = 0; begin < sentence.size();) {
     size_t end = begin;
     while (end < sentence.size() && is_word(sentence[end])) ++end;
     std::string word = sentence.substr(begin, std::max<size_t>(end - begin, 1));
+    const size_t length = sizeof kBut - 1;
+    const bool argument =
+        begin == 0 || (begin >= length && sentence.compare(begin - length, length, kBut) == 0);
     for (const Renamed& rename : renames) {
-      if (word == rename.from) {
+      if (word == rename.from && (argument || rename.everywhere)) {
         word = rename.to;
         break;
       }
@@ -307,8 +320,31 @@ void check_renamed(flashmoe_status status, const Renames& renames) {
   if (status != FLASHMOE_OK) raise_status(status, renamed(flashmoe_last_error(), renames));
 }
 
-const Renames& names_of_given() {
-  static const Renames renames = {{"given_ids", "ids"}, {"given_weights", "weights"}};
+// Outputs of a routing are parts of `out`, as far as the caller can be wrong about them.
+const Renames& names_of(const RouteCall& call) {
+  static const Renames of_logits = {
+      {"ids", "out.ids", false},         {"weights", "out.weights", false},
+      {"offsets", "out.offsets", false}, {"pairs", "out.pairs", false},
+      {"slots", "out.slots", false},     {"lse", "out.lse", false}};
+  static const Renames of_given = [] {
+    Renames renames = of_logits;
+    renames.push_back({"given_ids", "ids", true});
+    renames.push_back({"given_weights", "weights", true});
+    return renames;
+  }();
+  return call.logits.get() != nullptr ? of_logits : of_given;
+}
+
+const Renames& names_of(const ForwardCall&) {
+  static const Renames renames = {{"weights", "routing.weights", false},
+                                  {"offsets", "routing.offsets", false},
+                                  {"pairs", "routing.pairs", false},
+                                  {"slots", "routing.slots", false}};
+  return renames;
+}
+
+const Renames& names_of(const ProductCall&) {
+  static const Renames renames;
   return renames;
 }
 
@@ -326,7 +362,8 @@ flashmoe_status run(const Call& call, void* workspace, size_t bytes, void* strea
 }
 
 template <class Call>
-void launch(Call* call, const Caller& caller, nb::handle stream, const Renames& renames = {}) {
+void launch(Call* call, const Caller& caller, nb::handle stream) {
+  const Renames& renames = names_of(*call);
   ready(call);
   const flashmoe_device device = call->first().device();
   bool named = false;
@@ -403,12 +440,12 @@ void borrow(const Caller& caller, const Routing& given, bool want_lse, RouteCall
   if (want_lse && given.lse.is_none()) {
     raise_value_error("out: its lse is None, accepted with return_lse is a tensor");
   }
-  caller.borrow("ids", given.ids, &call->ids);
-  caller.borrow("weights", given.weights, &call->weights);
-  caller.borrow("offsets", given.offsets, &call->offsets);
-  caller.borrow("pairs", given.pairs, &call->pairs);
-  caller.borrow("slots", given.slots, &call->slots);
-  caller.borrow_optional("lse", given.lse, &call->lse);
+  caller.borrow("out.ids", given.ids, &call->ids);
+  caller.borrow("out.weights", given.weights, &call->weights);
+  caller.borrow("out.offsets", given.offsets, &call->offsets);
+  caller.borrow("out.pairs", given.pairs, &call->pairs);
+  caller.borrow("out.slots", given.slots, &call->slots);
+  caller.borrow_optional("out.lse", given.lse, &call->lse);
 }
 
 // What logits say of a routing; false if the library must say what is wrong with them.
@@ -483,7 +520,7 @@ nb::object moe_route_given(nb::handle ids, nb::handle weights, nb::handle num_ex
   } else if (extents_of_ids(call.given_ids, experts, &extents)) {
     made = allocate(caller, extents, false, &call);
   }
-  launch(&call, caller, stream, names_of_given());
+  launch(&call, caller, stream);
   return out.is_none() ? made.pack() : nb::borrow(out);
 }
 
@@ -528,10 +565,10 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
   const Caller caller(kWords, *type, "x", x);
   caller.borrow("x", x, &call.x);
   borrow_weights(caller, {x, w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, &call);
-  caller.borrow("weights", parts.weights, &call.weights);
-  caller.borrow("offsets", parts.offsets, &call.offsets);
-  caller.borrow("pairs", parts.pairs, &call.pairs);
-  caller.borrow("slots", parts.slots, &call.slots);
+  caller.borrow("routing.weights", parts.weights, &call.weights);
+  caller.borrow("routing.offsets", parts.offsets, &call.offsets);
+  caller.borrow("routing.pairs", parts.pairs, &call.pairs);
+  caller.borrow("routing.slots", parts.slots, &call.slots);
 
   nb::object result = nb::borrow(out);
   nb::object saved = nb::borrow(pre_activation);
@@ -679,12 +716,12 @@ struct FusedCall {
 
   static const Renames& names_of_router() {
     static const Renames renames = {
-        {"x", "tokens"}, {"w", "router_weights"}, {"bias", "router_bias"}};
+        {"x", "tokens", true}, {"w", "router_weights", true}, {"bias", "router_bias", false}};
     return renames;
   }
 
   static const Renames& names_of_tokens() {
-    static const Renames renames = {{"x", "tokens"}};
+    static const Renames renames = {{"x", "tokens", true}};
     return renames;
   }
 };
@@ -989,18 +1026,13 @@ auto with_operation(const std::string& operation, const Work& work) {
 
 using Named = nb::typed<nb::dict, nb::str, nb::any>;
 
-const Renames& names_of(const nb::dict& options) {
-  static const Renames none;
-  return item(options, "num_experts").is_none() ? none : names_of_given();
-}
-
 const char* name_of_dtype(flashmoe_dtype dtype) {
   if (dtype.code == dlpack::kInt) return "int32";
   if (dtype.code == FLASHMOE_DTYPE_BFLOAT) return "bfloat16";
   return dtype.bits == 16 ? "float16" : "float32";
 }
 
-void moe_call(const std::string& operation, Named tensors, Named options, nb::callable allocate,
+void moe_call(const std::string& operation, Named tensors, Named options, nb::object allocate,
               nb::handle stream) {
   const auto work = [&](auto&& call) {
     using Call = std::decay_t<decltype(call)>;
@@ -1023,7 +1055,7 @@ void moe_call(const std::string& operation, Named tensors, Named options, nb::ca
     ready(&call);
     void* handle = nullptr;
     parse_stream(stream, &handle);
-    const Renames& renames = names_of(options);
+    const Renames& renames = names_of(call);
     TensorView scratch;
     size_t bytes = 0;
     if (call.first().get() != nullptr &&
@@ -1049,7 +1081,7 @@ Fields moe_plan(const std::string& operation, Named tensors, Named options) {
                        const int64_t* shape) { view->describe(shape, rank, dtype, device); });
     }
     flashmoe_moe_plan made = flashmoe_moe_plan_init();
-    check_renamed(Call::kPlan(&ready(&call), &made), names_of(options));
+    check_renamed(Call::kPlan(&ready(&call), &made), names_of(call));
     return describe(made);
   };
   return with_operation(operation, work);

@@ -323,7 +323,7 @@ def _forward(
             y = round_(arithmetic.product(a, w_down[e], _row(b_down, e)))
             terms[of] = y if weight_on_input else round_(y * factor)
             has[of] = True
-        kept = np.where(has[:, None], terms, 0).reshape(tokens, top_k, -1)
+        kept = np.where(has[:, None], terms, 0).reshape(tokens, top_k, x.shape[1])
         out = np.zeros_like(x)
         for k in range(top_k):
             out = out + kept[:, k]
