@@ -26,6 +26,7 @@ from flashmoe_science.moe import MoeRouting
 WORDS = Words("the mixture of experts", "all tensors of a call", "out")
 
 _ROUTER_MULTIPLE = 8  # of experts, for the router's product
+_MAX_EXPERTS = 1024
 _ALL_ROWS = (0, 2**31 - 1)  # offsets of one group that has every row: they end at the rows
 
 
@@ -384,6 +385,17 @@ def fused_moe(
             )
         outputs["out"] = _rows(framework, "out", given_out)
 
+    if logits is None:
+        _check_rank("router_weights", given["router_weights"], 2)
+    source = "router_weights" if logits is None else "logits"
+    experts = int(given[source].shape[0 if logits is None else -1])
+    if not 1 <= experts <= _MAX_EXPERTS:
+        raise InvalidArgumentError(f"{source}: got {experts} experts, accepted are 1 to 1024")
+    held = given["w_gate_up"].shape
+    if len(held) == 3 and held[0] != experts:
+        raise InvalidArgumentError(
+            f"{source}: its number of experts is {experts}, but w_gate_up has {held[0]}"
+        )
     if logits is not None:
         made_logits = _rows(framework, "logits", given["logits"])
         if made_logits.shape[0] != rows.shape[0]:
@@ -393,7 +405,6 @@ def fused_moe(
             )
     else:
         router, bias = given["router_weights"], given.get("router_bias")
-        _check_rank("router_weights", router, 2)
         if bias is not None:
             _check_rank("router_bias", bias, 1)
         if router.shape[0] % _ROUTER_MULTIPLE:
