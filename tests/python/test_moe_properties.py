@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import flashmoe_science as fm
-import moe_reference
+import moe_oracle
 import numpy as np
 import producers
 from hypothesis import assume, given, settings
@@ -65,7 +65,7 @@ def logits(draw: st.DrawFn, tokens: int, experts: int) -> np.ndarray:
 
 @st.composite
 def routes(draw: st.DrawFn) -> dict[str, Any]:
-    scoring = draw(st.sampled_from(moe_reference.SCORINGS))
+    scoring = draw(st.sampled_from(moe_oracle.SCORINGS))
     groups, top_groups = 1, None
     experts = draw(st.integers(1, 70))
     if scoring == "sigmoid" and draw(st.booleans()):
@@ -92,8 +92,8 @@ def routes(draw: st.DrawFn) -> dict[str, Any]:
 @given(routes(), st.sampled_from(FRAMEWORKS), st.sampled_from(("fp32", "fp16", "bf16")))
 def test_any_route(options: dict[str, Any], producer: Producer, dtype: str) -> None:
     options["logits"] = producers.cast(options["logits"], dtype)
-    assume(moe_reference.closest_choices(**options) > CHOICE_DISTANCE)
-    want = moe_reference.route(**options)
+    assume(moe_oracle.closest_choices(**options) > CHOICE_DISTANCE)
+    want = moe_oracle.route(**options)
     tensors = {"logits": producer.make(options["logits"], dtype)}
     if options["selection_bias"] is not None:
         tensors["selection_bias"] = producer.as_is(options["selection_bias"])
@@ -101,10 +101,10 @@ def test_any_route(options: dict[str, Any], producer: Producer, dtype: str) -> N
     check_routed(got, want)
 
 
-def check_routed(got: fm.MoeRouting, want: moe_reference.Routing) -> None:
+def check_routed(got: fm.MoeRouting, want: moe_oracle.Routing) -> None:
     """As assert_routed has it, where logits are finite; whatever they are, experts are distinct and
     what is not finite is not finite."""
-    moe_reference.assert_routed(got._replace(weights=as_fp32(want.weights), lse=None), want)
+    moe_oracle.assert_routed(got._replace(weights=as_fp32(want.weights), lse=None), want)
     ids = np.asarray(got.ids)
     assert all(len(set(row)) == len(row) for row in ids.tolist())
     for name in ("weights", "lse"):
@@ -138,14 +138,14 @@ def test_any_given_ids(data: st.DataObject) -> None:
     producer = draw(st.sampled_from(FRAMEWORKS))
     if weights is not None:
         weights = producers.cast(rng.standard_normal(ids.shape, np.float32), weights)
-    want = moe_reference.route_given(ids, weights, num_experts=experts, expert_map=expert_map)
+    want = moe_oracle.route_given(ids, weights, num_experts=experts, expert_map=expert_map)
     got = fm.moe_route_given(
         producer.as_is(ids),
         None if weights is None else producer.make(weights, name_of(weights)),
         num_experts=experts,
         expert_map=None if expert_map is None else producer.as_is(expert_map),
     )
-    moe_reference.assert_routed(got, want)
+    moe_oracle.assert_routed(got, want)
 
 
 def name_of(array: np.ndarray) -> str:
@@ -161,8 +161,8 @@ def test_any_layer(data: st.DataObject) -> None:
     tokens, experts = draw(st.integers(0, 40)), draw(st.integers(1, 12))
     hidden, inner = 8 * draw(st.integers(1, 9)), 8 * draw(st.integers(1, 9))
     top_k = draw(st.integers(1, min(experts, 6)))
-    gate = draw(st.sampled_from(moe_reference.GATES))
-    activation = draw(st.sampled_from(moe_reference.ACTIVATIONS))
+    gate = draw(st.sampled_from(moe_oracle.GATES))
+    activation = draw(st.sampled_from(moe_oracle.ACTIVATIONS))
     first = inner if gate in ("separate", "none") else 2 * inner
     tensors = {
         "x": draw(rows((tokens, hidden), dtype)),
@@ -193,7 +193,7 @@ def test_any_layer(data: st.DataObject) -> None:
     made = {name: producer.make(value, name_of(value)) for name, value in tensors.items()}
     given_routing = fm.MoeRouting(*(None if p is None else producer.as_is(p) for p in routing))
     out, pre = fm.moe_forward(**made, **options, routing=given_routing, return_pre_activation=True)
-    moe_reference.assert_forward(
+    moe_oracle.assert_forward(
         out, **tensors, **options, routing=routing, pre_activation=pre
     )
 
@@ -224,7 +224,7 @@ def test_any_grouped_product(data: st.DataObject) -> None:
     given_bounds = {name: producer.as_is(value) for name, value in bounds.items()}
     out = producer.poisoned((*x.shape[:-1], n), dtype)
     fm.grouped_product(**made, **given_bounds, out=out)
-    moe_reference.assert_grouped_product(out, **tensors, **bounds)
+    moe_oracle.assert_grouped_product(out, **tensors, **bounds)
     shape = x.shape[:-1]
-    untouched = ~moe_reference.rows_of_experts(shape, bounds.get("offsets"), bounds.get("counts"))
-    assert np.isnan(moe_reference.to_numpy(out)[untouched]).all()
+    untouched = ~moe_oracle.rows_of_experts(shape, bounds.get("offsets"), bounds.get("counts"))
+    assert np.isnan(moe_oracle.to_numpy(out)[untouched]).all()
