@@ -197,7 +197,7 @@ def _layer(
     tokens, top_k = weights.shape
     bounds = routing.offsets.tolist()
     out = torch.zeros(tokens, top_k, x.shape[1], dtype=a.compute, device=x.device)
-    flat = out.view(tokens * top_k, -1)
+    flat = out.view(tokens * top_k, x.shape[1])
     width = w_other.shape[1] * (1 if w_gate is None else 2)
     pre = None
     if want_pre:
