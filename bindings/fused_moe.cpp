@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <string>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "bindings/errors.h"
@@ -78,64 +77,14 @@ class Regions {
   size_t size_ = 0;
 };
 
-// The three operations of fused_moe. Logits and routing live in the workspace.
-struct FusedCall {
-  ProductCall product;
-  RouteCall route;
-  ForwardCall forward;
-  bool with_product = false;
-  Regions regions;
-
-  // Bytes of workspace for all of it: the regions, and what the neediest operation asks for.
-  size_t workspace_size() {
-    size_t most = 0;
-    const auto count = [&](auto* call, const Renames& renames) {
-      size_t bytes = 0;
-      using Call = std::remove_pointer_t<decltype(call)>;
-      check_renamed(Call::kWorkspaceSize(&ready(call), &bytes), renames);
-      most = std::max(most, bytes);
-    };
-    if (with_product) count(&product, names_of_router());
-    count(&route, {});
-    count(&forward, names_of_tokens());
-    return regions.size() + most;
-  }
-
-  // Status of the operation that failed, in whose words *renames then is.
-  flashmoe_status run(void* workspace, size_t bytes, void* stream, const Renames** renames) {
-    char* rest = static_cast<char*>(workspace) + regions.size();
-    const size_t rest_bytes = bytes - regions.size();
-    *renames = &names_of_router();
-    if (with_product) {
-      const flashmoe_status status =
-          flashmoe_grouped_product(&product.params, rest, rest_bytes, stream);
-      if (status != FLASHMOE_OK) return status;
-    }
-    *renames = &names_of_tokens();
-    const flashmoe_status status = flashmoe_moe_route(&route.params, rest, rest_bytes, stream);
-    if (status != FLASHMOE_OK) return status;
-    return flashmoe_moe_forward(&forward.params, rest, rest_bytes, stream);
-  }
-
-  static const Renames& names_of_router() {
-    static const Renames renames = {
-        {"x", "tokens", true}, {"w", "router_weights", true}, {"bias", "router_bias", false}};
-    return renames;
-  }
-
-  static const Renames& names_of_tokens() {
-    static const Renames renames = {{"x", "tokens", true}};
-    return renames;
-  }
-};
-
 void flatten(const char* name, TensorView* view) {
   if (view->flatten_rows()) return;
-  raise_value_error(std::string(name) + ": its " + std::to_string(view->rank()) +
+  const int rank = view->rank();
+  const int64_t last = rank > 0 ? view->extent(rank - 1) : 1;
+  raise_value_error(std::string(name) + ": its " + std::to_string(rank) +
                     " dimensions are not rows at one distance, accepted are tensors of which "
                     "reshape(-1, " +
-                    std::to_string(view->rank() > 0 ? view->extent(view->rank() - 1) : 1) +
-                    ") makes no copy");
+                    std::to_string(last) + ") makes no copy");
 }
 
 bool same_shape(const TensorView& a, const TensorView& b) {
@@ -146,10 +95,202 @@ bool same_shape(const TensorView& a, const TensorView& b) {
   return true;
 }
 
-[[noreturn]] void raise_rank(const char* name, int got, int accepted) {
-  raise_value_error(std::string(name) + ": got " + std::to_string(got) +
+void check_rank(const char* name, const TensorView& view, int accepted) {
+  if (view.rank() == accepted) return;
+  raise_value_error(std::string(name) + ": got " + std::to_string(view.rank()) +
                     " dimensions, accepted are " + std::to_string(accepted));
 }
+
+const Renames& names_of_router() {
+  static const Renames renames = {
+      {"x", "tokens", true}, {"w", "router_weights", true}, {"bias", "router_bias", false}};
+  return renames;
+}
+
+const Renames& names_of_tokens() {
+  static const Renames renames = {{"x", "tokens", true}};
+  return renames;
+}
+
+// The three operations of fused_moe on torch tensors. Logits and routing live in the workspace. The
+// functions are called in this order, tokens first.
+class FusedCall {
+ public:
+  FusedCall(const Caller& caller, const RouteOptions& route, const ForwardOptions& forward)
+      : caller_(caller) {
+    route_.parse(route);
+    forward_.parse(forward);
+  }
+
+  // Returns out, made where None is given.
+  nb::object view_tokens(nb::handle tokens, nb::handle out) {
+    caller_.borrow("tokens", tokens, &forward_.x);
+    device_ = forward_.x.device();
+    dtype_ = forward_.x.tensor().dtype;
+    const int rank = forward_.x.rank();
+    nb::object result = nb::borrow(out);
+    if (!out.is_none()) {
+      caller_.borrow("out", out, &forward_.out);
+      if (!same_shape(forward_.out, forward_.x)) {
+        raise_value_error("out: got another shape than that of tokens, accepted is the same");
+      }
+    } else if (is_float(dtype_) && rank >= 1 && rank <= TensorView::kMaxRank) {
+      result = caller_.allocate("out", device_, dtype_, rank, forward_.x.tensor().shape, nullptr,
+                                &forward_.out);
+    }
+    if (forward_.out.get() != nullptr) flatten("out", &forward_.out);
+    flatten("tokens", &forward_.x);
+    return result;
+  }
+
+  void view_logits(nb::handle logits) {
+    source_ = "logits";
+    caller_.borrow(source_, logits, &route_.logits);
+    flatten(source_, &route_.logits);
+    if (route_.logits.extent(0) != forward_.x.extent(0)) {
+      raise_value_error("logits: got those of " + std::to_string(route_.logits.extent(0)) +
+                        " tokens, but tokens has " + std::to_string(forward_.x.extent(0)));
+    }
+  }
+
+  // False if the library does not multiply this router.
+  bool view_router(nb::handle tokens, nb::handle router_weights, nb::handle router_bias) {
+    source_ = "router_weights";
+    caller_.borrow(source_, router_weights, &product_.w);
+    check_rank(source_, product_.w, 2);
+    const int64_t experts = product_.w.extent(0);
+    if (experts % kRouterMultiple != 0) return false;
+    product_.w.add_leading_extent();
+    if (!router_bias.is_none()) {
+      caller_.borrow("router_bias", router_bias, &product_.bias);
+      check_rank("router_bias", product_.bias, 1);
+      product_.bias.add_leading_extent();
+    }
+    product_.x.borrow(caller_.type(), "tokens", tokens);
+    product_.x.flatten_rows();
+    const int64_t both[] = {2};
+    if (on_gpu()) {
+      all_rows_ = all_rows(tokens, device_);
+      product_.offsets.borrow(caller_.type(), "offsets", all_rows_);
+    } else {
+      product_.offsets.describe(both, 1, kInt32, device_, nullptr, const_cast<int32_t*>(kAllRows));
+    }
+    const int64_t shape[] = {forward_.x.extent(0), experts};
+    regions_.add(&product_.out, shape, 2, dtype_, device_);
+    with_product_ = true;
+    hand_over_logits();
+    return true;
+  }
+
+  void view_experts(const ForwardTensors& tensors, nb::handle selection_bias, int64_t top_k) {
+    borrow_weights(caller_, tensors, &forward_);
+    caller_.borrow_optional("selection_bias", selection_bias, &route_.selection_bias);
+    RouteExtents extents;
+    if (!extents_of_logits(route_.logits, top_k, &extents)) {
+      raise_value_error(std::string(source_) + ": got " + std::to_string(route_.logits.extent(1)) +
+                        " experts, accepted are 1 to 1024");
+    }
+    if (forward_.w_gate_up.rank() == 3 && forward_.w_gate_up.extent(0) != extents.experts) {
+      raise_value_error(std::string(source_) + ": its number of experts is " +
+                        std::to_string(extents.experts) + ", but w_gate_up has " +
+                        std::to_string(forward_.w_gate_up.extent(0)));
+    }
+    route_.make_outputs(
+        extents, false,
+        [this](const char*, TensorView* view, flashmoe_dtype dtype, int rank,
+               const int64_t* shape) { regions_.add(view, shape, rank, dtype, device_); });
+    hand_over_routing();
+  }
+
+  void launch(nb::handle stream) {
+    bool named = false;
+    void* const handle = caller_.stream(stream, device_, &named);
+    const size_t bytes = workspace_size();
+    TensorView scratch;
+    nb::object workspace;
+    if (on_gpu()) workspace = caller_.workspace(bytes, device_, handle, named, &scratch);
+    const HostWorkspace on_host(on_gpu() ? 0 : bytes);
+    void* const memory = on_gpu() ? scratch.tensor().data : on_host.data();
+    if (memory == nullptr) {
+      raise_status(FLASHMOE_ERROR_OUT_OF_MEMORY, "tokens: there is no memory for the " +
+                                                     std::to_string(bytes) +
+                                                     " bytes of workspace that the call needs");
+    }
+    regions_.place(memory);
+    if (with_product_) hand_over_logits();
+    hand_over_routing();
+    ready(&product_);
+    ready(&route_);
+    ready(&forward_);
+    const Renames* renames = nullptr;
+    flashmoe_status status;
+    {
+      nb::gil_scoped_release release;
+      status = run(memory, bytes, handle, &renames);
+    }
+    check_renamed(status, *renames);
+  }
+
+ private:
+  bool on_gpu() const { return device_.device_type == FLASHMOE_DEVICE_CUDA; }
+
+  // What one operation writes is what the next one reads.
+  static void hand_over(const TensorView& from, TensorView* to) {
+    const flashmoe_tensor& made = from.tensor();
+    to->describe(made.shape, made.ndim, made.dtype, made.device, nullptr, made.data);
+  }
+
+  void hand_over_logits() { hand_over(product_.out, &route_.logits); }
+
+  void hand_over_routing() {
+    hand_over(route_.weights, &forward_.weights);
+    hand_over(route_.offsets, &forward_.offsets);
+    hand_over(route_.pairs, &forward_.pairs);
+    hand_over(route_.slots, &forward_.slots);
+  }
+
+  // Bytes for all of it: the regions, and what the neediest operation asks for.
+  size_t workspace_size() {
+    size_t most = 0;
+    const auto count = [&](auto* call, const Renames& renames) {
+      size_t bytes = 0;
+      using Call = std::remove_pointer_t<decltype(call)>;
+      check_renamed(Call::kWorkspaceSize(&ready(call), &bytes), renames);
+      most = std::max(most, bytes);
+    };
+    if (with_product_) count(&product_, names_of_router());
+    count(&route_, {});
+    count(&forward_, names_of_tokens());
+    return regions_.size() + most;
+  }
+
+  // Status of the operation that failed, in whose words *renames then is.
+  flashmoe_status run(void* workspace, size_t bytes, void* stream, const Renames** renames) const {
+    char* const rest = static_cast<char*>(workspace) + regions_.size();
+    const size_t rest_bytes = bytes - regions_.size();
+    *renames = &names_of_router();
+    if (with_product_) {
+      const flashmoe_status status =
+          flashmoe_grouped_product(&product_.params, rest, rest_bytes, stream);
+      if (status != FLASHMOE_OK) return status;
+    }
+    *renames = &names_of_tokens();
+    const flashmoe_status status = flashmoe_moe_route(&route_.params, rest, rest_bytes, stream);
+    if (status != FLASHMOE_OK) return status;
+    return flashmoe_moe_forward(&forward_.params, rest, rest_bytes, stream);
+  }
+
+  const Caller& caller_;
+  ProductCall product_;
+  RouteCall route_;
+  ForwardCall forward_;
+  Regions regions_;
+  flashmoe_device device_ = {};
+  flashmoe_dtype dtype_ = {};
+  const char* source_ = nullptr;  // the argument that tells the number of experts
+  bool with_product_ = false;
+  nb::object all_rows_;
+};
 
 nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_gate_up,
                      nb::handle w_down, nb::handle top_k, nb::handle logits, nb::handle router_bias,
@@ -174,129 +315,20 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
                       (logits.is_none() ? "neither it nor logits" : "both it and logits") +
                       ", accepted is one of the two");
   }
-  FusedCall call;
-  call.route.parse({scoring, renormalize, num_groups, top_groups, scale});
-  call.forward.parse({gate, activation, alpha, limit, up_offset, weight_on_input, kernel});
+  if (!logits.is_none() && !router_bias.is_none()) {
+    raise_value_error("router_bias: got one beside logits, accepted with router_weights alone");
+  }
   const Caller caller(kMoeWords, *type, "tokens", tokens);
-
-  ForwardCall& forward = call.forward;
-  caller.borrow("tokens", tokens, &forward.x);
-  const flashmoe_device device = forward.x.device();
-  const flashmoe_dtype dtype = forward.x.tensor().dtype;
-  nb::object result = nb::borrow(out);
-  if (!out.is_none()) {
-    caller.borrow("out", out, &forward.out);
-    if (!same_shape(forward.out, forward.x)) {
-      raise_value_error("out: got another shape than that of tokens, accepted is the same");
-    }
-    flatten("out", &forward.out);
-  } else if (is_float(dtype) && forward.x.rank() >= 1 && forward.x.rank() <= TensorView::kMaxRank) {
-    result = caller.allocate("out", device, dtype, forward.x.rank(), forward.x.tensor().shape,
-                             nullptr, &forward.out);
-    flatten("out", &forward.out);
+  FusedCall call(caller, {scoring, renormalize, num_groups, top_groups, scale},
+                 {gate, activation, alpha, limit, up_offset, weight_on_input, kernel});
+  nb::object result = call.view_tokens(tokens, out);
+  if (!logits.is_none()) {
+    call.view_logits(logits);
+  } else if (!call.view_router(tokens, router_weights, router_bias)) {
+    return step_by_step();
   }
-  flatten("tokens", &forward.x);
-  borrow_weights(caller, {tokens, w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, &forward);
-  const int64_t rows = forward.x.extent(0);
-
-  nb::object offsets_of_router;
-  if (router_weights.is_none()) {
-    caller.borrow("logits", logits, &call.route.logits);
-    flatten("logits", &call.route.logits);
-    if (!router_bias.is_none()) {
-      raise_value_error("router_bias: got one beside logits, accepted with router_weights alone");
-    }
-    if (call.route.logits.extent(0) != rows) {
-      raise_value_error("logits: got those of " + std::to_string(call.route.logits.extent(0)) +
-                        " tokens, but tokens has " + std::to_string(rows));
-    }
-  } else {
-    ProductCall& product = call.product;
-    caller.borrow("router_weights", router_weights, &product.w);
-    if (product.w.rank() != 2) raise_rank("router_weights", product.w.rank(), 2);
-    const int64_t experts = product.w.extent(0);
-    if (experts % kRouterMultiple != 0) return step_by_step();
-    product.w.add_leading_extent();
-    if (!router_bias.is_none()) {
-      caller.borrow("router_bias", router_bias, &product.bias);
-      if (product.bias.rank() != 1) raise_rank("router_bias", product.bias.rank(), 1);
-      product.bias.add_leading_extent();
-    }
-    product.x.borrow(caller.type(), "tokens", tokens);
-    product.x.flatten_rows();
-    const int64_t both[] = {2};
-    if (device.device_type == FLASHMOE_DEVICE_CUDA) {
-      offsets_of_router = all_rows(tokens, device);
-      product.offsets.borrow(caller.type(), "offsets", offsets_of_router);
-    } else {
-      product.offsets.describe(both, 1, kInt32, device, nullptr, const_cast<int32_t*>(kAllRows));
-    }
-    const int64_t shape[] = {rows, experts};
-    call.regions.add(&product.out, shape, 2, dtype, device);
-    call.route.logits.describe(shape, 2, dtype, device);
-    call.with_product = true;
-  }
-  caller.borrow_optional("selection_bias", selection_bias, &call.route.selection_bias);
-
-  const char* const source = call.with_product ? "router_weights" : "logits";
-  RouteExtents extents;
-  if (!extents_of_logits(call.route.logits, k, &extents)) {
-    raise_value_error(std::string(source) + ": got " + std::to_string(call.route.logits.extent(1)) +
-                      " experts, accepted are 1 to 1024");
-  }
-  if (forward.w_gate_up.rank() == 3 && forward.w_gate_up.extent(0) != extents.experts) {
-    raise_value_error(std::string(source) + ": its number of experts is " +
-                      std::to_string(extents.experts) + ", but w_gate_up has " +
-                      std::to_string(forward.w_gate_up.extent(0)));
-  }
-  call.route.make_outputs(
-      extents, false,
-      [&](const char*, TensorView* view, flashmoe_dtype type_of_view, int rank,
-          const int64_t* shape) { call.regions.add(view, shape, rank, type_of_view, device); });
-  const auto hand_over = [&] {  // what one operation writes and the next one reads
-    if (call.with_product) {
-      const flashmoe_tensor& made = call.product.out.tensor();
-      call.route.logits.describe(made.shape, 2, dtype, device, nullptr, made.data);
-    }
-    const auto copy = [&](const TensorView& from, TensorView* to) {
-      const flashmoe_tensor& tensor = from.tensor();
-      to->describe(tensor.shape, tensor.ndim, tensor.dtype, device, tensor.strides, tensor.data);
-    };
-    copy(call.route.weights, &forward.weights);
-    copy(call.route.offsets, &forward.offsets);
-    copy(call.route.pairs, &forward.pairs);
-    copy(call.route.slots, &forward.slots);
-  };
-  hand_over();
-
-  bool named = false;
-  void* handle = caller.stream(stream, device, &named);
-  const size_t bytes = call.workspace_size();
-  const bool on_gpu = device.device_type == FLASHMOE_DEVICE_CUDA;
-  TensorView scratch;
-  nb::object workspace;
-  if (on_gpu && bytes > 0) {
-    workspace = caller.workspace(bytes, device, handle, named, &scratch);
-  }
-  const HostWorkspace on_host(on_gpu ? 0 : bytes);
-  void* const memory = on_gpu ? scratch.tensor().data : on_host.data();
-  if (memory == nullptr && bytes > 0) {
-    raise_status(FLASHMOE_ERROR_OUT_OF_MEMORY, "tokens: there is no memory for the " +
-                                                   std::to_string(bytes) +
-                                                   " bytes of workspace that the call needs");
-  }
-  call.regions.place(memory);
-  hand_over();
-  ready(&call.product);
-  ready(&call.route);
-  ready(&call.forward);
-  const Renames* renames = nullptr;
-  flashmoe_status status;
-  {
-    nb::gil_scoped_release release;
-    status = call.run(memory, bytes, handle, &renames);
-  }
-  check_renamed(status, *renames);
+  call.view_experts({tokens, w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, selection_bias, k);
+  call.launch(stream);
   return result;
 }
 

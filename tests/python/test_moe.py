@@ -193,7 +193,7 @@ def test_fused_is_the_steps(producer: Producer, dtype: str, case: Case) -> None:
     got = fm.fused_moe(**fused_arguments(case, producer, dtype), **ROUTING, **case.options)
     assert isinstance(got, producer.kind)
     given = fused_arguments(case, Producer(), dtype)
-    if producer.name == "jax":  # whose arrays are contiguous; a transposed matrix is summed otherwise
+    if producer.name == "jax":  # its arrays are contiguous; matrices turned round sum otherwise
         given = {n: np.ascontiguousarray(v) if n != "top_k" else v for n, v in given.items()}
     want = steps(given, case)
     assert tuple(np.asarray(host(got).shape)) == want.shape
