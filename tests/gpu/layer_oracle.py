@@ -67,7 +67,8 @@ def route(
     order = _ordered(choice)
     if num_groups > 1:
         sums = z.sigmoid() + (0 if bias is None else bias)
-        sums = torch.where(sums.isnan(), -torch.inf, sums).view(tokens, num_groups, -1)
+        sums = torch.where(sums.isnan(), -torch.inf, sums)
+        sums = sums.view(tokens, num_groups, experts // num_groups)
         best = _ordered(sums.topk(2, -1).values.sum(-1))[:, :top_groups]
         open_ = torch.zeros(tokens, num_groups, dtype=torch.bool, device=z.device)
         open_.scatter_(1, best, True)
