@@ -93,8 +93,8 @@ def add_parser(subparsers: Any) -> None:
         "--peer",
         action="append",
         metavar="NAME",
-        help="time beside this one only, such as torch-flash, fa3 or torch-grouped, or none; may be "
-        "repeated (default: all that are installed)",
+        help="time beside this one only, such as torch-flash, fa3 or torch-grouped, or none; may "
+        "be repeated (default: all that are installed)",
     )
     parser.add_argument(
         "--threads", type=positive(int), metavar="N", help="threads on the CPU, ours and torch's"

@@ -123,8 +123,7 @@ def moe_shape_from_options(arguments: argparse.Namespace, dtype: str) -> MoeShap
         extents[field] = getattr(arguments, field)
         if extents[field] is None:
             raise CommandError(f"{name} is missing")
-    if extents["top_k"] > extents["experts"]:
-        raise CommandError(
-            f"--top-k: got {extents['top_k']}, accepted are at most the {extents['experts']} experts"
-        )
+    top_k, experts = extents["top_k"], extents["experts"]
+    if top_k > experts:
+        raise CommandError(f"--top-k: got {top_k}, accepted are at most the {experts} experts")
     return MoeShape(**extents, dtype=arguments.dtype or dtype, skew=arguments.skew or 0.0)
