@@ -5,27 +5,17 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 #include "core/backends.h"
 #include "core/checks.h"
+#include "core/choose.h"
 #include "core/known_calls.h"
 #include "core/log.h"
 #include "core/status.h"
 
 namespace flashmoe {
-
-const char* dtype_name(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kFloat32: return "fp32";
-    case Dtype::kFloat16: return "fp16";
-    case Dtype::kBFloat16: return "bf16";
-  }
-  return "?";
-}
-
-int64_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
 namespace {
 
@@ -48,11 +38,6 @@ double attention_flops(const AttentionProblem& p) {
   if (p.bounded_left) pairs -= pairs_before(p.left_offset, p.seq_q, p.seq_k);
   return 2.0 * static_cast<double>(p.batch) * static_cast<double>(p.heads_q) *
          static_cast<double>(pairs) * static_cast<double>(p.dim + p.dim_v);
-}
-
-LaunchRecord& last_launch_record() {
-  thread_local LaunchRecord record = {};
-  return record;
 }
 
 namespace {
@@ -78,13 +63,6 @@ RowStrides row_strides(const View& view, bool bhsd) {
               : RowStrides{view.strides[0], view.strides[1], view.strides[2]};
 }
 
-flashmoe_status check_extent(const char* name, const char* extent, int64_t got, const char* of,
-                             int64_t want) {
-  if (got == want) return FLASHMOE_OK;
-  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: its %s is %lld, but %s has %lld", name, extent,
-              static_cast<long long>(got), of, static_cast<long long>(want));
-}
-
 flashmoe_status check_head_dim(const char* name, int64_t dim) {
   if (dim >= kHeadDimMultiple && dim <= kMaxHeadDim && dim % kHeadDimMultiple == 0) {
     return FLASHMOE_OK;
@@ -95,40 +73,10 @@ flashmoe_status check_head_dim(const char* name, int64_t dim) {
               static_cast<long long>(kHeadDimMultiple), static_cast<long long>(kMaxHeadDim));
 }
 
-// Pinned host memory is the CPU's; what else is not CUDA is refused.
-flashmoe_status check_device(const char* name, const flashmoe_tensor& tensor,
-                             flashmoe_device* device) {
-  switch (tensor.device.device_type) {
-    case FLASHMOE_DEVICE_CPU:
-    case FLASHMOE_DEVICE_CUDA_HOST: *device = {FLASHMOE_DEVICE_CPU, 0}; return FLASHMOE_OK;
-    case FLASHMOE_DEVICE_CUDA: *device = tensor.device; return FLASHMOE_OK;
-    default:
-      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "%s: got device type %d, accepted are 1 (CPU), 2 (CUDA) and 3 (CUDA host)", name,
-                  tensor.device.device_type);
-  }
-}
-
 flashmoe_status check_same_kind(const char* name, const flashmoe_tensor& tensor,
-                                const AttentionProblem& problem, Dtype want) {
-  flashmoe_device device;
-  FLASHMOE_TRY(check_device(name, tensor, &device));
-  if (device.device_type != problem.device.device_type ||
-      device.device_id != problem.device.device_id) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "%s: it is on %s:%d but q is on %s:%d; all tensors must be on one device", name,
-                device.device_type == FLASHMOE_DEVICE_CUDA ? "cuda" : "cpu", device.device_id,
-                problem.device.device_type == FLASHMOE_DEVICE_CUDA ? "cuda" : "cpu",
-                problem.device.device_id);
-  }
-  Dtype dtype;
-  FLASHMOE_TRY(check_dtype(name, tensor, &dtype));
-  if (dtype != want) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got dtype %s, accepted is %s%s", name,
-                dtype_name(dtype), dtype_name(want),
-                std::strcmp(name, "lse") == 0 ? "" : " as q's");
-  }
-  return FLASHMOE_OK;
+                                const AttentionProblem& problem) {
+  FLASHMOE_TRY(check_same_device(name, tensor, "q", problem.device));
+  return check_same_dtype(name, tensor, "q", problem.dtype);
 }
 
 // Rank, rows and extents of one of q, k, v, out.
@@ -136,20 +84,6 @@ flashmoe_status check_rows_tensor(const char* name, const flashmoe_tensor* tenso
                                   View* view) {
   FLASHMOE_TRY(check_view(name, tensor, 4, view));
   return check_rows(name, *view, 4, dtype_bytes(dtype));
-}
-
-// Callers built with an older header give fewer fields: the others are 0.
-flashmoe_status read_params(const flashmoe_attention_forward_params* given,
-                            flashmoe_attention_forward_params* params) {
-  constexpr size_t kOldest = offsetof(flashmoe_attention_forward_params, window);
-  if (given == nullptr) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "params: got a null pointer");
-  }
-  FLASHMOE_TRY(check_struct_size("flashmoe_attention_forward_params", given->struct_size, kOldest,
-                                 sizeof *params));
-  *params = {};
-  std::memcpy(params, given, given->struct_size);
-  return FLASHMOE_OK;
 }
 
 // The extent of one end of the window, whose bit of `window` is set or not.
@@ -242,11 +176,11 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
   FLASHMOE_TRY(check_dtype("q", *params->q, &p.dtype));
   FLASHMOE_TRY(check_rows("q", q, 4, dtype_bytes(p.dtype)));
   FLASHMOE_TRY(check_rows_tensor("k", params->k, p.dtype, &k));
-  FLASHMOE_TRY(check_same_kind("k", *params->k, p, p.dtype));
+  FLASHMOE_TRY(check_same_kind("k", *params->k, p));
   FLASHMOE_TRY(check_rows_tensor("v", params->v, p.dtype, &v));
-  FLASHMOE_TRY(check_same_kind("v", *params->v, p, p.dtype));
+  FLASHMOE_TRY(check_same_kind("v", *params->v, p));
   FLASHMOE_TRY(check_rows_tensor("out", params->out, p.dtype, &out));
-  FLASHMOE_TRY(check_same_kind("out", *params->out, p, p.dtype));
+  FLASHMOE_TRY(check_same_kind("out", *params->out, p));
 
   p.batch = q.shape[0];
   p.seq_q = q.shape[seq_axis];
@@ -281,15 +215,12 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
   if (params->lse != nullptr) {
     View lse;
     FLASHMOE_TRY(check_view("lse", params->lse, 3, &lse));
-    FLASHMOE_TRY(check_same_kind("lse", *params->lse, p, Dtype::kFloat32));
+    FLASHMOE_TRY(check_same_device("lse", *params->lse, "q", p.device));
+    FLASHMOE_TRY(check_fp32("lse", *params->lse));
     FLASHMOE_TRY(check_extent("lse", "batch", lse.shape[0], "q", p.batch));
     FLASHMOE_TRY(check_extent("lse", "number of heads", lse.shape[1], "q", p.heads_q));
     FLASHMOE_TRY(check_extent("lse", "sequence length", lse.shape[2], "q", p.seq_q));
-    if (reinterpret_cast<uintptr_t>(lse.data) % alignof(float) != 0) {
-      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "lse: its data begins at address %p, which is not a multiple of 4 bytes",
-                  lse.data);
-    }
+    FLASHMOE_TRY(check_alignment("lse", lse, alignof(float)));
     FLASHMOE_TRY(check_no_overlap("lse", lse, 3));
     p.lse = static_cast<float*>(lse.data);
     p.lse_strides = {lse.strides[0], lse.strides[2], lse.strides[1]};
@@ -310,142 +241,43 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
   return FLASHMOE_OK;
 }
 
-// FLASHMOE_ARCH names the GPU family that serves calls which name none; read once.
-const char* family_from_environment() {
-  static const char* const family = [] {
-    const char* text = std::getenv("FLASHMOE_ARCH");
-    return text != nullptr && *text != '\0' ? text : nullptr;
-  }();
-  return family;
-}
-
-// One line of flashmoe_attention_plan.rejected.
-void append_rejection(char (&rejected)[sizeof(flashmoe_attention_plan::rejected)],
-                      const char* family, const char* reason) {
-  const size_t used = std::strlen(rejected);
-  std::snprintf(rejected + used, sizeof rejected - used, "%s: %s\n", family, reason);
-}
-
-flashmoe_status fail_unknown_family(const char* wanted, const char* wanted_by) {
-  char names[128] = "";
-  for (const AttentionFamily* family : kFamilies) {
-    const size_t length = std::strlen(names);
-    std::snprintf(names + length, sizeof names - length, "%s%s", length == 0 ? "" : ", ",
-                  family->name);
-  }
-  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got \"%.64s\", built in are %s", wanted_by,
-              wanted, names);
-}
-
-// Whether `wanted` is a family's name, or the full name of a kernel of it.
-bool names_family(const char* wanted, const AttentionFamily& family) {
-  if (std::strcmp(wanted, family.name) == 0) return true;
-  const size_t length = std::strlen(family.name);
-  return std::strncmp(wanted, kKernelPrefix, sizeof kKernelPrefix - 1) == 0 &&
-         std::strncmp(wanted + sizeof kKernelPrefix - 1, family.name, length) == 0 &&
-         wanted[sizeof kKernelPrefix - 1 + length] == '_';
-}
-
-// A family's plan for the problem, or its refusal.
-flashmoe_status ask(const AttentionFamily& family, const AttentionProblem& problem,
-                    AttentionPlan* plan, const Reason& reason) {
-  if (family.device_type != problem.device.device_type) {
-    if (problem.device.device_type == FLASHMOE_DEVICE_CUDA) {
-      return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                           "the tensors are on cuda:%d, it computes on the CPU",
-                           problem.device.device_id);
+// The first family that serves the problem, or the one that the caller asks for. With `explain` also
+// says in plan->info.rejected why the others do not.
+flashmoe_status choose(const Wanted& wanted, bool explain, const AttentionProblem& problem,
+                       AttentionPlan* plan, const AttentionFamily** chosen) {
+  const auto ask = [&problem, plan](const AttentionFamily& family, const Reason& reason) {
+    *plan = {};
+    FLASHMOE_TRY(family.plan(problem, plan, reason));
+    if (problem.kernel != nullptr && std::strcmp(problem.kernel, plan->info.kernel) != 0) {
+      return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s serves this call, not %.64s",
+                           plan->info.kernel, problem.kernel);
     }
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "the tensors are on the CPU, it computes on a GPU");
-  }
-  *plan = {};
-  FLASHMOE_TRY(family.plan(problem, plan, reason));
-  if (problem.kernel != nullptr && std::strcmp(problem.kernel, plan->info.kernel) != 0) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s serves this call, not %.64s",
-                         plan->info.kernel, problem.kernel);
-  }
-  return FLASHMOE_OK;
-}
-
-// The first family that serves the problem, or the one that `wanted_by` asks for. Also says in
-// plan->info.rejected why the others do not, which takes longer than a launch may.
-flashmoe_status choose_and_explain(const AttentionProblem& problem, const char* wanted,
-                                   const char* wanted_by, AttentionPlan* plan,
-                                   const AttentionFamily** chosen) {
-  *chosen = nullptr;
-  bool known = wanted == nullptr;
-  flashmoe_status error = FLASHMOE_OK;  // of the last family for these tensors' device, if any
-  char reason[384];
-  char error_reason[448] = "";
-  char rejected[sizeof plan->info.rejected] = "";
-  for (const AttentionFamily* family : kFamilies) {
-    if (*chosen != nullptr) {
-      std::snprintf(reason, sizeof reason, "%s comes first", (*chosen)->name);
-      append_rejection(rejected, family->name, reason);
-      continue;
-    }
-    if (wanted != nullptr && !names_family(wanted, *family)) {
-      std::snprintf(reason, sizeof reason, "%s asks for %s", wanted_by, wanted);
-      append_rejection(rejected, family->name, reason);
-      continue;
-    }
-    known = true;
-    const flashmoe_status status = ask(*family, problem, plan, Reason(reason));
-    if (status == FLASHMOE_OK) {
-      *chosen = family;
-      continue;
-    }
-    // Another family's bits would depend on what went wrong here.
-    if (status == FLASHMOE_ERROR_CUDA) return fail(status, "%s: %s", family->name, reason);
-    // The last of a device's families is the least particular: what it cannot serve, none can.
-    if (error == FLASHMOE_OK || family->device_type == problem.device.device_type) {
-      error = status;
-      std::snprintf(error_reason, sizeof error_reason, "%s: %s", family->name, reason);
-    }
-    append_rejection(rejected, family->name, reason);
-  }
-  if (!known) return fail_unknown_family(wanted, wanted_by);
-  if (*chosen == nullptr) {
-    if (wanted == nullptr) return fail(error, "%s", error_reason);
-    return fail(error, "%s: cannot be served: %s", wanted_by, error_reason);
-  }
+    return FLASHMOE_OK;
+  };
+  Choice<AttentionFamily, decltype(ask)> choice(kFamilies, std::size(kFamilies), wanted,
+                                                kKernelPrefix, problem.device, ask);
+  if (!explain) return choice.choose(chosen);
+  char rejected[kRejectedBytes];
+  FLASHMOE_TRY(choice.choose_and_explain(chosen, rejected));
   std::memcpy(plan->info.rejected, rejected, sizeof rejected);
   return FLASHMOE_OK;
-}
-
-// The same choice without a word, unless there is none: nobody reads why a family comes second.
-flashmoe_status choose(const AttentionProblem& problem, const char* wanted, const char* wanted_by,
-                       AttentionPlan* plan, const AttentionFamily** chosen) {
-  for (const AttentionFamily* family : kFamilies) {
-    if (wanted != nullptr && !names_family(wanted, *family)) continue;
-    const flashmoe_status status = ask(*family, problem, plan, Reason());
-    if (status == FLASHMOE_OK) {
-      *chosen = family;
-      return FLASHMOE_OK;
-    }
-    if (status == FLASHMOE_ERROR_CUDA) break;
-  }
-  return choose_and_explain(problem, wanted, wanted_by, plan, chosen);
 }
 
 flashmoe_status make_plan(const flashmoe_attention_forward_params* given, bool explain,
                           AttentionProblem* problem, AttentionPlan* plan,
                           const AttentionFamily** family) {
   flashmoe_attention_forward_params params;
-  FLASHMOE_TRY(read_params(given, &params));
+  FLASHMOE_TRY(read_params("flashmoe_attention_forward_params", given,
+                           offsetof(flashmoe_attention_forward_params, window), &params));
   FLASHMOE_TRY(make_problem(&params, problem));
-  const char* wanted = params.kernel != nullptr && *params.kernel != '\0' ? params.kernel : nullptr;
-  const char* wanted_by = "kernel";
-  if (wanted == nullptr && problem->device.device_type == FLASHMOE_DEVICE_CUDA) {
-    wanted = family_from_environment();
-    wanted_by = "FLASHMOE_ARCH";
-  }
-  problem->named = wanted != nullptr;
+  const Wanted wanted = wanted_of(kFamilies, std::size(kFamilies), params.kernel, problem->device);
+  problem->named = wanted.name != nullptr;
   problem->kernel = nullptr;
-  if (wanted != nullptr && std::strncmp(wanted, kKernelPrefix, sizeof kKernelPrefix - 1) == 0) {
-    problem->kernel = wanted;
+  if (wanted.name != nullptr &&
+      std::strncmp(wanted.name, kKernelPrefix, sizeof kKernelPrefix - 1) == 0) {
+    problem->kernel = wanted.name;
   }
-  return (explain ? choose_and_explain : choose)(*problem, wanted, wanted_by, plan, family);
+  return choose(wanted, explain, *problem, plan, family);
 }
 
 // One end of the keys that row i sees: "i-255", or `unbounded`.
@@ -486,20 +318,8 @@ void log_call(const AttentionProblem& p, const AttentionPlan& plan, const void* 
 flashmoe_status run(const AttentionProblem& problem, const AttentionPlan& plan,
                     const AttentionFamily& family, bool logged, void* workspace,
                     size_t workspace_size, void* stream) {
-  const uint64_t needed = plan.info.workspace_bytes;
-  if (needed > 0) {
-    if (workspace_size < needed) {
-      return fail(FLASHMOE_ERROR_WORKSPACE_TOO_SMALL,
-                  "workspace_size: got %zu bytes, this call needs %llu "
-                  "(flashmoe_attention_forward_workspace_size tells)",
-                  workspace_size, static_cast<unsigned long long>(needed));
-    }
-    if (workspace == nullptr || reinterpret_cast<uintptr_t>(workspace) % 16 != 0) {
-      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "workspace: got %p, accepted is a 16-byte aligned pointer to %llu bytes",
-                  workspace, static_cast<unsigned long long>(needed));
-    }
-  }
+  FLASHMOE_TRY(check_workspace(plan.info.workspace_bytes, workspace, workspace_size, 16,
+                               "flashmoe_attention_forward_workspace_size"));
   if (logged) log_call(problem, plan, stream);
   if (problem.batch == 0 || problem.seq_q == 0) return FLASHMOE_OK;
   return family.launch(problem, plan, workspace, stream);
@@ -559,20 +379,4 @@ flashmoe_status flashmoe_attention_forward(const flashmoe_attention_forward_para
   FLASHMOE_TRY(flashmoe::make_plan(params, explain, &problem, &plan, &family));
   if (!logged) flashmoe::remember_call(*params, problem, plan, *family);
   return flashmoe::run(problem, plan, *family, logged, workspace, workspace_size, stream);
-}
-
-flashmoe_status flashmoe_last_launch(flashmoe_launch* launch) {
-  if (launch == nullptr) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "launch: got a null pointer");
-  }
-  FLASHMOE_TRY(flashmoe::check_struct_size("flashmoe_launch", launch->struct_size, sizeof *launch,
-                                           sizeof *launch));
-  const flashmoe::LaunchRecord& record = flashmoe::last_launch_record();
-  if (record.info.kernel[0] == '\0') {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "launch: nothing was launched on this thread yet");
-  }
-  flashmoe_launch filled = record.info;
-  if (record.read != nullptr) FLASHMOE_TRY(record.read(record, &filled));
-  flashmoe::copy_out(filled, launch);
-  return FLASHMOE_OK;
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "core/launch.h"
 #include "core/status.h"
 #include "flashmoe/flashmoe.h"
 
@@ -72,15 +73,6 @@ struct AttentionPlan {
 // Multiply-adds of the two products count as two; pairs of a query and a key that it does not see
 // do not count.
 double attention_flops(const AttentionProblem& problem);
-
-// The last launch of this thread. The GPU part is read back from the runtime when it is asked for.
-struct LaunchRecord {
-  flashmoe_launch info;
-  const void* function;  // GPU: handle for LaunchReader; CPU: nullptr
-  flashmoe_status (*read)(const LaunchRecord& record, flashmoe_launch* launch);
-};
-
-LaunchRecord& last_launch_record();
 
 // A kernel family. `plan` fills a zeroed plan; when the family cannot serve the problem it returns
 // reason.refuse(status, sentence), without touching the last error. On a GPU it depends on nothing

@@ -3,11 +3,23 @@
 #pragma once
 
 #include "core/attention.h"
+#include "core/moe.h"
 
 namespace flashmoe {
 
+// What the `kernel` of a call may name, whichever the operation.
+inline constexpr char kFamilyNames[] =
+#if !FLASHMOE_WITH_CUDA
+    "cpu";
+#elif FLASHMOE_WITH_SM90
+    "cpu sm89 sm90 short";
+#else
+    "cpu sm89 short";
+#endif
+
 // cpu/
 extern const AttentionFamily kCpuAttention;
+extern const MoeFamily kCpuMoe;
 flashmoe_status cpu_device_info(flashmoe_device_info* info);
 int32_t cpu_set_num_threads(int32_t n);  // n = 0: default; returns the number in use
 int32_t cpu_get_num_threads();

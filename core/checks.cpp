@@ -49,6 +49,13 @@ bool element_range(const View& view, int rank, int64_t* low, int64_t* high) {
   return true;
 }
 
+bool is_empty(const View& view, int rank) {
+  for (int axis = 0; axis < rank; ++axis) {
+    if (view.shape[axis] == 0) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 flashmoe_status check_struct_size(const char* name, size_t got, size_t oldest, size_t newest) {
@@ -122,29 +129,34 @@ flashmoe_status check_view(const char* name, const flashmoe_tensor* tensor, int 
   return FLASHMOE_OK;
 }
 
+flashmoe_status check_last_stride(const char* name, const View& view, int rank) {
+  if (is_empty(view, rank) || view.shape[rank - 1] <= 1 || view.strides[rank - 1] == 1) {
+    return FLASHMOE_OK;
+  }
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+              "%s: its last dimension has stride %lld, accepted is 1 (contiguous rows)", name,
+              static_cast<long long>(view.strides[rank - 1]));
+}
+
+flashmoe_status check_aligned_stride(const char* name, const View& view, int axis,
+                                     int64_t element_bytes) {
+  if (view.shape[axis] <= 1 || view.strides[axis] % (kRowAlignment / element_bytes) == 0) {
+    return FLASHMOE_OK;
+  }
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+              "%s: dimension %d has stride %lld elements, accepted are multiples of %lld "
+              "(rows begin on %lld-byte boundaries)",
+              name, axis, static_cast<long long>(view.strides[axis]),
+              static_cast<long long>(kRowAlignment / element_bytes),
+              static_cast<long long>(kRowAlignment));
+}
+
 flashmoe_status check_rows(const char* name, const View& view, int rank, int64_t element_bytes) {
-  bool empty = false;
-  for (int axis = 0; axis < rank; ++axis) empty = empty || view.shape[axis] == 0;
-  if (empty) return FLASHMOE_OK;
-  if (view.shape[rank - 1] > 1 && view.strides[rank - 1] != 1) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "%s: its last dimension has stride %lld, accepted is 1 (contiguous rows)", name,
-                static_cast<long long>(view.strides[rank - 1]));
-  }
-  if (reinterpret_cast<uintptr_t>(view.data) % kRowAlignment != 0) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "%s: its data begins at address %p, which is not a multiple of %lld bytes", name,
-                view.data, static_cast<long long>(kRowAlignment));
-  }
+  if (is_empty(view, rank)) return FLASHMOE_OK;
+  FLASHMOE_TRY(check_last_stride(name, view, rank));
+  FLASHMOE_TRY(check_alignment(name, view, kRowAlignment));
   for (int axis = 0; axis < rank - 1; ++axis) {
-    if (view.shape[axis] > 1 && view.strides[axis] % (kRowAlignment / element_bytes) != 0) {
-      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "%s: dimension %d has stride %lld elements, accepted are multiples of %lld "
-                  "(rows begin on %lld-byte boundaries)",
-                  name, axis, static_cast<long long>(view.strides[axis]),
-                  static_cast<long long>(kRowAlignment / element_bytes),
-                  static_cast<long long>(kRowAlignment));
-    }
+    FLASHMOE_TRY(check_aligned_stride(name, view, axis, element_bytes));
   }
   return FLASHMOE_OK;
 }
@@ -178,6 +190,51 @@ flashmoe_status check_no_overlap(const char* name, const View& view, int rank) {
   return FLASHMOE_OK;
 }
 
+flashmoe_status check_alignment(const char* name, const View& view, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(view.data) % bytes == 0) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+              "%s: its data begins at address %p, which is not a multiple of %zu bytes", name,
+              view.data, bytes);
+}
+
+flashmoe_status check_contiguous(const char* name, const View& view, int rank) {
+  int64_t packed = 1;
+  if (is_empty(view, rank)) return FLASHMOE_OK;
+  for (int axis = rank - 1; axis >= 0; --axis) {
+    if (view.shape[axis] > 1 && view.strides[axis] != packed) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "%s: got strides %s for shape %s, accepted is a contiguous, row-major tensor",
+                  name, ShapeText(view.strides, rank).text, ShapeText(view.shape, rank).text);
+    }
+    packed *= view.shape[axis];
+  }
+  return FLASHMOE_OK;
+}
+
+flashmoe_status check_extent(const char* name, const char* extent, int64_t got, const char* of,
+                             int64_t want) {
+  if (got == want) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: its %s is %lld, but %s has %lld", name, extent,
+              static_cast<long long>(got), of, static_cast<long long>(want));
+}
+
+namespace {
+
+flashmoe_status refuse_dtype(const char* name, flashmoe_dtype got, const char* accepted) {
+  static const char* const kCodes[] = {"int",    "uint",    "float", "opaque",
+                                       "bfloat", "complex", "bool"};
+  const char* code = got.code < 7 ? kCodes[got.code] : "dtype code ";
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+              "%s: got dtype %s%d (code %d, %d lanes), accepted %s", name, code, got.bits, got.code,
+              got.lanes, accepted);
+}
+
+const char* device_name(flashmoe_device device) {
+  return device.device_type == FLASHMOE_DEVICE_CUDA ? "cuda" : "cpu";
+}
+
+}  // namespace
+
 flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dtype* dtype) {
   const flashmoe_dtype got = tensor.dtype;
   if (got.lanes == 1) {
@@ -188,12 +245,71 @@ flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dty
     if (got.code == FLASHMOE_DTYPE_BFLOAT && got.bits == 16)
       return *dtype = Dtype::kBFloat16, FLASHMOE_OK;
   }
-  static const char* const kCodes[] = {"int",    "uint",    "float", "opaque",
-                                       "bfloat", "complex", "bool"};
-  const char* code = got.code < 7 ? kCodes[got.code] : "dtype code ";
+  return refuse_dtype(name, got, "are fp16, bf16 and fp32");
+}
+
+flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
+                                 Dtype want) {
+  Dtype dtype = want;
+  FLASHMOE_TRY(check_dtype(name, tensor, &dtype));
+  if (dtype == want) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got dtype %s, accepted is %s as %s's", name,
+              dtype_name(dtype), dtype_name(want), of);
+}
+
+flashmoe_status check_fp32(const char* name, const flashmoe_tensor& tensor) {
+  const flashmoe_dtype got = tensor.dtype;
+  if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 32 && got.lanes == 1) return FLASHMOE_OK;
+  return refuse_dtype(name, got, "is fp32");
+}
+
+flashmoe_status check_index_dtype(const char* name, const flashmoe_tensor& tensor, bool* is_64) {
+  const flashmoe_dtype got = tensor.dtype;
+  const bool integer = got.code == FLASHMOE_DTYPE_INT && got.lanes == 1;
+  if (is_64 != nullptr) *is_64 = integer && got.bits == 64;
+  if (integer && (got.bits == 32 || (got.bits == 64 && is_64 != nullptr))) return FLASHMOE_OK;
+  return refuse_dtype(name, got, is_64 != nullptr ? "are int32 and int64" : "is int32");
+}
+
+flashmoe_status check_device(const char* name, const flashmoe_tensor& tensor,
+                             flashmoe_device* device) {
+  switch (tensor.device.device_type) {
+    case FLASHMOE_DEVICE_CPU:
+    case FLASHMOE_DEVICE_CUDA_HOST: *device = {FLASHMOE_DEVICE_CPU, 0}; return FLASHMOE_OK;
+    case FLASHMOE_DEVICE_CUDA: *device = tensor.device; return FLASHMOE_OK;
+    default:
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "%s: got device type %d, accepted are 1 (CPU), 2 (CUDA) and 3 (CUDA host)", name,
+                  tensor.device.device_type);
+  }
+}
+
+flashmoe_status check_same_device(const char* name, const flashmoe_tensor& tensor, const char* of,
+                                  flashmoe_device want) {
+  flashmoe_device device = want;
+  FLASHMOE_TRY(check_device(name, tensor, &device));
+  if (device.device_type == want.device_type && device.device_id == want.device_id) {
+    return FLASHMOE_OK;
+  }
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-              "%s: got dtype %s%d (code %d, %d lanes), accepted are fp16, bf16 and fp32", name,
-              code, got.bits, got.code, got.lanes);
+              "%s: it is on %s:%d but %s is on %s:%d; all tensors must be on one device", name,
+              device_name(device), device.device_id, of, device_name(want), want.device_id);
+}
+
+flashmoe_status check_workspace(uint64_t needed, const void* workspace, size_t workspace_size,
+                                size_t alignment, const char* query) {
+  if (needed == 0) return FLASHMOE_OK;
+  if (workspace_size < needed) {
+    return fail(FLASHMOE_ERROR_WORKSPACE_TOO_SMALL,
+                "workspace_size: got %zu bytes, this call needs %llu (%s tells)", workspace_size,
+                static_cast<unsigned long long>(needed), query);
+  }
+  if (workspace == nullptr || reinterpret_cast<uintptr_t>(workspace) % alignment != 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "workspace: got %p, accepted is a %zu-byte aligned pointer to %llu bytes",
+                workspace, alignment, static_cast<unsigned long long>(needed));
+  }
+  return FLASHMOE_OK;
 }
 
 }  // namespace flashmoe

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "core/attention.h"
+#include "core/dtype.h"
 #include "core/status.h"
 
 namespace flashmoe {
@@ -29,13 +29,60 @@ flashmoe_status check_struct_size(const char* name, size_t got, size_t oldest, s
 // 63 bits. Does not look at alignment or overlap.
 flashmoe_status check_view(const char* name, const flashmoe_tensor* tensor, int rank, View* view);
 
+// The stride of one axis is a multiple of 16 bytes.
+flashmoe_status check_aligned_stride(const char* name, const View& view, int axis,
+                                     int64_t element_bytes);
+
 // Last stride 1, every row of `view` 16-byte aligned.
 flashmoe_status check_rows(const char* name, const View& view, int rank, int64_t element_bytes);
+
+flashmoe_status check_last_stride(const char* name, const View& view, int rank);
 
 // No two index tuples of an output reach the same element.
 flashmoe_status check_no_overlap(const char* name, const View& view, int rank);
 
+// Data begins on a multiple of `bytes`, if there is any.
+flashmoe_status check_alignment(const char* name, const View& view, size_t bytes);
+
+// Row-major without gaps.
+flashmoe_status check_contiguous(const char* name, const View& view, int rank);
+
+// `name` has as many as `of`: "k: its batch is 3, but q has 2".
+flashmoe_status check_extent(const char* name, const char* extent, int64_t got, const char* of,
+                             int64_t want);
+
+// fp16, bf16 or fp32.
 flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dtype* dtype);
+flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
+                                 Dtype want);
+flashmoe_status check_fp32(const char* name, const flashmoe_tensor& tensor);
+
+// int32, or with `is_64` also int64.
+flashmoe_status check_index_dtype(const char* name, const flashmoe_tensor& tensor, bool* is_64);
+
+// The device that a tensor is computed on. Pinned host memory is the CPU's; what else is not CUDA is
+// refused.
+flashmoe_status check_device(const char* name, const flashmoe_tensor& tensor,
+                             flashmoe_device* device);
+flashmoe_status check_same_device(const char* name, const flashmoe_tensor& tensor, const char* of,
+                                  flashmoe_device want);
+
+// `query` is the function that tells how much is needed.
+flashmoe_status check_workspace(uint64_t needed, const void* workspace, size_t workspace_size,
+                                size_t alignment, const char* query);
+
+// Reads the caller's parameters. Callers built with an older header give fewer fields, `oldest`
+// bytes or more: the others are 0.
+template <typename Params>
+flashmoe_status read_params(const char* name, const Params* given, size_t oldest, Params* params) {
+  if (given == nullptr) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "params: got a null pointer");
+  }
+  FLASHMOE_TRY(check_struct_size(name, given->struct_size, oldest, sizeof *params));
+  *params = {};
+  std::memcpy(static_cast<void*>(params), given, given->struct_size);
+  return FLASHMOE_OK;
+}
 
 // Writes min(struct_size, sizeof(T)) bytes of a filled struct to the caller's, keeping the
 // caller's struct_size.

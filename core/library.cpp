@@ -29,11 +29,9 @@ flashmoe_status flashmoe_get_build_info(flashmoe_build_info* info) {
   filled.cuda_architectures = FLASHMOE_CUDA_ARCHITECTURES;
   filled.cuda_compiler = FLASHMOE_CUDA_COMPILER;
   filled.host_compiler = FLASHMOE_HOST_COMPILER;
+  filled.kernel_families = flashmoe::kFamilyNames;
 #if FLASHMOE_WITH_CUDA
-  filled.kernel_families = FLASHMOE_WITH_SM90 ? "cpu sm89 sm90 short" : "cpu sm89 short";
   filled.cuda_runtime_version = flashmoe::cuda_runtime_version();
-#else
-  filled.kernel_families = "cpu";
 #endif
   flashmoe::copy_out(filled, info);
   return FLASHMOE_OK;

@@ -108,8 +108,8 @@ struct GroupedProductProblem {
   Dtype dtype;
   flashmoe_device device;
   int32_t experts;
-  int64_t rows;     // of all experts, with offsets; of one, M, with counts
-  int64_t columns;  // K
+  int64_t rows;         // of all experts, with offsets; of one, M, with counts
+  int64_t columns;      // K
   int64_t out_columns;  // N
 
   const void* x;

@@ -1,16 +1,15 @@
-// What the attention families share on the host: what is known of a compiled kernel, how it is
-// found, loaded and planned, and how it is launched and read back.
+// What the attention families share on the host: what is known of a kernel, how it is found and
+// planned, and how its plan is launched.
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 
 #include "core/attention.h"
-#include "cuda/runtime.h"
+#include "cuda/launch.h"
 
 namespace flashmoe {
 
@@ -46,23 +45,6 @@ void fill_common(const AttentionProblem& p, Params* params) {
   params->cap_ratio = p.cap_ratio;
 }
 
-// A kernel on one device. Zeros until it is loaded there.
-struct LoadedKernel {
-  std::atomic<int> arch;  // of the code, such as 90
-  // A CUkernel, which the driver launches in whatever context is current; or nullptr, and then only
-  // the runtime can launch it.
-  std::atomic<const void*> handle;
-};
-
-// A compiled kernel. The constants here and in what derives from it are those of its Traits; plan and
-// launch are filled from nowhere else.
-struct Kernel {
-  const char* name;
-  const void* function;  // for the runtime
-  int shared_bytes;      // dynamic, of a block: what launches may ask for
-  LoadedKernel* loaded;  // [kMaxDevices]
-};
-
 // A kernel whose blocks are all alike. Families add their own.
 struct AttentionKernel : Kernel {
   Dtype dtype;
@@ -93,16 +75,6 @@ const Entry* find_entry(const Entry* const (&entries)[kCount], const AttentionPr
   return best;
 }
 
-// What a family does with a kernel, once, when its code has been loaded on the device, which is
-// current; one thread at a time.
-using AfterLoading = cudaError_t (*)(const Kernel& kernel, int device_id, const DeviceFacts& facts,
-                                     const cudaFuncAttributes& attributes);
-
-// Loads a kernel's code on a device and allows its shared memory; *arch is the architecture of that
-// code, such as 90. The first call per kernel and device costs, the others are one load.
-flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFacts& facts,
-                            int* arch, const Reason& reason, AfterLoading after = nullptr);
-
 // Fills what a plan says of a kernel, its code and its grid of `blocks` blocks. `suffix` is that of
 // the code's architecture: "a" for sm_90a, or "".
 void plan_launch(const Kernel& kernel, int arch, const char* suffix, int64_t blocks, int threads,
@@ -110,8 +82,7 @@ void plan_launch(const Kernel& kernel, int arch, const char* suffix, int64_t blo
 void plan_launch(const AttentionKernel& kernel, int arch, const char* suffix, int64_t blocks,
                  AttentionPlan* plan);
 
-// Launches a planned kernel with its one argument, which is copied, on the current device, and
-// records the launch as this thread's last.
+// Launches a planned kernel with its one argument, which is copied, on the current device.
 flashmoe_status launch_kernel(const Kernel& kernel, const AttentionProblem& problem,
                               const AttentionPlan& plan, const void* params, void* stream);
 

@@ -1,7 +1,7 @@
 /* FlashMoE: exact attention and mixture-of-experts for NVIDIA GPUs and CPUs.
  *
- * This header is the whole C ABI of libflashmoe. It is C99, compiles as C++, and needs no CUDA
- * headers. Rules that hold for every function:
+ * This header, with flashmoe/moe.h that it includes, is the whole C ABI of libflashmoe. It is C99,
+ * compiles as C++, and needs no CUDA headers. Rules that hold for every function:
  *
  *  - A function that can fail returns a flashmoe_status. On failure nothing has been written to
  *    any output, and flashmoe_last_error() gives one sentence that names the argument, what was
@@ -147,6 +147,7 @@ FLASHMOE_API flashmoe_status flashmoe_set_log(int32_t level, flashmoe_log_callba
 
 /* Type codes, equal to DLPack's. */
 typedef enum flashmoe_dtype_code {
+  FLASHMOE_DTYPE_INT = 0,   /* kDLInt: 32 and 64, of indices */
   FLASHMOE_DTYPE_FLOAT = 2, /* kDLFloat: 16 = fp16, 32 = fp32 */
   FLASHMOE_DTYPE_BFLOAT = 4 /* kDLBfloat: 16 = bf16 */
 } flashmoe_dtype_code;
@@ -340,5 +341,7 @@ static inline flashmoe_launch flashmoe_launch_init(void) {
 #ifdef __cplusplus
 } /* extern "C" */
 #endif
+
+#include "flashmoe/moe.h"
 
 #endif /* FLASHMOE_FLASHMOE_H_ */

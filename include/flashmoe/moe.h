@@ -70,7 +70,8 @@ typedef struct flashmoe_moe_plan {
  *
  * Instead of logits the choice itself may be given: given_ids, of which a negative one or one that
  * is not below E - with an expert_map: below its length, and mapped so - is no expert of this call
- * ("not mine"): its pair has no slot, id -1, and weight 0.
+ * ("not mine"): its pair has no slot, id -1, and weight 0. The scores are given_weights then; a sum
+ * to renormalize by is that of all K, not mine included.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef enum flashmoe_moe_scoring {
@@ -95,13 +96,13 @@ typedef struct flashmoe_moe_route_params {
   const flashmoe_tensor* pairs;          /* out [T * K] int32: the pair of each slot; -1 at
                                             offsets[E] and behind */
   const flashmoe_tensor* slots;          /* out [T, K] int32: the slot of each pair, or -1 */
-  const flashmoe_tensor* lse;            /* out [T] fp32: log sum exp of the logits; NULL: not wanted */
-  int32_t scoring;                       /* flashmoe_moe_scoring; 0 with given_ids */
-  int32_t renormalize;                   /* 0 or 1 */
-  int32_t num_groups;                    /* 0 or 1: no groups; divides E, with 2 experts or more each */
-  int32_t top_groups;                    /* 1 to num_groups; 0 without groups */
-  float scale;                           /* finite; 0 = 1 */
-  uint32_t reserved;                     /* 0 */
+  const flashmoe_tensor* lse; /* out [T] fp32: log sum exp of the logits; NULL: not wanted */
+  int32_t scoring;            /* flashmoe_moe_scoring; 0 with given_ids */
+  int32_t renormalize;        /* 0 or 1 */
+  int32_t num_groups;         /* 0 or 1: no groups; divides E, with 2 experts or more each */
+  int32_t top_groups;         /* 1 to num_groups, with K experts or more; 0 without groups */
+  float scale;                /* finite; 0 = 1 */
+  uint32_t reserved;          /* 0 */
 } flashmoe_moe_route_params;
 
 static inline flashmoe_moe_route_params flashmoe_moe_route_params_init(void) {
@@ -185,17 +186,16 @@ typedef struct flashmoe_moe_forward_params {
   const flashmoe_tensor* pairs;   /* [T * K] int32 */
   const flashmoe_tensor* slots;   /* [T, K] int32 */
   const flashmoe_tensor* out;     /* may not overlap any other tensor */
-  const flashmoe_tensor* pre_activation; /* out [T * K, 2I] (g, then u), without a gate [T * K, I], x's
-                                            dtype, last stride 1, by slot: what act was applied to,
-                                            before `limit`; rows without a pair are not written.
-                                            NULL: not wanted */
-  int32_t gate;                  /* flashmoe_moe_gate */
-  int32_t activation;            /* flashmoe_activation */
-  float alpha;                   /* SILU only; finite; 0 = 1 */
-  float limit;                   /* finite and positive; 0: none */
-  float up_offset;               /* finite; 0 without a gate */
-  int32_t weight_on_input;       /* 0 or 1 */
-  const char* kernel;            /* NULL: the best here. Else a kernel family, as in attention */
+  /* Out [T * K, 2I] (g, then u), without a gate [T * K, I], x's dtype, last stride 1, by slot: what
+   * act was applied to, before `limit`; rows without a pair are not written. NULL: not wanted */
+  const flashmoe_tensor* pre_activation;
+  int32_t gate;            /* flashmoe_moe_gate */
+  int32_t activation;      /* flashmoe_activation */
+  float alpha;             /* SILU only; finite; 0 = 1 */
+  float limit;             /* finite and positive; 0: none */
+  float up_offset;         /* finite; 0 without a gate */
+  int32_t weight_on_input; /* 0 or 1 */
+  const char* kernel;      /* NULL: the best here. Else a kernel family, as in attention */
 } flashmoe_moe_forward_params;
 
 static inline flashmoe_moe_forward_params flashmoe_moe_forward_params_init(void) {
@@ -249,9 +249,9 @@ FLASHMOE_API flashmoe_status flashmoe_grouped_product_plan(
     const flashmoe_grouped_product_params* params, flashmoe_moe_plan* plan);
 FLASHMOE_API flashmoe_status flashmoe_grouped_product_workspace_size(
     const flashmoe_grouped_product_params* params, size_t* bytes);
-FLASHMOE_API flashmoe_status
-flashmoe_grouped_product(const flashmoe_grouped_product_params* params, void* workspace,
-                         size_t workspace_size, void* stream);
+FLASHMOE_API flashmoe_status flashmoe_grouped_product(const flashmoe_grouped_product_params* params,
+                                                      void* workspace, size_t workspace_size,
+                                                      void* stream);
 
 static inline flashmoe_moe_plan flashmoe_moe_plan_init(void) {
   flashmoe_moe_plan plan;

@@ -12,9 +12,11 @@ import pytest
 from installations import ROOT, checked, require_tool
 
 ENTRIES = {"short": "fp16_d64_dv64_r8", "sm89": "fp16_d64_dv64", "sm90": "fp16_d64_dv64"}
+CORE = ("attention", "checks", "choose", "dtype", "known_calls", "launch", "log", "status")
 SOURCES = (
-    *(f"core/{name}.cpp" for name in ("attention", "checks", "known_calls", "log", "status")),
+    *(f"core/{name}.cpp" for name in CORE),
     "cuda/device.cpp",
+    "cuda/launch.cpp",
     "cuda/attention/launch.cpp",
     *(f"cuda/attention/{family}/family.cpp" for family in ENTRIES),
     "tests/cuda/host/fake_cuda.cpp",

@@ -39,8 +39,8 @@ def test_exports_what_is_listed(installation: Installation) -> None:
 
 
 def test_header_declares_what_is_listed() -> None:
-    header = (ROOT / "include/flashmoe/flashmoe.h").read_text()
-    declared = re.findall(r"^FLASHMOE_API [^;(]*?\b(flashmoe_\w+)\(", header, re.MULTILINE)
+    headers = "".join(path.read_text() for path in (ROOT / "include/flashmoe").glob("*.h"))
+    declared = re.findall(r"^FLASHMOE_API [^;(]*?\b(flashmoe_\w+)\(", headers, re.MULTILINE)
     assert sorted(declared) == listed_symbols()
 
 

@@ -19,7 +19,6 @@ namespace {
 
 // Of packed queries, and of keys: row + offset + 1 fits.
 constexpr int64_t kMaxRows = kMaxSequence;
-constexpr int kClusterArch = 90;  // oldest PTX that has clusters and dependent launches
 
 const Entry* const kEntries[] = {
 #define FLASHMOE_ENTRY(name) &entry_##name,
@@ -58,8 +57,7 @@ cudaError_t explore(const Kernel& kernel, int device_id, const DeviceFacts& fact
                     const cudaFuncAttributes& attributes) {
   const Entry& entry = static_cast<const Entry&>(kernel);
   Abilities& abilities = entry.abilities[device_id];
-  // Not binaryVersion: on a newer chip that is the chip's, of code made from PTX without clusters.
-  abilities.clusters = attributes.ptxVersion >= kClusterArch;
+  abilities.clusters = attributes.ptxVersion >= kClusterPtx;
   cudaError_t error = cudaSuccess;
   if (abilities.clusters) {
     error = cudaFuncSetAttribute(entry.function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);

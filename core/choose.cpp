@@ -1,0 +1,54 @@
+#include "core/choose.h"
+
+#include <cstdlib>
+
+#include "core/backends.h"
+
+namespace flashmoe {
+
+bool names_family(const char* wanted, const char* family, const char* prefix) {
+  if (std::strcmp(wanted, family) == 0) return true;
+  if (prefix == nullptr) return false;
+  const size_t prefix_length = std::strlen(prefix);
+  const size_t length = std::strlen(family);
+  return std::strncmp(wanted, prefix, prefix_length) == 0 &&
+         std::strncmp(wanted + prefix_length, family, length) == 0 &&
+         wanted[prefix_length + length] == '_';
+}
+
+bool is_family_name(const char* name) {
+  const size_t length = std::strlen(name);
+  for (const char* word = kFamilyNames; *word != '\0';) {
+    const size_t word_length = std::strcspn(word, " ");
+    if (word_length == length && std::strncmp(word, name, length) == 0) return true;
+    word += word_length;
+    word += std::strspn(word, " ");
+  }
+  return false;
+}
+
+const char* family_from_environment() {
+  static const char* const family = [] {
+    const char* text = std::getenv("FLASHMOE_ARCH");
+    return text != nullptr && *text != '\0' ? text : nullptr;
+  }();
+  return family;
+}
+
+flashmoe_status check_family_device(int32_t device_type, flashmoe_device device,
+                                    const Reason& reason) {
+  if (device_type == device.device_type) return FLASHMOE_OK;
+  if (device.device_type == FLASHMOE_DEVICE_CUDA) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "the tensors are on cuda:%d, it computes on the CPU", device.device_id);
+  }
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                       "the tensors are on the CPU, it computes on a GPU");
+}
+
+void append_rejection(char (&rejected)[kRejectedBytes], const char* family, const char* reason) {
+  const size_t used = std::strlen(rejected);
+  std::snprintf(rejected + used, sizeof rejected - used, "%s: %s\n", family, reason);
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,146 @@
+#include "core/moe_checks.h"
+
+#include <cmath>
+
+namespace flashmoe {
+
+flashmoe_status check_fp32_tensor(const char* name, const flashmoe_tensor* tensor, int rank,
+                                  const char* of, flashmoe_device device, View* view) {
+  FLASHMOE_TRY(check_view(name, tensor, rank, view));
+  FLASHMOE_TRY(check_same_device(name, *tensor, of, device));
+  FLASHMOE_TRY(check_fp32(name, *tensor));
+  FLASHMOE_TRY(check_contiguous(name, *view, rank));
+  return check_alignment(name, *view, alignof(float));
+}
+
+flashmoe_status check_int32_tensor(const char* name, const flashmoe_tensor* tensor, int rank,
+                                   const char* of, flashmoe_device device, View* view) {
+  FLASHMOE_TRY(check_view(name, tensor, rank, view));
+  FLASHMOE_TRY(check_same_device(name, *tensor, of, device));
+  FLASHMOE_TRY(check_index_dtype(name, *tensor, nullptr));
+  FLASHMOE_TRY(check_contiguous(name, *view, rank));
+  return check_alignment(name, *view, alignof(int32_t));
+}
+
+flashmoe_status check_experts(const char* name, int64_t experts) {
+  if (experts >= 1 && experts <= kMaxExperts) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got %lld experts, accepted are 1 to %lld", name,
+              static_cast<long long>(experts), static_cast<long long>(kMaxExperts));
+}
+
+flashmoe_status check_top_k(const char* name, int64_t top_k) {
+  if (top_k >= 1 && top_k <= kMaxTopK) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+              "%s: got %lld experts of a token, accepted are 1 to %lld", name,
+              static_cast<long long>(top_k), static_cast<long long>(kMaxTopK));
+}
+
+flashmoe_status check_pairs(const char* name, int64_t tokens, int64_t top_k) {
+  if (tokens <= kMostPairs / top_k) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+              "%s: got %lld tokens with %lld experts each, accepted are fewer than 2^31 pairs",
+              name, static_cast<long long>(tokens), static_cast<long long>(top_k));
+}
+
+flashmoe_status check_multiple(const char* name, const char* extent, int64_t got) {
+  if (got >= kExtentMultiple && got % kExtentMultiple == 0) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: its %s is %lld, accepted are multiples of %lld",
+              name, extent, static_cast<long long>(got), static_cast<long long>(kExtentMultiple));
+}
+
+flashmoe_status check_flag(const char* name, int32_t got) {
+  if (got == 0 || got == 1) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got %d, accepted are 0 and 1", name, got);
+}
+
+flashmoe_status check_finite(const char* name, float got) {
+  if (std::isfinite(got)) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got %g, accepted is a finite number", name,
+              static_cast<double>(got));
+}
+
+flashmoe_status check_absent(const char* name, const flashmoe_tensor* tensor, const char* why) {
+  if (tensor == nullptr) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got a tensor, accepted is a null pointer %s",
+              name, why);
+}
+
+flashmoe_status check_matrix(const char* name, const flashmoe_tensor* tensor, const char* of,
+                             Dtype dtype, flashmoe_device device, View* view) {
+  FLASHMOE_TRY(check_view(name, tensor, 3, view));
+  FLASHMOE_TRY(check_same_device(name, *tensor, of, device));
+  FLASHMOE_TRY(check_same_dtype(name, *tensor, of, dtype));
+  FLASHMOE_TRY(check_experts(name, view->shape[0]));
+  FLASHMOE_TRY(check_multiple(name, "number of rows", view->shape[1]));
+  FLASHMOE_TRY(check_multiple(name, "number of columns", view->shape[2]));
+  const int unit_axis = view->strides[2] == 1 ? 2 : 1;
+  if (view->strides[unit_axis] != 1) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: its last two dimensions have strides %lld and %lld, accepted is 1 for one of "
+                "them",
+                name, static_cast<long long>(view->strides[1]),
+                static_cast<long long>(view->strides[2]));
+  }
+  FLASHMOE_TRY(check_alignment(name, *view, kRowAlignment));
+  FLASHMOE_TRY(check_aligned_stride(name, *view, 0, dtype_bytes(dtype)));
+  return check_aligned_stride(name, *view, 3 - unit_axis, dtype_bytes(dtype));
+}
+
+ExpertMatrix rows_of(const View& matrix, Dtype dtype, int64_t first, int64_t step) {
+  const char* data = static_cast<const char*>(matrix.data);
+  return {data + first * matrix.strides[1] * dtype_bytes(dtype), matrix.strides[0],
+          step * matrix.strides[1], matrix.strides[2]};
+}
+
+flashmoe_status check_bias(const char* name, const flashmoe_tensor* tensor, const char* of,
+                           Dtype dtype, flashmoe_device device, int64_t experts, int64_t rows,
+                           const char* matrix, View* view, Dtype* bias_dtype) {
+  FLASHMOE_TRY(check_view(name, tensor, 2, view));
+  FLASHMOE_TRY(check_same_device(name, *tensor, of, device));
+  FLASHMOE_TRY(check_dtype(name, *tensor, bias_dtype));
+  if (*bias_dtype != Dtype::kFloat32) {
+    FLASHMOE_TRY(check_same_dtype(name, *tensor, of, dtype));
+  }
+  FLASHMOE_TRY(check_extent(name, "number of experts", view->shape[0], matrix, experts));
+  FLASHMOE_TRY(check_extent(name, "number of rows", view->shape[1], matrix, rows));
+  FLASHMOE_TRY(check_last_stride(name, *view, 2));
+  return check_alignment(name, *view, static_cast<size_t>(dtype_bytes(*bias_dtype)));
+}
+
+ExpertBias rows_of_bias(const View& bias, Dtype dtype, int64_t first, int64_t step) {
+  return {static_cast<const char*>(bias.data) + first * dtype_bytes(dtype), dtype, bias.strides[0],
+          step};
+}
+
+namespace {
+
+// [begin, end) of a view that is laid out without gaps.
+bool dense_bytes(const View& view, int rank, int64_t element_bytes, uintptr_t* begin,
+                 uintptr_t* end) {
+  int64_t count = 1;
+  for (int axis = rank - 1; axis >= 0; --axis) {
+    if (view.shape[axis] > 1 && view.strides[axis] != count) return false;
+    count *= view.shape[axis];
+  }
+  *begin = reinterpret_cast<uintptr_t>(view.data);
+  *end = *begin + static_cast<uintptr_t>(count * element_bytes);
+  return true;
+}
+
+}  // namespace
+
+flashmoe_status check_disjoint(const char* name, const View& out, int out_rank, int64_t out_bytes,
+                               const char* other_name, const View& other, int other_rank,
+                               int64_t other_bytes) {
+  uintptr_t begin = 0, end = 0, other_begin = 0, other_end = 0;
+  if (!dense_bytes(out, out_rank, out_bytes, &begin, &end) ||
+      !dense_bytes(other, other_rank, other_bytes, &other_begin, &other_end) ||
+      end <= other_begin || other_end <= begin || begin == end || other_begin == other_end) {
+    return FLASHMOE_OK;
+  }
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+              "%s: it shares memory with %s, accepted is an output that overlaps no other tensor",
+              name, other_name);
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,55 @@
+// Checks that the mixture-of-experts operations share.
+#pragma once
+
+#include <cstdint>
+
+#include "core/checks.h"
+#include "core/moe.h"
+
+namespace flashmoe {
+
+inline constexpr int64_t kExtentMultiple = 8;  // of H, I, N and K of a product
+inline constexpr int64_t kMostPairs = (int64_t{1} << 31) - 1;
+
+// A contiguous tensor of fp32 or int32 on `device`, which is that of `of`.
+flashmoe_status check_fp32_tensor(const char* name, const flashmoe_tensor* tensor, int rank,
+                                  const char* of, flashmoe_device device, View* view);
+flashmoe_status check_int32_tensor(const char* name, const flashmoe_tensor* tensor, int rank,
+                                   const char* of, flashmoe_device device, View* view);
+
+flashmoe_status check_experts(const char* name, int64_t experts);
+flashmoe_status check_top_k(const char* name, int64_t top_k);
+flashmoe_status check_pairs(const char* name, int64_t tokens, int64_t top_k);
+
+// At least one, and a multiple of kExtentMultiple.
+flashmoe_status check_multiple(const char* name, const char* extent, int64_t got);
+
+// 0 or 1.
+flashmoe_status check_flag(const char* name, int32_t got);
+
+flashmoe_status check_finite(const char* name, float got);
+
+// An argument that must be null: "selection_bias: got a tensor, accepted is NULL without ...".
+flashmoe_status check_absent(const char* name, const flashmoe_tensor* tensor, const char* why);
+
+// Weights [experts, rows, columns] of `dtype`: one of the last two strides is 1, the others and the
+// beginning are multiples of 16 bytes.
+flashmoe_status check_matrix(const char* name, const flashmoe_tensor* tensor, const char* of,
+                             Dtype dtype, flashmoe_device device, View* view);
+
+// The rows of a checked matrix from row `first`, every `step`th.
+ExpertMatrix rows_of(const View& matrix, Dtype dtype, int64_t first, int64_t step);
+
+// [experts, rows] as `matrix` has, of fp32 or `dtype`, last stride 1.
+flashmoe_status check_bias(const char* name, const flashmoe_tensor* tensor, const char* of,
+                           Dtype dtype, flashmoe_device device, int64_t experts, int64_t rows,
+                           const char* matrix, View* view, Dtype* bias_dtype);
+ExpertBias rows_of_bias(const View& bias, Dtype dtype, int64_t first, int64_t step);
+
+// An output shares no byte with another tensor. Decided where both are without gaps; two strided
+// views may lie in one another's.
+flashmoe_status check_disjoint(const char* name, const View& out, int out_rank, int64_t out_bytes,
+                               const char* other_name, const View& other, int other_rank,
+                               int64_t other_bytes);
+
+}  // namespace flashmoe

@@ -1,0 +1,12 @@
+#include "core/backends.h"
+#include "core/moe_dispatch.h"
+
+namespace flashmoe {
+
+// Best first for its devices.
+const MoeFamily* const kMoeFamilies[] = {
+    &kCpuMoe,
+};
+const size_t kMoeFamilyCount = sizeof kMoeFamilies / sizeof kMoeFamilies[0];
+
+}  // namespace flashmoe

@@ -1,0 +1,286 @@
+// The layer, forward: validate -> problem. See core/moe_dispatch.h for the rest.
+#include <cmath>
+#include <cstdio>
+#include <limits>
+
+#include "core/moe_checks.h"
+#include "core/moe_dispatch.h"
+
+namespace flashmoe {
+namespace {
+
+struct ForwardOperation {
+  using Params = flashmoe_moe_forward_params;
+  using Problem = MoeForwardProblem;
+  static constexpr char kParams[] = "flashmoe_moe_forward_params";
+  static constexpr char kSizeFunction[] = "flashmoe_moe_forward_workspace_size";
+  static constexpr size_t kOldestParams = sizeof(Params);
+  static constexpr auto kMember = &MoeFamily::forward;
+
+  static flashmoe_status make_problem(const Params& params, Problem* problem);
+  static const char* kernel(const Params& params) { return params.kernel; }
+  static double flops(const Problem& p);
+  static bool is_empty(const Problem& p) { return p.tokens == 0; }
+  static void log(const Problem& p, char* text, size_t size);
+};
+
+flashmoe_status check_activation(const flashmoe_moe_forward_params& params) {
+  const bool gated = params.gate != FLASHMOE_MOE_NO_GATE;
+  if (params.activation < FLASHMOE_ACTIVATION_SILU ||
+      params.activation > FLASHMOE_ACTIVATION_RELU2) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "activation: got %d, accepted are 0 (silu), 1 (gelu), 2 (gelu_tanh), 3 (relu) and "
+                "4 (relu2)",
+                params.activation);
+  }
+  FLASHMOE_TRY(check_finite("alpha", params.alpha));
+  if (params.alpha != 0.0f && params.activation != FLASHMOE_ACTIVATION_SILU) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "alpha: got %g, accepted is 0 unless activation "
+                "is 0 (silu)",
+                static_cast<double>(params.alpha));
+  }
+  if (!(params.limit >= 0.0f) || !std::isfinite(params.limit)) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "limit: got %g, accepted is a finite positive number, or 0 for none",
+                static_cast<double>(params.limit));
+  }
+  FLASHMOE_TRY(check_finite("up_offset", params.up_offset));
+  if (params.up_offset != 0.0f && !gated) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "up_offset: got %g, accepted without a gate is 0",
+                static_cast<double>(params.up_offset));
+  }
+  return FLASHMOE_OK;
+}
+
+flashmoe_status check_options(const flashmoe_moe_forward_params& params) {
+  if (params.gate < FLASHMOE_MOE_GATE_UP || params.gate > FLASHMOE_MOE_NO_GATE) {
+    return fail(
+        FLASHMOE_ERROR_INVALID_ARGUMENT,
+        "gate: got %d, accepted are 0 (gate_up), 1 (up_gate), 2 (interleaved), 3 (separate) "
+        "and 4 (no gate)",
+        params.gate);
+  }
+  FLASHMOE_TRY(check_activation(params));
+  FLASHMOE_TRY(check_flag("weight_on_input", params.weight_on_input));
+  if (params.gate == FLASHMOE_MOE_SEPARATE) return FLASHMOE_OK;
+  FLASHMOE_TRY(check_absent("w_up", params.w_up, "unless gate is 3 (separate)"));
+  return check_absent("b_up", params.b_up, "unless gate is 3 (separate)");
+}
+
+struct Matrices {
+  View gate_up;
+  View up;  // SEPARATE only
+  View down;
+};
+
+flashmoe_status read_matrices(const flashmoe_moe_forward_params& params, MoeForwardProblem* p,
+                              Matrices* m) {
+  const bool two = params.gate == FLASHMOE_MOE_SEPARATE;
+  const bool stacked = !two && params.gate != FLASHMOE_MOE_NO_GATE;
+  const auto check = [p](const char* name, const flashmoe_tensor* tensor, View* view) {
+    return check_matrix(name, tensor, "x", p->dtype, p->device, view);
+  };
+  FLASHMOE_TRY(check("w_gate_up", params.w_gate_up, &m->gate_up));
+  const int64_t rows = m->gate_up.shape[1];
+  if (stacked && rows % (2 * kExtentMultiple) != 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "w_gate_up: its number of rows is %lld, accepted for gate and up together are "
+                "multiples of %lld",
+                static_cast<long long>(rows), static_cast<long long>(2 * kExtentMultiple));
+  }
+  p->experts = static_cast<int32_t>(m->gate_up.shape[0]);
+  p->inner = stacked ? rows / 2 : rows;
+  FLASHMOE_TRY(check_extent("w_gate_up", "number of columns", m->gate_up.shape[2], "x", p->hidden));
+  if (two) {
+    FLASHMOE_TRY(check("w_up", params.w_up, &m->up));
+    FLASHMOE_TRY(
+        check_extent("w_up", "number of experts", m->up.shape[0], "w_gate_up", p->experts));
+    FLASHMOE_TRY(check_extent("w_up", "number of rows", m->up.shape[1], "w_gate_up", rows));
+    FLASHMOE_TRY(check_extent("w_up", "number of columns", m->up.shape[2], "x", p->hidden));
+  }
+  FLASHMOE_TRY(check("w_down", params.w_down, &m->down));
+  FLASHMOE_TRY(
+      check_extent("w_down", "number of experts", m->down.shape[0], "w_gate_up", p->experts));
+  FLASHMOE_TRY(check_extent("w_down", "number of rows", m->down.shape[1], "x", p->hidden));
+  FLASHMOE_TRY(check_extent("w_down", "number of columns", m->down.shape[2],
+                            stacked ? "half of w_gate_up's rows" : "w_gate_up's rows", p->inner));
+  return FLASHMOE_OK;
+}
+
+// Where the rows of gate and up begin, and how far apart they are.
+struct RowOrder {
+  int64_t gate;
+  int64_t up;
+  int64_t step;
+};
+
+RowOrder row_order(int32_t gate, int64_t inner) {
+  switch (gate) {
+    case FLASHMOE_MOE_GATE_UP: return {0, inner, 1};
+    case FLASHMOE_MOE_UP_GATE: return {inner, 0, 1};
+    case FLASHMOE_MOE_INTERLEAVED: return {0, 1, 2};
+    default: return {0, 0, 1};  // a tensor each, or no gate
+  }
+}
+
+flashmoe_status read_biases(const flashmoe_moe_forward_params& params, const RowOrder& order,
+                            const Matrices& m, MoeForwardProblem* p) {
+  const bool two = params.gate == FLASHMOE_MOE_SEPARATE;
+  const auto check = [p](const char* name, const flashmoe_tensor* tensor, const char* matrix,
+                         int64_t rows, View* view, Dtype* dtype) {
+    return check_bias(name, tensor, "x", p->dtype, p->device, p->experts, rows, matrix, view,
+                      dtype);
+  };
+  View view;
+  Dtype dtype;
+  if (params.b_gate_up != nullptr) {
+    FLASHMOE_TRY(
+        check("b_gate_up", params.b_gate_up, "w_gate_up", m.gate_up.shape[1], &view, &dtype));
+    if (p->gated) p->gate_bias = rows_of_bias(view, dtype, order.gate, order.step);
+    if (!two) p->up_bias = rows_of_bias(view, dtype, order.up, order.step);
+  }
+  if (params.b_up != nullptr) {
+    FLASHMOE_TRY(check("b_up", params.b_up, "w_up", p->inner, &view, &dtype));
+    p->up_bias = rows_of_bias(view, dtype, 0, 1);
+  }
+  if (params.b_down != nullptr) {
+    FLASHMOE_TRY(check("b_down", params.b_down, "w_down", p->hidden, &view, &dtype));
+    p->down_bias = rows_of_bias(view, dtype, 0, 1);
+  }
+  return FLASHMOE_OK;
+}
+
+flashmoe_status read_routing(const flashmoe_moe_forward_params& params, MoeForwardProblem* p) {
+  View weights, offsets, pairs, slots;
+  FLASHMOE_TRY(check_fp32_tensor("weights", params.weights, 2, "x", p->device, &weights));
+  FLASHMOE_TRY(check_extent("weights", "number of tokens", weights.shape[0], "x", p->tokens));
+  FLASHMOE_TRY(check_top_k("weights", weights.shape[1]));
+  p->top_k = static_cast<int32_t>(weights.shape[1]);
+  FLASHMOE_TRY(check_pairs("weights", p->tokens, p->top_k));
+  FLASHMOE_TRY(check_int32_tensor("offsets", params.offsets, 1, "x", p->device, &offsets));
+  FLASHMOE_TRY(check_extent("offsets", "number of experts and one more", offsets.shape[0],
+                            "w_gate_up", int64_t{p->experts} + 1));
+  FLASHMOE_TRY(check_int32_tensor("pairs", params.pairs, 1, "x", p->device, &pairs));
+  FLASHMOE_TRY(
+      check_extent("pairs", "number of pairs", pairs.shape[0], "weights", p->tokens * p->top_k));
+  FLASHMOE_TRY(check_int32_tensor("slots", params.slots, 2, "x", p->device, &slots));
+  FLASHMOE_TRY(check_extent("slots", "number of tokens", slots.shape[0], "x", p->tokens));
+  FLASHMOE_TRY(
+      check_extent("slots", "number of experts of a token", slots.shape[1], "weights", p->top_k));
+  p->weights = static_cast<const float*>(weights.data);
+  p->offsets = static_cast<const int32_t*>(offsets.data);
+  p->pairs = static_cast<const int32_t*>(pairs.data);
+  p->slots = static_cast<const int32_t*>(slots.data);
+  return FLASHMOE_OK;
+}
+
+flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, const View& x,
+                             const Matrices& m, MoeForwardProblem* p) {
+  const int64_t bytes = dtype_bytes(p->dtype);
+  View out;
+  FLASHMOE_TRY(check_view("out", params.out, 2, &out));
+  FLASHMOE_TRY(check_same_device("out", *params.out, "x", p->device));
+  FLASHMOE_TRY(check_same_dtype("out", *params.out, "x", p->dtype));
+  FLASHMOE_TRY(check_rows("out", out, 2, bytes));
+  FLASHMOE_TRY(check_extent("out", "number of tokens", out.shape[0], "x", p->tokens));
+  FLASHMOE_TRY(check_extent("out", "hidden size", out.shape[1], "x", p->hidden));
+  FLASHMOE_TRY(check_no_overlap("out", out, 2));
+  FLASHMOE_TRY(check_disjoint("out", out, 2, bytes, "x", x, 2, bytes));
+  FLASHMOE_TRY(check_disjoint("out", out, 2, bytes, "w_gate_up", m.gate_up, 3, bytes));
+  FLASHMOE_TRY(check_disjoint("out", out, 2, bytes, "w_down", m.down, 3, bytes));
+  p->out = out.data;
+  p->out_stride = out.strides[0];
+  if (params.pre_activation == nullptr) return FLASHMOE_OK;
+  View pre;
+  FLASHMOE_TRY(check_view("pre_activation", params.pre_activation, 2, &pre));
+  FLASHMOE_TRY(check_same_device("pre_activation", *params.pre_activation, "x", p->device));
+  FLASHMOE_TRY(check_same_dtype("pre_activation", *params.pre_activation, "x", p->dtype));
+  FLASHMOE_TRY(check_rows("pre_activation", pre, 2, bytes));
+  FLASHMOE_TRY(check_extent("pre_activation", "number of pairs", pre.shape[0], "weights",
+                            p->tokens * p->top_k));
+  FLASHMOE_TRY(check_extent("pre_activation", "number of columns", pre.shape[1],
+                            p->gated ? "gate and up together" : "w_gate_up's rows",
+                            p->gated ? 2 * p->inner : p->inner));
+  FLASHMOE_TRY(check_no_overlap("pre_activation", pre, 2));
+  FLASHMOE_TRY(check_disjoint("pre_activation", pre, 2, bytes, "x", x, 2, bytes));
+  FLASHMOE_TRY(check_disjoint("out", out, 2, bytes, "pre_activation", pre, 2, bytes));
+  p->pre_activation = pre.data;
+  p->pre_activation_stride = pre.strides[0];
+  return FLASHMOE_OK;
+}
+
+flashmoe_status ForwardOperation::make_problem(const Params& params, Problem* problem) {
+  Problem& p = *problem;
+  p = {};
+  FLASHMOE_TRY(check_options(params));
+  View x;
+  FLASHMOE_TRY(check_view("x", params.x, 2, &x));
+  FLASHMOE_TRY(check_device("x", *params.x, &p.device));
+  FLASHMOE_TRY(check_dtype("x", *params.x, &p.dtype));
+  FLASHMOE_TRY(check_rows("x", x, 2, dtype_bytes(p.dtype)));
+  FLASHMOE_TRY(check_multiple("x", "hidden size", x.shape[1]));
+  p.tokens = x.shape[0];
+  p.hidden = x.shape[1];
+  p.x = x.data;
+  p.x_stride = x.strides[0];
+
+  p.gated = params.gate != FLASHMOE_MOE_NO_GATE;
+  Matrices m = {};
+  FLASHMOE_TRY(read_matrices(params, &p, &m));
+  const RowOrder order = row_order(params.gate, p.inner);
+  if (p.gated) p.gate = rows_of(m.gate_up, p.dtype, order.gate, order.step);
+  const View& up = params.gate == FLASHMOE_MOE_SEPARATE ? m.up : m.gate_up;
+  p.up = rows_of(up, p.dtype, order.up, order.step);
+  p.down = rows_of(m.down, p.dtype, 0, 1);
+  FLASHMOE_TRY(read_biases(params, order, m, &p));
+  FLASHMOE_TRY(read_routing(params, &p));
+  FLASHMOE_TRY(read_outputs(params, x, m, &p));
+
+  p.activation = static_cast<flashmoe_activation>(params.activation);
+  p.alpha = params.alpha != 0.0f ? params.alpha : 1.0f;
+  p.limit = params.limit != 0.0f ? params.limit : std::numeric_limits<float>::infinity();
+  p.up_offset = params.up_offset;
+  p.weight_on_input = params.weight_on_input != 0;
+  p.kernel = params.kernel;
+  return FLASHMOE_OK;
+}
+
+double ForwardOperation::flops(const Problem& p) {
+  const double products = p.gated ? 3.0 : 2.0;
+  return 2.0 * products * static_cast<double>(p.tokens * p.top_k) * static_cast<double>(p.hidden) *
+         static_cast<double>(p.inner);
+}
+
+void ForwardOperation::log(const Problem& p, char* text, size_t size) {
+  static const char* const kActivations[] = {"silu", "gelu", "gelu_tanh", "relu", "relu2"};
+  const bool biased =
+      p.gate_bias.data != nullptr || p.up_bias.data != nullptr || p.down_bias.data != nullptr;
+  std::snprintf(text, size,
+                "moe_forward tokens=%lld hidden=%lld inner=%lld experts=%d top_k=%d %s gated=%s "
+                "activation=%s bias=%s pre_activation=%s",
+                static_cast<long long>(p.tokens), static_cast<long long>(p.hidden),
+                static_cast<long long>(p.inner), p.experts, p.top_k, dtype_name(p.dtype),
+                p.gated ? "yes" : "no", kActivations[p.activation], biased ? "yes" : "no",
+                p.pre_activation != nullptr ? "yes" : "no");
+}
+
+}  // namespace
+}  // namespace flashmoe
+
+using flashmoe::ForwardOperation;
+
+flashmoe_status flashmoe_moe_forward_plan(const flashmoe_moe_forward_params* params,
+                                          flashmoe_moe_plan* plan) {
+  return flashmoe::plan_moe<ForwardOperation>(params, plan);
+}
+
+flashmoe_status flashmoe_moe_forward_workspace_size(const flashmoe_moe_forward_params* params,
+                                                    size_t* bytes) {
+  return flashmoe::moe_workspace_size<ForwardOperation>(params, bytes);
+}
+
+flashmoe_status flashmoe_moe_forward(const flashmoe_moe_forward_params* params, void* workspace,
+                                     size_t workspace_size, void* stream) {
+  return flashmoe::launch_moe<ForwardOperation>(params, workspace, workspace_size, stream);
+}

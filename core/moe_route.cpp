@@ -1,0 +1,255 @@
+// Routing: validate -> problem. See core/moe_dispatch.h for the rest.
+#include <cmath>
+#include <cstdio>
+
+#include "core/moe_checks.h"
+#include "core/moe_dispatch.h"
+
+namespace flashmoe {
+namespace {
+
+struct RouteOperation {
+  using Params = flashmoe_moe_route_params;
+  using Problem = MoeRouteProblem;
+  static constexpr char kParams[] = "flashmoe_moe_route_params";
+  static constexpr char kSizeFunction[] = "flashmoe_moe_route_workspace_size";
+  static constexpr size_t kOldestParams = sizeof(Params);
+  static constexpr auto kMember = &MoeFamily::route;
+
+  static flashmoe_status make_problem(const Params& params, Problem* problem);
+  static const char* kernel(const Params&) { return nullptr; }
+  static double flops(const Problem&) { return 0.0; }
+  static bool is_empty(const Problem&) { return false; }  // offsets are written without tokens too
+  static void log(const Problem& p, char* text, size_t size);
+};
+
+flashmoe_status check_options(const flashmoe_moe_route_params& params) {
+  if (params.scoring < FLASHMOE_MOE_SOFTMAX || params.scoring > FLASHMOE_MOE_SIGMOID) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "scoring: got %d, accepted are 0 (softmax), 1 (topk_softmax) and 2 (sigmoid)",
+                params.scoring);
+  }
+  if (params.given_ids != nullptr && params.scoring != 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "scoring: got %d, accepted with given_ids is 0, as there are no logits to score",
+                params.scoring);
+  }
+  FLASHMOE_TRY(check_flag("renormalize", params.renormalize));
+  FLASHMOE_TRY(check_finite("scale", params.scale));
+  if (params.reserved != 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "reserved: got %u, accepted is 0",
+                params.reserved);
+  }
+  return FLASHMOE_OK;
+}
+
+// Logits or the choice itself, and what goes with either.
+flashmoe_status check_sources(const flashmoe_moe_route_params& params) {
+  if ((params.logits != nullptr) == (params.given_ids != nullptr)) {
+    return fail(
+        FLASHMOE_ERROR_INVALID_ARGUMENT, "logits: got %s, accepted is either logits or given_ids",
+        params.logits != nullptr ? "both logits and given_ids" : "neither logits nor given_ids");
+  }
+  if (params.logits != nullptr) {
+    FLASHMOE_TRY(check_absent("given_weights", params.given_weights, "with logits"));
+    FLASHMOE_TRY(check_absent("expert_map", params.expert_map, "with logits"));
+    if (params.scoring != FLASHMOE_MOE_SIGMOID) {
+      FLASHMOE_TRY(
+          check_absent("selection_bias", params.selection_bias, "unless scoring is 2 (sigmoid)"));
+    }
+    return FLASHMOE_OK;
+  }
+  FLASHMOE_TRY(check_absent("selection_bias", params.selection_bias, "with given_ids"));
+  return check_absent("lse", params.lse, "with given_ids");
+}
+
+flashmoe_status read_logits(const flashmoe_moe_route_params& params, MoeRouteProblem* p) {
+  View logits;
+  FLASHMOE_TRY(check_view("logits", params.logits, 2, &logits));
+  FLASHMOE_TRY(check_device("logits", *params.logits, &p->device));
+  FLASHMOE_TRY(check_dtype("logits", *params.logits, &p->logits_dtype));
+  FLASHMOE_TRY(check_last_stride("logits", logits, 2));
+  FLASHMOE_TRY(
+      check_alignment("logits", logits, static_cast<size_t>(dtype_bytes(p->logits_dtype))));
+  FLASHMOE_TRY(check_experts("logits", logits.shape[1]));
+  p->tokens = logits.shape[0];
+  p->experts = static_cast<int32_t>(logits.shape[1]);
+  p->logits = logits.data;
+  p->logits_stride = logits.strides[0];
+  if (params.selection_bias != nullptr) {
+    View bias;
+    FLASHMOE_TRY(
+        check_fp32_tensor("selection_bias", params.selection_bias, 1, "logits", p->device, &bias));
+    FLASHMOE_TRY(
+        check_extent("selection_bias", "number of experts", bias.shape[0], "logits", p->experts));
+    p->selection_bias = static_cast<const float*>(bias.data);
+  }
+  return FLASHMOE_OK;
+}
+
+flashmoe_status read_given(const flashmoe_moe_route_params& params, MoeRouteProblem* p) {
+  View ids;
+  FLASHMOE_TRY(check_view("given_ids", params.given_ids, 2, &ids));
+  FLASHMOE_TRY(check_device("given_ids", *params.given_ids, &p->device));
+  FLASHMOE_TRY(check_index_dtype("given_ids", *params.given_ids, &p->given_ids_are_64));
+  FLASHMOE_TRY(check_last_stride("given_ids", ids, 2));
+  FLASHMOE_TRY(
+      check_alignment("given_ids", ids, p->given_ids_are_64 ? sizeof(int64_t) : sizeof(int32_t)));
+  p->tokens = ids.shape[0];
+  p->given_ids = ids.data;
+  p->given_ids_stride = ids.strides[0];
+  if (params.given_weights != nullptr) {
+    View weights;
+    FLASHMOE_TRY(check_view("given_weights", params.given_weights, 2, &weights));
+    FLASHMOE_TRY(check_same_device("given_weights", *params.given_weights, "given_ids", p->device));
+    FLASHMOE_TRY(check_dtype("given_weights", *params.given_weights, &p->given_weights_dtype));
+    FLASHMOE_TRY(check_last_stride("given_weights", weights, 2));
+    FLASHMOE_TRY(check_alignment("given_weights", weights,
+                                 static_cast<size_t>(dtype_bytes(p->given_weights_dtype))));
+    FLASHMOE_TRY(check_extent("given_weights", "number of tokens", weights.shape[0], "given_ids",
+                              ids.shape[0]));
+    FLASHMOE_TRY(check_extent("given_weights", "number of experts of a token", weights.shape[1],
+                              "given_ids", ids.shape[1]));
+    p->given_weights = weights.data;
+    p->given_weights_stride = weights.strides[0];
+  }
+  if (params.expert_map != nullptr) {
+    View map;
+    FLASHMOE_TRY(
+        check_int32_tensor("expert_map", params.expert_map, 1, "given_ids", p->device, &map));
+    p->expert_map = static_cast<const int32_t*>(map.data);
+    p->expert_map_size = map.shape[0];
+  }
+  return FLASHMOE_OK;
+}
+
+flashmoe_status read_outputs(const flashmoe_moe_route_params& params, MoeRouteProblem* p) {
+  const char* const of = p->logits != nullptr ? "logits" : "given_ids";
+  const auto has_pairs = [p, of](const char* name, const View& view) {
+    FLASHMOE_TRY(check_extent(name, "number of tokens", view.shape[0], of, p->tokens));
+    return check_extent(name, "number of experts of a token", view.shape[1], "ids", p->top_k);
+  };
+  View ids, weights, offsets, pairs, slots;
+  FLASHMOE_TRY(check_int32_tensor("ids", params.ids, 2, of, p->device, &ids));
+  FLASHMOE_TRY(check_top_k("ids", ids.shape[1]));
+  p->top_k = static_cast<int32_t>(ids.shape[1]);
+  FLASHMOE_TRY(has_pairs("ids", ids));
+  FLASHMOE_TRY(check_pairs("ids", p->tokens, p->top_k));
+  FLASHMOE_TRY(check_fp32_tensor("weights", params.weights, 2, of, p->device, &weights));
+  FLASHMOE_TRY(has_pairs("weights", weights));
+  FLASHMOE_TRY(check_int32_tensor("slots", params.slots, 2, of, p->device, &slots));
+  FLASHMOE_TRY(has_pairs("slots", slots));
+  FLASHMOE_TRY(check_int32_tensor("pairs", params.pairs, 1, of, p->device, &pairs));
+  FLASHMOE_TRY(
+      check_extent("pairs", "number of pairs", pairs.shape[0], "ids", p->tokens * p->top_k));
+  FLASHMOE_TRY(check_int32_tensor("offsets", params.offsets, 1, of, p->device, &offsets));
+  p->ids = static_cast<int32_t*>(ids.data);
+  p->weights = static_cast<float*>(weights.data);
+  p->offsets = static_cast<int32_t*>(offsets.data);
+  p->pairs = static_cast<int32_t*>(pairs.data);
+  p->slots = static_cast<int32_t*>(slots.data);
+  if (params.lse != nullptr) {
+    View lse;
+    FLASHMOE_TRY(check_fp32_tensor("lse", params.lse, 1, of, p->device, &lse));
+    FLASHMOE_TRY(check_extent("lse", "number of tokens", lse.shape[0], of, p->tokens));
+    p->lse = static_cast<float*>(lse.data);
+  }
+  if (p->logits == nullptr) {
+    FLASHMOE_TRY(check_experts("offsets", offsets.shape[0] - 1));
+    p->experts = static_cast<int32_t>(offsets.shape[0] - 1);
+    return FLASHMOE_OK;
+  }
+  if (p->top_k > p->experts) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "ids: got %d experts of a token, accepted are at most the %d of logits", p->top_k,
+                p->experts);
+  }
+  return check_extent("offsets", "number of experts and one more", offsets.shape[0], of,
+                      int64_t{p->experts} + 1);
+}
+
+flashmoe_status read_groups(const flashmoe_moe_route_params& params, MoeRouteProblem* p) {
+  const int32_t groups = params.num_groups;
+  const int32_t top = params.top_groups;
+  p->num_groups = p->top_groups = 1;
+  if (groups < 0 || (groups > 1 && params.scoring != FLASHMOE_MOE_SIGMOID)) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "num_groups: got %d with scoring %d, accepted is 0 or 1 (none), and more with "
+                "scoring 2 (sigmoid)",
+                groups, params.scoring);
+  }
+  if (groups <= 1) {
+    if (top == 0 || (top == 1 && groups == 1)) return FLASHMOE_OK;
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "top_groups: got %d, accepted with num_groups %d is %s", top, groups,
+                groups == 1 ? "0 or 1" : "0");
+  }
+  if (p->experts % groups != 0 || p->experts / groups < 2) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "num_groups: got %d, accepted are divisors of the %d experts that leave a group 2 "
+                "or more",
+                groups, p->experts);
+  }
+  if (top < 1 || top > groups) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "top_groups: got %d, accepted with num_groups %d are 1 to %d", top, groups, groups);
+  }
+  if (int64_t{top} * (p->experts / groups) < p->top_k) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "top_groups: got %d groups of %d experts, too few to choose the %d of a token from",
+                top, p->experts / groups, p->top_k);
+  }
+  p->num_groups = groups;
+  p->top_groups = top;
+  return FLASHMOE_OK;
+}
+
+flashmoe_status RouteOperation::make_problem(const Params& params, Problem* problem) {
+  *problem = {};
+  FLASHMOE_TRY(check_options(params));
+  FLASHMOE_TRY(check_sources(params));
+  FLASHMOE_TRY(params.logits != nullptr ? read_logits(params, problem)
+                                        : read_given(params, problem));
+  FLASHMOE_TRY(read_outputs(params, problem));
+  FLASHMOE_TRY(read_groups(params, problem));
+  problem->scoring = static_cast<flashmoe_moe_scoring>(params.scoring);
+  problem->renormalize = params.renormalize != 0;
+  problem->scale = params.scale != 0.0f ? params.scale : 1.0f;
+  return FLASHMOE_OK;
+}
+
+void RouteOperation::log(const Problem& p, char* text, size_t size) {
+  static const char* const kScorings[] = {"softmax", "topk_softmax", "sigmoid"};
+  const char* source = p.logits != nullptr  ? dtype_name(p.logits_dtype)
+                       : p.given_ids_are_64 ? "int64"
+                                            : "int32";
+  std::snprintf(text, size,
+                "moe_route tokens=%lld experts=%d top_k=%d %s=%s scoring=%s renormalize=%d "
+                "groups=%d/%d scale=%g bias=%s map=%s lse=%s",
+                static_cast<long long>(p.tokens), p.experts, p.top_k,
+                p.logits != nullptr ? "logits" : "ids", source,
+                p.logits != nullptr ? kScorings[p.scoring] : "given", p.renormalize ? 1 : 0,
+                p.top_groups, p.num_groups, static_cast<double>(p.scale),
+                p.selection_bias != nullptr ? "yes" : "no", p.expert_map != nullptr ? "yes" : "no",
+                p.lse != nullptr ? "yes" : "no");
+}
+
+}  // namespace
+}  // namespace flashmoe
+
+using flashmoe::RouteOperation;
+
+flashmoe_status flashmoe_moe_route_plan(const flashmoe_moe_route_params* params,
+                                        flashmoe_moe_plan* plan) {
+  return flashmoe::plan_moe<RouteOperation>(params, plan);
+}
+
+flashmoe_status flashmoe_moe_route_workspace_size(const flashmoe_moe_route_params* params,
+                                                  size_t* bytes) {
+  return flashmoe::moe_workspace_size<RouteOperation>(params, bytes);
+}
+
+flashmoe_status flashmoe_moe_route(const flashmoe_moe_route_params* params, void* workspace,
+                                   size_t workspace_size, void* stream) {
+  return flashmoe::launch_moe<RouteOperation>(params, workspace, workspace_size, stream);
+}

@@ -1,0 +1,109 @@
+// The grouped product on the CPU.
+#include <algorithm>
+#include <cstdio>
+
+#include "cpu/moe.h"
+#include "cpu/moe_tiles.h"
+#include "cpu/thread_pool.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+using Problem = GroupedProductProblem;
+
+struct Workspace {
+  unsigned char* tiles;
+  unsigned char* scratch;  // of the first thread
+  uint64_t bytes;
+
+  Workspace(void* base, const Problem& p, const MoeKernel& kernel, int32_t threads) {
+    Carver carver(base);
+    tiles = carver.take(ExpertTiles::bytes(p.experts));
+    scratch = carver.take(static_cast<uint64_t>(threads) * ThreadScratch::bytes(kernel));
+    bytes = carver.bytes();
+  }
+};
+
+// Of all experts.
+int64_t most_rows(const Problem& p) { return p.counts != nullptr ? p.rows * p.experts : p.rows; }
+
+struct Launch {
+  const Problem& p;
+  const MoeKernel& kernel;
+  const Workspace& workspace;
+  ExpertTiles experts;
+  int64_t tile_columns;
+  int64_t column_tiles;
+  int64_t tiles;
+  Counter next;
+};
+
+void multiply(void* context, int32_t worker) {
+  Launch& launch = *static_cast<Launch*>(context);
+  const Problem& p = launch.p;
+  const int64_t element = dtype_bytes(p.dtype);
+  const ThreadScratch memory(
+      launch.workspace.scratch + static_cast<size_t>(worker) * ThreadScratch::bytes(launch.kernel),
+      launch.kernel);
+  for (int64_t i; (i = launch.next.take()) < launch.tiles;) {
+    const ExpertTiles::Tile at = launch.experts.find(i, launch.column_tiles);
+    const int64_t column = at.column_tile * launch.tile_columns;
+    const char* x = static_cast<const char*>(p.x) +
+                    (at.expert * p.x_expert_stride + at.begin * p.x_stride) * element;
+    MoeTile tile = {};
+    tile.x = memory.x;
+    tile.rows = at.end - at.begin;
+    for (int64_t r = 0; r < tile.rows; ++r) memory.x[r] = x + r * p.x_stride * element;
+    tile.depth = p.columns;
+    tile.columns = std::min(launch.tile_columns, p.out_columns - column);
+    tile.matrices = 1;
+    tile.weights[0] = weights_of(p.w, p.bias, p.dtype, at.expert, column);
+    tile.out = static_cast<char*>(p.out) +
+               (at.expert * p.out_expert_stride + at.begin * p.out_stride + column) * element;
+    tile.out_stride = p.out_stride;
+    launch.kernel.multiply(tile, memory.scratch);
+  }
+}
+
+}  // namespace
+
+flashmoe_status plan_grouped_product(const GroupedProductProblem& p, MoePlan* plan,
+                                     const Reason& reason) {
+  Isa isa;
+  FLASHMOE_TRY(chosen_isa(&isa, reason));
+  const MoeKernel& kernel = moe_kernel_for(isa, p.dtype);
+  const Tiling tiling = choose_tiling(kernel, most_rows(p), p.experts, p.columns, p.out_columns, 1);
+  flashmoe_moe_plan& info = plan->info;
+  std::snprintf(info.isa, sizeof info.isa, "%s", kernel.isa);
+  add_product_stage("grouped_product", kernel, p.dtype, tiling, &info);
+  info.workspace_bytes = Workspace(nullptr, p, kernel, tiling.threads).bytes;
+  plan->entry[0] = &kernel;
+  return FLASHMOE_OK;
+}
+
+flashmoe_status launch_grouped_product(const GroupedProductProblem& p, const MoePlan& plan,
+                                       void* memory, void* /*stream*/) {
+  const MoeKernel& kernel = *static_cast<const MoeKernel*>(plan.entry[0]);
+  const flashmoe_moe_stage& stage = plan.info.stage[0];
+  const int32_t threads = static_cast<int32_t>(stage.block[0]);
+  const Workspace workspace(memory, p, kernel, threads);
+  Launch launch = {p,
+                   kernel,
+                   workspace,
+                   ExpertTiles(workspace.tiles, p.experts),
+                   stage.tile_rows,
+                   ceil_divide(p.out_columns, stage.tile_rows),
+                   0,
+                   {}};
+  if (p.counts != nullptr) {
+    launch.experts.from_counts(p.counts, p.rows);
+  } else {
+    launch.experts.from_offsets(p.offsets, p.rows);
+  }
+  launch.tiles = launch.experts.cut(stage.tile_tokens) * launch.column_tiles;
+  parallel_run(threads, multiply, &launch);
+  record_launch(stage, p.device);
+  return FLASHMOE_OK;
+}
+
+}  // namespace flashmoe::cpu

@@ -1,0 +1,44 @@
+// What the CPU's mixture-of-experts operations share on the host side.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "core/moe.h"
+#include "cpu/isa.h"
+#include "cpu/moe_kernel.h"
+
+namespace flashmoe::cpu {
+
+flashmoe_status plan_route(const MoeRouteProblem& problem, MoePlan* plan, const Reason& reason);
+flashmoe_status launch_route(const MoeRouteProblem& problem, const MoePlan& plan, void* workspace,
+                             void* stream);
+flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan, const Reason& reason);
+flashmoe_status launch_forward(const MoeForwardProblem& problem, const MoePlan& plan,
+                               void* workspace, void* stream);
+flashmoe_status plan_grouped_product(const GroupedProductProblem& problem, MoePlan* plan,
+                                     const Reason& reason);
+flashmoe_status launch_grouped_product(const GroupedProductProblem& problem, const MoePlan& plan,
+                                       void* workspace, void* stream);
+
+inline int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+// The numbers from 0 on, each to one thread.
+class Counter {
+ public:
+  int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+  void reset() { next_.store(0, std::memory_order_relaxed); }
+
+ private:
+  std::atomic<int64_t> next_{0};
+};
+
+const MoeKernel& moe_kernel_for(Isa isa, Dtype dtype);
+
+// Fills a zeroed stage.
+void add_stage(const char* kernel, int64_t tiles, int64_t threads, flashmoe_moe_stage* stage);
+
+// The record that flashmoe_last_launch reads.
+void record_launch(const flashmoe_moe_stage& stage, flashmoe_device device);
+
+}  // namespace flashmoe::cpu

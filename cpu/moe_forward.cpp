@@ -1,0 +1,240 @@
+// The layer, forward, on the CPU, in three stages that share one workspace:
+//
+//   up       a[slot] = act(gate) * up         rows of x gathered by the pairs
+//   down     y[slot] = w_down a[slot] + bias
+//   combine  out[t]  = sum over k of weights[t, k] * y[slots[t, k]]
+#include <algorithm>
+#include <cstdio>
+
+#include "cpu/moe.h"
+#include "cpu/moe_tiles.h"
+#include "cpu/thread_pool.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+using Problem = MoeForwardProblem;
+
+constexpr int64_t kTokensPerSum = 16;  // tokens that a thread takes at a time
+constexpr double kBytesPerThread = 1 << 17;
+
+// Built on a null base it only measures.
+struct Workspace {
+  unsigned char* tiles;
+  unsigned char* a;        // [pairs, inner]
+  unsigned char* y;        // [pairs, hidden]
+  unsigned char* scratch;  // of the first thread
+  uint64_t bytes;
+
+  Workspace(void* base, const Problem& p, const MoeKernel& kernel, int32_t threads) {
+    Carver carver(base);
+    const uint64_t pairs = static_cast<uint64_t>(p.tokens * p.top_k);
+    const uint64_t element = static_cast<uint64_t>(dtype_bytes(p.dtype));
+    tiles = carver.take(ExpertTiles::bytes(p.experts));
+    a = carver.take(pairs * static_cast<uint64_t>(p.inner) * element);
+    y = carver.take(pairs * static_cast<uint64_t>(p.hidden) * element);
+    scratch = carver.take(static_cast<uint64_t>(threads) * ThreadScratch::bytes(kernel));
+    bytes = carver.bytes();
+  }
+};
+
+Tiling up_tiling(const Problem& p, const MoeKernel& kernel) {
+  return choose_tiling(kernel, p.tokens * p.top_k, p.experts, p.hidden, p.inner, p.gated ? 2 : 1);
+}
+
+Tiling down_tiling(const Problem& p, const MoeKernel& kernel) {
+  return choose_tiling(kernel, p.tokens * p.top_k, p.experts, p.inner, p.hidden, 1);
+}
+
+int32_t combine_threads(const Problem& p) {
+  const double bytes = static_cast<double>(p.tokens * p.top_k) * static_cast<double>(p.hidden) *
+                       static_cast<double>(dtype_bytes(p.dtype));
+  return static_cast<int32_t>(
+      std::clamp(bytes / kBytesPerThread, 1.0, static_cast<double>(num_threads())));
+}
+
+struct Launch {
+  const Problem& p;
+  const MoeKernel& kernel;
+  const Workspace& workspace;
+  ExpertTiles experts;
+  Tiling tiling;
+  int64_t tiles;
+  MoeActivation activation;
+  Counter next;
+
+  int64_t element() const { return dtype_bytes(p.dtype); }
+  int64_t pairs() const { return p.tokens * p.top_k; }
+};
+
+// One thread's part of a stage of products.
+struct Worker {
+  const Launch& launch;
+  const ThreadScratch memory;
+
+  Worker(const Launch& the_launch, int32_t worker)
+      : launch(the_launch),
+        memory(launch.workspace.scratch +
+                   static_cast<size_t>(worker) * ThreadScratch::bytes(launch.kernel),
+               launch.kernel) {}
+
+  MoeTile tile_of(int64_t depth, int64_t columns, int64_t column) const {
+    MoeTile tile = {};
+    tile.x = memory.x;
+    tile.depth = depth;
+    tile.columns = std::min(launch.tiling.tile_columns, columns - column);
+    return tile;
+  }
+
+  void up(const ExpertTiles::Tile& rows) const {
+    const Problem& p = launch.p;
+    const int64_t element = launch.element();
+    const int64_t column = rows.column_tile * launch.tiling.tile_columns;
+    MoeTile tile = tile_of(p.hidden, p.inner, column);
+    tile.matrices = p.gated ? 2 : 1;
+    if (p.gated) tile.weights[0] = weights_of(p.gate, p.gate_bias, p.dtype, rows.expert, column);
+    tile.weights[p.gated ? 1 : 0] = weights_of(p.up, p.up_bias, p.dtype, rows.expert, column);
+    tile.activation = &launch.activation;
+    tile.out_stride = p.inner;
+    tile.before_stride = p.pre_activation_stride;
+    for (int64_t slot = rows.begin; slot < rows.end;) {
+      const int64_t end = gather(slot, rows.end, &tile);
+      if (tile.rows == 0) {
+        ++slot;
+        continue;
+      }
+      tile.out = launch.workspace.a + (slot * p.inner + column) * element;
+      if (p.pre_activation != nullptr) {
+        char* before = static_cast<char*>(p.pre_activation) +
+                       (slot * p.pre_activation_stride + column) * element;
+        tile.before[0] = before;
+        tile.before[1] = before + p.inner * element;
+      }
+      launch.kernel.multiply(tile, memory.scratch);
+      slot = end;
+    }
+  }
+
+  // The rows of x from `slot` on whose pairs are pairs, and where they end.
+  int64_t gather(int64_t slot, int64_t end, MoeTile* tile) const {
+    const Problem& p = launch.p;
+    const char* data = static_cast<const char*>(p.x);
+    const int64_t first = slot;
+    for (; slot < end; ++slot) {
+      const int64_t pair = p.pairs[slot];
+      if (pair < 0 || pair >= launch.pairs()) break;
+      memory.x[slot - first] = data + pair / p.top_k * p.x_stride * launch.element();
+      memory.scale[slot - first] = p.weights[pair];
+    }
+    tile->rows = slot - first;
+    tile->scale = p.weight_on_input ? memory.scale : nullptr;
+    return slot;
+  }
+
+  void down(const ExpertTiles::Tile& rows) const {
+    const Problem& p = launch.p;
+    const int64_t element = launch.element();
+    const int64_t column = rows.column_tile * launch.tiling.tile_columns;
+    MoeTile tile = tile_of(p.inner, p.hidden, column);
+    tile.rows = rows.end - rows.begin;
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      memory.x[r] = launch.workspace.a + (rows.begin + r) * p.inner * element;
+    }
+    tile.matrices = 1;
+    tile.weights[0] = weights_of(p.down, p.down_bias, p.dtype, rows.expert, column);
+    tile.out = launch.workspace.y + (rows.begin * p.hidden + column) * element;
+    tile.out_stride = p.hidden;
+    launch.kernel.multiply(tile, memory.scratch);
+  }
+};
+
+template <void (Worker::*kStage)(const ExpertTiles::Tile&) const>
+void multiply(void* context, int32_t index) {
+  Launch& launch = *static_cast<Launch*>(context);
+  const Worker worker(launch, index);
+  for (int64_t i; (i = launch.next.take()) < launch.tiles;) {
+    (worker.*kStage)(launch.experts.find(i, launch.tiling.column_tiles));
+  }
+}
+
+void combine(void* context, int32_t /*worker*/) {
+  Launch& launch = *static_cast<Launch*>(context);
+  const Problem& p = launch.p;
+  const int64_t first_slot = launch.experts.first_row();
+  const int64_t end_slot = launch.experts.end_row();
+  for (int64_t i; (i = launch.next.take()) * kTokensPerSum < p.tokens;) {
+    const int64_t end = std::min((i + 1) * kTokensPerSum, p.tokens);
+    for (int64_t t = i * kTokensPerSum; t < end; ++t) {
+      MoeSum sum = {};
+      for (int32_t k = 0; k < p.top_k; ++k) {
+        const int64_t pair = t * p.top_k + k;
+        const int64_t slot = p.slots[pair];
+        // Also false where the routing contradicts itself: then nothing was computed there.
+        if (slot < first_slot || slot >= end_slot || p.pairs[slot] != pair) continue;
+        sum.y[k] = launch.workspace.y + slot * p.hidden * launch.element();
+      }
+      sum.weights = p.weight_on_input ? nullptr : p.weights + t * p.top_k;
+      sum.top_k = p.top_k;
+      sum.hidden = p.hidden;
+      sum.out = static_cast<char*>(p.out) + t * p.out_stride * launch.element();
+      launch.kernel.add(sum);
+    }
+  }
+}
+
+}  // namespace
+
+flashmoe_status plan_forward(const MoeForwardProblem& p, MoePlan* plan, const Reason& reason) {
+  Isa isa;
+  FLASHMOE_TRY(chosen_isa(&isa, reason));
+  const MoeKernel& kernel = moe_kernel_for(isa, p.dtype);
+  const Tiling up = up_tiling(p, kernel);
+  const Tiling down = down_tiling(p, kernel);
+  flashmoe_moe_plan& info = plan->info;
+  std::snprintf(info.isa, sizeof info.isa, "%s", kernel.isa);
+  add_product_stage("moe_up", kernel, p.dtype, up, &info);
+  add_product_stage("moe_down", kernel, p.dtype, down, &info);
+  char text[sizeof flashmoe_moe_stage::kernel];
+  std::snprintf(text, sizeof text, "moe_combine_cpu_%s_%s", kernel.isa, dtype_name(p.dtype));
+  flashmoe_moe_stage& stage = info.stage[info.launches++];
+  add_stage(text, ceil_divide(p.tokens, kTokensPerSum), combine_threads(p), &stage);
+  stage.tile_tokens = static_cast<int32_t>(kTokensPerSum);
+  info.workspace_bytes = Workspace(nullptr, p, kernel, std::max(up.threads, down.threads)).bytes;
+  plan->entry[0] = &kernel;
+  return FLASHMOE_OK;
+}
+
+flashmoe_status launch_forward(const MoeForwardProblem& p, const MoePlan& plan, void* memory,
+                               void* /*stream*/) {
+  const MoeKernel& kernel = *static_cast<const MoeKernel*>(plan.entry[0]);
+  const flashmoe_moe_stage(&stages)[FLASHMOE_MOE_MAX_STAGES] = plan.info.stage;
+  const int32_t threads[] = {static_cast<int32_t>(stages[0].block[0]),
+                             static_cast<int32_t>(stages[1].block[0]),
+                             static_cast<int32_t>(stages[2].block[0])};
+  const Workspace workspace(memory, p, kernel, std::max(threads[0], threads[1]));
+  Launch launch = {p,
+                   kernel,
+                   workspace,
+                   ExpertTiles(workspace.tiles, p.experts),
+                   {},
+                   0,
+                   {p.activation, p.alpha, p.limit, p.up_offset},
+                   {}};
+  launch.experts.from_offsets(p.offsets, p.tokens * p.top_k);
+  const auto tile = [&launch](int64_t columns, const flashmoe_moe_stage& stage) {
+    launch.tiling.tile_columns = stage.tile_rows;
+    launch.tiling.column_tiles = ceil_divide(columns, stage.tile_rows);
+    launch.tiles = launch.experts.cut(stage.tile_tokens) * launch.tiling.column_tiles;
+    launch.next.reset();
+  };
+  tile(p.inner, stages[0]);
+  parallel_run(threads[0], multiply<&Worker::up>, &launch);
+  tile(p.hidden, stages[1]);
+  parallel_run(threads[1], multiply<&Worker::down>, &launch);
+  launch.next.reset();
+  parallel_run(threads[2], combine, &launch);
+  record_launch(stages[2], p.device);
+  return FLASHMOE_OK;
+}
+
+}  // namespace flashmoe::cpu

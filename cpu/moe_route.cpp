@@ -1,0 +1,294 @@
+// Routing on the CPU.
+//
+// Tokens are scored in chunks, each by one thread, which also counts the chunk's pairs of every
+// expert. Prefix sums of the counts, over experts and then chunks, are where each chunk's slots of
+// an expert begin; a second pass hands them out in the order of pairs. Chunks do not depend on the
+// threads, and the result does not depend on the chunks.
+#include <cmath>
+#include <cstdio>
+#include <limits>
+
+#include "cpu/moe.h"
+#include "cpu/thread_pool.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+using Problem = MoeRouteProblem;
+
+constexpr int64_t kChunkTokens = 128;
+constexpr int64_t kMostChunks = 256;
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+int64_t chunks_of(const Problem& p) {
+  const int64_t chunks = ceil_divide(p.tokens, kChunkTokens);
+  return chunks < 1 ? 1 : chunks > kMostChunks ? kMostChunks : chunks;
+}
+
+float from_bits(uint32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+float from_half(uint16_t half) {
+  constexpr uint32_t kRebias = 127 - 15;
+  const uint32_t sign = (half & 0x8000u) << 16;
+  const uint32_t exponent = (half >> 10) & 0x1fu;
+  const uint32_t mantissa = half & 0x3ffu;
+  if (exponent == 0) {
+    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
+    return sign != 0 ? -magnitude : magnitude;
+  }
+  const uint32_t wide = exponent == 0x1fu ? 0xffu : exponent + kRebias;
+  return from_bits(sign | wide << 23 | mantissa << 13);
+}
+
+// `count` elements of any dtype as fp32.
+void widen(const void* from, Dtype dtype, int64_t first, int64_t count, float* to) {
+  if (dtype == Dtype::kFloat32) {
+    __builtin_memcpy(to, static_cast<const float*>(from) + first,
+                     static_cast<size_t>(count) * sizeof(float));
+    return;
+  }
+  const uint16_t* halves = static_cast<const uint16_t*>(from) + first;
+  for (int64_t i = 0; i < count; ++i) {
+    to[i] = dtype == Dtype::kBFloat16 ? from_bits(uint32_t{halves[i]} << 16) : from_half(halves[i]);
+  }
+}
+
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+float log_sum_exp(const float* x, int32_t count) {
+  float most = kLowest;
+  for (int32_t i = 0; i < count; ++i) most = x[i] > most ? x[i] : most;
+  // exp(inf - inf) would be a NaN, where the sum is an infinity.
+  const float base = std::isfinite(most) ? most : 0.0f;
+  float sum = 0.0f;
+  for (int32_t i = 0; i < count; ++i) sum += std::exp(x[i] - base);
+  return base + std::log(sum);
+}
+
+// The greatest of a sequence, in order; among equals the one that came first. A NaN counts as -inf.
+struct Greatest {
+  float values[kMaxTopK];
+  int32_t indices[kMaxTopK];
+  int32_t wanted;
+  int32_t count = 0;
+
+  explicit Greatest(int32_t how_many) : wanted(how_many) {}
+
+  void put(float value, int32_t index) {
+    if (value != value) value = kLowest;
+    if (count == wanted && !(value > values[count - 1])) return;
+    int32_t place = count < wanted ? count++ : count - 1;
+    for (; place > 0 && value > values[place - 1]; --place) {
+      values[place] = values[place - 1];
+      indices[place] = indices[place - 1];
+    }
+    values[place] = value;
+    indices[place] = index;
+  }
+};
+
+// Marks the groups that a token may choose from.
+void choose_groups(const Problem& p, const float* choice, bool* open) {
+  const int32_t size = p.experts / p.num_groups;
+  float sums[kMaxExperts / 2];
+  for (int32_t g = 0; g < p.num_groups; ++g) {
+    Greatest two(2);
+    for (int32_t i = 0; i < size; ++i) two.put(choice[g * size + i], i);
+    sums[g] = two.values[0] + two.values[1];
+    open[g] = false;
+  }
+  // More may be asked for than `Greatest` holds: one after the other.
+  for (int32_t i = 0; i < p.top_groups; ++i) {
+    int32_t best = -1;
+    float most = 0.0f;
+    for (int32_t g = 0; g < p.num_groups; ++g) {
+      if (open[g]) continue;
+      const float sum = sums[g] == sums[g] ? sums[g] : kLowest;
+      if (best < 0 || sum > most) best = g, most = sum;
+    }
+    open[best] = true;
+  }
+}
+
+// What one token comes to.
+struct TokenRoute {
+  int32_t ids[kMaxTopK];
+  float weights[kMaxTopK];
+  float lse;
+};
+
+void score_chosen(const Problem& p, const float* logits, const Greatest& chosen,
+                  TokenRoute* route) {
+  if (p.scoring == FLASHMOE_MOE_SIGMOID) {
+    for (int32_t k = 0; k < p.top_k; ++k) route->weights[k] = sigmoid(logits[chosen.indices[k]]);
+    return;
+  }
+  const bool all = p.scoring == FLASHMOE_MOE_SOFTMAX;
+  const int32_t count = all ? p.experts : p.top_k;
+  const auto logit = [&](int32_t i) { return logits[all ? i : chosen.indices[i]]; };
+  float most = kLowest;
+  for (int32_t i = 0; i < count; ++i) most = logit(i) > most ? logit(i) : most;
+  float sum = 0.0f;
+  for (int32_t i = 0; i < count; ++i) sum += std::exp(logit(i) - most);
+  for (int32_t k = 0; k < p.top_k; ++k) {
+    route->weights[k] = std::exp(logits[chosen.indices[k]] - most) / sum;
+  }
+}
+
+void choose_experts(const Problem& p, int64_t token, TokenRoute* route) {
+  float logits[kMaxExperts];
+  float biased[kMaxExperts];
+  bool open[kMaxExperts / 2];
+  widen(p.logits, p.logits_dtype, token * p.logits_stride, p.experts, logits);
+  const bool grouped = p.num_groups > 1;
+  const float* choice = logits;
+  if (p.selection_bias != nullptr || grouped) {
+    for (int32_t e = 0; e < p.experts; ++e) {
+      biased[e] = sigmoid(logits[e]) + (p.selection_bias != nullptr ? p.selection_bias[e] : 0.0f);
+    }
+    if (p.selection_bias != nullptr) choice = biased;
+  }
+  if (grouped) choose_groups(p, biased, open);
+  const int32_t group_size = p.experts / p.num_groups;
+  Greatest chosen(p.top_k);
+  for (int32_t e = 0; e < p.experts; ++e) {
+    if (!grouped || open[e / group_size]) chosen.put(choice[e], e);
+  }
+  for (int32_t k = 0; k < p.top_k; ++k) route->ids[k] = chosen.indices[k];
+  score_chosen(p, logits, chosen, route);
+  if (p.lse != nullptr) route->lse = log_sum_exp(logits, p.experts);
+}
+
+// The expert of this call that a given id means, or -1.
+int32_t expert_of(const Problem& p, int64_t id) {
+  if (p.expert_map != nullptr) {
+    if (id < 0 || id >= p.expert_map_size) return -1;
+    id = p.expert_map[id];
+  }
+  return id >= 0 && id < p.experts ? static_cast<int32_t>(id) : -1;
+}
+
+void take_given(const Problem& p, int64_t token, TokenRoute* route) {
+  const int64_t first = token * p.given_ids_stride;
+  for (int32_t k = 0; k < p.top_k; ++k) {
+    const int64_t id = p.given_ids_are_64 ? static_cast<const int64_t*>(p.given_ids)[first + k]
+                                          : static_cast<const int32_t*>(p.given_ids)[first + k];
+    route->ids[k] = expert_of(p, id);
+    route->weights[k] = 1.0f;
+  }
+  if (p.given_weights != nullptr) {
+    widen(p.given_weights, p.given_weights_dtype, token * p.given_weights_stride, p.top_k,
+          route->weights);
+  }
+}
+
+void route_token(const Problem& p, int64_t token, int32_t* counts) {
+  TokenRoute route;
+  if (p.logits != nullptr) {
+    choose_experts(p, token, &route);
+  } else {
+    take_given(p, token, &route);
+  }
+  float divisor = 1.0f;
+  if (p.renormalize) {
+    float sum = 0.0f;
+    for (int32_t k = 0; k < p.top_k; ++k) sum += route.weights[k];
+    if (sum != 0.0f) divisor = sum;
+  }
+  const int64_t first = token * p.top_k;
+  for (int32_t k = 0; k < p.top_k; ++k) {
+    const int32_t id = route.ids[k];
+    p.ids[first + k] = id;
+    p.weights[first + k] = id < 0 ? 0.0f : route.weights[k] / divisor * p.scale;
+    if (id >= 0) ++counts[id];
+  }
+  if (p.lse != nullptr) p.lse[token] = route.lse;
+}
+
+struct Launch {
+  const Problem& problem;
+  int64_t chunks;
+  int32_t* counts;  // [chunks][experts]: pairs, then the next slot
+  Counter next;
+
+  int64_t begin(int64_t chunk) const {
+    return problem.tokens / chunks * chunk +
+           (chunk < problem.tokens % chunks ? chunk : problem.tokens % chunks);
+  }
+};
+
+void score(void* context, int32_t /*worker*/) {
+  Launch& launch = *static_cast<Launch*>(context);
+  const Problem& p = launch.problem;
+  for (int64_t chunk; (chunk = launch.next.take()) < launch.chunks;) {
+    int32_t* counts = launch.counts + chunk * p.experts;
+    for (int32_t e = 0; e < p.experts; ++e) counts[e] = 0;
+    for (int64_t t = launch.begin(chunk); t < launch.begin(chunk + 1); ++t) {
+      route_token(p, t, counts);
+    }
+  }
+}
+
+// Counts become the slots at which each chunk's pairs of an expert begin.
+void sum_counts(Launch* launch) {
+  const Problem& p = launch->problem;
+  int32_t slot = 0;
+  for (int32_t e = 0; e < p.experts; ++e) {
+    p.offsets[e] = slot;
+    for (int64_t chunk = 0; chunk < launch->chunks; ++chunk) {
+      int32_t& count = launch->counts[chunk * p.experts + e];
+      const int32_t pairs = count;
+      count = slot;
+      slot += pairs;
+    }
+  }
+  p.offsets[p.experts] = slot;
+  for (int64_t behind = slot; behind < p.tokens * p.top_k; ++behind) p.pairs[behind] = -1;
+}
+
+void place(void* context, int32_t /*worker*/) {
+  Launch& launch = *static_cast<Launch*>(context);
+  const Problem& p = launch.problem;
+  for (int64_t chunk; (chunk = launch.next.take()) < launch.chunks;) {
+    int32_t* slots = launch.counts + chunk * p.experts;
+    const int64_t end = launch.begin(chunk + 1) * p.top_k;
+    for (int64_t pair = launch.begin(chunk) * p.top_k; pair < end; ++pair) {
+      const int32_t id = p.ids[pair];
+      const int32_t slot = id < 0 ? -1 : slots[id]++;
+      p.slots[pair] = slot;
+      if (slot >= 0) p.pairs[slot] = static_cast<int32_t>(pair);
+    }
+  }
+}
+
+}  // namespace
+
+flashmoe_status plan_route(const MoeRouteProblem& p, MoePlan* plan, const Reason& /*reason*/) {
+  const int64_t chunks = chunks_of(p);
+  flashmoe_moe_plan& info = plan->info;
+  std::snprintf(info.isa, sizeof info.isa, "%s", isa_name(Isa::kScalar));
+  info.launches = 1;
+  add_stage("moe_route_cpu", chunks, chunks < num_threads() ? chunks : num_threads(),
+            &info.stage[0]);
+  info.stage[0].tile_tokens = static_cast<int32_t>(ceil_divide(p.tokens, chunks));
+  info.workspace_bytes = static_cast<uint64_t>(chunks * p.experts) * sizeof(int32_t);
+  return FLASHMOE_OK;
+}
+
+flashmoe_status launch_route(const MoeRouteProblem& p, const MoePlan& plan, void* workspace,
+                             void* /*stream*/) {
+  const int32_t threads = static_cast<int32_t>(plan.info.stage[0].block[0]);
+  Launch launch = {p, plan.info.stage[0].grid[0], static_cast<int32_t*>(workspace), {}};
+  parallel_run(threads, score, &launch);
+  sum_counts(&launch);
+  launch.next.reset();
+  parallel_run(threads, place, &launch);
+  record_launch(plan.info.stage[0], p.device);
+  return FLASHMOE_OK;
+}
+
+}  // namespace flashmoe::cpu

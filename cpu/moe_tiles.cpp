@@ -1,0 +1,106 @@
+#include "cpu/moe_tiles.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "cpu/thread_pool.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+// A thread must find this much work to be worth waking: about ten microseconds of it.
+constexpr double kFlopsPerThread = 2e5;
+
+// Tiles per thread that even out what is uneven.
+constexpr int64_t kTilesPerThread = 4;
+constexpr int64_t kFewestColumns = 32;
+
+}  // namespace
+
+Tiling choose_tiling(const MoeKernel& kernel, int64_t most_rows, int64_t experts, int64_t depth,
+                     int64_t columns, int matrices) {
+  const double flops = 2.0 * static_cast<double>(most_rows) * static_cast<double>(depth) *
+                       static_cast<double>(columns) * matrices;
+  const double wanted = flops / kFlopsPerThread;
+  const int32_t available = num_threads();
+  Tiling tiling = {};
+  tiling.threads = wanted >= available ? available : wanted < 1 ? 1 : static_cast<int32_t>(wanted);
+  tiling.tile_rows = kernel.tile_rows;
+  tiling.tile_columns = std::min(kernel.tile_columns / matrices, columns);
+  const int64_t busy = std::clamp<int64_t>(most_rows, 1, experts);  // experts with rows
+  const int64_t row_tiles = busy * ceil_divide(ceil_divide(most_rows, busy), tiling.tile_rows);
+  const int64_t enough = kTilesPerThread * tiling.threads;
+  while (tiling.threads > 1 && tiling.tile_columns >= 2 * kFewestColumns &&
+         row_tiles * ceil_divide(columns, tiling.tile_columns) < enough) {
+    tiling.tile_columns /= 2;
+  }
+  tiling.column_tiles = ceil_divide(columns, tiling.tile_columns);
+  tiling.most_tiles = (most_rows / tiling.tile_rows + busy) * tiling.column_tiles;
+  return tiling;
+}
+
+void ExpertTiles::from_offsets(const int32_t* offsets, int64_t rows) {
+  int64_t end = std::clamp<int64_t>(offsets[0], 0, rows);
+  for (int32_t e = 0; e < experts_; ++e) {
+    begin_[e] = end;
+    end = std::clamp<int64_t>(offsets[e + 1], end, rows);
+    end_[e] = end;
+  }
+}
+
+void ExpertTiles::from_counts(const int32_t* counts, int64_t rows) {
+  for (int32_t e = 0; e < experts_; ++e) {
+    begin_[e] = 0;
+    end_[e] = std::clamp<int64_t>(counts[e], 0, rows);
+  }
+}
+
+int64_t ExpertTiles::cut(int64_t tile_rows) {
+  tile_rows_ = tile_rows;
+  first_[0] = 0;
+  for (int32_t e = 0; e < experts_; ++e) {
+    first_[e + 1] = first_[e] + ceil_divide(end_[e] - begin_[e], tile_rows);
+  }
+  return first_[experts_];
+}
+
+ExpertTiles::Tile ExpertTiles::find(int64_t index, int64_t column_tiles) const {
+  const int64_t* after = std::upper_bound(first_, first_ + experts_ + 1, index / column_tiles);
+  const int32_t expert = static_cast<int32_t>(after - first_) - 1;
+  const int64_t row_tiles = first_[expert + 1] - first_[expert];
+  const int64_t place = index - first_[expert] * column_tiles;
+  // The row tiles of an expert are as even as can be.
+  const int64_t rows = end_[expert] - begin_[expert];
+  const int64_t row_tile = place % row_tiles;
+  return {expert, begin_[expert] + rows * row_tile / row_tiles,
+          begin_[expert] + rows * (row_tile + 1) / row_tiles, place / row_tiles};
+}
+
+MoeWeights weights_of(const ExpertMatrix& matrix, const ExpertBias& bias, Dtype dtype,
+                      int32_t expert, int64_t row) {
+  const int64_t first = expert * matrix.expert_stride + row * matrix.row_stride;
+  MoeWeights weights = {};
+  weights.data = static_cast<const char*>(matrix.data) + first * dtype_bytes(dtype);
+  weights.row_stride = matrix.row_stride;
+  weights.column_stride = matrix.column_stride;
+  if (bias.data != nullptr) {
+    const int64_t begin = expert * bias.expert_stride + row * bias.row_stride;
+    weights.bias = static_cast<const char*>(bias.data) + begin * dtype_bytes(bias.dtype);
+    weights.bias_dtype = bias.dtype;
+    weights.bias_stride = bias.row_stride;
+  }
+  return weights;
+}
+
+void add_product_stage(const char* name, const MoeKernel& kernel, Dtype dtype, const Tiling& tiling,
+                       flashmoe_moe_plan* info) {
+  char text[sizeof flashmoe_moe_stage::kernel];
+  std::snprintf(text, sizeof text, "%s_cpu_%s_%s", name, kernel.isa, dtype_name(dtype));
+  flashmoe_moe_stage& stage = info->stage[info->launches++];
+  add_stage(text, tiling.most_tiles, tiling.threads, &stage);
+  stage.tile_rows = static_cast<int32_t>(tiling.tile_columns);
+  stage.tile_tokens = static_cast<int32_t>(tiling.tile_rows);
+  stage.stages = 1;
+}
+
+}  // namespace flashmoe::cpu

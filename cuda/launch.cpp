@@ -1,0 +1,204 @@
+#include "cuda/launch.h"
+
+#include <cuda.h>
+
+#include <cstring>
+#include <mutex>
+
+#include "core/status.h"
+
+namespace flashmoe {
+namespace {
+
+// The driver's launch, without the runtime's look-ups before it, and what must be asked first.
+struct Driver {
+  decltype(&cuLaunchKernelEx) launch;
+  decltype(&cuStreamGetCtx) context_of_stream;
+  decltype(&cuCtxGetCurrent) current_context;
+};
+
+template <class Function>
+Function find(const char* name) {
+  return reinterpret_cast<Function>(driver_function(name));
+}
+
+// nullptr if a function is missing.
+const Driver* driver() {
+  static const Driver found = {
+      find<decltype(Driver::launch)>("cuLaunchKernelEx"),
+      find<decltype(Driver::context_of_stream)>("cuStreamGetCtx"),
+      find<decltype(Driver::current_context)>("cuCtxGetCurrent"),
+  };
+  static const bool complete = found.launch != nullptr && found.context_of_stream != nullptr &&
+                               found.current_context != nullptr;
+  return complete ? &found : nullptr;
+}
+
+// The handle by which the driver may launch a kernel on the current device; nullptr unless what is
+// allowed to the runtime's function is allowed to it too.
+const void* driver_handle(const Kernel& kernel) {
+  cudaKernel_t handle = nullptr;
+  cudaFuncAttributes of_function = {};
+  cudaFuncAttributes of_handle = {};
+  if (driver() != nullptr && cudaGetKernel(&handle, kernel.function) == cudaSuccess &&
+      cudaFuncGetAttributes(&of_function, kernel.function) == cudaSuccess &&
+      cudaFuncGetAttributes(&of_handle, handle) == cudaSuccess &&
+      of_handle.maxDynamicSharedSizeBytes == of_function.maxDynamicSharedSizeBytes &&
+      of_handle.nonPortableClusterSizeAllowed == of_function.nonPortableClusterSizeAllowed) {
+    return handle;
+  }
+  cudaGetLastError();
+  return nullptr;
+}
+
+// The driver would launch a kernel on another device with that device's stream.
+bool is_of_current_context(const Driver& driver, CUstream stream) {
+  if (stream == nullptr || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD)
+    return true;
+  CUcontext of_stream = nullptr;
+  CUcontext current = nullptr;
+  return driver.context_of_stream(stream, &of_stream) == CUDA_SUCCESS &&
+         driver.current_context(&current) == CUDA_SUCCESS && of_stream == current;
+}
+
+// False if the driver is not to launch it, or does not: nothing has been launched then.
+bool launch_by_driver(const void* handle, const LaunchShape& shape, void** arguments,
+                      void* stream) {
+  const Driver* const driver = flashmoe::driver();
+  if (handle == nullptr || driver == nullptr ||
+      !is_of_current_context(*driver, static_cast<CUstream>(stream))) {
+    return false;
+  }
+  CUlaunchAttribute attributes[2];
+  CUlaunchConfig config = {};
+  if (shape.cluster > 1) {
+    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    attribute.value.clusterDim.x = static_cast<unsigned>(shape.cluster);
+    attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1;
+  }
+  if (shape.programmatic) {
+    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+  }
+  config.gridDimX = shape.grid[0];
+  config.gridDimY = shape.grid[1];
+  config.gridDimZ = shape.grid[2];
+  config.blockDimX = shape.block[0];
+  config.blockDimY = shape.block[1];
+  config.blockDimZ = shape.block[2];
+  config.sharedMemBytes = static_cast<unsigned>(shape.shared_bytes);
+  config.hStream = static_cast<CUstream>(stream);
+  config.attrs = attributes;
+  return driver->launch(&config, static_cast<CUfunction>(const_cast<void*>(handle)), arguments,
+                        nullptr) == CUDA_SUCCESS;
+}
+
+cudaError_t launch_by_runtime(const void* function, const LaunchShape& shape, void** arguments,
+                              void* stream) {
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = {};
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+  if (shape.programmatic) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  config.gridDim = dim3(shape.grid[0], shape.grid[1], shape.grid[2]);
+  config.blockDim = dim3(shape.block[0], shape.block[1], shape.block[2]);
+  config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  return cudaLaunchKernelExC(&config, function, arguments);
+}
+
+flashmoe_status read_launch(const LaunchRecord& record, flashmoe_launch* launch) {
+  const DeviceGuard guard(record.info.device.device_id);
+  cudaFuncAttributes attributes = {};
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, record.function);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return fail(FLASHMOE_ERROR_CUDA, "launch: reading %s back: %s", record.info.kernel,
+                cudaGetErrorString(error));
+  }
+  launch->shared_bytes += attributes.sharedSizeBytes;
+  launch->registers = attributes.numRegs;
+  launch->local_bytes = static_cast<int32_t>(attributes.localSizeBytes);
+  launch->binary_arch = attributes.binaryVersion;
+  return FLASHMOE_OK;
+}
+
+}  // namespace
+
+flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFacts& facts,
+                            int* arch, const Reason& reason, AfterLoading after) {
+  static std::mutex mutex;
+  LoadedKernel& loaded = kernel.loaded[device_id];
+  *arch = loaded.arch.load(std::memory_order_acquire);
+  if (*arch != 0) return FLASHMOE_OK;
+  const std::lock_guard<std::mutex> lock(mutex);
+  *arch = loaded.arch.load(std::memory_order_relaxed);
+  if (*arch != 0) return FLASHMOE_OK;
+  const DeviceGuard guard(device_id);
+  cudaError_t error = guard.error();
+  cudaFuncAttributes attributes = {};
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel.function);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 kernel.shared_bytes);
+  }
+  if (error == cudaSuccess && after != nullptr) error = after(kernel, device_id, facts, attributes);
+  if (error == cudaSuccess) {
+    *arch = attributes.binaryVersion;
+    loaded.ptx.store(attributes.ptxVersion, std::memory_order_relaxed);
+    loaded.handle.store(driver_handle(kernel), std::memory_order_relaxed);
+    loaded.arch.store(*arch, std::memory_order_release);
+    return FLASHMOE_OK;
+  }
+  cudaGetLastError();
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
+      error == cudaErrorUnsupportedPtxVersion) {
+    return reason.refuse(
+        FLASHMOE_ERROR_ARCH_NOT_BUILT,
+        "no code for compute capability %d.%d of cuda:%d is built in (built in: %s); rebuild with "
+        "CMAKE_CUDA_ARCHITECTURES naming it",
+        facts.compute_capability / 10, facts.compute_capability % 10, device_id,
+        FLASHMOE_CUDA_ARCHITECTURES);
+  }
+  return reason.refuse(FLASHMOE_ERROR_CUDA, "loading %s on cuda:%d: %s", kernel.name, device_id,
+                       cudaGetErrorString(error));
+}
+
+flashmoe_status launch_kernel(const Kernel& kernel, flashmoe_device device,
+                              const LaunchShape& shape, const void* params, void* stream) {
+  void* arguments[] = {const_cast<void*>(params)};
+  const void* handle = kernel.loaded[device.device_id].handle.load(std::memory_order_relaxed);
+  // What the driver refuses, the runtime gets to launch, after making the context that a new thread
+  // lacks, or to refuse in its own words.
+  if (!launch_by_driver(handle, shape, arguments, stream)) {
+    const cudaError_t error = launch_by_runtime(kernel.function, shape, arguments, stream);
+    if (error != cudaSuccess) {
+      cudaGetLastError();
+      return fail(FLASHMOE_ERROR_CUDA, "launching %s: %s", kernel.name, cudaGetErrorString(error));
+    }
+  }
+  LaunchRecord& record = last_launch_record();
+  record.info = flashmoe_launch_init();
+  std::strncpy(record.info.kernel, kernel.name, sizeof record.info.kernel - 1);
+  record.info.device = device;
+  std::memcpy(record.info.grid, shape.grid, sizeof record.info.grid);
+  std::memcpy(record.info.block, shape.block, sizeof record.info.block);
+  record.info.shared_bytes = shape.shared_bytes;
+  record.info.cluster = shape.cluster;
+  record.function = kernel.function;
+  record.read = &read_launch;
+  return FLASHMOE_OK;
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,66 @@
+// What the kernel families share on the host: what is known of a compiled kernel, how it is found,
+// loaded and launched, and how the launch is read back.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "core/launch.h"
+#include "core/status.h"
+#include "cuda/runtime.h"
+
+namespace flashmoe {
+
+// How a kernel is launched.
+struct LaunchShape {
+  uint32_t grid[3];
+  uint32_t block[3];
+  uint64_t shared_bytes;  // dynamic, of a block
+  int32_t cluster;        // blocks of a cluster, along x; 0 or 1: there are none
+  bool programmatic;      // it may begin before what is ahead of it in the stream has ended
+};
+
+// The oldest PTX that has clusters and programmatic launches.
+inline constexpr int kClusterPtx = 90;
+
+// A kernel on one device. Zeros until it is loaded there.
+struct LoadedKernel {
+  std::atomic<int> arch;  // of the code, such as 90
+  // Of the PTX that the code was made from. Not the same: on a newer chip the code may be the chip's,
+  // made from older PTX and without what newer PTX has.
+  std::atomic<int> ptx;
+  // A CUkernel, which the driver launches in whatever context is current; or nullptr, and then only
+  // the runtime can launch it.
+  std::atomic<const void*> handle;
+};
+
+// A compiled kernel. The constants here and in what derives from it are those of its Traits; plan and
+// launch are filled from nowhere else.
+struct Kernel {
+  const char* name;
+  const void* function;  // for the runtime
+  int shared_bytes;      // dynamic, of a block: what launches may ask for
+  LoadedKernel* loaded;  // [kMaxDevices]
+};
+
+// What a family does with a kernel, once, when its code has been loaded on the device, which is
+// current; one thread at a time.
+using AfterLoading = cudaError_t (*)(const Kernel& kernel, int device_id, const DeviceFacts& facts,
+                                     const cudaFuncAttributes& attributes);
+
+// Loads a kernel's code on a device and allows its shared memory; *arch is the architecture of that
+// code, such as 90. The first call per kernel and device costs, the others are one load.
+flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFacts& facts,
+                            int* arch, const Reason& reason, AfterLoading after = nullptr);
+
+// Whether the code of a kernel that is loaded on a device has clusters and programmatic launches.
+inline bool has_clusters(const Kernel& kernel, int device_id) {
+  return kernel.loaded[device_id].ptx.load(std::memory_order_relaxed) >= kClusterPtx;
+}
+
+// Launches a loaded kernel with its one argument, which is copied, on `device`, which is current,
+// and records the launch as this thread's last.
+flashmoe_status launch_kernel(const Kernel& kernel, flashmoe_device device,
+                              const LaunchShape& shape, const void* params, void* stream);
+
+}  // namespace flashmoe
