@@ -163,16 +163,56 @@ void TensorView::borrow(const char* name, nb::handle object, Access access) {
 }
 
 void TensorView::describe(const int64_t* shape, int32_t rank, flashmoe_dtype dtype,
-                          flashmoe_device device) {
+                          flashmoe_device device, const int64_t* strides, void* data) {
   constexpr uintptr_t kAlignedAddress = 4096;  // never read
-  for (int axis = 0; axis < rank && axis < kMaxRank; ++axis) shape_[axis] = shape[axis];
   tensor_ = {};
-  tensor_.data = reinterpret_cast<void*>(kAlignedAddress);
+  tensor_.data = data != nullptr ? data : reinterpret_cast<void*>(kAlignedAddress);
   tensor_.device = device;
   tensor_.ndim = rank;
   tensor_.dtype = dtype;
-  tensor_.shape = shape_;
-  set_ = true;
+  tensor_.shape = shape;
+  tensor_.strides = strides;
+  copy_extents();
+}
+
+bool TensorView::flatten_rows() {
+  const int rank = tensor_.ndim;
+  if (rank == 2) return true;
+  if (rank < 1 || rank > kMaxRank) return false;
+  int64_t rows = 1;
+  int64_t stride = shape_[rank - 1];  // from row to row
+  if (tensor_.strides == nullptr) {
+    for (int axis = rank - 2; axis >= 0; --axis) rows *= shape_[axis];
+  } else {
+    bool found = false;
+    for (int axis = rank - 2; axis >= 0; --axis) {
+      if (shape_[axis] == 0) rows = 0;
+      if (rows == 0 || shape_[axis] == 1) continue;
+      if (!found) stride = strides_[axis];
+      if (found && strides_[axis] != stride * rows) return false;
+      found = true;
+      rows *= shape_[axis];
+    }
+    strides_[1] = strides_[rank - 1];
+    strides_[0] = stride;
+  }
+  shape_[1] = shape_[rank - 1];
+  shape_[0] = rows;
+  tensor_.ndim = 2;
+  return true;
+}
+
+bool TensorView::add_leading_extent() {
+  const int rank = tensor_.ndim;
+  if (rank < 0 || rank >= kMaxRank) return false;
+  for (int axis = rank; axis > 0; --axis) {
+    shape_[axis] = shape_[axis - 1];
+    if (tensor_.strides != nullptr) strides_[axis] = strides_[axis - 1];
+  }
+  if (tensor_.strides != nullptr) strides_[0] = rank > 0 ? strides_[1] * shape_[1] : 1;
+  shape_[0] = 1;
+  tensor_.ndim = rank + 1;
+  return true;
 }
 
 void TensorView::give_back() {

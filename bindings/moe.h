@@ -1,0 +1,10 @@
+// The mixture of experts and its plans as Python calls them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace flashmoe {
+
+void define_moe(nanobind::module_& module);
+
+}  // namespace flashmoe
