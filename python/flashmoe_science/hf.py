@@ -132,11 +132,11 @@ def attention(
         except flashmoe_science.UnsupportedError as error:
             reason = str(error)
     _say_once("attention", reason)
-    stock = _stock_attention(module, options)
-    return stock(
+    answer: tuple[torch.Tensor, torch.Tensor | None] = _stock_attention(module, options)(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
         is_causal=is_causal, **options,
     )  # fmt: skip
+    return answer
 
 
 def _attention_refusal(
@@ -259,7 +259,7 @@ _ACTIVATIONS = {
 def _activation_classes() -> dict[type, str]:
     classes: dict[type, str] = {torch.nn.SiLU: "silu", torch.nn.ReLU: "relu"}
     for name, ours in _ACTIVATIONS.items():
-        entry = ACT2CLS[name]
+        entry: Any = ACT2CLS[name]
         kind = entry[0] if isinstance(entry, tuple) else entry
         classes.setdefault(kind, ours)
     return classes

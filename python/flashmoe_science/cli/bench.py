@@ -205,8 +205,9 @@ def summarise(cells: list[dict[str, Any]]) -> dict[str, Any]:
     ratios: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
         for name, entry in cell.get("contenders", {}).items():
-            if "against" in entry:
-                ratios.setdefault(name, []).append(ratio_of(cell, entry))
+            against = ratio_of(cell, entry)
+            if against is not None:
+                ratios.setdefault(name, []).append(against)
     return {
         name: {
             "rows": len(found),

@@ -30,8 +30,8 @@ class OurCall:
     launch: dict[str, Any]
 
     def mismatch(self) -> str:
-        """How the last launch differs from the plan's last stage, "" when it does not."""
-        return launch_mismatch(self.plan["stages"][-1], self.launch)
+        """How the last launch differs from the plan's last one, "" when it does not."""
+        return launch_mismatch(self.plan["launches"][-1], self.launch)
 
 
 def our_call(
@@ -55,7 +55,7 @@ def call_ours(
     out = arrays.poisoned(shape.output_extents, shape.dtype)
     layer = (inputs.x, inputs.w_gate_up, inputs.w_down)
     routing = flashmoe.moe_route(inputs.logits[0], shape.top_k, renormalize=True)
-    plan = as_dict(flashmoe.moe_forward_plan(*layer, routing, kernel=kernel))
+    plan = as_dict(flashmoe.moe_plan(*layer, routing, kernel=kernel))
     out = flashmoe.moe_forward(*layer, routing, out=out, kernel=kernel)
     launch = as_dict(flashmoe.last_launch())
     arrays.synchronize()
