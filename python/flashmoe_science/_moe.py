@@ -113,7 +113,11 @@ class _Calls:
         self.on_gpu = device.type == CUDA
 
     def run(
-        self, operation: str, tensors: dict[str, Any], options: dict[str, Any], passing: bool = False
+        self,
+        operation: str,
+        tensors: dict[str, Any],
+        options: dict[str, Any],
+        passing: bool = False,
     ) -> dict[str, Any]:
         """Outputs by the C ABI's names: those among `tensors`, and new ones. `passing`: these are
         read by a later operation of the call alone."""
