@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -382,3 +384,13 @@ def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> No
         hf._say_once("attention", "there is dropout")
         hf._say_once("experts", "there is dropout")
     assert len(said(caplog)) == 2
+
+
+def test_the_documented_program_runs(calls: Counter[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "huggingface.md"
+    text = page.read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    logits(names["model"].eval())
+    assert calls == {"flash_attention": 2, "moe_forward": 2}
