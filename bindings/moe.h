@@ -5,6 +5,8 @@
 
 namespace flashmoe {
 
-void define_moe(nanobind::module_& module);
+void define_moe(nanobind::module_& module);  // with the two below
+void define_fused_moe(nanobind::module_& module);
+void define_moe_by_name(nanobind::module_& module);
 
 }  // namespace flashmoe

@@ -54,6 +54,24 @@ TensorType describe_type(nb::handle type, const dlpack::ExchangeApi* api) {
   return made;
 }
 
+// An aligned address for a tensor that is never read or written: one beside those before it, since
+// outputs may overlap no other tensor.
+void* address_of_nothing(const int64_t* shape, int32_t rank, flashmoe_dtype dtype) {
+  constexpr uintptr_t kAlignment = 4096;
+  constexpr uintptr_t kEnd = uintptr_t{1} << 46;
+  constexpr uintptr_t kMost = kEnd >> 4;  // of one tensor
+  thread_local uintptr_t next = kAlignment;
+  uintptr_t bytes = dtype.bits >= 8 ? dtype.bits / 8 : 1;
+  for (int axis = 0; axis < rank && axis < TensorView::kMaxRank; ++axis) {
+    const uintptr_t extent = shape[axis] > 0 ? static_cast<uintptr_t>(shape[axis]) : 1;
+    bytes = extent < kMost / bytes ? bytes * extent : kMost;
+  }
+  if (next + bytes > kEnd) next = kAlignment;
+  void* const address = reinterpret_cast<void*>(next);
+  next += (bytes / kAlignment + 1) * kAlignment;
+  return address;
+}
+
 }  // namespace
 
 const TensorType* tensor_type(nb::handle object) {
@@ -164,9 +182,8 @@ void TensorView::borrow(const char* name, nb::handle object, Access access) {
 
 void TensorView::describe(const int64_t* shape, int32_t rank, flashmoe_dtype dtype,
                           flashmoe_device device, const int64_t* strides, void* data) {
-  constexpr uintptr_t kAlignedAddress = 4096;  // never read
   tensor_ = {};
-  tensor_.data = data != nullptr ? data : reinterpret_cast<void*>(kAlignedAddress);
+  tensor_.data = data != nullptr ? data : address_of_nothing(shape, rank, dtype);
   tensor_.device = device;
   tensor_.ndim = rank;
   tensor_.dtype = dtype;

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import moe_reference
+import moe_oracle
 import numpy as np
 from producers import Producer
 
@@ -72,9 +72,9 @@ def random_ids(rng: np.random.Generator, case: Case) -> np.ndarray:
     return np.ascontiguousarray(order[:, : case.top_k].astype(np.int32))
 
 
-def routing_of(ids: np.ndarray, weights: np.ndarray, experts: int) -> moe_reference.Routing:
-    return moe_reference.Routing(
-        ids, weights.astype(np.float32), *moe_reference.sort_pairs(ids, experts), None
+def routing_of(ids: np.ndarray, weights: np.ndarray, experts: int) -> moe_oracle.Routing:
+    return moe_oracle.Routing(
+        ids, weights.astype(np.float32), *moe_oracle.sort_pairs(ids, experts), None
     )
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         moe_route,
         moe_route_given,
     )
-    from flashmoe_science.moe_plan import (
+    from flashmoe_science.moe_plans import (
         MoeLaunch,
         MoePlan,
         grouped_product_plan,
@@ -127,7 +127,7 @@ _MODULES = {
         "moe_route",
         "moe_route_given",
     ),
-    "flashmoe_science.moe_plan": (
+    "flashmoe_science.moe_plans": (
         "MoeLaunch",
         "MoePlan",
         "grouped_product_plan",

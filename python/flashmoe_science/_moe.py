@@ -26,6 +26,7 @@ from flashmoe_science.moe import MoeRouting
 WORDS = Words("the mixture of experts", "all tensors of a call", "out")
 
 _ROUTER_MULTIPLE = 8  # of experts, for the router's product
+_MAX_EXPERTS = 1024
 _ALL_ROWS = (0, 2**31 - 1)  # offsets of one group that has every row: they end at the rows
 
 
@@ -94,10 +95,10 @@ class _Calls:
     def __init__(
         self, tensors: dict[str, Any], stream: Any, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Tensors by the names that messages give them. The first says where the call computes."""
+        """Tensors by the names that messages give them. The first says where the call computes.
+        Of outputs those that are None are not given."""
         outputs = _present(**(outputs or {}))
-        self.framework = _framework(tensors | {f"out.{n}" if n != "out" else n: t
-                                               for n, t in outputs.items()})  # fmt: skip
+        self.framework = _framework(tensors | outputs)
         self._first = next(iter(tensors.values()))
         device = self.framework.device(self._first)
         if self.framework is _JAX:
@@ -170,13 +171,13 @@ def moe_route(
     if out is not None and return_lse and "lse" not in outputs:
         raise InvalidArgumentError("out: its lse is None, accepted with return_lse is a tensor")
     inputs = {"logits": logits} | _present(selection_bias=selection_bias)
-    calls = _Calls(inputs, stream, outputs)
+    calls = _Calls(inputs, stream, {f"out.{name}": part for name, part in outputs.items()})
     options = {
         "top_k": top_k, "scoring": scoring, "renormalize": renormalize, "num_groups": num_groups,
         "top_groups": top_groups, "scale": scale, "return_lse": return_lse,
     }  # fmt: skip
     made = calls.run("route", inputs | outputs, options)
-    return _routing(calls, made) if out is None else out  # type: ignore[no-any-return]
+    return _routing(calls, made) if out is None else out
 
 
 def moe_route_given(
@@ -184,11 +185,11 @@ def moe_route_given(
 ) -> MoeRouting:
     outputs = _present(**_parts("out", out)) if out is not None else {}
     inputs = {"ids": ids} | _present(weights=weights, expert_map=expert_map)
-    calls = _Calls(inputs, stream, outputs)
+    calls = _Calls(inputs, stream, {f"out.{name}": part for name, part in outputs.items()})
     renamed = {"ids": "given_ids", "weights": "given_weights"}
     tensors = {renamed.get(name, name): tensor for name, tensor in inputs.items()}
     made = calls.run("route", tensors | outputs, {"num_experts": num_experts})
-    return _routing(calls, made) if out is None else out  # type: ignore[no-any-return]
+    return _routing(calls, made) if out is None else out
 
 
 def _forward_options(
@@ -227,13 +228,7 @@ def moe_forward(
     parts = _parts("routing", routing)
     parts = {name: parts[name] for name in ("weights", "offsets", "pairs", "slots")}
     named = inputs | {f"routing.{name}": part for name, part in parts.items()}
-    if pre_activation is not None:
-        named["pre_activation"] = pre_activation
-    calls = _Calls(named, stream, {"out": out})
-    if calls.framework is _JAX and pre_activation is not None:
-        raise InvalidArgumentError(
-            "pre_activation: JAX arrays cannot be written to; leave it None"
-        )
+    calls = _Calls(named, stream, {"out": out, "pre_activation": pre_activation})
     options = _forward_options(gate, activation, alpha, limit, up_offset, weight_on_input, kernel)
     options["return_pre_activation"] = return_pre_activation
     outputs = _present(out=out, pre_activation=pre_activation)
@@ -259,7 +254,7 @@ def torch_all_rows(like: Any) -> tuple[Any, bool]:
     made during the capture of a graph is written only when the graph runs."""
     import torch
 
-    if not torch.cuda.is_current_stream_capturing():
+    if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         # Waits for the copy, so that any stream may read it.
         return torch.tensor(_ALL_ROWS, dtype=torch.int32, device=like.device), True
     made = torch.full((2,), _ALL_ROWS[1], dtype=torch.int32, device=like.device)
@@ -390,6 +385,17 @@ def fused_moe(
             )
         outputs["out"] = _rows(framework, "out", given_out)
 
+    if logits is None:
+        _check_rank("router_weights", given["router_weights"], 2)
+    source = "router_weights" if logits is None else "logits"
+    experts = int(given[source].shape[0 if logits is None else -1])
+    if not 1 <= experts <= _MAX_EXPERTS:
+        raise InvalidArgumentError(f"{source}: got {experts} experts, accepted are 1 to 1024")
+    held = given["w_gate_up"].shape
+    if len(held) == 3 and held[0] != experts:
+        raise InvalidArgumentError(
+            f"{source}: its number of experts is {experts}, but w_gate_up has {held[0]}"
+        )
     if logits is not None:
         made_logits = _rows(framework, "logits", given["logits"])
         if made_logits.shape[0] != rows.shape[0]:
@@ -399,7 +405,6 @@ def fused_moe(
             )
     else:
         router, bias = given["router_weights"], given.get("router_bias")
-        _check_rank("router_weights", router, 2)
         if bias is not None:
             _check_rank("router_bias", bias, 1)
         if router.shape[0] % _ROUTER_MULTIPLE:

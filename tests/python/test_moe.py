@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 import flashmoe_science as fm
-import moe_reference
+import moe_oracle
 import numpy as np
 import producers
 import pytest
@@ -53,7 +53,7 @@ def test_route(producer: Producer, dtype: str, options: dict[str, Any]) -> None:
                        **options, return_lse=True)  # fmt: skip
     assert type(got) is fm.MoeRouting
     assert all(isinstance(part, producer.kind) for part in got)
-    moe_reference.assert_routed(host(got), moe_reference.route(logits, **options))
+    moe_oracle.assert_routed(host(got), moe_oracle.route(logits, **options))
     assert fm.moe_route(producer.make(logits, dtype), **options).lse is None
 
 
@@ -65,11 +65,11 @@ def test_route_by_groups_with_a_selection_bias(producer: Producer) -> None:
         "top_k": 5, "scoring": "sigmoid", "num_groups": 8, "top_groups": 3, "renormalize": True,
         "scale": 2.5,
     }  # fmt: skip
-    want = moe_reference.route(logits, selection_bias=bias, **options)
-    assert moe_reference.closest_choices(logits, selection_bias=bias, **options) > 1e-6
+    want = moe_oracle.route(logits, selection_bias=bias, **options)
+    assert moe_oracle.closest_choices(logits, selection_bias=bias, **options) > 1e-6
     got = fm.moe_route(producer.as_is(logits), selection_bias=producer.as_is(bias), **options)
-    moe_reference.assert_routed(host(got), want)
-    assert not np.array_equal(want.ids, moe_reference.route(logits, **options).ids)
+    moe_oracle.assert_routed(host(got), want)
+    assert not np.array_equal(want.ids, moe_oracle.route(logits, **options).ids)
 
 
 @PRODUCERS
@@ -90,7 +90,7 @@ def test_route_given(producer: Producer, mapped: bool, kind: type) -> None:
     ids = rng.integers(-2, 12, (41, 4)).astype(kind)
     weights = rng.random((41, 4), np.float32)
     expert_map = rng.integers(-3, 8, 10).astype(np.int32) if mapped else None
-    want = moe_reference.route_given(ids, weights, num_experts=5, expert_map=expert_map)
+    want = moe_oracle.route_given(ids, weights, num_experts=5, expert_map=expert_map)
     assert (want.ids == -1).any() and (want.ids >= 0).any()
     given: dict[str, Any] = {"num_experts": 5}
     if mapped:
@@ -99,10 +99,10 @@ def test_route_given(producer: Producer, mapped: bool, kind: type) -> None:
     assert type(got) is fm.MoeRouting
     assert all(isinstance(part, producer.kind) for part in got[:5])
     assert got.lse is None
-    moe_reference.assert_routed(host(got), want)
+    moe_oracle.assert_routed(host(got), want)
     without = fm.moe_route_given(producer.as_is(ids), **given)
-    moe_reference.assert_routed(
-        host(without), moe_reference.route_given(ids, num_experts=5, expert_map=expert_map)
+    moe_oracle.assert_routed(
+        host(without), moe_oracle.route_given(ids, num_experts=5, expert_map=expert_map)
     )
 
 
@@ -110,7 +110,7 @@ def test_ids_of_great_size_are_not_mine() -> None:
     ids = np.array([[2**62, 2**32 + 1], [-(2**40), 1]], np.int64)
     got = fm.moe_route_given(ids, num_experts=3)
     np.testing.assert_array_equal(got.ids, [[-1, -1], [-1, 1]])
-    moe_reference.assert_routed(got, moe_reference.route_given(ids, num_experts=3))
+    moe_oracle.assert_routed(got, moe_oracle.route_given(ids, num_experts=3))
 
 
 @EVERY_PRODUCER
@@ -119,7 +119,7 @@ def test_forward(producer: Producer, dtype: str, case: Case) -> None:
     arguments = make(case, producer, dtype)
     out, pre = fm.moe_forward(**arguments, **case.options, return_pre_activation=True)
     assert isinstance(out, producer.kind) and isinstance(pre, producer.kind)
-    moe_reference.assert_forward(
+    moe_oracle.assert_forward(
         host(out), **rounded(case, dtype), **case.options, pre_activation=host(pre)
     )
     again = fm.moe_forward(**arguments, **case.options)
@@ -158,7 +158,7 @@ def test_grouped_product(producer: Producer, dtype: str, transposed: bool, maske
         assert isinstance(out, producer.kind)
         values = {name: producers.cast(value, dtype) for name, value in tensors.items()}
         b = {} if row is None else {"bias": producers.cast(row, dtype)}
-        moe_reference.assert_grouped_product(host(out), **values, **bounds, **b)
+        moe_oracle.assert_grouped_product(host(out), **values, **bounds, **b)
 
 
 ROUTER_CASES = (Case(experts=16, top_k=3), *(dataclasses.replace(c, experts=8) for c in CASES))
@@ -231,8 +231,8 @@ def test_fused_against_float64() -> None:
     given = fused_arguments(case, Producer(), "fp32")
     x = given["tokens"].reshape(15, -1)
     logits = x.astype(np.float64) @ given["router_weights"].astype(np.float64).T
-    routing = moe_reference.route(logits + given["router_bias"], 3, **ROUTING)
-    want = moe_reference.forward_float64(x, given["w_gate_up"], given["w_down"], routing)
+    routing = moe_oracle.route(logits + given["router_bias"], 3, **ROUTING)
+    want = moe_oracle.forward_float64(x, given["w_gate_up"], given["w_down"], routing)
     got = fm.fused_moe(**given, **ROUTING)
     np.testing.assert_allclose(got.reshape(15, -1), want.out, rtol=1e-4, atol=1e-5)
 
@@ -272,14 +272,16 @@ def test_fused_reads_rows_in_place_or_says_why_not(producer: Producer) -> None:
 @WITH_OUT
 def test_outputs_are_the_callers(producer: Producer) -> None:
     logits = logits_of()
-    blank = [producer.as_is(np.full(part.shape, -7, np.int32))
-             for part in (np.empty((37, 2)), np.empty(7), np.empty(74), np.empty((37, 2)))]
+    blank = [
+        producer.as_is(np.full(part.shape, -7, np.int32))
+        for part in (np.empty((37, 2)), np.empty(7), np.empty(74), np.empty((37, 2)))
+    ]
     weights = producer.poisoned((37, 2), "fp32")
     lse = producer.poisoned((37,), "fp32")
     routing = fm.MoeRouting(blank[0], weights, *blank[1:], lse)
     got = fm.moe_route(producer.as_is(logits), 2, out=routing, return_lse=True)
     assert got is routing
-    moe_reference.assert_routed(host(routing), moe_reference.route(logits, 2))
+    moe_oracle.assert_routed(host(routing), moe_oracle.route(logits, 2))
 
     case = Case(gate="separate")
     arguments = make(case, producer, "fp32")
@@ -288,7 +290,7 @@ def test_outputs_are_the_callers(producer: Producer) -> None:
     both = fm.moe_forward(**arguments, **case.options, out=out, pre_activation=pre,
                           return_pre_activation=True)  # fmt: skip
     assert both[0] is out and both[1] is pre
-    moe_reference.assert_forward(host(out), **rounded(case, "fp32"), **case.options,
+    moe_oracle.assert_forward(host(out), **rounded(case, "fp32"), **case.options,
                                  pre_activation=host(pre))  # fmt: skip
 
     tokens = fused_arguments(Case(experts=8), producer, "fp32")
@@ -303,7 +305,7 @@ def test_out_of_given_ids() -> None:
     for part in first[:5]:
         part.fill(-7)
     assert fm.moe_route_given(ids, num_experts=3, out=first) is first
-    moe_reference.assert_routed(first, moe_reference.route_given(ids, num_experts=3))
+    moe_oracle.assert_routed(first, moe_oracle.route_given(ids, num_experts=3))
 
 
 def test_rows_that_no_expert_has_are_not_written() -> None:
@@ -345,7 +347,7 @@ def test_pairs_without_an_expert_count_nothing() -> None:
     arguments["routing"] = fm.moe_route_given(ids, weights, num_experts=6)
     out, pre = fm.moe_forward(**arguments, return_pre_activation=True)
     assert (out[::3] == 0).all()
-    moe_reference.assert_forward(out, **arguments, pre_activation=pre)
+    moe_oracle.assert_forward(out, **arguments, pre_activation=pre)
 
 
 def test_halves_of_the_experts_add_up_to_all() -> None:
@@ -379,7 +381,7 @@ def test_read_only_inputs_are_accepted(name: str) -> None:
         np.testing.assert_array_equal(fm.moe_forward(**arguments, **case.options), want)
     logits = logits_of()
     logits.setflags(write=False)
-    moe_reference.assert_routed(fm.moe_route(logits, 2), moe_reference.route(logits, 2))
+    moe_oracle.assert_routed(fm.moe_route(logits, 2), moe_oracle.route(logits, 2))
 
 
 def test_views_are_read_in_place() -> None:
@@ -391,8 +393,9 @@ def test_views_are_read_in_place() -> None:
     rng = np.random.default_rng(0)
 
     def inside(values: np.ndarray, *margins: tuple[int, int]) -> np.ndarray:
-        room = rng.standard_normal([a + n + b for n, (a, b) in
-                                    zip(values.shape, margins, strict=True)]).astype(values.dtype)
+        room = rng.standard_normal(
+            [a + n + b for n, (a, b) in zip(values.shape, margins, strict=True)]
+        ).astype(values.dtype)
         view = room[tuple(slice(a, a + n) for n, (a, b) in zip(values.shape, margins, strict=True))]
         view[...] = values
         return view
@@ -407,7 +410,7 @@ def test_views_are_read_in_place() -> None:
     copied = plain | {"w_down": shared["w_down"].copy()}
     np.testing.assert_array_equal(fm.moe_forward(**shared), fm.moe_forward(**copied))
     logits = logits_of(37, 9)[:, 1:7]
-    moe_reference.assert_routed(fm.moe_route(logits, 2), moe_reference.route(logits, 2))
+    moe_oracle.assert_routed(fm.moe_route(logits, 2), moe_oracle.route(logits, 2))
 
 
 def test_transposed_weights_of_torch() -> None:
@@ -420,7 +423,7 @@ def test_transposed_weights_of_torch() -> None:
         arguments[name] = arguments[name].transpose(1, 2).contiguous().transpose(1, 2)
         assert not arguments[name].is_contiguous()
     got = fm.moe_forward(**arguments, **case.options)
-    moe_reference.assert_forward(got, **arguments, **case.options)
+    moe_oracle.assert_forward(got, **arguments, **case.options)
     assert torch.allclose(got.float(), want.float(), atol=0.05)
 
 
@@ -433,12 +436,10 @@ EMPTY = [Case(tokens=0), Case(tokens=1, top_k=1), Case(experts=1, top_k=1), Case
 def test_edges(producer: Producer, case: Case) -> None:
     arguments = make(case, producer, "fp32")
     out, pre = fm.moe_forward(**arguments, return_pre_activation=True)
-    moe_reference.assert_forward(
-        host(out), **rounded(case, "fp32"), pre_activation=host(pre)
-    )
+    moe_oracle.assert_forward(host(out), **rounded(case, "fp32"), pre_activation=host(pre))
     logits = logits_of(case.tokens, case.experts)
     got = fm.moe_route(producer.as_is(logits), case.top_k, return_lse=True)
-    moe_reference.assert_routed(host(got), moe_reference.route(logits, case.top_k))
+    moe_oracle.assert_routed(host(got), moe_oracle.route(logits, case.top_k))
 
 
 def test_torch_parameters_and_grad_mode() -> None:
@@ -551,10 +552,6 @@ def test_plans_of_every_framework(producer: Producer) -> None:
     )  # fmt: skip
     assert plan == described
     assert fm.moe_route_plan(producer.as_is(logits_of()), 2).family == "cpu"
-
-
-def test_predecessors_name() -> None:
-    assert "FlashMoELayer" in (inspect.getdoc(__import__("flashmoe_science.compat").compat) or "")
 
 
 def test_nothing_leaks() -> None:

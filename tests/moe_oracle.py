@@ -3,7 +3,7 @@
 Routing is exact: the same ids and the same order, always; weights within WEIGHT_TOLERANCE of
 float64. For products the rule of reference.py:
 
-    max|ours - ref| <= 2 * max|plain - ref| + ulp
+    max|ours - ref| <= 2 * max|plain - ref| + ulp        (4 where there are few values)
 
 ref is float64 mathematics on the same inputs, plain the same formula the ordinary way: what each
 step gives rounded to the inputs' dtype, sums in fp32.
@@ -160,7 +160,8 @@ def closest_choices(
         if num_groups > 1:
             # A sum of two depends on which two, so that equal sums of different ones are open.
             two = np.sort(np.where(np.isnan(choice), -np.inf, choice)
-                          .reshape(len(z), num_groups, -1), 2)[..., -2:]  # fmt: skip
+                          .reshape(len(z), num_groups, z.shape[1] // num_groups),
+                          2)[..., -2:]  # fmt: skip
             rows.append(two.sum(2))
         least = np.inf
         for row in (r for values in rows for r in values):
@@ -323,7 +324,7 @@ def _forward(
             y = round_(arithmetic.product(a, w_down[e], _row(b_down, e)))
             terms[of] = y if weight_on_input else round_(y * factor)
             has[of] = True
-        kept = np.where(has[:, None], terms, 0).reshape(tokens, top_k, -1)
+        kept = np.where(has[:, None], terms, 0).reshape(tokens, top_k, x.shape[1])
         out = np.zeros_like(x)
         for k in range(top_k):
             out = out + kept[:, k]
@@ -369,11 +370,16 @@ def forward_plain(
     return _forward(*arrays, _host(routing), _Arithmetic(_SINGLE, dtype), **_arrays(options))
 
 
+FEW = 2**14  # values, of which the greatest error of the ordinary computation is a matter of luck
+
+
 def allowed_error(ref: np.ndarray, plain: np.ndarray, dtype: np.dtype[Any]) -> float:
     both = np.isfinite(ref) & np.isfinite(plain)
     if not both.any():
         return 0.0
-    return float(2 * np.abs(plain - ref)[both].max() + ulp(dtype, float(np.abs(ref[both]).max())))
+    times = 4 if ref.size < FEW else 2
+    largest = float(np.abs(ref[both]).max())
+    return float(times * np.abs(plain - ref)[both].max() + ulp(dtype, largest))
 
 
 def assert_near(name: str, got: np.ndarray, ref: np.ndarray, allowed: float) -> None:
