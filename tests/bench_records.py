@@ -154,7 +154,7 @@ def moe_record(cells: list[dict[str, Any]], **given: Any) -> dict[str, Any]:
     as_flash = [
         c | {"contenders": {"torch-flash": c["contenders"]["torch-grouped"]}} for c in cells
     ]
-    made = document(as_flash, **of, command=command, **given)
+    made = document(as_flash, **of | {"command": command} | given)
     summary = {"torch-grouped": made["summary"]["torch-flash"]}
     return made | {"cells": cells, "summary": summary}
 
