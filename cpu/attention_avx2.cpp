@@ -9,8 +9,11 @@ namespace {
 namespace avx2 {
 
 #include "cpu/simd_avx2.h"
-// Built on the Simd above.
+// Each is built on those above it.
+// clang-format off
+#include "cpu/products.h"
 #include "cpu/attention_tile.h"
+// clang-format on
 
 }  // namespace avx2
 }  // namespace

@@ -7,8 +7,11 @@ namespace {
 namespace scalar {
 
 #include "cpu/simd_portable.h"
-// Built on the Simd above.
+// Each is built on those above it.
+// clang-format off
+#include "cpu/products.h"
 #include "cpu/attention_tile.h"
+// clang-format on
 
 }  // namespace scalar
 }  // namespace

@@ -9,16 +9,22 @@ namespace {
 namespace avx512 {
 
 #include "cpu/simd_avx512.h"
-// Built on the Simd above.
+// Each is built on those above it.
+// clang-format off
+#include "cpu/products.h"
+#include "cpu/moe_activation.h"
+#include "cpu/moe_sums.h"
+#include "cpu/moe_few_rows.h"
 #include "cpu/moe_product.h"
+// clang-format on
 
 }  // namespace avx512
 }  // namespace
 
 const MoeKernel kAvx512Moe[3] = {
-    avx512::moe_kernel<float>("avx512"),
-    avx512::moe_kernel<Fp16>("avx512"),
-    avx512::moe_kernel<Bf16>("avx512"),
+    avx512::moe_kernel<avx512::Fp32Product<float>>("avx512"),
+    avx512::moe_kernel<avx512::Fp32Product<Fp16>>("avx512"),
+    avx512::moe_kernel<avx512::Fp32Product<Bf16>>("avx512"),
 };
 
 }  // namespace flashmoe::cpu

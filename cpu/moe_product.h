@@ -1,96 +1,165 @@
-// Products of a mixture of experts for any instruction set.
+// Products of a mixture of experts for any instruction set: a tile of the rows that an expert has
+// times rows of its matrix (cpu/moe_kernel.h says what comes out).
 //
-// Included inside the ISA's own namespace after its `Simd`, so that no code compiled with its flags
-// can be merged with another's.
+// Many rows: blocks of kBlockWords words of depth. The tile's rows are packed once a block, as
+// groups [word][kGroupRows], a panel of kPanel columns at a time is packed as [word][kPanel], and
+// every group is multiplied by it (cpu/products.h). Rows and sums stay in L2, a panel in L1; a word
+// of weights is packed once for all rows of the tile.
+//
+// Few rows: see cpu/moe_few_rows.h.
+//
+// Sums are fp32, one for each row and column, added up in the order of depth; what is added first in
+// registers depends on the number of rows of the tile only in that few and many are two orders.
+//
+// Included after cpu/moe_few_rows.h.
 
-using Vector = Simd::Vector;
+template <typename Product>
+class ManyRows : MoeTileSums<typename Product::Element> {
+ public:
+  using Element = typename Product::Element;
+  using Base = MoeTileSums<Element>;
+  static constexpr int kPack = Product::kPack;
 
-constexpr int kLanes = Simd::kLanes;
-constexpr int64_t kMostRows = 192;
-constexpr int64_t kTileColumns = 256;
+  using Base::Base;
 
-template <typename T>
-float load_one(const void* p, int64_t i) {
-  return Simd::sum_of(Simd::load_first(static_cast<const T*>(p) + i, 1));
-}
-
-inline float load_any(const void* p, Dtype dtype, int64_t i) {
-  switch (dtype) {
-    case Dtype::kFloat32: return load_one<float>(p, i);
-    case Dtype::kFloat16: return load_one<Fp16>(p, i);
-    case Dtype::kBFloat16: return load_one<Bf16>(p, i);
-  }
-  return 0.0f;
-}
-
-inline float activate(const MoeActivation& a, float z) {
-  switch (a.function) {
-    case FLASHMOE_ACTIVATION_SILU: return z / (1.0f + __builtin_expf(-a.alpha * z));
-    case FLASHMOE_ACTIVATION_GELU: return 0.5f * z * (1.0f + __builtin_erff(z * 0.70710678f));
-    case FLASHMOE_ACTIVATION_GELU_TANH:
-      return 0.5f * z * (1.0f + __builtin_tanhf(0.79788456f * (z + 0.044715f * z * z * z)));
-    case FLASHMOE_ACTIVATION_RELU: return z < 0.0f ? 0.0f : z;
-    case FLASHMOE_ACTIVATION_RELU2: return z < 0.0f ? 0.0f : z * z;
-  }
-  return z;
-}
-
-template <typename T>
-void store_one(void* p, int64_t i, float x) {
-  Simd::store_first(static_cast<T*>(p) + i, Simd::broadcast(x), 1);
-}
-
-template <typename T>
-void multiply_tile(const MoeTile& tile, void* /*scratch*/) {
-  for (int64_t r = 0; r < tile.rows; ++r) {
-    for (int64_t n = 0; n < tile.columns; ++n) {
-      float z[2];
-      for (int m = 0; m < tile.matrices; ++m) {
-        const MoeWeights& w = tile.weights[m];
-        float sum = 0.0f;
-        for (int64_t d = 0; d < tile.depth; ++d) {
-          sum += load_one<T>(tile.x[r], d) *
-                 load_one<T>(w.data, n * w.row_stride + d * w.column_stride);
-        }
-        if (tile.scale != nullptr) sum *= tile.scale[r];
-        if (w.bias != nullptr) sum += load_any(w.bias, w.bias_dtype, n * w.bias_stride);
-        z[m] = sum;
-        if (tile.before[m] != nullptr)
-          store_one<T>(tile.before[m], r * tile.before_stride + n, sum);
-      }
-      float value = z[0];
-      if (tile.activation != nullptr) {
-        const MoeActivation& a = *tile.activation;
-        float& u = z[tile.matrices - 1];
-        u = u > a.limit ? a.limit : u < -a.limit ? -a.limit : u;
-        if (tile.matrices == 2) {
-          const float g = z[0] > a.limit ? a.limit : z[0];
-          value = activate(a, g) * (u + a.up_offset);
-        } else {
-          value = activate(a, u);
+  void compute() {
+    const int64_t words = tile_.depth / kPack;
+    for (int64_t word = 0; word < words; word += kBlockWords) {
+      const int64_t steps = smaller(kBlockWords, words - word);
+      pack_rows(word, steps);
+      for (int m = 0; m < tile_.matrices; ++m) {
+        for (int64_t panel = 0; panel < this->panels_; ++panel) {
+          pack_panel(m, panel * kPanel, word, steps);
+          multiply(m, panel, steps, word == 0);
         }
       }
-      store_one<T>(tile.out, r * tile.out_stride + n, value);
+    }
+    this->finish();
+  }
+
+ private:
+  using Base::s_;
+  using Base::tile_;
+
+  void pack_rows(int64_t word, int64_t steps) const {
+    for (int64_t first = 0; first < tile_.rows; first += kGroupRows) {
+      const int64_t rows = smaller(kGroupRows, tile_.rows - first);
+      const Element* from[kLanes];
+      for (int64_t r = 0; r < rows; ++r) from[r] = this->row(first + r);
+      float* to = s_.rows + first * steps;
+      for (int64_t step = 0; step < steps; step += kLanes) {
+        Vector block[kLanes];
+        load_block<Product>(from, rows, (word + step) * kPack, tile_.depth, block);
+        // A row of the block is longer than a group: the next one overwrites what is too much.
+        const int64_t count = smaller(kLanes, steps - step);
+        for (int64_t i = 0; i < count; ++i) Simd::store(to + (step + i) * kGroupRows, block[i]);
+      }
     }
   }
+
+  void pack_panel(int m, int64_t column, int64_t word, int64_t steps) const {
+    if (this->depth_is_contiguous(m)) {
+      transpose_panel(m, column, word, steps);
+    } else if (tile_.weights[m].row_stride == 1) {
+      copy_panel(m, column, word, steps, Product::load_values);
+    } else {
+      copy_panel(m, column, word, steps, Product::load_every_second_value);
+    }
+  }
+
+  void transpose_panel(int m, int64_t column, int64_t word, int64_t steps) const {
+    for (int v = 0; v < kPanelVectors; ++v) {
+      const int64_t first = column + v * kLanes;
+      const int64_t columns = clamp(tile_.columns - first, 0, kLanes);
+      const Element* from[kLanes];
+      for (int64_t j = 0; j < columns; ++j) from[j] = this->weights(m, first + j, 0);
+      float* to = s_.panel + v * kLanes;
+      for (int64_t step = 0; step < steps; step += kLanes) {
+        Vector block[kLanes];
+        load_block<Product>(from, columns, (word + step) * kPack, tile_.depth, block);
+        const int64_t count = smaller(kLanes, steps - step);
+        for (int64_t i = 0; i < count; ++i) Simd::store(to + (step + i) * kPanel, block[i]);
+      }
+    }
+  }
+
+  template <typename Load>
+  FLASHMOE_INLINE void copy_panel(int m, int64_t column, int64_t word, int64_t steps,
+                                  Load load) const {
+    const int64_t next = kPack > 1 ? tile_.weights[m].column_stride : 0;
+    for (int64_t step = 0; step < steps; ++step) {
+      const Element* from = this->weights(m, column, (word + step) * kPack);
+      for (int v = 0; v < kPanelVectors; ++v) {
+        const int64_t n = tile_.columns - column - v * kLanes;
+        const Element* p = from + v * kLanes * tile_.weights[m].row_stride;
+        Simd::store(s_.panel + step * kPanel + v * kLanes,
+                    n > 0 ? load(p, p + next, n) : Simd::zero());
+      }
+    }
+  }
+
+  void multiply(int m, int64_t panel, int64_t steps, bool first_block) const {
+    constexpr int kThird = kGroupRows / 3 > 1 ? kGroupRows / 3 : 1;
+    for (int64_t first = 0; first < tile_.rows; first += kGroupRows) {
+      const int64_t rows = tile_.rows - first;
+      const float* from = s_.rows + first * steps;
+      float* to = this->sums(m, panel, first);
+      if (rows <= kThird) {
+        multiply_group<kThird>(from, s_.panel, steps, first_block, to);
+      } else if (rows <= 2 * kThird) {
+        multiply_group<2 * kThird>(from, s_.panel, steps, first_block, to);
+      } else {
+        multiply_group<kGroupRows>(from, s_.panel, steps, first_block, to);
+      }
+    }
+  }
+
+  template <int kRows>
+  FLASHMOE_NOINLINE static void multiply_group(const float* rows, const float* panel, int64_t steps,
+                                               bool first_block, float* sums) {
+    const auto add = [=](int r, int v, Vector sum) {
+      float* to = sums + r * kPanel + v * kLanes;
+      Simd::store(to, Simd::add(Simd::load(to), sum));
+    };
+    const auto begin = [=](int r, int v, Vector sum) {
+      if (!first_block) return add(r, v, sum);
+      Simd::store(sums + r * kPanel + v * kLanes, sum);
+    };
+    multiply_panel<Product, kRows, kPanelVectors, 1, kGroupRows>(rows, panel, steps,
+                                                                 Product::kScoreRun, begin, add);
+  }
+};
+
+template <typename Product>
+void multiply_tile(const MoeTile& tile, void* scratch) {
+  if (tile.rows <= FewRows<Product>::most_rows(tile)) {
+    FewRows<Product>(tile, scratch).compute();
+  } else {
+    ManyRows<Product>(tile, scratch).compute();
+  }
 }
 
-template <typename T>
+template <typename Element>
 void add_rows(const MoeSum& sum) {
   for (int64_t i = 0; i < sum.hidden; i += kLanes) {
     Vector total = Simd::zero();
     for (int32_t k = 0; k < sum.top_k; ++k) {
       if (sum.y[k] == nullptr) continue;
-      const Vector y = Simd::load_first(static_cast<const T*>(sum.y[k]) + i, sum.hidden - i);
+      const Vector y = Simd::load_first(static_cast<const Element*>(sum.y[k]) + i, sum.hidden - i);
       total = sum.weights == nullptr
                   ? Simd::add(total, y)
                   : Simd::multiply_add(Simd::broadcast(sum.weights[k]), y, total);
     }
-    Simd::store_first(static_cast<T*>(sum.out) + i, total, sum.hidden - i);
+    Simd::store_first(static_cast<Element*>(sum.out) + i, total, sum.hidden - i);
   }
 }
 
-template <typename T>
+template <typename Product>
 constexpr MoeKernel moe_kernel(const char* isa) {
-  return {isa, kMostRows, kTileColumns, 64, multiply_tile<T>, add_rows<T>};
+  return {isa,
+          kMostRows,
+          kMostColumns,
+          MoeScratch::kBytes,
+          multiply_tile<Product>,
+          add_rows<typename Product::Element>};
 }

@@ -7,16 +7,22 @@ namespace {
 namespace scalar {
 
 #include "cpu/simd_portable.h"
-// Built on the Simd above.
+// Each is built on those above it.
+// clang-format off
+#include "cpu/products.h"
+#include "cpu/moe_activation.h"
+#include "cpu/moe_sums.h"
+#include "cpu/moe_few_rows.h"
 #include "cpu/moe_product.h"
+// clang-format on
 
 }  // namespace scalar
 }  // namespace
 
 const MoeKernel kScalarMoe[3] = {
-    scalar::moe_kernel<float>("scalar"),
-    scalar::moe_kernel<Fp16>("scalar"),
-    scalar::moe_kernel<Bf16>("scalar"),
+    scalar::moe_kernel<scalar::Fp32Product<float>>("scalar"),
+    scalar::moe_kernel<scalar::Fp32Product<Fp16>>("scalar"),
+    scalar::moe_kernel<scalar::Fp32Product<Bf16>>("scalar"),
 };
 
 }  // namespace flashmoe::cpu

@@ -26,13 +26,13 @@ Tiling choose_tiling(const MoeKernel& kernel, int64_t most_rows, int64_t experts
   Tiling tiling = {};
   tiling.threads = wanted >= available ? available : wanted < 1 ? 1 : static_cast<int32_t>(wanted);
   tiling.tile_rows = kernel.tile_rows;
-  tiling.tile_columns = std::min(kernel.tile_columns / matrices, columns);
+  tiling.tile_columns = kernel.tile_columns / matrices;
   const int64_t busy = std::clamp<int64_t>(most_rows, 1, experts);  // experts with rows
   const int64_t row_tiles = busy * ceil_divide(ceil_divide(most_rows, busy), tiling.tile_rows);
   const int64_t enough = kTilesPerThread * tiling.threads;
   while (tiling.threads > 1 && tiling.tile_columns >= 2 * kFewestColumns &&
          row_tiles * ceil_divide(columns, tiling.tile_columns) < enough) {
-    tiling.tile_columns /= 2;
+    tiling.tile_columns = ceil_divide(tiling.tile_columns / 2, kFewestColumns) * kFewestColumns;
   }
   tiling.column_tiles = ceil_divide(columns, tiling.tile_columns);
   tiling.most_tiles = (most_rows / tiling.tile_rows + busy) * tiling.column_tiles;

@@ -5,6 +5,7 @@ struct Simd {
   static constexpr int kLanes = 8;
   static constexpr int kGroupRows = 6;  // 6 x 2 accumulators, 2 operands, 2 registers to spare
   static constexpr int kPanelVectors = 2;
+  static constexpr int kDotRows = 2;  // 2 x 4 accumulators, 4 operands, 4 registers to spare
 
   // All ones in the first n lanes.
   static __m256i first(int64_t n) {
@@ -37,6 +38,13 @@ struct Simd {
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
   }
 
+  // to[i] += the sum of x[i], of four.
+  static void add_sums_of_four(const Vector* x, float* to) {
+    const Vector sums = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
+    _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), four));
+  }
+
   // x in the first n lanes, `other` in the rest.
   static Vector first_or(Vector x, int64_t n, Vector other) {
     return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(first(n)));
@@ -49,6 +57,14 @@ struct Simd {
   static Vector load_first(const Fp16* p, int64_t n) { return _mm256_cvtph_ps(load_16bit(p, n)); }
   static Vector load_first(const Bf16* p, int64_t n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16bit(p, n)), 16));
+  }
+
+  // The first n of every second value from p on; reads nothing behind the last of them.
+  template <typename T>
+  static Vector load_every_second(const T* p, int64_t n) {
+    T copy[kLanes] = {};
+    for (int i = 0; i < kLanes && i < n; ++i) copy[i] = p[2 * i];
+    return load_first(copy, kLanes);
   }
 
   // Stores the first n lanes, rounded to nearest even.

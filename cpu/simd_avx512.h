@@ -6,6 +6,7 @@ struct Simd {
   static constexpr int kLanes = 16;
   static constexpr int kGroupRows = 12;  // 12 x 2 accumulators, 2 operands, 6 registers to spare
   static constexpr int kPanelVectors = 2;
+  static constexpr int kDotRows = 6;  // 6 x 4 accumulators, 4 operands, 4 registers to spare
 
   static __mmask16 first(int64_t n) {
     return n >= kLanes ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << n) - 1u);
@@ -33,6 +34,17 @@ struct Simd {
   static float sum_of(Vector x) { return _mm512_reduce_add_ps(x); }
   static float max_of(Vector x) { return _mm512_reduce_max_ps(x); }
 
+  // to[i] += the sum of x[i], of four.
+  static void add_sums_of_four(const Vector* x, float* to) {
+    const Vector a = add(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+    const Vector b = add(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+    const Vector sums = add(unpack_low_pairs(a, b), unpack_high_pairs(a, b));
+    const __m256 half =
+        _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), four));
+  }
+
   // x in the first n lanes, `other` in the rest.
   static Vector first_or(Vector x, int64_t n, Vector other) {
     return _mm512_mask_mov_ps(other, first(n), x);
@@ -45,6 +57,23 @@ struct Simd {
   }
   static Vector load_first(const Bf16* p, int64_t n) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n), p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
+
+  // The first n of every second value from p on; reads nothing behind the last of them.
+  static Vector load_every_second(const float* p, int64_t n) {
+    const __m512i even =
+        _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const int64_t span = 2 * smaller_of(n, kLanes) - 1;
+    const Vector low = load_first(p, span);
+    const Vector high = span > kLanes ? load_first(p + kLanes, span - kLanes) : zero();
+    return _mm512_permutex2var_ps(low, even, high);
+  }
+  static Vector load_every_second(const Fp16* p, int64_t n) {
+    return _mm512_cvtph_ps(every_second_16bit(p, n));
+  }
+  static Vector load_every_second(const Bf16* p, int64_t n) {
+    const __m512i wide = _mm512_cvtepu16_epi32(every_second_16bit(p, n));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
   }
 
@@ -101,6 +130,11 @@ struct Simd {
   }
 
  private:
+  static int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+  static __m256i every_second_16bit(const void* p, int64_t n) {
+    const __mmask32 mask = n >= kLanes ? 0x7fffffffu : (1u << (2 * n - 1)) - 1u;
+    return _mm512_cvtepi32_epi16(_mm512_maskz_loadu_epi16(mask, p));
+  }
   static Vector unpack_low_pairs(Vector a, Vector b) {
     return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
   }

@@ -7,6 +7,7 @@ struct Simd {
   static constexpr int kLanes = 4;
   static constexpr int kGroupRows = 4;  // 4 x 2 accumulators: no spills with 16 registers
   static constexpr int kPanelVectors = 2;
+  static constexpr int kDotRows = 2;  // 2 x 4 accumulators, 4 operands, 4 registers to spare
 
   static Vector zero() { return Vector{}; }
   static Vector broadcast(float x) { return Vector{x, x, x, x}; }
@@ -32,6 +33,11 @@ struct Simd {
     return a > b ? a : b;
   }
 
+  // to[i] += the sum of x[i], of four.
+  static void add_sums_of_four(const Vector* x, float* to) {
+    for (int i = 0; i < 4; ++i) to[i] += sum_of(x[i]);
+  }
+
   // x in the first n lanes, `other` in the rest.
   static Vector first_or(Vector x, int64_t n, Vector other) {
     const int32_t count = static_cast<int32_t>(n > kLanes ? kLanes : n);
@@ -43,6 +49,14 @@ struct Simd {
   static Vector load_first(const T* p, int64_t n) {
     Vector x = {};
     for (int lane = 0; lane < kLanes && lane < n; ++lane) x[lane] = to_float(p[lane]);
+    return x;
+  }
+
+  // The first n of every second value from p on; reads nothing behind the last of them.
+  template <typename T>
+  static Vector load_every_second(const T* p, int64_t n) {
+    Vector x = {};
+    for (int lane = 0; lane < kLanes && lane < n; ++lane) x[lane] = to_float(p[2 * lane]);
     return x;
   }
 

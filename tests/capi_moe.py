@@ -114,7 +114,7 @@ FUNCTIONS = {
 }
 
 
-def _functions(params: Any, lib: c.CDLL) -> tuple[Any, Any, Any]:
+def functions(params: Any, lib: c.CDLL) -> tuple[Any, Any, Any]:
     """(run, plan, workspace_size) for that kind of parameters."""
     kind = c.POINTER(type(params))
     name = FUNCTIONS[type(params)]
@@ -150,14 +150,14 @@ def make_params(kind: type, **values: Any) -> Any:
 def plan_of(params: Any, lib: c.CDLL | None = None) -> MoePlan:
     lib = lib or capi.load()
     plan = MoePlan(struct_size=c.sizeof(MoePlan))
-    capi.check(_functions(params, lib)[1](params, plan), lib)
+    capi.check(functions(params, lib)[1](params, plan), lib)
     return plan
 
 
 def run(params: Any, lib: c.CDLL | None = None, poison: int = 0xFF) -> None:
     """Runs a call in a workspace of its own, full of `poison`, behind which nothing may change."""
     lib = lib or capi.load()
-    call, _, workspace_size = _functions(params, lib)
+    call, _, workspace_size = functions(params, lib)
     size = c.c_size_t()
     capi.check(workspace_size(params, size), lib)
     guard = 256

@@ -1,0 +1,53 @@
+// Products of bf16 pairs by vdpbf16ps: two per lane and instruction, summed in fp32. Denormal inputs
+// and sums count as 0. Included after cpu/products.h.
+
+struct Bf16PairProduct {
+  using Element = Bf16;
+  static constexpr int kPack = 2;  // elements per word, the first in the low half
+  static constexpr int64_t kScoreRun = 64;
+  static constexpr int64_t kValueRun = 64;
+
+  static Vector multiply_add(Vector a, Vector b, Vector sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+  }
+  static Vector load_words(const Bf16* p, int64_t n) {
+    return Simd::load_first(reinterpret_cast<const float*>(p), n / kPack);
+  }
+  static Vector load_values(const Bf16* first, const Bf16* second, int64_t n) {
+    const __mmask16 mask = Simd::first(n);
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, first));
+    if (second == nullptr) return _mm512_castsi512_ps(low);
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, second));
+    return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  }
+  static Vector load_every_second_value(const Bf16* first, const Bf16* second, int64_t n) {
+    const __mmask32 mask = n >= Simd::kLanes ? 0x7fffffffu : (1u << (2 * n - 1)) - 1u;
+    const __m512i low =
+        _mm512_and_si512(_mm512_maskz_loadu_epi16(mask, first), _mm512_set1_epi32(0xffff));
+    if (second == nullptr) return _mm512_castsi512_ps(low);
+    const __m512i high = _mm512_slli_epi32(_mm512_maskz_loadu_epi16(mask, second), 16);
+    return _mm512_castsi512_ps(_mm512_or_si512(low, high));
+  }
+  static Vector keep_first_of_pair(Vector words) {
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_castps_si512(words), _mm512_set1_epi32(0xffff)));
+  }
+  static Vector keep_second_of_pair(Vector words) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words),
+                                                _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  static void store_weights(float* row, int64_t key, Vector weights) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + key / kPack),
+                        (__m256i)_mm512_cvtneps_pbh(weights));
+  }
+
+  struct FiniteCheck {
+    __mmask32 special = 0;
+    void put(Vector words) {
+      const __m512i exponents = _mm512_set1_epi16(0x7f80);
+      const __m512i bits = _mm512_and_si512(_mm512_castps_si512(words), exponents);
+      special = static_cast<__mmask32>(special | _mm512_cmpeq_epi16_mask(bits, exponents));
+    }
+    bool finite() const { return special == 0; }
+  };
+};

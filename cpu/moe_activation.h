@@ -1,0 +1,86 @@
+// Activations of a mixture of experts, a vector at a time, for any instruction set. A NaN stays one.
+// Included after cpu/products.h.
+
+// e^x, a normal number: x is cut to +-kExpLimit. The rest of x log2(e) beside an integer is exact but
+// for one rounding, so that the relative error does not grow with x: below 2.5e-7.
+FLASHMOE_INLINE Vector exp_of(Vector x) {
+  constexpr float kExpLimit = 87.0f;
+  constexpr float kLog2ERest = 1.925963033e-8f;  // log2(e) - kLog2E
+  x = Simd::min(Simd::broadcast(kExpLimit), Simd::max(Simd::broadcast(-kExpLimit), x));
+  const Vector log2e = Simd::broadcast(kLog2E);
+  const Vector shifted = Simd::multiply_add(x, log2e, Simd::broadcast(kRoundToInteger));
+  const Vector whole = Simd::subtract(shifted, Simd::broadcast(kRoundToInteger));
+  Vector rest = Simd::multiply_add(x, log2e, Simd::subtract(Simd::zero(), whole));
+  rest = Simd::multiply_add(x, Simd::broadcast(kLog2ERest), rest);
+  return Simd::scale_by_exponent(exp2_polynomial(rest), shifted, whole);
+}
+
+FLASHMOE_INLINE Vector sigmoid_of(Vector x) {
+  const Vector power = exp_of(Simd::subtract(Simd::zero(), x));
+  return Simd::divide(Simd::broadcast(1.0f), Simd::add(power, Simd::broadcast(1.0f)));
+}
+
+// x P(x^2) / Q(x^2) for |x| <= kClamp, beyond which it rounds to +-1: least maximum relative error
+// (2.1e-8) among quotients of these degrees.
+namespace erf_fit {
+constexpr float kClamp = 3.95f;
+constexpr float kP[6] = {0x1.20dd74p+0f, 0x1.884bccp-3f,  0x1.b12802p-5f,
+                         0x1.f3257cp-9f, 0x1.2a8478p-12f, 0x1.0fe99cp-19f};
+constexpr float kQ[6] = {1.0f,           0x1.01950ap-1f,  0x1.d53cb4p-4f,
+                         0x1.ed53a8p-7f, 0x1.32e67ap-10f, 0x1.3d5b36p-15f};
+}  // namespace erf_fit
+
+FLASHMOE_INLINE Vector erf_of(Vector x) {
+  using namespace erf_fit;
+  x = Simd::min(Simd::broadcast(kClamp), Simd::max(Simd::broadcast(-kClamp), x));
+  const Vector u = Simd::multiply(x, x);
+  Vector p = Simd::broadcast(kP[5]);
+  Vector q = Simd::broadcast(kQ[5]);
+#pragma GCC unroll 5
+  for (int i = 4; i >= 0; --i) {
+    p = Simd::multiply_add(p, u, Simd::broadcast(kP[i]));
+    q = Simd::multiply_add(q, u, Simd::broadcast(kQ[i]));
+  }
+  return Simd::divide(Simd::multiply(x, p), q);
+}
+
+// z (1 + x) / 2 of an x in [-1, 1] that is an ulp from its limits there: else a large negative z
+// would keep an ulp of itself.
+FLASHMOE_INLINE Vector half_of_one_plus(Vector x, Vector z) {
+  x = Simd::multiply(x, Simd::broadcast(1.0f + 0x1p-22f));
+  x = Simd::min(Simd::broadcast(1.0f), Simd::max(Simd::broadcast(-1.0f), x));
+  const Vector half = Simd::multiply(z, Simd::broadcast(0.5f));
+  return Simd::multiply(half, Simd::add(x, Simd::broadcast(1.0f)));
+}
+
+FLASHMOE_INLINE Vector activate(const MoeActivation& activation, Vector z) {
+  switch (activation.function) {
+    case FLASHMOE_ACTIVATION_SILU:
+      return Simd::multiply(z, sigmoid_of(Simd::multiply(z, Simd::broadcast(activation.alpha))));
+    case FLASHMOE_ACTIVATION_GELU: {
+      constexpr float kSqrtHalf = 0.707106781f;
+      return half_of_one_plus(erf_of(Simd::multiply(z, Simd::broadcast(kSqrtHalf))), z);
+    }
+    case FLASHMOE_ACTIVATION_GELU_TANH: {
+      constexpr float kSqrtTwoOverPi = 0.797884561f;
+      constexpr float kCubic = 0.044715f;
+      const Vector u = Simd::multiply(z, z);
+      const Vector inner = Simd::multiply_add(Simd::multiply(u, z), Simd::broadcast(kCubic), z);
+      return half_of_one_plus(tanh_of(Simd::multiply(inner, Simd::broadcast(kSqrtTwoOverPi))), z);
+    }
+    case FLASHMOE_ACTIVATION_RELU: return Simd::max(Simd::zero(), z);
+    case FLASHMOE_ACTIVATION_RELU2: {
+      const Vector positive = Simd::max(Simd::zero(), z);
+      return Simd::multiply(positive, positive);
+    }
+  }
+  return z;
+}
+
+// u, or g and u, cut to the limit; NaN stays.
+FLASHMOE_INLINE Vector cut_above(const MoeActivation& activation, Vector x) {
+  return Simd::min(Simd::broadcast(activation.limit), x);
+}
+FLASHMOE_INLINE Vector cut(const MoeActivation& activation, Vector x) {
+  return Simd::max(Simd::broadcast(-activation.limit), cut_above(activation, x));
+}

@@ -1,0 +1,169 @@
+// Few rows of an expert times its matrix: each weight is read once, where it lies, and nothing but the
+// rows is packed. What bounds it is memory.
+//
+// Where depth is contiguous: dot products of kDotColumns rows of the matrix and up to
+// Simd::kDotRows rows of x at a time, a vector along the depth. Where columns are: every row's sums
+// += scalar * vector of columns, kAxpyDepth columns of the matrix at a time.
+//
+// Included after cpu/moe_sums.h.
+
+constexpr int64_t kFewWords = 1024;  // of depth at a time
+// One vector more than a power of two, so that rows do not share cache sets.
+constexpr int64_t kFewStride = kFewWords + kLanes;
+constexpr int kDotColumns = 4;
+constexpr int kAxpyDepth = 8;
+
+template <typename Product>
+class FewRows : MoeTileSums<typename Product::Element> {
+ public:
+  using Element = typename Product::Element;
+  using Base = MoeTileSums<Element>;
+  static constexpr int kPack = Product::kPack;
+  static constexpr int64_t kMostDotRows = 12;
+  static constexpr int64_t kMostAxpyRows = 4;
+  static_assert(kMostDotRows * kFewStride <= MoeScratch::kRows, "rows fit in the scratch");
+
+  using Base::Base;
+
+  static int64_t most_rows(const MoeTile& tile) {
+    return tile.weights[0].column_stride == 1 ? kMostDotRows : kMostAxpyRows;
+  }
+
+  void compute() {
+    for (int m = 0; m < tile_.matrices; ++m) {
+      for (int64_t i = 0; i < this->panels_ * this->row_places_ * kPanel; i += kLanes) {
+        Simd::store(this->sums(m, 0, 0) + i, Simd::zero());
+      }
+    }
+    for (int m = 0; m < tile_.matrices; ++m) {
+      if (this->depth_is_contiguous(m)) dot(m);
+    }
+    if (!this->depth_is_contiguous(0) || !this->depth_is_contiguous(tile_.matrices - 1)) axpy();
+    this->finish();
+  }
+
+ private:
+  using Base::s_;
+  using Base::tile_;
+
+  // Words `word` to `word` + `count` of each row, as P packs them; 0 behind them.
+  template <typename P>
+  void load_rows(int64_t word, int64_t count) const {
+    for (int64_t r = 0; r < tile_.rows; ++r) {
+      const Element* from = this->row(r) + word * P::kPack;
+      float* to = s_.rows + r * kFewStride;
+      for (int64_t i = 0; i < count; i += kLanes) {
+        Simd::store(to + i, P::load_words(from + i * P::kPack, (count - i) * P::kPack));
+      }
+    }
+  }
+
+  void dot(int m) const {
+    const int64_t words = tile_.depth / kPack;
+    for (int64_t word = 0; word < words; word += kFewWords) {
+      const int64_t count = smaller(kFewWords, words - word);
+      load_rows<Product>(word, count);
+      for (int64_t column = 0; column < tile_.columns; column += kDotColumns) {
+        const Element* w = this->weights(m, column, word * kPack);
+        const int64_t stride = tile_.weights[m].row_stride;
+        float* to = this->sums(m, column / kPanel, 0) + column % kPanel;
+        for (int64_t r = 0; r < tile_.rows; r += Simd::kDotRows) {
+          dot_rows(s_.rows + r * kFewStride, w, stride, count, to + r * kPanel, tile_.rows - r);
+        }
+      }
+    }
+  }
+
+  static void dot_rows(const float* rows, const Element* w, int64_t stride, int64_t words,
+                       float* sums, int64_t count) {
+    switch (count) {
+      case 1: return dot_block<1>(rows, w, stride, words, sums);
+      case 2: return dot_block<2>(rows, w, stride, words, sums);
+      case 3: return dot_block<smaller_of(3)>(rows, w, stride, words, sums);
+      case 4: return dot_block<smaller_of(4)>(rows, w, stride, words, sums);
+      case 5: return dot_block<smaller_of(5)>(rows, w, stride, words, sums);
+      default: return dot_block<Simd::kDotRows>(rows, w, stride, words, sums);
+    }
+  }
+
+  static constexpr int smaller_of(int rows) {
+    return rows < Simd::kDotRows ? rows : Simd::kDotRows;
+  }
+
+  template <int kRows>
+  FLASHMOE_NOINLINE static void dot_block(const float* rows, const Element* w, int64_t stride,
+                                          int64_t words, float* sums) {
+    Vector total[kRows][kDotColumns];
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kDotColumns; ++j) total[r][j] = Simd::zero();
+    }
+    const auto step = [&](int64_t word, int64_t n) {
+      Vector columns[kDotColumns];
+#pragma GCC unroll 4
+      for (int j = 0; j < kDotColumns; ++j) {
+        columns[j] = Product::load_words(w + j * stride + word * kPack, n * kPack);
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+        const Vector row = Simd::load(rows + r * kFewStride + word);
+#pragma GCC unroll 4
+        for (int j = 0; j < kDotColumns; ++j) {
+          total[r][j] = Product::multiply_add(row, columns[j], total[r][j]);
+        }
+      }
+    };
+    int64_t word = 0;
+    for (; word + kLanes <= words; word += kLanes) step(word, kLanes);
+    if (word < words) step(word, words - word);
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) Simd::add_sums_of_four(total[r], sums + r * kPanel);
+  }
+
+  // Gate and up together: they may lie in the same cache lines.
+  void axpy() const {
+    for (int64_t depth = 0; depth < tile_.depth; depth += kFewWords) {
+      const int64_t count = smaller(kFewWords, tile_.depth - depth);
+      load_rows<Fp32Product<Element>>(depth, count);
+      for (int64_t d = 0; d < count; d += kAxpyDepth) {
+        for (int m = 0; m < tile_.matrices; ++m) {
+          if (this->depth_is_contiguous(m)) continue;
+          if (tile_.weights[m].row_stride == 1) {
+            axpy_columns(m, depth, d,
+                         [](const Element* p, int64_t n) { return Simd::load_first(p, n); });
+          } else {
+            axpy_columns(m, depth, d,
+                         [](const Element* p, int64_t n) { return Simd::load_every_second(p, n); });
+          }
+        }
+      }
+    }
+  }
+
+  // Adds kAxpyDepth columns of the matrix, from `depth` + `d` on, times what the rows have there.
+  template <typename Load>
+  FLASHMOE_INLINE void axpy_columns(int m, int64_t depth, int64_t d, Load load) const {
+    const int64_t next = tile_.weights[m].column_stride;
+    for (int64_t column = 0; column < tile_.columns; column += kLanes) {
+      const Element* from = this->weights(m, column, depth + d);
+      Vector w[kAxpyDepth];
+#pragma GCC unroll 8
+      for (int i = 0; i < kAxpyDepth; ++i) {
+        w[i] = load(from + i * next, tile_.columns - column);
+        __builtin_prefetch(from + (kAxpyDepth + i) * next);
+      }
+      float* to = this->sums(m, column / kPanel, 0) + column % kPanel;
+      for (int64_t r = 0; r < tile_.rows; ++r) {
+        const float* row = s_.rows + r * kFewStride + d;
+        // Added up apart, which leaves a long sum fewer roundings.
+        Vector part = Simd::multiply(Simd::broadcast(row[0]), w[0]);
+#pragma GCC unroll 8
+        for (int i = 1; i < kAxpyDepth; ++i) {
+          part = Simd::multiply_add(Simd::broadcast(row[i]), w[i], part);
+        }
+        Simd::store(to + r * kPanel, Simd::add(Simd::load(to + r * kPanel), part));
+      }
+    }
+  }
+};

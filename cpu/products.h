@@ -1,0 +1,160 @@
+// Register-blocked products for any instruction set: what attention and the mixture of experts
+// share.
+//
+// Rows go through the registers kGroupRows at a time against panels of kPanel columns, both packed
+// in words of 32 bits, step of depth by step: a column of scalars broadcast against a row of
+// vectors. What a word holds, and what a step does with it, is a `Product`.
+//
+// Included inside the ISA's own namespace after its `Simd`.
+
+using Vector = Simd::Vector;
+
+constexpr int kLanes = Simd::kLanes;
+constexpr int kGroupRows = Simd::kGroupRows;
+constexpr int kPanelVectors = Simd::kPanelVectors;
+constexpr int kPanel = kPanelVectors * kLanes;
+
+FLASHMOE_INLINE int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+FLASHMOE_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+FLASHMOE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+FLASHMOE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) {
+  return x < low ? low : x > high ? high : x;
+}
+
+// 2^x for -1/2 <= x <= 1/2.
+FLASHMOE_INLINE Vector exp2_polynomial(Vector x) {
+  Vector y = Simd::broadcast(kExp2Coefficients[5]);
+  y = Simd::multiply_add(y, x, Simd::broadcast(kExp2Coefficients[4]));
+  y = Simd::multiply_add(y, x, Simd::broadcast(kExp2Coefficients[3]));
+  y = Simd::multiply_add(y, x, Simd::broadcast(kExp2Coefficients[2]));
+  y = Simd::multiply_add(y, x, Simd::broadcast(kExp2Coefficients[1]));
+  return Simd::multiply_add(y, x, Simd::broadcast(1.0f));
+}
+
+// 2^x for x <= 0: 2^round(x) times a polynomial in the rest. Relative error below 1.6e-7; 2^0 is 1;
+// 0 below kExp2Floor; a NaN stays one.
+FLASHMOE_INLINE Vector exp2_of_nonpositive(Vector x) {
+  const Vector shifted = Simd::add(x, Simd::broadcast(kRoundToInteger));
+  const Vector rest = Simd::subtract(x, Simd::subtract(shifted, Simd::broadcast(kRoundToInteger)));
+  return Simd::scale_by_exponent(exp2_polynomial(rest), shifted, x);
+}
+
+// In fp32 to a relative error of 4e-7 (core/tanh.h). A NaN stays one.
+FLASHMOE_INLINE Vector tanh_of(Vector x) {
+  using namespace tanh_fit;
+  x = Simd::min(Simd::broadcast(kClamp), Simd::max(Simd::broadcast(-kClamp), x));
+  const Vector u = Simd::multiply(x, x);
+  Vector p = Simd::multiply_add(Simd::broadcast(kP4), u, Simd::broadcast(kP3));
+  p = Simd::multiply_add(p, u, Simd::broadcast(kP2));
+  p = Simd::multiply_add(p, u, Simd::broadcast(kP1));
+  p = Simd::multiply_add(p, u, Simd::broadcast(kP0));
+  Vector q = Simd::multiply_add(Simd::broadcast(kQ4), u, Simd::broadcast(kQ3));
+  q = Simd::multiply_add(q, u, Simd::broadcast(kQ2));
+  q = Simd::multiply_add(q, u, Simd::broadcast(kQ1));
+  q = Simd::multiply_add(q, u, Simd::broadcast(kQ0));
+  return Simd::divide(Simd::multiply(x, p), q);
+}
+
+// Products of fp32, one per 32-bit word; T is widened on the way in.
+template <typename T>
+struct Fp32Product {
+  using Element = T;
+  static constexpr int kPack = 1;  // elements per word
+  // Words of depth that are summed in one go. Longer sums are made of shorter ones, so that their
+  // rounding errors grow with the root of this and not of the whole. Errors of a score are the
+  // worse ones: they are exponentiated.
+  static constexpr int64_t kScoreRun = sizeof(T) == sizeof(float) ? 32 : 64;
+  static constexpr int64_t kValueRun = 64;
+
+  static Vector multiply_add(Vector a, Vector b, Vector sum) {
+    return Simd::multiply_add(a, b, sum);
+  }
+  // The first n elements at p, packed into words; 0 behind them.
+  static Vector load_words(const T* p, int64_t n) { return Simd::load_first(p, n); }
+  // Words that hold row `first` of V (and, with pairs, row `second`, which may be null).
+  static Vector load_values(const T* first, const T* /*second*/, int64_t n) {
+    return Simd::load_first(first, n);
+  }
+  // The same of values that are two apart.
+  static Vector load_every_second_value(const T* p, const T* /*second*/, int64_t n) {
+    return Simd::load_every_second(p, n);
+  }
+  static Vector keep_first_of_pair(Vector words) { return words; }
+  static Vector keep_second_of_pair(Vector words) { return words; }
+  static void store_weights(float* row, int64_t key, Vector weights) {
+    Simd::store(row + key, weights);
+  }
+
+  // Sees whether any of the words put into it is a NaN or an infinity: then 0 * word is not 0.
+  struct FiniteCheck {
+    Vector sum = Simd::zero();
+    void put(Vector words) { sum = Simd::multiply_add(words, Simd::zero(), sum); }
+    bool finite() const { return Simd::sum_of(sum) == 0.0f; }
+  };
+};
+
+// sums[r][v] += a[r] * b[v] over `steps` words of depth, for kRows rows and kVectors vectors.
+template <typename Product, int kRows, int kVectors, int kRowStride, int kStepStride>
+FLASHMOE_INLINE void multiply_accumulate(const float* a, const float* b, int64_t steps,
+                                         Vector (&sums)[kRows][kVectors]) {
+  for (int64_t step = 0; step < steps; ++step) {
+    Vector columns[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) columns[v] = Simd::load(b + v * kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const Vector row = Simd::load_broadcast(a + r * kRowStride);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        sums[r][v] = Product::multiply_add(row, columns[v], sums[r][v]);
+      }
+    }
+    a += kStepStride;
+    b += kPanel;
+  }
+}
+
+// The whole product of one panel. `first` is given row, vector and sum of the first run and
+// stores it, also when there are no steps; `later` adds the sum of another.
+template <typename Product, int kRows, int kVectors, int kRowStride, int kStepStride,
+          typename First, typename Later>
+FLASHMOE_INLINE void multiply_panel(const float* a, const float* b, int64_t steps, int64_t run,
+                                    First first, Later later) {
+  int64_t step = 0;
+  do {
+    Vector sums[kRows][kVectors];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = Simd::zero();
+    }
+    multiply_accumulate<Product, kRows, kVectors, kRowStride, kStepStride>(
+        a + step * kStepStride, b + step * kPanel, smaller(run, steps - step), sums);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        if (step == 0) {
+          first(r, v, sums[r][v]);
+        } else {
+          later(r, v, sums[r][v]);
+        }
+      }
+    }
+    step += run;
+  } while (step < steps);
+}
+
+// Transposes kLanes words of up to kLanes rows, from element `begin` of `dim` on: lane j of
+// block[i] is word i of row j.
+template <typename Product>
+FLASHMOE_INLINE void load_block(const typename Product::Element* const (&from)[kLanes],
+                                int64_t rows, int64_t begin, int64_t dim, Vector (&block)[kLanes]) {
+#pragma GCC unroll 16
+  for (int j = 0; j < kLanes; ++j) {
+    block[j] = j < rows ? Product::load_words(from[j] + begin, dim - begin) : Simd::zero();
+  }
+  Simd::transpose(block);
+}
