@@ -213,6 +213,11 @@ def _fraction(entry: dict[str, Any]) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
+def _mebibytes(entry: dict[str, Any]) -> str:
+    peak = entry.get("peak_bytes")
+    return "-" if peak is None else f"{peak / 2**20:.0f}"
+
+
 def render_moe(source: Source) -> str:
     """Of mixtures of experts: one row a shape, what they share before the table."""
     document = source.document
@@ -234,13 +239,14 @@ def render_moe(source: Source) -> str:
             of_ours(lambda e: rec.number(e["tflops"] * factor)),
             of_ours(lambda e: f"{e['weight_bytes_per_s'] * 1e-12 * factor:.2f}"),
             of_ours(_fraction),
+            of_ours(_mebibytes),
         ]
         rows.append([*fields.values(), *numbers, *(_ratio_cell(cell, p) for p in peers)])
-    headers = [*own[0], "us", unit, rate, "of dense", *(f"over {p}" for p in peers)]
+    headers = [*own[0], "us", unit, rate, "of dense", "MiB", *(f"over {p}" for p in peers)]
     words = (
         f"All rows: {shared}. Times are of calls in a CUDA graph where they are under a "
         "millisecond, else between events. *of dense*: the time of plain matrix products of the "
-        "same FLOPs, without routing, over ours."
+        "same FLOPs, without routing, over ours. *MiB*: memory that a call adds at its peak."
     )
     if rec.on_cpu(document):
         words = f"All rows: {shared}."

@@ -77,10 +77,13 @@ def test_a_grid() -> None:
 def test_mixtures_of_experts() -> None:
     lines = report.render_moe(source(bench_records.moe_grid())).splitlines()
     assert lines[2].startswith("All rows: bf16 tiny H256 I128 E16 K2. Times are of calls in a CUDA")
-    assert "| T | routing | us | TFLOP/s | weights TB/s | of dense | over torch-grouped |" in lines
+    assert (
+        "| T | routing | us | TFLOP/s | weights TB/s | of dense | MiB | over torch-grouped |"
+        in lines
+    )
     # A short row is by its time in a graph, half of the other.
-    assert "| 8 | uniform | 0.4 | 8 | 3.50 | - | 1.25 |" in lines
-    assert "| 4096 | zipf 1 | 2.9 | 560 | 3.50 | 80% | 1.50 |" in lines
+    assert "| 8 | uniform | 0.4 | 8 | 3.50 | - | 3 | 1.25 |" in lines
+    assert "| 4096 | zipf 1 | 2.9 | 560 | 3.50 | 80% | 3 | 1.50 |" in lines
     assert lines[-3:] == [
         "flashmoe bench --suite moe-tiny --device cuda",
         "flashmoe bench --tokens 8 --hidden 256 --inner 128 --experts 16 --top-k 2 --skew 1 "
