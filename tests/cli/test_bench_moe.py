@@ -617,3 +617,18 @@ def test_many_places_leave_room_for_their_labels() -> None:
     assert labels[-1] == "8k"
     assert labels[-2] == ""
     assert labels.count("") == 7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "skew"), [("2", "0"), ("700", "1.5")])
+def test_a_row_on_the_gpu(capsys: pytest.CaptureFixture[str], tokens: str, skew: str) -> None:
+    pytest.importorskip("torch")
+    layer = ["--hidden", "256", "--inner", "128", "--experts", "16", "--top-k", "2"]
+    command = ["bench", "--tokens", tokens, *layer, "--skew", skew, "--device", "cuda"]
+    assert main([*command, "--seconds", "0.05", "--peer", "torch-grouped", "--json"]) == 0
+    [cell] = json.loads(capsys.readouterr().out)["cells"]
+    ours, peer = (cell["contenders"][name] for name in ("flashmoe", "torch-grouped"))
+    assert ours["graph_s"] > 0  # captured, so without a word to the host
+    assert peer["graph_against"]["ratio"] > 0
+    assert ours["peak_bytes"] > 0
+    assert ("bound_fraction" in ours) == (int(tokens) >= 512)
