@@ -103,9 +103,7 @@ def route_given(
     mine = (wide >= 0) & (wide < num_experts)
     made = torch.where(mine, wide, -1).int()
     given = torch.ones(ids.shape, device=ids.device) if weights is None else weights
-    return Routing(
-        made, torch.where(mine, given.double(), 0), *sort_pairs(made, num_experts), None
-    )
+    return Routing(made, torch.where(mine, given.double(), 0), *sort_pairs(made, num_experts), None)
 
 
 def assert_routed(got: Any, want: Routing) -> None:
@@ -116,8 +114,8 @@ def assert_routed(got: Any, want: Routing) -> None:
             at = (ours != ref).nonzero()
             first = tuple(at[0].tolist())
             raise AssertionError(
-                f"{name}{list(first)} is {int(ours[first])}, the reference {int(ref[first])}; wrong "
-                f"in {len(at)} of {ref.numel()} places"
+                f"{name}{list(first)} is {int(ours[first])}, the reference {int(ref[first])}; "
+                f"wrong in {len(at)} of {ref.numel()} places"
             )
     pairs = [("weights", got.weights, want.weights, on_host.WEIGHT_TOLERANCE)]
     if got.lse is not None and want.lse is not None:
@@ -144,13 +142,9 @@ class _Arithmetic(NamedTuple):
         low = x.to(self.rounded).to(self.compute)
         return torch.where(torch.isinf(low), x, low)  # fp16 ends at 65504: no error to allow for
 
-    def product(
-        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def product(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [n, k] times w [m, k], plus a row. Weights are widened some rows at a time."""
-        parts = [
-            x @ some.to(self.compute).T for some in w.split(_ROWS_OF_WEIGHTS)
-        ]
+        parts = [x @ some.to(self.compute).T for some in w.split(_ROWS_OF_WEIGHTS)]
         out = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         return out if bias is None else out + bias.to(self.compute)
 
@@ -245,9 +239,7 @@ def _largest(x: torch.Tensor) -> float:
     return float(x.abs().amax()) if x.numel() else 0.0
 
 
-def assert_near(
-    name: str, got: torch.Tensor, ref: torch.Tensor, plain: torch.Tensor
-) -> None:
+def assert_near(name: str, got: torch.Tensor, ref: torch.Tensor, plain: torch.Tensor) -> None:
     """The accuracy rule; not finite where, and only where, the reference is not."""
     assert got.shape == ref.shape, name
     if ref.numel() == 0:
