@@ -10,7 +10,7 @@ import flashmoe_science as fm
 import moe_oracle as on_host
 import pytest
 import torch
-from gpu import memory, moe_layers, moe_oracle
+from gpu import layer_oracle, memory, moe_layers
 from gpu.memory import Placement
 from gpu.moe_layers import DEVICE, DTYPES, check, generator, make
 from moe_cases import CASES, Case
@@ -169,7 +169,7 @@ def test_a_nan_reaches_what_it_meets_and_nothing_else(moe_family: str, where: st
         got = out.isnan().any(1).nonzero().flatten()
         assert torch.equal(got, touched)
         if where != "weights":
-            moe_oracle.assert_forward(out, **layer.arguments)
+            layer_oracle.assert_forward(out, **layer.arguments)
 
 
 WILD = ("offsets", "pairs", "slots", "everything")
@@ -256,7 +256,7 @@ def test_grouped_products(moe_family: str, dtype: str, transposed: bool, bias: s
             untouched = out.view[~torch.from_numpy(has).to(DEVICE)]
             poison = memory.bits(memory.poisoned(1, low, DEVICE))[0]
             assert (memory.bits(untouched) == poison).all(), "rows of no expert were written"
-            moe_oracle.assert_grouped_product(out.view, rows, w, **bounds, **b)
+            layer_oracle.assert_grouped_product(out.view, rows, w, **bounds, **b)
             said.append(True)
     assert any(said) or moe_family == "stream"
     assert all(said) or not must_serve(moe_family)
@@ -307,7 +307,7 @@ def test_weights_beyond_2_to_the_31_elements(moe_family: str) -> None:
         except fm.UnsupportedError:
             assert not must_serve(moe_family)
             continue
-        moe_oracle.assert_forward(out, x, w_gate_up, w_down, routing)
+        layer_oracle.assert_forward(out, x, w_gate_up, w_down, routing)
 
 
 def test_calls_that_name_no_kernel() -> None:
@@ -359,7 +359,7 @@ def test_fused(case: Case, route: dict[str, Any], tokens: int) -> None:
     routing = fm.moe_route(logits, case.top_k, **route)
     want = fm.moe_forward(x, routing=routing, **values, **case.options)
     assert torch.equal(memory.bits(got), memory.bits(want))
-    moe_oracle.assert_forward(got, x, routing=routing, **values, **case.options)
+    layer_oracle.assert_forward(got, x, routing=routing, **values, **case.options)
     shaped = x.reshape(1, tokens, 1, -1)
     again = fm.fused_moe(shaped, None, top_k=case.top_k, logits=logits.view(1, tokens, 1, -1),
                          **values, **route, **case.options)  # fmt: skip

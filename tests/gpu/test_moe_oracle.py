@@ -10,7 +10,7 @@ import numpy as np
 import producers
 import pytest
 import torch
-from gpu import moe_oracle
+from gpu import layer_oracle
 from moe_cases import CASES, Case, make
 
 
@@ -19,7 +19,7 @@ from moe_cases import CASES, Case, make
 def test_layers_agree(case: Case, dtype: str) -> None:
     made = make(case, producers.Torch(), dtype)
     routing = made.pop("routing")
-    ref = moe_oracle._layer(**made, **case.options, routing=routing, a=moe_oracle.EXACT,
+    ref = layer_oracle._layer(**made, **case.options, routing=routing, a=layer_oracle.EXACT,
                             want_pre=True)  # fmt: skip
     want = on_host.forward_float64(**made, **case.options, routing=routing)
     np.testing.assert_allclose(ref.out.numpy(), want.out, rtol=1e-11, atol=1e-12)
@@ -27,12 +27,12 @@ def test_layers_agree(case: Case, dtype: str) -> None:
         ref.pre_activation.numpy(), want.pre_activation, rtol=1e-11, atol=1e-12
     )
     out, pre = fm.moe_forward(**made, **case.options, routing=routing, return_pre_activation=True)
-    moe_oracle.assert_forward(out, **made, **case.options, routing=routing, pre_activation=pre)
+    layer_oracle.assert_forward(out, **made, **case.options, routing=routing, pre_activation=pre)
     for wrong in (out * 1.1, torch.where(torch.arange(40) == 3, torch.nan, out).to(out.dtype)):
         with pytest.raises(AssertionError, match=r"^out\["):
-            moe_oracle.assert_forward(wrong, **made, **case.options, routing=routing)
+            layer_oracle.assert_forward(wrong, **made, **case.options, routing=routing)
     with pytest.raises(AssertionError, match=r"^pre_activation\["):
-        moe_oracle.assert_forward(out, **made, **case.options, routing=routing,
+        layer_oracle.assert_forward(out, **made, **case.options, routing=routing,
                                   pre_activation=pre + 1)  # fmt: skip
 
 
@@ -59,16 +59,16 @@ def test_routes_agree(options: dict[str, Any], biased: bool, wild: bool) -> None
     want = on_host.route(logits, **options)
     tensors = {n: torch.from_numpy(v) if isinstance(v, np.ndarray) else v
                for n, v in options.items()}  # fmt: skip
-    got = moe_oracle.route(torch.from_numpy(logits), **tensors)
+    got = layer_oracle.route(torch.from_numpy(logits), **tensors)
     for name in ("ids", "offsets", "pairs", "slots"):
         np.testing.assert_array_equal(getattr(got, name).numpy(), getattr(want, name), name)
     np.testing.assert_allclose(got.weights.numpy(), want.weights, rtol=1e-12)
     ours = fm.moe_route(torch.from_numpy(logits), **tensors, return_lse=True)
-    moe_oracle.assert_routed(ours, got)
+    layer_oracle.assert_routed(ours, got)
     with pytest.raises(AssertionError, match=r"^weights"):
-        moe_oracle.assert_routed(ours._replace(weights=ours.weights + 1e-3), got)
+        layer_oracle.assert_routed(ours._replace(weights=ours.weights + 1e-3), got)
     with pytest.raises(AssertionError, match=r"^pairs\[0\] is"):
-        moe_oracle.assert_routed(ours._replace(pairs=ours.pairs.flip(0)), got)
+        layer_oracle.assert_routed(ours._replace(pairs=ours.pairs.flip(0)), got)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -78,7 +78,7 @@ def test_given_ids_agree(mapped: bool) -> None:
     weights = rng.random((30, 5), np.float32)
     expert_map = rng.integers(-1, 7, 6).astype(np.int32) if mapped else None
     want = on_host.route_given(ids, weights, num_experts=6, expert_map=expert_map)
-    got = moe_oracle.route_given(
+    got = layer_oracle.route_given(
         torch.from_numpy(ids), torch.from_numpy(weights), num_experts=6,
         expert_map=None if expert_map is None else torch.from_numpy(expert_map),
     )  # fmt: skip
@@ -96,6 +96,6 @@ def test_grouped_products_agree(masked: bool) -> None:
         bounds = {"offsets": torch.tensor([1, 9, 9, 20], dtype=torch.int32)}
     out = fm.grouped_product(x, w, **bounds)
     on_host.assert_grouped_product(out, x, w, **bounds)
-    moe_oracle.assert_grouped_product(out, x, w, **bounds)
+    layer_oracle.assert_grouped_product(out, x, w, **bounds)
     with pytest.raises(AssertionError, match=r"^out\["):
-        moe_oracle.assert_grouped_product(out + 1, x, w, **bounds)
+        layer_oracle.assert_grouped_product(out + 1, x, w, **bounds)
