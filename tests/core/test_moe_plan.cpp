@@ -209,7 +209,8 @@ void routes_are_checked() {
       {"ids: got strides [3, 1]", [](Route* c) { c->ids.strides = {3, 1}; }},
       {"ids: its data begins", [](Route* c) { c->ids.move(2); }},
       {"ids: it is on cuda:1", [](Route* c) { c->ids.view.device = {FLASHMOE_DEVICE_CUDA, 1}; }},
-      {"weights: got dtype float16", [](Route* c) { c->weights.view.dtype = kFp16; }},
+      {"weights: got dtype fp16, accepted is fp32",
+       [](Route* c) { c->weights.view.dtype = kFp16; }},
       {"weights: its number of experts of a token is 3, but ids has 2",
        [](Route* c) { c->weights.set({6, 3}, kFp32); }},
       {"offsets: its number of experts and one more is 8, but logits has 9",
@@ -289,7 +290,7 @@ void given_ids_are_checked() {
          c->given_weights.strides = {7, 1};
        })},
       {"scoring: got 2", given([](Route* c) { c->params.scoring = 2; })},
-      {"given_ids: got dtype float32", given([](Route* c) { c->given_ids.view.dtype = kFp32; })},
+      {"given_ids: got dtype fp32", given([](Route* c) { c->given_ids.view.dtype = kFp32; })},
       {"given_ids: its last dimension", given([](Route* c) { c->given_ids.strides = {1, 6}; })},
       {"given_ids: its data begins", given([](Route* c) {
          c->given_ids.view.dtype = kInt64;
@@ -376,7 +377,7 @@ void layers_are_checked() {
          c->params.b_down = &c->b_down.view;
        }},
       {"weights: got a null tensor", [](Forward* c) { c->params.weights = nullptr; }},
-      {"weights: got dtype bfloat16", [](Forward* c) { c->weights.view.dtype = kBf16; }},
+      {"weights: got dtype bf16", [](Forward* c) { c->weights.view.dtype = kBf16; }},
       {"weights: its number of tokens is 4", [](Forward* c) { c->weights.set({4, 2}, kFp32); }},
       {"weights: got 33 experts of a token", [](Forward* c) { c->weights.set({6, 33}, kFp32); }},
       {"weights: got strides [4, 1]", [](Forward* c) { c->weights.strides = {4, 1}; }},
@@ -535,6 +536,15 @@ void plans_say_what_will_run() {
   CHECK(route.plan(&plan) == FLASHMOE_OK && plan.launches == 1 && plan.flops == 0);
 }
 
+// Extents whose products leave 64 bits; no memory holds them, and none is needed to say so.
+void extents_that_no_memory_holds_are_refused() {
+  flashmoe_moe_plan plan = flashmoe_moe_plan_init();
+  Forward layer(int64_t{1} << 3, int64_t{1} << 54, 8, 1, 32);
+  CHECK(layer.plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
+  CHECK(std::string(flashmoe_last_error()).find("x: got 18014398509481984 columns for 256 pairs") ==
+        0);
+}
+
 void other_arguments_are_checked() {
   Forward layer;
   flashmoe_moe_plan plan = flashmoe_moe_plan_init();
@@ -598,6 +608,7 @@ int main() {
   other_gates_are_checked();
   products_are_checked();
   plans_say_what_will_run();
+  extents_that_no_memory_holds_are_refused();
   other_arguments_are_checked();
   without_tokens_there_are_offsets();
   return 0;
