@@ -42,11 +42,6 @@ inline constexpr uint32_t kFullWarp = 0xffffffffu;
 #endif
 inline constexpr int kStepsAhead = AHEAD;  // of the copies, in which what they copy comes to the L2
 inline constexpr uint32_t kNoRow = 0xffffffffu;
-#ifndef ORDER
-#define ORDER 1
-#define ZERO 0
-#define PIN 0
-#endif
 #ifndef LAG
 #define LAG 1
 #endif
@@ -288,7 +283,8 @@ class Scout {
 
   __device__ __forceinline__ void fetch(const Tile& tile, int column) const {
     const bool shares = tile.shared != 0 && params_.multicast != 0;
-    if (lane() < kHalves && !(shares && lane() != rank())) {
+    if (FETCH == 0) return;
+    if (FETCH == 2 && lane() < kHalves && !(shares && lane() != rank())) {
       ptx::tma_prefetch(
           &params_.weights[lane()], column,
           tile.row_tile * Traits::kOutRows + (Traits::kGated ? 0 : lane() * kHalfRows),
@@ -302,7 +298,7 @@ class Scout {
         const uint32_t chunks = ptx::load_shared_u32(rows + 4 * row);
         if (chunks != kNoRow) ptx::bulk_prefetch(chunk_at(params_.x + column, chunks), bytes);
       }
-    } else if (lane() * kTokenBoxRows < tile.tokens) {
+    } else if (FETCH == 2 && lane() * kTokenBoxRows < tile.tokens) {
       ptx::tma_prefetch(&params_.tokens, column, tile.first_slot + lane() * kTokenBoxRows,
                         params_.counts != nullptr ? tile.expert : 0, 0);
     }
@@ -462,7 +458,13 @@ __device__ __forceinline__ float activate(const Params& params, float z) {
 // A value that all lanes of the warp agree on, so that the compiler knows: it keeps what follows from it
 // in uniform registers, of which wgmma takes its descriptors.
 __device__ __forceinline__ int uniform(int value) {
+#if UNI == 0
+  return value;
+#elif UNI == 1
+  return __shfl_sync(kFullWarp, value, 0);
+#else
   return static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(value)));
+#endif
 }
 
 // The state of a consumer warpgroup.

@@ -1,0 +1,26 @@
+// One instantiated sm_90 grouped product, as the host sees it.
+#pragma once
+
+#include "core/dtype.h"
+#include "cuda/launch.h"
+
+namespace flashmoe::moe::sm90 {
+
+// What a kernel does with its operands and its products.
+enum class Use {
+  kGatedUp,  // gathers rows of x, multiplies the activation of one half by the other
+  kUp,       // gathers rows of x, activation
+  kDown      // rows as they lie, products and their bias
+};
+
+struct Entry : Kernel {
+  Dtype dtype;
+  Use use;
+  int tile_rows;    // of the weights, gate and up counted both
+  int out_rows;     // of them, columns of the output
+  int tile_tokens;  // at most
+  int stages;
+  int threads;
+};
+
+}  // namespace flashmoe::moe::sm90

@@ -1,0 +1,467 @@
+// The sm_90 family: which layers and grouped products its kernels serve, and with what parameters they
+// are launched.
+#include <cuda.h>
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "core/backends.h"
+#include "core/status.h"
+#include "cuda/moe/combine/stage.h"
+#include "cuda/moe/launch.h"
+#include "cuda/moe/sm90/entry.h"
+#include "cuda/moe/sm90/params.h"
+
+namespace flashmoe::moe::sm90 {
+
+#define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
+#include "cuda/moe/sm90/entries.inc"
+#undef FLASHMOE_ENTRY
+
+namespace {
+
+const Entry* const kEntries[] = {
+#define FLASHMOE_ENTRY(name) &entry_##name,
+#include "cuda/moe/sm90/entries.inc"
+#undef FLASHMOE_ENTRY
+};
+
+constexpr int kComputeCapability = 90;
+constexpr int64_t kElementBytes = 2;
+constexpr int64_t kWorkspaceAlignment = 256;
+constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;  // of a tensor map
+constexpr int64_t kMaxRows = int64_t{1} << 30;         // row + tile fits in int32
+constexpr int64_t kMaxItems = int64_t{1} << 30;
+// Pairs of token tiles that the weights of an expert pass by together: as many clusters as that work on
+// about as many rows of the weights, so that what they read of both is least.
+constexpr int32_t kPairsPerGroup = 8;
+
+int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
+
+// ---- tensor maps
+
+// The driver is not linked: this one function of it is asked for.
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+EncodeTiled encode_function() {
+  static const auto function =
+      reinterpret_cast<EncodeTiled>(driver_function("cuTensorMapEncodeTiled"));
+  return function;
+}
+
+// [batches, rows, columns], columns next to each other, in boxes of 64 columns by some rows of a batch.
+struct View {
+  const void* data;
+  int64_t columns;
+  int64_t rows;
+  int64_t batches;
+  int64_t row_stride;    // elements
+  int64_t batch_stride;  // elements
+  int32_t box_rows;
+  int32_t dtype;
+};
+
+bool same(const View& a, const View& b) {
+  return a.data == b.data && a.columns == b.columns && a.rows == b.rows && a.batches == b.batches &&
+         a.row_stride == b.row_stride && a.batch_stride == b.batch_stride &&
+         a.box_rows == b.box_rows && a.dtype == b.dtype;
+}
+
+bool encode(const View& view, CUtensorMap* map) {
+  const auto bytes = [](int64_t stride, int64_t extent) {
+    return static_cast<cuuint64_t>(extent > 1 ? kElementBytes * stride : 16);  // never taken
+  };
+  const auto extent = [](int64_t n) { return static_cast<cuuint64_t>(std::max<int64_t>(n, 1)); };
+  const cuuint64_t extents[4] = {extent(view.columns), extent(view.rows), extent(view.batches), 1};
+  const cuuint64_t steps[3] = {bytes(view.row_stride, view.rows),
+                               bytes(view.batch_stride, view.batches), 16};
+  const cuuint32_t box[4] = {kBoxColumns, static_cast<cuuint32_t>(view.box_rows), 1, 1};
+  const cuuint32_t ones[4] = {1, 1, 1, 1};
+  return encode_function()(map,
+                           static_cast<Dtype>(view.dtype) == Dtype::kFloat16
+                               ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                           4, const_cast<void*>(view.data), extents, steps, box, ones,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// The map of a view; kept by each thread, since programs use the same tensors again and again and a
+// layer has up to fourteen maps. False if the driver refuses it.
+bool find_map(const View& view, CUtensorMap* map) {
+  struct Known {
+    View view;
+    CUtensorMap map;
+  };
+  constexpr size_t kKnown = 128;
+  thread_local Known known[kKnown] = {};
+  const uint64_t place = reinterpret_cast<uintptr_t>(view.data) / 64 +
+                         static_cast<uint64_t>(view.box_rows) * 7 +
+                         static_cast<uint64_t>(view.columns);
+  Known& candidate = known[place * 0x9E3779B97F4A7C15u >> 57];
+  static_assert(kKnown == 1u << (64 - 57));
+  if (!same(candidate.view, view)) {
+    candidate.view.data = nullptr;
+    if (!encode(view, &candidate.map)) {
+      // A thread that has not used CUDA yet has no context, which the runtime makes on demand but the
+      // driver does not.
+      int device = 0;
+      if (cudaGetDevice(&device) != cudaSuccess || cudaSetDevice(device) != cudaSuccess ||
+          !encode(view, &candidate.map)) {
+        cudaGetLastError();
+        return false;
+      }
+    }
+    candidate.view = view;
+  }
+  *map = candidate.map;
+  return true;
+}
+
+// Of what is written, by boxes of all heights.
+bool find_out_maps(View view, CUtensorMap (*maps)[kOutHeights]) {
+  for (int i = 0; i < kOutHeights; ++i) {
+    view.box_rows = kOutBoxRows[i];
+    if (!find_map(view, &(*maps)[i])) return false;
+  }
+  return true;
+}
+
+// ---- plan
+
+// One product, of tokens' rows with the matrix of their expert.
+struct Product {
+  Use use;
+  Dtype dtype;
+  flashmoe_device device;
+  int64_t rows;      // of all experts, or of one of the batches
+  int64_t batches;   // that rows lie in: 1, or one for each expert
+  int64_t experts;
+  int64_t columns;   // summed over
+  int64_t out_rows;  // of the matrix: columns of the output
+};
+
+const Entry* find_entry(Dtype dtype, Use use) {
+  for (const Entry* entry : kEntries) {
+    if (entry->dtype == dtype && entry->use == use) return entry;
+  }
+  return nullptr;
+}
+
+flashmoe_status check_device(flashmoe_device device, Dtype dtype, const DeviceFacts** facts,
+                             const Reason& reason) {
+  FLASHMOE_TRY(read_device_facts(device.device_id, facts, reason));
+  const int capability = (*facts)->compute_capability;
+  if (capability != kComputeCapability) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "cuda:%d has compute capability %d.%d, accepted is 9.0", device.device_id,
+                         capability / 10, capability % 10);
+  }
+  if (dtype == Dtype::kFloat32) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "dtype fp32, accepted on a GPU are fp16 and bf16");
+  }
+  if (encode_function() == nullptr) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "the driver offers no cuTensorMapEncodeTiled");
+  }
+  return FLASHMOE_OK;
+}
+
+// Whether the copy engine can walk rows and batches: strides above 0 and below 2^40 bytes.
+bool can_walk(int64_t row_stride, int64_t rows, int64_t batch_stride, int64_t batches) {
+  const auto fits = [](int64_t stride, int64_t extent) {
+    return extent <= 1 || (stride > 0 && stride < kMaxStrideBytes / kElementBytes);
+  };
+  return fits(row_stride, rows) && fits(batch_stride, batches);
+}
+
+flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int64_t experts,
+                              int64_t rows, const Reason& reason) {
+  if (matrix.column_stride != 1) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%s: transposed, accepted is stride 1 along what products sum over", name);
+  }
+  if (!can_walk(matrix.row_stride, rows, matrix.expert_stride, experts)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%s: a stride that is 0, negative, or 2^40 bytes or more, which the copy "
+                         "engine cannot walk",
+                         name);
+  }
+  return FLASHMOE_OK;
+}
+
+flashmoe_status check_rows(const char* name, int64_t row_stride, int64_t rows, int64_t batch_stride,
+                           int64_t batches, const Reason& reason) {
+  if (rows > kMaxRows) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s: more than 2^30 rows", name);
+  }
+  if (!can_walk(row_stride, rows, batch_stride, batches)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%s: a stride that is 0, negative, or 2^40 bytes or more, which the copy "
+                         "engine cannot walk",
+                         name);
+  }
+  return FLASHMOE_OK;
+}
+
+flashmoe_status add_product(const DeviceFacts& facts, const Product& product, MoePlan* plan,
+                            const Reason& reason) {
+  const Entry* entry = find_entry(product.dtype, product.use);
+  if (entry == nullptr) {
+    return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these weights");
+  }
+  if (product.columns > INT_MAX / 2 || product.out_rows > INT_MAX / 2) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 columns");
+  }
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(*entry, product.device.device_id, facts, &arch, reason));
+  // Clusters have one item for a pair of tiles. Of an expert's pairs of token tiles at most the last is
+  // not more than half full.
+  const int64_t all_rows = product.rows * product.batches;
+  const int64_t pairs =
+      all_rows / entry->tile_tokens + std::min<int64_t>(product.experts, all_rows);
+  const int64_t row_tiles = ceil_div(product.out_rows, entry->out_rows);
+  if (pairs > kMaxItems / std::max<int64_t>(row_tiles, 1)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles");
+  }
+  const int64_t clusters = std::clamp<int64_t>(pairs * row_tiles, 1, facts.multiprocessors / kCluster);
+  flashmoe_moe_stage* stage = add_stage(*entry, arch, "a", clusters * kCluster, entry->threads,
+                                        entry->shared_bytes, plan);
+  stage->cluster = kCluster;
+  stage->tile_rows = entry->tile_rows;
+  stage->tile_tokens = entry->tile_tokens;
+  stage->stages = entry->stages;
+  return FLASHMOE_OK;
+}
+
+// ---- parameters
+
+// Of what parameters have in common; the maps of outputs and tokens are the caller's.
+bool fill_product(const Product& product, const ExpertMatrix& first, const ExpertMatrix& second,
+                  const Entry& entry, Params* params) {
+  const int32_t dtype = static_cast<int32_t>(product.dtype);
+  const ExpertMatrix* const halves[kHalves] = {&first, &second};
+  for (int i = 0; i < kHalves; ++i) {
+    const View view = {halves[i]->data,       product.columns,           product.out_rows,
+                       product.experts,       halves[i]->row_stride,     halves[i]->expert_stride,
+                       kHalfRows,             dtype};
+    if (!find_map(view, &params->weights[i])) return false;
+  }
+  params->rows = static_cast<int32_t>(product.rows);
+  params->experts = static_cast<int32_t>(product.experts);
+  params->columns = static_cast<int32_t>(product.columns);
+  params->out_rows = static_cast<int32_t>(product.out_rows);
+  params->row_tiles = static_cast<int32_t>(ceil_div(product.out_rows, entry.out_rows));
+  params->pairs_per_group = kPairsPerGroup;
+  return true;
+}
+
+Bias bias_of(const ExpertBias& bias) {
+  return {bias.data, bias.expert_stride, bias.row_stride, bias.dtype == Dtype::kFloat32 ? 1 : 0};
+}
+
+void fill_activation(const MoeForwardProblem& p, Params* params) {
+  constexpr double kLog2E = 1.4426950408889634;
+  constexpr double kTwiceSqrt2OverPi = 1.5957691216057308;  // tanh(x) is 2 sigmoid(2x) - 1
+  constexpr double kCube = 0.044715;
+  switch (p.activation) {
+    case FLASHMOE_ACTIVATION_SILU:
+      params->curve = kSwish;
+      params->swish_scale = static_cast<float>(-kLog2E * p.alpha);
+      break;
+    case FLASHMOE_ACTIVATION_GELU_TANH:
+      params->curve = kSwish;
+      params->swish_scale = static_cast<float>(-kLog2E * kTwiceSqrt2OverPi);
+      params->swish_cube = static_cast<float>(-kLog2E * kTwiceSqrt2OverPi * kCube);
+      break;
+    case FLASHMOE_ACTIVATION_GELU:
+      params->curve = kGeluErf;
+      break;
+    case FLASHMOE_ACTIVATION_RELU:
+      params->curve = kRelu;
+      break;
+    case FLASHMOE_ACTIVATION_RELU2:
+      params->curve = kRelu2;
+      break;
+  }
+  params->limit = p.limit;
+  params->up_offset = p.up_offset;
+  params->pre_activated = p.pre_activation != nullptr ? 1 : 0;
+  params->plain = p.gated && p.activation == FLASHMOE_ACTIVATION_SILU && p.alpha == 1.0f &&
+                          std::isinf(p.limit) && p.up_offset == 0.0f && !p.weight_on_input &&
+                          p.pre_activation == nullptr && p.gate_bias.data == nullptr &&
+                          p.up_bias.data == nullptr
+                      ? 1
+                      : 0;
+}
+
+// ---- the layer
+
+Product up_of(const MoeForwardProblem& p) {
+  return {p.gated ? Use::kGatedUp : Use::kUp, p.dtype, p.device, p.tokens * p.top_k, 1, p.experts,
+          p.hidden, p.inner};
+}
+Product down_of(const MoeForwardProblem& p) {
+  return {Use::kDown, p.dtype, p.device, p.tokens * p.top_k, 1, p.experts, p.inner, p.hidden};
+}
+
+// The workspace: a [slots, inner], then y [slots, hidden].
+int64_t activated_bytes(const MoeForwardProblem& p) {
+  return ceil_div(p.tokens * p.top_k * p.inner * kElementBytes, kWorkspaceAlignment) *
+         kWorkspaceAlignment;
+}
+
+flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
+                             const Reason& reason) {
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(check_device(problem.device, problem.dtype, &facts, reason));
+  const int64_t pairs = problem.tokens * problem.top_k;
+  if (problem.gated) {
+    FLASHMOE_TRY(
+        check_weights("w_gate_up", problem.gate, problem.experts, problem.inner, reason));
+  }
+  FLASHMOE_TRY(check_weights(problem.gated ? "w_up" : "w_gate_up", problem.up, problem.experts,
+                             problem.inner, reason));
+  FLASHMOE_TRY(check_weights("w_down", problem.down, problem.experts, problem.hidden, reason));
+  // Rows of x are counted in chunks of 16 bytes, by 32 bits.
+  constexpr int64_t kChunk = 8;
+  if (problem.x_stride < 0 ||
+      problem.tokens > int64_t{UINT32_MAX} / std::max<int64_t>(problem.x_stride / kChunk, 1)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "x: rows that begin below the first or 2^36 bytes or more behind it");
+  }
+  FLASHMOE_TRY(check_rows("weights", problem.hidden, pairs, 0, 1, reason));
+  if (problem.pre_activation != nullptr) {
+    FLASHMOE_TRY(
+        check_rows("pre_activation", problem.pre_activation_stride, pairs, 0, 1, reason));
+  }
+  FLASHMOE_TRY(add_product(*facts, up_of(problem), plan, reason));
+  FLASHMOE_TRY(add_product(*facts, down_of(problem), plan, reason));
+  FLASHMOE_TRY(add_combine(problem, *facts, plan, reason));
+  plan->info.workspace_bytes =
+      static_cast<uint64_t>(activated_bytes(problem) + pairs * problem.hidden * kElementBytes);
+  return FLASHMOE_OK;
+}
+
+bool fill_up(const MoeForwardProblem& p, const MoePlan& plan, void* activated, Params* params) {
+  const Product product = up_of(p);
+  const int32_t dtype = static_cast<int32_t>(p.dtype);
+  if (!fill_product(product, p.gated ? p.gate : p.up, p.up,
+                    *static_cast<const Entry*>(plan.entry[0]), params) ||
+      !find_out_maps({activated, p.inner, product.rows, 1, p.inner, 0, 0, dtype}, &params->out)) {
+    return false;
+  }
+  if (p.pre_activation != nullptr) {
+    View view = {p.pre_activation, p.inner, product.rows, 1, p.pre_activation_stride, 0, 0, dtype};
+    if (!find_out_maps(view, &params->pre_activation[0])) return false;
+    if (p.gated) {
+      view.data = static_cast<const uint16_t*>(p.pre_activation) + p.inner;
+      if (!find_out_maps(view, &params->pre_activation[1])) return false;
+    }
+  }
+  params->x = static_cast<const uint16_t*>(p.x);
+  params->x_row_chunks = static_cast<uint32_t>(p.x_stride / 8);
+  params->pairs = p.pairs;
+  params->pair_weights = p.weight_on_input ? p.weights : nullptr;
+  params->top_k = p.top_k;
+  params->offsets = p.offsets;
+  params->bias[0] = bias_of(p.gated ? p.gate_bias : p.up_bias);
+  params->bias[1] = bias_of(p.up_bias);
+  fill_activation(p, params);
+  return true;
+}
+
+bool fill_down(const MoeForwardProblem& p, const MoePlan& plan, const void* activated, void* y,
+               Params* params) {
+  const Product product = down_of(p);
+  const int32_t dtype = static_cast<int32_t>(p.dtype);
+  if (!fill_product(product, p.down, p.down, *static_cast<const Entry*>(plan.entry[1]), params) ||
+      !find_map({activated, p.inner, product.rows, 1, p.inner, 0, kTokenBoxRows, dtype},
+                &params->tokens) ||
+      !find_out_maps({y, p.hidden, product.rows, 1, p.hidden, 0, 0, dtype}, &params->out)) {
+    return false;
+  }
+  params->offsets = p.offsets;
+  params->bias[0] = bias_of(p.down_bias);
+  return true;
+}
+
+flashmoe_status refuse_map(const MoePlan& plan, int index) {
+  return fail(FLASHMOE_ERROR_CUDA, "launching %s: the driver refused a tensor map",
+              static_cast<const Entry*>(plan.entry[index])->name);
+}
+
+flashmoe_status launch_forward(const MoeForwardProblem& problem, const MoePlan& plan,
+                               void* workspace, void* stream) {
+  const DeviceGuard guard(problem.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  unsigned char* const activated = static_cast<unsigned char*>(workspace);
+  unsigned char* const y = activated + activated_bytes(problem);
+  Params params = {};
+  if (!fill_up(problem, plan, activated, &params)) return refuse_map(plan, 0);
+  FLASHMOE_TRY(launch_stage(plan, 0, problem.device, &params, stream));
+  params = {};
+  if (!fill_down(problem, plan, activated, y, &params)) return refuse_map(plan, 1);
+  FLASHMOE_TRY(launch_stage(plan, 1, problem.device, &params, stream));
+  return launch_combine(problem, plan, 2, y, problem.hidden, stream);
+}
+
+// ---- the product alone
+
+Product product_of(const GroupedProductProblem& p) {
+  return {Use::kDown, p.dtype, p.device, p.rows, p.counts != nullptr ? p.experts : 1, p.experts,
+          p.columns, p.out_columns};
+}
+
+flashmoe_status plan_product(const GroupedProductProblem& problem, MoePlan* plan,
+                             const Reason& reason) {
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(check_device(problem.device, problem.dtype, &facts, reason));
+  const Product product = product_of(problem);
+  FLASHMOE_TRY(check_weights("w", problem.w, problem.experts, problem.out_columns, reason));
+  FLASHMOE_TRY(check_rows("x", problem.x_stride, product.rows, problem.x_expert_stride,
+                          product.batches, reason));
+  FLASHMOE_TRY(check_rows("out", problem.out_stride, product.rows, problem.out_expert_stride,
+                          product.batches, reason));
+  return add_product(*facts, product, plan, reason);
+}
+
+flashmoe_status launch_product(const GroupedProductProblem& p, const MoePlan& plan, void*,
+                               void* stream) {
+  const DeviceGuard guard(p.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  const Product product = product_of(p);
+  const int32_t dtype = static_cast<int32_t>(p.dtype);
+  Params params = {};
+  if (!fill_product(product, p.w, p.w, *static_cast<const Entry*>(plan.entry[0]), &params) ||
+      !find_map({p.x, p.columns, product.rows, product.batches, p.x_stride, p.x_expert_stride,
+                 kTokenBoxRows, dtype},
+                &params.tokens) ||
+      !find_out_maps({p.out, p.out_columns, product.rows, product.batches, p.out_stride,
+                      p.out_expert_stride, 0, dtype},
+                     &params.out)) {
+    return refuse_map(plan, 0);
+  }
+  params.offsets = p.offsets;
+  params.counts = p.counts;
+  params.bias[0] = bias_of(p.bias);
+  return launch_stage(plan, 0, p.device, &params, stream);
+}
+
+}  // namespace
+}  // namespace flashmoe::moe::sm90
+
+namespace flashmoe {
+
+const MoeFamily kSm90Moe = {"sm90",
+                            FLASHMOE_DEVICE_CUDA,
+                            {},
+                            {&moe::sm90::plan_forward, &moe::sm90::launch_forward},
+                            {&moe::sm90::plan_product, &moe::sm90::launch_product}};
+
+}  // namespace flashmoe
