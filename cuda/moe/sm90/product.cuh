@@ -37,25 +37,9 @@
 namespace flashmoe::moe_sm90 {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
-#ifndef AHEAD
-#define AHEAD 6
-#endif
-inline constexpr int kStepsAhead = AHEAD;  // of the copies, in which what they copy comes to the L2
-inline constexpr uint32_t kNoRow = 0xffffffffu;
-#ifndef LAG
-#define LAG 1
-#endif
 inline constexpr int kLagBarrier = 3;
+inline constexpr int kNone = -1;
 inline constexpr int kStoreBarrier = 1;  // named barriers: one for each consumer
-
-// Read anew where they are used: kept across the main loop they would cost registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-__device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
-__device__ __forceinline__ int warp_of_group() { return thread_index() / kThreadsPerWarp % 4; }
 
 // What a block computes in one pass of the main loop. The producer works it out and leaves it in shared
 // memory with the first stage.
@@ -79,7 +63,7 @@ template <class Traits>
 class Schedule {
  public:
   __device__ __forceinline__ explicit Schedule(const Params& params)
-      : params_(params) {
+      : params_(params), lane_(static_cast<int>(threadIdx.x) % kThreadsPerWarp) {
     view(0, 0);
   }
 
@@ -88,8 +72,8 @@ class Schedule {
     for (;;) {
       const int end = __shfl_sync(kFullWarp, end_, kThreadsPerWarp - 1);
       if (item < end) break;
-      if (expert_ - lane_index() + kThreadsPerWarp >= params_.experts) return false;
-      view(expert_ - lane_index() + kThreadsPerWarp, end);
+      if (expert_ - lane_ + kThreadsPerWarp >= params_.experts) return false;
+      view(expert_ - lane_ + kThreadsPerWarp, end);
     }
     const int owner = __popc(__ballot_sync(kFullWarp, item >= end_));
     const int first_slot = __shfl_sync(kFullWarp, first_slot_, owner);
@@ -118,7 +102,7 @@ class Schedule {
   // Brings the experts from `first` on into view, in front of which there are so many items. Whatever
   // offsets say, slots are such that there are.
   __device__ __forceinline__ void view(int first, int items) {
-    expert_ = first + lane_index();
+    expert_ = first + lane_;
     first_slot_ = tokens_ = 0;
     if (expert_ < params_.experts) {
       if (params_.counts != nullptr) {
@@ -133,7 +117,7 @@ class Schedule {
 #pragma unroll
     for (int distance = 1; distance < kThreadsPerWarp; distance *= 2) {
       const int below = __shfl_up_sync(kFullWarp, end_, distance);
-      if (lane_index() >= distance) end_ += below;
+      if (lane_ >= distance) end_ += below;
     }
     end_ += items;
   }
@@ -169,6 +153,7 @@ class Schedule {
   }
 
   const Params& params_;
+  int lane_;
   int expert_;
   int first_slot_;
   int tokens_;
@@ -201,10 +186,6 @@ struct Shared {
   __device__ __forceinline__ uint32_t tokens(int stage) const {
     return weights(stage) + Traits::kWeightBytes;
   }
-  // The rows of x of a tile, in chunks of 16 bytes from its start, or kNoRow.
-  __device__ __forceinline__ uint32_t rows(int slot) const {
-    return base + Traits::kRowsOffset + slot * Traits::kRowsBytes;
-  }
   // The stage is loaded: the TMA warp says of how many bytes, and each gathering thread arrives.
   __device__ __forceinline__ uint32_t full(int stage) const {
     return base + Traits::kBarriersOffset + 8 * stage;
@@ -213,104 +194,10 @@ struct Shared {
   __device__ __forceinline__ uint32_t empty(int stage) const {
     return full(Traits::kStages + stage);
   }
-  // The tile in the slot is known.
-  __device__ __forceinline__ uint32_t known(int slot) const {
-    return full(2 * Traits::kStages + slot);
-  }
 };
 
 __device__ __forceinline__ int first_item() { return static_cast<int>(blockIdx.x) / kCluster; }
 __device__ __forceinline__ int item_stride() { return static_cast<int>(gridDim.x) / kCluster; }
-
-// Where the chunk of 16 bytes lies that is so many behind `base`.
-__device__ __forceinline__ const uint16_t* chunk_at(const uint16_t* base, uint32_t chunks) {
-  return base + static_cast<uint64_t>(chunks) * 8;
-}
-
-// Goes ahead of the copies by some steps: works out the tiles, and fetches what they need into the L2.
-// The stages alone are too few to hide the latency of memory. One warp, all of its lanes.
-template <class Traits>
-class Scout {
- public:
-  __device__ __forceinline__ Scout(const Params& params, const Shared<Traits>& shared)
-      : params_(params),
-        shared_(shared),
-        schedule_(params) {
-    find();
-  }
-
-  // Goes one step further, unless that were too many tiles ahead of tile number `loading`.
-  __device__ __forceinline__ void step(int loading, int steps) {
-    if (ended_) return;
-    if (step_ == steps) {
-      if (found_ - loading > kMostAhead) return;
-      find();
-      if (ended_) return;
-    }
-    fetch(shared_.tiles[(found_ - 1) % Traits::kTileSlots], step_ * Traits::kStep);
-    ++step_;
-  }
-
- private:
-  static constexpr int kPieceSteps = 8;  // of a row of x that are fetched at a time
-  // Before the tile that is loaded there are some that are computed, one with each stage and the last.
-  static constexpr int kMostAhead = Traits::kTileSlots - (Traits::kStages + 2);
-
-  static __device__ __forceinline__ int lane() { return lane_index(); }
-  static __device__ __forceinline__ int rank() { return static_cast<int>(ptx::cluster_rank()); }
-
-  __device__ __forceinline__ void find() {
-    const int slot = found_ % Traits::kTileSlots;
-    Tile tile;
-    ended_ = !schedule_.find(first_item() + found_ * item_stride(), rank(), &tile);
-    if (ended_) tile.units = 0;
-    if (lane() == 0) shared_.tiles[slot] = tile;
-    if (Traits::kGathers && !ended_) {
-      for (int row = lane(); row < tile.tokens; row += kThreadsPerWarp) {
-        const int pair = params_.pairs[tile.first_slot + row];
-        uint32_t chunks = kNoRow;
-        if (pair >= 0 && pair < params_.rows) {
-          chunks = static_cast<uint32_t>(pair / params_.top_k) * params_.x_row_chunks;
-        }
-        ptx::store_shared(shared_.rows(slot) + 4 * row, chunks);
-      }
-    }
-    __syncwarp();
-    if (Traits::kGathers && lane() == 0) ptx::mbarrier_arrive(shared_.known(slot));
-    ++found_;
-    step_ = 0;
-  }
-
-  __device__ __forceinline__ void fetch(const Tile& tile, int column) const {
-    const bool shares = tile.shared != 0 && params_.multicast != 0;
-    if (FETCH == 0) return;
-    if (FETCH == 2 && lane() < kHalves && !(shares && lane() != rank())) {
-      ptx::tma_prefetch(
-          &params_.weights[lane()], column,
-          tile.row_tile * Traits::kOutRows + (Traits::kGated ? 0 : lane() * kHalfRows),
-          tile.expert, 0);
-    }
-    if constexpr (Traits::kGathers) {
-      if (step_ % kPieceSteps != 0) return;
-      const int bytes = 2 * min(kPieceSteps * Traits::kStep, params_.columns - column);
-      const uint32_t rows = shared_.rows((found_ - 1) % Traits::kTileSlots);
-      for (int row = lane(); row < tile.tokens; row += kThreadsPerWarp) {
-        const uint32_t chunks = ptx::load_shared_u32(rows + 4 * row);
-        if (chunks != kNoRow) ptx::bulk_prefetch(chunk_at(params_.x + column, chunks), bytes);
-      }
-    } else if (FETCH == 2 && lane() * kTokenBoxRows < tile.tokens) {
-      ptx::tma_prefetch(&params_.tokens, column, tile.first_slot + lane() * kTokenBoxRows,
-                        params_.counts != nullptr ? tile.expert : 0, 0);
-    }
-  }
-
-  const Params& params_;
-  const Shared<Traits>& shared_;
-  Schedule<Traits> schedule_;
-  int found_ = 0;
-  int step_ = 0;
-  bool ended_;
-};
 
 // Issues the copies by TMA, one warp.
 template <class Traits>
@@ -318,44 +205,44 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   const int rank = static_cast<int>(ptx::cluster_rank());
   const bool leader = threadIdx.x == 0;
   const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
-  const int batches = params.counts != nullptr ? 1 : 0;
-  Scout<Traits> scout(params, shared);
-  int due = kStepsAhead;  // steps for the scout to go, beside one with each of the loads
+  Schedule<Traits> schedule(params);
   Cursor<Traits::kStages> cursor;
-  for (int loading = 0;; ++loading) {
-    const Tile& tile = shared.tiles[loading % Traits::kTileSlots];
-    if (tile.units == 0) break;
+  int sent = 0;
+  Tile tile;
+  for (int item = first_item(); schedule.find(item, rank, &tile); item += item_stride(), ++sent) {
     const bool shares = tile.shared != 0 && params.multicast != 0;
+    const uint64_t policy = tile.reused != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
+    const int first_row = tile.row_tile * Traits::kOutRows;
     const int boxes =
-        Traits::kGathers ? 0 : (tile.units * kUnitTokens + kTokenBoxRows - 1) / kTokenBoxRows;
+        Traits::kGathers
+            ? 0
+            : (tile.units * kUnitTokens + kTokenBoxRows - 1) / kTokenBoxRows;
+    const int token_batch = params.counts != nullptr ? tile.expert : 0;
+    if (leader) shared.tiles[sent % Traits::kTileSlots] = tile;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-#pragma unroll 1
-      for (; due >= 0; --due) scout.step(loading, steps);
-      due = 0;
+      const uint32_t full = shared.full(cursor.stage);
+      const uint32_t weights = shared.weights(cursor.stage);
+      const int column = step * Traits::kStep;
       ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
       if (leader) {
-        const uint32_t full = shared.full(cursor.stage);
-        const uint32_t weights = shared.weights(cursor.stage);
-        const int column = step * Traits::kStep;
-        const uint64_t policy = tile.reused != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
-        const int row = tile.row_tile * Traits::kOutRows;
         ptx::mbarrier_arrive_expect(full,
                                     Traits::kWeightBytes + boxes * Traits::kTokenBoxBytes);
         if (shares) {
+          const int row = first_row + (Traits::kGated ? 0 : rank * kHalfRows);
           ptx::tma_load_multicast(weights + rank * Traits::kHalfBytes, &params.weights[rank], full,
-                                  policy, (1 << kCluster) - 1, column,
-                                  row + (Traits::kGated ? 0 : rank * kHalfRows), tile.expert, 0);
+                                  policy, (1 << kCluster) - 1, column, row, tile.expert, 0);
         } else {
-          ptx::tma_load(weights, &params.weights[0], full, policy, column, row, tile.expert, 0);
+          ptx::tma_load(weights, &params.weights[0], full, policy, column, first_row, tile.expert,
+                        0);
           ptx::tma_load(weights + Traits::kHalfBytes, &params.weights[1], full, policy, column,
-                        row + (Traits::kGated ? 0 : kHalfRows), tile.expert, 0);
+                        first_row + (Traits::kGated ? 0 : kHalfRows), tile.expert, 0);
         }
 #pragma unroll 1
         for (int box = 0; box < boxes; ++box) {
           ptx::tma_load(shared.tokens(cursor.stage) + box * Traits::kTokenBoxBytes, &params.tokens,
                         full, ptx::kEvictNormal, column, tile.first_slot + box * kTokenBoxRows,
-                        batches * tile.expert, 0);
+                        token_batch, 0);
         }
       }
       __syncwarp();
@@ -363,10 +250,19 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
     }
   }
   if (leader) {
+    shared.tiles[sent % Traits::kTileSlots].units = 0;
     ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
     ptx::mbarrier_arrive(shared.full(cursor.stage));
   }
   __syncwarp();
+}
+
+// Where the chunk of 16 bytes lies that is so many behind `base`. Worked out anew for every step: the
+// compiler would keep 64 bits for each row.
+__device__ __forceinline__ const uint16_t* chunk_at(const uint16_t* base, uint32_t chunks) {
+  const uint16_t* address;
+  asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(address) : "r"(chunks), "l"(base));
+  return address;
 }
 
 // Gathers rows of x: threads 0 to kGatherThreads - 1 of some whole warps. Eight threads copy the 128
@@ -379,35 +275,43 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
   constexpr int kRowsApart = Traits::kGatherThreads / kThreadsPerRow;
   constexpr int kRows = Traits::kTileTokens / kRowsApart;
   static_assert(kRowsApart % 8 == 4, "every second row of a thread has the same swizzle");
-  static_assert(Traits::kTileTokens % kRowsApart == 0);
+  const int rank = static_cast<int>(ptx::cluster_rank());
   const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
   const int chunk = thread % kThreadsPerRow;
   const int first_row = thread / kThreadsPerRow;
   const uint32_t places[2] = {
       static_cast<uint32_t>(first_row * kBoxRowBytes + (chunk ^ (first_row % 8)) * 16),
       static_cast<uint32_t>(first_row * kBoxRowBytes + (chunk ^ ((first_row + 4) % 8)) * 16)};
+  Schedule<Traits> schedule(params);
   Cursor<Traits::kStages> cursor;
-  Cursor<Traits::kTileSlots> slot;
-  for (;; slot.step()) {
-    ptx::mbarrier_wait(shared.known(slot.stage), slot.parity);
-    const Tile& tile = shared.tiles[slot.stage];
-    if (tile.units == 0) break;
-    const int tokens = tile.tokens - first_row;
-    const uint32_t rows = shared.rows(slot.stage) + 4 * first_row;
+  Tile tile;
+  for (int item = first_item(); schedule.find(item, rank, &tile); item += item_stride()) {
+    uint32_t offsets[kRows];  // of the rows of x, in chunks
+    uint32_t known = 0;       // a bit for each row that has a token
+    const int rows = tile.tokens - first_row;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      offsets[i] = 0;
+      if (i * kRowsApart < rows) {
+        const int pair = params.pairs[tile.first_slot + first_row + i * kRowsApart];
+        if (pair >= 0 && pair < params.rows) {
+          offsets[i] = static_cast<uint32_t>(pair / params.top_k) * params.x_row_chunks;
+          known |= 1u << i;
+        }
+      }
+    }
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       const int column = step * Traits::kStep + chunk * kChunk;
-      const bool inside = column < params.columns;
+      const uint32_t valid = column < params.columns ? known : 0;
       const uint16_t* const source = params.x + column;
       const uint32_t destination = shared.tokens(cursor.stage);
       ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        if (i * kRowsApart < tokens) {
-          const uint32_t chunks = ptx::load_shared_u32(rows + 4 * i * kRowsApart);
-          const bool valid = inside && chunks != kNoRow;
+        if (i * kRowsApart < rows) {
           ptx::cp_async_16_or_zero(destination + places[i % 2] + i * kRowsApart * kBoxRowBytes,
-                                   chunk_at(source, valid ? chunks : 0), valid);
+                                   chunk_at(source, offsets[i]), (valid & (1u << i)) != 0);
         }
       }
       ptx::cp_async_arrive(shared.full(cursor.stage));
@@ -455,16 +359,19 @@ __device__ __forceinline__ float activate(const Params& params, float z) {
   }
 }
 
+// Read anew where they are used: kept across the main loop they would cost registers.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+__device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
+__device__ __forceinline__ int warp_of_group() { return thread_index() / kThreadsPerWarp % 4; }
+
 // A value that all lanes of the warp agree on, so that the compiler knows: it keeps what follows from it
 // in uniform registers, of which wgmma takes its descriptors.
 __device__ __forceinline__ int uniform(int value) {
-#if UNI == 0
-  return value;
-#elif UNI == 1
-  return __shfl_sync(kFullWarp, value, 0);
-#else
   return static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(value)));
-#endif
 }
 
 // The state of a consumer warpgroup.
@@ -478,6 +385,7 @@ struct Consumer {
   const Shared<Traits>& shared;
   int group;
   Cursor<Traits::kStages> cursor;
+  int held = kNone;  // the last stage of the tile before, by way of which its output leaves
   float first[kAccumulators];   // of the first half's 64 rows
   float second[kAccumulators];  // of the second half's
 
@@ -493,6 +401,16 @@ struct Consumer {
         ptx::mbarrier_arrive_cluster(ptx::map_to_rank(shared.empty(stage), rank));
       }
     }
+  }
+
+  // Gives the stage back by way of which the last tile's output has left.
+  __device__ __forceinline__ void give_back() const {
+    if (held == kNone) return;
+    if (warp_of_group() == 0) {
+      if (lane_index() == 0) ptx::tma_store_wait_read();
+      __syncwarp();
+    }
+    release(held);
   }
 
   // The main loop over a tile of so many tokens.
@@ -524,6 +442,7 @@ struct Consumer {
     };
     if (group == 1 && LAG) ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
     issue(true);
+    give_back();
     int last_stage = cursor.stage;
     cursor.step();
 #pragma unroll 1
@@ -539,16 +458,12 @@ struct Consumer {
     if (group == 0 && LAG && steps <= LAG) ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
     ptx::pin(first_used);
     ptx::pin(second_used);
-    release(last_stage);
+    held = last_stage;
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) {
       first[i] = first_used[i];
       second[i] = second_used[i];
     }
-#if ZERO
-#pragma unroll
-    for (int i = kTokens / 2; i < kAccumulators; ++i) first[i] = second[i] = 0.0f;
-#endif
   }
 
   __device__ __forceinline__ void multiply(int units) {
@@ -567,9 +482,7 @@ struct Consumer {
       FLASHMOE_UNITS(8)
       FLASHMOE_UNITS(9)
       FLASHMOE_UNITS(10)
-#if TT > 176
       FLASHMOE_UNITS(11)
-#endif
       default:
         multiply<Traits::kTileTokens>();
 #undef FLASHMOE_UNITS
@@ -601,15 +514,13 @@ struct Consumer {
   }
 
   // Writes 64 rows of values of all tokens, transposed: from `column` on of the tokens' rows.
-  // values(block, v) gives those of a block of 8 tokens. `again`: other values of the tile went out
-  // right before.
+  // values(block, v) gives those of a block of 8 tokens. `sent` counts what the tile has sent.
   template <class Values>
   __device__ __forceinline__ void store(const Tile& tile, const CUtensorMap (&maps)[kOutHeights],
-                                        int column, bool again, const Values& values) const {
+                                        int column, int* sent, const Values& values) const {
     constexpr int kPairs = Traits::kOutTokens / 16;  // of blocks of 8 tokens: what stmatrix stores
     static_assert(kUnitTokens == 16);
-    // Whether the stores before are those of this tile to the other buffer and then, before them, this.
-    const bool follows = again && tile.tokens > Traits::kOutTokens;
+    constexpr int kParts = Traits::kTileTokens / Traits::kOutTokens;
     const int lane = lane_index();
     const int warp = warp_of_group();
     const bool leader = warp == 0 && lane == 0;
@@ -619,23 +530,20 @@ struct Consumer {
         (lane / 16 * 8 + matrix_row) * kBoxRowBytes + ((chunk ^ matrix_row) * 16);
     const int batch = params.counts != nullptr ? tile.expert : 0;
 #pragma unroll
-    for (int part = 0; part < Traits::kOutBuffers; ++part) {
+    for (int part = 0; part < kParts; ++part) {
       if (part * Traits::kOutTokens >= tile.tokens) break;
-      const uint32_t to = shared.base + Traits::kStagingOffset +
-                          (group * Traits::kOutBuffers + part) * Traits::kOutBytes;
-      // For the last stores out of this buffer.
-      if (leader) {
-        if (part == 0 && !follows) {
-          ptx::tma_store_wait_read();
-        } else {
-          ptx::tma_store_wait_read_but<Traits::kOutBuffers - 1>();
-        }
+      const uint32_t to = shared.weights(held) + *sent % Traits::kOutBuffers * Traits::kHalfBytes +
+                          group * Traits::kOutBytes;
+      // For what left this buffer before.
+      if (leader && *sent >= Traits::kOutBuffers) {
+        ptx::tma_store_wait_read_but<Traits::kOutBuffers - 1>();
       }
+      ++*sent;
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         const int pair = part * kPairs + i;
-        if (pair >= Traits::kTileUnits || pair >= tile.units) break;
+        if (pair >= tile.units) break;
         uint32_t packed[4];
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
@@ -703,12 +611,12 @@ struct Consumer {
   template <int kCurve>
   __device__ __forceinline__ void finish_half(const Tile& tile,
                                               const float (&products)[kAccumulators], int half,
-                                              int row) const {
+                                              int row, int* sent) const {
     const Adjusted z(*this, products, half, tile.expert, row);
     if (Traits::kGathers && params.pre_activated != 0) {
-      store(tile, params.pre_activation[0], row, half > 0, z);
+      store(tile, params.pre_activation[0], row, sent, z);
     }
-    store(tile, params.out, row, half > 0 || params.pre_activated != 0,
+    store(tile, params.out, row, sent,
           [&](int block, float (&v)[4]) {
             z(block, v);
             if (kCurve == kIdentity) return;
@@ -722,11 +630,12 @@ struct Consumer {
   __device__ __forceinline__ void finish_gated(const Tile& tile, int row) const {
     const Adjusted gate(*this, first, 0, tile.expert, row);
     const Adjusted up(*this, second, 1, tile.expert, row);
+    int sent = 0;
     if (params.pre_activated != 0) {
-      store(tile, params.pre_activation[0], row, false, gate);
-      store(tile, params.pre_activation[1], row, true, up);
+      store(tile, params.pre_activation[0], row, &sent, gate);
+      store(tile, params.pre_activation[1], row, &sent, up);
     }
-    store(tile, params.out, row, params.pre_activated != 0, [&](int block, float (&v)[4]) {
+    store(tile, params.out, row, &sent, [&](int block, float (&v)[4]) {
       float factors[4];
       gate(block, v);
       up(block, factors);
@@ -741,7 +650,8 @@ struct Consumer {
 
   // The same for SiLU and products that need no adjustment.
   __device__ __forceinline__ void finish_plain(const Tile& tile, int row) const {
-    store(tile, params.out, row, false, [&](int block, float (&v)[4]) {
+    int sent = 0;
+    store(tile, params.out, row, &sent, [&](int block, float (&v)[4]) {
 #pragma unroll
       for (int e = 0; e < 4; e += 2) {
         // One reciprocal for two: the MUFU unit is what takes longest here.
@@ -762,8 +672,9 @@ struct Consumer {
     if constexpr (Traits::kGated) {
       finish_gated<kCurve>(tile, row);
     } else {
-      finish_half<kCurve>(tile, first, 0, row);
-      finish_half<kCurve>(tile, second, 1, row + kHalfRows);
+      int sent = 0;
+      finish_half<kCurve>(tile, first, 0, row, &sent);
+      finish_half<kCurve>(tile, second, 1, row + kHalfRows, &sent);
     }
   }
 
@@ -799,10 +710,6 @@ struct Consumer {
       if (units == 0) break;
       cursor.stage = uniform(cursor.stage);
       multiply(units);
-#if PIN
-      ptx::pin(first);
-      ptx::pin(second);
-#endif
       finish(shared.tiles[slot]);
     }
     if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();
@@ -829,7 +736,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::mbarrier_init(shared.full(stage), 1 + (Traits::kGathers ? Traits::kGatherThreads : 0));
       ptx::mbarrier_init(shared.empty(stage), kCluster * kConsumerWarps);
     }
-    for (int slot = 0; slot < Traits::kTileSlots; ++slot) ptx::mbarrier_init(shared.known(slot), 1);
     ptx::fence_mbarrier_init();
   }
   __syncwarp();

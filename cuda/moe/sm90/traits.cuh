@@ -45,42 +45,37 @@ struct Traits {
 
   static constexpr int kTileRows = kHalves * kHalfRows;  // of weights
   static constexpr int kOutRows = kGated ? kHalfRows : kTileRows;
-#ifndef TT
-#define TT 192
-#endif
-  static constexpr int kTileTokens = TT;
+  static constexpr int kTileTokens = 192;
   static constexpr int kTileUnits = kTileTokens / kUnitTokens;
-  static constexpr int kTokenRoom = 192;
   static constexpr int kStep = kBoxColumns;  // columns of one step of the main loop
-  static constexpr int kStages = 3;
+  static constexpr int kStages = 4;
 
   // A stage: weights [half][row][64], tokens [token][64].
   static constexpr int kHalfBytes = kHalfRows * kBoxRowBytes;
   static constexpr int kWeightBytes = kHalves * kHalfBytes;
-  static constexpr int kTokenBytes = kTokenRoom * kBoxRowBytes;
+  static constexpr int kTokenBytes = kTileTokens * kBoxRowBytes;
   static constexpr int kTokenBoxBytes = kTokenBoxRows * kBoxRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
-  // Output on its way out, [consumer][buffer][token][64].
-  static constexpr int kOutBuffers = 2;  // of half of the tokens each
-  static constexpr int kOutTokens = kTokenRoom / kOutBuffers;
-  static constexpr int kOutBytes = kOutTokens * kBoxRowBytes;
+  // Output leaves by way of the last stage of its tile: a consumer's own 64 rows of both halves of the
+  // weights are a buffer each.
+  static constexpr int kOutBuffers = kHalves;
+  static constexpr int kOutBytes = kHalfBytes / kConsumers;
+  static constexpr int kOutTokens = kOutBytes / kBoxRowBytes;
 
   // Tiles in flight: loaded ahead, one with each stage, and being finished.
   static constexpr int kTileSlots = 8;
   static_assert(kStages + 2 <= kTileSlots);
 
-  static constexpr int kStagingOffset = kStages * kStageBytes;
-  static constexpr int kScalesOffset = kStagingOffset + kConsumers * kOutBuffers * kOutBytes;
+  static constexpr int kScalesOffset = kStages * kStageBytes;
   static constexpr int kScaleBytes = kTileTokens * 4;  // of a consumer
-  static constexpr int kRowsOffset = kScalesOffset + kConsumers * kScaleBytes;
-  static constexpr int kRowsBytes = kGathers ? kTileTokens * 4 : 0;  // of a tile
-  static constexpr int kTilesOffset = kRowsOffset + kTileSlots * kRowsBytes;
+  static constexpr int kTilesOffset = kScalesOffset + kConsumers * kScaleBytes;
   static constexpr int kBarriersOffset = kTilesOffset + kTileSlots * kTileInfoBytes;
-  static constexpr int kBarriers = 2 * kStages + kTileSlots;
+  static constexpr int kBarriers = 2 * kStages;
   static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSharedAlignment;
 
   static_assert(kStageBytes % kSharedAlignment == 0 && kOutBytes % kSharedAlignment == 0);
-  static_assert(kTokenRoom % kTokenBoxRows == 0 && kOutTokens % kOutBoxRows[0] == 0);
+  static_assert(kTileTokens % kTokenBoxRows == 0 && kOutTokens % kOutBoxRows[0] == 0);
+  static_assert(kTileTokens % kOutTokens == 0);
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
 };
 
