@@ -20,9 +20,10 @@ struct TorchFunctions {
   nb::object bfloat16;
   nb::object float32;
   // The allocation that torch.compile's generated code calls, on the current CUDA device: it goes
-  // round torch's dispatcher. Both are None where a torch does not have them.
+  // round torch's dispatcher. These are None where a torch does not have them.
   nb::object empty_strided_cuda;
   nb::object current_cuda_device;
+  nb::object cuda_device_count;
 };
 
 const TorchFunctions& torch_functions(const nb::object& torch);

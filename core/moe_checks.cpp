@@ -42,6 +42,15 @@ flashmoe_status check_pairs(const char* name, int64_t tokens, int64_t top_k) {
               name, static_cast<long long>(tokens), static_cast<long long>(top_k));
 }
 
+flashmoe_status check_pair_rows(const char* name, int64_t pairs, int64_t columns) {
+  constexpr int64_t kMostElements = INT64_MAX / 64;  // of fp32, and a few such tensors together
+  if (pairs == 0 || columns <= kMostElements / pairs) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+              "%s: got %lld columns for %lld pairs of a token and an expert, their number of bytes "
+              "does not fit in 63 bits",
+              name, static_cast<long long>(columns), static_cast<long long>(pairs));
+}
+
 flashmoe_status check_multiple(const char* name, const char* extent, int64_t got) {
   if (got >= kExtentMultiple && got % kExtentMultiple == 0) return FLASHMOE_OK;
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: its %s is %lld, accepted are multiples of %lld",

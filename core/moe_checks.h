@@ -21,6 +21,9 @@ flashmoe_status check_experts(const char* name, int64_t experts);
 flashmoe_status check_top_k(const char* name, int64_t top_k);
 flashmoe_status check_pairs(const char* name, int64_t tokens, int64_t top_k);
 
+// A row of `columns` for each pair, as workspaces hold it, has a number of bytes that fits.
+flashmoe_status check_pair_rows(const char* name, int64_t pairs, int64_t columns);
+
 // At least one, and a multiple of kExtentMultiple.
 flashmoe_status check_multiple(const char* name, const char* extent, int64_t got);
 

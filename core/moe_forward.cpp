@@ -235,6 +235,8 @@ flashmoe_status ForwardOperation::make_problem(const Params& params, Problem* pr
   p.down = rows_of(m.down, p.dtype, 0, 1);
   FLASHMOE_TRY(read_biases(params, order, m, &p));
   FLASHMOE_TRY(read_routing(params, &p));
+  FLASHMOE_TRY(check_pair_rows("x", p.tokens * p.top_k, p.hidden));
+  FLASHMOE_TRY(check_pair_rows("w_gate_up", p.tokens * p.top_k, p.inner));
   FLASHMOE_TRY(read_outputs(params, x, m, &p));
 
   p.activation = static_cast<flashmoe_activation>(params.activation);

@@ -23,7 +23,7 @@ const MoeKernel& moe_kernel_for(Isa isa, Dtype dtype) {
 
 void add_stage(const char* kernel, int64_t tiles, int64_t threads, flashmoe_moe_stage* stage) {
   std::snprintf(stage->kernel, sizeof stage->kernel, "%s", kernel);
-  stage->grid[0] = static_cast<uint32_t>(tiles);
+  stage->grid[0] = static_cast<uint32_t>(tiles < UINT32_MAX ? tiles : UINT32_MAX);
   stage->block[0] = static_cast<uint32_t>(threads);
   stage->grid[1] = stage->grid[2] = stage->block[1] = stage->block[2] = 1;
 }

@@ -12,24 +12,30 @@ import pytest
 from installations import ROOT, checked, require_tool
 
 ENTRIES = {"short": "fp16_d64_dv64_r8", "sm89": "fp16_d64_dv64", "sm90": "fp16_d64_dv64"}
+ROUTE_ENTRIES = ("key32_e128", "key64_e1024")
 CORE = ("attention", "checks", "choose", "dtype", "known_calls", "launch", "log", "status")
-SOURCES = (
-    *(f"core/{name}.cpp" for name in CORE),
-    "cuda/device.cpp",
-    "cuda/launch.cpp",
-    "cuda/attention/launch.cpp",
-    *(f"cuda/attention/{family}/family.cpp" for family in ENTRIES),
-    "tests/cuda/host/fake_cuda.cpp",
-    "tests/cuda/host/test_launch.cpp",
-)
-MOE_SOURCES = (
-    *(f"core/{name}.cpp" for name in ("checks", "dtype", "launch", "log", "status")),
-    *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
-    "cuda/moe/route/family.cpp",
-    "cuda/moe/combine/stage.cpp",
-    "tests/cuda/host/fake_cuda.cpp",
-    "tests/cuda/host/test_moe.cpp",
-)
+SOURCES = {
+    "test_launch": (
+        *(f"core/{name}.cpp" for name in CORE),
+        "cuda/device.cpp",
+        "cuda/launch.cpp",
+        "cuda/attention/launch.cpp",
+        *(f"cuda/attention/{family}/family.cpp" for family in ENTRIES),
+        "cuda/attention/sm90/sections.cpp",
+        "tests/cuda/host/fake_cuda.cpp",
+    ),
+    "test_moe": (
+        *(f"core/{name}.cpp" for name in ("checks", "dtype", "launch", "log", "status")),
+        *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
+        "cuda/moe/route/family.cpp",
+        "cuda/moe/combine/stage.cpp",
+        "tests/cuda/host/fake_cuda.cpp",
+    ),
+    "test_sections": (
+        *(f"core/{name}.cpp" for name in ("dtype", "log", "status")),
+        "cuda/attention/sm90/sections.cpp",
+    ),
+}
 OPTIONS = (
     *("-std=c++17", "-g", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
@@ -49,17 +55,18 @@ def _cuda_headers() -> Path | None:
     return next((found for found in headers if (found / "cuda_runtime_api.h").exists()), None)
 
 
-def _built(build: Path, entries: dict[str, tuple[str, ...]], sources: tuple[str, ...]) -> Path:
-    """The program made of `sources`, of kernels that are listed by the folder of their family."""
+def _compile(name: str, build: Path) -> Path:
     headers = _cuda_headers()
     if headers is None:
         pytest.skip("needs CUDA's headers, which come with nvcc")
-    for family, names in entries.items():
-        rendered = build / "cuda" / family / "entries.inc"
-        rendered.parent.mkdir(parents=True)
-        rendered.write_text("".join(f"FLASHMOE_ENTRY({name})\n" for name in names))
+    listed = {f"attention/{family}": (entry,) for family, entry in ENTRIES.items()}
+    for family, names in {**listed, "moe/route": ROUTE_ENTRIES}.items():
+        entries = build / "cuda" / family / "entries.inc"
+        entries.parent.mkdir(parents=True)
+        entries.write_text("".join(f"FLASHMOE_ENTRY({name})\n" for name in names))
     includes = [f"-I{path}" for path in (ROOT, ROOT / "include", ROOT / "tests", build)]
-    made = build / "program"
+    sources = (*SOURCES[name], f"tests/cuda/host/{name}.cpp")
+    made = build / name
     checked([require_tool("c++"), *OPTIONS, *includes, "-isystem", headers,
              *(ROOT / source for source in sources), "-o", made])  # fmt: skip
     return made
@@ -67,8 +74,7 @@ def _built(build: Path, entries: dict[str, tuple[str, ...]], sources: tuple[str,
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    entries = {f"attention/{family}": (entry,) for family, entry in ENTRIES.items()}
-    return _built(tmp_path_factory.mktemp("host"), entries, SOURCES)
+    return _compile("test_launch", tmp_path_factory.mktemp("host"))
 
 
 @pytest.mark.parametrize("without", ["", "no-driver", "no-handles", "no-shared-attributes"])
@@ -76,5 +82,9 @@ def test_launch(program: Path, without: str) -> None:
     checked([program, *([without] if without else [])])
 
 
+def test_sections(tmp_path: Path) -> None:
+    checked([_compile("test_sections", tmp_path)])
+
+
 def test_routing_and_combining(tmp_path: Path) -> None:
-    checked([_built(tmp_path, {"moe/route": ("key32_e128", "key64_e1024")}, MOE_SOURCES)])
+    checked([_compile("test_moe", tmp_path)])
