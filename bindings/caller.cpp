@@ -29,17 +29,12 @@ nb::object allocate_by_torch(const TensorType& type, const char* name, nb::handl
                              flashmoe_device device, flashmoe_dtype dtype, int rank,
                              const int64_t* shape, const int64_t* strides, TensorView* view) {
   const TorchFunctions& torch = *type.torch;
-  // The quickest allocation is on the current device. Which that is gets asked once; afterwards the
-  // new tensor itself tells whether it still is.
-  static thread_local int32_t current = -1;
-  if (device.device_type == FLASHMOE_DEVICE_CUDA) {
-    if (current != device.device_id) current = torch_current_cuda_device(torch);
-    if (current == device.device_id) {
-      nb::object made = torch_empty_on_current_cuda_device(torch, dtype, rank, shape, strides);
-      view->borrow(type, name, made);
-      if (view->device().device_id == device.device_id) return made;
-      current = -1;
-    }
+  // The quickest allocation is on the current device.
+  if (device.device_type == FLASHMOE_DEVICE_CUDA &&
+      device.device_id == torch_current_cuda_device(torch)) {
+    nb::object made = torch_empty_on_current_cuda_device(torch, dtype, rank, shape, strides);
+    view->borrow(type, name, made);
+    return made;
   }
   nb::object made = torch_empty(torch, like, dtype, rank, shape, strides);
   view->borrow(type, name, made);

@@ -22,9 +22,10 @@ struct TorchFunctions {
   nb::object int32;
   nb::object uint8;
   // The allocation that torch.compile's generated code calls, on the current CUDA device: it goes
-  // round torch's dispatcher. Both are None where a torch does not have them.
+  // round torch's dispatcher. These are None where a torch does not have them.
   nb::object empty_strided_cuda;
   nb::object current_cuda_device;
+  nb::object cuda_device_count;
 };
 
 const TorchFunctions& torch_functions(const nb::object& torch);

@@ -220,7 +220,20 @@ flashmoe_status check_extent(const char* name, const char* extent, int64_t got, 
 
 namespace {
 
+bool known_dtype(flashmoe_dtype got, Dtype* dtype) {
+  if (got.lanes != 1) return false;
+  if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 32) return *dtype = Dtype::kFloat32, true;
+  if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 16) return *dtype = Dtype::kFloat16, true;
+  if (got.code == FLASHMOE_DTYPE_BFLOAT && got.bits == 16) return *dtype = Dtype::kBFloat16, true;
+  return false;
+}
+
 flashmoe_status refuse_dtype(const char* name, flashmoe_dtype got, const char* accepted) {
+  Dtype known;
+  if (known_dtype(got, &known)) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got dtype %s, accepted %s", name,
+                dtype_name(known), accepted);
+  }
   static const char* const kCodes[] = {"int",    "uint",    "float", "opaque",
                                        "bfloat", "complex", "bool"};
   const char* code = got.code < 7 ? kCodes[got.code] : "dtype code ";
@@ -236,16 +249,8 @@ const char* device_name(flashmoe_device device) {
 }  // namespace
 
 flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dtype* dtype) {
-  const flashmoe_dtype got = tensor.dtype;
-  if (got.lanes == 1) {
-    if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 32)
-      return *dtype = Dtype::kFloat32, FLASHMOE_OK;
-    if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 16)
-      return *dtype = Dtype::kFloat16, FLASHMOE_OK;
-    if (got.code == FLASHMOE_DTYPE_BFLOAT && got.bits == 16)
-      return *dtype = Dtype::kBFloat16, FLASHMOE_OK;
-  }
-  return refuse_dtype(name, got, "are fp16, bf16 and fp32");
+  if (known_dtype(tensor.dtype, dtype)) return FLASHMOE_OK;
+  return refuse_dtype(name, tensor.dtype, "are fp16, bf16 and fp32");
 }
 
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,

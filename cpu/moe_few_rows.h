@@ -3,7 +3,7 @@
 //
 // Where depth is contiguous: dot products of kDotColumns rows of the matrix and up to
 // Simd::kDotRows rows of x at a time, a vector along the depth. Where columns are: every row's sums
-// += scalar * vector of columns, kAxpyDepth columns of the matrix at a time.
+// += scalar * vector of columns, kAxpyDepth of the matrix's columns at a time.
 //
 // Included after cpu/moe_sums.h.
 
@@ -11,7 +11,9 @@ constexpr int64_t kFewWords = 1024;  // of depth at a time
 // One vector more than a power of two, so that rows do not share cache sets.
 constexpr int64_t kFewStride = kFewWords + kLanes;
 constexpr int kDotColumns = 4;
-constexpr int kAxpyDepth = 8;
+// Depth is a multiple of the first; the second is as much as the registers hold.
+constexpr int kAxpyLeast = 8;
+constexpr int kAxpyDepth = Simd::kLanes >= 16 ? 16 : kAxpyLeast;
 
 template <typename Product>
 class FewRows : MoeTileSums<typename Product::Element> {
@@ -19,8 +21,9 @@ class FewRows : MoeTileSums<typename Product::Element> {
   using Element = typename Product::Element;
   using Base = MoeTileSums<Element>;
   static constexpr int kPack = Product::kPack;
-  static constexpr int64_t kMostDotRows = 12;
-  static constexpr int64_t kMostAxpyRows = 4;
+  // Above, packing pays. Pairs that lie by columns are multiplied one by one here.
+  static constexpr int64_t kMostDotRows = 6 * Simd::kDotRows;
+  static constexpr int64_t kMostAxpyRows = kPack == 1 ? kMostDotRows : kMostDotRows / 3;
   static_assert(kMostDotRows * kFewStride <= MoeScratch::kRows, "rows fit in the scratch");
 
   using Base::Base;
@@ -60,6 +63,8 @@ class FewRows : MoeTileSums<typename Product::Element> {
 
   void dot(int m) const {
     const int64_t words = tile_.depth / kPack;
+    const int64_t groups = (tile_.rows + Simd::kDotRows - 1) / Simd::kDotRows;
+    const int64_t together = (tile_.rows + groups - 1) / groups;
     for (int64_t word = 0; word < words; word += kFewWords) {
       const int64_t count = smaller(kFewWords, words - word);
       load_rows<Product>(word, count);
@@ -67,8 +72,9 @@ class FewRows : MoeTileSums<typename Product::Element> {
         const Element* w = this->weights(m, column, word * kPack);
         const int64_t stride = tile_.weights[m].row_stride;
         float* to = this->sums(m, column / kPanel, 0) + column % kPanel;
-        for (int64_t r = 0; r < tile_.rows; r += Simd::kDotRows) {
-          dot_rows(s_.rows + r * kFewStride, w, stride, count, to + r * kPanel, tile_.rows - r);
+        for (int64_t r = 0; r < tile_.rows; r += together) {
+          dot_rows(s_.rows + r * kFewStride, w, stride, count, to + r * kPanel,
+                   smaller(together, tile_.rows - r));
         }
       }
     }
@@ -126,40 +132,44 @@ class FewRows : MoeTileSums<typename Product::Element> {
     for (int64_t depth = 0; depth < tile_.depth; depth += kFewWords) {
       const int64_t count = smaller(kFewWords, tile_.depth - depth);
       load_rows<Fp32Product<Element>>(depth, count);
-      for (int64_t d = 0; d < count; d += kAxpyDepth) {
-        for (int m = 0; m < tile_.matrices; ++m) {
-          if (this->depth_is_contiguous(m)) continue;
-          if (tile_.weights[m].row_stride == 1) {
-            axpy_columns(m, depth, d,
-                         [](const Element* p, int64_t n) { return Simd::load_first(p, n); });
-          } else {
-            axpy_columns(m, depth, d,
-                         [](const Element* p, int64_t n) { return Simd::load_every_second(p, n); });
-          }
-        }
+      int64_t d = 0;
+      for (; d + kAxpyDepth <= count; d += kAxpyDepth) axpy_step<kAxpyDepth>(depth, d);
+      for (; d < count; d += kAxpyLeast) axpy_step<kAxpyLeast>(depth, d);
+    }
+  }
+
+  template <int kDepth>
+  void axpy_step(int64_t depth, int64_t d) const {
+    for (int m = 0; m < tile_.matrices; ++m) {
+      if (this->depth_is_contiguous(m)) continue;
+      if (tile_.weights[m].row_stride == 1) {
+        axpy_columns<kDepth>(m, depth, d,
+                             [](const Element* p, int64_t n) { return Simd::load_first(p, n); });
+      } else {
+        axpy_columns<kDepth>(
+            m, depth, d, [](const Element* p, int64_t n) { return Simd::load_every_second(p, n); });
       }
     }
   }
 
-  // Adds kAxpyDepth columns of the matrix, from `depth` + `d` on, times what the rows have there.
-  template <typename Load>
+  // Adds kDepth columns of the matrix, from `depth` + `d` on, times what the rows have there.
+  template <int kDepth, typename Load>
   FLASHMOE_INLINE void axpy_columns(int m, int64_t depth, int64_t d, Load load) const {
     const int64_t next = tile_.weights[m].column_stride;
     for (int64_t column = 0; column < tile_.columns; column += kLanes) {
       const Element* from = this->weights(m, column, depth + d);
-      Vector w[kAxpyDepth];
-#pragma GCC unroll 8
-      for (int i = 0; i < kAxpyDepth; ++i) {
+      Vector w[kDepth];
+#pragma GCC unroll 16
+      for (int i = 0; i < kDepth; ++i) {
         w[i] = load(from + i * next, tile_.columns - column);
-        __builtin_prefetch(from + (kAxpyDepth + i) * next);
       }
       float* to = this->sums(m, column / kPanel, 0) + column % kPanel;
       for (int64_t r = 0; r < tile_.rows; ++r) {
         const float* row = s_.rows + r * kFewStride + d;
         // Added up apart, which leaves a long sum fewer roundings.
         Vector part = Simd::multiply(Simd::broadcast(row[0]), w[0]);
-#pragma GCC unroll 8
-        for (int i = 1; i < kAxpyDepth; ++i) {
+#pragma GCC unroll 16
+        for (int i = 1; i < kDepth; ++i) {
           part = Simd::multiply_add(Simd::broadcast(row[i]), w[i], part);
         }
         Simd::store(to + r * kPanel, Simd::add(Simd::load(to + r * kPanel), part));

@@ -61,7 +61,10 @@ struct MoeSum {
 struct MoeKernel {
   const char* isa;
   int64_t tile_rows;     // most rows of a tile
-  int64_t tile_columns;  // columns of a tile that is worth its packing, of all matrices together
+  int64_t tile_columns;  // with so many rows, columns of all matrices together
+  int64_t tile_sums;     // most rows, to the next multiple of group_rows, times columns
+  int64_t group_rows;
+  int64_t few_rows;      // so few rows are computed as the matrix streams by
   size_t scratch_bytes;  // of one thread
   // `scratch` is 64-byte aligned. Writes out and before, and nothing else.
   void (*multiply)(const MoeTile& tile, void* scratch);

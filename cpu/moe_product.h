@@ -29,8 +29,9 @@ class ManyRows : MoeTileSums<typename Product::Element> {
       pack_rows(word, steps);
       for (int m = 0; m < tile_.matrices; ++m) {
         for (int64_t panel = 0; panel < this->panels_; ++panel) {
-          pack_panel(m, panel * kPanel, word, steps);
-          multiply(m, panel, steps, word == 0);
+          const Panel packed = {m, panel, word, steps};
+          pack_panel(packed);
+          multiply(packed, next_of(packed, words));
         }
       }
     }
@@ -40,6 +41,37 @@ class ManyRows : MoeTileSums<typename Product::Element> {
  private:
   using Base::s_;
   using Base::tile_;
+
+  // A panel's columns over a block of depth.
+  struct Panel {
+    int m;
+    int64_t panel;
+    int64_t word;
+    int64_t steps;  // 0: there is none
+
+    int64_t column() const { return panel * kPanel; }
+  };
+
+  Panel next_of(const Panel& p, int64_t words) const {
+    if (p.panel + 1 < this->panels_) return {p.m, p.panel + 1, p.word, p.steps};
+    if (p.m + 1 < tile_.matrices) return {p.m + 1, 0, p.word, p.steps};
+    const int64_t word = p.word + kBlockWords;
+    return {0, 0, word, clamp(words - word, 0, kBlockWords)};
+  }
+
+  // Fetches one of `parts` of a panel's weights into the second level of the cache.
+  void fetch(const Panel& p, int64_t part, int64_t parts) const {
+    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
+    const bool by_rows = this->depth_is_contiguous(p.m);
+    const int64_t columns = smaller(kPanel, tile_.columns - p.column());
+    const int64_t runs = by_rows ? columns : p.steps * kPack;
+    const int64_t length = by_rows ? p.steps * kPack : columns * tile_.weights[p.m].row_stride;
+    for (int64_t run = runs * part / parts; run < runs * (part + 1) / parts; ++run) {
+      const Element* from = this->weights(p.m, p.column() + (by_rows ? run : 0),
+                                          p.word * kPack + (by_rows ? 0 : run));
+      for (int64_t i = 0; i < length; i += kLine) __builtin_prefetch(from + i, 0, 2);
+    }
+  }
 
   void pack_rows(int64_t word, int64_t steps) const {
     for (int64_t first = 0; first < tile_.rows; first += kGroupRows) {
@@ -57,59 +89,63 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     }
   }
 
-  void pack_panel(int m, int64_t column, int64_t word, int64_t steps) const {
-    if (this->depth_is_contiguous(m)) {
-      transpose_panel(m, column, word, steps);
-    } else if (tile_.weights[m].row_stride == 1) {
-      copy_panel(m, column, word, steps, Product::load_values);
+  void pack_panel(const Panel& p) const {
+    if (this->depth_is_contiguous(p.m)) {
+      transpose_panel(p);
+    } else if (tile_.weights[p.m].row_stride == 1) {
+      copy_panel(p, Product::load_values);
     } else {
-      copy_panel(m, column, word, steps, Product::load_every_second_value);
+      copy_panel(p, Product::load_every_second_value);
     }
   }
 
-  void transpose_panel(int m, int64_t column, int64_t word, int64_t steps) const {
+  void transpose_panel(const Panel& p) const {
     for (int v = 0; v < kPanelVectors; ++v) {
-      const int64_t first = column + v * kLanes;
+      const int64_t first = p.column() + v * kLanes;
       const int64_t columns = clamp(tile_.columns - first, 0, kLanes);
       const Element* from[kLanes];
-      for (int64_t j = 0; j < columns; ++j) from[j] = this->weights(m, first + j, 0);
+      for (int64_t j = 0; j < columns; ++j) from[j] = this->weights(p.m, first + j, 0);
       float* to = s_.panel + v * kLanes;
-      for (int64_t step = 0; step < steps; step += kLanes) {
+      for (int64_t step = 0; step < p.steps; step += kLanes) {
         Vector block[kLanes];
-        load_block<Product>(from, columns, (word + step) * kPack, tile_.depth, block);
-        const int64_t count = smaller(kLanes, steps - step);
+        load_block<Product>(from, columns, (p.word + step) * kPack, tile_.depth, block);
+        const int64_t count = smaller(kLanes, p.steps - step);
         for (int64_t i = 0; i < count; ++i) Simd::store(to + (step + i) * kPanel, block[i]);
       }
     }
   }
 
   template <typename Load>
-  FLASHMOE_INLINE void copy_panel(int m, int64_t column, int64_t word, int64_t steps,
-                                  Load load) const {
-    const int64_t next = kPack > 1 ? tile_.weights[m].column_stride : 0;
-    for (int64_t step = 0; step < steps; ++step) {
-      const Element* from = this->weights(m, column, (word + step) * kPack);
+  FLASHMOE_INLINE void copy_panel(const Panel& p, Load load) const {
+    const int64_t next = kPack > 1 ? tile_.weights[p.m].column_stride : 0;
+    for (int64_t step = 0; step < p.steps; ++step) {
+      const Element* row = this->weights(p.m, p.column(), (p.word + step) * kPack);
       for (int v = 0; v < kPanelVectors; ++v) {
-        const int64_t n = tile_.columns - column - v * kLanes;
-        const Element* p = from + v * kLanes * tile_.weights[m].row_stride;
+        const int64_t n = tile_.columns - p.column() - v * kLanes;
+        const Element* from = row + v * kLanes * tile_.weights[p.m].row_stride;
         Simd::store(s_.panel + step * kPanel + v * kLanes,
-                    n > 0 ? load(p, p + next, n) : Simd::zero());
+                    n > 0 ? load(from, from + next, n) : Simd::zero());
       }
     }
   }
 
-  void multiply(int m, int64_t panel, int64_t steps, bool first_block) const {
+  // Meanwhile fetches the next panel: packing it would wait for memory.
+  void multiply(const Panel& p, const Panel& next) const {
     constexpr int kThird = kGroupRows / 3 > 1 ? kGroupRows / 3 : 1;
-    for (int64_t first = 0; first < tile_.rows; first += kGroupRows) {
+    const int64_t groups = (tile_.rows + kGroupRows - 1) / kGroupRows;
+    for (int64_t group = 0; group < groups; ++group) {
+      if (next.steps > 0) fetch(next, group, groups);
+      const int64_t first = group * kGroupRows;
       const int64_t rows = tile_.rows - first;
-      const float* from = s_.rows + first * steps;
-      float* to = this->sums(m, panel, first);
+      const float* from = s_.rows + first * p.steps;
+      float* to = this->sums(p.m, p.panel, first);
+      const bool begin = p.word == 0;
       if (rows <= kThird) {
-        multiply_group<kThird>(from, s_.panel, steps, first_block, to);
+        multiply_group<kThird>(from, s_.panel, p.steps, begin, to);
       } else if (rows <= 2 * kThird) {
-        multiply_group<2 * kThird>(from, s_.panel, steps, first_block, to);
+        multiply_group<2 * kThird>(from, s_.panel, p.steps, begin, to);
       } else {
-        multiply_group<kGroupRows>(from, s_.panel, steps, first_block, to);
+        multiply_group<kGroupRows>(from, s_.panel, p.steps, begin, to);
       }
     }
   }
@@ -125,8 +161,10 @@ class ManyRows : MoeTileSums<typename Product::Element> {
       if (!first_block) return add(r, v, sum);
       Simd::store(sums + r * kPanel + v * kLanes, sum);
     };
-    multiply_panel<Product, kRows, kPanelVectors, 1, kGroupRows>(rows, panel, steps,
-                                                                 Product::kScoreRun, begin, add);
+    // Sums of 16-bit numbers may run on: their own rounding is the greater one.
+    constexpr int64_t kRun = sizeof(Element) == sizeof(float) ? Product::kScoreRun : kBlockWords;
+    multiply_panel<Product, kRows, kPanelVectors, 1, kGroupRows>(rows, panel, steps, kRun, begin,
+                                                                 add);
   }
 };
 
@@ -159,6 +197,9 @@ constexpr MoeKernel moe_kernel(const char* isa) {
   return {isa,
           kMostRows,
           kMostColumns,
+          MoeScratch::kSums,
+          kGroupRows,
+          FewRows<Product>::kMostDotRows,
           MoeScratch::kBytes,
           multiply_tile<Product>,
           add_rows<typename Product::Element>};

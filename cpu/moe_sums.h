@@ -2,7 +2,7 @@
 //
 // Included after cpu/products.h and cpu/moe_activation.h.
 
-constexpr int64_t kMostRows = 192;
+constexpr int64_t kMostRows = 264;
 constexpr int64_t kMostColumns = 256;  // of all matrices together
 constexpr int64_t kBlockWords = 256;
 

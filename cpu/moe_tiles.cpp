@@ -15,6 +15,16 @@ constexpr double kFlopsPerThread = 2e5;
 constexpr int64_t kTilesPerThread = 4;
 constexpr int64_t kFewestColumns = 32;
 
+// Of a tile of few rows: a matrix that lies by columns is read in runs of so many elements.
+constexpr int64_t kWideColumns = 2048;
+
+// A multiple of every panel, for gate and up each.
+constexpr int64_t kColumnUnit = 2 * kFewestColumns;
+
+int64_t whole_groups(const MoeKernel& kernel, int64_t rows) {
+  return ceil_divide(std::max<int64_t>(rows, 1), kernel.group_rows) * kernel.group_rows;
+}
+
 }  // namespace
 
 Tiling choose_tiling(const MoeKernel& kernel, int64_t most_rows, int64_t experts, int64_t depth,
@@ -25,10 +35,18 @@ Tiling choose_tiling(const MoeKernel& kernel, int64_t most_rows, int64_t experts
   const int32_t available = num_threads();
   Tiling tiling = {};
   tiling.threads = wanted >= available ? available : wanted < 1 ? 1 : static_cast<int32_t>(wanted);
-  tiling.tile_rows = kernel.tile_rows;
-  tiling.tile_columns = kernel.tile_columns / matrices;
   const int64_t busy = std::clamp<int64_t>(most_rows, 1, experts);  // experts with rows
-  const int64_t row_tiles = busy * ceil_divide(ceil_divide(most_rows, busy), tiling.tile_rows);
+  const int64_t rows = ceil_divide(most_rows, busy);
+  const bool few = rows <= kernel.few_rows;
+  // Few rows leave room for many columns, and for experts that have twice as many.
+  const int64_t all_columns =
+      few ? std::min(kWideColumns,
+                     kernel.tile_sums / whole_groups(kernel, 2 * rows) / kColumnUnit * kColumnUnit)
+          : kernel.tile_columns;
+  tiling.tile_columns = all_columns / matrices;
+  tiling.tile_rows = std::min(
+      kernel.tile_rows, kernel.tile_sums / all_columns / kernel.group_rows * kernel.group_rows);
+  const int64_t row_tiles = busy * ceil_divide(rows, tiling.tile_rows);
   const int64_t enough = kTilesPerThread * tiling.threads;
   while (tiling.threads > 1 && tiling.tile_columns >= 2 * kFewestColumns &&
          row_tiles * ceil_divide(columns, tiling.tile_columns) < enough) {
@@ -56,7 +74,6 @@ void ExpertTiles::from_counts(const int32_t* counts, int64_t rows) {
 }
 
 int64_t ExpertTiles::cut(int64_t tile_rows) {
-  tile_rows_ = tile_rows;
   first_[0] = 0;
   for (int32_t e = 0; e < experts_; ++e) {
     first_[e + 1] = first_[e] + ceil_divide(end_[e] - begin_[e], tile_rows);

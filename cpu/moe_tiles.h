@@ -70,7 +70,6 @@ class ExpertTiles {
 
  private:
   int32_t experts_;
-  int64_t tile_rows_ = 1;
   int64_t* first_;  // [experts + 1] first tile of each
   int64_t* begin_;  // [experts]
   int64_t* end_;

@@ -54,6 +54,19 @@ __device__ __forceinline__ uint32_t max_magnitude(uint32_t a, uint32_t b) {
   return *reinterpret_cast<const uint32_t*>(&larger);
 }
 
+// Remembers whether one of many pairs of elements was not finite: each half of what is gathered is a
+// zero until the first infinity or NaN in that half, and NaN from there on. One FMA a pair, where
+// max_magnitude is slower.
+template <class Element>
+__device__ __forceinline__ uint32_t gather_nonfinite(uint32_t gathered, uint32_t pair) {
+  using Pair = typename ElementTraits<Element>::Pair;
+  const uint32_t zero = 0;
+  const Pair sum =
+      __hfma2(*reinterpret_cast<const Pair*>(&pair), *reinterpret_cast<const Pair*>(&zero),
+              *reinterpret_cast<const Pair*>(&gathered));
+  return *reinterpret_cast<const uint32_t*>(&sum);
+}
+
 // Whether one of a pair of elements is an infinity or a NaN: its exponent bits are all ones.
 template <class Element>
 __device__ __forceinline__ bool any_nonfinite(uint32_t pair) {

@@ -13,15 +13,21 @@ from installations import ROOT, checked, require_tool
 
 ENTRIES = {"short": "fp16_d64_dv64_r8", "sm89": "fp16_d64_dv64", "sm90": "fp16_d64_dv64"}
 CORE = ("attention", "checks", "choose", "dtype", "known_calls", "launch", "log", "status")
-SOURCES = (
-    *(f"core/{name}.cpp" for name in CORE),
-    "cuda/device.cpp",
-    "cuda/launch.cpp",
-    "cuda/attention/launch.cpp",
-    *(f"cuda/attention/{family}/family.cpp" for family in ENTRIES),
-    "tests/cuda/host/fake_cuda.cpp",
-    "tests/cuda/host/test_launch.cpp",
-)
+SOURCES = {
+    "test_launch": (
+        *(f"core/{name}.cpp" for name in CORE),
+        "cuda/device.cpp",
+        "cuda/launch.cpp",
+        "cuda/attention/launch.cpp",
+        *(f"cuda/attention/{family}/family.cpp" for family in ENTRIES),
+        "cuda/attention/sm90/sections.cpp",
+        "tests/cuda/host/fake_cuda.cpp",
+    ),
+    "test_sections": (
+        *(f"core/{name}.cpp" for name in ("dtype", "log", "status")),
+        "cuda/attention/sm90/sections.cpp",
+    ),
+}
 OPTIONS = (
     *("-std=c++17", "-g", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
@@ -41,23 +47,31 @@ def _cuda_headers() -> Path | None:
     return next((found for found in headers if (found / "cuda_runtime_api.h").exists()), None)
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _compile(name: str, build: Path) -> Path:
     headers = _cuda_headers()
     if headers is None:
         pytest.skip("needs CUDA's headers, which come with nvcc")
-    build = tmp_path_factory.mktemp("host")
     for family, entry in ENTRIES.items():
         entries = build / "cuda" / "attention" / family / "entries.inc"
         entries.parent.mkdir(parents=True)
         entries.write_text(f"FLASHMOE_ENTRY({entry})\n")
     includes = [f"-I{path}" for path in (ROOT, ROOT / "include", ROOT / "tests", build)]
-    made = build / "test_launch"
+    sources = (*SOURCES[name], f"tests/cuda/host/{name}.cpp")
+    made = build / name
     checked([require_tool("c++"), *OPTIONS, *includes, "-isystem", headers,
-             *(ROOT / source for source in SOURCES), "-o", made])  # fmt: skip
+             *(ROOT / source for source in sources), "-o", made])  # fmt: skip
     return made
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _compile("test_launch", tmp_path_factory.mktemp("host"))
 
 
 @pytest.mark.parametrize("without", ["", "no-driver", "no-handles", "no-shared-attributes"])
 def test_launch(program: Path, without: str) -> None:
     checked([program, *([without] if without else [])])
+
+
+def test_sections(tmp_path: Path) -> None:
+    checked([_compile("test_sections", tmp_path)])

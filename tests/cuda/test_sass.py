@@ -162,6 +162,11 @@ def _count(opcodes: Counter[str], name: str) -> int:
     return sum(n for opcode, n in opcodes.items() if opcode.split(".")[0] == name)
 
 
+def _is_hopper(code: Code) -> bool:
+    """Or newer: there are clusters and dependent launches."""
+    return int(re.findall(r"\d+", code.arch)[0]) >= 90
+
+
 def test_every_shipped_architecture_is_built_in(architectures: list[str]) -> None:
     missing = sorted(set(kernels.shipped_architectures()) - set(architectures))
     if missing:
@@ -233,6 +238,20 @@ def test_sm90_tiles_come_and_go_by_tma(instructions: dict[Code, Counter[str]]) -
         assert _count(opcodes, "LDGSTS") == 0, f"{code}: copies of a thread's own"
 
 
+def test_sm90_first_products_may_be_narrow(instructions: dict[Code, Counter[str]]) -> None:
+    """Of a step of 128 keys, the first of a tile has 64 where no row of a group sees more."""
+    for code, opcodes in _of(instructions, "sm90").items():
+        kernel = code.kernel
+        if kernel.dim not in (
+            96,
+            128,
+        ):  # at 64 P V is as wide; the others' steps are not of 128 keys
+            continue
+        narrow = sum(n for name, n in opcodes.items() if name.startswith("HGMMA.64x64x16."))
+        # With and without the last P V of the tile before it.
+        assert narrow == (0 if kernel.capped else 2 * kernel.dim // 16), f"{code}: {opcodes}"
+
+
 def test_sm90_roles_divide_the_registers(instructions: dict[Code, Counter[str]]) -> None:
     """ptxas leaves setmaxnreg out where it cannot keep to it."""
     for code, opcodes in _of(instructions, "sm90").items():
@@ -270,11 +289,28 @@ def test_short_keys_and_values_go_straight_to_registers(
 def test_short_blocks_share_keys_where_there_are_clusters(
     instructions: dict[Code, Counter[str]],
 ) -> None:
-    """Their barrier, stores to one another, and the two halves of a dependent launch."""
+    """Their barrier, and stores to one another."""
     for code, opcodes in _of(instructions, "short").items():
-        clusters = int(re.findall(r"\d+", code.arch)[0]) >= 90
-        for name in ("UCGABAR_ARV", "UCGABAR_WAIT", "STAS", "PREEXIT", "ACQBULK"):
-            assert (_count(opcodes, name) > 0) == clusters, f"{code}: {name}: {opcodes}"
+        for name in ("UCGABAR_ARV", "UCGABAR_WAIT", "STAS"):
+            assert (_count(opcodes, name) > 0) == _is_hopper(code), f"{code}: {name}: {opcodes}"
+
+
+@pytest.mark.parametrize("family", ["sm89", "sm90", "short"])
+def test_launches_wait_for_what_is_ahead_of_them(
+    family: str, instructions: dict[Code, Counter[str]]
+) -> None:
+    """Before they let the next one start, and before they touch a tensor."""
+    for code, opcodes in _of(instructions, family).items():
+        order = list(opcodes)  # by where each comes first
+        if not _is_hopper(code):
+            assert not {"ACQBULK", "PREEXIT"} & set(order), f"{code}: {opcodes}"
+            continue
+        assert opcodes["ACQBULK"] == opcodes["PREEXIT"] == 1, f"{code}: {opcodes}"
+        before = order[: order.index("ACQBULK")]
+        touching = re.compile(r"(PREEXIT|LDG|STG|LD|ST|UTMALDG|UTMASTG)(\.|$)")
+        assert not [name for name in before if touching.match(name)], f"{code}: {before}"
+        # ld.global.nc promises that nothing is written from the kernel's start on.
+        assert not [name for name in order if "CONSTANT" in name], f"{code}: {opcodes}"
 
 
 def test_nothing_is_in_local_memory(

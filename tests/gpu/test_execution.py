@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 
 import capi
 import flashmoe_science as fm
@@ -88,6 +89,22 @@ def test_a_hundred_runs_give_the_same_bits(case: Case) -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_other_heads_make_no_difference_to_the_bits(dtype: str, dim: int, family: str) -> None:
+    """How tiles are dealt to blocks, and what a block computed before one, depend on all heads."""
+    if family == "short":
+        pytest.skip("how it splits the keys depends on all heads, and the sums on that")
+    case = Case(dtype=dtype, batch=3, seq_q=1100, seq_k=1100, heads_q=12, heads_kv=12, dim=dim,
+                dim_v=dim, causal="bottom_right", kernel=family)  # fmt: skip
+    q, k, v = cases.make_values(case, "cuda:0")
+    out, lse = _attention(case, q, k, v)
+    for batch, head in ((0, 0), (1, 7), (2, 11)):
+        one = (slice(batch, batch + 1), slice(None), slice(head, head + 1))
+        got = _attention(case, q[one], k[one], v[one])
+        assert _same_bits(got, (out[one], lse[batch : batch + 1, head : head + 1]))
+
+
 def test_strides_make_no_difference_to_the_bits(case: Case) -> None:
     q, k, v = cases.make_values(case, "cuda:0")
     want = _attention(case, q, k, v)
@@ -115,21 +132,28 @@ def test_graph_replays_follow_the_inputs(case: Case) -> None:
         oracle.assert_accurate(*captured, *fresh, **case.mask)
 
 
-def test_graph_of_many_calls(family: str) -> None:
-    """A chain in which every call reads what the one before it wrote."""
+@pytest.mark.parametrize("others", ["same", "all", "torch"])
+def test_calls_that_read_what_the_one_before_wrote(others: str, family: str) -> None:
+    """A chain of them, as calls and as a graph: kernels may start before those ahead have ended."""
     case = _cases(family)[0]
     q, k, v = cases.make_values(case, "cuda:0")
-    _warm(case)
+    kernels = {"same": [family], "all": [family, *families.serving()], "torch": [family]}[others]
+    _warm(*(dataclasses.replace(case, kernel=kernel) for kernel in kernels))
 
-    def chain(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(20):
-            x = fm.flash_attention(x, k, v, causal=True, kernel=family)
+    def chain(x: torch.Tensor, between: Callable[[], object]) -> torch.Tensor:
+        for kernel in itertools.islice(itertools.cycle(kernels), 20):
+            x = fm.flash_attention(x, k, v, causal=True, kernel=kernel)
+            if others == "torch":
+                x = x * 1.5
+            between()
         return x
 
-    want = chain(q)
+    want = chain(q, torch.cuda.synchronize)
+    for _ in range(5):
+        assert torch.equal(memory.bits(chain(q, lambda: None)), memory.bits(want))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = chain(q)
+        got = chain(q, lambda: None)
     got.fill_(float("nan"))
     graph.replay()
     assert torch.equal(memory.bits(got), memory.bits(want))
@@ -447,7 +471,12 @@ def test_tensors_of_another_gpu(case: Case) -> None:
     torch.cuda.device_count() < 2, reason="needs two GPUs to tell one from the other"
 )
 def test_the_current_gpu_may_change_between_calls(family: str) -> None:
-    """New outputs come to lie beside the tensors, whichever GPU was current before."""
+    """New outputs come to lie beside the tensors, whichever GPU was current before, and nothing of
+    them elsewhere, not even for a moment."""
+
+    def allocations(device: str) -> int:
+        return torch.cuda.memory_stats(device)["allocation.all.allocated"]
+
     case = _cases(family)[0]
     everything = []
     for device in ("cuda:0", "cuda:1"):
@@ -457,7 +486,10 @@ def test_the_current_gpu_may_change_between_calls(family: str) -> None:
         for current in (0, 1, 1, 0, 1, 0, 0):
             torch.cuda.set_device(current)
             for device, inputs, want in (*everything, *reversed(everything)):
+                other = {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}[device]
+                before = allocations(other)
                 got = _attention(case, *inputs)
+                assert allocations(other) == before
                 assert [str(x.device) for x in got] == [device] * 2
                 assert torch.cuda.current_device() == current
                 assert _same_bits(got, want)

@@ -62,7 +62,7 @@ ROUTE: list[Bad] = [
     ({"selection_bias": zeros(7), "scoring": "sigmoid"}, ValueError,
      "selection_bias: its number of experts is 7, but logits has 8"),
     ({"selection_bias": zeros(8, dtype=np.float16), "scoring": "sigmoid"}, TypeError,
-     "selection_bias: got dtype float16"),
+     "selection_bias: got dtype fp16"),
     ({"num_groups": 0, "scoring": "sigmoid"}, ValueError, "num_groups: got 0, accepted are 1"),
     ({"num_groups": 3, "top_groups": 1, "scoring": "sigmoid"}, ValueError,
      "num_groups: got 3, accepted are divisors of the 8 experts"),
@@ -97,7 +97,7 @@ OUT: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
     ("ids", lambda x: x.astype(np.int64), TypeError, "out.ids: got dtype int64"),
     ("ids", lambda x: x[:, :1].copy(), ValueError, "top_k: got 2, but out.ids has room for 1"),
     ("ids", lambda x: np.repeat(x, 2, 1)[:, ::2], ValueError, "out.ids: got strides [4, 2]"),
-    ("weights", lambda x: x.astype(np.float16), TypeError, "out.weights: got dtype float16"),
+    ("weights", lambda x: x.astype(np.float16), TypeError, "out.weights: got dtype fp16"),
     ("offsets", lambda x: x[:5].copy(), ValueError, "out.offsets: "),
     ("pairs", lambda x: x[:5].copy(), ValueError, "out.pairs: its number of pairs is 5"),
     ("slots", lambda x: x[:3].copy(), ValueError, "out.slots: "),
@@ -264,7 +264,7 @@ def test_forward(producer: Producer, bad: Any) -> None:
 
 ROUTINGS: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
     ("weights", lambda x: x[:5], ValueError, "routing.weights: its number of tokens is 5, but x"),
-    ("weights", lambda x: x.astype(np.float16), TypeError, "routing.weights: got dtype float16"),
+    ("weights", lambda x: x.astype(np.float16), TypeError, "routing.weights: got dtype fp16"),
     ("offsets", lambda x: x[:5], ValueError, "routing.offsets: "),
     ("pairs", lambda x: x[:5], ValueError,
      "routing.pairs: its number of pairs is 5, but routing.weights has 74"),

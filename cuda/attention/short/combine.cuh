@@ -92,7 +92,7 @@ __device__ __forceinline__ Sum add_warps(const Shared<Traits>& shared, int row, 
 }
 
 // Writes four columns of one row, and lse with the first ones. Returns whether an infinity or a NaN
-// is among them.
+// is among them that the sum does not explain: a NaN of it is one of the keys that the row sees.
 template <class Traits>
 __device__ __forceinline__ bool write_unit(const Sum& total, const Params& params, const Tile& tile,
                                            const Shared<Traits>& shared, int row, int unit) {
@@ -112,8 +112,8 @@ __device__ __forceinline__ bool write_unit(const Sum& total, const Params& param
                                   Numeric::pack(total.out.z * factor, total.out.w * factor));
   *reinterpret_cast<uint2*>(params.out + where.offset(params.out_strides, tile.batch) + 4 * unit) =
       packed;
-  return numeric::any_nonfinite<typename Traits::Element>(packed.x) ||
-         numeric::any_nonfinite<typename Traits::Element>(packed.y);
+  return total.sum == total.sum && (numeric::any_nonfinite<typename Traits::Element>(packed.x) ||
+                                    numeric::any_nonfinite<typename Traits::Element>(packed.y));
 }
 
 // Units of a tile, a row after another: those from `first` to the one before `end`.

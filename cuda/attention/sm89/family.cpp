@@ -72,6 +72,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
   plan_launch(*entry, arch, "", tiles_per_head * heads, plan);
   plan->entry = entry;
+  plan->programmatic = has_clusters(*entry, device_id);
   plan->tiles_per_head = static_cast<int32_t>(tiles_per_head);
   plan->heads_per_section = heads_per_section(problem, facts->l2_bytes);
   return FLASHMOE_OK;

@@ -4,6 +4,7 @@
 
 #include "cuda/attention/sm89/columns.cuh"
 #include "cuda/attention/sm89/rows.cuh"
+#include "cuda/ptx/pdl.cuh"
 
 namespace flashmoe::sm89 {
 
@@ -11,6 +12,10 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     attention_forward_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared[];
+#if __CUDA_ARCH__ >= 900  // a programmatic launch costs the host less than another
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+#endif
   if constexpr (Traits::kScheme == Scheme::kRows) {
     rows::compute_tile<Traits>(params, shared);
   } else {

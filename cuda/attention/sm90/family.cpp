@@ -8,6 +8,7 @@
 #include "core/status.h"
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/sections.h"
 
 namespace flashmoe::sm90 {
 
@@ -42,33 +43,6 @@ bool can_walk(const RowStrides& strides, int64_t batch, int64_t seq, int64_t hea
     return extent <= 1 || (stride >= least && stride < kMaxStrideBytes / 2);
   };
   return fits(strides.batch, batch, 0) && fits(strides.seq, seq, 1) && fits(strides.head, heads, 0);
-}
-
-// Where only the right is bounded, later tiles of a head are longer, and those of a section of heads run
-// longest first.
-bool last_tiles_first(const AttentionProblem& problem) {
-  return problem.bounded_right && !problem.bounded_left;
-}
-
-// Sections are as short as they can be without leaving blocks idle, since the first tiles of one read all
-// of its keys and values: rounds of tiles enough to even out their lengths, while keys and values fit
-// the L2 beside the traffic of queries and outputs.
-int32_t heads_per_section(const AttentionProblem& problem, const Entry& entry,
-                          int64_t tiles_per_head, const DeviceFacts& facts) {
-  constexpr int64_t kLeastRounds = 2;
-  constexpr int64_t kStepsPerRound = 4;
-  const int64_t group = problem.heads_q / problem.heads_kv;
-  const int64_t heads_kv = problem.batch * problem.heads_kv;
-  if (!last_tiles_first(problem) || heads_kv == 0 || tiles_per_head == 0) return 1;
-  const int64_t steps = (problem.seq_k + entry.tile_k - 1) / entry.tile_k;
-  const int64_t rounds = std::max(kLeastRounds, steps / kStepsPerRound);
-  const int64_t group_tiles = group * tiles_per_head;
-  const int64_t wanted = (rounds * facts.multiprocessors + group_tiles - 1) / group_tiles;
-  const int64_t bytes = problem.seq_k * (problem.dim + problem.dim_v) * dtype_bytes(problem.dtype);
-  const int64_t fitting = bytes > 0 ? std::max<int64_t>(1, facts.l2_bytes * 3 / 4 / bytes) : wanted;
-  const int64_t most = std::min({wanted, fitting, heads_kv});
-  const int64_t sections = (heads_kv + most - 1) / most;  // all of about one size
-  return static_cast<int32_t>((heads_kv + sections - 1) / sections * group);
 }
 
 flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const Reason& reason) {
@@ -123,6 +97,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   plan->entry = entry;
   plan->tiles_per_head = static_cast<int32_t>(tiles_per_head);
   plan->heads_per_section = heads_per_section(problem, *entry, tiles_per_head, *facts);
+  plan->programmatic = true;  // sm_90a has it whatever made the code
   return FLASHMOE_OK;
 }
 
@@ -180,12 +155,9 @@ void fill_params(const AttentionProblem& p, const AttentionPlan& plan, Params* p
   params->seq_q = static_cast<int32_t>(p.seq_q);
   params->heads_q = static_cast<int32_t>(p.heads_q);
   params->heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
-  // Groups of rows that a full tile has too many are left out where tiles are shortest.
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
   const bool ramp = last_tiles_first(p);
-  const int64_t rows = int64_t{plan.tiles_per_head} * entry.tile_q;
-  const int64_t spare = (rows - p.seq_q) / entry.box_rows * entry.box_rows;
-  params->first_row = ramp ? -static_cast<int32_t>(spare) : 0;
+  params->first_row = ramp ? -static_cast<int32_t>(spare_rows(p, entry, plan.tiles_per_head)) : 0;
   params->last_tiles_first = ramp ? 1 : 0;
   params->heads = static_cast<int32_t>(p.batch * p.heads_q);
   params->tiles_per_head = plan.tiles_per_head;

@@ -21,6 +21,7 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/registers.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -349,7 +350,6 @@ template <class Traits>
 struct Consumer {
   using Element = typename Traits::Element;
   using Numeric = numeric::ElementTraits<Element>;
-  using ScoreMma = ptx::Wgmma<Element, Traits::kStepKeys>;
   using ValueMma = ptx::Wgmma<Element, Traits::kDimV>;
   static constexpr int kScores = Traits::kStepKeys / 2;
   static constexpr int kOutputs = Traits::kDimV / 2;
@@ -373,9 +373,8 @@ struct Consumer {
   float scores[kScores];
   uint32_t p[kSlices][4];
   float out[kOutputs];
-  bool add = false;  // out holds something
-  bool nonfinite =
-      false;  // this warp has written an infinity or a NaN that its sums do not explain
+  bool add = false;        // out holds something
+  bool nonfinite = false;  // this warp has written an infinity or a NaN that no sum explains
 
   __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
                                       uint32_t shared_, const Tile* tiles_, int group_)
@@ -393,8 +392,9 @@ struct Consumer {
     if (ptx::elect_one()) ptx::mbarrier_arrive(barrier);
   }
 
-  // Issues scores = Q K^T.
-  __device__ __forceinline__ void issue_scores() {
+  // Issues scores = Q K^T, of the first kKeys keys of a step.
+  template <int kKeys>
+  __device__ __forceinline__ void issue_scores(float (&of_keys)[kKeys / 2]) {
     const uint64_t q = ptx::advance(q_descriptor, q_cursor.stage * Traits::kQBytes);
     const uint64_t k = ptx::advance(k_descriptor, k_cursor.stage * Traits::kKBytes);
     ptx::wgmma_fence();
@@ -402,8 +402,9 @@ struct Consumer {
     for (int slice = 0; slice < Traits::kDim / 16; ++slice) {
       const int box = slice / 4;
       const int within = slice % 4 * 32;
-      ScoreMma::multiply(scores, ptx::advance(q, box * Traits::kRowBoxBytes + within),
-                         ptx::advance(k, box * Traits::kKVBoxBytes + within), slice > 0);
+      ptx::Wgmma<Element, kKeys>::multiply(
+          of_keys, ptx::advance(q, box * Traits::kRowBoxBytes + within),
+          ptx::advance(k, box * Traits::kKVBoxBytes + within), slice > 0);
     }
     ptx::wgmma_commit();
   }
@@ -541,22 +542,37 @@ struct Consumer {
     release_v();
   }
 
-  // The first step of a tile. With kClose, the last P V of the tile before it runs under the softmax, and
-  // that tile is written out.
-  template <bool kClose>
-  __device__ __forceinline__ void first_step(int group_row, int step, bool masked, bool last) {
-    wait_for_k();
-    take_turn();
-    ptx::pin(scores);
-    if (kClose) ptx::pin(out);
-    issue_scores();
+  // Q K^T of the first kKeys keys of a tile's first step, of which no row of the group sees more, and with
+  // kClose the last P V of the tile before it. Who calls chooses kKeys by a branch around all of the
+  // step's products: one between them makes ptxas serialise them.
+  template <bool kClose, int kKeys>
+  __device__ __forceinline__ void first_products() {
+    float of_keys[kKeys / 2];
+    issue_scores<kKeys>(of_keys);
     if (kClose) {
       wait_for_v();
       issue_values();
     }
     pass_turn();
     ptx::wgmma_wait<kClose ? 1 : 0>();
-    ptx::pin(scores);
+    ptx::pin(of_keys);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = i < kKeys / 2 ? of_keys[i] : -INFINITY;
+  }
+
+  // The first step of a tile. With kClose, the last P V of the tile before it runs under the softmax, and
+  // that tile is written out.
+  template <bool kClose>
+  __device__ __forceinline__ void first_step(int group_row, int step, bool masked, bool last,
+                                             bool narrow) {
+    wait_for_k();
+    take_turn();
+    if (kClose) ptx::pin(out);
+    if (narrow) {
+      first_products<kClose, Traits::kNarrowKeys>();
+    } else {
+      first_products<kClose, Traits::kStepKeys>();
+    }
     release_k();
     if (last) release_q();
     const RowStatistics closing = statistics;
@@ -582,7 +598,7 @@ struct Consumer {
     take_turn();
     ptx::pin(scores);
     ptx::pin(out);
-    issue_scores();
+    issue_scores<Traits::kStepKeys>(scores);
     wait_for_v();
     issue_values();
     pass_turn();
@@ -670,10 +686,13 @@ struct Consumer {
     const int right_steps = end_key(params, group_row) / Traits::kStepKeys;
     const int left_key = first_key(params, last_row);
     const auto masked = [&] { return step >= right_steps || step * Traits::kStepKeys < left_key; };
+    // No row of the group sees more of its first step.
+    const bool narrow = Traits::kNarrows &&
+                        end_key(params, last_row) - step * Traits::kStepKeys <= Traits::kNarrowKeys;
     if (open) {
-      first_step<true>(group_row, step, masked(), step == steps.first);
+      first_step<true>(group_row, step, masked(), step == steps.first, narrow);
     } else {
-      first_step<false>(group_row, step, masked(), step == steps.first);
+      first_step<false>(group_row, step, masked(), step == steps.first, narrow);
     }
     for (--step; step >= steps.first; --step) {
       next_step(group_row, step, masked(), step == steps.first);
@@ -754,17 +773,17 @@ struct Consumer {
       const bool exists = row < params.seq_q;
       if (params.lse != nullptr && lane % 4 == 0 && exists) {
         *lse_of(tile, row) =
-            sees_keys ? (statistics_of_tile.offset[half] + log2f(total)) * kLn2 : -INFINITY;
+            sees_keys ? (statistics_of_tile.offset[half] + __log2f(total)) * kLn2 : -INFINITY;
       }
       // A row of nothing but -inf scores is 0 / 0 = NaN; a row that sees no key is 0 by definition.
-      factor[half] = sees_keys ? 1.0f / total : 0.0f;
+      factor[half] = sees_keys ? __fdividef(1.0f, total) : 0.0f;
       // A NaN of the sum is one of the keys that the row sees.
       expected[half] = exists && total == total;
     }
     const uint32_t tile_out = shared + Traits::kOOffset + group * Traits::kOBytesPerGroup;
     const bool leader = warp == 0 && lane == 0;
     const int matrix_row = warp * 16 + lane % 16;
-    uint32_t largest[2] = {0, 0};
+    uint32_t gathered[2] = {0, 0};
 #pragma unroll
     for (int part = 0; part < Traits::kOutputParts; ++part) {
       constexpr int kPairsPerBox = kBoxColumns / 16;
@@ -781,7 +800,7 @@ struct Consumer {
         for (int r = 0; r < 4; ++r) {
           packed[r] = Numeric::pack(out[8 * pair + 2 * r] * factor[r % 2],
                                     out[8 * pair + 2 * r + 1] * factor[r % 2]);
-          largest[r % 2] = numeric::max_magnitude<Element>(largest[r % 2], packed[r]);
+          gathered[r % 2] = numeric::gather_nonfinite<Element>(gathered[r % 2], packed[r]);
         }
         const int chunk = 2 * (i % kPairsPerBox) + lane / 16;
         ptx::stmatrix_x4(tile_out + i / kPairsPerBox * Traits::kRowBoxBytes +
@@ -800,8 +819,8 @@ struct Consumer {
         ptx::tma_store_commit();
       }
     }
-    const bool suspect = (expected[0] && numeric::any_nonfinite<Element>(largest[0])) ||
-                         (expected[1] && numeric::any_nonfinite<Element>(largest[1]));
+    const bool suspect = (expected[0] && numeric::any_nonfinite<Element>(gathered[0])) ||
+                         (expected[1] && numeric::any_nonfinite<Element>(gathered[1]));
     nonfinite = nonfinite || __any_sync(kFullWarp, suspect);
     open = false;
     add = false;
@@ -838,6 +857,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
+  // No tensor has been touched so far. The next kernel's blocks may start as soon as this one's leave
+  // them room.
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
 
   const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
   if (group == 0) {

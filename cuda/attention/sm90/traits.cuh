@@ -72,6 +72,11 @@ struct Traits {
   static constexpr bool kOrdered = kTuning.ordered;
   static constexpr bool kCapped = kTuning.capped;
 
+  // Keys of a narrow step: the first of a tile, where no row of a group sees more of it. Not with a
+  // softcap, where products are not what takes the time.
+  static constexpr bool kNarrows = kStepKeys == 2 * kRowsPerGroup && !kCapped;
+  static constexpr int kNarrowKeys = kNarrows ? kRowsPerGroup : kStepKeys;
+
   // setmaxnreg: 64 Ki registers are 512 for each thread of a warpgroup.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;

@@ -155,7 +155,7 @@ void the_plan_is_what_the_launch_gets() {
     CHECK(fake::last.block.x == plan.block[0] && plan.block[0] == 128);
     CHECK(fake::last.block.y == 1 && fake::last.block.z == 1);
     CHECK(fake::last.shared_bytes == plan.shared_bytes && plan.shared_bytes == 32784);
-    CHECK(fake::last.cluster == 0 && fake::last.programmatic == -1);
+    CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1);
     CHECK(seen89.q == call.tensors[0].data && seen89.out == call.tensors[3].data);
     CHECK(seen89.tiles_per_head == 1 && seen89.heads == 12 && seen89.heads_per_kv == 3);
     const flashmoe_launch launch = read_back();
@@ -302,7 +302,8 @@ void what_the_driver_refuses_the_runtime_decides() {
   CHECK(other.run() == FLASHMOE_OK && fake::last.by == whoever());
 }
 
-// What only the short family's plans have: clusters, and a start before the launch ahead has ended.
+// Clusters, which only the short family's plans have, and a start before the launch ahead has ended,
+// which all have where the code was made for it.
 void clusters_and_programmatic_launches_are_planned() {
   static short_rows::Params seen;
   fake::on_launch = [](const void* params) { std::memcpy(&seen, params, sizeof seen); };
@@ -326,9 +327,16 @@ void clusters_and_programmatic_launches_are_planned() {
   }
   fake::state.driver_launch = CUDA_SUCCESS;
   fake::on_launch = nullptr;
-  const Call other("sm89", 2, 60, 1000, 6, 2);
-  CHECK(other.run() == FLASHMOE_OK);
-  CHECK(fake::last.cluster == 0 && fake::last.programmatic == -1 && read_back().cluster == 0);
+  for (const char* family : {"sm89", "sm90"}) {
+    const Call tiles(family, 2, 700, 1000, 6, 2);
+    for (const CUresult result : {CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE}) {
+      fake::state.driver_launch = result;
+      CHECK(tiles.run() == FLASHMOE_OK);
+      CHECK(fake::last.by == (result == CUDA_SUCCESS ? whoever() : fake::By::kRuntime));
+      CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1 && read_back().cluster == 0);
+    }
+  }
+  fake::state.driver_launch = CUDA_SUCCESS;
 }
 
 std::atomic<int> after_loading{0};

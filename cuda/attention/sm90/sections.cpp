@@ -1,0 +1,122 @@
+#include "cuda/attention/sm90/sections.h"
+
+#include <algorithm>
+
+namespace flashmoe::sm90 {
+namespace {
+
+constexpr int64_t kStepsOfAStart = 1;  // about what a tile takes beside its steps
+
+// Steps that a tile of a head takes: those up to the last key that its last row sees.
+int64_t steps_of_tile(const AttentionProblem& problem, const Entry& entry, int64_t spare,
+                      int64_t tile) {
+  const int64_t end_row = std::min(problem.seq_q, (tile + 1) * entry.tile_q - spare);
+  const int64_t keys = std::clamp<int64_t>(end_row + problem.right_offset, 0, problem.seq_k);
+  return kStepsOfAStart + (keys + entry.tile_k - 1) / entry.tile_k;
+}
+
+// Steps of each turn of a section of `heads` heads. Tiles of one length come one after another, so that
+// a round is a few runs of them: what changes from one turn to the next is noted, and summed up.
+void deal(const AttentionProblem& problem, const Entry& entry, int64_t tiles_per_head,
+          int64_t blocks, int64_t heads, int64_t* steps_of_turn) {
+  int64_t change[kMostBlocks + 1] = {};
+  const int64_t spare = spare_rows(problem, entry, tiles_per_head);
+  int64_t turn = 0;  // of the round
+  bool forwards = true;
+  for (int64_t tile = tiles_per_head - 1; tile >= 0; --tile) {
+    const int64_t steps = steps_of_tile(problem, entry, spare, tile);
+    for (int64_t left = heads; left > 0;) {
+      const int64_t end = std::min(blocks, turn + left);
+      change[forwards ? turn : blocks - end] += steps;
+      change[forwards ? end : blocks - turn] -= steps;
+      left -= end - turn;
+      turn = end;
+      if (turn == blocks) {
+        turn = 0;
+        forwards = !forwards;
+      }
+    }
+  }
+  int64_t steps = 0;
+  for (int64_t i = 0; i < blocks; ++i) steps_of_turn[i] = steps += change[i];
+}
+
+}  // namespace
+
+bool last_tiles_first(const AttentionProblem& problem) {
+  return problem.bounded_right && !problem.bounded_left;
+}
+
+int64_t spare_rows(const AttentionProblem& problem, const Entry& entry, int64_t tiles_per_head) {
+  return (tiles_per_head * entry.tile_q - problem.seq_q) / entry.box_rows * entry.box_rows;
+}
+
+int64_t most_steps(const AttentionProblem& problem, const Entry& entry, int64_t tiles_per_head,
+                   int64_t blocks, int64_t heads_per_section) {
+  int64_t steps[kMostBlocks] = {};
+  int64_t of_section[kMostBlocks];
+  const int64_t heads = problem.batch * problem.heads_q;
+  for (int64_t first = 0; first < heads; first += heads_per_section) {
+    const int64_t held = std::min(heads_per_section, heads - first);
+    // All but the last are like the first.
+    if (first == 0 || held < heads_per_section) {
+      deal(problem, entry, tiles_per_head, blocks, held, of_section);
+    }
+    // A section begins behind the block that had the end of the one before.
+    const int64_t begin = first * tiles_per_head % blocks;
+    for (int64_t i = begin; i < blocks; ++i) steps[i] += of_section[i - begin];
+    for (int64_t i = 0; i < begin; ++i) steps[i] += of_section[i + blocks - begin];
+  }
+  return *std::max_element(steps, steps + blocks);
+}
+
+// Sections are as short as they can be without leaving blocks idle, since the first tiles of one read
+// all of its keys and values: rounds of tiles enough to even out their lengths, while keys and values
+// fit the L2 beside the traffic of queries and outputs. Of these and the next shorter ones, of half as
+// many heads at least, those are taken that leave the least to the block with the most.
+int32_t heads_per_section(const AttentionProblem& problem, const Entry& entry,
+                          int64_t tiles_per_head, const DeviceFacts& facts) {
+  constexpr int64_t kLeastRounds = 2;
+  constexpr int64_t kStepsPerRound = 4;
+  // Of more rounds no block's last tile is much. These bounds keep a plan to a few microseconds.
+  constexpr int64_t kMostRoundsDealt = 32;
+  constexpr int kMostChoices = 5;
+  const int64_t group = problem.heads_q / problem.heads_kv;
+  const int64_t heads_kv = problem.batch * problem.heads_kv;
+  if (!last_tiles_first(problem) || heads_kv == 0 || tiles_per_head == 0) return 1;
+  const int64_t steps = (problem.seq_k + entry.tile_k - 1) / entry.tile_k;
+  const int64_t rounds = std::max(kLeastRounds, steps / kStepsPerRound);
+  const int64_t group_tiles = group * tiles_per_head;
+  const int64_t wanted = (rounds * facts.multiprocessors + group_tiles - 1) / group_tiles;
+  const int64_t bytes = problem.seq_k * (problem.dim + problem.dim_v) * dtype_bytes(problem.dtype);
+  const int64_t fitting = bytes > 0 ? std::max<int64_t>(1, facts.l2_bytes * 3 / 4 / bytes) : wanted;
+  // KV heads of a section, at most so many, where all sections are of about one size.
+  const auto even = [&](int64_t most) {
+    const int64_t sections = (heads_kv + most - 1) / most;
+    return (heads_kv + sections - 1) / sections;
+  };
+  const int64_t longest = even(std::min({wanted, fitting, heads_kv}));
+
+  const int64_t tiles = group_tiles * heads_kv;
+  const int64_t blocks = std::min<int64_t>(tiles, facts.multiprocessors);
+  int64_t best = longest;
+  if (blocks <= kMostBlocks && tiles <= kMostRoundsDealt * blocks) {
+    const auto most = [&](int64_t heads) {
+      return most_steps(problem, entry, tiles_per_head, blocks, heads * group);
+    };
+    int64_t least = most(longest);
+    int64_t heads = longest;
+    for (int choice = 1; choice < kMostChoices && heads > 1; ++choice) {
+      heads = even(heads - 1);
+      if (2 * heads < longest) break;
+      const int64_t steps_of_these = most(heads);
+      if (steps_of_these < least) {
+        least = steps_of_these;
+        best = heads;
+      }
+    }
+  }
+  return static_cast<int32_t>(best * group);
+}
+
+}  // namespace flashmoe::sm90

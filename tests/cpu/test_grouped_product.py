@@ -1,0 +1,111 @@
+"""Grouped products on the CPU against float64: rows by offsets, and by counts."""
+
+from __future__ import annotations
+
+import ctypes
+
+import capi
+import capi_moe
+import moe_reference as reference
+import numpy as np
+import pytest
+from moe_layers import ORIENTATIONS, matrix, rows_apart
+
+
+def weights(rng, experts: int, rows: int, columns: int, dtype: np.dtype) -> np.ndarray:
+    return (rng.standard_normal((experts, rows, columns)) / np.sqrt(columns)).astype(dtype)
+
+
+def expected_rows(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> tuple:
+    """Of one expert: exact, and in fp32 rounded once."""
+    exact = x.astype(np.float64) @ w.astype(np.float64).T
+    plain = x.astype(np.float32) @ w.astype(np.float32).T
+    if bias is not None:
+        exact, plain = exact + bias.astype(np.float64), plain + bias.astype(np.float32)
+    return exact, plain.astype(x.dtype).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("orientation", ORIENTATIONS)
+@pytest.mark.parametrize("bias", [None, "same", "fp32"])
+def test_offsets(isa_library: ctypes.CDLL, dtype: str, orientation: str, bias: str | None) -> None:
+    rng = np.random.default_rng(1)
+    kind = capi.DTYPES[dtype]
+    experts, columns, out_columns = 5, 72, 88
+    offsets = np.array([2, 2, 9, 50, 50, 51], np.int32)  # rows before, between and behind
+    x = rows_apart(capi.normal(rng, (60, columns), kind), 8)
+    w = weights(rng, experts, out_columns, columns, kind)
+    b = rng.standard_normal((experts, out_columns)).astype(np.float32 if bias == "fp32" else kind)
+    b = None if bias is None else b
+    out = rows_apart(np.full((60, out_columns), 7, kind), 16)
+    params = capi_moe.make_params(
+        capi_moe.ProductParams, x=x, w=matrix(w, orientation, rng), bias=b, offsets=offsets, out=out
+    )
+    capi_moe.run(params, isa_library)
+    assert (out[:2] == 7).all() and (out[51:] == 7).all()
+    for expert in range(experts):
+        rows = slice(offsets[expert], offsets[expert + 1])
+        exact, plain = expected_rows(x[rows], w[expert], None if b is None else b[expert])
+        reference.assert_accurate(out[rows], exact, plain, kind)
+    launch = capi.Launch(struct_size=ctypes.sizeof(capi.Launch))
+    capi.check(isa_library.flashmoe_last_launch(launch), isa_library)
+    assert launch.kernel == capi_moe.plan_of(params, isa_library).stage[0].kernel
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("orientation", ["rows", "columns"])
+def test_counts(isa_library: ctypes.CDLL, dtype: str, orientation: str) -> None:
+    rng = np.random.default_rng(2)
+    kind = capi.DTYPES[dtype]
+    experts, most, columns, out_columns = 4, 50, 40, 48
+    counts = np.array([0, 50, 7, 1], np.int32)
+    x = np.full((experts, most + 1, columns), np.nan, kind)[:, :most]  # what is not theirs is NaN
+    for expert, count in enumerate(counts):
+        x[expert, :count] = rng.standard_normal((count, columns)).astype(kind)
+    w = weights(rng, experts, out_columns, columns, kind)
+    out = capi.aligned_empty((experts, most, out_columns), kind)
+    out[...] = np.float64(7).astype(kind)
+    aligned = capi.aligned_empty(x.shape, kind)
+    aligned[...] = x
+    capi_moe.run(
+        capi_moe.make_params(
+            capi_moe.ProductParams, x=aligned, w=matrix(w, orientation, rng), counts=counts, out=out
+        ),
+        isa_library,
+    )
+    for expert, count in enumerate(counts):
+        exact, plain = expected_rows(x[expert, :count], w[expert], None)
+        reference.assert_accurate(out[expert, :count], exact, plain, kind)
+        assert (out[expert, count:] == 7).all()
+
+
+@pytest.mark.parametrize("by", ["offsets", "counts"])
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_they_hold_nothing_outside_is_touched(by: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    experts, rows = 5, 6
+    shape = (rows, 16) if by == "offsets" else (experts, rows, 16)
+    index = rng.integers(-4, rows + 4, experts + (by == "offsets")).astype(np.int32)
+    index[rng.integers(0, index.size)] = rng.choice(np.array([-(2**31), 2**31 - 1], np.int32))
+    kind = capi.DTYPES["fp32"]
+    guarded = capi.aligned_empty((shape[0] + 2, *shape[1:]), kind)
+    guarded[...] = 7
+    x = capi.normal(rng, shape, kind)
+    params = capi_moe.make_params(
+        capi_moe.ProductParams,
+        x=x,
+        w=weights(rng, experts, 16, 16, kind),
+        out=guarded[1:-1],
+        **{by: index},
+    )
+    capi_moe.run(params)
+    assert (guarded[0] == 7).all() and (guarded[-1] == 7).all()
+
+
+def test_no_rows() -> None:
+    rng = np.random.default_rng(3)
+    for shape, by in (((0, 16), "offsets"), ((3, 0, 16), "counts")):
+        index = np.zeros(4 if by == "offsets" else 3, np.int32)
+        arrays = {"x": np.zeros(shape, np.float32), "out": np.zeros(shape, np.float32), by: index}
+        w = weights(rng, 3, 16, 16, np.dtype(np.float32))
+        capi_moe.run(capi_moe.make_params(capi_moe.ProductParams, w=w, **arrays))
