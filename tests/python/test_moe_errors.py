@@ -132,7 +132,7 @@ GIVEN: list[Bad] = [
     ({"num_experts": 0}, ValueError, "num_experts: got 0, accepted are 1 to 1024"),
     ({"num_experts": 1025}, ValueError, "num_experts: got 1025, accepted are 1 to 1024"),
     ({"num_experts": 2.5}, TypeError, "num_experts: got 2.5 of type float, accepted are 1 to"),
-    ({"ids": IDS.astype(np.float32)}, TypeError, "ids: got dtype float32"),
+    ({"ids": IDS.astype(np.float32)}, TypeError, "ids: got dtype fp32"),
     ({"ids": IDS.astype(np.int16)}, TypeError, "ids: got dtype int16"),
     ({"ids": IDS[0]}, ValueError, "ids: got 1 dimensions, accepted are 2"),
     ({"ids": zeros(5, 33, dtype=np.int32)}, ValueError, "ids: got 33 experts of a token"),
