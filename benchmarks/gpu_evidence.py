@@ -43,6 +43,11 @@ SUITES = (
     "mla",
     "decode",
     "seeds",
+    "moe-training",
+    "moe-training@sm89",
+    "moe-qwen3",
+    "moe-mixtral",
+    "moe-olmoe",
 )
 _FLASHMOE = (sys.executable, "-m", "flashmoe_science")
 _TAIL = 4000  # characters of a step's output that are kept

@@ -154,13 +154,13 @@ def render_grid(source: Source) -> str:
     cells = document["cells"]
     peers = [p for p in rec.peer_names(cells) if p not in _NOT_IN_GRID]
     unit, factor = rec.unit(document)
-    lengths = sorted({c["shape"]["seq_q"] for c in cells})
+    lengths = sorted({rec.place(c["shape"]) for c in cells})
     groups = dict.fromkeys(rec.panel_key(c["shape"]) for c in cells)
     shares = any("ceiling_fraction" in e for c in cells for e in rec.contenders(c).values())
     nothing = {"status": "void"}
     rows = []
     for group in groups:
-        of = {c["shape"]["seq_q"]: c for c in cells if rec.panel_key(c["shape"]) == group}
+        of = {rec.place(c["shape"]): c for c in cells if rec.panel_key(c["shape"]) == group}
         across = [of.get(n, nothing) for n in lengths]
         dtype, mask, dim, dim_v = group
         dims = f"D={dim}" if dim == dim_v else f"D={dim}/{dim_v}"
@@ -196,6 +196,62 @@ def render_list(source: Source) -> str:
     times = ["us", "us in a graph"] if graphs else ["us"]
     table = _table([*names, *times, unit, *(f"over {p}" for p in peers)], rows)
     parts = [_caption(source), table, _means(document), _repeat(document)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _varying(cells: list[dict[str, Any]]) -> tuple[str, list[dict[str, str]]]:
+    """What all rows share, in words, and the fields of each that differ between rows."""
+    fields = [rec.extents(c["shape"]) for c in cells]
+    shared = {k: v for k, v in fields[0].items() if all(f.get(k) == v for f in fields)}
+    return rec.extents_text(shared), [
+        {k: v for k, v in f.items() if k not in shared} or f for f in fields
+    ]
+
+
+def _fraction(entry: dict[str, Any]) -> str:
+    share = entry.get("bound_fraction")
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _mebibytes(entry: dict[str, Any]) -> str:
+    peak = entry.get("peak_bytes")
+    return "-" if peak is None else f"{peak / 2**20:.0f}"
+
+
+def render_moe(source: Source) -> str:
+    """Of mixtures of experts: one row a shape, what they share before the table."""
+    document = source.document
+    cells = document["cells"]
+    if not cells:
+        return _caption(source)
+    peers = rec.peer_names(cells)
+    unit, factor = rec.unit(document)
+    rate = "weights GB/s" if rec.on_cpu(document) else "weights TB/s"
+    shared, own = _varying(cells)
+    rows = []
+    for cell, fields in zip(cells, own, strict=True):
+
+        def of_ours(words: Callable[[dict[str, Any]], str], of: dict[str, Any] = cell) -> str:
+            return _of_ours(of, lambda entry: words(entry | rec.times(of, entry)))
+
+        numbers = [
+            of_ours(lambda e: f"{e['median_s'] * 1e6:.1f}"),
+            of_ours(lambda e: rec.number(e["tflops"] * factor)),
+            of_ours(lambda e: f"{e['weight_bytes_per_s'] * 1e-12 * factor:.2f}"),
+            of_ours(_fraction),
+            of_ours(_mebibytes),
+        ]
+        rows.append([*fields.values(), *numbers, *(_ratio_cell(cell, p) for p in peers)])
+    headers = [*own[0], "us", unit, rate, "of dense", "MiB", *(f"over {p}" for p in peers)]
+    words = (
+        f"All rows: {shared}. Times are of calls in a CUDA graph where they are under a "
+        "millisecond, else between events. *of dense*: the time of plain matrix products of the "
+        "same FLOPs, without routing, over ours. *MiB*: memory that a call adds at its peak."
+    )
+    if rec.on_cpu(document):
+        words = f"All rows: {shared}."
+    table = _table(headers, rows)
+    parts = [_caption(source), words, table, _means(document), _repeat(document)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -251,13 +307,14 @@ TABLES: dict[str, Callable[[Source], str]] = {
     "attention-grid": render_grid,
     "attention-list": render_list,
     "cpu-attention": render_cpu,
+    "moe-list": render_moe,
 }
 
 
 # ---- pictures --------------------------------------------------------------------------------
 
 PICTURES = {
-    "speed-picture": ("speed", "speed against sequence length, with every peer"),
+    "speed-picture": ("speed", "speed against {place}, with every peer"),
     "ratio-picture": ("ratio", "the time of every peer over ours"),
     "roofline-picture": ("roofline", "speed against arithmetic intensity"),
 }
@@ -298,6 +355,7 @@ def pictures_of(source: Source, kind: str, root: Path) -> list[Picture]:
 def render_picture(source: Source, kind: str, pictures: list[Picture], folder: Path) -> str:
     """Shows the picture that fits the reader's setting, to a document in `folder`."""
     chart, words = PICTURES[kind]
+    words = words.format(place=rec.place_name(source.document["cells"])[1])
     title = source.document["title"]
     if not pictures:
         reason = charts.why_not(rec.read_record(source.path), chart)

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 
+#include "bindings/caller.h"
 #include "bindings/errors.h"
 #include "bindings/fields.h"
 #include "bindings/native_function.h"
@@ -23,6 +24,8 @@ namespace flashmoe {
 namespace {
 
 constexpr int kRank = 4;
+constexpr OperationWords kWords = {"attention", "q, k, v, out and lse",
+                                   "out, and lse with return_lse"};
 
 flashmoe_attention_forward_params parse_options(nb::handle causal, nb::handle window,
                                                 nb::handle scale, nb::handle softcap,
@@ -92,53 +95,6 @@ flashmoe_status run(const flashmoe_attention_forward_params& params, void* works
   return flashmoe_attention_forward(&params, workspace, bytes, stream);
 }
 
-// The fast path's type of `tensor`, which must share q's exchange table.
-const TensorType& same_framework(const TensorType& type, const char* name, nb::handle q,
-                                 nb::handle tensor) {
-  const TensorType* other = tensor_type(tensor);
-  if (other == nullptr || other->api != type.api) {
-    raise_type_error(std::string(name) + ": got " + name_of_type(tensor) + ", but q is " +
-                     name_of_type(q) + "; q, k, v, out and lse must come from one framework");
-  }
-  return *other;
-}
-
-// ---- new tensors of the caller's framework ------------------------------------------------------
-
-// May come without the GIL: only remembers what is raised afterwards.
-void remember_error(void* context, const char* kind, const char* message) {
-  *static_cast<std::string*>(context) = std::string(kind) + ": " + message;
-}
-
-nb::object allocate_by_exchange(const TensorType& type, const int64_t* shape, int rank,
-                                flashmoe_dtype dtype, flashmoe_device device) {
-  const dlpack::ExchangeApi& api = *type.api;
-  if (api.allocate == nullptr || api.object_from_managed == nullptr) {
-    raise_type_error("out: " + std::string(nb::str(type.type.attr("__qualname__")).c_str()) +
-                     " offers no allocator; pass out, and lse with return_lse");
-  }
-  int64_t extents[kRank];
-  for (int axis = 0; axis < rank; ++axis) extents[axis] = shape[axis];
-  dlpack::Tensor prototype = {nullptr, device, rank, dtype, extents, nullptr, 0};
-  dlpack::ManagedTensor* managed = nullptr;
-  std::string error;
-  if (api.allocate(&prototype, &managed, &error, &remember_error) != 0) {
-    PyErr_SetString(PyExc_MemoryError, error.c_str());
-    nb::raise_python_error();
-  }
-  void* object = nullptr;
-  if (api.object_from_managed(managed, &object) != 0) nb::raise_python_error();
-  return nb::steal(static_cast<PyObject*>(object));
-}
-
-void packed_strides(const int64_t* shape, int rank, int64_t* strides) {
-  uint64_t packed = 1;  // may wrap: torch refuses such a shape
-  for (int axis = rank - 1; axis >= 0; --axis) {
-    strides[axis] = static_cast<int64_t>(packed);
-    packed *= static_cast<uint64_t>(shape[axis] > 1 ? shape[axis] : 1);
-  }
-}
-
 // Strides for out of `shape`: q's order in memory where q is dense and of that shape, else packed.
 void strides_of_out(const Call& call, const int64_t shape[kRank], int64_t strides[kRank]) {
   packed_strides(shape, kRank, strides);
@@ -164,73 +120,20 @@ void strides_of_out(const Call& call, const int64_t shape[kRank], int64_t stride
   for (int axis = 0; axis < kRank; ++axis) strides[axis] = q.strides[axis];
 }
 
-// A new tensor of torch on q's device, and its view.
-nb::object allocate_by_torch(const TensorType& type, const char* name, nb::handle q,
-                             flashmoe_device device, flashmoe_dtype dtype, int rank,
-                             const int64_t* shape, const int64_t* strides, TensorView* view) {
-  const TorchFunctions& torch = *type.torch;
-  // The quickest allocation is on the current device.
-  if (device.device_type == FLASHMOE_DEVICE_CUDA &&
-      device.device_id == torch_current_cuda_device(torch)) {
-    nb::object made = torch_empty_on_current_cuda_device(torch, dtype, rank, shape, strides);
-    view->borrow(type, name, made);
-    return made;
-  }
-  nb::object made = torch_empty(torch, q, dtype, rank, shape, strides);
-  view->borrow(type, name, made);
-  return made;
-}
-
-nb::object allocate_out(const TensorType& type, nb::handle q, Call* call) {
-  const flashmoe_dtype dtype = call->q.tensor().dtype;
+nb::object allocate_out(const Caller& caller, Call* call) {
   int64_t shape[kRank];
   int64_t strides[kRank];
   call->shape_of_out(shape);
-  if (type.torch == nullptr) {
-    nb::object made = allocate_by_exchange(type, shape, kRank, dtype, call->q.device());
-    call->out.borrow(same_framework(type, "out", q, made), "out", made);
-    return made;
-  }
   strides_of_out(*call, shape, strides);
-  return allocate_by_torch(type, "out", q, call->q.device(), dtype, kRank, shape, strides,
-                           &call->out);
+  return caller.allocate("out", call->q.device(), call->q.tensor().dtype, kRank, shape, strides,
+                         &call->out);
 }
 
-nb::object allocate_lse(const TensorType& type, nb::handle q, Call* call) {
+nb::object allocate_lse(const Caller& caller, Call* call) {
   constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
   int64_t shape[kRank - 1];
-  int64_t strides[kRank - 1];
   call->shape_of_lse(shape);
-  if (type.torch == nullptr) {
-    nb::object made = allocate_by_exchange(type, shape, kRank - 1, kFloat32, call->q.device());
-    call->lse.borrow(same_framework(type, "lse", q, made), "lse", made);
-    return made;
-  }
-  packed_strides(shape, kRank - 1, strides);
-  return allocate_by_torch(type, "lse", q, call->q.device(), kFloat32, kRank - 1, shape, strides,
-                           &call->lse);
-}
-
-// ---- checks that only Python objects need -------------------------------------------------------
-
-// Whether torch is known to record no gradients, whatever its tensors say. That is asked at every
-// call for as long as it is so, and else now and then: one question in place of one a tensor.
-bool gradients_are_off(const TensorType& type) {
-  constexpr unsigned kCallsBetween = 16;
-  static bool off = false;  // under the GIL, as the next
-  static unsigned calls = 0;
-  if (type.torch == nullptr || (!off && ++calls % kCallsBetween != 0)) return false;
-  off = !torch_records_gradients(*type.torch);
-  return off;
-}
-
-void refuse_gradients(const TensorType& type, const char* name, nb::handle tensor) {
-  if (!requires_grad(type, tensor)) return;
-  if (type.torch != nullptr && !torch_records_gradients(*type.torch)) return;
-  raise_value_error(std::string(name) +
-                    ": requires grad, but attention has no backward pass yet; call under "
-                    "torch.no_grad() or pass " +
-                    name + ".detach()");
+  return caller.allocate("lse", call->q.device(), kFloat32, kRank - 1, shape, nullptr, &call->lse);
 }
 
 // ---- entry points -------------------------------------------------------------------------------
@@ -260,42 +163,27 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
                     stream);
   }
   Call call(causal, window, scale, softcap, layout, kernel);
-  call.q.borrow(*type, "q", q);
-  const TensorType& type_of_k = same_framework(*type, "k", q, k);
-  call.k.borrow(type_of_k, "k", k);
-  const TensorType& type_of_v = same_framework(*type, "v", q, v);
-  call.v.borrow(type_of_v, "v", v);
-  const bool may_require_grad = !gradients_are_off(*type);
-  if (may_require_grad) {
-    refuse_gradients(*type, "q", q);
-    refuse_gradients(type_of_k, "k", k);
-    refuse_gradients(type_of_v, "v", v);
-  }
+  const Caller caller(kWords, *type, "q", q);
+  caller.borrow("q", q, &call.q);
+  caller.borrow("k", k, &call.k);
+  caller.borrow("v", v, &call.v);
 
   nb::object result = nb::borrow(out);
   nb::object sums = nb::borrow(lse);
   if (!out.is_none()) {
-    const TensorType& type_of_out = same_framework(*type, "out", q, out);
-    call.out.borrow(type_of_out, "out", out);
-    if (may_require_grad) refuse_gradients(type_of_out, "out", out);
+    caller.borrow("out", out, &call.out);
   } else if (call.describes_outputs()) {
-    result = allocate_out(*type, q, &call);
+    result = allocate_out(caller, &call);
   }
   if (!lse.is_none()) {
-    const TensorType& type_of_lse = same_framework(*type, "lse", q, lse);
-    call.lse.borrow(type_of_lse, "lse", lse);
-    if (may_require_grad) refuse_gradients(type_of_lse, "lse", lse);
+    caller.borrow("lse", lse, &call.lse);
   } else if (want_lse && call.describes_outputs()) {
-    sums = allocate_lse(*type, q, &call);
+    sums = allocate_lse(caller, &call);
   }
 
   const flashmoe_device device = call.q.device();
-  void* handle = nullptr;
-  if (!parse_stream(stream, &handle) && device.device_type == FLASHMOE_DEVICE_CUDA &&
-      type->api->current_stream != nullptr &&
-      type->api->current_stream(device.device_type, device.device_id, &handle) != 0) {
-    nb::raise_python_error();
-  }
+  bool named = false;
+  void* handle = caller.stream(stream, device, &named);
   const flashmoe_status status = run(call.ready(), nullptr, 0, handle);
   if (status == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL && device.device_type == FLASHMOE_DEVICE_CUDA) {
     dispatch(q, k, v, causal, window, scale, softcap, layout, return_lse, result, sums, kernel,

@@ -14,6 +14,10 @@ namespace flashmoe::dlpack {
 
 inline constexpr uint32_t kMajorVersion = 1;
 
+// Type codes beside those of flashmoe_dtype_code.
+inline constexpr uint8_t kInt = 0;
+inline constexpr uint8_t kUInt = 1;
+
 // DLTensor; flashmoe_tensor has its layout on purpose.
 struct Tensor {
   void* data;

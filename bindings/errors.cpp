@@ -12,8 +12,10 @@ namespace {
 
 }  // namespace
 
-void raise_status(flashmoe_status status) {
-  raise("_from_status", nb::int_(static_cast<int>(status)), flashmoe_last_error());
+void raise_status(flashmoe_status status) { raise_status(status, flashmoe_last_error()); }
+
+void raise_status(flashmoe_status status, const std::string& sentence) {
+  raise("_from_status", nb::int_(static_cast<int>(status)), sentence);
 }
 
 void raise_type_error(const std::string& sentence) { raise("_type_error", nb::none(), sentence); }

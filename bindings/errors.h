@@ -15,6 +15,9 @@ namespace nb = nanobind;
 // Raises the library's sentence of the call that just failed on this thread.
 [[noreturn]] void raise_status(flashmoe_status status);
 
+// The same with the caller's own words.
+[[noreturn]] void raise_status(flashmoe_status status, const std::string& sentence);
+
 inline void check(flashmoe_status status) {
   if (status != FLASHMOE_OK) raise_status(status);
 }

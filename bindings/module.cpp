@@ -1,13 +1,15 @@
-// flashmoe_science._core: Python on the C ABI. No logic of attention lives here.
+// flashmoe_science._core: Python on the C ABI. No logic of an operation lives here.
 #include <nanobind/nanobind.h>
 
 #include "bindings/attention.h"
 #include "bindings/library.h"
+#include "bindings/moe.h"
 #include "bindings/xla_ffi.h"
 
 NB_MODULE(_core, module) {
   module.attr("__doc__") = "The native half of flashmoe_science: see that package.";
   flashmoe::define_library(module);
   flashmoe::define_attention(module);
+  flashmoe::define_moe(module);
   flashmoe::define_xla_ffi(module);
 }

@@ -1,5 +1,6 @@
 #include "bindings/options.h"
 
+#include <cstddef>
 #include <string>
 
 #include "bindings/errors.h"
@@ -22,20 +23,46 @@ bool is_string(nb::handle object) { return PyUnicode_Check(object.ptr()); }
   raise_type_error(sentence);
 }
 
-// None is the C ABI's 0, which as a number is refused. Whatever else is wrong the library refuses.
-float parse_positive(const char* name, nb::handle number, const char* accepted) {
-  if (number.is_none()) return 0.0f;
+float to_float(const char* name, nb::handle number, const char* accepted) {
   const double value = PyFloat_AsDouble(number.ptr());
   if (value == -1.0 && PyErr_Occurred() != nullptr) {
     PyErr_Clear();
-    refuse(name, number, (std::string("is a number, or None for ") + accepted).c_str(), false);
+    refuse(name, number, accepted, false);
   }
-  const float rounded = static_cast<float>(value);
+  return static_cast<float>(value);
+}
+
+// None is the C ABI's 0, which as a number is refused. Whatever else is wrong the library refuses.
+float parse_positive(const char* name, nb::handle number, const char* accepted) {
+  if (number.is_none()) return 0.0f;
+  const float rounded =
+      to_float(name, number, (std::string("is a number, or None for ") + accepted).c_str());
   if (rounded == 0.0f) {
     refuse(name, number,
            (std::string("is a finite positive number, or None for ") + accepted).c_str(), true);
   }
   return rounded;
+}
+
+// A name that stands for a value of the C ABI.
+struct Choice {
+  const char* name;
+  int32_t value;
+};
+
+template <size_t kCount>
+int32_t parse_choice(const char* name, nb::handle chosen, const Choice (&choices)[kCount]) {
+  if (is_string(chosen)) {
+    for (const Choice& choice : choices) {
+      if (equals(chosen, choice.name)) return choice.value;
+    }
+  }
+  std::string accepted = "are ";
+  for (size_t i = 0; i < kCount; ++i) {
+    accepted += std::string(i == 0 ? "" : i + 1 < kCount ? ", " : " and ");
+    accepted += std::string("'") + choices[i].name + "'";
+  }
+  refuse(name, chosen, accepted.c_str(), is_string(chosen));
 }
 
 // One end of a window: whether there is one, and how many keys it takes.
@@ -90,6 +117,56 @@ int32_t parse_causal(nb::handle causal) {
 float parse_scale(nb::handle scale) { return parse_positive("scale", scale, "1 / sqrt(dim)"); }
 
 float parse_softcap(nb::handle softcap) { return parse_positive("softcap", softcap, "no cap"); }
+
+int32_t parse_scoring(nb::handle scoring) {
+  constexpr Choice kChoices[] = {{"softmax", FLASHMOE_MOE_SOFTMAX},
+                                 {"topk_softmax", FLASHMOE_MOE_TOPK_SOFTMAX},
+                                 {"sigmoid", FLASHMOE_MOE_SIGMOID}};
+  return parse_choice("scoring", scoring, kChoices);
+}
+
+int32_t parse_gate(nb::handle gate) {
+  constexpr Choice kChoices[] = {{"gate_up", FLASHMOE_MOE_GATE_UP},
+                                 {"up_gate", FLASHMOE_MOE_UP_GATE},
+                                 {"interleaved", FLASHMOE_MOE_INTERLEAVED},
+                                 {"separate", FLASHMOE_MOE_SEPARATE},
+                                 {"none", FLASHMOE_MOE_NO_GATE}};
+  return parse_choice("gate", gate, kChoices);
+}
+
+int32_t parse_activation(nb::handle activation) {
+  constexpr Choice kChoices[] = {{"silu", FLASHMOE_ACTIVATION_SILU},
+                                 {"gelu", FLASHMOE_ACTIVATION_GELU},
+                                 {"gelu_tanh", FLASHMOE_ACTIVATION_GELU_TANH},
+                                 {"relu", FLASHMOE_ACTIVATION_RELU},
+                                 {"relu2", FLASHMOE_ACTIVATION_RELU2}};
+  return parse_choice("activation", activation, kChoices);
+}
+
+float parse_limit(nb::handle limit) { return parse_positive("limit", limit, "no limit"); }
+
+float parse_number(const char* name, nb::handle number) {
+  return to_float(name, number, "is a finite number");
+}
+
+float parse_factor(const char* name, nb::handle factor) {
+  const float value = to_float(name, factor, "is a finite number other than 0");
+  if (value == 0.0f) refuse(name, factor, "is a finite number other than 0", true);
+  return value == 1.0f ? 0.0f : value;  // the default, which every mode accepts
+}
+
+int64_t parse_integer(const char* name, nb::handle integer, int64_t low, int64_t high,
+                      const char* accepted) {
+  if (!PyIndex_Check(integer.ptr()) || PyBool_Check(integer.ptr())) {
+    refuse(name, integer, accepted, false);
+  }
+  const nb::object index = nb::steal(PyNumber_Index(integer.ptr()));
+  if (!index.is_valid()) nb::raise_python_error();
+  int overflow = 0;
+  const int64_t value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  if (overflow != 0 || value < low || value > high) refuse(name, integer, accepted, true);
+  return value;
+}
 
 void parse_window(nb::handle window, flashmoe_attention_forward_params* params) {
   if (window.is_none()) return;

@@ -1,4 +1,4 @@
-// The options of an attention call from Python objects to the C ABI's values. Each failure is a
+// The options of calls from Python objects to the C ABI's values. Each failure is a
 // ValueError or TypeError that names the option, what it got and what is accepted.
 #pragma once
 
@@ -21,6 +21,18 @@ const char* parse_kernel(nb::handle kernel);  // None, str; lives as long as the
 
 // None, or a tuple or list of two: each None or an int. Sets the window's fields of params.
 void parse_window(nb::handle window, flashmoe_attention_forward_params* params);
+
+// Of the mixture of experts.
+int32_t parse_scoring(nb::handle scoring);        // "softmax", "topk_softmax", "sigmoid"
+int32_t parse_gate(nb::handle gate);              // "gate_up", "up_gate", "interleaved", ...
+int32_t parse_activation(nb::handle activation);  // "silu", "gelu", "gelu_tanh", "relu", "relu2"
+float parse_limit(nb::handle limit);              // None, number
+float parse_number(const char* name, nb::handle number);
+// A number other than 0, for an option of which the C ABI's 0 means 1.
+float parse_factor(const char* name, nb::handle factor);
+// An int from low to high; `accepted` says so in words.
+int64_t parse_integer(const char* name, nb::handle integer, int64_t low, int64_t high,
+                      const char* accepted);
 
 // None -> false. Else an int, or an object with __cuda_stream__(), cuda_stream or ptr.
 bool parse_stream(nb::handle stream, void** parsed);

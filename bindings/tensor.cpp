@@ -54,6 +54,24 @@ TensorType describe_type(nb::handle type, const dlpack::ExchangeApi* api) {
   return made;
 }
 
+// An aligned address for a tensor that is never read or written: one beside those before it, since
+// outputs may overlap no other tensor.
+void* address_of_nothing(const int64_t* shape, int32_t rank, flashmoe_dtype dtype) {
+  constexpr uintptr_t kAlignment = 4096;
+  constexpr uintptr_t kEnd = uintptr_t{1} << 46;
+  constexpr uintptr_t kMost = kEnd >> 4;  // of one tensor
+  thread_local uintptr_t next = kAlignment;
+  uintptr_t bytes = dtype.bits >= 8 ? dtype.bits / 8 : 1;
+  for (int axis = 0; axis < rank && axis < TensorView::kMaxRank; ++axis) {
+    const uintptr_t extent = shape[axis] > 0 ? static_cast<uintptr_t>(shape[axis]) : 1;
+    bytes = extent < kMost / bytes ? bytes * extent : kMost;
+  }
+  if (next + bytes > kEnd) next = kAlignment;
+  void* const address = reinterpret_cast<void*>(next);
+  next += (bytes / kAlignment + 1) * kAlignment;
+  return address;
+}
+
 }  // namespace
 
 const TensorType* tensor_type(nb::handle object) {
@@ -163,16 +181,55 @@ void TensorView::borrow(const char* name, nb::handle object, Access access) {
 }
 
 void TensorView::describe(const int64_t* shape, int32_t rank, flashmoe_dtype dtype,
-                          flashmoe_device device) {
-  constexpr uintptr_t kAlignedAddress = 4096;  // never read
-  for (int axis = 0; axis < rank && axis < kMaxRank; ++axis) shape_[axis] = shape[axis];
+                          flashmoe_device device, const int64_t* strides, void* data) {
   tensor_ = {};
-  tensor_.data = reinterpret_cast<void*>(kAlignedAddress);
+  tensor_.data = data != nullptr ? data : address_of_nothing(shape, rank, dtype);
   tensor_.device = device;
   tensor_.ndim = rank;
   tensor_.dtype = dtype;
-  tensor_.shape = shape_;
-  set_ = true;
+  tensor_.shape = shape;
+  tensor_.strides = strides;
+  copy_extents();
+}
+
+bool TensorView::flatten_rows() {
+  const int rank = tensor_.ndim;
+  if (rank == 2) return true;
+  if (rank < 1 || rank > kMaxRank) return false;
+  int64_t rows = 1;
+  int64_t stride = shape_[rank - 1];  // from row to row
+  if (tensor_.strides == nullptr) {
+    for (int axis = rank - 2; axis >= 0; --axis) rows *= shape_[axis];
+  } else {
+    bool found = false;
+    for (int axis = rank - 2; axis >= 0; --axis) {
+      if (shape_[axis] == 0) rows = 0;
+      if (rows == 0 || shape_[axis] == 1) continue;
+      if (!found) stride = strides_[axis];
+      if (found && strides_[axis] != stride * rows) return false;
+      found = true;
+      rows *= shape_[axis];
+    }
+    strides_[1] = strides_[rank - 1];
+    strides_[0] = stride;
+  }
+  shape_[1] = shape_[rank - 1];
+  shape_[0] = rows;
+  tensor_.ndim = 2;
+  return true;
+}
+
+bool TensorView::add_leading_extent() {
+  const int rank = tensor_.ndim;
+  if (rank < 0 || rank >= kMaxRank) return false;
+  for (int axis = rank; axis > 0; --axis) {
+    shape_[axis] = shape_[axis - 1];
+    if (tensor_.strides != nullptr) strides_[axis] = strides_[axis - 1];
+  }
+  if (tensor_.strides != nullptr) strides_[0] = rank > 0 ? strides_[1] * shape_[1] : 1;
+  shape_[0] = 1;
+  tensor_.ndim = rank + 1;
+  return true;
 }
 
 void TensorView::give_back() {

@@ -53,8 +53,16 @@ class TensorView {
   // begins with `name`. NumPy arrays of ml_dtypes.bfloat16 are taken as bf16.
   void borrow(const char* name, nb::handle object, Access access);
 
-  // A contiguous view of no memory: for plans, which read no data.
-  void describe(const int64_t* shape, int32_t rank, flashmoe_dtype dtype, flashmoe_device device);
+  // A view of memory that no Python object owns, contiguous without `strides`. Without `data` it is
+  // of no memory at all: for plans, which read none.
+  void describe(const int64_t* shape, int32_t rank, flashmoe_dtype dtype, flashmoe_device device,
+                const int64_t* strides = nullptr, void* data = nullptr);
+
+  // Makes the view one of two dimensions: all but the last become one. False if strides do not
+  // allow that; a single dimension becomes one row.
+  bool flatten_rows();
+  // Puts an extent of 1 before the others. False if there is no room for it.
+  bool add_leading_extent();
 
   const flashmoe_tensor& tensor() const { return tensor_; }
   const flashmoe_tensor* get() const { return set_ ? &tensor_ : nullptr; }

@@ -1,7 +1,11 @@
 #include "bindings/torch.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <initializer_list>
+
+#include "bindings/dlpack.h"
+#include "bindings/tensor.h"
 
 namespace flashmoe {
 namespace {
@@ -19,37 +23,45 @@ nb::object tuple_of(const int64_t* values, int count) {
   return tuple;
 }
 
-// The arguments of an allocation as a Python tuple, kept from one call to the next: most calls ask
-// for what the call before them did.
+// The arguments of allocations as Python tuples, kept from one call to the next: most calls ask for
+// what the call before them did. An entry is found by a sum over what is asked for.
 class Arguments {
  public:
-  static constexpr int kMaxRank = 4;
-
   nb::object get(nb::handle dtype, int rank, const int64_t* shape, const int64_t* strides) {
-    if (!tuple_.is_valid() || dtype.ptr() != dtype_ || rank != rank_ ||
-        !std::equal(shape, shape + rank, shape_) ||
-        !std::equal(strides, strides + rank, strides_)) {
-      tuple_ = nb::make_tuple(tuple_of(shape, rank), tuple_of(strides, rank), dtype);
-      dtype_ = dtype.ptr();
-      rank_ = rank;
-      std::copy(shape, shape + rank, shape_);
-      std::copy(strides, strides + rank, strides_);
+    size_t sum = reinterpret_cast<uintptr_t>(dtype.ptr()) / alignof(std::max_align_t);
+    for (int axis = 0; axis < rank; ++axis) sum = sum * 31 + static_cast<size_t>(shape[axis]);
+    Entry& entry = entries_[sum % kEntries];
+    if (!entry.tuple.is_valid() || dtype.ptr() != entry.dtype || rank != entry.rank ||
+        !std::equal(shape, shape + rank, entry.shape) ||
+        !std::equal(strides, strides + rank, entry.strides)) {
+      entry.tuple = nb::make_tuple(tuple_of(shape, rank), tuple_of(strides, rank), dtype);
+      entry.dtype = dtype.ptr();
+      entry.rank = rank;
+      std::copy(shape, shape + rank, entry.shape);
+      std::copy(strides, strides + rank, entry.strides);
     }
-    return tuple_;
+    return entry.tuple;
   }
 
  private:
-  nb::object tuple_;
-  PyObject* dtype_ = nullptr;
-  int rank_ = 0;
-  int64_t shape_[kMaxRank];
-  int64_t strides_[kMaxRank];
+  static constexpr size_t kEntries = 61;  // a prime
+
+  struct Entry {
+    nb::object tuple;
+    PyObject* dtype = nullptr;
+    int rank = 0;
+    int64_t shape[TensorView::kMaxRank];
+    int64_t strides[TensorView::kMaxRank];
+  };
+
+  Entry entries_[kEntries];
 };
 
 const nb::object& element_type(const TorchFunctions& torch, flashmoe_dtype dtype) {
-  return dtype.bits == 32                      ? torch.float32
-         : dtype.code == FLASHMOE_DTYPE_BFLOAT ? torch.bfloat16
-                                               : torch.float16;
+  const bool integer = dtype.code == dlpack::kInt || dtype.code == dlpack::kUInt;
+  if (dtype.bits == 8) return torch.uint8;
+  if (dtype.bits == 32) return integer ? torch.int32 : torch.float32;
+  return dtype.code == FLASHMOE_DTYPE_BFLOAT ? torch.bfloat16 : torch.float16;
 }
 
 }  // namespace
@@ -65,6 +77,8 @@ const TorchFunctions& torch_functions(const nb::object& torch) {
         torch.attr("float16"),
         torch.attr("bfloat16"),
         torch.attr("float32"),
+        torch.attr("int32"),
+        torch.attr("uint8"),
         attribute_or_none(internals, {"_dynamo", "guards", "_empty_strided_cuda"}),
         attribute_or_none(internals, {"_cuda_getDevice"}),
         attribute_or_none(internals, {"_cuda_getDeviceCount"}),
@@ -103,8 +117,8 @@ int32_t torch_current_cuda_device(const TorchFunctions& torch) {
 nb::object torch_empty_on_current_cuda_device(const TorchFunctions& torch, flashmoe_dtype dtype,
                                               int rank, const int64_t* shape,
                                               const int64_t* strides) {
-  static auto* const last = new Arguments[Arguments::kMaxRank + 1];  // by rank; under the GIL
-  const nb::object arguments = last[rank].get(element_type(torch, dtype), rank, shape, strides);
+  static auto* const known = new Arguments();  // under the GIL
+  const nb::object arguments = known->get(element_type(torch, dtype), rank, shape, strides);
   PyObject* made = PyObject_Call(torch.empty_strided_cuda.ptr(), arguments.ptr(), nullptr);
   if (made == nullptr) nb::raise_python_error();
   return nb::steal(made);

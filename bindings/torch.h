@@ -19,6 +19,8 @@ struct TorchFunctions {
   nb::object float16;
   nb::object bfloat16;
   nb::object float32;
+  nb::object int32;
+  nb::object uint8;
   // The allocation that torch.compile's generated code calls, on the current CUDA device: it goes
   // round torch's dispatcher. These are None where a torch does not have them.
   nb::object empty_strided_cuda;
@@ -31,7 +33,7 @@ const TorchFunctions& torch_functions(const nb::object& torch);
 // Whether grad mode is on.
 bool torch_records_gradients(const TorchFunctions& torch);
 
-// New memory of torch of a dtype that kernels take, on the device of the tensor `like`. `strides` in
+// New memory of torch of fp16, bf16, fp32, int32 or uint8, on the device of the tensor `like`. `strides` in
 // elements.
 nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_dtype dtype, int rank,
                        const int64_t* shape, const int64_t* strides);
@@ -39,7 +41,7 @@ nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_dt
 // The current CUDA device of this thread, or -1 where this torch has no quick allocation on it.
 int32_t torch_current_cuda_device(const TorchFunctions& torch);
 
-// The quick allocation: rank is at most 4.
+// The quick allocation.
 nb::object torch_empty_on_current_cuda_device(const TorchFunctions& torch, flashmoe_dtype dtype,
                                               int rank, const int64_t* shape,
                                               const int64_t* strides);

@@ -12,9 +12,9 @@ inline constexpr char kFamilyNames[] =
 #if !FLASHMOE_WITH_CUDA
     "cpu";
 #elif FLASHMOE_WITH_SM90
-    "cpu sm89 sm90 short";
+    "cpu sm89 sm90 short stream";
 #else
-    "cpu sm89 short";
+    "cpu sm89 short stream";
 #endif
 
 // cpu/
@@ -28,6 +28,9 @@ int32_t cpu_get_num_threads();
 #if FLASHMOE_WITH_CUDA
 extern const AttentionFamily kShortAttention;
 extern const AttentionFamily kSm89Attention;
+extern const MoeFamily kRouteMoe;  // route alone, for every GPU
+extern const MoeFamily kSm89Moe;
+extern const MoeFamily kStreamMoe;
 #if FLASHMOE_WITH_SM90  // built for sm_90a
 extern const AttentionFamily kSm90Attention;
 #endif

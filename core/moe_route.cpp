@@ -117,7 +117,8 @@ flashmoe_status read_given(const flashmoe_moe_route_params& params, MoeRouteProb
     View map;
     FLASHMOE_TRY(
         check_int32_tensor("expert_map", params.expert_map, 1, "given_ids", p->device, &map));
-    p->expert_map = static_cast<const int32_t*>(map.data);
+    static constexpr int32_t kNothing = 0;  // a map of no ids may have no data, and is a map still
+    p->expert_map = map.shape[0] > 0 ? static_cast<const int32_t*>(map.data) : &kNothing;
     p->expert_map_size = map.shape[0];
   }
   return FLASHMOE_OK;

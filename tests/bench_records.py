@@ -112,6 +112,66 @@ def a_list(**given: Any) -> dict[str, Any]:
     return document(rows, **given)
 
 
+def moe_shape(tokens: int, skew: float = 0, **given: Any) -> dict[str, Any]:
+    """A mixture of experts of bf16, with whatever fields are given."""
+    return {"tokens": tokens, "hidden": 256, "inner": 128, "experts": 16, "top_k": 2,
+            "dtype": "bf16", "skew": skew, "model": "tiny"} | given  # fmt: skip
+
+
+def moe_cell(
+    of: dict[str, Any], tflops: float, ratio: dict[str, Any], in_graph: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A row of ours beside torch-grouped; with `in_graph` it is a short one: in a graph ours takes
+    half its time."""
+    flops = 6.0 * of["tokens"] * of["top_k"] * of["hidden"] * of["inner"]
+    work = {"shape": of, "flops": flops, "bytes": 2**20, "tokens": of["tokens"]}
+    accuracy = {"passed": True, "error": 1e-3, "plain_error": 2e-3, "bound": 4e-3,
+                "lse_error": None, "checked": "8 of 8 tokens", "reason": ""}  # fmt: skip
+    launch = {"kernel": "moe_combine_sm90_bf16", "grid": [4, 1, 1], "block": [128, 1, 1],
+              "shared_bytes": 1024}  # fmt: skip
+    ours = _timed(flops, tflops, peak_bytes=3 * 2**20, weight_bytes_per_s=3.5e12)
+    peer = _timed(flops, tflops / ratio["ratio"], against=ratio, accuracy=accuracy,
+                  version="2.13.0", weight_bytes_per_s=1e12)  # fmt: skip
+    row = work | {"status": "ok", "plan": {"launches": [launch]}, "launch": launch,
+                  "accuracy": accuracy, "routing": {"active_experts": 16, "most_tokens": 9},
+                  "contenders": {"flashmoe": ours, "torch-grouped": peer}}  # fmt: skip
+    if in_graph is None:
+        bound = _timed(flops, 700.0)
+        row["bound"] = {key: bound[key] for key in ("median_s", "samples_s", "tflops")}
+        ours["bound_fraction"] = tflops / 700.0
+    else:
+        peer["graph_against"] = in_graph
+        for entry, ahead in ((ours, 1.0), (peer, in_graph["ratio"])):
+            half = ours["median_s"] / 2 * ahead
+            entry |= {"graph_s": half, "graph_samples_s": [half] * 7, "host_s": 7e-6}
+    return row
+
+
+def moe_record(cells: list[dict[str, Any]], **given: Any) -> dict[str, Any]:
+    """A record of these rows of mixtures of experts."""
+    of = {"operation": "moe_forward", "suite": "moe-tiny", "title": "Experts"}
+    command = ["flashmoe", "bench", "--suite", "moe-tiny", "--device", "cuda"]
+    as_flash = [
+        c | {"contenders": {"torch-flash": c["contenders"]["torch-grouped"]}} for c in cells
+    ]
+    made = document(as_flash, **of | {"command": command} | given)
+    summary = {"torch-grouped": made["summary"]["torch-flash"]}
+    return made | {"cells": cells, "summary": summary}
+
+
+def moe_grid(**given: Any) -> dict[str, Any]:
+    """Two numbers of tokens, evenly spread and skewed; one row is short."""
+    rows = [
+        moe_cell(moe_shape(tokens, skew), speed, against(1.5, 1.4, 1.6), graph)
+        for skew in (0, 1)
+        for tokens, speed, graph in (
+            (8, 4.0, against(1.25, 1.2, 1.3)),
+            (4096, 560.0, None),
+        )
+    ]
+    return moe_record(rows, **given)
+
+
 def write(path: Path, content: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content), encoding="utf-8")

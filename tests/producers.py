@@ -33,6 +33,10 @@ class Producer:
     def make(self, values: np.ndarray, dtype: str) -> Any:
         return cast(values, dtype)
 
+    def as_is(self, values: np.ndarray) -> Any:
+        """A tensor of the array's own dtype, for integers among others."""
+        return values
+
     def poisoned(self, shape: tuple[int, ...], dtype: str) -> Any:
         """An output in which every element that is not written shows."""
         return self.make(np.full(shape, np.nan, np.float32), dtype)
@@ -66,6 +70,9 @@ class Torch(Producer):
             return bits.view(torch.bfloat16).to(self.device)
         return torch.from_numpy(cast(values, dtype)).to(self.device)
 
+    def as_is(self, values: np.ndarray) -> Any:
+        return importlib.import_module("torch").from_numpy(values).to(self.device)
+
     @property
     def kind(self) -> type:
         return importlib.import_module("torch").Tensor
@@ -76,7 +83,10 @@ class Jax(Producer):
     takes_out = False
 
     def make(self, values: np.ndarray, dtype: str) -> Any:
-        return importlib.import_module("jax.numpy").asarray(cast(values, dtype))
+        return self.as_is(cast(values, dtype))
+
+    def as_is(self, values: np.ndarray) -> Any:
+        return importlib.import_module("jax.numpy").asarray(values)
 
     @property
     def kind(self) -> type:
@@ -88,7 +98,10 @@ class CuPy(Producer):
     dtypes = ("fp16",)
 
     def make(self, values: np.ndarray, dtype: str) -> Any:
-        return importlib.import_module("cupy").asarray(cast(values, dtype))
+        return self.as_is(cast(values, dtype))
+
+    def as_is(self, values: np.ndarray) -> Any:
+        return importlib.import_module("cupy").asarray(values)
 
     @property
     def kind(self) -> type:
@@ -112,6 +125,8 @@ class StandardArray(DlpackOnly):
     """As much of the Python array API standard as a call needs to make its outputs."""
 
     float32 = np.float32
+    float16 = np.float16
+    int32 = np.int32
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -131,10 +146,28 @@ class StandardArray(DlpackOnly):
     def __array_namespace__(self) -> Any:
         return StandardArray
 
+    def __getitem__(self, index: Any) -> StandardArray:
+        return StandardArray(self._array[index])
+
+    def __sub__(self, other: StandardArray) -> StandardArray:
+        return StandardArray(self._array - other._array)
+
     @staticmethod
     def empty(shape: tuple[int, ...], *, dtype: Any, device: str) -> StandardArray:
         assert device == "here"
         return StandardArray(np.empty(shape, dtype))
+
+    @staticmethod
+    def asarray(values: Any, *, dtype: Any, device: str) -> StandardArray:
+        assert device == "here"
+        return StandardArray(np.asarray(values, dtype))
+
+    @staticmethod
+    def reshape(array: StandardArray, shape: tuple[int, ...], *, copy: bool) -> StandardArray:
+        made = array._array.reshape(shape)
+        if not copy and made.size and not np.may_share_memory(made, array._array):
+            raise ValueError("a copy is needed")
+        return StandardArray(made)
 
 
 class Dlpack(Producer):
@@ -143,7 +176,10 @@ class Dlpack(Producer):
     takes_out = False  # the object shows no values to compare; results are NumPy's
 
     def make(self, values: np.ndarray, dtype: str) -> Any:
-        return DlpackOnly(cast(values, dtype))
+        return self.as_is(cast(values, dtype))
+
+    def as_is(self, values: np.ndarray) -> Any:
+        return DlpackOnly(values)
 
 
 class Standard(Producer):
@@ -151,7 +187,10 @@ class Standard(Producer):
     dtypes = ("fp32", "fp16")
 
     def make(self, values: np.ndarray, dtype: str) -> Any:
-        return StandardArray(cast(values, dtype))
+        return self.as_is(cast(values, dtype))
+
+    def as_is(self, values: np.ndarray) -> Any:
+        return StandardArray(values)
 
     @property
     def kind(self) -> type:

@@ -13,6 +13,11 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
+// Shows the cluster what this thread has written to shared memory, its own or another block's.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -22,6 +27,11 @@ __device__ __forceinline__ uint32_t map_to_rank(uint32_t address, uint32_t rank)
   uint32_t mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
+}
+
+// Stores to a mapped address.
+__device__ __forceinline__ void store_to_rank(uint32_t address, int32_t value) {
+  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 // Stores 8 or 16 aligned bytes at a mapped address and tells the mbarrier, mapped to the same

@@ -20,6 +20,28 @@ __device__ __forceinline__ void cp_async_16_or_zero(uint32_t destination, const 
                : "memory");
 }
 
+// Copies if `valid`, else leaves the destination as it is and does not touch the source. No branch.
+__device__ __forceinline__ void cp_async_16_if(uint32_t destination, const void* source,
+                                               bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred valid;\n"
+      "setp.ne.u32 valid, %2, 0;\n"
+      "@valid cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n"
+      "}\n" ::"r"(destination),
+      "l"(source), "r"(static_cast<uint32_t>(valid))
+      : "memory");
+}
+
+// The same through the L1, for what other warps of the multiprocessor read too.
+__device__ __forceinline__ void cp_async_cached_16_or_zero(uint32_t destination, const void* source,
+                                                           bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination),
+               "l"(source), "r"(bytes)
+               : "memory");
+}
+
 // Closes the group of this thread's copies since the last one.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
 

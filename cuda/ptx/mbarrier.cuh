@@ -1,11 +1,13 @@
 // mbarrier: barriers in shared memory that count arriving threads and the bytes of bulk copies. One
-// is 8 bytes, 8-byte aligned, and alternates between phases of parity 0 and 1, from 0 on. sm_90.
+// is 8 bytes, 8-byte aligned, and alternates between phases of parity 0 and 1, from 0 on. sm_90, but
+// for what is said to be of sm_80.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe::ptx {
 
+// sm_80.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
@@ -15,6 +17,7 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// sm_80.
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -36,6 +39,19 @@ __device__ __forceinline__ bool elect_one() {
       "}\n"
       : "=r"(elected));
   return elected != 0;
+}
+
+// Waits until the phase of this parity is over, asking again and again. sm_80.
+__device__ __forceinline__ void mbarrier_spin(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 }
 
 // Waits until the phase of this parity is over.

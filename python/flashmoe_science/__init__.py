@@ -1,8 +1,9 @@
-"""Exact attention for NVIDIA GPUs and CPUs, on the tensors you already have.
+"""Exact attention and mixture of experts for NVIDIA GPUs and CPUs, on the tensors you already have.
 
     import flashmoe_science as fm
 
     out = fm.flash_attention(q, k, v, causal=True)
+    out = fm.fused_moe(tokens, router_weights, w_gate_up, w_down, top_k=8, renormalize=True)
 
 takes NumPy, torch, JAX and CuPy tensors, or any with DLPack, and returns the same kind. Names are
 loaded when they are first used: importing this package loads neither the library nor a framework.
@@ -35,6 +36,23 @@ if TYPE_CHECKING:
         last_launch,
         set_log,
     )
+    from flashmoe_science.moe import (
+        MoeRouting,
+        fused_moe,
+        grouped_product,
+        moe_forward,
+        moe_route,
+        moe_route_given,
+    )
+    from flashmoe_science.moe_plans import (
+        MoeLaunch,
+        MoePlan,
+        grouped_product_plan,
+        moe_plan,
+        moe_plan_for,
+        moe_route_plan,
+        moe_route_plan_for,
+    )
     from flashmoe_science.plan import AttentionPlan, attention_plan, attention_plan_for
 
     __version__: str
@@ -49,6 +67,9 @@ __all__ = [
     "InternalError",
     "InvalidArgumentError",
     "Launch",
+    "MoeLaunch",
+    "MoePlan",
+    "MoeRouting",
     "OutOfMemoryError",
     "UnsupportedError",
     "__version__",
@@ -60,8 +81,18 @@ __all__ = [
     "flash_attention",
     "flash_attention_forward",
     "flash_attention_warp_specialized",
+    "fused_moe",
     "get_num_threads",
+    "grouped_product",
+    "grouped_product_plan",
     "last_launch",
+    "moe_forward",
+    "moe_plan",
+    "moe_plan_for",
+    "moe_route",
+    "moe_route_given",
+    "moe_route_plan",
+    "moe_route_plan_for",
     "set_log",
     "set_num_threads",
 ]
@@ -87,6 +118,23 @@ _MODULES = {
         "device_info",
         "last_launch",
         "set_log",
+    ),
+    "flashmoe_science.moe": (
+        "MoeRouting",
+        "fused_moe",
+        "grouped_product",
+        "moe_forward",
+        "moe_route",
+        "moe_route_given",
+    ),
+    "flashmoe_science.moe_plans": (
+        "MoeLaunch",
+        "MoePlan",
+        "grouped_product_plan",
+        "moe_plan",
+        "moe_plan_for",
+        "moe_route_plan",
+        "moe_route_plan_for",
     ),
     "flashmoe_science.plan": ("AttentionPlan", "attention_plan", "attention_plan_for"),
 }

@@ -1,25 +1,38 @@
-"""flash_attention for tensors whose type has no DLPack exchange API.
+"""Tensors whose type has no DLPack exchange API, and flash_attention on them.
 
 The fast path is native. What comes here is NumPy, CuPy, JAX, torch older than 2.10, other DLPack
-objects, and GPU calls that need workspace. Each framework says how its tensors are viewed, where
-new ones come from, and which stream is current.
+objects, and attention on a GPU that needs workspace. Each framework says how its tensors are
+viewed, where new ones come from, and which stream is current. The mixture of experts on such
+tensors is in _moe.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashmoe_science import _core
 from flashmoe_science._names import CUDA, Device
 from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
 
 _NO_BACKWARD = (
-    "{0}: requires grad, but attention has no backward pass yet; call under torch.no_grad() or "
-    "pass {0}.detach()"
+    "{0}: requires grad, but {1} has no backward pass yet; call under torch.no_grad() or pass "
+    "{0}.detach()"
 )
 _LEGACY_STREAM = 1  # cudaStreamLegacy, which DLPack's protocol also calls 1
+
+
+class Words(NamedTuple):
+    """How messages speak of an operation; the native half has the same."""
+
+    name: str
+    tensors: str
+    outputs: str
+    """What to pass where no output can be made."""
+
+
+ATTENTION = Words("attention", "q, k, v, out and lse", "out, and lse with return_lse")
 
 
 class Framework:
@@ -32,7 +45,7 @@ class Framework:
         kind, ordinal = tensor.__dlpack_device__()
         return Device(int(kind), int(ordinal))
 
-    def check(self, name: str, tensor: Any) -> None:
+    def check(self, name: str, tensor: Any, words: Words) -> None:
         """Raises what only this framework knows to be wrong with an argument."""
 
     def view(self, tensor: Any, stream: int | None) -> Any:
@@ -45,24 +58,33 @@ class Framework:
         return _LEGACY_STREAM
 
     def out(self, q: Any, shape: tuple[int, ...]) -> Any:
-        xp = self._namespace(q)
+        xp = self.namespace(q)
         return xp.empty(shape, dtype=q.dtype, device=q.device)
 
     def lse(self, q: Any, shape: tuple[int, ...]) -> Any:
-        xp = self._namespace(q)
-        return xp.empty(shape, dtype=xp.float32, device=q.device)
+        return self.empty(q, shape, "float32")
 
-    def workspace(self, q: Any, size: int, stream: int) -> Any:
-        xp = self._namespace(q)
-        return xp.empty((size,), dtype=xp.uint8, device=q.device)
+    def empty(
+        self, like: Any, shape: tuple[int, ...], dtype: str, stream: int | None = None
+    ) -> Any:
+        """A new tensor beside `like`; with a stream, memory for work on that stream alone."""
+        xp = self.namespace(like)
+        return xp.empty(shape, dtype=getattr(xp, dtype), device=like.device)
 
-    def _namespace(self, q: Any) -> Any:
-        if not hasattr(q, "__array_namespace__"):
+    def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:
+        """The same memory in another shape; None where only a copy would do."""
+        try:
+            return self.namespace(tensor).reshape(tensor, shape, copy=False)
+        except (ValueError, BufferError):
+            return None
+
+    def namespace(self, like: Any, words: Words = ATTENTION) -> Any:
+        if not hasattr(like, "__array_namespace__"):
             raise ArgumentTypeError(
-                f"out: {_type_name(q)} offers no way to make a tensor on its device; pass out, and "
-                "lse with return_lse"
+                f"out: {type_name(like)} offers no way to make a tensor on its device; pass "
+                f"{words.outputs}"
             )
-        return q.__array_namespace__()
+        return like.__array_namespace__()
 
 
 def _rows_kept(made: Any, xp: Any) -> Any:
@@ -81,18 +103,27 @@ class NumPy(Framework):
 
         return _rows_kept(numpy.empty_like(q, shape=shape, subok=False), numpy)
 
-    def lse(self, q: Any, shape: tuple[int, ...]) -> Any:
+    def empty(
+        self, like: Any, shape: tuple[int, ...], dtype: str, stream: int | None = None
+    ) -> Any:
         import numpy
 
-        return numpy.empty(shape, numpy.float32)
+        # NumPy knows bfloat16 from whoever made `like`, whose dtype it then is.
+        return numpy.empty(shape, like.dtype if dtype == "bfloat16" else dtype)
+
+    def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:
+        import numpy
+
+        made = numpy.reshape(tensor, shape)
+        return made if numpy.may_share_memory(made, tensor) or made.size == 0 else None
 
 
 class Torch(Framework):
-    def check(self, name: str, tensor: Any) -> None:
+    def check(self, name: str, tensor: Any, words: Words) -> None:
         import torch
 
         if tensor.requires_grad and torch.is_grad_enabled():
-            raise InvalidArgumentError(_NO_BACKWARD.format(name))
+            raise InvalidArgumentError(_NO_BACKWARD.format(name, words.name))
 
     def view(self, tensor: Any, stream: int | None) -> Any:
         tensor = tensor.detach()
@@ -108,26 +139,30 @@ class Torch(Framework):
 
         return torch.empty_like(q) if q.shape == shape else q.new_empty(shape)
 
-    def lse(self, q: Any, shape: tuple[int, ...]) -> Any:
+    def empty(
+        self, like: Any, shape: tuple[int, ...], dtype: str, stream: int | None = None
+    ) -> Any:
         import torch
 
-        return torch.empty(shape, dtype=torch.float32, device=q.device)
-
-    def workspace(self, q: Any, size: int, stream: int) -> Any:
-        import torch
-
-        made = torch.empty(size, dtype=torch.uint8, device=q.device)
-        external_stream: Any = torch.cuda.ExternalStream
-        made.record_stream(external_stream(stream, device=q.device))
+        made = torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+        if stream is not None and like.is_cuda:
+            external_stream: Any = torch.cuda.ExternalStream
+            made.record_stream(external_stream(stream, device=like.device))
         return made
+
+    def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:
+        try:
+            return tensor.view(shape)
+        except RuntimeError:
+            return None
 
 
 class CuPy(Framework):
     def device(self, tensor: Any) -> Device:
         return Device(CUDA, int(tensor.device.id))
 
-    def check(self, name: str, tensor: Any) -> None:
-        super().check(name, tensor)
+    def check(self, name: str, tensor: Any, words: Words) -> None:
+        super().check(name, tensor, words)
         if min(tensor.strides, default=0) < 0:
             # CuPy divides byte strides by the item size as unsigned numbers when it exports them.
             raise InvalidArgumentError(
@@ -149,34 +184,37 @@ class CuPy(Framework):
         with q.device:
             return _rows_kept(cupy.empty_like(q, shape=shape), cupy)
 
-    def lse(self, q: Any, shape: tuple[int, ...]) -> Any:
+    def empty(
+        self, like: Any, shape: tuple[int, ...], dtype: str, stream: int | None = None
+    ) -> Any:
         import cupy
 
-        with q.device:
-            return cupy.empty(shape, cupy.float32)
+        if stream is None:
+            with like.device:
+                return cupy.empty(shape, getattr(cupy, dtype))
+        with like.device, cupy.cuda.ExternalStream(stream, like.device.id):
+            return cupy.empty(shape, getattr(cupy, dtype))
 
-    def workspace(self, q: Any, size: int, stream: int) -> Any:
-        import cupy
-
-        with q.device, cupy.cuda.ExternalStream(stream, q.device.id):
-            return cupy.empty(size, cupy.uint8)
+    def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:
+        made = tensor.reshape(shape)
+        return made if made.data.ptr == tensor.data.ptr or made.size == 0 else None
 
 
-_NUMPY = NumPy("numpy")
+NUMPY = NumPy("numpy")
 _TORCH = Torch("torch")
 _CUPY = CuPy("cupy")
 
 
-def _type_name(tensor: object) -> str:
+def type_name(tensor: object) -> str:
     kind = type(tensor)
     name = kind.__qualname__
     return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
 
 
-_JAX = Framework("jax")  # served by flashmoe_science.jax; only its name is used
+JAX = Framework("jax")  # served by flashmoe_science.jax and _moe; only its name is used
 
 _KNOWN = (
-    (_NUMPY, "numpy", "ndarray"),
+    (NUMPY, "numpy", "ndarray"),
     (_TORCH, "torch", "Tensor"),
     (_CUPY, "cupy", "ndarray"),
 )
@@ -191,7 +229,7 @@ def _framework_of_type(kind: Any) -> Framework | None:
             return framework
     root = kind.__module__.partition(".")[0]
     if root in ("jax", "jaxlib"):  # arrays, and the tracers that stand for them
-        return _JAX
+        return JAX
     if hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__"):
         return Framework(root)
     return None
@@ -202,7 +240,7 @@ def framework_of(name: str, tensor: Any) -> Framework:
     framework = _framework_of_type(tensor.__class__)
     if framework is None:
         raise ArgumentTypeError(
-            f"{name}: got {_type_name(tensor)}, accepted is a tensor of NumPy, torch, JAX or CuPy, "
+            f"{name}: got {type_name(tensor)}, accepted is a tensor of NumPy, torch, JAX or CuPy, "
             "or an object with __dlpack__"
         )
     return framework
@@ -210,25 +248,30 @@ def framework_of(name: str, tensor: Any) -> Framework:
 
 def is_jax(tensor: Any) -> bool:
     """Whether this is a JAX array, or a tracer that stands for one."""
-    return _framework_of_type(tensor.__class__) is _JAX
+    return _framework_of_type(tensor.__class__) is JAX
 
 
-def common_framework(tensors: dict[str, Any]) -> Framework:
-    """The framework of all of these, which begin with q."""
-    q = tensors["q"]
-    framework = framework_of("q", q)
+def common_framework(tensors: dict[str, Any], words: Words = ATTENTION) -> Framework:
+    """The framework of all of these."""
+    first_name, first = next(iter(tensors.items()))
+    framework = framework_of(first_name, first)
     for name, tensor in tensors.items():
         other = framework_of(name, tensor)
         if other is not framework and other.name != framework.name:
             raise ArgumentTypeError(
-                f"{name}: got {_type_name(tensor)}, but q is {_type_name(q)}; q, k, v, out and lse "
-                "must come from one framework"
+                f"{name}: got {type_name(tensor)}, but {first_name} is {type_name(first)}; "
+                f"{words.tensors} must come from one framework"
             )
-        framework.check(name, tensor)
+        framework.check(name, tensor, words)
     return framework
 
 
-def _through_numpy(arguments: dict[str, Any]) -> dict[str, Any]:
+def workspace(like: Any, size: int, stream: int) -> Any:
+    """Bytes beside `like` for work on a stream that is not its framework's current one."""
+    return framework_of("workspace", like).empty(like, (size,), "uint8", stream)
+
+
+def through_numpy(arguments: dict[str, Any], words: Words = ATTENTION) -> dict[str, Any]:
     """Views of CPU objects that have DLPack and nothing else."""
     import numpy
 
@@ -238,8 +281,8 @@ def _through_numpy(arguments: dict[str, Any]) -> dict[str, Any]:
             made[name] = numpy.from_dlpack(tensor)
         except (BufferError, RuntimeError) as error:
             raise ArgumentTypeError(
-                f"{name}: {_type_name(tensor)} offers DLPack alone, and NumPy cannot hold it "
-                f"({error}); pass out, and lse with return_lse"
+                f"{name}: {type_name(tensor)} offers DLPack alone, and NumPy cannot hold it "
+                f"({error}); pass {words.outputs}"
             ) from error
     return made
 
@@ -266,7 +309,7 @@ def flash_attention(
     if lse is not None:
         given["lse"] = lse
     framework = common_framework(given)
-    if framework is _JAX:
+    if framework is JAX:
         from flashmoe_science import jax
 
         return jax.flash_attention(
@@ -277,8 +320,8 @@ def flash_attention(
     missing = out is None or (return_lse and lse is None)
     if missing and type(framework) is Framework and not hasattr(q, "__array_namespace__"):
         if device.type == CUDA:
-            framework._namespace(q)  # raises: there is no way to allocate
-        given, framework = _through_numpy(given), _NUMPY
+            framework.namespace(q)  # raises: there is no way to allocate
+        given, framework = through_numpy(given), NUMPY
     if missing:
         q, v = given["q"], given["v"]
         if len(q.shape) == 4 and len(v.shape) == 4:  # else the library says what is wrong
@@ -312,6 +355,5 @@ def flash_attention(
     needed = call(None)
     if needed > 0:
         assert handle is not None
-        workspace = framework.workspace(q, needed, handle)
-        call(framework.view(workspace, handle))
+        call(framework.view(framework.empty(q, (needed,), "uint8", handle), handle))
     return (given["out"], given["lse"]) if return_lse else given["out"]

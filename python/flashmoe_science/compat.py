@@ -1,8 +1,15 @@
 """Names of the predecessor of this package that still make sense.
 
 Its tensors were [batch, heads, seq, dim] and its options positional. New code uses
-flash_attention, of which these are thin aliases. Its names of the backward pass and of
-mixture-of-experts return with those features.
+flash_attention, of which these are thin aliases. Its names of the backward pass return with that
+feature, and so does FlashMoELayer, a layer to be trained.
+
+fused_moe is flashmoe_science.fused_moe under its old name, with other arguments: the predecessor's
+took one matrix an expert and dense probabilities, and returned its input. What it promised is
+
+    fused_moe(tokens, router_weights, w_gate_up, w_down, top_k)
+
+with gate="none" where experts have no gate, and `logits` where the router's are already there.
 """
 
 from __future__ import annotations

@@ -74,6 +74,31 @@ def test_a_grid() -> None:
     ]
 
 
+def test_mixtures_of_experts() -> None:
+    lines = report.render_moe(source(bench_records.moe_grid())).splitlines()
+    assert lines[2].startswith("All rows: bf16 tiny H256 I128 E16 K2. Times are of calls in a CUDA")
+    assert (
+        "| T | routing | us | TFLOP/s | weights TB/s | of dense | MiB | over torch-grouped |"
+        in lines
+    )
+    # A short row is by its time in a graph, half of the other.
+    assert "| 8 | uniform | 0.4 | 8 | 3.50 | - | 3 | 1.25 |" in lines
+    assert "| 4096 | zipf 1 | 2.9 | 560 | 3.50 | 80% | 3 | 1.50 |" in lines
+    assert lines[-3:] == [
+        "flashmoe bench --suite moe-tiny --device cuda",
+        "flashmoe bench --tokens 8 --hidden 256 --inner 128 --experts 16 --top-k 2 --skew 1 "
+        "--dtype bf16 --device cuda",
+        "```",
+    ]
+
+
+def test_one_mixture_of_experts() -> None:
+    document = bench_records.moe_grid()
+    document["cells"] = document["cells"][:1]
+    lines = report.render_moe(source(document)).splitlines()
+    assert any(line.startswith("| dtype | model | T | H |") for line in lines)
+
+
 def test_a_grid_with_a_ceiling() -> None:
     document = bench_records.grid()
     document["cells"][0]["contenders"]["flashmoe"]["ceiling_fraction"] = 0.572

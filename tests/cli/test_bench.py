@@ -17,7 +17,8 @@ from flashmoe_science.cli import bench, ceilings, environment, main, records
 from flashmoe_science.cli.arrays import choose_arrays
 from flashmoe_science.cli.bench_table import BenchTable
 from flashmoe_science.cli.output import Output
-from flashmoe_science.cli.shapes import Shape, load_suite, suite_names
+from flashmoe_science.cli.shapes import Shape
+from flashmoe_science.cli.suites import load_suite, suite_names
 from flashmoe_science.cli.timing import Sampling
 
 SMALL = ["--seq", "32", "--heads", "2", "--dim", "64", "--device", "cpu", "--seconds", "0.01"]
@@ -295,7 +296,9 @@ def test_a_shape_that_no_kernel_takes_is_a_void_row(capsys: pytest.CaptureFixtur
 
 
 def test_the_suites_are_what_they_say() -> None:
-    names = ["attention-forward", "attention-forward-fp16", "cpu", "decode", "gqa", "mla", "seeds"]
+    of_moe = ["moe-cpu", "moe-mixtral", "moe-olmoe", "moe-qwen3", "moe-training"]
+    of_attention = ["attention-forward", "attention-forward-fp16", "cpu", "decode", "gqa", "mla"]
+    names = [*of_attention, *of_moe, "seeds"]
     assert suite_names() == names
     forward = load_suite("attention-forward").shapes
     assert len(set(forward)) == 36
@@ -329,7 +332,8 @@ def test_the_suites_are_what_they_say() -> None:
         (128, 64, 8, 8192),
     ]
     assert {s.dim for s in (*gqa, *decode)} == {128}
-    assert all(s.heads_q % s.heads_kv == 0 for n in suite_names() for s in load_suite(n).shapes)
+    all_shapes = [s for n in suite_names() for s in load_suite(n).shapes if isinstance(s, Shape)]
+    assert all(s.heads_q % s.heads_kv == 0 for s in all_shapes)
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 from installations import ROOT, checked, require_tool
 
-ENTRIES = {"short": "fp16_d64_dv64_r8", "sm89": "fp16_d64_dv64", "sm90": "fp16_d64_dv64"}
+# Of each family, by its folder, the kernels that the programs know.
+ENTRIES = {
+    "attention/short": ("fp16_d64_dv64_r8",),
+    "attention/sm89": ("fp16_d64_dv64",),
+    "attention/sm90": ("fp16_d64_dv64",),
+    "moe/route": ("key32_e128", "key64_e1024"),
+}
 CORE = ("attention", "checks", "choose", "dtype", "known_calls", "launch", "log", "status")
 SOURCES = {
     "test_launch": (
@@ -19,13 +25,20 @@ SOURCES = {
         "cuda/device.cpp",
         "cuda/launch.cpp",
         "cuda/attention/launch.cpp",
-        *(f"cuda/attention/{family}/family.cpp" for family in ENTRIES),
+        *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90")),
         "cuda/attention/sm90/sections.cpp",
         "tests/cuda/host/fake_cuda.cpp",
     ),
     "test_sections": (
         *(f"core/{name}.cpp" for name in ("dtype", "log", "status")),
         "cuda/attention/sm90/sections.cpp",
+    ),
+    "test_moe": (
+        *(f"core/{name}.cpp" for name in ("checks", "dtype", "launch", "log", "status")),
+        *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
+        "cuda/moe/route/family.cpp",
+        "cuda/moe/combine/stage.cpp",
+        "tests/cuda/host/fake_cuda.cpp",
     ),
 }
 OPTIONS = (
@@ -51,10 +64,10 @@ def _compile(name: str, build: Path) -> Path:
     headers = _cuda_headers()
     if headers is None:
         pytest.skip("needs CUDA's headers, which come with nvcc")
-    for family, entry in ENTRIES.items():
-        entries = build / "cuda" / "attention" / family / "entries.inc"
+    for family, names in ENTRIES.items():
+        entries = build / "cuda" / family / "entries.inc"
         entries.parent.mkdir(parents=True)
-        entries.write_text(f"FLASHMOE_ENTRY({entry})\n")
+        entries.write_text("".join(f"FLASHMOE_ENTRY({name})\n" for name in names))
     includes = [f"-I{path}" for path in (ROOT, ROOT / "include", ROOT / "tests", build)]
     sources = (*SOURCES[name], f"tests/cuda/host/{name}.cpp")
     made = build / name
@@ -75,3 +88,7 @@ def test_launch(program: Path, without: str) -> None:
 
 def test_sections(tmp_path: Path) -> None:
     checked([_compile("test_sections", tmp_path)])
+
+
+def test_routing_and_combining(tmp_path: Path) -> None:
+    checked([_compile("test_moe", tmp_path)])

@@ -7,20 +7,13 @@ these tests skip; where FLASHMOE_TEST_REQUIRE is set, which is continuous integr
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
-import os
 import re
-import shutil
-import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-import capi
 import kernels
 import pytest
+import sass
 from kernels import Kernel
 
 _ELEMENTS = {"6__half": "fp16", "13__nv_bfloat16": "bf16"}
@@ -29,56 +22,12 @@ _FUNCTION = re.compile(
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
 )
 _ANYWHERE = ("sm89", "short")  # families that are compiled for every architecture
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)")
-
-
-def _cannot(reason: str) -> None:
-    if os.environ.get("FLASHMOE_TEST_REQUIRE"):
-        pytest.fail(f"{reason} (FLASHMOE_TEST_REQUIRE is set: nothing may be left out)")
-    pytest.skip(reason)
-
-
-def _cuobjdump() -> str:
-    candidates = [shutil.which("cuobjdump"), "/usr/local/cuda/bin/cuobjdump"]
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec.submodule_search_locations or []) if spec else []:
-        candidates += sorted(map(str, Path(root).glob("cu*/bin/cuobjdump")))
-    for candidate in candidates:
-        if candidate and Path(candidate).exists():
-            return candidate
-    _cannot("needs cuobjdump: install a CUDA toolkit or nvidia-cuda-cuobjdump")
-    raise AssertionError
 
 
 @pytest.fixture(scope="module")
 def architectures() -> list[str]:
     """What the library says it holds, such as ["89-real", "90a-real", "89-virtual"]."""
-    info = capi.BuildInfo(struct_size=ctypes.sizeof(capi.BuildInfo))
-    lib = capi.load()
-    capi.check(lib.flashmoe_get_build_info(info), lib)
-    built = info.cuda_architectures.decode().replace(";", " ").split()
-    if not built:
-        _cannot(f"{capi.library_path()} was built without CUDA")
-    return built
-
-
-def _dump(*options: str) -> Iterator[str]:
-    tool = _cuobjdump()
-    beside = f"{Path(tool).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # where nvdisasm is
-    path = str(capi.library_path().resolve())
-    with subprocess.Popen(
-        [tool, *options, path],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PATH": beside},
-    ) as process:
-        assert process.stdout is not None
-        last = ""
-        for line in process.stdout:
-            last = line.strip() or last
-            yield line
-    assert process.returncode == 0, f"cuobjdump {' '.join(options)}: {last}"
+    return sass.architectures()
 
 
 def _kernel_of(function: str) -> Kernel | None:
@@ -99,40 +48,14 @@ class Code(NamedTuple):
 @pytest.fixture(scope="module")
 def instructions(architectures: list[str]) -> dict[Code, Counter[str]]:
     """How often each opcode occurs."""
-    found: dict[Code, Counter[str]] = {}
-    arch = ""
-    opcodes: Counter[str] = Counter()
-    for line in _dump("-sass"):
-        if line.startswith("arch = "):
-            arch = line.split("=")[1].strip()
-        elif "Function :" in line:
-            opcodes = Counter()
-            kernel = _kernel_of(line)
-            if kernel is not None:
-                found[Code(arch, kernel)] = opcodes
-        else:
-            match = _INSTRUCTION.match(line)
-            if match is not None:
-                opcodes[match[1]] += 1
-    return found
+    found = sass.instructions(_kernel_of)
+    return {Code(*code): opcodes for code, opcodes in found.items()}
 
 
 @pytest.fixture(scope="module")
 def resources(architectures: list[str]) -> dict[Code, dict[str, int]]:
     """Registers, stack, local and shared memory of each kernel."""
-    found: dict[Code, dict[str, int]] = {}
-    arch = ""
-    kernel: Kernel | None = None
-    for line in _dump("-res-usage"):
-        if line.startswith("arch = "):
-            arch = line.split("=")[1].strip()
-        elif line.strip().startswith("Function "):
-            kernel = _kernel_of(line)
-        elif "REG:" in line and kernel is not None:
-            numbers = re.findall(r"(\w+)(?:\[\d+\])?:(\d+)", line)
-            found[Code(arch, kernel)] = {name: int(number) for name, number in numbers}
-            kernel = None
-    return found
+    return {Code(*code): used for code, used in sass.resources(_kernel_of).items()}
 
 
 def _expected(architectures: list[str]) -> set[Code]:
@@ -154,12 +77,8 @@ def _of(instructions: dict[Code, Counter[str]], family: str) -> dict[Code, Count
         code: opcodes for code, opcodes in instructions.items() if code.kernel.family == family
     }
     if not found:
-        _cannot(f"built without the {family} kernels")
+        sass.cannot(f"built without the {family} kernels")
     return found
-
-
-def _count(opcodes: Counter[str], name: str) -> int:
-    return sum(n for opcode, n in opcodes.items() if opcode.split(".")[0] == name)
 
 
 def _is_hopper(code: Code) -> bool:
@@ -170,7 +89,7 @@ def _is_hopper(code: Code) -> bool:
 def test_every_shipped_architecture_is_built_in(architectures: list[str]) -> None:
     missing = sorted(set(kernels.shipped_architectures()) - set(architectures))
     if missing:
-        _cannot(f"built for {' '.join(architectures)} only, not {' '.join(missing)}")
+        sass.cannot(f"built for {' '.join(architectures)} only, not {' '.join(missing)}")
 
 
 def test_every_kernel_is_there_for_every_architecture(
@@ -182,10 +101,10 @@ def test_every_kernel_is_there_for_every_architecture(
 def test_ptx_is_there_for_what_is_newer(architectures: list[str]) -> None:
     virtual = {f"sm_{name.removesuffix('-virtual')}" for name in architectures if "virtual" in name}
     if not virtual:
-        _cannot("built without PTX")
+        sass.cannot("built without PTX")
     found: dict[str, set[Kernel]] = {}
     target = ""
-    for line in _dump("-ptx"):
+    for line in sass.dump("-ptx"):
         if line.startswith(".target"):
             target = line.split()[1].rstrip(",")
         elif ".entry" in line:
@@ -200,13 +119,13 @@ def test_sm89_products_are_mma_sync(instructions: dict[Code, Counter[str]]) -> N
         suffix = "F32.BF16" if code.kernel.dtype == "bf16" else "F32"
         products = opcodes[f"HMMA.16816.{suffix}"]
         assert products > 0, f"{code}: no HMMA.16816.{suffix}"
-        assert products == _count(opcodes, "HMMA"), f"{code}: products of another kind"
+        assert products == sass.count(opcodes, "HMMA"), f"{code}: products of another kind"
 
 
 def test_sm89_fragments_come_by_ldmatrix(instructions: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(instructions, "sm89").items():
         transposed = sum(n for name, n in opcodes.items() if re.match(r"LDSM.*\.M?T", name))
-        assert _count(opcodes, "LDSM") > transposed > 0, f"{code}: {opcodes}"
+        assert sass.count(opcodes, "LDSM") > transposed > 0, f"{code}: {opcodes}"
 
 
 def test_sm89_tiles_come_by_cp_async(instructions: dict[Code, Counter[str]]) -> None:
@@ -214,7 +133,7 @@ def test_sm89_tiles_come_by_cp_async(instructions: dict[Code, Counter[str]]) -> 
         copies = [name for name in opcodes if name.startswith("LDGSTS")]
         assert copies, f"{code}: no LDGSTS"
         assert all("128" in name for name in copies), f"{code}: {copies}"  # 16 bytes each
-        assert _count(opcodes, "LDGDEPBAR") > 0, f"{code}: nothing waits for the copies"
+        assert sass.count(opcodes, "LDGDEPBAR") > 0, f"{code}: nothing waits for the copies"
 
 
 def test_sm90_products_are_wgmma(instructions: dict[Code, Counter[str]]) -> None:
@@ -223,9 +142,9 @@ def test_sm90_products_are_wgmma(instructions: dict[Code, Counter[str]]) -> None
         kind = re.compile(rf"HGMMA\.64x\d+x16\.{re.escape(suffix)}")
         products = sum(n for name, n in opcodes.items() if kind.fullmatch(name))
         assert products > 0, f"{code}: no HGMMA of {suffix}: {opcodes}"
-        assert products == _count(opcodes, "HGMMA"), f"{code}: products of another kind"
+        assert products == sass.count(opcodes, "HGMMA"), f"{code}: products of another kind"
         # The scores of a step whose offsets did not hold, again: one slice of at most 128 keys.
-        assert _count(opcodes, "HMMA") <= 16, f"{code}: products of one warp"
+        assert sass.count(opcodes, "HMMA") <= 16, f"{code}: products of one warp"
         # Where ptxas gives a group of products up, each is begun and awaited by itself.
         for name in ("WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR.LE"):
             assert 0 < 2 * opcodes[name] <= products, f"{code}: products are serialised"
@@ -234,8 +153,8 @@ def test_sm90_products_are_wgmma(instructions: dict[Code, Counter[str]]) -> None
 def test_sm90_tiles_come_and_go_by_tma(instructions: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(instructions, "sm90").items():
         for name in ("UTMALDG", "UTMASTG", "SYNCS"):  # loads, stores, and barriers to wait at
-            assert _count(opcodes, name) > 0, f"{code}: no {name}"
-        assert _count(opcodes, "LDGSTS") == 0, f"{code}: copies of a thread's own"
+            assert sass.count(opcodes, name) > 0, f"{code}: no {name}"
+        assert sass.count(opcodes, "LDGSTS") == 0, f"{code}: copies of a thread's own"
 
 
 def test_sm90_first_products_may_be_narrow(instructions: dict[Code, Counter[str]]) -> None:
@@ -265,9 +184,9 @@ def test_short_products_are_mma_sync(instructions: dict[Code, Counter[str]]) -> 
         suffix = "F32.BF16" if code.kernel.dtype == "bf16" else "F32"
         products = opcodes[f"HMMA.16816.{suffix}"]
         assert products > 0, f"{code}: no HMMA.16816.{suffix}"
-        assert products == _count(opcodes, "HMMA"), f"{code}: products of another kind"
+        assert products == sass.count(opcodes, "HMMA"), f"{code}: products of another kind"
         # Its K and V fragments need nothing but pairing, and its probabilities a transposition.
-        assert _count(opcodes, "MOVM") > 0, f"{code}: probabilities are not transposed"
+        assert sass.count(opcodes, "MOVM") > 0, f"{code}: probabilities are not transposed"
 
 
 def test_short_keys_and_values_go_straight_to_registers(
@@ -275,7 +194,7 @@ def test_short_keys_and_values_go_straight_to_registers(
 ) -> None:
     for code, opcodes in _of(instructions, "short").items():
         for name in ("LDGSTS", "LDSM", "UTMALDG", "UBLKCP"):
-            assert _count(opcodes, name) == 0, f"{code}: {name}"
+            assert sass.count(opcodes, name) == 0, f"{code}: {name}"
         # 16 bytes each; smaller ones are of compute_row_alone, an element at a time.
         loads = {name: n for name, n in opcodes.items() if name.startswith("LDG")}
         streamed = sum(n for name, n in loads.items() if ".NA." in name)
@@ -292,7 +211,7 @@ def test_short_blocks_share_keys_where_there_are_clusters(
     """Their barrier, and stores to one another."""
     for code, opcodes in _of(instructions, "short").items():
         for name in ("UCGABAR_ARV", "UCGABAR_WAIT", "STAS"):
-            assert (_count(opcodes, name) > 0) == _is_hopper(code), f"{code}: {name}: {opcodes}"
+            assert (sass.count(opcodes, name) > 0) == _is_hopper(code), f"{code}: {name}: {opcodes}"
 
 
 @pytest.mark.parametrize("family", ["sm89", "sm90", "short"])
@@ -330,7 +249,7 @@ def test_no_atomics_and_no_fences(instructions: dict[Code, Counter[str]]) -> Non
     """Blocks share nothing: results do not depend on their order, and none waits for another."""
     for code, opcodes in instructions.items():
         for name in ("ATOM", "ATOMG", "RED"):
-            assert _count(opcodes, name) == 0, f"{code}: {name}"
+            assert sass.count(opcodes, name) == 0, f"{code}: {name}"
         # Within a block, what was written to shared memory is shown to the copy engine; and sm90
         # reads what its copy engine wrote, once, where causal rows came out non-finite.
         fences = [name for name in opcodes if name.startswith("MEMBAR") and name[-4:] != ".CTA"]

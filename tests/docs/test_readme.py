@@ -1,4 +1,4 @@
-"""The programs in README.md run, its links and the docs' lead somewhere."""
+"""The programs in README.md and docs/moe.md run, their links and the docs' lead somewhere."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def programs(language: str) -> list[str]:
-    text = README.read_text(encoding="utf-8")
+def programs(language: str, page: Path = README) -> list[str]:
+    text = page.read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -24,7 +24,10 @@ def framework(program: str) -> str:
     return next(n for n in ("torch", "jax", "numpy") if re.search(rf"^import {n}", program, re.M))
 
 
-@pytest.mark.parametrize("program", programs("python"), ids=framework)
+MOE = ROOT / "docs" / "moe.md"
+
+
+@pytest.mark.parametrize("program", programs("python") + programs("python", MOE), ids=framework)
 def test_a_python_program_runs(program: str, tmp_path: Path) -> None:
     pytest.importorskip(framework(program))
     run = subprocess.run(
@@ -38,8 +41,10 @@ def test_a_python_program_runs(program: str, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_there_are_three_python_programs() -> None:
+def test_every_python_program_is_found() -> None:
     assert [framework(p) for p in programs("python")] == ["torch", "numpy", "jax"]
+    of_moe = [framework(p) for p in programs("python", MOE)]
+    assert of_moe == ["torch", "numpy", "torch", "numpy", "numpy"]
 
 
 def test_the_c_program_runs(tmp_path: Path) -> None:

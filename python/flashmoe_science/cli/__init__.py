@@ -11,12 +11,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flashmoe_science.cli import bench, check, config, info, plan, plot, profile
+from flashmoe_science.cli import bench, check, config, info, plan, plan_moe, plot, profile
 from flashmoe_science.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, CommandError
 from flashmoe_science.errors import FlashMoEError
 
 _DESCRIPTION = """\
-Exact attention for NVIDIA GPUs and CPUs: the command line of FlashMoE.
+Exact attention and mixture of experts for NVIDIA GPUs and CPUs: the command line of FlashMoE.
 
 Every subcommand takes --json and then writes one JSON document to standard output and nothing
 else. Without a GPU all of them work on the CPU backend and say so.
@@ -32,6 +32,7 @@ exit codes
 examples
   flashmoe check
   flashmoe plan --batch 1 --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal
+  flashmoe plan-moe --tokens 4096 --hidden 2048 --inner 768 --experts 128 --top-k 8
   flashmoe bench --suite cpu --json results.json
   flashmoe plot results.json --html report.html
   flashmoe profile --seq 4096 --heads 16 --dim 128 --causal
@@ -48,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (info, check, plan, bench, plot, profile, config):
+    for module in (info, check, plan, plan_moe, bench, plot, profile, config):
         module.add_parser(subparsers)
     return parser
 

@@ -31,6 +31,22 @@ class Arrays:
         values = self.xp.random.default_rng(seed).standard_normal(extents, dtype="float32")
         return self.cast(values, dtype)
 
+    def gumbel(self, extents: tuple[int, ...], seed: int) -> Any:
+        """Values of the standard Gumbel distribution in fp32, the same for the same seed."""
+        return self.cast(self.xp.random.default_rng(seed).gumbel(size=extents), "fp32")
+
+    def array(self, values: Any) -> Any:
+        """On the device, of numbers on the host."""
+        return self.xp.asarray(values)
+
+    def sorted_down(self, values: Any) -> Any:
+        """The last axis from the greatest down."""
+        return self.xp.sort(values, axis=-1)[..., ::-1]
+
+    def stable_order(self, values: Any) -> Any:
+        """Indices that sort the last axis from the greatest down; of equals the first is first."""
+        return self.xp.argsort(-values, axis=-1, kind="stable")
+
     def poisoned(self, extents: tuple[int, ...], dtype: str) -> Any:
         """An output in which every element that is not written shows: NaN."""
         return self.xp.full(extents, self.xp.nan, dtype=self._dtype(dtype))
@@ -89,6 +105,20 @@ class TorchArrays(Arrays):
         generator = self.xp.Generator(device=self.device).manual_seed(seed)
         values = self.xp.randn(extents, generator=generator, device=self.device)
         return self.cast(values, dtype)
+
+    def gumbel(self, extents: tuple[int, ...], seed: int) -> Any:
+        generator = self.xp.Generator(device=self.device).manual_seed(seed)
+        drawn = self.xp.empty(extents, device=self.device).exponential_(generator=generator)
+        return -drawn.log()
+
+    def array(self, values: Any) -> Any:
+        return self.xp.asarray(values, device=self.device)
+
+    def sorted_down(self, values: Any) -> Any:
+        return self.xp.sort(values, dim=-1, descending=True).values
+
+    def stable_order(self, values: Any) -> Any:
+        return self.xp.argsort(values, dim=-1, descending=True, stable=True)
 
     def poisoned(self, extents: tuple[int, ...], dtype: str) -> Any:
         return self.xp.full(extents, float("nan"), dtype=self._dtype(dtype), device=self.device)

@@ -16,6 +16,13 @@ from flashmoe_science.cli.bench_table import BenchTable, print_summary
 from flashmoe_science.cli.ceilings import measure_ceilings
 from flashmoe_science.cli.compare import failures_below, print_gate, run_compare
 from flashmoe_science.cli.measure import describe, measure
+from flashmoe_science.cli.measure_moe import measure_moe
+from flashmoe_science.cli.moe_shapes import (
+    MoeShape,
+    add_moe_shape_options,
+    given_moe_options,
+    moe_shape_from_options,
+)
 from flashmoe_science.cli.output import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -28,22 +35,28 @@ from flashmoe_science.cli.output import (
     positive,
     write_json,
 )
-from flashmoe_science.cli.records import SCHEMA
+from flashmoe_science.cli.records import SCHEMA, ratio_of
 from flashmoe_science.cli.shapes import (
-    Shape,
-    Suite,
     add_shape_options,
     given_shape_options,
-    load_suite,
     shape_from_options,
-    suite_names,
 )
 from flashmoe_science.cli.stats import geometric_mean
+from flashmoe_science.cli.suites import (
+    ATTENTION,
+    MOE,
+    AnyShape,
+    Suite,
+    load_suite,
+    operation_of,
+    suite_names,
+)
 from flashmoe_science.cli.timing import Sampling
 
 _DESCRIPTION = """\
-Times our attention beside other implementations that are installed here, its peers, on the same
-tensors in the same run: a suite of shapes, or one shape from flags.
+Times our attention, or our mixture of experts from the router's logits on, beside other
+implementations that are installed here, its peers, on the same tensors in the same run: a suite of
+shapes, or one shape from flags.
 
 For every shape, before anything is timed: our call writes into poisoned outputs, the launch is
 read back and must be the planned one, and every output must hold the accuracy rule against
@@ -56,7 +69,12 @@ bootstrap interval; an interval that holds 1 is a tie.
   flashmoe bench --suite attention-forward --json results.json
   flashmoe bench --compare before.json results.json --fail-below 0.97
   flashmoe bench --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal --peer torch-flash
+  flashmoe bench --tokens 64 --hidden 2048 --inner 768 --experts 128 --top-k 8 --skew 1
 """
+_TITLES = {
+    ATTENTION: "Attention forward, one shape",
+    MOE: "Mixture of experts forward, one shape",
+}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -68,14 +86,15 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--suite", metavar="NAME", help=f"one of {', '.join(suite_names())}")
     add_shape_options(parser, required=False)
+    add_moe_shape_options(parser)
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N")
     parser.add_argument("--kernel", metavar="FAMILY", help="time this kernel family of ours")
     parser.add_argument(
         "--peer",
         action="append",
         metavar="NAME",
-        help="time beside this one only, such as torch-flash, fa3 or jax-cudnn, or none; may be "
-        "repeated (default: all that are installed)",
+        help="time beside this one only, such as torch-flash, fa3 or torch-grouped, or none; may "
+        "be repeated (default: all that are installed)",
     )
     parser.add_argument(
         "--threads", type=positive(int), metavar="N", help="threads on the CPU, ours and torch's"
@@ -127,16 +146,35 @@ def _choose_device(flashmoe: Any, arguments: argparse.Namespace, suite: Suite | 
     return usable_device(flashmoe)[0]
 
 
-def _shapes(arguments: argparse.Namespace, suite: Suite | None, device: str) -> tuple[Shape, ...]:
-    given = given_shape_options(arguments)
+def _given(arguments: argparse.Namespace) -> list[str]:
+    """The flags of a shape, of whichever operation, that were given."""
+    return [*given_shape_options(arguments), *given_moe_options(arguments)]
+
+
+def _one_shape(arguments: argparse.Namespace, dtype: str) -> AnyShape:
+    of_moe = given_moe_options(arguments)
+    if not of_moe:
+        return shape_from_options(arguments, dtype)
+    foreign = [name for name in given_shape_options(arguments) if name != "--dtype"]
+    if foreign:
+        raise CommandError(
+            f"{foreign[0]}: it is of attention, and {of_moe[0]} of a mixture of experts; give the "
+            "shape of one of them"
+        )
+    return moe_shape_from_options(arguments, dtype)
+
+
+def _shapes(
+    arguments: argparse.Namespace, suite: Suite | None, device: str
+) -> tuple[AnyShape, ...]:
+    given = _given(arguments)
     if suite is None:
         if not given:
             raise CommandError(
                 f"--suite: give one of {', '.join(suite_names())}, or a shape by --seq, --heads "
-                "and --dim"
+                "and --dim, or by --tokens, --hidden, --inner, --experts and --top-k"
             )
-        default = "fp32" if device == "cpu" else "bf16"
-        return (shape_from_options(arguments, default),)
+        return (_one_shape(arguments, "fp32" if device == "cpu" else "bf16"),)
     if given:
         raise CommandError(
             f"--suite: a suite has its own shapes; give either it or {' '.join(given)}"
@@ -162,12 +200,14 @@ def _set_threads(flashmoe: Any, arrays: Arrays, threads: int | None) -> None:
 
 
 def summarise(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over all valid rows, for each peer: geometric mean, extremes and verdicts."""
+    """Over all valid rows, for each peer: geometric mean, extremes and verdicts of the ratio that
+    counts for the row's operation."""
     ratios: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
         for name, entry in cell.get("contenders", {}).items():
-            if "against" in entry:
-                ratios.setdefault(name, []).append(entry["against"])
+            against = ratio_of(cell, entry)
+            if against is not None:
+                ratios.setdefault(name, []).append(against)
     return {
         name: {
             "rows": len(found),
@@ -197,18 +237,19 @@ def _document(
     flashmoe: Any,
     arrays: Arrays,
     suite: Suite | None,
-    shapes: Sequence[Shape],
+    shapes: Sequence[AnyShape],
     chosen: Sequence[peers.Peer | peers.Missing],
     sampling: Sampling,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     device = arrays.device
     commit = environment.guarded(environment.git_commit)
+    operation = operation_of(shapes[0])
     return {
         "schema": SCHEMA,
-        "operation": "attention_forward",
+        "operation": operation,
         "suite": suite.name if suite else None,
-        "title": suite.title if suite else "Attention forward, one shape",
+        "title": suite.title if suite else _TITLES[operation],
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": _command(arguments.argv),
         "commit": commit,
@@ -227,9 +268,11 @@ def _document(
     }
 
 
-def _measure(flashmoe: Any, arrays: Arrays, shape: Shape, *rest: Any) -> dict[str, Any]:
+def _measure(flashmoe: Any, arrays: Arrays, shape: AnyShape, *rest: Any) -> dict[str, Any]:
     """The cell of a shape; one that cannot be measured is void and leaves the others alone."""
     try:
+        if isinstance(shape, MoeShape):
+            return measure_moe(flashmoe, arrays, shape, *rest)
         return measure(flashmoe, arrays, shape, *rest)
     except Exception as error:  # such as no memory
         reason = f"measuring failed: {type(error).__name__}: {error}"
@@ -238,7 +281,7 @@ def _measure(flashmoe: Any, arrays: Arrays, shape: Shape, *rest: Any) -> dict[st
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.compare is not None:
-        if arguments.suite is not None or given_shape_options(arguments):
+        if arguments.suite is not None or _given(arguments):
             raise CommandError("--compare: it measures nothing; give neither a suite nor a shape")
         return run_compare(arguments)
     flashmoe = environment.package()
@@ -250,7 +293,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(
             "--device: timing on a GPU needs torch with CUDA; CuPy alone is not enough"
         )
-    empty = [s for s in shapes if min(s.batch, s.seq_q, s.seq_k, s.heads_q, s.heads_kv) < 1]
+    empty = [s for s in shapes if s.empty]
     if empty:
         raise CommandError(f"there is nothing to time in {empty[0]}: every extent is 1 or more")
     unknown = sorted({s.dtype for s in shapes} - set(arrays.dtypes))
@@ -262,7 +305,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         check_writable(arguments.json)
     _set_threads(flashmoe, arrays, arguments.threads)
-    chosen = peers.choose_peers(arrays, arguments.peer)
+    chosen = peers.choose_peers(arrays, arguments.peer, operation_of(shapes[0]))
     # One that was asked for by name is shown in every row, missing or not.
     shown = [p for p in chosen if arguments.peer or isinstance(p, peers.Peer)]
     names = [p.name for p in shown]
@@ -284,7 +327,9 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if not names:
         output.line("No peer is timed: none is installed here, or --peer leaves none.")
-    table = BenchTable(output, device, names, document["ceilings"], [str(s) for s in shapes])
+    labels = [str(s) for s in shapes]
+    moe = document["operation"] == MOE
+    table = BenchTable(output, device, names, document["ceilings"], labels, moe)
     begin = time.monotonic()
     code = EXIT_OK
     try:

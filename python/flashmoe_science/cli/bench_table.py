@@ -21,6 +21,14 @@ events: a call that finds the L2 cache flushed; graph: calls in a CUDA graph, wi
 with a warm cache; host: how long one call keeps the host, ours and each peer's."""
 
 
+_MOE_CLOCK_LEGEND = """\
+events: a call that finds the L2 cache flushed; graph: calls in a CUDA graph, without launches, each
+with other tokens' experts; host: how long one call keeps the host, ours and each peer's."""
+_MOE_LEGEND = """\
+of dense: the time of plain matrix products of the same FLOPs, without routing, over ours; weights:
+those of experts that have tokens, over the time (in a graph where there is one)."""
+
+
 def ratio_text(against: dict[str, Any]) -> str:
     """A ratio with its interval, and whether it is a tie."""
     tie = " tie" if against["verdict"] == "tie" else ""
@@ -41,8 +49,9 @@ class BenchTable:
         peers: list[str],
         ceilings: dict[str, Any],
         labels: Sequence[str] = (),
+        moe: bool = False,
     ) -> None:
-        """`labels` are those of the rows to come."""
+        """`labels` are those of the rows to come; `moe`: they are of mixtures of experts."""
         self._width = max([_SHAPE_WIDTH, *map(len, labels)])
         self._ceilings = ceilings
         self._output = output
@@ -50,13 +59,19 @@ class BenchTable:
         output.line(_RATIO_LEGEND)
         output.line(_ROOF_LEGEND)
         if device != "cpu":
-            output.line(_CLOCK_LEGEND)
+            output.line(_MOE_CLOCK_LEGEND if moe else _CLOCK_LEGEND)
+        if moe:
+            output.line(_MOE_LEGEND)
+        self._moe = moe
         self._clock = "wall" if device == "cpu" else "events"
         unit, self._per_tera = ("GFLOP/s", 1e3) if device == "cpu" else ("TFLOP/s", 1.0)
-        headers = ["shape", "clock", "median us", "quartiles", unit, "of roof", *peers]
-        self._table = Table(
-            output, headers, [self._width, 6, 10, 9, 8, 7, *(_PEER_WIDTH for _ in peers)]
-        )
+        headers = ["shape", "clock", "median us", "quartiles", unit, "of roof"]
+        widths = [self._width, 6, 10, 9, 8, 7]
+        if moe:
+            headers += ["of dense", "weights"]
+            widths += [8, 9]
+        widths += [_PEER_WIDTH for _ in peers]
+        self._table = Table(output, [*headers, *peers], widths)
 
     def cell(self, label: str, cell: dict[str, Any]) -> None:
         """One shape; a void one has its reason and no time."""
@@ -74,6 +89,7 @@ class BenchTable:
             f"{ours['tflops'] * self._per_tera:.4g}",
             "-" if fraction is None else f"{fraction * 100:.0f} %",
             {n: self._against(e) for n, e in entries.items()},
+            self._of_moe(ours),
         )
         if ours.get("graph_s") is not None:
             tflops = ours["tflops"] * ours["median_s"] / ours["graph_s"]
@@ -95,9 +111,21 @@ class BenchTable:
         speed: str,
         fraction: str,
         peers: dict[str, str],
+        of_moe: tuple[str, str] = ("", ""),
     ) -> None:
         ours = [label, clock, f"{seconds * 1e6:.1f}", spread, speed, fraction]
-        self._table.row([*ours, *(peers.get(name, "-") for name in self._peers)])
+        self._table.row(
+            [*ours, *(of_moe if self._moe else ()), *(peers.get(name, "-") for name in self._peers)]
+        )
+
+    def _of_moe(self, ours: dict[str, Any]) -> tuple[str, str]:
+        """The fraction of the dense bound, and the weights' way from memory."""
+        share, rate = ours.get("bound_fraction"), ours.get("weight_bytes_per_s", 0.0)
+        unit = "TB/s" if self._per_tera == 1 else "GB/s"
+        return (
+            "-" if share is None else f"{share * 100:.0f} %",
+            f"{rate * 1e-12 * self._per_tera:.2f} {unit}",
+        )
 
     def _of_roof(self, cell: dict[str, Any], seconds: float) -> float | None:
         """The least time that the measured ceilings allow, over `seconds`."""

@@ -28,9 +28,9 @@ from flashmoe_science.cli.output import (
     Table,
     write_json,
 )
-from flashmoe_science.cli.records import read_record
-from flashmoe_science.cli.shapes import Shape
+from flashmoe_science.cli.records import is_moe, ratio_of, read_record
 from flashmoe_science.cli.stats import geometric_mean, ratio_of_medians
+from flashmoe_science.cli.suites import shape_of
 
 _CONFIDENCE = 0.95
 _RESAMPLES = 10_000  # the tails of an interval for dozens of shapes are thin
@@ -54,7 +54,7 @@ def failures_below(least: float, cells: list[dict[str, Any]]) -> dict[str, Any]:
     for cell in cells:
         peer = best_peer(cell)
         if peer is not None:
-            against = cell["contenders"][peer]["against"]
+            against = ratio_of(cell, cell["contenders"][peer])
             judged.append({"shape": cell["shape"], "peer": peer, "ratio": against})
     if not judged and any(cell["status"] == "ok" for cell in cells):
         raise CommandError("--fail-below: no shape has a peer with times to judge it by")
@@ -69,7 +69,7 @@ def _gate(least: float, judged: list[dict[str, Any]]) -> dict[str, Any]:
 def print_gate(gate: dict[str, Any], output: Output) -> None:
     for entry in gate["failed"]:
         peer = f" beside {entry['peer']}" if entry["peer"] else ""
-        text = f"{Shape(**entry['shape'])}: {ratio_text(entry['ratio'])}{peer}"
+        text = f"{shape_of(entry['shape'])}: {ratio_text(entry['ratio'])}{peer}"
         output.line(f"below {gate['fail_below']:g}: {text}", style="bold red")
     output.line(
         f"{len(gate['failed'])} of {gate['judged']} shapes are below {gate['fail_below']:g} with "
@@ -77,9 +77,11 @@ def print_gate(gate: dict[str, Any], output: Output) -> None:
     )
 
 
-def _samples(cell: dict[str, Any], name: str) -> list[float]:
-    samples: list[float] = cell["contenders"][name]["samples_s"]
-    return samples
+def _clock(entries: list[dict[str, Any]], moe: bool) -> str:
+    """Which samples are compared: of a mixture of experts those in a CUDA graph, where all have
+    them."""
+    in_graphs = moe and all("graph_samples_s" in entry for entry in entries)
+    return "graph_samples_s" if in_graphs else "samples_s"
 
 
 def _yardstick(a: dict[str, Any], b: dict[str, Any], wanted: list[str] | None) -> str | None:
@@ -101,12 +103,15 @@ def _moved(
     def ratio(numerators: list[Any], denominators: list[Any]) -> dict[str, Any]:
         return ratio_of_medians(numerators, denominators, confidence, _RESAMPLES)
 
-    ours_a, ours_b = _samples(a, OURS), _samples(b, OURS)
-    entry: dict[str, Any] = {"shape": a["shape"], "status": "ok", "time": ratio([ours_a], [ours_b])}
     peer = _yardstick(a, b, wanted)
+    names = [OURS] if peer is None else [OURS, peer]
+    entries = [record["contenders"][name] for name in names for record in (a, b)]
+    clock = _clock(entries, is_moe(a["shape"]))
+    ours_a, ours_b, *of_peer = (of[clock] for of in entries)
+    entry: dict[str, Any] = {"shape": a["shape"], "status": "ok", "time": ratio([ours_a], [ours_b])}
     entry |= {"peer": peer, "ratio": entry["time"]}
-    if peer is not None:
-        peer_a, peer_b = _samples(a, peer), _samples(b, peer)
+    if of_peer:
+        peer_a, peer_b = of_peer
         entry["ratio"] = ratio([ours_a, peer_b], [peer_a, ours_b])
         entry["drift"] = ratio([peer_a], [peer_b])
     return entry
@@ -119,8 +124,8 @@ def compare_records(
 
     `wanted` names the peers that may be the yardstick; None is all.
     """
-    shapes_b = {Shape(**cell["shape"]): cell for cell in b["cells"]}
-    pairs = [(cell, shapes_b.pop(Shape(**cell["shape"]), None)) for cell in a["cells"]]
+    shapes_b = {shape_of(cell["shape"]): cell for cell in b["cells"]}
+    pairs = [(cell, shapes_b.pop(shape_of(cell["shape"]), None)) for cell in a["cells"]]
     both = sum(c["status"] == "ok" and d is not None and d["status"] == "ok" for c, d in pairs)
     if both == 0:
         raise CommandError("--compare: no shape has times in both records")
@@ -178,7 +183,7 @@ def _print(document: dict[str, Any], files: list[str], output: Output) -> None:
     headers = ["shape", "B over A", "verdict", "beside", "drift", "time alone"]
     table = Table(output, headers, [36, 16, 8, 15, 16, 16])
     for cell in document["cells"]:
-        label = str(Shape(**cell["shape"]))
+        label = str(shape_of(cell["shape"]))
         if cell["status"] != "ok":
             output.line(f"{label:<36}  {cell['status']}")
             continue

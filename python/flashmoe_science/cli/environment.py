@@ -81,8 +81,13 @@ def words(names: str) -> list[str]:
 
 def as_dict(value: Any) -> dict[str, Any]:
     """The fields of one of the package's dataclasses, sequences as lists."""
-    fields = dataclasses.asdict(value)
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+    return {name: _lists(field) for name, field in dataclasses.asdict(value).items()}
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _lists(item) for name, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def package() -> Any:

@@ -12,6 +12,7 @@ from flashmoe_science.cli.peers.peer import Inputs, Missing, Peer, Refused
 from flashmoe_science.cli.reference import judge
 from flashmoe_science.cli.shapes import Shape
 from flashmoe_science.cli.stats import compare, summary
+from flashmoe_science.cli.suites import AnyShape
 from flashmoe_science.cli.timing import Contender, Sampling, interleave, make_clock
 
 OURS = "flashmoe"
@@ -34,7 +35,7 @@ def launch_mismatch(plan: dict[str, Any], launch: dict[str, Any]) -> str:
     return "; ".join(f"{f}: planned {plan[f]}, launched {launch[f]}" for f in differing)
 
 
-def describe(shape: Shape) -> dict[str, Any]:
+def describe(shape: AnyShape) -> dict[str, Any]:
     """What a record says of a shape before anything is measured."""
     return {
         "shape": vars(shape),
@@ -126,7 +127,7 @@ def measure(
     contenders = [timed_call, *(c for c in contenders if c.name not in others)]
     del outputs, ours
 
-    timed = _time(arrays, shape, contenders, sampling, ceiling)
+    timed = time_contenders(arrays, shape, contenders, sampling, ceiling)
     for name, entry in timed.items():
         if name != OURS:
             entry["accuracy"] = dataclasses.asdict(verdicts[name])
@@ -152,9 +153,9 @@ def _another_call(flashmoe: Any, arrays: Arrays, timed: Contender, checked: OurC
     return ""
 
 
-def _time(
+def time_contenders(
     arrays: Arrays,
-    shape: Shape,
+    shape: AnyShape,
     contenders: list[Contender],
     sampling: Sampling,
     ceiling: float | None,

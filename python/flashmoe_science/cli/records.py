@@ -15,6 +15,24 @@ SCHEMA = 2
 _READABLE = (1, 2)  # a record of schema 1 lacks fields of 2; what both have means the same
 
 
+def is_moe(shape: dict[str, Any]) -> bool:
+    """Whether a row's shape is of a mixture of experts."""
+    return "experts" in shape
+
+
+def ratio_of(cell: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any] | None:
+    """A peer's ratio in a row, None where it has none.
+
+    Of a mixture of experts it is that of calls in a CUDA graph where both were captured: a peer of
+    many small launches is to be beaten by its kernels and not by its host.
+    """
+    found = entry.get("against")
+    if is_moe(cell["shape"]):
+        found = entry.get("graph_against", found)
+    ratio: dict[str, Any] | None = found
+    return ratio
+
+
 def record_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of what is written now."""
     file = resources.files("flashmoe_science") / "bench_schema" / "record.json"

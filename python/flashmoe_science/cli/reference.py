@@ -20,7 +20,7 @@ from flashmoe_science.cli.arrays import Arrays
 from flashmoe_science.cli.shapes import Shape
 
 LSE_TOLERANCE = 1e-3
-_EPSILON = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
+EPSILON = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
 
 # Scores that are computed in all, and at a time: they bound time and memory.
 _SCORE_BUDGET = {"cpu": 2**24, "cuda": 2**30}
@@ -40,7 +40,7 @@ class Accuracy:
     reason: str = ""
 
 
-def _sample(total: int, wanted: int) -> list[int]:
+def sample(total: int, wanted: int) -> list[int]:
     """`wanted` of range(total), evenly spaced, the first and the last among them."""
     if wanted >= total:
         return list(range(total))
@@ -123,14 +123,14 @@ def _plain(arrays: Arrays, dtype: str, q: Any, k: Any, v: Any, logits: _Logits) 
     return arrays.rounded(weights @ v, dtype)
 
 
-def _largest(xp: Any, values: Any) -> float:
+def largest(xp: Any, values: Any) -> float:
     return float(xp.amax(xp.abs(values)))
 
 
-def _difference(xp: Any, ours: Any, reference: Any) -> float:
+def difference(xp: Any, ours: Any, reference: Any) -> float:
     """max|ours - reference|, NaN when ours holds one; equal infinities differ by 0."""
     same = ours == reference
-    return _largest(xp, xp.where(same, 0.0, ours) - xp.where(same, 0.0, reference))
+    return largest(xp, xp.where(same, 0.0, ours) - xp.where(same, 0.0, reference))
 
 
 def judge(
@@ -151,8 +151,8 @@ def judge(
     scale = 1.0 / math.sqrt(shape.dim) if scale is None else scale
     total_pairs = shape.batch * shape.heads_q
     budget = _SCORE_BUDGET[kind] // shape.seq_k
-    rows = _sample(shape.seq_q, max(1, min(shape.seq_q, budget // min(total_pairs, 4))))
-    pairs = _sample(total_pairs, max(1, budget // len(rows)))
+    rows = sample(shape.seq_q, max(1, min(shape.seq_q, budget // min(total_pairs, 4))))
+    pairs = sample(total_pairs, max(1, budget // len(rows)))
     checked = f"{len(pairs)} of {total_pairs} heads, {len(rows)} of {shape.seq_q} rows"
 
     q, k, v = (_per_head(arrays, x) for x in inputs)
@@ -160,7 +160,7 @@ def judge(
     flat_lse = None if lse is None else lse.reshape((total_pairs, shape.seq_q))
     group = shape.heads_q // shape.heads_kv
 
-    largest = plain_error = 0.0
+    greatest = plain_error = 0.0
     errors = dict.fromkeys(outputs, 0.0)
     lse_error = 0.0
     for some_pairs, some_rows in _blocks(
@@ -173,33 +173,33 @@ def judge(
         block = (q[some_pairs][:, index], k[of_kv], v[of_kv])
         reference, reference_lse = _exact(arrays, *block, logits)
         plain = arrays.cast(_plain(arrays, shape.dtype, *block, logits), "fp64")
-        largest = max(largest, _largest(xp, reference))
-        plain_error = max(plain_error, _difference(xp, plain, reference))
+        greatest = max(greatest, largest(xp, reference))
+        plain_error = max(plain_error, difference(xp, plain, reference))
         for name, out in flat.items():
             ours = arrays.cast(out[some_pairs][:, index], "fp64")
-            errors[name] = _worse(errors[name], _difference(xp, ours, reference))
+            errors[name] = worse(errors[name], difference(xp, ours, reference))
         if flat_lse is not None:
             ours = arrays.cast(flat_lse[some_pairs][:, index], "fp64")
-            lse_error = _worse(lse_error, _difference(xp, ours, reference_lse))
+            lse_error = worse(lse_error, difference(xp, ours, reference_lse))
 
-    ulp = _EPSILON[shape.dtype] * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
+    ulp = EPSILON[shape.dtype] * 2.0 ** math.floor(math.log2(greatest)) if greatest > 0 else 0.0
     bound = 2.0 * plain_error + ulp
     verdicts = {}
     for i, (name, out) in enumerate(outputs.items()):
         its_lse = lse_error if i == 0 and lse is not None else None
-        reason = _reason(errors[name], bound, its_lse, bool(xp.isfinite(out).all()))
+        reason = fault(errors[name], bound, its_lse, bool(xp.isfinite(out).all()))
         verdicts[name] = Accuracy(
             not reason, errors[name], plain_error, bound, its_lse, checked, reason
         )
     return verdicts
 
 
-def _worse(a: float, b: float) -> float:
+def worse(a: float, b: float) -> float:
     """The larger; NaN when either is."""
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
-def _reason(error: float, bound: float, lse_error: float | None, finite: bool) -> str:
+def fault(error: float, bound: float, lse_error: float | None, finite: bool) -> str:
     """Why the rule does not hold, "" when it does."""
     if not finite:
         return "the output holds NaN or infinity: some of it was never written, or is wrong"

@@ -1,18 +1,16 @@
-"""Attention shapes: what `plan`, `check` and `bench` are asked about, and the suites of them."""
+"""Attention shapes: what `plan`, `check` and `bench` are asked about."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-from importlib import resources
 from typing import Any
 
 from flashmoe_science.cli.output import CommandError, positive
 
 CAUSAL_CHOICES = ("none", "bottom_right", "top_left")
 DTYPE_CHOICES = ("fp32", "fp16", "bf16")
-_ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +74,22 @@ class Shape:
         """Least traffic: q, k, v and out read or written once in their dtype, lse in fp32."""
         keys = self.batch * self.seq_k * self.heads_kv * (self.dim + self.dim_v)
         rows = self.batch * self.seq_q * self.heads_q
-        return (keys + rows * (self.dim + self.dim_v)) * _ITEM_BYTES[self.dtype] + rows * 4
+        return (keys + rows * (self.dim + self.dim_v)) * ITEM_BYTES[self.dtype] + rows * 4
 
     @property
     def tokens(self) -> int:
         """Queries: what a model's tokens per second count."""
         return self.batch * self.seq_q
+
+    @property
+    def output_extents(self) -> tuple[int, ...]:
+        """[batch, seq_q, heads_q, dim_v]"""
+        return (self.batch, self.seq_q, self.heads_q, self.dim_v)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return min(self.batch, self.seq_q, self.seq_k, self.heads_q, self.heads_kv) < 1
 
     def __str__(self) -> str:
         seq = f"{self.seq_q}" if self.seq_q == self.seq_k else f"{self.seq_q}/{self.seq_k}"
@@ -214,67 +222,3 @@ def shape_from_options(arguments: argparse.Namespace, dtype: str) -> Shape:
         window_right=arguments.window[1] if arguments.window else None,
         softcap=arguments.softcap,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Suite:
-    """A named list of shapes, one of the files in flashmoe_science/bench_suites."""
-
-    name: str
-    title: str
-    device: str  # "cuda", "cpu" or "any"
-    shapes: tuple[Shape, ...]
-
-
-def _suite_files() -> dict[str, Any]:
-    try:
-        folder = resources.files("flashmoe_science") / "bench_suites"
-        files = [f for f in folder.iterdir() if f.name.endswith(".json")]
-    except OSError:  # a broken installation must still be able to explain itself
-        return {}
-    return dict(sorted((f.name.removesuffix(".json"), f) for f in files))
-
-
-def suite_names() -> list[str]:
-    return list(_suite_files())
-
-
-def _expand(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """An entry whose fields may be lists becomes one entry for each combination of them."""
-    expanded: list[dict[str, Any]] = [{}]
-    for key, value in entry.items():
-        values = value if isinstance(value, list) else [value]
-        expanded = [{**partial, key: item} for partial in expanded for item in values]
-    return expanded
-
-
-def _shape(entry: dict[str, Any]) -> Shape:
-    """Fills what an entry leaves to its neighbours: tokens / seq = batch, width / dim = heads."""
-    seq_k: int = entry["seq_k"] if "seq_k" in entry else entry["seq"]
-    seq_q: int = entry["seq_q"] if "seq_q" in entry else entry["seq"]
-    dim = entry["dim"]
-    batch = entry["batch"] if "batch" in entry else entry["tokens"] // seq_q
-    heads = entry["heads"] if "heads" in entry else entry["width"] // dim
-    return Shape(
-        batch=batch,
-        seq_q=seq_q,
-        seq_k=seq_k,
-        heads_q=heads,
-        heads_kv=entry.get("kv_heads", heads),
-        dim=dim,
-        dim_v=entry.get("dim_v", dim),
-        dtype=entry["dtype"],
-        causal=entry["causal"],
-        window_left=entry.get("window_left"),
-        window_right=entry.get("window_right"),
-        softcap=entry.get("softcap"),
-    )
-
-
-def load_suite(name: str) -> Suite:
-    files = _suite_files()
-    if name not in files:
-        raise CommandError(f"--suite: got {name}, accepted are {', '.join(files)}")
-    document = json.loads(files[name].read_text(encoding="utf-8"))
-    shapes = tuple(_shape(entry) for group in document["shapes"] for entry in _expand(group))
-    return Suite(name, document["title"], document["device"], shapes)

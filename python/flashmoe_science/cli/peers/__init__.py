@@ -17,8 +17,17 @@ from typing import Any
 
 from flashmoe_science.cli.arrays import Arrays
 from flashmoe_science.cli.output import CommandError
-from flashmoe_science.cli.peers import flash_attention, flashinfer, jax_cudnn, torch_sdpa
+from flashmoe_science.cli.peers import (
+    flash_attention,
+    flashinfer,
+    jax_cudnn,
+    sonicmoe,
+    torch_moe,
+    torch_sdpa,
+    vllm_moe,
+)
 from flashmoe_science.cli.peers.peer import Missing, Peer
+from flashmoe_science.cli.suites import ATTENTION
 
 __all__ = ["GROUP", "Missing", "Peer", "choose_peers", "describe", "peer_names"]
 
@@ -28,6 +37,9 @@ _BUILT_IN = (
     *flash_attention.PEERS,
     *flashinfer.PEERS,
     *jax_cudnn.PEERS,
+    *torch_moe.PEERS,
+    *sonicmoe.PEERS,
+    *vllm_moe.PEERS,
 )
 
 
@@ -38,9 +50,10 @@ def _entry_points() -> dict[str, Any]:
     return {entry.name: entry for entry in found if entry.name not in names}
 
 
-def peer_names() -> list[str]:
-    """Every name that --peer takes."""
-    return [*(peer.name for peer in _BUILT_IN), *_entry_points()]
+def peer_names(operation: str = ATTENTION) -> list[str]:
+    """Every name that --peer takes for an operation, and those of other packages, which may be of
+    another."""
+    return [*(p.name for p in _BUILT_IN if p.operation == operation), *_entry_points()]
 
 
 def _load(name: str, entry: Any) -> Peer | Missing:
@@ -53,19 +66,26 @@ def _load(name: str, entry: Any) -> Peer | Missing:
     return peer.with_name(name)
 
 
-def choose_peers(arrays: Arrays, wanted: list[str] | None) -> list[Peer | Missing]:
-    """The peers to time on the arrays' device: those named, or all; a missing one says why."""
+def choose_peers(
+    arrays: Arrays, wanted: list[str] | None, operation: str = ATTENTION
+) -> list[Peer | Missing]:
+    """The operation's peers to time on the arrays' device: those named, or all; a missing one says
+    why."""
     kind = "cpu" if arrays.device == "cpu" else "cuda"
     entries = _entry_points()
-    known = {peer.name: peer for peer in _BUILT_IN}
-    names = peer_names() if wanted is None else [n for n in wanted if n != "none"]
+    known = {peer.name: peer for peer in _BUILT_IN if peer.operation == operation}
+    names = peer_names(operation) if wanted is None else [n for n in wanted if n != "none"]
     unknown = sorted(set(names) - {*known, *entries})
     if unknown:
-        accepted = ", ".join(peer_names())
+        accepted = ", ".join(peer_names(operation))
         raise CommandError(f"--peer: got {', '.join(unknown)}, accepted are {accepted} and none")
     chosen: list[Peer | Missing] = []
     for name in dict.fromkeys(names):
         peer = known[name] if name in known else _load(name, entries[name])
+        if isinstance(peer, Peer) and peer.operation != operation:
+            if wanted is None:
+                continue
+            raise CommandError(f"--peer: {name} is of {peer.operation}, not of {operation}")
         if isinstance(peer, Peer) and kind not in peer.devices:
             if wanted is None:
                 continue

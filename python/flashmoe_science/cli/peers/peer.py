@@ -13,6 +13,7 @@ from typing import Any
 
 from flashmoe_science.cli.arrays import Arrays
 from flashmoe_science.cli.shapes import Shape
+from flashmoe_science.cli.suites import ATTENTION, AnyShape
 from flashmoe_science.cli.timing import Contender
 
 Inputs = tuple[Any, Any, Any]  # q, k, v, [batch, seq, heads, dim]
@@ -33,7 +34,7 @@ class Missing:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """One implementation of attention.
+    """One implementation of an operation.
 
     Attributes:
         name: What --peer and the record call it.
@@ -42,10 +43,13 @@ class Peer:
             for as files, nothing is imported.
         distribution: The installed package whose version goes into the record.
         install: How to get it, for a person.
-        prepare: (arrays, shape, inputs) -> Contender, whose call computes attention on the very
-            memory of the inputs, q, k, v [batch, seq, heads, dim] as torch tensors. All that is
-            not attention (plans, views, compilation) is done here and not timed. Raises Refused
-            with the reason where it does not serve the shape.
+        prepare: (arrays, shape, inputs) -> Contender, whose call computes the operation on the
+            very memory of the inputs. Of attention: q, k, v [batch, seq, heads, dim] as torch
+            tensors; of a mixture of experts: a MoeInputs, whose logits the call takes in turn
+            (MoeInputs.rotation), the first of them first. All that is not the operation (plans,
+            views, compilation) is done here and not timed. Raises Refused with the reason where
+            it does not serve the shape.
+        operation: "attention_forward" or "moe_forward".
     """
 
     name: str
@@ -53,7 +57,8 @@ class Peer:
     modules: tuple[str, ...]
     distribution: str
     install: str
-    prepare: Callable[[Arrays, Shape, Inputs], Contender]
+    prepare: Callable[[Arrays, Any, Any], Contender]
+    operation: str = ATTENTION
 
     def with_name(self, name: str) -> Peer:
         return dataclasses.replace(self, name=name)
@@ -70,8 +75,8 @@ class Peer:
         except importlib.metadata.PackageNotFoundError:
             return ""
 
-    def contender(self, arrays: Arrays, shape: Shape, inputs: Inputs) -> tuple[Contender, Any]:
-        """What to time, with its first output [batch, seq_q, heads_q, dim_v].
+    def contender(self, arrays: Arrays, shape: AnyShape, inputs: Any) -> tuple[Contender, Any]:
+        """What to time, with its first output, of the shape's output_extents.
 
         Raises Refused where it has none to give, with all that it said.
         """
@@ -82,7 +87,7 @@ class Peer:
                 with contender.context():
                     output = contender.output(contender.call())
                     arrays.synchronize()
-                extents = (shape.batch, shape.seq_q, shape.heads_q, shape.dim_v)
+                extents = shape.output_extents
                 if tuple(output.shape) != extents:
                     raise Refused(f"its output is {tuple(output.shape)}, and not {extents}")
             except Refused:

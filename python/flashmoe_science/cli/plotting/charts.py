@@ -34,7 +34,7 @@ def why_not(record: Record, chart: str) -> str:
     if not any(rec.contenders(c) for c in record.cells):
         return "no row was timed"
     if chart == "speed" and not rec.is_grid(record.cells):
-        return "the rows are not lines over the sequence length"
+        return f"the rows are not lines over the {rec.place_name(record.cells)[1]}"
     if chart == "ratio" and not rec.peer_names(record.cells):
         return "no peer was timed beside us"
     copied = (record.document.get("ceilings") or {}).get("copy_bytes_per_s")

@@ -58,13 +58,13 @@ def arrange(panels: int, panel: float) -> tuple[int, int]:
 
 
 def _map(record: Record, theme: Theme) -> Figure:
-    """Element type, mask and dimension down, sequence length across."""
+    """Element type, mask and dimension down, sequence length across; or routing and tokens."""
     scale = module("matplotlib.colors").LinearSegmentedColormap.from_list("ratio", theme.diverging)
     peers = rec.peer_names(record.cells)
     keys = list(dict.fromkeys(rec.panel_key(c["shape"]) for c in record.cells))
     names = [rec.panel_name(key, {k[0] for k in keys}) for key in keys]
-    lengths = sorted({c["shape"]["seq_q"] for c in record.cells})
-    by_place = {(rec.panel_key(c["shape"]), c["shape"]["seq_q"]): c for c in record.cells}
+    lengths = sorted({rec.place(c["shape"]) for c in record.cells})
+    by_place = {(rec.panel_key(c["shape"]), rec.place(c["shape"])): c for c in record.cells}
 
     gap, panel_h = 0.3, 0.29 * len(keys)
     left = EDGE + 0.1 + max(map(inches, names))

@@ -10,7 +10,10 @@ from typing import Any
 
 from flashmoe_science.cli import records
 from flashmoe_science.cli.measure import OURS
+from flashmoe_science.cli.moe_shapes import skew_text
+from flashmoe_science.cli.records import is_moe
 from flashmoe_science.cli.shapes import logits_text, window_text
+from flashmoe_science.cli.stats import summary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,20 +68,53 @@ def peer_names(cells: list[dict[str, Any]]) -> list[str]:
 
 def against(cell: dict[str, Any], peer: str) -> dict[str, Any] | None:
     """The ratio of a peer's time over ours in a row, None where there is none."""
-    return contenders(cell).get(peer, {}).get("against")
+    return records.ratio_of(cell, contenders(cell).get(peer, {}))
 
 
-def panel_key(shape: dict[str, Any]) -> tuple[str, str, int, int]:
-    """What the rows of one line of a grid share: element type, mask and head dimensions."""
+def times(cell: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    """Median and quartiles of the clock that counts, and TFLOP/s by it.
+
+    Of a mixture of experts it is that of calls in a CUDA graph, as in records.ratio_of.
+    """
+    if not is_moe(cell["shape"]) or "graph_samples_s" not in entry:
+        return entry
+    found = summary(entry["graph_samples_s"])
+    return found | {"tflops": cell["flops"] / found["median_s"] * 1e-12}
+
+
+PanelKey = tuple[str, str, int, int] | tuple[str, str, str]
+
+
+def panel_key(shape: dict[str, Any]) -> PanelKey:
+    """What the rows of one line of a grid share: element type, mask and head dimensions; or element
+    type, routing and layer."""
+    if is_moe(shape):
+        return shape["dtype"], routing_name(shape), layer_name(shape)
     return shape["dtype"], mask_name(shape), shape["dim"], shape["dim_v"]
 
 
+def place(shape: dict[str, Any]) -> int:
+    """Where a row stands on its line: sequence length, or tokens."""
+    length: int = shape["tokens"] if is_moe(shape) else shape["seq_q"]
+    return length
+
+
+def place_name(cells: list[dict[str, Any]]) -> tuple[str, str]:
+    """What the places are, as a letter and in words."""
+    moe = any(is_moe(c["shape"]) for c in cells)
+    return ("T", "tokens") if moe else ("S", "sequence length")
+
+
 def is_grid(cells: list[dict[str, Any]]) -> bool:
-    """Whether the rows are lines over the sequence length: at least two lengths, none twice."""
-    places = [(panel_key(c["shape"]), c["shape"]["seq_q"]) for c in cells]
-    square = all(c["shape"]["seq_q"] == c["shape"]["seq_k"] for c in cells)
+    """Whether the rows are lines over the sequence length, or over tokens: at least two places, no
+    row twice at one. Lines over tokens have all places."""
+    places = [(panel_key(c["shape"]), place(c["shape"])) for c in cells]
     lengths = {length for _, length in places}
-    return square and len(lengths) > 1 and len(set(places)) == len(places)
+    if any(is_moe(c["shape"]) for c in cells):
+        regular = len(places) == len(lengths) * len({key for key, _ in places})
+    else:
+        regular = all(c["shape"]["seq_q"] == c["shape"]["seq_k"] for c in cells)
+    return regular and len(lengths) > 1 and len(set(places)) == len(places)
 
 
 # ---- in words --------------------------------------------------------------------------------
@@ -110,8 +146,31 @@ def mask_name(shape: dict[str, Any]) -> str:
     return names[shape["causal"]] + logits_text(_window(shape), shape.get("softcap"))
 
 
+def routing_name(shape: dict[str, Any]) -> str:
+    """How tokens choose experts: "uniform", or such as "zipf 1"."""
+    return skew_text(shape["skew"]).strip() or "uniform"
+
+
+def layer_name(shape: dict[str, Any]) -> str:
+    """The model, or of nobody's layer such as "H2048 I768 E128 K8"."""
+    extents = {"H": "hidden", "I": "inner", "E": "experts", "K": "top_k"}
+    words = " ".join(f"{name}{shape[field]}" for name, field in extents.items())
+    return shape.get("model") or words
+
+
+def _moe_extents(shape: dict[str, Any]) -> dict[str, str]:
+    names = {"T": "tokens", "H": "hidden", "I": "inner", "E": "experts", "K": "top_k"}
+    fields = {"dtype": shape["dtype"]}
+    if shape.get("model"):
+        fields["model"] = shape["model"]
+    fields |= {name: str(shape[field]) for name, field in names.items()}
+    return fields | {"routing": routing_name(shape)}
+
+
 def extents(shape: dict[str, Any]) -> dict[str, str]:
     """A shape's fields as tables name them; a pair that differs has a slash."""
+    if is_moe(shape):
+        return _moe_extents(shape)
 
     def pair(first: str, second: str) -> str:
         a, b = shape[first], shape[second]
@@ -132,10 +191,14 @@ def extents_text(fields: dict[str, str]) -> str:
     return " ".join(v if len(name) > 1 else f"{name}{v}" for name, v in fields.items())
 
 
-def panel_name(key: tuple[str, str, int, int], dtypes: set[str]) -> str:
-    """Such as "D 64 causal", with the element type before it where there are several."""
-    dtype, mask, dim, dim_v = key
-    dims = f"D {dim}" if dim == dim_v else f"D {dim}/{dim_v}"
+def panel_name(key: PanelKey, dtypes: set[str]) -> str:
+    """Such as "D 64 causal" or "olmoe zipf 1", with the element type before it where there are
+    several."""
+    if len(key) == 3:
+        dtype, mask, dims = key
+    else:
+        dtype, mask, dim, dim_v = key
+        dims = f"D {dim}" if dim == dim_v else f"D {dim}/{dim_v}"
     return f"{f'{dtype} ' if len(dtypes) > 1 else ''}{dims} {mask}"
 
 
@@ -177,6 +240,11 @@ def provenance(document: dict[str, Any], outdated: bool = False) -> str:
 
 def shape_flags(shape: dict[str, Any]) -> list[str]:
     """The flags of `flashmoe bench` that give this shape."""
+    if is_moe(shape):
+        fields = ("tokens", "hidden", "inner", "experts", "top_k")
+        words = [w for f in fields for w in (f"--{f.replace('_', '-')}", shape[f])]
+        words += ["--skew", f"{shape['skew']:g}"] if shape["skew"] else []
+        return [str(word) for word in [*words, "--dtype", shape["dtype"]]]
     words = ["--batch", shape["batch"]]
     if shape["seq_q"] == shape["seq_k"]:
         words += ["--seq", shape["seq_q"]]

@@ -23,9 +23,11 @@ from flashmoe_science.cli.plotting.sheet import (
     spread,
 )
 from flashmoe_science.cli.plotting.theme import Style, Theme, styles
+from flashmoe_science.cli.records import is_moe
 
 _PANEL_W, _PANEL_H, _GAP_X, _GAP_Y = 2.3, 1.75, 0.22, 0.52  # inches
 _LEFT = 0.62  # for the numbers of the axis
+_MOST_LABELS = 9  # of ticks beside each other
 
 
 def ceilings(record: Record) -> dict[str, float]:
@@ -54,12 +56,17 @@ def _lines(
     axes: Axes, cells: list[dict[str, Any]], look: dict[str, Style], per_tera: float, theme: Theme
 ) -> dict[str, float]:
     """Draws a panel's lines, each with the spread between quartiles; returns where they end."""
+
+    def entry(cell: dict[str, Any], name: str) -> dict[str, Any] | None:
+        found = rec.contenders(cell).get(name)
+        return found and rec.times(cell, found)
+
     ends: dict[str, float] = {}
     unit = 1e-12 * per_tera
-    cells = sorted(cells, key=lambda c: c["shape"]["seq_q"])
+    cells = sorted(cells, key=lambda c: rec.place(c["shape"]))
     for name, style in look.items():
         # A row without this contender breaks its line: nothing is drawn through what was not run.
-        timed = [(c["shape"]["seq_q"], c["flops"], rec.contenders(c).get(name)) for c in cells]
+        timed = [(rec.place(c["shape"]), c["flops"], entry(c, name)) for c in cells]
         nothing = float("nan")
         x = [length for length, _, _ in timed]
         y = [e["tflops"] * per_tera if e else nothing for _, _, e in timed]
@@ -87,7 +94,8 @@ def _ceiling_line(axes: Axes, level: float, theme: Theme, named: bool) -> None:
 
 
 def speed(record: Record, theme: Theme) -> Figure:
-    """A panel for each element type, mask and head dimension: ours, the peers, the ceiling.
+    """A panel for each element type, mask and head dimension, or routing and layer: ours, the
+    peers, the ceiling.
 
     Panels of one element type have one scale.
     """
@@ -97,12 +105,12 @@ def speed(record: Record, theme: Theme) -> Figure:
     across = sorted({key[2:] for key in keys})
     down = list(dict.fromkeys(key[:2] for key in keys))
     look = styles(rec.timed_names(cells), theme)
-    lengths = sorted({c["shape"]["seq_q"] for c in record.cells})
+    lengths = sorted({rec.place(c["shape"]) for c in record.cells})
     tops = ceilings(record)
     fastest = dict(tops)
     for cell in cells:
         dtype = cell["shape"]["dtype"]
-        speeds = [entry["tflops"] for entry in rec.contenders(cell).values()]
+        speeds = [rec.times(cell, e)["tflops"] for e in rec.contenders(cell).values()]
         fastest[dtype] = max([fastest.get(dtype, 0.0), *speeds])
 
     names_w = 0.2 + max(inches(s.label, bold=s.ours) for s in look.values()) + EDGE / 2
@@ -110,7 +118,7 @@ def speed(record: Record, theme: Theme) -> Figure:
     width = _LEFT + len(across) * (panel_w + _GAP_X) - _GAP_X + names_w
     body = 0.3 + len(down) * (_PANEL_H + _GAP_Y) - 0.02
     words = [
-        f"{unit} against sequence length; the band is between quartiles",
+        f"{unit} against {rec.place_name(record.cells)[1]}; the band is between quartiles",
         rec.provenance(record.document),
     ]
     sheet = Sheet(theme, record.document["title"], words, width, body)
@@ -125,7 +133,7 @@ def speed(record: Record, theme: Theme) -> Figure:
             axes = sheet.axes(x, y, panel_w, _PANEL_H)
             axes.set_xscale("log", base=2)
             axes.set_xlim(lengths[0] / 1.15, lengths[-1] * 1.15)
-            axes.set_xticks(lengths, [short(n) for n in lengths])
+            axes.set_xticks(lengths, _labels(lengths))
             axes.minorticks_off()
             axes.set_ylim(0, high)
             axes.grid(axis="y", color=theme.rule, lw=0.7)
@@ -137,6 +145,20 @@ def speed(record: Record, theme: Theme) -> Figure:
             if column == len(across) - 1:
                 _end_labels(axes, ends, look, high)
     return sheet.figure
+
+
+def _labels(lengths: list[int]) -> list[str]:
+    """One for each tick; of many every other one, the last among them."""
+    every = 1 if len(lengths) <= _MOST_LABELS else 2
+    last = len(lengths) - 1
+    return [short(n) if (last - i) % every == 0 else "" for i, n in enumerate(lengths)]
+
+
+def _traffic(cells: list[dict[str, Any]]) -> str:
+    """What is read and written once at least."""
+    if any(is_moe(c["shape"]) for c in cells):
+        return "tokens, logits, output and weights of experts that have tokens"
+    return "q, k, v, output and LSE"
 
 
 # ---- roofline --------------------------------------------------------------------------------
@@ -153,7 +175,7 @@ def roofline(record: Record, theme: Theme) -> Figure:
     look = styles(rec.timed_names(cells), theme)
     points = {
         name: [
-            (c["flops"] / c["bytes"], rec.contenders(c)[name]["tflops"] * per_tera)
+            (c["flops"] / c["bytes"], rec.times(c, rec.contenders(c)[name])["tflops"] * per_tera)
             for c in cells
             if name in rec.contenders(c)
         ]
@@ -168,8 +190,8 @@ def roofline(record: Record, theme: Theme) -> Figure:
     axes_w = width - left - EDGE
     key_h = key_height(list(look.values()), axes_w)
     words = [
-        f"{unit} against arithmetic intensity (operations for each byte of q, k, v, output and "
-        "LSE); lines: copy and matrix product measured in the same run",
+        f"{unit} against arithmetic intensity (operations for each byte of {_traffic(cells)}); "
+        "lines: copy and matrix product measured in the same run",
         rec.provenance(record.document),
     ]
     sheet = Sheet(theme, record.document["title"], words, width, key_h + height + 0.72)

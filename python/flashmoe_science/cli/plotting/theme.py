@@ -54,6 +54,8 @@ THEMES = {theme.name: theme for theme in (LIGHT, DARK)}
 _KNOWN = (
     "torch-flash", "torch-cudnn", "torch-efficient", "fa3", "flashinfer", "jax-cudnn", "fa4", "fa2",
 )  # fmt: skip
+# Those of a mixture of experts, which no picture shows beside the others.
+_KNOWN_OF_MOE = {"torch-grouped": 0, "sonicmoe": 1, "vllm-triton": 2, "torch-loop": 3}
 _PLAIN = "torch-math"  # the arithmetic written out: a backdrop
 _MARKS = ("s", "^", "D", "v", "P", "X", "p", "h", "<", ">", "*", "d", "8", "H")
 
@@ -73,7 +75,8 @@ class Style:
 def styles(names: Sequence[str], theme: Theme) -> dict[str, Style]:
     """A style for each name, in the order of the names."""
     slots = {name: _KNOWN.index(name) for name in names if name in _KNOWN}
-    strangers = sorted(set(names) - {OURS, _PLAIN, *_KNOWN})
+    slots |= {name: slot for name, slot in _KNOWN_OF_MOE.items() if name in names}
+    strangers = sorted(set(names) - {OURS, _PLAIN, *_KNOWN, *_KNOWN_OF_MOE})
     free = [slot for slot in range(len(_MARKS)) if slot not in slots.values()]
     slots |= {name: free[i % len(free)] for i, name in enumerate(strangers)}
     made = {

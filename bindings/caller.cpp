@@ -1,0 +1,153 @@
+#include "bindings/caller.h"
+
+#include <string>
+
+#include "bindings/errors.h"
+#include "bindings/options.h"
+
+namespace flashmoe {
+namespace {
+
+// Whether torch is known to record no gradients, whatever its tensors say. That is asked at every
+// call for as long as it is so, and else now and then: one question in place of one a tensor.
+bool gradients_are_off(const TensorType& type) {
+  constexpr unsigned kCallsBetween = 16;
+  static bool off = false;  // under the GIL, as the next
+  static unsigned calls = 0;
+  if (type.torch == nullptr || (!off && ++calls % kCallsBetween != 0)) return false;
+  off = !torch_records_gradients(*type.torch);
+  return off;
+}
+
+// May come without the GIL: only remembers what is raised afterwards.
+void remember_error(void* context, const char* kind, const char* message) {
+  *static_cast<std::string*>(context) = std::string(kind) + ": " + message;
+}
+
+// A new tensor of torch on the device of `like`, and its view.
+nb::object allocate_by_torch(const TensorType& type, const char* name, nb::handle like,
+                             flashmoe_device device, flashmoe_dtype dtype, int rank,
+                             const int64_t* shape, const int64_t* strides, TensorView* view) {
+  const TorchFunctions& torch = *type.torch;
+  // The quickest allocation is on the current device.
+  if (device.device_type == FLASHMOE_DEVICE_CUDA &&
+      device.device_id == torch_current_cuda_device(torch)) {
+    nb::object made = torch_empty_on_current_cuda_device(torch, dtype, rank, shape, strides);
+    view->borrow(type, name, made);
+    return made;
+  }
+  nb::object made = torch_empty(torch, like, dtype, rank, shape, strides);
+  view->borrow(type, name, made);
+  return made;
+}
+
+}  // namespace
+
+void packed_strides(const int64_t* shape, int rank, int64_t* strides) {
+  uint64_t packed = 1;
+  for (int axis = rank - 1; axis >= 0; --axis) {
+    strides[axis] = static_cast<int64_t>(packed);
+    packed *= static_cast<uint64_t>(shape[axis] > 1 ? shape[axis] : 1);
+  }
+}
+
+Caller::Caller(const OperationWords& words, const TensorType& type, const char* name,
+               nb::handle first)
+    : words_(words),
+      type_(type),
+      name_(name),
+      first_(first),
+      may_require_grad_(!gradients_are_off(type)) {}
+
+const TensorType& Caller::same_framework(const char* name, nb::handle tensor) const {
+  const TensorType* other = tensor_type(tensor);
+  if (other == nullptr || other->api != type_.api) {
+    raise_type_error(std::string(name) + ": got " + name_of_type(tensor) + ", but " + name_ +
+                     " is " + name_of_type(first_) + "; " + words_.tensors +
+                     " must come from one framework");
+  }
+  return *other;
+}
+
+void Caller::refuse_gradients(const TensorType& type, const char* name, nb::handle tensor) const {
+  if (!requires_grad(type, tensor)) return;
+  if (type.torch != nullptr && !torch_records_gradients(*type.torch)) return;
+  raise_value_error(std::string(name) + ": requires grad, but " + words_.name +
+                    " has no backward pass yet; call under torch.no_grad() or pass " + name +
+                    ".detach()");
+}
+
+void Caller::borrow(const char* name, nb::handle tensor, TensorView* view) const {
+  const TensorType& type = same_framework(name, tensor);
+  view->borrow(type, name, tensor);
+  if (may_require_grad_) refuse_gradients(type, name, tensor);
+}
+
+void Caller::borrow_optional(const char* name, nb::handle tensor, TensorView* view) const {
+  if (!tensor.is_none()) borrow(name, tensor, view);
+}
+
+nb::object Caller::allocate_by_exchange(const char* name, flashmoe_device device,
+                                        flashmoe_dtype dtype, int rank,
+                                        const int64_t* shape) const {
+  const dlpack::ExchangeApi& api = *type_.api;
+  if (api.allocate == nullptr || api.object_from_managed == nullptr) {
+    raise_type_error(std::string(name) + ": " + nb::str(type_.type.attr("__qualname__")).c_str() +
+                     " offers no allocator; pass " + words_.outputs);
+  }
+  int64_t extents[TensorView::kMaxRank];
+  for (int axis = 0; axis < rank; ++axis) extents[axis] = shape[axis];
+  dlpack::Tensor prototype = {nullptr, device, rank, dtype, extents, nullptr, 0};
+  dlpack::ManagedTensor* managed = nullptr;
+  std::string error;
+  if (api.allocate(&prototype, &managed, &error, &remember_error) != 0) {
+    PyErr_SetString(PyExc_MemoryError, error.c_str());
+    nb::raise_python_error();
+  }
+  void* object = nullptr;
+  if (api.object_from_managed(managed, &object) != 0) nb::raise_python_error();
+  return nb::steal(static_cast<PyObject*>(object));
+}
+
+nb::object Caller::allocate(const char* name, flashmoe_device device, flashmoe_dtype dtype,
+                            int rank, const int64_t* shape, const int64_t* strides,
+                            TensorView* view) const {
+  if (type_.torch == nullptr) {
+    nb::object made = allocate_by_exchange(name, device, dtype, rank, shape);
+    view->borrow(same_framework(name, made), name, made);
+    return made;
+  }
+  int64_t packed[TensorView::kMaxRank];
+  if (strides == nullptr) {
+    packed_strides(shape, rank, packed);
+    strides = packed;
+  }
+  return allocate_by_torch(type_, name, first_, device, dtype, rank, shape, strides, view);
+}
+
+nb::object Caller::workspace(size_t bytes, flashmoe_device device, void* stream, bool named,
+                             TensorView* view) const {
+  constexpr char kName[] = "workspace";
+  const int64_t shape[] = {static_cast<int64_t>(bytes)};
+  if (type_.torch != nullptr && !named) {
+    // Of the current stream, on which the work is: torch may hand the memory on at once.
+    return allocate(kName, device, {dlpack::kUInt, 8, 1}, 1, shape, nullptr, view);
+  }
+  nb::object made = nb::module_::import_("flashmoe_science._dispatch")
+                        .attr("workspace")(first_, bytes, reinterpret_cast<uintptr_t>(stream));
+  view->borrow(kName, made, Access::kWrite);
+  return made;
+}
+
+void* Caller::stream(nb::handle stream, flashmoe_device device, bool* named) const {
+  void* handle = nullptr;
+  *named = parse_stream(stream, &handle);
+  if (!*named && device.device_type == FLASHMOE_DEVICE_CUDA &&
+      type_.api->current_stream != nullptr &&
+      type_.api->current_stream(device.device_type, device.device_id, &handle) != 0) {
+    nb::raise_python_error();
+  }
+  return handle;
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,64 @@
+// What a call asks of the framework that its tensors come from: views of them, new tensors beside
+// them, and the stream that is current there. For frameworks with the DLPack exchange API.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "bindings/tensor.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+
+// How messages speak of an operation.
+struct OperationWords {
+  const char* name;     // "attention"
+  const char* tensors;  // "q, k, v, out and lse"
+  const char* outputs;  // what to pass where no output can be made: "out, and lse with return_lse"
+};
+
+class Caller {
+ public:
+  // `first` is the call's first tensor, of `type`, and called `name`.
+  Caller(const OperationWords& words, const TensorType& type, const char* name, nb::handle first);
+
+  // Views a tensor of the call. Raises a TypeError if it is of another framework than the first,
+  // and a ValueError if it requires grad where gradients are recorded.
+  void borrow(const char* name, nb::handle tensor, TensorView* view) const;
+  // The same, and nothing of None.
+  void borrow_optional(const char* name, nb::handle tensor, TensorView* view) const;
+
+  // A new tensor beside the first one, and its view. strides: elements; nullptr is contiguous.
+  nb::object allocate(const char* name, flashmoe_device device, flashmoe_dtype dtype, int rank,
+                      const int64_t* shape, const int64_t* strides, TensorView* view) const;
+
+  // `bytes` bytes of the first tensor's device for work on `stream`, which the caller named himself
+  // or not.
+  nb::object workspace(size_t bytes, flashmoe_device device, void* stream, bool named,
+                       TensorView* view) const;
+
+  // The stream to launch on: `stream`, or the framework's current one on a CUDA device. Sets
+  // *named to whether it was given.
+  void* stream(nb::handle stream, flashmoe_device device, bool* named) const;
+
+  const TensorType& type() const { return type_; }
+
+ private:
+  const TensorType& same_framework(const char* name, nb::handle tensor) const;
+  void refuse_gradients(const TensorType& type, const char* name, nb::handle tensor) const;
+  nb::object allocate_by_exchange(const char* name, flashmoe_device device, flashmoe_dtype dtype,
+                                  int rank, const int64_t* shape) const;
+
+  const OperationWords& words_;
+  const TensorType& type_;
+  const char* name_;
+  nb::handle first_;
+  bool may_require_grad_;
+};
+
+// Strides of a contiguous tensor. May wrap round where the shape is beyond all memory.
+void packed_strides(const int64_t* shape, int rank, int64_t* strides);
+
+}  // namespace flashmoe

@@ -1,0 +1,228 @@
+// The mixture of experts: calls from Python objects to the C ABI.
+//
+// Tensors whose type has the DLPack exchange API, all of one framework, take the fast path below;
+// everything else goes to flashmoe_science._moe, which comes back through moe_call
+// (bindings/moe_by_name.cpp).
+#include "bindings/moe.h"
+
+#include <string>
+
+#include "bindings/errors.h"
+#include "bindings/moe_calls.h"
+#include "bindings/native_function.h"
+
+namespace flashmoe {
+namespace {
+
+// A MoeRouting, or its parts.
+struct Routing {
+  static constexpr int kParts = 6;
+
+  nb::object ids;
+  nb::object weights;
+  nb::object offsets;
+  nb::object pairs;
+  nb::object slots;
+  nb::object lse;
+
+  static Routing parse(const char* name, nb::handle routing) {
+    if (!PyTuple_Check(routing.ptr()) || PyTuple_Size(routing.ptr()) != kParts) {
+      raise_type_error(std::string(name) + ": got " + name_of_type(routing) +
+                       ", accepted is a MoeRouting, which moe_route and moe_route_given return");
+    }
+    const auto part = [&](Py_ssize_t i) { return nb::borrow(PyTuple_GetItem(routing.ptr(), i)); };
+    return {part(0), part(1), part(2), part(3), part(4), part(5)};
+  }
+
+  nb::object pack() const {
+    static nb::object* type = nullptr;
+    if (type == nullptr) {
+      type = new nb::object(nb::module_::import_("flashmoe_science.moe").attr("MoeRouting"));
+    }
+    return (*type)(ids, weights, offsets, pairs, slots, lse);
+  }
+};
+
+// New outputs of a routing.
+Routing allocate(const Caller& caller, const RouteExtents& extents, bool want_lse,
+                 RouteCall* call) {
+  const flashmoe_device device = call->first().device();
+  nb::object parts[Routing::kParts];
+  size_t count = 0;
+  parts[Routing::kParts - 1] = nb::none();
+  call->make_outputs(extents, want_lse,
+                     [&](const char* name, TensorView* view, flashmoe_dtype dtype, int rank,
+                         const int64_t* shape) {
+                       parts[count++] =
+                           caller.allocate(name, device, dtype, rank, shape, nullptr, view);
+                     });
+  return {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5]};
+}
+
+// Views outputs that the caller gave.
+void borrow(const Caller& caller, const Routing& given, bool want_lse, RouteCall* call) {
+  if (want_lse && given.lse.is_none()) {
+    raise_value_error("out: its lse is None, accepted with return_lse is a tensor");
+  }
+  caller.borrow("out.ids", given.ids, &call->ids);
+  caller.borrow("out.weights", given.weights, &call->weights);
+  caller.borrow("out.offsets", given.offsets, &call->offsets);
+  caller.borrow("out.pairs", given.pairs, &call->pairs);
+  caller.borrow("out.slots", given.slots, &call->slots);
+  caller.borrow_optional("out.lse", given.lse, &call->lse);
+}
+
+nb::object moe_route(nb::handle logits, nb::handle top_k, nb::handle scoring,
+                     nb::handle renormalize, nb::handle selection_bias, nb::handle num_groups,
+                     nb::handle top_groups, nb::handle scale, nb::handle return_lse, nb::handle out,
+                     nb::handle stream) {
+  static nb::object* otherwise = nullptr;
+  const bool want_lse = parse_flag("return_lse", return_lse);
+  const int64_t k = parse_top_k(top_k);
+  const TensorType* type = tensor_type(logits);
+  if (type == nullptr) {
+    return dispatch(&otherwise, "moe_route", logits, k, scoring, renormalize, selection_bias,
+                    num_groups, top_groups, scale, return_lse, out, stream);
+  }
+  RouteCall call;
+  call.parse({scoring, renormalize, num_groups, top_groups, scale});
+  const Caller caller(kMoeWords, *type, "logits", logits);
+  caller.borrow("logits", logits, &call.logits);
+  caller.borrow_optional("selection_bias", selection_bias, &call.selection_bias);
+  Routing made;
+  RouteExtents extents;
+  if (!out.is_none()) borrow(caller, Routing::parse("out", out), want_lse, &call);
+  if (extents_of_logits(call.logits, k, &extents)) {
+    check_given_outputs(call, extents);
+    if (out.is_none()) made = allocate(caller, extents, want_lse, &call);
+  }
+  launch(&call, caller, stream);
+  return out.is_none() ? made.pack() : nb::borrow(out);
+}
+
+nb::object moe_route_given(nb::handle ids, nb::handle weights, nb::handle num_experts,
+                           nb::handle expert_map, nb::handle out, nb::handle stream) {
+  static nb::object* otherwise = nullptr;
+  const int64_t experts =
+      parse_integer("num_experts", num_experts, 1, kMaxExperts, "are 1 to 1024");
+  const TensorType* type = tensor_type(ids);
+  if (type == nullptr) {
+    return dispatch(&otherwise, "moe_route_given", ids, weights, experts, expert_map, out, stream);
+  }
+  RouteCall call;
+  const Caller caller(kMoeWords, *type, "ids", ids);
+  caller.borrow("ids", ids, &call.given_ids);
+  caller.borrow_optional("weights", weights, &call.given_weights);
+  caller.borrow_optional("expert_map", expert_map, &call.expert_map);
+  Routing made;
+  RouteExtents extents;
+  if (!out.is_none()) borrow(caller, Routing::parse("out", out), false, &call);
+  if (extents_of_ids(call.given_ids, experts, &extents)) {
+    check_given_outputs(call, extents);
+    if (out.is_none()) made = allocate(caller, extents, false, &call);
+  }
+  launch(&call, caller, stream);
+  return out.is_none() ? made.pack() : nb::borrow(out);
+}
+
+nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb::handle routing,
+                       nb::handle w_up, nb::handle gate, nb::handle activation,
+                       nb::handle b_gate_up, nb::handle b_up, nb::handle b_down, nb::handle alpha,
+                       nb::handle limit, nb::handle up_offset, nb::handle weight_on_input,
+                       nb::handle out, nb::handle pre_activation, nb::handle return_pre_activation,
+                       nb::handle kernel, nb::handle stream) {
+  static nb::object* otherwise = nullptr;
+  const bool want_pre_activation = parse_flag("return_pre_activation", return_pre_activation);
+  const TensorType* type = tensor_type(x);
+  if (type == nullptr) {
+    return dispatch(&otherwise, "moe_forward", x, w_gate_up, w_down, routing, w_up, gate,
+                    activation, b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input,
+                    out, pre_activation, return_pre_activation, kernel, stream);
+  }
+  ForwardCall call;
+  call.parse({gate, activation, alpha, limit, up_offset, weight_on_input, kernel});
+  const Routing parts = Routing::parse("routing", routing);
+  const Caller caller(kMoeWords, *type, "x", x);
+  caller.borrow("x", x, &call.x);
+  borrow_weights(caller, {x, w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, &call);
+  caller.borrow("routing.weights", parts.weights, &call.weights);
+  caller.borrow("routing.offsets", parts.offsets, &call.offsets);
+  caller.borrow("routing.pairs", parts.pairs, &call.pairs);
+  caller.borrow("routing.slots", parts.slots, &call.slots);
+
+  nb::object result = nb::borrow(out);
+  nb::object saved = nb::borrow(pre_activation);
+  caller.borrow_optional("out", out, &call.out);
+  caller.borrow_optional("pre_activation", pre_activation, &call.pre_activation);
+  call.make_outputs(want_pre_activation, [&](const char* name, TensorView* view,
+                                             flashmoe_dtype dtype, int rank, const int64_t* shape) {
+    nb::object& made = view == &call.out ? result : saved;
+    made = caller.allocate(name, call.x.device(), dtype, rank, shape, nullptr, view);
+  });
+  launch(&call, caller, stream);
+  return want_pre_activation ? nb::make_tuple(result, saved) : result;
+}
+
+nb::object grouped_product(nb::handle x, nb::handle w, nb::handle offsets, nb::handle counts,
+                           nb::handle bias, nb::handle out, nb::handle kernel, nb::handle stream) {
+  static nb::object* otherwise = nullptr;
+  const TensorType* type = tensor_type(x);
+  if (type == nullptr) {
+    return dispatch(&otherwise, "grouped_product", x, w, offsets, counts, bias, out, kernel,
+                    stream);
+  }
+  ProductCall call;
+  call.params.kernel = parse_kernel(kernel);
+  const Caller caller(kMoeWords, *type, "x", x);
+  caller.borrow("x", x, &call.x);
+  caller.borrow("w", w, &call.w);
+  caller.borrow_optional("offsets", offsets, &call.offsets);
+  caller.borrow_optional("counts", counts, &call.counts);
+  caller.borrow_optional("bias", bias, &call.bias);
+  nb::object result = nb::borrow(out);
+  caller.borrow_optional("out", out, &call.out);
+  call.make_outputs([&](const char* name, TensorView* view, flashmoe_dtype dtype, int rank,
+                        const int64_t* shape) {
+    result = caller.allocate(name, call.x.device(), dtype, rank, shape, nullptr, view);
+  });
+  launch(&call, caller, stream);
+  return result;
+}
+
+}  // namespace
+
+void define_moe(nb::module_& module) {
+  module.def("bind_moe_route", &NativeFunction<&moe_route>::like, nb::arg("function"),
+             "moe_route with the signature of a Python function: see bind_flash_attention.");
+  module.def("moe_route", &moe_route, nb::arg("logits").none(), nb::arg("top_k").none(),
+             nb::arg("scoring").none(), nb::arg("renormalize").none(),
+             nb::arg("selection_bias").none(), nb::arg("num_groups").none(),
+             nb::arg("top_groups").none(), nb::arg("scale").none(), nb::arg("return_lse").none(),
+             nb::arg("out").none(), nb::arg("stream").none(),
+             "flashmoe_science.moe_route with all of its arguments.");
+  module.def("moe_route_given", &moe_route_given, nb::arg("ids").none(), nb::arg("weights").none(),
+             nb::arg("num_experts").none(), nb::arg("expert_map").none(), nb::arg("out").none(),
+             nb::arg("stream").none(),
+             "flashmoe_science.moe_route_given with all of its arguments.");
+  module.def("bind_moe_forward", &NativeFunction<&moe_forward>::like, nb::arg("function"),
+             "moe_forward with the signature of a Python function: see bind_flash_attention.");
+  module.def("moe_forward", &moe_forward, nb::arg("x").none(), nb::arg("w_gate_up").none(),
+             nb::arg("w_down").none(), nb::arg("routing").none(), nb::arg("w_up").none(),
+             nb::arg("gate").none(), nb::arg("activation").none(), nb::arg("b_gate_up").none(),
+             nb::arg("b_up").none(), nb::arg("b_down").none(), nb::arg("alpha").none(),
+             nb::arg("limit").none(), nb::arg("up_offset").none(),
+             nb::arg("weight_on_input").none(), nb::arg("out").none(),
+             nb::arg("pre_activation").none(), nb::arg("return_pre_activation").none(),
+             nb::arg("kernel").none(), nb::arg("stream").none(),
+             "flashmoe_science.moe_forward with all of its arguments.");
+  module.def("bind_grouped_product", &NativeFunction<&grouped_product>::like, nb::arg("function"),
+             "grouped_product with the signature of a Python function: see bind_flash_attention.");
+  module.def("grouped_product", &grouped_product, nb::arg("x").none(), nb::arg("w").none(),
+             nb::arg("offsets").none(), nb::arg("counts").none(), nb::arg("bias").none(),
+             nb::arg("out").none(), nb::arg("kernel").none(), nb::arg("stream").none(),
+             "flashmoe_science.grouped_product with all of its arguments.");
+  define_fused_moe(module);
+  define_moe_by_name(module);
+}
+
+}  // namespace flashmoe

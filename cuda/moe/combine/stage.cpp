@@ -1,0 +1,66 @@
+#include "cuda/moe/combine/stage.h"
+
+#include <algorithm>
+
+#include "core/status.h"
+#include "cuda/moe/combine/entry.h"
+#include "cuda/moe/combine/params.h"
+#include "cuda/moe/launch.h"
+
+namespace flashmoe {
+namespace {
+
+constexpr int64_t kPiece = 8;  // elements that a thread has of a row
+constexpr int kBlockThreads = 256;
+constexpr int kFewTokensThreads = 64;  // more blocks, where tokens alone do not fill the device
+
+const moe_combine::Entry& find_entry(const MoeForwardProblem& p) {
+  const moe_combine::Entry* best = nullptr;
+  for (const moe_combine::Entry& entry : moe_combine::entries) {
+    if (entry.dtype != p.dtype) continue;
+    best = &entry;
+    if (entry.batch >= p.top_k) break;
+  }
+  return *best;
+}
+
+}  // namespace
+
+flashmoe_status add_combine(const MoeForwardProblem& problem, const DeviceFacts& facts,
+                            MoePlan* plan, const Reason& reason) {
+  const Kernel& kernel = find_entry(problem).kernel;
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(kernel, problem.device.device_id, facts, &arch, reason));
+  const int64_t pieces = problem.hidden / kPiece;
+  const int64_t most = problem.tokens < facts.multiprocessors ? kFewTokensThreads : kBlockThreads;
+  // A row is split evenly among its blocks; short rows share one.
+  const int64_t row_blocks = std::max<int64_t>(1, (pieces + most - 1) / most);
+  const int64_t row_threads = std::max<int64_t>(1, (pieces + row_blocks - 1) / row_blocks);
+  const int64_t block_rows = std::max<int64_t>(1, most / row_threads);
+  const int64_t blocks = std::max<int64_t>(1, (problem.tokens + block_rows - 1) / block_rows);
+  flashmoe_moe_stage* stage =
+      add_stage(kernel, arch, "", blocks, static_cast<int>(row_threads), 0, plan);
+  stage->grid[1] = static_cast<uint32_t>(row_blocks);
+  stage->block[1] = static_cast<uint32_t>(block_rows);
+  stage->tile_tokens = static_cast<int32_t>(block_rows);
+  stage->stages = 1;
+  return FLASHMOE_OK;
+}
+
+flashmoe_status launch_combine(const MoeForwardProblem& problem, const MoePlan& plan, int index,
+                               const void* y, int64_t y_stride, void* stream) {
+  moe_combine::Params params;
+  params.y = static_cast<const uint16_t*>(y);
+  params.y_stride = y_stride;
+  params.out = static_cast<uint16_t*>(problem.out);
+  params.out_stride = problem.out_stride;
+  params.slots = problem.slots;
+  params.weights = problem.weight_on_input ? nullptr : problem.weights;
+  params.rows = static_cast<int32_t>(problem.tokens * problem.top_k);
+  params.tokens = static_cast<int32_t>(problem.tokens);
+  params.top_k = problem.top_k;
+  params.pieces = static_cast<int32_t>(problem.hidden / kPiece);
+  return launch_stage(plan, index, problem.device, &params, stream);
+}
+
+}  // namespace flashmoe

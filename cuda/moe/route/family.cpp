@@ -1,0 +1,255 @@
+// Routing on a GPU, one implementation for all of them: which kernels serve a problem, and with what
+// parameters they are launched.
+#include <algorithm>
+#include <climits>
+
+#include "core/backends.h"
+#include "core/status.h"
+#include "cuda/moe/launch.h"
+#include "cuda/moe/route/entry.h"
+#include "cuda/moe/route/params.h"
+
+namespace flashmoe::moe_route {
+
+#define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
+#include "cuda/moe/route/entries.inc"
+#undef FLASHMOE_ENTRY
+extern const Entry entry_given;
+extern const Kernel kernel_place;
+
+namespace {
+
+const Entry* const kEntries[] = {
+#define FLASHMOE_ENTRY(name) &entry_##name,
+#include "cuda/moe/route/entries.inc"
+#undef FLASHMOE_ENTRY
+};
+
+constexpr int kWarpThreads = 32;
+// Tokens of one launch: what its one block, or its cluster's, can do in about the time of another
+// launch.
+constexpr int64_t kOnceTokens = 32;
+constexpr int64_t kOnceTokensOfCluster = 32;  // and block
+constexpr int64_t kOnceTokensOfBlock = 16;    // above which there are more blocks
+constexpr int64_t kListPairs = 8192;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+const Entry& find_entry(const MoeRouteProblem& p) {
+  if (p.given_ids != nullptr) return entry_given;
+  const bool any_choice =
+      p.logits_dtype == Dtype::kFloat32 || p.selection_bias != nullptr || p.num_groups > 1;
+  const Entry* best = kEntries[0];
+  for (const Entry* entry : kEntries) {
+    best = entry;
+    if (entry->any_choice == any_choice && entry->max_experts >= p.experts) break;
+  }
+  return *best;
+}
+
+// Tokens that a warp takes at a time.
+int warp_step(const MoeRouteProblem& p) {
+  return p.given_ids != nullptr ? kWarpThreads / p.top_k : 1;
+}
+
+// Whether a block's choices stay in its shared memory until their slots are known.
+bool keeps_list(const MoeRouteProblem& p, int64_t block_tokens) {
+  return block_tokens * p.top_k <= kListPairs;
+}
+
+SharedShape shared_shape(const MoeRouteProblem& p, int warps, int cluster, int64_t block_tokens) {
+  return {p.experts,
+          p.top_k,
+          p.num_groups,
+          warps,
+          cluster,
+          static_cast<int>(std::max<int64_t>(1, block_tokens)),
+          keeps_list(p, block_tokens)};
+}
+
+// Warps of a block, as many as have tokens, of those that shared memory has room for; 0: for none.
+int warps_of_block(const MoeRouteProblem& p, const Entry& entry, bool once, int cluster,
+                   int64_t block_tokens) {
+  // Threads for experts' counts are wanted, too.
+  constexpr int64_t kWarpsForExperts = 8;
+  const int64_t counted = p.experts + 1 + std::min<int64_t>(kMaxFewPairs, p.tokens * p.top_k);
+  const int64_t for_experts = std::min(kWarpsForExperts, ceil_div(counted, kWarpThreads));
+  const int64_t wanted = std::max(for_experts, ceil_div(block_tokens, warp_step(p)));
+  int warps = static_cast<int>(std::min<int64_t>(entry.threads / kWarpThreads, wanted));
+  const auto bytes_of = once ? entry.once_bytes : entry.choose_bytes;
+  while (warps > 0 && bytes_of(shared_shape(p, warps, cluster, block_tokens)) > kMaxSharedBytes) {
+    --warps;
+  }
+  return warps;
+}
+
+// Finds out what clusters of the largest blocks can run, and allows them.
+cudaError_t allow_clusters(const Kernel& kernel, int device_id, const DeviceFacts&,
+                           const cudaFuncAttributes& attributes) {
+  const Entry& entry = static_cast<const Entry&>(kernel);
+  int& most = entry.most_blocks[device_id];
+  most = 1;
+  if (attributes.ptxVersion < kClusterPtx) return cudaSuccess;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel.function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  cudaLaunchConfig_t config = {};
+  config.blockDim = dim3(static_cast<unsigned>(entry.threads));
+  config.dynamicSmemBytes = kMaxSharedBytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  for (int cluster = kMaxCluster; cluster > 1 && most == 1; cluster /= 2) {
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.gridDim = dim3(static_cast<unsigned>(cluster));
+    int resident = 0;
+    if (cudaOccupancyMaxActiveClusters(&resident, kernel.function, &config) != cudaSuccess) {
+      cudaGetLastError();  // too large a cluster for this device
+      continue;
+    }
+    if (resident > 0) most = cluster;
+  }
+  return cudaSuccess;
+}
+
+// Blocks that route so few tokens together, in one launch; 0: two launches are better.
+int blocks_of_once(const MoeRouteProblem& p, const Entry& entry, int most_blocks) {
+  const int64_t most_tokens = most_blocks == 1 ? kOnceTokens : kOnceTokensOfCluster * most_blocks;
+  if (p.tokens > most_tokens * warp_step(p)) return 0;
+  int blocks = 1;
+  while (blocks < most_blocks && p.tokens > kOnceTokensOfBlock * warp_step(p) * blocks) blocks *= 2;
+  return warps_of_block(p, entry, true, blocks, ceil_div(p.tokens, blocks)) > 0 ? blocks : 0;
+}
+
+flashmoe_status plan(const MoeRouteProblem& problem, MoePlan* plan, const Reason& reason) {
+  const int device_id = problem.device.device_id;
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
+  if (facts->compute_capability < kOldestComputeCapability) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "cuda:%d has compute capability %d.%d, accepted are 8.9 and newer",
+                         device_id, facts->compute_capability / 10, facts->compute_capability % 10);
+  }
+  const Entry& entry = find_entry(problem);
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(entry, device_id, *facts, &arch, reason, allow_clusters));
+  const int cluster = blocks_of_once(problem, entry, entry.most_blocks[device_id]);
+  const auto add = [&](const Kernel& kernel, int64_t blocks, int warps, int shared_bytes) {
+    return add_stage(kernel, arch, "", blocks, kWarpThreads * warps, shared_bytes, plan);
+  };
+  if (cluster > 0) {
+    const int64_t block_tokens = ceil_div(problem.tokens, cluster);
+    const int warps = warps_of_block(problem, entry, true, cluster, block_tokens);
+    flashmoe_moe_stage* stage =
+        add(entry, cluster, warps,
+            entry.once_bytes(shared_shape(problem, warps, cluster, block_tokens)));
+    stage->cluster = cluster;
+    stage->tile_tokens = static_cast<int32_t>(block_tokens);
+    stage->stages = 1;
+    return FLASHMOE_OK;
+  }
+  FLASHMOE_TRY(load_kernel(entry.choose, device_id, *facts, &arch, reason));
+  FLASHMOE_TRY(load_kernel(kernel_place, device_id, *facts, &arch, reason));
+  const int64_t block_tokens = ceil_div(problem.tokens, facts->multiprocessors);
+  const int64_t blocks = ceil_div(problem.tokens, block_tokens);
+  const int warps = warps_of_block(problem, entry, false, 1, block_tokens);
+  flashmoe_moe_stage* stage =
+      add(entry.choose, blocks, warps,
+          entry.choose_bytes(shared_shape(problem, warps, 1, block_tokens)));
+  stage->tile_tokens = static_cast<int32_t>(block_tokens);
+  stage->stages = 1;
+  stage = add(kernel_place, blocks, kPlaceThreads / kWarpThreads, 0);
+  stage->tile_tokens = static_cast<int32_t>(block_tokens);
+  stage->stages = 1;
+  plan->info.workspace_bytes =
+      static_cast<uint64_t>(blocks) * sizeof(int32_t) *
+      static_cast<uint64_t>(ceil_div(problem.experts, kHistogramColumns) * kHistogramColumns);
+  return FLASHMOE_OK;
+}
+
+// Whether rows can be loaded in vectors of 16 bytes: then in shorter ones, too.
+bool loads_vectors(const MoeRouteProblem& p) {
+  constexpr uintptr_t kVectorBytes = 16;
+  const auto row_bytes = static_cast<uintptr_t>(p.logits_stride * dtype_bytes(p.logits_dtype));
+  return p.logits != nullptr && reinterpret_cast<uintptr_t>(p.logits) % kVectorBytes == 0 &&
+         (p.tokens <= 1 || row_bytes % kVectorBytes == 0);
+}
+
+Params make_params(const MoeRouteProblem& p, const MoePlan& plan, void* workspace) {
+  Params params = {};
+  params.logits = p.logits;
+  params.logits_stride = p.logits_stride;
+  params.bias = p.selection_bias;
+  params.given_ids = p.given_ids;
+  params.given_ids_stride = p.given_ids_stride;
+  params.given_weights = p.given_weights;
+  params.given_weights_stride = p.given_weights_stride;
+  params.expert_map = p.expert_map;
+  params.given_limit = p.expert_map != nullptr ? p.expert_map_size : p.experts;
+  params.ids = p.ids;
+  params.weights = p.weights;
+  params.offsets = p.offsets;
+  params.pairs = p.pairs;
+  params.slots = p.slots;
+  params.lse = p.lse;
+  params.histograms = static_cast<int32_t*>(workspace);
+  params.tokens = static_cast<int32_t>(p.tokens);
+  params.experts = p.experts;
+  params.top_k = p.top_k;
+  params.dtype =
+      static_cast<int32_t>(p.given_ids != nullptr ? p.given_weights_dtype : p.logits_dtype);
+  params.wide_ids = p.given_ids_are_64 ? 1 : 0;
+  params.vectors = loads_vectors(p) ? 1 : 0;
+  params.scoring = p.scoring;
+  params.renormalize = p.renormalize ? 1 : 0;
+  params.scale = p.scale;
+  params.num_groups = p.num_groups;
+  params.top_groups = p.top_groups;
+  params.group_experts = p.experts / p.num_groups;
+  int lanes = 1;
+  while (2 * lanes * p.num_groups <= kWarpThreads && params.group_experts % (2 * lanes) == 0) {
+    lanes *= 2;
+    ++params.group_lanes_log2;
+  }
+  params.group_steps = params.group_experts / lanes;
+  params.into_groups = SmallDivisor::of(params.group_experts);
+  const flashmoe_moe_stage& stage = plan.info.stage[0];
+  const auto warps = static_cast<int32_t>(stage.block[0] / kWarpThreads);
+  const int step = warp_step(p);
+  params.warp_step = step;
+  params.block_tokens = std::max(1, stage.tile_tokens);
+  params.warp_tokens =
+      static_cast<int32_t>(ceil_div(ceil_div(params.block_tokens, step), warps) * step);
+  params.used_warps = static_cast<int32_t>(ceil_div(params.block_tokens, params.warp_tokens));
+  params.cluster = std::max(1, stage.cluster);
+  params.few = plan.info.launches == 1 && params.cluster == 1 && p.tokens * p.top_k <= kMaxFewPairs;
+  params.thread_experts = static_cast<int32_t>(ceil_div(p.experts, warps * kWarpThreads));
+  params.keeps_list = keeps_list(p, params.block_tokens) ? 1 : 0;
+  params.histogram_stride =
+      static_cast<int32_t>(ceil_div(p.experts, kHistogramColumns) * kHistogramColumns);
+  params.scratch_words = find_entry(p).scratch_words(p.experts, p.num_groups);
+  return params;
+}
+
+flashmoe_status launch(const MoeRouteProblem& problem, const MoePlan& plan, void* workspace,
+                       void* stream) {
+  const DeviceGuard guard(problem.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  const Params params = make_params(problem, plan, workspace);
+  for (int32_t i = 0; i < plan.info.launches; ++i) {
+    FLASHMOE_TRY(launch_stage(plan, i, problem.device, &params, stream));
+  }
+  return FLASHMOE_OK;
+}
+
+}  // namespace
+}  // namespace flashmoe::moe_route
+
+namespace flashmoe {
+
+// Named as the oldest GPU family: routing is the same on all.
+const MoeFamily kRouteMoe = {
+    "sm89", FLASHMOE_DEVICE_CUDA, {&moe_route::plan, &moe_route::launch}, {}, {}};
+
+}  // namespace flashmoe

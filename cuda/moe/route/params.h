@@ -1,0 +1,89 @@
+// Arguments of the routing kernels, as the device sees them.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe::moe_route {
+
+inline constexpr int kLanes = 32;
+inline constexpr int kMaxFewPairs = 64;      // that are compared with each other
+inline constexpr int kMaxCluster = 16;       // blocks that route together in one launch
+inline constexpr int kPlaceThreads = 1024;   // of the second launch
+inline constexpr int kHistogramColumns = 4;  // rows of `histograms` are padded to a multiple
+
+// Division of numbers up to 1024 by a smaller one: a product with its reciprocal, rounded up to
+// 2^-20, which is exact for them.
+struct SmallDivisor {
+  uint32_t multiplier;
+
+  static SmallDivisor of(int value) {
+    return {((1u << 20) + static_cast<uint32_t>(value) - 1) / static_cast<uint32_t>(value)};
+  }
+
+#ifdef __CUDACC__
+  __device__ __forceinline__ int quotient(int number) const {
+    return static_cast<int>(static_cast<uint32_t>(number) * multiplier >> 20);
+  }
+#endif
+};
+
+// What the shared memory of a block depends on.
+struct SharedShape {
+  int experts;
+  int top_k;
+  int num_groups;
+  int warps;
+  int cluster;
+  int block_tokens;
+  bool keeps_list;
+};
+
+struct Params {
+  const void* logits;  // [tokens, experts]; strides in elements
+  int64_t logits_stride;
+  const float* bias;  // [experts] or nullptr
+  const void* given_ids;
+  int64_t given_ids_stride;
+  const void* given_weights;  // or nullptr
+  int64_t given_weights_stride;
+  const int32_t* expert_map;  // or nullptr
+  int64_t given_limit;        // ids from here on are no expert's: length of the map, or experts
+
+  int32_t* ids;
+  float* weights;
+  int32_t* offsets;
+  int32_t* pairs;
+  int32_t* slots;
+  float* lse;           // or nullptr
+  int32_t* histograms;  // [blocks, histogram_stride]: pairs of a block by expert; of two launches
+
+  int32_t tokens;
+  int32_t experts;
+  int32_t top_k;
+  int32_t dtype;     // a Dtype: of the logits, or of the given weights
+  int32_t wide_ids;  // given ids are int64
+  int32_t vectors;   // logits can be loaded in whole vectors
+  int32_t scoring;   // flashmoe_moe_scoring
+  int32_t renormalize;
+  float scale;
+
+  int32_t num_groups;  // 1: no groups
+  int32_t top_groups;
+  int32_t group_experts;     // of one group
+  int32_t group_lanes_log2;  // of the lanes that look at a group together
+  int32_t group_steps;       // experts of a group that one of them looks at
+  SmallDivisor into_groups;  // by group_experts
+
+  int32_t block_tokens;    // of one block
+  int32_t warp_tokens;     // of one warp
+  int32_t warp_step;       // that a warp takes at a time, of given ids
+  int32_t used_warps;      // of a block, that have tokens
+  int32_t few;             // pairs are so few that each is compared with all
+  int32_t thread_experts;  // experts whose counts a thread adds up, in one launch
+  int32_t cluster;         // blocks that route together; 1 without clusters
+  int32_t histogram_stride;
+  int32_t scratch_words;  // of a warp
+  int32_t keeps_list;     // a block's choices stay in its shared memory
+};
+
+}  // namespace flashmoe::moe_route

@@ -1,0 +1,275 @@
+// The sm_89 family, which serves every layer and grouped product: with which kernels, and with what
+// parameters they are launched.
+#include <algorithm>
+#include <climits>
+
+#include "core/backends.h"
+#include "core/status.h"
+#include "cuda/moe/combine/stage.h"
+#include "cuda/moe/launch.h"
+#include "cuda/moe/sm89/entry.h"
+#include "cuda/moe/sm89/params.h"
+
+namespace flashmoe::moe::sm89 {
+
+#define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
+#include "cuda/moe/sm89/entries.inc"
+#undef FLASHMOE_ENTRY
+
+namespace {
+
+const Entry* const kEntries[] = {
+#define FLASHMOE_ENTRY(name) &entry_##name,
+#include "cuda/moe/sm89/entries.inc"
+#undef FLASHMOE_ENTRY
+};
+
+constexpr int64_t kElementBytes = 2;
+constexpr int64_t kWorkspaceAlignment = 256;
+// The kernels count rows of x in pieces of 16 bytes, in 32 bits.
+constexpr int64_t kMostElementsOfX = (int64_t{1} << 32) * 8 - 8;
+
+int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
+
+bool is_transposed(const ExpertMatrix& matrix) { return matrix.column_stride != 1; }
+
+// Rows of all experts, and where a product's rows end, as the kernels count them.
+struct Extents {
+  int64_t rows;     // of one expert at most
+  int64_t experts;  // that may have that many each; 1 where they share them
+  int64_t columns;
+  int64_t out_columns;
+  int64_t x_rows;  // that `rows` come from
+  int64_t x_stride;
+};
+
+const Entry* find_entry(Dtype dtype, bool gated, bool transposed) {
+  for (const Entry* entry : kEntries) {
+    if (entry->dtype == dtype && entry->gated == gated && entry->transposed == transposed) {
+      return entry;
+    }
+  }
+  return nullptr;
+}
+
+flashmoe_status check_device(flashmoe_device device, Dtype dtype, const DeviceFacts** facts,
+                             const Reason& reason) {
+  FLASHMOE_TRY(read_device_facts(device.device_id, facts, reason));
+  const int capability = (*facts)->compute_capability;
+  if (capability < kOldestComputeCapability) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "cuda:%d has compute capability %d.%d, accepted are 8.9 and newer",
+                         device.device_id, capability / 10, capability % 10);
+  }
+  if (dtype == Dtype::kFloat32) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "dtype fp32, accepted on a GPU are fp16 and bf16");
+  }
+  return FLASHMOE_OK;
+}
+
+// Appends a product to the plan: as many blocks as run at once, or as there can be tiles.
+flashmoe_status add_product(const DeviceFacts& facts, flashmoe_device device, Dtype dtype,
+                            bool gated, bool transposed, const Extents& extents, int experts,
+                            MoePlan* plan, const Reason& reason) {
+  const Entry* entry = find_entry(dtype, gated, transposed);
+  if (entry == nullptr) {
+    return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these weights");
+  }
+  if (extents.columns > INT_MAX || extents.out_columns > INT_MAX) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^31 - 1 columns");
+  }
+  if (extents.x_stride < 0 ||
+      extents.x_rows > kMostElementsOfX / std::max<int64_t>(extents.x_stride, 1)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%lld rows of x that are %lld elements apart, accepted are 64 GiB",
+                         static_cast<long long>(extents.x_rows),
+                         static_cast<long long>(extents.x_stride));
+  }
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(*entry, device.device_id, facts, &arch, reason));
+  // A tile that is not full is its expert's last.
+  const int64_t token_tiles = extents.experts * (extents.rows / entry->tile_tokens) +
+                              std::min<int64_t>(experts, extents.experts * extents.rows);
+  const int64_t most = int64_t{facts.multiprocessors} * entry->blocks_per_sm;
+  const int64_t weight_tiles = ceil_div(extents.out_columns, entry->out_rows);
+  const int64_t blocks = token_tiles > most ? most : std::min(most, token_tiles * weight_tiles);
+  flashmoe_moe_stage* stage = add_stage(*entry, arch, "", std::max<int64_t>(blocks, 1),
+                                        entry->threads, entry->shared_bytes, plan);
+  stage->tile_rows = entry->tile_rows;
+  stage->tile_tokens = entry->tile_tokens;
+  stage->stages = entry->stages;
+  return FLASHMOE_OK;
+}
+
+Weights weights_of(const ExpertMatrix& matrix) {
+  return {static_cast<const uint16_t*>(matrix.data), matrix.expert_stride,
+          is_transposed(matrix) ? matrix.column_stride : matrix.row_stride};
+}
+
+Bias bias_of(const ExpertBias& bias) {
+  return {bias.data, bias.expert_stride, static_cast<int32_t>(bias.row_stride),
+          bias.dtype == Dtype::kFloat32 ? 1 : 0};
+}
+
+// What follows from the extents and from the kernel of stage `index`.
+void fill_extents(const Extents& extents, int experts, flashmoe_device device, const MoePlan& plan,
+                  int index, Params* params) {
+  const Entry& entry = *static_cast<const Entry*>(plan.entry[index]);
+  params->rows = static_cast<int32_t>(extents.rows);
+  params->columns = static_cast<int32_t>(extents.columns);
+  params->out_columns = static_cast<int32_t>(extents.out_columns);
+  params->experts = experts;
+  params->weight_tiles = static_cast<int32_t>(ceil_div(extents.out_columns, entry.out_rows));
+  // A third of the L2 for rows of x, beside the weights that pass and the rows that are written.
+  // Where that is few tiles, blocks run along K together, and what counts is that those of a moment
+  // share rows and weights: kSquareTiles by as many as there are blocks for.
+  constexpr int64_t kSquareTiles = 8;
+  const DeviceFacts* facts = nullptr;
+  int64_t l2_bytes = 0;
+  if (read_device_facts(device.device_id, &facts, Reason()) == FLASHMOE_OK)
+    l2_bytes = facts->l2_bytes;
+  const int64_t tile_bytes = entry.tile_tokens * extents.columns * kElementBytes;
+  const int64_t most = INT_MAX / params->weight_tiles;
+  params->section_token_tiles =
+      static_cast<int32_t>(std::min(std::max(l2_bytes / 3 / tile_bytes, kSquareTiles), most));
+}
+
+Extents extents_of_up(const MoeForwardProblem& p) {
+  return {p.tokens * p.top_k, 1, p.hidden, p.inner, p.tokens, p.x_stride};
+}
+Extents extents_of_down(const MoeForwardProblem& p) {
+  return {p.tokens * p.top_k, 1, p.inner, p.hidden, p.tokens * p.top_k, p.inner};
+}
+
+// The workspace: a [slots, inner], then y [slots, hidden].
+int64_t activated_bytes(const MoeForwardProblem& p) {
+  return ceil_div(p.tokens * p.top_k * p.inner * kElementBytes, kWorkspaceAlignment) *
+         kWorkspaceAlignment;
+}
+
+flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
+                             const Reason& reason) {
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(check_device(problem.device, problem.dtype, &facts, reason));
+  if (problem.gated && is_transposed(problem.gate) != is_transposed(problem.up)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "w_gate_up and w_up: one is transposed, accepted are both or neither");
+  }
+  FLASHMOE_TRY(add_product(*facts, problem.device, problem.dtype, problem.gated,
+                           is_transposed(problem.up), extents_of_up(problem), problem.experts, plan,
+                           reason));
+  FLASHMOE_TRY(add_product(*facts, problem.device, problem.dtype, false,
+                           is_transposed(problem.down), extents_of_down(problem), problem.experts,
+                           plan, reason));
+  FLASHMOE_TRY(add_combine(problem, *facts, plan, reason));
+  plan->info.workspace_bytes = static_cast<uint64_t>(
+      activated_bytes(problem) + problem.tokens * problem.top_k * problem.hidden * kElementBytes);
+  return FLASHMOE_OK;
+}
+
+Params up_params(const MoeForwardProblem& p, const MoePlan& plan, void* activated) {
+  Params params = {};
+  fill_extents(extents_of_up(p), p.experts, p.device, plan, 0, &params);
+  params.x = static_cast<const uint16_t*>(p.x);
+  params.x_stride = p.x_stride;
+  params.out = static_cast<uint16_t*>(activated);
+  params.out_stride = p.inner;
+  params.pre_activation = static_cast<uint16_t*>(p.pre_activation);
+  params.pre_activation_stride = p.pre_activation_stride;
+  if (p.gated) {
+    params.weights[0] = weights_of(p.gate);
+    params.weights[1] = weights_of(p.up);
+    params.bias[0] = bias_of(p.gate_bias);
+    params.bias[1] = bias_of(p.up_bias);
+    params.interleaved = is_transposed(p.gate) && p.gate.row_stride != 1 ? 1 : 0;
+  } else {
+    params.weights[0] = weights_of(p.up);
+    params.bias[0] = bias_of(p.up_bias);
+  }
+  params.offsets = p.offsets;
+  params.pairs = p.pairs;
+  params.pair_weights = p.weight_on_input ? p.weights : nullptr;
+  params.top_k = p.top_k;
+  params.activation = p.activation;
+  params.alpha = p.alpha;
+  params.limit = p.limit;
+  params.up_offset = p.up_offset;
+  return params;
+}
+
+Params down_params(const MoeForwardProblem& p, const MoePlan& plan, const void* activated,
+                   void* y) {
+  Params params = {};
+  fill_extents(extents_of_down(p), p.experts, p.device, plan, 1, &params);
+  params.x = static_cast<const uint16_t*>(activated);
+  params.x_stride = p.inner;
+  params.out = static_cast<uint16_t*>(y);
+  params.out_stride = p.hidden;
+  params.weights[0] = weights_of(p.down);
+  params.bias[0] = bias_of(p.down_bias);
+  params.offsets = p.offsets;
+  params.top_k = 1;
+  params.activation = kNoActivation;
+  return params;
+}
+
+flashmoe_status launch_forward(const MoeForwardProblem& problem, const MoePlan& plan,
+                               void* workspace, void* stream) {
+  const DeviceGuard guard(problem.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  unsigned char* const activated = static_cast<unsigned char*>(workspace);
+  unsigned char* const y = activated + activated_bytes(problem);
+  const Params up = up_params(problem, plan, activated);
+  FLASHMOE_TRY(launch_stage(plan, 0, problem.device, &up, stream));
+  const Params down = down_params(problem, plan, activated, y);
+  FLASHMOE_TRY(launch_stage(plan, 1, problem.device, &down, stream));
+  return launch_combine(problem, plan, 2, y, problem.hidden, stream);
+}
+
+Extents extents_of(const GroupedProductProblem& p) {
+  return {p.rows,    p.counts != nullptr ? p.experts : 1, p.columns, p.out_columns, p.rows,
+          p.x_stride};
+}
+
+flashmoe_status plan_product(const GroupedProductProblem& problem, MoePlan* plan,
+                             const Reason& reason) {
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(check_device(problem.device, problem.dtype, &facts, reason));
+  return add_product(*facts, problem.device, problem.dtype, false, is_transposed(problem.w),
+                     extents_of(problem), problem.experts, plan, reason);
+}
+
+flashmoe_status launch_product(const GroupedProductProblem& problem, const MoePlan& plan, void*,
+                               void* stream) {
+  const DeviceGuard guard(problem.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  Params params = {};
+  fill_extents(extents_of(problem), problem.experts, problem.device, plan, 0, &params);
+  params.x = static_cast<const uint16_t*>(problem.x);
+  params.x_stride = problem.x_stride;
+  params.x_expert_stride = problem.x_expert_stride;
+  params.out = static_cast<uint16_t*>(problem.out);
+  params.out_stride = problem.out_stride;
+  params.out_expert_stride = problem.out_expert_stride;
+  params.weights[0] = weights_of(problem.w);
+  params.bias[0] = bias_of(problem.bias);
+  params.offsets = problem.offsets;
+  params.counts = problem.counts;
+  params.top_k = 1;
+  params.activation = kNoActivation;
+  return launch_stage(plan, 0, problem.device, &params, stream);
+}
+
+}  // namespace
+}  // namespace flashmoe::moe::sm89
+
+namespace flashmoe {
+
+const MoeFamily kSm89Moe = {"sm89",
+                            FLASHMOE_DEVICE_CUDA,
+                            {},
+                            {&moe::sm89::plan_forward, &moe::sm89::launch_forward},
+                            {&moe::sm89::plan_product, &moe::sm89::launch_product}};
+
+}  // namespace flashmoe

@@ -1,0 +1,101 @@
+// Which experts have rows, and which rows: found by every block from what routing left.
+#pragma once
+
+#include "cuda/moe/stream/traits.cuh"
+
+namespace flashmoe::moe::stream {
+
+inline constexpr uint32_t kFullWarp = 0xffffffffu;
+
+__device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
+__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kLanes); }
+// For whole warps: it shuffles, so that the compiler knows the result to be uniform.
+__device__ __forceinline__ int warp_index() {
+  return static_cast<int>(__shfl_sync(kFullWarp, threadIdx.x / kLanes, 0));
+}
+
+// An expert with rows. Its slots are taken in *entries* of up to entry_tokens each.
+struct __align__(16) Record {
+  int expert;
+  int first_slot;
+  int end_slot;
+  int first_entry;
+};
+
+struct Experts {
+  const Record* records;  // [count + 1], the last with first_entry = entries
+  int count;
+  int entries;
+
+  // The record of an entry.
+  __device__ __forceinline__ int find(int entry) const {
+    int low = 0;
+    int high = count;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (records[middle].first_entry <= entry) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+};
+
+// Fills `records`; all threads of the block call it, and meet in it after the last one wrote.
+// Offsets may hold anything: an expert's slots are among the pairs, whatever they are.
+__device__ __forceinline__ Experts find_experts(const Routing& routing, int entry_tokens,
+                                                Record* records) {
+  __shared__ int2 warp_totals[kWarps];
+  const int pairs = routing.tokens * routing.top_k;
+  const int lane = lane_index();
+  const int warp = warp_index();
+  int count = 0;
+  int entries = 0;
+  for (int first = 0; first < routing.experts; first += kThreads) {
+    const int expert = first + thread_index();
+    int begin = 0;
+    int end = 0;
+    if (expert < routing.experts) {
+      begin = min(max(__ldcg(routing.offsets + expert), 0), pairs);
+      end = min(max(__ldcg(routing.offsets + expert + 1), 0), pairs);
+    }
+    const int own = (max(end - begin, 0) + entry_tokens - 1) / entry_tokens;
+    const uint32_t active = __ballot_sync(kFullWarp, own > 0);
+    int sum = own;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      const int before = __shfl_up_sync(kFullWarp, sum, distance);
+      if (lane >= distance) sum += before;
+    }
+    if (lane == kLanes - 1) warp_totals[warp] = make_int2(__popc(active), sum);
+    __syncthreads();
+    int rank = count + __popc(active & ((1u << lane) - 1));
+    int entry = entries + sum - own;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const int2 total = warp_totals[w];
+      if (w < warp) {
+        rank += total.x;
+        entry += total.y;
+      }
+      count += total.x;
+      entries += total.y;
+    }
+    if (own > 0 && rank < routing.max_records) records[rank] = {expert, begin, end, entry};
+    __syncthreads();
+  }
+  // Only offsets that routing did not make have more.
+  if (count > routing.max_records) {
+    count = routing.max_records;
+    const Record last = records[count - 1];
+    entries =
+        last.first_entry + (last.end_slot - last.first_slot + entry_tokens - 1) / entry_tokens;
+  }
+  if (thread_index() == 0) records[count] = {0, 0, 0, entries};
+  __syncthreads();
+  return {records, count, entries};
+}
+
+}  // namespace flashmoe::moe::stream

@@ -1,0 +1,294 @@
+// The stream family: which pair of kernels serves a layer with few tokens, and with what parameters
+// they are launched.
+#include <algorithm>
+#include <climits>
+#include <cmath>
+
+#include "core/backends.h"
+#include "core/status.h"
+#include "cuda/moe/launch.h"
+#include "cuda/moe/stream/cost.h"
+#include "cuda/moe/stream/entry.h"
+#include "cuda/moe/stream/params.h"
+
+namespace flashmoe::moe::stream {
+
+#define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
+#include "cuda/moe/stream/entries.inc"
+#undef FLASHMOE_ENTRY
+
+namespace {
+
+constexpr int64_t kWorkspaceAlignment = 256;
+constexpr int64_t kMostColumns = int64_t{1} << 24;  // of H and I: products with steps fit in int32
+
+const Entry* const kEntries[] = {
+#define FLASHMOE_ENTRY(name) &entry_##name,
+#include "cuda/moe/stream/entries.inc"
+#undef FLASHMOE_ENTRY
+};
+
+// Allows a kernel all the shared memory of a block, and asks for a multiprocessor's to be as large as
+// it gets: two kernels share it.
+cudaError_t allow_shared_memory(const Kernel& kernel, int, const DeviceFacts& facts,
+                                const cudaFuncAttributes& attributes) {
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+      facts.shared_bytes_per_block - static_cast<int>(attributes.sharedSizeBytes));
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel.function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
+}
+
+const Entry* find_entry(Dtype dtype, const Tile& tile) {
+  for (const Entry* entry : kEntries) {
+    if (entry->dtype == dtype && entry->tiles == tile.tiles && entry->tokens == tile.tokens) {
+      return entry;
+    }
+  }
+  return nullptr;
+}
+
+const Entry& entry_of(const MoePlan& plan) {
+  for (const Entry* entry : kEntries) {
+    if (&entry->up == plan.entry[0]) return *entry;
+  }
+  return *kEntries[0];
+}
+
+// Shared memory of both launches.
+struct Depths {
+  int up_stages;
+  int down_stages;
+  int64_t up_bytes;
+  int64_t down_bytes;
+};
+
+// Static shared memory, of which the kernels have little, and what a block costs beside its own.
+int64_t beside(const DeviceFacts& facts) { return facts.reserved_shared_bytes_per_block + 128; }
+
+// Where both stages may run side by side, each has its block on every multiprocessor: as many steps
+// under way as fit beside one another, and no room for a second block of the second stage, which would
+// leave another multiprocessor idle. 0 stages where they do not fit.
+Depths choose_depths(const Entry& entry, SharedShape shape, bool side_by_side,
+                     const DeviceFacts& facts) {
+  const auto up_bytes = [&](int stages) {
+    shape.stages = stages;
+    return static_cast<int64_t>(entry.up_bytes(shape));
+  };
+  const auto down_bytes = [&](int stages) {
+    shape.stages = stages;
+    return static_cast<int64_t>(entry.down_bytes(shape));
+  };
+  const int64_t block = facts.shared_bytes_per_block - 128;
+  const int64_t all = facts.shared_bytes_per_multiprocessor;
+  Depths made = {kUpStages[entry.tiles - 1], kDownStages[entry.tiles - 1], 0, 0};
+  if (side_by_side) {
+    const int64_t up = up_bytes(made.up_stages);
+    const int64_t more_than_half = all / 2 + 1024;
+    for (int stages = made.down_stages; stages >= 2; --stages) {
+      const int64_t down = std::max(down_bytes(stages), more_than_half);
+      if (down <= block && up + down + 2 * beside(facts) <= all) {
+        return {made.up_stages, stages, up, down};
+      }
+    }
+  }
+  // Deeper is of no use to what runs alone.
+  made.down_stages = made.up_stages = kUpStages[entry.tiles - 1];
+  while (made.up_stages > 1 && up_bytes(made.up_stages) > block) --made.up_stages;
+  while (made.down_stages > 1 && down_bytes(made.down_stages) > block) --made.down_stages;
+  made.up_bytes = up_bytes(made.up_stages);
+  made.down_bytes = down_bytes(made.down_stages);
+  if (made.up_bytes > block || made.down_bytes > block) made.up_stages = 0;
+  return made;
+}
+
+// What lies in the workspace, in bytes from its beginning.
+struct Workspace {
+  int64_t counters;
+  int64_t parts;
+  int64_t bytes;
+};
+
+int64_t aligned(int64_t bytes) {
+  return ceil_div(bytes, kWorkspaceAlignment) * kWorkspaceAlignment;
+}
+
+int64_t stripes_of(const MoeForwardProblem& p, const Entry& entry) {
+  return ceil_div(p.hidden, 16 * entry.tiles);
+}
+
+Workspace lay_out(const MoeForwardProblem& p, const Entry& entry, int64_t down_blocks) {
+  Workspace w;
+  w.counters = aligned(p.tokens * p.top_k * p.inner * 2);
+  w.parts = w.counters + aligned(stripes_of(p, entry) * 4);
+  const bool shared = stripes_of(p, entry) % down_blocks != 0;
+  w.bytes = w.parts + (shared ? 2 * down_blocks * p.tokens * 16 * entry.tiles * 4 : 0);
+  return w;
+}
+
+bool is_row_major(const ExpertMatrix& matrix) { return matrix.column_stride == 1; }
+
+SharedShape shared_shape(const MoeForwardProblem& p, const Entry& entry) {
+  SharedShape shape = {};
+  shape.entry_tokens = static_cast<int>(std::clamp<int64_t>(p.tokens, 1, entry.tokens));
+  shape.pairs = static_cast<int>(p.tokens * p.top_k);
+  shape.records = std::clamp(shape.pairs, 1, p.experts);
+  shape.tokens = static_cast<int>(p.tokens);
+  return shape;
+}
+
+flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reason& reason) {
+  const auto refuse = [&](const char* sentence) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", sentence);
+  };
+  const int device_id = problem.device.device_id;
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
+  if (facts->compute_capability < kOldestComputeCapability) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "cuda:%d has compute capability %d.%d, accepted are 8.9 and newer",
+                         device_id, facts->compute_capability / 10, facts->compute_capability % 10);
+  }
+  if (problem.dtype == Dtype::kFloat32) {
+    return refuse("dtype fp32, accepted on a GPU are fp16 and bf16");
+  }
+  if (problem.tokens > kMostTokensNamed) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%lld tokens, accepted are at most %lld",
+                         static_cast<long long>(problem.tokens),
+                         static_cast<long long>(kMostTokensNamed));
+  }
+  const bool named = problem.kernel != nullptr && *problem.kernel != '\0';
+  if (!named && !serves_well(problem.tokens, problem.tokens * problem.top_k, problem.experts)) {
+    return refuse("many tokens, for which tiles of more tokens are faster (named, it serves them)");
+  }
+  if (!is_row_major(problem.up) || !is_row_major(problem.down) ||
+      (problem.gated && !is_row_major(problem.gate))) {
+    return refuse("transposed weights, accepted are those whose last stride is 1");
+  }
+  if (problem.hidden > kMostColumns || problem.inner > kMostColumns) {
+    return refuse("H or I above 2^24");
+  }
+  const Entry* entry = find_entry(
+      problem.dtype, choose_tile(problem.tokens, problem.hidden, facts->multiprocessors));
+  if (entry == nullptr) return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for this dtype");
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(entry->up, device_id, *facts, &arch, reason, allow_shared_memory));
+  FLASHMOE_TRY(load_kernel(entry->down, device_id, *facts, &arch, reason, allow_shared_memory));
+  const SharedShape shape = shared_shape(problem, *entry);
+  const Depths depths = choose_depths(*entry, shape, has_clusters(entry->up, device_id), *facts);
+  if (depths.up_stages == 0) return refuse("more tokens than fit in shared memory");
+
+  const int64_t multiprocessors = facts->multiprocessors;
+  const int64_t whole = blocks_of_whole_stripes(stripes_of(problem, *entry), multiprocessors);
+  const int64_t down_blocks = whole > 0 ? whole : multiprocessors;
+  const auto add = [&](const Kernel& kernel, int64_t blocks, int64_t bytes, int stages) {
+    flashmoe_moe_stage* stage =
+        add_stage(kernel, arch, "", blocks, entry->threads, static_cast<int>(bytes), plan);
+    stage->tile_rows = 16 * entry->tiles;
+    stage->tile_tokens = shape.entry_tokens;
+    stage->stages = stages;
+  };
+  add(entry->up, multiprocessors, depths.up_bytes, depths.up_stages);
+  add(entry->down, down_blocks, depths.down_bytes, depths.down_stages);
+  plan->info.workspace_bytes = static_cast<uint64_t>(lay_out(problem, *entry, down_blocks).bytes);
+  return FLASHMOE_OK;
+}
+
+// Of gate and up, or of the first and second 8 rows of each 16 of one matrix.
+Weights pair_of(const ExpertMatrix& first, const ExpertMatrix& second, int64_t rows,
+                int64_t columns) {
+  const auto* a = static_cast<const uint16_t*>(first.data);
+  const auto* b = static_cast<const uint16_t*>(second.data);
+  return {{a, b},
+          {first.expert_stride, second.expert_stride},
+          {first.row_stride, second.row_stride},
+          static_cast<int32_t>(rows),
+          static_cast<int32_t>(columns),
+          8,
+          0};
+}
+Weights halves_of(const ExpertMatrix& matrix, int64_t rows, int64_t columns) {
+  Weights weights = pair_of(matrix, matrix, rows, columns);
+  weights.half[1] += 8 * matrix.row_stride;
+  weights.tile_rows = 16;
+  weights.half_rows = 8;
+  return weights;
+}
+
+Bias bias_of(const ExpertBias& bias) {
+  return {bias.data, bias.expert_stride, static_cast<int32_t>(bias.row_stride),
+          bias.dtype == Dtype::kFloat32 ? 1 : 0};
+}
+
+flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* workspace,
+                       void* stream) {
+  const DeviceGuard guard(p.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  const flashmoe_moe_stage& up_stage = plan.info.stage[0];
+  const flashmoe_moe_stage& down_stage = plan.info.stage[1];
+  const Entry& entry = entry_of(plan);
+  const Workspace layout = lay_out(p, entry, down_stage.grid[0]);
+  auto* const base = static_cast<unsigned char*>(workspace);
+  auto* const a = reinterpret_cast<uint16_t*>(base);
+  auto* const counters = reinterpret_cast<uint32_t*>(base + layout.counters);
+
+  Routing routing;
+  routing.offsets = p.offsets;
+  routing.pairs = p.pairs;
+  routing.weights = p.weights;
+  routing.experts = p.experts;
+  routing.tokens = static_cast<int32_t>(p.tokens);
+  routing.top_k = p.top_k;
+  routing.max_records = shared_shape(p, entry).records;
+
+  UpParams up = {};
+  up.routing = routing;
+  up.schedule = {up_stage.stages, up_stage.tile_tokens, kTriggerLead};
+  up.weights =
+      p.gated ? pair_of(p.gate, p.up, p.inner, p.hidden) : halves_of(p.up, p.inner, p.hidden);
+  up.bias[0] = bias_of(p.gated ? p.gate_bias : p.up_bias);
+  up.bias[1] = bias_of(p.up_bias);
+  up.x = static_cast<const uint16_t*>(p.x);
+  up.x_stride = p.x_stride;
+  up.a = a;
+  up.a_stride = p.inner;
+  up.pre_activation = static_cast<uint16_t*>(p.pre_activation);
+  up.pre_activation_stride = p.pre_activation_stride;
+  up.counters = counters;
+  up.counter_count = static_cast<int32_t>(stripes_of(p, entry));
+  up.gated = p.gated ? 1 : 0;
+  up.activation = p.activation;
+  up.weight_on_input = p.weight_on_input ? 1 : 0;
+  up.alpha = p.alpha;
+  up.limit = p.limit;
+  up.up_offset = p.up_offset;
+  FLASHMOE_TRY(launch_stage(plan, 0, p.device, &up, stream));
+
+  DownParams down = {};
+  down.routing = routing;
+  down.schedule = {down_stage.stages, down_stage.tile_tokens, 0};
+  down.weights = halves_of(p.down, p.hidden, p.inner);
+  down.bias = bias_of(p.down_bias);
+  down.a = a;
+  down.a_stride = p.inner;
+  down.out = static_cast<uint16_t*>(p.out);
+  down.out_stride = p.out_stride;
+  down.parts = reinterpret_cast<float*>(base + layout.parts);
+  down.counters = counters;
+  down.weight_on_input = up.weight_on_input;
+  return launch_stage(plan, 1, p.device, &down, stream);
+}
+
+}  // namespace
+}  // namespace flashmoe::moe::stream
+
+namespace flashmoe {
+
+const MoeFamily kStreamMoe = {
+    "stream",           FLASHMOE_DEVICE_CUDA,
+    {nullptr, nullptr}, {&moe::stream::plan, &moe::stream::launch},
+    {nullptr, nullptr},
+};
+
+}  // namespace flashmoe

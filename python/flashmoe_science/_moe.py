@@ -1,0 +1,434 @@
+"""The mixture of experts for tensors whose type has no DLPack exchange API: see _dispatch.
+
+The functions of the same names are called by the native ones with all of their arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from flashmoe_science import _core, _dispatch
+from flashmoe_science._dispatch import NUMPY, Framework, Words
+from flashmoe_science._names import CPU, CUDA, Device
+from flashmoe_science.errors import (
+    ArgumentTypeError,
+    FlashMoEError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+from flashmoe_science.moe import MoeRouting
+
+WORDS = Words("the mixture of experts", "all tensors of a call", "out")
+
+_ROUTER_MULTIPLE = 8  # of experts, for the router's product
+_MAX_EXPERTS = 1024
+_ALL_ROWS = (0, 2**31 - 1)  # offsets of one group that has every row: they end at the rows
+
+
+class Jax(Framework):
+    """JAX arrays on the CPU, eagerly: outputs are NumPy's until they are done."""
+
+    def device(self, tensor: Any) -> Device:
+        (device, *others) = tensor.devices()
+        if others or device.platform != "cpu":
+            raise UnsupportedError(
+                f"the mixture of experts takes JAX arrays on one CPU device; got one on "
+                f"{', '.join(map(str, (device, *others)))}"
+            )
+        return Device(CPU, 0)
+
+    def check(self, name: str, tensor: Any, words: Words) -> None:
+        import jax
+
+        if isinstance(tensor, jax.core.Tracer):
+            raise UnsupportedError(
+                f"{name}: got a JAX tracer, but {words.name} is not available under jit, grad and "
+                "vmap yet"
+            )
+
+    def view(self, tensor: Any, stream: int | None) -> Any:
+        return tensor.block_until_ready() if hasattr(tensor, "block_until_ready") else tensor
+
+    def empty(
+        self, like: Any, shape: tuple[int, ...], dtype: str, stream: int | None = None
+    ) -> Any:
+        return NUMPY.empty(like, shape, dtype)
+
+    def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:
+        return tensor.reshape(shape)
+
+
+_JAX = Jax("jax")
+
+
+def _framework(tensors: dict[str, Any]) -> Framework:
+    framework = _dispatch.common_framework(tensors, WORDS)
+    if framework is not _dispatch.JAX:
+        return framework
+    for name, tensor in tensors.items():
+        _JAX.check(name, tensor, WORDS)
+    return _JAX
+
+
+def _present(**tensors: Any) -> dict[str, Any]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _parts(name: str, routing: Any) -> dict[str, Any]:
+    """The tensors of a routing by the C ABI's names."""
+    if not isinstance(routing, tuple) or len(routing) != len(MoeRouting._fields):
+        raise ArgumentTypeError(
+            f"{name}: got {_dispatch.type_name(routing)}, accepted is a MoeRouting, which "
+            "moe_route and moe_route_given return"
+        )
+    return dict(zip(MoeRouting._fields, routing, strict=True))
+
+
+class _Calls:
+    """Operations on the tensors of one call, all of one framework."""
+
+    def __init__(
+        self, tensors: dict[str, Any], stream: Any, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Tensors by the names that messages give them. The first says where the call computes.
+        Of outputs those that are None are not given."""
+        outputs = _present(**(outputs or {}))
+        self.framework = _framework(tensors | outputs)
+        self._first = next(iter(tensors.values()))
+        device = self.framework.device(self._first)
+        if self.framework is _JAX:
+            for name in outputs:
+                raise InvalidArgumentError(
+                    f"{name}: JAX arrays cannot be written to; leave it None"
+                )
+            if stream is not None:
+                raise InvalidArgumentError("stream: JAX arrays are computed without; leave it None")
+        self.stream = _core.stream_handle(stream)
+        if self.stream is None and device.type == CUDA:
+            self.stream = self.framework.current_stream(device)
+        self.on_gpu = device.type == CUDA
+
+    def run(
+        self,
+        operation: str,
+        tensors: dict[str, Any],
+        options: dict[str, Any],
+        passing: bool = False,
+    ) -> dict[str, Any]:
+        """Outputs by the C ABI's names: those among `tensors`, and new ones. `passing`: these are
+        read by a later operation of the call alone."""
+        made: dict[str, Any] = {}
+
+        def allocate(name: str, shape: tuple[int, ...], dtype: str) -> Any:
+            alone = self.stream if passing or name == "workspace" else None
+            made[name] = self._empty(shape, dtype, alone)
+            return self.framework.view(made[name], self.stream)
+
+        views = {n: self.framework.view(t, self.stream) for n, t in tensors.items()}
+        _core.moe_call(operation, views, options, allocate, self.stream)
+        return tensors | made
+
+    def _empty(self, shape: tuple[int, ...], dtype: str, stream: int | None) -> Any:
+        like, framework = self._first, self.framework
+        if type(framework) is Framework and not hasattr(like, "__array_namespace__"):
+            if self.on_gpu or dtype == "bfloat16":
+                framework.namespace(like, WORDS)  # raises: there is no way to allocate
+            framework = NUMPY
+        return framework.empty(like, shape, dtype, stream)
+
+    def result(self, made: Any) -> Any:
+        """What the caller gets for an output."""
+        if self.framework is not _JAX or made is None:
+            return made
+        import jax
+
+        return jax.device_put(made, next(iter(self._first.devices())))
+
+
+def _routing(calls: _Calls, made: dict[str, Any]) -> MoeRouting:
+    return MoeRouting(*(calls.result(made.get(name)) for name in MoeRouting._fields))
+
+
+def moe_route(
+    logits: Any,
+    top_k: int,
+    scoring: Any,
+    renormalize: Any,
+    selection_bias: Any,
+    num_groups: Any,
+    top_groups: Any,
+    scale: Any,
+    return_lse: bool,
+    out: Any,
+    stream: Any,
+) -> MoeRouting:
+    outputs = _present(**_parts("out", out)) if out is not None else {}
+    if out is not None and return_lse and "lse" not in outputs:
+        raise InvalidArgumentError("out: its lse is None, accepted with return_lse is a tensor")
+    inputs = {"logits": logits} | _present(selection_bias=selection_bias)
+    calls = _Calls(inputs, stream, {f"out.{name}": part for name, part in outputs.items()})
+    options = {
+        "top_k": top_k, "scoring": scoring, "renormalize": renormalize, "num_groups": num_groups,
+        "top_groups": top_groups, "scale": scale, "return_lse": return_lse,
+    }  # fmt: skip
+    made = calls.run("route", inputs | outputs, options)
+    return _routing(calls, made) if out is None else out
+
+
+def moe_route_given(
+    ids: Any, weights: Any, num_experts: int, expert_map: Any, out: Any, stream: Any
+) -> MoeRouting:
+    outputs = _present(**_parts("out", out)) if out is not None else {}
+    inputs = {"ids": ids} | _present(weights=weights, expert_map=expert_map)
+    calls = _Calls(inputs, stream, {f"out.{name}": part for name, part in outputs.items()})
+    renamed = {"ids": "given_ids", "weights": "given_weights"}
+    tensors = {renamed.get(name, name): tensor for name, tensor in inputs.items()}
+    made = calls.run("route", tensors | outputs, {"num_experts": num_experts})
+    return _routing(calls, made) if out is None else out
+
+
+def _forward_options(
+    gate: Any, activation: Any, alpha: Any, limit: Any, up_offset: Any, weight_on_input: Any,
+    kernel: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "gate": gate, "activation": activation, "alpha": alpha, "limit": limit,
+        "up_offset": up_offset, "weight_on_input": weight_on_input, "kernel": kernel,
+    }  # fmt: skip
+
+
+def moe_forward(
+    x: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    routing: Any,
+    w_up: Any,
+    gate: Any,
+    activation: Any,
+    b_gate_up: Any,
+    b_up: Any,
+    b_down: Any,
+    alpha: Any,
+    limit: Any,
+    up_offset: Any,
+    weight_on_input: Any,
+    out: Any,
+    pre_activation: Any,
+    return_pre_activation: bool,
+    kernel: Any,
+    stream: Any,
+) -> Any:
+    inputs = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down}
+    inputs |= _present(w_up=w_up, b_gate_up=b_gate_up, b_up=b_up, b_down=b_down)
+    parts = _parts("routing", routing)
+    parts = {name: parts[name] for name in ("weights", "offsets", "pairs", "slots")}
+    named = inputs | {f"routing.{name}": part for name, part in parts.items()}
+    calls = _Calls(named, stream, {"out": out, "pre_activation": pre_activation})
+    options = _forward_options(gate, activation, alpha, limit, up_offset, weight_on_input, kernel)
+    options["return_pre_activation"] = return_pre_activation
+    outputs = _present(out=out, pre_activation=pre_activation)
+    made = calls.run("forward", inputs | parts | outputs, options)
+    result = calls.result(made["out"])
+    return (result, calls.result(made["pre_activation"])) if return_pre_activation else result
+
+
+def grouped_product(
+    x: Any, w: Any, offsets: Any, counts: Any, bias: Any, out: Any, kernel: Any, stream: Any
+) -> Any:
+    inputs = {"x": x, "w": w} | _present(offsets=offsets, counts=counts, bias=bias)
+    outputs = _present(out=out)
+    calls = _Calls(inputs, stream, outputs)
+    return calls.result(calls.run("grouped_product", inputs | outputs, {"kernel": kernel})["out"])
+
+
+# ---- fused_moe, a step at a time -----------------------------------------------------------------
+
+
+def torch_all_rows(like: Any) -> tuple[Any, bool]:
+    """Offsets of one group that has every row, beside `like`, and whether they may be kept: what is
+    made during the capture of a graph is written only when the graph runs."""
+    import torch
+
+    if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        # Waits for the copy, so that any stream may read it.
+        return torch.tensor(_ALL_ROWS, dtype=torch.int32, device=like.device), True
+    made = torch.full((2,), _ALL_ROWS[1], dtype=torch.int32, device=like.device)
+    made[:1].zero_()
+    return made, False
+
+
+@functools.cache
+def _all_rows_of_cupy(device_id: int) -> Any:
+    import cupy
+
+    with cupy.cuda.Device(device_id):
+        made = cupy.asarray(_ALL_ROWS, dtype=cupy.int32)
+        cupy.cuda.get_current_stream().synchronize()  # once: any stream may read it
+        return made
+
+
+def _all_rows(framework: Framework, like: Any) -> Any:
+    if framework.name == "torch":
+        return torch_all_rows(like)[0]
+    if framework.name == "cupy":
+        return _all_rows_of_cupy(framework.device(like).id)
+    if framework.name in ("numpy", "jax"):
+        import numpy
+
+        return numpy.array(_ALL_ROWS, numpy.int32)
+    xp = framework.namespace(like, WORDS)
+    return xp.asarray(_ALL_ROWS, dtype=xp.int32, device=like.device)
+
+
+def _rows(framework: Framework, name: str, tensor: Any) -> Any:
+    """[..., n] as [rows, n]."""
+    shape = tuple(tensor.shape)
+    flat = None
+    if len(shape) == 2:
+        flat = tensor
+    elif shape:
+        flat = framework.reshaped(tensor, (math.prod(shape[:-1]), shape[-1]))
+    if flat is None:
+        raise InvalidArgumentError(
+            f"{name}: its {len(shape)} dimensions are not rows at one distance, accepted are "
+            f"tensors of which reshape(-1, {shape[-1] if shape else 1}) makes no copy"
+        )
+    return flat
+
+
+def _plain_logits(tokens: Any, router_weights: Any, router_bias: Any) -> Any:
+    """The router's product by the tensors' own library."""
+    logits = tokens @ router_weights.T
+    return logits if router_bias is None else logits + router_bias
+
+
+@contextlib.contextmanager
+def _renamed(**names: str) -> Iterator[None]:
+    """Messages with the C ABI's names of arguments replaced by the caller's."""
+    try:
+        yield
+    except FlashMoEError as error:
+        pattern = rf"(?<!\w)({'|'.join(names)})(?!\w)"
+        made = type(error)(re.sub(pattern, lambda match: names[match[1]], str(error)))
+        made.status = error.status
+        raise made from None
+
+
+def _check_rank(name: str, tensor: Any, rank: int) -> None:
+    if len(tensor.shape) != rank:
+        raise InvalidArgumentError(
+            f"{name}: got {len(tensor.shape)} dimensions, accepted are {rank}"
+        )
+
+
+def fused_moe(
+    tokens: Any,
+    router_weights: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    top_k: int,
+    logits: Any,
+    router_bias: Any,
+    scoring: Any,
+    renormalize: Any,
+    selection_bias: Any,
+    num_groups: Any,
+    top_groups: Any,
+    scale: Any,
+    w_up: Any,
+    gate: Any,
+    activation: Any,
+    b_gate_up: Any,
+    b_up: Any,
+    b_down: Any,
+    alpha: Any,
+    limit: Any,
+    up_offset: Any,
+    weight_on_input: Any,
+    out: Any,
+    kernel: Any,
+    stream: Any,
+) -> Any:
+    if (router_weights is None) == (logits is None):
+        got = "neither it nor logits" if logits is None else "both it and logits"
+        raise InvalidArgumentError(f"router_weights: got {got}, accepted is one of the two")
+    if logits is not None and router_bias is not None:
+        raise InvalidArgumentError(
+            "router_bias: got one beside logits, accepted with router_weights alone"
+        )
+    given = {"tokens": tokens, "w_gate_up": w_gate_up, "w_down": w_down} | _present(
+        router_weights=router_weights, logits=logits, router_bias=router_bias,
+        selection_bias=selection_bias, w_up=w_up, b_gate_up=b_gate_up, b_up=b_up, b_down=b_down,
+    )  # fmt: skip
+    calls = _Calls(given, stream, {"out": out})
+    if type(calls.framework) is Framework and not hasattr(tokens, "__array_namespace__"):
+        if calls.on_gpu:
+            calls.framework.namespace(tokens, WORDS)  # raises: nothing can be made here
+        given = _dispatch.through_numpy(given, WORDS)
+        if out is not None:
+            given_out = _dispatch.through_numpy({"out": out}, WORDS)["out"]
+        calls = _Calls(given, stream)
+    else:
+        given_out = out
+    framework = calls.framework
+    rows = _rows(framework, "tokens", given["tokens"])
+    outputs = {}
+    if out is not None:
+        if tuple(given_out.shape) != tuple(given["tokens"].shape):
+            raise InvalidArgumentError(
+                "out: got another shape than that of tokens, accepted is the same"
+            )
+        outputs["out"] = _rows(framework, "out", given_out)
+
+    if logits is None:
+        _check_rank("router_weights", given["router_weights"], 2)
+    source = "router_weights" if logits is None else "logits"
+    experts = int(given[source].shape[0 if logits is None else -1])
+    if not 1 <= experts <= _MAX_EXPERTS:
+        raise InvalidArgumentError(f"{source}: got {experts} experts, accepted are 1 to 1024")
+    held = given["w_gate_up"].shape
+    if len(held) == 3 and held[0] != experts:
+        raise InvalidArgumentError(
+            f"{source}: its number of experts is {experts}, but w_gate_up has {held[0]}"
+        )
+    if logits is not None:
+        made_logits = _rows(framework, "logits", given["logits"])
+        if made_logits.shape[0] != rows.shape[0]:
+            raise InvalidArgumentError(
+                f"logits: got those of {made_logits.shape[0]} tokens, but tokens has "
+                f"{rows.shape[0]}"
+            )
+    else:
+        router, bias = given["router_weights"], given.get("router_bias")
+        if bias is not None:
+            _check_rank("router_bias", bias, 1)
+        if router.shape[0] % _ROUTER_MULTIPLE:
+            made_logits = _plain_logits(rows, router, bias)
+        else:
+            product = {"x": rows, "w": router[None], "offsets": _all_rows(framework, rows)}
+            product |= _present(bias=None if bias is None else bias[None])
+            with _renamed(x="tokens", w="router_weights", bias="router_bias"):
+                made_logits = calls.run("grouped_product", product, {"kernel": None}, True)["out"]
+
+    options = {
+        "top_k": top_k, "scoring": scoring, "renormalize": renormalize, "num_groups": num_groups,
+        "top_groups": top_groups, "scale": scale,
+    }  # fmt: skip
+    route = {"logits": made_logits} | _present(selection_bias=given.get("selection_bias"))
+    routing = calls.run("route", route, options, True)
+    layer = {
+        "x": rows, "w_gate_up": given["w_gate_up"], "w_down": given["w_down"],
+        **_present(**{n: given.get(n) for n in ("w_up", "b_gate_up", "b_up", "b_down")}),
+        **{name: routing[name] for name in ("weights", "offsets", "pairs", "slots")},
+    }  # fmt: skip
+    options = _forward_options(gate, activation, alpha, limit, up_offset, weight_on_input, kernel)
+    with _renamed(x="tokens"):
+        made = calls.run("forward", layer | outputs, options)["out"]
+    if out is not None:
+        return out
+    return framework.reshaped(calls.result(made), tuple(given["tokens"].shape))

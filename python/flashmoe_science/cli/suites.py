@@ -1,0 +1,98 @@
+"""The suites: named lists of shapes of one operation, files in flashmoe_science/bench_suites."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from flashmoe_science.cli.moe_shapes import MoeShape
+from flashmoe_science.cli.output import CommandError
+from flashmoe_science.cli.shapes import Shape
+
+ATTENTION = "attention_forward"
+MOE = "moe_forward"
+AnyShape = Shape | MoeShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """A named list of shapes, one of the files in flashmoe_science/bench_suites."""
+
+    name: str
+    title: str
+    device: str  # "cuda", "cpu" or "any"
+    shapes: tuple[AnyShape, ...]
+    operation: str = ATTENTION
+
+
+def operation_of(shape: AnyShape) -> str:
+    """What a record calls the operation that a shape is one of."""
+    return MOE if isinstance(shape, MoeShape) else ATTENTION
+
+
+def shape_of(fields: Mapping[str, Any]) -> AnyShape:
+    """The shape of a record's row."""
+    return MoeShape(**fields) if "experts" in fields else Shape(**fields)
+
+
+def _suite_files() -> dict[str, Any]:
+    try:
+        folder = resources.files("flashmoe_science") / "bench_suites"
+        files = [f for f in folder.iterdir() if f.name.endswith(".json")]
+    except OSError:  # a broken installation must still be able to explain itself
+        return {}
+    return dict(sorted((f.name.removesuffix(".json"), f) for f in files))
+
+
+def suite_names() -> list[str]:
+    return list(_suite_files())
+
+
+def _expand(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """An entry whose fields may be lists becomes one entry for each combination of them."""
+    expanded: list[dict[str, Any]] = [{}]
+    for key, value in entry.items():
+        values = value if isinstance(value, list) else [value]
+        expanded = [{**partial, key: item} for partial in expanded for item in values]
+    return expanded
+
+
+def _attention_shape(entry: dict[str, Any]) -> Shape:
+    """Fills what an entry leaves to its neighbours: tokens / seq = batch, width / dim = heads."""
+    seq_k: int = entry["seq_k"] if "seq_k" in entry else entry["seq"]
+    seq_q: int = entry["seq_q"] if "seq_q" in entry else entry["seq"]
+    dim = entry["dim"]
+    batch = entry["batch"] if "batch" in entry else entry["tokens"] // seq_q
+    heads = entry["heads"] if "heads" in entry else entry["width"] // dim
+    return Shape(
+        batch=batch,
+        seq_q=seq_q,
+        seq_k=seq_k,
+        heads_q=heads,
+        heads_kv=entry.get("kv_heads", heads),
+        dim=dim,
+        dim_v=entry.get("dim_v", dim),
+        dtype=entry["dtype"],
+        causal=entry["causal"],
+        window_left=entry.get("window_left"),
+        window_right=entry.get("window_right"),
+        softcap=entry.get("softcap"),
+    )
+
+
+def load_suite(name: str) -> Suite:
+    files = _suite_files()
+    if name not in files:
+        raise CommandError(f"--suite: got {name}, accepted are {', '.join(files)}")
+    document = json.loads(files[name].read_text(encoding="utf-8"))
+    operation = document.get("operation", ATTENTION)
+    entries = [entry for group in document["shapes"] for entry in _expand(group)]
+    shapes: tuple[AnyShape, ...]
+    if operation == MOE:
+        shapes = tuple(MoeShape(**entry) for entry in entries)
+    else:
+        shapes = tuple(map(_attention_shape, entries))
+    return Suite(name, document["title"], document["device"], shapes, operation)

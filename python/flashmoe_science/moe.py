@@ -1,0 +1,361 @@
+"""The mixture of experts: the public signatures of the native functions.
+
+A layer of E experts over T tokens of which each takes K: `moe_route` chooses and sorts,
+`moe_forward` computes, `grouped_product` is the products alone, and `fused_moe` all of it in one
+call. A *pair* is one token with one of its experts, numbered t * K + k; a *slot* is a pair's place
+in the order by expert.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+
+from flashmoe_science import _core
+
+_T = TypeVar("_T")
+
+Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
+Gate = Literal["gate_up", "up_gate", "interleaved", "separate", "none"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+
+
+class MoeRouting(NamedTuple):
+    """Which experts each token takes, with what weights, and the order by expert.
+
+    Made by moe_route and moe_route_given. Tensors are contiguous and of the kind of the logits.
+    """
+
+    ids: Any
+    """[T, K] int32: experts of each token, the greatest choice first; -1 for none of this call."""
+    weights: Any
+    """[T, K] fp32."""
+    offsets: Any
+    """[E + 1] int32: expert e has the slots offsets[e] to offsets[e + 1] - 1."""
+    pairs: Any
+    """[T * K] int32: the pair in each slot; -1 behind the last slot, which offsets[E] counts."""
+    slots: Any
+    """[T, K] int32: the slot of each pair, or -1."""
+    lse: Any = None
+    """[T] fp32: log-sum-exp of each token's logits; None where it was not asked for."""
+
+    @property
+    def counts(self) -> Any:
+        """[E] int32: how many pairs each expert has. Computed by the tensors' own library."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+
+def moe_route(
+    logits: Any,
+    top_k: int,
+    *,
+    scoring: Scoring = "softmax",
+    renormalize: bool = False,
+    selection_bias: Any = None,
+    num_groups: int = 1,
+    top_groups: int | None = None,
+    scale: float = 1.0,
+    return_lse: bool = False,
+    out: MoeRouting | None = None,
+    stream: object = None,
+) -> MoeRouting:
+    """Chooses the top_k experts of each token, and sorts the pairs by expert.
+
+    The experts of a token are distinct, whatever its logits are; equal choices go to the lower
+    expert, and NaN is chosen last, as -inf is. Scores are computed in fp32. Takes tensors of NumPy,
+    torch, JAX (eager, on the CPU), CuPy or any library with DLPack, and returns the same kind; a
+    GPU is given at most two launches on the current stream and is not waited for.
+
+    Args:
+        logits: [T, E], fp16, bf16 or fp32, last stride 1. 1 <= E <= 1024; T may be 0.
+        top_k: K, from 1 to E, at most 32; T * K < 2**31.
+        scoring: What makes a weight of a logit. "softmax": softmax over all E logits.
+            "topk_softmax": softmax over the K chosen ones. "sigmoid": each its own; with a
+            selection_bias experts are chosen by sigmoid(logits) + selection_bias.
+        renormalize: Divide the weights of a token by their sum, where that is not 0.
+        selection_bias: [E] fp32; "sigmoid" only. Takes part in the choice, not in the weights.
+        num_groups: Groups of neighbouring experts, of which only the best are chosen from
+            (DeepSeek-V3, arXiv:2412.19437): a group counts as the sum of its two greatest
+            sigmoid(logits) + selection_bias. Divides E, with 2 experts or more each; "sigmoid"
+            only. 1 is none.
+        top_groups: How many groups; None without groups.
+        scale: Factor of the weights, after renormalisation; finite and not 0.
+        return_lse: Also compute the log-sum-exp of each token's logits.
+        out: A MoeRouting to write into, of tensors as described there. Not for JAX.
+        stream: As in flash_attention.
+
+    Returns:
+        The routing; `out` if that was given.
+
+    Raises: What flash_attention raises. A message names the argument, or the tensor of `out`.
+    """
+    return _core.moe_route(  # type: ignore[return-value]
+        logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
+        return_lse, out, stream,
+    )  # fmt: skip
+
+
+def moe_route_given(
+    ids: Any,
+    weights: Any = None,
+    *,
+    num_experts: int,
+    expert_map: Any = None,
+    out: MoeRouting | None = None,
+    stream: object = None,
+) -> MoeRouting:
+    """Sorts pairs whose experts were chosen elsewhere.
+
+    An id that is no expert of this call, because it is negative, not below E, or mapped to such a
+    number, is "not mine": its pair gets id -1, no slot and weight 0. So a part of the experts can
+    be computed on each of several devices.
+
+    Args:
+        ids: [T, K] int32 or int64, last stride 1; K at most 32, T * K < 2**31.
+        weights: [T, K] fp16, bf16 or fp32, last stride 1; None is 1 for each.
+        num_experts: E, from 1 to 1024: the experts of this call.
+        expert_map: [any] int32: the expert of this call for each id; an id beyond it is not mine.
+            None takes ids as they are.
+        out, stream: As in moe_route.
+
+    Returns:
+        The routing; its lse is None.
+
+    Raises: What flash_attention raises. A message names the argument, or the tensor of `out`.
+    """
+    return _core.moe_route_given(  # type: ignore[return-value]
+        ids, weights, num_experts, expert_map, out, stream
+    )
+
+
+@overload
+def moe_forward(
+    x: _T,
+    w_gate_up: _T,
+    w_down: _T,
+    routing: MoeRouting,
+    *,
+    w_up: _T | None = None,
+    gate: Gate = "gate_up",
+    activation: Activation = "silu",
+    b_gate_up: _T | None = None,
+    b_up: _T | None = None,
+    b_down: _T | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    weight_on_input: bool = False,
+    out: _T | None = None,
+    pre_activation: _T | None = None,
+    return_pre_activation: Literal[False] = False,
+    kernel: str | None = None,
+    stream: object = None,
+) -> _T: ...
+
+
+@overload
+def moe_forward(
+    x: _T,
+    w_gate_up: _T,
+    w_down: _T,
+    routing: MoeRouting,
+    *,
+    w_up: _T | None = None,
+    gate: Gate = "gate_up",
+    activation: Activation = "silu",
+    b_gate_up: _T | None = None,
+    b_up: _T | None = None,
+    b_down: _T | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    weight_on_input: bool = False,
+    out: _T | None = None,
+    pre_activation: _T | None = None,
+    return_pre_activation: Literal[True],
+    kernel: str | None = None,
+    stream: object = None,
+) -> tuple[_T, _T]: ...
+
+
+def moe_forward(
+    x: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    routing: MoeRouting,
+    *,
+    w_up: Any = None,
+    gate: Gate = "gate_up",
+    activation: Activation = "silu",
+    b_gate_up: Any = None,
+    b_up: Any = None,
+    b_down: Any = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    weight_on_input: bool = False,
+    out: Any = None,
+    pre_activation: Any = None,
+    return_pre_activation: bool = False,
+    kernel: str | None = None,
+    stream: object = None,
+) -> Any:
+    """The experts of a layer: out[t] = sum_k weights[t, k] * y(t, ids[t, k]).
+
+        y(t, e) = w_down[e] a(t, e) + b_down[e]
+        a(t, e) = act(g) * (u + up_offset)        with g = w_gate[e] x[t] + b_gate[e], u likewise
+                = act(u)                          without a gate
+
+    Weights are read where and as they are: nothing is copied, packed or padded. Products are
+    accumulated in fp32, a and y are kept in x's dtype, and the sum over k is in fp32 in the order
+    of k, so that the same inputs give the same bits on every run. A token without experts gets 0.
+    Kinds of tensors, devices and streams as in moe_route. There is no backward pass yet.
+
+    H and I are multiples of 8. Of an expert's matrix either the last stride or the one before it is
+    1: weights stored as [E, H, 2I] are passed as their transposed view. Other strides, of x and out
+    too, are multiples of 16 bytes, as is where tensors begin; strides between experts are free.
+
+    Args:
+        x: [T, H], fp16 or bf16, on the CPU also fp32.
+        w_gate_up: [E, 2I, H], x's dtype, rows in the order of `gate`; with "separate" the gate,
+            and with "none" the only matrix, [E, I, H].
+        w_down: [E, H, I], x's dtype.
+        routing: What moe_route or moe_route_given made for these tokens and experts.
+        w_up: [E, I, H], with "separate" only.
+        gate: "gate_up": rows 0 to I - 1 are the gate, the rest up. "up_gate": the other way round.
+            "interleaved": row 2i gate, row 2i + 1 up. "separate": two tensors. "none": no gate.
+        activation: "silu": z * sigmoid(alpha * z). "gelu": z * Phi(z). "gelu_tanh": its
+            approximation by tanh. "relu": max(z, 0). "relu2": max(z, 0)**2.
+        b_gate_up, b_up, b_down: A row of each expert's biases, fp32 or x's dtype, in the order of
+            the rows of their weights; None is none.
+        alpha: Of "silu" only; finite and not 0.
+        limit: Cuts g to at most limit and u to -limit to limit before the activation; finite and
+            positive. None cuts nothing.
+        up_offset: Finite; 0 without a gate.
+        weight_on_input: Multiply x[t] by weights[t, k] in place of y.
+        out: [T, H], x's dtype: where to write. May overlap no other tensor. Not for JAX.
+        pre_activation: [T * K, 2I] (g, then u), without a gate [T * K, I], x's dtype: where to
+            write, by slot, what the activation is applied to, before `limit`. Rows without a pair
+            are not written. Not for JAX.
+        return_pre_activation: Also return it, in a new tensor if none was given.
+        kernel: Kernel family to use ("cpu", "stream", "sm89", "sm90"): that one runs, or the call
+            fails. None is the best.
+        stream: As in flash_attention.
+
+    Returns:
+        out, or (out, pre_activation) with return_pre_activation.
+
+    Raises: What flash_attention raises. A message names the argument, or the tensor of `routing`.
+    """
+    return _core.moe_forward(
+        x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up, b_up, b_down, alpha,
+        limit, up_offset, weight_on_input, out, pre_activation, return_pre_activation, kernel,
+        stream,
+    )  # fmt: skip
+
+
+def grouped_product(
+    x: _T,
+    w: _T,
+    *,
+    offsets: _T | None = None,
+    counts: _T | None = None,
+    bias: _T | None = None,
+    out: _T | None = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> _T:
+    """out[r] = w[e] x[r] + bias[e] for every row r of every expert e.
+
+    Kinds of tensors, devices and streams as in moe_route; dtypes, strides and arithmetic as in
+    moe_forward.
+
+    Args:
+        x: [rows, K] with offsets, or [E, M, K] with counts. K is a multiple of 8.
+        w: [E, N, K]; N is a multiple of 8.
+        offsets: [E + 1] int32, with a two-dimensional x: expert e has the rows offsets[e] to
+            offsets[e + 1] - 1.
+        counts: [E] int32, with a three-dimensional x: expert e has the first counts[e] of its M
+            rows.
+        bias: [E, N], fp32 or x's dtype; None is none.
+        out: [rows, N] or [E, M, N]: where to write. Rows that no expert has are not written, and
+            are undefined where out is new. Not for JAX.
+        kernel, stream: As in moe_forward.
+
+    Returns:
+        out.
+
+    Raises: What flash_attention raises. A message names the argument.
+    """
+    return _core.grouped_product(  # type: ignore[return-value]
+        x, w, offsets, counts, bias, out, kernel, stream
+    )
+
+
+def fused_moe(
+    tokens: _T,
+    router_weights: _T | None,
+    w_gate_up: _T,
+    w_down: _T,
+    top_k: int,
+    *,
+    logits: _T | None = None,
+    router_bias: _T | None = None,
+    scoring: Scoring = "softmax",
+    renormalize: bool = False,
+    selection_bias: _T | None = None,
+    num_groups: int = 1,
+    top_groups: int | None = None,
+    scale: float = 1.0,
+    w_up: _T | None = None,
+    gate: Gate = "gate_up",
+    activation: Activation = "silu",
+    b_gate_up: _T | None = None,
+    b_up: _T | None = None,
+    b_down: _T | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    weight_on_input: bool = False,
+    out: _T | None = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> _T:
+    """A whole layer, from hidden states and router to output: moe_route, then moe_forward.
+
+    The logits are the router's product, accumulated in fp32 and rounded to the tokens' dtype, as
+    the models' own layers have them. What lies between is in one workspace. With a number of
+    experts that is no multiple of 8, the tensors' own library computes that product.
+
+    Args:
+        tokens: [..., H]: any leading dimensions that are rows at one distance in memory.
+        router_weights: [E, H], tokens' dtype; None with `logits`.
+        w_gate_up, w_down: As in moe_forward.
+        top_k: As in moe_route.
+        logits: [..., E], in place of router_weights.
+        router_bias: [E], fp32 or tokens' dtype, with router_weights.
+        scoring, renormalize, selection_bias, num_groups, top_groups, scale: As in moe_route.
+        w_up, gate, activation, b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input:
+            As in moe_forward.
+        out: Of the shape and dtype of tokens: where to write. Not for JAX.
+        kernel: As in moe_forward, for the experts' products.
+        stream: As in flash_attention.
+
+    Returns:
+        out, of the shape of tokens.
+
+    Raises: What flash_attention raises. A message names the argument.
+    """
+    return _core.fused_moe(  # type: ignore[return-value]
+        tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
+        renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
+        b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, out, kernel,
+        stream,
+    )  # fmt: skip
+
+
+if not TYPE_CHECKING:
+    # The same functions without these frames.
+    moe_route = _core.bind_moe_route(moe_route)
+    moe_forward = _core.bind_moe_forward(moe_forward)
+    grouped_product = _core.bind_grouped_product(grouped_product)
+    fused_moe = _core.bind_fused_moe(fused_moe)

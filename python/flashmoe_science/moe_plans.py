@@ -1,0 +1,253 @@
+"""How a call of the mixture of experts would be computed, without computing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flashmoe_science import _core
+from flashmoe_science._names import CPU, CUDA, Device, Dtype, parse_device, parse_dtype
+from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
+from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
+
+_INT32 = Dtype(0, 32)
+_FP32 = Dtype(2, 32)
+
+
+@dataclass(frozen=True)
+class MoeLaunch:
+    """One launch of a plan."""
+
+    kernel: str
+    """Such as "moe_up_sm90_bf16_n128"."""
+    grid: tuple[int, int, int]
+    """On the CPU grid[0] counts independent tiles."""
+    block: tuple[int, int, int]
+    """Threads of a block; on the CPU block[0] counts the threads that share the tiles."""
+    shared_bytes: int
+    """Shared memory of one block."""
+    cluster: int
+    """Blocks of a cluster; 0 or 1: there are none."""
+    tile_rows: int
+    """Rows of an expert's weights in one tile; 0 where that says nothing."""
+    tile_tokens: int
+    """The most tokens of one tile."""
+    stages: int
+    """Depth of the pipeline that loads them."""
+
+
+@dataclass(frozen=True)
+class MoePlan:
+    """How one call is computed. The launches are made from this very plan."""
+
+    family: str
+    """Kernel family: "sm90", "cpu"."""
+    isa: str
+    """The code that runs: "sm_90a", "avx512"."""
+    launches: tuple[MoeLaunch, ...]
+    """In order."""
+    workspace_bytes: int
+    flops: float
+    """Of the products, as if every pair had an expert here; a multiply-add counts as two."""
+    rejected: str
+    """Why the other families do not serve the call: lines of "family: reason"."""
+
+
+def _plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> MoePlan:
+    given = {name: _visible(tensor) for name, tensor in tensors.items() if tensor is not None}
+    fields = _core.moe_plan(operation, given, options)
+    fields["launches"] = tuple(MoeLaunch(**launch) for launch in fields["launches"])
+    return MoePlan(**fields)
+
+
+def _visible(tensor: Any) -> Any:
+    """The tensor, or for a JAX array, which may be on a device of another process, its extents."""
+    from flashmoe_science import _dispatch
+
+    if isinstance(tensor, tuple) or not _dispatch.is_jax(tensor):
+        return tensor
+    device = next(iter(tensor.devices()))
+    kind = CPU if device.platform == "cpu" else CUDA
+    numbers = _INT32 if str(tensor.dtype) == "int32" else parse_dtype(tensor.dtype)
+    ordinal = int(getattr(device, "local_hardware_id", None) or 0) if kind == CUDA else 0
+    return tuple(tensor.shape), numbers, Device(kind, ordinal), None
+
+
+def moe_route_plan(
+    logits: Any,
+    top_k: int,
+    *,
+    scoring: Scoring = "softmax",
+    renormalize: bool = False,
+    selection_bias: Any = None,
+    num_groups: int = 1,
+    top_groups: int | None = None,
+    scale: float = 1.0,
+    return_lse: bool = False,
+) -> MoePlan:
+    """What moe_route would do with these arguments. Reads no data and launches nothing.
+
+    Raises what moe_route would raise for its arguments.
+    """
+    return _plan(
+        "route",
+        {"logits": logits, "selection_bias": selection_bias},
+        {
+            "top_k": top_k, "scoring": scoring, "renormalize": renormalize,
+            "num_groups": num_groups, "top_groups": top_groups, "scale": scale,
+            "return_lse": return_lse,
+        },
+    )  # fmt: skip
+
+
+def moe_plan(
+    x: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    routing: MoeRouting,
+    *,
+    w_up: Any = None,
+    gate: Gate = "gate_up",
+    activation: Activation = "silu",
+    b_gate_up: Any = None,
+    b_up: Any = None,
+    b_down: Any = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    weight_on_input: bool = False,
+    out: Any = None,
+    pre_activation: Any = None,
+    return_pre_activation: bool = False,
+    kernel: str | None = None,
+) -> MoePlan:
+    """What moe_forward would do with these arguments. Reads no data and launches nothing.
+
+    Raises what moe_forward would raise for its arguments.
+    """
+    if not isinstance(routing, tuple) or len(routing) != len(MoeRouting._fields):
+        raise ArgumentTypeError(
+            f"routing: got {type(routing).__name__}, accepted is a MoeRouting, which moe_route and "
+            "moe_route_given return"
+        )
+    _, weights, offsets, pairs, slots, _ = routing
+    tensors = {
+        "x": x, "w_gate_up": w_gate_up, "w_up": w_up, "w_down": w_down, "b_gate_up": b_gate_up,
+        "b_up": b_up, "b_down": b_down, "weights": weights, "offsets": offsets, "pairs": pairs,
+        "slots": slots, "out": out, "pre_activation": pre_activation,
+    }  # fmt: skip
+    options = {
+        "gate": gate, "activation": activation, "alpha": alpha, "limit": limit,
+        "up_offset": up_offset, "weight_on_input": weight_on_input, "kernel": kernel,
+        "return_pre_activation": return_pre_activation,
+    }  # fmt: skip
+    return _plan("forward", tensors, options)
+
+
+def grouped_product_plan(
+    x: Any,
+    w: Any,
+    *,
+    offsets: Any = None,
+    counts: Any = None,
+    bias: Any = None,
+    out: Any = None,
+    kernel: str | None = None,
+) -> MoePlan:
+    """What grouped_product would do with these arguments. Reads no data and launches nothing.
+
+    Raises what grouped_product would raise for its arguments.
+    """
+    tensors = {"x": x, "w": w, "offsets": offsets, "counts": counts, "bias": bias, "out": out}
+    return _plan("grouped_product", tensors, {"kernel": kernel})
+
+
+def moe_route_plan_for(
+    *,
+    tokens: int,
+    experts: int,
+    top_k: int,
+    dtype: object = "bf16",
+    device: object = "cpu",
+    scoring: Scoring = "softmax",
+    renormalize: bool = False,
+) -> MoePlan:
+    """The plan of moe_route for logits of these extents, which need not exist.
+
+    Args:
+        dtype: Of the logits: "fp16", "bf16", "fp32", or an object that prints as one.
+        device: "cpu", "cuda", "cuda:N", or an object that prints as one (a torch.device).
+
+    Raises what moe_route would raise for such logits.
+    """
+    _check_extents(tokens=tokens, experts=experts)
+    logits = ((tokens, experts), parse_dtype(dtype), parse_device(device), None)
+    return moe_route_plan(logits, top_k, scoring=scoring, renormalize=renormalize)
+
+
+def moe_plan_for(
+    *,
+    tokens: int,
+    hidden: int,
+    inner: int,
+    experts: int,
+    top_k: int,
+    dtype: object = "bf16",
+    device: object = "cpu",
+    gate: Gate = "gate_up",
+    activation: Activation = "silu",
+    transposed: bool = False,
+    bias: bool = False,
+    return_pre_activation: bool = False,
+    kernel: str | None = None,
+) -> MoePlan:
+    """The plan of moe_forward for contiguous tensors of these extents, which need not exist.
+
+    Args:
+        tokens, hidden, inner, experts, top_k: T, H, I, E and K of moe_forward.
+        dtype: "fp16", "bf16", "fp32", or an object that prints as one (torch.bfloat16).
+        device: "cpu", "cuda", "cuda:N", or an object that prints as one (a torch.device).
+        transposed: Whether weights are stored as [E, H, 2I] and [E, I, H].
+        bias: Whether experts have biases.
+
+    Raises what moe_forward would raise for such tensors.
+    """
+    _check_extents(tokens=tokens, hidden=hidden, inner=inner, experts=experts, top_k=top_k)
+    where, numbers = parse_device(device), parse_dtype(dtype)
+
+    def tensor(*shape: int, of: Dtype = numbers, turned: bool = False) -> Any:
+        strides = None
+        if turned and transposed:
+            strides = (shape[1] * shape[2], 1, shape[1])
+        return shape, of, where, strides
+
+    both = inner if gate in ("separate", "none") else 2 * inner
+    separate = gate == "separate"
+    routing = MoeRouting(
+        ids=None,
+        weights=tensor(tokens, top_k, of=_FP32),
+        offsets=tensor(experts + 1, of=_INT32),
+        pairs=tensor(tokens * top_k, of=_INT32),
+        slots=tensor(tokens, top_k, of=_INT32),
+    )
+    return moe_plan(
+        tensor(tokens, hidden),
+        tensor(experts, both, hidden, turned=True),
+        tensor(experts, hidden, inner, turned=True),
+        routing,
+        w_up=tensor(experts, inner, hidden, turned=True) if separate else None,
+        b_gate_up=tensor(experts, both) if bias else None,
+        b_up=tensor(experts, inner) if bias and separate else None,
+        b_down=tensor(experts, hidden) if bias else None,
+        gate=gate,
+        activation=activation,
+        return_pre_activation=return_pre_activation,
+        kernel=kernel,
+    )
+
+
+def _check_extents(**extents: int) -> None:
+    """That sizes of tensors made of these fit 64 bits."""
+    for name, extent in extents.items():
+        if not 0 <= extent < 2**31:
+            raise InvalidArgumentError(f"{name}: got {extent}, accepted are 0 to 2^31 - 1")

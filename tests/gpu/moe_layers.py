@@ -1,0 +1,154 @@
+"""Layers of experts on the GPU: poisoned memory all around, and the verdict on one call."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import flashmoe_science as fm
+import torch
+from gpu import layer_oracle, memory
+from gpu.memory import Placed, Placement
+from moe_cases import Case
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+FAMILIES = ("stream", "sm90", "sm89")  # of GPU kernels that compute layers
+DEVICE = "cuda:0"
+
+
+@functools.cache
+def why_not(family: str) -> str | None:
+    """None where the family computes layers on cuda:0, else the reason."""
+    if family not in fm.build_info().kernel_families.split():
+        return f"built without the {family} kernels"
+    try:
+        fm.moe_plan_for(tokens=4, hidden=256, inner=256, experts=8, top_k=2, device=DEVICE,
+                        kernel=family)  # fmt: skip
+    except (fm.UnsupportedError, fm.InvalidArgumentError) as error:
+        return str(error)  # the latter where it computes attention alone
+    return None
+
+
+def serving() -> list[str]:
+    return [family for family in FAMILIES if why_not(family) is None]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer in its memory. `values` are moe_forward's tensors by name."""
+
+    case: Case
+    dtype: str
+    placed: dict[str, Placed]
+    routing: fm.MoeRouting
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        return {name: placed.view for name, placed in self.placed.items()}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**self.values, **self.case.options, "routing": self.routing}
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator(device=DEVICE).manual_seed(seed)
+
+
+def random_ids(case: Case, skew: float = 0.0) -> torch.Tensor:
+    """[T, K] int32, distinct in each token; with a skew the first experts get most tokens."""
+    noise = torch.rand(case.tokens, case.experts, generator=generator(case.seed), device=DEVICE)
+    place = torch.arange(case.experts, device=DEVICE) / case.experts
+    return (noise + skew * place).argsort(1)[:, : case.top_k].int().contiguous()
+
+
+def routing_of(ids: torch.Tensor, case: Case) -> fm.MoeRouting:
+    """By the oracle: the products are tested apart from the routing."""
+    weights = torch.rand(ids.shape, generator=generator(case.seed + 1), device=DEVICE)
+    weights = torch.where(ids < 0, 0, weights)
+    return fm.MoeRouting(ids, weights, *layer_oracle.sort_pairs(ids, case.experts))
+
+
+def make(
+    case: Case, dtype: str, ids: torch.Tensor | None = None, *, skew: float = 0.0, gap: int = 0
+) -> Layer:
+    """Random values. `gap` elements of poison follow every row of x and of the weights."""
+    g = generator(case.seed)
+
+    def put(shape: tuple[int, ...], scale: float, kind: str, turned: bool = False) -> Placed:
+        order = (0, 2, 1) if turned else tuple(range(len(shape)))
+        gaps = (gap,) * len(shape) if kind != "bias" else (0,) * len(shape)
+        values = torch.randn(shape, generator=g, device=DEVICE) * scale
+        where = Placement(order, gaps)
+        low = DTYPES[dtype if case.bias == "x" or kind != "bias" else "fp32"]
+        return memory.place_values(values.to(low), where)
+
+    made = {"x": put((case.tokens, case.hidden), 1.0, "rows")}
+    first = (case.experts, case.rows, case.hidden)
+    made["w_gate_up"] = put(first, case.hidden**-0.5, "weights", case.transposed)
+    if case.gate == "separate":
+        made["w_up"] = put(first, case.hidden**-0.5, "weights", case.transposed)
+    down = (case.experts, case.hidden, case.inner)
+    made["w_down"] = put(down, case.inner**-0.5, "weights", case.transposed)
+    if case.bias is not None:
+        made["b_gate_up"] = put((case.experts, case.rows), 1.0, "bias")
+        made["b_down"] = put((case.experts, case.hidden), 1.0, "bias")
+        if case.gate == "separate":
+            made["b_up"] = put((case.experts, case.inner), 1.0, "bias")
+    ids = random_ids(case, skew) if ids is None else ids
+    return Layer(case, dtype, made, routing_of(ids, case))
+
+
+def poison_free_memory(size: int) -> None:
+    """What torch next hands out in one piece of this size holds NaN and wild numbers."""
+    if size > 0:
+        torch.empty(size, dtype=torch.uint8, device=DEVICE).fill_(0xFF)
+
+
+def plan_or_none(layer: Layer, family: str | None, **options: Any) -> fm.MoePlan | None:
+    """None where the family says that it does not serve the call."""
+    try:
+        return fm.moe_plan(**layer.arguments, kernel=family, **options)
+    except fm.UnsupportedError as error:
+        if family is None or family not in str(error):
+            raise
+        return None
+
+
+def check(layer: Layer, family: str | None, *, pre_activation: bool = False) -> bool:
+    """One call with everything poisoned: right, and nothing else in memory touched. False where the
+    family does not serve it."""
+    case, low = layer.case, DTYPES[layer.dtype]
+    plan = plan_or_none(layer, family, return_pre_activation=pre_activation)
+    if plan is None:
+        return False
+    out = memory.place((case.tokens, case.hidden), low, DEVICE, Placement((0, 1), (8, 8)))
+    pairs = case.tokens * case.top_k
+    width = case.inner if case.gate == "none" else 2 * case.inner
+    pre = memory.place((pairs, width), low, DEVICE, Placement((0, 1), (0, 16)))
+    guarded = [*layer.placed.values(), out, pre]
+    for placed in guarded:
+        placed.remember()
+    outputs: dict[str, Any] = {"out": out.view}
+    if pre_activation:
+        outputs["pre_activation"] = pre.view
+    poison_free_memory(plan.workspace_bytes)
+    assert fm.moe_forward(**layer.arguments, **outputs, kernel=family) is out.view
+    torch.cuda.synchronize()
+    if plan.launches and case.tokens:
+        assert fm.last_launch().kernel == plan.launches[-1].kernel
+        assert family is None or plan.family == family
+    for name, placed in layer.placed.items():
+        assert placed.intact(inside=True), f"{name} was written to"
+    assert out.intact(), "memory around out was written to"
+    taken = int(layer.routing.offsets[-1])
+    untouched = pre.view[taken:] if pre_activation else pre.view
+    poison = memory.bits(memory.poisoned(1, low, DEVICE))[0]
+    assert (memory.bits(untouched) == poison).all(), "pre_activation beyond its pairs was written"
+    assert pre.intact(), "memory around pre_activation was written to"
+    layer_oracle.assert_forward(
+        out.view, **layer.values, **case.options, routing=layer.routing,
+        pre_activation=pre.view if pre_activation else None,
+    )  # fmt: skip
+    return True

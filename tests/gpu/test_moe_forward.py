@@ -1,0 +1,367 @@
+"""Layers and grouped products on the GPU, for every family that serves them, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import flashmoe_science as fm
+import moe_oracle as on_host
+import pytest
+import torch
+from gpu import layer_oracle, memory, moe_layers
+from gpu.memory import Placement
+from gpu.moe_layers import DEVICE, DTYPES, check, generator, make
+from moe_cases import CASES, Case
+
+pytestmark = pytest.mark.gpu
+
+# Token counts about the ends of tiles, of few and of many tokens an expert.
+TOKENS = (1, 2, 3, 5, 8, 17, 64, 100, 257, 1000)
+BASE = Case(tokens=100, hidden=256, inner=192, experts=8, top_k=2)
+
+
+@pytest.fixture(params=moe_layers.FAMILIES)
+def moe_family(request: pytest.FixtureRequest) -> str:
+    """Each kernel family that computes layers on this GPU, to be asked for by name."""
+    reason = moe_layers.why_not(request.param)
+    if reason is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+def must_serve(family: str) -> bool:
+    """Families of which no call may be refused."""
+    return family == "sm89"
+
+
+def judge(family: str, said: list[bool]) -> None:
+    assert any(said), "the family serves none of these"
+    assert all(said) or not must_serve(family)
+
+
+def test_a_family_serves_here() -> None:
+    assert "sm89" in moe_layers.serving()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("pre_activation", [False, True])
+def test_models(moe_family: str, case: Case, dtype: str, pre_activation: bool) -> None:
+    """What models do, at extents that fill tiles and at such as do not."""
+    said = []
+    for extents in ({}, {"hidden": 512, "inner": 256, "experts": 16, "top_k": min(case.top_k, 4)},
+                    {"hidden": 200, "inner": 136, "experts": 5}):  # fmt: skip
+        for tokens in (1, 7, 130):
+            one = dataclasses.replace(case, **extents, tokens=tokens)
+            said.append(check(make(one, dtype), moe_family, pre_activation=pre_activation))
+    # One family takes few tokens alone, or no saved pre-activation: that one may refuse them all.
+    assert any(said) or (pre_activation and moe_family == "stream")
+    assert all(said) or not must_serve(moe_family)
+
+
+EVERYTHING = list(itertools.product(on_host.GATES, (False, True), on_host.ACTIVATIONS))
+
+
+@pytest.mark.parametrize(("gate", "transposed", "activation"), EVERYTHING)
+def test_every_layout_and_activation(
+    moe_family: str, gate: str, transposed: bool, activation: str
+) -> None:
+    for dtype, bias, weight_on_input in (("bf16", None, False), ("fp16", "fp32", True),
+                                         ("bf16", "x", False)):  # fmt: skip
+        case = dataclasses.replace(BASE, gate=gate, transposed=transposed, activation=activation,
+                                   bias=bias, weight_on_input=weight_on_input,
+                                   tokens=13)  # fmt: skip
+        served = check(make(case, dtype), moe_family)
+        assert served or not must_serve(moe_family)
+        limited = dataclasses.replace(case, limit=0.8, tokens=90, hidden=136,
+                                      up_offset=0.0 if gate == "none" else 1.0,
+                                      alpha=1.702 if activation == "silu" else 1.0)  # fmt: skip
+        served = check(make(limited, dtype, gap=8), moe_family)
+        assert served or not must_serve(moe_family)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("skew", [0.0, 3.0])
+def test_numbers_of_tokens(moe_family: str, tokens: int, skew: float) -> None:
+    for experts, top_k in ((8, 2), (64, 8), (60, 4)):
+        case = Case(tokens=tokens, hidden=512, inner=128, experts=experts, top_k=top_k)
+        served = check(make(case, "bf16", skew=skew), moe_family)
+        assert served or not must_serve(moe_family)
+
+
+@pytest.mark.parametrize("hidden", [8, 16, 40, 64, 120, 192, 320, 1024, 2880])
+@pytest.mark.parametrize("inner", [8, 24, 64, 136, 256, 704])
+def test_extents(moe_family: str, hidden: int, inner: int) -> None:
+    for transposed, tokens in ((False, 9), (True, 77), (False, 300)):
+        case = Case(tokens=tokens, hidden=hidden, inner=inner, experts=4, top_k=2,
+                    transposed=transposed)  # fmt: skip
+        served = check(make(case, "bf16"), moe_family)
+        assert served or not must_serve(moe_family)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_layer_of_a_model(moe_family: str, dtype: str) -> None:
+    """Qwen3-30B-A3B and Mixtral's proportions."""
+    said = []
+    for tokens in (1, 64, 700):
+        case = Case(tokens=tokens, hidden=2048, inner=768, experts=128, top_k=8)
+        said.append(check(make(case, dtype), moe_family))
+        case = Case(tokens=tokens, hidden=1024, inner=3584, experts=8, top_k=2)
+        said.append(check(make(case, dtype), moe_family))
+    judge(moe_family, said)
+
+
+EDGES: dict[str, tuple[Case, Any]] = {
+    "no tokens": (dataclasses.replace(BASE, tokens=0), None),
+    "one expert": (dataclasses.replace(BASE, experts=1, top_k=1), None),
+    "every expert": (dataclasses.replace(BASE, experts=6, top_k=6), None),
+    "K of one": (dataclasses.replace(BASE, top_k=1), None),
+    "K of 32": (dataclasses.replace(BASE, experts=40, top_k=32, tokens=20), None),
+    "1024 experts": (Case(tokens=50, hidden=64, inner=32, experts=1024, top_k=8), None),
+    "all to one": (dataclasses.replace(BASE, top_k=1, tokens=700), "one"),
+    "all to the last": (dataclasses.replace(BASE, top_k=1, tokens=3), "last"),
+    "nobody's": (BASE, "none"),
+    "some nobody's": (dataclasses.replace(BASE, tokens=333), "some"),
+    "twice the same": (BASE, "twice"),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("tokens", [None, 4])
+def test_edges(moe_family: str, edge: str, tokens: int | None) -> None:
+    case, ids_of = EDGES[edge]
+    if tokens is not None and case.tokens:
+        case = dataclasses.replace(case, tokens=tokens)
+    ids = moe_layers.random_ids(case)
+    if ids_of == "one":
+        ids.fill_(3)
+    elif ids_of == "last":
+        ids.fill_(case.experts - 1)
+    elif ids_of == "none":
+        ids.fill_(-1)
+    elif ids_of == "some":
+        ids[torch.rand(ids.shape, generator=generator(5), device=DEVICE) < 0.4] = -1
+    elif ids_of == "twice":
+        ids[:, 1] = ids[:, 0]
+    served = check(make(case, "bf16", ids), moe_family)
+    assert served or not must_serve(moe_family)
+
+
+@pytest.mark.parametrize("where", ["x", "w_gate_up", "w_down", "weights"])
+def test_a_nan_reaches_what_it_meets_and_nothing_else(moe_family: str, where: str) -> None:
+    for tokens in (6, 150):
+        case = dataclasses.replace(BASE, tokens=tokens)
+        layer = make(case, "bf16")
+        if moe_layers.plan_or_none(layer, moe_family) is None:
+            continue
+        if where == "weights":
+            layer.routing.weights[3, 1] = torch.nan
+            touched = torch.tensor([3], device=DEVICE)
+        elif where == "x":
+            layer.values["x"][3, 77] = torch.nan
+            touched = torch.tensor([3], device=DEVICE)
+        else:
+            layer.values[where][2, 9, 31] = torch.nan
+            touched = (layer.routing.ids == 2).any(1).nonzero().flatten()
+        out = fm.moe_forward(**layer.arguments, kernel=moe_family)
+        got = out.isnan().any(1).nonzero().flatten()
+        assert torch.equal(got, touched)
+        if where != "weights":
+            layer_oracle.assert_forward(out, **layer.arguments)
+
+
+WILD = ("offsets", "pairs", "slots", "everything")
+
+
+@pytest.mark.parametrize("what", WILD)
+@pytest.mark.parametrize("seed", range(4))
+def test_wild_routings_touch_nothing_outside(moe_family: str, what: str, seed: int) -> None:
+    """Whatever offsets, pairs and slots hold, nothing outside of the tensors is read or written;
+    what is read within may be anything."""
+    for tokens in (5, 200):
+        case = dataclasses.replace(BASE, tokens=tokens, seed=seed)
+        layer = make(case, "bf16")
+        if moe_layers.plan_or_none(layer, moe_family) is None:
+            continue
+        g = generator(seed)
+
+        def wild(x: torch.Tensor) -> torch.Tensor:
+            ends = (-(2**31), 2**31 - 1) if seed % 2 else (-5 * x.numel(), 5 * x.numel())
+            return torch.randint(*ends, x.shape, generator=g, device=DEVICE).int()  # noqa: B023
+
+        names = ("offsets", "pairs", "slots") if what == "everything" else (what,)
+        routing = layer.routing._replace(**{n: wild(getattr(layer.routing, n)) for n in names})
+        out = memory.place((tokens, case.hidden), torch.bfloat16, DEVICE)
+        pre = memory.place((tokens * 2, 2 * case.inner), torch.bfloat16, DEVICE)
+        out.remember()
+        pre.remember()
+        for placed in layer.placed.values():
+            placed.remember()
+        arguments = layer.arguments | {"routing": routing}
+        fm.moe_forward(**arguments, out=out.view, kernel=moe_family)
+        try:
+            fm.moe_forward(**arguments, out=out.view, pre_activation=pre.view, kernel=moe_family)
+        except fm.UnsupportedError:
+            assert not must_serve(moe_family)
+        torch.cuda.synchronize()
+        for name, placed in {**layer.placed, "out": out, "pre": pre}.items():
+            assert placed.intact(inside=name in layer.placed), f"around {name}"
+        assert check(layer, moe_family), "and the GPU is as it was"
+
+
+@pytest.mark.parametrize("bias", [None, "fp32", "x"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_grouped_products(moe_family: str, dtype: str, transposed: bool, bias: str | None) -> None:
+    g = generator(0)
+    said = []
+    for experts, n, k, most in ((5, 64, 128, 40), (8, 200, 72, 3), (3, 1024, 512, 300),
+                                (64, 128, 256, 1), (1, 128, 2048, 500)):  # fmt: skip
+        counts = torch.randint(0, most + 1, (experts,), generator=g, device=DEVICE).int()
+        low = DTYPES[dtype]
+        values = torch.randn(experts, n, k, generator=g, device=DEVICE).to(low) * k**-0.5
+        w = memory.place_values(values, Placement((0, 2, 1) if transposed else (0, 1, 2),
+                                                  (8, 0, 8))).view  # fmt: skip
+        b = {}
+        if bias is not None:
+            row = torch.randn(experts, n, generator=g, device=DEVICE)
+            b = {"bias": row.to(low) if bias == "x" else row}
+        x = torch.randn(experts, most, k, generator=g, device=DEVICE).to(low)
+        sorted_rows = torch.cat([x[e, : counts[e]] for e in range(experts)]
+                                + [x.new_full((3, k), torch.nan)])  # fmt: skip
+        offsets = torch.zeros(experts + 1, dtype=torch.int32, device=DEVICE)
+        offsets[1:] = counts.cumsum(0)
+        for rows, bounds in ((x, {"counts": counts}), (sorted_rows, {"offsets": offsets})):
+            out = memory.place((*rows.shape[:-1], n), low, DEVICE,
+                               Placement(tuple(range(rows.ndim)), (8,) * rows.ndim))  # fmt: skip
+            out.remember()
+            try:
+                plan = fm.grouped_product_plan(rows, w, **bounds, **b, kernel=moe_family)
+            except fm.UnsupportedError:
+                said.append(False)
+                continue
+            moe_layers.poison_free_memory(plan.workspace_bytes)
+            fm.grouped_product(rows, w, **bounds, **b, out=out.view, kernel=moe_family)
+            torch.cuda.synchronize()
+            assert out.intact(), "memory around out was written to"
+            has = on_host.rows_of_experts(
+                tuple(rows.shape[:-1]),
+                *(
+                    None if t is None else t.cpu().numpy()
+                    for t in (bounds.get("offsets"), bounds.get("counts"))
+                ),
+            )
+            untouched = out.view[~torch.from_numpy(has).to(DEVICE)]
+            poison = memory.bits(memory.poisoned(1, low, DEVICE))[0]
+            assert (memory.bits(untouched) == poison).all(), "rows of no expert were written"
+            layer_oracle.assert_grouped_product(out.view, rows, w, **bounds, **b)
+            said.append(True)
+    assert any(said) or moe_family == "stream"
+    assert all(said) or not must_serve(moe_family)
+
+
+def test_offsets_and_counts_that_lie_are_cut_to_the_rows(moe_family: str) -> None:
+    """What fused_moe relies on: one group that has all rows, whatever their number."""
+    most = 2**31 - 1
+    for rows in (1, 100):
+        x = torch.randn(rows, 512, generator=generator(0), device=DEVICE).bfloat16()
+        w = torch.randn(1, 128, 512, generator=generator(1), device=DEVICE).bfloat16()
+        bounds = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
+        try:
+            want = fm.grouped_product(x, w, offsets=bounds, kernel=moe_family)
+        except fm.UnsupportedError:
+            assert not must_serve(moe_family)
+            continue
+        bounds[1] = most
+        out = memory.place((rows, 128), torch.bfloat16, DEVICE)
+        out.remember()
+        fm.grouped_product(x, w, offsets=bounds, out=out.view, kernel=moe_family)
+        torch.cuda.synchronize()
+        assert out.intact()
+        assert torch.equal(out.view, want)
+        got = fm.grouped_product(x[None], w, counts=bounds[1:], kernel=moe_family)
+        assert torch.equal(got[0], want)
+
+
+@pytest.mark.alone  # 15 GB
+def test_weights_beyond_2_to_the_31_elements(moe_family: str) -> None:
+    experts, hidden, inner = 70, 4096, 4096
+    w_gate_up = torch.zeros(experts, 2 * inner, hidden, dtype=torch.bfloat16, device=DEVICE)
+    w_down = torch.zeros(experts, hidden, 2 * inner, dtype=torch.bfloat16, device=DEVICE)
+    assert w_gate_up.numel() > 2**31 and w_down.numel() > 2**31
+    w_down = w_down[..., :inner]
+    last = (0, experts - 2, experts - 1)
+    for e in last:
+        w_gate_up[e].normal_(generator=generator(e)).mul_(hidden**-0.5)
+        w_down[e].normal_(generator=generator(e + 1)).mul_(inner**-0.5)
+    for tokens in (2, 90):
+        case = Case(tokens=tokens, hidden=hidden, inner=inner, experts=experts, top_k=2)
+        ids = torch.tensor(last, dtype=torch.int32, device=DEVICE)
+        ids = ids[torch.rand(tokens, 3, generator=generator(9), device=DEVICE).argsort(1)[:, :2]]
+        x = torch.randn(tokens, hidden, generator=generator(3), device=DEVICE).bfloat16()
+        routing = moe_layers.routing_of(ids.contiguous(), case)
+        try:
+            out = fm.moe_forward(x, w_gate_up, w_down, routing, kernel=moe_family)
+        except fm.UnsupportedError:
+            assert not must_serve(moe_family)
+            continue
+        layer_oracle.assert_forward(out, x, w_gate_up, w_down, routing)
+
+
+def test_calls_that_name_no_kernel() -> None:
+    """The best family for few and for many tokens, right for all."""
+    families = set()
+    for tokens in (1, 4, 30, 300, 3000):
+        for experts, top_k in ((8, 2), (128, 8)):
+            case = Case(tokens=tokens, hidden=1024, inner=512, experts=experts, top_k=top_k)
+            layer = make(case, "bf16")
+            assert check(layer, None)
+            plan = fm.moe_plan(**layer.arguments)
+            families.add(plan.family)
+            for line in plan.rejected.splitlines():
+                family, _, reason = line.partition(": ")
+                assert family in fm.build_info().kernel_families.split() and reason
+    assert families <= set(moe_layers.serving())
+
+
+FUSED = [
+    (Case(experts=8, top_k=2, hidden=256, inner=128), {"renormalize": True}),
+    (Case(experts=128, top_k=8, hidden=512, inner=128), {"renormalize": True}),
+    (Case(experts=64, top_k=6, hidden=256, inner=136),
+     {"scoring": "sigmoid", "renormalize": True, "scale": 2.5, "num_groups": 8, "top_groups": 3}),
+    (Case(experts=16, top_k=1, hidden=256, inner=128, weight_on_input=True, transposed=True),
+     {"scoring": "sigmoid"}),
+    (Case(experts=32, top_k=4, hidden=192, inner=192, gate="interleaved", bias="x", limit=7.0,
+          alpha=1.702, up_offset=1.0, transposed=True), {"scoring": "topk_softmax"}),
+    (Case(experts=60, top_k=4, hidden=256, inner=128), {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "route"), FUSED, ids=lambda v: str(v))
+@pytest.mark.parametrize("tokens", [1, 5, 64, 700])
+def test_fused(case: Case, route: dict[str, Any], tokens: int) -> None:
+    case = dataclasses.replace(case, tokens=tokens)
+    layer = make(case, "bf16")
+    values = dict(layer.values)
+    x = values.pop("x")
+    router = torch.randn(case.experts, case.hidden, generator=generator(4), device=DEVICE)
+    router = (router * case.hidden**-0.5 * 2).bfloat16()
+    bias = torch.randn(case.experts, generator=generator(5), device=DEVICE).bfloat16()
+    got = fm.fused_moe(x, router, top_k=case.top_k, router_bias=bias, **values, **route,
+                       **case.options)  # fmt: skip
+    if case.experts % 8 == 0:
+        offsets = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
+        logits = fm.grouped_product(x, router[None], offsets=offsets, bias=bias[None])
+    else:
+        logits = x @ router.T + bias
+    routing = fm.moe_route(logits, case.top_k, **route)
+    want = fm.moe_forward(x, routing=routing, **values, **case.options)
+    assert torch.equal(memory.bits(got), memory.bits(want))
+    layer_oracle.assert_forward(got, x, routing=routing, **values, **case.options)
+    shaped = x.reshape(1, tokens, 1, -1)
+    again = fm.fused_moe(shaped, None, top_k=case.top_k, logits=logits.view(1, tokens, 1, -1),
+                         **values, **route, **case.options)  # fmt: skip
+    assert again.shape == shaped.shape
+    assert torch.equal(memory.bits(again.view(tokens, -1)), memory.bits(want))

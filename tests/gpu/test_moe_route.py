@@ -1,0 +1,195 @@
+"""Routing on the GPU: exactly the reference's order, for every mode, extent and kind of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flashmoe_science as fm
+import pytest
+import torch
+from gpu import layer_oracle, memory
+from gpu.moe_layers import DEVICE, DTYPES, generator, poison_free_memory
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = (0, 1, 2, 3, 7, 31, 32, 33, 100, 257, 1000, 4097)
+SHAPES = ((1, 1), (2, 1), (2, 2), (6, 2), (8, 2), (8, 8), (31, 5), (60, 4), (64, 6), (64, 8),
+          (128, 8), (256, 8), (257, 3), (384, 8), (512, 10), (1023, 7), (1024, 32))  # fmt: skip
+MODES: list[dict[str, Any]] = [
+    {}, {"renormalize": True}, {"scoring": "topk_softmax"}, {"scoring": "sigmoid"},
+    {"scoring": "sigmoid", "renormalize": True, "scale": 2.5},
+]  # fmt: skip
+
+
+def logits_of(tokens: int, experts: int, dtype: str, values: str = "normal") -> torch.Tensor:
+    g = generator(tokens + 31 * experts)
+    z = torch.randn(tokens, experts, generator=g, device=DEVICE)
+    if values == "few":  # most are equal to some other
+        z = (z * 1.5).round()
+    elif values == "equal":
+        z = torch.zeros_like(z)
+    elif values == "rising":
+        z = z.sort(1).values
+    elif values == "far":
+        z = z * 1e4
+    elif values == "rather far":  # sigmoids that fp32 holds
+        z = z * 10
+    elif values in ("wild", "wildest"):
+        some = torch.tensor([torch.nan, torch.inf, -torch.inf], device=DEVICE)
+        pick = some[torch.randint(3, z.shape, generator=g, device=DEVICE)]
+        share = 0.1 if values == "wild" else 1.0
+        z = torch.where(torch.rand(z.shape, generator=g, device=DEVICE) < share, pick, z)
+    return z.to(DTYPES[dtype])
+
+
+def check(logits: torch.Tensor, top_k: int, **options: Any) -> fm.MoeRouting:
+    """Into poisoned outputs, with poisoned workspace and logits among poison."""
+    tokens, experts = logits.shape
+    placed = memory.place_values(logits, memory.Placement((0, 1), (0, 3)))
+    placed.remember()
+
+    def blank(*shape: int, dtype: torch.dtype = torch.int32) -> memory.Placed:
+        made = memory.place(shape, torch.float32, DEVICE)
+        made.remember()
+        return made
+
+    parts = [blank(tokens, top_k), blank(tokens, top_k), blank(experts + 1), blank(tokens * top_k),
+             blank(tokens, top_k), blank(tokens)]  # fmt: skip
+    views = [p.view if i in (1, 5) else p.view.view(torch.int32) for i, p in enumerate(parts)]
+    out = fm.MoeRouting(*views)
+    plan = fm.moe_route_plan(placed.view, top_k, **options, return_lse=True)
+    assert len(plan.launches) <= 2
+    poison_free_memory(plan.workspace_bytes)
+    got = fm.moe_route(placed.view, top_k, **options, return_lse=True, out=out)
+    torch.cuda.synchronize()
+    assert placed.intact(inside=True), "logits were written to"
+    for name, part in zip(fm.MoeRouting._fields, parts, strict=True):
+        assert part.intact(), f"memory around {name} was written to"
+    layer_oracle.assert_routed(got, layer_oracle.route(logits, top_k, **options))
+    return got
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_every_mode(shape: tuple[int, int], mode: dict[str, Any], dtype: str) -> None:
+    experts, top_k = shape
+    for tokens in (1, 33, 1000):
+        check(logits_of(tokens, experts, dtype), top_k, **mode)
+
+
+@pytest.mark.parametrize("tokens", [*TOKENS, 40000])
+def test_every_number_of_tokens(tokens: int) -> None:
+    for experts, top_k in ((8, 2), (128, 8), (60, 4), (1024, 32)):
+        check(logits_of(tokens, experts, "bf16"), top_k, renormalize=True)
+
+
+@pytest.mark.parametrize("values", ["few", "equal", "rising", "far", "wild", "wildest"])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_ties_and_wild_numbers(values: str, mode: dict[str, Any]) -> None:
+    if values == "far" and mode.get("scoring") == "sigmoid":
+        values = "rather far"
+    for experts, top_k in SHAPES:
+        for dtype in ("fp32", "fp16"):
+            got = check(logits_of(65, experts, dtype, values), top_k, **mode)
+            ordered = got.ids.sort(1).values
+            assert (ordered[:, 1:] > ordered[:, :-1]).all(), "an expert was chosen twice"
+
+
+def clear_rows(z: torch.Tensor, bias: torch.Tensor | None, groups: int) -> torch.Tensor:
+    """The rows whose choices and groups are equal for every arithmetic, or apart: the order of sums
+    that fp32 cannot tell from one another is open."""
+    choice = z.double().sigmoid() + (0 if bias is None else bias.double())
+    choice = torch.where(choice.isnan(), -torch.inf, choice)
+    sums = choice.view(len(z), groups, z.shape[1] // groups).topk(2, -1).values.sum(-1)
+    clear = torch.ones(len(z), dtype=torch.bool, device=z.device)
+    for values in (choice, sums):
+        gaps = values.sort(1).values.diff(dim=1)
+        clear &= ~((gaps > 0) & (gaps < 2e-6)).any(1)
+    return z[clear]
+
+
+GROUPS = [
+    (16, 2, 1, 4),
+    (64, 8, 4, 6),
+    (160, 8, 3, 6),
+    (256, 8, 4, 8),
+    (512, 32, 5, 16),
+    (12, 4, 2, 5),
+]
+
+
+@pytest.mark.parametrize("shape", GROUPS, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("values", ["quarters", "wild"])
+def test_groups(shape: tuple[int, int, int, int], biased: bool, values: str) -> None:
+    """Sigmoids of few values: without a bias many groups are equal."""
+    experts, groups, top_groups, top_k = shape
+    g = generator(experts)
+    for tokens in (1, 37, 700):
+        few = torch.tensor([-3.0, -1.2, 0.1, 0.9, 2.2, 4.0], device=DEVICE)
+        z = few[torch.randint(6, (tokens, experts), generator=g, device=DEVICE)]
+        if values == "wild":
+            some = torch.tensor([torch.nan, torch.inf, -torch.inf], device=DEVICE)
+            pick = some[torch.randint(3, z.shape, generator=g, device=DEVICE)]
+            z = torch.where(torch.rand(z.shape, generator=g, device=DEVICE) < 0.3, pick, z)
+        bias = None
+        if biased:
+            bias = torch.randn(experts, generator=g, device=DEVICE)
+        z = clear_rows(z, bias, groups)
+        assert len(z) >= tokens // 4
+        check(z, top_k, scoring="sigmoid", num_groups=groups, top_groups=top_groups,
+              selection_bias=bias, renormalize=True, scale=2.5)  # fmt: skip
+
+
+@pytest.mark.parametrize("experts", [6, 60, 128, 1024])
+def test_a_selection_bias_without_groups(experts: int) -> None:
+    g = generator(experts)
+    few = torch.tensor([-3.0, -1.2, 0.1, 0.9, 2.2, 4.0], device=DEVICE)
+    z = few[torch.randint(6, (300, experts), generator=g, device=DEVICE)]
+    bias = torch.randint(-2, 3, (experts,), generator=g, device=DEVICE) * 1.75
+    check(z, 5, scoring="sigmoid", selection_bias=bias)  # one sigmoid and one bias: equal or apart
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("weights", [None, "fp32", "bf16", "fp16"])
+def test_given_ids(kind: torch.dtype, mapped: bool, weights: str | None) -> None:
+    for tokens in TOKENS:
+        for experts, top_k in ((1, 1), (8, 2), (60, 4), (256, 8), (1024, 32)):
+            g = generator(tokens + experts)
+            ids = torch.randint(-3, experts + 3, (tokens, top_k), generator=g, device=DEVICE)
+            ids = ids.to(kind)
+            ends = torch.iinfo(kind)
+            if tokens > 2:
+                ids[1, 0], ids[2, -1] = ends.max, ends.min
+            expert_map = None
+            if mapped:
+                expert_map = torch.randint(-2, experts + 2, (experts // 2 + 1,), generator=g,
+                                           device=DEVICE).int()  # fmt: skip
+            given = None
+            if weights is not None:
+                given = torch.randn(tokens, top_k, generator=g, device=DEVICE).to(DTYPES[weights])
+            got = fm.moe_route_given(ids, given, num_experts=experts, expert_map=expert_map)
+            layer_oracle.assert_routed(got, layer_oracle.route_given(
+                ids, given, num_experts=experts, expert_map=expert_map))  # fmt: skip
+
+
+def test_all_tokens_to_one_expert_and_none_to_others() -> None:
+    for experts in (8, 128, 1024):
+        z = logits_of(3000, experts, "bf16")
+        z[:, experts // 2] = 100.0
+        got = check(z, 2)
+        assert int(got.counts[experts // 2]) == 3000
+        assert int(got.counts.sum()) == 6000
+    ids = torch.full((500, 3), -1, dtype=torch.int32, device=DEVICE)
+    got = fm.moe_route_given(ids, num_experts=16)
+    assert (got.offsets == 0).all() and (got.pairs == -1).all() and (got.slots == -1).all()
+
+
+def test_rows_of_a_wider_tensor() -> None:
+    room = logits_of(77, 40, "bf16")
+    layer_oracle.assert_routed(fm.moe_route(room[:, 3:19], 4), layer_oracle.route(room[:, 3:19], 4))
+    ids = torch.arange(60, device=DEVICE).view(10, 6) % 7
+    layer_oracle.assert_routed(fm.moe_route_given(ids[:, 1:4], num_experts=5),
+                             layer_oracle.route_given(ids[:, 1:4], num_experts=5))  # fmt: skip

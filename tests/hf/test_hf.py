@@ -1,0 +1,397 @@
+"""transformers' models with our attention and experts are the stock ones, or say why they are not.
+
+Models are built from their configuration with random weights, small, on the CPU (and on a GPU where
+there is one).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+import flashmoe_science  # noqa: E402
+from flashmoe_science import hf  # noqa: E402
+from transformers.integrations import moe as hf_moe  # noqa: E402
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MODELS = {
+    "qwen3_moe": {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+                  "intermediate_size": 96, "head_dim": 16, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 72},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 40},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40,
+                "head_dim": 16, "sliding_window": 8},
+    "llama": {"intermediate_size": 96},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    hf.register()
+    hf._say_once.cache_clear()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each of our operations has been called."""
+    counted: Counter[str] = Counter()
+
+    def counting(name: str) -> Any:
+        real = getattr(flashmoe_science, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            counted[name] += 1
+            return real(*arguments, **options)
+
+        return call
+
+    for name in ("flash_attention", "moe_forward"):
+        monkeypatch.setattr(flashmoe_science, name, counting(name))
+    return counted
+
+
+def make(kind: str, *, moe: bool = True, **given: Any) -> Any:
+    """A causal language model of random weights with the stock implementations, for inference."""
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **MODELS.get(kind, {}) | given)
+    config._attn_implementation = "eager"
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name or "sinks" in name:
+                parameter.normal_(std=0.1)
+            elif parameter.ndim > 1:
+                parameter.normal_(std=1 / math.sqrt(parameter.shape[-1]))
+    if moe:
+        model.set_experts_implementation("eager")
+    return model.eval()
+
+
+def with_ours(model: Any, *, moe: bool = True) -> Any:
+    made = copy.deepcopy(model)
+    made.set_attn_implementation(hf.NAME)
+    if moe:
+        made.set_experts_implementation(hf.NAME)
+    return made
+
+
+def exact(model: Any) -> Any:
+    """The model in float64; by SDPA where it has that, since eager attention rounds to fp32."""
+    made = copy.deepcopy(model).double()
+    if made._supports_sdpa and getattr(made.config, "attn_logit_softcapping", None) is None:
+        made.set_attn_implementation("sdpa")
+    return made
+
+
+TOKENS = torch.randint(0, 99, (2, 11), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def logits(model: Any, **inputs: Any) -> Any:
+    inputs = {
+        name: value.to(model.device) for name, value in ({"input_ids": TOKENS} | inputs).items()
+    }
+    return model(**inputs).logits.double().cpu()
+
+
+def assert_rule(ours: Any, stock: Any, reference: Any, dtype: Any) -> None:
+    """max|ours - ref| <= 2 max|stock - ref| + ulp"""
+    ulp = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(reference.abs().max()))
+    bound = 2 * (stock - reference).abs().max() + ulp
+    assert bool(((ours - reference).abs().max() <= bound).item())
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "flashmoe_science.hf"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
+def test_logits_are_the_stock_models(
+    kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    stock = make(kind)
+    reference = logits(exact(stock))
+    ours = logits(with_ours(stock))
+    assert_rule(ours, logits(stock), reference, torch.float32)
+    assert calls == {"flash_attention": 2, "moe_forward": 2}
+    assert said(caplog) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
+def test_logits_are_the_stock_models_on_the_gpu(kind: str, calls: Counter[str]) -> None:
+    """Every token takes every expert: with fewer, bf16 and float64 may choose others."""
+    names = ("num_experts", "num_local_experts")
+    every = next(MODELS[kind][name] for name in names if name in MODELS[kind])
+    stock = make(kind, num_experts_per_tok=every).to("cuda", torch.bfloat16)
+    reference = logits(exact(stock))
+    assert_rule(logits(with_ours(stock)), logits(stock), reference, torch.bfloat16)
+    assert calls == {"flash_attention": 2, "moe_forward": 2}
+
+
+def test_a_model_is_made_with_our_names(calls: Counter[str]) -> None:
+    config = make("mixtral").config
+    made = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="fmoe", experts_implementation="fmoe"
+    ).eval()
+    logits(made)
+    assert calls == {"flash_attention": 2, "moe_forward": 2}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "llama"])
+def test_generating_gives_the_same_tokens(
+    kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One prompt, then token by token through the cache: all of it ours."""
+    moe = kind != "llama"
+    stock = make(kind, moe=moe)
+    settings = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    expected = stock.generate(TOKENS, **settings)
+    assert torch.equal(with_ours(stock, moe=moe).generate(TOKENS, **settings), expected)
+    assert calls["flash_attention"] == 2 * 9
+    assert calls["moe_forward"] == (2 * 9 if moe else 0)
+    assert said(caplog) == []
+
+
+def test_a_chunk_of_a_prompt_sees_what_was_before(calls: Counter[str]) -> None:
+    """Fewer queries than keys: causal from the last of each backwards."""
+    stock = make("llama", moe=False)
+    ours = with_ours(stock, moe=False)
+    with torch.no_grad():
+        first = ours(TOKENS[:, :6], use_cache=True)
+        rest = ours(TOKENS[:, 6:], past_key_values=first.past_key_values).logits.double()
+    assert calls["flash_attention"] == 4
+    reference = logits(exact(stock))[:, 6:]
+    assert_rule(rest, logits(stock)[:, 6:], reference, torch.float32)
+
+
+def test_padding_goes_to_the_stock_attention_and_is_said_once(
+    calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    stock = make("mixtral")
+    mask = torch.ones_like(TOKENS)
+    mask[0, :4] = 0
+    reference = logits(exact(stock), attention_mask=mask)
+    ours = logits(with_ours(stock), attention_mask=mask)
+    seen = mask.bool()
+    plain = logits(stock, attention_mask=mask)
+    assert_rule(ours[seen], plain[seen], reference[seen], torch.float32)
+    assert calls == {"moe_forward": 2}
+    assert said(caplog) == [
+        "attention by transformers' own implementation: there is padding, or a mask of another "
+        "kind than causal"
+    ]
+    ours = logits(with_ours(stock), attention_mask=torch.ones_like(TOKENS))  # nothing is padded
+    assert calls == {"flash_attention": 2, "moe_forward": 4}
+
+
+def test_a_gradient_goes_to_the_stock_implementations(
+    calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    stock = make("qwen3_moe")
+    ours = with_ours(stock)
+    gradients = []
+    for model in (stock, ours):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        gradients.append(model.model.layers[0].mlp.experts.down_proj.grad)
+    assert torch.allclose(*gradients, atol=1e-5)
+    assert calls == {}
+    reason = "a gradient is asked for, and there is no backward pass yet"
+    assert sorted(said(caplog)) == [
+        f"{operation} by transformers' own implementation: {reason}"
+        for operation in ("attention", "experts")
+    ]
+
+
+def test_a_sliding_window_shorter_than_the_keys(caplog: pytest.LogCaptureFixture) -> None:
+    stock = make("mixtral", sliding_window=5)
+    reference = logits(exact(stock))
+    full = logits(make("mixtral"))
+    assert (full - reference).abs().max() > 0.1  # the window does something
+    assert_rule(logits(with_ours(stock)), logits(stock), reference, torch.float32)
+    assert len(said(caplog)) == 1
+
+
+def test_options_that_ours_does_not_have_go_to_the_models_own_attention(
+    calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """gpt-oss has a learned sink in every head, which SDPA does not know either; its experts, with
+    biases and a clamped gate in transposed weights, are ours."""
+    stock = make("gpt_oss")
+    reference = logits(exact(stock))
+    assert_rule(logits(with_ours(stock)), logits(stock), reference, torch.float32)
+    assert calls == {"moe_forward": 2}
+    assert any("the model passes s_aux" in sentence for sentence in said(caplog))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_softcap(padded: bool, calls: Counter[str]) -> None:
+    stock = make("gemma2", moe=False, intermediate_size=96, head_dim=16, sliding_window=32,
+                 attn_logit_softcapping=2.0, query_pre_attn_scalar=16)  # fmt: skip
+    mask = torch.ones_like(TOKENS)
+    mask[1, 8:] = int(not padded)
+    inputs = {"attention_mask": mask}
+    reference = logits(exact(stock), **inputs)
+    seen = mask.bool()
+    ours, plain = logits(with_ours(stock, moe=False), **inputs), logits(stock, **inputs)
+    assert_rule(ours[seen], plain[seen], reference[seen], torch.float32)
+    assert calls["flash_attention"] == (0 if padded else 2)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_encoder(padded: bool, calls: Counter[str]) -> None:
+    config = transformers.BertConfig(**SIZES, intermediate_size=96)
+    torch.manual_seed(1)
+    stock = transformers.BertModel(config, add_pooling_layer=False).eval()
+    mask = torch.ones_like(TOKENS)
+    mask[1, 7:] = int(not padded)
+    ours = copy.deepcopy(stock)
+    ours.set_attn_implementation(hf.NAME)
+    with torch.no_grad():
+        hidden = [
+            model(TOKENS, attention_mask=mask).last_hidden_state.double()[mask.bool()]
+            for model in (ours, stock, exact(stock))
+        ]
+    assert_rule(*hidden, torch.float32)
+    assert calls["flash_attention"] == (0 if padded else 2)
+
+
+def experts_module(kind: str, **given: Any) -> Any:
+    """The first experts of a model."""
+    return next(m for m in make(kind, **given).modules() if hasattr(m, "down_proj")
+                and hasattr(m, "is_transposed"))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts_alone(kind: str, dtype: Any, calls: Counter[str]) -> None:
+    """The same experts for all, so that the rule is about their arithmetic alone."""
+    module = experts_module(kind).to(dtype)
+    torch.manual_seed(2)
+    experts, hidden = module.num_experts, 64
+    x = torch.randn(29, hidden).to(dtype)
+    weights, ids = torch.randn(29, experts).softmax(-1).topk(2)
+    stock = type(module).forward.__wrapped__
+    with torch.no_grad():
+        reference = stock(
+            copy.deepcopy(module).double(), x.double(), ids, weights.to(dtype).double()
+        )
+        plain = stock(module, x, ids, weights.to(dtype)).double()
+        ours = hf.experts(module, x, ids, weights.to(dtype)).double()
+    assert_rule(ours, plain, reference, dtype)
+    assert calls == {"moe_forward": 1}
+
+
+def test_experts_of_another_device_add_nothing(calls: Counter[str]) -> None:
+    module = experts_module("mixtral")
+    x = torch.randn(9, 64)
+    ids = torch.tensor([[0, 4], [4, 4], [3, 1]] * 3)  # there are 4: 4 is none of them
+    weights = torch.rand(9, 2)
+    with torch.no_grad():
+        ours = hf.experts(module, x, ids, weights)
+        stock = type(module).forward.__wrapped__(module, x, ids, weights)
+    assert torch.allclose(ours, stock, atol=1e-5)
+    assert not ours[1].any()
+    assert calls == {"moe_forward": 1}
+
+
+def test_plain_experts_without_a_gate(calls: Counter[str]) -> None:
+    """As Nemotron-H has them: one matrix up, squared ReLU."""
+
+    @hf_moe.use_experts_implementation(has_gate=False)
+    class Experts(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.num_experts = 5
+            self.up_proj = torch.nn.Parameter(torch.randn(5, 24, 64) / 8)
+            self.down_proj = torch.nn.Parameter(torch.randn(5, 64, 24) / 5)
+            self.act_fn = transformers.activations.ACT2FN["relu2"]
+
+        def forward(self, *inputs: Any) -> Any:
+            raise AssertionError
+
+    torch.manual_seed(2)
+    module = Experts(None)
+    x, ids = torch.randn(7, 64), torch.randint(0, 5, (7, 1))
+    weights = torch.rand(7, 1)
+    with torch.no_grad():
+        ours = hf.experts(module, x, ids, weights)
+        stock = hf_moe.grouped_mm_experts_forward(module, x, ids, weights)
+    assert torch.allclose(ours, stock, atol=1e-4)
+    assert calls == {"moe_forward": 1}
+
+
+def test_a_gate_that_is_not_ours_goes_to_the_stock_experts(
+    calls: Counter[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = experts_module("mixtral")
+    monkeypatch.setattr(type(module), "_apply_gate", lambda self, both: both.chunk(2, -1)[0])
+    x, ids, weights = torch.randn(5, 64), torch.zeros(5, 1, dtype=torch.long), torch.ones(5, 1)
+    with torch.no_grad():
+        ours = hf.experts(module, x, ids, weights)
+        stock = hf_moe.grouped_mm_experts_forward(module, x, ids, weights)
+    assert torch.equal(ours, stock)
+    assert calls == {}
+    assert said(caplog) == [
+        "experts by transformers' own implementation: MixtralExperts has a gate of its own"
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(hf._ACTIVATIONS))
+def test_activations_are_known_by_their_formula(name: str) -> None:
+    function = transformers.activations.ACT2FN[name]
+    assert hf._activation(function) == hf._ACTIVATIONS[name]
+    x = torch.linspace(-6, 6, 201)
+    formulas = {
+        "silu": x * torch.sigmoid(x),
+        "gelu": x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
+        "gelu_tanh": 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        "relu": x.clamp(min=0),
+        "relu2": x.clamp(min=0) ** 2,
+    }
+    assert torch.allclose(function(x), formulas[hf._ACTIVATIONS[name]], atol=1e-5)
+
+
+def test_an_activation_that_is_not_ours_has_no_name() -> None:
+    assert hf._activation(transformers.activations.ACT2FN["mish"]) is None
+    assert hf._activation(torch.nn.GELU(approximate="tanh")) == "gelu_tanh"
+
+
+def test_a_name_of_transformers_own_is_refused() -> None:
+    with pytest.raises(ValueError, match='name: got flashmoe, accepted is one without "flash"'):
+        hf.register("flashmoe")
+
+
+def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        hf._say_once("attention", "there is dropout")
+        hf._say_once("attention", "there is dropout")
+        hf._say_once("experts", "there is dropout")
+    assert len(said(caplog)) == 2
+
+
+def test_the_documented_program_runs(calls: Counter[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "huggingface.md"
+    text = page.read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    logits(names["model"].eval())
+    assert calls == {"flash_attention": 2, "moe_forward": 2}

@@ -1,0 +1,155 @@
+"""The mixture of experts by CuPy's interface, played on the host: see test_dispatch.py."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import flashmoe_science as fm
+import moe_oracle
+import numpy as np
+import pytest
+from flashmoe_science import _core, _dispatch, _moe
+from moe_cases import Case, make
+from producers import Producer
+from python.test_dispatch import STREAM, fake_cupy
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    log: list[Any] = []
+    module: Any = fake_cupy(log)
+    base = module.ndarray
+
+    class ndarray(base):  # type: ignore[misc, valid-type]
+        def __getitem__(self, index: Any) -> ndarray:
+            return ndarray(self.array[index])
+
+        def __sub__(self, other: ndarray) -> ndarray:
+            return ndarray(self.array - other.array)
+
+        def __matmul__(self, other: ndarray) -> ndarray:
+            return ndarray(self.array @ other.array)
+
+        @property
+        def T(self) -> ndarray:
+            return ndarray(self.array.T)
+
+        @property
+        def data(self) -> Any:
+            return types.SimpleNamespace(ptr=self.array.ctypes.data)
+
+        def reshape(self, shape: tuple[int, ...]) -> ndarray:
+            return ndarray(self.array.reshape(shape))
+
+    class Device:
+        def __init__(self, ordinal: int) -> None:
+            log.append(("device", ordinal))
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    def current(device_id: int = 3) -> Any:
+        log.append(("current", device_id))
+        return types.SimpleNamespace(ptr=STREAM, synchronize=lambda: log.append("waited"))
+
+    module.ndarray = ndarray
+    module.int32 = np.int32
+    module.empty = lambda shape, dtype: ndarray(np.empty(shape, dtype))
+    module.asarray = lambda values, dtype: ndarray(np.asarray(values, dtype))
+    module.cuda.Device = Device
+    module.cuda.get_current_stream = current
+    module.log = log
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    _dispatch._framework_of_type.cache_clear()
+    _moe._all_rows_of_cupy.cache_clear()
+    yield module
+    _dispatch._framework_of_type.cache_clear()
+    _moe._all_rows_of_cupy.cache_clear()
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Operations that reach the native side, and their streams."""
+    calls: list[Any] = []
+    real = _core.moe_call
+
+    def spy(operation: str, tensors: Any, options: Any, allocate: Any, stream: Any) -> None:
+        calls.append((operation, stream))
+        real(operation, tensors, options, allocate, stream)
+
+    monkeypatch.setattr(_core, "moe_call", spy)
+    return calls
+
+
+def of_cupy(cupy: Any, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return fm.MoeRouting(*(of_cupy(cupy, part) for part in value))
+    return cupy.ndarray(value) if isinstance(value, np.ndarray) else value
+
+
+def test_routing_and_layer(cupy: Any, handed: list[Any]) -> None:
+    case = Case(gate="separate", bias="fp32")
+    values = make(case, Producer(), "fp32")
+    arguments = {name: of_cupy(cupy, value) for name, value in values.items()}
+    out, pre = fm.moe_forward(**arguments, **case.options, return_pre_activation=True)
+    assert type(out) is type(pre) is cupy.ndarray
+    moe_oracle.assert_forward(out.array, **values, **case.options, pre_activation=pre.array)
+    logits = np.random.default_rng(0).standard_normal((9, 6), np.float32)
+    routing = fm.moe_route(cupy.ndarray(logits), 2, return_lse=True)
+    assert all(type(part) is cupy.ndarray for part in routing)
+    moe_oracle.assert_routed(fm.MoeRouting(*(part.array for part in routing)),
+                             moe_oracle.route(logits, 2))  # fmt: skip
+    assert routing.counts.array.sum() == 18
+    assert handed == [("forward", STREAM), ("route", STREAM)]
+    assert {entry[1] for entry in cupy.log if entry[0] == "dlpack"} == {-1}, "nothing waits"
+
+
+@pytest.mark.parametrize("experts", [8, 6])
+def test_fused(cupy: Any, handed: list[Any], experts: int) -> None:
+    case = Case(experts=experts)
+    values = make(case, Producer(), "fp32")
+    router = np.random.default_rng(0).standard_normal((experts, 40), np.float32)
+    tensors = {"tokens": values["x"].reshape(1, 37, 40), "router_weights": router,
+               "w_gate_up": values["w_gate_up"], "w_down": values["w_down"]}  # fmt: skip
+    given = {name: cupy.ndarray(value) for name, value in tensors.items()}
+    for _ in range(2):
+        got = fm.fused_moe(**given, top_k=2)
+        assert type(got) is cupy.ndarray
+        want = fm.fused_moe(**tensors, top_k=2)
+        np.testing.assert_allclose(got.array, want, rtol=1e-5, atol=1e-6)
+    steps = ["grouped_product"] * (experts == 8) + ["route", "forward"]
+    of_cupys = [call for call in handed if call[1] == STREAM]
+    assert of_cupys == [(step, STREAM) for step in steps * 2]
+    assert cupy.log.count("waited") == (experts == 8), "once for a device"
+
+
+def test_a_stream_that_is_given_wins(cupy: Any, handed: list[Any]) -> None:
+    logits = cupy.ndarray(np.zeros((3, 4), np.float32))
+    fm.moe_route(logits, 2, stream=types.SimpleNamespace(ptr=0x1230))
+    assert handed == [("route", 0x1230)]
+    assert not [entry for entry in cupy.log if entry[0] == "current"]
+    values = make(Case(experts=8), Producer(), "fp32")
+    given = [cupy.ndarray(values[name]) for name in ("x", "w_gate_up", "w_down")]
+    router = cupy.ndarray(np.zeros((8, 40), np.float32))
+    fm.fused_moe(given[0], router, *given[1:], 2, stream=0x4560)
+    made = [entry for entry in cupy.log if entry[0] == "external"]
+    assert made and all(entry == ("external", 0x4560, 3) for entry in made), (
+        "what lies between is memory of the stream that uses it"
+    )
+
+
+def test_workspace_is_the_frameworks(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+
+    def asks(operation: str, tensors: Any, options: Any, allocate: Any, stream: Any) -> None:
+        allocate("out", (37, 40), "float32")
+        kept.append(allocate("workspace", (4096,), "uint8"))
+
+    monkeypatch.setattr(_core, "moe_call", asks)
+    values = make(Case(), Producer(), "fp32")
+    out = fm.moe_forward(**{n: of_cupy(cupy, v) for n, v in values.items()})
+    assert out.shape == (37, 40)
+    assert len(kept) == 1
+    assert [entry for entry in cupy.log if entry[0] == "external"] == [("external", STREAM, 3)]
