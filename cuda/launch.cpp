@@ -157,6 +157,8 @@ flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFac
   if (error == cudaSuccess) {
     *arch = attributes.binaryVersion;
     loaded.ptx.store(attributes.ptxVersion, std::memory_order_relaxed);
+    loaded.static_shared_bytes.store(static_cast<int>(attributes.sharedSizeBytes),
+                                     std::memory_order_relaxed);
     loaded.handle.store(driver_handle(kernel), std::memory_order_relaxed);
     loaded.arch.store(*arch, std::memory_order_release);
     return FLASHMOE_OK;

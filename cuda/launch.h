@@ -29,6 +29,7 @@ struct LoadedKernel {
   // Of the PTX that the code was made from. Not the same: on a newer chip the code may be the chip's,
   // made from older PTX and without what newer PTX has.
   std::atomic<int> ptx;
+  std::atomic<int> static_shared_bytes;  // of a block, beside what a launch asks for
   // A CUkernel, which the driver launches in whatever context is current; or nullptr, and then only
   // the runtime can launch it.
   std::atomic<const void*> handle;

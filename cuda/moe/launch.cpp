@@ -5,10 +5,19 @@
 
 namespace flashmoe {
 
-flashmoe_moe_stage* add_stage(const Kernel& kernel, int arch, const char* suffix, int64_t blocks,
-                              int threads, int shared_bytes, MoePlan* plan) {
+namespace {
+
+int static_shared_bytes(const Kernel& kernel, int device_id) {
+  return kernel.loaded[device_id].static_shared_bytes.load(std::memory_order_relaxed);
+}
+
+}  // namespace
+
+flashmoe_moe_stage* add_stage(const Kernel& kernel, int device_id, const char* suffix,
+                              int64_t blocks, int threads, int shared_bytes, MoePlan* plan) {
   flashmoe_moe_plan& info = plan->info;
-  std::snprintf(info.isa, sizeof info.isa, "sm_%d%s", arch, suffix);
+  std::snprintf(info.isa, sizeof info.isa, "sm_%d%s",
+                kernel.loaded[device_id].arch.load(std::memory_order_relaxed), suffix);
   plan->entry[info.launches] = &kernel;
   flashmoe_moe_stage& stage = info.stage[info.launches++];
   std::strncpy(stage.kernel, kernel.name, sizeof stage.kernel - 1);
@@ -16,7 +25,7 @@ flashmoe_moe_stage* add_stage(const Kernel& kernel, int arch, const char* suffix
   stage.grid[1] = stage.grid[2] = 1;
   stage.block[0] = static_cast<uint32_t>(threads);
   stage.block[1] = stage.block[2] = 1;
-  stage.shared_bytes = static_cast<uint64_t>(shared_bytes);
+  stage.shared_bytes = static_cast<uint64_t>(shared_bytes + static_shared_bytes(kernel, device_id));
   return &stage;
 }
 
@@ -27,7 +36,8 @@ flashmoe_status launch_stage(const MoePlan& plan, int index, flashmoe_device dev
   LaunchShape shape;
   std::memcpy(shape.grid, stage.grid, sizeof shape.grid);
   std::memcpy(shape.block, stage.block, sizeof shape.block);
-  shape.shared_bytes = stage.shared_bytes;
+  shape.shared_bytes =
+      stage.shared_bytes - static_cast<uint64_t>(static_shared_bytes(kernel, device.device_id));
   shape.cluster = stage.cluster;
   shape.programmatic = has_clusters(kernel, device.device_id);
   return launch_kernel(kernel, device, shape, params, stream);

@@ -70,8 +70,12 @@ class Gpu:
         for view in params.keep:
             view.device = capi.Device(capi.CUDA, 0)
             array = view.keep
-            view.data = self.driver.upload(storage_of(array))
-            uploaded.append((view.data, storage_of(array)))
+            stored = storage_of(array)
+            if stored.nbytes == 0:  # of which the driver makes none
+                view.data = None
+                continue
+            view.data = self.driver.upload(stored)
+            uploaded.append((view.data, stored))
         plan = capi_moe.plan_of(params, self.lib)
         workspace = np.full(max(plan.workspace_bytes, 1), 0xFF, np.uint8)
         scratch = self.driver.upload(workspace)

@@ -38,8 +38,8 @@ flashmoe_status add_combine(const MoeForwardProblem& problem, const DeviceFacts&
   const int64_t row_threads = std::max<int64_t>(1, (pieces + row_blocks - 1) / row_blocks);
   const int64_t block_rows = std::max<int64_t>(1, most / row_threads);
   const int64_t blocks = std::max<int64_t>(1, (problem.tokens + block_rows - 1) / block_rows);
-  flashmoe_moe_stage* stage =
-      add_stage(kernel, arch, "", blocks, static_cast<int>(row_threads), 0, plan);
+  flashmoe_moe_stage* stage = add_stage(kernel, problem.device.device_id, "", blocks,
+                                        static_cast<int>(row_threads), 0, plan);
   stage->grid[1] = static_cast<uint32_t>(row_blocks);
   stage->block[1] = static_cast<uint32_t>(block_rows);
   stage->tile_tokens = static_cast<int32_t>(block_rows);

@@ -136,7 +136,7 @@ flashmoe_status plan(const MoeRouteProblem& problem, MoePlan* plan, const Reason
   FLASHMOE_TRY(load_kernel(entry, device_id, *facts, &arch, reason, allow_clusters));
   const int cluster = blocks_of_once(problem, entry, entry.most_blocks[device_id]);
   const auto add = [&](const Kernel& kernel, int64_t blocks, int warps, int shared_bytes) {
-    return add_stage(kernel, arch, "", blocks, kWarpThreads * warps, shared_bytes, plan);
+    return add_stage(kernel, device_id, "", blocks, kWarpThreads * warps, shared_bytes, plan);
   };
   if (cluster > 0) {
     const int64_t block_tokens = ceil_div(problem.tokens, cluster);

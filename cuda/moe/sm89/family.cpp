@@ -94,7 +94,7 @@ flashmoe_status add_product(const DeviceFacts& facts, flashmoe_device device, Dt
   const int64_t most = int64_t{facts.multiprocessors} * entry->blocks_per_sm;
   const int64_t weight_tiles = ceil_div(extents.out_columns, entry->out_rows);
   const int64_t blocks = token_tiles > most ? most : std::min(most, token_tiles * weight_tiles);
-  flashmoe_moe_stage* stage = add_stage(*entry, arch, "", std::max<int64_t>(blocks, 1),
+  flashmoe_moe_stage* stage = add_stage(*entry, device.device_id, "", std::max<int64_t>(blocks, 1),
                                         entry->threads, entry->shared_bytes, plan);
   stage->tile_rows = entry->tile_rows;
   stage->tile_tokens = entry->tile_tokens;

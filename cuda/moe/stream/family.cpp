@@ -184,7 +184,7 @@ flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reas
   const int64_t down_blocks = whole > 0 ? whole : multiprocessors;
   const auto add = [&](const Kernel& kernel, int64_t blocks, int64_t bytes, int stages) {
     flashmoe_moe_stage* stage =
-        add_stage(kernel, arch, "", blocks, entry->threads, static_cast<int>(bytes), plan);
+        add_stage(kernel, device_id, "", blocks, entry->threads, static_cast<int>(bytes), plan);
     stage->tile_rows = 16 * entry->tiles;
     stage->tile_tokens = shape.entry_tokens;
     stage->stages = stages;

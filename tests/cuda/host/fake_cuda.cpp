@@ -172,7 +172,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
   attributes->binaryVersion = 90;
   attributes->ptxVersion = 90;
   attributes->numRegs = 168;
-  attributes->sharedSizeBytes = 16;
+  attributes->sharedSizeBytes = kStaticSharedBytes;
   attributes->maxDynamicSharedSizeBytes = state.allowed_shared_bytes[current_device];
   if (by_handle && !state.handles_share_attributes)
     attributes->maxDynamicSharedSizeBytes = 48 << 10;

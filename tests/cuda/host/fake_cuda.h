@@ -12,6 +12,8 @@
 
 namespace fake {
 
+inline constexpr int kStaticSharedBytes = 16;  // of a block of every kernel
+
 enum class By { kNobody, kDriver, kRuntime };
 
 struct Launch {
