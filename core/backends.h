@@ -33,6 +33,7 @@ extern const MoeFamily kSm89Moe;
 extern const MoeFamily kStreamMoe;
 #if FLASHMOE_WITH_SM90  // built for sm_90a
 extern const AttentionFamily kSm90Attention;
+extern const MoeFamily kSm90Moe;
 #endif
 int32_t cuda_device_count();
 int32_t cuda_runtime_version();

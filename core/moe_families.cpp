@@ -8,6 +8,9 @@ const MoeFamily* const kMoeFamilies[] = {
 #if FLASHMOE_WITH_CUDA
     &kRouteMoe,
     &kStreamMoe,
+#if FLASHMOE_WITH_SM90
+    &kSm90Moe,
+#endif
     &kSm89Moe,
 #endif
     &kCpuMoe,

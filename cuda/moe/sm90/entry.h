@@ -8,9 +8,10 @@ namespace flashmoe::moe::sm90 {
 
 // What a kernel does with its operands and its products.
 enum class Use {
-  kGatedUp,  // gathers rows of x, multiplies the activation of one half by the other
-  kUp,       // gathers rows of x, activation
-  kDown      // rows as they lie, products and their bias
+  kPlainGatedUp,  // gathers rows of x, multiplies SiLU of one half by the other
+  kGatedUp,       // the same for every activation, with bias, limit and weights of pairs
+  kUp,            // gathers rows of x, activation
+  kDown           // rows as they lie, products and their bias
 };
 
 struct Entry : Kernel {

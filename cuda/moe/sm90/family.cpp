@@ -80,14 +80,13 @@ bool encode(const View& view, CUtensorMap* map) {
                                bytes(view.batch_stride, view.batches), 16};
   const cuuint32_t box[4] = {kBoxColumns, static_cast<cuuint32_t>(view.box_rows), 1, 1};
   const cuuint32_t ones[4] = {1, 1, 1, 1};
-  return encode_function()(map,
-                           static_cast<Dtype>(view.dtype) == Dtype::kFloat16
-                               ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                           4, const_cast<void*>(view.data), extents, steps, box, ones,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_function()(
+             map,
+             static_cast<Dtype>(view.dtype) == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             4, const_cast<void*>(view.data), extents, steps, box, ones,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // The map of a view; kept by each thread, since programs use the same tensors again and again and a
@@ -138,8 +137,8 @@ struct Product {
   Use use;
   Dtype dtype;
   flashmoe_device device;
-  int64_t rows;      // of all experts, or of one of the batches
-  int64_t batches;   // that rows lie in: 1, or one for each expert
+  int64_t rows;     // of all experts, or of one of the batches
+  int64_t batches;  // that rows lie in: 1, or one for each expert
   int64_t experts;
   int64_t columns;   // summed over
   int64_t out_rows;  // of the matrix: columns of the output
@@ -166,8 +165,7 @@ flashmoe_status check_device(flashmoe_device device, Dtype dtype, const DeviceFa
                          "dtype fp32, accepted on a GPU are fp16 and bf16");
   }
   if (encode_function() == nullptr) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "the driver offers no cuTensorMapEncodeTiled");
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
   }
   return FLASHMOE_OK;
 }
@@ -229,9 +227,10 @@ flashmoe_status add_product(const DeviceFacts& facts, const Product& product, Mo
   if (pairs > kMaxItems / std::max<int64_t>(row_tiles, 1)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles");
   }
-  const int64_t clusters = std::clamp<int64_t>(pairs * row_tiles, 1, facts.multiprocessors / kCluster);
-  flashmoe_moe_stage* stage = add_stage(*entry, arch, "a", clusters * kCluster, entry->threads,
-                                        entry->shared_bytes, plan);
+  const int64_t clusters =
+      std::clamp<int64_t>(pairs * row_tiles, 1, facts.multiprocessors / kCluster);
+  flashmoe_moe_stage* stage =
+      add_stage(*entry, arch, "a", clusters * kCluster, entry->threads, entry->shared_bytes, plan);
   stage->cluster = kCluster;
   stage->tile_rows = entry->tile_rows;
   stage->tile_tokens = entry->tile_tokens;
@@ -247,9 +246,9 @@ bool fill_product(const Product& product, const ExpertMatrix& first, const Exper
   const int32_t dtype = static_cast<int32_t>(product.dtype);
   const ExpertMatrix* const halves[kHalves] = {&first, &second};
   for (int i = 0; i < kHalves; ++i) {
-    const View view = {halves[i]->data,       product.columns,           product.out_rows,
-                       product.experts,       halves[i]->row_stride,     halves[i]->expert_stride,
-                       kHalfRows,             dtype};
+    const View view = {
+        halves[i]->data,       product.columns,          product.out_rows, product.experts,
+        halves[i]->row_stride, halves[i]->expert_stride, kHalfRows,        dtype};
     if (!find_map(view, &params->weights[i])) return false;
   }
   params->rows = static_cast<int32_t>(product.rows);
@@ -279,15 +278,9 @@ void fill_activation(const MoeForwardProblem& p, Params* params) {
       params->swish_scale = static_cast<float>(-kLog2E * kTwiceSqrt2OverPi);
       params->swish_cube = static_cast<float>(-kLog2E * kTwiceSqrt2OverPi * kCube);
       break;
-    case FLASHMOE_ACTIVATION_GELU:
-      params->curve = kGeluErf;
-      break;
-    case FLASHMOE_ACTIVATION_RELU:
-      params->curve = kRelu;
-      break;
-    case FLASHMOE_ACTIVATION_RELU2:
-      params->curve = kRelu2;
-      break;
+    case FLASHMOE_ACTIVATION_GELU: params->curve = kGeluErf; break;
+    case FLASHMOE_ACTIVATION_RELU: params->curve = kRelu; break;
+    case FLASHMOE_ACTIVATION_RELU2: params->curve = kRelu2; break;
   }
   params->limit = p.limit;
   params->up_offset = p.up_offset;
@@ -303,8 +296,14 @@ void fill_activation(const MoeForwardProblem& p, Params* params) {
 // ---- the layer
 
 Product up_of(const MoeForwardProblem& p) {
-  return {p.gated ? Use::kGatedUp : Use::kUp, p.dtype, p.device, p.tokens * p.top_k, 1, p.experts,
-          p.hidden, p.inner};
+  return {p.gated ? Use::kGatedUp : Use::kUp,
+          p.dtype,
+          p.device,
+          p.tokens * p.top_k,
+          1,
+          p.experts,
+          p.hidden,
+          p.inner};
 }
 Product down_of(const MoeForwardProblem& p) {
   return {Use::kDown, p.dtype, p.device, p.tokens * p.top_k, 1, p.experts, p.inner, p.hidden};
@@ -322,8 +321,7 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
   FLASHMOE_TRY(check_device(problem.device, problem.dtype, &facts, reason));
   const int64_t pairs = problem.tokens * problem.top_k;
   if (problem.gated) {
-    FLASHMOE_TRY(
-        check_weights("w_gate_up", problem.gate, problem.experts, problem.inner, reason));
+    FLASHMOE_TRY(check_weights("w_gate_up", problem.gate, problem.experts, problem.inner, reason));
   }
   FLASHMOE_TRY(check_weights(problem.gated ? "w_up" : "w_gate_up", problem.up, problem.experts,
                              problem.inner, reason));
@@ -337,8 +335,7 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
   }
   FLASHMOE_TRY(check_rows("weights", problem.hidden, pairs, 0, 1, reason));
   if (problem.pre_activation != nullptr) {
-    FLASHMOE_TRY(
-        check_rows("pre_activation", problem.pre_activation_stride, pairs, 0, 1, reason));
+    FLASHMOE_TRY(check_rows("pre_activation", problem.pre_activation_stride, pairs, 0, 1, reason));
   }
   FLASHMOE_TRY(add_product(*facts, up_of(problem), plan, reason));
   FLASHMOE_TRY(add_product(*facts, down_of(problem), plan, reason));
@@ -414,8 +411,8 @@ flashmoe_status launch_forward(const MoeForwardProblem& problem, const MoePlan& 
 // ---- the product alone
 
 Product product_of(const GroupedProductProblem& p) {
-  return {Use::kDown, p.dtype, p.device, p.rows, p.counts != nullptr ? p.experts : 1, p.experts,
-          p.columns, p.out_columns};
+  return {Use::kDown, p.dtype,   p.device,     p.rows, p.counts != nullptr ? p.experts : 1,
+          p.experts,  p.columns, p.out_columns};
 }
 
 flashmoe_status plan_product(const GroupedProductProblem& problem, MoePlan* plan,

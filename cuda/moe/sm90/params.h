@@ -5,7 +5,17 @@
 
 #include <cstdint>
 
-namespace flashmoe::moe_sm90 {
+namespace flashmoe::moe::sm90 {
+
+inline constexpr int kCluster = 2;  // blocks that share weights
+inline constexpr int kHalves = 2;   // of a tile's weight rows: gate and up, or neighbours
+inline constexpr int kHalfRows = 128;
+inline constexpr int kBoxColumns = 64;  // of all boxes: 128 bytes, the widest swizzle
+inline constexpr int kTokenBoxRows = 32;
+// The output is written in boxes of so many rows: greatest first, so that no row of another expert is
+// touched.
+inline constexpr int kOutHeights = 3;
+inline constexpr int kOutBoxRows[kOutHeights] = {32, 8, 1};
 
 // A bias [experts, rows] of one half of the weight rows. data is nullptr where there is none.
 struct Bias {
@@ -25,14 +35,14 @@ enum Curve : int32_t {
 };
 
 struct Params {
-  // Tensor maps of rank 4, the last dimension 1. Of each half: [columns, rows, experts] in boxes of 64
-  // columns by 128 rows.
-  CUtensorMap weights[2];
-  // Rows as they lie, not for kernels that gather: [columns, rows, batches] in boxes of 64 columns.
+  // Tensor maps of rank 4, the last dimension 1. Of each half: [columns, rows, experts] in boxes of
+  // kHalfRows rows.
+  CUtensorMap weights[kHalves];
+  // Rows as they lie, not for kernels that gather: [columns, rows, batches] in boxes of kTokenBoxRows.
   CUtensorMap tokens;
-  // [rows of weights, rows, batches] in boxes of 64 columns by each of kOutBoxRows.
-  CUtensorMap out[3];
-  CUtensorMap pre_activation[2][3];  // of each half; without a gate of the first
+  // [rows of weights, rows, batches] in boxes of each of kOutBoxRows.
+  CUtensorMap out[kOutHeights];
+  CUtensorMap pre_activation[kHalves][kOutHeights];  // of each half; without a gate the first
 
   // Rows to gather: slot s has row pairs[s] / top_k of x.
   const uint16_t* x;
@@ -51,17 +61,14 @@ struct Params {
   int32_t out_rows;         // of the weights, of one half if they are gated
   int32_t row_tiles;        // tiles along them
   int32_t pairs_per_group;  // pairs of token tiles whose tokens are to stay in the L2 together
-  int32_t multicast;        // whether the blocks of a cluster share what they both need
 
-  Bias bias[2];  // of each half if they are gated, else the first
+  Bias bias[kHalves];  // of each half if they are gated, else the first
   int32_t curve;
-  int32_t plain;           // products are taken as they are: no bias, weights of pairs, limit, offset,
-                           // and the activation is SiLU times up, or none
-  int32_t pre_activated;   // pre_activation is wanted
-  float swish_scale;       // -log2(e) times that of the formula
+  int32_t pre_activated;  // pre_activation is wanted
+  float swish_scale;      // -log2(e) times that of the formula
   float swish_cube;
-  float limit;             // infinity: none
+  float limit;  // infinity: none
   float up_offset;
 };
 
-}  // namespace flashmoe::moe_sm90
+}  // namespace flashmoe::moe::sm90

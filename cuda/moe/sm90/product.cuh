@@ -34,7 +34,7 @@
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
-namespace flashmoe::moe_sm90 {
+namespace flashmoe::moe::sm90 {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
 inline constexpr int kLagBarrier = 3;
@@ -49,8 +49,8 @@ struct alignas(16) Tile {
   int tokens;      // that there are; 0: nothing comes of this tile
   int units;       // that it is wide, of kUnitTokens; 0: there are no more tiles
   int row_tile;
-  int shared;      // weights with the other block of the cluster
-  int reused;      // weights by other tiles
+  int shared;  // weights with the other block of the cluster
+  int reused;  // weights by other tiles
   int padding;
 };
 
@@ -210,13 +210,11 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   int sent = 0;
   Tile tile;
   for (int item = first_item(); schedule.find(item, rank, &tile); item += item_stride(), ++sent) {
-    const bool shares = tile.shared != 0 && params.multicast != 0;
+    const bool shares = tile.shared != 0;
     const uint64_t policy = tile.reused != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
     const int first_row = tile.row_tile * Traits::kOutRows;
     const int boxes =
-        Traits::kGathers
-            ? 0
-            : (tile.units * kUnitTokens + kTokenBoxRows - 1) / kTokenBoxRows;
+        Traits::kGathers ? 0 : (tile.units * kUnitTokens + kTokenBoxRows - 1) / kTokenBoxRows;
     const int token_batch = params.counts != nullptr ? tile.expert : 0;
     if (leader) shared.tiles[sent % Traits::kTileSlots] = tile;
 #pragma unroll 1
@@ -226,8 +224,7 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
       const int column = step * Traits::kStep;
       ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
       if (leader) {
-        ptx::mbarrier_arrive_expect(full,
-                                    Traits::kWeightBytes + boxes * Traits::kTokenBoxBytes);
+        ptx::mbarrier_arrive_expect(full, Traits::kWeightBytes + boxes * Traits::kTokenBoxBytes);
         if (shares) {
           const int row = first_row + (Traits::kGated ? 0 : rank * kHalfRows);
           ptx::tma_load_multicast(weights + rank * Traits::kHalfBytes, &params.weights[rank], full,
@@ -374,20 +371,26 @@ __device__ __forceinline__ int uniform(int value) {
   return static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(value)));
 }
 
-// The state of a consumer warpgroup.
+// The products of a tile of kTokens tokens that a thread of a consumer has: of 64 rows of each half.
+template <int kTokens>
+struct Products {
+  float first[kTokens / 2];
+  float second[kTokens / 2];
+};
+
+// The state of a consumer warpgroup. A main loop and what follows it are compiled for every width of a
+// tile: if they had the latter in common, ptxas would have to bring the accumulators of all main loops
+// to the same registers, and lets products wait for each other rather than that (C7511).
 template <class Traits>
 struct Consumer {
   using Element = typename Traits::Element;
   using Numeric = numeric::ElementTraits<Element>;
-  static constexpr int kAccumulators = Traits::kTileTokens / 2;
 
   const Params& params;
   const Shared<Traits>& shared;
   int group;
   Cursor<Traits::kStages> cursor;
   int held = kNone;  // the last stage of the tile before, by way of which its output leaves
-  float first[kAccumulators];   // of the first half's 64 rows
-  float second[kAccumulators];  // of the second half's
 
   __device__ __forceinline__ Consumer(const Params& params_, const Shared<Traits>& shared_,
                                       int group_)
@@ -413,80 +416,54 @@ struct Consumer {
     release(held);
   }
 
-  // The main loop over a tile of so many tokens.
+  // Begins the products of a step, which the first of a tile overwrite the accumulators with.
   template <int kTokens>
-  __device__ __forceinline__ void multiply() {
+  __device__ __forceinline__ void issue(Products<kTokens>& products, bool begins) const {
     using Mma = ptx::Wgmma<Element, kTokens>;
-    float first_used[kTokens / 2];
-    float second_used[kTokens / 2];
-    const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
-    constexpr int kGroupBytes = Traits::kHalfBytes / Traits::kConsumers;
-    const uint64_t weights =
-        ptx::swizzled_descriptor(shared.weights(0) + group * kGroupBytes, 16);
-    const uint64_t tokens = ptx::swizzled_descriptor(shared.tokens(0), 16);
-    const auto issue = [&](bool begins) {
-      const int stage_bytes = cursor.stage * Traits::kStageBytes;
-      const uint64_t a = ptx::advance(weights, stage_bytes);
-      const uint64_t b = ptx::advance(tokens, stage_bytes);
-      ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
-      if (Traits::kGathers) ptx::fence_proxy_async_shared();
-      ptx::wgmma_fence();
+    const uint64_t a = ptx::swizzled_descriptor(
+        shared.weights(cursor.stage) + group * (Traits::kHalfBytes / Traits::kConsumers), 16);
+    const uint64_t b = ptx::swizzled_descriptor(shared.tokens(cursor.stage), 16);
+    ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
+    if (Traits::kGathers) ptx::fence_proxy_async_shared();
+    ptx::wgmma_fence();
 #pragma unroll
-      for (int slice = 0; slice < Traits::kStep / 16; ++slice) {
-        const bool add = slice > 0 || !begins;
-        Mma::multiply(first_used, ptx::advance(a, 32 * slice), ptx::advance(b, 32 * slice), add);
-        Mma::multiply(second_used, ptx::advance(a, Traits::kHalfBytes + 32 * slice),
-                      ptx::advance(b, 32 * slice), add);
-      }
-      ptx::wgmma_commit();
-    };
-    if (group == 1 && LAG) ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
-    issue(true);
+    for (int slice = 0; slice < Traits::kStep / 16; ++slice) {
+      const bool add = slice > 0 || !begins;
+      Mma::multiply(products.first, ptx::advance(a, 32 * slice), ptx::advance(b, 32 * slice), add);
+      Mma::multiply(products.second, ptx::advance(a, Traits::kHalfBytes + 32 * slice),
+                    ptx::advance(b, 32 * slice), add);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // The main loop. The second consumer begins a tile a step later than the first, so that one's products
+  // go on while the other writes out what it has.
+  template <int kTokens>
+  __device__ __forceinline__ void multiply(Products<kTokens>& products) {
+    const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
+    if (group == 1) ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
+    issue(products, true);
     give_back();
     int last_stage = cursor.stage;
     cursor.step();
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
-      issue(false);
+      issue(products, false);
       ptx::wgmma_wait<1>();
-      if (group == 0 && LAG == step) ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
+      if (group == 0 && step == 1) {
+        ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
+      }
       release(last_stage);
       last_stage = cursor.stage;
       cursor.step();
     }
     ptx::wgmma_wait<0>();
-    if (group == 0 && LAG && steps <= LAG) ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
-    ptx::pin(first_used);
-    ptx::pin(second_used);
+    if (group == 0 && steps == 1) {
+      ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
+    }
+    ptx::pin(products.first);
+    ptx::pin(products.second);
     held = last_stage;
-#pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) {
-      first[i] = first_used[i];
-      second[i] = second_used[i];
-    }
-  }
-
-  __device__ __forceinline__ void multiply(int units) {
-    switch (units) {
-#define FLASHMOE_UNITS(units)          \
-  case units:                          \
-    multiply<kUnitTokens * units>();   \
-    break;
-      FLASHMOE_UNITS(1)
-      FLASHMOE_UNITS(2)
-      FLASHMOE_UNITS(3)
-      FLASHMOE_UNITS(4)
-      FLASHMOE_UNITS(5)
-      FLASHMOE_UNITS(6)
-      FLASHMOE_UNITS(7)
-      FLASHMOE_UNITS(8)
-      FLASHMOE_UNITS(9)
-      FLASHMOE_UNITS(10)
-      FLASHMOE_UNITS(11)
-      default:
-        multiply<Traits::kTileTokens>();
-#undef FLASHMOE_UNITS
-    }
   }
 
   __device__ __forceinline__ float bias_of(const Bias& bias, int expert, int row) const {
@@ -498,10 +475,11 @@ struct Consumer {
 
   // Puts the weights of the tile's pairs, or ones, into shared memory.
   __device__ __forceinline__ void load_scales(const Tile& tile) const {
-    ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);  // the last tile's are done with
+    ptx::named_barrier_sync(kStoreBarrier + group,
+                            kThreadsPerGroup);  // the last tile's are done with
     for (int i = thread_index() % kThreadsPerGroup; i < tile.tokens; i += kThreadsPerGroup) {
       float scale = 1.0f;
-      if (Traits::kGathers && params.pair_weights != nullptr) {
+      if (params.pair_weights != nullptr) {
         const int pair = params.pairs[tile.first_slot + i];
         scale = pair >= 0 && pair < params.rows ? params.pair_weights[pair] : 0.0f;
       }
@@ -515,12 +493,11 @@ struct Consumer {
 
   // Writes 64 rows of values of all tokens, transposed: from `column` on of the tokens' rows.
   // values(block, v) gives those of a block of 8 tokens. `sent` counts what the tile has sent.
-  template <class Values>
+  template <int kTokens, class Values>
   __device__ __forceinline__ void store(const Tile& tile, const CUtensorMap (&maps)[kOutHeights],
                                         int column, int* sent, const Values& values) const {
     constexpr int kPairs = Traits::kOutTokens / 16;  // of blocks of 8 tokens: what stmatrix stores
-    static_assert(kUnitTokens == 16);
-    constexpr int kParts = Traits::kTileTokens / Traits::kOutTokens;
+    constexpr int kParts = (kTokens + Traits::kOutTokens - 1) / Traits::kOutTokens;
     const int lane = lane_index();
     const int warp = warp_of_group();
     const bool leader = warp == 0 && lane == 0;
@@ -531,7 +508,6 @@ struct Consumer {
     const int batch = params.counts != nullptr ? tile.expert : 0;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      if (part * Traits::kOutTokens >= tile.tokens) break;
       const uint32_t to = shared.weights(held) + *sent % Traits::kOutBuffers * Traits::kHalfBytes +
                           group * Traits::kOutBytes;
       // For what left this buffer before.
@@ -541,14 +517,12 @@ struct Consumer {
       ++*sent;
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        const int pair = part * kPairs + i;
-        if (pair >= tile.units) break;
+      for (int i = 0; i < kPairs && part * kPairs + i < kTokens / 16; ++i) {
         uint32_t packed[4];
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
           float v[4];
-          values(2 * pair + block, v);
+          values(2 * (part * kPairs + i) + block, v);
           packed[2 * block] = Numeric::pack(v[0], v[1]);
           packed[2 * block + 1] = Numeric::pack(v[2], v[3]);
         }
@@ -558,34 +532,39 @@ struct Consumer {
       ptx::fence_proxy_async_shared();
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
       if (leader) {
-        constexpr int kBoxRows[] = {kOutBoxRows[0], kOutBoxRows[1], kOutBoxRows[2]};
-        const int slot = tile.first_slot + part * Traits::kOutTokens;
-        const int rows = min(Traits::kOutTokens, tile.tokens - part * Traits::kOutTokens);
-        int row = 0;
-        if (column < params.out_rows) {
-#pragma unroll
-          for (int height = 0; height < kOutHeights; ++height) {
-            for (; row + kBoxRows[height] <= rows; row += kBoxRows[height]) {
-              ptx::tma_store(&maps[height], to + row * kBoxRowBytes, column, slot + row, batch, 0);
-            }
-          }
-        }
+        send(tile, maps, column, part * Traits::kOutTokens, batch, to);
         ptx::tma_store_commit();
       }
     }
   }
 
+  // Sends the rows of at most kOutTokens tokens from `first` on, as many as there are; one thread.
+  __device__ __forceinline__ void send(const Tile& tile, const CUtensorMap (&maps)[kOutHeights],
+                                       int column, int first, int batch, uint32_t from) const {
+    constexpr int kBoxRows[] = {kOutBoxRows[0], kOutBoxRows[1], kOutBoxRows[2]};
+    if (column >= params.out_rows) return;
+    const int rows = min(Traits::kOutTokens, tile.tokens - first);
+    int row = 0;
+#pragma unroll
+    for (int height = 0; height < kOutHeights; ++height) {
+#pragma unroll 1
+      for (; row + kBoxRows[height] <= rows; row += kBoxRows[height]) {
+        ptx::tma_store(&maps[height], from + row * kBoxRowBytes, column,
+                       tile.first_slot + first + row, batch, 0);
+      }
+    }
+  }
+
   // Products with what comes before the activation: the weights of the tokens' pairs and the bias.
+  template <int kCount>
   struct Adjusted {
-    const Consumer& consumer;
-    const float (&products)[kAccumulators];
+    const float (&products)[kCount];
+    uint32_t scales;
     float biases[2];  // of a thread's two rows
 
-    __device__ __forceinline__ Adjusted(const Consumer& consumer_,
-                                        const float (&products_)[kAccumulators], int half,
-                                        int expert, int first_row)
-        : consumer(consumer_), products(products_) {
-      const Bias& bias = consumer.params.bias[Traits::kGated ? half : 0];
+    __device__ __forceinline__ Adjusted(const Consumer& consumer, const float (&products_)[kCount],
+                                        const Bias& bias, int expert, int first_row)
+        : products(products_), scales(consumer.scales()) {
       biases[0] = biases[1] = 0.0f;
       if (bias.data != nullptr) {
         const int row = first_row + warp_of_group() * 16 + lane_index() / 4;
@@ -597,8 +576,7 @@ struct Consumer {
     __device__ __forceinline__ void operator()(int block, float (&v)[4]) const {
       float2 factors{1.0f, 1.0f};
       if (Traits::kGathers) {
-        factors = ptx::load_shared_float2(consumer.scales() +
-                                          (8 * block + lane_index() % 4 * 2) * 4);
+        factors = ptx::load_shared_float2(scales + (8 * block + lane_index() % 4 * 2) * 4);
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -608,99 +586,114 @@ struct Consumer {
   };
 
   // Stores one half of what has no gate, and first, if wanted, what the activation is applied to.
-  template <int kCurve>
-  __device__ __forceinline__ void finish_half(const Tile& tile,
-                                              const float (&products)[kAccumulators], int half,
+  template <int kCurve, int kTokens>
+  __device__ __forceinline__ void finish_half(const Tile& tile, const float (&half)[kTokens / 2],
                                               int row, int* sent) const {
-    const Adjusted z(*this, products, half, tile.expert, row);
+    const Adjusted<kTokens / 2> z(*this, half, params.bias[0], tile.expert, row);
     if (Traits::kGathers && params.pre_activated != 0) {
-      store(tile, params.pre_activation[0], row, sent, z);
+      store<kTokens>(tile, params.pre_activation[0], row, sent, z);
     }
-    store(tile, params.out, row, sent,
-          [&](int block, float (&v)[4]) {
-            z(block, v);
-            if (kCurve == kIdentity) return;
+    store<kTokens>(tile, params.out, row, sent, [&](int block, float (&v)[4]) {
+      z(block, v);
+      if (kCurve == kIdentity) return;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) v[e] = activate<kCurve>(params, min_nan(v[e], params.limit));
-          });
+      for (int e = 0; e < 4; ++e) v[e] = activate<kCurve>(params, min_nan(v[e], params.limit));
+    });
   }
 
   // Stores the activation of the first half times the second.
-  template <int kCurve>
-  __device__ __forceinline__ void finish_gated(const Tile& tile, int row) const {
-    const Adjusted gate(*this, first, 0, tile.expert, row);
-    const Adjusted up(*this, second, 1, tile.expert, row);
-    int sent = 0;
+  template <int kCurve, int kTokens>
+  __device__ __forceinline__ void finish_gated(const Tile& tile, const Products<kTokens>& products,
+                                               int row, int* sent) const {
+    const Adjusted<kTokens / 2> gate(*this, products.first, params.bias[0], tile.expert, row);
+    const Adjusted<kTokens / 2> up(*this, products.second, params.bias[1], tile.expert, row);
     if (params.pre_activated != 0) {
-      store(tile, params.pre_activation[0], row, &sent, gate);
-      store(tile, params.pre_activation[1], row, &sent, up);
+      store<kTokens>(tile, params.pre_activation[0], row, sent, gate);
+      store<kTokens>(tile, params.pre_activation[1], row, sent, up);
     }
-    store(tile, params.out, row, &sent, [&](int block, float (&v)[4]) {
+    store<kTokens>(tile, params.out, row, sent, [&](int block, float (&v)[4]) {
       float factors[4];
       gate(block, v);
       up(block, factors);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        v[e] = activate<kCurve>(params, min_nan(v[e], params.limit)) *
-               (numeric::max_nan(min_nan(factors[e], params.limit), -params.limit) +
-                params.up_offset);
+        v[e] =
+            activate<kCurve>(params, min_nan(v[e], params.limit)) *
+            (numeric::max_nan(min_nan(factors[e], params.limit), -params.limit) + params.up_offset);
       }
     });
   }
 
   // The same for SiLU and products that need no adjustment.
-  __device__ __forceinline__ void finish_plain(const Tile& tile, int row) const {
-    int sent = 0;
-    store(tile, params.out, row, &sent, [&](int block, float (&v)[4]) {
+  template <int kTokens>
+  __device__ __forceinline__ void finish_plain(const Tile& tile, const Products<kTokens>& products,
+                                               int row, int* sent) const {
+    store<kTokens>(tile, params.out, row, sent, [&](int block, float (&v)[4]) {
 #pragma unroll
       for (int e = 0; e < 4; e += 2) {
         // One reciprocal for two: the MUFU unit is what takes longest here.
-        const float z0 = first[4 * block + e];
-        const float z1 = first[4 * block + e + 1];
+        const float z0 = products.first[4 * block + e];
+        const float z1 = products.first[4 * block + e + 1];
         const float d0 = sigmoid_divisor(z0);
         const float d1 = sigmoid_divisor(z1);
         const float inverse = reciprocal(d0 * d1);
-        v[e] = z0 * second[4 * block + e] * (inverse * d1);
-        v[e + 1] = z1 * second[4 * block + e + 1] * (inverse * d0);
+        v[e] = z0 * products.second[4 * block + e] * (inverse * d1);
+        v[e + 1] = z1 * products.second[4 * block + e + 1] * (inverse * d0);
       }
     });
   }
 
-  template <int kCurve>
-  __device__ __forceinline__ void finish(const Tile& tile) const {
-    const int row = first_row(tile);
+  template <int kCurve, int kTokens>
+  __device__ __forceinline__ void finish_curve(const Tile& tile, const Products<kTokens>& products,
+                                               int row, int* sent) const {
     if constexpr (Traits::kGated) {
-      finish_gated<kCurve>(tile, row);
+      finish_gated<kCurve, kTokens>(tile, products, row, sent);
     } else {
-      int sent = 0;
-      finish_half<kCurve>(tile, first, 0, row, &sent);
-      finish_half<kCurve>(tile, second, 1, row + kHalfRows, &sent);
+      finish_half<kCurve, kTokens>(tile, products.first, row, sent);
+      finish_half<kCurve, kTokens>(tile, products.second, row + kHalfRows, sent);
     }
-  }
-
-  // Of this group's rows of the first half.
-  __device__ __forceinline__ int first_row(const Tile& tile) const {
-    return tile.row_tile * Traits::kOutRows + group * (kHalfRows / Traits::kConsumers);
   }
 
   // What becomes of a tile's products.
-  __device__ __forceinline__ void finish(const Tile& tile) const {
+  template <int kTokens>
+  __device__ __forceinline__ void finish(const Tile& tile,
+                                         const Products<kTokens>& products) const {
+    // Of this group's rows of the first half.
+    const int row = tile.row_tile * Traits::kOutRows + group * (kHalfRows / Traits::kConsumers);
+    int sent = 0;
     if constexpr (!Traits::kGathers) {
-      finish<kIdentity>(tile);
+      finish_curve<kIdentity, kTokens>(tile, products, row, &sent);
+    } else if constexpr (Traits::kPlain) {
+      finish_plain<kTokens>(tile, products, row, &sent);
     } else {
-      if (Traits::kGated && params.plain != 0) {
-        finish_plain(tile, first_row(tile));
-        return;
-      }
       load_scales(tile);
       if (params.curve == kSwish) {
-        finish<kSwish>(tile);
+        finish_curve<kSwish, kTokens>(tile, products, row, &sent);
       } else if (params.curve == kGeluErf) {
-        finish<kGeluErf>(tile);
+        finish_curve<kGeluErf, kTokens>(tile, products, row, &sent);
       } else {
-        finish<kRelu>(tile);
+        finish_curve<kRelu, kTokens>(tile, products, row, &sent);
       }
     }
+  }
+
+  template <int kUnits>
+  __device__ __forceinline__ void compute(const Tile& tile) {
+    Products<kUnits * kUnitTokens> products;
+    multiply(products);
+    finish(tile, products);
+  }
+
+  // Computes a tile that is at most so many units wide, the least that there is code for.
+  template <int kUnits>
+  __device__ __forceinline__ void compute_within(int units, const Tile& tile) {
+    if constexpr (kUnits < Traits::kTileUnits) {
+      if (units > kUnits) {
+        compute_within<kUnits + Traits::kUnitSteps>(units, tile);
+        return;
+      }
+    }
+    compute<kUnits>(tile);
   }
 
   __device__ __forceinline__ void run() {
@@ -709,13 +702,30 @@ struct Consumer {
       const int units = uniform(shared.tiles[slot].units);
       if (units == 0) break;
       cursor.stage = uniform(cursor.stage);
-      multiply(units);
-      finish(shared.tiles[slot]);
+      compute_within<Traits::kUnitSteps>(units, shared.tiles[slot]);
     }
     if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();
     __syncwarp();
   }
 };
+
+template <class Traits>
+__device__ __forceinline__ void consume(const Params& params, const Shared<Traits>& shared,
+                                        int group) {
+  ptx::take_registers<Traits::kConsumerRegisters>();
+  Consumer<Traits> consumer(params, shared, group);
+  consumer.run();
+}
+
+template <class Traits>
+__device__ __forceinline__ void load(const Params& params, const Shared<Traits>& shared, int warp) {
+  ptx::give_registers_back<Traits::kProducerRegisters>();
+  if (warp == 0) {
+    produce<Traits>(params, shared);
+  } else if (Traits::kGathers) {
+    gather<Traits>(params, shared, static_cast<int>(threadIdx.x) - kThreadsPerWarp);
+  }
+}
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
@@ -746,37 +756,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   const int warp = __shfl_sync(kFullWarp, thread / kThreadsPerWarp, 0);
   const int group = warp / 4;
-#if ORDER
-  if (group != 0) {
-    ptx::take_registers<Traits::kConsumerRegisters>();
-    Consumer<Traits> consumer(params, shared, group - 1);
-    consumer.run();
-  } else {
-    ptx::give_registers_back<Traits::kProducerRegisters>();
-    if (warp == 0) {
-      produce<Traits>(params, shared);
-    } else if (Traits::kGathers) {
-      gather<Traits>(params, shared, thread - kThreadsPerWarp);
-    }
-  }
-#else
   if (group == 0) {
-    ptx::give_registers_back<Traits::kProducerRegisters>();
-    if (warp == 0) {
-      produce<Traits>(params, shared);
-    } else if (Traits::kGathers) {
-      gather<Traits>(params, shared, thread - kThreadsPerWarp);
-    }
+    load<Traits>(params, shared, warp);
   } else {
-    ptx::take_registers<Traits::kConsumerRegisters>();
-    Consumer<Traits> consumer(params, shared, group - 1);
-    consumer.run();
+    consume<Traits>(params, shared, group - 1);
   }
-#endif
   // The other block of the cluster may still load to this one, or arrive at its barriers.
   __syncwarp();
   ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();
 }
 
-}  // namespace flashmoe::moe_sm90
+}  // namespace flashmoe::moe::sm90

@@ -1,37 +1,26 @@
 // Compile-time description of one sm_90 grouped product: tile, roles, stages, shared memory.
 #pragma once
 
+#include "cuda/moe/sm90/entry.h"
+#include "cuda/moe/sm90/params.h"
 #include "cuda/numeric/dtype.cuh"
 
-namespace flashmoe::moe_sm90 {
+namespace flashmoe::moe::sm90 {
 
 inline constexpr int kThreadsPerWarp = 32;
 inline constexpr int kThreadsPerGroup = 128;  // a warpgroup
 inline constexpr int kMaxSharedBytesPerBlock = 227 * 1024;
 inline constexpr int kSharedAlignment = 1024;
-inline constexpr int kBoxColumns = 64;  // 128 bytes, the widest swizzle
 inline constexpr int kBoxRowBytes = 128;
-inline constexpr int kUnitTokens = 16;  // tiles are so many tokens wide, or a multiple
-inline constexpr int kCluster = 2;     // blocks that share weights
-inline constexpr int kHalves = 2;      // of a tile's weight rows: gate and up, or neighbours
-inline constexpr int kHalfRows = 128;
-inline constexpr int kTokenBoxRows = 32;
-inline constexpr int kOutHeights = 3;  // boxes of the output, by rows: see below
-inline constexpr int kOutBoxRows[kOutHeights] = {32, 8, 1};
+inline constexpr int kUnitTokens = 16;     // tiles are so many tokens wide, or a multiple
 inline constexpr int kTileInfoBytes = 32;  // a Tile in shared memory
-
-// What a kernel does with its operands and its products.
-enum class Use {
-  kGatedUp,  // gathers rows of x, multiplies the activation of one half by the other
-  kUp,       // gathers rows of x, activation
-  kDown      // rows as they lie, products as they are
-};
 
 template <class Element_, Use kUse_>
 struct Traits {
   using Element = Element_;
   static constexpr Use kUse = kUse_;
-  static constexpr bool kGated = kUse == Use::kGatedUp;
+  static constexpr bool kPlain = kUse == Use::kPlainGatedUp;
+  static constexpr bool kGated = kUse == Use::kGatedUp || kPlain;
   static constexpr bool kGathers = kUse != Use::kDown;
 
   static constexpr int kConsumers = 2;
@@ -47,6 +36,10 @@ struct Traits {
   static constexpr int kOutRows = kGated ? kHalfRows : kTileRows;
   static constexpr int kTileTokens = 192;
   static constexpr int kTileUnits = kTileTokens / kUnitTokens;
+  // Widths that there is code for are multiples of so many units: the more follows the main loop, the
+  // fewer.
+  static constexpr int kUnitSteps = kPlain || !kGathers ? 1 : kGated ? 2 : 4;
+  static_assert(kTileUnits % kUnitSteps == 0);
   static constexpr int kStep = kBoxColumns;  // columns of one step of the main loop
   static constexpr int kStages = 4;
 
@@ -79,4 +72,4 @@ struct Traits {
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
 };
 
-}  // namespace flashmoe::moe_sm90
+}  // namespace flashmoe::moe::sm90
