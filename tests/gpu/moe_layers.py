@@ -34,6 +34,19 @@ def serving() -> list[str]:
     return [family for family in FAMILIES if why_not(family) is None]
 
 
+@functools.cache
+def multiplies(family: str) -> bool:
+    """Whether the family has grouped products."""
+    rows = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
+    offsets = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    try:
+        fm.grouped_product_plan(rows, rows.expand(1, 64, 64).contiguous(), offsets=offsets,
+                                kernel=family)  # fmt: skip
+    except fm.InvalidArgumentError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Layer:
     """A layer in its memory. `values` are moe_forward's tensors by name."""

@@ -410,8 +410,8 @@ def test_dlpack_alone_on_a_gpu_needs_outputs() -> None:
 
 
 def test_the_library_names_what_cannot_be_served() -> None:
-    families = fm.build_info().kernel_families.split()
+    families = set(fm.build_info().kernel_families.split())
     values = make(Case(), Producer(), "fp32")
-    for family in set(families) - {"cpu"}:
+    for family in families & {"stream", "sm90", "sm89"}:
         with pytest.raises(NotImplementedError, match=r"^kernel: cannot be served: "):
             fm.moe_forward(**values, kernel=family)

@@ -193,9 +193,7 @@ def test_any_layer(data: st.DataObject) -> None:
     made = {name: producer.make(value, name_of(value)) for name, value in tensors.items()}
     given_routing = fm.MoeRouting(*(None if p is None else producer.as_is(p) for p in routing))
     out, pre = fm.moe_forward(**made, **options, routing=given_routing, return_pre_activation=True)
-    moe_oracle.assert_forward(
-        out, **tensors, **options, routing=routing, pre_activation=pre
-    )
+    moe_oracle.assert_forward(out, **tensors, **options, routing=routing, pre_activation=pre)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
