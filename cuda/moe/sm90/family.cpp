@@ -285,25 +285,20 @@ void fill_activation(const MoeForwardProblem& p, Params* params) {
   params->limit = p.limit;
   params->up_offset = p.up_offset;
   params->pre_activated = p.pre_activation != nullptr ? 1 : 0;
-  params->plain = p.gated && p.activation == FLASHMOE_ACTIVATION_SILU && p.alpha == 1.0f &&
-                          std::isinf(p.limit) && p.up_offset == 0.0f && !p.weight_on_input &&
-                          p.pre_activation == nullptr && p.gate_bias.data == nullptr &&
-                          p.up_bias.data == nullptr
-                      ? 1
-                      : 0;
 }
 
 // ---- the layer
 
+// Whether products go into the activation as they are, and that is SiLU times up.
+bool is_plain(const MoeForwardProblem& p) {
+  return p.gated && p.activation == FLASHMOE_ACTIVATION_SILU && p.alpha == 1.0f &&
+         std::isinf(p.limit) && p.up_offset == 0.0f && !p.weight_on_input &&
+         p.pre_activation == nullptr && p.gate_bias.data == nullptr && p.up_bias.data == nullptr;
+}
+
 Product up_of(const MoeForwardProblem& p) {
-  return {p.gated ? Use::kGatedUp : Use::kUp,
-          p.dtype,
-          p.device,
-          p.tokens * p.top_k,
-          1,
-          p.experts,
-          p.hidden,
-          p.inner};
+  const Use use = is_plain(p) ? Use::kPlainGatedUp : p.gated ? Use::kGatedUp : Use::kUp;
+  return {use, p.dtype, p.device, p.tokens * p.top_k, 1, p.experts, p.hidden, p.inner};
 }
 Product down_of(const MoeForwardProblem& p) {
   return {Use::kDown, p.dtype, p.device, p.tokens * p.top_k, 1, p.experts, p.inner, p.hidden};

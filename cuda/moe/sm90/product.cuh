@@ -595,9 +595,10 @@ struct Consumer {
     }
     store<kTokens>(tile, params.out, row, sent, [&](int block, float (&v)[4]) {
       z(block, v);
-      if (kCurve == kIdentity) return;
+      if constexpr (kCurve != kIdentity) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) v[e] = activate<kCurve>(params, min_nan(v[e], params.limit));
+        for (int e = 0; e < 4; ++e) v[e] = activate<kCurve>(params, min_nan(v[e], params.limit));
+      }
     });
   }
 
