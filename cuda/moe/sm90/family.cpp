@@ -229,8 +229,8 @@ flashmoe_status add_product(const DeviceFacts& facts, const Product& product, Mo
   }
   const int64_t clusters =
       std::clamp<int64_t>(pairs * row_tiles, 1, facts.multiprocessors / kCluster);
-  flashmoe_moe_stage* stage =
-      add_stage(*entry, arch, "a", clusters * kCluster, entry->threads, entry->shared_bytes, plan);
+  flashmoe_moe_stage* stage = add_stage(*entry, product.device.device_id, "a", clusters * kCluster,
+                                        entry->threads, entry->shared_bytes, plan);
   stage->cluster = kCluster;
   stage->tile_rows = entry->tile_rows;
   stage->tile_tokens = entry->tile_tokens;

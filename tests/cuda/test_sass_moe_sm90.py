@@ -1,0 +1,113 @@
+"""The machine code of the sm90 grouped products, as it is in the library: no GPU needed."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import kernels
+import pytest
+import sass
+
+_ELEMENTS = {"6__half": "fp16", "13__nv_bfloat16": "bf16"}
+_USES = ("swiglu_up", "gated_up", "up", "down")  # in the order of the enumeration
+_FUNCTION = re.compile(
+    r"moe4sm9022grouped_product_kernelI\w*?Traits"
+    r"I(6__half|13__nv_bfloat16)L\w*?3UseE([0-3])E"
+)
+# What tiles' widths there is code for: multiples of so many tokens, up to 192.
+_WIDTHS = {"swiglu_up": 16, "gated_up": 32, "up": 64, "down": 16}
+
+
+class Kernel(NamedTuple):
+    dtype: str
+    use: str
+
+
+def _kernel_of(function: str) -> Kernel | None:
+    found = _FUNCTION.search(function)
+    if found is None:
+        return None
+    return Kernel(_ELEMENTS[found[1]], _USES[int(found[2])])
+
+
+@pytest.fixture(scope="module")
+def instructions() -> dict[tuple[str, Kernel], Counter[str]]:
+    if "90a-real" not in sass.architectures():
+        sass.cannot("built without the sm90 kernels")
+    return sass.instructions(_kernel_of)
+
+
+def test_every_kernel_is_there_for_its_architecture_alone(
+    instructions: dict[tuple[str, Kernel], Counter[str]],
+) -> None:
+    assert set(instructions) == {
+        ("sm_90a", Kernel(dtype, use)) for dtype in kernels.DTYPES for use in _USES
+    }
+
+
+def test_products_are_wgmma_of_every_width(
+    instructions: dict[tuple[str, Kernel], Counter[str]],
+) -> None:
+    for code, opcodes in instructions.items():
+        suffix = "F32.BF16" if code[1].dtype == "bf16" else "F32"
+        kind = re.compile(rf"HGMMA\.64x(\d+)x16\.{re.escape(suffix)}")
+        widths = {
+            int(found[1]): n for name, n in opcodes.items() if (found := kind.fullmatch(name))
+        }
+        step = _WIDTHS[code[1].use]
+        assert set(widths) == set(range(step, 193, step)), f"{code}: {widths}"
+        # A step of 64 columns, of two halves of the weights, at a tile's start and inside its loop.
+        assert set(widths.values()) == {16}, f"{code}: {widths}"
+        assert sum(widths.values()) == sass.count(opcodes, "HGMMA"), f"{code}: other products"
+        # Where ptxas gives a group of products up, each is begun and awaited by itself.
+        assert opcodes["WARPGROUP.ARRIVE"] == 2 * len(widths), f"{code}: products are serialised"
+
+
+def test_tiles_come_and_go_by_tma_and_rows_are_gathered(
+    instructions: dict[tuple[str, Kernel], Counter[str]],
+) -> None:
+    for code, opcodes in instructions.items():
+        for name in ("UTMALDG", "UTMASTG", "SYNCS"):  # loads, stores, and barriers to wait at
+            assert sass.count(opcodes, name) > 0, f"{code}: no {name}"
+        assert any("MULTICAST" in name for name in opcodes if name.startswith("UTMALDG")), code
+        copies = [name for name in opcodes if name.startswith("LDGSTS")]
+        assert bool(copies) == (code[1].use != "down"), f"{code}: {copies}"
+        assert all("128" in name for name in copies), f"{code}: {copies}"  # 16 bytes each
+        assert sass.count(opcodes, "STG") == 0, f"{code}: stores of a thread's own"
+        assert any(re.match(r"STSM.*\.M?T", name) for name in opcodes), f"{code}: not transposed"
+
+
+def test_roles_divide_the_registers(instructions: dict[tuple[str, Kernel], Counter[str]]) -> None:
+    """ptxas leaves setmaxnreg out where it cannot keep to it."""
+    for code, opcodes in instructions.items():
+        moves = [name for name in opcodes if name.startswith("USETMAXREG")]
+        assert any("TRY_ALLOC" in name for name in moves), f"{code}: {moves}"
+        assert any("DEALLOC" in name for name in moves), f"{code}: {moves}"
+
+
+def test_launches_wait_for_what_is_ahead_of_them(
+    instructions: dict[tuple[str, Kernel], Counter[str]],
+) -> None:
+    """Before they let the next one start, and before they touch a tensor."""
+    for code, opcodes in instructions.items():
+        order = list(opcodes)  # by where each comes first
+        assert opcodes["ACQBULK"] == opcodes["PREEXIT"] == 1, f"{code}: {opcodes}"
+        before = order[: order.index("ACQBULK")]
+        touching = re.compile(r"(PREEXIT|LDG|STG|LD|ST|LDGSTS|UTMALDG|UTMASTG)(\.|$)")
+        assert not [name for name in before if touching.match(name)], f"{code}: {before}"
+        # ld.global.nc promises that nothing is written from the kernel's start on.
+        assert not [name for name in order if "CONSTANT" in name], f"{code}: {opcodes}"
+
+
+def test_nothing_is_in_local_memory_and_there_are_no_atomics(
+    instructions: dict[tuple[str, Kernel], Counter[str]],
+) -> None:
+    resources = sass.resources(_kernel_of)
+    assert set(resources) == set(instructions)
+    for code, opcodes in instructions.items():
+        for name in ("LDL", "STL", "ATOM", "ATOMG", "RED"):
+            assert sass.count(opcodes, name) == 0, f"{code}: {name}"
+        used = resources[code]
+        assert not used["STACK"] and not used["LOCAL"] and 0 < used["REG"] <= 255, f"{code}: {used}"
