@@ -121,7 +121,7 @@ function(flashmoe_instantiate_moe_stream target)
 endfunction()
 
 # What a product is of: rows of x, gathered, with a gate and an up or with one matrix; or rows as they lie.
-set(FLASHMOE_MOE_SM90_KERNELS 
+set(FLASHMOE_MOE_SM90_KERNELS
   "kPlainGatedUp,_swiglu_up" "kGatedUp,_gated_up" "kUp,_up" "kDown,_down")
 
 function(flashmoe_instantiate_moe_sm90 target)

@@ -6,12 +6,10 @@ namespace flashmoe {
 // Best first for its devices.
 const MoeFamily* const kMoeFamilies[] = {
 #if FLASHMOE_WITH_CUDA
-    &kRouteMoe,
-    &kStreamMoe,
+    &kRouteMoe, &kStreamMoe, &kSm89Moe,
 #if FLASHMOE_WITH_SM90
-    &kSm90Moe,
+    &kSm90Moe,  // by name alone: its kernels are tested, the library with them is not yet
 #endif
-    &kSm89Moe,
 #endif
     &kCpuMoe,
 };

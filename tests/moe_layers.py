@@ -73,25 +73,26 @@ def make_layer(
         return wide[:, :rows]
 
     g, u, d = weights(inner, hidden), weights(inner, hidden), weights(hidden, inner)
-    bg, bu, bd = biases(inner), biases(inner), biases(hidden)
+    bg, b_up, bd = biases(inner), biases(inner), biases(hidden)
     arguments: dict[str, Any] = {"gate": capi_moe.GATES[gate]}
     if gate in STACKED:
         arguments["w_gate_up"] = matrix(stack(g, u, gate), orientation[0], rng)
-        if bg is not None and bu is not None:
-            arguments["b_gate_up"] = stack(bg, bu, gate)
+        if bg is not None and b_up is not None:
+            arguments["b_gate_up"] = stack(bg, b_up, gate)
     elif gate == "separate":
         arguments["w_gate_up"] = matrix(g, orientation[0], rng)
         # Two tensors need not be laid out alike.
         arguments["w_up"] = matrix(u, orientation[1], rng)
-        arguments |= {"b_gate_up": bg, "b_up": bu}
+        arguments |= {"b_gate_up": bg, "b_up": b_up}
     else:
         arguments["w_gate_up"] = matrix(u, orientation[0], rng)
-        arguments["b_gate_up"] = bu
+        arguments["b_gate_up"] = b_up
     arguments["w_down"] = matrix(d, orientation[1], rng)
     arguments["b_down"] = bd
     no_gate = gate == "no_gate"
     return Layer(
-        reference.Experts(None if no_gate else g, u, d, None if no_gate else bg, bu, bd), arguments
+        reference.Experts(None if no_gate else g, u, d, None if no_gate else bg, b_up, bd),
+        arguments,
     )
 
 

@@ -42,15 +42,6 @@ __device__ __forceinline__ void cp_async_cached_16_or_zero(uint32_t destination,
                : "memory");
 }
 
-// The same of a row of which the next 128 bytes are wanted soon: the L2 fetches 256 at a time.
-__device__ __forceinline__ void cp_async_16_or_zero_ahead(uint32_t destination, const void* source,
-                                                          bool valid) {
-  const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(destination),
-               "l"(source), "r"(bytes)
-               : "memory");
-}
-
 // Closes the group of this thread's copies since the last one.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
 
