@@ -62,76 +62,34 @@ function(flashmoe_instantiate_moe_route target)
   configure_file("${source_dir}/entries.inc.in" "${binary_dir}/entries.inc" @ONLY)
 endfunction()
 
-# Grouped products: of rows of one matrix or of a gate and an up, and which stride of the weights is 1.
+# Kernels of the families of products of experts: values of the variables that the family's template
+# names, then the suffix of the kernel's name.
+#   sm89: of rows of one matrix or of a gate and an up, and which stride of the weights is 1.
+#   stream: products' rows of a step, in sixteens, and its tokens, in eights: for few tokens, for few of a
+#     model with many columns, for more.
+#   sm90: rows of x, gathered, with a gate and an up or with one matrix; or rows as they lie.
 set(FLASHMOE_MOE_SM89_KERNELS
   "Rows::kPlain,Major::kColumns," "Rows::kPlain,Major::kRows,_trans"
   "Rows::kGated,Major::kColumns,_gated" "Rows::kGated,Major::kRows,_gated_trans")
-
-function(flashmoe_instantiate_moe_sm89 target)
-  set(source_dir "${PROJECT_SOURCE_DIR}/cuda/moe/sm89")
-  set(binary_dir "${PROJECT_BINARY_DIR}/generated/cuda/moe/sm89")
-  set(ENTRIES "")
-  foreach(kernel IN LISTS FLASHMOE_MOE_SM89_KERNELS)
-    string(REPLACE "," ";" kernel "${kernel}")
-    list(GET kernel 0 ROWS)
-    list(GET kernel 1 MAJOR)
-    list(GET kernel 2 suffix)
-    foreach(dtype fp16 bf16)
-      if(dtype STREQUAL "fp16")
-        set(ELEMENT __half)
-      else()
-        set(ELEMENT __nv_bfloat16)
-      endif()
-      set(NAME "${dtype}${suffix}")
-      configure_file("${source_dir}/instance.cu.in" "${binary_dir}/${NAME}.cu" @ONLY)
-      target_sources(${target} PRIVATE "${binary_dir}/${NAME}.cu")
-      string(APPEND ENTRIES "FLASHMOE_ENTRY(${NAME})\n")
-    endforeach()
-  endforeach()
-  configure_file("${source_dir}/entries.inc.in" "${binary_dir}/entries.inc" @ONLY)
-endfunction()
-
-# Products' rows of a step, and blocks of 8 tokens, of the stream kernels: for few tokens, for few of a
-# model with many columns, for more.
-set(FLASHMOE_MOE_STREAM_TILES "1,1" "2,1" "2,2")
-
-function(flashmoe_instantiate_moe_stream target)
-  set(source_dir "${PROJECT_SOURCE_DIR}/cuda/moe/stream")
-  set(binary_dir "${PROJECT_BINARY_DIR}/generated/cuda/moe/stream")
-  set(ENTRIES "")
-  foreach(tile IN LISTS FLASHMOE_MOE_STREAM_TILES)
-    string(REPLACE "," ";" tile "${tile}")
-    list(GET tile 0 TILES)
-    list(GET tile 1 TOKEN_BLOCKS)
-    math(EXPR rows "16 * ${TILES}")
-    math(EXPR tokens "8 * ${TOKEN_BLOCKS}")
-    foreach(dtype fp16 bf16)
-      if(dtype STREQUAL "fp16")
-        set(ELEMENT __half)
-      else()
-        set(ELEMENT __nv_bfloat16)
-      endif()
-      set(NAME "${dtype}_r${rows}_n${tokens}")
-      configure_file("${source_dir}/instance.cu.in" "${binary_dir}/${NAME}.cu" @ONLY)
-      target_sources(${target} PRIVATE "${binary_dir}/${NAME}.cu")
-      string(APPEND ENTRIES "FLASHMOE_ENTRY(${NAME})\n")
-    endforeach()
-  endforeach()
-  configure_file("${source_dir}/entries.inc.in" "${binary_dir}/entries.inc" @ONLY)
-endfunction()
-
-# What a product is of: rows of x, gathered, with a gate and an up or with one matrix; or rows as they lie.
+set(FLASHMOE_MOE_STREAM_KERNELS "1,1,_r16_n8" "2,1,_r32_n8" "2,2,_r32_n16")
 set(FLASHMOE_MOE_SM90_KERNELS
   "kPlainGatedUp,_swiglu_up" "kGatedUp,_gated_up" "kUp,_up" "kDown,_down")
 
-function(flashmoe_instantiate_moe_sm90 target)
-  set(source_dir "${PROJECT_SOURCE_DIR}/cuda/moe/sm90")
-  set(binary_dir "${PROJECT_BINARY_DIR}/generated/cuda/moe/sm90")
+# The names of the template's variables follow the family's.
+function(flashmoe_instantiate_moe target family)
+  set(source_dir "${PROJECT_SOURCE_DIR}/cuda/moe/${family}")
+  set(binary_dir "${PROJECT_BINARY_DIR}/generated/cuda/moe/${family}")
+  string(TOUPPER "FLASHMOE_MOE_${family}_KERNELS" kernels)
   set(ENTRIES "")
-  foreach(kernel IN LISTS FLASHMOE_MOE_SM90_KERNELS)
+  foreach(kernel IN LISTS ${kernels})
     string(REPLACE "," ";" kernel "${kernel}")
-    list(GET kernel 0 USE)
-    list(GET kernel 1 suffix)
+    foreach(variable value IN ZIP_LISTS ARGN kernel)
+      if(variable)
+        set(${variable} "${value}")
+      else()
+        set(suffix "${value}")
+      endif()
+    endforeach()
     foreach(dtype fp16 bf16)
       if(dtype STREQUAL "fp16")
         set(ELEMENT __half)
