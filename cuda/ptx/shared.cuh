@@ -13,12 +13,6 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ uint32_t load_shared_u32(uint32_t address) {
-  uint32_t value;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-
 // 8-byte aligned.
 __device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
   float2 value;

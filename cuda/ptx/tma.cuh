@@ -41,18 +41,6 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t destination, const v
       : "memory");
 }
 
-// Fetches a box into the L2.
-__device__ __forceinline__ void tma_prefetch(const void* map, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
-               "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
-}
-
-// Fetches bytes into the L2: a multiple of 16, from a 16-byte aligned address on.
-__device__ __forceinline__ void bulk_prefetch(const void* address, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-}
-
 // Coordinates are not negative: the copy engine stops at such a store (not at such a load).
 __device__ __forceinline__ void tma_store(const void* map, uint32_t source, int c0, int c1, int c2,
                                           int c3) {
