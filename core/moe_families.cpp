@@ -8,7 +8,7 @@ const MoeFamily* const kMoeFamilies[] = {
 #if FLASHMOE_WITH_CUDA
     &kRouteMoe, &kStreamMoe, &kSm89Moe,
 #if FLASHMOE_WITH_SM90
-    &kSm90Moe,  // by name alone: its kernels are tested, the library with them is not yet
+    &kSm90Moe,  // by name alone: as it is, it has not run on a GPU yet
 #endif
 #endif
     &kCpuMoe,

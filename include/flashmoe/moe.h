@@ -224,6 +224,7 @@ FLASHMOE_API flashmoe_status flashmoe_moe_forward(const flashmoe_moe_forward_par
  *        [E, M, K] with counts [E]: it has the first counts[e] of its M rows
  *   w    [E, N, K], strides as those of an expert's matrix above
  *   out  [rows, N] or [E, M, N]; rows that no expert has are not written
+ * Offsets and counts are cut to the rows that there are, so that {0, 2^31 - 1} gives one expert all.
  * K and N are multiples of 8; dtypes, alignment and accumulation as above.
  * ---------------------------------------------------------------------------------------------- */
 

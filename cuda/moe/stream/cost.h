@@ -7,9 +7,9 @@
 
 namespace flashmoe::moe::stream {
 
-// An unnamed call is served up to so many tokens, and so many for an expert on average: beyond, tiles
-// of many tokens take no longer and read no expert's weights twice.
-inline constexpr int64_t kMostTokens = 8;
+// An unnamed call is served up to so many tokens, and so many for an expert on average: with more, an
+// expert's weights would be read twice.
+inline constexpr int64_t kMostTokens = 64;
 inline constexpr int64_t kMostTokensPerExpert = 8;
 // A named one up to so many: sums of every token are in shared memory.
 inline constexpr int64_t kMostTokensNamed = 128;
