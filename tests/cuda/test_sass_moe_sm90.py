@@ -14,7 +14,7 @@ _ELEMENTS = {"6__half": "fp16", "13__nv_bfloat16": "bf16"}
 _USES = ("swiglu_up", "gated_up", "up", "down")  # in the order of the enumeration
 _FUNCTION = re.compile(
     r"moe4sm9022grouped_product_kernelI\w*?Traits"
-    r"I(6__half|13__nv_bfloat16)L\w*?3UseE([0-3])E"
+    r"I(6__half|13__nv_bfloat16)L\w*?3UseE([0-3])EL\w*?5MajorE([01])E"
 )
 # What tiles' widths there is code for: multiples of so many tokens, up to 192.
 _WIDTHS = {"swiglu_up": 16, "gated_up": 32, "up": 64, "down": 16}
@@ -23,13 +23,14 @@ _WIDTHS = {"swiglu_up": 16, "gated_up": 32, "up": 64, "down": 16}
 class Kernel(NamedTuple):
     dtype: str
     use: str
+    transposed: bool
 
 
 def _kernel_of(function: str) -> Kernel | None:
     found = _FUNCTION.search(function)
     if found is None:
         return None
-    return Kernel(_ELEMENTS[found[1]], _USES[int(found[2])])
+    return Kernel(_ELEMENTS[found[1]], _USES[int(found[2])], found[3] == "1")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,11 @@ def test_every_kernel_is_there_for_its_architecture_alone(
     instructions: dict[tuple[str, Kernel], Counter[str]],
 ) -> None:
     assert set(instructions) == {
-        ("sm_90a", Kernel(dtype, use)) for dtype in kernels.DTYPES for use in _USES
+        ("sm_90a", Kernel(dtype, use, transposed))
+        for dtype in kernels.DTYPES
+        for use in _USES
+        for transposed in (False, True)
+        if not (transposed and use == "swiglu_up")
     }
 
 

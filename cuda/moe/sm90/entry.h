@@ -14,12 +14,18 @@ enum class Use {
   kDown           // rows as they lie, products and their bias
 };
 
+// Which stride of the weights is 1.
+enum class Major { kColumns, kRows };
+
 struct Entry : Kernel {
   Dtype dtype;
   Use use;
+  Major major;
   int tile_rows;    // of the weights, gate and up counted both
+  int box_rows;     // of them, in one copy
   int out_rows;     // of them, columns of the output
   int tile_tokens;  // at most
+  int columns_per_group;
   int stages;
   int threads;
 };

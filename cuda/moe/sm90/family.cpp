@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "core/backends.h"
 #include "core/status.h"
@@ -35,9 +36,6 @@ constexpr int64_t kWorkspaceAlignment = 256;
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;  // of a tensor map
 constexpr int64_t kMaxRows = int64_t{1} << 30;         // row + tile fits in int32
 constexpr int64_t kMaxItems = int64_t{1} << 30;
-// Pairs of token tiles that the weights of an expert pass by together: as many clusters as that work on
-// about as many rows of the weights, so that what they read of both is least.
-constexpr int32_t kPairsPerGroup = 8;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
@@ -142,13 +140,21 @@ struct Product {
   int64_t experts;
   int64_t columns;   // summed over
   int64_t out_rows;  // of the matrix: columns of the output
+  Major major;
 };
 
-const Entry* find_entry(Dtype dtype, Use use) {
+const Entry* find_entry(const Product& product) {
   for (const Entry* entry : kEntries) {
-    if (entry->dtype == dtype && entry->use == use) return entry;
+    if (entry->dtype == product.dtype && entry->use == product.use &&
+        entry->major == product.major) {
+      return entry;
+    }
   }
   return nullptr;
+}
+
+Major major_of(const ExpertMatrix& matrix) {
+  return matrix.column_stride == 1 ? Major::kColumns : Major::kRows;
 }
 
 flashmoe_status check_device(flashmoe_device device, Dtype dtype, const DeviceFacts** facts,
@@ -179,12 +185,16 @@ bool can_walk(int64_t row_stride, int64_t rows, int64_t batch_stride, int64_t ba
 }
 
 flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int64_t experts,
-                              int64_t rows, const Reason& reason) {
-  if (matrix.column_stride != 1) {
+                              int64_t rows, int64_t columns, const Reason& reason) {
+  const bool transposed = major_of(matrix) == Major::kRows;
+  if (transposed && matrix.row_stride != 1) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "%s: transposed, accepted is stride 1 along what products sum over", name);
+                         "%s: transposed with rows of gate and up in turns, which the copy engine "
+                         "cannot take apart",
+                         name);
   }
-  if (!can_walk(matrix.row_stride, rows, matrix.expert_stride, experts)) {
+  if (!can_walk(transposed ? matrix.column_stride : matrix.row_stride, transposed ? columns : rows,
+                matrix.expert_stride, experts)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
                          "%s: a stride that is 0, negative, or 2^40 bytes or more, which the copy "
                          "engine cannot walk",
@@ -209,7 +219,7 @@ flashmoe_status check_rows(const char* name, int64_t row_stride, int64_t rows, i
 
 flashmoe_status add_product(const DeviceFacts& facts, const Product& product, MoePlan* plan,
                             const Reason& reason) {
-  const Entry* entry = find_entry(product.dtype, product.use);
+  const Entry* entry = find_entry(product);
   if (entry == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these weights");
   }
@@ -246,9 +256,12 @@ bool fill_product(const Product& product, const ExpertMatrix& first, const Exper
   const int32_t dtype = static_cast<int32_t>(product.dtype);
   const ExpertMatrix* const halves[kHalves] = {&first, &second};
   for (int i = 0; i < kHalves; ++i) {
-    const View view = {
-        halves[i]->data,       product.columns,          product.out_rows, product.experts,
-        halves[i]->row_stride, halves[i]->expert_stride, kHalfRows,        dtype};
+    View view = {halves[i]->data,       product.columns,          product.out_rows, product.experts,
+                 halves[i]->row_stride, halves[i]->expert_stride, entry.box_rows,   dtype};
+    if (product.major == Major::kRows) {
+      std::swap(view.columns, view.rows);
+      view.row_stride = halves[i]->column_stride;
+    }
     if (!find_map(view, &params->weights[i])) return false;
   }
   params->rows = static_cast<int32_t>(product.rows);
@@ -256,7 +269,7 @@ bool fill_product(const Product& product, const ExpertMatrix& first, const Exper
   params->columns = static_cast<int32_t>(product.columns);
   params->out_rows = static_cast<int32_t>(product.out_rows);
   params->row_tiles = static_cast<int32_t>(ceil_div(product.out_rows, entry.out_rows));
-  params->pairs_per_group = kPairsPerGroup;
+  params->columns_per_group = entry.columns_per_group;
   return true;
 }
 
@@ -297,11 +310,14 @@ bool is_plain(const MoeForwardProblem& p) {
 }
 
 Product up_of(const MoeForwardProblem& p) {
-  const Use use = is_plain(p) ? Use::kPlainGatedUp : p.gated ? Use::kGatedUp : Use::kUp;
-  return {use, p.dtype, p.device, p.tokens * p.top_k, 1, p.experts, p.hidden, p.inner};
+  const Major major = major_of(p.up);
+  const bool plain = is_plain(p) && major == Major::kColumns;
+  const Use use = plain ? Use::kPlainGatedUp : p.gated ? Use::kGatedUp : Use::kUp;
+  return {use, p.dtype, p.device, p.tokens * p.top_k, 1, p.experts, p.hidden, p.inner, major};
 }
 Product down_of(const MoeForwardProblem& p) {
-  return {Use::kDown, p.dtype, p.device, p.tokens * p.top_k, 1, p.experts, p.inner, p.hidden};
+  return {Use::kDown, p.dtype, p.device, p.tokens * p.top_k, 1,
+          p.experts,  p.inner, p.hidden, major_of(p.down)};
 }
 
 // The workspace: a [slots, inner], then y [slots, hidden].
@@ -316,11 +332,17 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
   FLASHMOE_TRY(check_device(problem.device, problem.dtype, &facts, reason));
   const int64_t pairs = problem.tokens * problem.top_k;
   if (problem.gated) {
-    FLASHMOE_TRY(check_weights("w_gate_up", problem.gate, problem.experts, problem.inner, reason));
+    FLASHMOE_TRY(check_weights("w_gate_up", problem.gate, problem.experts, problem.inner,
+                               problem.hidden, reason));
+    if (major_of(problem.gate) != major_of(problem.up)) {
+      return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                           "w_up: transposed and w_gate_up not, or the other way round");
+    }
   }
   FLASHMOE_TRY(check_weights(problem.gated ? "w_up" : "w_gate_up", problem.up, problem.experts,
-                             problem.inner, reason));
-  FLASHMOE_TRY(check_weights("w_down", problem.down, problem.experts, problem.hidden, reason));
+                             problem.inner, problem.hidden, reason));
+  FLASHMOE_TRY(check_weights("w_down", problem.down, problem.experts, problem.hidden, problem.inner,
+                             reason));
   // Rows of x are counted in chunks of 16 bytes, by 32 bits.
   constexpr int64_t kChunk = 8;
   if (problem.x_stride < 0 ||
@@ -379,6 +401,7 @@ bool fill_down(const MoeForwardProblem& p, const MoePlan& plan, const void* acti
     return false;
   }
   params->offsets = p.offsets;
+  params->follows_up = 1;
   params->bias[0] = bias_of(p.down_bias);
   return true;
 }
@@ -406,8 +429,8 @@ flashmoe_status launch_forward(const MoeForwardProblem& problem, const MoePlan& 
 // ---- the product alone
 
 Product product_of(const GroupedProductProblem& p) {
-  return {Use::kDown, p.dtype,   p.device,     p.rows, p.counts != nullptr ? p.experts : 1,
-          p.experts,  p.columns, p.out_columns};
+  return {Use::kDown, p.dtype,   p.device,      p.rows,       p.counts != nullptr ? p.experts : 1,
+          p.experts,  p.columns, p.out_columns, major_of(p.w)};
 }
 
 flashmoe_status plan_product(const GroupedProductProblem& problem, MoePlan* plan,
@@ -415,7 +438,8 @@ flashmoe_status plan_product(const GroupedProductProblem& problem, MoePlan* plan
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_device(problem.device, problem.dtype, &facts, reason));
   const Product product = product_of(problem);
-  FLASHMOE_TRY(check_weights("w", problem.w, problem.experts, problem.out_columns, reason));
+  FLASHMOE_TRY(
+      check_weights("w", problem.w, problem.experts, problem.out_columns, problem.columns, reason));
   FLASHMOE_TRY(check_rows("x", problem.x_stride, product.rows, problem.x_expert_stride,
                           product.batches, reason));
   FLASHMOE_TRY(check_rows("out", problem.out_stride, product.rows, problem.out_expert_stride,

@@ -7,9 +7,8 @@
 
 namespace flashmoe::moe::sm90 {
 
-inline constexpr int kCluster = 2;  // blocks that share weights
-inline constexpr int kHalves = 2;   // of a tile's weight rows: gate and up, or neighbours
-inline constexpr int kHalfRows = 128;
+inline constexpr int kCluster = 2;      // blocks that share weights
+inline constexpr int kHalves = 2;       // of a tile's weight rows: gate and up, or neighbours
 inline constexpr int kBoxColumns = 64;  // of all boxes: 128 bytes, the widest swizzle
 inline constexpr int kTokenBoxRows = 32;
 // The output is written in boxes of so many rows: greatest first, so that no row of another expert is
@@ -35,8 +34,8 @@ enum Curve : int32_t {
 };
 
 struct Params {
-  // Tensor maps of rank 4, the last dimension 1. Of each half: [columns, rows, experts] in boxes of
-  // kHalfRows rows.
+  // Tensor maps of rank 4, the last dimension 1. Of each half: [columns, rows, experts] in boxes of 64
+  // columns of as many rows as a tile has of it; transposed [rows, columns, experts] in boxes of 64 by 64.
   CUtensorMap weights[kHalves];
   // Rows as they lie, not for kernels that gather: [columns, rows, batches] in boxes of kTokenBoxRows.
   CUtensorMap tokens;
@@ -56,11 +55,12 @@ struct Params {
   const int32_t* counts;
   int32_t rows;  // that there are (in a batch)
   int32_t experts;
+  int32_t follows_up;  // of the same layer: everything but the tokens was there before that
 
-  int32_t columns;          // the extent that products sum over
-  int32_t out_rows;         // of the weights, of one half if they are gated
-  int32_t row_tiles;        // tiles along them
-  int32_t pairs_per_group;  // pairs of token tiles whose tokens are to stay in the L2 together
+  int32_t columns;            // the extent that products sum over
+  int32_t out_rows;           // of the weights, of one half if they are gated
+  int32_t row_tiles;          // tiles along them
+  int32_t columns_per_group;  // columns of items whose tokens are to stay in the L2 together
 
   Bias bias[kHalves];  // of each half if they are gated, else the first
   int32_t curve;

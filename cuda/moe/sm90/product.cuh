@@ -37,12 +37,17 @@
 namespace flashmoe::moe::sm90 {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
-inline constexpr int kLagBarrier = 3;
+inline constexpr uint16_t kWholeCluster = (1 << kCluster) - 1;
 inline constexpr int kNone = -1;
-inline constexpr int kStoreBarrier = 1;  // named barriers: one for each consumer
+// Named barriers: of each consumer its own, and its turn; or the second's to begin.
+inline constexpr int kStoreBarrier = 1;
+inline constexpr int kTurnBarrier = 3;
+inline constexpr int kLagBarrier = 3;
+inline constexpr int kGatherBarrier = 4;
+inline constexpr uint32_t kNoRow = 0xffffffffu;
 
-// What a block computes in one pass of the main loop. The producer works it out and leaves it in shared
-// memory with the first stage.
+// What a block, or of one whose consumers alternate one of them, computes in one pass of the main loop.
+// The producer works it out and leaves it in shared memory.
 struct alignas(16) Tile {
   int expert;
   int first_slot;  // of its tokens; with counts from the start of the batch
@@ -51,7 +56,7 @@ struct alignas(16) Tile {
   int row_tile;
   int shared;  // weights with the other block of the cluster
   int reused;  // weights by other tiles
-  int padding;
+  int ends;    // the first of what follows the last tile
 };
 
 static_assert(sizeof(Tile) == kTileInfoBytes);
@@ -89,14 +94,22 @@ class Schedule {
   static __device__ __forceinline__ int units_of(int tokens) {
     return (tokens + kUnitTokens - 1) / kUnitTokens;
   }
-  static __device__ __forceinline__ int pairs_of(int units) {
-    return (units + 2 * Traits::kTileUnits - 1) / (2 * Traits::kTileUnits);
+  // Token tiles, as few as can be. Where that is odd one more goes by itself, which costs more traffic,
+  // but of many tiles it is as well to have an even number, a little narrower.
+  static __device__ __forceinline__ int tiles_of(int units) {
+    const int tiles = (units + Traits::kTileUnits - 1) / Traits::kTileUnits;
+    return !Traits::kAlternates && tiles > Traits::kMostOddTiles ? (tiles + 1) / 2 * 2 : tiles;
   }
+  // Columns of items with two token tiles each, of the same weights.
+  static __device__ __forceinline__ int shared_columns_of(int tiles) {
+    return Traits::kAlternates ? 0 : tiles / 2;
+  }
+  // Of weights, that items have of which both blocks have the same tokens.
+  __device__ __forceinline__ int row_pairs() const { return (params_.row_tiles + 1) / 2; }
   __device__ __forceinline__ int items_of(int tokens) const {
-    const int units = units_of(tokens);
-    if (units == 0) return 0;
-    return units <= Traits::kTileUnits ? (params_.row_tiles + 1) / 2
-                                       : pairs_of(units) * params_.row_tiles;
+    const int tiles = tiles_of(units_of(tokens));
+    const int shared_columns = shared_columns_of(tiles);
+    return shared_columns * params_.row_tiles + (tiles - 2 * shared_columns) * row_pairs();
   }
 
   // Brings the experts from `first` on into view, in front of which there are so many items. Whatever
@@ -125,31 +138,33 @@ class Schedule {
   // Item `index` of an expert with so many tokens, for block `rank` of the cluster.
   __device__ __forceinline__ void place(int index, int rank, int tokens, Tile* tile) const {
     const int units = units_of(tokens);
-    int first_unit = 0;
-    tile->shared = units > Traits::kTileUnits;
-    tile->reused = 0;
-    if (!tile->shared) {
-      tile->row_tile = 2 * index + rank;
-      tile->units = units;
-      tile->tokens = tile->row_tile < params_.row_tiles ? tokens : 0;
-    } else {
-      const int pairs = pairs_of(units);
-      const int groups = (pairs + params_.pairs_per_group - 1) / params_.pairs_per_group;
-      const int most = (pairs + groups - 1) / groups;
-      const int first_pair = index / (most * params_.row_tiles) * most;
-      const int pairs_here = min(most, pairs - first_pair);
-      index -= first_pair * params_.row_tiles;
-      tile->row_tile = index / pairs_here;
-      tile->reused = pairs > 1;
-      // The first tiles are a unit wider than the others, if they are not all alike.
-      const int token_tile = 2 * (first_pair + index % pairs_here) + rank;
-      const int narrow = units / (2 * pairs);
-      const int wider = units % (2 * pairs);
-      first_unit = token_tile * narrow + min(token_tile, wider);
-      tile->units = narrow + (token_tile < wider ? 1 : 0);
-      tile->tokens = min(tile->units * kUnitTokens, tokens - first_unit * kUnitTokens);
-    }
+    const int tiles = tiles_of(units);
+    const int shared_columns = shared_columns_of(tiles);
+    const bool shared = index < shared_columns * params_.row_tiles;
+    if (!shared) index -= shared_columns * params_.row_tiles;
+    const int columns = shared ? shared_columns : tiles - 2 * shared_columns;
+    const int rows = shared ? params_.row_tiles : row_pairs();
+    const int groups = (columns + params_.columns_per_group - 1) / params_.columns_per_group;
+    const int most = (columns + groups - 1) / groups;
+    const int first_column = index / (most * rows) * most;
+    const int columns_here = min(most, columns - first_column);
+    index -= first_column * rows;
+    const int row = index / columns_here;
+    const int column = first_column + index % columns_here;
+    tile->shared = shared;
+    tile->reused = tiles > 1;
+    tile->row_tile = shared ? row : 2 * row + rank;
+    // The first tiles are a unit wider than the others, if they are not all alike.
+    const int token_tile = shared ? 2 * column + rank : 2 * shared_columns + column;
+    const int narrow = units / tiles;
+    const int wider = units % tiles;
+    const int first_unit = token_tile * narrow + min(token_tile, wider);
+    tile->units = narrow + (token_tile < wider ? 1 : 0);
+    tile->tokens = tile->row_tile < params_.row_tiles
+                       ? min(tile->units * kUnitTokens, tokens - first_unit * kUnitTokens)
+                       : 0;
     tile->first_slot = first_unit * kUnitTokens;
+    tile->ends = 0;
   }
 
   const Params& params_;
@@ -171,6 +186,11 @@ struct Cursor {
       stage = 0;
       parity ^= 1;
     }
+  }
+  __device__ __forceinline__ void skip(int steps) {
+    stage += steps;
+    parity ^= stage / kStages & 1;
+    stage %= kStages;
   }
 };
 
@@ -194,65 +214,136 @@ struct Shared {
   __device__ __forceinline__ uint32_t empty(int stage) const {
     return full(Traits::kStages + stage);
   }
+  // The tile in that place is known.
+  __device__ __forceinline__ uint32_t known(int slot) const {
+    return full(2 * Traits::kStages + slot);
+  }
 };
 
 __device__ __forceinline__ int first_item() { return static_cast<int>(blockIdx.x) / kCluster; }
 __device__ __forceinline__ int item_stride() { return static_cast<int>(gridDim.x) / kCluster; }
 
+// Leaves a tile where consumers look for the one of that number. The one that was there is done with:
+// stages are fewer than places.
+template <class Traits>
+__device__ __forceinline__ void publish(const Shared<Traits>& shared, int number,
+                                        const Tile& tile) {
+  const int slot = number % Traits::kTileSlots;
+  shared.tiles[slot] = tile;
+  ptx::mbarrier_arrive(shared.known(slot));
+}
+
 // Issues the copies by TMA, one warp.
 template <class Traits>
-__device__ __forceinline__ void produce(const Params& params, const Shared<Traits>& shared) {
+struct Producer {
+  const Params& params;
+  const Shared<Traits>& shared;
   const int rank = static_cast<int>(ptx::cluster_rank());
-  const bool leader = threadIdx.x == 0;
   const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
-  Schedule<Traits> schedule(params);
-  Cursor<Traits::kStages> cursor;
-  int sent = 0;
-  Tile tile;
-  for (int item = first_item(); schedule.find(item, rank, &tile); item += item_stride(), ++sent) {
-    const bool shares = tile.shared != 0;
-    const uint64_t policy = tile.reused != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
+  Tile tile = {};
+
+  __device__ __forceinline__ int token_boxes() const {
+    if (Traits::kGathers) return 0;
+    return (tile.units * kUnitTokens + kTokenBoxRows - 1) / kTokenBoxRows;
+  }
+
+  // Says what the stage waits for, and copies the weights of a step; one thread.
+  __device__ __forceinline__ void load_weights(int stage, int step) const {
+    const uint32_t full = shared.full(stage);
+    const uint32_t to = shared.weights(stage);
+    const int column = step * Traits::kStep;
     const int first_row = tile.row_tile * Traits::kOutRows;
-    const int boxes =
-        Traits::kGathers ? 0 : (tile.units * kUnitTokens + kTokenBoxRows - 1) / kTokenBoxRows;
-    const int token_batch = params.counts != nullptr ? tile.expert : 0;
-    if (leader) shared.tiles[sent % Traits::kTileSlots] = tile;
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      const uint32_t full = shared.full(cursor.stage);
-      const uint32_t weights = shared.weights(cursor.stage);
-      const int column = step * Traits::kStep;
-      ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
-      if (leader) {
-        ptx::mbarrier_arrive_expect(full, Traits::kWeightBytes + boxes * Traits::kTokenBoxBytes);
+    const uint64_t policy = tile.reused != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
+    ptx::mbarrier_arrive_expect(full,
+                                Traits::kWeightBytes + token_boxes() * Traits::kTokenBoxBytes);
+    const bool shares = !Traits::kAlternates && tile.shared != 0;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      if (shares && half != rank) continue;
+#pragma unroll
+      for (int i = 0; i < Traits::kHalfRows / Traits::kBoxRows; ++i) {
+        const uint32_t box = to + half * Traits::kHalfBytes + i * Traits::kBoxBytes;
+        const int row =
+            first_row + (Traits::kGated ? 0 : half * Traits::kHalfRows) + i * Traits::kBoxRows;
+        const int c0 = Traits::kTransposed ? row : column;
+        const int c1 = Traits::kTransposed ? column : row;
         if (shares) {
-          const int row = first_row + (Traits::kGated ? 0 : rank * kHalfRows);
-          ptx::tma_load_multicast(weights + rank * Traits::kHalfBytes, &params.weights[rank], full,
-                                  policy, (1 << kCluster) - 1, column, row, tile.expert, 0);
+          ptx::tma_load_multicast(box, &params.weights[half], full, policy, kWholeCluster, c0, c1,
+                                  tile.expert, 0);
         } else {
-          ptx::tma_load(weights, &params.weights[0], full, policy, column, first_row, tile.expert,
-                        0);
-          ptx::tma_load(weights + Traits::kHalfBytes, &params.weights[1], full, policy, column,
-                        first_row + (Traits::kGated ? 0 : kHalfRows), tile.expert, 0);
-        }
-#pragma unroll 1
-        for (int box = 0; box < boxes; ++box) {
-          ptx::tma_load(shared.tokens(cursor.stage) + box * Traits::kTokenBoxBytes, &params.tokens,
-                        full, ptx::kEvictNormal, column, tile.first_slot + box * kTokenBoxRows,
-                        token_batch, 0);
+          ptx::tma_load(box, &params.weights[half], full, policy, c0, c1, tile.expert, 0);
         }
       }
-      __syncwarp();
-      cursor.step();
     }
   }
-  if (leader) {
-    shared.tiles[sent % Traits::kTileSlots].units = 0;
-    ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
-    ptx::mbarrier_arrive(shared.full(cursor.stage));
+
+  // Copies the tokens of a step, each block of the cluster half of them for both; one thread.
+  __device__ __forceinline__ void load_tokens(int stage, int step) const {
+    if (Traits::kGathers) return;
+    const int boxes = token_boxes();
+    const int batch = params.counts != nullptr ? tile.expert : 0;
+#pragma unroll 1
+    for (int box = rank; box < boxes; box += kCluster) {
+      ptx::tma_load_multicast(shared.tokens(stage) + box * Traits::kTokenBoxBytes, &params.tokens,
+                              shared.full(stage), ptx::kEvictNormal, kWholeCluster,
+                              step * Traits::kStep, tile.first_slot + box * kTokenBoxRows, batch,
+                              0);
+    }
   }
-  __syncwarp();
-}
+
+  // A layer's `down` begins with weights while `up` still runs: what is ahead of that is over, since
+  // `up` waited for it before it let this kernel begin.
+  __device__ __forceinline__ void run() {
+    const bool leader = threadIdx.x == 0;
+    const bool early = !Traits::kGathers && params.follows_up != 0;
+    if (!Traits::kGathers && !early) ptx::wait_for_dependencies();
+    Schedule<Traits> schedule(params);
+    Cursor<Traits::kStages> cursor;
+    int sent = 0;
+    int item = first_item();
+    int first_step = 0;
+    bool more = schedule.find(item, rank, &tile);
+    if (!Traits::kGathers && early) {
+      if (more) {
+        first_step = min(steps, Traits::kStages);
+        if (leader) {
+          for (int step = 0; step < first_step; ++step) load_weights(step, step);
+        }
+      }
+      ptx::wait_for_dependencies();
+      if (leader) {
+        for (int step = 0; step < first_step; ++step) load_tokens(step, step);
+      }
+      __syncwarp();
+      cursor.skip(first_step);
+    }
+    while (more) {
+      if (leader) publish(shared, sent, tile);
+#pragma unroll 1
+      for (int step = first_step; step < steps; ++step) {
+        ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
+        if (leader) {
+          load_weights(cursor.stage, step);
+          load_tokens(cursor.stage, step);
+        }
+        __syncwarp();
+        cursor.step();
+      }
+      first_step = 0;
+      ++sent;
+      item += item_stride();
+      more = schedule.find(item, rank, &tile);
+    }
+    if (leader) {
+      tile.units = 0;
+      for (int end = 0; end < (Traits::kAlternates ? Traits::kConsumers : 1); ++end) {
+        tile.ends = end == 0;
+        publish(shared, sent + end, tile);
+      }
+    }
+    __syncwarp();
+  }
+};
 
 // Where the chunk of 16 bytes lies that is so many behind `base`. Worked out anew for every step: the
 // compiler would keep 64 bits for each row.
@@ -262,8 +353,37 @@ __device__ __forceinline__ const uint16_t* chunk_at(const uint16_t* base, uint32
   return address;
 }
 
+// Where rows of x begin, in chunks of 16 bytes, or kNoRow: for the tile that gathering threads come to
+// next. The table is in shared memory.
+template <class Traits>
+struct NextRows {
+  static constexpr int kRows = Traits::kTileTokens / Traits::kGatherThreads;  // of a thread
+  static_assert(Traits::kTileTokens % Traits::kGatherThreads == 0);
+  int pairs[kRows];
+
+  // Begins to read which rows they are.
+  __device__ __forceinline__ void request(const Params& params, const Tile& tile, int thread) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = thread + i * Traits::kGatherThreads;
+      pairs[i] = kNone;
+      if (row < tile.tokens) pairs[i] = params.pairs[tile.first_slot + row];
+    }
+  }
+  __device__ __forceinline__ void store(const Params& params, uint32_t table, int thread) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      uint32_t offset = kNoRow;
+      if (pairs[i] >= 0 && pairs[i] < params.rows) {
+        offset = static_cast<uint32_t>(pairs[i] / params.top_k) * params.x_row_chunks;
+      }
+      ptx::store_shared(table + 4 * (thread + i * Traits::kGatherThreads), offset);
+    }
+  }
+};
+
 // Gathers rows of x: threads 0 to kGatherThreads - 1 of some whole warps. Eight threads copy the 128
-// bytes that a step takes of a row.
+// bytes that a step takes of a row. Which rows the next tile has is found out while this one is copied.
 template <class Traits>
 __device__ __forceinline__ void gather(const Params& params, const Shared<Traits>& shared,
                                        int thread) {
@@ -271,32 +391,42 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
   constexpr int kThreadsPerRow = kBoxColumns / kChunk;
   constexpr int kRowsApart = Traits::kGatherThreads / kThreadsPerRow;
   constexpr int kRows = Traits::kTileTokens / kRowsApart;
+  constexpr int kStoreStep = 2;  // by which what was requested after the first one has come
   static_assert(kRowsApart % 8 == 4, "every second row of a thread has the same swizzle");
   const int rank = static_cast<int>(ptx::cluster_rank());
   const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
+  const int store_step = min(kStoreStep, steps - 1);
   const int chunk = thread % kThreadsPerRow;
   const int first_row = thread / kThreadsPerRow;
   const uint32_t places[2] = {
       static_cast<uint32_t>(first_row * kBoxRowBytes + (chunk ^ (first_row % 8)) * 16),
       static_cast<uint32_t>(first_row * kBoxRowBytes + (chunk ^ ((first_row + 4) % 8)) * 16)};
+  const uint32_t table = shared.base + Traits::kRowsOffset;
   Schedule<Traits> schedule(params);
   Cursor<Traits::kStages> cursor;
+  NextRows<Traits> next;
   Tile tile;
-  for (int item = first_item(); schedule.find(item, rank, &tile); item += item_stride()) {
+  int item = first_item();
+  bool more = schedule.find(item, rank, &tile);
+  if (more) {
+    next.request(params, tile, thread);
+    next.store(params, table, thread);
+  }
+  while (more) {
+    ptx::named_barrier_sync(kGatherBarrier, Traits::kGatherThreads);
     uint32_t offsets[kRows];  // of the rows of x, in chunks
     uint32_t known = 0;       // a bit for each row that has a token
     const int rows = tile.tokens - first_row;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      offsets[i] = 0;
-      if (i * kRowsApart < rows) {
-        const int pair = params.pairs[tile.first_slot + first_row + i * kRowsApart];
-        if (pair >= 0 && pair < params.rows) {
-          offsets[i] = static_cast<uint32_t>(pair / params.top_k) * params.x_row_chunks;
-          known |= 1u << i;
-        }
+      offsets[i] = ptx::load_shared_uint(table + 4 * (first_row + i * kRowsApart));
+      if (offsets[i] == kNoRow) {
+        offsets[i] = 0;
+      } else {
+        known |= 1u << i;
       }
     }
+    ptx::named_barrier_sync(kGatherBarrier, Traits::kGatherThreads);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       const int column = step * Traits::kStep + chunk * kChunk;
@@ -313,10 +443,14 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
       }
       ptx::cp_async_arrive(shared.full(cursor.stage));
       cursor.step();
+      if (step == 0) {
+        item += item_stride();
+        more = schedule.find(item, rank, &tile);
+        if (more) next.request(params, tile, thread);
+      }
+      if (step == store_step && more) next.store(params, table, thread);
     }
   }
-  ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
-  ptx::mbarrier_arrive(shared.full(cursor.stage));
 }
 
 __device__ __forceinline__ float reciprocal(float x) {
@@ -391,10 +525,16 @@ struct Consumer {
   int group;
   Cursor<Traits::kStages> cursor;
   int held = kNone;  // the last stage of the tile before, by way of which its output leaves
+  int sent = 0;      // parts of the output; unless consumers alternate those of this tile
 
   __device__ __forceinline__ Consumer(const Params& params_, const Shared<Traits>& shared_,
                                       int group_)
       : params(params_), shared(shared_), group(group_) {}
+
+  // Of each half of the tile's rows, those of consumers before this one.
+  __device__ __forceinline__ int rows_before() const {
+    return Traits::kAlternates ? 0 : group * kConsumerRows;
+  }
 
   // Says to both blocks of the cluster that this warp is done with a stage.
   __device__ __forceinline__ void release(int stage) const {
@@ -420,8 +560,10 @@ struct Consumer {
   template <int kTokens>
   __device__ __forceinline__ void issue(Products<kTokens>& products, bool begins) const {
     using Mma = ptx::Wgmma<Element, kTokens>;
-    const uint64_t a = ptx::swizzled_descriptor(
-        shared.weights(cursor.stage) + group * (Traits::kHalfBytes / Traits::kConsumers), 16);
+    constexpr int kSliceBytes =
+        Traits::kTransposed ? 16 * kBoxRowBytes : 32;  // 16 columns of weights
+    const uint64_t a =
+        ptx::swizzled_descriptor(shared.weights(cursor.stage) + rows_before() * kBoxRowBytes, 16);
     const uint64_t b = ptx::swizzled_descriptor(shared.tokens(cursor.stage), 16);
     ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
     if (Traits::kGathers) ptx::fence_proxy_async_shared();
@@ -429,41 +571,57 @@ struct Consumer {
 #pragma unroll
     for (int slice = 0; slice < Traits::kStep / 16; ++slice) {
       const bool add = slice > 0 || !begins;
-      Mma::multiply(products.first, ptx::advance(a, 32 * slice), ptx::advance(b, 32 * slice), add);
-      Mma::multiply(products.second, ptx::advance(a, Traits::kHalfBytes + 32 * slice),
-                    ptx::advance(b, 32 * slice), add);
+      const uint64_t first = ptx::advance(a, kSliceBytes * slice);
+      const uint64_t second = ptx::advance(first, Traits::kHalfBytes);
+      const uint64_t tokens = ptx::advance(b, 32 * slice);
+      if constexpr (Traits::kTransposed) {
+        Mma::multiply_major(products.first, first, tokens, add);
+        Mma::multiply_major(products.second, second, tokens, add);
+      } else {
+        Mma::multiply(products.first, first, tokens, add);
+        Mma::multiply(products.second, second, tokens, add);
+      }
     }
     ptx::wgmma_commit();
   }
 
-  // The main loop. The second consumer begins a tile a step later than the first, so that one's products
-  // go on while the other writes out what it has.
+  // The main loop. Consumers that alternate do so by turns, which end when all products are begun.
+  // Otherwise the second begins a tile a step later than the first, so that one's products go on while
+  // the other writes out what it has.
   template <int kTokens>
   __device__ __forceinline__ void multiply(Products<kTokens>& products) {
     const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
-    if (group == 1) ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
+    const bool lets_lag = !Traits::kAlternates && group == 0;
+    if (Traits::kAlternates) {
+      ptx::named_barrier_sync(kTurnBarrier + group, 2 * kThreadsPerGroup);
+    } else if (group == 1) {
+      ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
+    }
     issue(products, true);
-    give_back();
+    if (!Traits::kAlternates) give_back();
     int last_stage = cursor.stage;
     cursor.step();
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
       issue(products, false);
       ptx::wgmma_wait<1>();
-      if (group == 0 && step == 1) {
-        ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
-      }
+      if (lets_lag && step == 1) ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
       release(last_stage);
       last_stage = cursor.stage;
       cursor.step();
     }
-    ptx::wgmma_wait<0>();
-    if (group == 0 && steps == 1) {
-      ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
+    if (Traits::kAlternates) {
+      ptx::named_barrier_arrive(kTurnBarrier + 1 - group, 2 * kThreadsPerGroup);
     }
+    ptx::wgmma_wait<0>();
+    if (lets_lag && steps == 1) ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
     ptx::pin(products.first);
     ptx::pin(products.second);
-    held = last_stage;
+    if (Traits::kAlternates) {
+      release(last_stage);
+    } else {
+      held = last_stage;
+    }
   }
 
   __device__ __forceinline__ float bias_of(const Bias& bias, int expert, int row) const {
@@ -491,6 +649,15 @@ struct Consumer {
     return shared.base + Traits::kScalesOffset + group * Traits::kScaleBytes;
   }
 
+  __device__ __forceinline__ uint32_t out_buffer(int index) const {
+    if (Traits::kAlternates) {
+      const int group_here = thread_index() / kThreadsPerGroup - 1;  // so that nothing is kept
+      return shared.base + Traits::kOutOffset +
+             (group_here * Traits::kOutBuffers + index) * Traits::kOutBytes;
+    }
+    return shared.weights(held) + index * Traits::kHalfBytes + group * Traits::kOutBytes;
+  }
+
   // Writes 64 rows of values of all tokens, transposed: from `column` on of the tokens' rows.
   // values(block, v) gives those of a block of 8 tokens. `sent` counts what the tile has sent.
   template <int kTokens, class Values>
@@ -508,8 +675,7 @@ struct Consumer {
     const int batch = params.counts != nullptr ? tile.expert : 0;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const uint32_t to = shared.weights(held) + *sent % Traits::kOutBuffers * Traits::kHalfBytes +
-                          group * Traits::kOutBytes;
+      const uint32_t to = out_buffer(*sent % Traits::kOutBuffers);
       // For what left this buffer before.
       if (leader && *sent >= Traits::kOutBuffers) {
         ptx::tma_store_wait_read_but<Traits::kOutBuffers - 1>();
@@ -651,17 +817,16 @@ struct Consumer {
       finish_gated<kCurve, kTokens>(tile, products, row, sent);
     } else {
       finish_half<kCurve, kTokens>(tile, products.first, row, sent);
-      finish_half<kCurve, kTokens>(tile, products.second, row + kHalfRows, sent);
+      finish_half<kCurve, kTokens>(tile, products.second, row + Traits::kHalfRows, sent);
     }
   }
 
   // What becomes of a tile's products.
   template <int kTokens>
-  __device__ __forceinline__ void finish(const Tile& tile,
-                                         const Products<kTokens>& products) const {
+  __device__ __forceinline__ void finish(const Tile& tile, const Products<kTokens>& products) {
     // Of this group's rows of the first half.
-    const int row = tile.row_tile * Traits::kOutRows + group * (kHalfRows / Traits::kConsumers);
-    int sent = 0;
+    const int row = tile.row_tile * Traits::kOutRows + rows_before();
+    if (!Traits::kAlternates) sent = 0;
     if constexpr (!Traits::kGathers) {
       finish_curve<kIdentity, kTokens>(tile, products, row, &sent);
     } else if constexpr (Traits::kPlain) {
@@ -698,12 +863,25 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    for (int slot = 0;; slot = (slot + 1) % Traits::kTileSlots) {
-      ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
+    const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
+    const int stride = Traits::kAlternates ? Traits::kConsumers : 1;
+    int number = Traits::kAlternates ? group : 0;  // of the tile
+    if (Traits::kAlternates && group == 1) {
+      cursor.skip(steps);
+      ptx::named_barrier_arrive(kTurnBarrier, 2 * kThreadsPerGroup);
+    }
+    for (;; number += stride) {
+      const int slot = number % Traits::kTileSlots;
+      ptx::mbarrier_wait(shared.known(slot), number / Traits::kTileSlots % 2);
       const int units = uniform(shared.tiles[slot].units);
       if (units == 0) break;
       cursor.stage = uniform(cursor.stage);
       compute_within<Traits::kUnitSteps>(units, shared.tiles[slot]);
+      if (Traits::kAlternates) cursor.skip(steps);
+    }
+    // Nobody else takes the turn that the last tile's products left.
+    if (Traits::kAlternates && shared.tiles[number % Traits::kTileSlots].ends != 0) {
+      ptx::named_barrier_sync(kTurnBarrier + group, 2 * kThreadsPerGroup);
     }
     if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();
     __syncwarp();
@@ -714,6 +892,8 @@ template <class Traits>
 __device__ __forceinline__ void consume(const Params& params, const Shared<Traits>& shared,
                                         int group) {
   ptx::take_registers<Traits::kConsumerRegisters>();
+  if (!Traits::kGathers) ptx::wait_for_dependencies();
+  ptx::launch_dependents();
   Consumer<Traits> consumer(params, shared, group);
   consumer.run();
 }
@@ -722,24 +902,24 @@ template <class Traits>
 __device__ __forceinline__ void load(const Params& params, const Shared<Traits>& shared, int warp) {
   ptx::give_registers_back<Traits::kProducerRegisters>();
   if (warp == 0) {
-    produce<Traits>(params, shared);
+    Producer<Traits>{params, shared}.run();
   } else if (Traits::kGathers) {
     gather<Traits>(params, shared, static_cast<int>(threadIdx.x) - kThreadsPerWarp);
+  } else {
+    ptx::wait_for_dependencies();
   }
 }
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     grouped_product_kernel(const __grid_constant__ Params params) {
-  extern __shared__ unsigned char raw[];
-  const auto shared_of_block = static_cast<uint32_t>(__cvta_generic_to_shared(raw));
-  const uint32_t base =
-      (shared_of_block + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
-  const Shared<Traits> shared{
-      base, reinterpret_cast<Tile*>(raw + (base - shared_of_block) + Traits::kTilesOffset)};
+  extern __shared__ __align__(kSharedAlignment) unsigned char raw[];
+  const Shared<Traits> shared{static_cast<uint32_t>(__cvta_generic_to_shared(raw)),
+                              reinterpret_cast<Tile*>(raw + Traits::kTilesOffset)};
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
-    constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+    // That read a stage.
+    constexpr int kConsumerWarps = Traits::kAlternates ? 4 : 4 * Traits::kConsumers;
     ptx::prefetch_tensor_map(&params.weights[0]);
     ptx::prefetch_tensor_map(&params.weights[1]);
     ptx::prefetch_tensor_map(&params.out[0]);
@@ -747,13 +927,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::mbarrier_init(shared.full(stage), 1 + (Traits::kGathers ? Traits::kGatherThreads : 0));
       ptx::mbarrier_init(shared.empty(stage), kCluster * kConsumerWarps);
     }
+    for (int slot = 0; slot < Traits::kTileSlots; ++slot) {
+      ptx::mbarrier_init(shared.known(slot), 1);
+    }
     ptx::fence_mbarrier_init();
   }
   __syncwarp();
   ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();
-  ptx::wait_for_dependencies();
-  ptx::launch_dependents();
+  if (Traits::kGathers) ptx::wait_for_dependencies();
 
   const int warp = __shfl_sync(kFullWarp, thread / kThreadsPerWarp, 0);
   const int group = warp / 4;

@@ -13,15 +13,21 @@ inline constexpr int kMaxSharedBytesPerBlock = 227 * 1024;
 inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kUnitTokens = 16;     // tiles are so many tokens wide, or a multiple
+inline constexpr int kConsumerRows = 64;   // of weights, of either half: the M of wgmma
 inline constexpr int kTileInfoBytes = 32;  // a Tile in shared memory
 
-template <class Element_, Use kUse_>
+template <class Element_, Use kUse_, Major kMajor_ = Major::kColumns>
 struct Traits {
   using Element = Element_;
   static constexpr Use kUse = kUse_;
+  static constexpr bool kTransposed = kMajor_ == Major::kRows;
   static constexpr bool kPlain = kUse == Use::kPlainGatedUp;
   static constexpr bool kGated = kUse == Use::kGatedUp || kPlain;
   static constexpr bool kGathers = kUse != Use::kDown;
+
+  // Consumers have a tile each, and one's products are computed while the other writes out what it has;
+  // or they share one.
+  static constexpr bool kAlternates = !kGathers;
 
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = (1 + kConsumers) * kThreadsPerGroup;
@@ -32,6 +38,7 @@ struct Traits {
   static constexpr int kConsumerRegisters = 224;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 + kConsumers));
 
+  static constexpr int kHalfRows = kAlternates ? kConsumerRows : kConsumers * kConsumerRows;
   static constexpr int kTileRows = kHalves * kHalfRows;  // of weights
   static constexpr int kOutRows = kGated ? kHalfRows : kTileRows;
   static constexpr int kTileTokens = 192;
@@ -40,34 +47,46 @@ struct Traits {
   // fewer.
   static constexpr int kUnitSteps = kPlain || !kGathers ? 1 : kGated ? 2 : 4;
   static_assert(kTileUnits % kUnitSteps == 0);
+  static constexpr int kMostOddTiles = 5;  // of an expert's tokens, where pairs share weights
+  // Columns of items that the weights of an expert pass by together: as many token tiles as clusters then
+  // work on about as many rows of the weights, so that what they read of both is least.
+  static constexpr int kColumnsPerGroup = kAlternates ? 16 : 8;
   static constexpr int kStep = kBoxColumns;  // columns of one step of the main loop
-  static constexpr int kStages = 4;
+  static constexpr int kStages = kAlternates ? 5 : 4;
 
-  // A stage: weights [half][row][64], tokens [token][64].
+  // A stage: weights [half][row][64], transposed [half][64 rows][column][64], and tokens [token][64].
   static constexpr int kHalfBytes = kHalfRows * kBoxRowBytes;
   static constexpr int kWeightBytes = kHalves * kHalfBytes;
+  static constexpr int kBoxRows = kTransposed ? kBoxColumns : kHalfRows;  // of weights, in one copy
+  static constexpr int kBoxBytes = kBoxRows * kBoxRowBytes;
+  static_assert(kStep == kBoxColumns && kHalfRows % kBoxRows == 0);
   static constexpr int kTokenBytes = kTileTokens * kBoxRowBytes;
   static constexpr int kTokenBoxBytes = kTokenBoxRows * kBoxRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
-  // Output leaves by way of the last stage of its tile: a consumer's own 64 rows of both halves of the
-  // weights are a buffer each.
-  static constexpr int kOutBuffers = kHalves;
-  static constexpr int kOutBytes = kHalfBytes / kConsumers;
-  static constexpr int kOutTokens = kOutBytes / kBoxRowBytes;
+  // Output of consumers that share a tile leaves by way of its last stage: a consumer's own 64 rows of
+  // both halves of the weights are a buffer each. Others have buffers of their own.
+  static constexpr int kOutBuffers = 2;
+  static constexpr int kOutTokens = kAlternates ? 48 : 64;
+  static constexpr int kOutBytes = kOutTokens * kBoxRowBytes;
+  static_assert(kAlternates || kOutBytes == kConsumerRows * kBoxRowBytes);
 
   // Tiles in flight: loaded ahead, one with each stage, and being finished.
   static constexpr int kTileSlots = 8;
-  static_assert(kStages + 2 <= kTileSlots);
+  static_assert(kStages + 3 <= kTileSlots);
 
-  static constexpr int kScalesOffset = kStages * kStageBytes;
-  static constexpr int kScaleBytes = kTileTokens * 4;  // of a consumer
-  static constexpr int kTilesOffset = kScalesOffset + kConsumers * kScaleBytes;
+  static constexpr int kOutOffset = kStages * kStageBytes;
+  static constexpr int kScalesOffset =
+      kOutOffset + (kAlternates ? kConsumers * kOutBuffers * kOutBytes : 0);
+  static constexpr int kScaleBytes = kGathers ? kTileTokens * 4 : 0;  // of a consumer
+  static constexpr int kRowsOffset = kScalesOffset + kConsumers * kScaleBytes;
+  static constexpr int kRowsBytes = kGathers ? kTileTokens * 4 : 0;
+  static constexpr int kTilesOffset = kRowsOffset + kRowsBytes;
   static constexpr int kBarriersOffset = kTilesOffset + kTileSlots * kTileInfoBytes;
-  static constexpr int kBarriers = 2 * kStages;
-  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSharedAlignment;
+  static constexpr int kBarriers = 2 * kStages + kTileSlots;
+  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers;
 
   static_assert(kStageBytes % kSharedAlignment == 0 && kOutBytes % kSharedAlignment == 0);
-  static_assert(kTileTokens % kTokenBoxRows == 0 && kOutTokens % kOutBoxRows[0] == 0);
+  static_assert(kTileTokens % kTokenBoxRows == 0 && kOutTokens % kUnitTokens == 0);
   static_assert(kTileTokens % kOutTokens == 0);
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
 };
