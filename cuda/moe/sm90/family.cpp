@@ -36,6 +36,9 @@ constexpr int64_t kWorkspaceAlignment = 256;
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;  // of a tensor map
 constexpr int64_t kMaxRows = int64_t{1} << 30;         // row + tile fits in int32
 constexpr int64_t kMaxItems = int64_t{1} << 30;
+// Where the weights of some experts fit in the L2 at once it pays to let them pass by fewer tokens.
+constexpr int64_t kResidentBytes = int64_t{16} << 20;
+constexpr int32_t kFewerColumns = 4;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
@@ -124,6 +127,15 @@ bool find_out_maps(View view, CUtensorMap (*maps)[kOutHeights]) {
   for (int i = 0; i < kOutHeights; ++i) {
     view.box_rows = kOutBoxRows[i];
     if (!find_map(view, &(*maps)[i])) return false;
+  }
+  return true;
+}
+
+// Of rows as they lie, by boxes of all heights.
+bool find_token_maps(View view, Params* params) {
+  for (int units = 1; units <= kTokenBoxes; ++units) {
+    view.box_rows = units * kUnitTokens / kCluster;
+    if (!find_map(view, &params->tokens[units - 1])) return false;
   }
   return true;
 }
@@ -269,7 +281,10 @@ bool fill_product(const Product& product, const ExpertMatrix& first, const Exper
   params->columns = static_cast<int32_t>(product.columns);
   params->out_rows = static_cast<int32_t>(product.out_rows);
   params->row_tiles = static_cast<int32_t>(ceil_div(product.out_rows, entry.out_rows));
-  params->columns_per_group = entry.columns_per_group;
+  const int64_t expert_bytes =
+      product.out_rows * product.columns * kElementBytes * (entry.tile_rows / entry.out_rows);
+  params->columns_per_group =
+      entry.columns_per_group / (expert_bytes < kResidentBytes ? kFewerColumns : 1);
   return true;
 }
 
@@ -395,8 +410,7 @@ bool fill_down(const MoeForwardProblem& p, const MoePlan& plan, const void* acti
   const Product product = down_of(p);
   const int32_t dtype = static_cast<int32_t>(p.dtype);
   if (!fill_product(product, p.down, p.down, *static_cast<const Entry*>(plan.entry[1]), params) ||
-      !find_map({activated, p.inner, product.rows, 1, p.inner, 0, kTokenBoxRows, dtype},
-                &params->tokens) ||
+      !find_token_maps({activated, p.inner, product.rows, 1, p.inner, 0, 0, dtype}, params) ||
       !find_out_maps({y, p.hidden, product.rows, 1, p.hidden, 0, 0, dtype}, &params->out)) {
     return false;
   }
@@ -455,9 +469,9 @@ flashmoe_status launch_product(const GroupedProductProblem& p, const MoePlan& pl
   const int32_t dtype = static_cast<int32_t>(p.dtype);
   Params params = {};
   if (!fill_product(product, p.w, p.w, *static_cast<const Entry*>(plan.entry[0]), &params) ||
-      !find_map({p.x, p.columns, product.rows, product.batches, p.x_stride, p.x_expert_stride,
-                 kTokenBoxRows, dtype},
-                &params.tokens) ||
+      !find_token_maps(
+          {p.x, p.columns, product.rows, product.batches, p.x_stride, p.x_expert_stride, 0, dtype},
+          &params) ||
       !find_out_maps({p.out, p.out_columns, product.rows, product.batches, p.out_stride,
                       p.out_expert_stride, 0, dtype},
                      &params.out)) {

@@ -10,7 +10,8 @@ namespace flashmoe::moe::sm90 {
 inline constexpr int kCluster = 2;      // blocks that share weights
 inline constexpr int kHalves = 2;       // of a tile's weight rows: gate and up, or neighbours
 inline constexpr int kBoxColumns = 64;  // of all boxes: 128 bytes, the widest swizzle
-inline constexpr int kTokenBoxRows = 32;
+inline constexpr int kUnitTokens = 16;  // tiles are so many tokens wide, or a multiple
+inline constexpr int kTokenBoxes = 12;  // of as many units of tokens at most
 // The output is written in boxes of so many rows: greatest first, so that no row of another expert is
 // touched.
 inline constexpr int kOutHeights = 3;
@@ -37,8 +38,9 @@ struct Params {
   // Tensor maps of rank 4, the last dimension 1. Of each half: [columns, rows, experts] in boxes of 64
   // columns of as many rows as a tile has of it; transposed [rows, columns, experts] in boxes of 64 by 64.
   CUtensorMap weights[kHalves];
-  // Rows as they lie, not for kernels that gather: [columns, rows, batches] in boxes of kTokenBoxRows.
-  CUtensorMap tokens;
+  // Rows as they lie, not for kernels that gather: [columns, rows, batches] in boxes of
+  // half of the tokens of a tile that is so many units wide.
+  CUtensorMap tokens[kTokenBoxes];
   // [rows of weights, rows, batches] in boxes of each of kOutBoxRows.
   CUtensorMap out[kOutHeights];
   CUtensorMap pre_activation[kHalves][kOutHeights];  // of each half; without a gate the first

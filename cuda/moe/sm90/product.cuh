@@ -3,18 +3,20 @@
 //   up     a[s] = act(w_gate[e] x[t]) * (w_up[e] x[t])     slot s of expert e, of token t
 //   down   y[s] = w_down[e] a[s] + bias[e]
 //
-// Weights are the M side of wgmma and tokens the N side: a tile is 256 rows of an expert's weights (up:
-// 128 of the gate and the same 128 of up) by up to 192 tokens of it, in steps of 64 columns. So the width
-// of a tile, which is chosen on the device for each expert, may be any multiple of 8, and a thread holds
-// gate and up of the same element. Each of two consumer warpgroups has 64 rows of either half and all
-// tokens: up to 192 accumulators a thread.
+// Weights are the M side of wgmma and tokens the N side, up to 192 of an expert, in steps of 64 columns. So
+// the width of a tile, which is chosen on the device for each expert, may be any multiple of 8, and a
+// thread holds gate and up of the same element. A consumer warpgroup has 128 rows of weights, 64 of either
+// half, and all tokens of a tile: up to 192 accumulators a thread. In `up` its two consumers share a tile
+// of 256 rows (128 of the gate and the same 128 of up); in `down` each has a tile of its own and they
+// alternate, so that one's products are computed while the other writes out what it has.
 //
 // The first warpgroup loads: one warp issues the copies of weights (and in `down` of tokens) by TMA,
 // three gather the rows of tokens by cp.async. Both end at the stage's mbarrier.
 //
-// Blocks come in clusters of two, which take the same steps. If an expert has more tokens than a tile,
-// the two have neighbouring token tiles of the same weights, and each loads one half of these for both.
-// Otherwise they have neighbouring weight rows of the same tokens.
+// Blocks come in clusters of two, which take the same steps. In `up` the two have neighbouring token tiles
+// of the same weights, and each loads one half of these for both; or, of the last of an odd number of
+// token tiles, and in `down` always, neighbouring weight rows of the same tokens, of which in `down` each
+// loads one half for both.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -61,9 +63,9 @@ struct alignas(16) Tile {
 
 static_assert(sizeof(Tile) == kTileInfoBytes);
 
-// The work, one item of a cluster after another: experts in order, within one groups of pairs of token
-// tiles, for each of which all weight rows pass by. A warp has 32 experts in view, one a lane. All its
-// lanes call.
+// The work, one item of a cluster after another: experts in order, within one groups of columns of items,
+// that is of token tiles or pairs of them, for each of which all weight rows pass by. A warp has 32 experts
+// in view, one a lane. All its lanes call.
 template <class Traits>
 class Schedule {
  public:
@@ -233,117 +235,148 @@ __device__ __forceinline__ void publish(const Shared<Traits>& shared, int number
   ptx::mbarrier_arrive(shared.known(slot));
 }
 
-// Issues the copies by TMA, one warp.
+// The copies by TMA for one tile, and what of them all steps have in common: what happens between a stage
+// that is given back and the copy to it is time that consumers may have to wait.
 template <class Traits>
-struct Producer {
+struct TileCopies {
   const Params& params;
   const Shared<Traits>& shared;
-  const int rank = static_cast<int>(ptx::cluster_rank());
-  const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
-  Tile tile = {};
+  uint64_t policy;    // for weights
+  uint32_t expected;  // bytes that a stage waits for
+  int expert;
+  int row;        // of the weights, the first
+  int only_half;  // that this block copies, for both; kNone: it copies both for itself
+  int token_row;  // of this block's half of the tokens
+  int token_batch;
+  uint32_t token_offset;
+  const CUtensorMap* tokens;
 
-  __device__ __forceinline__ int token_boxes() const {
-    if (Traits::kGathers) return 0;
-    return (tile.units * kUnitTokens + kTokenBoxRows - 1) / kTokenBoxRows;
+  __device__ __forceinline__ TileCopies(const Params& params_, const Shared<Traits>& shared_,
+                                        const Tile& tile, int rank)
+      : params(params_), shared(shared_) {
+    policy = tile.reused != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
+    expected = Traits::kWeightBytes;
+    expert = tile.expert;
+    row = tile.row_tile * Traits::kOutRows;
+    only_half = !Traits::kAlternates && tile.shared != 0 ? rank : kNone;
+    if (!Traits::kGathers) {
+      expected += tile.units * kUnitTokens * kBoxRowBytes;
+      const int half_tokens = tile.units * (kUnitTokens / kCluster);
+      token_row = tile.first_slot + rank * half_tokens;
+      token_batch = params.counts != nullptr ? tile.expert : 0;
+      token_offset = rank * half_tokens * kBoxRowBytes;
+      tokens = &params.tokens[tile.units - 1];
+    }
+  }
+
+  __device__ __forceinline__ void copy(int stage, uint32_t offset, const CUtensorMap& map,
+                                       int column, int first_row, bool both) const {
+    const uint32_t to = shared.weights(stage) + offset;
+    const int c0 = Traits::kTransposed ? first_row : column;
+    const int c1 = Traits::kTransposed ? column : first_row;
+    if (both) {
+      ptx::tma_load_multicast(to, &map, shared.full(stage), policy, kWholeCluster, c0, c1, expert,
+                              0);
+    } else {
+      ptx::tma_load(to, &map, shared.full(stage), policy, c0, c1, expert, 0);
+    }
   }
 
   // Says what the stage waits for, and copies the weights of a step; one thread.
   __device__ __forceinline__ void load_weights(int stage, int step) const {
-    const uint32_t full = shared.full(stage);
-    const uint32_t to = shared.weights(stage);
     const int column = step * Traits::kStep;
-    const int first_row = tile.row_tile * Traits::kOutRows;
-    const uint64_t policy = tile.reused != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
-    ptx::mbarrier_arrive_expect(full,
-                                Traits::kWeightBytes + token_boxes() * Traits::kTokenBoxBytes);
-    const bool shares = !Traits::kAlternates && tile.shared != 0;
+    ptx::mbarrier_arrive_expect(shared.full(stage), static_cast<int>(expected));
+    if (Traits::kAlternates) {
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      if (shares && half != rank) continue;
+      for (int i = 0; i < Traits::kTileRows / Traits::kBoxRows; ++i) {
+        copy(stage, i * Traits::kBoxBytes, params.weights[0], column, row + i * Traits::kBoxRows,
+             false);
+      }
+      return;
+    }
+    const int half_rows = Traits::kGated ? 0 : Traits::kHalfRows;
 #pragma unroll
-      for (int i = 0; i < Traits::kHalfRows / Traits::kBoxRows; ++i) {
-        const uint32_t box = to + half * Traits::kHalfBytes + i * Traits::kBoxBytes;
-        const int row =
-            first_row + (Traits::kGated ? 0 : half * Traits::kHalfRows) + i * Traits::kBoxRows;
-        const int c0 = Traits::kTransposed ? row : column;
-        const int c1 = Traits::kTransposed ? column : row;
-        if (shares) {
-          ptx::tma_load_multicast(box, &params.weights[half], full, policy, kWholeCluster, c0, c1,
-                                  tile.expert, 0);
-        } else {
-          ptx::tma_load(box, &params.weights[half], full, policy, c0, c1, tile.expert, 0);
-        }
+    for (int i = 0; i < Traits::kHalfRows / Traits::kBoxRows; ++i) {
+      const int box_row = row + i * Traits::kBoxRows;
+      const uint32_t offset = i * Traits::kBoxBytes;
+      if (only_half != kNone) {
+        copy(stage, offset + only_half * Traits::kHalfBytes, params.weights[only_half], column,
+             box_row + only_half * half_rows, true);
+      } else {
+        copy(stage, offset, params.weights[0], column, box_row, false);
+        copy(stage, offset + Traits::kHalfBytes, params.weights[1], column, box_row + half_rows,
+             false);
       }
     }
   }
 
-  // Copies the tokens of a step, each block of the cluster half of them for both; one thread.
+  // Copies this block's half of a step's tokens, for both; one thread.
   __device__ __forceinline__ void load_tokens(int stage, int step) const {
     if (Traits::kGathers) return;
-    const int boxes = token_boxes();
-    const int batch = params.counts != nullptr ? tile.expert : 0;
-#pragma unroll 1
-    for (int box = rank; box < boxes; box += kCluster) {
-      ptx::tma_load_multicast(shared.tokens(stage) + box * Traits::kTokenBoxBytes, &params.tokens,
-                              shared.full(stage), ptx::kEvictNormal, kWholeCluster,
-                              step * Traits::kStep, tile.first_slot + box * kTokenBoxRows, batch,
-                              0);
-    }
-  }
-
-  // A layer's `down` begins with weights while `up` still runs: what is ahead of that is over, since
-  // `up` waited for it before it let this kernel begin.
-  __device__ __forceinline__ void run() {
-    const bool leader = threadIdx.x == 0;
-    const bool early = !Traits::kGathers && params.follows_up != 0;
-    if (!Traits::kGathers && !early) ptx::wait_for_dependencies();
-    Schedule<Traits> schedule(params);
-    Cursor<Traits::kStages> cursor;
-    int sent = 0;
-    int item = first_item();
-    int first_step = 0;
-    bool more = schedule.find(item, rank, &tile);
-    if (!Traits::kGathers && early) {
-      if (more) {
-        first_step = min(steps, Traits::kStages);
-        if (leader) {
-          for (int step = 0; step < first_step; ++step) load_weights(step, step);
-        }
-      }
-      ptx::wait_for_dependencies();
-      if (leader) {
-        for (int step = 0; step < first_step; ++step) load_tokens(step, step);
-      }
-      __syncwarp();
-      cursor.skip(first_step);
-    }
-    while (more) {
-      if (leader) publish(shared, sent, tile);
-#pragma unroll 1
-      for (int step = first_step; step < steps; ++step) {
-        ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
-        if (leader) {
-          load_weights(cursor.stage, step);
-          load_tokens(cursor.stage, step);
-        }
-        __syncwarp();
-        cursor.step();
-      }
-      first_step = 0;
-      ++sent;
-      item += item_stride();
-      more = schedule.find(item, rank, &tile);
-    }
-    if (leader) {
-      tile.units = 0;
-      for (int end = 0; end < (Traits::kAlternates ? Traits::kConsumers : 1); ++end) {
-        tile.ends = end == 0;
-        publish(shared, sent + end, tile);
-      }
-    }
-    __syncwarp();
+    ptx::tma_load_multicast(shared.tokens(stage) + token_offset, tokens, shared.full(stage),
+                            ptx::kEvictNormal, kWholeCluster, step * Traits::kStep, token_row,
+                            token_batch, 0);
   }
 };
+
+// Issues the copies by TMA, one warp. A layer's `down` begins with weights while `up` still runs: what
+// is ahead of that is over, since `up` waited for it before it let this kernel begin.
+template <class Traits>
+__device__ __forceinline__ void produce(const Params& params, const Shared<Traits>& shared) {
+  const int rank = static_cast<int>(ptx::cluster_rank());
+  const bool leader = threadIdx.x == 0;
+  const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
+  const bool early = !Traits::kGathers && params.follows_up != 0;
+  if (!Traits::kGathers && !early) ptx::wait_for_dependencies();
+  Schedule<Traits> schedule(params);
+  Cursor<Traits::kStages> cursor;
+  Tile tile = {};
+  int sent = 0;
+  int item = first_item();
+  int first_step = 0;
+  bool more = schedule.find(item, rank, &tile);
+  if (!Traits::kGathers && early) {
+    if (more) first_step = min(steps, Traits::kStages);
+    const TileCopies<Traits> copies(params, shared, tile, rank);
+    if (leader) {
+#pragma unroll 1
+      for (int step = 0; step < first_step; ++step) copies.load_weights(step, step);
+    }
+    ptx::wait_for_dependencies();
+    if (leader) {
+#pragma unroll 1
+      for (int step = 0; step < first_step; ++step) copies.load_tokens(step, step);
+    }
+    __syncwarp();
+    cursor.skip(first_step);
+  }
+  while (more) {
+    const TileCopies<Traits> copies(params, shared, tile, rank);
+    if (leader) publish(shared, sent, tile);
+#pragma unroll 1
+    for (int step = first_step; step < steps; ++step) {
+      ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
+      if (leader) {
+        copies.load_weights(cursor.stage, step);
+        copies.load_tokens(cursor.stage, step);
+      }
+      __syncwarp();
+      cursor.step();
+    }
+    first_step = 0;
+    ++sent;
+    item += item_stride();
+    more = schedule.find(item, rank, &tile);
+  }
+  if (leader) {
+    tile.units = 0;
+    for (int end = 0; end < (Traits::kAlternates ? Traits::kConsumers : 1); ++end) {
+      tile.ends = end == 0;
+      publish(shared, sent + end, tile);
+    }
+  }
+  __syncwarp();
+}
 
 // Where the chunk of 16 bytes lies that is so many behind `base`. Worked out anew for every step: the
 // compiler would keep 64 bits for each row.
@@ -416,7 +449,9 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
     ptx::named_barrier_sync(kGatherBarrier, Traits::kGatherThreads);
     uint32_t offsets[kRows];  // of the rows of x, in chunks
     uint32_t known = 0;       // a bit for each row that has a token
-    const int rows = tile.tokens - first_row;
+    // Where a tile is wider than its tokens zeros follow them: what is computed of two columns at once
+    // must not depend on what was there before.
+    const int rows = tile.units * kUnitTokens - first_row;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       offsets[i] = ptx::load_shared_uint(table + 4 * (first_row + i * kRowsApart));
@@ -751,6 +786,11 @@ struct Consumer {
     }
   };
 
+  // The limit of what is not a gate.
+  __device__ __forceinline__ float cut_up(float z) const {
+    return numeric::max_nan(min_nan(z, params.limit), -params.limit);
+  }
+
   // Stores one half of what has no gate, and first, if wanted, what the activation is applied to.
   template <int kCurve, int kTokens>
   __device__ __forceinline__ void finish_half(const Tile& tile, const float (&half)[kTokens / 2],
@@ -763,7 +803,7 @@ struct Consumer {
       z(block, v);
       if constexpr (kCurve != kIdentity) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) v[e] = activate<kCurve>(params, min_nan(v[e], params.limit));
+        for (int e = 0; e < 4; ++e) v[e] = activate<kCurve>(params, cut_up(v[e]));
       }
     });
   }
@@ -784,9 +824,8 @@ struct Consumer {
       up(block, factors);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        v[e] =
-            activate<kCurve>(params, min_nan(v[e], params.limit)) *
-            (numeric::max_nan(min_nan(factors[e], params.limit), -params.limit) + params.up_offset);
+        v[e] = activate<kCurve>(params, min_nan(v[e], params.limit)) *
+               (cut_up(factors[e]) + params.up_offset);
       }
     });
   }
@@ -902,7 +941,7 @@ template <class Traits>
 __device__ __forceinline__ void load(const Params& params, const Shared<Traits>& shared, int warp) {
   ptx::give_registers_back<Traits::kProducerRegisters>();
   if (warp == 0) {
-    Producer<Traits>{params, shared}.run();
+    produce<Traits>(params, shared);
   } else if (Traits::kGathers) {
     gather<Traits>(params, shared, static_cast<int>(threadIdx.x) - kThreadsPerWarp);
   } else {

@@ -12,7 +12,6 @@ inline constexpr int kThreadsPerGroup = 128;  // a warpgroup
 inline constexpr int kMaxSharedBytesPerBlock = 227 * 1024;
 inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kBoxRowBytes = 128;
-inline constexpr int kUnitTokens = 16;     // tiles are so many tokens wide, or a multiple
 inline constexpr int kConsumerRows = 64;   // of weights, of either half: the M of wgmma
 inline constexpr int kTileInfoBytes = 32;  // a Tile in shared memory
 
@@ -57,11 +56,10 @@ struct Traits {
   // A stage: weights [half][row][64], transposed [half][64 rows][column][64], and tokens [token][64].
   static constexpr int kHalfBytes = kHalfRows * kBoxRowBytes;
   static constexpr int kWeightBytes = kHalves * kHalfBytes;
-  static constexpr int kBoxRows = kTransposed ? kBoxColumns : kHalfRows;  // of weights, in one copy
+  static constexpr int kBoxRows = kTransposed ? kBoxColumns : 128;  // of weights, in one copy
   static constexpr int kBoxBytes = kBoxRows * kBoxRowBytes;
-  static_assert(kStep == kBoxColumns && kHalfRows % kBoxRows == 0);
+  static_assert(kStep == kBoxColumns && (kAlternates ? kTileRows : kHalfRows) % kBoxRows == 0);
   static constexpr int kTokenBytes = kTileTokens * kBoxRowBytes;
-  static constexpr int kTokenBoxBytes = kTokenBoxRows * kBoxRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
   // Output of consumers that share a tile leaves by way of its last stage: a consumer's own 64 rows of
   // both halves of the weights are a buffer each. Others have buffers of their own.
@@ -86,7 +84,7 @@ struct Traits {
   static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers;
 
   static_assert(kStageBytes % kSharedAlignment == 0 && kOutBytes % kSharedAlignment == 0);
-  static_assert(kTileTokens % kTokenBoxRows == 0 && kOutTokens % kUnitTokens == 0);
+  static_assert(kTileUnits == kTokenBoxes && kOutTokens % kUnitTokens == 0);
   static_assert(kTileTokens % kOutTokens == 0);
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
 };
