@@ -1,4 +1,4 @@
-"""The programs in README.md and docs/moe.md run, their links and the docs' lead somewhere."""
+"""The programs in README.md and of docs run, their links and the docs' lead somewhere."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def framework(program: str) -> str:
 
 
 MOE = ROOT / "docs" / "moe.md"
+JAX = ROOT / "docs" / "jax.md"
+ALL = [p for page in (README, MOE, JAX) for p in programs("python", page)]
 
 
-@pytest.mark.parametrize("program", programs("python") + programs("python", MOE), ids=framework)
+@pytest.mark.parametrize("program", ALL, ids=framework)
 def test_a_python_program_runs(program: str, tmp_path: Path) -> None:
     pytest.importorskip(framework(program))
     run = subprocess.run(
@@ -45,6 +47,7 @@ def test_every_python_program_is_found() -> None:
     assert [framework(p) for p in programs("python")] == ["torch", "numpy", "jax"]
     of_moe = [framework(p) for p in programs("python", MOE)]
     assert of_moe == ["torch", "numpy", "torch", "numpy", "numpy"]
+    assert [framework(p) for p in programs("python", JAX)] == ["jax"]
 
 
 def test_the_c_program_runs(tmp_path: Path) -> None:
