@@ -26,7 +26,8 @@ def framework(program: str) -> str:
 
 MOE = ROOT / "docs" / "moe.md"
 JAX = ROOT / "docs" / "jax.md"
-ALL = [p for page in (README, MOE, JAX) for p in programs("python", page)]
+TORCH = ROOT / "docs" / "torch.md"
+ALL = [p for page in (README, MOE, JAX, TORCH) for p in programs("python", page)]
 
 
 @pytest.mark.parametrize("program", ALL, ids=framework)
@@ -48,6 +49,7 @@ def test_every_python_program_is_found() -> None:
     of_moe = [framework(p) for p in programs("python", MOE)]
     assert of_moe == ["torch", "numpy", "torch", "numpy", "numpy"]
     assert [framework(p) for p in programs("python", JAX)] == ["jax"]
+    assert [framework(p) for p in programs("python", TORCH)] == ["torch"] * 3
 
 
 def test_the_c_program_runs(tmp_path: Path) -> None:
