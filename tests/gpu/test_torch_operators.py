@@ -137,6 +137,17 @@ def test_sdpa_is_torchs(seq: tuple[int, int], is_causal: bool) -> None:
         assert torch.equal(attend(q, k, v, **options), got)
 
 
+def test_torchs_calls_in_a_compiled_program() -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    compiled = torch.compile(lambda q: attend(q, q, q, is_causal=True), fullgraph=True)
+    for seq in (64, 100):
+        q = normal((2, 8, seq, 64), DEVICE, DTYPE)
+        with fmt.sdpa_kernel(strict=True):
+            assert torch.equal(
+                compiled(q), fmt.scaled_dot_product_attention(q, q, q, None, 0, True)
+            )
+
+
 def test_modules_on_the_gpu_are_those_of_torch() -> None:
     torch.manual_seed(0)
     stock = torch.nn.MultiheadAttention(128, 2, batch_first=True, device=DEVICE, dtype=DTYPE).eval()

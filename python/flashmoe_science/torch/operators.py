@@ -79,6 +79,12 @@ def _check_rank(name: str, tensor: torch.Tensor, *accepted: int) -> None:
         raise InvalidArgumentError(f"{name}: got {tensor.dim()} dimensions, accepted are {text}")
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def cuda_devices() -> int:
+    """flashmoe_science.cuda_device_count(), also of a call that is traced."""
+    return fm.cuda_device_count()
+
+
 # ---- attention -------------------------------------------------------------------------------
 
 

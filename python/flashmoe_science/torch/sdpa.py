@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-import flashmoe_science as fm
 from flashmoe_science.errors import InvalidArgumentError, UnsupportedError
-from flashmoe_science.torch.operators import flash_attention
+from flashmoe_science.torch.operators import cuda_devices, flash_attention
 
 _LOG = logging.getLogger("flashmoe_science.torch")
 _DTYPES = {
@@ -189,7 +188,7 @@ def _beyond_ours(
     """Why ours cannot serve tensors that torch can, as far as a graph can know; "" when it can."""
     tensors = (("query", query), ("key", key), ("value", value))
     kind = query.device.type
-    if kind not in _DTYPES or (kind == "cuda" and fm.cuda_device_count() == 0):
+    if kind not in _DTYPES or (kind == "cuda" and cuda_devices() == 0):
         return f"query: it is on {query.device}, accepted are the CPU and CUDA devices with kernels"
     for name, tensor in tensors:
         if tensor.is_nested:
