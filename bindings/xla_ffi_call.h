@@ -13,6 +13,7 @@
 namespace flashmoe::xla {
 
 inline constexpr size_t kWorkspaceAlignment = 256;
+inline constexpr size_t kAllocatorAlignment = 64;  // the most that XLA may be asked for
 
 Error* fail(const CallFrame& frame, ErrorCode code, const char* message);
 
@@ -51,15 +52,19 @@ Error* run(const CallFrame& frame, flashmoe_device device,
   size_t bytes = 0;
   flashmoe_status status = workspace_size(&params, &bytes);
   if (status != FLASHMOE_OK) return fail(frame, status);
-  AllocateArguments memory = {sizeof memory,       nullptr, frame.context, bytes,
-                              kWorkspaceAlignment, nullptr};
-  if (bytes > 0) {
+  const size_t most = bytes > 0 ? bytes + kWorkspaceAlignment - kAllocatorAlignment : 0;
+  AllocateArguments memory = {sizeof memory,       nullptr, frame.context, most,
+                              kAllocatorAlignment, nullptr};
+  if (most > 0) {
     if (Error* error = frame.api->allocate(&memory)) return error;
   }
-  status = operation(&params, memory.data, bytes, stream.stream);
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(memory.data) + kWorkspaceAlignment - 1;
+  void* const workspace =
+      reinterpret_cast<void*>(begin / kWorkspaceAlignment * kWorkspaceAlignment);
+  status = operation(&params, most > 0 ? workspace : nullptr, bytes, stream.stream);
   Error* const failure = status == FLASHMOE_OK ? nullptr : fail(frame, status);
-  if (bytes > 0) {  // in the order of the stream: after the launch that uses it
-    FreeArguments release = {sizeof release, nullptr, frame.context, bytes, memory.data};
+  if (most > 0) {  // in the order of the stream: after the launch that uses it
+    FreeArguments release = {sizeof release, nullptr, frame.context, most, memory.data};
     if (Error* error = frame.api->free(&release)) {
       if (failure == nullptr) return error;
       DestroyErrorArguments destroy = {sizeof destroy, nullptr, error};
