@@ -13,7 +13,7 @@
 namespace flashmoe::xla {
 
 inline constexpr size_t kWorkspaceAlignment = 256;
-inline constexpr size_t kAllocatorAlignment = 64;  // the most that XLA may be asked for
+inline constexpr size_t kAnyAlignment = 1;  // XLA refuses to be asked for what kernels need
 
 Error* fail(const CallFrame& frame, ErrorCode code, const char* message);
 
@@ -52,9 +52,8 @@ Error* run(const CallFrame& frame, flashmoe_device device,
   size_t bytes = 0;
   flashmoe_status status = workspace_size(&params, &bytes);
   if (status != FLASHMOE_OK) return fail(frame, status);
-  const size_t most = bytes > 0 ? bytes + kWorkspaceAlignment - kAllocatorAlignment : 0;
-  AllocateArguments memory = {sizeof memory,       nullptr, frame.context, most,
-                              kAllocatorAlignment, nullptr};
+  const size_t most = bytes > 0 ? bytes + kWorkspaceAlignment - kAnyAlignment : 0;
+  AllocateArguments memory = {sizeof memory, nullptr, frame.context, most, kAnyAlignment, nullptr};
   if (most > 0) {
     if (Error* error = frame.api->allocate(&memory)) return error;
   }
