@@ -1,4 +1,5 @@
-"""What every test shares: the `gpu` marker, and a run that may not skip what it came to test."""
+"""What every test shares: the `gpu` marker, a run that may not skip what it came to test, and what
+several processes of pytest-xdist need."""
 
 from __future__ import annotations
 
@@ -8,6 +9,12 @@ import shutil
 import subprocess
 
 import pytest
+
+# Several processes, each with as many threads of BLAS and torch as there are processors, wait for
+# each other most of the time. What this sets is read when those are loaded, which is later.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,3 +56,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason is not None:
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=reason))
+            item.add_marker(pytest.mark.xdist_group("without a GPU"))

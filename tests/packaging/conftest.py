@@ -15,6 +15,17 @@ import pytest
 from installations import ROOT, Installation, checked, cmake_build, require_tool
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is built is built once, so that one process runs all that use it."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            names = set(getattr(item, "fixturenames", ()))
+            if names & {"system_installation", "installation"}:
+                item.add_marker(pytest.mark.xdist_group("installation"))
+            elif "sanitized" in names:
+                item.add_marker(pytest.mark.xdist_group("sanitized"))
+
+
 @pytest.fixture(scope="session")
 def system_installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     scratch = tmp_path_factory.mktemp("system")
