@@ -19,6 +19,7 @@ def _library_of(isa: str) -> ctypes.CDLL:
     return capi.load_fresh(FLASHMOE_CPU_ISA=isa)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Each case for all instruction sets in a row, and in one process: they share its reference,
     which reference.py remembers and which takes longer than they do."""
