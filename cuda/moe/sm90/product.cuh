@@ -331,6 +331,10 @@ __device__ __forceinline__ float min_nan(float a, float b) {
   return smaller;
 }
 
+__device__ __forceinline__ float cut(float z, float limit) {
+  return numeric::max_nan(min_nan(z, limit), -limit);
+}
+
 // 1 + e^-z, or so much that the product of two is finite and z divided by it is as good as 0; of a NaN
 // that too, so that z has to be a factor of what it is for.
 __device__ __forceinline__ float sigmoid_divisor(float z) {
@@ -597,7 +601,7 @@ struct Consumer {
       z(block, v);
       if constexpr (kCurve != kIdentity) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) v[e] = activate<kCurve>(params, min_nan(v[e], params.limit));
+        for (int e = 0; e < 4; ++e) v[e] = activate<kCurve>(params, cut(v[e], params.limit));
       }
     });
   }
@@ -618,9 +622,8 @@ struct Consumer {
       up(block, factors);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        v[e] =
-            activate<kCurve>(params, min_nan(v[e], params.limit)) *
-            (numeric::max_nan(min_nan(factors[e], params.limit), -params.limit) + params.up_offset);
+        v[e] = activate<kCurve>(params, min_nan(v[e], params.limit)) *
+               (cut(factors[e], params.limit) + params.up_offset);
       }
     });
   }
