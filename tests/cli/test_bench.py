@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bench_records
 import flashmoe_science
 import pytest
-from flashmoe_science.cli import bench, ceilings, environment, main, records
+from flashmoe_science.cli import bench, ceilings, environment, main, records, resume
 from flashmoe_science.cli.arrays import choose_arrays
 from flashmoe_science.cli.bench_table import BenchTable
 from flashmoe_science.cli.output import Output
@@ -221,30 +222,54 @@ def test_a_run_that_was_interrupted_goes_on(
     assert third["kept"] == {"rows": 6, "since": first["date"]}
 
 
-@pytest.mark.parametrize(
-    "change", ["kernels", "no kernels", "peer", "version", "sampling", "torch"]
-)
-def test_rows_of_another_run_are_not_kept(
+def a_record() -> dict[str, Any]:
+    """Two rows beside torch-flash, which is found."""
+    rows = [bench_records.cell(bench_records.shape(n), 1.0, bench_records.against(1, 1, 1))
+            for n in (32, 64)]  # fmt: skip
+    document = bench_records.document(rows)
+    document["source"]["kernels"] = "1" * 64
+    document["peers"] = {"torch-flash": {"status": "found", "version": "2.13.0"}}
+    return document
+
+
+CHANGES: dict[str, Any] = {
+    "other kernels": lambda d: d["source"].update(kernels="2" * 64),
+    "kernels not known": lambda d: d["source"].pop("kernels"),
+    "another device": lambda d: d["device"].update(name="NVIDIA L4"),
+    "another family": lambda d: d.update(kernel="sm89"),
+    "other samples": lambda d: d["sampling"].update(seconds=0.5),
+    "another torch": lambda d: d["environment"]["packages"].update(torch="2.12.0"),
+    "another suite": lambda d: d.update(suite="other"),
+}
+CHANGES_OF_ROWS: dict[str, Any] = {
+    "no such peer": lambda c: c["contenders"].pop("torch-flash"),
+    "a peer that was missing": lambda c: c["contenders"].update(
+        {"torch-flash": {"status": "missing", "reason": "not installed"}}
+    ),
+    "another version": lambda c: c["contenders"]["torch-flash"].update(version="2.12.0"),
+    "a void row": lambda c: c.update(status="void"),
+    "another shape": lambda c: c["shape"].update(seq_q=33),
+}
+
+
+@pytest.mark.parametrize("change", ["", *CHANGES, *CHANGES_OF_ROWS])
+def test_what_is_kept_of_a_record(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch")
-    suite = Suite(tmp_path / "r.json", monkeypatch)
-    peer = ["--peer", "none" if change == "peer" else "torch-sdpa"]
-    document = suite.run(*peer)
-    if change == "kernels":
-        document["source"]["kernels"] = "0" * 64
-    elif change == "no kernels":
-        del document["source"]["kernels"]
-    elif change == "version":
-        document["cells"][0]["contenders"]["torch-sdpa"]["version"] = "1.0"
-    elif change == "sampling":
-        document["sampling"]["seconds"] = 0.5
-    elif change == "torch":
-        document["environment"]["packages"]["torch"] = "1.0"
-    suite.file.write_text(json.dumps(document))
-    made = suite.run("--peer", "torch-sdpa", "--resume")
-    assert len(suite.measured) == (1 if change == "version" else 6)
-    assert made.get("kept", {}).get("rows") == (5 if change == "version" else None)
+    earlier, now = a_record(), a_record()
+    now["cells"] = []
+    if change in CHANGES:
+        CHANGES[change](earlier)
+    elif change in CHANGES_OF_ROWS:
+        CHANGES_OF_ROWS[change](earlier["cells"][1])
+    monkeypatch.setattr(records, "schema_violations", lambda document: [])
+    file = bench_records.write(tmp_path / "r.json", earlier)
+    shapes = [Shape(**bench_records.shape(n)) for n in (32, 64)]
+    kept = resume.kept_rows(str(file), now, shapes)
+    rows = {"": 2} | dict.fromkeys(CHANGES, 0) | dict.fromkeys(CHANGES_OF_ROWS, 1)
+    assert list(kept.rows) == shapes[: rows[change]]
+    assert kept.since == (earlier["date"] if rows[change] else "")
+    assert resume.kept_rows(str(tmp_path / "none.json"), now, shapes).rows == {}
 
 
 def test_void_rows_are_measured_again_and_the_others_stay(
