@@ -7,7 +7,9 @@ import importlib.util
 import os
 import shutil
 import subprocess
+from typing import Any
 
+import parallel
 import pytest
 
 # Several processes, each with as many threads of BLAS and torch as there are processors, wait for
@@ -30,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"FLASHMOE_TEST_REQUIRE: not installed: {', '.join(missing)}")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Ours, unless another was asked for."""
+    return parallel.scheduler(config, log) if config.getoption("dist") == "load" else None
+
+
 def _is_here(name: str) -> bool:
     """Whether it is a program on the PATH or a package that can be imported."""
     if shutil.which(name) is not None:
@@ -50,11 +58,11 @@ def _why_no_gpu() -> str | None:
     return None
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: parallel.first(item.nodeid))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if gpu_items else None
     if reason is not None:
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=reason))
-            item.add_marker(pytest.mark.xdist_group("without a GPU"))

@@ -1,7 +1,7 @@
 """What cuobjdump says of the library that is tested, and what holds of every kernel.
 
-Disassembling the library takes a minute: it is done once a process, and the tests that need it are
-of one group, so that pytest-xdist gives them to one.
+Disassembling the library takes a minute, and is done once a process: parallel.py gives all tests of
+machine code to one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z
 Kernel = TypeVar("Kernel")
 Code = tuple[str, Kernel]  # architecture, such as "sm_90a", and kernel
 ELEMENTS = {"6__half": "fp16", "13__nv_bfloat16": "bf16"}  # as they are in a function's name
-GROUP = pytest.mark.xdist_group("sass")
 
 
 def cannot(reason: str) -> None:

@@ -10,8 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import capi
-
-ISAS = ("scalar", "avx2", "avx512", "avx512bf16")
+import parallel
 
 
 @functools.cache
@@ -19,23 +18,15 @@ def _library_of(isa: str) -> ctypes.CDLL:
     return capi.load_fresh(FLASHMOE_CPU_ISA=isa)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each case for all instruction sets in a row, and in one process: they share its reference,
-    which reference.py remembers and which takes longer than they do."""
+    """Each case for all instruction sets in a row: they share its reference, which reference.py
+    remembers and which takes longer than they do."""
     cases: dict[str, int] = {}
-    order = {}
-    for item in items:
-        case = item.nodeid
-        parameters = getattr(item, "callspec", None)
-        if parameters is not None and "isa_library" in parameters.params:
-            case = case.replace(f"{parameters.params['isa_library']}", "", 1)
-            item.add_marker(pytest.mark.xdist_group(case))
-        order[item] = cases.setdefault(case, len(cases))
+    order = {item: cases.setdefault(parallel.case_of(item.nodeid), len(cases)) for item in items}
     items.sort(key=order.__getitem__)
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=parallel.ISAS)
 def isa_library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """One instance of the library per instruction set of this processor."""
     lib = _library_of(request.param)

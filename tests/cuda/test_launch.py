@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from installations import ROOT, checked, require_tool
 
-pytestmark = pytest.mark.xdist_group("launch")  # its programs are compiled once
-
 # Of each family, by its folder, the kernels that the programs know.
 ENTRIES = {
     "attention/short": ("fp16_d64_dv64_r8",),

@@ -16,7 +16,6 @@ import pytest
 import sass
 from kernels import Kernel
 
-pytestmark = sass.GROUP
 _FUNCTION = re.compile(
     r"\d(sm\d\d|short)(?:_rows)?\d\dattention_forward_kernelI.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"

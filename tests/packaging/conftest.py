@@ -15,18 +15,6 @@ import pytest
 from installations import Installation, checked, cmake_preset, require_tool
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is built is built once, so that one process runs all that use it."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            names = set(getattr(item, "fixturenames", ()))
-            if names & {"system_build", "system_installation", "installation"}:
-                item.add_marker(pytest.mark.xdist_group("installation"))
-            elif "sanitized" in names:
-                item.add_marker(pytest.mark.xdist_group("sanitized"))
-
-
 @pytest.fixture(scope="session")
 def system_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A build by the preset cpu-only, with the C and C++ tests."""

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("types")  # mypy reads the package once
-
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("_core.pyi.ref")
 
