@@ -60,6 +60,7 @@ Caller::Caller(const OperationWords& words, const TensorType& type, const char* 
       may_require_grad_(!gradients_are_off(type)) {}
 
 const TensorType& Caller::same_framework(const char* name, nb::handle tensor) const {
+  if (tensor.type().ptr() == type_.type.ptr()) return type_;
   const TensorType* other = tensor_type(tensor);
   if (other == nullptr || other->api != type_.api) {
     raise_type_error(std::string(name) + ": got " + name_of_type(tensor) + ", but " + name_ +
@@ -125,18 +126,29 @@ nb::object Caller::allocate(const char* name, flashmoe_device device, flashmoe_d
   return allocate_by_torch(type_, name, first_, device, dtype, rank, shape, strides, view);
 }
 
-nb::object Caller::workspace(size_t bytes, flashmoe_device device, void* stream, bool named,
-                             TensorView* view) const {
+void DeviceWorkspace::allocate(const Caller& caller, size_t bytes, flashmoe_device device,
+                               void* stream, bool named) {
   constexpr char kName[] = "workspace";
-  const int64_t shape[] = {static_cast<int64_t>(bytes)};
-  if (type_.torch != nullptr && !named) {
-    // Of the current stream, on which the work is: torch may hand the memory on at once.
-    return allocate(kName, device, {dlpack::kUInt, 8, 1}, 1, shape, nullptr, view);
+  if (bytes == 0) return;
+  const TorchFunctions* const torch = caller.type_.torch;
+  if (torch != nullptr && device.device_id == torch_current_cuda_device(*torch)) {
+    data_ = torch_allocate_on_current_cuda_device(*torch, bytes, stream);
+    if (data_ != nullptr) {
+      allocator_ = torch;
+      return;
+    }
   }
-  nb::object made = nb::module_::import_("flashmoe_science._dispatch")
-                        .attr("workspace")(first_, bytes, reinterpret_cast<uintptr_t>(stream));
-  view->borrow(kName, made, Access::kWrite);
-  return made;
+  TensorView view;
+  if (torch != nullptr && !named) {
+    // Of the current stream, on which the work is: torch may hand the memory on at once.
+    const int64_t shape[] = {static_cast<int64_t>(bytes)};
+    tensor_ = caller.allocate(kName, device, {dlpack::kUInt, 8, 1}, 1, shape, nullptr, &view);
+  } else {
+    tensor_ = nb::module_::import_("flashmoe_science._dispatch")
+                  .attr("workspace")(caller.first_, bytes, reinterpret_cast<uintptr_t>(stream));
+    view.borrow(kName, tensor_, Access::kWrite);
+  }
+  data_ = view.tensor().data;
 }
 
 void* Caller::stream(nb::handle stream, flashmoe_device device, bool* named) const {

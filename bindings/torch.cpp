@@ -82,6 +82,8 @@ const TorchFunctions& torch_functions(const nb::object& torch) {
         attribute_or_none(internals, {"_dynamo", "guards", "_empty_strided_cuda"}),
         attribute_or_none(internals, {"_cuda_getDevice"}),
         attribute_or_none(internals, {"_cuda_getDeviceCount"}),
+        attribute_or_none(internals, {"_cuda_cudaCachingAllocator_raw_alloc"}),
+        attribute_or_none(internals, {"_cuda_cudaCachingAllocator_raw_delete"}),
     };
   }
   return *functions;
@@ -122,6 +124,27 @@ nb::object torch_empty_on_current_cuda_device(const TorchFunctions& torch, flash
   PyObject* made = PyObject_Call(torch.empty_strided_cuda.ptr(), arguments.ptr(), nullptr);
   if (made == nullptr) nb::raise_python_error();
   return nb::steal(made);
+}
+
+void* torch_allocate_on_current_cuda_device(const TorchFunctions& torch, size_t bytes,
+                                            void* stream) {
+  if (torch.cuda_allocate.is_none() || torch.cuda_free.is_none()) return nullptr;
+  const nb::object size = nb::steal(PyLong_FromSize_t(bytes));
+  const nb::object handle = nb::steal(PyLong_FromVoidPtr(stream));
+  if (!size.is_valid() || !handle.is_valid()) nb::raise_python_error();
+  const nb::object address = nb::steal(PyObject_CallFunctionObjArgs(
+      torch.cuda_allocate.ptr(), size.ptr(), handle.ptr(), static_cast<PyObject*>(nullptr)));
+  if (!address.is_valid()) nb::raise_python_error();
+  return PyLong_AsVoidPtr(address.ptr());
+}
+
+void torch_free_cuda(const TorchFunctions& torch, void* data) {
+  const nb::object address = nb::steal(PyLong_FromVoidPtr(data));
+  const nb::object nothing = nb::steal(
+      address.is_valid() ? PyObject_CallFunctionObjArgs(torch.cuda_free.ptr(), address.ptr(),
+                                                        static_cast<PyObject*>(nullptr))
+                         : nullptr);
+  if (!nothing.is_valid()) PyErr_WriteUnraisable(torch.cuda_free.ptr());
 }
 
 }  // namespace flashmoe

@@ -4,6 +4,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "flashmoe/flashmoe.h"
@@ -26,6 +27,10 @@ struct TorchFunctions {
   nb::object empty_strided_cuda;
   nb::object current_cuda_device;
   nb::object cuda_device_count;
+  // The caching allocator itself, what torch.cuda.caching_allocator_alloc calls: memory without a
+  // tensor costs half of one.
+  nb::object cuda_allocate;
+  nb::object cuda_free;
 };
 
 const TorchFunctions& torch_functions(const nb::object& torch);
@@ -45,5 +50,11 @@ int32_t torch_current_cuda_device(const TorchFunctions& torch);
 nb::object torch_empty_on_current_cuda_device(const TorchFunctions& torch, flashmoe_dtype dtype,
                                               int rank, const int64_t* shape,
                                               const int64_t* strides);
+
+// Memory of torch's caching allocator on the current CUDA device, for work on `stream`, of which what
+// is given back serves later work at once. nullptr where this torch has no such functions.
+void* torch_allocate_on_current_cuda_device(const TorchFunctions& torch, size_t bytes,
+                                            void* stream);
+void torch_free_cuda(const TorchFunctions& torch, void* data);
 
 }  // namespace flashmoe
