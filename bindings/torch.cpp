@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <initializer_list>
+#include <utility>
 
 #include "bindings/dlpack.h"
 #include "bindings/tensor.h"
@@ -66,6 +67,29 @@ const nb::object& element_type(const TorchFunctions& torch, flashmoe_dtype dtype
 
 }  // namespace
 
+TorchFunction::TorchFunction(nb::object function, int takes)
+    : object_(std::move(function)), takes_(takes) {
+  if (PyCFunction_CheckExact(object_.ptr()) && PyCFunction_GetFlags(object_.ptr()) == takes) {
+    native_ = PyCFunction_GetFunction(object_.ptr());
+    self_ = PyCFunction_GetSelf(object_.ptr());
+  }
+}
+
+nb::object TorchFunction::operator()(nb::handle argument) const {
+  PyObject* made = nullptr;
+  if (native_ != nullptr) {
+    made = native_(self_, argument.ptr());
+  } else if (takes_ == METH_VARARGS) {
+    made = PyObject_Call(object_.ptr(), argument.ptr(), nullptr);
+  } else {
+    // Without an argument, the nullptr ends the list.
+    made = PyObject_CallFunctionObjArgs(object_.ptr(), argument.ptr(),
+                                        static_cast<PyObject*>(nullptr));
+  }
+  if (made == nullptr) nb::raise_python_error();
+  return nb::steal(made);
+}
+
 const TorchFunctions& torch_functions(const nb::object& torch) {
   // Leaked on purpose: at exit the interpreter is gone before static destructors run.
   static const TorchFunctions* functions = nullptr;
@@ -73,26 +97,24 @@ const TorchFunctions& torch_functions(const nb::object& torch) {
     nb::object internals = torch.attr("_C");
     functions = new TorchFunctions{
         torch.attr("empty_strided"),
-        torch.attr("is_grad_enabled"),
+        {torch.attr("is_grad_enabled"), METH_NOARGS},
         torch.attr("float16"),
         torch.attr("bfloat16"),
         torch.attr("float32"),
         torch.attr("int32"),
         torch.attr("uint8"),
-        attribute_or_none(internals, {"_dynamo", "guards", "_empty_strided_cuda"}),
+        {attribute_or_none(internals, {"_dynamo", "guards", "_empty_strided_cuda"}), METH_VARARGS},
         attribute_or_none(internals, {"_cuda_getDevice"}),
         attribute_or_none(internals, {"_cuda_getDeviceCount"}),
-        attribute_or_none(internals, {"_cuda_cudaCachingAllocator_raw_alloc"}),
-        attribute_or_none(internals, {"_cuda_cudaCachingAllocator_raw_delete"}),
+        {attribute_or_none(internals, {"_cuda_cudaCachingAllocator_raw_alloc"}), METH_VARARGS},
+        {attribute_or_none(internals, {"_cuda_cudaCachingAllocator_raw_delete"}), METH_O},
     };
   }
   return *functions;
 }
 
 bool torch_records_gradients(const TorchFunctions& torch) {
-  const nb::object answer = nb::steal(PyObject_CallNoArgs(torch.is_grad_enabled.ptr()));
-  if (!answer.is_valid()) nb::raise_python_error();
-  return answer.ptr() == Py_True;
+  return torch.is_grad_enabled(nullptr).ptr() == Py_True;
 }
 
 nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_dtype dtype, int rank,
@@ -103,7 +125,7 @@ nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_dt
 }
 
 int32_t torch_current_cuda_device(const TorchFunctions& torch) {
-  if (torch.empty_strided_cuda.is_none() || torch.current_cuda_device.is_none() ||
+  if (!torch.empty_strided_cuda.exists() || torch.current_cuda_device.is_none() ||
       torch.cuda_device_count.is_none()) {
     return -1;
   }
@@ -121,30 +143,28 @@ nb::object torch_empty_on_current_cuda_device(const TorchFunctions& torch, flash
                                               const int64_t* strides) {
   static auto* const known = new Arguments();  // under the GIL
   const nb::object arguments = known->get(element_type(torch, dtype), rank, shape, strides);
-  PyObject* made = PyObject_Call(torch.empty_strided_cuda.ptr(), arguments.ptr(), nullptr);
-  if (made == nullptr) nb::raise_python_error();
-  return nb::steal(made);
+  return torch.empty_strided_cuda(arguments);
 }
 
 void* torch_allocate_on_current_cuda_device(const TorchFunctions& torch, size_t bytes,
                                             void* stream) {
-  if (torch.cuda_allocate.is_none() || torch.cuda_free.is_none()) return nullptr;
+  if (!torch.cuda_allocate.exists() || !torch.cuda_free.exists()) return nullptr;
   const nb::object size = nb::steal(PyLong_FromSize_t(bytes));
   const nb::object handle = nb::steal(PyLong_FromVoidPtr(stream));
   if (!size.is_valid() || !handle.is_valid()) nb::raise_python_error();
-  const nb::object address = nb::steal(PyObject_CallFunctionObjArgs(
-      torch.cuda_allocate.ptr(), size.ptr(), handle.ptr(), static_cast<PyObject*>(nullptr)));
-  if (!address.is_valid()) nb::raise_python_error();
-  return PyLong_AsVoidPtr(address.ptr());
+  const nb::object arguments = nb::steal(PyTuple_Pack(2, size.ptr(), handle.ptr()));
+  if (!arguments.is_valid()) nb::raise_python_error();
+  return PyLong_AsVoidPtr(torch.cuda_allocate(arguments).ptr());
 }
 
-void torch_free_cuda(const TorchFunctions& torch, void* data) {
-  const nb::object address = nb::steal(PyLong_FromVoidPtr(data));
-  const nb::object nothing = nb::steal(
-      address.is_valid() ? PyObject_CallFunctionObjArgs(torch.cuda_free.ptr(), address.ptr(),
-                                                        static_cast<PyObject*>(nullptr))
-                         : nullptr);
-  if (!nothing.is_valid()) PyErr_WriteUnraisable(torch.cuda_free.ptr());
+void torch_free_cuda(const TorchFunctions& torch, void* data) noexcept {
+  try {
+    const nb::object address = nb::steal(PyLong_FromVoidPtr(data));
+    if (!address.is_valid()) nb::raise_python_error();
+    torch.cuda_free(address);
+  } catch (nb::python_error& error) {
+    error.discard_as_unraisable("flashmoe_science: giving memory back to torch");
+  }
 }
 
 }  // namespace flashmoe

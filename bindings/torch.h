@@ -13,24 +13,43 @@ namespace flashmoe {
 
 namespace nb = nanobind;
 
+// A function of torch that every call makes use of: where it is native code, without what Python does
+// before it enters such.
+class TorchFunction {
+ public:
+  TorchFunction() = default;
+  // `takes` is METH_NOARGS, METH_O or METH_VARARGS.
+  TorchFunction(nb::object function, int takes);
+
+  bool exists() const { return !object_.is_none(); }
+  // `argument` is nullptr, the argument, or the tuple of arguments, as the function takes it.
+  nb::object operator()(nb::handle argument) const;
+
+ private:
+  nb::object object_ = nb::none();
+  int takes_ = 0;
+  PyCFunction native_ = nullptr;
+  PyObject* self_ = nullptr;
+};
+
 // What is used of torch, looked up once.
 struct TorchFunctions {
   nb::object empty_strided;
-  nb::object is_grad_enabled;
+  TorchFunction is_grad_enabled;
   nb::object float16;
   nb::object bfloat16;
   nb::object float32;
   nb::object int32;
   nb::object uint8;
   // The allocation that torch.compile's generated code calls, on the current CUDA device: it goes
-  // round torch's dispatcher. These are None where a torch does not have them.
-  nb::object empty_strided_cuda;
+  // round torch's dispatcher. These do not exist where a torch does not have them.
+  TorchFunction empty_strided_cuda;
   nb::object current_cuda_device;
   nb::object cuda_device_count;
   // The caching allocator itself, what torch.cuda.caching_allocator_alloc calls: memory without a
   // tensor costs half of one.
-  nb::object cuda_allocate;
-  nb::object cuda_free;
+  TorchFunction cuda_allocate;
+  TorchFunction cuda_free;
 };
 
 const TorchFunctions& torch_functions(const nb::object& torch);
@@ -55,6 +74,6 @@ nb::object torch_empty_on_current_cuda_device(const TorchFunctions& torch, flash
 // is given back serves later work at once. nullptr where this torch has no such functions.
 void* torch_allocate_on_current_cuda_device(const TorchFunctions& torch, size_t bytes,
                                             void* stream);
-void torch_free_cuda(const TorchFunctions& torch, void* data);
+void torch_free_cuda(const TorchFunctions& torch, void* data) noexcept;
 
 }  // namespace flashmoe
