@@ -24,23 +24,6 @@ void remember_error(void* context, const char* kind, const char* message) {
   *static_cast<std::string*>(context) = std::string(kind) + ": " + message;
 }
 
-// A new tensor of torch on the device of `like`, and its view.
-nb::object allocate_by_torch(const TensorType& type, const char* name, nb::handle like,
-                             flashmoe_device device, flashmoe_dtype dtype, int rank,
-                             const int64_t* shape, const int64_t* strides, TensorView* view) {
-  const TorchFunctions& torch = *type.torch;
-  // The quickest allocation is on the current device.
-  if (device.device_type == FLASHMOE_DEVICE_CUDA &&
-      device.device_id == torch_current_cuda_device(torch)) {
-    nb::object made = torch_empty_on_current_cuda_device(torch, dtype, rank, shape, strides);
-    view->borrow(type, name, made);
-    return made;
-  }
-  nb::object made = torch_empty(torch, like, dtype, rank, shape, strides);
-  view->borrow(type, name, made);
-  return made;
-}
-
 }  // namespace
 
 void packed_strides(const int64_t* shape, int rank, int64_t* strides) {
@@ -123,7 +106,9 @@ nb::object Caller::allocate(const char* name, flashmoe_device device, flashmoe_d
     packed_strides(shape, rank, packed);
     strides = packed;
   }
-  return allocate_by_torch(type_, name, first_, device, dtype, rank, shape, strides, view);
+  nb::object made = torch_empty(*type_.torch, first_, device, dtype, rank, shape, strides);
+  view->borrow(type_, name, made);
+  return made;
 }
 
 void DeviceWorkspace::allocate(const Caller& caller, size_t bytes, flashmoe_device device,
@@ -131,7 +116,7 @@ void DeviceWorkspace::allocate(const Caller& caller, size_t bytes, flashmoe_devi
   constexpr char kName[] = "workspace";
   if (bytes == 0) return;
   const TorchFunctions* const torch = caller.type_.torch;
-  if (torch != nullptr && device.device_id == torch_current_cuda_device(*torch)) {
+  if (torch != nullptr && torch_is_on_cuda_device(*torch, device.device_id)) {
     data_ = torch_allocate_on_current_cuda_device(*torch, bytes, stream);
     if (data_ != nullptr) {
       allocator_ = torch;

@@ -103,6 +103,7 @@ const TorchFunctions& torch_functions(const nb::object& torch) {
         torch.attr("float32"),
         torch.attr("int32"),
         torch.attr("uint8"),
+        {attribute_or_none(internals, {"_dynamo", "guards", "_empty_strided_cpu"}), METH_VARARGS},
         {attribute_or_none(internals, {"_dynamo", "guards", "_empty_strided_cuda"}), METH_VARARGS},
         attribute_or_none(internals, {"_cuda_getDevice"}),
         attribute_or_none(internals, {"_cuda_getDeviceCount"}),
@@ -117,33 +118,33 @@ bool torch_records_gradients(const TorchFunctions& torch) {
   return torch.is_grad_enabled(nullptr).ptr() == Py_True;
 }
 
-nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_dtype dtype, int rank,
-                       const int64_t* shape, const int64_t* strides) {
+nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_device device,
+                       flashmoe_dtype dtype, int rank, const int64_t* shape,
+                       const int64_t* strides) {
+  const TorchFunction* quick = nullptr;
+  if (device.device_type == FLASHMOE_DEVICE_CPU) quick = &torch.empty_strided_cpu;
+  if (device.device_type == FLASHMOE_DEVICE_CUDA &&
+      torch_is_on_cuda_device(torch, device.device_id)) {
+    quick = &torch.empty_strided_cuda;
+  }
+  if (quick != nullptr && quick->exists()) {
+    static auto* const known = new Arguments();  // under the GIL
+    return (*quick)(known->get(element_type(torch, dtype), rank, shape, strides));
+  }
   return torch.empty_strided(tuple_of(shape, rank), tuple_of(strides, rank),
                              nb::arg("dtype") = element_type(torch, dtype),
                              nb::arg("device") = like.attr("device"));
 }
 
-int32_t torch_current_cuda_device(const TorchFunctions& torch) {
-  if (!torch.empty_strided_cuda.exists() || torch.current_cuda_device.is_none() ||
-      torch.cuda_device_count.is_none()) {
-    return -1;
-  }
+bool torch_is_on_cuda_device(const TorchFunctions& torch, int32_t device_id) {
+  if (torch.current_cuda_device.is_none() || torch.cuda_device_count.is_none()) return false;
   // A tenth of a microsecond each time, but for the many processes that see one device.
   static int32_t devices = 0;  // not known yet; under the GIL
   if (devices == 0) devices = nb::cast<int32_t>(torch.cuda_device_count());
-  if (devices == 1) return 0;
+  if (devices == 1) return device_id == 0;
   const nb::object answer = nb::steal(PyObject_CallNoArgs(torch.current_cuda_device.ptr()));
   if (!answer.is_valid()) nb::raise_python_error();
-  return nb::cast<int32_t>(answer);
-}
-
-nb::object torch_empty_on_current_cuda_device(const TorchFunctions& torch, flashmoe_dtype dtype,
-                                              int rank, const int64_t* shape,
-                                              const int64_t* strides) {
-  static auto* const known = new Arguments();  // under the GIL
-  const nb::object arguments = known->get(element_type(torch, dtype), rank, shape, strides);
-  return torch.empty_strided_cuda(arguments);
+  return nb::cast<int32_t>(answer) == device_id;
 }
 
 void* torch_allocate_on_current_cuda_device(const TorchFunctions& torch, size_t bytes,

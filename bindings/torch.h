@@ -41,8 +41,9 @@ struct TorchFunctions {
   nb::object float32;
   nb::object int32;
   nb::object uint8;
-  // The allocation that torch.compile's generated code calls, on the current CUDA device: it goes
-  // round torch's dispatcher. These do not exist where a torch does not have them.
+  // The allocations that torch.compile's generated code calls, of CUDA on the current device: they go
+  // round torch's dispatcher. These and those below do not exist where a torch does not have them.
+  TorchFunction empty_strided_cpu;
   TorchFunction empty_strided_cuda;
   nb::object current_cuda_device;
   nb::object cuda_device_count;
@@ -57,18 +58,14 @@ const TorchFunctions& torch_functions(const nb::object& torch);
 // Whether grad mode is on.
 bool torch_records_gradients(const TorchFunctions& torch);
 
-// New memory of torch of fp16, bf16, fp32, int32 or uint8, on the device of the tensor `like`. `strides` in
-// elements.
-nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_dtype dtype, int rank,
-                       const int64_t* shape, const int64_t* strides);
+// New memory of torch of fp16, bf16, fp32, int32 or uint8, on `device`, which is that of the tensor
+// `like`. `strides` in elements.
+nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_device device,
+                       flashmoe_dtype dtype, int rank, const int64_t* shape,
+                       const int64_t* strides);
 
-// The current CUDA device of this thread, or -1 where this torch has no quick allocation on it.
-int32_t torch_current_cuda_device(const TorchFunctions& torch);
-
-// The quick allocation.
-nb::object torch_empty_on_current_cuda_device(const TorchFunctions& torch, flashmoe_dtype dtype,
-                                              int rank, const int64_t* shape,
-                                              const int64_t* strides);
+// Whether a CUDA device is the current one of this thread.
+bool torch_is_on_cuda_device(const TorchFunctions& torch, int32_t device_id);
 
 // Memory of torch's caching allocator on the current CUDA device, for work on `stream`, of which what
 // is given back serves later work at once. nullptr where this torch has no such functions.
