@@ -1,6 +1,6 @@
 """What a call costs the host on torch CUDA tensors. Most of it are launches by the driver, 2.7 us
-each, and torch's allocations, 1.2 us each with giving them back. Torch's own cost is recorded
-beside ours, since hosts differ."""
+each, and torch's allocations, 1.2 us each with giving them back. Hosts differ, and may be busy:
+torch's own attention beside it says by how much."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 Record = Callable[[str, object], None]
 
-LIMIT_US = 5.7
+# On a host on which torch's attention costs _TORCH_US; on slower ones in proportion.
+_LIMITS_US = {
+    "flash_attention": 5.6,
+    "moe_forward": 10.5,
+    "moe_route": 11.0,
+    "grouped_product": 6.5,
+    "fused_moe": 17.0,
+}
+_TORCH_US = 17.0
 _CALLS = 100  # fewer than a launch queue holds, so that no call waits for the GPU
 _ROUNDS = 60
 _ATTEMPTS = 5  # the machine may be busy with something else
@@ -34,13 +42,20 @@ def _median_us(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def _check(name: str, call: Callable[[], object], limit_us: float, record: Record) -> None:
+def _check(operation: str, name: str, call: Callable[[], object], record: Record) -> None:
+    q, k, v = (torch.randn(1, 2, 64, 64, device="cuda:0").to(torch.bfloat16) for _ in range(3))
+
+    def torch_call() -> object:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
     for _ in range(_ATTEMPTS):
-        us = _median_us(call)
-        if us <= limit_us:
+        ours, torchs = _median_us(call), _median_us(torch_call)
+        limit = _LIMITS_US[operation] * max(1.0, torchs / _TORCH_US)
+        if ours <= limit:
             break
-    record(f"host_us_{name}", round(us, 2))
-    assert us <= limit_us, f"{name}: {us:.2f} us"
+    record(f"host_us_{name}", round(ours, 2))
+    record(f"torch_host_us_{name}", round(torchs, 2))
+    assert ours <= limit, f"{name}: {ours:.2f} us, torch {torchs:.2f} us"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -55,24 +70,15 @@ def test_host_cost_of_attention(
     def call() -> object:
         return fm.flash_attention(q, k, v, causal=causal, kernel=kernel)
 
-    def torch_call() -> object:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
     call()
     assert f"_{family}_" in fm.last_launch().kernel
     name = f"{family}_{dtype}_{causal}"
-    record_testsuite_property(f"torch_host_us_{name}", round(_median_us(torch_call), 2))
-    _check(name, call, LIMIT_US, record_testsuite_property)
+    _check("flash_attention", name, call, record_testsuite_property)
 
 
 # Of one token: two launches of the experts, one of routing, one of the router's product.
-@pytest.mark.parametrize(
-    ("operation", "limit_us"),
-    [("moe_forward", 11.0), ("moe_route", 11.0), ("fused_moe", 17.5), ("grouped_product", 6.5)],
-)
-def test_host_cost_of_experts(
-    operation: str, limit_us: float, record_testsuite_property: Record
-) -> None:
+@pytest.mark.parametrize("operation", ["moe_forward", "moe_route", "grouped_product", "fused_moe"])
+def test_host_cost_of_experts(operation: str, record_testsuite_property: Record) -> None:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda:0").to(torch.bfloat16)
 
@@ -88,4 +94,4 @@ def test_host_cost_of_experts(
         "grouped_product": lambda: fm.grouped_product(x, w_gate_up, offsets=routing.offsets),
     }
     with torch.inference_mode():
-        _check(operation, calls[operation], limit_us, record_testsuite_property)
+        _check(operation, operation, calls[operation], record_testsuite_property)
