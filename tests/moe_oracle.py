@@ -312,7 +312,9 @@ def closest_choices(
     if num_groups > 1:
         # A sum of two depends on which two, so that equal sums of different ones are open.
         clean = np.where(np.isnan(choice), -np.inf, choice)
-        rows.append(_NUMPY.two_greatest(clean.reshape(len(z), num_groups, -1)).sum(2))
+        rows.append(
+            _NUMPY.two_greatest(clean.reshape(len(z), num_groups, z.shape[1] // num_groups)).sum(2)
+        )
     least = np.inf
     for row in (r for values in rows for r in values):
         gaps = np.diff(np.sort(row[np.isfinite(row)]))

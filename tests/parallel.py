@@ -17,7 +17,8 @@ ISAS = ("scalar", "avx2", "avx512", "avx512bf16")  # instruction sets of the CPU
 _SHARING = (
     ("the sanitized build", r"tests/packaging/test_sanitizers\.py::\w*(sanitized|fuzz)"),
     ("the library's machine code", r"tests/cuda/test_sass"),
-    ("the installation", r"tests/packaging/"),
+    ("the installation", r"tests/packaging/test_(consumers|library|pages|sanitizers)\.py"),
+    ("the source distribution", r"tests/packaging/test_sdist\.py"),
     ("mypy's cache", r"tests/python/test_stub\.py"),
     ("programs on a made-up CUDA", r"tests/cuda/test_launch\.py"),
     ("an encoder", r"tests/examples/test_sentence_embeddings\.py"),

@@ -391,31 +391,6 @@ def test_frees_its_tensors(moe_family: str) -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.alone
-def test_host_cost_of_a_fused_call(
-    record_testsuite_property: Callable[[str, object], None],
-) -> None:
-    """Four operations and their memory: not more than a few of torch's own calls."""
-    import statistics
-    import time
-
-    call = fused_of(make(Case(tokens=1, hidden=256, inner=64, experts=8, top_k=2), "bf16"))
-    best = float("inf")
-    with torch.inference_mode():
-        for _ in range(5):
-            times = []
-            for _ in range(40):
-                torch.cuda.synchronize()
-                begin = time.perf_counter_ns()
-                for _ in range(50):
-                    call()
-                times.append((time.perf_counter_ns() - begin) / 50 / 1e3)
-            best = min(best, statistics.median(times))
-    torch.cuda.synchronize()
-    record_testsuite_property("host_us_fused_moe", round(best, 2))
-    assert best <= 60, f"{best:.1f} us"
-
-
 # ---- bad input -----------------------------------------------------------------------------------
 
 
