@@ -128,10 +128,12 @@ def reference(layer: Any, x: Any) -> Any:
         up, down = up.mT, down.mT
     b_up = getattr(experts, f"{experts.up_name}_bias")
     names = ("gate", "activation", "alpha", "limit", "up_offset", "weight_on_input")
+    rows, up, down, b_up, b_down = (
+        None if t is None else t.numpy() for t in (rows, up, down, b_up, experts.down_proj_bias)
+    )
     made = moe_oracle.forward_float64(
-        rows, up, down, routing, b_gate_up=b_up, b_down=experts.down_proj_bias,
-        **{n: options[n] for n in names},
-    )  # fmt: skip
+        rows, up, down, routing, b_gate_up=b_up, b_down=b_down, **{n: options[n] for n in names}
+    )
     return torch.from_numpy(made.out).view(x.shape)
 
 
