@@ -10,9 +10,9 @@ files, from the root of the checkout:
     python benchmarks/report.py --check    # change nothing; exit 1 where something does not match
 
 What is between the lines holds the commands that measure it again. Where kernels have changed since
-the measurement it says "measured at" with the commit: by the hash of the sources that the record
-carries, and for older records by the history. A marker that no file matches has nothing between its
-lines: no numbers without a record.
+the measurement it says "measured at" with the commit: by the hash of the kernels' sources that the
+record carries, and for older records by the history. A marker that no file matches has nothing
+between its lines: no numbers without a record.
 
 The package must be installed, and for drawing its `bench` extra.
 """
@@ -39,6 +39,7 @@ from flashmoe_science.cli.plotting import charts
 from flashmoe_science.cli.plotting import record as rec
 from flashmoe_science.cli.plotting.record import Record
 from flashmoe_science.cli.plotting.theme import THEMES, Theme
+from flashmoe_science.cli.suites import ATTENTION
 
 ROOT = Path(__file__).resolve().parents[1]
 _PICTURES = Path("docs") / "pictures"
@@ -53,8 +54,8 @@ _NOT_IN_GRID = ("torch-math", "torch-efficient")  # far slower: their means say 
 # ---- is it still so? -------------------------------------------------------------------------
 
 
-def _differs_from_commit(commit: str, folders: tuple[str, ...], root: Path) -> bool | None:
-    """Whether the folders differ from what they were at a commit, None where no one can tell."""
+def _differs_from_commit(commit: str, names: list[str], root: Path) -> bool | None:
+    """Whether files differ from what they were at a commit, None where no one can tell."""
 
     def git(*words: str) -> int:
         run = subprocess.run(["git", *words], cwd=root, capture_output=True, check=False)
@@ -64,24 +65,36 @@ def _differs_from_commit(commit: str, folders: tuple[str, ...], root: Path) -> b
         # Outside a checkout `git diff` compares files, so the commit is asked for first.
         if git("cat-file", "-e", f"{commit}^{{commit}}") != 0:
             return None
-        return {0: False, 1: True}.get(git("diff", "--quiet", commit, "--", *folders))
+        return {0: False, 1: True}.get(git("diff", "--quiet", commit, "--", *names))
     except OSError:
         return None
 
 
 def outdated(document: dict[str, Any], root: Path) -> bool | None:
-    """Whether the kernels are others than those measured, None where no one can tell."""
-    known = document.get("source", {}).get("hash")
-    if isinstance(known, str) and known:
-        return known != environment.source_hash(root)
+    """Whether the kernels are others than those measured, None where no one can tell.
+
+    Kernels are environment.kernel_sources. Records from before there was a hash of them have one of
+    all sources, which tells only that nothing has changed; the history tells the rest.
+    """
+    operation = document.get("operation", ATTENTION)
+    kind = "cpu" if "device" not in document or rec.on_cpu(document) else "cuda"
+    source = document.get("source", {})
+    if _is_hash(source.get("kernels")):
+        return bool(source["kernels"] != environment.kernels_hash(operation, kind, root))
+    if _is_hash(source.get("hash")) and source["hash"] == environment.source_hash(root):
+        return False
     env = document["environment"]
     commit = document.get("commit", env.get("commit"))
     if not isinstance(commit, str) or not commit:
         return None
     if "+" in commit or env.get("cpu_sources_modified"):  # measured with changes of no commit
         return True
-    cpu = "device" not in document or rec.on_cpu(document)
-    return _differs_from_commit(commit, ("cpu", "core") if cpu else ("cuda",), root)
+    return _differs_from_commit(commit, environment.kernel_sources(operation, kind, root), root)
+
+
+def _is_hash(value: Any) -> bool:
+    """Not "", as outside a checkout, and not a probe that failed."""
+    return isinstance(value, str) and value != ""
 
 
 # ---- tables ----------------------------------------------------------------------------------

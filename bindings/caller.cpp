@@ -24,23 +24,6 @@ void remember_error(void* context, const char* kind, const char* message) {
   *static_cast<std::string*>(context) = std::string(kind) + ": " + message;
 }
 
-// A new tensor of torch on the device of `like`, and its view.
-nb::object allocate_by_torch(const TensorType& type, const char* name, nb::handle like,
-                             flashmoe_device device, flashmoe_dtype dtype, int rank,
-                             const int64_t* shape, const int64_t* strides, TensorView* view) {
-  const TorchFunctions& torch = *type.torch;
-  // The quickest allocation is on the current device.
-  if (device.device_type == FLASHMOE_DEVICE_CUDA &&
-      device.device_id == torch_current_cuda_device(torch)) {
-    nb::object made = torch_empty_on_current_cuda_device(torch, dtype, rank, shape, strides);
-    view->borrow(type, name, made);
-    return made;
-  }
-  nb::object made = torch_empty(torch, like, dtype, rank, shape, strides);
-  view->borrow(type, name, made);
-  return made;
-}
-
 }  // namespace
 
 void packed_strides(const int64_t* shape, int rank, int64_t* strides) {
@@ -60,6 +43,7 @@ Caller::Caller(const OperationWords& words, const TensorType& type, const char* 
       may_require_grad_(!gradients_are_off(type)) {}
 
 const TensorType& Caller::same_framework(const char* name, nb::handle tensor) const {
+  if (tensor.type().ptr() == type_.type.ptr()) return type_;
   const TensorType* other = tensor_type(tensor);
   if (other == nullptr || other->api != type_.api) {
     raise_type_error(std::string(name) + ": got " + name_of_type(tensor) + ", but " + name_ +
@@ -122,21 +106,34 @@ nb::object Caller::allocate(const char* name, flashmoe_device device, flashmoe_d
     packed_strides(shape, rank, packed);
     strides = packed;
   }
-  return allocate_by_torch(type_, name, first_, device, dtype, rank, shape, strides, view);
+  nb::object made = torch_empty(*type_.torch, first_, device, dtype, rank, shape, strides);
+  view->borrow(type_, name, made);
+  return made;
 }
 
-nb::object Caller::workspace(size_t bytes, flashmoe_device device, void* stream, bool named,
-                             TensorView* view) const {
+void DeviceWorkspace::allocate(const Caller& caller, size_t bytes, flashmoe_device device,
+                               void* stream, bool named) {
   constexpr char kName[] = "workspace";
-  const int64_t shape[] = {static_cast<int64_t>(bytes)};
-  if (type_.torch != nullptr && !named) {
-    // Of the current stream, on which the work is: torch may hand the memory on at once.
-    return allocate(kName, device, {dlpack::kUInt, 8, 1}, 1, shape, nullptr, view);
+  if (bytes == 0) return;
+  const TorchFunctions* const torch = caller.type_.torch;
+  if (torch != nullptr && torch_is_on_cuda_device(*torch, device.device_id)) {
+    data_ = torch_allocate_on_current_cuda_device(*torch, bytes, stream);
+    if (data_ != nullptr) {
+      allocator_ = torch;
+      return;
+    }
   }
-  nb::object made = nb::module_::import_("flashmoe_science._dispatch")
-                        .attr("workspace")(first_, bytes, reinterpret_cast<uintptr_t>(stream));
-  view->borrow(kName, made, Access::kWrite);
-  return made;
+  TensorView view;
+  if (torch != nullptr && !named) {
+    // Of the current stream, on which the work is: torch may hand the memory on at once.
+    const int64_t shape[] = {static_cast<int64_t>(bytes)};
+    tensor_ = caller.allocate(kName, device, {dlpack::kUInt, 8, 1}, 1, shape, nullptr, &view);
+  } else {
+    tensor_ = nb::module_::import_("flashmoe_science._dispatch")
+                  .attr("workspace")(caller.first_, bytes, reinterpret_cast<uintptr_t>(stream));
+    view.borrow(kName, tensor_, Access::kWrite);
+  }
+  data_ = view.tensor().data;
 }
 
 void* Caller::stream(nb::handle stream, flashmoe_device device, bool* named) const {

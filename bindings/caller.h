@@ -34,11 +34,6 @@ class Caller {
   nb::object allocate(const char* name, flashmoe_device device, flashmoe_dtype dtype, int rank,
                       const int64_t* shape, const int64_t* strides, TensorView* view) const;
 
-  // `bytes` bytes of the first tensor's device for work on `stream`, which the caller named himself
-  // or not.
-  nb::object workspace(size_t bytes, flashmoe_device device, void* stream, bool named,
-                       TensorView* view) const;
-
   // The stream to launch on: `stream`, or the framework's current one on a CUDA device. Sets
   // *named to whether it was given.
   void* stream(nb::handle stream, flashmoe_device device, bool* named) const;
@@ -46,6 +41,8 @@ class Caller {
   const TensorType& type() const { return type_; }
 
  private:
+  friend class DeviceWorkspace;
+
   const TensorType& same_framework(const char* name, nb::handle tensor) const;
   void refuse_gradients(const TensorType& type, const char* name, nb::handle tensor) const;
   nb::object allocate_by_exchange(const char* name, flashmoe_device device, flashmoe_dtype dtype,
@@ -56,6 +53,28 @@ class Caller {
   const char* name_;
   nb::handle first_;
   bool may_require_grad_;
+};
+
+// Memory of a CUDA device for the work of one call on `stream`, which the caller named himself or
+// not. What is given back at the end of the scope may serve later work on that stream at once.
+class DeviceWorkspace {
+ public:
+  DeviceWorkspace() = default;
+  DeviceWorkspace(const DeviceWorkspace&) = delete;
+  DeviceWorkspace& operator=(const DeviceWorkspace&) = delete;
+  ~DeviceWorkspace() {
+    if (allocator_ != nullptr) torch_free_cuda(*allocator_, data_);
+  }
+
+  void allocate(const Caller& caller, size_t bytes, flashmoe_device device, void* stream,
+                bool named);
+
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+  const TorchFunctions* allocator_ = nullptr;  // whose data_ is; nullptr: it is tensor_'s
+  nb::object tensor_;
 };
 
 // Strides of a contiguous tensor. May wrap round where the shape is beyond all memory.

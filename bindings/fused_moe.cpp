@@ -43,9 +43,7 @@ class Regions {
            flashmoe_device device) {
     size_t bytes = dtype.bits / 8;
     for (int axis = 0; axis < rank; ++axis) bytes *= static_cast<size_t>(shape[axis]);
-    Region& region = regions_[count_++];
-    region = {view, {}, rank, dtype, device, size_};
-    std::copy(shape, shape + rank, region.shape);
+    regions_[count_++] = {view, size_};
     view->describe(shape, rank, dtype, device);
     size_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
@@ -54,9 +52,7 @@ class Regions {
 
   void place(void* begin) const {
     for (size_t i = 0; i < count_; ++i) {
-      const Region& region = regions_[i];
-      region.view->describe(region.shape, region.rank, region.dtype, region.device, nullptr,
-                            static_cast<char*>(begin) + region.offset);
+      regions_[i].view->place(static_cast<char*>(begin) + regions_[i].offset);
     }
   }
 
@@ -65,10 +61,6 @@ class Regions {
 
   struct Region {
     TensorView* view;
-    int64_t shape[2];
-    int rank;
-    flashmoe_dtype dtype;
-    flashmoe_device device;
     size_t offset;
   };
 
@@ -166,8 +158,7 @@ class FusedCall {
       check_rank("router_bias", product_.bias, 1);
       product_.bias.add_leading_extent();
     }
-    product_.x.borrow(caller_.type(), "tokens", tokens);
-    product_.x.flatten_rows();
+    product_.x.describe(forward_.x);
     const int64_t both[] = {2};
     if (on_gpu()) {
       all_rows_ = all_rows(tokens, device_);
@@ -178,7 +169,7 @@ class FusedCall {
     const int64_t shape[] = {forward_.x.extent(0), experts};
     regions_.add(&product_.out, shape, 2, dtype_, device_);
     with_product_ = true;
-    hand_over_logits();
+    route_.logits.describe(product_.out);
     return true;
   }
 
@@ -199,29 +190,34 @@ class FusedCall {
         extents, false,
         [this](const char*, TensorView* view, flashmoe_dtype dtype, int rank,
                const int64_t* shape) { regions_.add(view, shape, rank, dtype, device_); });
-    hand_over_routing();
+    forward_.weights.describe(route_.weights);
+    forward_.offsets.describe(route_.offsets);
+    forward_.pairs.describe(route_.pairs);
+    forward_.slots.describe(route_.slots);
+    ready(&product_);
+    ready(&route_);
+    ready(&forward_);
   }
 
   void launch(nb::handle stream) {
     bool named = false;
     void* const handle = caller_.stream(stream, device_, &named);
     const size_t bytes = workspace_size();
-    TensorView scratch;
-    nb::object workspace;
-    if (on_gpu()) workspace = caller_.workspace(bytes, device_, handle, named, &scratch);
+    DeviceWorkspace on_device;
+    if (on_gpu()) on_device.allocate(caller_, bytes, device_, handle, named);
     const HostWorkspace on_host(on_gpu() ? 0 : bytes);
-    void* const memory = on_gpu() ? scratch.tensor().data : on_host.data();
+    void* const memory = on_gpu() ? on_device.data() : on_host.data();
     if (memory == nullptr) {
       raise_status(FLASHMOE_ERROR_OUT_OF_MEMORY, "tokens: there is no memory for the " +
                                                      std::to_string(bytes) +
                                                      " bytes of workspace that the call needs");
     }
     regions_.place(memory);
-    if (with_product_) hand_over_logits();
-    hand_over_routing();
-    ready(&product_);
-    ready(&route_);
-    ready(&forward_);
+    if (with_product_) route_.logits.place(product_.out.tensor().data);
+    forward_.weights.place(route_.weights.tensor().data);
+    forward_.offsets.place(route_.offsets.tensor().data);
+    forward_.pairs.place(route_.pairs.tensor().data);
+    forward_.slots.place(route_.slots.tensor().data);
     const Renames* renames = nullptr;
     flashmoe_status status;
     {
@@ -234,28 +230,13 @@ class FusedCall {
  private:
   bool on_gpu() const { return device_.device_type == FLASHMOE_DEVICE_CUDA; }
 
-  // What one operation writes is what the next one reads.
-  static void hand_over(const TensorView& from, TensorView* to) {
-    const flashmoe_tensor& made = from.tensor();
-    to->describe(made.shape, made.ndim, made.dtype, made.device, nullptr, made.data);
-  }
-
-  void hand_over_logits() { hand_over(product_.out, &route_.logits); }
-
-  void hand_over_routing() {
-    hand_over(route_.weights, &forward_.weights);
-    hand_over(route_.offsets, &forward_.offsets);
-    hand_over(route_.pairs, &forward_.pairs);
-    hand_over(route_.slots, &forward_.slots);
-  }
-
   // Bytes for all of it: the regions, and what the neediest operation asks for.
   size_t workspace_size() {
     size_t most = 0;
     const auto count = [&](auto* call, const Renames& renames) {
       size_t bytes = 0;
       using Call = std::remove_pointer_t<decltype(call)>;
-      check_renamed(Call::kWorkspaceSize(&ready(call), &bytes), renames);
+      check_renamed(Call::kWorkspaceSize(&call->params, &bytes), renames);
       most = std::max(most, bytes);
     };
     if (with_product_) count(&product_, names_of_router());

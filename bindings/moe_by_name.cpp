@@ -10,6 +10,7 @@
 #include "bindings/fields.h"
 #include "bindings/moe.h"
 #include "bindings/moe_calls.h"
+#include "bindings/moe_numbers.h"
 
 namespace flashmoe {
 namespace {
@@ -210,6 +211,20 @@ Fields moe_plan(const std::string& operation, Named tensors, Named options) {
   return with_operation(operation, work);
 }
 
+Fields moe_option_numbers(const std::string& operation, Named options) {
+  return with_operation(operation, [&](auto&& call) {
+    parse_options(options, &call);
+    Fields numbers;
+    for_each_number(call.params, [&](const auto& option) {
+      numbers[option.name] = nb::cast(call.params.*option.member);
+    });
+    if (const char** const kernel = kernel_of(&call.params)) {
+      numbers["kernel"] = nb::str(*kernel != nullptr ? *kernel : "");
+    }
+    return numbers;
+  });
+}
+
 }  // namespace
 
 void define_moe_by_name(nb::module_& module) {
@@ -222,6 +237,9 @@ void define_moe_by_name(nb::module_& module) {
              "The fields of flashmoe_moe_plan for these tensors. Outputs may be absent, and in "
              "place of a tensor a tuple (shape, dtype's code and bits, device's type and id, "
              "strides or None) will do.");
+  module.def("moe_option_numbers", &moe_option_numbers, nb::arg("operation"), nb::arg("options"),
+             "The options as the C ABI has them: ints and floats, and kernel \"\" for the best. "
+             "Absent options are None.");
 }
 
 }  // namespace flashmoe

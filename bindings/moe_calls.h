@@ -299,13 +299,12 @@ void launch(Call* call, const Caller& caller, nb::handle stream) {
   bool named = false;
   void* handle = caller.stream(stream, device, &named);
   size_t bytes = 0;
-  TensorView scratch;
-  nb::object workspace;
+  DeviceWorkspace workspace;
   if (device.device_type == FLASHMOE_DEVICE_CUDA) {
     check_renamed(Call::kWorkspaceSize(&call->params, &bytes), renames);
-    if (bytes > 0) workspace = caller.workspace(bytes, device, handle, named, &scratch);
+    workspace.allocate(caller, bytes, device, handle, named);
   }
-  check_renamed(run(*call, scratch.tensor().data, bytes, handle), renames);
+  check_renamed(run(*call, workspace.data(), bytes, handle), renames);
 }
 
 // The function of flashmoe_science._moe of that name. Kept in *function, which is one for each name;

@@ -139,17 +139,20 @@ bool TensorView::borrow_array(nb::handle object, Access access) {
   if (access == Access::kWrite) {
     nb::ndarray<> writable;
     if (!nb::try_cast(object, writable)) return false;
-    array_ = nb::ndarray<nb::ro>(writable);
-  } else if (!nb::try_cast(object, array_)) {
-    return false;
+    array_.emplace(writable);
+  } else {
+    nb::ndarray<nb::ro> readable;
+    if (!nb::try_cast(object, readable)) return false;
+    array_.emplace(readable);
   }
-  tensor_.data = array_.data_handle();
-  tensor_.device = {array_.device_type(), array_.device_id()};
-  tensor_.ndim = static_cast<int32_t>(array_.ndim());
-  tensor_.dtype = {array_.dtype().code, array_.dtype().bits, array_.dtype().lanes};
-  tensor_.shape = array_.shape_ptr();
-  tensor_.strides = array_.stride_ptr();
-  tensor_.byte_offset = array_.byte_offset();
+  const nb::ndarray<nb::ro>& array = *array_;
+  tensor_.data = array.data_handle();
+  tensor_.device = {array.device_type(), array.device_id()};
+  tensor_.ndim = static_cast<int32_t>(array.ndim());
+  tensor_.dtype = {array.dtype().code, array.dtype().bits, array.dtype().lanes};
+  tensor_.shape = array.shape_ptr();
+  tensor_.strides = array.stride_ptr();
+  tensor_.byte_offset = array.byte_offset();
   copy_extents();
   return true;
 }
@@ -189,6 +192,11 @@ void TensorView::describe(const int64_t* shape, int32_t rank, flashmoe_dtype dty
   tensor_.dtype = dtype;
   tensor_.shape = shape;
   tensor_.strides = strides;
+  copy_extents();
+}
+
+void TensorView::describe(const TensorView& other) {
+  tensor_ = other.tensor_;
   copy_extents();
 }
 
@@ -233,7 +241,8 @@ bool TensorView::add_leading_extent() {
 }
 
 void TensorView::give_back() {
-  if (managed_ != nullptr && managed_->deleter != nullptr) managed_->deleter(managed_);
+  if (managed_ == nullptr) return;
+  if (managed_->deleter != nullptr) managed_->deleter(managed_);
   managed_ = nullptr;
 }
 

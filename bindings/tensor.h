@@ -6,6 +6,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <optional>
+
 #include "bindings/dlpack.h"
 #include "bindings/torch.h"
 #include "flashmoe/flashmoe.h"
@@ -43,7 +45,9 @@ class TensorView {
   TensorView() = default;
   TensorView(const TensorView&) = delete;
   TensorView& operator=(const TensorView&) = delete;
-  ~TensorView() { give_back(); }
+  ~TensorView() {
+    if (managed_ != nullptr) give_back();
+  }
 
   // Through the exchange API of `type`, which is the type of `object` or shares its table. May be
   // called again, for another object.
@@ -57,6 +61,12 @@ class TensorView {
   // of no memory at all: for plans, which read none.
   void describe(const int64_t* shape, int32_t rank, flashmoe_dtype dtype, flashmoe_device device,
                 const int64_t* strides = nullptr, void* data = nullptr);
+
+  // The same memory as `other`, which owns it.
+  void describe(const TensorView& other);
+
+  // Puts a view of described memory elsewhere.
+  void place(void* data) { tensor_.data = data; }
 
   // Makes the view one of two dimensions: all but the last become one. False if strides do not
   // allow that; a single dimension becomes one row.
@@ -81,7 +91,7 @@ class TensorView {
   int64_t shape_[kMaxRank];
   int64_t strides_[kMaxRank];
   dlpack::ManagedTensor* managed_ = nullptr;
-  nb::ndarray<nb::ro> array_;  // owns shape, strides and the producer's tensor
+  std::optional<nb::ndarray<nb::ro>> array_;  // owns shape, strides and the producer's tensor
 };
 
 }  // namespace flashmoe

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <initializer_list>
+#include <utility>
 
 #include "bindings/dlpack.h"
 #include "bindings/tensor.h"
@@ -66,6 +67,29 @@ const nb::object& element_type(const TorchFunctions& torch, flashmoe_dtype dtype
 
 }  // namespace
 
+TorchFunction::TorchFunction(nb::object function, int takes)
+    : object_(std::move(function)), takes_(takes) {
+  if (PyCFunction_CheckExact(object_.ptr()) && PyCFunction_GetFlags(object_.ptr()) == takes) {
+    native_ = PyCFunction_GetFunction(object_.ptr());
+    self_ = PyCFunction_GetSelf(object_.ptr());
+  }
+}
+
+nb::object TorchFunction::operator()(nb::handle argument) const {
+  PyObject* made = nullptr;
+  if (native_ != nullptr) {
+    made = native_(self_, argument.ptr());
+  } else if (takes_ == METH_VARARGS) {
+    made = PyObject_Call(object_.ptr(), argument.ptr(), nullptr);
+  } else {
+    // Without an argument, the nullptr ends the list.
+    made = PyObject_CallFunctionObjArgs(object_.ptr(), argument.ptr(),
+                                        static_cast<PyObject*>(nullptr));
+  }
+  if (made == nullptr) nb::raise_python_error();
+  return nb::steal(made);
+}
+
 const TorchFunctions& torch_functions(const nb::object& torch) {
   // Leaked on purpose: at exit the interpreter is gone before static destructors run.
   static const TorchFunctions* functions = nullptr;
@@ -73,55 +97,75 @@ const TorchFunctions& torch_functions(const nb::object& torch) {
     nb::object internals = torch.attr("_C");
     functions = new TorchFunctions{
         torch.attr("empty_strided"),
-        torch.attr("is_grad_enabled"),
+        {torch.attr("is_grad_enabled"), METH_NOARGS},
         torch.attr("float16"),
         torch.attr("bfloat16"),
         torch.attr("float32"),
         torch.attr("int32"),
         torch.attr("uint8"),
-        attribute_or_none(internals, {"_dynamo", "guards", "_empty_strided_cuda"}),
+        {attribute_or_none(internals, {"_dynamo", "guards", "_empty_strided_cpu"}), METH_VARARGS},
+        {attribute_or_none(internals, {"_dynamo", "guards", "_empty_strided_cuda"}), METH_VARARGS},
         attribute_or_none(internals, {"_cuda_getDevice"}),
         attribute_or_none(internals, {"_cuda_getDeviceCount"}),
+        {attribute_or_none(internals, {"_cuda_cudaCachingAllocator_raw_alloc"}), METH_VARARGS},
+        {attribute_or_none(internals, {"_cuda_cudaCachingAllocator_raw_delete"}), METH_O},
     };
   }
   return *functions;
 }
 
 bool torch_records_gradients(const TorchFunctions& torch) {
-  const nb::object answer = nb::steal(PyObject_CallNoArgs(torch.is_grad_enabled.ptr()));
-  if (!answer.is_valid()) nb::raise_python_error();
-  return answer.ptr() == Py_True;
+  return torch.is_grad_enabled(nullptr).ptr() == Py_True;
 }
 
-nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_dtype dtype, int rank,
-                       const int64_t* shape, const int64_t* strides) {
+nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_device device,
+                       flashmoe_dtype dtype, int rank, const int64_t* shape,
+                       const int64_t* strides) {
+  const TorchFunction* quick = nullptr;
+  if (device.device_type == FLASHMOE_DEVICE_CPU) quick = &torch.empty_strided_cpu;
+  if (device.device_type == FLASHMOE_DEVICE_CUDA &&
+      torch_is_on_cuda_device(torch, device.device_id)) {
+    quick = &torch.empty_strided_cuda;
+  }
+  if (quick != nullptr && quick->exists()) {
+    static auto* const known = new Arguments();  // under the GIL
+    return (*quick)(known->get(element_type(torch, dtype), rank, shape, strides));
+  }
   return torch.empty_strided(tuple_of(shape, rank), tuple_of(strides, rank),
                              nb::arg("dtype") = element_type(torch, dtype),
                              nb::arg("device") = like.attr("device"));
 }
 
-int32_t torch_current_cuda_device(const TorchFunctions& torch) {
-  if (torch.empty_strided_cuda.is_none() || torch.current_cuda_device.is_none() ||
-      torch.cuda_device_count.is_none()) {
-    return -1;
-  }
+bool torch_is_on_cuda_device(const TorchFunctions& torch, int32_t device_id) {
+  if (torch.current_cuda_device.is_none() || torch.cuda_device_count.is_none()) return false;
   // A tenth of a microsecond each time, but for the many processes that see one device.
   static int32_t devices = 0;  // not known yet; under the GIL
   if (devices == 0) devices = nb::cast<int32_t>(torch.cuda_device_count());
-  if (devices == 1) return 0;
+  if (devices == 1) return device_id == 0;
   const nb::object answer = nb::steal(PyObject_CallNoArgs(torch.current_cuda_device.ptr()));
   if (!answer.is_valid()) nb::raise_python_error();
-  return nb::cast<int32_t>(answer);
+  return nb::cast<int32_t>(answer) == device_id;
 }
 
-nb::object torch_empty_on_current_cuda_device(const TorchFunctions& torch, flashmoe_dtype dtype,
-                                              int rank, const int64_t* shape,
-                                              const int64_t* strides) {
-  static auto* const known = new Arguments();  // under the GIL
-  const nb::object arguments = known->get(element_type(torch, dtype), rank, shape, strides);
-  PyObject* made = PyObject_Call(torch.empty_strided_cuda.ptr(), arguments.ptr(), nullptr);
-  if (made == nullptr) nb::raise_python_error();
-  return nb::steal(made);
+void* torch_allocate_on_current_cuda_device(const TorchFunctions& torch, size_t bytes,
+                                            void* stream) {
+  if (!torch.cuda_allocate.exists() || !torch.cuda_free.exists()) return nullptr;
+  const nb::object size = nb::steal(PyLong_FromSize_t(bytes));
+  const nb::object handle = nb::steal(PyLong_FromVoidPtr(stream));
+  if (!size.is_valid() || !handle.is_valid()) nb::raise_python_error();
+  const nb::object arguments = nb::steal(PyTuple_Pack(2, size.ptr(), handle.ptr()));
+  if (!arguments.is_valid()) nb::raise_python_error();
+  return PyLong_AsVoidPtr(torch.cuda_allocate(arguments).ptr());
+}
+
+void torch_free_cuda(const TorchFunctions& torch, void* data) noexcept {
+  try {
+    const nb::object address = nb::steal(PyLong_FromVoidPtr(data));
+    if (!address.is_valid()) nb::raise_python_error();
+    torch.cuda_free(address);
+  } catch (nb::python_error& error) {
+    error.discard_as_unraisable("flashmoe_science: giving memory back to torch");
+  }
 }
 
 }  // namespace flashmoe

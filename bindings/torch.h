@@ -4,6 +4,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "flashmoe/flashmoe.h"
@@ -12,20 +13,44 @@ namespace flashmoe {
 
 namespace nb = nanobind;
 
+// A function of torch that every call makes use of: where it is native code, without what Python does
+// before it enters such.
+class TorchFunction {
+ public:
+  TorchFunction() = default;
+  // `takes` is METH_NOARGS, METH_O or METH_VARARGS.
+  TorchFunction(nb::object function, int takes);
+
+  bool exists() const { return !object_.is_none(); }
+  // `argument` is nullptr, the argument, or the tuple of arguments, as the function takes it.
+  nb::object operator()(nb::handle argument) const;
+
+ private:
+  nb::object object_ = nb::none();
+  int takes_ = 0;
+  PyCFunction native_ = nullptr;
+  PyObject* self_ = nullptr;
+};
+
 // What is used of torch, looked up once.
 struct TorchFunctions {
   nb::object empty_strided;
-  nb::object is_grad_enabled;
+  TorchFunction is_grad_enabled;
   nb::object float16;
   nb::object bfloat16;
   nb::object float32;
   nb::object int32;
   nb::object uint8;
-  // The allocation that torch.compile's generated code calls, on the current CUDA device: it goes
-  // round torch's dispatcher. These are None where a torch does not have them.
-  nb::object empty_strided_cuda;
+  // The allocations that torch.compile's generated code calls, of CUDA on the current device: they go
+  // round torch's dispatcher. These and those below do not exist where a torch does not have them.
+  TorchFunction empty_strided_cpu;
+  TorchFunction empty_strided_cuda;
   nb::object current_cuda_device;
   nb::object cuda_device_count;
+  // The caching allocator itself, what torch.cuda.caching_allocator_alloc calls: memory without a
+  // tensor costs half of one.
+  TorchFunction cuda_allocate;
+  TorchFunction cuda_free;
 };
 
 const TorchFunctions& torch_functions(const nb::object& torch);
@@ -33,17 +58,19 @@ const TorchFunctions& torch_functions(const nb::object& torch);
 // Whether grad mode is on.
 bool torch_records_gradients(const TorchFunctions& torch);
 
-// New memory of torch of fp16, bf16, fp32, int32 or uint8, on the device of the tensor `like`. `strides` in
-// elements.
-nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_dtype dtype, int rank,
-                       const int64_t* shape, const int64_t* strides);
+// New memory of torch of fp16, bf16, fp32, int32 or uint8, on `device`, which is that of the tensor
+// `like`. `strides` in elements.
+nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_device device,
+                       flashmoe_dtype dtype, int rank, const int64_t* shape,
+                       const int64_t* strides);
 
-// The current CUDA device of this thread, or -1 where this torch has no quick allocation on it.
-int32_t torch_current_cuda_device(const TorchFunctions& torch);
+// Whether a CUDA device is the current one of this thread.
+bool torch_is_on_cuda_device(const TorchFunctions& torch, int32_t device_id);
 
-// The quick allocation.
-nb::object torch_empty_on_current_cuda_device(const TorchFunctions& torch, flashmoe_dtype dtype,
-                                              int rank, const int64_t* shape,
-                                              const int64_t* strides);
+// Memory of torch's caching allocator on the current CUDA device, for work on `stream`, of which what
+// is given back serves later work at once. nullptr where this torch has no such functions.
+void* torch_allocate_on_current_cuda_device(const TorchFunctions& torch, size_t bytes,
+                                            void* stream);
+void torch_free_cuda(const TorchFunctions& torch, void* data) noexcept;
 
 }  // namespace flashmoe

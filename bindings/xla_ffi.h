@@ -1,4 +1,4 @@
-// XLA FFI handlers of attention, for JAX.
+// XLA FFI handlers, for JAX.
 #pragma once
 
 #include <nanobind/nanobind.h>

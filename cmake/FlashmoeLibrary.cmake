@@ -1,5 +1,5 @@
 # The shared and the static library, made of the same objects, and their installation: headers,
-# CMake package, pkg-config file.
+# CMake package, pkg-config files.
 #
 # A wheel cannot hold symbolic links (they become copies), so under scikit-build-core there is one
 # file, libflashmoe.so.<abi>, and no static library. A system install has the usual links.
@@ -95,9 +95,18 @@ file(RELATIVE_PATH FLASHMOE_PC_PREFIX "/prefix/${flashmoe_libdir}/pkgconfig" "/p
 string(REGEX REPLACE "/$" "" FLASHMOE_PC_PREFIX "${FLASHMOE_PC_PREFIX}")
 set(FLASHMOE_PC_LIBDIR "${flashmoe_libdir}")
 set(FLASHMOE_PC_INCLUDEDIR "${flashmoe_includedir}")
+# What an archive leaves to its user. The CUDA runtime is looked for in `cudadir`, which a user may
+# set: pkg-config --define-variable=cudadir=/opt/cuda.
 set(FLASHMOE_PC_LIBS_PRIVATE "-lstdc++ -lm -lpthread -ldl")
 if(FLASHMOE_CUDA)
-  string(PREPEND FLASHMOE_PC_LIBS_PRIVATE "-lcudart_static -lrt ")
+  string(PREPEND FLASHMOE_PC_LIBS_PRIVATE
+    "-L\${cudadir}/lib64 -L\${cudadir}/lib -lcudart_static -lrt ")
 endif()
-configure_file("${CMAKE_CURRENT_LIST_DIR}/flashmoe.pc.in" "${PROJECT_BINARY_DIR}/flashmoe.pc" @ONLY)
-install(FILES "${PROJECT_BINARY_DIR}/flashmoe.pc" DESTINATION "${flashmoe_libdir}/pkgconfig")
+set(flashmoe_pc_files flashmoe)
+if(TARGET flashmoe_static)
+  list(APPEND flashmoe_pc_files flashmoe-static)
+endif()
+foreach(name IN LISTS flashmoe_pc_files)
+  configure_file("${CMAKE_CURRENT_LIST_DIR}/${name}.pc.in" "${PROJECT_BINARY_DIR}/${name}.pc" @ONLY)
+  install(FILES "${PROJECT_BINARY_DIR}/${name}.pc" DESTINATION "${flashmoe_libdir}/pkgconfig")
+endforeach()

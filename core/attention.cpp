@@ -2,6 +2,7 @@
 #include "core/attention.h"
 
 #include <algorithm>
+#include <array>
 #include <cfloat>
 #include <cmath>
 #include <cstdio>
@@ -43,6 +44,37 @@ double attention_flops(const AttentionProblem& p) {
 namespace {
 
 constexpr char kKernelPrefix[] = "attention_forward_";
+
+struct AttentionOperation {
+  using Params = flashmoe_attention_forward_params;
+  using Problem = AttentionProblem;
+  using Plan = AttentionPlan;
+  using Family = AttentionFamily;
+
+  // See core/known_calls.h.
+  static constexpr std::array<KnownTensor<Params>, 5> kTensors = {{
+      {&Params::q, true, false},
+      {&Params::k, true, false},
+      {&Params::v, true, false},
+      {&Params::out, true, false},
+      {&Params::lse, false, false},
+  }};
+  static constexpr size_t kOptions = offsetof(Params, layout);
+  static constexpr size_t kKernel = offsetof(Params, kernel);
+
+  template <class Visit>
+  static void address(const Params&, Problem* p, const Visit& visit) {
+    visit(&p->q, 0);
+    visit(&p->k, 1);
+    visit(&p->v, 2);
+    visit(&p->out, 3);
+    visit(&p->lse, 4);
+  }
+  static const char** kernel_text(Problem* p) { return &p->kernel; }
+};
+
+using AttentionCall = PlannedCall<AttentionOperation>;
+using KnownAttention = KnownCalls<AttentionOperation>;
 
 // Every family, best first for its devices.
 const AttentionFamily* const kFamilies[] = {
@@ -263,9 +295,9 @@ flashmoe_status choose(const Wanted& wanted, bool explain, const AttentionProble
   return FLASHMOE_OK;
 }
 
-flashmoe_status make_plan(const flashmoe_attention_forward_params* given, bool explain,
-                          AttentionProblem* problem, AttentionPlan* plan,
-                          const AttentionFamily** family) {
+flashmoe_status make_call(const flashmoe_attention_forward_params* given, bool explain,
+                          AttentionCall* call) {
+  AttentionProblem* const problem = &call->problem;
   flashmoe_attention_forward_params params;
   FLASHMOE_TRY(read_params("flashmoe_attention_forward_params", given,
                            offsetof(flashmoe_attention_forward_params, window), &params));
@@ -277,7 +309,7 @@ flashmoe_status make_plan(const flashmoe_attention_forward_params* given, bool e
       std::strncmp(wanted.name, kKernelPrefix, sizeof kKernelPrefix - 1) == 0) {
     problem->kernel = wanted.name;
   }
-  return choose(wanted, explain, *problem, plan, family);
+  return choose(wanted, explain, *problem, &call->plan, &call->family);
 }
 
 // One end of the keys that row i sees: "i-255", or `unbounded`.
@@ -315,14 +347,15 @@ void log_call(const AttentionProblem& p, const AttentionPlan& plan, const void* 
   }
 }
 
-flashmoe_status run(const AttentionProblem& problem, const AttentionPlan& plan,
-                    const AttentionFamily& family, bool logged, void* workspace,
-                    size_t workspace_size, void* stream) {
+flashmoe_status run(const AttentionCall& call, bool logged, void* workspace, size_t workspace_size,
+                    void* stream) {
+  const AttentionProblem& problem = call.problem;
+  const AttentionPlan& plan = call.plan;
   FLASHMOE_TRY(check_workspace(plan.info.workspace_bytes, workspace, workspace_size, 16,
                                "flashmoe_attention_forward_workspace_size"));
   if (logged) log_call(problem, plan, stream);
   if (problem.batch == 0 || problem.seq_q == 0) return FLASHMOE_OK;
-  return family.launch(problem, plan, workspace, stream);
+  return call.family->launch(problem, plan, workspace, stream);
 }
 
 }  // namespace
@@ -337,14 +370,13 @@ flashmoe_status flashmoe_attention_forward_plan(const flashmoe_attention_forward
   }
   FLASHMOE_TRY(flashmoe::check_struct_size("flashmoe_attention_plan", plan->struct_size,
                                            sizeof *plan, sizeof *plan));
-  flashmoe::AttentionProblem problem;
-  flashmoe::AttentionPlan made;
-  const flashmoe::AttentionFamily* family = nullptr;
-  FLASHMOE_TRY(flashmoe::make_plan(params, true, &problem, &made, &family));
-  made.info.struct_size = sizeof made.info;
-  std::snprintf(made.info.family, sizeof made.info.family, "%s", family->name);
-  made.info.flops = flashmoe::attention_flops(problem);
-  flashmoe::copy_out(made.info, plan);
+  flashmoe::AttentionCall call;
+  FLASHMOE_TRY(flashmoe::make_call(params, true, &call));
+  flashmoe_attention_plan& made = call.plan.info;
+  made.struct_size = sizeof made;
+  std::snprintf(made.family, sizeof made.family, "%s", call.family->name);
+  made.flops = flashmoe::attention_flops(call.problem);
+  flashmoe::copy_out(made, plan);
   return FLASHMOE_OK;
 }
 
@@ -353,11 +385,9 @@ flashmoe_status flashmoe_attention_forward_workspace_size(
   if (bytes == nullptr) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "bytes: got a null pointer");
   }
-  flashmoe::AttentionProblem problem;
-  flashmoe::AttentionPlan plan;
-  const flashmoe::AttentionFamily* family = nullptr;
-  FLASHMOE_TRY(flashmoe::make_plan(params, false, &problem, &plan, &family));
-  *bytes = static_cast<size_t>(plan.info.workspace_bytes);
+  flashmoe::AttentionCall call;
+  FLASHMOE_TRY(flashmoe::make_call(params, false, &call));
+  *bytes = static_cast<size_t>(call.plan.info.workspace_bytes);
   return FLASHMOE_OK;
 }
 
@@ -366,17 +396,11 @@ flashmoe_status flashmoe_attention_forward(const flashmoe_attention_forward_para
   // A log's callback may itself call the library, and so put another call in a known one's place.
   const bool logged = flashmoe::log_enabled(FLASHMOE_LOG_INFO);
   if (!logged) {
-    const flashmoe::KnownCall* known = flashmoe::find_known_call(params);
-    if (known != nullptr) {
-      return flashmoe::run(known->problem, known->plan, *known->family, logged, workspace,
-                           workspace_size, stream);
-    }
+    const flashmoe::AttentionCall* known = flashmoe::KnownAttention::find(params);
+    if (known != nullptr) return flashmoe::run(*known, logged, workspace, workspace_size, stream);
   }
-  flashmoe::AttentionProblem problem;
-  flashmoe::AttentionPlan plan;
-  const flashmoe::AttentionFamily* family = nullptr;
-  const bool explain = flashmoe::log_enabled(FLASHMOE_LOG_DEBUG);
-  FLASHMOE_TRY(flashmoe::make_plan(params, explain, &problem, &plan, &family));
-  if (!logged) flashmoe::remember_call(*params, problem, plan, *family);
-  return flashmoe::run(problem, plan, *family, logged, workspace, workspace_size, stream);
+  flashmoe::AttentionCall call;
+  FLASHMOE_TRY(flashmoe::make_call(params, flashmoe::log_enabled(FLASHMOE_LOG_DEBUG), &call));
+  if (!logged) flashmoe::KnownAttention::remember(*params, call);
+  return flashmoe::run(call, logged, workspace, workspace_size, stream);
 }

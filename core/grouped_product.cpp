@@ -1,4 +1,5 @@
 // The grouped product: validate -> problem. See core/moe_dispatch.h for the rest.
+#include <array>
 #include <cstdio>
 
 #include "core/moe_checks.h"
@@ -10,10 +11,34 @@ namespace {
 struct ProductOperation {
   using Params = flashmoe_grouped_product_params;
   using Problem = GroupedProductProblem;
+  using Plan = MoePlan;
+  using Family = MoeFamily;
   static constexpr char kParams[] = "flashmoe_grouped_product_params";
   static constexpr char kSizeFunction[] = "flashmoe_grouped_product_workspace_size";
   static constexpr size_t kOldestParams = sizeof(Params);
   static constexpr auto kMember = &MoeFamily::grouped_product;
+
+  static constexpr std::array<KnownTensor<Params>, 6> kTensors = {{
+      {&Params::x, true, false},
+      {&Params::w, true, false},
+      {&Params::bias, false, false},
+      {&Params::offsets, false, false},
+      {&Params::counts, false, false},
+      {&Params::out, true, true},
+  }};
+  static constexpr size_t kOptions = offsetof(Params, kernel);
+  static constexpr size_t kKernel = offsetof(Params, kernel);
+
+  template <class Visit>
+  static void address(const Params&, Problem* p, const Visit& visit) {
+    visit(&p->x, 0);
+    visit(&p->w.data, 1);
+    visit(&p->bias.data, 2);
+    visit(&p->offsets, 3);
+    visit(&p->counts, 4);
+    visit(&p->out, 5);
+  }
+  static const char** kernel_text(Problem* p) { return &p->kernel; }
 
   static flashmoe_status make_problem(const Params& params, Problem* problem);
   static const char* kernel(const Params& params) { return params.kernel; }

@@ -5,24 +5,242 @@
 // for addresses; the rules for those are checked anew. What a failed call came to is not kept. Only
 // calls on a GPU are: their plans follow from the problem and the device, where the CPU's follow
 // from the number of threads too.
+//
+// An operation is a struct of static members, of which these are read here:
+//   Params, Problem, Plan, Family      the C ABI's argument, what validation makes of it, ...
+//   kTensors                           a KnownTensor of each tensor of Params, in its order
+//   kOptions, kKernel                  offsets in Params: behind its tensors, and of its kernel's
+//                                      name, or of its end where it has none
+//   address(params, &problem, visit)   visit(pointer, index) of each pointer of the problem into
+//                                      tensor `index`; pointers may be nullptr
+//   kernel_text(&problem)              its pointer to the name that the caller gave, or nullptr
 #pragma once
 
-#include "core/attention.h"
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "core/checks.h"
+#include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
 
-struct KnownCall {
-  AttentionProblem problem;  // with the pointers of the call at hand
-  AttentionPlan plan;
-  const AttentionFamily* family;
+template <class Operation>
+struct PlannedCall {
+  typename Operation::Problem problem;
+  typename Operation::Plan plan;
+  const typename Operation::Family* family;
 };
 
-// What this thread kept of such a call, or nullptr. Valid until the thread's next call, which a log's
-// callback may make.
-const KnownCall* find_known_call(const flashmoe_attention_forward_params* params);
+// One tensor of an operation, and the rules for its address.
+template <class Params>
+struct KnownTensor {
+  const flashmoe_tensor* Params::* member;
+  bool
+      has_rows;  // it begins on a multiple of kRowAlignment bytes, others on one of their elements'
+  bool is_alone;  // it overlaps no other tensor
+};
 
-// Keeps what a call came to that was validated and planned without an error.
-void remember_call(const flashmoe_attention_forward_params& params, const AttentionProblem& problem,
-                   const AttentionPlan& plan, const AttentionFamily& family);
+// A tensor but for its address.
+struct KnownShape {
+  // Device, ndim and dtype are one run of bytes, and compared as such.
+  static constexpr size_t kKind = offsetof(flashmoe_tensor, device);
+  static constexpr size_t kKindBytes = offsetof(flashmoe_tensor, shape) - kKind;
+  static_assert(kKindBytes == sizeof(flashmoe_device) + sizeof(int32_t) + sizeof(flashmoe_dtype));
+
+  unsigned char kind[kKindBytes];
+  bool given;
+  bool strided;
+  int32_t rank;
+  uintptr_t low_bits;  // of its address, all 0
+  uint64_t bytes;      // from its first element to the end of its last
+  int64_t extents[kMaxRank];
+  int64_t strides[kMaxRank];  // if strided
+
+  static KnownShape of(const flashmoe_tensor* tensor, bool has_rows);
+
+  // Whether a tensor has this shape and an address that validation would not refuse.
+  bool fits(const flashmoe_tensor* tensor) const {
+    if (tensor == nullptr || !given) return tensor == nullptr && !given;
+    if (std::memcmp(reinterpret_cast<const unsigned char*>(tensor) + kKind, kind, kKindBytes) !=
+            0 ||
+        tensor->shape == nullptr || (tensor->strides != nullptr) != strided ||
+        tensor->data == nullptr || tensor->byte_offset != 0 ||
+        (reinterpret_cast<uintptr_t>(tensor->data) & low_bits) != 0) {
+      return false;
+    }
+    int64_t difference = 0;
+    for (int axis = 0; axis < rank; ++axis) difference |= tensor->shape[axis] ^ extents[axis];
+    if (!strided) return difference == 0;
+    for (int axis = 0; axis < rank; ++axis) difference |= tensor->strides[axis] ^ strides[axis];
+    return difference == 0;
+  }
+};
+
+// Whether two tensors may overlap: gaps within them are taken as theirs.
+inline bool may_overlap(const flashmoe_tensor& a, const KnownShape& shape_of_a,
+                        const flashmoe_tensor& b, const KnownShape& shape_of_b) {
+  const auto begin_of_a = reinterpret_cast<uintptr_t>(a.data);
+  const auto begin_of_b = reinterpret_cast<uintptr_t>(b.data);
+  return begin_of_a < begin_of_b + shape_of_b.bytes && begin_of_b < begin_of_a + shape_of_a.bytes;
+}
+
+// The calls of one operation that a thread knows.
+template <class Operation>
+class KnownCalls {
+ public:
+  using Params = typename Operation::Params;
+  using Call = PlannedCall<Operation>;
+
+  // What this thread kept of such a call, with the pointers of the call at hand, or nullptr. Valid
+  // until the thread's next call, which a log's callback may make.
+  static const Call* find(const Params* params) {
+    if (params == nullptr || params->struct_size != sizeof *params) return nullptr;
+    KnownCalls& known = of_this_thread();
+    unsigned index = known.newest_;
+    for (unsigned i = 0; i < known.count_; ++i, index = index + 1 < known.count_ ? index + 1 : 0) {
+      if (!fits(*params, known.keys_[index])) continue;
+      known.newest_ = index;
+      move(*params, &known.keys_[index], &known.calls_[index]);
+      return &known.calls_[index];
+    }
+    return nullptr;
+  }
+
+  // Keeps what a call came to that was validated and planned without an error.
+  static void remember(const Params& params, const Call& call) {
+    const char* kernel = kernel_of(params);
+    if (call.problem.device.device_type != FLASHMOE_DEVICE_CUDA || !is_plain(params) ||
+        std::strlen(kernel) >= sizeof Key::kernel) {
+      return;
+    }
+    KnownCalls& known = of_this_thread();
+    const bool full = known.count_ == kCalls;
+    const unsigned index =
+        full && known.next_ == known.newest_ ? (known.next_ + 1) % kCalls : known.next_;
+    known.count_ += full ? 0 : 1;
+    known.next_ = (index + 1) % kCalls;
+    known.newest_ = index;
+    Key& key = known.keys_[index];
+    for (size_t i = 0; i < kTensors; ++i) {
+      const flashmoe_tensor* tensor = params.*Operation::kTensors[i].member;
+      key.shapes[i] = KnownShape::of(tensor, Operation::kTensors[i].has_rows);
+      key.data[i] = tensor != nullptr ? tensor->data : nullptr;
+    }
+    std::memcpy(key.options, bytes_of(params) + Operation::kOptions, kOptionsBytes);
+    std::memcpy(key.more_options, bytes_of(params) + kMoreOptions, kMoreOptionsBytes);
+    std::memcpy(key.kernel, kernel, std::strlen(kernel) + 1);
+    known.calls_[index] = call;
+    const char** text = Operation::kernel_text(&known.calls_[index].problem);
+    if (text != nullptr && *text != nullptr && **text == '\0')
+      *text = nullptr;  // it means the same
+  }
+
+ private:
+  static constexpr unsigned kCalls = 8;  // a few kinds of layers, each in a few ways
+  static constexpr size_t kTensors = Operation::kTensors.size();
+  static constexpr bool kHasKernel = Operation::kKernel < sizeof(Params);
+  static constexpr size_t kOptionsBytes = Operation::kKernel - Operation::kOptions;
+  static constexpr size_t kMoreOptions = Operation::kKernel + (kHasKernel ? sizeof(char*) : 0);
+  static constexpr size_t kMoreOptionsBytes = sizeof(Params) - kMoreOptions;
+  static constexpr bool any_is_alone() {
+    for (const auto& tensor : Operation::kTensors) {
+      if (tensor.is_alone) return true;
+    }
+    return false;
+  }
+  static_assert(sizeof(size_t) + kTensors * sizeof(void*) == Operation::kOptions,
+                "a tensor is missing");
+
+  struct Key {
+    KnownShape shapes[kTensors];
+    const void* data[kTensors];                // of the call that was found last
+    unsigned char options[kOptionsBytes + 1];  // in which a field appended to Params is, too
+    unsigned char more_options[kMoreOptionsBytes + 1];
+    char kernel[64];  // "" for nullptr, which means the same
+  };
+
+  static KnownCalls& of_this_thread() {
+    thread_local KnownCalls known;  // zeros, so that no thread runs a constructor
+    return known;
+  }
+
+  static const unsigned char* bytes_of(const Params& params) {
+    return reinterpret_cast<const unsigned char*>(&params);
+  }
+
+  static const char* kernel_of(const Params& params) {
+    const char* kernel = nullptr;
+    if (kHasKernel) std::memcpy(&kernel, bytes_of(params) + Operation::kKernel, sizeof kernel);
+    return kernel != nullptr ? kernel : "";
+  }
+
+  // Whether every tensor begins where it says, and ends behind: only such calls are kept, and found
+  // again.
+  static bool is_plain(const Params& params) {
+    for (const auto& each : Operation::kTensors) {
+      const flashmoe_tensor* tensor = params.*each.member;
+      if (tensor == nullptr) continue;
+      if (tensor->data == nullptr || tensor->byte_offset != 0) return false;
+      for (int axis = 0; any_is_alone() && tensor->strides != nullptr && axis < tensor->ndim;
+           ++axis) {
+        if (tensor->strides[axis] < 0) return false;
+      }
+    }
+    return params.struct_size == sizeof params;
+  }
+
+  static bool fits(const Params& params, const Key& key) {
+    for (size_t i = 0; i < kTensors; ++i) {
+      if (!key.shapes[i].fits(params.*Operation::kTensors[i].member)) return false;
+    }
+    return std::memcmp(bytes_of(params) + Operation::kOptions, key.options, kOptionsBytes) == 0 &&
+           std::memcmp(bytes_of(params) + kMoreOptions, key.more_options, kMoreOptionsBytes) == 0 &&
+           std::strcmp(kernel_of(params), key.kernel) == 0 && stand_alone(params, key);
+  }
+
+  // Where outputs may lie in other tensors, validation decides.
+  static bool stand_alone(const Params& params, const Key& key) {
+    for (size_t i = 0; any_is_alone() && i < kTensors; ++i) {
+      if (!Operation::kTensors[i].is_alone || !key.shapes[i].given) continue;
+      for (size_t j = 0; j < kTensors; ++j) {
+        if (j != i && key.shapes[j].given &&
+            may_overlap(*(params.*Operation::kTensors[i].member), key.shapes[i],
+                        *(params.*Operation::kTensors[j].member), key.shapes[j])) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  // Brings a known call to the addresses of the call at hand.
+  static void move(const Params& params, Key* key, Call* call) {
+    ptrdiff_t bytes[kTensors];
+    for (size_t i = 0; i < kTensors; ++i) {
+      if (!key->shapes[i].given) continue;
+      const void* const data = (params.*Operation::kTensors[i].member)->data;
+      bytes[i] = reinterpret_cast<intptr_t>(data) - reinterpret_cast<intptr_t>(key->data[i]);
+      key->data[i] = data;
+    }
+    Operation::address(params, &call->problem, [&bytes](auto** pointer, size_t index) {
+      if (*pointer == nullptr) return;
+      using Pointer = std::remove_reference_t<decltype(*pointer)>;
+      *pointer = reinterpret_cast<Pointer>(reinterpret_cast<intptr_t>(*pointer) + bytes[index]);
+    });
+    const char** text = Operation::kernel_text(&call->problem);
+    if (text != nullptr && *text != nullptr && key->kernel[0] != '\0') {
+      *text = kernel_of(params);  // the text is the caller's
+    }
+  }
+
+  unsigned count_;   // places in use, the first ones
+  unsigned next_;    // the place to use next
+  unsigned newest_;  // the place of the call that was found or remembered last
+  Key keys_[kCalls];
+  Call calls_[kCalls];
+};
 
 }  // namespace flashmoe

@@ -9,6 +9,7 @@
 //   make_problem(params, &problem)   every check, once
 //   kernel(params)                   the family that the caller names, or nullptr
 //   flops(problem), is_empty(problem), log(problem, text, size)
+//   and what core/known_calls.h asks for
 #pragma once
 
 #include <cstddef>
@@ -17,6 +18,7 @@
 
 #include "core/checks.h"
 #include "core/choose.h"
+#include "core/known_calls.h"
 #include "core/log.h"
 #include "core/moe.h"
 #include "core/status.h"
@@ -28,14 +30,7 @@ extern const MoeFamily* const kMoeFamilies[];
 extern const size_t kMoeFamilyCount;
 
 template <class Operation>
-struct MoeCall {
-  typename Operation::Problem problem;
-  MoePlan plan;
-  const MoeFamily* family;
-};
-
-template <class Operation>
-flashmoe_status choose_moe_family(const char* kernel, bool explain, MoeCall<Operation>* call) {
+flashmoe_status choose_moe_family(const char* kernel, bool explain, PlannedCall<Operation>* call) {
   constexpr size_t kMostFamilies = 16;
   const MoeFamily* families[kMostFamilies];
   size_t count = 0;
@@ -58,7 +53,7 @@ flashmoe_status choose_moe_family(const char* kernel, bool explain, MoeCall<Oper
 
 template <class Operation>
 flashmoe_status make_moe_call(const typename Operation::Params* given, bool explain,
-                              MoeCall<Operation>* call) {
+                              PlannedCall<Operation>* call) {
   typename Operation::Params params;
   FLASHMOE_TRY(read_params(Operation::kParams, given, Operation::kOldestParams, &params));
   FLASHMOE_TRY(Operation::make_problem(params, &call->problem));
@@ -72,7 +67,7 @@ flashmoe_status plan_moe(const typename Operation::Params* params, flashmoe_moe_
   }
   FLASHMOE_TRY(
       check_struct_size("flashmoe_moe_plan", plan->struct_size, sizeof *plan, sizeof *plan));
-  MoeCall<Operation> call;
+  PlannedCall<Operation> call;
   FLASHMOE_TRY(make_moe_call(params, true, &call));
   flashmoe_moe_plan& info = call.plan.info;
   info.struct_size = sizeof info;
@@ -82,20 +77,35 @@ flashmoe_status plan_moe(const typename Operation::Params* params, flashmoe_moe_
   return FLASHMOE_OK;
 }
 
+// Does work(call) with a call that is known or is made now, and then kept. A log's callback may itself
+// call the library, and so put another call in a known one's place: with a log none is looked up.
+template <class Operation, class Work>
+flashmoe_status with_moe_call(const typename Operation::Params* params, const Work& work) {
+  const bool logged = log_enabled(FLASHMOE_LOG_INFO);
+  if (!logged) {
+    const PlannedCall<Operation>* known = KnownCalls<Operation>::find(params);
+    if (known != nullptr) return work(*known);
+  }
+  PlannedCall<Operation> call;
+  FLASHMOE_TRY(make_moe_call(params, log_enabled(FLASHMOE_LOG_DEBUG), &call));
+  if (!logged) KnownCalls<Operation>::remember(*params, call);
+  return work(call);
+}
+
 template <class Operation>
 flashmoe_status moe_workspace_size(const typename Operation::Params* params, size_t* bytes) {
   if (bytes == nullptr) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "bytes: got a null pointer");
   }
-  MoeCall<Operation> call;
-  FLASHMOE_TRY(make_moe_call(params, false, &call));
-  *bytes = static_cast<size_t>(call.plan.info.workspace_bytes);
-  return FLASHMOE_OK;
+  return with_moe_call<Operation>(params, [bytes](const PlannedCall<Operation>& call) {
+    *bytes = static_cast<size_t>(call.plan.info.workspace_bytes);
+    return FLASHMOE_OK;
+  });
 }
 
 // "moe_forward tokens=... device=cpu:0 stream=... -> moe_up_... grid=..., moe_down_... grid=..."
 template <class Operation>
-void log_moe(const MoeCall<Operation>& call, const void* stream) {
+void log_moe(const PlannedCall<Operation>& call, const void* stream) {
   char text[256];
   Operation::log(call.problem, text, sizeof text);
   const flashmoe_moe_plan& info = call.plan.info;
@@ -120,14 +130,14 @@ flashmoe_status launch_moe(const typename Operation::Params* params, void* works
                            size_t workspace_size, void* stream) {
   constexpr size_t kCpuAlignment = 16;
   constexpr size_t kCudaAlignment = 256;
-  MoeCall<Operation> call;
-  FLASHMOE_TRY(make_moe_call(params, log_enabled(FLASHMOE_LOG_DEBUG), &call));
-  const bool cuda = call.problem.device.device_type == FLASHMOE_DEVICE_CUDA;
-  FLASHMOE_TRY(check_workspace(call.plan.info.workspace_bytes, workspace, workspace_size,
-                               cuda ? kCudaAlignment : kCpuAlignment, Operation::kSizeFunction));
-  if (log_enabled(FLASHMOE_LOG_INFO)) log_moe(call, stream);
-  if (Operation::is_empty(call.problem)) return FLASHMOE_OK;
-  return (call.family->*Operation::kMember).launch(call.problem, call.plan, workspace, stream);
+  return with_moe_call<Operation>(params, [&](const PlannedCall<Operation>& call) {
+    const bool cuda = call.problem.device.device_type == FLASHMOE_DEVICE_CUDA;
+    FLASHMOE_TRY(check_workspace(call.plan.info.workspace_bytes, workspace, workspace_size,
+                                 cuda ? kCudaAlignment : kCpuAlignment, Operation::kSizeFunction));
+    if (log_enabled(FLASHMOE_LOG_INFO)) log_moe(call, stream);
+    if (Operation::is_empty(call.problem)) return FLASHMOE_OK;
+    return (call.family->*Operation::kMember).launch(call.problem, call.plan, workspace, stream);
+  });
 }
 
 }  // namespace flashmoe

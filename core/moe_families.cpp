@@ -6,10 +6,11 @@ namespace flashmoe {
 // Best first for its devices.
 const MoeFamily* const kMoeFamilies[] = {
 #if FLASHMOE_WITH_CUDA
-    &kRouteMoe, &kStreamMoe, &kSm89Moe,
+    &kRouteMoe, &kStreamMoe,
 #if FLASHMOE_WITH_SM90
-    &kSm90Moe,  // by name alone: as it is, it has not run on a GPU yet
+    &kSm90Moe,
 #endif
+    &kSm89Moe,
 #endif
     &kCpuMoe,
 };

@@ -1,4 +1,5 @@
 // The layer, forward: validate -> problem. See core/moe_dispatch.h for the rest.
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <limits>
@@ -12,10 +13,49 @@ namespace {
 struct ForwardOperation {
   using Params = flashmoe_moe_forward_params;
   using Problem = MoeForwardProblem;
+  using Plan = MoePlan;
+  using Family = MoeFamily;
   static constexpr char kParams[] = "flashmoe_moe_forward_params";
   static constexpr char kSizeFunction[] = "flashmoe_moe_forward_workspace_size";
   static constexpr size_t kOldestParams = sizeof(Params);
   static constexpr auto kMember = &MoeFamily::forward;
+
+  static constexpr std::array<KnownTensor<Params>, 13> kTensors = {{
+      {&Params::x, true, false},
+      {&Params::w_gate_up, true, false},
+      {&Params::w_up, true, false},
+      {&Params::w_down, true, false},
+      {&Params::b_gate_up, false, false},
+      {&Params::b_up, false, false},
+      {&Params::b_down, false, false},
+      {&Params::weights, false, false},
+      {&Params::offsets, false, false},
+      {&Params::pairs, false, false},
+      {&Params::slots, false, false},
+      {&Params::out, true, true},
+      {&Params::pre_activation, true, true},
+  }};
+  static constexpr size_t kOptions = offsetof(Params, gate);
+  static constexpr size_t kKernel = offsetof(Params, kernel);
+
+  template <class Visit>
+  static void address(const Params& params, Problem* p, const Visit& visit) {
+    const bool two = params.gate == FLASHMOE_MOE_SEPARATE;
+    visit(&p->x, 0);
+    visit(&p->gate.data, 1);
+    visit(&p->up.data, two ? 2 : 1);
+    visit(&p->down.data, 3);
+    visit(&p->gate_bias.data, 4);
+    visit(&p->up_bias.data, two ? 5 : 4);
+    visit(&p->down_bias.data, 6);
+    visit(&p->weights, 7);
+    visit(&p->offsets, 8);
+    visit(&p->pairs, 9);
+    visit(&p->slots, 10);
+    visit(&p->out, 11);
+    visit(&p->pre_activation, 12);
+  }
+  static const char** kernel_text(Problem* p) { return &p->kernel; }
 
   static flashmoe_status make_problem(const Params& params, Problem* problem);
   static const char* kernel(const Params& params) { return params.kernel; }

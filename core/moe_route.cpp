@@ -1,4 +1,5 @@
 // Routing: validate -> problem. See core/moe_dispatch.h for the rest.
+#include <array>
 #include <cmath>
 #include <cstdio>
 
@@ -11,10 +12,44 @@ namespace {
 struct RouteOperation {
   using Params = flashmoe_moe_route_params;
   using Problem = MoeRouteProblem;
+  using Plan = MoePlan;
+  using Family = MoeFamily;
   static constexpr char kParams[] = "flashmoe_moe_route_params";
   static constexpr char kSizeFunction[] = "flashmoe_moe_route_workspace_size";
   static constexpr size_t kOldestParams = sizeof(Params);
   static constexpr auto kMember = &MoeFamily::route;
+
+  static constexpr std::array<KnownTensor<Params>, 11> kTensors = {{
+      {&Params::logits, false, false},
+      {&Params::selection_bias, false, false},
+      {&Params::given_ids, false, false},
+      {&Params::given_weights, false, false},
+      {&Params::expert_map, false, false},
+      {&Params::ids, false, false},
+      {&Params::weights, false, false},
+      {&Params::offsets, false, false},
+      {&Params::pairs, false, false},
+      {&Params::slots, false, false},
+      {&Params::lse, false, false},
+  }};
+  static constexpr size_t kOptions = offsetof(Params, scoring);
+  static constexpr size_t kKernel = sizeof(Params);
+
+  template <class Visit>
+  static void address(const Params&, Problem* p, const Visit& visit) {
+    visit(&p->logits, 0);
+    visit(&p->selection_bias, 1);
+    visit(&p->given_ids, 2);
+    visit(&p->given_weights, 3);
+    if (p->expert_map_size > 0) visit(&p->expert_map, 4);
+    visit(&p->ids, 5);
+    visit(&p->weights, 6);
+    visit(&p->offsets, 7);
+    visit(&p->pairs, 8);
+    visit(&p->slots, 9);
+    visit(&p->lse, 10);
+  }
+  static const char** kernel_text(Problem*) { return nullptr; }
 
   static flashmoe_status make_problem(const Params& params, Problem* problem);
   static const char* kernel(const Params&) { return nullptr; }

@@ -1,3 +1,5 @@
+#include <cuda.h>
+
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -82,7 +84,22 @@ void* driver_function(const char* name) {
   return nullptr;
 }
 
+namespace {
+
+// Whether the current context is one of that device: half as long as asking the runtime.
+bool is_current(int device_id) {
+  using Function = decltype(&cuCtxGetDevice);
+  static const auto device_of_context =
+      reinterpret_cast<Function>(driver_function("cuCtxGetDevice"));
+  CUdevice device = -1;
+  return device_of_context != nullptr && device_of_context(&device) == CUDA_SUCCESS &&
+         device == device_id;
+}
+
+}  // namespace
+
 DeviceGuard::DeviceGuard(int device_id) : device_id_(device_id) {
+  if (is_current(device_id)) return;
   int current = -1;
   error_ = cudaGetDevice(&current);
   if (error_ != cudaSuccess || current == device_id) return;

@@ -1,4 +1,5 @@
-"""What every test shares: the `gpu` marker, and a run that may not skip what it came to test."""
+"""What every test shares: the `gpu` marker, a run that may not skip what it came to test, and what
+several processes of pytest-xdist need."""
 
 from __future__ import annotations
 
@@ -6,8 +7,16 @@ import importlib.util
 import os
 import shutil
 import subprocess
+from typing import Any
 
+import parallel
 import pytest
+
+# Several processes, each with as many threads of BLAS and torch as there are processors, wait for
+# each other most of the time. What this sets is read when those are loaded, which is later.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,6 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
     missing = [name for name in required if not _is_here(name)]
     if missing:
         raise pytest.UsageError(f"FLASHMOE_TEST_REQUIRE: not installed: {', '.join(missing)}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Ours, unless another was asked for."""
+    return parallel.scheduler(config, log) if config.getoption("dist") == "load" else None
 
 
 def _is_here(name: str) -> bool:
@@ -44,6 +59,8 @@ def _why_no_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: parallel.first(item.nodeid))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if gpu_items else None
     if reason is not None:

@@ -51,6 +51,14 @@ def cmake_build(source: Path, build: Path, *options: str) -> None:
     checked([cmake, "--build", build, "--parallel", "2"], timeout=1200)
 
 
+def cmake_preset(name: str, build: Path, *options: str) -> None:
+    """A build of this checkout by one of CMakePresets.json's."""
+    cmake, ninja = require_tool("cmake"), require_tool("ninja")
+    with_ninja = (f"-DCMAKE_MAKE_PROGRAM={ninja}", *options)
+    checked([cmake, "-S", ROOT, "-B", build, "--preset", name, *with_ninja])
+    checked([cmake, "--build", build, "--parallel", "2"], timeout=1200)
+
+
 @dataclass(frozen=True)
 class Installation:
     """Where a consumer finds the library."""

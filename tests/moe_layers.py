@@ -8,7 +8,7 @@ from typing import Any
 
 import capi
 import capi_moe
-import moe_reference as reference
+import moe_oracle
 import numpy as np
 
 STACKED = ("gate_up", "up_gate", "interleaved")
@@ -42,10 +42,19 @@ ORIENTATIONS = ("rows", "columns", "padded", "padded columns", "backwards")
 
 @dataclasses.dataclass
 class Layer:
-    """One layer: the reference's view of its experts, and the library's arguments."""
+    """One layer: its experts as the oracle takes them, gate and up apart, and the library's
+    arguments."""
 
-    experts: reference.Experts
+    experts: dict[str, Any]
     arguments: dict[str, Any]
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.experts["gate"] == "separate")
+
+    @property
+    def inner(self) -> int:
+        return int(self.experts["w_down"].shape[2])
 
 
 def make_layer(
@@ -89,11 +98,11 @@ def make_layer(
         arguments["b_gate_up"] = b_up
     arguments["w_down"] = matrix(d, orientation[1], rng)
     arguments["b_down"] = bd
-    no_gate = gate == "no_gate"
-    return Layer(
-        reference.Experts(None if no_gate else g, u, d, None if no_gate else bg, b_up, bd),
-        arguments,
-    )
+    if gate == "no_gate":
+        of_up = {"gate": "none", "w_gate_up": u, "b_gate_up": b_up}
+    else:
+        of_up = {"gate": "separate", "w_gate_up": g, "w_up": u, "b_gate_up": bg, "b_up": b_up}
+    return Layer(of_up | {"w_down": d, "b_down": bd}, arguments)
 
 
 def stack(gate: np.ndarray, up: np.ndarray, order: str) -> np.ndarray:
@@ -122,7 +131,7 @@ def random_routing(
 
 
 def routing_of(ids: np.ndarray, experts: int, weights: np.ndarray) -> capi_moe.Routing:
-    offsets, pairs, slots = reference.layout(ids, experts)
+    offsets, pairs, slots = moe_oracle.sort_pairs(ids, experts)
     weights = np.where(ids >= 0, weights, np.float32(0))
     return capi_moe.Routing(ids, weights, offsets, pairs, slots)
 
@@ -148,8 +157,7 @@ def run_forward(
     poisoned = np.float64(7).astype(x.dtype)
     gap = 16
     tokens, hidden = x.shape
-    inner = layer.experts.up.shape[1]
-    columns = (2 if layer.experts.gate is not None else 1) * inner
+    columns = (2 if layer.gated else 1) * layer.inner
     out = capi.aligned_empty((tokens, hidden + gap), x.dtype)
     out[...] = poisoned
     pre = capi.aligned_empty((routing.pairs.size, columns + gap), x.dtype)

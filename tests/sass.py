@@ -1,8 +1,13 @@
-"""What cuobjdump says of the library that is tested."""
+"""What cuobjdump says of the library that is tested, and what holds of every kernel.
+
+Disassembling the library takes a minute, and is done once a process: parallel.py gives all tests of
+machine code to one.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import os
 import re
@@ -11,13 +16,15 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import capi
 import pytest
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)")
 Kernel = TypeVar("Kernel")
+Code = tuple[str, Kernel]  # architecture, such as "sm_90a", and kernel
+ELEMENTS = {"6__half": "fp16", "13__nv_bfloat16": "bf16"}  # as they are in a function's name
 
 
 def cannot(reason: str) -> None:
@@ -68,21 +75,28 @@ def architectures() -> list[str]:
     return built
 
 
-def instructions(
-    kernel_of: Callable[[str], Kernel | None],
-) -> dict[tuple[str, Kernel], Counter[str]]:
-    """How often each opcode occurs, by architecture and kernel."""
-    found: dict[tuple[str, Kernel], Counter[str]] = {}
+def real_architectures() -> list[str]:
+    """Those with machine code, as cuobjdump calls them: ["sm_89", "sm_90a"]."""
+    real = [name for name in architectures() if not name.endswith("-virtual")]
+    return [f"sm_{name.removesuffix('-real')}" for name in real]
+
+
+class _Function(NamedTuple):
+    arch: str
+    line: str  # which names it
+
+
+@functools.cache
+def _disassembled() -> dict[_Function, Counter[str]]:
+    """How often each opcode occurs, in the order of where each comes first."""
+    found: dict[_Function, Counter[str]] = {}
     arch = ""
     opcodes: Counter[str] = Counter()
     for line in dump("-sass"):
         if line.startswith("arch = "):
             arch = line.split("=")[1].strip()
         elif "Function :" in line:
-            opcodes = Counter()
-            kernel = kernel_of(line)
-            if kernel is not None:
-                found[arch, kernel] = opcodes
+            opcodes = found[_Function(arch, line)] = Counter()
         else:
             match = _INSTRUCTION.match(line)
             if match is not None:
@@ -90,25 +104,121 @@ def instructions(
     return found
 
 
-def resources(
-    kernel_of: Callable[[str], Kernel | None],
-) -> dict[tuple[str, Kernel], dict[str, int]]:
-    """Registers, stack, local and shared memory of each kernel."""
-    found: dict[tuple[str, Kernel], dict[str, int]] = {}
-    arch = ""
-    kernel: Kernel | None = None
+@functools.cache
+def _used() -> dict[_Function, dict[str, int]]:
+    found: dict[_Function, dict[str, int]] = {}
+    arch = function = ""
     for line in dump("-res-usage"):
         if line.startswith("arch = "):
             arch = line.split("=")[1].strip()
         elif line.strip().startswith("Function "):
-            kernel = kernel_of(line)
-        elif "REG:" in line and kernel is not None:
+            function = line
+        elif "REG:" in line:
             numbers = re.findall(r"(\w+)(?:\[\d+\])?:(\d+)", line)
-            found[arch, kernel] = {name: int(number) for name, number in numbers}
-            kernel = None
+            found[_Function(arch, function)] = {name: int(number) for name, number in numbers}
     return found
+
+
+Value = TypeVar("Value")
+
+
+def _of_kernels(
+    found: dict[_Function, Value], kernel_of: Callable[[str], Kernel | None]
+) -> dict[Code[Kernel], Value]:
+    kernels = ((function, kernel_of(function.line)) for function in found)
+    return {(f.arch, kernel): found[f] for f, kernel in kernels if kernel is not None}
+
+
+def instructions(kernel_of: Callable[[str], Kernel | None]) -> dict[Code[Kernel], Counter[str]]:
+    """How often each opcode occurs, by architecture and kernel."""
+    return _of_kernels(_disassembled(), kernel_of)
+
+
+def resources(kernel_of: Callable[[str], Kernel | None]) -> dict[Code[Kernel], dict[str, int]]:
+    """Registers, stack, local and shared memory of each kernel."""
+    return _of_kernels(_used(), kernel_of)
 
 
 def count(opcodes: Counter[str], name: str) -> int:
     """Of all forms of an instruction."""
     return sum(n for opcode, n in opcodes.items() if opcode.split(".")[0] == name)
+
+
+def is_hopper(arch: str) -> bool:
+    """Or newer: there are clusters and dependent launches."""
+    return int(re.findall(r"\d+", arch)[0]) >= 90
+
+
+# ---- what holds of every kernel --------------------------------------------------------------
+
+
+def check_mma_sync(code: Code[Kernel], opcodes: Counter[str], dtype: str) -> None:
+    """Products are one warp's, of this dtype with sums in fp32."""
+    name = f"HMMA.16816.{'F32.BF16' if dtype == 'bf16' else 'F32'}"
+    assert opcodes[name] > 0, f"{code}: no {name}"
+    assert opcodes[name] == count(opcodes, "HMMA"), f"{code}: products of another kind"
+
+
+def check_wgmma(code: Code[Kernel], opcodes: Counter[str], dtype: str) -> dict[int, int]:
+    """Products are a warpgroup's, likewise; how many there are of each width."""
+    suffix = "F32.BF16" if dtype == "bf16" else "F32"
+    kind = re.compile(rf"HGMMA\.64x(\d+)x16\.{re.escape(suffix)}")
+    widths: dict[int, int] = {}
+    for name, n in opcodes.items():
+        if found := kind.fullmatch(name):
+            widths[int(found[1])] = widths.get(int(found[1]), 0) + n
+    assert widths, f"{code}: no HGMMA of {suffix}: {opcodes}"
+    assert sum(widths.values()) == count(opcodes, "HGMMA"), f"{code}: products of another kind"
+    return widths
+
+
+def transposing_loads(opcodes: Counter[str]) -> int:
+    """Of matrices from shared memory."""
+    return sum(n for name, n in opcodes.items() if re.match(r"LDSM.*\.M?T", name))
+
+
+def check_cp_async(code: Code[Kernel], opcodes: Counter[str]) -> None:
+    """Tiles come by copies of 16 bytes, which something waits for."""
+    copies = [name for name in opcodes if name.startswith("LDGSTS")]
+    assert copies, f"{code}: no LDGSTS"
+    assert all("128" in name for name in copies), f"{code}: {copies}"
+    assert count(opcodes, "LDGDEPBAR") > 0, f"{code}: nothing waits for the copies"
+
+
+def check_tma(code: Code[Kernel], opcodes: Counter[str]) -> None:
+    """Tiles come and go by the copy engine."""
+    for name in ("UTMALDG", "UTMASTG", "SYNCS"):  # loads, stores, and barriers to wait at
+        assert count(opcodes, name) > 0, f"{code}: no {name}"
+
+
+def check_roles_divide_the_registers(code: Code[Kernel], opcodes: Counter[str]) -> None:
+    """ptxas leaves setmaxnreg out where it cannot keep to it."""
+    moves = [name for name in opcodes if name.startswith("USETMAXREG")]
+    assert any("TRY_ALLOC" in name for name in moves), f"{code}: {moves}"
+    assert any("DEALLOC" in name for name in moves), f"{code}: {moves}"
+
+
+def check_launches_wait(code: Code[Kernel], opcodes: Counter[str], waits: int = 1) -> None:
+    """A launch waits, at so many places, for what is ahead of it before it lets the next one start,
+    and before it touches a tensor; on older architectures there is no such thing."""
+    order = list(opcodes)  # by where each comes first
+    if not is_hopper(code[0]):
+        assert not {"ACQBULK", "PREEXIT"} & set(order), f"{code}: {opcodes}"
+        return
+    assert (opcodes["ACQBULK"], opcodes["PREEXIT"]) == (waits, 1), f"{code}: {opcodes}"
+    before = order[: order.index("ACQBULK")]
+    touching = re.compile(r"(PREEXIT|LDG|STG|LD|ST|LDGSTS|UTMALDG|UTMASTG)(\.|$)")
+    assert not [name for name in before if touching.match(name)], f"{code}: {before}"
+    # ld.global.nc promises that nothing is written from the kernel's start on.
+    assert not [name for name in order if "CONSTANT" in name], f"{code}: {opcodes}"
+
+
+def check_no_local_memory(code: Code[Kernel], opcodes: Counter[str], used: dict[str, int]) -> None:
+    spilled = {name: n for name, n in opcodes.items() if re.match(r"(LDL|STL)\b", name)}
+    assert not spilled, f"{code}: {spilled}"
+    assert not used["STACK"] and not used["LOCAL"] and 0 < used["REG"] <= 255, f"{code}: {used}"
+
+
+def check_no_atomics(code: Code[Kernel], opcodes: Counter[str]) -> None:
+    for name in ("ATOM", "ATOMG", "RED"):
+        assert count(opcodes, name) == 0, f"{code}: {name}"

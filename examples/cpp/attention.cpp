@@ -7,15 +7,12 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
 #include <random>
-#include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
-#include "flashmoe/flashmoe.h"
+#include "flashmoe/flashmoe.hpp"
 
 namespace {
 
@@ -26,22 +23,13 @@ constexpr int64_t kSeqK = 128;
 constexpr int64_t kDim = 48;
 constexpr float kTolerance = 1e-5f;
 
-void check(flashmoe_status status) {
-  if (status == FLASHMOE_OK) return;
-  throw std::runtime_error(std::string(flashmoe_status_name(status)) + ": " +
-                           flashmoe_last_error());
-}
-
-// A contiguous fp32 tensor that owns its numbers, and views of it.
+// A contiguous fp32 tensor that owns its numbers.
 class Tensor {
  public:
   explicit Tensor(std::vector<int64_t> shape) : shape_(std::move(shape)) {
     int64_t count = 1;
     for (const int64_t extent : shape_) count *= extent;
     values_.resize(static_cast<size_t>(count));
-    strides_.resize(shape_.size());
-    int64_t stride = 1;
-    for (size_t axis = shape_.size(); axis-- > 0; stride *= shape_[axis]) strides_[axis] = stride;
   }
 
   static Tensor random(std::vector<int64_t> shape, unsigned seed) {
@@ -53,32 +41,21 @@ class Tensor {
   }
 
   float* row(int64_t head, int64_t position) {
-    return values_.data() + head * strides_[1] + position * strides_[2];
+    const int64_t length = shape_.size() > 3 ? shape_[3] : 1;
+    return values_.data() + (head * shape_[2] + position) * length;
   }
   const float* row(int64_t head, int64_t position) const {
     return const_cast<Tensor*>(this)->row(head, position);
   }
 
-  // Positions [first, first + count) of axis 2: no copy, only other strides.
-  flashmoe_tensor slice(int64_t first, int64_t count) {
-    shape_of_slice_ = shape_;
-    shape_of_slice_[2] = count;
-    flashmoe_tensor tensor = {};
-    tensor.data = values_.data();
-    tensor.byte_offset = static_cast<uint64_t>(first * strides_[2]) * sizeof(float);
-    tensor.device = {FLASHMOE_DEVICE_CPU, 0};
-    tensor.ndim = static_cast<int32_t>(shape_.size());
-    tensor.dtype = {FLASHMOE_DTYPE_FLOAT, 32, 1};
-    tensor.shape = shape_of_slice_.data();
-    tensor.strides = strides_.data();
-    return tensor;
+  // Of [batch, heads, seq, dim], or [batch, heads, seq].
+  flashmoe::TensorView view() {
+    if (shape_.size() == 3) return {values_.data(), {shape_[0], shape_[1], shape_[2]}};
+    return {values_.data(), {shape_[0], shape_[1], shape_[2], shape_[3]}};
   }
-  flashmoe_tensor view() { return slice(0, shape_[2]); }
 
  private:
   std::vector<int64_t> shape_;
-  std::vector<int64_t> shape_of_slice_;  // a view points to its shape
-  std::vector<int64_t> strides_;
   std::vector<float> values_;
 };
 
@@ -87,26 +64,18 @@ struct Attention {
   Tensor lse{{kBatch, kHeads, kSeqQ}};
 };
 
-// Attends to keys [first, first + count).
-Attention attend(Tensor* q, Tensor* k, Tensor* v, int64_t first, int64_t count) {
+// Attends to the keys of a view. A failure throws flashmoe::Error.
+Attention attend(flashmoe::ConstTensorView q, flashmoe::ConstTensorView k,
+                 flashmoe::ConstTensorView v, flashmoe::Workspace& workspace) {
   Attention result;
-  const flashmoe_tensor q_view = q->view();
-  const flashmoe_tensor k_view = k->slice(first, count);
-  const flashmoe_tensor v_view = v->slice(first, count);
-  const flashmoe_tensor out_view = result.out.view();
-  const flashmoe_tensor lse_view = result.lse.view();
-  flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
-  params.q = &q_view;
-  params.k = &k_view;
-  params.v = &v_view;
-  params.out = &out_view;
-  params.lse = &lse_view;
-  params.layout = FLASHMOE_LAYOUT_BHSD;
-
-  size_t bytes = 0;
-  check(flashmoe_attention_forward_workspace_size(&params, &bytes));
-  std::vector<std::max_align_t> workspace(bytes / sizeof(std::max_align_t) + 1);
-  check(flashmoe_attention_forward(&params, workspace.data(), bytes, nullptr));
+  flashmoe::AttentionForward call;
+  call.q = q;
+  call.k = k;
+  call.v = v;
+  call.out = result.out.view();
+  call.lse = result.lse.view();
+  call.layout = flashmoe::Layout::bhsd;
+  flashmoe::run(call, workspace);
   return result;
 }
 
@@ -178,17 +147,20 @@ int run() {
   Tensor v = Tensor::random({kBatch, kHeads, kSeqK, kDim}, 3);
   const int64_t half = kSeqK / 2 - 5;
 
-  const Attention whole = attend(&q, &k, &v, 0, kSeqK);
-  const Attention merged =
-      merge(attend(&q, &k, &v, 0, half), attend(&q, &k, &v, half, kSeqK - half));
+  // Positions [first, first + count) of axis 2: no copy, only another view.
+  flashmoe::Workspace workspace;
+  const auto attend_part = [&](int64_t first, int64_t count) {
+    return attend(q.view(), k.view().slice(2, first, count), v.view().slice(2, first, count),
+                  workspace);
+  };
+  const Attention whole = attend_part(0, kSeqK);
+  const Attention merged = merge(attend_part(0, half), attend_part(half, kSeqK - half));
   const Attention expected = reference(q, k, v);
 
-  flashmoe_launch launch = flashmoe_launch_init();
-  check(flashmoe_last_launch(&launch));
   const float whole_error = difference(whole, expected);
   const float merged_error = difference(merged, expected);
   std::printf("flashmoe %u: %s, largest difference %.1e at once, %.1e in two parts\n",
-              flashmoe_version(), launch.kernel, static_cast<double>(whole_error),
+              flashmoe::version(), flashmoe::last_launch().kernel, static_cast<double>(whole_error),
               static_cast<double>(merged_error));
   if (!(whole_error <= kTolerance && merged_error <= kTolerance)) {
     std::fprintf(stderr, "the result is wrong: accepted are differences up to %.1e\n",

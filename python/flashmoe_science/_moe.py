@@ -19,7 +19,6 @@ from flashmoe_science.errors import (
     ArgumentTypeError,
     FlashMoEError,
     InvalidArgumentError,
-    UnsupportedError,
 )
 from flashmoe_science.moe import MoeRouting
 
@@ -31,33 +30,10 @@ _ALL_ROWS = (0, 2**31 - 1)  # offsets of one group that has every row: they end 
 
 
 class Jax(Framework):
-    """JAX arrays on the CPU, eagerly: outputs are NumPy's until they are done."""
+    """JAX arrays and tracers, on which flashmoe_science.jax computes."""
 
     def device(self, tensor: Any) -> Device:
-        (device, *others) = tensor.devices()
-        if others or device.platform != "cpu":
-            raise UnsupportedError(
-                f"the mixture of experts takes JAX arrays on one CPU device; got one on "
-                f"{', '.join(map(str, (device, *others)))}"
-            )
-        return Device(CPU, 0)
-
-    def check(self, name: str, tensor: Any, words: Words) -> None:
-        import jax
-
-        if isinstance(tensor, jax.core.Tracer):
-            raise UnsupportedError(
-                f"{name}: got a JAX tracer, but {words.name} is not available under jit, grad and "
-                "vmap yet"
-            )
-
-    def view(self, tensor: Any, stream: int | None) -> Any:
-        return tensor.block_until_ready() if hasattr(tensor, "block_until_ready") else tensor
-
-    def empty(
-        self, like: Any, shape: tuple[int, ...], dtype: str, stream: int | None = None
-    ) -> Any:
-        return NUMPY.empty(like, shape, dtype)
+        return Device(CPU, 0)  # XLA's affair, which has its own workspace
 
     def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:
         return tensor.reshape(shape)
@@ -68,11 +44,7 @@ _JAX = Jax("jax")
 
 def _framework(tensors: dict[str, Any]) -> Framework:
     framework = _dispatch.common_framework(tensors, WORDS)
-    if framework is not _dispatch.JAX:
-        return framework
-    for name, tensor in tensors.items():
-        _JAX.check(name, tensor, WORDS)
-    return _JAX
+    return _JAX if framework is _dispatch.JAX else framework
 
 
 def _present(**tensors: Any) -> dict[str, Any]:
@@ -107,7 +79,9 @@ class _Calls:
                     f"{name}: JAX arrays cannot be written to; leave it None"
                 )
             if stream is not None:
-                raise InvalidArgumentError("stream: JAX arrays are computed without; leave it None")
+                raise InvalidArgumentError(
+                    "stream: XLA chooses the stream of JAX arrays; leave it None"
+                )
         self.stream = _core.stream_handle(stream)
         if self.stream is None and device.type == CUDA:
             self.stream = self.framework.current_stream(device)
@@ -122,6 +96,10 @@ class _Calls:
     ) -> dict[str, Any]:
         """Outputs by the C ABI's names: those among `tensors`, and new ones. `passing`: these are
         read by a later operation of the call alone."""
+        if self.framework is _JAX:
+            from flashmoe_science import jax
+
+            return tensors | jax.run(operation, tensors, options)
         made: dict[str, Any] = {}
 
         def allocate(name: str, shape: tuple[int, ...], dtype: str) -> Any:
@@ -141,17 +119,9 @@ class _Calls:
             framework = NUMPY
         return framework.empty(like, shape, dtype, stream)
 
-    def result(self, made: Any) -> Any:
-        """What the caller gets for an output."""
-        if self.framework is not _JAX or made is None:
-            return made
-        import jax
 
-        return jax.device_put(made, next(iter(self._first.devices())))
-
-
-def _routing(calls: _Calls, made: dict[str, Any]) -> MoeRouting:
-    return MoeRouting(*(calls.result(made.get(name)) for name in MoeRouting._fields))
+def _routing(made: dict[str, Any]) -> MoeRouting:
+    return MoeRouting(*(made.get(name) for name in MoeRouting._fields))
 
 
 def moe_route(
@@ -177,7 +147,7 @@ def moe_route(
         "top_groups": top_groups, "scale": scale, "return_lse": return_lse,
     }  # fmt: skip
     made = calls.run("route", inputs | outputs, options)
-    return _routing(calls, made) if out is None else out
+    return _routing(made) if out is None else out
 
 
 def moe_route_given(
@@ -189,7 +159,7 @@ def moe_route_given(
     renamed = {"ids": "given_ids", "weights": "given_weights"}
     tensors = {renamed.get(name, name): tensor for name, tensor in inputs.items()}
     made = calls.run("route", tensors | outputs, {"num_experts": num_experts})
-    return _routing(calls, made) if out is None else out
+    return _routing(made) if out is None else out
 
 
 def _forward_options(
@@ -233,8 +203,7 @@ def moe_forward(
     options["return_pre_activation"] = return_pre_activation
     outputs = _present(out=out, pre_activation=pre_activation)
     made = calls.run("forward", inputs | parts | outputs, options)
-    result = calls.result(made["out"])
-    return (result, calls.result(made["pre_activation"])) if return_pre_activation else result
+    return (made["out"], made["pre_activation"]) if return_pre_activation else made["out"]
 
 
 def grouped_product(
@@ -243,7 +212,7 @@ def grouped_product(
     inputs = {"x": x, "w": w} | _present(offsets=offsets, counts=counts, bias=bias)
     outputs = _present(out=out)
     calls = _Calls(inputs, stream, outputs)
-    return calls.result(calls.run("grouped_product", inputs | outputs, {"kernel": kernel})["out"])
+    return calls.run("grouped_product", inputs | outputs, {"kernel": kernel})["out"]
 
 
 # ---- fused_moe, a step at a time -----------------------------------------------------------------
@@ -365,7 +334,17 @@ def fused_moe(
         router_weights=router_weights, logits=logits, router_bias=router_bias,
         selection_bias=selection_bias, w_up=w_up, b_gate_up=b_gate_up, b_up=b_up, b_down=b_down,
     )  # fmt: skip
+    options = {
+        "top_k": top_k, "scoring": scoring, "renormalize": renormalize, "num_groups": num_groups,
+        "top_groups": top_groups, "scale": scale,
+        **_forward_options(gate, activation, alpha, limit, up_offset, weight_on_input, kernel),
+    }  # fmt: skip
     calls = _Calls(given, stream, {"out": out})
+    if calls.framework is _JAX:
+        from flashmoe_science import jax
+
+        return jax.fused_moe(_in_steps_of_jax, given, options)
+    given_out = out
     if type(calls.framework) is Framework and not hasattr(tokens, "__array_namespace__"):
         if calls.on_gpu:
             calls.framework.namespace(tokens, WORDS)  # raises: nothing can be made here
@@ -373,22 +352,30 @@ def fused_moe(
         if out is not None:
             given_out = _dispatch.through_numpy({"out": out}, WORDS)["out"]
         calls = _Calls(given, stream)
-    else:
-        given_out = out
+    made = _in_steps(calls, given, options, given_out)
+    return made if out is None else out
+
+
+def _in_steps_of_jax(given: dict[str, Any], options: dict[str, Any]) -> Any:
+    return _in_steps(_Calls(given, None), given, options, None)
+
+
+def _in_steps(calls: _Calls, given: dict[str, Any], options: dict[str, Any], given_out: Any) -> Any:
+    """out, of the shape of tokens; given_out where there is one."""
     framework = calls.framework
     rows = _rows(framework, "tokens", given["tokens"])
     outputs = {}
-    if out is not None:
+    if given_out is not None:
         if tuple(given_out.shape) != tuple(given["tokens"].shape):
             raise InvalidArgumentError(
                 "out: got another shape than that of tokens, accepted is the same"
             )
         outputs["out"] = _rows(framework, "out", given_out)
 
-    if logits is None:
-        _check_rank("router_weights", given["router_weights"], 2)
-    source = "router_weights" if logits is None else "logits"
-    experts = int(given[source].shape[0 if logits is None else -1])
+    source = "logits" if "logits" in given else "router_weights"
+    if source == "router_weights":
+        _check_rank(source, given[source], 2)
+    experts = int(given[source].shape[0 if source == "router_weights" else -1])
     if not 1 <= experts <= _MAX_EXPERTS:
         raise InvalidArgumentError(f"{source}: got {experts} experts, accepted are 1 to 1024")
     held = given["w_gate_up"].shape
@@ -396,7 +383,7 @@ def fused_moe(
         raise InvalidArgumentError(
             f"{source}: its number of experts is {experts}, but w_gate_up has {held[0]}"
         )
-    if logits is not None:
+    if source == "logits":
         made_logits = _rows(framework, "logits", given["logits"])
         if made_logits.shape[0] != rows.shape[0]:
             raise InvalidArgumentError(
@@ -404,31 +391,28 @@ def fused_moe(
                 f"{rows.shape[0]}"
             )
     else:
-        router, bias = given["router_weights"], given.get("router_bias")
-        if bias is not None:
-            _check_rank("router_bias", bias, 1)
-        if router.shape[0] % _ROUTER_MULTIPLE:
-            made_logits = _plain_logits(rows, router, bias)
-        else:
-            product = {"x": rows, "w": router[None], "offsets": _all_rows(framework, rows)}
-            product |= _present(bias=None if bias is None else bias[None])
-            with _renamed(x="tokens", w="router_weights", bias="router_bias"):
-                made_logits = calls.run("grouped_product", product, {"kernel": None}, True)["out"]
+        made_logits = _router_product(
+            calls, rows, given["router_weights"], given.get("router_bias")
+        )
 
-    options = {
-        "top_k": top_k, "scoring": scoring, "renormalize": renormalize, "num_groups": num_groups,
-        "top_groups": top_groups, "scale": scale,
-    }  # fmt: skip
     route = {"logits": made_logits} | _present(selection_bias=given.get("selection_bias"))
-    routing = calls.run("route", route, options, True)
+    routing = calls.run("route", route, options | {"return_lse": False}, True)
     layer = {
         "x": rows, "w_gate_up": given["w_gate_up"], "w_down": given["w_down"],
         **_present(**{n: given.get(n) for n in ("w_up", "b_gate_up", "b_up", "b_down")}),
         **{name: routing[name] for name in ("weights", "offsets", "pairs", "slots")},
     }  # fmt: skip
-    options = _forward_options(gate, activation, alpha, limit, up_offset, weight_on_input, kernel)
     with _renamed(x="tokens"):
-        made = calls.run("forward", layer | outputs, options)["out"]
-    if out is not None:
-        return out
-    return framework.reshaped(calls.result(made), tuple(given["tokens"].shape))
+        out = calls.run("forward", layer | outputs, options | {"return_pre_activation": False})
+    return framework.reshaped(out["out"], tuple(given["tokens"].shape))
+
+
+def _router_product(calls: _Calls, rows: Any, router: Any, bias: Any) -> Any:
+    if bias is not None:
+        _check_rank("router_bias", bias, 1)
+    if router.shape[0] % _ROUTER_MULTIPLE:
+        return _plain_logits(rows, router, bias)
+    product = {"x": rows, "w": router[None], "offsets": _all_rows(calls.framework, rows)}
+    product |= _present(bias=None if bias is None else bias[None])
+    with _renamed(x="tokens", w="router_weights", bias="router_bias"):
+        return calls.run("grouped_product", product, {"kernel": None}, True)["out"]

@@ -2,7 +2,7 @@
 
 Its tensors were [batch, heads, seq, dim] and its options positional. New code uses
 flash_attention, of which these are thin aliases. Its names of the backward pass return with that
-feature, and so does FlashMoELayer, a layer to be trained.
+feature. FlashMoELayer is in flashmoe_science.torch, for inference.
 
 fused_moe is flashmoe_science.fused_moe under its old name, with other arguments: the predecessor's
 took one matrix an expert and dense probabilities, and returned its input. What it promised is

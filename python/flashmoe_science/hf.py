@@ -34,6 +34,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import flashmoe_science
+from flashmoe_science.torch import operators
 
 NAME = "fmoe"
 _LOG = logging.getLogger(__name__)
@@ -72,15 +73,18 @@ def _say_once(operation: str, reason: str) -> None:
     _LOG.warning("%s by transformers' own implementation: %s", operation, reason)
 
 
+def _say(operation: str, reason: str) -> None:
+    if not torch.compiler.is_compiling():  # a graph has no place for it
+        _say_once(operation, reason)
+
+
 def _not_ours(tensors: tuple[torch.Tensor, ...]) -> str:
     """Why no operation of ours takes these, "" when it does."""
-    if torch.compiler.is_compiling():
-        return "torch.compile is tracing"
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return "a gradient is asked for, and there is no backward pass yet"
     first = tensors[0]
     kind = first.device.type
-    if kind not in _DTYPES or (kind == "cuda" and flashmoe_science.cuda_device_count() == 0):
+    if kind not in _DTYPES or (kind == "cuda" and operators.cuda_devices() == 0):
         return f"tensors are on {first.device}"
     if any(t.dtype not in _DTYPES[kind] or t.dtype != first.dtype for t in tensors):
         found = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
@@ -117,21 +121,22 @@ def attention(
         window = options.get("sliding_window") if causal else None
         if window is not None and window >= key.shape[2]:
             window = None
-        batch, heads, seq, _ = query.shape
-        out = query.new_empty((batch, seq, heads, value.shape[3]))
+        call: dict[str, Any] = {
+            "causal": "bottom_right" if masked else False,
+            "window": None if window is None else (window - 1, None),
+            "scale": scaling,
+            "softcap": options.get("softcap"),
+        }
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        if torch.compiler.is_compiling():
+            return operators.flash_attention(q, k, v, **call), None
+        out = query.new_empty((*q.shape[:3], v.shape[3]))
         try:
-            flashmoe_science.flash_attention(
-                *(x.transpose(1, 2) for x in (query, key, value)),
-                causal="bottom_right" if masked else False,
-                window=None if window is None else (window - 1, None),
-                scale=scaling,
-                softcap=options.get("softcap"),
-                out=out,
-            )
+            flashmoe_science.flash_attention(q, k, v, **call, out=out)
             return out, None
         except flashmoe_science.UnsupportedError as error:
             reason = str(error)
-    _say_once("attention", reason)
+    _say("attention", reason)
     answer: tuple[torch.Tensor, torch.Tensor | None] = _stock_attention(module, options)(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
         is_causal=is_causal, **options,
@@ -217,7 +222,8 @@ def attention_mask(
     """
     plain = allow_is_causal_skip or allow_is_bidirectional_skip
     within = local_size is None or kv_length < local_size
-    if plain and within and not torch.compiler.is_compiling():
+    # What a padding mask holds a graph cannot know.
+    if plain and within and not (torch.compiler.is_compiling() and attention_mask is not None):
         ends_together = (
             not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
         )
@@ -319,6 +325,14 @@ def experts(
         if module.has_bias:
             biases = (getattr(module, f"{name}_bias") for name in names)
             options |= dict(zip(("b_gate_up", "b_down"), biases, strict=True))
+        if torch.compiler.is_compiling():
+            routing = operators.moe_route_given(
+                top_k_index, top_k_weights, num_experts=module.num_experts
+            )
+            made: torch.Tensor = operators.moe_forward(
+                hidden_states, w_up, w_down, routing, **options
+            )
+            return made
         try:
             routing = flashmoe_science.moe_route_given(
                 top_k_index, top_k_weights, num_experts=module.num_experts
@@ -329,7 +343,7 @@ def experts(
             return ours
         except flashmoe_science.UnsupportedError as error:
             reason = str(error)
-    _say_once("experts", reason)
+    _say("experts", reason)
     out: torch.Tensor = hf_moe.grouped_mm_experts_forward(
         module, hidden_states, top_k_index, top_k_weights
     )

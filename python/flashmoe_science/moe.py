@@ -62,7 +62,7 @@ def moe_route(
 
     The experts of a token are distinct, whatever its logits are; equal choices go to the lower
     expert, and NaN is chosen last, as -inf is. Scores are computed in fp32. Takes tensors of NumPy,
-    torch, JAX (eager, on the CPU), CuPy or any library with DLPack, and returns the same kind; a
+    torch, JAX, CuPy or any library with DLPack, and returns the same kind; a
     GPU is given at most two launches on the current stream and is not waited for.
 
     Args:

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import bench_records
 import pytest
 from flashmoe_science.cli import build_parser, environment
+from flashmoe_science.cli.suites import load_suite, suite_names
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,9 +171,9 @@ class Checkout:
         self.page = root / "docs" / "more.md"
         self.record = root / "r" / "x.json"
         self.picture = root / "docs" / "pictures" / "x-ratio-dark.svg"
-        self.kernel = root / "cuda" / "kernel.cu"
+        self.kernel = root / "cuda" / "attention" / "kernel.cu"
         (root / "docs").mkdir()
-        self.kernel.parent.mkdir()
+        self.kernel.parent.mkdir(parents=True)
         self.kernel.write_text("// one\n")
         self.readme.write_text(f"before\n{self.block('attention-grid')}after\n")
         self.page.write_text(
@@ -187,7 +189,8 @@ class Checkout:
     def measure(self, **given: Any) -> None:
         made = bench_records.grid(**given)
         if "source" not in given:
-            made["source"]["hash"] = environment.source_hash(self.root)
+            hashed = environment.kernels_hash(made["operation"], "cuda", self.root)
+            made["source"]["kernels"] = hashed
         bench_records.write(self.record, made)
 
     def git(self, *arguments: str) -> str:
@@ -335,15 +338,30 @@ def test_a_changed_kernel_is_seen_by_the_hash_of_the_sources(
     assert "README.md: attention-grid" in checkout.complaints(capsys)
 
 
-def test_a_changed_kernel_is_seen_by_the_history(
+def test_the_kernels_of_another_operation_change_nothing(
     checkout: Checkout, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    checkout.make()
+    (checkout.root / "cuda" / "moe").mkdir()
+    (checkout.root / "cuda" / "moe" / "experts.cu").write_text("// one\n")
+    assert checkout.complaints(capsys) == ""
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_a_changed_kernel_is_seen_by_the_history(
+    checkout: Checkout, capsys: pytest.CaptureFixture[str], hashed: bool
+) -> None:
+    """Records from before there was a hash of the kernels: without one, or of all sources."""
+    other = checkout.root / "cuda" / "moe" / "experts.cu"
+    other.parent.mkdir()
+    other.write_text("// one\n")
     checkout.git("init", "-q")
     checkout.git("add", "-A")
     checkout.git("commit", "-qm", "one")
-    unknown = {"commit": "", "hash": ""}
-    checkout.measure(commit=checkout.git("rev-parse", "HEAD"), source=unknown)
+    source = {"commit": "", "hash": environment.source_hash(checkout.root) if hashed else ""}
+    checkout.measure(commit=checkout.git("rev-parse", "HEAD"), source=source)
     checkout.make()
+    other.write_text("// two\n")
     assert checkout.complaints(capsys) == ""
     assert "measured at" not in checkout.readme.read_text()
     checkout.kernel.write_text("// two\n")
@@ -351,6 +369,12 @@ def test_a_changed_kernel_is_seen_by_the_history(
     checkout.make()
     assert "measured at" in checkout.readme.read_text()
     assert checkout.complaints(capsys) == ""
+
+
+def test_unchanged_sources_need_no_history(checkout: Checkout) -> None:
+    older = bench_records.grid()
+    older["source"] = {"commit": "", "hash": environment.source_hash(checkout.root)}
+    assert report.outdated(older, checkout.root) is False
 
 
 def test_without_history_a_document_is_taken_at_its_word(
@@ -375,9 +399,10 @@ def test_what_was_measured_with_changes_was_no_commit() -> None:
 
 def test_cpu_records_are_held_to_the_cpu_kernels(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
-    for folder in ("cpu", "core"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "kernel.cpp").write_text("// one\n")
+    names = ("cpu/attention.cpp", "cpu/moe.cpp", "core/attention.cpp", "core/log.cpp")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("// one\n")
     checkout.git("init", "-q")
     checkout.git("add", "-A")
     checkout.git("commit", "-qm", "one")
@@ -385,9 +410,12 @@ def test_cpu_records_are_held_to_the_cpu_kernels(tmp_path: Path) -> None:
     bench = {"commit": head, "device": {"device": "cpu"}, "environment": {}}
     script = {"environment": {"commit": head}}
     checkout.kernel.write_text("// two\n")
+    for name in ("cpu/moe.cpp", "core/log.cpp"):
+        (tmp_path / name).write_text("// two\n")
     for document in (bench, script):
         assert report.outdated(document, tmp_path) is False
-    (tmp_path / "core" / "kernel.cpp").write_text("// two\n")
+    assert report.outdated(bench | {"operation": "moe_forward"}, tmp_path) is True
+    (tmp_path / "core/attention.cpp").write_text("// two\n")
     for document in (bench, script):
         assert report.outdated(document, tmp_path) is True
     assert report.outdated({"environment": {"commit": "f" * 40}}, tmp_path) is None
@@ -425,18 +453,29 @@ def test_without_a_gpu_there_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> 
 class Steps:
     """Stands for the steps of the GPU script: keeps their commands, writes what they would."""
 
-    def __init__(self, failing: str = "") -> None:
+    def __init__(self, failing: str = "", seconds: float = 0.0) -> None:
         self.commands: dict[str, list[str]] = {}
-        self.limits: set[float] = set()
+        self.limits: dict[str, float] = {}
         self._failing = failing
+        self._seconds = seconds
 
     def __call__(self, name: str, command: list[str], limit_s: float) -> dict[str, Any]:
         self.commands[name] = command
-        self.limits.add(limit_s)
+        self.limits[name] = limit_s
         code = int(name == self._failing)
+        time.sleep(min(self._seconds, limit_s))
+        if limit_s < self._seconds:
+            code = -1
         if "--json" in command and code == 0:
             Path(command[command.index("--json") + 1]).write_text(json.dumps({"of": name}))
-        return {"name": name, "command": command, "code": code, "seconds": 1.0, "tail": ""}
+        for word in command:
+            if word.startswith("--junitxml="):
+                Path(word.partition("=")[2]).write_text(
+                    '<testsuites><testsuite tests="3" failures="0" errors="0" skipped="1"/>'
+                    "</testsuites>"
+                )
+        return {"name": name, "date": "2026-11-21T10:00:00+00:00", "commit": bench_records.COMMIT,
+                "command": command, "code": code, "seconds": 1.0, "tail": ""}  # fmt: skip
 
 
 def gather(
@@ -445,36 +484,122 @@ def gather(
     evidence = load("gpu_evidence")
     monkeypatch.setattr(evidence, "gpu_name", lambda: "h200")
     monkeypatch.setattr(evidence, "run_step", steps)
+    monkeypatch.setattr(evidence, "_GRACE_S", 0)
+    monkeypatch.setenv("FLASHMOE_COMMIT", bench_records.COMMIT)
     code = evidence.main(["--out", str(out), *options])
     return code, json.loads((out / "gpu_evidence_h200.json").read_text())
 
 
+def test_all_the_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps()
+    code, document = gather(steps, monkeypatch, tmp_path)
+    assert code == 0
+    suites = load("gpu_evidence").SUITES
+    benches = [f"bench {suite}" for suite in suites]
+    names = ["tests", "tests by themselves", "check", *benches, "host cost"]
+    assert list(steps.commands) == names
+    assert [step["name"] for step in document["steps"]] == names
+    assert document["tests"] == {"tests": 6, "failures": 0, "errors": 0, "skipped": 2}
+    assert document["passed"] is True
+    assert document["commit"] == bench_records.COMMIT
+    command = steps.commands["bench moe-training@sm89"]
+    assert command[command.index("--kernel") + 1] == "sm89"
+    assert command[command.index("--json") + 1].endswith("/moe_training_sm89_h200.json")
+    assert not any("--resume" in command for command in steps.commands.values())
+    for suite in suites:  # each is one of the package's, for a GPU
+        assert load_suite(suite.partition("@")[0]).device in ("cuda", "any")
+
+
+def test_every_suite_of_a_gpu_is_in_the_evidence_and_in_the_documents() -> None:
+    evidence = load("gpu_evidence")
+    here = {name for name in suite_names() if load_suite(name).device != "cpu"}
+    assert {suite.partition("@")[0] for suite in evidence.SUITES} == here
+    shown = "".join(page.read_text(encoding="utf-8") for page in report.documents(ROOT))
+    for suite in evidence.SUITES:
+        file = f"benchmarks/results/{suite.replace('-', '_').replace('@', '_')}_h200.json"
+        tables = re.findall(rf"<!-- results: (\S+) {re.escape(file)} -->", shown)
+        kinds = {"moe-list"} if suite.startswith("moe") else {"attention-grid", "attention-list"}
+        assert kinds & set(tables), suite
+
+
 def test_the_evidence_can_be_restricted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps()
-    options = ["--suites", "gqa", "attention-forward", "--skip-tests", "--limit", "7"]
+    options = ["--suites", "gqa", "attention-forward@sm89", "--limit", "7", "--check"]
     code, document = gather(steps, monkeypatch, tmp_path, *options, "--", "--peer", "torch-flash")
     assert code == 0
-    assert list(steps.commands) == ["check", "bench gqa", "bench attention-forward", "host cost"]
-    assert steps.limits == {7}
+    assert list(steps.commands) == ["check", "bench gqa", "bench attention-forward@sm89"]
+    assert set(steps.limits.values()) == {7}
     assert all(steps.commands[n][-2:] == ["--peer", "torch-flash"] for n in steps.commands
                if n.startswith("bench"))  # fmt: skip
     assert all("cuda:0" in command for command in steps.commands.values())
     assert {p.name for p in tmp_path.iterdir()} == {
-        "attention_forward_h200.json",
+        "attention_forward_sm89_h200.json",
         "gpu_evidence_h200.json",
         "gqa_h200.json",
-        "host_cost_h200.json",
     }
     assert "tests" not in document
     assert document["check"] == {"of": "check"}
+    with pytest.raises(SystemExit, match="--suites: got moe-qwen, accepted are"):
+        gather(steps, monkeypatch, tmp_path, "--suites", "moe-qwen")
+
+
+def test_tests_can_be_of_some_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps()
+    _, document = gather(steps, monkeypatch, tmp_path, "--tests", "tests/gpu/test_moe_route.py")
+    of = "of tests/gpu/test_moe_route.py"
+    assert list(steps.commands) == [f"tests {of}", f"tests by themselves {of}"]
+    assert all("tests/gpu/test_moe_route.py" in command for command in steps.commands.values())
+    assert document["tests"]["tests"] == 6
+
+
+def test_a_part_takes_its_place_in_the_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather(Steps(failing="bench gqa"), monkeypatch, tmp_path)
+    (tmp_path / "host_cost_h200.json").write_text('{"of": "an earlier run"}')
+    code, document = gather(Steps(), monkeypatch, tmp_path, "--host-cost")
+    assert code == 1  # what failed before has failed still
+    assert document["passed"] is False
+    names = [step["name"] for step in document["steps"]]
+    assert names.count("host cost") == 1
+    assert document["tests"]["tests"] == 6
+    assert document["check"] == {"of": "check"}
+    code, document = gather(Steps(), monkeypatch, tmp_path, "--suites", "gqa")
+    assert code == 0
+    assert [step["name"] for step in document["steps"]] == names
     assert document["host_cost"] == {"of": "host cost"}
+    code, document = gather(Steps(failing="check"), monkeypatch, tmp_path)
+    assert code == 1  # all of it starts anew
+    assert "check" not in document
+
+
+def test_what_time_runs_out_for_is_left_for_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suites = ["--suites", "gqa", "mla", "decode", "seeds", "--minutes"]
+    first = Steps(seconds=0.2)
+    code, document = gather(first, monkeypatch, tmp_path, *suites, str(0.5 / 60))
+    assert code == 3
+    done = [step["name"] for step in document["steps"] if step["code"] == 0]
+    left = capsys.readouterr().out.splitlines()[-1]
+    assert left.startswith("== time is out; left: bench ")
+    assert 1 <= len(done) <= 2 and done[0] == "bench gqa" and not any(n in left for n in done)
+    assert all("--resume" in command for command in first.commands.values())
+    assert all(limit <= 0.5 for limit in first.limits.values())
+    second = Steps()
+    code, document = gather(second, monkeypatch, tmp_path, *suites, "9")
+    assert code == 0
+    assert not set(done) & set(second.commands)  # they passed at this commit
+    assert [step["name"] for step in document["steps"]] == [
+        "bench gqa", "bench mla", "bench decode", "bench seeds",
+    ]  # fmt: skip
 
 
 def test_a_step_that_fails_leaves_no_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "host_cost_h200.json").write_text('{"of": "an earlier run"}')
-    code, document = gather(Steps(failing="host cost"), monkeypatch, tmp_path, "--skip-tests")
+    gather(Steps(), monkeypatch, tmp_path, "--host-cost")
+    code, document = gather(Steps(failing="host cost"), monkeypatch, tmp_path, "--host-cost")
     assert code == 1
     assert document["passed"] is False
     assert "host_cost" not in document
@@ -484,6 +609,39 @@ def test_steps_are_run_and_timed(tmp_path: Path) -> None:
     evidence = load("gpu_evidence")
     step = evidence.run_step("three", [sys.executable, "-c", "print(1); raise SystemExit(3)"], 60)
     assert (step["code"], step["tail"]) == (3, "1\n")
-    late = evidence.run_step("late", [sys.executable, "-c", "import time; time.sleep(9)"], 0.2)
-    assert late["code"] == -1
-    assert "stopped after" in late["tail"]
+
+
+def test_a_step_that_takes_too_long_can_write_what_it_has() -> None:
+    evidence = load("gpu_evidence")
+    program = """
+import time
+print("begun", flush=True)
+try:
+    time.sleep(9)
+except KeyboardInterrupt:
+    print("kept")
+"""
+    step = evidence.run_step("late", [sys.executable, "-c", program], 1.0)
+    assert step["code"] == evidence.LATE
+    assert step["tail"].startswith("begun\nkept\n")
+    assert "stopped after" in step["tail"]
+
+
+def test_records_of_measurements_are_no_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLASHMOE_COMMIT", raising=False)
+    checkout = Checkout(tmp_path)
+    result = tmp_path / "benchmarks" / "results" / "x.json"
+    bench_records.write(result, {})
+    checkout.git("init", "-q")
+    checkout.git("add", "-A")
+    checkout.git("commit", "-qm", "one")
+    head = checkout.git("rev-parse", "HEAD")
+    evidence = load("gpu_evidence")
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path / "docs")
+    bench_records.write(result, {"of": "a later run"})
+    assert evidence.git_commit() == environment.git_commit() == head
+    checkout.kernel.write_text("// two\n")
+    assert evidence.git_commit() == environment.git_commit() == f"{head}+changes"

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bench_records
 import flashmoe_science
 import pytest
-from flashmoe_science.cli import bench, ceilings, environment, main, records
+from flashmoe_science.cli import bench, ceilings, environment, main, records, resume
 from flashmoe_science.cli.arrays import choose_arrays
 from flashmoe_science.cli.bench_table import BenchTable
 from flashmoe_science.cli.output import Output
@@ -66,7 +67,10 @@ def test_the_record_says_how_to_repeat_it(
     _, document, cell = run_bench(capsys, "--causal")
     assert document["command"] == ["flashmoe", "bench", *SMALL, "--causal"]
     assert document["source"]["commit"] == document["commit"]
-    assert document["source"]["hash"] == environment.source_hash(Path(__file__).parents[2])
+    root = Path(__file__).parents[2]
+    assert document["source"]["hash"] == environment.source_hash(root)
+    kernels = environment.kernels_hash("attention_forward", "cpu", root)
+    assert document["source"]["kernels"] == kernels
     assert cell["tokens"] == 32
     assert cell["bytes"] == 4 * 32 * 2 * 64 * 4 + 32 * 2 * 4
     ours = cell["contenders"]["flashmoe"]
@@ -74,7 +78,9 @@ def test_the_record_says_how_to_repeat_it(
     assert "peak_bytes" not in ours
 
 
-@pytest.mark.parametrize("json_option", [["--json"], ["--json", "x/y.json"], ["--json=x"]])
+@pytest.mark.parametrize(
+    "json_option", [["--json"], ["--json", "x/y.json"], ["--json=x", "--resume"]]
+)
 def test_where_a_record_goes_is_no_part_of_its_command(json_option: list[str]) -> None:
     command = ["bench", "--suite", "cpu", *json_option, "--seed", "3"]
     assert bench._command(command) == ["flashmoe", "bench", "--suite", "cpu", "--seed", "3"]
@@ -164,6 +170,133 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert document["cells"]
     assert all(cell["contenders"]["flashmoe"]["samples_s"] for cell in document["cells"])
     assert f"interrupted after {len(document['cells'])} of 24 shapes" in printed
+
+
+class Suite:
+    """The suite `seeds` on the CPU into one file, with every row that is measured counted."""
+
+    def __init__(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.file = file
+        self.measured: list[Shape] = []
+        self.stop_after = 99
+        real = bench.measure
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            if len(self.measured) == self.stop_after:
+                raise KeyboardInterrupt
+            self.measured.append(arguments[2])
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(bench, "measure", counted)
+        monkeypatch.chdir(Path(__file__).parent)  # in a checkout, which has sources
+
+    def run(self, *options: str, code: int = 0) -> dict[str, Any]:
+        self.measured.clear()
+        command = ["bench", "--suite", "seeds", "--device", "cpu", "--seconds", "0.01"]
+        assert main([*command, "--json", str(self.file), *options]) == code
+        document: dict[str, Any] = json.loads(self.file.read_text())
+        return document
+
+
+def test_a_run_that_was_interrupted_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    suite = Suite(tmp_path / "r.json", monkeypatch)
+    suite.stop_after = 2
+    first = suite.run("--peer", "torch-sdpa", code=130)
+    suite.stop_after = 99
+    second = suite.run("--peer", "torch-sdpa", "--resume")
+    assert len(suite.measured) == 4
+    assert second["cells"][:2] == first["cells"]
+    assert [c["status"] for c in second["cells"]] == ["ok"] * 6
+    assert second["complete"] is True
+    assert second["kept"] == {"rows": 2, "since": first["date"]}
+    assert second["summary"]["torch-sdpa"]["rows"] == 6
+    assert "--resume" not in second["command"]
+    assert "2 of 6 rows are kept" in capsys.readouterr().out
+    assert records.schema_violations(second) == []
+    third = suite.run("--peer", "torch-sdpa", "--resume")
+    assert suite.measured == []
+    assert third["cells"] == second["cells"]
+    assert third["kept"] == {"rows": 6, "since": first["date"]}
+
+
+def a_record() -> dict[str, Any]:
+    """Two rows beside torch-flash, which is found."""
+    rows = [bench_records.cell(bench_records.shape(n), 1.0, bench_records.against(1, 1, 1))
+            for n in (32, 64)]  # fmt: skip
+    document = bench_records.document(rows)
+    document["source"]["kernels"] = "1" * 64
+    document["peers"] = {"torch-flash": {"status": "found", "version": "2.13.0"}}
+    return document
+
+
+CHANGES: dict[str, Any] = {
+    "other kernels": lambda d: d["source"].update(kernels="2" * 64),
+    "kernels not known": lambda d: d["source"].pop("kernels"),
+    "another device": lambda d: d["device"].update(name="NVIDIA L4"),
+    "another family": lambda d: d.update(kernel="sm89"),
+    "other samples": lambda d: d["sampling"].update(seconds=0.5),
+    "another torch": lambda d: d["environment"]["packages"].update(torch="2.12.0"),
+    "another suite": lambda d: d.update(suite="other"),
+}
+CHANGES_OF_ROWS: dict[str, Any] = {
+    "no such peer": lambda c: c["contenders"].pop("torch-flash"),
+    "a peer that was missing": lambda c: c["contenders"].update(
+        {"torch-flash": {"status": "missing", "reason": "not installed"}}
+    ),
+    "another version": lambda c: c["contenders"]["torch-flash"].update(version="2.12.0"),
+    "a void row": lambda c: c.update(status="void"),
+    "another shape": lambda c: c["shape"].update(seq_q=33),
+}
+
+
+@pytest.mark.parametrize("change", ["", *CHANGES, *CHANGES_OF_ROWS])
+def test_what_is_kept_of_a_record(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier, now = a_record(), a_record()
+    now["cells"] = []
+    if change in CHANGES:
+        CHANGES[change](earlier)
+    elif change in CHANGES_OF_ROWS:
+        CHANGES_OF_ROWS[change](earlier["cells"][1])
+    monkeypatch.setattr(records, "schema_violations", lambda document: [])
+    file = bench_records.write(tmp_path / "r.json", earlier)
+    shapes = [Shape(**bench_records.shape(n)) for n in (32, 64)]
+    kept = resume.kept_rows(str(file), now, shapes)
+    rows = {"": 2} | dict.fromkeys(CHANGES, 0) | dict.fromkeys(CHANGES_OF_ROWS, 1)
+    assert list(kept.rows) == shapes[: rows[change]]
+    assert kept.since == (earlier["date"] if rows[change] else "")
+    assert resume.kept_rows(str(tmp_path / "none.json"), now, shapes).rows == {}
+
+
+def test_void_rows_are_measured_again_and_the_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = Suite(tmp_path / "r.json", monkeypatch)
+    document = suite.run("--peer", "none")
+    void = {key: document["cells"][1][key] for key in ("shape", "flops", "bytes", "tokens")}
+    document["cells"][1] = void | {"status": "void", "reason": "no memory"}
+    suite.file.write_text(json.dumps(document))
+    suite.stop_after = 0
+    interrupted = suite.run("--peer", "none", "--resume", code=130)
+    assert interrupted["cells"] == [document["cells"][0], *document["cells"][2:]]
+    suite.stop_after = 99
+    made = suite.run("--peer", "none", "--resume")
+    assert len(suite.measured) == 1
+    assert [c["shape"] for c in made["cells"]] == [c["shape"] for c in document["cells"]]
+    assert made["cells"][1]["status"] == "ok"
+
+
+@pytest.mark.parametrize("options", [SMALL, ["--suite", "cpu"], ["--suite", "cpu", "--json"]])
+def test_resuming_takes_a_suite_and_a_file(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *options, "--resume"]) != 0
+    said = capsys.readouterr()
+    assert "--resume: it is of a suite's record" in said.out + said.err
 
 
 def test_a_terminal_shows_progress(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import flashmoe_science
 import pytest
-from flashmoe_science.cli import check, environment, main
+from flashmoe_science.cli import check, check_experts, environment, main
 
-NAMES = ["build", "import", "launch", "correctness", "speed"]
+NAMES = ["build", "import", "launch", "correctness", "experts", "speed"]
 
 
 def run_check(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -25,12 +25,13 @@ def run_check(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cases are enough where a failure is what is tested."""
     monkeypatch.setattr(check, "_CORRECTNESS_SHAPES", check._CORRECTNESS_SHAPES[:2])
+    monkeypatch.setattr(check_experts, "SHAPES", check_experts.SHAPES[:2])
     monkeypatch.setattr(
         check, "_SPEED_SHAPES", {"cpu": dataclasses.replace(check._LAUNCH_SHAPE, dtype="fp32")}
     )
 
 
-def test_five_checks_pass_in_thirty_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_six_checks_pass_in_thirty_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
     code, document = run_check(capsys)
     assert time.monotonic() - begin < 30
@@ -48,7 +49,7 @@ def test_people_read_a_line_a_check(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"ok    {name}" in printed
     if flashmoe_science.cuda_device_count() == 0:
         assert "running on the CPU backend." in printed
-    assert printed.endswith("All five checks passed.\n")
+    assert printed.endswith("All six checks passed.\n")
 
 
 @pytest.mark.usefixtures("small")
@@ -70,6 +71,55 @@ def test_wrong_values_fail(
     assert "max|out - float64|" in document["by_name"]["correctness"]["text"]
     assert document["by_name"]["speed"]["text"].startswith("void: max|out - float64|")
     assert "contenders" not in document["by_name"]["speed"]["details"]
+
+
+def test_experts_are_checked_in_every_layout_and_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    _, document = run_check(capsys)
+    cases = document["by_name"]["experts"]["details"]["cases"]
+    assert {c["layout"] for c in cases} == {
+        "gate_up", "up_gate", "interleaved", "separate", "transposed"
+    }  # fmt: skip
+    assert {"fp32", "fp16"} <= {c["shape"]["dtype"] for c in cases}
+    assert {c["kernel"] for c in cases} == {"", "cpu"}
+    assert all(0 < c["error"] <= c["bound"] for c in cases)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("wrong", "sentence"), [(0.25, "max|out - float64|"), (float("nan"), "never written")]
+)
+def test_a_wrong_layer_fails(
+    wrong: float, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = flashmoe_science.moe_forward
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        out = real(*arguments, **options)
+        out[-1, -1] += wrong
+        return out
+
+    monkeypatch.setattr(flashmoe_science, "moe_forward", broken)
+    code, document = run_check(capsys)
+    assert code == 1
+    assert [c["name"] for c in document["checks"] if not c["passed"]] == ["experts"]
+    assert sentence in document["by_name"]["experts"]["text"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_wrong_routing_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = flashmoe_science.moe_route
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        routing = real(*arguments, **options)
+        routing.weights[0, 0] *= 1.01
+        return routing
+
+    monkeypatch.setattr(flashmoe_science, "moe_route", broken)
+    code, document = run_check(capsys)
+    assert code == 1
+    assert "routing: max|weight - float64|" in document["by_name"]["experts"]["text"]
 
 
 @pytest.mark.usefixtures("small")
@@ -119,6 +169,7 @@ def test_another_kernel_than_planned_fails(
     code, document = run_check(capsys)
     assert code == 1
     assert "launched attention_forward_of_another" in document["by_name"]["launch"]["text"]
+    assert "launched attention_forward_of_another" in document["by_name"]["experts"]["text"]
     assert "not the planned one" in document["by_name"]["speed"]["text"]
 
 
@@ -154,7 +205,7 @@ def test_a_call_that_raises_fails_every_check_that_makes_it(
     code, document = run_check(capsys)
     assert code == 1
     passed = {name: c["passed"] for name, c in document["by_name"].items()}
-    assert passed == dict(zip(NAMES, [True, True, False, False, False], strict=True))
+    assert passed == dict(zip(NAMES, [True, True, False, False, True, False], strict=True))
     assert "q: got nonsense" in document["by_name"]["launch"]["text"]
 
 
@@ -166,6 +217,12 @@ def test_passes_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(capsys.readouterr().out)
     launch = document["checks"][2]["details"]["launch"]
     assert "cpu" not in launch["kernel"]
+    cases = document["checks"][4]["details"]["cases"]
+    named = {c["kernel"] for c in cases} - {""}
+    assert {"stream", "sm89"} <= named | set(document["checks"][4]["details"]["refused"])
+    assert named
+    assert all(c["family"] == c["kernel"] for c in cases if c["kernel"])
+    assert "cpu" not in {c["family"] for c in cases}
 
 
 @pytest.mark.usefixtures("small")

@@ -113,3 +113,79 @@ def test_outside_a_checkout_there_is_no_source_hash(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert environment.source_hash() == ""
+
+
+OPERATIONS = ("attention_forward", "moe_forward")
+KINDS = ("cuda", "cpu")
+# A checkout in small: each file with what it includes, and whose kernels it is part of.
+ATTENTION_CUDA, MOE_CUDA = ("attention_forward", "cuda"), ("moe_forward", "cuda")
+ATTENTION_CPU, MOE_CPU = ("attention_forward", "cpu"), ("moe_forward", "cpu")
+ALL = {ATTENTION_CUDA, MOE_CUDA, ATTENTION_CPU, MOE_CPU}
+SMALL_CHECKOUT: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
+    "cuda/attention/sm89/forward.cuh": (["cuda/ptx/mma.cuh", "core/attention.h"], {ATTENTION_CUDA}),
+    "cuda/attention/launch.cpp": (["cuda/launch.h"], {ATTENTION_CUDA}),
+    "cuda/moe/route/route.cuh": (["cuda/ptx/mma.cuh", "cuda/ptx/tma.cuh"], {MOE_CUDA}),
+    "cuda/ptx/mma.cuh": (["cuda/numeric/dtype.cuh"], {ATTENTION_CUDA, MOE_CUDA}),
+    "cuda/numeric/dtype.cuh": ([], {ATTENTION_CUDA, MOE_CUDA}),
+    "cuda/ptx/tma.cuh": ([], {MOE_CUDA}),
+    "cuda/launch.h": ([], {ATTENTION_CUDA}),
+    "cuda/launch.cpp": (["cuda/runtime.h"], {ATTENTION_CUDA}),
+    "cuda/runtime.h": ([], {ATTENTION_CUDA}),
+    "cuda/device.cpp": ([], set()),
+    "cpu/attention.cpp": (["cpu/attention_tile.h"], {ATTENTION_CPU}),
+    "cpu/attention_tile.h": (["cpu/products.h"], {ATTENTION_CPU}),
+    "cpu/moe_forward.cpp": (["cpu/products.h"], {MOE_CPU}),
+    "cpu/grouped_product.cpp": ([], {MOE_CPU}),
+    "cpu/products.h": ([], {ATTENTION_CPU, MOE_CPU}),
+    "core/attention.cpp": (["core/log.h"], {ATTENTION_CUDA, ATTENTION_CPU}),
+    "core/attention.h": ([], set()),
+    "core/log.h": ([], set()),
+    "core/moe_forward.cpp": ([], {MOE_CUDA, MOE_CPU}),
+    "core/choose.cpp": ([], ALL),
+    "bindings/attention.cpp": (["cuda/ptx/tma.cuh"], set()),
+    "include/flashmoe/flashmoe.h": ([], set()),
+    "cmake/FlashmoeCompile.cmake": ([], ALL),
+    "cmake/FlashmoeCuda.cmake": ([], {ATTENTION_CUDA, MOE_CUDA}),
+}
+
+
+def kernels_hashes(root: Path) -> dict[tuple[str, str], str]:
+    return {(o, k): environment.kernels_hash(o, k, root) for o in OPERATIONS for k in KINDS}
+
+
+def test_a_kernel_is_hashed_with_what_it_is_made_of_and_nothing_else(tmp_path: Path) -> None:
+    for name, (includes, _) in SMALL_CHECKOUT.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(f'#include "{header}"\n' for header in includes))
+    before = kernels_hashes(tmp_path)
+    assert len(set(before.values())) == len(before)
+    for name, (_, part_of) in SMALL_CHECKOUT.items():
+        file = tmp_path / name
+        kept = file.read_text()
+        file.write_text(f"{kept}// changed\n")
+        after = kernels_hashes(tmp_path)
+        assert {which for which in before if after[which] != before[which]} == part_of, name
+        file.write_text(kept)
+    (tmp_path / "cuda/attention/sm90").mkdir()
+    (tmp_path / "cuda/attention/sm90/new.cuh").write_text("")  # a new file changes them, too
+    after = kernels_hashes(tmp_path)
+    assert {which for which in before if after[which] != before[which]} == {ATTENTION_CUDA}
+
+
+def test_no_kernel_of_this_checkout_is_left_out() -> None:
+    root = Path(__file__).parents[2]
+    of = {(o, k): set(environment.kernel_sources(o, k, root)) for o in OPERATIONS for k in KINDS}
+    for kind in KINDS:
+        there = {
+            file.relative_to(root).as_posix()
+            for file in (root / kind).rglob("*")
+            if file.is_file() and file.name != "CMakeLists.txt"
+        }
+        # What is of no operation: the list of devices.
+        assert there - of[OPERATIONS[0], kind] - of[OPERATIONS[1], kind] == {f"{kind}/device.cpp"}
+    for (operation, _), names in of.items():
+        other = "moe" if operation == "attention_forward" else "attention"
+        assert not [n for n in names if n.startswith((f"cuda/{other}/", f"core/{other}"))]
+        for pattern in environment._CHOICE[operation]:
+            assert pattern in names  # each of them is still called so

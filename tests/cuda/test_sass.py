@@ -16,7 +16,6 @@ import pytest
 import sass
 from kernels import Kernel
 
-_ELEMENTS = {"6__half": "fp16", "13__nv_bfloat16": "bf16"}
 _FUNCTION = re.compile(
     r"\d(sm\d\d|short)(?:_rows)?\d\dattention_forward_kernelI.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
@@ -35,7 +34,7 @@ def _kernel_of(function: str) -> Kernel | None:
     if found is None:
         return None
     family, element, dim, dim_v, tuning, rows = found.groups()
-    return Kernel(family, _ELEMENTS[element], int(dim), int(dim_v), tuning or rows)
+    return Kernel(family, sass.ELEMENTS[element], int(dim), int(dim_v), tuning or rows)
 
 
 class Code(NamedTuple):
@@ -58,11 +57,10 @@ def resources(architectures: list[str]) -> dict[Code, dict[str, int]]:
     return {Code(*code): used for code, used in sass.resources(_kernel_of).items()}
 
 
-def _expected(architectures: list[str]) -> set[Code]:
+def _expected() -> set[Code]:
     """The families of every architecture; the kernels of sm_90a's own instructions for it alone."""
-    real = [name.removesuffix("-real") for name in architectures if not name.endswith("-virtual")]
-    codes = {Code(f"sm_{arch}", kernel) for arch in real for kernel in _anywhere()}
-    if "90a" in real:
+    codes = {Code(arch, kernel) for arch in sass.real_architectures() for kernel in _anywhere()}
+    if "sm_90a" in sass.real_architectures():
         codes |= {Code("sm_90a", kernel) for kernel in kernels.attention("sm90")}
     return codes
 
@@ -81,11 +79,6 @@ def _of(instructions: dict[Code, Counter[str]], family: str) -> dict[Code, Count
     return found
 
 
-def _is_hopper(code: Code) -> bool:
-    """Or newer: there are clusters and dependent launches."""
-    return int(re.findall(r"\d+", code.arch)[0]) >= 90
-
-
 def test_every_shipped_architecture_is_built_in(architectures: list[str]) -> None:
     missing = sorted(set(kernels.shipped_architectures()) - set(architectures))
     if missing:
@@ -93,9 +86,9 @@ def test_every_shipped_architecture_is_built_in(architectures: list[str]) -> Non
 
 
 def test_every_kernel_is_there_for_every_architecture(
-    architectures: list[str], instructions: dict[Code, Counter[str]]
+    instructions: dict[Code, Counter[str]],
 ) -> None:
-    assert set(instructions) == _expected(architectures)
+    assert set(instructions) == _expected()
 
 
 def test_ptx_is_there_for_what_is_newer(architectures: list[str]) -> None:
@@ -116,33 +109,23 @@ def test_ptx_is_there_for_what_is_newer(architectures: list[str]) -> None:
 
 def test_sm89_products_are_mma_sync(instructions: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(instructions, "sm89").items():
-        suffix = "F32.BF16" if code.kernel.dtype == "bf16" else "F32"
-        products = opcodes[f"HMMA.16816.{suffix}"]
-        assert products > 0, f"{code}: no HMMA.16816.{suffix}"
-        assert products == sass.count(opcodes, "HMMA"), f"{code}: products of another kind"
+        sass.check_mma_sync(code, opcodes, code.kernel.dtype)
 
 
 def test_sm89_fragments_come_by_ldmatrix(instructions: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(instructions, "sm89").items():
-        transposed = sum(n for name, n in opcodes.items() if re.match(r"LDSM.*\.M?T", name))
+        transposed = sass.transposing_loads(opcodes)
         assert sass.count(opcodes, "LDSM") > transposed > 0, f"{code}: {opcodes}"
 
 
 def test_sm89_tiles_come_by_cp_async(instructions: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(instructions, "sm89").items():
-        copies = [name for name in opcodes if name.startswith("LDGSTS")]
-        assert copies, f"{code}: no LDGSTS"
-        assert all("128" in name for name in copies), f"{code}: {copies}"  # 16 bytes each
-        assert sass.count(opcodes, "LDGDEPBAR") > 0, f"{code}: nothing waits for the copies"
+        sass.check_cp_async(code, opcodes)
 
 
 def test_sm90_products_are_wgmma(instructions: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(instructions, "sm90").items():
-        suffix = "F32.BF16" if code.kernel.dtype == "bf16" else "F32"
-        kind = re.compile(rf"HGMMA\.64x\d+x16\.{re.escape(suffix)}")
-        products = sum(n for name, n in opcodes.items() if kind.fullmatch(name))
-        assert products > 0, f"{code}: no HGMMA of {suffix}: {opcodes}"
-        assert products == sass.count(opcodes, "HGMMA"), f"{code}: products of another kind"
+        products = sum(sass.check_wgmma(code, opcodes, code.kernel.dtype).values())
         # The scores of a step whose offsets did not hold, again: one slice of at most 128 keys.
         assert sass.count(opcodes, "HMMA") <= 16, f"{code}: products of one warp"
         # Where ptxas gives a group of products up, each is begun and awaited by itself.
@@ -152,8 +135,7 @@ def test_sm90_products_are_wgmma(instructions: dict[Code, Counter[str]]) -> None
 
 def test_sm90_tiles_come_and_go_by_tma(instructions: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(instructions, "sm90").items():
-        for name in ("UTMALDG", "UTMASTG", "SYNCS"):  # loads, stores, and barriers to wait at
-            assert sass.count(opcodes, name) > 0, f"{code}: no {name}"
+        sass.check_tma(code, opcodes)
         assert sass.count(opcodes, "LDGSTS") == 0, f"{code}: copies of a thread's own"
 
 
@@ -172,19 +154,13 @@ def test_sm90_first_products_may_be_narrow(instructions: dict[Code, Counter[str]
 
 
 def test_sm90_roles_divide_the_registers(instructions: dict[Code, Counter[str]]) -> None:
-    """ptxas leaves setmaxnreg out where it cannot keep to it."""
     for code, opcodes in _of(instructions, "sm90").items():
-        moves = [name for name in opcodes if name.startswith("USETMAXREG")]
-        assert any("TRY_ALLOC" in name for name in moves), f"{code}: {moves}"
-        assert any("DEALLOC" in name for name in moves), f"{code}: {moves}"
+        sass.check_roles_divide_the_registers(code, opcodes)
 
 
 def test_short_products_are_mma_sync(instructions: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(instructions, "short").items():
-        suffix = "F32.BF16" if code.kernel.dtype == "bf16" else "F32"
-        products = opcodes[f"HMMA.16816.{suffix}"]
-        assert products > 0, f"{code}: no HMMA.16816.{suffix}"
-        assert products == sass.count(opcodes, "HMMA"), f"{code}: products of another kind"
+        sass.check_mma_sync(code, opcodes, code.kernel.dtype)
         # Its K and V fragments need nothing but pairing, and its probabilities a transposition.
         assert sass.count(opcodes, "MOVM") > 0, f"{code}: probabilities are not transposed"
 
@@ -211,45 +187,31 @@ def test_short_blocks_share_keys_where_there_are_clusters(
     """Their barrier, and stores to one another."""
     for code, opcodes in _of(instructions, "short").items():
         for name in ("UCGABAR_ARV", "UCGABAR_WAIT", "STAS"):
-            assert (sass.count(opcodes, name) > 0) == _is_hopper(code), f"{code}: {name}: {opcodes}"
+            assert (sass.count(opcodes, name) > 0) == sass.is_hopper(code.arch), (
+                f"{code}: {name}: {opcodes}"
+            )
 
 
 @pytest.mark.parametrize("family", ["sm89", "sm90", "short"])
 def test_launches_wait_for_what_is_ahead_of_them(
     family: str, instructions: dict[Code, Counter[str]]
 ) -> None:
-    """Before they let the next one start, and before they touch a tensor."""
     for code, opcodes in _of(instructions, family).items():
-        order = list(opcodes)  # by where each comes first
-        if not _is_hopper(code):
-            assert not {"ACQBULK", "PREEXIT"} & set(order), f"{code}: {opcodes}"
-            continue
-        assert opcodes["ACQBULK"] == opcodes["PREEXIT"] == 1, f"{code}: {opcodes}"
-        before = order[: order.index("ACQBULK")]
-        touching = re.compile(r"(PREEXIT|LDG|STG|LD|ST|UTMALDG|UTMASTG)(\.|$)")
-        assert not [name for name in before if touching.match(name)], f"{code}: {before}"
-        # ld.global.nc promises that nothing is written from the kernel's start on.
-        assert not [name for name in order if "CONSTANT" in name], f"{code}: {opcodes}"
+        sass.check_launches_wait(code, opcodes)
 
 
 def test_nothing_is_in_local_memory(
     instructions: dict[Code, Counter[str]], resources: dict[Code, dict[str, int]]
 ) -> None:
     assert set(resources) == set(instructions)
-    wrong = []
     for code, opcodes in instructions.items():
-        spilled = {name: n for name, n in opcodes.items() if re.match(r"(LDL|STL)\b", name)}
-        used = resources[code]
-        if spilled or used["STACK"] or used["LOCAL"] or not 0 < used["REG"] <= 255:
-            wrong.append(f"{code}: {spilled} {used}")
-    assert not wrong, "\n".join(wrong)
+        sass.check_no_local_memory(code, opcodes, resources[code])
 
 
 def test_no_atomics_and_no_fences(instructions: dict[Code, Counter[str]]) -> None:
     """Blocks share nothing: results do not depend on their order, and none waits for another."""
     for code, opcodes in instructions.items():
-        for name in ("ATOM", "ATOMG", "RED"):
-            assert sass.count(opcodes, name) == 0, f"{code}: {name}"
+        sass.check_no_atomics(code, opcodes)
         # Within a block, what was written to shared memory is shown to the copy engine; and sm90
         # reads what its copy engine wrote, once, where causal rows came out non-finite.
         fences = [name for name in opcodes if name.startswith("MEMBAR") and name[-4:] != ".CTA"]

@@ -10,7 +10,6 @@ import kernels
 import pytest
 import sass
 
-_ELEMENTS = {"6__half": "fp16", "13__nv_bfloat16": "bf16"}
 _USES = ("swiglu_up", "gated_up", "up", "down")  # in the order of the enumeration
 _FUNCTION = re.compile(
     r"moe4sm9022grouped_product_kernelI\w*?Traits"
@@ -30,7 +29,7 @@ def _kernel_of(function: str) -> Kernel | None:
     found = _FUNCTION.search(function)
     if found is None:
         return None
-    return Kernel(_ELEMENTS[found[1]], _USES[int(found[2])], found[3] == "1")
+    return Kernel(sass.ELEMENTS[found[1]], _USES[int(found[2])], found[3] == "1")
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +55,11 @@ def test_products_are_wgmma_of_every_width(
     instructions: dict[tuple[str, Kernel], Counter[str]],
 ) -> None:
     for code, opcodes in instructions.items():
-        suffix = "F32.BF16" if code[1].dtype == "bf16" else "F32"
-        kind = re.compile(rf"HGMMA\.64x(\d+)x16\.{re.escape(suffix)}")
-        widths = {
-            int(found[1]): n for name, n in opcodes.items() if (found := kind.fullmatch(name))
-        }
+        widths = sass.check_wgmma(code, opcodes, code[1].dtype)
         step = _WIDTHS[code[1].use]
         assert set(widths) == set(range(step, 193, step)), f"{code}: {widths}"
         # A step of 64 columns, of two halves of the weights, at a tile's start and inside its loop.
         assert set(widths.values()) == {16}, f"{code}: {widths}"
-        assert sum(widths.values()) == sass.count(opcodes, "HGMMA"), f"{code}: other products"
         # Where ptxas gives a group of products up, each is begun and awaited by itself.
         assert opcodes["WARPGROUP.ARRIVE"] == 2 * len(widths), f"{code}: products are serialised"
 
@@ -74,8 +68,7 @@ def test_tiles_come_and_go_by_tma_and_rows_are_gathered(
     instructions: dict[tuple[str, Kernel], Counter[str]],
 ) -> None:
     for code, opcodes in instructions.items():
-        for name in ("UTMALDG", "UTMASTG", "SYNCS"):  # loads, stores, and barriers to wait at
-            assert sass.count(opcodes, name) > 0, f"{code}: no {name}"
+        sass.check_tma(code, opcodes)
         assert any("MULTICAST" in name for name in opcodes if name.startswith("UTMALDG")), code
         copies = [name for name in opcodes if name.startswith("LDGSTS")]
         assert bool(copies) == (code[1].use != "down"), f"{code}: {copies}"
@@ -85,27 +78,16 @@ def test_tiles_come_and_go_by_tma_and_rows_are_gathered(
 
 
 def test_roles_divide_the_registers(instructions: dict[tuple[str, Kernel], Counter[str]]) -> None:
-    """ptxas leaves setmaxnreg out where it cannot keep to it."""
     for code, opcodes in instructions.items():
-        moves = [name for name in opcodes if name.startswith("USETMAXREG")]
-        assert any("TRY_ALLOC" in name for name in moves), f"{code}: {moves}"
-        assert any("DEALLOC" in name for name in moves), f"{code}: {moves}"
+        sass.check_roles_divide_the_registers(code, opcodes)
 
 
 def test_launches_wait_for_what_is_ahead_of_them(
     instructions: dict[tuple[str, Kernel], Counter[str]],
 ) -> None:
-    """Before they let the next one start, and before they touch a tensor."""
     for code, opcodes in instructions.items():
-        order = list(opcodes)  # by where each comes first
         # Of `down` every role waits for itself, and the one that copies at one of two places.
-        waits = 4 if code[1].use == "down" else 1
-        assert (opcodes["ACQBULK"], opcodes["PREEXIT"]) == (waits, 1), f"{code}: {opcodes}"
-        before = order[: order.index("ACQBULK")]
-        touching = re.compile(r"(PREEXIT|LDG|STG|LD|ST|LDGSTS|UTMALDG|UTMASTG)(\.|$)")
-        assert not [name for name in before if touching.match(name)], f"{code}: {before}"
-        # ld.global.nc promises that nothing is written from the kernel's start on.
-        assert not [name for name in order if "CONSTANT" in name], f"{code}: {opcodes}"
+        sass.check_launches_wait(code, opcodes, waits=4 if code[1].use == "down" else 1)
 
 
 def test_nothing_is_in_local_memory_and_there_are_no_atomics(
@@ -114,7 +96,5 @@ def test_nothing_is_in_local_memory_and_there_are_no_atomics(
     resources = sass.resources(_kernel_of)
     assert set(resources) == set(instructions)
     for code, opcodes in instructions.items():
-        for name in ("LDL", "STL", "ATOM", "ATOMG", "RED"):
-            assert sass.count(opcodes, name) == 0, f"{code}: {name}"
-        used = resources[code]
-        assert not used["STACK"] and not used["LOCAL"] and 0 < used["REG"] <= 255, f"{code}: {used}"
+        sass.check_no_local_memory(code, opcodes, resources[code])
+        sass.check_no_atomics(code, opcodes)

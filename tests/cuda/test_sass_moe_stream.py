@@ -10,7 +10,6 @@ import kernels
 import pytest
 import sass
 
-_ELEMENTS = {"6__half": "fp16", "13__nv_bfloat16": "bf16"}
 _FUNCTION = re.compile(
     r"moe6stream\d+moe_(up|down)_kernelI\w*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d)ELi(\d)E"
@@ -32,7 +31,7 @@ def _kernel_of(function: str) -> Kernel | None:
     found = _FUNCTION.search(function)
     if found is None:
         return None
-    return Kernel(found[1], _ELEMENTS[found[2]], int(found[3]), int(found[4]))
+    return Kernel(found[1], sass.ELEMENTS[found[2]], int(found[3]), int(found[4]))
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +41,9 @@ def instructions() -> Code:
 
 
 def test_both_stages_are_there_for_every_architecture(instructions: Code) -> None:
-    real = [name for name in sass.architectures() if not name.endswith("-virtual")]
     assert set(instructions) == {
-        (f"sm_{name.removesuffix('-real')}", Kernel(stage, dtype, *tile))
-        for name in real
+        (arch, Kernel(stage, dtype, *tile))
+        for arch in sass.real_architectures()
         for stage in ("up", "down")
         for dtype in kernels.DTYPES
         for tile in _TILES
@@ -55,19 +53,17 @@ def test_both_stages_are_there_for_every_architecture(instructions: Code) -> Non
 def test_products_are_mma_sync(instructions: Code) -> None:
     for code, opcodes in instructions.items():
         kernel = code[1]
-        suffix = "F32.BF16" if kernel.dtype == "bf16" else "F32"
-        products = opcodes[f"HMMA.16816.{suffix}"]
+        sass.check_mma_sync(code, opcodes, kernel.dtype)
         # The step is there once: 2 chunks of 2 k16 steps, for each tile and block of tokens.
+        products = sass.count(opcodes, "HMMA")
         assert products == 4 * kernel.tiles * kernel.token_blocks, f"{code}: {products}"
-        assert products == sass.count(opcodes, "HMMA"), f"{code}: products of another kind"
 
 
 def test_weights_come_in_copies_of_16_bytes(instructions: Code) -> None:
     for code, opcodes in instructions.items():
-        copies = [name for name in opcodes if name.startswith("LDGSTS")]
-        assert copies, f"{code}: no LDGSTS"
-        assert all("128" in name for name in copies), f"{code}: {copies}"
-        assert any("BYPASS" in name for name in copies), f"{code}: weights go through the L1"
+        sass.check_cp_async(code, opcodes)
+        bypassing = [name for name in opcodes if name.startswith("LDGSTS") and "BYPASS" in name]
+        assert bypassing, f"{code}: weights go through the L1"
 
 
 def test_steps_jump_by_no_table(instructions: Code) -> None:
@@ -81,9 +77,8 @@ def test_steps_jump_by_no_table(instructions: Code) -> None:
 
 def test_dependent_launches_are_of_sm90(instructions: Code) -> None:
     for code, opcodes in instructions.items():
-        dependent = int(re.findall(r"\d+", code[0])[0]) >= 90
         for name in ("PREEXIT", "ACQBULK"):
-            assert (sass.count(opcodes, name) > 0) == dependent, f"{code}: {name}"
+            assert (sass.count(opcodes, name) > 0) == sass.is_hopper(code[0]), f"{code}: {name}"
 
 
 def test_atomics_only_count_blocks(instructions: Code) -> None:
@@ -95,5 +90,7 @@ def test_atomics_only_count_blocks(instructions: Code) -> None:
 
 
 def test_nothing_is_in_local_memory(instructions: Code) -> None:
+    resources = sass.resources(_kernel_of)
+    assert set(resources) == set(instructions)
     for code, opcodes in instructions.items():
-        assert not any(re.match(r"(LDL|STL)\b", name) for name in opcodes), f"{code}"
+        sass.check_no_local_memory(code, opcodes, resources[code])

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import flashmoe_science as fm
+import moe_oracle
 import torch
-from gpu import layer_oracle, memory
+from gpu import memory
 from gpu.memory import Placed, Placement
 from moe_cases import Case
 
@@ -80,7 +81,7 @@ def routing_of(ids: torch.Tensor, case: Case) -> fm.MoeRouting:
     """By the oracle: the products are tested apart from the routing."""
     weights = torch.rand(ids.shape, generator=generator(case.seed + 1), device=DEVICE)
     weights = torch.where(ids < 0, 0, weights)
-    return fm.MoeRouting(ids, weights, *layer_oracle.sort_pairs(ids, case.experts))
+    return fm.MoeRouting(ids, weights, *moe_oracle.sort_pairs(ids, case.experts))
 
 
 def make(
@@ -160,7 +161,7 @@ def check(layer: Layer, family: str | None, *, pre_activation: bool = False) -> 
     poison = memory.bits(memory.poisoned(1, low, DEVICE))[0]
     assert (memory.bits(untouched) == poison).all(), "pre_activation beyond its pairs was written"
     assert pre.intact(), "memory around pre_activation was written to"
-    layer_oracle.assert_forward(
+    moe_oracle.assert_forward(
         out.view, **layer.values, **case.options, routing=layer.routing,
         pre_activation=pre.view if pre_activation else None,
     )  # fmt: skip

@@ -1,5 +1,6 @@
-"""What a call costs the host: at most 6 us on torch CUDA tensors. Torch's own cost is recorded
-beside it, since hosts differ."""
+"""What a call costs the host on torch CUDA tensors. Most of it are launches by the driver, 2.7 us
+each, and torch's allocations, 1.2 us each with giving them back. Hosts differ, and may be busy:
+torch's own attention beside it says by how much."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
-LIMIT_US = 6.0
+Record = Callable[[str, object], None]
+
+# On a host on which torch's attention costs _TORCH_US; on slower ones in proportion.
+_LIMITS_US = {
+    "flash_attention": 5.6,
+    "moe_forward": 10.5,
+    "moe_route": 11.0,
+    "grouped_product": 6.5,
+    "fused_moe": 17.0,
+}
+_TORCH_US = 17.0
 _CALLS = 100  # fewer than a launch queue holds, so that no call waits for the GPU
 _ROUNDS = 60
 _ATTEMPTS = 5  # the machine may be busy with something else
@@ -31,13 +42,26 @@ def _median_us(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
+def _check(operation: str, name: str, call: Callable[[], object], record: Record) -> None:
+    q, k, v = (torch.randn(1, 2, 64, 64, device="cuda:0").to(torch.bfloat16) for _ in range(3))
+
+    def torch_call() -> object:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    for _ in range(_ATTEMPTS):
+        ours, torchs = _median_us(call), _median_us(torch_call)
+        limit = _LIMITS_US[operation] * max(1.0, torchs / _TORCH_US)
+        if ours <= limit:
+            break
+    record(f"host_us_{name}", round(ours, 2))
+    record(f"torch_host_us_{name}", round(torchs, 2))
+    assert ours <= limit, f"{name}: {ours:.2f} us, torch {torchs:.2f} us"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_host_cost_of_a_call(
-    dtype: torch.dtype,
-    causal: bool,
-    family: str,
-    record_testsuite_property: Callable[[str, object], None],
+def test_host_cost_of_attention(
+    dtype: torch.dtype, causal: bool, family: str, record_testsuite_property: Record
 ) -> None:
     q, k, v = (torch.randn(1, 64, 2, 64, device="cuda:0").to(dtype) for _ in range(3))
 
@@ -46,15 +70,28 @@ def test_host_cost_of_a_call(
     def call() -> object:
         return fm.flash_attention(q, k, v, causal=causal, kernel=kernel)
 
-    def torch_call() -> object:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
     call()
     assert f"_{family}_" in fm.last_launch().kernel
-    for _ in range(_ATTEMPTS):
-        ours, torchs = _median_us(call), _median_us(torch_call)
-        if ours <= LIMIT_US:
-            break
-    record_testsuite_property(f"host_us_{family}_{dtype}_{causal}", round(ours, 2))
-    record_testsuite_property(f"torch_host_us_{family}_{dtype}_{causal}", round(torchs, 2))
-    assert ours <= LIMIT_US, f"{ours:.2f} us, torch {torchs:.2f} us"
+    name = f"{family}_{dtype}_{causal}"
+    _check("flash_attention", name, call, record_testsuite_property)
+
+
+# Of one token: two launches of the experts, one of routing, one of the router's product.
+@pytest.mark.parametrize("operation", ["moe_forward", "moe_route", "grouped_product", "fused_moe"])
+def test_host_cost_of_experts(operation: str, record_testsuite_property: Record) -> None:
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda:0").to(torch.bfloat16)
+
+    x, router, w_gate_up, w_down = (
+        normal(1, 256), normal(8, 256), normal(8, 128, 256), normal(8, 256, 64)
+    )  # fmt: skip
+    logits = x @ router.T
+    routing = fm.moe_route(logits, 2)
+    calls: dict[str, Callable[[], object]] = {
+        "moe_forward": lambda: fm.moe_forward(x, w_gate_up, w_down, routing),
+        "moe_route": lambda: fm.moe_route(logits, 2),
+        "fused_moe": lambda: fm.fused_moe(x, router, w_gate_up, w_down, 2),
+        "grouped_product": lambda: fm.grouped_product(x, w_gate_up, offsets=routing.offsets),
+    }
+    with torch.inference_mode():
+        _check(operation, operation, calls[operation], record_testsuite_property)

@@ -7,10 +7,10 @@ import itertools
 from typing import Any
 
 import flashmoe_science as fm
-import moe_oracle as on_host
+import moe_oracle
 import pytest
 import torch
-from gpu import layer_oracle, memory, moe_layers
+from gpu import memory, moe_layers
 from gpu.memory import Placement
 from gpu.moe_layers import DEVICE, DTYPES, check, generator, make
 from moe_cases import CASES, Case
@@ -61,7 +61,7 @@ def test_models(moe_family: str, case: Case, dtype: str, pre_activation: bool) -
     assert all(said) or not must_serve(moe_family)
 
 
-EVERYTHING = list(itertools.product(on_host.GATES, (False, True), on_host.ACTIVATIONS))
+EVERYTHING = list(itertools.product(moe_oracle.GATES, (False, True), moe_oracle.ACTIVATIONS))
 
 
 @pytest.mark.parametrize(("gate", "transposed", "activation"), EVERYTHING)
@@ -169,7 +169,7 @@ def test_a_nan_reaches_what_it_meets_and_nothing_else(moe_family: str, where: st
         got = out.isnan().any(1).nonzero().flatten()
         assert torch.equal(got, touched)
         if where != "weights":
-            layer_oracle.assert_forward(out, **layer.arguments)
+            moe_oracle.assert_forward(out, **layer.arguments)
 
 
 WILD = ("offsets", "pairs", "slots", "everything")
@@ -248,7 +248,7 @@ def test_grouped_products(moe_family: str, dtype: str, transposed: bool, bias: s
             fm.grouped_product(rows, w, **bounds, **b, out=out.view, kernel=moe_family)
             torch.cuda.synchronize()
             assert out.intact(), "memory around out was written to"
-            has = on_host.rows_of_experts(
+            has = moe_oracle.rows_of_experts(
                 tuple(rows.shape[:-1]),
                 *(
                     None if t is None else t.cpu().numpy()
@@ -258,7 +258,7 @@ def test_grouped_products(moe_family: str, dtype: str, transposed: bool, bias: s
             untouched = out.view[~torch.from_numpy(has).to(DEVICE)]
             poison = memory.bits(memory.poisoned(1, low, DEVICE))[0]
             assert (memory.bits(untouched) == poison).all(), "rows of no expert were written"
-            layer_oracle.assert_grouped_product(out.view, rows, w, **bounds, **b)
+            moe_oracle.assert_grouped_product(out.view, rows, w, **bounds, **b)
             said.append(True)
     assert any(said) or (transposed and moe_family != "sm89")
     assert all(said) or not must_serve(moe_family)
@@ -311,7 +311,7 @@ def test_weights_beyond_2_to_the_31_elements(moe_family: str) -> None:
         except fm.UnsupportedError:
             assert not must_serve(moe_family)
             continue
-        layer_oracle.assert_forward(out, x, w_gate_up, w_down, routing)
+        moe_oracle.assert_forward(out, x, w_gate_up, w_down, routing)
 
 
 def test_calls_that_name_no_kernel() -> None:
@@ -363,7 +363,7 @@ def test_fused(case: Case, route: dict[str, Any], tokens: int) -> None:
     routing = fm.moe_route(logits, case.top_k, **route)
     want = fm.moe_forward(x, routing=routing, **values, **case.options)
     assert torch.equal(memory.bits(got), memory.bits(want))
-    layer_oracle.assert_forward(got, x, routing=routing, **values, **case.options)
+    moe_oracle.assert_forward(got, x, routing=routing, **values, **case.options)
     shaped = x.reshape(1, tokens, 1, -1)
     again = fm.fused_moe(shaped, None, top_k=case.top_k, logits=logits.view(1, tokens, 1, -1),
                          **values, **route, **case.options)  # fmt: skip

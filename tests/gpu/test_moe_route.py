@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import flashmoe_science as fm
+import moe_oracle
 import pytest
 import torch
-from gpu import layer_oracle, memory
+from gpu import memory
 from gpu.moe_layers import DEVICE, DTYPES, generator, poison_free_memory
 
 pytestmark = pytest.mark.gpu
@@ -65,7 +66,7 @@ def check(logits: torch.Tensor, top_k: int, **options: Any) -> fm.MoeRouting:
     assert placed.intact(inside=True), "logits were written to"
     for name, part in zip(fm.MoeRouting._fields, parts, strict=True):
         assert part.intact(), f"memory around {name} was written to"
-    layer_oracle.assert_routed(got, layer_oracle.route(logits, top_k, **options))
+    moe_oracle.assert_routed(got, moe_oracle.route(logits, top_k, **options))
     return got
 
 
@@ -171,7 +172,7 @@ def test_given_ids(kind: torch.dtype, mapped: bool, weights: str | None) -> None
             if weights is not None:
                 given = torch.randn(tokens, top_k, generator=g, device=DEVICE).to(DTYPES[weights])
             got = fm.moe_route_given(ids, given, num_experts=experts, expert_map=expert_map)
-            layer_oracle.assert_routed(got, layer_oracle.route_given(
+            moe_oracle.assert_routed(got, moe_oracle.route_given(
                 ids, given, num_experts=experts, expert_map=expert_map))  # fmt: skip
 
 
@@ -189,7 +190,7 @@ def test_all_tokens_to_one_expert_and_none_to_others() -> None:
 
 def test_rows_of_a_wider_tensor() -> None:
     room = logits_of(77, 40, "bf16")
-    layer_oracle.assert_routed(fm.moe_route(room[:, 3:19], 4), layer_oracle.route(room[:, 3:19], 4))
+    moe_oracle.assert_routed(fm.moe_route(room[:, 3:19], 4), moe_oracle.route(room[:, 3:19], 4))
     ids = torch.arange(60, device=DEVICE).view(10, 6) % 7
-    layer_oracle.assert_routed(fm.moe_route_given(ids[:, 1:4], num_experts=5),
-                             layer_oracle.route_given(ids[:, 1:4], num_experts=5))  # fmt: skip
+    moe_oracle.assert_routed(fm.moe_route_given(ids[:, 1:4], num_experts=5),
+                             moe_oracle.route_given(ids[:, 1:4], num_experts=5))  # fmt: skip

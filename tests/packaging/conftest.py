@@ -1,7 +1,7 @@
 """Installations of libflashmoe to test: a system prefix built here, and the installed wheel.
 
-The prefix is built without CUDA and moved before anything uses it, so that whatever passes here
-holds for a relocated tree.
+The prefix is built without CUDA, by the preset whose warnings are errors, and moved before anything
+uses it, so that whatever passes here holds for a relocated tree.
 """
 
 from __future__ import annotations
@@ -12,21 +12,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from installations import ROOT, Installation, checked, cmake_build, require_tool
+from installations import Installation, checked, cmake_preset, require_tool
 
 
 @pytest.fixture(scope="session")
-def system_installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+def system_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A build by the preset cpu-only, with the C and C++ tests."""
     scratch = tmp_path_factory.mktemp("system")
     build = scratch / "build"
-    cmake_build(
-        ROOT,
+    prefix = scratch / "first"
+    cmake_preset(
+        "cpu-only",
         build,
-        "-DFLASHMOE_CUDA=OFF",
-        f"-DCMAKE_INSTALL_PREFIX={scratch / 'first'}",
+        f"-DCMAKE_INSTALL_PREFIX={prefix}",
         "-DCMAKE_INSTALL_LIBDIR=lib/nested",
     )
-    checked([require_tool("cmake"), "--install", build])
+    return build
+
+
+@pytest.fixture(scope="session")
+def system_installation(system_build: Path) -> Installation:
+    scratch = system_build.parent
+    checked([require_tool("cmake"), "--install", system_build])
     prefix = (scratch / "first").rename(scratch / "moved")
     lib = prefix / "lib" / "nested"
     return Installation(

@@ -16,24 +16,55 @@ import pytest
 from installations import ROOT, Installation, checked, cmake_build, require_tool
 
 STRICT = "-Wall -Wextra -Wpedantic -Wconversion -Werror"
-SOURCES = {"c": ROOT / "examples/c/attention.c", "cpp": ROOT / "examples/cpp/attention.cpp"}
+STRICT_CUDA = "-Werror all-warnings -Xcompiler=-Wall,-Wextra,-Wconversion,-Werror"
+LANGUAGES = ["c", "cpp", "cuda"]
+PROGRAMS = ["attention", "experts"]
+
+# What an example for GPUs says, and how it ends, where there is none.
+NO_GPU = "there is no CUDA device, or this libflashmoe was built without CUDA"
+SKIPPED = 77
+
+
+def sources(language: str) -> list[Path]:
+    if language == "cuda":  # nvcc is slow; the other program is built by CMake
+        return [ROOT / "examples/cuda/attention.cu"]
+    return [ROOT / "examples" / language / f"{program}.{language}" for program in PROGRAMS]
 
 
 def compiler(language: str) -> list[str]:
     if language == "c":
         return [os.environ.get("CC") or require_tool("cc"), "-std=c99", *STRICT.split()]
-    return [os.environ.get("CXX") or require_tool("c++"), "-std=c++17", *STRICT.split()]
+    if language == "cpp":
+        return [os.environ.get("CXX") or require_tool("c++"), "-std=c++17", *STRICT.split()]
+    # What pkg-config says is for the compiler of the host, which links in the end.
+    return [require_nvcc(), "-std=c++17", "-arch=sm_89", "-forward-unknown-to-host-compiler"]
 
 
-def run_program(program: Path, env: dict[str, str] | None = None) -> str:
-    output = checked([program], env=env)
-    assert re.search(r"flashmoe \d+: attention_forward_cpu_\w+,.* largest difference", output)
-    return output
+def require_nvcc() -> str:
+    return os.environ.get("CUDACXX") or require_tool("nvcc")
 
 
-def pkg_config(installation: Installation, *options: str) -> list[str]:
+def run_program(program: Path, env: dict[str, str] | None = None) -> None:
+    """It must say what it computed by, or that there is no GPU for it."""
+    result = subprocess.run(
+        [str(program)],
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said = f"{program}: exit {result.returncode}\n{result.stdout}{result.stderr}"
+    if result.returncode == SKIPPED:
+        assert NO_GPU in result.stdout, said
+        return
+    assert result.returncode == 0, said
+    assert re.search(r"flashmoe \d+: .*, largest difference", result.stdout), said
+
+
+def pkg_config(installation: Installation, *options: str, package: str = "flashmoe") -> list[str]:
     env = {"PKG_CONFIG_PATH": str(installation.pkgconfigdir)}
-    return checked([require_tool("pkg-config"), *options, "flashmoe"], env=env).split()
+    return checked([require_tool("pkg-config"), *options, package], env=env).split()
 
 
 def needs_no_library(program: Path) -> None:
@@ -41,19 +72,23 @@ def needs_no_library(program: Path) -> None:
     assert "libflashmoe" not in dynamic
 
 
-@pytest.mark.parametrize("language", ["c", "cpp"])
+@pytest.mark.parametrize("language", LANGUAGES)
 def test_cmake(installation: Installation, language: str, tmp_path: Path) -> None:
-    flags = "CMAKE_C_FLAGS" if language == "c" else "CMAKE_CXX_FLAGS"
-    cmake_build(
-        ROOT / "examples" / language,
-        tmp_path,
-        f"-Dflashmoe_DIR={installation.cmakedir}",
-        f"-D{flags}={STRICT}",
-    )
-    run_program(tmp_path / "attention")
-    if language == "c" and installation.name == "system":
-        run_program(tmp_path / "attention_static")
-        needs_no_library(tmp_path / "attention_static")
+    options = [f"-Dflashmoe_DIR={installation.cmakedir}"]
+    if language == "cuda":
+        options += [f"-DCMAKE_CUDA_COMPILER={require_nvcc()}", f"-DCMAKE_CUDA_FLAGS={STRICT_CUDA}"]
+    else:
+        name = {"c": "CMAKE_C_FLAGS", "cpp": "CMAKE_CXX_FLAGS"}[language]
+        options.append(f"-D{name}={STRICT}")
+    cmake_build(ROOT / "examples" / language, tmp_path, *options)
+    for program in PROGRAMS:
+        run_program(tmp_path / program)
+        if (tmp_path / f"{program}_static").exists():
+            run_program(tmp_path / f"{program}_static")
+            needs_no_library(tmp_path / f"{program}_static")
+    built = {path.stem for path in tmp_path.glob("*_static")}
+    wanted = {"c": PROGRAMS, "cpp": PROGRAMS, "cuda": PROGRAMS[:1]}[language]
+    assert built == ({f"{p}_static" for p in wanted} if installation.name == "system" else set())
 
 
 def test_cmake_by_the_command(
@@ -65,34 +100,75 @@ def test_cmake_by_the_command(
     run_program(tmp_path / "attention")
 
 
-@pytest.mark.parametrize("language", ["c", "cpp"])
+@pytest.mark.parametrize("language", LANGUAGES)
 def test_pkg_config(installation: Installation, language: str, tmp_path: Path) -> None:
-    program = tmp_path / "attention"
     flags = pkg_config(installation, "--cflags", "--libs")
-    checked([*compiler(language), SOURCES[language], *flags, "-lm", "-o", program])
     # The wheel's flags set a run path; a system library is found by the loader's configuration.
     system = {"LD_LIBRARY_PATH": str(installation.libdir)}
-    run_program(program, env=system if installation.name == "system" else None)
-
-
-def test_pkg_config_static(system_installation: Installation, tmp_path: Path) -> None:
-    program = tmp_path / "attention"
-    flags = pkg_config(system_installation, "--static", "--cflags", "--libs")
-    archive = system_installation.libdir / "libflashmoe.a"
-    flags = [str(archive) if flag == "-lflashmoe" else flag for flag in flags]
-    checked([*compiler("c"), SOURCES["c"], *flags, "-lm", "-o", program])
-    run_program(program)
-    needs_no_library(program)
+    for source in sources(language):
+        program = tmp_path / source.stem
+        checked([*compiler(language), source, *flags, "-lm", "-o", program])
+        run_program(program, env=system if installation.name == "system" else None)
 
 
 @pytest.mark.parametrize("language", ["c", "cpp"])
+def test_pkg_config_static(
+    system_installation: Installation, language: str, tmp_path: Path
+) -> None:
+    flags = pkg_config(system_installation, "--cflags", "--libs", package="flashmoe-static")
+    for source in sources(language):
+        program = tmp_path / source.stem
+        checked([*compiler(language), source, *flags, "-lm", "-o", program])
+        run_program(program)
+        needs_no_library(program)
+
+
+def test_whole_program_static(system_installation: Installation, tmp_path: Path) -> None:
+    """No shared library at all, not even the C runtime."""
+    program = tmp_path / "attention"
+    flags = pkg_config(
+        system_installation, "--static", "--cflags", "--libs", package="flashmoe-static"
+    )
+    [source] = [source for source in sources("c") if source.stem == program.name]
+    checked([*compiler("c"), "-static", source, *flags, "-lm", "-o", program])
+    run_program(program)
+    assert "NEEDED" not in checked([require_tool("readelf"), "-d", program])
+
+
+def test_static_asks_for_the_cuda_runtime(tmp_path: Path) -> None:
+    """The package of a library with CUDA, rendered as CMake renders it."""
+    text = (ROOT / "cmake/flashmoe-static.pc.in").read_text()
+    library = (ROOT / "cmake/FlashmoeLibrary.cmake").read_text()
+    [private] = re.findall(r'"(-L.*-lcudart_static.*)"', library)
+    values = {
+        "FLASHMOE_PC_PREFIX": "../..",
+        "FLASHMOE_PC_LIBDIR": "lib",
+        "FLASHMOE_PC_INCLUDEDIR": "include",
+        "FLASHMOE_PC_LIBS_PRIVATE": private.replace("\\$", "$") + "-lstdc++",
+        "PROJECT_DESCRIPTION": "words",
+        "PROJECT_VERSION": "0.0.0",
+    }
+    (tmp_path / "flashmoe-static.pc").write_text(
+        re.sub(r"@(\w+)@", lambda match: values[match[1]], text)
+    )
+    env = {"PKG_CONFIG_PATH": str(tmp_path)}
+    tool = require_tool("pkg-config")
+    default = checked([tool, "--libs", "flashmoe-static"], env=env).split()
+    assert "-L/usr/local/cuda/lib64" in default
+    assert default.index("-lcudart_static") < default.index("-lstdc++")
+    chosen = checked([tool, "--define-variable=cudadir=/a", "--libs", "flashmoe-static"], env=env)
+    assert "-L/a/lib64" in chosen.split() and "/usr/local" not in chosen
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
 def test_flashmoe_config(
     flashmoe_config: Callable[..., list[str]], language: str, tmp_path: Path
 ) -> None:
-    program = tmp_path / "attention"
     flags = flashmoe_config("--cflags", "--libs")
-    checked([*compiler(language), SOURCES[language], *flags, "-lm", "-o", program])
-    run_program(program)
+    for source in sources(language):
+        program = tmp_path / source.stem
+        checked([*compiler(language), source, *flags, "-lm", "-o", program])
+        run_program(program)
 
 
 def test_pkg_config_version(installation: Installation) -> None:

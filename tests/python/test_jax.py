@@ -102,8 +102,41 @@ def test_arrays_cannot_be_written_to(qkv: list[np.ndarray]) -> None:
 
 def test_there_is_no_derivative_yet(qkv: list[np.ndarray]) -> None:
     q, k, v = map(jnp.asarray, qkv)
-    with pytest.raises(ValueError, match="cannot be differentiated"):
-        jax.grad(lambda q: fm.flash_attention(q, k, v).sum())(q)
+    sentence = "a derivative of attention is asked for, but it has no backward pass yet"
+    for function in (fm.flash_attention, jax.jit(fm.flash_attention)):
+        with pytest.raises(ValueError, match=sentence):
+            jax.grad(lambda q: function(q, k, v).sum())(q)  # noqa: B023
+    stop = jax.lax.stop_gradient
+    np.testing.assert_array_equal(
+        jax.grad(lambda x: (x + fm.flash_attention(stop(q), k, v).sum()).sum())(jnp.ones(3)),
+        np.ones(3),
+    )
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, None, None), (None, 0, 2)])
+def test_vmap_folds_its_axis_into_the_batch(
+    layout: str, in_axes: tuple[int | None, int | None, int | None]
+) -> None:
+    rng = np.random.default_rng(0)
+    shapes = ((2, 21, 4, 32), (2, 33, 2, 32), (2, 33, 2, 48))
+    arrays = []
+    for shape, axis in zip(shapes, in_axes, strict=True):
+        many = rng.standard_normal((3 if axis is not None else 1, *shape), np.float32)
+        many = many if layout == "bshd" else many.swapaxes(2, 3)
+        arrays.append(jnp.asarray(many[0] if axis is None else np.moveaxis(many, 0, axis)))
+
+    def attend(q, k, v):  # type: ignore[no-untyped-def]
+        return fm.flash_attention(q, k, v, causal=True, layout=layout, return_lse=True)
+
+    mapped = jax.vmap(attend, in_axes=in_axes)
+    out, lse = jax.jit(mapped)(*arrays)
+    for i in range(3):
+        one = (x if a is None else x.take(i, a) for x, a in zip(arrays, in_axes, strict=True))
+        want_out, want_lse = attend(*one)
+        np.testing.assert_array_equal(out[i], want_out)
+        np.testing.assert_array_equal(lse[i], want_lse)
+    assert "scan" not in str(jax.make_jaxpr(mapped)(*arrays))
 
 
 def test_a_foreign_use_of_the_target_is_refused(qkv: list[np.ndarray]) -> None:

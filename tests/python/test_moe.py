@@ -504,17 +504,6 @@ def test_torch_without_the_exchange_api(monkeypatch: pytest.MonkeyPatch) -> None
                        None, None)  # fmt: skip
 
 
-def test_jax_under_jit_is_refused_for_now() -> None:
-    jax = pytest.importorskip("jax")
-    match = r"^logits: got a JAX tracer, but the mixture of experts is not available under jit"
-    with pytest.raises(NotImplementedError, match=match):
-        jax.jit(lambda z: fm.moe_route(z, 2).ids)(logits_of())
-    z = jax.numpy.asarray(logits_of())
-    for name, value in {"out": fm.moe_route(z, 2), "stream": 0}.items():
-        with pytest.raises(ValueError, match=f"{name}.*: JAX arrays "):
-            fm.moe_route(z, 2, **{name: value})
-
-
 def test_signatures_are_those_of_the_python_functions() -> None:
     for function, first in ((fm.moe_route, "logits"), (fm.moe_forward, "x"),
                             (fm.grouped_product, "x"), (fm.fused_moe, "tokens")):  # fmt: skip

@@ -75,8 +75,8 @@ def mypy_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run_mypy(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mypy", f"--cache-dir={root / 'cache'}", *arguments]
+def run_mypy(root: Path, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mypy", f"--cache-dir={cache}", *arguments]
     environment = {"MYPYPATH": str(root), "PATH": ""}
     return subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -86,10 +86,11 @@ def run_mypy(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_users_code_is_checked(mypy_root: Path) -> None:
     options = ("--strict", "--config-file=", "--follow-imports=silent", "--ignore-missing-imports")
     (mypy_root / "good.py").write_text(_USER)
-    done = run_mypy(mypy_root, *options, "good.py")
+    cache = mypy_root / "cache"
+    done = run_mypy(mypy_root, cache, *options, "good.py")
     assert done.returncode == 0, done.stdout + done.stderr
     (mypy_root / "wrong.py").write_text(_USER + "\n".join(_WRONG) + "\n")
-    done = run_mypy(mypy_root, *options, "wrong.py")
+    done = run_mypy(mypy_root, cache, *options, "wrong.py")
     first = len(_USER.splitlines()) + 1
     for line, code in enumerate(_WRONG.values(), first):
         assert f"wrong.py:{line}: error:" in done.stdout, done.stdout
@@ -98,5 +99,9 @@ def test_users_code_is_checked(mypy_root: Path) -> None:
 
 def test_package_passes_mypy_strict(mypy_root: Path) -> None:
     config = ROOT / "pyproject.toml"
-    done = run_mypy(mypy_root, f"--config-file={config}", "--package=flashmoe_science")
+    # Frameworks are most of the work: where the checkout's own check has done it, it need not be
+    # done again.
+    cache = ROOT / ".mypy_cache"
+    cache = cache if cache.exists() else mypy_root / "cache"
+    done = run_mypy(mypy_root, cache, f"--config-file={config}", "--package=flashmoe_science")
     assert done.returncode == 0, done.stdout + done.stderr

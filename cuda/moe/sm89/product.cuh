@@ -115,13 +115,16 @@ class StepBarrier {
   __device__ __forceinline__ explicit StepBarrier(ScheduleStorage& storage)
       : address_(static_cast<uint32_t>(__cvta_generic_to_shared(&storage.step_barrier))) {}
 
-  __device__ __forceinline__ void init() const { ptx::mbarrier_init(address_, Traits::kWarps); }
+  __device__ __forceinline__ void init() const { ptx::mbarrier_init(address_, Traits::kThreads); }
 
-  // By whole warps.
+  // Every lane arrives: one for all would be no quicker, and compute-sanitizer then takes what the
+  // others copied for a race. It does so behind a branch that ptxas takes for one: straight code has
+  // products moved past it, and spills.
   __device__ __forceinline__ void arrive() const {
     ptx::cp_async_wait<Traits::kStages - 2>();
-    __syncwarp();
-    if (lane_index() == 0) ptx::mbarrier_arrive(address_);
+    unsigned lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    if (lane < kThreadsPerWarp) ptx::mbarrier_arrive(address_);
   }
   __device__ __forceinline__ void wait() {
 #if __CUDA_ARCH__ >= 900

@@ -116,7 +116,7 @@ class Schedule {
   // Needed by sum_up, and free again after it.
   static constexpr int kScratchBytes = kKinds * kExpertChunks * static_cast<int>(sizeof(int));
 
-  // By all threads; the caller synchronises the block before the first look_up.
+  // By all threads; the first warp may look_up tiles behind it, others after a barrier of the block.
   static __device__ __forceinline__ void sum_up(const Params& params, ScheduleStorage& storage,
                                                 int* scratch) {
     const int warp = warp_index();
@@ -178,6 +178,7 @@ class Schedule {
         constexpr long long kMost = 1 << 30;
         chunk_end = static_cast<int>(min(sum, kMost));
       }
+      __syncwarp();
     }
   }
 

@@ -500,6 +500,10 @@ __device__ __forceinline__ float min_nan(float a, float b) {
   return smaller;
 }
 
+__device__ __forceinline__ float cut(float z, float limit) {
+  return numeric::max_nan(min_nan(z, limit), -limit);
+}
+
 // 1 + e^-z, or so much that the product of two is finite and z divided by it is as good as 0; of a NaN
 // that too, so that z has to be a factor of what it is for.
 __device__ __forceinline__ float sigmoid_divisor(float z) {
@@ -786,11 +790,6 @@ struct Consumer {
     }
   };
 
-  // The limit of what is not a gate.
-  __device__ __forceinline__ float cut_up(float z) const {
-    return numeric::max_nan(min_nan(z, params.limit), -params.limit);
-  }
-
   // Stores one half of what has no gate, and first, if wanted, what the activation is applied to.
   template <int kCurve, int kTokens>
   __device__ __forceinline__ void finish_half(const Tile& tile, const float (&half)[kTokens / 2],
@@ -803,7 +802,7 @@ struct Consumer {
       z(block, v);
       if constexpr (kCurve != kIdentity) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) v[e] = activate<kCurve>(params, cut_up(v[e]));
+        for (int e = 0; e < 4; ++e) v[e] = activate<kCurve>(params, cut(v[e], params.limit));
       }
     });
   }
@@ -825,7 +824,7 @@ struct Consumer {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         v[e] = activate<kCurve>(params, min_nan(v[e], params.limit)) *
-               (cut_up(factors[e]) + params.up_offset);
+               (cut(factors[e], params.limit) + params.up_offset);
       }
     });
   }

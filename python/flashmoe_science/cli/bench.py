@@ -36,6 +36,7 @@ from flashmoe_science.cli.output import (
     write_json,
 )
 from flashmoe_science.cli.records import SCHEMA, ratio_of
+from flashmoe_science.cli.resume import Kept, kept_rows
 from flashmoe_science.cli.shapes import (
     add_shape_options,
     given_shape_options,
@@ -134,6 +135,12 @@ def add_parser(subparsers: Any) -> None:
         help="exit with 1 when the ratio of a shape over its fastest peer, or with --compare of B "
         "over A, is below this with its whole interval",
     )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="with --suite and --json FILE: keep the rows of FILE that were measured of these "
+        "kernels on this device beside the same peers, and measure the others",
+    )
     add_json_option(parser)
     parser.set_defaults(run=run)
 
@@ -221,16 +228,26 @@ def summarise(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _command(argv: list[str]) -> list[str]:
-    """How to repeat this run; where its record went is no part of that."""
+    """How to repeat this run; where its record went, and what was kept, is no part of that."""
     kept = ["flashmoe"]
     words = iter(argv)
     for word in words:
         if word == "--json":
             following = next(words, "-")
             kept += [following] if following.startswith("--") else []
-        elif not word.startswith("--json="):
+        elif word != "--resume" and not word.startswith("--json="):
             kept.append(word)
     return kept
+
+
+def _source(commit: Any, operation: str, device: str) -> dict[str, Any]:
+    """What is measured: the commit, all sources of the library, and those of the kernels alone."""
+    kind = "cpu" if device == "cpu" else "cuda"
+    return {
+        "commit": commit,
+        "hash": environment.guarded(environment.source_hash),
+        "kernels": environment.guarded(lambda: environment.kernels_hash(operation, kind)),
+    }
 
 
 def _document(
@@ -253,7 +270,7 @@ def _document(
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": _command(arguments.argv),
         "commit": commit,
-        "source": {"commit": commit, "hash": environment.guarded(environment.source_hash)},
+        "source": _source(commit, operation, device),
         "device": {"device": device} | environment.as_dict(flashmoe.device_info(device)),
         "kernel": arguments.kernel,
         "load_average": os.getloadavg()[0],
@@ -302,6 +319,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"--dtype: got {', '.join(unknown)}, accepted for {arrays.name} arrays on {device} are "
             f"{', '.join(arrays.dtypes)}"
         )
+    if arguments.resume and (suite is None or arguments.json in (None, "-")):
+        raise CommandError("--resume: it is of a suite's record; give --suite and --json FILE")
     if arguments.json is not None:
         check_writable(arguments.json)
     _set_threads(flashmoe, arrays, arguments.threads)
@@ -327,27 +346,38 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if not names:
         output.line("No peer is timed: none is installed here, or --peer leaves none.")
+    kept = kept_rows(arguments.json, document, shapes) if arguments.resume else Kept({})
+    if kept.rows:
+        document["kept"] = kept.describe()
+        output.line(f"{len(kept.rows)} of {len(shapes)} rows are kept, from {kept.since} on.")
     labels = [str(s) for s in shapes]
     moe = document["operation"] == MOE
     table = BenchTable(output, device, names, document["ceilings"], labels, moe)
     begin = time.monotonic()
     code = EXIT_OK
+    cells = [kept.rows.get(shape) for shape in shapes]
     try:
         with output.progress(len(shapes)) as show:
-            for shape in shapes:
-                show(len(document["cells"]), str(shape))
-                ceiling = document["ceilings"]["matmul_flops_per_s"][shape.dtype]
-                cell = _measure(flashmoe, arrays, shape, shown, sampling, arguments.kernel, ceiling)
-                document["cells"].append(cell)
+            for i, shape in enumerate(shapes):
+                show(i, str(shape))
+                cell = cells[i]
+                if cell is None:
+                    ceiling = document["ceilings"]["matmul_flops_per_s"][shape.dtype]
+                    cell = cells[i] = _measure(
+                        flashmoe, arrays, shape, shown, sampling, arguments.kernel, ceiling
+                    )
+                    document["cells"] = [c for c in cells if c is not None]
+                    document["summary"] = summarise(document["cells"])
+                    if arguments.json not in (None, "-"):  # what is measured survives
+                        write_json(document, arguments.json)
                 table.cell(str(shape), cell)
                 if cell["status"] != "ok":
                     code = EXIT_FAILED
-                if arguments.json not in (None, "-"):  # what is measured survives whatever comes
-                    write_json(document, arguments.json)
         document["complete"] = True
     except KeyboardInterrupt:
-        output.line(f"interrupted after {len(document['cells'])} of {len(shapes)} shapes")
+        output.line(f"interrupted after {len(shapes) - cells.count(None)} of {len(shapes)} shapes")
         code = EXIT_INTERRUPTED
+    document["cells"] = [cell for cell in cells if cell is not None]
     document["summary"] = summarise(document["cells"])
     document["seconds"] = round(time.monotonic() - begin, 1)
     document["machine_after"] = environment.guarded(environment.nvidia_smi)

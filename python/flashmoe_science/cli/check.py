@@ -1,4 +1,4 @@
-"""`flashmoe check`: five checks that tell, in seconds, whether this installation works."""
+"""`flashmoe check`: six checks that tell, in seconds, whether this installation works."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from flashmoe_science.cli import environment
 from flashmoe_science.cli.arrays import Arrays, choose_arrays, normal_device, usable_device
+from flashmoe_science.cli.check_experts import check_experts
 from flashmoe_science.cli.measure import (
     OURS,
     OurCall,
@@ -40,11 +41,12 @@ Checks this installation, on the GPU if there is one that it can use, else on th
   build        the library loads, its version is the package's, and it holds code for every GPU here
   import       the package imports in a fresh interpreter, without a framework
   launch       the kernel that was launched, read back, is the one that was planned
-  correctness  random inputs into poisoned outputs, against float64 mathematics in NumPy
+  correctness  attention: random inputs into poisoned outputs, against float64 mathematics in NumPy
+  experts      the same of the mixture of experts, by every kernel family that computes it here
   speed        median time of one shape, beside torch's where torch is installed; it reports, and
                fails only when the row is void
 
-Exits with 0 when all five pass. Takes less than 30 seconds.
+Exits with 0 when all six pass. Takes less than 30 seconds.
 """
 
 _LAUNCH_SHAPE = Shape(1, 256, 256, 8, 2, 64, 64, causal="bottom_right")
@@ -83,7 +85,7 @@ class Result:
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "check",
-        help="does this installation work: build, import, launch, correctness, speed",
+        help="does this installation work: build, import, launch, correctness, experts, speed",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -94,7 +96,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 class Checks:
-    """The five checks, on one device."""
+    """The six checks, on one device."""
 
     def __init__(self, device: str | None, kernel: str | None) -> None:
         self._wanted = device
@@ -191,6 +193,23 @@ class Checks:
         text += f" is {margin:.2f} of what is allowed"
         return Result("correctness", True, text, details={"cases": rows})
 
+    def experts(self) -> Result:
+        flashmoe, arrays = self._prepare()
+        found = check_experts(flashmoe, arrays, self._kernel)
+        details = {"cases": [dataclasses.asdict(c) for c in found.cases], "refused": found.refused}
+        if not found.cases:
+            why = "; ".join(dict.fromkeys(found.refused.values()))
+            # That a family was asked for which computes attention alone is no fault.
+            return Result("experts", self._kernel is not None, f"none: {why}", details=details)
+        if found.failed:
+            first = found.failed[0]
+            text = f"{len(found.failed)} of {len(found.cases)} cases are wrong; first "
+            text += f"{first.shape}, {first.layout}, by {first.family}: {first.reason}"
+            return Result("experts", False, text, details=details)
+        text = f"{len(found.cases)} cases by {', '.join(found.families)} against float64; the "
+        text += f"largest error is {found.margin:.2f} of what is allowed"
+        return Result("experts", True, text, details=details)
+
     def speed(self) -> Result:
         flashmoe, arrays = self._prepare()
         kind = "cpu" if arrays.device == "cpu" else "cuda"
@@ -227,6 +246,7 @@ class Checks:
             ("import", self.imports),
             ("launch", self.launch),
             ("correctness", self.correctness),
+            ("experts", self.experts),
             ("speed", self.speed),
         ]
 
@@ -261,7 +281,7 @@ def run(arguments: argparse.Namespace) -> int:
             said = True
         output.verdict(result.passed, name, f"{result.text} ({result.seconds:.1f} s)")
     passed = all(r.passed for r in results)
-    output.line("All five checks passed." if passed else "This installation does not work.")
+    output.line("All six checks passed." if passed else "This installation does not work.")
     if arguments.json is not None:
         document = {
             "passed": passed,

@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +184,19 @@ def environment_variables() -> dict[str, str]:
     return {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}
 
 
+_NOT_RECORDS = ":(top,exclude)benchmarks/results"  # as git says it
+
+
 def git_commit() -> str:
     """What FLASHMOE_COMMIT says, for a copy of the sources whose history is not theirs; else the
-    commit of the working tree this is run in, marked when it has changes; "" outside one."""
+    commit of the working tree this is run in, marked when it has changes, other than of records of
+    measurements; "" outside one."""
     told = os.environ.get("FLASHMOE_COMMIT", "")
     git = shutil.which("git")
     if told or git is None:
         return told
-    commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    changes = ["status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_RECORDS]
+    commands = (["rev-parse", "HEAD"], changes)
     answers = [
         subprocess.run([git, *c], capture_output=True, text=True, timeout=20, check=False)
         for c in commands
@@ -213,6 +218,15 @@ def checkout() -> Path | None:
     return None
 
 
+def _hash_of(root: Path, names: Iterable[str]) -> str:
+    """SHA-256 of what sha256sum prints of these files, in the order of their names' bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(name.encode() for name in names):
+        content = hashlib.sha256((root / name.decode()).read_bytes()).hexdigest()
+        digest.update(content.encode() + b"  " + name + b"\n")
+    return digest.hexdigest()
+
+
 def source_hash(root: Path | None = None) -> str:
     """SHA-256 of the sources that the library is built from, "" outside a checkout.
 
@@ -226,12 +240,66 @@ def source_hash(root: Path | None = None) -> str:
         return ""
     tops = [path for pattern in _SOURCES for path in root.glob(pattern)]
     files = [f for top in tops for f in ([top] if top.is_file() else top.rglob("*"))]
-    names = sorted(f.relative_to(root).as_posix().encode() for f in files if f.is_file())
-    digest = hashlib.sha256()
-    for name in names:
-        content = hashlib.sha256((root / name.decode()).read_bytes()).hexdigest()
-        digest.update(content.encode() + b"  " + name + b"\n")
-    return digest.hexdigest()
+    return _hash_of(root, [f.relative_to(root).as_posix() for f in files if f.is_file()])
+
+
+# What belongs to one operation alone: its kernels, how they are compiled, and what chooses among
+# them. Headers that kernels include are found by following them, since most are of all operations.
+_KERNELS = {
+    ("attention_forward", "cuda"): ("cuda/attention/**/*",),
+    ("attention_forward", "cpu"): ("cpu/attention*",),
+    ("moe_forward", "cuda"): ("cuda/moe/**/*",),
+    ("moe_forward", "cpu"): ("cpu/moe*", "cpu/grouped_product*"),
+}
+_CHOICE = {
+    "attention_forward": ("core/attention.cpp", "core/choose.cpp"),
+    "moe_forward": (
+        "core/moe_families.cpp",
+        "core/moe_forward.cpp",
+        "core/moe_route.cpp",
+        "core/grouped_product.cpp",
+        "core/choose.cpp",
+    ),
+}
+_COMPILATION = {
+    "cuda": ("cmake/FlashmoeCompile.cmake", "cmake/FlashmoeCuda.cmake"),
+    "cpu": ("cmake/FlashmoeCompile.cmake",),
+}
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+
+def kernel_sources(operation: str, kind: str, root: Path) -> list[str]:
+    """Names, from the root of a checkout, of the files that an operation's kernels are made of.
+
+    `kind` of device is "cuda" or "cpu". They are the operation's own files of that backend, what
+    these include of the same backend, and so on, each header with the source file beside it; what
+    in core/ chooses among the kernels; and how they are compiled. The host's code around them is
+    not among them.
+    """
+
+    def found(patterns: Iterable[str]) -> set[str]:
+        files = (f for pattern in patterns for f in root.glob(pattern) if f.is_file())
+        return {f.relative_to(root).as_posix() for f in files}
+
+    names: set[str] = set()
+    following = found(_KERNELS[operation, kind])
+    while following:
+        names |= following
+        texts = [(root / name).read_text(encoding="utf-8") for name in following]
+        headers = {header for text in texts for header in _INCLUDE.findall(text)}
+        sources = {str(Path(header).with_suffix(".cpp")) for header in headers}
+        of_backend = (n for n in headers | sources if n.startswith(f"{kind}/"))
+        following = {n for n in of_backend if (root / n).is_file()} - names
+    return sorted(names | found(_CHOICE[operation]) | found(_COMPILATION[kind]))
+
+
+def kernels_hash(operation: str, kind: str, root: Path | None = None) -> str:
+    """SHA-256 of an operation's kernel_sources, hashed as source_hash does; "" outside a checkout.
+
+    A record carries it: other kernels than those measured have another one.
+    """
+    root = root or checkout()
+    return "" if root is None else _hash_of(root, kernel_sources(operation, kind, root))
 
 
 def for_record() -> dict[str, Any]:

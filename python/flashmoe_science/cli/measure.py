@@ -1,15 +1,20 @@
-"""One measured shape: our kernel checked, proved to be the planned one, then timed beside peers."""
+"""One measured shape: our kernel checked, proved to be the planned one, then timed beside peers.
+
+How that goes is the same for every operation (measure_row); what is an operation's own in it, a
+Procedure.
+That of attention is here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from flashmoe_science.cli.arrays import Arrays
 from flashmoe_science.cli.environment import as_dict
 from flashmoe_science.cli.peers.peer import Inputs, Missing, Peer, Refused
-from flashmoe_science.cli.reference import judge
+from flashmoe_science.cli.reference import Accuracy, judge
 from flashmoe_science.cli.shapes import Shape
 from flashmoe_science.cli.stats import compare, summary
 from flashmoe_science.cli.suites import AnyShape
@@ -19,20 +24,12 @@ OURS = "flashmoe"
 _LAUNCH_FIELDS = ("kernel", "grid", "block", "shared_bytes")
 
 
-def make_inputs(arrays: Arrays, shape: Shape, seed: int = 0) -> Inputs:
-    """q, k, v of standard normal values, [batch, seq, heads, dim]."""
-    q = (shape.batch, shape.seq_q, shape.heads_q, shape.dim)
-    k = (shape.batch, shape.seq_k, shape.heads_kv, shape.dim)
-    v = (shape.batch, shape.seq_k, shape.heads_kv, shape.dim_v)
-    extents = enumerate((q, k, v))
-    made = [arrays.normal(e, shape.dtype, 3 * seed + i) for i, e in extents]
-    return made[0], made[1], made[2]
-
-
 def launch_mismatch(plan: dict[str, Any], launch: dict[str, Any]) -> str:
-    """How the launch that was read back differs from the plan, "" when it does not."""
-    differing = [f for f in _LAUNCH_FIELDS if plan[f] != launch[f]]
-    return "; ".join(f"{f}: planned {plan[f]}, launched {launch[f]}" for f in differing)
+    """How the launch that was read back differs from the plan, of several launches from the last of
+    them; "" when it does not."""
+    planned = plan["launches"][-1] if "launches" in plan else plan
+    differing = [f for f in _LAUNCH_FIELDS if planned[f] != launch[f]]
+    return "; ".join(f"{f}: planned {planned[f]}, launched {launch[f]}" for f in differing)
 
 
 def describe(shape: AnyShape) -> dict[str, Any]:
@@ -46,104 +43,124 @@ def describe(shape: AnyShape) -> dict[str, Any]:
     }
 
 
-@dataclasses.dataclass
-class OurCall:
+class Checked(Protocol):
     """Our call on poisoned outputs, with its plan and the launch read back."""
 
     out: Any
-    lse: Any
     plan: dict[str, Any]
     launch: dict[str, Any]
 
 
-def call_ours(
-    flashmoe: Any, arrays: Arrays, shape: Shape, inputs: Inputs, kernel: str | None
-) -> OurCall:
-    """Computes into outputs full of NaN, so that what is not written shows."""
-    out = arrays.poisoned((shape.batch, shape.seq_q, shape.heads_q, shape.dim_v), shape.dtype)
-    lse = arrays.poisoned((shape.batch, shape.heads_q, shape.seq_q), "fp32")
-    options = shape.options | {"layout": "bshd", "kernel": kernel}
-    plan = as_dict(flashmoe.attention_plan(*inputs, **options))
-    out, lse = flashmoe.flash_attention(*inputs, **options, out=out, lse=lse, return_lse=True)
-    launch = as_dict(flashmoe.last_launch())
-    arrays.synchronize()
-    return OurCall(out, lse, plan, launch)
+@dataclasses.dataclass(frozen=True)
+class Procedure:
+    """What is an operation's own in measuring one shape.
+
+    Attributes:
+        inputs: What peers take.
+        checked: Our call, to be checked: its outputs were full of NaN.
+        judge: Holds outputs, by name and ours first, to the accuracy rule. Takes our call, too.
+        again: The call that is timed, on what was checked; its output.
+        timed: The call that is timed.
+        fault: What else is wrong with our call, "" for nothing.
+        beside: Makes what is timed too and is no peer.
+    """
+
+    inputs: Any
+    checked: Callable[[], Any]
+    judge: Callable[[Any, dict[str, Any]], dict[str, Accuracy]]
+    again: Callable[[], Any]
+    timed: Callable[[], Any]
+    fault: Callable[[Any], str] = lambda ours: ""
+    beside: Callable[[], list[Contender]] = list
 
 
-def measure(
+class _Void(Exception):
+    """Why our row has no times."""
+
+
+def measure_row(
     flashmoe: Any,
     arrays: Arrays,
-    shape: Shape,
+    shape: AnyShape,
     peers: Sequence[Peer | Missing],
     sampling: Sampling,
-    kernel: str | None = None,
-    ceiling: float | None = None,
+    ceiling: float | None,
+    procedure: Procedure,
+    record: dict[str, Any],
 ) -> dict[str, Any]:
-    """The record of one shape. A void row has a reason and no times at all.
+    """`record`, which describes the shape, with what was measured.
 
-    `ceiling` is what a matrix product of the shape's dtype reaches here, in FLOP/s.
+    A void row has a reason and no times at all. `ceiling` is what a matrix product of the shape's
+    dtype reaches here, in FLOP/s.
     """
-    record = describe(shape)
-
-    def void(reason: str) -> dict[str, Any]:
-        return record | {"status": "void", "reason": reason}
-
-    inputs = make_inputs(arrays, shape, sampling.seed)
+    record = dict(record)
     try:
-        ours = call_ours(flashmoe, arrays, shape, inputs, kernel)
-    except (flashmoe.FlashMoEError, ValueError, TypeError, RuntimeError) as error:
-        return void(f"the call failed: {error}")
-    record |= {"plan": ours.plan, "launch": ours.launch}
-    mismatch = launch_mismatch(ours.plan, ours.launch)
-    if mismatch:
-        return void(f"the launched kernel is not the planned one: {mismatch}")
-
-    contenders: list[Contender] = []
-    outputs = {OURS: ours.out}
-    others: dict[str, dict[str, Any]] = {}  # peers without times
-    versions = {OURS: str(flashmoe.__version__)}
-    for peer in peers:
-        if isinstance(peer, Missing):
-            others[peer.name] = {"status": "missing", "reason": peer.reason}
-            continue
-        versions[peer.name] = peer.version()
-        try:
-            contender, outputs[peer.name] = peer.contender(arrays, shape, inputs)
-            contenders.append(contender)
-        except Refused as refusal:
-            others[peer.name] = {"status": "refused", "reason": str(refusal)}
-
-    verdicts = judge(arrays, shape, inputs, outputs, ours.lse)
-    record["accuracy"] = dataclasses.asdict(verdicts[OURS])
-    if not verdicts[OURS].passed:
-        return void(verdicts[OURS].reason)
-    options = shape.options | {"layout": "bshd", "kernel": kernel}
-    timed_call = Contender(OURS, lambda: flashmoe.flash_attention(*inputs, **options))
-    reason = _another_call(flashmoe, arrays, timed_call, ours)
-    if reason:
-        return void(reason)
-    for name in [c.name for c in contenders if not verdicts[c.name].passed]:
-        others[name] = {"status": "void", "reason": verdicts[name].reason}
-    contenders = [timed_call, *(c for c in contenders if c.name not in others)]
-    del outputs, ours
-
-    timed = time_contenders(arrays, shape, contenders, sampling, ceiling)
+        verdicts, others, contenders = _check(flashmoe, arrays, shape, peers, procedure, record)
+    except _Void as void:
+        return record | {"status": "void", "reason": str(void)}
+    timed = time_contenders(arrays, shape, [*contenders, *procedure.beside()], sampling, ceiling)
     for name, entry in timed.items():
-        if name != OURS:
+        if name != OURS and name in verdicts:
             entry["accuracy"] = dataclasses.asdict(verdicts[name])
+    versions = {p.name: p.version() for p in peers if isinstance(p, Peer)}
+    versions[OURS] = str(flashmoe.__version__)
     record["contenders"] = timed | others
     for name, entry in record["contenders"].items():
         entry |= {"version": versions[name]} if versions.get(name) else {}
     return record
 
 
-def _another_call(flashmoe: Any, arrays: Arrays, timed: Contender, checked: OurCall) -> str:
+def _check(
+    flashmoe: Any,
+    arrays: Arrays,
+    shape: AnyShape,
+    peers: Sequence[Peer | Missing],
+    procedure: Procedure,
+    record: dict[str, Any],
+) -> tuple[dict[str, Accuracy], dict[str, dict[str, Any]], list[Contender]]:
+    """Verdicts by name, entries of peers without times, and what is to be timed, ours first."""
+    try:
+        ours: Checked = procedure.checked()
+    except (flashmoe.FlashMoEError, ValueError, TypeError, RuntimeError) as error:
+        raise _Void(f"the call failed: {error}") from error
+    record |= {"plan": ours.plan, "launch": ours.launch}
+    if mismatch := launch_mismatch(ours.plan, ours.launch):
+        raise _Void(f"the launched kernel is not the planned one: {mismatch}")
+    if fault := procedure.fault(ours):
+        raise _Void(fault)
+
+    contenders: list[Contender] = []
+    outputs = {OURS: ours.out}
+    others: dict[str, dict[str, Any]] = {}
+    for peer in peers:
+        if isinstance(peer, Missing):
+            others[peer.name] = {"status": "missing", "reason": peer.reason}
+            continue
+        try:
+            contender, outputs[peer.name] = peer.contender(arrays, shape, procedure.inputs)
+            contenders.append(contender)
+        except Refused as refusal:
+            others[peer.name] = {"status": "refused", "reason": str(refusal)}
+
+    verdicts = procedure.judge(ours, outputs)
+    record["accuracy"] = dataclasses.asdict(verdicts[OURS])
+    if not verdicts[OURS].passed:
+        raise _Void(verdicts[OURS].reason)
+    if reason := _another_call(flashmoe, arrays, procedure.again, ours):
+        raise _Void(reason)
+    for name in [c.name for c in contenders if not verdicts[c.name].passed]:
+        others[name] = {"status": "void", "reason": verdicts[name].reason}
+    timed = Contender(OURS, procedure.timed)
+    return verdicts, others, [timed, *(c for c in contenders if c.name not in others)]
+
+
+def _another_call(flashmoe: Any, arrays: Arrays, again: Callable[[], Any], checked: Checked) -> str:
     """How the call that is to be timed differs from the one that was checked, "" when it does not.
 
     The one writes into an output of its own making, the other into ours; both must be the planned
     launch, and give the same bits.
     """
-    out = timed.call()
+    out = again()
     mismatch = launch_mismatch(checked.plan, as_dict(flashmoe.last_launch()))
     arrays.synchronize()
     if mismatch:
@@ -179,3 +196,68 @@ def time_contenders(
             if OURS in graphs and name in graphs:
                 entry["graph_against"] = compare(graphs[OURS], graphs[name], sampling.seed)
     return timed
+
+
+# ---- attention -------------------------------------------------------------------------------
+
+
+def make_inputs(arrays: Arrays, shape: Shape, seed: int = 0) -> Inputs:
+    """q, k, v of standard normal values, [batch, seq, heads, dim]."""
+    q = (shape.batch, shape.seq_q, shape.heads_q, shape.dim)
+    k = (shape.batch, shape.seq_k, shape.heads_kv, shape.dim)
+    v = (shape.batch, shape.seq_k, shape.heads_kv, shape.dim_v)
+    extents = enumerate((q, k, v))
+    made = [arrays.normal(e, shape.dtype, 3 * seed + i) for i, e in extents]
+    return made[0], made[1], made[2]
+
+
+@dataclasses.dataclass
+class OurCall:
+    """Our call on poisoned outputs, with its plan and the launch read back."""
+
+    out: Any
+    lse: Any
+    plan: dict[str, Any]
+    launch: dict[str, Any]
+
+
+def call_ours(
+    flashmoe: Any, arrays: Arrays, shape: Shape, inputs: Inputs, kernel: str | None
+) -> OurCall:
+    """Computes into outputs full of NaN, so that what is not written shows."""
+    out = arrays.poisoned((shape.batch, shape.seq_q, shape.heads_q, shape.dim_v), shape.dtype)
+    lse = arrays.poisoned((shape.batch, shape.heads_q, shape.seq_q), "fp32")
+    options = shape.options | {"layout": "bshd", "kernel": kernel}
+    plan = as_dict(flashmoe.attention_plan(*inputs, **options))
+    out, lse = flashmoe.flash_attention(*inputs, **options, out=out, lse=lse, return_lse=True)
+    launch = as_dict(flashmoe.last_launch())
+    arrays.synchronize()
+    return OurCall(out, lse, plan, launch)
+
+
+def measure(
+    flashmoe: Any,
+    arrays: Arrays,
+    shape: Shape,
+    peers: Sequence[Peer | Missing],
+    sampling: Sampling,
+    kernel: str | None = None,
+    ceiling: float | None = None,
+) -> dict[str, Any]:
+    """The record of one shape of attention: see measure_row."""
+    inputs = make_inputs(arrays, shape, sampling.seed)
+    options: Mapping[str, Any] = shape.options | {"layout": "bshd", "kernel": kernel}
+
+    def call() -> Any:
+        return flashmoe.flash_attention(*inputs, **options)
+
+    procedure = Procedure(
+        inputs,
+        checked=lambda: call_ours(flashmoe, arrays, shape, inputs, kernel),
+        judge=lambda ours, outputs: judge(arrays, shape, inputs, outputs, ours.lse),
+        again=call,
+        timed=call,
+    )
+    return measure_row(
+        flashmoe, arrays, shape, peers, sampling, ceiling, procedure, describe(shape)
+    )

@@ -9,11 +9,11 @@ from typing import Any
 
 from flashmoe_science.cli.arrays import Arrays
 from flashmoe_science.cli.environment import as_dict
-from flashmoe_science.cli.measure import OURS, describe, launch_mismatch, time_contenders
+from flashmoe_science.cli.measure import Procedure, describe, measure_row
 from flashmoe_science.cli.moe_inputs import MoeInputs, make_moe_inputs
 from flashmoe_science.cli.moe_reference import judge_moe, loads, routing_fault
 from flashmoe_science.cli.moe_shapes import MoeShape
-from flashmoe_science.cli.peers.peer import Missing, Peer, Refused
+from flashmoe_science.cli.peers.peer import Missing, Peer
 from flashmoe_science.cli.timing import Contender, Sampling
 
 BOUND = "dense"
@@ -28,10 +28,6 @@ class OurCall:
     out: Any
     plan: dict[str, Any]
     launch: dict[str, Any]
-
-    def mismatch(self) -> str:
-        """How the last launch differs from the plan's last one, "" when it does not."""
-        return launch_mismatch(self.plan["launches"][-1], self.launch)
 
 
 def our_call(
@@ -92,78 +88,44 @@ def measure_moe(
     kernel: str | None = None,
     ceiling: float | None = None,
 ) -> dict[str, Any]:
-    """The record of one shape. A void row has a reason and no times at all.
+    """The record of one mixture of experts: see measure_row.
 
-    `ceiling` is what a matrix product of the shape's dtype reaches here, in FLOP/s.
+    Beside the rest it has the loads of experts, the rate at which their weights are read, and, of
+    many tokens, the time of plain products of the same FLOPs.
     """
     record = describe(shape)
-
-    def void(reason: str) -> dict[str, Any]:
-        return record | {"status": "void", "reason": reason}
-
     inputs = make_moe_inputs(arrays, shape, sampling.seed)
     record["routing"] = loads(arrays, shape, inputs.logits[0])
     active = sum(loads(arrays, shape, x)["active_experts"] for x in inputs.logits)
     active_mean = active / len(inputs.logits)
     record["bytes"] = shape.traffic(round(active_mean))
-    try:
-        ours = call_ours(flashmoe, arrays, shape, inputs, kernel)
-    except (flashmoe.FlashMoEError, ValueError, TypeError, RuntimeError) as error:
-        return void(f"the call failed: {error}")
-    record |= {"plan": ours.plan, "launch": ours.launch}
-    if mismatch := ours.mismatch():
-        return void(f"the launched kernel is not the planned one: {mismatch}")
-    if fault := routing_fault(arrays, shape, inputs.logits[0], ours.routing):
-        return void(fault)
-
-    contenders: list[Contender] = []
-    outputs = {OURS: ours.out}
-    others: dict[str, dict[str, Any]] = {}  # peers without times
-    versions = {OURS: str(flashmoe.__version__)}
-    for peer in peers:
-        if isinstance(peer, Missing):
-            others[peer.name] = {"status": "missing", "reason": peer.reason}
-            continue
-        versions[peer.name] = peer.version()
-        try:
-            contender, outputs[peer.name] = peer.contender(arrays, shape, inputs)
-            contenders.append(contender)
-        except Refused as refusal:
-            others[peer.name] = {"status": "refused", "reason": str(refusal)}
-
-    verdicts = judge_moe(arrays, shape, inputs, outputs)
-    record["accuracy"] = dataclasses.asdict(verdicts[OURS])
-    if not verdicts[OURS].passed:
-        return void(verdicts[OURS].reason)
     call = our_call(flashmoe, shape, inputs, kernel)
-    again = call(inputs.logits[0])
-    launch = as_dict(flashmoe.last_launch())
-    arrays.synchronize()
-    if mismatch := dataclasses.replace(ours, launch=launch).mismatch():
-        return void(f"the kernel launched by the timed call is not the planned one: {mismatch}")
-    if not bool((again == ours.out).all()):
-        return void("the timed call gives other values than the one that was checked")
-    for name in [c.name for c in contenders if not verdicts[c.name].passed]:
-        others[name] = {"status": "void", "reason": verdicts[name].reason}
-    timed_call = Contender(OURS, inputs.rotation(call))
-    contenders = [timed_call, *(c for c in contenders if c.name not in others)]
-    del outputs, ours, again
-    if shape.tokens >= _BOUND_TOKENS:
-        contenders.append(dense_bound(arrays, shape, sampling.seed))
 
-    timed = time_contenders(arrays, shape, contenders, sampling, ceiling)
-    bound = timed.pop(BOUND, None)
-    for name, entry in timed.items():
+    def beside() -> list[Contender]:
+        few = shape.tokens < _BOUND_TOKENS
+        return [] if few else [dense_bound(arrays, shape, sampling.seed)]
+
+    procedure = Procedure(
+        inputs,
+        checked=lambda: call_ours(flashmoe, arrays, shape, inputs, kernel),
+        judge=lambda ours, outputs: judge_moe(arrays, shape, inputs, outputs),
+        again=lambda: call(inputs.logits[0]),
+        timed=inputs.rotation(call),
+        fault=lambda ours: routing_fault(arrays, shape, inputs.logits[0], ours.routing),
+        beside=beside,
+    )
+    made = measure_row(flashmoe, arrays, shape, peers, sampling, ceiling, procedure, record)
+    if made["status"] != "ok":
+        return made
+    bound = made["contenders"].pop(BOUND, None)
+    for entry in made["contenders"].values():
+        if entry["status"] != "ok":
+            continue
         seconds = entry.get("graph_s") or entry["median_s"]
         entry["weight_bytes_per_s"] = active_mean * shape.expert_bytes / seconds
         if bound is not None:
             entry["bound_fraction"] = bound["median_s"] / entry["median_s"]
-        if name != OURS:
-            entry["accuracy"] = dataclasses.asdict(verdicts[name])
     if bound is not None:
         kept = ("median_s", "q1_s", "q3_s", "samples_s", "tflops")
-        record["bound"] = {key: bound[key] for key in kept}
-    record["contenders"] = timed | others
-    for name, entry in record["contenders"].items():
-        entry |= {"version": versions[name]} if versions.get(name) else {}
-    return record
+        made["bound"] = {key: bound[key] for key in kept}
+    return made

@@ -81,6 +81,12 @@ CUresult current_context(CUcontext* context) {
   return CUDA_SUCCESS;
 }
 
+CUresult device_of_context(CUdevice* device) {
+  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
+  *device = current_device;
+  return CUDA_SUCCESS;
+}
+
 CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
                 const cuuint64_t* extents, const cuuint64_t* steps, const cuuint32_t* box,
                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
@@ -249,6 +255,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
       {"cuLaunchKernelEx", reinterpret_cast<void*>(&launch_by_driver), false},
       {"cuStreamGetCtx", reinterpret_cast<void*>(&context_of_stream), false},
       {"cuCtxGetCurrent", reinterpret_cast<void*>(&current_context), false},
+      {"cuCtxGetDevice", reinterpret_cast<void*>(&device_of_context), false},
   };
   for (const auto& one : functions) {
     if (std::strcmp(name, one.name) != 0 || version != 12000) continue;

@@ -1,0 +1,97 @@
+// One call of XLA's: what a handler reads from its frame, and how it answers. XLA owns every buffer
+// and, on CUDA, the stream and the workspace. Handlers run without the GIL.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "bindings/workspace.h"
+#include "bindings/xla_ffi_abi.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe::xla {
+
+inline constexpr size_t kWorkspaceAlignment = 256;
+inline constexpr size_t kAnyAlignment = 1;  // XLA refuses to be asked for what kernels need
+
+Error* fail(const CallFrame& frame, ErrorCode code, const char* message);
+
+// With the library's sentence of the call that just failed on this thread.
+Error* fail(const CallFrame& frame, flashmoe_status status);
+
+// Of a frame that Python did not make.
+Error* fail_foreign(const CallFrame& frame);
+
+// A buffer as the library takes it; of other element types one that it refuses.
+flashmoe_tensor view(const void* buffer, flashmoe_device device);
+
+// Whether all arguments are buffers, as all results are.
+bool has_buffers_alone(const CallFrame& frame);
+
+// Value of an attribute, which the Python side always passes with this very type; false without.
+bool read(const Attributes& attributes, const char* name, int32_t* value);
+bool read(const Attributes& attributes, const char* name, uint32_t* value);  // an int32 of XLA's
+bool read(const Attributes& attributes, const char* name, int64_t* value);
+bool read(const Attributes& attributes, const char* name, float* value);
+bool read(const Attributes& attributes, const char* name, std::string* value);
+
+// Runs an operation of the C ABI on XLA's stream, with XLA's memory as the workspace; on the CPU
+// with host memory.
+template <class Params>
+Error* run(const CallFrame& frame, flashmoe_device device,
+           flashmoe_status (*workspace_size)(const Params*, size_t*),
+           flashmoe_status (*operation)(const Params*, void*, size_t, void*),
+           const Params& params) {
+  if (device.device_type != FLASHMOE_DEVICE_CUDA) {
+    const flashmoe_status status = run_on_host(workspace_size, operation, params);
+    return status == FLASHMOE_OK ? nullptr : fail(frame, status);
+  }
+  GetStreamArguments stream = {sizeof stream, nullptr, frame.context, nullptr};
+  if (Error* error = frame.api->get_stream(&stream)) return error;
+  size_t bytes = 0;
+  flashmoe_status status = workspace_size(&params, &bytes);
+  if (status != FLASHMOE_OK) return fail(frame, status);
+  const size_t most = bytes > 0 ? bytes + kWorkspaceAlignment - kAnyAlignment : 0;
+  AllocateArguments memory = {sizeof memory, nullptr, frame.context, most, kAnyAlignment, nullptr};
+  if (most > 0) {
+    if (Error* error = frame.api->allocate(&memory)) return error;
+  }
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(memory.data) + kWorkspaceAlignment - 1;
+  void* const workspace =
+      reinterpret_cast<void*>(begin / kWorkspaceAlignment * kWorkspaceAlignment);
+  status = operation(&params, most > 0 ? workspace : nullptr, bytes, stream.stream);
+  Error* const failure = status == FLASHMOE_OK ? nullptr : fail(frame, status);
+  if (most > 0) {  // in the order of the stream: after the launch that uses it
+    FreeArguments release = {sizeof release, nullptr, frame.context, most, memory.data};
+    if (Error* error = frame.api->free(&release)) {
+      if (failure == nullptr) return error;
+      DestroyErrorArguments destroy = {sizeof destroy, nullptr, error};
+      frame.api->destroy_error(&destroy);
+    }
+  }
+  return failure;
+}
+
+// Whether XLA asked for metadata; if so they are filled.
+bool answer_metadata(const CallFrame& frame, uint32_t traits);
+
+// The CUDA device of a call.
+Error* device_of(const CallFrame& frame, flashmoe_device* device);
+
+// The handlers of an operation, which is a function of a frame and a device.
+template <Error* (*kOperation)(const CallFrame&, flashmoe_device)>
+Error* handle_on_cpu(CallFrame* frame) {
+  if (answer_metadata(*frame, 0)) return nullptr;
+  return kOperation(*frame, {FLASHMOE_DEVICE_CPU, 0});
+}
+
+template <Error* (*kOperation)(const CallFrame&, flashmoe_device)>
+Error* handle_on_cuda(CallFrame* frame) {
+  if (answer_metadata(*frame, kCommandBufferCompatible)) return nullptr;
+  flashmoe_device device;
+  if (Error* error = device_of(*frame, &device)) return error;
+  return kOperation(*frame, device);
+}
+
+}  // namespace flashmoe::xla

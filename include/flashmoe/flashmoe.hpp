@@ -1,0 +1,885 @@
+// FlashMoE for C++17: header-only, over the C ABI of flashmoe.h and nothing else.
+//
+//   std::vector<float> q(2 * 128 * 8 * 64), k(q), v(q), out(q);
+//   flashmoe::AttentionForward call;
+//   call.q = {q.data(), {2, 128, 8, 64}};  // [batch, seq, heads, dim]
+//   call.k = {k.data(), {2, 128, 8, 64}};
+//   call.v = {v.data(), {2, 128, 8, 64}};
+//   call.out = {out.data(), {2, 128, 8, 64}};
+//   call.causal = flashmoe::Causal::bottom_right;
+//   flashmoe::Workspace workspace;         // keep it for the next call
+//   flashmoe::run(call, workspace);
+//
+// A call is a plain struct of views and options: AttentionForward, MoeRoute, MoeForward or
+// GroupedProduct. What its fields mean is said where the C ABI says it, in flashmoe.h and moe.h; a
+// field that is left alone is "none" or the default. Every call has the same four functions: plan,
+// workspace_size, run with memory of the caller's, run with a workspace that grows by itself.
+//
+// Errors: the functions return Result<T>. With exceptions that is T, and a failure throws Error,
+// whose what() is the library's sentence. With FLASHMOE_NO_EXCEPTIONS defined (it is where the
+// compiler has no exceptions) it is T or a status with the sentence, to be looked at before use.
+// Both kinds may be linked into one program.
+//
+// A call costs what it costs in C and some ten nanoseconds: views and calls are trivially copyable,
+// and nothing here allocates but Buffer, Workspace and Routing, and those only what they are asked
+// for.
+#ifndef FLASHMOE_FLASHMOE_HPP_
+#define FLASHMOE_FLASHMOE_HPP_
+
+#include <cassert>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <new>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include "flashmoe/flashmoe.h"
+
+#if !defined(FLASHMOE_NO_EXCEPTIONS) && !defined(__cpp_exceptions)
+#define FLASHMOE_NO_EXCEPTIONS
+#endif
+
+#ifndef FLASHMOE_NO_EXCEPTIONS
+#include <stdexcept>
+#endif
+
+// CUDA's 16-bit numbers, whose headers are not needed here.
+struct __half;
+struct __nv_bfloat16;
+
+namespace flashmoe {
+
+// Two kinds of the same functions must not be taken for one another by the linker, nor for what
+// libflashmoe.a holds within.
+#ifdef FLASHMOE_NO_EXCEPTIONS
+inline namespace without_exceptions {
+#else
+inline namespace with_exceptions {
+#endif
+
+// ---- errors -------------------------------------------------------------------------------------
+
+namespace detail {
+
+// A status and its sentence: the library's, which is valid until the next failure on this thread.
+struct Outcome {
+  flashmoe_status status = FLASHMOE_OK;
+  const char* message = "";
+
+  Outcome() = default;
+  Outcome(flashmoe_status from_library)  // NOLINT: every call's result becomes one
+      : status(from_library), message(from_library == FLASHMOE_OK ? "" : flashmoe_last_error()) {}
+  Outcome(flashmoe_status failure, const char* sentence) : status(failure), message(sentence) {}
+};
+
+// The sentence of a failure that this header found, valid as long as the library's.
+inline char* own_sentence() noexcept {
+  thread_local char sentence[160];
+  return sentence;
+}
+constexpr std::size_t kOwnSentence = 160;
+
+}  // namespace detail
+
+#ifdef FLASHMOE_NO_EXCEPTIONS
+
+// A T, or why there is none. Look at it before using the value, as at a std::expected.
+template <class T>
+class [[nodiscard]] Result {
+ public:
+  Result(detail::Outcome outcome, T value) : outcome_(outcome), value_(std::move(value)) {}
+
+  bool has_value() const noexcept { return outcome_.status == FLASHMOE_OK; }
+  explicit operator bool() const noexcept { return has_value(); }
+
+  T& operator*() & noexcept { return assert(has_value()), value_; }
+  const T& operator*() const& noexcept { return assert(has_value()), value_; }
+  T&& operator*() && noexcept { return assert(has_value()), std::move(value_); }
+  T* operator->() noexcept { return assert(has_value()), &value_; }
+  const T* operator->() const noexcept { return assert(has_value()), &value_; }
+
+  flashmoe_status status() const noexcept { return outcome_.status; }
+  // The sentence that names the argument, what it got and what is accepted; "" without a failure.
+  // Valid until the next failing call on this thread.
+  const char* message() const noexcept { return outcome_.message; }
+
+ private:
+  detail::Outcome outcome_;
+  T value_;
+};
+
+// Done, or why not.
+template <>
+class [[nodiscard]] Result<void> {
+ public:
+  Result(detail::Outcome outcome) : outcome_(outcome) {}  // NOLINT: as a return value
+
+  bool has_value() const noexcept { return outcome_.status == FLASHMOE_OK; }
+  explicit operator bool() const noexcept { return has_value(); }
+  flashmoe_status status() const noexcept { return outcome_.status; }
+  const char* message() const noexcept { return outcome_.message; }
+
+ private:
+  detail::Outcome outcome_;
+};
+
+namespace detail {
+
+template <class T>
+Result<std::decay_t<T>> result(Outcome outcome, T&& value) {
+  return {outcome, std::forward<T>(value)};
+}
+inline Result<void> result(Outcome outcome) { return outcome; }
+
+}  // namespace detail
+
+#else
+
+// A failed call. what() is the sentence that names the argument, what it got and what is accepted.
+class Error : public std::runtime_error {
+ public:
+  Error(flashmoe_status status, const char* sentence)
+      : std::runtime_error(sentence), status_(status) {}
+
+  flashmoe_status status() const noexcept { return status_; }
+  // Such as "FLASHMOE_ERROR_INVALID_ARGUMENT".
+  const char* status_name() const noexcept { return flashmoe_status_name(status_); }
+
+ private:
+  flashmoe_status status_;
+};
+
+// What a function returns that throws Error when it fails.
+template <class T>
+using Result = T;
+
+namespace detail {
+
+inline void result(Outcome outcome) {
+  if (outcome.status != FLASHMOE_OK) throw Error(outcome.status, outcome.message);
+}
+template <class T>
+std::decay_t<T> result(Outcome outcome, T&& value) {
+  result(outcome);
+  return std::forward<T>(value);
+}
+
+}  // namespace detail
+
+#endif
+
+// ---- devices and dtypes -------------------------------------------------------------------------
+
+// Where a tensor's elements are.
+class Device {
+ public:
+  static constexpr Device cpu() noexcept { return Device(FLASHMOE_DEVICE_CPU, 0); }
+  static constexpr Device cuda(int32_t id = 0) noexcept { return Device(FLASHMOE_DEVICE_CUDA, id); }
+  // Pinned memory of the host, computed on the CPU.
+  static constexpr Device cuda_host() noexcept { return Device(FLASHMOE_DEVICE_CUDA_HOST, 0); }
+
+  constexpr explicit Device(flashmoe_device device) noexcept : device_(device) {}
+  constexpr flashmoe_device c() const noexcept { return device_; }
+
+ private:
+  constexpr Device(flashmoe_device_type type, int32_t id) noexcept : device_{type, id} {}
+
+  flashmoe_device device_;
+};
+
+// Types of elements.
+inline constexpr flashmoe_dtype kFp16 = {FLASHMOE_DTYPE_FLOAT, 16, 1};
+inline constexpr flashmoe_dtype kBf16 = {FLASHMOE_DTYPE_BFLOAT, 16, 1};
+inline constexpr flashmoe_dtype kFp32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
+inline constexpr flashmoe_dtype kInt32 = {FLASHMOE_DTYPE_INT, 32, 1};
+inline constexpr flashmoe_dtype kInt64 = {FLASHMOE_DTYPE_INT, 64, 1};
+
+// The dtype of a C++ type. Specialise it for a 16-bit type of your own:
+//   template <> struct flashmoe::DtypeOf<my::bfloat16> {
+//     static constexpr flashmoe_dtype value = flashmoe::kBf16;
+//   };
+template <class T>
+struct DtypeOf;
+template <>
+struct DtypeOf<float> {
+  static constexpr flashmoe_dtype value = kFp32;
+};
+template <>
+struct DtypeOf<int32_t> {
+  static constexpr flashmoe_dtype value = kInt32;
+};
+template <>
+struct DtypeOf<int64_t> {
+  static constexpr flashmoe_dtype value = kInt64;
+};
+template <>
+struct DtypeOf<::__half> {
+  static constexpr flashmoe_dtype value = kFp16;
+};
+template <>
+struct DtypeOf<::__nv_bfloat16> {
+  static constexpr flashmoe_dtype value = kBf16;
+};
+
+// ---- views --------------------------------------------------------------------------------------
+
+// The most dimensions that a view keeps; no tensor of any call has more.
+inline constexpr int kMaxRank = 8;
+
+// Extents or strides of a view, in elements. Valid as long as the view.
+class Extents {
+ public:
+  constexpr Extents(const int64_t* first, std::size_t count) noexcept
+      : first_(first), count_(count) {}
+  constexpr const int64_t* data() const noexcept { return first_; }
+  constexpr std::size_t size() const noexcept { return count_; }
+  constexpr const int64_t* begin() const noexcept { return first_; }
+  constexpr const int64_t* end() const noexcept { return first_ + count_; }
+  constexpr int64_t operator[](std::size_t axis) const noexcept { return first_[axis]; }
+
+ private:
+  const int64_t* first_;
+  std::size_t count_;
+};
+
+// A strided view of elements that somebody else owns: a pointer, a device, a dtype, and up to
+// kMaxRank extents and strides, which it holds itself, so that it can be copied and returned.
+// `Void` is void, or const void where the library only reads. A view that was default-constructed
+// is absent: "not wanted", or "none".
+template <class Void>
+class BasicTensorView {
+  template <class T>
+  using IfElement = std::enable_if_t<std::is_convertible_v<T*, Void*>>;
+
+ public:
+  constexpr BasicTensorView() noexcept = default;
+
+  // Contiguous, row-major: TensorView(data, {batch, seq, heads, dim}).
+  template <class T, std::size_t kRank, class = IfElement<T>>
+  BasicTensorView(T* data, const int64_t (&shape)[kRank], Device device = Device::cpu()) noexcept
+      : BasicTensorView(data, DtypeOf<std::remove_const_t<T>>::value, shape, device) {}
+
+  // With strides, in elements.
+  template <class T, std::size_t kRank, class = IfElement<T>>
+  BasicTensorView(T* data, const int64_t (&shape)[kRank], const int64_t (&strides)[kRank],
+                  Device device = Device::cpu()) noexcept
+      : BasicTensorView(data, DtypeOf<std::remove_const_t<T>>::value, shape, strides, device) {}
+
+  // Of a dtype that is known at run time only.
+  template <std::size_t kRank>
+  BasicTensorView(Void* data, flashmoe_dtype dtype, const int64_t (&shape)[kRank],
+                  Device device = Device::cpu()) noexcept {
+    static_assert(kRank <= kMaxRank, "a view has at most kMaxRank dimensions");
+    assign(data, dtype, static_cast<int>(kRank), shape, nullptr, device);
+  }
+  template <std::size_t kRank>
+  BasicTensorView(Void* data, flashmoe_dtype dtype, const int64_t (&shape)[kRank],
+                  const int64_t (&strides)[kRank], Device device = Device::cpu()) noexcept {
+    static_assert(kRank <= kMaxRank, "a view has at most kMaxRank dimensions");
+    assign(data, dtype, static_cast<int>(kRank), shape, strides, device);
+  }
+
+  // Of a DLPack DLTensor, cast to flashmoe_tensor. One of more than kMaxRank dimensions is refused
+  // by the call that it is given to.
+  explicit BasicTensorView(const flashmoe_tensor& tensor) noexcept {
+    assign(moved(tensor.data, tensor.byte_offset), tensor.dtype, tensor.ndim, tensor.shape,
+           tensor.strides, Device(tensor.device));
+  }
+
+  // A view for writing is one for reading, too.
+  template <class Other, class = std::enable_if_t<std::is_same_v<Void, const Other>>>
+  BasicTensorView(const BasicTensorView<Other>& other) noexcept {  // NOLINT: as of std::span
+    if (other) {
+      assign(other.data(), other.dtype(), other.rank(), other.shape().data(),
+             other.strides().data(), other.device());
+    }
+  }
+
+  // Whether there is a tensor.
+  constexpr explicit operator bool() const noexcept { return rank_ >= 0; }
+
+  constexpr Void* data() const noexcept { return data_; }
+  constexpr flashmoe_dtype dtype() const noexcept { return dtype_; }
+  constexpr Device device() const noexcept { return Device(device_); }
+  constexpr int rank() const noexcept { return rank_; }
+  constexpr Extents shape() const noexcept { return {shape_, kept()}; }
+  constexpr Extents strides() const noexcept { return {strides_, kept()}; }
+
+  // Positions [first, first + count) of an axis. No copy: another view of the same elements.
+  BasicTensorView slice(int axis, int64_t first, int64_t count) const noexcept {
+    assert(axis >= 0 && axis < rank_ && axis < kMaxRank);
+    assert(first >= 0 && count >= 0 && first <= shape_[axis] - count);
+    BasicTensorView result = *this;
+    result.shape_[axis] = count;
+    result.data_ = moved(data_, static_cast<uint64_t>(first * strides_[axis] * (dtype_.bits / 8)));
+    return result;
+  }
+
+  // With two axes exchanged, such as a weight [E, H, I] that is stored as [E, I, H].
+  BasicTensorView transpose(int a, int b) const noexcept {
+    assert(a >= 0 && a < rank_ && a < kMaxRank && b >= 0 && b < rank_ && b < kMaxRank);
+    BasicTensorView result = *this;
+    std::swap(result.shape_[a], result.shape_[b]);
+    std::swap(result.strides_[a], result.strides_[b]);
+    return result;
+  }
+
+  // As the C ABI and DLPack have it. Points into this view, which must outlive it.
+  flashmoe_tensor c() const noexcept {
+    flashmoe_tensor tensor = {};
+    tensor.data = const_cast<void*>(data_);  // what is const is an input, which is not written
+    tensor.device = device_;
+    tensor.ndim = rank_;
+    tensor.dtype = dtype_;
+    tensor.shape = shape_;
+    tensor.strides = strides_;
+    return tensor;
+  }
+
+ private:
+  constexpr std::size_t kept() const noexcept {
+    return static_cast<std::size_t>(rank_ < 0 ? 0 : rank_ < kMaxRank ? rank_ : kMaxRank);
+  }
+
+  // As a number, since an empty tensor's pointer may be null.
+  static Void* moved(Void* data, uint64_t bytes) noexcept {
+    return reinterpret_cast<Void*>(reinterpret_cast<std::uintptr_t>(data) + bytes);
+  }
+
+  void assign(Void* data, flashmoe_dtype dtype, int rank, const int64_t* shape,
+              const int64_t* strides, Device device) noexcept {
+    data_ = data;
+    device_ = device.c();
+    rank_ = rank;
+    dtype_ = dtype;
+    uint64_t packed = 1;  // may wrap: the library refuses such a shape
+    for (std::size_t axis = kept(); axis-- > 0;) {
+      shape_[axis] = shape[axis];
+      strides_[axis] = strides != nullptr ? strides[axis] : static_cast<int64_t>(packed);
+      packed *= static_cast<uint64_t>(shape[axis]);
+    }
+  }
+
+  Void* data_ = nullptr;
+  flashmoe_device device_ = {FLASHMOE_DEVICE_CPU, 0};
+  int32_t rank_ = -1;
+  flashmoe_dtype dtype_ = {};
+  int64_t shape_[kMaxRank] = {};
+  int64_t strides_[kMaxRank] = {};
+};
+
+// For what is written, and for what is read.
+using TensorView = BasicTensorView<void>;
+using ConstTensorView = BasicTensorView<const void>;
+
+// ---- calls --------------------------------------------------------------------------------------
+
+// Order of the axes of q, k, v and out: [batch, seq, heads, dim] or [batch, heads, seq, dim].
+enum class Layout : int32_t { bshd = FLASHMOE_LAYOUT_BSHD, bhsd = FLASHMOE_LAYOUT_BHSD };
+
+// Which keys j a query i sees: all, j <= i + seq_k - seq_q, or j <= i.
+enum class Causal : int32_t {
+  none = FLASHMOE_CAUSAL_NONE,
+  bottom_right = FLASHMOE_CAUSAL_BOTTOM_RIGHT,
+  top_left = FLASHMOE_CAUSAL_TOP_LEFT
+};
+
+// How logits choose and weigh experts.
+enum class Scoring : int32_t {
+  softmax = FLASHMOE_MOE_SOFTMAX,
+  topk_softmax = FLASHMOE_MOE_TOPK_SOFTMAX,
+  sigmoid = FLASHMOE_MOE_SIGMOID
+};
+
+// Where the rows of the gate and of up are.
+enum class Gate : int32_t {
+  gate_up = FLASHMOE_MOE_GATE_UP,
+  up_gate = FLASHMOE_MOE_UP_GATE,
+  interleaved = FLASHMOE_MOE_INTERLEAVED,
+  separate = FLASHMOE_MOE_SEPARATE,
+  none = FLASHMOE_MOE_NO_GATE
+};
+
+enum class Activation : int32_t {
+  silu = FLASHMOE_ACTIVATION_SILU,
+  gelu = FLASHMOE_ACTIVATION_GELU,
+  gelu_tanh = FLASHMOE_ACTIVATION_GELU_TANH,
+  relu = FLASHMOE_ACTIVATION_RELU,
+  relu2 = FLASHMOE_ACTIVATION_RELU2
+};
+
+// Attention, forward: flashmoe_attention_forward.
+struct AttentionForward {
+  ConstTensorView q;  // [batch, seq_q, heads_q, dim], in layout bshd
+  ConstTensorView k;  // [batch, seq_k, heads_kv, dim]
+  ConstTensorView v;  // [batch, seq_k, heads_kv, dim_v]
+  TensorView out;     // [batch, seq_q, heads_q, dim_v]
+  TensorView lse;     // [batch, heads_q, seq_q] fp32; absent: not wanted
+  Layout layout = Layout::bshd;
+  Causal causal = Causal::none;
+  float scale = 0;                      // 0: 1 / sqrt(dim)
+  float softcap = 0;                    // 0: none
+  std::optional<int64_t> window_left;   // keys before the query's; absent: no bound
+  std::optional<int64_t> window_right;  // keys behind the query's; absent: no bound
+  const char* kernel = nullptr;         // nullptr: the best here
+};
+
+// Routing of T tokens to K of E experts each: flashmoe_moe_route.
+struct MoeRoute {
+  ConstTensorView logits;          // [T, E]; absent with given_ids
+  ConstTensorView selection_bias;  // [E] fp32; absent: none
+  ConstTensorView given_ids;       // [T, K] int32, int64; absent with logits
+  ConstTensorView given_weights;   // [T, K]; absent: all 1
+  ConstTensorView expert_map;      // [any] int32; absent: as is
+  TensorView ids;                  // [T, K] int32
+  TensorView weights;              // [T, K] fp32
+  TensorView offsets;              // [E + 1] int32
+  TensorView pairs;                // [T * K] int32
+  TensorView slots;                // [T, K] int32
+  TensorView lse;                  // [T] fp32; absent: not wanted
+  Scoring scoring = Scoring::softmax;
+  bool renormalize = false;
+  int32_t num_groups = 0;  // 0: no groups
+  int32_t top_groups = 0;
+  float scale = 0;  // 0: 1
+};
+
+// A layer of E experts: flashmoe_moe_forward.
+struct MoeForward {
+  ConstTensorView x;          // [T, H]
+  ConstTensorView w_gate_up;  // [E, 2I, H]; [E, I, H] with gate separate or none
+  ConstTensorView w_up;       // [E, I, H], with gate separate only
+  ConstTensorView w_down;     // [E, H, I]
+  ConstTensorView b_gate_up;  // [E, rows of that matrix]; absent: none
+  ConstTensorView b_up;
+  ConstTensorView b_down;
+  ConstTensorView weights;  // as MoeRoute wrote them, like the next three
+  ConstTensorView offsets;
+  ConstTensorView pairs;
+  ConstTensorView slots;
+  TensorView out;             // [T, H]
+  TensorView pre_activation;  // [T * K, 2I]; absent: not wanted
+  Gate gate = Gate::gate_up;
+  Activation activation = Activation::silu;
+  float alpha = 0;  // 0: 1
+  float limit = 0;  // 0: none
+  float up_offset = 0;
+  bool weight_on_input = false;
+  const char* kernel = nullptr;  // nullptr: the best here
+};
+
+// One product an expert: flashmoe_grouped_product.
+struct GroupedProduct {
+  ConstTensorView x;        // [rows, K] with offsets, or [E, M, K] with counts
+  ConstTensorView w;        // [E, N, K]
+  ConstTensorView bias;     // [E, N]; absent: none
+  ConstTensorView offsets;  // [E + 1] int32
+  ConstTensorView counts;   // [E] int32
+  TensorView out;           // [rows, N] or [E, M, N]
+  const char* kernel = nullptr;
+};
+
+namespace detail {
+
+// A view as the C ABI takes it: a pointer that is null where the view is absent.
+class Argument {
+ public:
+  template <class Void>
+  explicit Argument(const BasicTensorView<Void>& view) noexcept
+      : tensor_(view.c()), present_(static_cast<bool>(view)) {}
+  Argument(const Argument&) = delete;
+  Argument& operator=(const Argument&) = delete;
+  operator const flashmoe_tensor*() const noexcept {  // NOLINT: that is what it is for
+    return present_ ? &tensor_ : nullptr;
+  }
+
+ private:
+  flashmoe_tensor tensor_;
+  bool present_;
+};
+
+// The parameters of a call in C, and the C functions that take them.
+template <class Call>
+struct Bound;
+
+template <>
+struct Bound<AttentionForward> {
+  using Plan = flashmoe_attention_plan;
+  static constexpr auto plan = flashmoe_attention_forward_plan;
+  static constexpr auto plan_init = flashmoe_attention_plan_init;
+  static constexpr auto workspace_size = flashmoe_attention_forward_workspace_size;
+  static constexpr auto run = flashmoe_attention_forward;
+
+  Argument q, k, v, out, lse;
+  flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
+
+  explicit Bound(const AttentionForward& call) noexcept
+      : q(call.q), k(call.k), v(call.v), out(call.out), lse(call.lse) {
+    params.q = q;
+    params.k = k;
+    params.v = v;
+    params.out = out;
+    params.lse = lse;
+    params.layout = static_cast<int32_t>(call.layout);
+    params.causal = static_cast<int32_t>(call.causal);
+    params.scale = call.scale;
+    params.kernel = call.kernel;
+    params.window = (call.window_left ? uint32_t{FLASHMOE_WINDOW_LEFT} : 0u) |
+                    (call.window_right ? uint32_t{FLASHMOE_WINDOW_RIGHT} : 0u);
+    params.softcap = call.softcap;
+    params.window_left = call.window_left.value_or(0);
+    params.window_right = call.window_right.value_or(0);
+  }
+};
+
+template <>
+struct Bound<MoeRoute> {
+  using Plan = flashmoe_moe_plan;
+  static constexpr auto plan = flashmoe_moe_route_plan;
+  static constexpr auto plan_init = flashmoe_moe_plan_init;
+  static constexpr auto workspace_size = flashmoe_moe_route_workspace_size;
+  static constexpr auto run = flashmoe_moe_route;
+
+  Argument logits, selection_bias, given_ids, given_weights, expert_map;
+  Argument ids, weights, offsets, pairs, slots, lse;
+  flashmoe_moe_route_params params = flashmoe_moe_route_params_init();
+
+  explicit Bound(const MoeRoute& call) noexcept
+      : logits(call.logits),
+        selection_bias(call.selection_bias),
+        given_ids(call.given_ids),
+        given_weights(call.given_weights),
+        expert_map(call.expert_map),
+        ids(call.ids),
+        weights(call.weights),
+        offsets(call.offsets),
+        pairs(call.pairs),
+        slots(call.slots),
+        lse(call.lse) {
+    params.logits = logits;
+    params.selection_bias = selection_bias;
+    params.given_ids = given_ids;
+    params.given_weights = given_weights;
+    params.expert_map = expert_map;
+    params.ids = ids;
+    params.weights = weights;
+    params.offsets = offsets;
+    params.pairs = pairs;
+    params.slots = slots;
+    params.lse = lse;
+    params.scoring = static_cast<int32_t>(call.scoring);
+    params.renormalize = call.renormalize ? 1 : 0;
+    params.num_groups = call.num_groups;
+    params.top_groups = call.top_groups;
+    params.scale = call.scale;
+  }
+};
+
+template <>
+struct Bound<MoeForward> {
+  using Plan = flashmoe_moe_plan;
+  static constexpr auto plan = flashmoe_moe_forward_plan;
+  static constexpr auto plan_init = flashmoe_moe_plan_init;
+  static constexpr auto workspace_size = flashmoe_moe_forward_workspace_size;
+  static constexpr auto run = flashmoe_moe_forward;
+
+  Argument x, w_gate_up, w_up, w_down, b_gate_up, b_up, b_down;
+  Argument weights, offsets, pairs, slots, out, pre_activation;
+  flashmoe_moe_forward_params params = flashmoe_moe_forward_params_init();
+
+  explicit Bound(const MoeForward& call) noexcept
+      : x(call.x),
+        w_gate_up(call.w_gate_up),
+        w_up(call.w_up),
+        w_down(call.w_down),
+        b_gate_up(call.b_gate_up),
+        b_up(call.b_up),
+        b_down(call.b_down),
+        weights(call.weights),
+        offsets(call.offsets),
+        pairs(call.pairs),
+        slots(call.slots),
+        out(call.out),
+        pre_activation(call.pre_activation) {
+    params.x = x;
+    params.w_gate_up = w_gate_up;
+    params.w_up = w_up;
+    params.w_down = w_down;
+    params.b_gate_up = b_gate_up;
+    params.b_up = b_up;
+    params.b_down = b_down;
+    params.weights = weights;
+    params.offsets = offsets;
+    params.pairs = pairs;
+    params.slots = slots;
+    params.out = out;
+    params.pre_activation = pre_activation;
+    params.gate = static_cast<int32_t>(call.gate);
+    params.activation = static_cast<int32_t>(call.activation);
+    params.alpha = call.alpha;
+    params.limit = call.limit;
+    params.up_offset = call.up_offset;
+    params.weight_on_input = call.weight_on_input ? 1 : 0;
+    params.kernel = call.kernel;
+  }
+};
+
+template <>
+struct Bound<GroupedProduct> {
+  using Plan = flashmoe_moe_plan;
+  static constexpr auto plan = flashmoe_grouped_product_plan;
+  static constexpr auto plan_init = flashmoe_moe_plan_init;
+  static constexpr auto workspace_size = flashmoe_grouped_product_workspace_size;
+  static constexpr auto run = flashmoe_grouped_product;
+
+  Argument x, w, bias, offsets, counts, out;
+  flashmoe_grouped_product_params params = flashmoe_grouped_product_params_init();
+
+  explicit Bound(const GroupedProduct& call) noexcept
+      : x(call.x),
+        w(call.w),
+        bias(call.bias),
+        offsets(call.offsets),
+        counts(call.counts),
+        out(call.out) {
+    params.x = x;
+    params.w = w;
+    params.bias = bias;
+    params.offsets = offsets;
+    params.counts = counts;
+    params.out = out;
+    params.kernel = call.kernel;
+  }
+};
+
+}  // namespace detail
+
+// How a call would be computed, as flashmoe_attention_plan or flashmoe_moe_plan. Launches nothing
+// and reads no tensor data.
+template <class Call>
+Result<typename detail::Bound<Call>::Plan> plan(const Call& call) {
+  const detail::Bound<Call> bound(call);
+  auto plan = detail::Bound<Call>::plan_init();
+  const detail::Outcome outcome = detail::Bound<Call>::plan(&bound.params, &plan);
+  return detail::result(outcome, plan);
+}
+
+// Bytes of workspace that a call needs.
+template <class Call>
+Result<std::size_t> workspace_size(const Call& call) {
+  const detail::Bound<Call> bound(call);
+  std::size_t bytes = 0;
+  const detail::Outcome outcome = detail::Bound<Call>::workspace_size(&bound.params, &bytes);
+  return detail::result(outcome, bytes);
+}
+
+// Runs a call in `workspace`, memory of the tensors' device of `bytes` bytes; on a GPU on `stream`,
+// a cudaStream_t.
+template <class Call>
+Result<void> run(const Call& call, void* workspace, std::size_t bytes, void* stream = nullptr) {
+  const detail::Bound<Call> bound(call);
+  return detail::result(detail::Bound<Call>::run(&bound.params, workspace, bytes, stream));
+}
+
+// ---- memory -------------------------------------------------------------------------------------
+
+// Memory of the host, aligned as every call accepts it. Other kinds of memory are classes like this
+// one: `allocate` returns nullptr when there is none left, `deallocate` takes back what it gave.
+struct HostMemory {
+  static constexpr std::align_val_t kAlignment{256};
+
+  void* allocate(std::size_t bytes) noexcept {
+    return ::operator new(bytes, kAlignment, std::nothrow);
+  }
+  void deallocate(void* memory, std::size_t) noexcept { ::operator delete(memory, kAlignment); }
+};
+
+// Memory that it owns: moved, not copied; given back when it goes.
+template <class Memory = HostMemory>
+class Buffer {
+ public:
+  explicit Buffer(Memory memory = {}) noexcept : memory_(std::move(memory)) {}
+  Buffer(Buffer&& other) noexcept
+      : memory_(other.memory_),
+        data_(std::exchange(other.data_, nullptr)),
+        size_(std::exchange(other.size_, 0)) {}
+  Buffer& operator=(Buffer&& other) noexcept {
+    if (this != &other) {
+      release();
+      memory_ = other.memory_;
+      data_ = std::exchange(other.data_, nullptr);
+      size_ = std::exchange(other.size_, 0);
+    }
+    return *this;
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { release(); }
+
+  void* data() const noexcept { return data_; }
+  std::size_t size() const noexcept { return size_; }
+
+  // At least `bytes` bytes. What was held is given back first where it is too small, so on a GPU no
+  // work that uses it may be under way, unless `Memory` sees to that (cudaFree does; so does
+  // cudaFreeAsync on the stream of the calls).
+  Result<void> reserve(std::size_t bytes) { return detail::result(try_reserve(bytes)); }
+
+  detail::Outcome try_reserve(std::size_t bytes) {
+    if (bytes <= size_) return {};
+    release();
+    data_ = memory_.allocate(bytes);
+    if (data_ == nullptr) {
+      std::snprintf(detail::own_sentence(), detail::kOwnSentence,
+                    "memory: got none of the %zu bytes that are needed", bytes);
+      return {FLASHMOE_ERROR_OUT_OF_MEMORY, detail::own_sentence()};
+    }
+    size_ = bytes;
+    return {};
+  }
+
+ private:
+  void release() noexcept {
+    if (data_ != nullptr) memory_.deallocate(data_, size_);
+    data_ = nullptr;
+    size_ = 0;
+  }
+
+  Memory memory_;
+  void* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+// The workspace of one thread's or one stream's calls, on the host: kept, it stops growing.
+using Workspace = Buffer<HostMemory>;
+
+// Runs a call in a workspace that grows where it is too small.
+template <class Call, class Memory>
+Result<void> run(const Call& call, Buffer<Memory>& workspace, void* stream = nullptr) {
+  const detail::Bound<Call> bound(call);
+  std::size_t bytes = 0;
+  detail::Outcome outcome = detail::Bound<Call>::workspace_size(&bound.params, &bytes);
+  if (outcome.status == FLASHMOE_OK) outcome = workspace.try_reserve(bytes);
+  if (outcome.status == FLASHMOE_OK) {
+    outcome = detail::Bound<Call>::run(&bound.params, workspace.data(), bytes, stream);
+  }
+  return detail::result(outcome);
+}
+
+// What routing writes and the layer reads, in one piece of memory.
+template <class Memory>
+class BasicRouting {
+ public:
+  // For `tokens` tokens with `top_k` of `num_experts` experts each, on `device`.
+  static Result<BasicRouting> create(int64_t tokens, int64_t top_k, int64_t num_experts,
+                                     Device device = Device::cpu(), Memory memory = {}) {
+    BasicRouting routing{Buffer<Memory>(std::move(memory))};
+    const detail::Outcome outcome = routing.allocate(tokens, top_k, num_experts, device);
+    return detail::result(outcome, std::move(routing));
+  }
+
+  const TensorView& ids() const noexcept { return ids_; }          // [T, K] int32
+  const TensorView& weights() const noexcept { return weights_; }  // [T, K] fp32
+  const TensorView& offsets() const noexcept { return offsets_; }  // [E + 1] int32
+  const TensorView& pairs() const noexcept { return pairs_; }      // [T * K] int32
+  const TensorView& slots() const noexcept { return slots_; }      // [T, K] int32
+
+  // Lets a routing write here.
+  void attach(MoeRoute& call) const noexcept {
+    call.ids = ids_;
+    call.weights = weights_;
+    call.offsets = offsets_;
+    call.pairs = pairs_;
+    call.slots = slots_;
+  }
+  // Lets a layer read what was written.
+  void attach(MoeForward& call) const noexcept {
+    call.weights = weights_;
+    call.offsets = offsets_;
+    call.pairs = pairs_;
+    call.slots = slots_;
+  }
+
+ private:
+  explicit BasicRouting(Buffer<Memory> buffer) noexcept : buffer_(std::move(buffer)) {}
+
+  detail::Outcome allocate(int64_t tokens, int64_t top_k, int64_t num_experts, Device device) {
+    // The most pairs that any call takes; more experts than this are refused by the call.
+    if (tokens < 0 || top_k < 0 || num_experts < 0 || tokens > INT32_MAX || top_k > INT32_MAX ||
+        num_experts >= INT32_MAX || tokens * top_k > INT32_MAX) {
+      std::snprintf(detail::own_sentence(), detail::kOwnSentence,
+                    "routing: got %lld tokens with %lld of %lld experts each, accepted are up to "
+                    "%lld pairs",
+                    static_cast<long long>(tokens), static_cast<long long>(top_k),
+                    static_cast<long long>(num_experts), static_cast<long long>(INT32_MAX));
+      return {FLASHMOE_ERROR_INVALID_ARGUMENT, detail::own_sentence()};
+    }
+    const int64_t pairs = tokens * top_k;
+    const std::size_t piece = align(static_cast<std::size_t>(pairs) * 4);
+    const std::size_t offsets = align(static_cast<std::size_t>(num_experts + 1) * 4);
+    const detail::Outcome outcome = buffer_.try_reserve(4 * piece + offsets);
+    if (outcome.status != FLASHMOE_OK) return outcome;
+    auto* const at = static_cast<unsigned char*>(buffer_.data());
+    ids_ = TensorView(at, kInt32, {tokens, top_k}, device);
+    weights_ = TensorView(at + piece, kFp32, {tokens, top_k}, device);
+    pairs_ = TensorView(at + 2 * piece, kInt32, {pairs}, device);
+    slots_ = TensorView(at + 3 * piece, kInt32, {tokens, top_k}, device);
+    offsets_ = TensorView(at + 4 * piece, kInt32, {num_experts + 1}, device);
+    return {};
+  }
+
+  static std::size_t align(std::size_t bytes) noexcept { return (bytes + 255) / 256 * 256; }
+
+  Buffer<Memory> buffer_;
+  TensorView ids_, weights_, offsets_, pairs_, slots_;
+};
+
+using Routing = BasicRouting<HostMemory>;
+
+// ---- the library --------------------------------------------------------------------------------
+
+// Version of the loaded library: major * 10000 + minor * 100 + patch.
+inline uint32_t version() noexcept { return flashmoe_version(); }
+
+// What is in the library.
+inline Result<flashmoe_build_info> build_info() {
+  flashmoe_build_info info = flashmoe_build_info_init();
+  const detail::Outcome outcome = flashmoe_get_build_info(&info);
+  return detail::result(outcome, info);
+}
+
+// CUDA devices that can be used.
+inline int32_t cuda_device_count() noexcept { return flashmoe_cuda_device_count(); }
+
+inline Result<flashmoe_device_info> device_info(Device device) {
+  flashmoe_device_info info = flashmoe_device_info_init();
+  const detail::Outcome outcome = flashmoe_get_device_info(device.c(), &info);
+  return detail::result(outcome, info);
+}
+
+// The last kernel that this thread launched.
+inline Result<flashmoe_launch> last_launch() {
+  flashmoe_launch launch = flashmoe_launch_init();
+  const detail::Outcome outcome = flashmoe_last_launch(&launch);
+  return detail::result(outcome, launch);
+}
+
+// Threads of the CPU backend; 0 restores the default.
+inline Result<void> set_num_threads(int32_t n) {
+  return detail::result(flashmoe_set_num_threads(n));
+}
+inline int32_t num_threads() noexcept { return flashmoe_get_num_threads(); }
+
+// Level and destination of the log. Without a callback the destination stays. A callback may still
+// be running on another thread when it has been replaced, so keep what `user` points to.
+inline Result<void> set_log(flashmoe_log_level level, flashmoe_log_callback callback = nullptr,
+                            void* user = nullptr) {
+  return detail::result(flashmoe_set_log(level, callback, user));
+}
+
+}  // inline namespace
+
+}  // namespace flashmoe
+
+#endif  // FLASHMOE_FLASHMOE_HPP_

@@ -1,0 +1,38 @@
+"""FlashMoE inside torch: operators for torch.compile and torch.export, torch's own attention routed
+here, and modules with the weights of those people have.
+
+    import flashmoe_science.torch as fmt
+
+    compiled = torch.compile(model, fullgraph=True)      # with fm.flash_attention, fm.fused_moe
+    out = fmt.scaled_dot_product_attention(q, k, v, is_causal=True)     # torch's very semantics
+    with fmt.sdpa_kernel():                              # torch's own calls, ours where they can be
+        out = model(x)
+
+Importing this module registers the operators torch.ops.flashmoe.*, and tells torch.compile that the
+functions of flashmoe_science are these. There is no backward pass yet: a gradient that is asked for
+is an error.
+"""
+
+from flashmoe_science.torch.modules import FlashMoELayer, MultiheadAttention
+from flashmoe_science.torch.operators import (
+    flash_attention,
+    fused_moe,
+    grouped_product,
+    moe_forward,
+    moe_route,
+    moe_route_given,
+)
+from flashmoe_science.torch.sdpa import scaled_dot_product_attention, sdpa_kernel
+
+__all__ = [
+    "FlashMoELayer",
+    "MultiheadAttention",
+    "flash_attention",
+    "fused_moe",
+    "grouped_product",
+    "moe_forward",
+    "moe_route",
+    "moe_route_given",
+    "scaled_dot_product_attention",
+    "sdpa_kernel",
+]

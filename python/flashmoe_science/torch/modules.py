@@ -1,0 +1,295 @@
+"""torch.nn modules on the operators, with the weights of those that people have."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from flashmoe_science.errors import InvalidArgumentError, UnsupportedError
+from flashmoe_science.moe import Activation, Gate, Scoring
+from flashmoe_science.torch.operators import flash_attention, fused_moe
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention by FlashMoE: its arguments, its parameters and their names, so
+    that a state dict of the one is one of the other.
+
+    Differs in that need_weights is False and stays so, since nothing of size seq x seq is stored,
+    and in what is not there yet: masks but is_causal, dropout in training, add_bias_kv,
+    add_zero_attn, gradients. embed_dim / num_heads is a multiple of 8, at most 256.
+
+    nn.TransformerEncoderLayer in eval mode computes by itself, and calls no attention module at
+    all, unless torch.backends.mha.set_fastpath_enabled(False).
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, **options: Any
+    ) -> None:
+        super().__init__(embed_dim, num_heads, dropout, **options)
+        for name in ("add_bias_kv", "add_zero_attn"):
+            if options.get(name):
+                raise UnsupportedError(f"{name}: got True, accepted is False")
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, None]:
+        """Attends, and projects.
+
+        Args:
+            query: [seq_q, batch, embed_dim], [batch, seq_q, embed_dim] with batch_first, or
+                [seq_q, embed_dim].
+            key, value: Likewise with seq_k and kdim, vdim.
+            key_padding_mask, attn_mask: None; an attn_mask beside is_causal=True is taken to be
+                the causal one, as torch takes it, and not read.
+            need_weights: False.
+            is_causal: Query i sees the keys up to i.
+
+        Returns:
+            (out, None), out of query's shape.
+        """
+        if need_weights:
+            raise UnsupportedError(
+                "need_weights: got True, accepted is False: no weights are stored"
+            )
+        if key_padding_mask is not None:
+            raise UnsupportedError(
+                "key_padding_mask: got a mask, accepted is None: there is none yet"
+            )
+        if attn_mask is not None and not is_causal:
+            raise UnsupportedError(
+                "attn_mask: got a mask, accepted is None, or the causal one beside is_causal=True"
+            )
+        if self.dropout != 0.0 and self.training:
+            raise UnsupportedError(f"dropout: got {self.dropout} in training, accepted is 0")
+        batched = query.dim() == 3
+        if query.dim() not in (2, 3):
+            raise InvalidArgumentError(f"query: got {query.dim()} dimensions, accepted are 2 or 3")
+        q, k, v = (self._heads(x, batched) for x in self._projected(query, key, value))
+        # torch has no sentence of its own for a causal call: its mask begins at the top left.
+        out = flash_attention(q, k, v, causal="top_left" if is_causal else False)
+        out = out.flatten(2)  # [batch, seq, embed_dim]
+        if not batched:
+            out = out[0]
+        elif not self.batch_first:
+            out = out.transpose(0, 1)
+        return nn.functional.linear(out, self.out_proj.weight, self.out_proj.bias), None
+
+    def _projected(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        linear = nn.functional.linear
+        bias = self.in_proj_bias
+        if self._qkv_same_embed_dim and query is key and key is value:
+            return linear(query, self.in_proj_weight, bias).chunk(3, -1)
+        if self._qkv_same_embed_dim:
+            weights: Any = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        pairs = zip((query, key, value), weights, biases, strict=True)
+        return tuple(linear(x, weight, b) for x, weight, b in pairs)
+
+    def _heads(self, projected: torch.Tensor, batched: bool) -> torch.Tensor:
+        """[batch, seq, heads, dim], a view."""
+        rows = projected.shape[:-1]
+        split = projected.view((*rows, self.num_heads, self.head_dim))
+        if not batched:
+            return split[None]
+        return split if self.batch_first else split.transpose(0, 1)
+
+
+class _Router(nn.Module):
+    """The weights of a router: those of a Linear, and what DeepSeek-V3 chooses by."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    e_score_correction_bias: torch.Tensor | None
+
+    def __init__(
+        self, experts: int, hidden: int, bias: bool, correction: bool, **where: Any
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden, **where))
+        self.bias = nn.Parameter(torch.empty(experts, **where)) if bias else None
+        # fp32 whatever the layer's dtype: choices hang on it.
+        made = torch.zeros(experts, device=where.get("device")) if correction else None
+        self.register_buffer("e_score_correction_bias", made)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        kept = self.e_score_correction_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        moved = self.e_score_correction_bias
+        if kept is not None and moved is not None and moved.dtype != torch.float32:
+            self.e_score_correction_bias = kept.to(moved.device)
+        return self
+
+
+class _Experts(nn.Module):
+    """The weights of all experts, each stacked in one tensor."""
+
+    def __init__(
+        self, experts: int, hidden: int, inner: int, gated: bool, bias: bool, transposed: bool,
+        **where: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        rows = 2 * inner if gated else inner
+        self.up_name = "gate_up_proj" if gated else "up_proj"
+
+        def matrix(n: int, k: int) -> nn.Parameter:
+            shape = (experts, k, n) if transposed else (experts, n, k)
+            return nn.Parameter(torch.empty(shape, **where))
+
+        self.register_parameter(self.up_name, matrix(rows, hidden))
+        self.down_proj = matrix(hidden, inner)
+        for name, n in ((self.up_name, rows), ("down_proj", hidden)):
+            made = nn.Parameter(torch.empty(experts, n, **where)) if bias else None
+            self.register_parameter(f"{name}_bias", made)
+
+
+class FlashMoELayer(nn.Module):
+    """A layer of experts with its router, computed by fused_moe.
+
+    Parameters have the names and shapes of Hugging Face transformers' layers (version 5):
+    Qwen3-MoE, Mixtral, OLMoE, and with the options of that model gpt-oss, DeepSeek-V3's routed
+    experts and others. Checkpoints with a tensor for each expert (experts.0.gate_proj.weight or
+    experts.0.w1.weight and so on) are stacked while they are loaded.
+
+        gate.weight                    [E, H]
+        gate.bias                      [E], with router_bias
+        gate.e_score_correction_bias   [E] fp32, a buffer, with selection_bias
+        experts.gate_up_proj           [E, 2I, H], transposed [E, H, 2I]; up_proj [E, I, H] ungated
+        experts.down_proj              [E, H, I], transposed [E, I, H]
+        experts.gate_up_proj_bias, experts.down_proj_bias     [E, rows], with expert_bias
+
+    Args:
+        hidden_size, intermediate_size, num_experts, top_k: H, I, E and K.
+        gate: Order of the rows of gate_up_proj, as in moe_forward; "separate" is not one.
+        transposed: Whether experts' matrices are stored turned round, as gpt-oss and Llama 4 do.
+        router_bias, expert_bias, selection_bias: Whether there are such parameters.
+        scoring, renormalize, num_groups, top_groups, scale: As in moe_route.
+        activation, alpha, limit, up_offset, weight_on_input, kernel: As in moe_forward.
+        device, dtype: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        scoring: Scoring = "softmax",
+        renormalize: bool = True,
+        router_bias: bool = False,
+        selection_bias: bool = False,
+        num_groups: int = 1,
+        top_groups: int | None = None,
+        scale: float = 1.0,
+        gate: Gate = "gate_up",
+        activation: Activation = "silu",
+        transposed: bool = False,
+        expert_bias: bool = False,
+        alpha: float = 1.0,
+        limit: float | None = None,
+        up_offset: float = 0.0,
+        weight_on_input: bool = False,
+        kernel: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if gate == "separate":
+            raise InvalidArgumentError(
+                'gate: got "separate", accepted are "gate_up", "up_gate", "interleaved" and '
+                '"none": gate and up are one parameter'
+            )
+        where = {"device": device, "dtype": dtype}
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.num_experts, self.top_k, self.transposed = num_experts, top_k, transposed
+        self.options: dict[str, Any] = {
+            "scoring": scoring, "renormalize": renormalize, "num_groups": num_groups,
+            "top_groups": top_groups, "scale": scale, "gate": gate, "activation": activation,
+            "alpha": alpha, "limit": limit, "up_offset": up_offset,
+            "weight_on_input": weight_on_input, "kernel": kernel,
+        }  # fmt: skip
+        self.gate = _Router(num_experts, hidden_size, router_bias, selection_bias, **where)
+        self.experts = _Experts(
+            num_experts, hidden_size, intermediate_size, gate != "none", expert_bias, transposed,
+            **where,
+        )  # fmt: skip
+        hook: Any = self.register_load_state_dict_pre_hook
+        hook(_stack_experts)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear's: uniform within 1 / sqrt(columns)."""
+        named = (*self.gate.named_parameters(), *self.experts.named_parameters())
+        for name, parameter in named:
+            columns = self.intermediate_size if name.startswith("down") else self.hidden_size
+            nn.init.uniform_(parameter, -1 / math.sqrt(columns), 1 / math.sqrt(columns))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., H] to the same."""
+        experts: Any = self.experts
+        name = experts.up_name
+        w_up, w_down = getattr(experts, name), experts.down_proj
+        if self.transposed:
+            w_up, w_down = w_up.transpose(1, 2), w_down.transpose(1, 2)
+        return fused_moe(
+            hidden_states, self.gate.weight, w_up, w_down, self.top_k, router_bias=self.gate.bias,
+            selection_bias=self.gate.e_score_correction_bias,
+            b_gate_up=getattr(experts, f"{name}_bias"), b_down=experts.down_proj_bias,
+            **self.options,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.hidden_size}, {self.intermediate_size}"
+        return f"{sizes}, num_experts={self.num_experts}, top_k={self.top_k}"
+
+
+# Names of one expert's matrices in checkpoints: gate, up, down.
+_ONE_EXPERT = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
+_ONE_KEY = re.compile(r"experts\.(\d+)\.(\w+)\.weight")
+
+
+def _stack_experts(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Puts the stacked tensors in the place of those of single experts."""
+    found: dict[int, dict[int, torch.Tensor]] = {}
+    for key in list(state):
+        match = _ONE_KEY.fullmatch(key[len(prefix) :]) if key.startswith(prefix) else None
+        if match is not None and match[2] in _ONE_EXPERT:
+            found.setdefault(_ONE_EXPERT[match[2]], {})[int(match[1])] = state.pop(key)
+    if not found:
+        return
+
+    def stacked(which: int) -> torch.Tensor:
+        parts = found.get(which, {})
+        if sorted(parts) != list(range(layer.num_experts)):
+            raise InvalidArgumentError(
+                f"state_dict: got tensors of the experts {sorted(parts)}, accepted are those of "
+                f"all {layer.num_experts}"
+            )
+        return torch.stack([parts[e] for e in range(layer.num_experts)])
+
+    gate, down = layer.options["gate"], stacked(2)
+    up = stacked(1)
+    if gate == "up_gate":
+        up = torch.cat([up, stacked(0)], 1)
+    elif gate == "gate_up":
+        up = torch.cat([stacked(0), up], 1)
+    elif gate == "interleaved":
+        up = torch.stack([stacked(0), up], 2).flatten(1, 2)
+    for name, matrix in ((layer.experts.up_name, up), ("down_proj", down)):
+        state[f"{prefix}experts.{name}"] = matrix.transpose(1, 2) if layer.transposed else matrix

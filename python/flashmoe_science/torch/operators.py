@@ -1,0 +1,536 @@
+"""The operators torch.ops.flashmoe.*, and the public functions on top of them.
+
+An operator allocates what it returns by the shapes of its arguments alone, as its fake does, so
+that one graph serves every length. The functions take flashmoe_science's own way for tensors that
+have memory, which is the shorter one, and the operators' for those that stand for others: under
+torch.compile, torch.export and fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import flashmoe_science as fm
+from flashmoe_science.errors import InvalidArgumentError
+from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
+
+_Library: Any = torch.library.Library
+_LIBRARY = _Library("flashmoe", "DEF")
+_TAGS = (
+    # The kernels get the caller's strides: results do not hang on them, but a copy into another
+    # order would be a silent one.
+    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
+    torch.Tag.pt2_compliant_tag,
+)
+_NO_BACKWARD = (
+    "{0}: requires grad, but {1} has no backward pass yet; call under torch.no_grad() or pass "
+    "{0}.detach()"
+)
+_ATTENTION, _MOE = "attention", "the mixture of experts"
+
+
+def _define(
+    name: str, words: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> Any:
+    """Registers flashmoe::name, and returns its one overload."""
+    _LIBRARY.define(name + schema, tags=_TAGS)
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, kernel, key)
+    torch.library.register_fake(f"flashmoe::{name}", fake, lib=_LIBRARY)
+    packet: Any = getattr(torch.ops.flashmoe, name)
+    overload = packet.default
+    names = [argument.name for argument in overload._schema.arguments]
+
+    def refuse_gradients(keys: Any, *arguments: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            for argument, value in (*zip(names, arguments, strict=False), *options.items()):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    raise InvalidArgumentError(_NO_BACKWARD.format(argument, words))
+        return overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **options)
+
+    _LIBRARY.impl(name, refuse_gradients, "Autograd", with_keyset=True)
+    return overload
+
+
+def _has_memory(tensor: Any) -> bool:
+    """Whether this is a plain tensor that the native functions can read, in a plain call."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def _refuse_outputs(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise InvalidArgumentError(
+                f"{name}: got one in a call that is traced, accepted is None: the graph makes its "
+                "own"
+            )
+
+
+def _check_rank(name: str, tensor: torch.Tensor, *accepted: int) -> None:
+    if tensor.dim() not in accepted:
+        text = " or ".join(map(str, accepted))
+        raise InvalidArgumentError(f"{name}: got {tensor.dim()} dimensions, accepted are {text}")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def cuda_devices() -> int:
+    """flashmoe_science.cuda_device_count(), also of a call that is traced."""
+    return fm.cuda_device_count()
+
+
+# ---- attention -------------------------------------------------------------------------------
+
+
+def _empty_out(q: torch.Tensor, v: torch.Tensor, layout: str) -> torch.Tensor:
+    """Token by token in memory in either layout, as what reads it next wants it."""
+    _check_rank("q", q, 4)
+    _check_rank("v", v, 4)
+    order = (0, 2, 1, 3) if layout == "bhsd" else (0, 1, 2, 3)
+    shape = (*q.shape[:3], v.shape[3])
+    return torch.empty_permuted(shape, order, dtype=q.dtype, device=q.device)
+
+
+def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
+    batch, seq, heads = q.shape[0], q.shape[1], q.shape[2]
+    if layout == "bhsd":
+        seq, heads = heads, seq
+    return q.new_empty((batch, heads, seq), dtype=torch.float32)
+
+
+def _attention_fake(
+    q: Any, k: Any, v: Any, causal: str, left: Any, right: Any, scale: Any, softcap: Any,
+    layout: str, kernel: Any,
+) -> Any:  # fmt: skip
+    return _empty_out(q, v, layout)
+
+
+def _attention_with_lse_fake(
+    q: Any, k: Any, v: Any, causal: str, left: Any, right: Any, scale: Any, softcap: Any,
+    layout: str, kernel: Any,
+) -> Any:  # fmt: skip
+    return _empty_out(q, v, layout), _empty_lse(q, layout)
+
+
+def _attention_kernel(return_lse: bool) -> Callable[..., Any]:
+    def kernel_of(
+        q: Any, k: Any, v: Any, causal: str, left: Any, right: Any, scale: Any, softcap: Any,
+        layout: str, kernel: Any,
+    ) -> Any:  # fmt: skip
+        bounded = left is not None or right is not None
+        call: Any = fm.flash_attention
+        return call(
+            q, k, v, causal=False if causal == "none" else causal,
+            window=(left, right) if bounded else None, scale=scale, softcap=softcap, layout=layout,
+            return_lse=return_lse, out=_empty_out(q, v, layout), kernel=kernel,
+        )  # fmt: skip
+
+    return kernel_of
+
+
+_ATTENTION_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, str causal, SymInt? window_left, SymInt? window_right, "
+    "float? scale, float? softcap, str layout, str? kernel) -> "
+)
+_attention = _define(
+    "attention", _ATTENTION, _ATTENTION_SCHEMA + "Tensor", _attention_kernel(False),
+    _attention_fake,
+)  # fmt: skip
+_attention_with_lse = _define(
+    "attention_with_lse", _ATTENTION, _ATTENTION_SCHEMA + "(Tensor, Tensor)",
+    _attention_kernel(True), _attention_with_lse_fake,
+)  # fmt: skip
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool | str = False,
+    window: Sequence[int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> Any:
+    """flashmoe_science.flash_attention, which see. In a graph, out, lse and stream are None, and
+    what is returned is token by token in memory in either layout."""
+    if _has_memory(q):
+        call: Any = fm.flash_attention
+        return call(
+            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, layout=layout,
+            return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
+        )  # fmt: skip
+    _refuse_outputs(out=out, lse=lse, stream=stream)
+    name = {True: "bottom_right", False: "none"}[causal] if isinstance(causal, bool) else causal
+    left, right = (None, None) if window is None else window
+    operator = _attention_with_lse if return_lse else _attention
+    return operator(q, k, v, name, left, right, scale, softcap, layout, kernel)
+
+
+# ---- routing ---------------------------------------------------------------------------------
+
+_PARTS = "(Tensor ids, Tensor weights, Tensor offsets, Tensor pairs, Tensor slots"
+
+
+def _empty_routing(like: torch.Tensor, tokens: Any, experts: Any, top_k: Any) -> tuple[Any, ...]:
+    def integers(*shape: Any) -> torch.Tensor:
+        return like.new_empty(shape, dtype=torch.int32)
+
+    weights = like.new_empty((tokens, top_k), dtype=torch.float32)
+    pairs = integers(tokens * top_k)
+    return integers(tokens, top_k), weights, integers(experts + 1), pairs, integers(tokens, top_k)
+
+
+def _route_fake(
+    logits: Any, top_k: int, scoring: str, renormalize: bool, selection_bias: Any, num_groups: int,
+    top_groups: Any, scale: float,
+) -> Any:  # fmt: skip
+    _check_rank("logits", logits, 2)
+    return _empty_routing(logits, logits.shape[0], logits.shape[1], top_k)
+
+
+def _route_with_lse_fake(logits: Any, *options: Any) -> Any:
+    routing = _route_fake(logits, *options)
+    return *routing, logits.new_empty((logits.shape[0],), dtype=torch.float32)
+
+
+def _route_kernel(return_lse: bool) -> Callable[..., Any]:
+    def kernel_of(
+        logits: Any, top_k: int, scoring: Any, renormalize: bool, selection_bias: Any,
+        num_groups: int, top_groups: Any, scale: float,
+    ) -> Any:  # fmt: skip
+        routing = fm.moe_route(
+            logits, top_k, scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
+            num_groups=num_groups, top_groups=top_groups, scale=scale, return_lse=return_lse,
+        )  # fmt: skip
+        return tuple(routing) if return_lse else tuple(routing)[:-1]
+
+    return kernel_of
+
+
+_ROUTE_SCHEMA = (
+    "(Tensor logits, int top_k, str scoring, bool renormalize, Tensor? selection_bias, "
+    f"int num_groups, int? top_groups, float scale) -> {_PARTS}"
+)
+_route = _define("moe_route", _MOE, _ROUTE_SCHEMA + ")", _route_kernel(False), _route_fake)
+_route_with_lse = _define(
+    "moe_route_with_lse", _MOE, _ROUTE_SCHEMA + ", Tensor lse)", _route_kernel(True),
+    _route_with_lse_fake,
+)  # fmt: skip
+
+
+def _route_given_fake(ids: Any, weights: Any, num_experts: int, expert_map: Any) -> Any:
+    _check_rank("ids", ids, 2)
+    return _empty_routing(ids, ids.shape[0], num_experts, ids.shape[1])
+
+
+def _route_given_kernel(ids: Any, weights: Any, num_experts: int, expert_map: Any) -> Any:
+    routing = fm.moe_route_given(ids, weights, num_experts=num_experts, expert_map=expert_map)
+    return tuple(routing)[:-1]
+
+
+_route_given = _define(
+    "moe_route_given", _MOE,
+    f"(Tensor ids, Tensor? weights, int num_experts, Tensor? expert_map) -> {_PARTS})",
+    _route_given_kernel, _route_given_fake,
+)  # fmt: skip
+
+
+def moe_route(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    scoring: Scoring = "softmax",
+    renormalize: bool = False,
+    selection_bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int | None = None,
+    scale: float = 1.0,
+    return_lse: bool = False,
+    out: MoeRouting | None = None,
+    stream: object = None,
+) -> MoeRouting:
+    """flashmoe_science.moe_route, which see. In a graph, out and stream are None."""
+    if _has_memory(logits):
+        return fm.moe_route(
+            logits, top_k, scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
+            num_groups=num_groups, top_groups=top_groups, scale=scale, return_lse=return_lse,
+            out=out, stream=stream,
+        )  # fmt: skip
+    _refuse_outputs(out=out, stream=stream)
+    operator = _route_with_lse if return_lse else _route
+    parts = operator(
+        logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale
+    )
+    return MoeRouting(*parts)
+
+
+def moe_route_given(
+    ids: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    out: MoeRouting | None = None,
+    stream: object = None,
+) -> MoeRouting:
+    """flashmoe_science.moe_route_given, which see. In a graph, out and stream are None."""
+    if _has_memory(ids):
+        return fm.moe_route_given(
+            ids, weights, num_experts=num_experts, expert_map=expert_map, out=out, stream=stream
+        )
+    _refuse_outputs(out=out, stream=stream)
+    return MoeRouting(*_route_given(ids, weights, num_experts, expert_map))
+
+
+# ---- the layer -------------------------------------------------------------------------------
+
+_LAYER_SCHEMA = (
+    "Tensor? w_up, str gate, str activation, Tensor? b_gate_up, Tensor? b_up, Tensor? b_down, "
+    "float alpha, float? limit, float up_offset, bool weight_on_input, str? kernel)"
+)
+
+
+def _layer_options(
+    w_up: Any, gate: Any, activation: Any, b_gate_up: Any, b_up: Any, b_down: Any, alpha: Any,
+    limit: Any, up_offset: Any, weight_on_input: Any, kernel: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "w_up": w_up, "gate": gate, "activation": activation, "b_gate_up": b_gate_up, "b_up": b_up,
+        "b_down": b_down, "alpha": alpha, "limit": limit, "up_offset": up_offset,
+        "weight_on_input": weight_on_input, "kernel": kernel,
+    }  # fmt: skip
+
+
+def _forward_fake(
+    x: Any, w_gate_up: Any, w_down: Any, weights: Any, offsets: Any, pairs: Any, slots: Any,
+    *options: Any,
+) -> Any:  # fmt: skip
+    _check_rank("x", x, 2)
+    return x.new_empty(x.shape)
+
+
+def _forward_with_pre_activation_fake(
+    x: Any, w_gate_up: Any, w_down: Any, weights: Any, offsets: Any, pairs: Any, slots: Any,
+    *options: Any,
+) -> Any:  # fmt: skip
+    out = _forward_fake(x, w_gate_up, w_down, weights, offsets, pairs, slots, *options)
+    _check_rank("w_gate_up", w_gate_up, 3)
+    rows = w_gate_up.shape[1] * (2 if _layer_options(*options)["gate"] == "separate" else 1)
+    return out, x.new_empty((pairs.shape[0], rows))
+
+
+def _forward_kernel(return_pre_activation: bool) -> Callable[..., Any]:
+    def kernel_of(
+        x: Any, w_gate_up: Any, w_down: Any, weights: Any, offsets: Any, pairs: Any, slots: Any,
+        *options: Any,
+    ) -> Any:  # fmt: skip
+        routing = MoeRouting(None, weights, offsets, pairs, slots)
+        call: Any = fm.moe_forward
+        return call(
+            x, w_gate_up, w_down, routing, **_layer_options(*options),
+            return_pre_activation=return_pre_activation,
+        )  # fmt: skip
+
+    return kernel_of
+
+
+_FORWARD_SCHEMA = (
+    "(Tensor x, Tensor w_gate_up, Tensor w_down, Tensor weights, Tensor offsets, Tensor pairs, "
+    f"Tensor slots, {_LAYER_SCHEMA} -> "
+)
+_forward = _define(
+    "moe_forward", _MOE, _FORWARD_SCHEMA + "Tensor", _forward_kernel(False), _forward_fake
+)
+_forward_with_pre_activation = _define(
+    "moe_forward_with_pre_activation", _MOE, _FORWARD_SCHEMA + "(Tensor, Tensor)",
+    _forward_kernel(True), _forward_with_pre_activation_fake,
+)  # fmt: skip
+
+
+def moe_forward(
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    routing: MoeRouting,
+    *,
+    w_up: torch.Tensor | None = None,
+    gate: Gate = "gate_up",
+    activation: Activation = "silu",
+    b_gate_up: torch.Tensor | None = None,
+    b_up: torch.Tensor | None = None,
+    b_down: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    weight_on_input: bool = False,
+    out: torch.Tensor | None = None,
+    pre_activation: torch.Tensor | None = None,
+    return_pre_activation: bool = False,
+    kernel: str | None = None,
+    stream: object = None,
+) -> Any:
+    """flashmoe_science.moe_forward, which see. In a graph, out, pre_activation and stream are
+    None."""
+    if _has_memory(x):
+        call: Any = fm.moe_forward
+        return call(
+            x, w_gate_up, w_down, routing, w_up=w_up, gate=gate, activation=activation,
+            b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha, limit=limit,
+            up_offset=up_offset, weight_on_input=weight_on_input, out=out,
+            pre_activation=pre_activation, return_pre_activation=return_pre_activation,
+            kernel=kernel, stream=stream,
+        )  # fmt: skip
+    _refuse_outputs(out=out, pre_activation=pre_activation, stream=stream)
+    operator = _forward_with_pre_activation if return_pre_activation else _forward
+    _, weights, offsets, pairs, slots, _ = routing
+    return operator(
+        x, w_gate_up, w_down, weights, offsets, pairs, slots, w_up, gate, activation, b_gate_up,
+        b_up, b_down, alpha, limit, up_offset, weight_on_input, kernel,
+    )  # fmt: skip
+
+
+# ---- products, and all in one ----------------------------------------------------------------
+
+
+def _product_fake(x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel: Any) -> Any:
+    _check_rank("x", x, 2, 3)
+    _check_rank("w", w, 3)
+    return x.new_empty((*x.shape[:-1], w.shape[1]))
+
+
+def _product_kernel(x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel: Any) -> Any:
+    return fm.grouped_product(x, w, offsets=offsets, counts=counts, bias=bias, kernel=kernel)
+
+
+_product = _define(
+    "grouped_product", _MOE,
+    "(Tensor x, Tensor w, Tensor? offsets, Tensor? counts, Tensor? bias, str? kernel) -> Tensor",
+    _product_kernel, _product_fake,
+)  # fmt: skip
+
+
+def grouped_product(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    offsets: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> torch.Tensor:
+    """flashmoe_science.grouped_product, which see. In a graph, out and stream are None."""
+    if _has_memory(x):
+        return fm.grouped_product(
+            x, w, offsets=offsets, counts=counts, bias=bias, out=out, kernel=kernel, stream=stream
+        )
+    _refuse_outputs(out=out, stream=stream)
+    made: torch.Tensor = _product(x, w, offsets, counts, bias, kernel)
+    return made
+
+
+def _fused_fake(tokens: Any, *arguments: Any) -> Any:
+    return tokens.new_empty(tokens.shape)
+
+
+def _fused_kernel(
+    tokens: Any, router_weights: Any, w_gate_up: Any, w_down: Any, top_k: int, logits: Any,
+    router_bias: Any, scoring: Any, renormalize: bool, selection_bias: Any, num_groups: int,
+    top_groups: Any, scale: float, *options: Any,
+) -> Any:  # fmt: skip
+    return fm.fused_moe(
+        tokens, router_weights, w_gate_up, w_down, top_k, logits=logits, router_bias=router_bias,
+        scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
+        num_groups=num_groups, top_groups=top_groups, scale=scale, **_layer_options(*options),
+    )  # fmt: skip
+
+
+_fused = _define(
+    "fused_moe", _MOE,
+    "(Tensor tokens, Tensor? router_weights, Tensor w_gate_up, Tensor w_down, int top_k, "
+    "Tensor? logits, Tensor? router_bias, str scoring, bool renormalize, Tensor? selection_bias, "
+    f"int num_groups, int? top_groups, float scale, {_LAYER_SCHEMA} -> Tensor",
+    _fused_kernel, _fused_fake,
+)  # fmt: skip
+
+
+def fused_moe(
+    tokens: torch.Tensor,
+    router_weights: torch.Tensor | None,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    top_k: int,
+    *,
+    logits: torch.Tensor | None = None,
+    router_bias: torch.Tensor | None = None,
+    scoring: Scoring = "softmax",
+    renormalize: bool = False,
+    selection_bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int | None = None,
+    scale: float = 1.0,
+    w_up: torch.Tensor | None = None,
+    gate: Gate = "gate_up",
+    activation: Activation = "silu",
+    b_gate_up: torch.Tensor | None = None,
+    b_up: torch.Tensor | None = None,
+    b_down: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    weight_on_input: bool = False,
+    out: torch.Tensor | None = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> torch.Tensor:
+    """flashmoe_science.fused_moe, which see. In a graph, out and stream are None."""
+    if _has_memory(tokens):
+        return fm.fused_moe(
+            tokens, router_weights, w_gate_up, w_down, top_k, logits=logits,
+            router_bias=router_bias, scoring=scoring, renormalize=renormalize,
+            selection_bias=selection_bias, num_groups=num_groups, top_groups=top_groups,
+            scale=scale, w_up=w_up, gate=gate, activation=activation, b_gate_up=b_gate_up,
+            b_up=b_up, b_down=b_down, alpha=alpha, limit=limit, up_offset=up_offset,
+            weight_on_input=weight_on_input, out=out, kernel=kernel, stream=stream,
+        )  # fmt: skip
+    _refuse_outputs(out=out, stream=stream)
+    made: torch.Tensor = _fused(
+        tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
+        renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
+        b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, kernel,
+    )  # fmt: skip
+    return made
+
+
+def _tell_dynamo() -> None:
+    """That in a graph the native functions, which it cannot look into, are these."""
+    substitute = getattr(torch.compiler, "substitute_in_graph", None)
+    if substitute is None:  # before torch 2.6: call the functions of this module
+        return
+    for function in (
+        flash_attention,
+        moe_route,
+        moe_route_given,
+        moe_forward,
+        grouped_product,
+        fused_moe,
+    ):
+        native: Any = getattr(fm, function.__name__)
+        substitute(native, skip_signature_check=True)(function)
+
+
+_tell_dynamo()

@@ -1,0 +1,227 @@
+"""torch's scaled_dot_product_attention by ours: a function of its very semantics, and torch's own
+calls routed to it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from flashmoe_science.errors import InvalidArgumentError, UnsupportedError
+from flashmoe_science.torch.operators import cuda_devices, flash_attention
+
+_LOG = logging.getLogger("flashmoe_science.torch")
+_DTYPES = {
+    "cpu": (torch.float32, torch.float16, torch.bfloat16),
+    "cuda": (torch.float16, torch.bfloat16),
+}
+_MOST_DIM, _DIM_MULTIPLE = 256, 8
+_HEADS_AXIS = -3
+_STOCK: Any = torch.nn.functional.scaled_dot_product_attention
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, by FlashMoE alone.
+
+    Args:
+        query: [..., heads_q, seq_q, dim]; with three dimensions [batch, seq_q, dim], with two one
+            sequence alone. fp16, bf16, on the CPU also fp32.
+        key, value: [..., heads_kv, seq_k, dim] and [..., heads_kv, seq_k, dim_v].
+        attn_mask, dropout_p: None and 0: there are neither masks nor dropout here yet.
+        is_causal: Query i sees the keys up to i, counted from the first of both: top-left, as torch
+            has it.
+        scale: Factor of the logits, positive; None is 1 / sqrt(dim).
+        enable_gqa: Whether heads_kv may be a divisor of heads_q.
+
+    Returns:
+        [..., heads_q, seq_q, dim_v].
+
+    Raises:
+        NotImplementedError: A mask or dropout is asked for, or no kernel serves the call.
+        ValueError, TypeError: A shape, a stride, a dtype or an option is wrong, or a gradient is
+            asked for.
+    """
+    reason = _lacking(attn_mask, dropout_p)
+    if reason:
+        raise UnsupportedError(reason)
+    return _attend(query, key, value, is_causal, scale, enable_gqa)
+
+
+def _lacking(attn_mask: Any, dropout_p: float) -> str:
+    """Which of torch's options ours does not have, "" when it has all that are used."""
+    if attn_mask is not None:
+        return (
+            "attn_mask: got a mask, accepted is None: attention has no masks but is_causal and "
+            "windows (flash_attention's) yet"
+        )
+    if dropout_p != 0.0:
+        return f"dropout_p: got {dropout_p}, accepted is 0: attention has no dropout yet"
+    return ""
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    dims = query.dim()
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != dims or dims < 2:
+            raise InvalidArgumentError(
+                f"{name}: got {tensor.dim()} dimensions, accepted are 2 or more, as many as query's"
+            )
+    if dims > 3 and not enable_gqa and query.shape[_HEADS_AXIS] != key.shape[_HEADS_AXIS]:
+        raise InvalidArgumentError(
+            f"key: got {key.shape[_HEADS_AXIS]} heads, but query has {query.shape[_HEADS_AXIS]}; "
+            "with enable_gqa=True they may be a divisor"
+        )
+    out: torch.Tensor = flash_attention(
+        _four(query), _four(key), _four(value), causal="top_left" if is_causal else False,
+        scale=scale, layout="bhsd",
+    )  # fmt: skip
+    if dims == 4:
+        return out
+    return out.view((*query.shape[:-1], value.shape[-1])) if dims > 4 else _fewer(out, dims)
+
+
+def _four(tensor: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, seq, dim] of any number of dimensions."""
+    dims = tensor.dim()
+    if dims == 4:
+        return tensor
+    if dims > 4:
+        return tensor.flatten(0, _HEADS_AXIS - 1)
+    return tensor.unsqueeze(1) if dims == 3 else tensor[None, None]
+
+
+def _fewer(out: torch.Tensor, dims: int) -> torch.Tensor:
+    return out.squeeze(1) if dims == 3 else out[0, 0]
+
+
+# ---- torch's own calls -----------------------------------------------------------------------
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    _LOG.warning("scaled_dot_product_attention by torch's own implementation: %s", reason)
+
+
+class sdpa_kernel(TorchFunctionMode):  # named as torch.nn.attention.sdpa_kernel
+    """Routes torch's scaled_dot_product_attention to FlashMoE while it is entered, on this thread.
+
+        with flashmoe_science.torch.sdpa_kernel():
+            out = model(x)
+
+    A call that ours does not cover (masks, dropout, gradients, head dimensions that are no
+    multiples of 8 up to 256, dtypes and devices without kernels) goes to torch's own, and a warning
+    of the logger "flashmoe_science.torch" says why, once for each reason. Works under
+    torch.compile, whose graphs then have our operator in them.
+
+    Args:
+        strict: Raise NotImplementedError with that reason in place of going to torch's own.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        super().__init__()
+        self.strict = strict
+
+    def __torch_function__(
+        self, func: Any, kinds: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _STOCK:
+            return _route(self.strict, *args, **(kwargs or {}))
+        if func is torch.nn.functional.multi_head_attention_forward:
+            func = _MULTI_HEAD_ATTENTION[self.strict]
+        return func(*args, **(kwargs or {}))
+
+
+def _route(
+    strict: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    reason = _lacking(attn_mask, dropout_p) or _beyond_ours(query, key, value, scale)
+    if not reason and torch.compiler.is_compiling():
+        return _attend(query, key, value, is_causal, scale, enable_gqa)
+    if not reason:
+        try:
+            return _attend(query, key, value, is_causal, scale, enable_gqa)
+        except (UnsupportedError, InvalidArgumentError) as error:
+            reason = str(error)  # torch's own has the last word on what is wrong
+    if strict:
+        raise UnsupportedError(reason)
+    if not torch.compiler.is_compiling():
+        _say_once(reason)
+    out: torch.Tensor = _STOCK(
+        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+        scale=scale, enable_gqa=enable_gqa,
+    )  # fmt: skip
+    return out
+
+
+def _beyond_ours(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> str:
+    """Why ours cannot serve tensors that torch can, as far as a graph can know; "" when it can."""
+    tensors = (("query", query), ("key", key), ("value", value))
+    kind = query.device.type
+    if kind not in _DTYPES or (kind == "cuda" and cuda_devices() == 0):
+        return f"query: it is on {query.device}, accepted are the CPU and CUDA devices with kernels"
+    for name, tensor in tensors:
+        if tensor.is_nested:
+            return f"{name}: got a nested tensor, accepted are dense ones"
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return f"{name}: requires grad, but attention has no backward pass yet"
+        if tensor.dtype not in _DTYPES[kind]:
+            return f"{name}: got dtype {tensor.dtype} on {kind}"
+        if tensor.dim() < 2 or tensor.dim() != query.dim():
+            return f"{name}: got {tensor.dim()} dimensions"
+        if tensor.shape[-1] % _DIM_MULTIPLE or tensor.shape[-1] > _MOST_DIM:
+            return f"{name}: its head dimension is {tensor.shape[-1]}"
+        if tensor.stride(-1) != 1:
+            return f"{name}: its last dimension is not contiguous"
+    if scale is not None and not scale > 0:
+        return f"scale: got {scale}"
+    return ""
+
+
+def _multi_head_attention(strict: bool) -> Callable[..., Any]:
+    """multi_head_attention_forward, calling ours. It is one of the functions that a mode is asked
+    about, and while the mode answers, it is not asked about the calls inside: so they are bound to
+    the answer."""
+    stock: Any = torch.nn.functional.multi_head_attention_forward
+
+    def routed(*arguments: Any, **options: Any) -> torch.Tensor:
+        return _route(strict, *arguments, **options)
+
+    names = vars(torch.nn.functional) | {
+        "has_torch_function": lambda tensors: False,
+        "scaled_dot_product_attention": routed,
+    }
+    return types.FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__)
+
+
+_MULTI_HEAD_ATTENTION = {strict: _multi_head_attention(strict) for strict in (False, True)}

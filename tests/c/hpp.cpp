@@ -1,0 +1,438 @@
+// flashmoe.hpp, as it is with exceptions or without: compiled once for each, both in one program.
+#include "flashmoe/flashmoe.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "hpp.h"
+
+namespace fm = flashmoe;
+
+namespace {
+
+static_assert(std::is_trivially_copyable_v<fm::TensorView>, "a view is passed as plain data");
+static_assert(std::is_trivially_copyable_v<fm::AttentionForward>, "so is a call");
+static_assert(std::is_trivially_copyable_v<fm::MoeForward>, "so is a call");
+static_assert(std::is_convertible_v<fm::TensorView, fm::ConstTensorView>, "as span<T> is");
+static_assert(!std::is_convertible_v<fm::ConstTensorView, fm::TensorView>, "const stays const");
+static_assert(!std::is_constructible_v<fm::TensorView, const float*, const int64_t (&)[2]>,
+              "const stays const");
+static_assert(!std::is_copy_constructible_v<fm::Workspace>, "one owner");
+static_assert(std::is_nothrow_move_constructible_v<fm::Workspace>, "can be kept in a vector");
+static_assert(!std::is_copy_constructible_v<fm::Routing>, "one owner");
+
+#ifdef FLASHMOE_NO_EXCEPTIONS
+
+static_assert(!std::is_same_v<fm::Result<int>, int>, "a status comes with it");
+
+template <class T>
+T get(fm::Result<T> result) {
+  CHECK(result.has_value() && result.status() == FLASHMOE_OK);
+  CHECK(std::strcmp(result.message(), "") == 0);
+  return *std::move(result);
+}
+void done(fm::Result<void> result) { CHECK(result); }
+
+template <class Function>
+void fails(flashmoe_status status, const char* begin, Function function) {
+  const auto result = function();
+  CHECK(!result && !result.has_value());
+  CHECK(result.status() == status);
+  CHECK(std::strncmp(result.message(), begin, std::strlen(begin)) == 0);
+}
+
+#else
+
+static_assert(std::is_same_v<fm::Result<int>, int>, "nothing comes with it");
+static_assert(std::is_base_of_v<std::runtime_error, fm::Error>, "a standard exception");
+
+template <class T>
+T get(T value) {
+  return value;
+}
+#define done(call) (call)
+
+template <class Function>
+void fails(flashmoe_status status, const char* begin, Function function) {
+  bool thrown = false;
+  try {
+    static_cast<void>(function());
+  } catch (const fm::Error& error) {
+    thrown = true;
+    CHECK(error.status() == status);
+    CHECK(std::strcmp(error.status_name(), flashmoe_status_name(status)) == 0);
+    CHECK(std::strncmp(error.what(), begin, std::strlen(begin)) == 0);
+  }
+  CHECK(thrown);
+}
+
+#endif
+
+std::vector<float> random(size_t count, unsigned seed) {
+  std::vector<float> values(count);
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal;
+  for (float& value : values) value = normal(generator);
+  return values;
+}
+
+// Counts what it gives and takes back; gives nothing beyond `limit`.
+struct CountedMemory {
+  int* live;
+  size_t limit;
+
+  void* allocate(size_t bytes) noexcept {
+    if (bytes > limit) return nullptr;
+    ++*live;
+    return fm::HostMemory().allocate(bytes);
+  }
+  void deallocate(void* memory, size_t bytes) noexcept {
+    --*live;
+    fm::HostMemory().deallocate(memory, bytes);
+  }
+};
+
+void views() {
+  float data[24];
+  const fm::TensorView view(data, {2, 3, 4});
+  CHECK(view && view.rank() == 3 && view.data() == data);
+  CHECK(view.shape().size() == 3 && view.shape()[1] == 3);
+  CHECK(view.strides()[0] == 12 && view.strides()[1] == 4 && view.strides()[2] == 1);
+  CHECK(view.dtype().code == FLASHMOE_DTYPE_FLOAT && view.dtype().bits == 32);
+  CHECK(!fm::TensorView() && fm::TensorView().shape().size() == 0);
+  CHECK(!fm::ConstTensorView(fm::TensorView()));
+
+  const fm::TensorView part = view.slice(1, 1, 2).transpose(0, 2);
+  CHECK(part.data() == data + 4);
+  CHECK(part.shape()[0] == 4 && part.shape()[1] == 2 && part.shape()[2] == 2);
+  CHECK(part.strides()[0] == 1 && part.strides()[1] == 4 && part.strides()[2] == 12);
+
+  const fm::TensorView strided(data, {2, 2}, {-8, 1}, fm::Device::cuda(3));
+  CHECK(strided.strides()[0] == -8 && strided.device().c().device_id == 3);
+  CHECK(strided.c().device.device_type == FLASHMOE_DEVICE_CUDA);
+
+  // A copy is a view of its own: what it hands to C points into the copy.
+  const fm::ConstTensorView copy = view;
+  CHECK(copy.c().shape == copy.shape().data() && copy.c().shape != view.c().shape);
+
+  const int32_t indices[2] = {};
+  CHECK(fm::ConstTensorView(indices, {2}).dtype().code == FLASHMOE_DTYPE_INT);
+  CHECK(fm::DtypeOf<__half>::value.bits == 16);
+  CHECK(fm::DtypeOf<__nv_bfloat16>::value.code == FLASHMOE_DTYPE_BFLOAT);
+
+  flashmoe_tensor dl = view.c();
+  dl.byte_offset = 16;
+  dl.strides = nullptr;
+  const fm::ConstTensorView from_dl(dl);
+  CHECK(from_dl.data() == data + 4 && from_dl.strides()[0] == 12);
+}
+
+struct AttentionCase {
+  std::vector<float> q = random(2 * 5 * 4 * 16, 1);
+  std::vector<float> k = random(2 * 7 * 2 * 16, 2);
+  std::vector<float> v = random(2 * 7 * 2 * 16, 3);
+  std::vector<float> out = std::vector<float>(q.size(), NAN);
+  std::vector<float> lse = std::vector<float>(2 * 4 * 5, NAN);
+
+  fm::AttentionForward call() {
+    fm::AttentionForward call;
+    call.q = fm::ConstTensorView(q.data(), {2, 5, 4, 16});
+    call.k = fm::ConstTensorView(k.data(), {2, 7, 2, 16});
+    call.v = fm::ConstTensorView(v.data(), {2, 7, 2, 16});
+    call.out = fm::TensorView(out.data(), {2, 5, 4, 16});
+    call.lse = fm::TensorView(lse.data(), {2, 4, 5});
+    call.causal = fm::Causal::top_left;
+    call.window_left = 2;
+    call.softcap = 5;
+    call.scale = 0.5f;
+    return call;
+  }
+
+  // The same by the C ABI.
+  std::vector<float> by_c(const fm::AttentionForward& call) {
+    std::vector<float> expected(out.size(), NAN);
+    const flashmoe_tensor views[4] = {call.q.c(), call.k.c(), call.v.c(),
+                                      fm::TensorView(expected.data(), {2, 5, 4, 16}).c()};
+    // The last view is gone by now, and with it its shape.
+    flashmoe_tensor result = views[3];
+    result.shape = call.out.c().shape;
+    result.strides = nullptr;
+    flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
+    params.q = &views[0];
+    params.k = &views[1];
+    params.v = &views[2];
+    params.out = &result;
+    params.causal = FLASHMOE_CAUSAL_TOP_LEFT;
+    params.window = FLASHMOE_WINDOW_LEFT;
+    params.window_left = 2;
+    params.softcap = 5;
+    params.scale = 0.5f;
+    size_t bytes = 0;
+    CHECK(flashmoe_attention_forward_workspace_size(&params, &bytes) == FLASHMOE_OK);
+    std::vector<std::max_align_t> workspace(bytes / sizeof(std::max_align_t) + 1);
+    CHECK(flashmoe_attention_forward(&params, workspace.data(), bytes, nullptr) == FLASHMOE_OK);
+    return expected;
+  }
+};
+
+void attention() {
+  AttentionCase test;
+  const fm::AttentionForward call = test.call();
+  fm::Workspace workspace;
+  done(fm::run(call, workspace));
+  CHECK(test.out == test.by_c(call));
+  for (const float value : test.lse) CHECK(std::isfinite(value));
+
+  const size_t bytes = get(fm::workspace_size(call));
+  CHECK(workspace.size() >= bytes);
+  const flashmoe_attention_plan plan = get(fm::plan(call));
+  CHECK(plan.workspace_bytes == bytes);
+  CHECK(std::strcmp(plan.kernel, get(fm::last_launch()).kernel) == 0);
+
+  const std::vector<float> out = test.out;
+  test.out.assign(out.size(), NAN);
+  fm::AttentionForward again = test.call();
+  again.lse = {};
+  done(fm::run(again, workspace.data(), workspace.size()));
+  CHECK(test.out == out);
+}
+
+void adds_no_allocation() {
+  AttentionCase test;
+  const fm::AttentionForward call = test.call();
+  fm::Workspace workspace;
+  done(fm::run(call, workspace));  // the library's threads start here
+  std::vector<float> out(test.out.size());
+  const fm::TensorView out_view(out.data(), {2, 5, 4, 16});
+  const flashmoe_tensor q = call.q.c(), k = call.k.c(), v = call.v.c(), o = out_view.c();
+  flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
+  params.q = &q;
+  params.k = &k;
+  params.v = &v;
+  params.out = &o;
+  const long before = hpp_allocations();
+  CHECK(flashmoe_attention_forward(&params, workspace.data(), workspace.size(), nullptr) ==
+        FLASHMOE_OK);
+  const long by_c = hpp_allocations() - before;
+  done(fm::run(call, workspace));
+  CHECK(hpp_allocations() - before == 2 * by_c);
+}
+
+void errors() {
+  AttentionCase test;
+  fm::Workspace workspace;
+  fm::AttentionForward call = test.call();
+  call.out = {};
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "out: got a null tensor",
+        [&] { return fm::run(call, workspace); });
+  CHECK(std::strncmp(flashmoe_last_error(), "out: got a null tensor", 22) == 0);
+
+  call = test.call();
+  call.scale = -1;
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "scale: got -1", [&] { return fm::plan(call); });
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "scale: got -1", [&] { return fm::workspace_size(call); });
+
+  call = test.call();
+  call.kernel = "sm1";
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "kernel: got \"sm1\"",
+        [&] { return fm::run(call, nullptr, 0); });
+
+  const int64_t shape[9] = {1, 1, 1, 1, 1, 1, 1, 1, 1};
+  flashmoe_tensor deep = test.call().q.c();
+  deep.ndim = 9;
+  deep.shape = shape;
+  deep.strides = nullptr;
+  call = test.call();
+  call.q = fm::ConstTensorView(deep);
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "q: got 9 dimensions, accepted are 4",
+        [&] { return fm::run(call, workspace); });
+
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "n: got -1", [] { return fm::set_num_threads(-1); });
+  fails(FLASHMOE_ERROR_NO_DEVICE, "device", [] { return fm::device_info(fm::Device::cuda(4096)); });
+}
+
+void memory() {
+  int live = 0;
+  {
+    using Buffer = fm::Buffer<CountedMemory>;
+    Buffer buffer(CountedMemory{&live, 1000});
+    CHECK(buffer.size() == 0 && live == 0);
+    done(buffer.reserve(10));
+    void* const data = buffer.data();
+    CHECK(data != nullptr && reinterpret_cast<uintptr_t>(data) % 256 == 0);
+    done(buffer.reserve(5));
+    CHECK(buffer.data() == data && live == 1);
+    Buffer moved(std::move(buffer));
+    CHECK(moved.data() == data && live == 1);
+    Buffer other(CountedMemory{&live, 1000});
+    done(other.reserve(7));
+    other = std::move(moved);
+    CHECK(other.data() == data && other.size() == 10 && live == 1);
+    done(other.reserve(1000));
+    CHECK(live == 1);
+    fails(FLASHMOE_ERROR_OUT_OF_MEMORY, "memory: got none of the 1001 bytes",
+          [&] { return other.reserve(1001); });
+    CHECK(other.data() == nullptr && other.size() == 0);
+  }
+  CHECK(live == 0);
+
+  using Routing = fm::BasicRouting<CountedMemory>;
+  fails(FLASHMOE_ERROR_OUT_OF_MEMORY, "memory: got none", [&] {
+    return Routing::create(1000, 8, 16, fm::Device::cpu(), CountedMemory{&live, 1000});
+  });
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "routing: got -1 tokens with 2 of 4 experts",
+        [] { return fm::Routing::create(-1, 2, 4); });
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "routing: got 1073741824 tokens with 2 of 4 experts",
+        [] { return fm::Routing::create(int64_t{1} << 30, 2, 4); });
+  CHECK(live == 0);
+}
+
+constexpr int64_t kTokens = 6, kExperts = 4, kTopK = 2, kHidden = 16, kInner = 8;
+
+struct Layer {
+  std::vector<float> logits = random(kTokens * kExperts, 4);
+  std::vector<float> x = random(kTokens * kHidden, 5);
+  std::vector<float> w_gate_up = random(kExperts * 2 * kInner * kHidden, 6);
+  std::vector<float> w_down = random(kExperts * kInner * kHidden, 7);  // stored [E, I, H]
+  std::vector<float> out = std::vector<float>(x.size(), NAN);
+
+  // Token t by the definition, in double: softmax, the best two renormalized, SwiGLU.
+  std::vector<double> expected(size_t t) const {
+    std::vector<size_t> chosen;
+    for (size_t e = 0; e < kExperts; ++e) chosen.push_back(e);
+    const float* row = &logits[t * kExperts];
+    std::sort(chosen.begin(), chosen.end(), [&](size_t a, size_t b) { return row[a] > row[b]; });
+    chosen.resize(kTopK);
+    double sum = 0;
+    for (const size_t e : chosen) sum += std::exp(double{row[e]});
+    std::vector<double> result(kHidden);
+    for (const size_t e : chosen) {
+      for (size_t i = 0; i < kInner; ++i) {
+        double gate = 0, up = 0;
+        for (size_t h = 0; h < kHidden; ++h) {
+          const double number = double{x[t * kHidden + h]};
+          gate += number * double{w_gate_up[(e * 2 * kInner + i) * kHidden + h]};
+          up += number * double{w_gate_up[(e * 2 * kInner + kInner + i) * kHidden + h]};
+        }
+        const double a = gate / (1 + std::exp(-gate)) * up * std::exp(double{row[e]}) / sum;
+        for (size_t h = 0; h < kHidden; ++h) {
+          result[h] += a * double{w_down[(e * kInner + i) * kHidden + h]};
+        }
+      }
+    }
+    return result;
+  }
+};
+
+void experts() {
+  Layer layer;
+  fm::Workspace workspace;
+  const fm::Routing routing = get(fm::Routing::create(kTokens, kTopK, kExperts));
+
+  fm::MoeRoute route;
+  route.logits = fm::ConstTensorView(layer.logits.data(), {kTokens, kExperts});
+  route.renormalize = true;
+  routing.attach(route);
+  CHECK(get(fm::plan(route)).launches >= 1);
+  done(fm::run(route, workspace));
+  const auto* offsets = static_cast<const int32_t*>(routing.offsets().data());
+  CHECK(offsets[0] == 0 && offsets[kExperts] == kTokens * kTopK);
+
+  fm::MoeForward call;
+  call.x = fm::ConstTensorView(layer.x.data(), {kTokens, kHidden});
+  call.w_gate_up = fm::ConstTensorView(layer.w_gate_up.data(), {kExperts, 2 * kInner, kHidden});
+  call.w_down =
+      fm::ConstTensorView(layer.w_down.data(), {kExperts, kInner, kHidden}).transpose(1, 2);
+  call.out = fm::TensorView(layer.out.data(), {kTokens, kHidden});
+  routing.attach(call);
+  CHECK(get(fm::plan(call)).workspace_bytes == get(fm::workspace_size(call)));
+  done(fm::run(call, workspace));
+  for (size_t t = 0; t < kTokens; ++t) {
+    const std::vector<double> expected = layer.expected(t);
+    for (size_t h = 0; h < kHidden; ++h) {
+      const double got = double{layer.out[t * kHidden + h]};
+      CHECK(std::fabs(got - expected[h]) <= 1e-5 * (1 + std::fabs(expected[h])));
+    }
+  }
+
+  call.activation = fm::Activation::relu;
+  call.alpha = 2;
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "alpha: got 2", [&] { return fm::run(call, workspace); });
+  route.scoring = fm::Scoring::topk_softmax;
+  route.num_groups = 3;
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "num_groups: got 3",
+        [&] { return fm::run(route, workspace); });
+}
+
+void given_experts_and_grouped_product() {
+  const int32_t ids[2][1] = {{1}, {0}};
+  const fm::Routing routing = get(fm::Routing::create(2, 1, 2));
+  fm::MoeRoute route;
+  route.given_ids = fm::ConstTensorView(&ids[0][0], {2, 1});
+  routing.attach(route);
+  fm::Workspace workspace;
+  done(fm::run(route, workspace));
+  const auto* pairs = static_cast<const int32_t*>(routing.pairs().data());
+  CHECK(pairs[0] == 1 && pairs[1] == 0);
+
+  const std::vector<float> x = random(4 * 8, 8), w = random(2 * 8 * 8, 9), bias(16, 0.25f);
+  const int32_t offsets[3] = {0, 1, 4};
+  std::vector<float> out(4 * 8, NAN);
+  fm::GroupedProduct product;
+  product.x = fm::ConstTensorView(x.data(), {4, 8});
+  product.w = fm::ConstTensorView(w.data(), {2, 8, 8});
+  product.bias = fm::ConstTensorView(bias.data(), {2, 8});
+  product.offsets = fm::ConstTensorView(offsets, {3});
+  product.out = fm::TensorView(out.data(), {4, 8});
+  done(fm::run(product, workspace));
+  CHECK(get(fm::plan(product)).launches == 1);
+  for (size_t r = 0; r < 4; ++r) {
+    for (size_t n = 0; n < 8; ++n) {
+      double expected = 0.25;
+      for (size_t i = 0; i < 8; ++i) {
+        expected += double{x[r * 8 + i]} * double{w[((r < 1 ? 0 : 1) * 8 + n) * 8 + i]};
+      }
+      CHECK(std::fabs(double{out[r * 8 + n]} - expected) <= 1e-5);
+    }
+  }
+}
+
+void library() {
+  CHECK(fm::version() == flashmoe_version());
+  CHECK(std::strstr(get(fm::build_info()).kernel_families, "cpu") != nullptr);
+  CHECK(fm::cuda_device_count() == flashmoe_cuda_device_count());
+  CHECK(std::strcmp(get(fm::device_info(fm::Device::cpu())).kernel_family, "cpu") == 0);
+  done(fm::set_num_threads(2));
+  CHECK(fm::num_threads() == 2);
+  done(fm::set_num_threads(0));
+
+  std::string lines;
+  const auto append = [](int32_t, const char* line, void* user) {
+    *static_cast<std::string*>(user) += line;
+  };
+  done(fm::set_log(FLASHMOE_LOG_INFO, append, &lines));
+  attention();
+  done(fm::set_log(FLASHMOE_LOG_OFF));
+  CHECK(lines.find("attention_forward_cpu") != std::string::npos);
+}
+
+}  // namespace
+
+void FLASHMOE_HPP_CHECKS() {
+  views();
+  attention();
+  adds_no_allocation();
+  errors();
+  memory();
+  experts();
+  given_experts_and_grouped_product();
+  library();
+}

@@ -1,0 +1,229 @@
+"""Every program and command on a page runs, or is held to what it names; links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import BUILDS_A_PROGRAM, DOCS, PAGES, ROOT, Block, blocks
+
+LANGUAGES = {"", "python", "sh", "c", "cpp", "cuda", "cmake", "{toctree}", "{eval-rst}"}
+TROUBLESHOOTING = DOCS / "troubleshooting.md"
+API = DOCS / "api.md"
+
+
+def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    for name in re.findall(r"^\s*(?:import|from) (\w+)", program, re.MULTILINE):
+        if name != "flashmoe_science":
+            pytest.importorskip(name)
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+PROGRAMS = [block for block in blocks("python") if block.page not in (TROUBLESHOOTING, API)]
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=str)
+def test_a_python_program_runs(block: Block, tmp_path: Path) -> None:
+    result = run(block.text, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_beginnings_have_a_program_each() -> None:
+    """So that a fence that is written otherwise does not take a page out of the tests."""
+    of = {page.name: len(blocks("python", page=page)) for page in (DOCS / "start").glob("*.md")}
+    assert of["torch.md"] == 2 and of["jax.md"] == 2 and of["huggingface.md"] == 1
+    assert len(blocks("python", page=ROOT / "README.md")) == 3
+    assert len(blocks("python", page=DOCS / "moe.md")) == 5
+    assert len(blocks("c", page=ROOT / "README.md")) == 1
+
+
+@pytest.mark.parametrize("block", blocks(), ids=str)
+def test_a_block_is_of_a_known_language(block: Block) -> None:
+    directive = r"\{(doxygen\w+|header-words|literalinclude)\}"
+    known = block.language in LANGUAGES or re.match(directive, block.language)
+    assert known, block.language
+    if block.language == "":
+        assert not re.match(r"(flashmoe|python|pip|cmake|cc) ", block.text), "say ```sh"
+
+
+# ---- troubleshooting ----------------------------------------------------------------------------
+
+
+def sections() -> dict[str, str]:
+    """The sentences that are headings, and what stands below."""
+    text = TROUBLESHOOTING.read_text(encoding="utf-8")
+    parts = re.split(r"^## (.*)$", text, flags=re.MULTILINE)
+    pairs = zip(parts[1::2], parts[2::2], strict=True)
+    return {title.strip("`"): body for title, body in pairs if title.startswith("`")}
+
+
+def python_of(body: str) -> str | None:
+    found = re.search(r"^```python\n(.*?)^```$", body, re.MULTILINE | re.DOTALL)
+    return found[1] if found else None
+
+
+SHOWN = {title: code for title, body in sections().items() if (code := python_of(body))}
+
+
+@pytest.mark.parametrize("sentence", SHOWN)
+def test_a_sentence_is_what_its_program_raises(sentence: str, tmp_path: Path) -> None:
+    result = run(SHOWN[sentence], tmp_path)
+    last = (result.stderr.splitlines() or [""])[-1]
+    words = ".*".join(re.escape(piece) for piece in sentence.split("…"))
+    assert result.returncode != 0
+    assert re.fullmatch(rf"flashmoe_science\.errors\.\w+: {words}", last), result.stderr
+
+
+@pytest.mark.parametrize("sentence", [title for title in sections() if title not in SHOWN])
+def test_a_sentence_without_a_program_is_in_the_sources(sentence: str) -> None:
+    sources = [
+        path.read_text(encoding="utf-8")
+        for folder in ("core", "cuda", "bindings", "python")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".cpp", ".h", ".py"}
+    ]
+    text = re.sub(r'"\s*\n\s*"', "", "\n".join(sources))  # literals that go on in the next line
+    form = re.sub(r"cuda:0|cpu:0", "…", sentence)
+    form = re.sub(r"^(k|workspace_size): ", "…: " if form.startswith("k: ") else r"\1: ", form)
+    form = form.replace("but q is", "but … is")
+    for piece in form.split("…"):
+        assert piece.strip() in text, piece
+
+
+# ---- signatures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", blocks("python", page=API), ids=str)
+def test_a_signature_is_the_functions(block: Block) -> None:
+    name = block.text.partition("(")[0]
+    function = getattr(importlib.import_module("flashmoe_science"), name)
+    shown = re.sub(r"\s+", "", block.text).replace('"', "'")
+    assert shown == name + re.sub(r"\s+", "", str(inspect.signature(function)))
+
+
+# ---- commands -----------------------------------------------------------------------------------
+
+SHELL = [(block, command) for block in blocks("sh") for command in block.commands]
+
+
+def simple_commands() -> list[tuple[str, str]]:
+    """Commands that build no program, one at a time, with where they stand."""
+    found = {}
+    for block, line in SHELL:
+        if not BUILDS_A_PROGRAM.match(line):
+            for command in line.split(" && "):
+                found.setdefault(command.strip(), str(block))
+    return list(found.items())
+
+
+def options_of(command: list[str]) -> list[str]:
+    return [word.partition("=")[0] for word in command if word.startswith("--")]
+
+
+def check_python(words: list[str]) -> None:
+    if words[1] == "-m":  # pytest runs this; venv and build are Python's own
+        assert words[2] in {"pytest", "venv", "build", "flashmoe_science"}
+        return
+    assert (ROOT / words[1]).is_file()
+    if words[1].startswith("benchmarks/") and len(words) > 2:
+        text = (ROOT / words[1]).read_text(encoding="utf-8")
+        for option in options_of(words[2:]):
+            assert f'"{option}"' in text, option
+
+
+def check_pip(words: list[str]) -> None:
+    assert words[1] == "install"
+    for word in words[2:]:
+        for extra in re.findall(r"^\.\[(.*)\]$", word):
+            pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+            assert re.search(rf"^{extra} = \[", pyproject, re.MULTILINE), extra
+        for option in re.findall(r"^-Ccmake\.define\.(FLASHMOE_\w+)=", word):
+            cmake = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
+            assert f"option({option} " in cmake, option
+
+
+def check_preset(words: list[str]) -> None:
+    presets = json.loads((ROOT / "CMakePresets.json").read_text(encoding="utf-8"))
+    if "--preset" in words:
+        name = words[words.index("--preset") + 1]
+        assert name in {preset["name"] for preset in presets["configurePresets"]}
+        if words[0] == "ctest":
+            assert name in {preset["name"] for preset in presets["testPresets"]}
+    else:
+        assert words[1] in {"--build", "--install"}
+
+
+def check_flashmoe(words: list[str], command: str) -> None:
+    """The cheap ones run; of the others, options are what the command line accepts."""
+    from flashmoe_science import cli
+
+    if words[1] in {"plan", "plan-moe", "info", "config"}:
+        if "--device" not in words and words[1].startswith("plan"):
+            words = [*words, "--device", "cpu"]
+        program = [sys.executable, "-m", "flashmoe_science", *words[1:]]
+        result = subprocess.run(program, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        return
+    try:
+        cli.build_parser().parse_args(words[1:])
+    except SystemExit:
+        pytest.fail(f"not accepted: {command}")
+
+
+def check_file(words: list[str]) -> None:
+    assert (ROOT / words[0]).is_file()
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, id=f"{where} {c[:40]}") for c, where in simple_commands()]
+)
+def test_a_command_is_accepted(command: str) -> None:
+    """What a command names is there. pip, cmake and pytest themselves are run by .ci/run."""
+    words = shlex.split(command)
+    if words[0] == "flashmoe":
+        check_flashmoe(words, command)
+    elif words[0] == "python":
+        check_python(words)
+    elif words[0] == "pip":
+        check_pip(words)
+    elif words[0] in {"cmake", "ctest"}:
+        check_preset(words)
+    elif words[0].startswith(".ci/"):
+        check_file(words)
+    else:
+        # tests/docs/test_site.py runs sphinx-build.
+        assert words[0] in {"source", "pre-commit", "sphinx-build"}, (
+            f"nothing holds this to account: {command}"
+        )
+
+
+# ---- links --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_map_of_the_sources_is_true() -> None:
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    folders = "core|cpu|cuda|cmake|bindings|python|include|tests"
+    named = re.findall(rf"(?<![\w/.])((?:{folders})/[\w./]*\w)", text)
+    missing = [path for path in named if not (ROOT / path).exists()]
+    assert missing == []

@@ -1,0 +1,87 @@
+"""The site builds without a warning, and has every public function of Python, C and C++."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from pages import DOCS, ROOT
+
+for _package in ("sphinx", "myst_parser", "furo", "breathe"):
+    pytest.importorskip(_package)
+if shutil.which("doxygen") is None:
+    pytest.skip("needs doxygen on the PATH", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--quiet", DOCS, folder]
+    result = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def entries(site: Path) -> set[tuple[str, str]]:
+    """(kind, name) of all that the site describes."""
+    data = (site / "objects.inv").read_bytes()
+    lines = zlib.decompress(data.split(b"\n", 4)[4]).decode().splitlines()
+    found = (re.match(r"(.+?) ([\w:]+) -?\d+ ", line) for line in lines)
+    return {(match[2], match[1]) for match in found if match}
+
+
+def names(entries: set[tuple[str, str]], domain: str) -> set[str]:
+    return {name for kind, name in entries if kind.startswith(f"{domain}:")}
+
+
+def test_every_public_name_of_python(entries: set[tuple[str, str]]) -> None:
+    text = (ROOT / "python/flashmoe_science/__init__.py").read_text(encoding="utf-8")
+    [public] = re.findall(r"^__all__ = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+    wanted = set(re.findall(r'"(\w+)"', public)) - {"__version__"}
+    assert len(wanted) > 30
+    described = {name.rpartition(".")[2] for name in names(entries, "py")}
+    assert wanted - described == set(), "docs/reference/python.md lacks them"
+
+
+def test_every_function_and_struct_of_c(entries: set[tuple[str, str]]) -> None:
+    symbols = (ROOT / "tests/packaging/exported_symbols.txt").read_text().split()
+    headers = "".join(path.read_text() for path in (ROOT / "include/flashmoe").glob("*.h"))
+    types = re.findall(r"^typedef (?:struct|enum) (\w+) \{", headers, re.MULTILINE)
+    assert len(types) > 15
+    missing = {*symbols, *types} - names(entries, "c")
+    assert missing == set(), "docs/reference/c.md lacks them"
+
+
+def test_every_type_and_function_of_cpp(entries: set[tuple[str, str]]) -> None:
+    header = (ROOT / "include/flashmoe/flashmoe.hpp").read_text()
+    header = re.sub(
+        r"namespace detail \{.*?^\}  // namespace detail", "", header, flags=re.M | re.S
+    )
+    public = set(re.findall(r"^(?:class|struct|enum class|using) (\w+)", header, re.MULTILINE))
+    public |= set(
+        re.findall(r"^(?:inline )?[\w:<>][\w:<> ]* (\w+)\([^;]*\{$", header, re.MULTILINE)
+    )
+    public -= {"__half", "__nv_bfloat16"}
+    assert {"run", "plan", "TensorView", "AttentionForward", "Error"} <= public
+    described = {name.removeprefix("flashmoe::") for name in names(entries, "cpp")}
+    assert public - described == set(), "docs/reference/cpp.md lacks them"
+
+
+def test_every_page_is_in_the_contents(site: Path) -> None:
+    contents = (site / "index.html").read_text(encoding="utf-8")
+    pages = {path.relative_to(DOCS).with_suffix(".html").as_posix() for path in DOCS.rglob("*.md")}
+    assert {page for page in pages if f'href="{page}' not in contents} == {"index.html"}
+
+
+def test_pictures_are_there(site: Path) -> None:
+    text = (DOCS / "measurements.md").read_text(encoding="utf-8")
+    pictures = re.findall(r'src(?:set)?="(pictures/[^"]+)"', text)
+    assert pictures and all((site / picture).exists() for picture in pictures)

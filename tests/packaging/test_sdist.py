@@ -1,0 +1,72 @@
+"""The source distribution holds what a build needs: every source that git has, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from installations import ROOT, checked, require_tool
+
+pytest.importorskip("scikit_build_core")
+
+# Left out on purpose: sdist.exclude in pyproject.toml.
+EXCLUDED = (".ci/", "benchmarks/results/")
+# Written by the build backend.
+ADDED = {"PKG-INFO"}
+MAX_BYTES = 4 * 2**20
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    scratch = tmp_path_factory.mktemp("sdist")
+    code = (
+        "import sys; sys.path.insert(0, 'cmake'); import flashmoe_build as b; b.build_sdist({!r})"
+    )
+    checked([sys.executable, "-c", code.format(str(scratch))], cwd=ROOT)
+    [archive] = scratch.glob("flashmoe_science-*.tar.gz")
+    return archive
+
+
+def members(archive: Path) -> set[str]:
+    with tarfile.open(archive) as tar:
+        return {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
+
+
+def test_holds_what_git_holds(archive: Path) -> None:
+    git = require_tool("git")
+    listing = subprocess.run(
+        [git, "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(ROOT.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    tracked = {path for path in listing.stdout.splitlines() if (ROOT / path).is_file()}
+    wanted = {path for path in tracked if not path.startswith(EXCLUDED)}
+    assert members(archive) - ADDED == wanted
+
+
+def test_holds_what_the_build_reads(archive: Path) -> None:
+    found = members(archive)
+    for path in (
+        "CMakeLists.txt",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "cmake/flashmoe_build.py",
+        "cmake/strict_nvcc.sh",
+        "include/flashmoe/flashmoe.h",
+        "include/flashmoe/flashmoe.hpp",
+    ):
+        assert path in found
+
+
+def test_is_small(archive: Path) -> None:
+    assert archive.stat().st_size <= MAX_BYTES

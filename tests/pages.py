@@ -1,0 +1,50 @@
+"""The pages that people read, and the code and commands on them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+
+_BLOCK = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    """What stands behind the fence, "" for nothing."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def commands(self) -> list[str]:
+        """The lines of a shell block, without comments."""
+        lines = (re.sub(r"(^|\s+)#.*", "", line).strip() for line in self.text.splitlines())
+        return [line for line in lines if line]
+
+
+def blocks(*languages: str, page: Path | None = None) -> list[Block]:
+    """Of every page, or of one; of every language, or of some."""
+    found = []
+    for path in PAGES if page is None else [page]:
+        text = path.read_text(encoding="utf-8")
+        for match in _BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Block(path, line, match[1].strip(), match[2]))
+    return [block for block in found if not languages or block.language in languages]
+
+
+# Commands that build a program: they run against both kinds of installation, in tests/packaging.
+BUILDS_A_PROGRAM = re.compile(
+    r"(cc|c\+\+|nvcc|cmake -B build -D|cmake --build build$|(export )?PKG_CONFIG_PATH=)"
+)

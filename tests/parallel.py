@@ -1,0 +1,56 @@
+"""Which tests pytest-xdist gives to one process: those that share what takes long to make.
+
+    python -m pytest -n auto
+
+By the tests' ids, since that is what the process knows that gives them out. (The marker xdist_group
+changes ids, which newer versions of pytest do not let it do.)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+ISAS = ("scalar", "avx2", "avx512", "avx512bf16")  # instruction sets of the CPU kernels
+
+# Those that take longest first, so that none is left when all others are done.
+_SHARING = (
+    ("the sanitized build", r"tests/packaging/test_sanitizers\.py::\w*(sanitized|fuzz)"),
+    ("the library's machine code", r"tests/cuda/test_sass"),
+    ("the installation", r"tests/packaging/test_(consumers|library|pages|sanitizers)\.py"),
+    ("the source distribution", r"tests/packaging/test_sdist\.py"),
+    ("mypy's cache", r"tests/python/test_stub\.py"),
+    ("programs on a made-up CUDA", r"tests/cuda/test_launch\.py"),
+    ("an encoder", r"tests/examples/test_sentence_embeddings\.py"),
+)
+_PATTERNS = [(name, re.compile(pattern)) for name, pattern in _SHARING]
+_ISA = re.compile(rf"(?<=[\[-])({'|'.join(ISAS)})(?=[]-])")
+
+
+def case_of(nodeid: str) -> str:
+    """The id without the instruction set: its case, of which there is one reference."""
+    return _ISA.sub("", nodeid, count=1) if nodeid.startswith("tests/cpu/") else nodeid
+
+
+def group_of(nodeid: str) -> str:
+    """What the test shares, or its case."""
+    return next((name for name, pattern in _PATTERNS if pattern.match(nodeid)), case_of(nodeid))
+
+
+def first(nodeid: str) -> int:
+    """A key to sort by: what shares something first, the rest as they were."""
+    group = group_of(nodeid)
+    names = [name for name, _ in _SHARING]
+    return names.index(group) if group in names else len(names)
+
+
+def scheduler(config: Any, log: Any) -> Any:
+    """Gives one group after the other to whichever process is free."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False  # they come in the order of `first`
+    return Groups(config, log)

@@ -1,0 +1,262 @@
+"""Modules of flashmoe_science.torch: the weights and the results of torch's and transformers'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flashmoe_science as fm
+import moe_oracle
+import pytest
+
+torch = pytest.importorskip("torch", minversion="2.6")
+
+import flashmoe_science.torch as fmt  # noqa: E402
+
+
+def normal(*shape: int, seed: int = 0) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- MultiheadAttention ----
+
+
+def pair(**options: Any) -> tuple[Any, Any]:
+    """torch's module, and ours with its state dict."""
+    torch.manual_seed(0)
+    stock = torch.nn.MultiheadAttention(32, 2, **options).eval()
+    if stock.in_proj_bias is not None:
+        torch.nn.init.normal_(stock.in_proj_bias)
+        torch.nn.init.normal_(stock.out_proj.bias)
+    ours = fmt.MultiheadAttention(32, 2, **options).eval()
+    assert ours.load_state_dict(stock.state_dict()) == ours.load_state_dict(stock.state_dict())
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    return stock, ours
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_self_attention(is_causal: bool, bias: bool, batch_first: bool) -> None:
+    stock, ours = pair(bias=bias, batch_first=batch_first)
+    x = normal(5, 5, 32)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(5) if is_causal else None
+    with torch.no_grad():
+        want, _ = stock(x, x, x, need_weights=False, attn_mask=mask, is_causal=is_causal)
+        for given in (mask, None):
+            got, weights = ours(x, x, x, attn_mask=given, is_causal=is_causal)
+            assert weights is None
+            assert got.shape == want.shape
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 24, "vdim": 40}, {"batch_first": True}], ids=str)
+def test_cross_attention(options: dict[str, Any]) -> None:
+    stock, ours = pair(**options)
+    batch_axis = 0 if options.get("batch_first") else 1
+    q = normal(7, 3, 32)
+    k, v = normal(9, 3, options.get("kdim", 32), seed=1), normal(9, 3, options.get("vdim", 32))
+    if batch_axis == 0:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    with torch.no_grad():
+        want, _ = stock(q, k, v, need_weights=False)
+        torch.testing.assert_close(ours(q, k, v)[0], want)
+        one = [x.select(batch_axis, 0) for x in (q, k, v)]
+        torch.testing.assert_close(ours(*one)[0], stock(*one, need_weights=False)[0])
+
+
+def test_inside_an_encoder_layer() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True).eval()
+    x = normal(2, 9, 32)
+    calls = []
+    with torch.no_grad():
+        want = layer(x)
+        ours = fmt.MultiheadAttention(32, 2, batch_first=True).eval()
+        ours.load_state_dict(layer.self_attn.state_dict())
+        ours.register_forward_hook(lambda *_: calls.append(1))
+        layer.self_attn = ours
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            torch.testing.assert_close(layer(x), want)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert calls == [1]
+
+
+def test_what_attention_modules_lack_is_refused_with_a_sentence() -> None:
+    _, ours = pair(batch_first=True)
+    x = normal(2, 9, 32)
+    mask = torch.zeros(9, 9)
+    for options, match in (
+        ({"need_weights": True}, r"^need_weights: got True, accepted is False"),
+        ({"attn_mask": mask}, r"^attn_mask: got a mask, accepted is None"),
+        ({"key_padding_mask": mask[:2] > 0}, r"^key_padding_mask: got a mask"),
+    ):
+        with pytest.raises(NotImplementedError, match=match):
+            ours(x, x, x, **options)
+    with pytest.raises(ValueError, match=r"requires grad, but attention has no backward pass yet"):
+        ours(x, x, x)
+    with pytest.raises(NotImplementedError, match=r"^add_bias_kv: got True, accepted is False"):
+        fmt.MultiheadAttention(32, 2, add_bias_kv=True)
+    training = fmt.MultiheadAttention(32, 2, dropout=0.1)
+    with (
+        torch.no_grad(),
+        pytest.raises(NotImplementedError, match=r"^dropout: got 0.1 in training"),
+    ):
+        training(x, x, x)
+    with pytest.raises(ValueError, match=r"^query: got 4 dimensions, accepted are 2 or 3"):
+        ours(x[None], x, x)
+
+
+# ---- FlashMoELayer ----
+
+
+def reference(layer: Any, x: Any) -> Any:
+    """In float64, by the oracle of the tests."""
+    rows = x.flatten(0, -2)
+    router, experts = layer.gate, layer.experts
+    logits = torch.nn.functional.linear(rows, router.weight, router.bias)
+    options = layer.options
+    names = ("scoring", "renormalize", "num_groups", "top_groups", "scale")
+    bias = router.e_score_correction_bias
+    routing = moe_oracle.route(
+        logits.numpy(), layer.top_k, **{n: options[n] for n in names if options[n] is not None},
+        **({} if bias is None else {"selection_bias": bias.numpy()}),
+    )  # fmt: skip
+    up, down = getattr(experts, experts.up_name), experts.down_proj
+    if layer.transposed:
+        up, down = up.mT, down.mT
+    b_up = getattr(experts, f"{experts.up_name}_bias")
+    names = ("gate", "activation", "alpha", "limit", "up_offset", "weight_on_input")
+    rows, up, down, b_up, b_down = (
+        None if t is None else t.numpy() for t in (rows, up, down, b_up, experts.down_proj_bias)
+    )
+    made = moe_oracle.forward_float64(
+        rows, up, down, routing, b_gate_up=b_up, b_down=b_down, **{n: options[n] for n in names}
+    )
+    return torch.from_numpy(made.out).view(x.shape)
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "mixtral": {"scoring": "topk_softmax", "renormalize": False},
+    "gpt-oss": {
+        "scoring": "topk_softmax", "renormalize": False, "router_bias": True, "expert_bias": True,
+        "gate": "interleaved", "transposed": True, "alpha": 1.702, "limit": 7.0, "up_offset": 1.0,
+    },
+    "deepseek-v3": {
+        "scoring": "sigmoid", "selection_bias": True, "num_groups": 4, "top_groups": 2,
+        "scale": 2.5,
+    },
+    "llama4": {
+        "scoring": "sigmoid", "renormalize": False, "weight_on_input": True, "transposed": True,
+    },
+    "nemotron": {"gate": "none", "activation": "relu2"},
+}  # fmt: skip
+NAMED = pytest.mark.parametrize("name", LAYERS)
+
+
+def layer_of(name: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    layer = fmt.FlashMoELayer(32, 24, 8, 2, **LAYERS[name] | options)
+    if layer.gate.e_score_correction_bias is not None:
+        layer.gate.e_score_correction_bias.uniform_(-0.3, 0.3)
+    return layer
+
+
+@NAMED
+def test_layer(name: str) -> None:
+    layer, x = layer_of(name), normal(2, 7, 32)
+    with torch.no_grad():
+        got = layer(x)
+        torch.testing.assert_close(got, reference(layer, x).float(), atol=1e-4, rtol=1e-4)
+    again = fmt.FlashMoELayer(32, 24, 8, 2, **LAYERS[name])
+    again.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        assert torch.equal(again(x), got)
+
+
+def test_names_and_shapes_are_transformers() -> None:
+    assert {n: tuple(p.shape) for n, p in layer_of("qwen3").state_dict().items()} == {
+        "gate.weight": (8, 32),
+        "experts.gate_up_proj": (8, 48, 32),
+        "experts.down_proj": (8, 32, 24),
+    }
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    config = transformers.AutoConfig.for_model(
+        "qwen3_moe", hidden_size=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
+        norm_topk_prob=True,
+    )  # fmt: skip
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config._experts_implementation = "eager"
+    stock = Qwen3MoeSparseMoeBlock(config).eval()
+    for parameter in stock.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    layer = fmt.FlashMoELayer(32, 24, 8, 2)
+    layer.load_state_dict(stock.state_dict())
+    x = normal(2, 7, 32)
+    with torch.no_grad():
+        want = stock(x)
+        want = want[0] if isinstance(want, tuple) else want
+        torch.testing.assert_close(layer(x), want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
+@pytest.mark.parametrize(
+    "options", [{}, {"gate": "up_gate"}, {"gate": "interleaved", "transposed": True}], ids=str
+)
+def test_tensors_of_single_experts_are_stacked(
+    options: dict[str, Any], names: tuple[str, str, str]
+) -> None:
+    gate, up = normal(8, 24, 32) / 6, normal(8, 24, 32, seed=1) / 6
+    down = normal(8, 32, 24, seed=2) / 5
+    state = {"block.gate.weight": normal(8, 32)}
+    for e in range(8):
+        for name, matrix in zip(names, (gate[e], up[e], down[e]), strict=True):
+            state[f"block.experts.{e}.{name}.weight"] = matrix
+    model = torch.nn.ModuleDict({"block": fmt.FlashMoELayer(32, 24, 8, 2, **options)})
+    model.load_state_dict(state)
+    x = normal(5, 32, seed=3)
+    routing = fm.moe_route(x @ state["block.gate.weight"].T, 2, renormalize=True)
+    want = fm.moe_forward(x, gate, down, routing, gate="separate", w_up=up)
+    with torch.no_grad():
+        torch.testing.assert_close(model["block"](x), want)
+    del state[f"block.experts.3.{names[2]}.weight"]
+    with pytest.raises(ValueError, match=r"^state_dict: got tensors of the experts \[0, 1, 2, 4"):
+        fmt.FlashMoELayer(32, 24, 8, 2).load_state_dict(
+            {k.removeprefix("block."): v for k, v in state.items()}
+        )
+
+
+def test_a_selection_bias_stays_fp32() -> None:
+    layer = layer_of("deepseek-v3")
+    before = layer.gate.e_score_correction_bias.clone()
+    layer = layer.to(torch.bfloat16)
+    assert layer.experts.down_proj.dtype == torch.bfloat16
+    assert torch.equal(layer.gate.e_score_correction_bias, before)
+    with torch.no_grad():
+        assert layer(normal(3, 32).bfloat16()).dtype == torch.bfloat16
+
+
+def test_layers_are_refused_with_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r'^gate: got "separate", accepted are'):
+        fmt.FlashMoELayer(32, 24, 8, 2, gate="separate")
+    layer = layer_of("qwen3")
+    with pytest.raises(ValueError, match=r"requires grad, but the mixture of experts has no"):
+        layer(normal(3, 32))
+
+
+def test_modules_compile_without_breaks() -> None:
+    torch._dynamo.reset()
+    attention = fmt.MultiheadAttention(32, 2, batch_first=True).eval()
+    layer = layer_of("gpt-oss").eval()
+
+    def block(x: Any) -> Any:
+        return layer(x + attention(x, x, x, is_causal=True)[0])
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for seq in (7, 11, 40):
+            x = normal(2, seq, 32)
+            torch.testing.assert_close(compiled(x), block(x))

@@ -1,0 +1,247 @@
+"""torch.ops.flashmoe: opcheck, torch.compile, torch.export, fake tensors, gradients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import flashmoe_science as fm
+import pytest
+
+torch = pytest.importorskip("torch", minversion="2.6")
+
+import flashmoe_science.torch as fmt  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch_calls import Call, assert_same, calls, normal  # noqa: E402
+from torch_calls import weights as layer_weights  # noqa: E402
+
+CALLS = pytest.mark.parametrize("call", calls(fm), ids=str)
+OURS = {str(call): call for call in calls(fmt)}
+
+
+class Counted:
+    """A backend of torch.compile that counts its graphs, and keeps the last one's operators."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.targets: list[str] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        self.targets = [str(node.target) for node in graph.graph.nodes]
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    torch._dynamo.reset()
+
+
+class _Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+    """Keeps what reaches the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith("flashmoe."):
+            self.seen.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@CALLS
+def test_opcheck(call: Call) -> None:
+    ours = OURS[str(call)]
+    with _Recorder() as recorder:
+        ours(*call.tensors(9, "cpu", torch.float32))
+    ((operator, arguments),) = recorder.seen
+    assert str(operator) == f"flashmoe.{call.operator}.default"
+    torch.library.opcheck(operator, arguments)
+    assert_same(operator(*arguments), call(*call.tensors(9, "cpu", torch.float32)))
+
+
+def test_every_operator_is_checked() -> None:
+    listed = {name.removeprefix("flashmoe::") for name in torch._C._dispatch_get_all_op_names()
+              if name.startswith("flashmoe::")}  # fmt: skip
+    assert listed == {call.operator for call in calls(fm)}
+
+
+@CALLS
+@pytest.mark.parametrize("module", ["package", "torch"])
+def test_compiles_without_breaks_for_every_length(call: Call, module: str) -> None:
+    if module == "torch":
+        call = OURS[str(call)]
+    backend = Counted()
+    compiled = torch.compile(call.function, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in (11, 16, 31, 250):  # the first is no other extent, which torch would tie it to
+        tensors = call.tensors(tokens, "cpu", torch.float32)
+        assert_same(compiled(*tensors), call(*tensors))
+    assert backend.graphs == 1
+    assert f"flashmoe.{call.operator}.default" in backend.targets
+
+
+def test_lengths_that_turn_out_to_vary_are_compiled_twice_at_most() -> None:
+    call = OURS["fused"]
+    backend = Counted()
+    compiled = torch.compile(call.function, fullgraph=True, backend=backend)
+    for tokens in (9, 16, 31, 250):
+        tensors = call.tensors(tokens, "cpu", torch.float32)
+        assert_same(compiled(*tensors), call(*tensors))
+    assert backend.graphs == 2
+
+
+def test_inductor_keeps_strides_as_they_are() -> None:
+    """Transposed weights, and activations between fused pointwise code."""
+    call = OURS["forward-with-pre-activation"]
+    tensors = call.tensors(20, "cpu", torch.float32)
+
+    def program(x: Any, *rest: Any) -> Any:
+        out, before = call.function((x * 2).relu(), *rest)
+        return out.t().sin(), before
+
+    want = program(*tensors)
+    got = torch.compile(program, fullgraph=True)(*tensors)
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1])
+
+
+def test_inductor_on_a_block() -> None:
+    q = normal((2, 33, 64), "cpu", torch.float32)
+
+    def block(x: Any) -> Any:
+        heads = (x.sin() + 1).view(2, -1, 4, 16).transpose(1, 2)
+        out = fm.flash_attention(heads, heads, heads, causal=True, layout="bhsd")
+        return x + out.transpose(1, 2).flatten(2).cos()
+
+    torch.testing.assert_close(torch.compile(block, fullgraph=True)(q), block(q))
+
+
+def test_export_with_a_dynamic_length() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = fmt.FlashMoELayer(32, 24, 8, 2)
+
+        def forward(self, x: Any) -> Any:
+            heads = x.unflatten(-1, (2, 16))
+            return self.layer(x + fmt.flash_attention(heads, heads, heads, causal=True).flatten(2))
+
+    block = Block().eval()
+    x = normal((2, 10, 32), "cpu", torch.float32)
+    with torch.no_grad():
+        program = torch.export.export(
+            block, (x,), dynamic_shapes=({1: torch.export.Dim("seq", min=2, max=4096)},)
+        )
+        targets = [str(node.target) for node in program.graph.nodes]
+        assert "flashmoe.attention.default" in targets
+        assert "flashmoe.fused_moe.default" in targets
+        for seq in (10, 77):
+            x = normal((2, seq, 32), "cpu", torch.float32, seq)
+            assert torch.equal(program.module()(x), block(x))
+
+
+@CALLS
+def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(call: Call) -> None:
+    call = OURS[str(call)]
+    tensors = call.tensors(9, "cpu", torch.float32)
+    with FakeTensorMode() as mode:
+        made = call(*(mode.from_tensor(x) for x in tensors))
+    with _Recorder():  # has the operators called, whose allocations are these
+        real = call(*tensors)
+    made, real = (x if isinstance(x, tuple) else (x,) for x in (made, real))
+    for a, b in zip(made, real, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+# ---- what is refused ----
+
+
+@CALLS
+def test_a_gradient_is_a_clear_error(call: Call) -> None:
+    tensors = call.tensors(9, "cpu", torch.float32)
+    name = "ids" if call.operator == "moe_route_given" else None
+    if name is not None:
+        tensors = (tensors[0], tensors[1].requires_grad_())
+    else:
+        tensors[0].requires_grad_()
+    sentence = (
+        r"^\w+: requires grad, but (attention|the mixture of experts) has no backward pass yet"
+    )
+    for function in (call.function, OURS[str(call)].function):
+        with pytest.raises(ValueError, match=sentence):
+            function(*tensors)
+    with _Recorder(), pytest.raises(ValueError, match=sentence):
+        OURS[str(call)].function(*tensors)
+    compiled = torch.compile(OURS[str(call)].function, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="requires grad, but"):
+        compiled(*tensors)
+    with torch.no_grad():
+        assert_same(compiled(*tensors), call(*tensors))
+
+
+def test_outputs_are_the_graphs_own() -> None:
+    q = normal((1, 8, 2, 16), "cpu", torch.float32)
+    compiled = torch.compile(
+        lambda q: fmt.flash_attention(q, q, q, out=torch.empty_like(q)), backend="eager"
+    )
+    with pytest.raises(Exception, match="out: got one in a call that is traced, accepted is None"):
+        compiled(q)
+    out = torch.empty_like(q)
+    assert fmt.flash_attention(q, q, q, out=out) is out
+
+
+def test_wrong_calls_have_the_librarys_sentence() -> None:
+    q = normal((1, 8, 2, 16), "cpu", torch.float32)
+    attend = torch.compile(lambda q, k: fm.flash_attention(q, k, k), backend="eager")
+    with pytest.raises(ValueError, match="k: its head dimension is 8, but q has 16"):
+        attend(q, q[..., :8].contiguous())
+    with pytest.raises(Exception, match="q: got 3 dimensions, accepted are 4"):
+        attend(q[0], q)
+    with pytest.raises(ValueError, match=r"^q: got 3 dimensions"):
+        torch.ops.flashmoe.attention(q[0], q, q, "none", None, None, None, None, "bshd", None)
+
+
+def test_meta_tensors_have_shapes() -> None:
+    meta = torch.empty((1, 8, 2, 16), device="meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert fmt.flash_attention(meta, meta, meta).shape == meta.shape
+    with pytest.raises(fm.FlashMoEError, match="q: "):
+        fmt.flash_attention(meta, meta, meta)
+
+
+def test_importing_the_package_registers_nothing() -> None:
+    program = (
+        "import torch, flashmoe_science as f; f.flash_attention(*[torch.zeros(1, 8, 1, 8)] * 3); "
+        "assert 'flashmoe_science.torch' not in __import__('sys').modules; "
+        "assert not any(n.startswith('flashmoe::') for n in torch._C._dispatch_get_all_op_names())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_gpt_oss_weights_reach_the_operator_as_views() -> None:
+    """In a compiled program transposed weights are not copied first."""
+    x = normal((5, 32), "cpu", torch.float32)
+    w_up, w_down = layer_weights("cpu", torch.float32)
+    stored = w_up.transpose(1, 2).contiguous()
+    router = normal((8, 32), "cpu", torch.float32)
+    pointers = []
+    real = fm.fused_moe
+
+    def program(x: Any, stored: Any) -> Any:
+        return fmt.fused_moe(x, router, stored.transpose(1, 2), w_down, 2)
+
+    def spy(tokens: Any, router: Any, w: Any, *rest: Any, **options: Any) -> Any:
+        pointers.append((w.data_ptr(), w.stride()))
+        return real(tokens, router, w, *rest, **options)
+
+    compiled = torch.compile(program, fullgraph=True)
+    fm.fused_moe = spy
+    try:
+        compiled(x, stored)
+    finally:
+        fm.fused_moe = real
+    assert pointers == [(stored.data_ptr(), stored.transpose(1, 2).stride())]

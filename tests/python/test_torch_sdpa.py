@@ -1,0 +1,268 @@
+"""scaled_dot_product_attention of flashmoe_science.torch against torch's own, and torch's own calls
+routed to it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import flashmoe_science as fm
+import pytest
+
+torch = pytest.importorskip("torch", minversion="2.6")
+
+import flashmoe_science.torch as fmt  # noqa: E402
+from flashmoe_science.torch import sdpa  # noqa: E402
+
+F = torch.nn.functional
+
+
+def normal(*shape: int, seed: int = 0) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def qkv(*lead: int, seq: tuple[int, int] = (13, 21), dims: tuple[int, int] = (16, 24)) -> Any:
+    q, k = seq
+    return (
+        normal(*lead, q, dims[0]), normal(*lead, k, dims[0], seed=1),
+        normal(*lead, k, dims[1], seed=2),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """Shapes of the calls that reach our attention; what was said once is forgotten."""
+    calls: list[tuple[int, ...]] = []
+    real = sdpa.flash_attention
+
+    def spy(q: Any, *rest: Any, **options: Any) -> Any:
+        calls.append(tuple(q.shape))
+        return real(q, *rest, **options)
+
+    monkeypatch.setattr(sdpa, "flash_attention", spy)
+    sdpa._say_once.cache_clear()
+    yield calls
+    sdpa._say_once.cache_clear()
+
+
+# ---- the function ----
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("lead", [(2, 3), (2,), (), (2, 2, 3), (1, 2, 1, 3)], ids=str)
+@pytest.mark.parametrize("seq", [(13, 21), (21, 13), (1, 9)], ids=str)
+def test_is_torchs(
+    seq: tuple[int, int], lead: tuple[int, ...], scale: float | None, is_causal: bool
+) -> None:
+    tensors = qkv(*lead, seq=seq)
+    got = fmt.scaled_dot_product_attention(*tensors, is_causal=is_causal, scale=scale)
+    want = F.scaled_dot_product_attention(*tensors, is_causal=is_causal, scale=scale)
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want)
+
+
+def test_grouped_heads() -> None:
+    q, k, v = normal(2, 6, 9, 16), normal(2, 2, 12, 16), normal(2, 2, 12, 16, seed=1)
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    got = fmt.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(got, want)
+    with pytest.raises(
+        ValueError, match=r"^key: got 2 heads, but query has 6; with enable_gqa=True"
+    ):
+        fmt.scaled_dot_product_attention(q, k, v)
+
+
+def test_views_are_read_where_they_lie() -> None:
+    packed = normal(2, 13, 3, 4, 16)
+    q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
+    got = fmt.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v))
+
+
+def test_arguments_are_torchs() -> None:
+    doc = F.scaled_dot_product_attention.__doc__.strip().partition(")")[0]
+    theirs = [part.split("=")[0].split(":")[0].strip() for part in doc.partition("(")[2].split(",")]
+    assert list(inspect.signature(fmt.scaled_dot_product_attention).parameters) == theirs
+
+
+def test_what_is_not_there_is_refused_with_a_sentence() -> None:
+    q, k, v = qkv(2, 3)
+    mask = torch.ones(13, 21, dtype=torch.bool)
+    for given in (mask, mask.float()):
+        with pytest.raises(NotImplementedError, match=r"^attn_mask: got a mask, accepted is None"):
+            fmt.scaled_dot_product_attention(q, k, v, given)
+    with pytest.raises(NotImplementedError, match=r"^dropout_p: got 0.1, accepted is 0"):
+        fmt.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+    with pytest.raises(ValueError, match=r"^key: got 3 dimensions, accepted are 2 or more"):
+        fmt.scaled_dot_product_attention(q, k[0], v)
+    with pytest.raises(ValueError, match=r"^q: requires grad, but attention has no backward pass"):
+        fmt.scaled_dot_product_attention(q.requires_grad_(), k, v)
+
+
+def test_compiles_for_every_length() -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: fmt.scaled_dot_product_attention(q, k, v, is_causal=True),
+        fullgraph=True, dynamic=True, backend=backend,
+    )  # fmt: skip
+    for seq in ((5, 7), (9, 9), (40, 11)):
+        tensors = qkv(2, 3, seq=seq)
+        torch.testing.assert_close(
+            compiled(*tensors), F.scaled_dot_product_attention(*tensors, is_causal=True)
+        )
+    assert len(graphs) == 1
+    assert "flashmoe.attention.default" in graphs[0]
+
+
+# ---- torch's own calls ----
+
+
+def test_routes_torchs_calls(ours: list[tuple[int, ...]]) -> None:
+    tensors = qkv(2, 3)
+    want = F.scaled_dot_product_attention(*tensors, is_causal=True)
+    with fmt.sdpa_kernel():
+        got = F.scaled_dot_product_attention(*tensors, is_causal=True)
+        by_name = torch.nn.functional.scaled_dot_product_attention(
+            query=tensors[0], key=tensors[1], value=tensors[2], is_causal=True
+        )
+    assert ours == [(2, 3, 13, 16)] * 2
+    torch.testing.assert_close(got, want)
+    assert torch.equal(by_name, got)
+    F.scaled_dot_product_attention(*tensors)
+    assert len(ours) == 2
+
+
+def test_routes_the_calls_of_modules(ours: list[tuple[int, ...]]) -> None:
+    module = torch.nn.MultiheadAttention(32, 2, batch_first=True).eval()
+    x = normal(2, 9, 32)
+    with torch.no_grad():
+        want, _ = module(x, x, x)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with fmt.sdpa_kernel(strict=True):
+                got, _ = module(x, x, x, need_weights=False)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert ours == [(2, 2, 9, 16)]
+    torch.testing.assert_close(got, want)
+    with torch.no_grad(), fmt.sdpa_kernel():
+        weighted, weights = module(x, x, x)  # for which torch stores them
+    torch.testing.assert_close(weighted, want)
+    assert weights.shape == (2, 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"attn_mask": torch.ones(13, 21, dtype=torch.bool).tril()}, "attn_mask: got a mask"),
+        ({"query": normal(2, 3, 13, 16).requires_grad_()}, "query: requires grad"),
+        ({"scale": -1.0}, "scale: got -1"),
+        ({"query": normal(2, 3, 13, 12), "key": normal(2, 3, 21, 12)}, "its head dimension is 12"),
+        ({"query": normal(2, 3, 16, 13).mT}, "its last dimension is not contiguous"),
+        ({"key": normal(1, 3, 21, 16)}, "k: "),  # torch repeats it
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_is_not_ours_goes_to_torch_and_is_said_once(
+    given: dict[str, Any], reason: str, ours: list[tuple[int, ...]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    arguments = dict(zip(("query", "key", "value"), qkv(2, 3), strict=True)) | given
+    want = F.scaled_dot_product_attention(**arguments)
+    with caplog.at_level(logging.WARNING, "flashmoe_science.torch"), fmt.sdpa_kernel():
+        for _ in range(2):
+            got = F.scaled_dot_product_attention(**arguments)
+            assert torch.equal(got, want)
+    assert len(caplog.records) == 1
+    assert reason in caplog.text
+    with fmt.sdpa_kernel(strict=True), pytest.raises(fm.UnsupportedError, match=reason):
+        F.scaled_dot_product_attention(**arguments)
+
+
+def test_gradients_of_torchs_own_calls_are_right_inside(ours: list[tuple[int, ...]]) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(1, 2))
+    want = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), (q, k, v))
+    with fmt.sdpa_kernel():
+        got = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), (q, k, v))
+    assert ours == []
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_wrong_calls_have_torchs_own_words() -> None:
+    q, k, v = qkv(2, 3)
+    with fmt.sdpa_kernel(), pytest.raises(RuntimeError) as ours_raised:
+        F.scaled_dot_product_attention(q, k[..., :8], v)
+    with pytest.raises(RuntimeError) as torchs:
+        F.scaled_dot_product_attention(q, k[..., :8], v)
+    assert str(ours_raised.value) == str(torchs.value)
+
+
+def test_other_threads_are_left_alone(ours: list[tuple[int, ...]]) -> None:
+    tensors = qkv(1, 2)
+    with fmt.sdpa_kernel():
+        thread = threading.Thread(target=F.scaled_dot_product_attention, args=tensors)
+        thread.start()
+        thread.join()
+    assert ours == []
+
+
+def test_routes_compiled_modules() -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch._dynamo.reset()
+    module = torch.nn.MultiheadAttention(32, 2).train()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=backend)
+    with torch.no_grad():
+        for seq in (7, 11, 40):
+            x = normal(seq, 3, 32)
+            want, _ = module(x, x, x, need_weights=False)
+            with fmt.sdpa_kernel():
+                got, _ = compiled(x, x, x, need_weights=False)
+            torch.testing.assert_close(got, want)
+    assert len(graphs) == 1
+    assert "flashmoe.attention.default" in graphs[0]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_routes_compiled_calls(inside: bool) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True) * 2
+
+    def program(*tensors: Any) -> Any:
+        with fmt.sdpa_kernel():
+            return attend(*tensors)
+
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"fullgraph": True, "dynamic": True, "backend": backend}
+    compiled = torch.compile(program if inside else attend, **options)
+    for seq in ((5, 7), (9, 9), (40, 11)):
+        tensors = qkv(2, 3, seq=seq)
+        want = attend(*tensors)
+        if inside:
+            got = compiled(*tensors)
+        else:
+            with fmt.sdpa_kernel():
+                got = compiled(*tensors)
+        torch.testing.assert_close(got, want)
+    assert len(graphs) == 1
+    assert "flashmoe.attention.default" in graphs[0]
