@@ -108,6 +108,60 @@ def test_every_size_of_a_cluster(dim: int, dim_v: int, dtype: str) -> None:
             _check(dataclasses.replace(case, seq_k=seq_k))
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256), (72, 40)])
+def test_parts_go_through_the_workspace(dim: int, dim_v: int, dtype: str) -> None:
+    """Blocks of a tile that are no cluster leave their parts there, for a second kernel."""
+    parts = []
+    shapes = (
+        (1, 65536, 1, 4),
+        (5, 40000, 2, 1),
+        (3, 32769, 5, 3),
+        (16, 50001, 1, 2),
+        (1, 9000, 4, 8),
+    )
+    for i, (seq_q, seq_k, heads_kv, group) in enumerate(shapes):
+        for causal in cases.CAUSAL:
+            case = Case(dtype=dtype, batch=1 + i % 2, seq_q=seq_q, seq_k=seq_k,
+                        heads_q=heads_kv * group, heads_kv=heads_kv, dim=dim, dim_v=dim_v,
+                        causal=causal, layout=("bshd", "bhsd")[i % 2], kernel="short",
+                        entry=("python", "c")[i % 2], softcap=30.0 if i == 2 else None,
+                        seed=i)  # fmt: skip
+            plan = _check(case)
+            assert plan.workspace_bytes <= 2**24
+            parts.append(families.parts(case, plan))
+    assert max(parts) > 16  # more than a cluster has
+
+
+def _many_keys(dtype: str, seq_q: int = 8) -> tuple[torch.Tensor, ...]:
+    """Of a call whose plan has parts."""
+    case = Case(
+        dtype=dtype, seq_q=seq_q, seq_k=65536, heads_q=4, dim=128, dim_v=128, kernel="short"
+    )
+    assert families.parts(case, _plan(case)) > 1
+    return cases.make_values(case, "cuda:0")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_rows_of_parts_are_computed_again(dtype: str) -> None:
+    """A NaN of V beside the diagonal is of the rows that see it, and of no other."""
+    q, k, v = _many_keys(dtype)
+    v[0, -4, 0, 5] = float("nan")
+    v[0, -2, 0, 77] = float("inf")
+    options = {"causal": "bottom_right", "return_lse": True, "kernel": "short"}
+    want = fm.flash_attention(q, k, v, **options)
+    query = torch.arange(8, device="cuda")[:, None]
+    columns = torch.arange(128, device="cuda")
+    finite = ~((query >= 4) & (columns == 5) | (query >= 6) & (columns == 77))
+    assert torch.equal(want[0][0].isfinite(), finite[:, None, :].expand(8, 4, 128))
+    assert want[1].isfinite().all()
+    for _ in range(20):
+        got = fm.flash_attention(q, k, v, **options)
+        assert all(
+            torch.equal(memory.bits(a), memory.bits(b)) for a, b in zip(got, want, strict=True)
+        )
+
+
 @pytest.mark.parametrize("causal", ["bottom_right", "top_left"])
 @pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_blocks_without_keys(dim: int, dim_v: int, causal: str) -> None:
@@ -188,10 +242,12 @@ def test_a_split_keeps_the_device_busy_and_its_blocks_fed() -> None:
             assert plan.cluster == 16 or 2 * blocks > _multiprocessors() // 2
 
 
-def test_calls_that_follow_one_another_wait_for_their_inputs() -> None:
-    """Each may start before the one in front of it is done, whose output it reads."""
+@pytest.mark.parametrize("seq_k", [400, 65536])
+def test_calls_that_follow_one_another_wait_for_their_inputs(seq_k: int) -> None:
+    """Each may start before the one in front of it is done, whose output it reads, and whose
+    workspace it may get."""
     torch.manual_seed(0)
-    k, v = (torch.randn(1, 400, 4, 64, device="cuda").half() for _ in "kv")
+    k, v = (torch.randn(1, seq_k, 4, 64, device="cuda").half() for _ in "kv")
     x = torch.randn(1, 1, 16, 64, device="cuda").half()
 
     def chain(wait: bool) -> torch.Tensor:
