@@ -99,8 +99,8 @@ def _run(driver: Driver, arrays: dict[str, np.ndarray], **options: Any) -> str:
     plan = capi.attention_plan(params)
     # Poisoned, and of exactly the bytes that the plan asks for.
     scratch = driver.upload(np.full(max(plan.workspace_bytes, 1), 0xFF, np.uint8))
-    capi.check(lib.flashmoe_attention_forward(params, c.c_void_p(scratch),
-                                              c.c_size_t(plan.workspace_bytes), None), lib)  # fmt: skip
+    size = c.c_size_t(plan.workspace_bytes)
+    capi.check(lib.flashmoe_attention_forward(params, c.c_void_p(scratch), size, None), lib)
     driver.synchronize()
     driver.free(scratch)
     for name in ("out", "lse"):
