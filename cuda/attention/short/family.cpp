@@ -148,8 +148,9 @@ void consider(const Entry& entry, int arch, const Abilities& abilities, const Wo
   if (tiles == 0) return;
   for (int w = kWarpChoices - 1; w >= 0; --w) {
     const int resident = abilities.resident[w][0];
-    const double most = std::min(
-        {resident / tiles, ceil_of(steps, 1 << w), kMostWorkspaceBytes / entry.part_bytes / tiles});
+    const double blocks = std::min({static_cast<double>(resident), facts.multiprocessors * 2.0,
+                                    kMostWorkspaceBytes / entry.part_bytes});
+    const double most = std::min(blocks / tiles, ceil_of(steps, 1 << w));
     if (most >= 2) take(1 << w, 1, resident, most);
   }
 }
