@@ -184,13 +184,16 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   const flashmoe_device device = call.q.device();
   bool named = false;
   void* handle = caller.stream(stream, device, &named);
-  const flashmoe_status status = run(call.ready(), nullptr, 0, handle);
+  flashmoe_status status = run(call.ready(), nullptr, 0, handle);
+  // Few calls need workspace: asking each would cost those that do not.
   if (status == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL && device.device_type == FLASHMOE_DEVICE_CUDA) {
-    dispatch(q, k, v, causal, window, scale, softcap, layout, return_lse, result, sums, kernel,
-             stream);
-  } else {
-    check(status);
+    size_t bytes = 0;
+    check(flashmoe_attention_forward_workspace_size(&call.params, &bytes));
+    DeviceWorkspace workspace;
+    workspace.allocate(caller, bytes, device, handle, named);
+    status = run(call.params, workspace.data(), bytes, handle);
   }
+  check(status);
   return want_lse ? nb::make_tuple(result, sums) : result;
 }
 

@@ -385,6 +385,11 @@ flashmoe_status flashmoe_attention_forward_workspace_size(
   if (bytes == nullptr) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "bytes: got a null pointer");
   }
+  const flashmoe::AttentionCall* known = flashmoe::KnownAttention::find(params);
+  if (known != nullptr) {
+    *bytes = static_cast<size_t>(known->plan.info.workspace_bytes);
+    return FLASHMOE_OK;
+  }
   flashmoe::AttentionCall call;
   FLASHMOE_TRY(flashmoe::make_call(params, false, &call));
   *bytes = static_cast<size_t>(call.plan.info.workspace_bytes);

@@ -67,6 +67,7 @@ struct AttentionPlan {
   const void* entry;
   int32_t tiles_per_head;     // GPU: tiles of query rows
   int32_t heads_per_section;  // GPU: heads whose tiles are mixed, as their K and V share the L2
+  int32_t parts;      // GPU: blocks of a tile that leave their parts in the workspace; 0: none do
   bool programmatic;  // GPU: it may begin before what is ahead of it in the stream has ended
 };
 

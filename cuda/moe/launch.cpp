@@ -30,7 +30,7 @@ flashmoe_moe_stage* add_stage(const Kernel& kernel, int device_id, const char* s
 }
 
 flashmoe_status launch_stage(const MoePlan& plan, int index, flashmoe_device device,
-                             const void* params, void* stream) {
+                             const void* params, void* stream, bool early) {
   const Kernel& kernel = *static_cast<const Kernel*>(plan.entry[index]);
   const flashmoe_moe_stage& stage = plan.info.stage[index];
   LaunchShape shape;
@@ -39,7 +39,7 @@ flashmoe_status launch_stage(const MoePlan& plan, int index, flashmoe_device dev
   shape.shared_bytes =
       stage.shared_bytes - static_cast<uint64_t>(static_shared_bytes(kernel, device.device_id));
   shape.cluster = stage.cluster;
-  shape.programmatic = has_clusters(kernel, device.device_id);
+  shape.programmatic = early && has_clusters(kernel, device.device_id);
   return launch_kernel(kernel, device, shape, params, stream);
 }
 

@@ -17,8 +17,8 @@ flashmoe_moe_stage* add_stage(const Kernel& kernel, int device_id, const char* s
 
 // Launches stage `index` of a plan with its kernel's one argument, which is copied, on `device`,
 // which is current. Where the code has programmatic launches it may begin before what is ahead of it
-// has ended: every kernel here waits (cuda/ptx/pdl.cuh).
+// has ended, if it is `early`: every kernel here waits (cuda/ptx/pdl.cuh).
 flashmoe_status launch_stage(const MoePlan& plan, int index, flashmoe_device device,
-                             const void* params, void* stream);
+                             const void* params, void* stream, bool early = true);
 
 }  // namespace flashmoe

@@ -20,6 +20,9 @@ _FUNCTION = re.compile(
     r"\d(sm\d\d|short)(?:_rows)?\d\dattention_forward_kernelI.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
 )
+# The second kernel of the family "short", of which each kernel has its own.
+_SUM = re.compile(r"short_rows\d\dsum_parts_kernelI.*?Traits"
+                  r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)ELi(\d+)E")  # fmt: skip
 _ANYWHERE = ("sm89", "short")  # families that are compiled for every architecture
 
 
@@ -35,6 +38,15 @@ def _kernel_of(function: str) -> Kernel | None:
         return None
     family, element, dim, dim_v, tuning, rows = found.groups()
     return Kernel(family, sass.ELEMENTS[element], int(dim), int(dim_v), tuning or rows)
+
+
+def _kernel_of_sum(function: str) -> Kernel | None:
+    """Whose parts it adds up."""
+    found = _SUM.search(function)
+    if found is None:
+        return None
+    element, dim, dim_v, rows = found.groups()
+    return Kernel("short", sass.ELEMENTS[element], int(dim), int(dim_v), rows)
 
 
 class Code(NamedTuple):
@@ -55,6 +67,12 @@ def instructions(architectures: list[str]) -> dict[Code, Counter[str]]:
 def resources(architectures: list[str]) -> dict[Code, dict[str, int]]:
     """Registers, stack, local and shared memory of each kernel."""
     return {Code(*code): used for code, used in sass.resources(_kernel_of).items()}
+
+
+@pytest.fixture(scope="module")
+def sums(architectures: list[str]) -> dict[Code, Counter[str]]:
+    """The same of the kernels that add up parts, by whose parts they add up."""
+    return {Code(*code): opcodes for code, opcodes in sass.instructions(_kernel_of_sum).items()}
 
 
 def _expected() -> set[Code]:
@@ -192,11 +210,24 @@ def test_short_blocks_share_keys_where_there_are_clusters(
             )
 
 
-@pytest.mark.parametrize("family", ["sm89", "sm90", "short"])
-def test_launches_wait_for_what_is_ahead_of_them(
-    family: str, instructions: dict[Code, Counter[str]]
+def test_short_kernels_have_another_for_their_parts(
+    instructions: dict[Code, Counter[str]], sums: dict[Code, Counter[str]]
 ) -> None:
-    for code, opcodes in _of(instructions, family).items():
+    """Parts of 16 bytes, several on their way at a time; no product but of rows computed again."""
+    assert set(sums) == set(_of(instructions, "short"))
+    for code, opcodes in sums.items():
+        parts = sum(n for name, n in opcodes.items() if re.match(r"LDG\.E\..*128", name))
+        assert parts >= 4, f"{code}: {opcodes}"
+        for name in ("HMMA", "ATOM", "ATOMG", "RED", "LDL", "STL"):
+            assert sass.count(opcodes, name) == 0, f"{code}: {name}"
+
+
+@pytest.mark.parametrize("family", ["sm89", "sm90", "short", "sum_parts"])
+def test_launches_wait_for_what_is_ahead_of_them(
+    family: str, instructions: dict[Code, Counter[str]], sums: dict[Code, Counter[str]]
+) -> None:
+    codes = sums if family == "sum_parts" else _of(instructions, family)
+    for code, opcodes in codes.items():
         sass.check_launches_wait(code, opcodes)
 
 

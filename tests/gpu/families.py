@@ -38,11 +38,22 @@ def blocks(case: Case, plan: fm.AttentionPlan) -> int:
     """Of the grid that a case needs with the planned tile."""
     if plan.family == "short":  # tiles of all query heads that share keys, a cluster for each
         rows = case.seq_q * case.heads_q // case.heads_kv
-        return -(-rows // plan.tile_q) * case.batch * case.heads_kv * max(1, plan.cluster)
+        tiles = -(-rows // plan.tile_q) * case.batch * case.heads_kv
+        return tiles * (parts(case, plan) or plan.cluster)
     tiles = -(-case.seq_q // plan.tile_q) * case.batch * case.heads_q
     if plan.family == "sm90":  # no more than can be resident
         return min(tiles, torch.cuda.get_device_properties(0).multi_processor_count)
     return tiles
+
+
+def parts(case: Case, plan: fm.AttentionPlan) -> int:
+    """Blocks of a tile that leave their parts of it in the workspace; 0 where none do."""
+    rows = case.seq_q * case.heads_q // case.heads_kv
+    tiles = -(-rows // plan.tile_q) * case.batch * case.heads_kv
+    # The output's rows in fp32, with an offset and a sum each.
+    found, rest = divmod(plan.workspace_bytes, tiles * plan.tile_q * (4 * plan.dim_v + 8))
+    assert rest == 0, f"{case}: {plan}"
+    return found
 
 
 def of_many_rows() -> str:

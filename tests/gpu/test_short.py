@@ -86,26 +86,82 @@ def test_every_kernel_by_name(kernel: Kernel) -> None:
             assert plan.tile_q == int(kernel.tuning)
 
 
-def _splits(dim: int, dim_v: int, dtype: str, seq_k: int) -> dict[int, Case]:
-    """A call for each cluster size that is planned for some number of heads."""
+def _splits(dim: int, dim_v: int, dtype: str) -> dict[int, Case]:
+    """A call for each cluster size that is planned for some number of heads and keys."""
     found: dict[int, Case] = {}
-    for heads in range(1, 2 * _multiprocessors() + 2):
+    for seq_k, heads in itertools.product((8192, 2048, 1024), range(1, 2 * _multiprocessors() + 2)):
         case = Case(dtype=dtype, seq_q=1, seq_k=seq_k, heads_q=heads, heads_kv=heads, dim=dim,
                     dim_v=dim_v, kernel="short", seed=heads)  # fmt: skip
-        found.setdefault(_plan(case).cluster, case)
+        plan = _plan(case)
+        if plan.workspace_bytes == 0:
+            found.setdefault(plan.cluster, case)
     return found
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_every_size_of_a_cluster(dim: int, dim_v: int, dtype: str) -> None:
-    splits = _splits(dim, dim_v, dtype, 8192)
+    splits = _splits(dim, dim_v, dtype)
     assert set(splits) == set(CLUSTERS if _has_clusters() else (1,))
     for cluster, case in splits.items():
         assert _check(case).cluster == cluster
         # A step more or less than the blocks divide evenly, and a last one that is not full.
-        for seq_k in (8192 - 15, 8192 + 17):
+        for seq_k in (case.seq_k - 15, case.seq_k + 17):
             _check(dataclasses.replace(case, seq_k=seq_k))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256), (72, 40)])
+def test_parts_go_through_the_workspace(dim: int, dim_v: int, dtype: str) -> None:
+    """Blocks of a tile that are no cluster leave their parts there, for a second kernel."""
+    parts = []
+    shapes = (
+        (1, 65536, 1, 4),
+        (5, 40000, 2, 1),
+        (3, 32769, 5, 3),
+        (16, 50001, 1, 2),
+        (1, 9000, 4, 8),
+    )
+    for i, (seq_q, seq_k, heads_kv, group) in enumerate(shapes):
+        for causal in cases.CAUSAL:
+            case = Case(dtype=dtype, batch=1 + i % 2, seq_q=seq_q, seq_k=seq_k,
+                        heads_q=heads_kv * group, heads_kv=heads_kv, dim=dim, dim_v=dim_v,
+                        causal=causal, layout=("bshd", "bhsd")[i % 2], kernel="short",
+                        entry=("python", "c")[i % 2], softcap=30.0 if i == 2 else None,
+                        seed=i)  # fmt: skip
+            plan = _check(case)
+            assert plan.workspace_bytes <= 2**24
+            parts.append(families.parts(case, plan))
+    assert max(parts) > 16  # more than a cluster has
+
+
+def _many_keys(dtype: str, seq_q: int = 8) -> tuple[torch.Tensor, ...]:
+    """Of a call whose plan has parts."""
+    case = Case(
+        dtype=dtype, seq_q=seq_q, seq_k=65536, heads_q=4, dim=128, dim_v=128, kernel="short"
+    )
+    assert families.parts(case, _plan(case)) > 1
+    return cases.make_values(case, "cuda:0")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_rows_of_parts_are_computed_again(dtype: str) -> None:
+    """A NaN of V beside the diagonal is of the rows that see it, and of no other."""
+    q, k, v = _many_keys(dtype)
+    v[0, -4, 0, 5] = float("nan")
+    v[0, -2, 0, 77] = float("inf")
+    options = {"causal": "bottom_right", "return_lse": True, "kernel": "short"}
+    want = fm.flash_attention(q, k, v, **options)
+    query = torch.arange(8, device="cuda")[:, None]
+    columns = torch.arange(128, device="cuda")
+    finite = ~((query >= 4) & (columns == 5) | (query >= 6) & (columns == 77))
+    assert torch.equal(want[0][0].isfinite(), finite[:, None, :].expand(8, 4, 128))
+    assert want[1].isfinite().all()
+    for _ in range(20):
+        got = fm.flash_attention(q, k, v, **options)
+        assert all(
+            torch.equal(memory.bits(a), memory.bits(b)) for a, b in zip(got, want, strict=True)
+        )
 
 
 @pytest.mark.parametrize("causal", ["bottom_right", "top_left"])
@@ -177,21 +233,24 @@ def test_many_rows_do_not(dim: int, causal: str) -> None:
 def test_a_split_keeps_the_device_busy_and_its_blocks_fed() -> None:
     """Blocks up to what the device holds, and none of them without a step of its own."""
     for heads, seq_k in itertools.product((1, 2, 8, 30, 64, 200), (16, 100, 1000, 10000, 100000)):
-        plan = _plan(Case(dtype="bf16", seq_q=1, seq_k=seq_k, heads_q=heads, heads_kv=heads,
-                          dim=128, dim_v=128, kernel="short"))  # fmt: skip
+        case = Case(dtype="bf16", seq_q=1, seq_k=seq_k, heads_q=heads, heads_kv=heads, dim=128,
+                    dim_v=128, kernel="short")  # fmt: skip
+        plan = _plan(case)
         blocks = plan.grid[0]
         steps = -(-seq_k // plan.tile_k)
-        assert blocks == heads * plan.cluster
+        assert blocks == families.blocks(case, plan)
         assert blocks <= max(heads, 2 * _multiprocessors())
-        assert plan.cluster <= max(1, steps)
-        if _has_clusters() and seq_k >= 10000:
-            assert plan.cluster == 16 or 2 * blocks > _multiprocessors() // 2
+        assert blocks // heads <= max(1, steps)
+        if seq_k >= 10000:
+            assert 2 * blocks > _multiprocessors() // 2
 
 
-def test_calls_that_follow_one_another_wait_for_their_inputs() -> None:
-    """Each may start before the one in front of it is done, whose output it reads."""
+@pytest.mark.parametrize("seq_k", [400, 65536])
+def test_calls_that_follow_one_another_wait_for_their_inputs(seq_k: int) -> None:
+    """Each may start before the one in front of it is done, whose output it reads, and whose
+    workspace it may get."""
     torch.manual_seed(0)
-    k, v = (torch.randn(1, 400, 4, 64, device="cuda").half() for _ in "kv")
+    k, v = (torch.randn(1, seq_k, 4, 64, device="cuda").half() for _ in "kv")
     x = torch.randn(1, 1, 16, 64, device="cuda").half()
 
     def chain(wait: bool) -> torch.Tensor:

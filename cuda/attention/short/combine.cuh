@@ -1,6 +1,6 @@
 // From the parts of the warps to the output: parts of a row are added up under their common offset,
 // first those of a block's warps, then, in a cluster, those of its blocks. Always in the same
-// order.
+// order. Blocks of a tile that are no cluster leave their parts in the workspace.
 #pragma once
 
 #include "cuda/attention/row_alone.cuh"
@@ -93,12 +93,10 @@ __device__ __forceinline__ Sum add_warps(const Shared<Traits>& shared, int row, 
 
 // Writes four columns of one row, and lse with the first ones. Returns whether an infinity or a NaN
 // is among them that the sum does not explain: a NaN of it is one of the keys that the row sees.
-template <class Traits>
+template <class Element>
 __device__ __forceinline__ bool write_unit(const Sum& total, const Params& params, const Tile& tile,
-                                           const Shared<Traits>& shared, int row, int unit) {
-  using Numeric = numeric::ElementTraits<typename Traits::Element>;
-  Keys keys = {0, params.seq_k};
-  if (params.masked) keys = shared.keys()[row];
+                                           const Keys& keys, int row, int unit) {
+  using Numeric = numeric::ElementTraits<Element>;
   const bool sees_keys = keys.end > keys.first;
   const Row where = Row::of(params, tile, row);
   if (unit == 0 && params.lse != nullptr) {
@@ -112,8 +110,8 @@ __device__ __forceinline__ bool write_unit(const Sum& total, const Params& param
                                   Numeric::pack(total.out.z * factor, total.out.w * factor));
   *reinterpret_cast<uint2*>(params.out + where.offset(params.out_strides, tile.batch) + 4 * unit) =
       packed;
-  return total.sum == total.sum && (numeric::any_nonfinite<typename Traits::Element>(packed.x) ||
-                                    numeric::any_nonfinite<typename Traits::Element>(packed.y));
+  return total.sum == total.sum &&
+         (numeric::any_nonfinite<Element>(packed.x) || numeric::any_nonfinite<Element>(packed.y));
 }
 
 // Units of a tile, a row after another: those from `first` to the one before `end`.
@@ -122,13 +120,14 @@ struct Units {
   int end;
 };
 
-// The rows of a tile in which an infinity or a NaN came out, of which a masked key may be the
-// cause, computed again: only the units that this block wrote, lest two blocks disagree. lse was
-// not touched by V.
+// A row of a tile, computed again by a warp: only units from `first` to the one before `end` of it.
 template <class Traits>
-__device__ __noinline__ void compute_rows_alone(const Params& params, const Tile tile,
-                                                const Shared<Traits> shared, const Units units) {
+__device__ __forceinline__ void compute_row_again(const Params& params, const Tile& tile,
+                                                  const Keys& keys, int row, int first, int end) {
+  const Row where = Row::of(params, tile, row);
+  uint16_t* out = params.out + where.offset(params.out_strides, tile.batch);
   LoneRow lone;
+  lone.q = params.q + where.offset(params.q_strides, tile.batch);
   lone.k = tile.k(params);
   lone.v = tile.v(params);
   lone.k_stride = params.k_strides.seq;
@@ -136,22 +135,25 @@ __device__ __noinline__ void compute_rows_alone(const Params& params, const Tile
   lone.dim = params.dim;
   lone.dim_v = params.dim_v;
   lone.cap_ratio = params.cap_ratio;
+  lone.first_key = keys.first;
+  lone.keys = keys.end;
+  compute_row_alone<typename Traits::Element, Traits::kDimV>(
+      lone, params.scale_log2, [&](int column, uint16_t element) {
+        if (column / 4 >= first && column / 4 < end) out[column] = element;
+      });
+}
+
+// The rows of a tile in which an infinity or a NaN came out, of which a masked key may be the
+// cause, computed again: only the units that this block wrote, lest two blocks disagree. lse was
+// not touched by V.
+template <class Traits>
+__device__ __noinline__ void compute_rows_alone(const Params& params, const Tile tile,
+                                                const Shared<Traits> shared, const Units units) {
   for (int row = warp_index(); row < tile.rows; row += warp_count()) {
-    if ((row + 1) * Traits::kUnitsPerRow <= units.first ||
-        row * Traits::kUnitsPerRow >= units.end) {
-      continue;
-    }
-    const Keys keys = shared.keys()[row];
-    const Row where = Row::of(params, tile, row);
-    uint16_t* out = params.out + where.offset(params.out_strides, tile.batch);
-    lone.q = params.q + where.offset(params.q_strides, tile.batch);
-    lone.first_key = keys.first;
-    lone.keys = keys.end;
-    compute_row_alone<typename Traits::Element, Traits::kDimV>(
-        lone, params.scale_log2, [&](int column, uint16_t element) {
-          const int unit = row * Traits::kUnitsPerRow + column / 4;
-          if (unit >= units.first && unit < units.end) out[column] = element;
-        });
+    const int first = units.first - row * Traits::kUnitsPerRow;
+    const int end = units.end - row * Traits::kUnitsPerRow;
+    if (first >= Traits::kUnitsPerRow || end <= 0) continue;
+    compute_row_again<Traits>(params, tile, shared.keys()[row], row, first, end);
   }
 }
 
@@ -243,10 +245,28 @@ __device__ __forceinline__ void write_tile(const Params& params, const Tile& til
 #else
     const Sum total = add_warps(shared, row, unit);
 #endif
-    nonfinite |= write_unit(total, params, tile, shared, row, unit);
+    Keys keys = {0, params.seq_k};
+    if (params.masked) keys = shared.keys()[row];
+    nonfinite |= write_unit<typename Traits::Element>(total, params, tile, keys, row, unit);
   }
   if (params.masked && __syncthreads_or(nonfinite)) {
     compute_rows_alone(params, tile, shared, units);
+  }
+}
+
+// Leaves this block's part of the tile in the workspace. All warps have stored theirs.
+template <class Traits>
+__device__ __forceinline__ void leave_part(const Params& params, const Tile& tile,
+                                           const Shared<Traits>& shared) {
+  const int64_t block = blockIdx.x;
+  for (int i = thread_index(); i < tile.rows * Traits::kUnitsPerRow; i += thread_count()) {
+    const int row = i / Traits::kUnitsPerRow;
+    const int unit = i % Traits::kUnitsPerRow;
+    const Sum part = add_warps(shared, row, unit);
+    params.parts[block * Traits::kUnits + i] = part.out;
+    if (unit == 0) {
+      params.statistics[block * Traits::kRows + row] = make_float2(part.offset, part.sum);
+    }
   }
 }
 

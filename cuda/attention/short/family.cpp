@@ -20,6 +20,8 @@ namespace {
 // Of packed queries, and of keys: row + offset + 1 fits.
 constexpr int64_t kMaxRows = kMaxSequence;
 
+constexpr double kMostWorkspaceBytes = 16 << 20;
+
 const Entry* const kEntries[] = {
 #define FLASHMOE_ENTRY(name) &entry_##name,
 #include "cuda/attention/short/entries.inc"
@@ -105,6 +107,7 @@ struct Choice {
   int arch;
   int warps;
   int cluster;
+  int parts;
   double microseconds;
 };
 
@@ -114,11 +117,21 @@ int log2_at_least(double n, int most) {
   return log2;
 }
 
-// Puts the best split of a call for this kernel into `best` if it beats what is there.
+// Puts the best split of a call for this kernel into `best` if it beats what is there. A tile's keys
+// are split over the blocks of a cluster, or over as many as the device holds, which leave parts.
 void consider(const Entry& entry, int arch, const Abilities& abilities, const Work& work,
               const Products& speed, const DeviceFacts& facts, Choice* best) {
   const double steps = ceil_of(work.most_keys, entry.step_keys);
   const double tiles = work.heads_kv * ceil_of(work.rows, entry.rows);
+  const auto take = [&](int warps, int cluster, int resident, double parts) {
+    const Split split = {entry.rows, entry.step_keys,         warps,           cluster,
+                         resident,   static_cast<int>(parts), entry.part_bytes};
+    if (resident == 0) return;
+    const double microseconds = short_microseconds(work, split, speed, facts);
+    if (best->entry == nullptr || microseconds < best->microseconds) {
+      *best = {&entry, arch, warps, cluster, split.parts, microseconds};
+    }
+  };
   for (int c = 0; c < kClusterChoices; ++c) {
     const int cluster = 1 << c;
     // Not more blocks than the device holds at a time, nor than there are steps.
@@ -129,13 +142,16 @@ void consider(const Entry& entry, int arch, const Abilities& abilities, const Wo
     // Warps without keys still take part in the end.
     const int fewest_warps = std::max(0, log2_at_least(steps / cluster, kWarpChoices - 1) - 1);
     for (int w = kWarpChoices - 1; w >= fewest_warps; --w) {
-      const Split split = {entry.rows, entry.step_keys, 1 << w, cluster, abilities.resident[w][c]};
-      if (split.resident == 0) continue;
-      const double microseconds = short_microseconds(work, split, speed, facts);
-      if (best->entry == nullptr || microseconds < best->microseconds) {
-        *best = {&entry, arch, split.warps, cluster, microseconds};
-      }
+      take(1 << w, cluster, abilities.resident[w][c], 1);
     }
+  }
+  if (tiles == 0) return;
+  for (int w = kWarpChoices - 1; w >= 0; --w) {
+    const int resident = abilities.resident[w][0];
+    const double blocks = std::min({static_cast<double>(resident), facts.multiprocessors * 2.0,
+                                    kMostWorkspaceBytes / entry.part_bytes});
+    const double most = std::min(blocks / tiles, ceil_of(steps, 1 << w));
+    if (most >= 2) take(1 << w, 1, resident, most);
   }
 }
 
@@ -199,13 +215,21 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   }
   const int64_t tiles_per_head = (problem.seq_q * group + entry.rows - 1) / entry.rows;
   const int64_t heads = problem.batch * problem.heads_kv;
+  const int64_t blocks_per_tile = best.cluster * best.parts;
   if (problem.heads_q > INT_MAX || heads > INT_MAX ||
-      tiles_per_head * heads > INT_MAX / best.cluster) {
+      tiles_per_head * heads > INT_MAX / blocks_per_tile) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^31 - 1 heads or blocks");
   }
 
-  plan_launch(entry, best.arch, "", tiles_per_head * heads * best.cluster, 32 * best.warps,
+  const int64_t blocks = tiles_per_head * heads * blocks_per_tile;
+  plan_launch(entry, best.arch, "", blocks, 32 * best.warps,
               entry.shared_bytes_of(best.warps, best.cluster), plan);
+  if (best.parts > 1) {
+    int arch = 0;
+    FLASHMOE_TRY(load_kernel(entry.sum_parts, device_id, *facts, &arch, reason));
+    plan->parts = best.parts;
+    plan->info.workspace_bytes = static_cast<uint64_t>(blocks * entry.part_bytes);
+  }
   plan->info.tile_q = entry.rows;
   plan->info.tile_k = entry.step_keys;
   plan->info.dim = entry.dim;
@@ -218,7 +242,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   return FLASHMOE_OK;
 }
 
-Params make_params(const AttentionProblem& p, const AttentionPlan& plan) {
+Params make_params(const AttentionProblem& p, const AttentionPlan& plan, void* workspace) {
   Params params;
   fill_common(p, &params);
   params.q = static_cast<const uint16_t*>(p.q);
@@ -232,15 +256,44 @@ Params make_params(const AttentionProblem& p, const AttentionPlan& plan) {
   params.tiles_per_head = Divisor::of(static_cast<uint32_t>(plan.tiles_per_head));
   params.heads_kv = Divisor::of(static_cast<uint32_t>(p.heads_kv));
   params.cluster_log2 = log2_at_least(plan.info.cluster, kClusterChoices - 1);
+  const int32_t blocks_per_tile = plan.parts > 0 ? plan.parts : plan.info.cluster;
+  params.blocks_per_tile = Divisor::of(static_cast<uint32_t>(blocks_per_tile));
+  params.parts = nullptr;
+  params.statistics = nullptr;
+  if (plan.parts > 0) {
+    const Entry& entry = *static_cast<const Entry*>(plan.entry);
+    const int64_t part = entry.rows * entry.dim_v / 4;  // in fours of its floats
+    params.parts = static_cast<float4*>(workspace);
+    params.statistics = reinterpret_cast<float2*>(params.parts + plan.info.grid[0] * part);
+  }
   return params;
 }
 
-flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& plan, void*,
+// Adds up the parts. What was launched last is still the kernel that left them.
+flashmoe_status launch_sum(const AttentionProblem& problem, const AttentionPlan& plan,
+                           const Params& params, void* stream) {
+  LaunchShape shape = {};
+  shape.grid[0] = static_cast<uint32_t>(params.rows);
+  shape.grid[1] = static_cast<uint32_t>(problem.batch * problem.heads_kv);
+  shape.grid[2] = 1;
+  shape.block[0] = kSumThreads;
+  shape.block[1] = shape.block[2] = 1;
+  shape.programmatic = plan.programmatic;
+  const LaunchRecord first = last_launch_record();
+  FLASHMOE_TRY(launch_kernel(static_cast<const Entry*>(plan.entry)->sum_parts, problem.device,
+                             shape, &params, stream));
+  last_launch_record() = first;
+  return FLASHMOE_OK;
+}
+
+flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& plan, void* workspace,
                        void* stream) {
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
-  const Params params = make_params(problem, plan);
-  return launch_kernel(*static_cast<const Entry*>(plan.entry), problem, plan, &params, stream);
+  const Params params = make_params(problem, plan, workspace);
+  FLASHMOE_TRY(
+      launch_kernel(*static_cast<const Entry*>(plan.entry), problem, plan, &params, stream));
+  return plan.parts > 0 ? launch_sum(problem, plan, params, stream) : FLASHMOE_OK;
 }
 
 }  // namespace

@@ -2,14 +2,16 @@
 //
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
 //
-// A tile is kRows packed query rows of one KV head. A cluster of 1 to 16 blocks takes it, and each
-// block has 1 to 8 warps; all warps of the cluster take steps of kStepKeys keys in turn, each with
-// an online softmax of its own (products.cuh). K and V go from global memory to registers without a
-// stop: a step's loads are on their way while the step before it is computed, 8 to 16 KiB of them a
-// warp. At the end the parts are added up through shared memory, a block's first, then a cluster's,
-// each block writing a share of the tile (combine.cuh). One launch, no workspace, no atomics.
+// A tile is kRows packed query rows of one KV head. A number of blocks takes it, and each block has 1
+// to 8 warps; all warps of these blocks take steps of kStepKeys keys in turn, each with an online
+// softmax of its own (products.cuh). K and V go from global memory to registers without a stop: a
+// step's loads are on their way while the step before it is computed, 8 to 16 KiB of them a warp. At
+// the end the parts are added up, a block's through shared memory, then those of a tile's blocks
+// (combine.cuh): a cluster's, of up to 16, through each other's shared memory, each block writing a
+// share of the tile; those of more blocks, or without clusters, by a second kernel from the workspace
+// (sum_parts.cuh). No atomics.
 //
-// Clusters are of sm_90 code. Elsewhere a tile has one block.
+// Clusters are of sm_90 code.
 #pragma once
 
 #include "cuda/attention/short/combine.cuh"
@@ -55,7 +57,8 @@ __device__ __forceinline__ void compute_part(const Params& params, const Tile& t
   const int lane = lane_index();
   const int warp = warp_index();
   const int part = tile.rank * warp_count() + warp;
-  const int jump = (warp_count() << params.cluster_log2) * Traits::kStepKeys;  // to the next step
+  const int jump = warp_count() * static_cast<int>(params.blocks_per_tile.value) *
+                   Traits::kStepKeys;  // to the next step
   int key = tile.some.first + part * Traits::kStepKeys;
   const int end = tile.some.end;
   const uint16_t* k = tile.k(params) + (key + lane / 4) * params.k_strides.seq + 8 * (lane % 4);
@@ -118,7 +121,11 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes, 1)
 #endif
   compute_part<Traits>(params, tile, shared);
   __syncthreads();
-  write_tile<Traits>(params, tile, shared);
+  if (params.parts == nullptr) {
+    write_tile<Traits>(params, tile, shared);
+  } else {
+    leave_part<Traits>(params, tile, shared);
+  }
 }
 
 }  // namespace flashmoe::short_rows

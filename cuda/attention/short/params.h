@@ -1,12 +1,15 @@
 // Arguments of the short attention kernel, as the device sees them.
 #pragma once
 
+#include <vector_types.h>
+
 #include "core/attention.h"
 
 namespace flashmoe::short_rows {
 
-inline constexpr int kMaxWarps = 8;     // of a block
-inline constexpr int kMaxCluster = 16;  // blocks of a cluster: powers of two up to this
+inline constexpr int kMaxWarps = 8;      // of a block
+inline constexpr int kMaxCluster = 16;   // blocks of a cluster: powers of two up to this
+inline constexpr int kSumThreads = 256;  // of a block of the second kernel
 
 // Division of numbers below 2^31 by one that the host knows: a product with its reciprocal, rounded
 // up to 2^-(31 + ceil log2), which is exact for them.
@@ -54,7 +57,13 @@ struct Params {
   Divisor heads_per_kv;
   Divisor tiles_per_head;  // of a KV head
   Divisor heads_kv;
-  int32_t cluster_log2;  // log2 of the blocks that share a tile's keys
+  Divisor blocks_per_tile;  // that share its keys: a cluster, or as many as leave parts
+  int32_t cluster_log2;     // log2 of the blocks of a cluster; 0: there are none
+
+  // The workspace, where a tile's blocks are no cluster: what each has of the output, [blocks, rows of
+  // a tile, kernel's dim_v], with offset and sum of each row, [blocks, rows of a tile]. Else nullptr.
+  float4* parts;
+  float2* statistics;
 
   // Query i sees the keys from i + left_offset to i + right_offset, as far as there are such keys.
   // An absent bound lies beyond all of them; query + offset + 1 fits.

@@ -40,16 +40,11 @@ struct Tile {
   template <class Traits>
   static __device__ __forceinline__ Tile of_block(const Params& params) {
     const int block = static_cast<int>(blockIdx.x);
-    const int tile = block >> params.cluster_log2;
+    const int tile = params.blocks_per_tile.quotient(block);
     const int head = params.tiles_per_head.quotient(tile);
-    Tile result;
-    result.rank = block & ((1 << params.cluster_log2) - 1);
-    result.batch = params.heads_kv.quotient(head);
-    result.head_kv = head - result.batch * static_cast<int>(params.heads_kv.value);
-    result.first_row =
-        (tile - head * static_cast<int>(params.tiles_per_head.value)) * Traits::kRows;
-    result.rows = min(Traits::kRows, params.rows - result.first_row);
-    result.all = result.some = {0, params.seq_k};
+    Tile result =
+        of_rows<Traits>(params, head, tile - head * static_cast<int>(params.tiles_per_head.value));
+    result.rank = block - tile * static_cast<int>(params.blocks_per_tile.value);
     if (params.masked) {
       const int last_row = result.first_row + result.rows - 1;
       const Keys first = keys_of_query(params, params.heads_per_kv.quotient(result.first_row));
@@ -57,6 +52,19 @@ struct Tile {
       result.some = {first.first, max(first.first, last.end)};
       result.all = {last.first, first.end};
     }
+    return result;
+  }
+
+  // Tile `index` of a KV head, heads of all batches counted; all keys, and the first block's rank.
+  template <class Traits>
+  static __device__ __forceinline__ Tile of_rows(const Params& params, int head, int index) {
+    Tile result;
+    result.rank = 0;
+    result.batch = params.heads_kv.quotient(head);
+    result.head_kv = head - result.batch * static_cast<int>(params.heads_kv.value);
+    result.first_row = index * Traits::kRows;
+    result.rows = min(Traits::kRows, params.rows - result.first_row);
+    result.all = result.some = {0, params.seq_k};
     return result;
   }
 

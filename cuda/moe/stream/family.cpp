@@ -263,7 +263,9 @@ flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* wo
   up.alpha = p.alpha;
   up.limit = p.limit;
   up.up_offset = p.up_offset;
-  FLASHMOE_TRY(launch_stage(plan, 0, p.device, &up, stream));
+  // Beside routing, which holds a multiprocessor, two blocks would go to another, and would still be
+  // at work when the rest has nothing left.
+  FLASHMOE_TRY(launch_stage(plan, 0, p.device, &up, stream, /*early=*/false));
 
   DownParams down = {};
   down.routing = routing;

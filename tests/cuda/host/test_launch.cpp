@@ -22,6 +22,7 @@
 
 namespace flashmoe::short_rows {
 static LoadedKernel loaded[kMaxDevices];
+static LoadedKernel loaded_sum[kMaxDevices];
 static Abilities abilities[kMaxDevices];
 static int shared_bytes_of(int warps, int cluster) { return 1024 * warps + cluster; }
 extern const Entry entry_fp16_d64_dv64_r8;
@@ -34,6 +35,8 @@ const Entry entry_fp16_d64_dv64_r8 = {
     64,
     &shared_bytes_of,
     abilities,
+    8 * (64 * 4 + 8),
+    {"sum_parts_short_fp16_d64_dv64_r8", reinterpret_cast<const void*>(0x56), 0, loaded_sum},
 };
 }  // namespace flashmoe::short_rows
 
@@ -340,6 +343,57 @@ void clusters_and_programmatic_launches_are_planned() {
   fake::state.driver_launch = CUDA_SUCCESS;
 }
 
+// Keys beyond a cluster's are shared by blocks that leave their parts in the workspace, which a second
+// kernel adds up.
+void parts_go_through_the_workspace() {
+  static std::vector<short_rows::Params> seen;
+  fake::on_launch = [](const void* params) {
+    seen.push_back(*static_cast<const short_rows::Params*>(params));
+  };
+  Call call("short", 1, 3, 1 << 20, 8, 2);
+  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+  constexpr uint64_t kPart = 8 * (64 * 4 + 8);
+  constexpr uint32_t kTiles = 2 * 2;  // 12 packed rows of each of 2 heads
+  CHECK(plan.cluster == 1 && plan.grid[0] % kTiles == 0);
+  const uint32_t parts = plan.grid[0] / kTiles;
+  CHECK(parts > 1 && plan.workspace_bytes == plan.grid[0] * kPart);
+  CHECK(plan.workspace_bytes <= 16 << 20);
+  alignas(16) static char workspace[16];  // the fake's launches touch none
+  size_t bytes = 0;
+  CHECK(flashmoe_attention_forward_workspace_size(&call.params, &bytes) == FLASHMOE_OK);
+  CHECK(bytes == plan.workspace_bytes);
+  CHECK(call.run() == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL && seen.empty());
+  CHECK(flashmoe_attention_forward_workspace_size(&call.params, &bytes) == FLASHMOE_OK);
+  CHECK(bytes == plan.workspace_bytes);  // of the known call
+  CHECK(flashmoe_attention_forward(&call.params, workspace, bytes - 1, nullptr) ==
+        FLASHMOE_ERROR_WORKSPACE_TOO_SMALL);
+  CHECK(flashmoe_attention_forward(&call.params, workspace, bytes, nullptr) == FLASHMOE_OK);
+  CHECK(seen.size() == 2);
+  for (const short_rows::Params& params : seen) {
+    CHECK(static_cast<void*>(params.parts) == workspace);
+    CHECK(reinterpret_cast<char*>(params.statistics) == workspace + plan.grid[0] * 8 * 64 * 4);
+    CHECK(params.blocks_per_tile.value == parts && params.cluster_log2 == 0);
+  }
+  // The second one, of a block for each row; what is read back is the first.
+  const void* function = reinterpret_cast<const void*>(0x56);
+  CHECK(fake::last.kernel == (driver_launches ? fake::handle_of(function) : function));
+  CHECK(fake::last.grid.x == 12 && fake::last.grid.y == 2 && fake::last.grid.z == 1);
+  CHECK(fake::last.block.x == short_rows::kSumThreads && fake::last.shared_bytes == 0);
+  CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1);
+  CHECK(std::strcmp(read_back().kernel, plan.kernel) == 0);
+  CHECK(read_back().grid[0] == plan.grid[0]);
+  // Where the first fails, the second is not launched.
+  seen.clear();
+  fake::state.driver_launch = CUDA_ERROR_INVALID_VALUE;
+  fake::state.runtime_launch = cudaErrorInvalidValue;
+  CHECK(flashmoe_attention_forward(&call.params, workspace, bytes, nullptr) == FLASHMOE_ERROR_CUDA);
+  CHECK(seen.empty());
+  fake::state.driver_launch = CUDA_SUCCESS;
+  fake::state.runtime_launch = cudaSuccess;
+  fake::on_launch = nullptr;
+}
+
 std::atomic<int> after_loading{0};
 
 void a_kernel_is_loaded_once_whoever_comes_first() {
@@ -421,6 +475,7 @@ int main(int argc, char** argv) {
   a_new_threads_first_launch_is_the_runtimes();
   what_the_driver_refuses_the_runtime_decides();
   clusters_and_programmatic_launches_are_planned();
+  parts_go_through_the_workspace();
   a_kernel_is_loaded_once_whoever_comes_first();
   empty_problems_have_plans();
   return 0;
