@@ -159,7 +159,9 @@ flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reas
                          static_cast<long long>(kMostTokensNamed));
   }
   const bool named = problem.kernel != nullptr && *problem.kernel != '\0';
-  if (!named && !serves_well(problem.tokens, problem.tokens * problem.top_k, problem.experts)) {
+  const bool beside_sm90 = FLASHMOE_WITH_SM90 && facts->compute_capability == 90;
+  if (!named &&
+      !serves_well(problem.tokens, problem.tokens * problem.top_k, problem.experts, beside_sm90)) {
     return refuse("many tokens, for which tiles of more tokens are faster (named, it serves them)");
   }
   if (!is_row_major(problem.up) || !is_row_major(problem.down) ||
