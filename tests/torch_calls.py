@@ -173,3 +173,16 @@ def assert_same(got: Any, want: Any) -> None:
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype and a.device == b.device
         assert torch.equal(a, b)
+
+
+class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+    """Keeps what reaches the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith("flashmoe."):
+            self.seen.append((func, args))
+        return func(*args, **(kwargs or {}))

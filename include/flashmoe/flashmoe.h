@@ -245,7 +245,8 @@ static inline flashmoe_attention_forward_params flashmoe_attention_forward_param
 }
 
 /* How a call will be computed. On the CPU, grid[0] counts independent tiles and block[0] the
- * threads that share them. */
+ * threads that share them. A call of "short" with workspace_bytes has a second launch, which adds
+ * up what the planned kernel left there. */
 typedef struct flashmoe_attention_plan {
   size_t struct_size;
   char kernel[64]; /* "attention_forward_sm89_bf16_d128_dv128" */
@@ -291,7 +292,8 @@ flashmoe_attention_forward(const flashmoe_attention_forward_params* params, void
  * What ran
  * ---------------------------------------------------------------------------------------------- */
 
-/* The last kernel this thread launched, read back from the launch itself. */
+/* The last kernel this thread launched, read back from the launch itself; not the one that adds up
+ * what a planned kernel left in a workspace. */
 typedef struct flashmoe_launch {
   size_t struct_size;
   char kernel[64]; /* as in the plan */

@@ -89,7 +89,8 @@ def device_info(device: object = "cpu") -> DeviceInfo:
 
 
 def last_launch() -> Launch:
-    """The last kernel this thread launched.
+    """The last kernel this thread launched; not the one that adds up what a planned kernel left
+    in a workspace.
 
     Raises:
         ValueError: Nothing was launched on this thread yet.

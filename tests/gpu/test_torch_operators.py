@@ -8,7 +8,7 @@ import flashmoe_science as fm
 import flashmoe_science.torch as fmt
 import pytest
 import torch
-from torch_calls import Call, assert_same, calls, normal
+from torch_calls import Call, Recorder, assert_same, calls, normal
 
 pytestmark = pytest.mark.gpu
 
@@ -22,22 +22,9 @@ def _nothing_compiled_before() -> None:
     torch._dynamo.reset()
 
 
-class _Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-    """Keeps what reaches the operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func).startswith("flashmoe."):
-            self.seen.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
 @CALLS
 def test_opcheck(call: Call) -> None:
-    with _Recorder() as recorder:
+    with Recorder() as recorder:
         OURS[str(call)](*call.tensors(9, DEVICE, DTYPE))
     ((operator, arguments),) = recorder.seen
     torch.library.opcheck(operator, arguments)
@@ -64,7 +51,7 @@ def test_cuda_graph(call: Call) -> None:
     """Of the operators: inputs change, the graph runs again."""
     ours = OURS[str(call)]
     tensors = call.tensors(64, DEVICE, DTYPE)
-    with _Recorder() as recorder:
+    with Recorder() as recorder:
         ours(*tensors)
     ((operator, arguments),) = recorder.seen
     stream = torch.cuda.Stream()
@@ -164,7 +151,7 @@ def test_operators_work_on_their_tensors_device_and_stream() -> None:
     call = OURS["fused"]
     tensors = call.tensors(64, DEVICE, DTYPE)
     want = call(*tensors)
-    with _Recorder() as recorder:
+    with Recorder() as recorder:
         call(*tensors)
     ((operator, arguments),) = recorder.seen
     stream = torch.cuda.Stream()

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", minversion="2.6")
 
 import flashmoe_science.torch as fmt  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch_calls import Call, assert_same, calls, normal  # noqa: E402
+from torch_calls import Call, Recorder, assert_same, calls, normal  # noqa: E402
 from torch_calls import weights as layer_weights  # noqa: E402
 
 CALLS = pytest.mark.parametrize("call", calls(fm), ids=str)
@@ -38,23 +38,10 @@ def _nothing_compiled_before() -> None:
     torch._dynamo.reset()
 
 
-class _Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-    """Keeps what reaches the operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func).startswith("flashmoe."):
-            self.seen.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
 @CALLS
 def test_opcheck(call: Call) -> None:
     ours = OURS[str(call)]
-    with _Recorder() as recorder:
+    with Recorder() as recorder:
         ours(*call.tensors(9, "cpu", torch.float32))
     ((operator, arguments),) = recorder.seen
     assert str(operator) == f"flashmoe.{call.operator}.default"
@@ -148,7 +135,7 @@ def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(call: Call) -> No
     tensors = call.tensors(9, "cpu", torch.float32)
     with FakeTensorMode() as mode:
         made = call(*(mode.from_tensor(x) for x in tensors))
-    with _Recorder():  # has the operators called, whose allocations are these
+    with Recorder():  # has the operators called, whose allocations are these
         real = call(*tensors)
     made, real = (x if isinstance(x, tuple) else (x,) for x in (made, real))
     for a, b in zip(made, real, strict=True):
@@ -172,7 +159,7 @@ def test_a_gradient_is_a_clear_error(call: Call) -> None:
     for function in (call.function, OURS[str(call)].function):
         with pytest.raises(ValueError, match=sentence):
             function(*tensors)
-    with _Recorder(), pytest.raises(ValueError, match=sentence):
+    with Recorder(), pytest.raises(ValueError, match=sentence):
         OURS[str(call)].function(*tensors)
     compiled = torch.compile(OURS[str(call)].function, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="requires grad, but"):

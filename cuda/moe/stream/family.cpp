@@ -265,8 +265,7 @@ flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* wo
   up.alpha = p.alpha;
   up.limit = p.limit;
   up.up_offset = p.up_offset;
-  // Beside routing, which holds a multiprocessor, two blocks would go to another, and would still be
-  // at work when the rest has nothing left.
+  // Not early: beside routing it is up to 17 % slower (docs/kernels/moe.md).
   FLASHMOE_TRY(launch_stage(plan, 0, p.device, &up, stream, /*early=*/false));
 
   DownParams down = {};
