@@ -161,6 +161,12 @@ def _share(entry: dict[str, Any]) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
+def _speed_of(cell: dict[str, Any], other: dict[str, Any]) -> str:
+    """Our speed in one cell as a share of that in another, from medians."""
+    ours, others = (rec.contenders(c).get(OURS) for c in (cell, other))
+    return f"{ours['tflops'] / others['tflops']:.1%}" if ours and others else "-"
+
+
 def render_grid(source: Source) -> str:
     """Of a suite that is a grid: head dimension and mask down, sequence length across."""
     document = source.document
@@ -170,11 +176,14 @@ def render_grid(source: Source) -> str:
     lengths = sorted({rec.place(c["shape"]) for c in cells})
     groups = dict.fromkeys(rec.panel_key(c["shape"]) for c in cells)
     shares = any("ceiling_fraction" in e for c in cells for e in rec.contenders(c).values())
-    nothing = {"status": "void"}
+
+    def line(group: rec.PanelKey) -> list[dict[str, Any]]:
+        of = {rec.place(c["shape"]): c for c in cells if rec.panel_key(c["shape"]) == group}
+        return [of.get(n, {"status": "void"}) for n in lengths]
+
     rows = []
     for group in groups:
-        of = {rec.place(c["shape"]): c for c in cells if rec.panel_key(c["shape"]) == group}
-        across = [of.get(n, nothing) for n in lengths]
+        across = line(group)
         dtype, mask, dim, dim_v = group
         dims = f"D={dim}" if dim == dim_v else f"D={dim}/{dim_v}"
         speeds = [_of_ours(c, lambda e: rec.number(e["tflops"] * factor)) for c in across]
@@ -182,6 +191,9 @@ def render_grid(source: Source) -> str:
         if shares:
             rows.append(["", "of a matrix product", *(_of_ours(c, _share) for c in across)])
         rows += [["", f"over {p}", *(_ratio_cell(c, p) for c in across)] for p in peers]
+        in_bf16 = ("bf16", mask, dim, dim_v)
+        if dtype == "fp16" and in_bf16 in groups:
+            rows.append(["", "of bf16", *map(_speed_of, across, line(in_bf16))])
     table = _table(["", "", *(f"S={n}" for n in lengths)], rows)
     parts = [_caption(source), table, _means(document), _repeat(document)]
     return "\n\n".join(filter(None, parts))

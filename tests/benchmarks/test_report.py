@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import re
@@ -107,6 +108,20 @@ def test_a_grid_with_a_ceiling() -> None:
     lines = report.render_grid(source(document)).splitlines()
     assert "|  | of a matrix product | 57% | void |" in lines
     assert "|  | of a matrix product | - | - |" in lines
+
+
+def test_a_grid_of_both_types() -> None:
+    document = bench_records.grid()
+    for full in document["cells"][:2]:
+        in_fp16 = copy.deepcopy(full)
+        in_fp16["shape"]["dtype"] = "fp16"
+        document["cells"].append(in_fp16)
+    document["cells"][-2]["contenders"]["flashmoe"]["tflops"] = 390.39
+    lines = report.render_grid(source(document)).splitlines()
+    assert lines[lines.index("| fp16 D=64 full | TFLOP/s | 390 | void |") + 2] == (
+        "|  | of bf16 | 97.5% | - |"
+    )
+    assert sum("of bf16" in line for line in lines) == 1
 
 
 def test_a_list() -> None:
