@@ -206,10 +206,14 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
   FLASHMOE_TRY(check_view("q", params->q, 4, &q));
   FLASHMOE_TRY(check_device("q", *params->q, &p.device));
   FLASHMOE_TRY(check_dtype("q", *params->q, &p.dtype));
+  // Before the rows, which begin at odd addresses for want of such a dimension.
+  FLASHMOE_TRY(check_head_dim("q", q.shape[3]));
   FLASHMOE_TRY(check_rows("q", q, 4, dtype_bytes(p.dtype)));
   FLASHMOE_TRY(check_rows_tensor("k", params->k, p.dtype, &k));
   FLASHMOE_TRY(check_same_kind("k", *params->k, p));
-  FLASHMOE_TRY(check_rows_tensor("v", params->v, p.dtype, &v));
+  FLASHMOE_TRY(check_view("v", params->v, 4, &v));
+  FLASHMOE_TRY(check_head_dim("v", v.shape[3]));
+  FLASHMOE_TRY(check_rows("v", v, 4, dtype_bytes(p.dtype)));
   FLASHMOE_TRY(check_same_kind("v", *params->v, p));
   FLASHMOE_TRY(check_rows_tensor("out", params->out, p.dtype, &out));
   FLASHMOE_TRY(check_same_kind("out", *params->out, p));
@@ -221,8 +225,6 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
   p.seq_k = k.shape[seq_axis];
   p.heads_kv = k.shape[head_axis];
   p.dim_v = v.shape[3];
-  FLASHMOE_TRY(check_head_dim("q", p.dim));
-  FLASHMOE_TRY(check_head_dim("v", p.dim_v));
   FLASHMOE_TRY(check_extent("k", "head dimension", k.shape[3], "q", p.dim));
   FLASHMOE_TRY(check_extent("k", "batch", k.shape[0], "q", p.batch));
   FLASHMOE_TRY(check_extent("v", "batch", v.shape[0], "q", p.batch));

@@ -258,8 +258,8 @@ flashmoe_status ForwardOperation::make_problem(const Params& params, Problem* pr
   FLASHMOE_TRY(check_view("x", params.x, 2, &x));
   FLASHMOE_TRY(check_device("x", *params.x, &p.device));
   FLASHMOE_TRY(check_dtype("x", *params.x, &p.dtype));
-  FLASHMOE_TRY(check_rows("x", x, 2, dtype_bytes(p.dtype)));
   FLASHMOE_TRY(check_multiple("x", "hidden size", x.shape[1]));
+  FLASHMOE_TRY(check_rows("x", x, 2, dtype_bytes(p.dtype)));
   p.tokens = x.shape[0];
   p.hidden = x.shape[1];
   p.x = x.data;

@@ -291,6 +291,25 @@ def test_arguments_of_frameworks(name: str, framework: str) -> None:
     raises(kind, sentence, lambda: fm.flash_attention(**tensors))
 
 
+def test_extents_are_named_before_the_rows_that_they_make_odd() -> None:
+    """24 bytes a row are no multiple of 16, but that is not what was wrong."""
+    good, odd = np.zeros((1, 4, 2, 16), np.float16), np.zeros((1, 4, 2, 12), np.float16)
+    for name, tensors in {"q": (odd, odd, good), "v": (good, good, odd)}.items():
+        sentence = f"{name}: its head dimension is 12, accepted are multiples of 8 from 8 to 256"
+        raises(ValueError, sentence, lambda t=tensors: fm.flash_attention(*t))
+    routing = fm.moe_route(np.zeros((5, 4), np.float32), 2)
+    raises(
+        ValueError,
+        "x: its hidden size is 102, accepted are multiples of 8",
+        lambda: fm.moe_forward(
+            np.zeros((5, 102), np.float32),
+            np.zeros((4, 16, 102), np.float32),
+            np.zeros((4, 102, 8), np.float32),
+            routing,
+        ),
+    )
+
+
 def test_kernel_names_what_is_built_in() -> None:
     built = fm.build_info().kernel_families.split()
     with pytest.raises(ValueError, match=r'^kernel: got "sm12", built in are ') as caught:
