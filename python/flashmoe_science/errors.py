@@ -5,6 +5,8 @@ The message is the library's sentence: it names the argument, what it got and wh
 
 from __future__ import annotations
 
+import re
+
 
 class FlashMoEError(Exception):
     """Base of everything this package raises.
@@ -71,6 +73,11 @@ def _from_status(status: int, sentence: str) -> FlashMoEError:
     error = kind(sentence)
     error.status = name
     return error
+
+
+def _without_addresses(error: FlashMoEError) -> str:
+    """The sentence, less what differs from call to call: for those who say each reason once."""
+    return re.sub(r"\b0x[0-9a-f]+\b", "…", str(error))
 
 
 def _type_error(_: object, sentence: str) -> ArgumentTypeError:

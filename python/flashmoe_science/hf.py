@@ -34,6 +34,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import flashmoe_science
+from flashmoe_science.errors import InvalidArgumentError, UnsupportedError, _without_addresses
 from flashmoe_science.torch import operators
 
 NAME = "fmoe"
@@ -43,6 +44,11 @@ _DTYPES = {
     "cuda": (torch.float16, torch.bfloat16),
 }
 _MOST_EXPERTS, _MOST_TOP_K = 1024, 32
+_EXTENT_MULTIPLE = 8  # of head dimensions, hidden and inner sizes
+
+# A model is right: where its tensors are refused (rows begin at odd addresses, say), it is a limit
+# of ours.
+_REFUSALS = (InvalidArgumentError, UnsupportedError)
 
 
 def register(name: str = NAME) -> str:
@@ -55,10 +61,10 @@ def register(name: str = NAME) -> str:
         The name.
 
     Raises:
-        ValueError: The name contains "flash".
+        InvalidArgumentError: The name contains "flash".
     """
     if "flash" in name:
-        raise ValueError(
+        raise InvalidArgumentError(
             f'name: got {name}, accepted is one without "flash", which transformers takes for its '
             "own attention packages"
         )
@@ -96,7 +102,7 @@ def _not_ours(tensors: tuple[torch.Tensor, ...]) -> str:
 
 # Options of attention functions that change what is computed, and that ours does not have.
 _FOREIGN_OPTIONS = ("s_aux", "position_bias", "cache", "block_mask")
-_MOST_DIM, _DIM_MULTIPLE = 256, 8
+_MOST_DIM = 256
 
 
 def attention(
@@ -134,8 +140,8 @@ def attention(
         try:
             flashmoe_science.flash_attention(q, k, v, **call, out=out)
             return out, None
-        except flashmoe_science.UnsupportedError as error:
-            reason = str(error)
+        except _REFUSALS as error:
+            reason = _without_addresses(error)
     _say("attention", reason)
     answer: tuple[torch.Tensor, torch.Tensor | None] = _stock_attention(module, options)(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
@@ -158,7 +164,7 @@ def _attention_refusal(
     if dropout != 0.0:
         return "there is dropout"
     dims = (query.shape[3], value.shape[3])
-    if any(d % _DIM_MULTIPLE != 0 or d > _MOST_DIM for d in dims):
+    if any(d % _EXTENT_MULTIPLE != 0 or d > _MOST_DIM for d in dims):
         return f"head dimensions are {dims[0]} and {dims[1]}"
     for name in _FOREIGN_OPTIONS:
         if options.get(name) is not None:
@@ -298,6 +304,12 @@ def _gate_options(module: Any) -> dict[str, Any] | str:
     return f"{type(module).__name__} has a gate of its own"
 
 
+def _sizes(module: Any) -> tuple[int, int]:
+    """The hidden size, and that of an expert."""
+    rows, columns = module.down_proj.shape[1:]
+    return (columns, rows) if module.is_transposed else (rows, columns)
+
+
 def experts(
     module: Any,
     hidden_states: torch.Tensor,
@@ -318,6 +330,9 @@ def experts(
         reason = reason or "there is a norm behind each expert"
     elif module.num_experts > _MOST_EXPERTS or top_k_index.shape[-1] > _MOST_TOP_K:
         reason = reason or f"there are {module.num_experts} experts, {top_k_index.shape[-1]} each"
+    elif any(size % _EXTENT_MULTIPLE != 0 for size in _sizes(module)):
+        hidden, inner = _sizes(module)
+        reason = reason or f"the hidden size is {hidden}, that of an expert {inner}"
     if not reason:
         assert isinstance(options, dict)
         if module.is_transposed:
@@ -341,8 +356,8 @@ def experts(
                 hidden_states, w_up, w_down, routing, **options
             )
             return ours
-        except flashmoe_science.UnsupportedError as error:
-            reason = str(error)
+        except _REFUSALS as error:
+            reason = _without_addresses(error)
     _say("experts", reason)
     out: torch.Tensor = hf_moe.grouped_mm_experts_forward(
         module, hidden_states, top_k_index, top_k_weights

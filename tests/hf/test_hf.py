@@ -70,7 +70,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def make(kind: str, *, moe: bool = True, **given: Any) -> Any:
     """A causal language model of random weights with the stock implementations, for inference."""
-    config = transformers.AutoConfig.for_model(kind, **SIZES, **MODELS.get(kind, {}) | given)
+    config = transformers.AutoConfig.for_model(kind, **SIZES | MODELS.get(kind, {}) | given)
     config._attn_implementation = "eager"
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -432,6 +432,43 @@ def test_a_gate_that_is_not_ours_goes_to_the_stock_experts(
     ]
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])  # as linear layers lie, and transposed
+@pytest.mark.parametrize("sizes", [(64, 44), (60, 40)], ids=str)
+def test_sizes_that_are_not_ours_go_to_the_stock_experts(
+    sizes: tuple[int, int], kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    hidden, inner = sizes
+    name = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
+    module = experts_module(kind, **{"hidden_size": hidden, name: inner})
+    x, ids, weights = torch.randn(5, hidden), torch.zeros(5, 1, dtype=torch.long), torch.ones(5, 1)
+    with torch.no_grad():
+        ours = hf.experts(module, x, ids, weights)
+        stock = hf_moe.grouped_mm_experts_forward(module, x, ids, weights)
+    assert torch.equal(ours, stock)
+    assert calls == {}
+    assert said(caplog) == [
+        "experts by transformers' own implementation: "
+        f"the hidden size is {hidden}, that of an expert {inner}"
+    ]
+
+
+def test_tensors_that_ours_refuses_go_to_the_stock_implementations(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Rows that begin between two multiples of 16 bytes; the library's sentence is the reason."""
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(5 * 2 * 4 * 16 + 1)[1:].view(5, 2, 4, 16) for _ in range(3))
+    layer = torch.nn.Module()
+    with torch.no_grad():
+        ours, _ = hf.attention(layer, q, k, v, None)
+        stock, _ = hf.sdpa_attention_forward(layer, q, k, v, None, is_causal=True)
+    assert torch.equal(ours, stock)
+    with torch.no_grad():
+        hf.attention(layer, q[1:], k[1:], v[1:], None)  # at another address
+    reason = "q: its data begins at address …, which is not a multiple of 16 bytes"
+    assert said(caplog) == [f"attention by transformers' own implementation: {reason}"]
+
+
 @pytest.mark.parametrize("name", sorted(hf._ACTIVATIONS))
 def test_activations_are_known_by_their_formula(name: str) -> None:
     function = transformers.activations.ACT2FN[name]
@@ -453,7 +490,8 @@ def test_an_activation_that_is_not_ours_has_no_name() -> None:
 
 
 def test_a_name_of_transformers_own_is_refused() -> None:
-    with pytest.raises(ValueError, match='name: got flashmoe, accepted is one without "flash"'):
+    sentence = 'name: got flashmoe, accepted is one without "flash"'
+    with pytest.raises(flashmoe_science.InvalidArgumentError, match=sentence):
         hf.register("flashmoe")
 
 

@@ -189,6 +189,18 @@ def test_what_is_not_ours_goes_to_torch_and_is_said_once(
         F.scaled_dot_product_attention(**arguments)
 
 
+def test_one_reason_at_two_addresses_is_said_once(
+    ours: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    between = normal(4 * 3 * 8 * 16 + 1)[1:].view(4, 3, 8, 16)  # two multiples of 16 bytes
+    for x in (between, between[1:]):
+        want = F.scaled_dot_product_attention(x, x, x)
+        with caplog.at_level(logging.WARNING, "flashmoe_science.torch"), fmt.sdpa_kernel():
+            assert torch.equal(F.scaled_dot_product_attention(x, x, x), want)
+    assert len(caplog.records) == 1
+    assert "q: its data begins at address …, which is not a multiple of 16 bytes" in caplog.text
+
+
 def test_gradients_of_torchs_own_calls_are_right_inside(ours: list[tuple[int, ...]]) -> None:
     q, k, v = (x.requires_grad_() for x in qkv(1, 2))
     want = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), (q, k, v))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from flashmoe_science.errors import InvalidArgumentError, UnsupportedError
+from flashmoe_science.errors import InvalidArgumentError, UnsupportedError, _without_addresses
 from flashmoe_science.torch.operators import cuda_devices, flash_attention
 
 _LOG = logging.getLogger("flashmoe_science.torch")
@@ -170,7 +170,7 @@ def _route(
         try:
             return _attend(query, key, value, is_causal, scale, enable_gqa)
         except (UnsupportedError, InvalidArgumentError) as error:
-            reason = str(error)  # torch's own has the last word on what is wrong
+            reason = _without_addresses(error)  # torch's own has the last word on what is wrong
     if strict:
         raise UnsupportedError(reason)
     if not torch.compiler.is_compiling():
