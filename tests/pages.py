@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -44,7 +49,25 @@ def blocks(*languages: str, page: Path | None = None) -> list[Block]:
     return [block for block in found if not languages or block.language in languages]
 
 
+def run(program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Python program in a process of its own; skips where what it imports is not here."""
+    for name in re.findall(r"^\s*(?:import|from) (\w+)", program, re.MULTILINE):
+        if name != "flashmoe_science":
+            module = pytest.importorskip(name)
+            if name == "cupy" and not module.is_available():
+                pytest.skip("CuPy has no GPU")
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 # Commands that build a program: they run against both kinds of installation, in tests/packaging.
 BUILDS_A_PROGRAM = re.compile(
-    r"(cc|c\+\+|nvcc|cmake -B build -D|cmake --build build$|(export )?PKG_CONFIG_PATH=)"
+    r"(cc|c\+\+|nvcc|cmake -B build -D|cmake --build build( &&|$)|(export )?PKG_CONFIG_PATH=)"
 )

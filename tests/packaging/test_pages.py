@@ -24,8 +24,13 @@ STRICT = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 
 def lists_file(block: Block) -> str:
     """A whole CMakeLists.txt; a page leaves out what is the same everywhere."""
-    program = "" if "add_executable" in block.text else "add_executable(program program.c)\n"
-    return f"cmake_minimum_required(VERSION 3.18)\nproject(page LANGUAGES C)\n{program}{block.text}"
+    begin = "cmake_minimum_required(VERSION 3.18)\nproject(page LANGUAGES C)\n"
+    program = "add_executable(program program.c)\n"
+    return (
+        ("" if "project(" in block.text else begin)
+        + ("" if "add_executable(" in block.text else program)
+        + block.text
+    )
 
 
 @pytest.fixture
