@@ -28,6 +28,15 @@ void relax() {
 #endif
 }
 
+// std::condition_variable::wait. That has a new symbol since GCC 12, the only one that would keep a
+// library built by it from distributions with GCC 11, such as Red Hat Enterprise Linux 9.
+template <class Ready>
+void wait(std::condition_variable* changed, std::unique_lock<std::mutex>* lock, Ready ready) {
+  while (!ready()) {
+    pthread_cond_wait(changed->native_handle(), lock->mutex()->native_handle());
+  }
+}
+
 // One parallel_run, on its caller's stack, linked into the pool while helpers may still join.
 struct Job {
   void (*body)(void* context, int32_t worker);
@@ -56,7 +65,7 @@ class Pool {
     job->body(job->context, 0);
     std::unique_lock<std::mutex> lock(mutex_);
     unlink(job);
-    done_.wait(lock, [job] { return job->inside == 0; });
+    wait(&done_, &lock, [job] { return job->inside == 0; });
   }
 
  private:
@@ -94,7 +103,7 @@ class Pool {
         lock.unlock();
         const bool more = spin(seen);
         lock.lock();
-        if (!more) work_.wait(lock, [this] { return joinable() != nullptr; });
+        if (!more) wait(&work_, &lock, [this] { return joinable() != nullptr; });
         continue;
       }
       const int32_t worker = job->next_worker++;
