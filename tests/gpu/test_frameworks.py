@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import flashmoe_science as fm
@@ -74,6 +77,57 @@ def test_jax_under_jit(jax_gpu: Any) -> None:
     assert (np.asarray(got) == np.asarray(want)).all()
     again = [np.asarray(layer(q, k, v)) for _ in range(20)]
     assert all((x == again[0]).all() for x in again)
+
+
+_IN_GRAPHS = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import flashmoe_science as fm
+
+keys = jax.random.split(jax.random.key(0), 4)
+shapes = (2, 256, 4, 64), (16, 256), (16, 128, 256), (16, 256, 64)
+q, router, up, down = (
+    jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(shape[-1] ** -0.5)
+    for key, shape in zip(keys, shapes)
+)
+
+def block(q):
+    x = fm.flash_attention(q * jnp.bfloat16(8), q, q, causal=True).reshape(512, 256)
+    return x + fm.fused_moe(x, router, up, down, 4)
+
+compiled = jax.jit(block)
+for i in range(6):  # made at the second run or later, then run again
+    got = compiled(q * jnp.bfloat16(1 + i % 3))
+    want = block(q * jnp.bfloat16(1 + i % 3))  # call by call: no graph holds more than one of ours
+    assert jnp.abs(want).max() > 0.1
+    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+"""
+
+
+def test_jax_inside_cuda_graphs(jax_gpu: Any, tmp_path: Path) -> None:
+    """XLA's command buffers: all of a program's calls in one, with the bits of calls outside."""
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={tmp_path} --xla_dump_hlo_as_text "
+        "--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer=+CUSTOM_CALL"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_GRAPHS],
+        env=os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    dumped = list(tmp_path.glob("*.jit_block.thunk_sequence_after_thunk_passes.txt"))
+    if not dumped:
+        pytest.skip("this XLA does not say what it put into command buffers")
+    lines = dumped[0].read_text().splitlines()
+    calls = [line for line in lines if " kCustomCall " in line]
+    assert len(calls) >= 3, lines  # attention, routing, experts
+    assert any(" kCommandBuffer " in line for line in lines), lines
+    assert all(line.startswith(" ") for line in calls), lines  # indented: inside
 
 
 def test_jax_refuses_the_cpu_kernel_on_a_gpu(jax_gpu: Any) -> None:
