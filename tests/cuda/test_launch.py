@@ -17,6 +17,7 @@ ENTRIES = {
     "attention/sm89": ("fp16_d64_dv64",),
     "attention/sm90": ("fp16_d64_dv64",),
     "moe/route": ("key32_e128", "key64_e1024"),
+    "moe/stream": ("bf16_t1_n8", "bf16_t2_n16"),
 }
 CORE = ("attention", "checks", "choose", "dtype", "known_calls", "launch", "log", "status")
 SOURCES = {
@@ -38,6 +39,12 @@ SOURCES = {
         *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
         "cuda/moe/route/family.cpp",
         "cuda/moe/combine/stage.cpp",
+        "tests/cuda/host/fake_cuda.cpp",
+    ),
+    "test_moe_few": (
+        *(f"core/{name}.cpp" for name in ("checks", "dtype", "launch", "log", "status")),
+        *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
+        "cuda/moe/stream/family.cpp",
         "tests/cuda/host/fake_cuda.cpp",
     ),
 }
@@ -92,3 +99,7 @@ def test_sections(tmp_path: Path) -> None:
 
 def test_routing_and_combining(tmp_path: Path) -> None:
     checked([_compile("test_moe", tmp_path)])
+
+
+def test_who_serves_few_tokens(tmp_path: Path) -> None:
+    checked([_compile("test_moe_few", tmp_path)])

@@ -7,8 +7,8 @@
 
 namespace flashmoe::moe::stream {
 
-// An unnamed call is served up to so many tokens, fewer where there are the kernels of sm90, and up to
-// so many for an expert on average: with more, an expert's weights would be read twice.
+// An unnamed call is served up to so many tokens, fewer where sm90 would serve it, and up to so many
+// for an expert on average: with more, an expert's weights would be read twice.
 inline constexpr int64_t kMostTokens = 64;
 inline constexpr int64_t kMostTokensBesideSm90 = 4;
 inline constexpr int64_t kMostTokensPerExpert = 8;
@@ -47,9 +47,8 @@ inline Tile choose_tile(int64_t tokens, int64_t hidden, int64_t multiprocessors)
   return {blocks_of_whole_stripes(ceil_div(hidden, 32), multiprocessors) > 0 ? 2 : 1, 8};
 }
 
-inline bool serves_well(int64_t tokens, int64_t pairs, int64_t experts, bool beside_sm90) {
-  return tokens <= (beside_sm90 ? kMostTokensBesideSm90 : kMostTokens) &&
-         pairs <= kMostTokensPerExpert * experts;
+inline bool serves_well(int64_t tokens, int64_t pairs, int64_t experts) {
+  return tokens <= kMostTokens && pairs <= kMostTokensPerExpert * experts;
 }
 
 }  // namespace flashmoe::moe::stream

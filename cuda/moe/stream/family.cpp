@@ -138,6 +138,18 @@ SharedShape shared_shape(const MoeForwardProblem& p, const Entry& entry) {
   return shape;
 }
 
+// Whether a call that this family leaves alone is for sm90, and not for what comes after that. So is
+// one of which sm90 has to say that something went wrong.
+bool is_for_sm90(const MoeForwardProblem& problem) {
+#if FLASHMOE_WITH_SM90
+  MoePlan plan = {};
+  return kSm90Moe.forward.plan(problem, &plan, Reason()) != FLASHMOE_ERROR_UNSUPPORTED;
+#else
+  static_cast<void>(problem);
+  return false;
+#endif
+}
+
 flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reason& reason) {
   const auto refuse = [&](const char* sentence) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", sentence);
@@ -159,9 +171,7 @@ flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reas
                          static_cast<long long>(kMostTokensNamed));
   }
   const bool named = problem.kernel != nullptr && *problem.kernel != '\0';
-  const bool beside_sm90 = FLASHMOE_WITH_SM90 && facts->compute_capability == 90;
-  if (!named &&
-      !serves_well(problem.tokens, problem.tokens * problem.top_k, problem.experts, beside_sm90)) {
+  if (!named && !serves_well(problem.tokens, problem.tokens * problem.top_k, problem.experts)) {
     return refuse("many tokens, for which tiles of more tokens are faster (named, it serves them)");
   }
   if (!is_row_major(problem.up) || !is_row_major(problem.down) ||
@@ -170,6 +180,9 @@ flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reas
   }
   if (problem.hidden > kMostColumns || problem.inner > kMostColumns) {
     return refuse("H or I above 2^24");
+  }
+  if (!named && problem.tokens > kMostTokensBesideSm90 && is_for_sm90(problem)) {
+    return refuse("many tokens, for which sm90 is faster (named, it serves them)");
   }
   const Entry* entry = find_entry(
       problem.dtype, choose_tile(problem.tokens, problem.hidden, facts->multiprocessors));

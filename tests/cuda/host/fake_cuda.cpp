@@ -190,7 +190,7 @@ cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int v
     state.allowed_shared_bytes[current_device] = value;
   } else if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) {
     state.large_clusters_allowed[current_device] = value != 0;
-  } else {
+  } else if (attribute != cudaFuncAttributePreferredSharedMemoryCarveout) {
     return fails(cudaErrorInvalidValue);
   }
   return cudaSuccess;

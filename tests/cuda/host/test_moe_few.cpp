@@ -1,0 +1,137 @@
+// Which layers with few tokens the stream family takes, on a made-up CUDA, with made-up kernels, and
+// beside an sm90 that serves them or does not.
+#include <cstring>
+
+#include "check.h"
+#include "core/backends.h"
+#include "cuda/host/fake_cuda.h"
+#include "cuda/moe/stream/cost.h"
+#include "cuda/moe/stream/entry.h"
+#include "flashmoe/flashmoe.h"
+
+// ---- made-up kernels -----------------------------------------------------------------------------
+
+namespace flashmoe::moe::stream {
+
+static int bytes_of(const SharedShape& shape) { return 4096 * shape.stages; }
+static LoadedKernel loaded[4][kMaxDevices];
+
+static Entry entry_of(int tiles, int tokens, int first) {
+  const auto kernel = [first](const char* name, int index) {
+    return Kernel{name, reinterpret_cast<const void*>(intptr_t{0x11} + first + index),
+                  kLeastSharedBytes, loaded[first + index]};
+  };
+  Entry entry = {};
+  entry.up = kernel("up", 0);
+  entry.down = kernel("down", 1);
+  entry.dtype = Dtype::kBFloat16;
+  entry.tiles = tiles;
+  entry.tokens = tokens;
+  entry.threads = 256;
+  entry.max_stages = 4;
+  entry.up_bytes = entry.down_bytes = &bytes_of;
+  return entry;
+}
+
+extern const Entry entry_bf16_t1_n8;
+extern const Entry entry_bf16_t2_n16;
+const Entry entry_bf16_t1_n8 = entry_of(1, 8, 0);
+const Entry entry_bf16_t2_n16 = entry_of(2, 16, 2);
+
+}  // namespace flashmoe::moe::stream
+
+namespace flashmoe {
+namespace {
+
+flashmoe_status sm90_says = FLASHMOE_OK;
+int sm90_asked = 0;
+
+flashmoe_status plan_by_sm90(const MoeForwardProblem&, MoePlan*, const Reason& reason) {
+  ++sm90_asked;
+  return sm90_says == FLASHMOE_OK ? sm90_says : reason.refuse(sm90_says, "no");
+}
+
+}  // namespace
+
+const MoeFamily kSm90Moe = {
+    "sm90", FLASHMOE_DEVICE_CUDA, {nullptr, nullptr}, {&plan_by_sm90, nullptr}, {nullptr, nullptr},
+};
+
+namespace {
+
+MoeForwardProblem problem_of(int64_t tokens) {
+  constexpr int64_t kHidden = 2048;
+  constexpr int64_t kInner = 768;
+  MoeForwardProblem p = {};
+  p.dtype = Dtype::kBFloat16;
+  p.device = {FLASHMOE_DEVICE_CUDA, 0};
+  p.tokens = tokens;
+  p.hidden = kHidden;
+  p.inner = kInner;
+  p.experts = 128;
+  p.top_k = 8;
+  p.gated = true;
+  p.gate = p.up = {nullptr, kHidden * kInner, kHidden, 1};
+  p.down = {nullptr, kHidden * kInner, kInner, 1};
+  return p;
+}
+
+flashmoe_status ask(const MoeForwardProblem& problem, const char* expected_reason) {
+  MoePlan plan = {};
+  char reason[256] = "";
+  sm90_asked = 0;
+  const flashmoe_status status = kStreamMoe.forward.plan(problem, &plan, Reason(reason));
+  CHECK(status == FLASHMOE_OK ? plan.info.launches == 2
+                              : std::strstr(reason, expected_reason) != nullptr);
+  return status;
+}
+
+void sm90_comes_first_where_it_serves() {
+  using namespace moe::stream;
+  for (int64_t tokens = 1; tokens <= kMostTokens + 1; ++tokens) {
+    const MoeForwardProblem problem = problem_of(tokens);
+    sm90_says = FLASHMOE_OK;
+    const bool beside_sm90 = ask(problem, "many tokens") == FLASHMOE_OK;
+    CHECK(beside_sm90 == (tokens <= kMostTokensBesideSm90));
+    // What sm90 says of so few tokens, or so many, makes no difference.
+    CHECK(sm90_asked == (tokens > kMostTokensBesideSm90 && tokens <= kMostTokens ? 1 : 0));
+    sm90_says = FLASHMOE_ERROR_UNSUPPORTED;
+    CHECK((ask(problem, "many tokens") == FLASHMOE_OK) == (tokens <= kMostTokens));
+    sm90_says = FLASHMOE_ERROR_CUDA;  // which is for the caller to know
+    CHECK((ask(problem, "many tokens") == FLASHMOE_OK) == (tokens <= kMostTokensBesideSm90));
+  }
+}
+
+void named_it_serves_more() {
+  using namespace moe::stream;
+  sm90_says = FLASHMOE_OK;
+  for (const int64_t tokens : {int64_t{1}, kMostTokens, kMostTokensNamed}) {
+    MoeForwardProblem problem = problem_of(tokens);
+    problem.kernel = "stream";
+    CHECK(ask(problem, "") == FLASHMOE_OK && sm90_asked == 0);
+  }
+  MoeForwardProblem problem = problem_of(kMostTokensNamed + 1);
+  problem.kernel = "stream";
+  CHECK(ask(problem, "accepted are at most 128") == FLASHMOE_ERROR_UNSUPPORTED);
+}
+
+void few_tokens_an_expert() {
+  sm90_says = FLASHMOE_ERROR_UNSUPPORTED;
+  MoeForwardProblem problem = problem_of(17);
+  problem.experts = problem.top_k = 2;
+  CHECK(ask(problem, "many tokens") == FLASHMOE_ERROR_UNSUPPORTED);
+  problem.tokens = 8;
+  CHECK(ask(problem, "") == FLASHMOE_OK);
+  problem.down = {nullptr, problem.hidden * problem.inner, 1, problem.hidden};
+  CHECK(ask(problem, "transposed weights") == FLASHMOE_ERROR_UNSUPPORTED);
+}
+
+}  // namespace
+}  // namespace flashmoe
+
+int main() {
+  flashmoe::sm90_comes_first_where_it_serves();
+  flashmoe::named_it_serves_more();
+  flashmoe::few_tokens_an_expert();
+  return 0;
+}
