@@ -171,12 +171,12 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   nb::object result = nb::borrow(out);
   nb::object sums = nb::borrow(lse);
   if (!out.is_none()) {
-    caller.borrow("out", out, &call.out);
+    caller.borrow("out", out, &call.out, Access::kWrite);
   } else if (call.describes_outputs()) {
     result = allocate_out(caller, &call);
   }
   if (!lse.is_none()) {
-    caller.borrow("lse", lse, &call.lse);
+    caller.borrow("lse", lse, &call.lse, Access::kWrite);
   } else if (want_lse && call.describes_outputs()) {
     sums = allocate_lse(caller, &call);
   }

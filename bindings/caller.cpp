@@ -54,28 +54,31 @@ const TensorType& Caller::same_framework(const char* name, nb::handle tensor) co
 }
 
 void Caller::refuse_gradients(const TensorType& type, const char* name, nb::handle tensor) const {
-  if (!requires_grad(type, tensor)) return;
-  if (type.torch != nullptr && !torch_records_gradients(*type.torch)) return;
+  if (!requires_grad(type, tensor) || !records_gradients(type)) return;
+  std::string under;
+  if (type.grad_framework != nullptr) {
+    under = std::string("call under ") + type.grad_framework + ".no_grad() or ";
+  }
   raise_value_error(std::string(name) + ": requires grad, but " + words_.name +
-                    " has no backward pass yet; call under torch.no_grad() or pass " + name +
-                    ".detach()");
+                    " has no backward pass yet; " + under + "pass " + name + ".detach()");
 }
 
-void Caller::borrow(const char* name, nb::handle tensor, TensorView* view) const {
+void Caller::borrow(const char* name, nb::handle tensor, TensorView* view, Access access) const {
   const TensorType& type = same_framework(name, tensor);
-  view->borrow(type, name, tensor);
+  view->borrow(type, name, tensor, access);
   if (may_require_grad_) refuse_gradients(type, name, tensor);
 }
 
-void Caller::borrow_optional(const char* name, nb::handle tensor, TensorView* view) const {
-  if (!tensor.is_none()) borrow(name, tensor, view);
+void Caller::borrow_optional(const char* name, nb::handle tensor, TensorView* view,
+                             Access access) const {
+  if (!tensor.is_none()) borrow(name, tensor, view, access);
 }
 
 nb::object Caller::allocate_by_exchange(const char* name, flashmoe_device device,
                                         flashmoe_dtype dtype, int rank,
                                         const int64_t* shape) const {
   const dlpack::ExchangeApi& api = *type_.api;
-  if (api.allocate == nullptr || api.object_from_managed == nullptr) {
+  if (!makes_tensors()) {
     raise_type_error(std::string(name) + ": " + nb::str(type_.type.attr("__qualname__")).c_str() +
                      " offers no allocator; pass " + words_.outputs);
   }
@@ -91,6 +94,20 @@ nb::object Caller::allocate_by_exchange(const char* name, flashmoe_device device
   void* object = nullptr;
   if (api.object_from_managed(managed, &object) != 0) nb::raise_python_error();
   return nb::steal(static_cast<PyObject*>(object));
+}
+
+void Caller::check_makes_workspace(size_t bytes, flashmoe_device device, void* stream,
+                                   bool named) const {
+  if (!makes_tensors()) {
+    raise_type_error(std::string(name_) + ": this call needs " + std::to_string(bytes) +
+                     " bytes of workspace, but " + name_of_type(first_) + " offers no allocator");
+  }
+  if (named && stream != current_stream(device)) {
+    raise_value_error(std::string("stream: this call needs workspace, which ") +
+                      name_of_type(first_) +
+                      " makes for its current stream alone; make this one current, or leave it "
+                      "None");
+  }
 }
 
 nb::object Caller::allocate(const char* name, flashmoe_device device, flashmoe_dtype dtype,
@@ -123,9 +140,13 @@ void DeviceWorkspace::allocate(const Caller& caller, size_t bytes, flashmoe_devi
       return;
     }
   }
+  if (torch == nullptr) {
+    caller.check_makes_workspace(bytes, device, stream, named);
+    named = false;
+  }
   TensorView view;
-  if (torch != nullptr && !named) {
-    // Of the current stream, on which the work is: torch may hand the memory on at once.
+  if (!named) {
+    // Of the current stream, on which the work is: its framework may hand the memory on at once.
     const int64_t shape[] = {static_cast<int64_t>(bytes)};
     tensor_ = caller.allocate(kName, device, {dlpack::kUInt, 8, 1}, 1, shape, nullptr, &view);
   } else {
@@ -139,8 +160,13 @@ void DeviceWorkspace::allocate(const Caller& caller, size_t bytes, flashmoe_devi
 void* Caller::stream(nb::handle stream, flashmoe_device device, bool* named) const {
   void* handle = nullptr;
   *named = parse_stream(stream, &handle);
-  if (!*named && device.device_type == FLASHMOE_DEVICE_CUDA &&
-      type_.api->current_stream != nullptr &&
+  if (!*named && device.device_type == FLASHMOE_DEVICE_CUDA) handle = current_stream(device);
+  return handle;
+}
+
+void* Caller::current_stream(flashmoe_device device) const {
+  void* handle = nullptr;
+  if (type_.api->current_stream != nullptr &&
       type_.api->current_stream(device.device_type, device.device_id, &handle) != 0) {
     nb::raise_python_error();
   }

@@ -25,10 +25,13 @@ class Caller {
   Caller(const OperationWords& words, const TensorType& type, const char* name, nb::handle first);
 
   // Views a tensor of the call. Raises a TypeError if it is of another framework than the first,
-  // and a ValueError if it requires grad where gradients are recorded.
-  void borrow(const char* name, nb::handle tensor, TensorView* view) const;
+  // and a ValueError if it requires grad where gradients are recorded, or is to be written to and
+  // known to be read-only.
+  void borrow(const char* name, nb::handle tensor, TensorView* view,
+              Access access = Access::kRead) const;
   // The same, and nothing of None.
-  void borrow_optional(const char* name, nb::handle tensor, TensorView* view) const;
+  void borrow_optional(const char* name, nb::handle tensor, TensorView* view,
+                       Access access = Access::kRead) const;
 
   // A new tensor beside the first one, and its view. strides: elements; nullptr is contiguous.
   nb::object allocate(const char* name, flashmoe_device device, flashmoe_dtype dtype, int rank,
@@ -38,6 +41,9 @@ class Caller {
   // *named to whether it was given.
   void* stream(nb::handle stream, flashmoe_device device, bool* named) const;
 
+  // The framework's current stream on a CUDA device.
+  void* current_stream(flashmoe_device device) const;
+
   const TensorType& type() const { return type_; }
 
  private:
@@ -45,6 +51,11 @@ class Caller {
 
   const TensorType& same_framework(const char* name, nb::handle tensor) const;
   void refuse_gradients(const TensorType& type, const char* name, nb::handle tensor) const;
+  bool makes_tensors() const {
+    return type_.api->allocate != nullptr && type_.api->object_from_managed != nullptr;
+  }
+  // That the exchange API can make workspace for work on `stream`.
+  void check_makes_workspace(size_t bytes, flashmoe_device device, void* stream, bool named) const;
   nb::object allocate_by_exchange(const char* name, flashmoe_device device, flashmoe_dtype dtype,
                                   int rank, const int64_t* shape) const;
 

@@ -104,8 +104,8 @@ const Renames& names_of_tokens() {
   return renames;
 }
 
-// The three operations of fused_moe on torch tensors. Logits and routing live in the workspace. The
-// functions are called in this order, tokens first.
+// The three operations of fused_moe on tensors with the exchange API. Logits and routing live in the
+// workspace. The functions are called in this order, tokens first.
 class FusedCall {
  public:
   FusedCall(const Caller& caller, const RouteOptions& route, const ForwardOptions& forward)
@@ -122,7 +122,7 @@ class FusedCall {
     const int rank = forward_.x.rank();
     nb::object result = nb::borrow(out);
     if (!out.is_none()) {
-      caller_.borrow("out", out, &forward_.out);
+      caller_.borrow("out", out, &forward_.out, Access::kWrite);
       if (!same_shape(forward_.out, forward_.x)) {
         raise_value_error("out: got another shape than that of tokens, accepted is the same");
       }
@@ -137,40 +137,28 @@ class FusedCall {
 
   void view_logits(nb::handle logits) {
     source_ = "logits";
-    caller_.borrow(source_, logits, &route_.logits);
-    flatten(source_, &route_.logits);
-    if (route_.logits.extent(0) != forward_.x.extent(0)) {
-      raise_value_error("logits: got those of " + std::to_string(route_.logits.extent(0)) +
-                        " tokens, but tokens has " + std::to_string(forward_.x.extent(0)));
-    }
+    take_logits(logits);
   }
 
-  // False if the library does not multiply this router.
-  bool view_router(nb::handle tokens, nb::handle router_weights, nb::handle router_bias) {
+  // The router's product by the library, or by the tensors' own where that cannot be.
+  void view_router(nb::handle tokens, nb::handle router_weights, nb::handle router_bias,
+                   nb::handle stream) {
     source_ = "router_weights";
     caller_.borrow(source_, router_weights, &product_.w);
     check_rank(source_, product_.w, 2);
-    const int64_t experts = product_.w.extent(0);
-    if (experts % kRouterMultiple != 0) return false;
-    product_.w.add_leading_extent();
     if (!router_bias.is_none()) {
       caller_.borrow("router_bias", router_bias, &product_.bias);
       check_rank("router_bias", product_.bias, 1);
-      product_.bias.add_leading_extent();
     }
-    product_.x.describe(forward_.x);
-    const int64_t both[] = {2};
-    if (on_gpu()) {
-      all_rows_ = all_rows(tokens, device_);
-      product_.offsets.borrow(caller_.type(), "offsets", all_rows_);
+    const bool has_offsets = !on_gpu() || caller_.type().torch != nullptr;
+    if (has_offsets && product_.w.extent(0) % kRouterMultiple == 0) {
+      multiply_by_router(tokens);
     } else {
-      product_.offsets.describe(both, 1, kInt32, device_, nullptr, const_cast<int32_t*>(kAllRows));
+      static nb::object* multiply = nullptr;
+      made_logits_ =
+          dispatch(&multiply, "router_product", tokens, router_weights, router_bias, stream);
+      take_logits(made_logits_);
     }
-    const int64_t shape[] = {forward_.x.extent(0), experts};
-    regions_.add(&product_.out, shape, 2, dtype_, device_);
-    with_product_ = true;
-    route_.logits.describe(product_.out);
-    return true;
   }
 
   void view_experts(const ForwardTensors& tensors, nb::handle selection_bias, int64_t top_k) {
@@ -230,6 +218,33 @@ class FusedCall {
  private:
   bool on_gpu() const { return device_.device_type == FLASHMOE_DEVICE_CUDA; }
 
+  void take_logits(nb::handle logits) {
+    caller_.borrow("logits", logits, &route_.logits);
+    flatten("logits", &route_.logits);
+    if (route_.logits.extent(0) != forward_.x.extent(0)) {
+      raise_value_error("logits: got those of " + std::to_string(route_.logits.extent(0)) +
+                        " tokens, but tokens has " + std::to_string(forward_.x.extent(0)));
+    }
+  }
+
+  void multiply_by_router(nb::handle tokens) {
+    const int64_t experts = product_.w.extent(0);
+    product_.w.add_leading_extent();
+    if (product_.bias.get() != nullptr) product_.bias.add_leading_extent();
+    product_.x.describe(forward_.x);
+    const int64_t both[] = {2};
+    if (on_gpu()) {
+      all_rows_ = all_rows(tokens, device_);
+      product_.offsets.borrow(caller_.type(), "offsets", all_rows_);
+    } else {
+      product_.offsets.describe(both, 1, kInt32, device_, nullptr, const_cast<int32_t*>(kAllRows));
+    }
+    const int64_t shape[] = {forward_.x.extent(0), experts};
+    regions_.add(&product_.out, shape, 2, dtype_, device_);
+    with_product_ = true;
+    route_.logits.describe(product_.out);
+  }
+
   // Bytes for all of it: the regions, and what the neediest operation asks for.
   size_t workspace_size() {
     size_t most = 0;
@@ -271,6 +286,7 @@ class FusedCall {
   const char* source_ = nullptr;  // the argument that tells the number of experts
   bool with_product_ = false;
   nb::object all_rows_;
+  nb::object made_logits_;
 };
 
 nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_gate_up,
@@ -283,14 +299,13 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
                      nb::handle kernel, nb::handle stream) {
   static nb::object* otherwise = nullptr;
   const int64_t k = parse_top_k(top_k);
-  const auto step_by_step = [&] {
+  const TensorType* type = tensor_type(tokens);
+  if (type == nullptr) {
     return dispatch(&otherwise, "fused_moe", tokens, router_weights, w_gate_up, w_down, k, logits,
                     router_bias, scoring, renormalize, selection_bias, num_groups, top_groups,
                     scale, w_up, gate, activation, b_gate_up, b_up, b_down, alpha, limit, up_offset,
                     weight_on_input, out, kernel, stream);
-  };
-  const TensorType* type = tensor_type(tokens);
-  if (type == nullptr || type->torch == nullptr) return step_by_step();
+  }
   if (router_weights.is_none() == logits.is_none()) {
     raise_value_error(std::string("router_weights: got ") +
                       (logits.is_none() ? "neither it nor logits" : "both it and logits") +
@@ -305,8 +320,8 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
   nb::object result = call.view_tokens(tokens, out);
   if (!logits.is_none()) {
     call.view_logits(logits);
-  } else if (!call.view_router(tokens, router_weights, router_bias)) {
-    return step_by_step();
+  } else {
+    call.view_router(tokens, router_weights, router_bias, stream);
   }
   call.view_experts({tokens, w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, selection_bias, k);
   call.launch(stream);

@@ -2,6 +2,7 @@
 
 #include "bindings/errors.h"
 #include "bindings/fields.h"
+#include "bindings/tensor.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -79,6 +80,10 @@ void set_log(int32_t level, nb::object callback) {
   }
 }
 
+void check_writable(const char* name, nb::handle tensor) {
+  TensorView().borrow(name, tensor, Access::kWrite);
+}
+
 }  // namespace
 
 void define_library(nb::module_& module) {
@@ -97,6 +102,9 @@ void define_library(nb::module_& module) {
       "process may run on.\n\nRaises:\n    ValueError: n < 0 or n > 4096.");
   module.def("get_num_threads", &flashmoe_get_num_threads,
              "Threads the CPU backend uses, the caller's included.");
+  module.def("check_writable", &check_writable, nb::arg("name"), nb::arg("tensor"),
+             "Raises a ValueError for a tensor that is known to be read-only, and a TypeError for "
+             "what is none.");
   module.def("set_log", &set_log, nb::arg("level"), nb::arg("callback").none(),
              "flashmoe_set_log; callback is called with (level, line).");
 }

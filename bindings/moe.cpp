@@ -71,12 +71,12 @@ void borrow(const Caller& caller, const Routing& given, bool want_lse, RouteCall
   if (want_lse && given.lse.is_none()) {
     raise_value_error("out: its lse is None, accepted with return_lse is a tensor");
   }
-  caller.borrow("out.ids", given.ids, &call->ids);
-  caller.borrow("out.weights", given.weights, &call->weights);
-  caller.borrow("out.offsets", given.offsets, &call->offsets);
-  caller.borrow("out.pairs", given.pairs, &call->pairs);
-  caller.borrow("out.slots", given.slots, &call->slots);
-  caller.borrow_optional("out.lse", given.lse, &call->lse);
+  caller.borrow("out.ids", given.ids, &call->ids, Access::kWrite);
+  caller.borrow("out.weights", given.weights, &call->weights, Access::kWrite);
+  caller.borrow("out.offsets", given.offsets, &call->offsets, Access::kWrite);
+  caller.borrow("out.pairs", given.pairs, &call->pairs, Access::kWrite);
+  caller.borrow("out.slots", given.slots, &call->slots, Access::kWrite);
+  caller.borrow_optional("out.lse", given.lse, &call->lse, Access::kWrite);
 }
 
 nb::object moe_route(nb::handle logits, nb::handle top_k, nb::handle scoring,
@@ -159,8 +159,8 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
 
   nb::object result = nb::borrow(out);
   nb::object saved = nb::borrow(pre_activation);
-  caller.borrow_optional("out", out, &call.out);
-  caller.borrow_optional("pre_activation", pre_activation, &call.pre_activation);
+  caller.borrow_optional("out", out, &call.out, Access::kWrite);
+  caller.borrow_optional("pre_activation", pre_activation, &call.pre_activation, Access::kWrite);
   call.make_outputs(want_pre_activation, [&](const char* name, TensorView* view,
                                              flashmoe_dtype dtype, int rank, const int64_t* shape) {
     nb::object& made = view == &call.out ? result : saved;
@@ -187,7 +187,7 @@ nb::object grouped_product(nb::handle x, nb::handle w, nb::handle offsets, nb::h
   caller.borrow_optional("counts", counts, &call.counts);
   caller.borrow_optional("bias", bias, &call.bias);
   nb::object result = nb::borrow(out);
-  caller.borrow_optional("out", out, &call.out);
+  caller.borrow_optional("out", out, &call.out, Access::kWrite);
   call.make_outputs([&](const char* name, TensorView* view, flashmoe_dtype dtype, int rank,
                         const int64_t* shape) {
     result = caller.allocate(name, call.x.device(), dtype, rank, shape, nullptr, view);

@@ -36,8 +36,18 @@ nb::object loaded_module(const char* name) {
   return nb::borrow(nb::module_::import_("sys").attr("modules")).attr("get")(name);
 }
 
+// That module, if somebody has imported it and `type` is one of its tensors; else no object.
+nb::object module_of_tensors(const char* name, nb::handle type) {
+  const nb::object module = loaded_module(name);
+  if (module.is_none()) return {};
+  const nb::object tensor = nb::getattr(module, "Tensor", nb::none());
+  const bool of_it =
+      PyType_Check(tensor.ptr()) && PyObject_IsSubclass(type.ptr(), tensor.ptr()) == 1;
+  return of_it ? module : nb::object();
+}
+
 TensorType describe_type(nb::handle type, const dlpack::ExchangeApi* api) {
-  TensorType made{nb::borrow(type), api, false, nb::object(), nullptr, nullptr};
+  TensorType made{nb::borrow(type), api, false, nb::object(), nullptr, nullptr, nullptr, {}};
   if (api == nullptr) return made;
   made.has_requires_grad = nb::hasattr(type, kRequiresGrad);
   if (made.has_requires_grad) {
@@ -47,11 +57,37 @@ TensorType describe_type(nb::handle type, const dlpack::ExchangeApi* api) {
           reinterpret_cast<descrgetfunc>(PyType_GetSlot(&PyGetSetDescr_Type, Py_tp_descr_get));
     }
   }
-  nb::object torch = loaded_module("torch");
-  if (!torch.is_none() && PyObject_IsSubclass(type.ptr(), torch.attr("Tensor").ptr()) == 1) {
+  if (const nb::object torch = module_of_tensors("torch", type); torch.is_valid()) {
     made.torch = &torch_functions(torch);
+    made.grad_framework = "torch";
+  } else if (const nb::object paddle = module_of_tensors("paddle", type); paddle.is_valid()) {
+    made.is_grad_enabled = paddle.attr("is_grad_enabled");
+    made.grad_framework = "paddle";
   }
   return made;
+}
+
+// Memory of other kinds is that of the device which reads it as its own.
+flashmoe_device home_of(flashmoe_device device) {
+  if (device.device_type == FLASHMOE_DEVICE_CUDA_HOST) return {FLASHMOE_DEVICE_CPU, 0};
+  if (device.device_type == dlpack::kCudaManaged) device.device_type = FLASHMOE_DEVICE_CUDA;
+  return device;
+}
+
+[[noreturn]] void refuse_to_write(const char* name) {
+  raise_value_error(std::string(name) + ": it is read-only, accepted is a writable tensor");
+}
+
+// Takes the producer's exception, if there is one.
+[[noreturn]] void refuse_without_view(const char* name, nb::handle object) {
+  std::string reason = "it gives no reason";
+  if (PyErr_Occurred() != nullptr) {
+    const nb::python_error error;
+    reason = nb::str(error.value()).c_str();
+    reason = reason.substr(0, reason.find('\n'));  // torch appends its C++ stack
+  }
+  raise_type_error(std::string(name) + ": " + name_of_type(object) +
+                   " gives no view of its memory: " + reason);
 }
 
 // An aligned address for a tensor that is never read or written: one beside those before it, since
@@ -101,8 +137,14 @@ bool requires_grad(const TensorType& type, nb::handle tensor) {
   return value.ptr() == Py_True;
 }
 
-// Of tensor_, which is filled but for them: its shape and strides are still the producer's.
-void TensorView::copy_extents() {
+bool records_gradients(const TensorType& type) {
+  if (type.torch != nullptr) return torch_records_gradients(*type.torch);
+  return !type.is_grad_enabled.is_valid() || type.is_grad_enabled().ptr() != Py_False;
+}
+
+// Makes tensor_, as a producer has filled it, the view's own: shape and strides are copied.
+void TensorView::take() {
+  tensor_.device = home_of(tensor_.device);
   const int rank = tensor_.ndim < kMaxRank ? tensor_.ndim : kMaxRank;
   for (int axis = 0; axis < rank; ++axis) shape_[axis] = tensor_.shape[axis];
   tensor_.shape = shape_;
@@ -113,26 +155,23 @@ void TensorView::copy_extents() {
   set_ = true;
 }
 
-void TensorView::borrow(const TensorType& type, const char* name, nb::handle object) {
+void TensorView::borrow(const TensorType& type, const char* name, nb::handle object,
+                        Access access) {
   give_back();
   int failed = 0;
   if (type.api->view_of_object != nullptr) {
     failed = type.api->view_of_object(object.ptr(), reinterpret_cast<dlpack::Tensor*>(&tensor_));
   } else {
     failed = type.api->managed_from_object(object.ptr(), &managed_);
-    if (failed == 0) std::memcpy(&tensor_, &managed_->tensor, sizeof tensor_);
-  }
-  if (failed != 0) {
-    std::string reason = "it gives no reason";
-    if (PyErr_Occurred() != nullptr) {
-      const nb::python_error error;  // takes the producer's exception
-      reason = nb::str(error.value()).c_str();
-      reason = reason.substr(0, reason.find('\n'));  // torch appends its C++ stack
+    if (failed == 0) {
+      std::memcpy(&tensor_, &managed_->tensor, sizeof tensor_);
+      if (access == Access::kWrite && (managed_->flags & dlpack::kReadOnly) != 0) {
+        refuse_to_write(name);
+      }
     }
-    raise_type_error(std::string(name) + ": " + name_of_type(object) +
-                     " gives no view of its memory: " + reason);
   }
-  copy_extents();
+  if (failed != 0) refuse_without_view(name, object);
+  take();
 }
 
 bool TensorView::borrow_array(nb::handle object, Access access) {
@@ -153,7 +192,7 @@ bool TensorView::borrow_array(nb::handle object, Access access) {
   tensor_.shape = array.shape_ptr();
   tensor_.strides = array.stride_ptr();
   tensor_.byte_offset = array.byte_offset();
-  copy_extents();
+  take();
   return true;
 }
 
@@ -170,13 +209,16 @@ bool TensorView::borrow_bfloat16(nb::handle object, Access access) {
 
 void TensorView::borrow(const char* name, nb::handle object, Access access) {
   const TensorType* type = tensor_type(object);
-  if (type != nullptr) return borrow(*type, name, object);
+  if (type != nullptr) return borrow(*type, name, object, access);
   const auto borrow_as = [&](Access wanted) {
     return borrow_array(object, wanted) || borrow_bfloat16(object, wanted);
   };
   if (borrow_as(access)) return;
-  if (access == Access::kWrite && borrow_as(Access::kRead)) {
-    raise_value_error(std::string(name) + ": it is read-only, accepted is a writable tensor");
+  if (access == Access::kWrite && borrow_as(Access::kRead)) refuse_to_write(name);
+  // What the producer raised has been passed over while other ways were tried.
+  if (nb::hasattr(object, "__dlpack__")) {
+    const nb::object capsule = nb::steal(PyObject_CallMethod(object.ptr(), "__dlpack__", nullptr));
+    if (!capsule.is_valid()) refuse_without_view(name, object);
   }
   raise_type_error(std::string(name) + ": got " + name_of_type(object) +
                    ", accepted is a tensor of NumPy, torch, JAX or CuPy, or an object with "
@@ -192,12 +234,12 @@ void TensorView::describe(const int64_t* shape, int32_t rank, flashmoe_dtype dty
   tensor_.dtype = dtype;
   tensor_.shape = shape;
   tensor_.strides = strides;
-  copy_extents();
+  take();
 }
 
 void TensorView::describe(const TensorView& other) {
   tensor_ = other.tensor_;
-  copy_extents();
+  take();
 }
 
 bool TensorView::flatten_rows() {

@@ -26,6 +26,9 @@ struct TensorType {
   nb::object grad_descriptor;
   descrgetfunc grad_getter;
   const TorchFunctions* torch;  // nullptr for other frameworks
+  // Where another framework is known to have a grad mode: its name, and what tells the mode.
+  const char* grad_framework;
+  nb::object is_grad_enabled;
 };
 
 // nullptr when the type of `object` has no exchange API of major version 1.
@@ -33,6 +36,9 @@ const TensorType* tensor_type(nb::handle object);
 
 // The tensor's requires_grad, False where its type has none.
 bool requires_grad(const TensorType& type, nb::handle tensor);
+
+// Whether its framework records gradients now; true where nobody can say.
+bool records_gradients(const TensorType& type);
 
 enum class Access { kRead, kWrite };
 
@@ -51,10 +57,12 @@ class TensorView {
 
   // Through the exchange API of `type`, which is the type of `object` or shares its table. May be
   // called again, for another object.
-  void borrow(const TensorType& type, const char* name, nb::handle object);
+  void borrow(const TensorType& type, const char* name, nb::handle object,
+              Access access = Access::kRead);
 
   // Through the exchange API where there is one, else through nb::ndarray. Raises a TypeError that
-  // begins with `name`. NumPy arrays of ml_dtypes.bfloat16 are taken as bf16.
+  // begins with `name`, and a ValueError for what cannot be written to but should be. NumPy arrays of
+  // ml_dtypes.bfloat16 are taken as bf16.
   void borrow(const char* name, nb::handle object, Access access);
 
   // A view of memory that no Python object owns, contiguous without `strides`. Without `data` it is
@@ -81,7 +89,7 @@ class TensorView {
   flashmoe_device device() const { return tensor_.device; }
 
  private:
-  void copy_extents();
+  void take();
   void give_back();
   bool borrow_array(nb::handle object, Access access);
   bool borrow_bfloat16(nb::handle object, Access access);

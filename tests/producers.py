@@ -108,6 +108,45 @@ class CuPy(Producer):
         return importlib.import_module("cupy").ndarray
 
 
+class Paddle(Producer):
+    """PaddlePaddle, on the CPU. Its from_dlpack takes no negative strides."""
+
+    name = "paddle"
+
+    def make(self, values: np.ndarray, dtype: str) -> Any:
+        values = cast(values, dtype)
+        if dtype == "bf16":
+            return self.as_is(values.view(np.int16)).view("bfloat16")
+        return self.as_is(values)
+
+    def as_is(self, values: np.ndarray) -> Any:
+        paddle = importlib.import_module("paddle")
+        if values.size == 0 or min(values.strides, default=0) < 0:
+            return paddle.to_tensor(values)
+        return paddle.from_dlpack(values)
+
+    @property
+    def kind(self) -> type:
+        return importlib.import_module("paddle").Tensor
+
+
+class Strict(Producer):
+    """The array API standard and nothing beside it."""
+
+    name = "array-api-strict"
+    dtypes = ("fp32",)
+
+    def make(self, values: np.ndarray, dtype: str) -> Any:
+        return self.as_is(cast(values, dtype))
+
+    def as_is(self, values: np.ndarray) -> Any:
+        return importlib.import_module("array_api_strict").asarray(values, copy=False)
+
+    @property
+    def kind(self) -> type:
+        return type(self.as_is(np.zeros(1, np.float32)))
+
+
 class DlpackOnly:
     """An object with the two methods of DLPack's Python protocol, and nothing else."""
 
@@ -182,6 +221,15 @@ class Dlpack(Producer):
         return DlpackOnly(values)
 
 
+class TvmFfi(Dlpack):
+    """Apache TVM FFI's tensors, which have DLPack and no function that makes one."""
+
+    name = "tvm-ffi"
+
+    def as_is(self, values: np.ndarray) -> Any:
+        return importlib.import_module("tvm_ffi").from_dlpack(values)
+
+
 class Standard(Producer):
     name = "array-api"
     dtypes = ("fp32", "fp16")
@@ -202,3 +250,9 @@ if installed("torch"):
     ON_CPU.append(Torch())
 if installed("jax"):
     ON_CPU.append(Jax())
+if installed("paddle"):
+    ON_CPU.append(Paddle())
+if installed("array_api_strict"):
+    ON_CPU.append(Strict())
+if installed("tvm_ffi"):
+    ON_CPU.append(TvmFfi())

@@ -41,6 +41,8 @@ def to_numpy(tensor: Any) -> np.ndarray:
         tensor = tensor.detach().double().cpu().numpy()
     elif type(tensor).__module__.startswith("cupy"):
         tensor = tensor.get()
+    elif type(tensor).__module__.startswith("paddle"):
+        tensor = tensor.astype("float64").numpy()
     return np.asarray(tensor).astype(np.float64)
 
 

@@ -8,12 +8,13 @@ tensors is in _moe.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from typing import Any, NamedTuple
 
 from flashmoe_science import _core
-from flashmoe_science._names import CUDA, Device
+from flashmoe_science._names import CPU, CUDA, Device
 from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
 
 _NO_BACKWARD = (
@@ -21,6 +22,12 @@ _NO_BACKWARD = (
     "{0}.detach()"
 )
 _LEGACY_STREAM = 1  # cudaStreamLegacy, which DLPack's protocol also calls 1
+_DLPACK = (1, 0)  # the newest that capsules may be of
+# DLPack's kCUDAHost and kCUDAManaged: memory that one of our devices reads as its own.
+_HOME_OF = {3: CPU, 13: CUDA}
+
+
+Context = contextlib.AbstractContextManager[Any]
 
 
 class Words(NamedTuple):
@@ -43,19 +50,28 @@ class Framework:
 
     def device(self, tensor: Any) -> Device:
         kind, ordinal = tensor.__dlpack_device__()
-        return Device(int(kind), int(ordinal))
+        home = _HOME_OF.get(int(kind), int(kind))
+        return Device(home, 0 if home == CPU else int(ordinal))
 
     def check(self, name: str, tensor: Any, words: Words) -> None:
         """Raises what only this framework knows to be wrong with an argument."""
 
     def view(self, tensor: Any, stream: int | None) -> Any:
         """What the native side can read: the tensor, or a DLPack capsule ordered on `stream`."""
-        if self.device(tensor).type == CUDA:
-            return tensor.__dlpack__(stream=stream or _LEGACY_STREAM)  # the protocol has no 0
-        return tensor
+        if self.device(tensor).type != CUDA:
+            return tensor
+        stream = stream or _LEGACY_STREAM  # the protocol has no 0
+        try:  # read-only tensors have no older capsule
+            return tensor.__dlpack__(stream=stream, max_version=_DLPACK)
+        except TypeError:  # a producer older than DLPack 1.0
+            return tensor.__dlpack__(stream=stream)
 
     def current_stream(self, device: Device) -> int:
         return _LEGACY_STREAM
+
+    def on_stream(self, like: Any, stream: int | None) -> Context:
+        """Has the framework's own work on `like`'s device go on that stream, if there is one."""
+        return contextlib.nullcontext()
 
     def out(self, q: Any, shape: tuple[int, ...]) -> Any:
         xp = self.namespace(q)
@@ -73,18 +89,24 @@ class Framework:
 
     def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:
         """The same memory in another shape; None where only a copy would do."""
+        copy = None if 0 in shape else False  # of nothing
         try:
-            return self.namespace(tensor).reshape(tensor, shape, copy=False)
-        except (ValueError, BufferError):
+            return self.namespace(tensor).reshape(tensor, shape, copy=copy)
+        except (ValueError, BufferError, AttributeError):  # the last is array-api-strict's
             return None
 
     def namespace(self, like: Any, words: Words = ATTENTION) -> Any:
-        if not hasattr(like, "__array_namespace__"):
+        if not makes_tensors(like):
             raise ArgumentTypeError(
                 f"out: {type_name(like)} offers no way to make a tensor on its device; pass "
                 f"{words.outputs}"
             )
         return like.__array_namespace__()
+
+
+def makes_tensors(like: Any) -> bool:
+    """Whether it follows the array API standard as far as that takes."""
+    return hasattr(like, "__array_namespace__") and hasattr(like, "device")
 
 
 def _rows_kept(made: Any, xp: Any) -> Any:
@@ -146,9 +168,22 @@ class Torch(Framework):
 
         made = torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
         if stream is not None and like.is_cuda:
-            external_stream: Any = torch.cuda.ExternalStream
-            made.record_stream(external_stream(stream, device=like.device))
+            made.record_stream(self._stream(like, stream))
         return made
+
+    def on_stream(self, like: Any, stream: int | None) -> Context:
+        import torch
+
+        if stream is None or not like.is_cuda:
+            return contextlib.nullcontext()
+        on: Context = torch.cuda.stream(self._stream(like, stream))
+        return on
+
+    def _stream(self, like: Any, stream: int) -> Any:
+        import torch
+
+        external_stream: Any = torch.cuda.ExternalStream
+        return external_stream(stream, device=like.device)
 
     def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:
         try:
@@ -189,11 +224,16 @@ class CuPy(Framework):
     ) -> Any:
         import cupy
 
-        if stream is None:
-            with like.device:
-                return cupy.empty(shape, getattr(cupy, dtype))
-        with like.device, cupy.cuda.ExternalStream(stream, like.device.id):
+        with like.device, self.on_stream(like, stream):
             return cupy.empty(shape, getattr(cupy, dtype))
+
+    def on_stream(self, like: Any, stream: int | None) -> Context:
+        import cupy
+
+        if stream is None:
+            return contextlib.nullcontext()
+        on: Context = cupy.cuda.ExternalStream(stream, like.device.id)
+        return on
 
     def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:
         made = tensor.reshape(shape)
@@ -246,6 +286,12 @@ def framework_of(name: str, tensor: Any) -> Framework:
     return framework
 
 
+def on_stream(like: Any, stream: int | None) -> Context:
+    """See Framework.on_stream; of a framework that is not known, nothing."""
+    framework = _framework_of_type(like.__class__)
+    return contextlib.nullcontext() if framework is None else framework.on_stream(like, stream)
+
+
 def is_jax(tensor: Any) -> bool:
     """Whether this is a JAX array, or a tracer that stands for one."""
     return _framework_of_type(tensor.__class__) is JAX
@@ -255,9 +301,11 @@ def common_framework(tensors: dict[str, Any], words: Words = ATTENTION) -> Frame
     """The framework of all of these."""
     first_name, first = next(iter(tensors.items()))
     framework = framework_of(first_name, first)
+    # Where new tensors are NumPy's, an earlier call's results may be among these.
+    also = NUMPY if is_dlpack_alone(framework, first) else framework
     for name, tensor in tensors.items():
         other = framework_of(name, tensor)
-        if other is not framework and other.name != framework.name:
+        if other not in (framework, also) and other.name != framework.name:
             raise ArgumentTypeError(
                 f"{name}: got {type_name(tensor)}, but {first_name} is {type_name(first)}; "
                 f"{words.tensors} must come from one framework"
@@ -266,13 +314,23 @@ def common_framework(tensors: dict[str, Any], words: Words = ATTENTION) -> Frame
     return framework
 
 
+def is_dlpack_alone(framework: Framework, tensor: Any) -> bool:
+    """Whether it is of host memory, by DLPack and nothing else."""
+    return (
+        type(framework) is Framework
+        and framework is not JAX
+        and not makes_tensors(tensor)
+        and framework.device(tensor).type == CPU
+    )
+
+
 def workspace(like: Any, size: int, stream: int) -> Any:
     """Bytes beside `like` for work on a stream that is not its framework's current one."""
     return framework_of("workspace", like).empty(like, (size,), "uint8", stream)
 
 
 def through_numpy(arguments: dict[str, Any], words: Words = ATTENTION) -> dict[str, Any]:
-    """Views of CPU objects that have DLPack and nothing else."""
+    """Views of CPU objects that have DLPack and nothing else, which may be read-only."""
     import numpy
 
     made = {}
@@ -285,6 +343,24 @@ def through_numpy(arguments: dict[str, Any], words: Words = ATTENTION) -> dict[s
                 f"({error}); pass {words.outputs}"
             ) from error
     return made
+
+
+class _Unlocked:
+    """The memory of a NumPy array, to be written to."""
+
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = array.__array_interface__ | {"data": (array.ctypes.data, False)}
+        self._array = array  # owns the memory
+
+
+def output_through_numpy(name: str, tensor: Any, words: Words) -> Any:
+    """The same of an output. Raises for one that is read-only."""
+    import numpy
+
+    _core.check_writable(name, tensor)
+    made = through_numpy({name: tensor}, words)[name]
+    # An old capsule does not tell whether it is read-only, which NumPy then takes it for.
+    return made if made.flags.writeable else numpy.asarray(_Unlocked(made))
 
 
 def flash_attention(
@@ -318,17 +394,16 @@ def flash_attention(
 
     device = framework.device(q)
     missing = out is None or (return_lse and lse is None)
-    if missing and type(framework) is Framework and not hasattr(q, "__array_namespace__"):
+    if missing and type(framework) is Framework and not makes_tensors(q):
         if device.type == CUDA:
             framework.namespace(q)  # raises: there is no way to allocate
-        given, framework = through_numpy(given), NUMPY
-    if missing:
-        q, v = given["q"], given["v"]
-        if len(q.shape) == 4 and len(v.shape) == 4:  # else the library says what is wrong
-            b, s, h = q.shape[:3] if layout != "bhsd" else (q.shape[0], q.shape[2], q.shape[1])
-            given.setdefault("out", framework.out(q, (*q.shape[:3], v.shape[3])))
-            if return_lse:
-                given.setdefault("lse", framework.lse(q, (b, h, s)))
+        q, v = through_numpy({"q": q, "v": v}).values()
+        framework = NUMPY
+    if missing and len(q.shape) == 4 and len(v.shape) == 4:  # else the library says what is wrong
+        b, s, h = q.shape[:3] if layout != "bhsd" else (q.shape[0], q.shape[2], q.shape[1])
+        given.setdefault("out", framework.out(q, (*q.shape[:3], v.shape[3])))
+        if return_lse:
+            given.setdefault("lse", framework.lse(q, (b, h, s)))
 
     handle = _core.stream_handle(stream)
     if handle is None and device.type == CUDA:

@@ -82,7 +82,7 @@ class _Calls:
                 raise InvalidArgumentError(
                     "stream: XLA chooses the stream of JAX arrays; leave it None"
                 )
-        self.stream = _core.stream_handle(stream)
+        self.given_stream = self.stream = _core.stream_handle(stream)
         if self.stream is None and device.type == CUDA:
             self.stream = self.framework.current_stream(device)
         self.on_gpu = device.type == CUDA
@@ -113,7 +113,7 @@ class _Calls:
 
     def _empty(self, shape: tuple[int, ...], dtype: str, stream: int | None) -> Any:
         like, framework = self._first, self.framework
-        if type(framework) is Framework and not hasattr(like, "__array_namespace__"):
+        if type(framework) is Framework and not _dispatch.makes_tensors(like):
             if self.on_gpu or dtype == "bfloat16":
                 framework.namespace(like, WORDS)  # raises: there is no way to allocate
             framework = NUMPY
@@ -231,8 +231,19 @@ def torch_all_rows(like: Any) -> tuple[Any, bool]:
     return made, False
 
 
+def _all_rows_of_cupy(like: Any) -> Any:
+    import cupy
+
+    with like.device:
+        if not cupy.cuda.get_current_stream().is_capturing():
+            return _kept_rows_of_cupy(like.device.id)
+        made = cupy.full((2,), _ALL_ROWS[1], dtype=cupy.int32)
+        made[:1].fill(_ALL_ROWS[0])
+        return made
+
+
 @functools.cache
-def _all_rows_of_cupy(device_id: int) -> Any:
+def _kept_rows_of_cupy(device_id: int) -> Any:
     import cupy
 
     with cupy.cuda.Device(device_id):
@@ -245,7 +256,7 @@ def _all_rows(framework: Framework, like: Any) -> Any:
     if framework.name == "torch":
         return torch_all_rows(like)[0]
     if framework.name == "cupy":
-        return _all_rows_of_cupy(framework.device(like).id)
+        return _all_rows_of_cupy(like)
     if framework.name in ("numpy", "jax"):
         import numpy
 
@@ -270,10 +281,16 @@ def _rows(framework: Framework, name: str, tensor: Any) -> Any:
     return flat
 
 
-def _plain_logits(tokens: Any, router_weights: Any, router_bias: Any) -> Any:
-    """The router's product by the tensors' own library."""
-    logits = tokens @ router_weights.T
-    return logits if router_bias is None else logits + router_bias
+def router_product(tokens: Any, router_weights: Any, router_bias: Any, stream: Any) -> Any:
+    """Logits by the tensors' own library."""
+    if not (hasattr(tokens, "__matmul__") and hasattr(router_weights, "T")):
+        raise ArgumentTypeError(
+            f"router_weights: {_dispatch.type_name(tokens)} knows no product of matrices, and here "
+            "it would have to make this one; pass logits"
+        )
+    with _dispatch.on_stream(tokens, _core.stream_handle(stream)):
+        logits = tokens @ router_weights.T
+        return logits if router_bias is None else logits + router_bias
 
 
 @contextlib.contextmanager
@@ -345,12 +362,12 @@ def fused_moe(
 
         return jax.fused_moe(_in_steps_of_jax, given, options)
     given_out = out
-    if type(calls.framework) is Framework and not hasattr(tokens, "__array_namespace__"):
+    if type(calls.framework) is Framework and not _dispatch.makes_tensors(tokens):
         if calls.on_gpu:
             calls.framework.namespace(tokens, WORDS)  # raises: nothing can be made here
         given = _dispatch.through_numpy(given, WORDS)
         if out is not None:
-            given_out = _dispatch.through_numpy({"out": out}, WORDS)["out"]
+            given_out = _dispatch.output_through_numpy("out", out, WORDS)
         calls = _Calls(given, stream)
     made = _in_steps(calls, given, options, given_out)
     return made if out is None else out
@@ -411,8 +428,8 @@ def _router_product(calls: _Calls, rows: Any, router: Any, bias: Any) -> Any:
     if bias is not None:
         _check_rank("router_bias", bias, 1)
     if router.shape[0] % _ROUTER_MULTIPLE:
-        return _plain_logits(rows, router, bias)
-    product = {"x": rows, "w": router[None], "offsets": _all_rows(calls.framework, rows)}
-    product |= _present(bias=None if bias is None else bias[None])
+        return router_product(rows, router, bias, calls.given_stream)
+    product = {"x": rows, "w": router[None, ...], "offsets": _all_rows(calls.framework, rows)}
+    product |= _present(bias=None if bias is None else bias[None, ...])
     with _renamed(x="tokens", w="router_weights", bias="router_bias"):
         return calls.run("grouped_product", product, {"kernel": None}, True)["out"]

@@ -10,38 +10,9 @@ from typing import Any
 import flashmoe_science as fm
 import numpy as np
 import pytest
+from dlpack_objects import DELETER, DLTensor, Managed
 from flashmoe_science import _core
 from reference import assert_accurate
-
-
-class DLTensor(c.Structure):
-    _fields_ = [
-        ("data", c.c_void_p),
-        ("device_type", c.c_int32),
-        ("device_id", c.c_int32),
-        ("ndim", c.c_int32),
-        ("code", c.c_uint8),
-        ("bits", c.c_uint8),
-        ("lanes", c.c_uint16),
-        ("shape", c.POINTER(c.c_int64)),
-        ("strides", c.POINTER(c.c_int64)),
-        ("byte_offset", c.c_uint64),
-    ]
-
-
-class Managed(c.Structure):
-    pass
-
-
-DELETER = c.CFUNCTYPE(None, c.POINTER(Managed))
-Managed._fields_ = [
-    ("major", c.c_uint32),
-    ("minor", c.c_uint32),
-    ("context", c.c_void_p),
-    ("deleter", DELETER),
-    ("flags", c.c_uint64),
-    ("tensor", DLTensor),
-]
 
 SET_ERROR = c.CFUNCTYPE(None, c.c_void_p, c.c_char_p, c.c_char_p)
 ALLOCATE = c.PYFUNCTYPE(
@@ -216,6 +187,63 @@ def test_a_type_without_an_allocator_needs_outputs() -> None:
     out = kind(np.full((2, 9, 4, 16), np.nan, np.float32))
     assert fm.flash_attention(*tensors, out=out) is out
     assert_accurate(out.array, None, *inputs)
+
+
+def test_read_only_tensors_are_not_written_to() -> None:
+    """Where a producer can say so: a view of borrowed memory does not."""
+
+    @FROM_OBJECT
+    def frozen(tensor: Any, out: Any) -> int:
+        made = manage(tensor)
+        made.contents.flags = 1
+        out[0] = made
+        return 0
+
+    kind = tensor_type(table(view=VIEW(0), from_object=frozen, allocate=ALLOCATE(0)))
+    kept.append(frozen)
+    inputs = arrays()
+    out = kind(np.zeros((2, 9, 4, 16), np.float32))
+    with pytest.raises(ValueError, match=r"^out: it is read-only, accepted"):
+        fm.flash_attention(*(kind(x) for x in inputs), out=out)
+    assert not out.array.any()
+    assert not alive, "every managed tensor was given back"
+
+
+def layer(experts: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = ((5, 40), (experts, 40), (experts, 48, 40), (experts, 40, 24))
+    return [rng.standard_normal(shape, np.float32) for shape in shapes]
+
+
+def test_experts() -> None:
+    kind = tensor_type(table(stream=STREAM(0)))
+    inputs = layer(8)
+    out = fm.fused_moe(*(kind(x) for x in inputs), 2)
+    assert type(out) is kind
+    np.testing.assert_array_equal(out.array, fm.fused_moe(*inputs, 2))
+    given = kind(np.full((5, 40), np.nan, np.float32))
+    assert fm.fused_moe(*(kind(x) for x in inputs), 2, out=given) is given
+    np.testing.assert_array_equal(given.array, out.array)
+    assert not alive
+
+
+def test_a_router_that_only_its_framework_could_multiply() -> None:
+    """The library's products take multiples of 8 rows."""
+    kind = tensor_type(table())
+    tokens, router, *experts = layer(6)
+    with pytest.raises(TypeError, match=r"^router_weights: .*Exchanged knows no product"):
+        fm.fused_moe(*(kind(x) for x in (tokens, router, *experts)), 2)
+    logits = kind(tokens @ router.T)
+    out = fm.fused_moe(kind(tokens), None, *(kind(x) for x in experts), 2, logits=logits)
+    np.testing.assert_array_equal(out.array, fm.fused_moe(tokens, router, *experts, 2))
+
+
+def test_gradients_of_a_framework_that_nobody_knows() -> None:
+    kind = tensor_type(table())
+    kind.requires_grad = True  # type: ignore[attr-defined]
+    match = "^q: requires grad, but attention has no backward pass yet; pass q.detach()"
+    with pytest.raises(ValueError, match=match):
+        fm.flash_attention(*(kind(x) for x in arrays()))
 
 
 def test_an_allocator_that_fails() -> None:

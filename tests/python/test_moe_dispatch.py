@@ -40,6 +40,9 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
         def data(self) -> Any:
             return types.SimpleNamespace(ptr=self.array.ctypes.data)
 
+        def fill(self, value: float) -> None:
+            self.array.fill(value)
+
         def reshape(self, shape: tuple[int, ...]) -> ndarray:
             return ndarray(self.array.reshape(shape))
 
@@ -52,21 +55,27 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def current(device_id: int = 3) -> Any:
         log.append(("current", device_id))
-        return types.SimpleNamespace(ptr=STREAM, synchronize=lambda: log.append("waited"))
+        return types.SimpleNamespace(
+            ptr=STREAM,
+            synchronize=lambda: log.append("waited"),
+            is_capturing=lambda: module.capturing,
+        )
 
+    module.capturing = False
     module.ndarray = ndarray
     module.int32 = np.int32
     module.empty = lambda shape, dtype: ndarray(np.empty(shape, dtype))
     module.asarray = lambda values, dtype: ndarray(np.asarray(values, dtype))
+    module.full = lambda shape, value, dtype: ndarray(np.full(shape, value, dtype))
     module.cuda.Device = Device
     module.cuda.get_current_stream = current
     module.log = log
     monkeypatch.setitem(sys.modules, "cupy", module)
     _dispatch._framework_of_type.cache_clear()
-    _moe._all_rows_of_cupy.cache_clear()
+    _moe._kept_rows_of_cupy.cache_clear()
     yield module
     _dispatch._framework_of_type.cache_clear()
-    _moe._all_rows_of_cupy.cache_clear()
+    _moe._kept_rows_of_cupy.cache_clear()
 
 
 @pytest.fixture
@@ -123,6 +132,19 @@ def test_fused(cupy: Any, handed: list[Any], experts: int) -> None:
     of_cupys = [call for call in handed if call[1] == STREAM]
     assert of_cupys == [(step, STREAM) for step in steps * 2]
     assert cupy.log.count("waited") == (experts == 8), "once for a device"
+
+
+def test_what_is_made_while_a_graph_is_captured_is_not_kept(cupy: Any) -> None:
+    """It is written only when the graph runs. Nor may anything wait then."""
+    values = make(Case(experts=8), Producer(), "fp32")
+    router = np.random.default_rng(0).standard_normal((8, 40), np.float32)
+    tensors = [values["x"], router, values["w_gate_up"], values["w_down"]]
+    given = [cupy.ndarray(x) for x in tensors]
+    cupy.capturing = True
+    got = fm.fused_moe(*given, 2)
+    np.testing.assert_array_equal(got.array, fm.fused_moe(*tensors, 2))
+    assert "waited" not in cupy.log
+    assert _moe._kept_rows_of_cupy.cache_info().currsize == 0
 
 
 def test_a_stream_that_is_given_wins(cupy: Any, handed: list[Any]) -> None:
