@@ -54,15 +54,14 @@ Unversioned._fields_ = [
 
 _DESTRUCTOR = c.PYFUNCTYPE(None, c.c_void_p)
 _NEW_NAME, _OLD_NAME = b"dltensor_versioned", b"dltensor"
-_new_capsule = c.pythonapi.PyCapsule_New
-_new_capsule.argtypes = [c.c_void_p, c.c_char_p, _DESTRUCTOR]
-_new_capsule.restype = c.py_object
-_pointer_of = c.pythonapi.PyCapsule_GetPointer
-_pointer_of.argtypes = [c.c_void_p, c.c_char_p]
-_pointer_of.restype = c.c_void_p
-_is_named = c.pythonapi.PyCapsule_IsValid
-_is_named.argtypes = [c.c_void_p, c.c_char_p]
-_is_named.restype = c.c_int
+# Functions of their own: those that are attributes of c.pythonapi are everybody's.
+_new_capsule = c.PYFUNCTYPE(c.py_object, c.c_void_p, c.c_char_p, _DESTRUCTOR)(
+    ("PyCapsule_New", c.pythonapi)
+)
+_pointer_of = c.PYFUNCTYPE(c.c_void_p, c.c_void_p, c.c_char_p)(
+    ("PyCapsule_GetPointer", c.pythonapi)
+)
+_is_named = c.PYFUNCTYPE(c.c_int, c.c_void_p, c.c_char_p)(("PyCapsule_IsValid", c.pythonapi))
 
 _alive: dict[int, tuple[Any, HandMade]] = {}  # by address: the struct, and whose it is
 

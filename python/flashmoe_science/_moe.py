@@ -104,16 +104,21 @@ class _Calls:
 
         def allocate(name: str, shape: tuple[int, ...], dtype: str) -> Any:
             alone = self.stream if passing or name == "workspace" else None
-            made[name] = self._empty(shape, dtype, alone)
+            made[name] = self._empty(name, shape, dtype, alone)
             return self.framework.view(made[name], self.stream)
 
         views = {n: self.framework.view(t, self.stream) for n, t in tensors.items()}
         _core.moe_call(operation, views, options, allocate, self.stream)
         return tensors | made
 
-    def _empty(self, shape: tuple[int, ...], dtype: str, stream: int | None) -> Any:
+    def _empty(self, name: str, shape: tuple[int, ...], dtype: str, stream: int | None) -> Any:
         like, framework = self._first, self.framework
         if type(framework) is Framework and not _dispatch.makes_tensors(like):
+            if name == "workspace":
+                raise ArgumentTypeError(
+                    f"workspace: {_dispatch.type_name(like)} offers no way to make a tensor on its "
+                    f"device, and this call needs {shape[0]} bytes there"
+                )
             if self.on_gpu or dtype == "bfloat16":
                 framework.namespace(like, WORDS)  # raises: there is no way to allocate
             framework = NUMPY
