@@ -47,13 +47,17 @@ nb::object make_native_function(const PythonFunction& function, NativeEntry entr
 // Sets the Python exception for the C++ one that is being handled.
 void set_python_error();
 
-template <auto kImplementation>
+inline bool serves_all(nb::handle) { return true; }
+
+template <auto kImplementation, bool (*kServes)(nb::handle first) = &serves_all>
 class NativeFunction;
 
 // `kImplementation` takes every parameter of the Python function, in order. There is one native
-// function for each: what is not bound goes to the Python function that was given last.
-template <class... Handles, nb::object (*kImplementation)(Handles...)>
-class NativeFunction<kImplementation> {
+// function for each: what is not bound goes to the Python function that was given last, as does a
+// call of which `kServes` the first argument is false.
+template <class... Handles, nb::object (*kImplementation)(Handles...),
+          bool (*kServes)(nb::handle first)>
+class NativeFunction<kImplementation, kServes> {
  public:
   static nb::object like(nb::handle function) {
     // Leaked on purpose: at exit the interpreter is gone before static destructors run.
@@ -69,10 +73,11 @@ class NativeFunction<kImplementation> {
   static PyObject* enter(PyObject*, PyObject* const* given, Py_ssize_t positional,
                          PyObject* keywords) {
     PyObject* arguments[kParameters];
-    if (!bind_arguments(*function_, given, positional, keywords, arguments)) {
-      return call_python_function(*function_, given, positional, keywords);
-    }
     try {
+      if (!bind_arguments(*function_, given, positional, keywords, arguments) ||
+          !kServes(arguments[0])) {
+        return call_python_function(*function_, given, positional, keywords);
+      }
       return call(arguments, std::index_sequence_for<Handles...>()).release().ptr();
     } catch (...) {
       set_python_error();

@@ -114,6 +114,27 @@ const TorchFunctions& torch_functions(const nb::object& torch) {
   return *functions;
 }
 
+bool is_plain_torch_tensor(nb::handle tensor) {
+  struct Torch {
+    nb::object tensor;
+    nb::object parameter;
+    TorchFunction count_modes;
+    TorchFunction is_compiling;
+  };
+  static const Torch* torch = nullptr;
+  if (torch == nullptr) {
+    const nb::object module = nb::module_::import_("torch");
+    torch = new Torch{module.attr("Tensor"),
+                      module.attr("nn").attr("Parameter"),
+                      {module.attr("_C").attr("_len_torch_dispatch_stack"), METH_NOARGS},
+                      {module.attr("compiler").attr("is_compiling"), METH_NOARGS}};
+  }
+  const PyObject* type = tensor.type().ptr();
+  if (type != torch->tensor.ptr() && type != torch->parameter.ptr()) return false;
+  return PyLong_AsLong(torch->count_modes(nullptr).ptr()) == 0 &&
+         torch->is_compiling(nullptr).ptr() == Py_False;
+}
+
 bool torch_records_gradients(const TorchFunctions& torch) {
   return torch.is_grad_enabled(nullptr).ptr() == Py_True;
 }

@@ -55,6 +55,10 @@ struct TorchFunctions {
 
 const TorchFunctions& torch_functions(const nb::object& torch);
 
+// Whether `tensor` is one of torch with memory that the exchange API shows, in a plain call: torch is
+// not tracing it, and no mode looks at what is called.
+bool is_plain_torch_tensor(nb::handle tensor);
+
 // Whether grad mode is on.
 bool torch_records_gradients(const TorchFunctions& torch);
 

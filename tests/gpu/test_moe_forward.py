@@ -336,6 +336,23 @@ def test_calls_that_name_no_kernel() -> None:
     assert families <= set(moe_layers.serving())
 
 
+@pytest.mark.parametrize("tokens", [1, 40, 64, 65])
+def test_few_tokens_of_weights_that_sm90_cannot_walk(tokens: int) -> None:
+    """Those of one expert for all: they go where they would go without sm90."""
+    x = torch.randn(tokens, 256, generator=generator(1), device=DEVICE).bfloat16()
+    w_gate_up = torch.randn(1, 256, 256, generator=generator(2), device=DEVICE).mul_(256**-0.5)
+    w_down = torch.randn(1, 256, 128, generator=generator(3), device=DEVICE).mul_(128**-0.5)
+    w_gate_up, w_down = (w.bfloat16().expand(64, -1, -1) for w in (w_gate_up, w_down))
+    routing = fm.moe_route(torch.randn(tokens, 64, generator=generator(4), device=DEVICE), 4)
+    plan = fm.moe_plan(x, w_gate_up, w_down, routing)
+    assert plan.family == ("stream" if tokens <= 64 else "sm89")
+    out = fm.moe_forward(x, w_gate_up, w_down, routing)
+    moe_oracle.assert_forward(out, x, w_gate_up, w_down, routing)
+    packed = fm.moe_plan(x, w_gate_up.contiguous(), w_down.contiguous(), routing)
+    if "sm90" in moe_layers.serving():
+        assert packed.family == ("stream" if tokens == 1 else "sm90")
+
+
 FUSED = [
     (Case(experts=8, top_k=2, hidden=256, inner=128), {"renormalize": True}),
     (Case(experts=128, top_k=8, hidden=512, inner=128), {"renormalize": True}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -170,13 +172,40 @@ def test_a_gradient_is_a_clear_error(call: Call) -> None:
 
 def test_outputs_are_the_graphs_own() -> None:
     q = normal((1, 8, 2, 16), "cpu", torch.float32)
-    compiled = torch.compile(
-        lambda q: fmt.flash_attention(q, q, q, out=torch.empty_like(q)), backend="eager"
-    )
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = fmt.flash_attention(q, q, q, out=torch.empty_like(q))
+        return made
+
     with pytest.raises(Exception, match="out: got one in a call that is traced, accepted is None"):
-        compiled(q)
+        torch.compile(call, backend="eager", fullgraph=True)(q)
+    assert torch.equal(torch.compile(call, backend="eager")(q), call(q)), "after a graph break"
     out = torch.empty_like(q)
     assert fmt.flash_attention(q, q, q, out=out) is out
+
+
+@pytest.mark.parametrize(
+    "name", ["flash_attention", "moe_route", "moe_forward", "grouped_product", "fused_moe"]
+)
+def test_functions_are_native_ones_of_the_same_signature(name: str) -> None:
+    native, plain = getattr(fmt, name), getattr(fm, name)
+    assert inspect.isbuiltin(native) and native is not plain
+    assert native.__module__ == "flashmoe_science.torch.operators"
+    assert str(inspect.signature(native)) == str(inspect.signature(plain))
+    assert pickle.loads(pickle.dumps(native)) is native
+
+
+def test_parameters_and_tensors_that_have_no_memory() -> None:
+    q = normal((1, 8, 2, 16), "cpu", torch.float32)
+    want = fm.flash_attention(q, q, q)
+    parameter = torch.nn.Parameter(q)
+    with torch.no_grad():
+        assert torch.equal(fmt.flash_attention(parameter, q, q), want)
+    with pytest.raises(ValueError, match=r"^q: requires grad"):
+        fmt.flash_attention(parameter, q, q)
+    with FakeTensorMode() as mode:
+        fake = fmt.flash_attention(*(mode.from_tensor(q) for _ in range(3)))
+    assert fake.shape == q.shape and type(fake) is not torch.Tensor
 
 
 def test_wrong_calls_have_the_librarys_sentence() -> None:

@@ -9,11 +9,12 @@ torch.compile, torch.export and fake tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import flashmoe_science as fm
+from flashmoe_science import _core
 from flashmoe_science.errors import InvalidArgumentError
 from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
 
@@ -533,4 +534,18 @@ def _tell_dynamo() -> None:
         substitute(native, skip_signature_check=True)(function)
 
 
+def _without_a_frame(function: Any, bind: Any) -> Any:
+    """The same function, natively for tensors that have memory: see bindings/native_function.h."""
+    native = bind(function)
+    torch.compiler.substitute_in_graph(native, skip_signature_check=True)(function)
+    return native
+
+
 _tell_dynamo()
+# Type checkers cannot look into the native functions, nor can Dynamo before torch 2.6.
+if not TYPE_CHECKING and hasattr(torch.compiler, "substitute_in_graph"):
+    flash_attention = _without_a_frame(flash_attention, _core.bind_torch_flash_attention)
+    moe_route = _without_a_frame(moe_route, _core.bind_torch_moe_route)
+    moe_forward = _without_a_frame(moe_forward, _core.bind_torch_moe_forward)
+    grouped_product = _without_a_frame(grouped_product, _core.bind_torch_grouped_product)
+    fused_moe = _without_a_frame(fused_moe, _core.bind_torch_fused_moe)
