@@ -242,14 +242,15 @@ class FlashMoELayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., H] to the same."""
+        gate: Any = self.gate  # once: a module looks its parts up by a function
         experts: Any = self.experts
         name = experts.up_name
         w_up, w_down = getattr(experts, name), experts.down_proj
         if self.transposed:
             w_up, w_down = w_up.transpose(1, 2), w_down.transpose(1, 2)
         return fused_moe(
-            hidden_states, self.gate.weight, w_up, w_down, self.top_k, router_bias=self.gate.bias,
-            selection_bias=self.gate.e_score_correction_bias,
+            hidden_states, gate.weight, w_up, w_down, self.top_k, router_bias=gate.bias,
+            selection_bias=gate.e_score_correction_bias,
             b_gate_up=getattr(experts, f"{name}_bias"), b_down=experts.down_proj_bias,
             **self.options,
         )  # fmt: skip
