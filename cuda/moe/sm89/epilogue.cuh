@@ -8,7 +8,7 @@
 // thanks to the order of the rows in the tile; with transposed weights four lanes exchange them.
 #pragma once
 
-#include "cuda/moe/sm89/activation.cuh"
+#include "cuda/moe/activation.cuh"
 #include "cuda/moe/sm89/params.h"
 #include "cuda/moe/sm89/schedule.cuh"
 #include "cuda/moe/sm89/tiles.cuh"
@@ -149,7 +149,7 @@ class Epilogue {
         float out[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float up = -cut_above(-cut_above(z[1][m][e], params_.limit), params_.limit);
+          const float up = cut(z[1][m][e], params_.limit);
           out[e] = act[2 * m + e] * (up + params_.up_offset);
         }
         words[m] = Numeric::pack(out[0], out[1]);
@@ -160,7 +160,7 @@ class Epilogue {
         float act[4 * Traits::kRowFragments];
 #pragma unroll
         for (int i = 0; i < 4 * Traits::kRowFragments; ++i) {
-          act[i] = cut_both(z[i % 4 / 2][i / 4][i % 2]);
+          act[i] = cut(z[i % 4 / 2][i / 4][i % 2], params_.limit);
         }
         activate(act, params_.activation, params_.alpha);
 #pragma unroll
@@ -168,14 +168,6 @@ class Epilogue {
       }
       store_plain(z, out_row(row), stores);
     }
-  }
-
-  // A NaN stays one.
-  static __device__ __forceinline__ float cut_above(float value, float limit) {
-    return value > limit ? limit : value;
-  }
-  __device__ __forceinline__ float cut_both(float value) const {
-    return -cut_above(-cut_above(value, params_.limit), params_.limit);
   }
 
   // The row of the output, from first_ on, of a fragment's accumulators d[2 half] and d[2 half +

@@ -6,7 +6,7 @@
 // its sums what the warps behind it found of that unit, after the one time that they all meet.
 #pragma once
 
-#include "cuda/moe/stream/activation.cuh"
+#include "cuda/moe/activation.cuh"
 #include "cuda/moe/stream/pipeline.cuh"
 #include "cuda/ptx/movmatrix.cuh"
 

@@ -1,10 +1,10 @@
-// Activations of the experts, on fp32 accumulators.
+// Activations of the experts on fp32 sums, for kernels that find out at run time which one it is.
 #pragma once
 
 #include "cuda/numeric/dtype.cuh"
 #include "flashmoe/moe.h"
 
-namespace flashmoe::moe::sm89 {
+namespace flashmoe::moe {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
 
@@ -61,4 +61,10 @@ __device__ __forceinline__ void activate(float (&z)[kCount], int activation, flo
   }
 }
 
-}  // namespace flashmoe::moe::sm89
+// A limit cuts a gate to at most itself, an up also to no less than its negative; a NaN stays one.
+__device__ __forceinline__ float cut_above(float z, float limit) { return z > limit ? limit : z; }
+__device__ __forceinline__ float cut(float z, float limit) {
+  return z < -limit ? -limit : cut_above(z, limit);
+}
+
+}  // namespace flashmoe::moe
