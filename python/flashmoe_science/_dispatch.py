@@ -230,7 +230,7 @@ class CuPy(Framework):
     def on_stream(self, like: Any, stream: int | None) -> Context:
         import cupy
 
-        if stream is None:
+        if stream is None or stream == self.current_stream(self.device(like)):
             return contextlib.nullcontext()
         on: Context = cupy.cuda.ExternalStream(stream, like.device.id)
         return on

@@ -140,7 +140,9 @@ def test_workspace_is_the_frameworks(cupy: Any, monkeypatch: pytest.MonkeyPatch)
     fm.flash_attention(*tensors)
     assert len(calls) == 2
     assert calls[1]["workspace"] is not None
-    assert ("external", STREAM, 3) in cupy.log, "made on the stream that uses it"
+    assert not [entry for entry in cupy.log if entry[0] == "external"], "the stream is current"
+    fm.flash_attention(*tensors, stream=0x1230)
+    assert ("external", 0x1230, 3) in cupy.log, "made on the stream that uses it"
 
 
 def test_torch_without_the_exchange_api() -> None:

@@ -174,4 +174,7 @@ def test_workspace_is_the_frameworks(cupy: Any, monkeypatch: pytest.MonkeyPatch)
     out = fm.moe_forward(**{n: of_cupy(cupy, v) for n, v in values.items()})
     assert out.shape == (37, 40)
     assert len(kept) == 1
-    assert [entry for entry in cupy.log if entry[0] == "external"] == [("external", STREAM, 3)]
+    assert not [entry for entry in cupy.log if entry[0] == "external"], "the stream is current"
+    fm.moe_forward(**{n: of_cupy(cupy, v) for n, v in values.items()}, stream=0x1230)
+    made = [entry for entry in cupy.log if entry[0] == "external"]
+    assert made == [("external", 0x1230, 3)], "workspace alone, on the stream that uses it"
