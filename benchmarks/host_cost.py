@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import flashmoe_science as fm
+import flashmoe_science.torch as fmt
 import torch
 
 ROUNDS = 41
@@ -38,6 +39,7 @@ def contenders(device: str, kernel: str | None) -> dict[str, Callable[[], object
         "flash_attention": lambda: fm.flash_attention(q, k, v, **asked),
         "flash_attention, causal": lambda: fm.flash_attention(q, k, v, causal=True, **asked),
         "flash_attention, out": lambda: fm.flash_attention(q, k, v, out=out, **asked),
+        "flash_attention of flashmoe_science.torch": lambda: fmt.flash_attention(q, k, v, **asked),
         "flash_attention, lse": lambda: fm.flash_attention(q, k, v, return_lse=True, **asked),
         "torch scaled_dot_product_attention": lambda: sdpa(*bhsd),
         "torch empty_like": lambda: torch.empty_like(q),
@@ -80,10 +82,10 @@ def main() -> None:
     parser.add_argument("--json", metavar="PATH", help="also write the figures there")
     options = parser.parse_args()
     figures = measure(options.device, options.kernel)
-    print(f"{'us per call':40s} {'median':>8s} {'quartiles':>15s}")
+    print(f"{'us per call':42s} {'median':>8s} {'quartiles':>15s}")
     for name, row in figures.items():
         spread = f"{row['quartile1_us']:.2f}..{row['quartile3_us']:.2f}"
-        print(f"{name:40s} {row['median_us']:8.2f} {spread:>15s}")
+        print(f"{name:42s} {row['median_us']:8.2f} {spread:>15s}")
     if options.json is not None:
         document: dict[str, Any] = {
             "device": fm.device_info(options.device).name,

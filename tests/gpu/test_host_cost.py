@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import flashmoe_science as fm
+import flashmoe_science.torch as fmt
 import pytest
 import torch
 
@@ -74,6 +75,16 @@ def test_host_cost_of_attention(
     assert f"_{family}_" in fm.last_launch().kernel
     name = f"{family}_{dtype}_{causal}"
     _check("flash_attention", name, call, record_testsuite_property)
+
+
+def test_host_cost_of_attention_inside_torch(record_testsuite_property: Record) -> None:
+    """What knows of torch's tracing and modes costs nothing beside the plain function."""
+    q, k, v = (torch.randn(1, 64, 2, 64, device="cuda:0").bfloat16() for _ in range(3))
+
+    def call() -> object:
+        return fmt.flash_attention(q, k, v)
+
+    _check("flash_attention", "flashmoe_science.torch", call, record_testsuite_property)
 
 
 # Of one token: two launches of the experts, one of routing, one of the router's product.
