@@ -82,7 +82,7 @@ const AttentionFamily* const kFamilies[] = {
     &kShortAttention,
 #endif
 #if FLASHMOE_WITH_SM90
-    &kSm90Attention,
+    &kSplitAttention, &kSm90Attention,
 #endif
 #if FLASHMOE_WITH_CUDA
     &kSm89Attention,

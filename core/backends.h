@@ -12,7 +12,7 @@ inline constexpr char kFamilyNames[] =
 #if !FLASHMOE_WITH_CUDA
     "cpu";
 #elif FLASHMOE_WITH_SM90
-    "cpu sm89 sm90 short stream";
+    "cpu sm89 sm90 short split stream";
 #else
     "cpu sm89 short stream";
 #endif
@@ -32,6 +32,7 @@ extern const MoeFamily kRouteMoe;  // route alone, for every GPU
 extern const MoeFamily kSm89Moe;
 extern const MoeFamily kStreamMoe;
 #if FLASHMOE_WITH_SM90  // built for sm_90a
+extern const AttentionFamily kSplitAttention;
 extern const AttentionFamily kSm90Attention;
 extern const MoeFamily kSm90Moe;
 #endif

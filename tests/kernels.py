@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 _CMAKE = Path(__file__).resolve().parents[1] / "cmake"
 DTYPES = ("fp16", "bf16")
-FAMILIES = ("short", "sm90", "sm89")  # of GPU kernels, in the order in which a call finds them
+FAMILIES = ("short", "split", "sm90", "sm89")  # of GPU kernels, in the order a call finds them
+COPY_ENGINE = ("split", "sm90")  # those of sm_90a alone, whose tiles come by TMA
 
 
 class Kernel(NamedTuple):
@@ -21,7 +22,7 @@ class Kernel(NamedTuple):
     @property
     def capped(self) -> bool:
         """Whether it serves calls with a softcap and no others; an sm89 kernel serves both."""
-        return self.tuning == "CappedTuning"
+        return self.tuning.startswith("Capped")
 
     @property
     def table_name(self) -> str:

@@ -185,10 +185,11 @@ def check_cp_async(code: Code[Kernel], opcodes: Counter[str]) -> None:
     assert count(opcodes, "LDGDEPBAR") > 0, f"{code}: nothing waits for the copies"
 
 
-def check_tma(code: Code[Kernel], opcodes: Counter[str]) -> None:
-    """Tiles come and go by the copy engine."""
-    for name in ("UTMALDG", "UTMASTG", "SYNCS"):  # loads, stores, and barriers to wait at
+def check_tma(code: Code[Kernel], opcodes: Counter[str], *, stores: bool = True) -> None:
+    """Tiles come and, unless said otherwise, go by the copy engine."""
+    for name in ("UTMALDG", "SYNCS"):  # loads, and barriers to wait at
         assert count(opcodes, name) > 0, f"{code}: no {name}"
+    assert (count(opcodes, "UTMASTG") > 0) == stores, f"{code}: {opcodes}"
 
 
 def check_roles_divide_the_registers(code: Code[Kernel], opcodes: Counter[str]) -> None:

@@ -2,6 +2,8 @@
 
 #include <cstdio>
 
+#include "cuda/attention/sum_parts.h"
+
 namespace flashmoe {
 
 void plan_launch(const Kernel& kernel, int arch, const char* suffix, int64_t blocks, int threads,
@@ -37,6 +39,23 @@ flashmoe_status launch_kernel(const Kernel& kernel, const AttentionProblem& prob
   shape.cluster = info.cluster;
   shape.programmatic = plan.programmatic;
   return launch_kernel(kernel, problem.device, shape, params, stream);
+}
+
+flashmoe_status launch_sum(const Kernel& kernel, const AttentionProblem& problem,
+                           const AttentionPlan& plan, const PartsToSum& parts, const void* params,
+                           void* stream) {
+  const int rows_per_block = sum_rows_per_block(parts.workers_log2, parts.units);
+  LaunchShape shape = {};
+  shape.grid[0] = static_cast<uint32_t>((parts.rows + rows_per_block - 1) / rows_per_block);
+  shape.grid[1] = static_cast<uint32_t>(problem.batch * problem.heads_kv);
+  shape.grid[2] = 1;
+  shape.block[0] = kSumThreads;
+  shape.block[1] = shape.block[2] = 1;
+  shape.programmatic = plan.programmatic;
+  const LaunchRecord first = last_launch_record();
+  FLASHMOE_TRY(launch_kernel(kernel, problem.device, shape, params, stream));
+  last_launch_record() = first;
+  return FLASHMOE_OK;
 }
 
 }  // namespace flashmoe

@@ -86,4 +86,16 @@ void plan_launch(const AttentionKernel& kernel, int arch, const char* suffix, in
 flashmoe_status launch_kernel(const Kernel& kernel, const AttentionProblem& problem,
                               const AttentionPlan& plan, const void* params, void* stream);
 
+// The rows of each KV head that a second kernel adds the parts of up (cuda/attention/sum_parts.h).
+struct PartsToSum {
+  int32_t rows;
+  int units;  // of a row
+  int workers_log2;
+};
+
+// Launches that kernel behind the one that left the parts, which stays the one that was launched last.
+flashmoe_status launch_sum(const Kernel& kernel, const AttentionProblem& problem,
+                           const AttentionPlan& plan, const PartsToSum& parts, const void* params,
+                           void* stream);
+
 }  // namespace flashmoe

@@ -10,6 +10,10 @@
 
 namespace flashmoe {
 
+// Below every offset of a row's scores, yet finite: masked scores less it are -inf, not NaN.
+inline constexpr float kNoOffset = -1.0e38f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
+
 // The row's tensors: one query row, and its keys and values, of which it sees those from first_key
 // to before `keys`.
 struct LoneRow {
@@ -37,7 +41,7 @@ __device__ __forceinline__ float compute_row_alone(const LoneRow& row, float sca
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   float acc[kColumnsPerLane] = {};
   float sum = 0.0f;
-  float offset = -1.0e38f;  // below every score, yet finite: -inf less it is -inf
+  float offset = kNoOffset;
   for (int first = row.first_key; first < row.keys; first += kLanes) {
     const int key = first + lane;
     float score = -INFINITY;

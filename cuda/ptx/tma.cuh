@@ -1,4 +1,4 @@
-// The copy engine (TMA): boxes of a tensor of rank 4 between global and shared memory, one thread
+// The copy engine (TMA): boxes of a tensor of rank 4 or 5 between global and shared memory, one thread
 // issuing. Coordinates are in elements, innermost dimension first. Elements outside the tensor are
 // zero when read and left alone when written. The tensor map lies in kernel parameters, 64-byte
 // aligned; boxes with 128-byte rows and swizzle begin on multiples of 1024 bytes. sm_90.
@@ -24,6 +24,15 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const void* map, 
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(destination),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load(uint32_t destination, const void* map, uint32_t barrier,
+                                         uint64_t policy, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(destination),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier), "l"(policy)
       : "memory");
 }
 

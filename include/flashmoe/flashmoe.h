@@ -245,17 +245,17 @@ static inline flashmoe_attention_forward_params flashmoe_attention_forward_param
 }
 
 /* How a call will be computed. On the CPU, grid[0] counts independent tiles and block[0] the
- * threads that share them. A call of "short" with workspace_bytes has a second launch, which adds
- * up what the planned kernel left there. */
+ * threads that share them. A call of "short" or "split" with workspace_bytes has a second launch,
+ * which adds up what the planned kernel left there. */
 typedef struct flashmoe_attention_plan {
   size_t struct_size;
   char kernel[64]; /* "attention_forward_sm89_bf16_d128_dv128" */
   char family[16]; /* "sm89", "cpu" */
   char isa[16];    /* the code that runs: "sm_90", "avx512" */
-  int32_t tile_q;  /* query rows of one tile: of a CUDA block or cluster; "short": of all query
-                    * heads that share keys */
-  int32_t tile_k;  /* keys of one step of the main loop; "short": of a warp */
-  int32_t dim;     /* head dimensions the kernel was compiled for; the call's are padded */
+  int32_t tile_q; /* query rows of one tile: of a CUDA block or cluster; "short" and "split": of all
+                    * query heads that share keys */
+  int32_t tile_k; /* keys of one step of the main loop; "short": of a warp */
+  int32_t dim;    /* head dimensions the kernel was compiled for; the call's are padded */
   int32_t dim_v;
   int32_t stages;  /* depth of the K/V pipeline */
   int32_t cluster; /* blocks of a cluster, which share the keys of a tile; 0 or 1: none do */

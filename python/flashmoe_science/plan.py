@@ -22,12 +22,12 @@ class AttentionPlan:
     kernel: str
     """Such as "attention_forward_sm90_bf16_d128_dv128"."""
     family: str
-    """Kernel family: "short", "sm90", "sm89", "cpu"."""
+    """Kernel family: "short", "split", "sm90", "sm89", "cpu"."""
     isa: str
     """The code that runs: "sm_90a", "avx512"."""
     tile_q: int
     """Query rows of one tile, which a block computes alone, one after another, or with others of a
-    cluster. The rows of "short" are of all query heads that share keys."""
+    cluster. The rows of "short" and "split" are of all query heads that share keys."""
     tile_k: int
     """Keys of one step of the main loop."""
     dim: int
@@ -38,7 +38,8 @@ class AttentionPlan:
     cluster: int
     """Blocks of a cluster, which share the keys of a tile; 0 or 1: none do."""
     grid: tuple[int, int, int]
-    """Blocks, of which sm90 launches no more than are resident; on the CPU grid[0] counts tiles."""
+    """Blocks, of which sm90 and split launch no more than are resident; on the CPU grid[0] counts
+    tiles."""
     block: tuple[int, int, int]
     """Threads of a block; on the CPU block[0] counts the threads that share the tiles."""
     shared_bytes: int

@@ -93,6 +93,8 @@ flashmoe_status plan_cpu(const AttentionProblem& problem, AttentionPlan* plan, c
 
 const AttentionFamily kShortAttention = {"short", FLASHMOE_DEVICE_CUDA, plan_short,
                                          launch<&kShortAttention>};
+const AttentionFamily kSplitAttention = {"split", FLASHMOE_DEVICE_CUDA, plan_short,
+                                         launch<&kSplitAttention>};
 const AttentionFamily kSm90Attention = {"sm90", FLASHMOE_DEVICE_CUDA, plan_sm90,
                                         launch<&kSm90Attention>};
 const AttentionFamily kSm89Attention = {"sm89", FLASHMOE_DEVICE_CUDA, plan_sm89,
@@ -377,7 +379,7 @@ void the_sentence_is_that_of_the_least_particular_family() {
         "kernel: cannot be served: sm89: attention_forward_sm89_fp16 serves this call, not "
         "attention_forward_sm89_bf16");
   call.kernel = "sm1";
-  CHECK(failure(call) == "kernel: got \"sm1\", built in are short, sm90, sm89, cpu");
+  CHECK(failure(call) == "kernel: got \"sm1\", built in are short, split, sm90, sm89, cpu");
   call.kernel.clear();
   for (Tensor* t : {&call.q, &call.k, &call.v, &call.out}) {
     t->view.dtype = {FLASHMOE_DTYPE_FLOAT, 32, 1};
@@ -388,8 +390,10 @@ void the_sentence_is_that_of_the_least_particular_family() {
   Call few(3, 200);
   CHECK(flashmoe_attention_forward_plan(few.ready(), &plan) == FLASHMOE_OK);
   CHECK(std::strcmp(plan.family, "sm89") == 0);
-  CHECK(std::strcmp(plan.rejected,
-                    "short: not here\nsm90: 3 rows are few\ncpu: sm89 comes first\n") == 0);
+  CHECK(std::strcmp(
+            plan.rejected,
+            "short: not here\nsplit: not here\nsm90: 3 rows are few\ncpu: sm89 comes first\n") ==
+        0);
 }
 
 void a_kernels_name_is_the_callers() {

@@ -16,6 +16,7 @@ ENTRIES = {
     "attention/short": ("fp16_d64_dv64_r8",),
     "attention/sm89": ("fp16_d64_dv64",),
     "attention/sm90": ("fp16_d64_dv64",),
+    "attention/split": ("fp16_d64_dv64",),
     "moe/route": ("key32_e128", "key64_e1024"),
     "moe/stream": ("bf16_t1_n8", "bf16_t2_n16"),
 }
@@ -25,8 +26,8 @@ SOURCES = {
         *(f"core/{name}.cpp" for name in CORE),
         "cuda/device.cpp",
         "cuda/launch.cpp",
-        "cuda/attention/launch.cpp",
-        *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90")),
+        *(f"cuda/attention/{name}.cpp" for name in ("cost", "launch", "tensor_map")),
+        *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90", "split")),
         "cuda/attention/sm90/sections.cpp",
         "tests/cuda/host/fake_cuda.cpp",
     ),

@@ -17,12 +17,14 @@ import sass
 from kernels import Kernel
 
 _FUNCTION = re.compile(
-    r"\d(sm\d\d|short)(?:_rows)?\d\dattention_forward_kernelI.*?Traits"
+    r"\d(sm\d\d|split|short)(?:_rows)?\d\dattention_forward_kernelI.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
 )
-# The second kernel of the family "short", of which each kernel has its own.
-_SUM = re.compile(r"short_rows\d\dsum_parts_kernelI.*?Traits"
-                  r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)ELi(\d+)E")  # fmt: skip
+# The second kernel of the families that split keys, of which each kernel has its own.
+_SUM = re.compile(
+    r"\dsum_parts_kernelINS_\d+(split|short)(?:_rows)?8SplitRowI.*?Traits"
+    r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
+)
 _ANYWHERE = ("sm89", "short")  # families that are compiled for every architecture
 
 
@@ -45,8 +47,8 @@ def _kernel_of_sum(function: str) -> Kernel | None:
     found = _SUM.search(function)
     if found is None:
         return None
-    element, dim, dim_v, rows = found.groups()
-    return Kernel("short", sass.ELEMENTS[element], int(dim), int(dim_v), rows)
+    family, element, dim, dim_v, tuning, rows = found.groups()
+    return Kernel(family, sass.ELEMENTS[element], int(dim), int(dim_v), tuning or rows)
 
 
 class Code(NamedTuple):
@@ -79,7 +81,8 @@ def _expected() -> set[Code]:
     """The families of every architecture; the kernels of sm_90a's own instructions for it alone."""
     codes = {Code(arch, kernel) for arch in sass.real_architectures() for kernel in _anywhere()}
     if "sm_90a" in sass.real_architectures():
-        codes |= {Code("sm_90a", kernel) for kernel in kernels.attention("sm90")}
+        codes |= {Code("sm_90a", kernel) for family in kernels.COPY_ENGINE
+                  for kernel in kernels.attention(family)}  # fmt: skip
     return codes
 
 
@@ -141,8 +144,9 @@ def test_sm89_tiles_come_by_cp_async(instructions: dict[Code, Counter[str]]) -> 
         sass.check_cp_async(code, opcodes)
 
 
-def test_sm90_products_are_wgmma(instructions: dict[Code, Counter[str]]) -> None:
-    for code, opcodes in _of(instructions, "sm90").items():
+@pytest.mark.parametrize("family", kernels.COPY_ENGINE)
+def test_products_are_wgmma(family: str, instructions: dict[Code, Counter[str]]) -> None:
+    for code, opcodes in _of(instructions, family).items():
         products = sum(sass.check_wgmma(code, opcodes, code.kernel.dtype).values())
         # The scores of a step whose offsets did not hold, again: one slice of at most 128 keys.
         assert sass.count(opcodes, "HMMA") <= 16, f"{code}: products of one warp"
@@ -151,15 +155,18 @@ def test_sm90_products_are_wgmma(instructions: dict[Code, Counter[str]]) -> None
             assert 0 < 2 * opcodes[name] <= products, f"{code}: products are serialised"
 
 
-def test_sm90_tiles_come_and_go_by_tma(instructions: dict[Code, Counter[str]]) -> None:
-    for code, opcodes in _of(instructions, "sm90").items():
-        sass.check_tma(code, opcodes)
+@pytest.mark.parametrize("family", kernels.COPY_ENGINE)
+def test_tiles_come_and_go_by_tma(family: str, instructions: dict[Code, Counter[str]]) -> None:
+    """Those of split go as rows and parts of rows: their output is no box."""
+    for code, opcodes in _of(instructions, family).items():
+        sass.check_tma(code, opcodes, stores=family == "sm90")
         assert sass.count(opcodes, "LDGSTS") == 0, f"{code}: copies of a thread's own"
 
 
-def test_sm90_first_products_may_be_narrow(instructions: dict[Code, Counter[str]]) -> None:
+@pytest.mark.parametrize("family", kernels.COPY_ENGINE)
+def test_first_products_may_be_narrow(family: str, instructions: dict[Code, Counter[str]]) -> None:
     """Of a step of 128 keys, the first of a tile has 64 where no row of a group sees more."""
-    for code, opcodes in _of(instructions, "sm90").items():
+    for code, opcodes in _of(instructions, family).items():
         kernel = code.kernel
         if kernel.dim not in (
             96,
@@ -167,12 +174,14 @@ def test_sm90_first_products_may_be_narrow(instructions: dict[Code, Counter[str]
         ):  # at 64 P V is as wide; the others' steps are not of 128 keys
             continue
         narrow = sum(n for name, n in opcodes.items() if name.startswith("HGMMA.64x64x16."))
-        # With and without the last P V of the tile before it.
-        assert narrow == (0 if kernel.capped else 2 * kernel.dim // 16), f"{code}: {opcodes}"
+        # In sm90 with and without the last P V of the tile before it.
+        copies = 0 if kernel.capped else 2 if family == "sm90" else 1
+        assert narrow == copies * kernel.dim // 16, f"{code}: {opcodes}"
 
 
-def test_sm90_roles_divide_the_registers(instructions: dict[Code, Counter[str]]) -> None:
-    for code, opcodes in _of(instructions, "sm90").items():
+@pytest.mark.parametrize("family", kernels.COPY_ENGINE)
+def test_roles_divide_the_registers(family: str, instructions: dict[Code, Counter[str]]) -> None:
+    for code, opcodes in _of(instructions, family).items():
         sass.check_roles_divide_the_registers(code, opcodes)
 
 
@@ -210,11 +219,12 @@ def test_short_blocks_share_keys_where_there_are_clusters(
             )
 
 
-def test_short_kernels_have_another_for_their_parts(
+def test_kernels_that_split_keys_have_another_for_the_parts(
     instructions: dict[Code, Counter[str]], sums: dict[Code, Counter[str]]
 ) -> None:
     """Parts of 16 bytes, several on their way at a time; no product but of rows computed again."""
-    assert set(sums) == set(_of(instructions, "short"))
+    split = {code for code in instructions if code.kernel.family == "split"}
+    assert set(sums) == split | set(_of(instructions, "short"))
     for code, opcodes in sums.items():
         parts = sum(n for name, n in opcodes.items() if re.match(r"LDG\.E\..*128", name))
         assert parts >= 4, f"{code}: {opcodes}"
@@ -222,7 +232,7 @@ def test_short_kernels_have_another_for_their_parts(
             assert sass.count(opcodes, name) == 0, f"{code}: {name}"
 
 
-@pytest.mark.parametrize("family", ["sm89", "sm90", "short", "sum_parts"])
+@pytest.mark.parametrize("family", [*kernels.FAMILIES, "sum_parts"])
 def test_launches_wait_for_what_is_ahead_of_them(
     family: str, instructions: dict[Code, Counter[str]], sums: dict[Code, Counter[str]]
 ) -> None:

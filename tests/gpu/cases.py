@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import flashmoe_science as fm
+import kernels
 import torch
 from gpu import memory, oracle
 from gpu.memory import Placed, Placement
@@ -142,8 +143,8 @@ def random_case(seed: int, kernels: tuple[str | None, ...] = (None,)) -> Case:
 
 
 def is_walkable(case: Case) -> bool:
-    """Whether sm90 serves these strides of q, k, v and out: above 0 along the sequence, 0 or more
-    along batches and heads. An axis of one entry is never stepped along."""
+    """Whether sm90 and split serve these strides of q, k, v and out: above 0 along the sequence, 0
+    or more along batches and heads. An axis of one entry is never stepped along."""
     shapes = (
         case.shape(case.seq_q, case.heads_q, case.dim),
         case.shape(case.seq_k, case.heads_kv, case.dim),
@@ -159,7 +160,7 @@ def is_walkable(case: Case) -> bool:
 
 
 def walkable(case: Case) -> Case:
-    """The case without the strides that sm90 refuses. Repeated batches and heads stay."""
+    """The case without the strides that sm90 and split refuse. Repeated batches and heads stay."""
     placements = tuple(
         dataclasses.replace(
             where, broadcast=tuple(a for a in where.broadcast if a != case.seq_axis), flipped=()
@@ -171,7 +172,7 @@ def walkable(case: Case) -> Case:
 
 def for_family(case: Case, family: str) -> Case:
     """The case asking for that family's kernel, with strides that it walks."""
-    if family == "sm90":
+    if family in kernels.COPY_ENGINE:
         case = walkable(case)
     return dataclasses.replace(case, kernel=family)
 

@@ -9,10 +9,13 @@ import kernels
 import torch
 from gpu.cases import Case
 
-_NEEDS_CAPABILITY = {"sm90": (9, 0)}  # of the families that run on one alone
+_NEEDS_CAPABILITY = dict.fromkeys(
+    kernels.COPY_ENGINE, (9, 0)
+)  # of the families that run on one alone
 # Of a block, and the most shared memory that one may have.
-THREADS = {"short": (32, 64, 128, 256), "sm90": (384, 512), "sm89": (128, 256)}
-SHARED_BYTES = {"short": 99 * 1024, "sm90": 227 * 1024, "sm89": 99 * 1024}
+THREADS = {"short": (32, 64, 128, 256), "split": (384, 512), "sm90": (384, 512),
+           "sm89": (128, 256)}  # fmt: skip
+SHARED_BYTES = {"short": 99 * 1024, "split": 227 * 1024, "sm90": 227 * 1024, "sm89": 99 * 1024}
 NAMESPACES = {"short": "short_rows"}  # of kernels, where it is not the family's name
 REGISTERS = 65536  # of a multiprocessor
 
@@ -40,16 +43,30 @@ def blocks(case: Case, plan: fm.AttentionPlan) -> int:
         rows = case.seq_q * case.heads_q // case.heads_kv
         tiles = -(-rows // plan.tile_q) * case.batch * case.heads_kv
         return tiles * (parts(case, plan) or plan.cluster)
+    resident = torch.cuda.get_device_properties(0).multi_processor_count
+    if plan.family == "split":
+        return min(packed_tiles(case, plan.tile_q) * (parts(case, plan) or 1), resident)
     tiles = -(-case.seq_q // plan.tile_q) * case.batch * case.heads_q
-    if plan.family == "sm90":  # no more than can be resident
-        return min(tiles, torch.cuda.get_device_properties(0).multi_processor_count)
-    return tiles
+    return min(tiles, resident) if plan.family == "sm90" else tiles
+
+
+def packed_tiles(case: Case, tile_q: int) -> int:
+    """Of "split": groups of 64 rows, each of whole queries with all heads of a KV head, in tiles of
+    as equal a size as they can be."""
+    heads = case.heads_q // case.heads_kv
+    repeated = case.placements[0].broadcast and (3 - case.seq_axis) in case.placements[0].broadcast
+    chunks = heads if repeated and case.heads_q > 1 else -(-heads // 64)
+    groups = -(-case.seq_q // (64 // -(-heads // chunks)))
+    of_tile = -(-groups // max(1, -(-groups // (tile_q // 64))))
+    return -(-groups // max(1, of_tile)) * chunks * case.batch * case.heads_kv
 
 
 def parts(case: Case, plan: fm.AttentionPlan) -> int:
     """Blocks of a tile that leave their parts of it in the workspace; 0 where none do."""
     rows = case.seq_q * case.heads_q // case.heads_kv
     tiles = -(-rows // plan.tile_q) * case.batch * case.heads_kv
+    if plan.family == "split":
+        tiles = packed_tiles(case, plan.tile_q)
     # The output's rows in fp32, with an offset and a sum each.
     found, rest = divmod(plan.workspace_bytes, tiles * plan.tile_q * (4 * plan.dim_v + 8))
     assert rest == 0, f"{case}: {plan}"
@@ -58,4 +75,4 @@ def parts(case: Case, plan: fm.AttentionPlan) -> int:
 
 def of_many_rows() -> str:
     """The family of long calls that name none, if it can walk their strides."""
-    return next(family for family in serving() if family != "short")
+    return next(family for family in serving() if family not in ("short", "split"))

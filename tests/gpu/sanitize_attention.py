@@ -46,7 +46,7 @@ _RARE = Options(100, 100, 1, 1, "top_left", window=(25, None))
 
 def _for_kernel(kernel: Kernel, options: Options) -> Options:
     """With a softcap where the kernel is for calls that have one, without where another is."""
-    if kernel.family == "sm90":
+    if kernel.family in kernels.COPY_ENGINE:
         return options._replace(softcap=2.0 if kernel.capped else None)
     return options
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import flashmoe_science as fm
+import kernels
 import pytest
 import torch
 from gpu import cases, families, memory, oracle
@@ -30,12 +31,11 @@ def test_random_call_that_names_no_kernel(case: Case) -> None:
     """Where "short" would take longer, it goes to the best family that walks its strides."""
     cases.check_case(case, "cuda:0")
     family = families.of_many_rows()
-    if family == "sm90" and not cases.is_walkable(case):
-        family = "sm89"
+    expected = {family, "short", "split"} & set(families.serving())
+    if not cases.is_walkable(case):
+        expected = {"sm89", "short"}
     ran = fm.last_launch().kernel
-    assert ran.startswith(
-        (f"attention_forward_{family}_{case.dtype}_", f"attention_forward_short_{case.dtype}_")
-    )
+    assert ran.startswith(tuple(f"attention_forward_{each}_{case.dtype}_" for each in expected))
 
 
 @pytest.mark.parametrize("dim", cases.DIMS)
@@ -150,7 +150,7 @@ def test_broadcast_keys_and_values(dtype: str, family: str) -> None:
         k, v = (torch.randn(shape, device="cuda").to(q.dtype).expand(4, 600, 4, 128) for _ in "kv")
         assert 0 in k.stride()
         # TMA cannot stand still along keys.
-        served = "sm89" if family == "sm90" and shape[1] == 1 else family
+        served = "sm89" if family in kernels.COPY_ENGINE and shape[1] == 1 else family
         out, lse = fm.flash_attention(q, k, v, causal=True, return_lse=True, kernel=served)
         ran = fm.last_launch().kernel
         assert f"_{served}_" in ran
@@ -223,7 +223,7 @@ def test_strides_beyond_31_bits(axis: str, entry: str, family: str) -> None:
         fm.flash_attention(q, k, v, **options, out=out, lse=lse)
     else:
         # All axes backwards, so that the far end comes first, where the family walks that.
-        backwards = () if family == "sm90" else (0, 1, 2)
+        backwards = () if family in kernels.COPY_ENGINE else (0, 1, 2)
         raws = [memory.Placed(buffer, x, backwards).raw() for x in (q, k, v, out)]
         raw_lse = memory.Placed(lse, lse, ()).raw()
         memory.call(*raws, raw_lse, causal="bottom_right", kernel=family)

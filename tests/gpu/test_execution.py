@@ -93,7 +93,7 @@ def test_a_hundred_runs_give_the_same_bits(case: Case) -> None:
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_other_heads_make_no_difference_to_the_bits(dtype: str, dim: int, family: str) -> None:
     """How tiles are dealt to blocks, and what a block computed before one, depend on all heads."""
-    if family == "short":
+    if family in ("short", "split"):
         pytest.skip("how it splits the keys depends on all heads, and the sums on that")
     case = Case(dtype=dtype, batch=3, seq_q=1100, seq_k=1100, heads_q=12, heads_kv=12, dim=dim,
                 dim_v=dim, causal="bottom_right", kernel=family)  # fmt: skip
@@ -343,13 +343,15 @@ def test_allocates_no_device_memory(family: str) -> None:
         out, lse = _attention(case, q, k, v)
         options = {**case.mask, "return_lse": True, "kernel": family}
         options |= {"out": out, "lse": lse}
+        workspaces = 50 if fm.attention_plan(q, k, v, **options).workspace_bytes > 0 else 0
         torch.cuda.synchronize()
         torch_before = torch.cuda.memory_stats()["allocation.all.allocated"]
         free_before, _ = torch.cuda.mem_get_info()
         for _ in range(50):
             fm.flash_attention(q, k, v, **options)
         torch.cuda.synchronize()
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == torch_before
+        torch_now = torch.cuda.memory_stats()["allocation.all.allocated"]
+        assert torch_now == torch_before + workspaces  # which come from torch
         assert torch.cuda.mem_get_info()[0] >= free_before
 
 
@@ -409,11 +411,17 @@ def test_a_threads_first_use_of_cuda_may_be_a_call(family: str) -> None:
         setattr(params, name, c.pointer(view))
     params.kernel = family.encode()
     lib = capi.load()
+    size = fm.attention_plan(q, k, v, return_lse=True, kernel=family).workspace_bytes
+    workspace = torch.empty(max(size, 1), dtype=torch.uint8, device="cuda:0")
     statuses: list[int] = []
 
     def work() -> None:
         for _ in range(3):
-            statuses.append(lib.flashmoe_attention_forward(params, None, 0, None))
+            statuses.append(
+                lib.flashmoe_attention_forward(
+                    params, c.c_void_p(workspace.data_ptr()), c.c_size_t(size), None
+                )
+            )
 
     torch.cuda.synchronize()
     thread = threading.Thread(target=work)

@@ -3,8 +3,8 @@
 // order. Blocks of a tile that are no cluster leave their parts in the workspace.
 #pragma once
 
-#include "cuda/attention/row_alone.cuh"
 #include "cuda/attention/short/products.cuh"
+#include "cuda/attention/sum_parts.cuh"
 
 #if __CUDA_ARCH__ >= 900
 #include "cuda/ptx/cluster.cuh"
@@ -12,8 +12,6 @@
 #endif
 
 namespace flashmoe::short_rows {
-
-inline constexpr float kLn2 = 0.69314718055994530942f;
 
 // A unit of 16 bytes is not where its column would put it in a warp's part: this way the eight
 // lanes that store at a time, of columns 8 apart and rows 2 apart, meet all banks, as do those that
@@ -55,33 +53,6 @@ __device__ __forceinline__ void store_part(const Accumulators<Traits>& out,
   }
 }
 
-// Four columns of one row, relative to an offset.
-struct Sum {
-  float4 out;
-  float offset;
-  float sum;
-};
-
-// Adds up parts 0 to `parts` - 1, whose statistics and units are given by functions.
-template <class Statistics, class Unit>
-__device__ __forceinline__ Sum add_parts(int parts, Statistics statistics, Unit unit) {
-  Sum total = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), kNoOffset, 0.0f};
-#pragma unroll 8
-  for (int i = 0; i < parts; ++i) total.offset = fmaxf(total.offset, statistics(i).x);
-#pragma unroll 8
-  for (int i = 0; i < parts; ++i) {
-    const float2 part = statistics(i);
-    const float4 out = unit(i);
-    const float factor = numeric::exp2_approx(part.x - total.offset);
-    total.sum = fmaf(part.y, factor, total.sum);
-    total.out.x = fmaf(out.x, factor, total.out.x);
-    total.out.y = fmaf(out.y, factor, total.out.y);
-    total.out.z = fmaf(out.z, factor, total.out.z);
-    total.out.w = fmaf(out.w, factor, total.out.w);
-  }
-  return total;
-}
-
 template <class Traits>
 __device__ __forceinline__ Sum add_warps(const Shared<Traits>& shared, int row, int unit) {
   const float2* statistics = shared.warp_statistics() + row;
@@ -91,27 +62,21 @@ __device__ __forceinline__ Sum add_warps(const Shared<Traits>& shared, int row, 
       [&](int i) { return parts[i * Traits::kUnits]; });
 }
 
-// Writes four columns of one row, and lse with the first ones. Returns whether an infinity or a NaN
-// is among them that the sum does not explain: a NaN of it is one of the keys that the row sees.
+// Writes four columns of one row, and lse with the first ones. Returns whether something among them is
+// suspect.
 template <class Element>
 __device__ __forceinline__ bool write_unit(const Sum& total, const Params& params, const Tile& tile,
                                            const Keys& keys, int row, int unit) {
-  using Numeric = numeric::ElementTraits<Element>;
   const bool sees_keys = keys.end > keys.first;
   const Row where = Row::of(params, tile, row);
   if (unit == 0 && params.lse != nullptr) {
-    params.lse[where.offset(params.lse_strides, tile.batch)] =
-        sees_keys ? (total.offset + log2f(total.sum)) * kLn2 : -INFINITY;
+    params.lse[where.offset(params.lse_strides, tile.batch)] = lse_of(total, sees_keys);
   }
   if (4 * unit >= params.dim_v) return false;
-  // A row of nothing but -inf scores is 0 / 0 = NaN; a row that sees no key is 0 by definition.
-  const float factor = sees_keys ? 1.0f / total.sum : 0.0f;
-  const uint2 packed = make_uint2(Numeric::pack(total.out.x * factor, total.out.y * factor),
-                                  Numeric::pack(total.out.z * factor, total.out.w * factor));
+  const uint2 packed = output_of<Element>(total, sees_keys);
   *reinterpret_cast<uint2*>(params.out + where.offset(params.out_strides, tile.batch) + 4 * unit) =
       packed;
-  return total.sum == total.sum &&
-         (numeric::any_nonfinite<Element>(packed.x) || numeric::any_nonfinite<Element>(packed.y));
+  return is_suspect<Element>(total, packed);
 }
 
 // Units of a tile, a row after another: those from `first` to the one before `end`.

@@ -8,6 +8,7 @@
 #include "cuda/attention/short/cost.h"
 #include "cuda/attention/short/entry.h"
 #include "cuda/attention/short/params.h"
+#include "cuda/attention/sum_parts.h"
 
 namespace flashmoe::short_rows {
 
@@ -19,8 +20,6 @@ namespace {
 
 // Of packed queries, and of keys: row + offset + 1 fits.
 constexpr int64_t kMaxRows = kMaxSequence;
-
-constexpr double kMostWorkspaceBytes = 16 << 20;
 
 const Entry* const kEntries[] = {
 #define FLASHMOE_ENTRY(name) &entry_##name,
@@ -73,33 +72,6 @@ cudaError_t explore(const Kernel& kernel, int device_id, const DeviceFacts& fact
     }
   }
   return cudaSuccess;
-}
-
-int64_t visible_keys(const AttentionProblem& p, int64_t query) {
-  const int64_t first = p.bounded_left ? std::max<int64_t>(0, query + p.left_offset) : 0;
-  const int64_t end = p.bounded_right ? std::min(p.seq_k, query + p.right_offset + 1) : p.seq_k;
-  return std::max<int64_t>(0, end - first);
-}
-
-Work work_of(const AttentionProblem& p) {
-  Work work;
-  work.heads_kv = static_cast<double>(p.batch * p.heads_kv);
-  work.heads_q = static_cast<double>(p.batch * p.heads_q);
-  work.seq_q = static_cast<double>(p.seq_q);
-  work.rows = static_cast<double>(p.seq_q * (p.heads_q / p.heads_kv));
-  work.dims = static_cast<double>(p.dim + p.dim_v);
-  work.seq_k = static_cast<double>(p.seq_k);
-  work.keys = work.most_keys = work.seq_k;
-  if ((p.bounded_left || p.bounded_right) && p.batch > 0 && p.seq_q > 0) {
-    work.keys = attention_flops(p) / (2 * work.heads_q * work.dims * work.seq_q);
-    // The number of visible keys bends where a bound meets an end of the keys, and nowhere else.
-    const auto query = [&](int64_t i) { return std::clamp<int64_t>(i, 0, p.seq_q - 1); };
-    const int64_t left = p.bounded_left ? query(-p.left_offset) : 0;
-    const int64_t right = p.bounded_right ? query(p.seq_k - 1 - p.right_offset) : 0;
-    work.most_keys = static_cast<double>(std::max({visible_keys(p, 0), visible_keys(p, p.seq_q - 1),
-                                                   visible_keys(p, left), visible_keys(p, right)}));
-  }
-  return work;
 }
 
 struct Choice {
@@ -209,7 +181,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   Choice best = {};
   FLASHMOE_TRY(choose(problem, work, speed, device_id, *facts, &best, reason));
   const Entry& entry = *best.entry;
-  if (!problem.named && best.microseconds > tile_microseconds(work, speed, *facts)) {
+  if (!problem.named && best.microseconds > many_rows_microseconds(problem, work, speed, *facts)) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED,
                   "many rows, at which tiles of more rows are faster (named, it serves them)");
   }
@@ -260,30 +232,16 @@ Params make_params(const AttentionProblem& p, const AttentionPlan& plan, void* w
   params.blocks_per_tile = Divisor::of(static_cast<uint32_t>(blocks_per_tile));
   params.parts = nullptr;
   params.statistics = nullptr;
+  params.sum_workers_log2 = 0;
   if (plan.parts > 0) {
     const Entry& entry = *static_cast<const Entry*>(plan.entry);
     const int64_t part = entry.rows * entry.dim_v / 4;  // in fours of its floats
     params.parts = static_cast<float4*>(workspace);
     params.statistics = reinterpret_cast<float2*>(params.parts + plan.info.grid[0] * part);
+    params.sum_workers_log2 =
+        sum_workers_log2(plan.parts, p.batch * p.heads_kv * rows, entry.dim_v / 4);
   }
   return params;
-}
-
-// Adds up the parts. What was launched last is still the kernel that left them.
-flashmoe_status launch_sum(const AttentionProblem& problem, const AttentionPlan& plan,
-                           const Params& params, void* stream) {
-  LaunchShape shape = {};
-  shape.grid[0] = static_cast<uint32_t>(params.rows);
-  shape.grid[1] = static_cast<uint32_t>(problem.batch * problem.heads_kv);
-  shape.grid[2] = 1;
-  shape.block[0] = kSumThreads;
-  shape.block[1] = shape.block[2] = 1;
-  shape.programmatic = plan.programmatic;
-  const LaunchRecord first = last_launch_record();
-  FLASHMOE_TRY(launch_kernel(static_cast<const Entry*>(plan.entry)->sum_parts, problem.device,
-                             shape, &params, stream));
-  last_launch_record() = first;
-  return FLASHMOE_OK;
 }
 
 flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& plan, void* workspace,
@@ -291,9 +249,11 @@ flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& pla
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
   const Params params = make_params(problem, plan, workspace);
-  FLASHMOE_TRY(
-      launch_kernel(*static_cast<const Entry*>(plan.entry), problem, plan, &params, stream));
-  return plan.parts > 0 ? launch_sum(problem, plan, params, stream) : FLASHMOE_OK;
+  const Entry& entry = *static_cast<const Entry*>(plan.entry);
+  FLASHMOE_TRY(launch_kernel(entry, problem, plan, &params, stream));
+  if (plan.parts == 0) return FLASHMOE_OK;
+  return launch_sum(entry.sum_parts, problem, plan,
+                    {params.rows, entry.dim_v / 4, params.sum_workers_log2}, &params, stream);
 }
 
 }  // namespace

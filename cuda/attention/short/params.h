@@ -4,37 +4,12 @@
 #include <vector_types.h>
 
 #include "core/attention.h"
+#include "cuda/attention/divisor.h"
 
 namespace flashmoe::short_rows {
 
-inline constexpr int kMaxWarps = 8;      // of a block
-inline constexpr int kMaxCluster = 16;   // blocks of a cluster: powers of two up to this
-inline constexpr int kSumThreads = 256;  // of a block of the second kernel
-
-// Division of numbers below 2^31 by one that the host knows: a product with its reciprocal, rounded
-// up to 2^-(31 + ceil log2), which is exact for them.
-struct Divisor {
-  uint32_t value;
-  uint32_t multiplier;
-  uint32_t shift;
-
-  static Divisor of(uint32_t value) {
-    Divisor made = {value, 0, 0};
-    while ((uint64_t{1} << made.shift) < value) ++made.shift;
-    if (made.shift == 0) return made;  // by 1, or by an extent of 0 of a call that does nothing
-    const uint64_t power = uint64_t{1} << (31 + made.shift);
-    made.multiplier = static_cast<uint32_t>((power + value - 1) / value);
-    --made.shift;
-    return made;
-  }
-
-#ifdef __CUDACC__
-  __device__ __forceinline__ int quotient(int number) const {
-    const uint32_t n = static_cast<uint32_t>(number);
-    return static_cast<int>(multiplier == 0 ? n : __umulhi(n, multiplier) >> shift);
-  }
-#endif
-};
+inline constexpr int kMaxWarps = 8;     // of a block
+inline constexpr int kMaxCluster = 16;  // blocks of a cluster: powers of two up to this
 
 struct Params {
   const uint16_t* q;  // [batch, seq_q, heads_q, dim]
@@ -73,6 +48,8 @@ struct Params {
 
   float scale_log2;  // scale * log2(e); with a softcap softcap * log2(e)
   float cap_ratio;   // scale / softcap; 0 without
+
+  int32_t sum_workers_log2;  // of the second kernel
 };
 
 }  // namespace flashmoe::short_rows

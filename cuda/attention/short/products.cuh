@@ -16,6 +16,7 @@
 // (movmatrix).
 #pragma once
 
+#include "cuda/attention/row_alone.cuh"
 #include "cuda/attention/short/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/numeric/tanh.cuh"
@@ -29,8 +30,6 @@ namespace flashmoe::short_rows {
 // probabilities reach at most 2^8 instead of 1, which neither fp16 nor bf16 nor the fp32 sums mind,
 // and the step costs one vote instead of shuffles and a rescale.
 inline constexpr float kLazyBits = 8.0f;
-// Below every offset, yet finite: masked scores less it are -inf, not NaN.
-inline constexpr float kNoOffset = -1.0e38f;
 
 template <class Traits>
 using KFragments = uint32_t[Traits::kStepKeys / 8][Traits::kKChunks][4];  // of keys 8i + g

@@ -18,9 +18,6 @@ inline constexpr uint32_t kFullWarp = 0xffffffffu;
 // probabilities reach at most 2^8 instead of 1, which neither fp16 nor bf16 nor the fp32 sums mind,
 // and the step costs one vote instead of shuffles and a rescale.
 inline constexpr float kLazyBits = 8.0f;
-// Below every offset, yet finite: masked scores less it are -inf, not NaN.
-inline constexpr float kNoOffset = -1.0e38f;
-inline constexpr float kLn2 = 0.69314718055994530942f;
 
 // Read anew where it is used: kept across the main loop it would cost registers that the
 // accumulators need.

@@ -13,8 +13,7 @@
 #include <cuda_fp16.h>
 
 #include "cuda/attention/row_alone.cuh"
-#include "cuda/attention/sm90/params.h"
-#include "cuda/attention/sm90/traits.cuh"
+#include "cuda/attention/sm90/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/numeric/tanh.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
@@ -36,42 +35,8 @@ inline constexpr float kLazyBits = 8.0f;
 // What the probabilities of a step that a lane holds of a row may add up to under an offset from before:
 // more, and one of them may be beyond what fp16 holds.
 inline constexpr float kMostOfAStep = 16384.0f;
-// Below every offset, yet finite: masked scores less it are -inf, not NaN.
-inline constexpr float kNoOffset = -1.0e38f;
-inline constexpr float kLn2 = 0.69314718055994530942f;
 inline constexpr int kOrderBarrier = 1;  // named barriers: one for each consumer
 inline constexpr int kStoreBarrier = 5;  // and another
-
-inline constexpr int kNoTile = -(1 << 30);
-
-// A query tile. The producer works it out and leaves it in shared memory with its Q. Tiles of unequal
-// length come longest first, inside sections of heads whose keys and values fit the L2 together.
-struct alignas(16) Tile {
-  int batch;
-  int head;
-  int head_kv;
-  int first_row;  // groups before row 0 do not exist; kNoTile: there are no more
-
-  template <class Traits>
-  static __device__ __forceinline__ Tile at(const Params& params, int position) {
-    const int section_tiles = params.heads_per_section * params.tiles_per_head;
-    const int section = position / section_tiles;
-    const int rank = position % section_tiles;
-    const int first_head = section * params.heads_per_section;
-    const int heads = min(params.heads_per_section, params.heads - first_head);
-    const int tile = rank / heads;
-    const int head = first_head + rank % heads;
-    Tile result;
-    result.batch = head / params.heads_q;
-    result.head = head % params.heads_q;
-    result.head_kv = result.head / params.heads_per_kv;
-    const int tile_of_head = params.last_tiles_first ? params.tiles_per_head - 1 - tile : tile;
-    result.first_row = params.first_row + tile_of_head * Traits::kTileQ;
-    return result;
-  }
-};
-
-static_assert(sizeof(Tile) == kTileInfoBytes);
 
 // Read anew where they are used: kept across the main loop they would cost registers.
 __device__ __forceinline__ int thread_index() {
@@ -81,72 +46,6 @@ __device__ __forceinline__ int thread_index() {
 }
 __device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
 __device__ __forceinline__ int warp_of_group() { return thread_index() / kThreadsPerWarp % 4; }
-
-// Query row `row` sees the keys from first_key to before end_key, none if that is not behind. Neither
-// decreases with the row.
-__device__ __forceinline__ int first_key(const Params& params, int row) {
-  return max(0, row + params.left_offset);
-}
-__device__ __forceinline__ int end_key(const Params& params, int row) {
-  return max(0, min(params.seq_k, row + params.right_offset + 1));
-}
-
-// The steps that some rows need, from `first` to before `end`: none where there are no such rows, or
-// where they see no key.
-template <class Traits>
-struct Steps {
-  int first;
-  int end;
-
-  __device__ __forceinline__ Steps(const Params& params, int first_row, int rows) {
-    const int last_row = min(first_row + rows, params.seq_q) - 1;
-    const int begin = sm90::first_key(params, max(first_row, 0));
-    const int behind = last_row < max(first_row, 0) ? 0 : sm90::end_key(params, last_row);
-    const bool any = begin < behind;
-    first = any ? begin / Traits::kStepKeys : 0;
-    end = any ? (behind + Traits::kStepKeys - 1) / Traits::kStepKeys : 0;
-  }
-};
-
-// The tiles of this block, one after another. Blocks take tiles in rounds, and every other round runs
-// backwards: whoever had the longest tile of one has the shortest of the next. Where they differ that
-// begins anew with each section, whose tiles get shorter and shorter.
-template <class Traits>
-class TileWalk {
- public:
-  explicit __device__ __forceinline__ TileWalk(const Params& params) : params_(params) {}
-
-  // False when there are no more.
-  __device__ __forceinline__ bool next(Tile* tile) {
-    const int blocks = static_cast<int>(gridDim.x);
-    const int block = static_cast<int>(blockIdx.x);
-    const int tiles = params_.tiles_per_head * params_.heads;
-    const int section =
-        params_.last_tiles_first ? params_.tiles_per_head * params_.heads_per_section : tiles;
-    for (; first_ < tiles; first_ += section, round_ = first_, forwards_ = true) {
-      const int end = min(first_ + section, tiles);
-      // Behind the block that had the last one's end: sections may hold fewer tiles than there are
-      // blocks.
-      const int turn = (block + blocks - first_ % blocks) % blocks;
-      while (round_ < end) {
-        const int position = round_ + (forwards_ ? turn : blocks - 1 - turn);
-        round_ += blocks;
-        forwards_ = !forwards_;
-        if (position < end) {
-          *tile = Tile::at<Traits>(params_, position);
-          return true;
-        }
-      }
-    }
-    return false;
-  }
-
- private:
-  const Params& params_;
-  int first_ = 0;  // position of the section
-  int round_ = 0;  // position of the round
-  bool forwards_ = true;
-};
 
 // Addresses of the barriers, and which stage and parity a running count of uses means.
 template <class Traits>
@@ -187,7 +86,8 @@ struct Cursor {
 // Begins to load the keys or values of a step.
 template <class Traits, int kBoxes>
 __device__ __forceinline__ void load_step(const CUtensorMap& map, const Repeats& repeats,
-                                          const Tile& tile, int step, uint32_t to, uint32_t full) {
+                                          const TileOf<Traits>& tile, int step, uint32_t to,
+                                          uint32_t full) {
   ptx::mbarrier_arrive_expect(full, kBoxes * Traits::kKVBoxBytes);
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
@@ -197,9 +97,31 @@ __device__ __forceinline__ void load_step(const CUtensorMap& map, const Repeats&
   }
 }
 
+// Begins to load the rows of a portion's groups, as far as these have any, for each query those of all its
+// packed heads.
 template <class Traits>
-__device__ __forceinline__ void produce(const Params& params, uint32_t shared, Tile* tiles,
-                                        const Barriers<Traits>& barriers) {
+__device__ __forceinline__ void load_packed_q(const SplitParams& params, const TilePart& tile,
+                                              int portion, uint32_t to, uint32_t full) {
+  const int begin = portion * Traits::kGroupsPerPortion;
+  const int end = min(begin + Traits::kGroupsPerPortion, params.groups_per_tile);
+  const int rows = params.queries_per_group * params.packed_heads;
+  ptx::mbarrier_arrive_expect(full, max(0, end - begin) * Traits::kBoxes * rows * kBoxRowBytes);
+#pragma unroll 1
+  for (int group = begin; group < end; ++group) {
+#pragma unroll 1
+    for (int box = 0; box < Traits::kBoxes; ++box) {
+      ptx::tma_load(to + group * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes, &params.q,
+                    full, ptx::kEvictFirst, box * kBoxColumns, tile.head * params.q_repeats.head,
+                    tile.first_row + group * params.queries_per_group,
+                    tile.head_kv * params.q_repeats.head, tile.batch * params.q_repeats.batch);
+    }
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t shared,
+                                        TileOf<Traits>* tiles, const Barriers<Traits>& barriers) {
+  using Tile = TileOf<Traits>;
   Cursor<Traits::kStages> k_cursor;
   Cursor<Traits::kStages> v_cursor;
   Cursor<Traits::kQStages> q_cursor;
@@ -221,15 +143,19 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared, T
     constexpr int kGroups = Traits::kGroupsPerPortion;
     const uint32_t full = barriers.q_full(q_cursor.stage, portion);
     const uint32_t to = shared + Traits::kQOffset + q_cursor.stage * Traits::kQBytes;
-    ptx::mbarrier_arrive_expect(full, kGroups * Traits::kQBytesPerGroup);
+    if constexpr (Traits::kSplit) {
+      load_packed_q<Traits>(params, tile, portion, to, full);
+    } else {
+      ptx::mbarrier_arrive_expect(full, kGroups * Traits::kQBytesPerGroup);
 #pragma unroll
-    for (int i = 0; i < kGroups * Traits::kBoxes; ++i) {
-      const int group = portion * kGroups + i / Traits::kBoxes;
-      const int box = i % Traits::kBoxes;
-      ptx::tma_load(to + group * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes, &params.q,
-                    full, ptx::kEvictFirst, box * kBoxColumns,
-                    tile.first_row + group * kRowsPerGroup, tile.head * params.q_repeats.head,
-                    tile.batch * params.q_repeats.batch);
+      for (int i = 0; i < kGroups * Traits::kBoxes; ++i) {
+        const int group = portion * kGroups + i / Traits::kBoxes;
+        const int box = i % Traits::kBoxes;
+        ptx::tma_load(to + group * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes, &params.q,
+                      full, ptx::kEvictFirst, box * kBoxColumns,
+                      tile.first_row + group * kRowsPerGroup, tile.head * params.q_repeats.head,
+                      tile.batch * params.q_repeats.batch);
+      }
     }
   };
   // Waits until a portion of Q is free for the next tile.
@@ -238,7 +164,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared, T
   };
   // In the order of use: V of a step after K of the next, be that another tile's. Where there is one Q, it
   // waits longer than K.
-  TileWalk<Traits> walk(params);
+  WalkOf<Traits> walk(params);
   Tile last_tile;
   int last_step = 0;
   bool pending = false;  // V of last_tile's last step
@@ -248,7 +174,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared, T
     pending = false;
   };
   for (Tile tile; walk.next(&tile);) {
-    const Steps<Traits> steps(params, tile.first_row, Traits::kTileQ);
+    const Steps<Traits> steps = steps_of_tile<Traits>(params, tile);
     const bool any = steps.end > 0;
     if (Traits::kQStages == 1 && any) load_k(tile, steps.end - 1);
 #pragma unroll
@@ -345,12 +271,38 @@ struct RowStatistics {
   }
 };
 
+// Computes a row of the output anew, by a warp; its log-sum-exp.
+template <class Traits>
+__device__ __forceinline__ float compute_lone_row(const SplitParams& params, int batch, int head,
+                                                  int query) {
+  const int head_kv = head / params.heads_per_kv;
+  LoneRow lone;
+  lone.q = params.q_data + batch * params.q_strides.batch + head * params.q_strides.head +
+           query * params.q_strides.seq;
+  lone.k = params.k_data + batch * params.k_strides.batch + head_kv * params.k_strides.head;
+  lone.v = params.v_data + batch * params.v_strides.batch + head_kv * params.v_strides.head;
+  lone.k_stride = params.k_strides.seq;
+  lone.v_stride = params.v_strides.seq;
+  lone.dim = params.dim;
+  lone.dim_v = params.dim_v;
+  lone.cap_ratio = params.cap_ratio;
+  lone.first_key = first_key(params, query);
+  lone.keys = end_key(params, query);
+  uint16_t* out_row = params.out_data + batch * params.out_strides.batch +
+                      head * params.out_strides.head + query * params.out_strides.seq;
+  const float lse = compute_row_alone<typename Traits::Element, Traits::kDimV>(
+      lone, params.scale_log2, [&](int column, uint16_t element) { out_row[column] = element; });
+  return lse * kLn2;
+}
+
 // The state of a consumer warpgroup.
 template <class Traits>
 struct Consumer {
   using Element = typename Traits::Element;
   using Numeric = numeric::ElementTraits<Element>;
   using ValueMma = ptx::Wgmma<Element, Traits::kDimV>;
+  using Params = ParamsOf<Traits>;
+  using Tile = TileOf<Traits>;
   static constexpr int kScores = Traits::kStepKeys / 2;
   static constexpr int kOutputs = Traits::kDimV / 2;
   static constexpr int kSlices = Traits::kStepKeys / 16;
@@ -443,11 +395,11 @@ struct Consumer {
   __device__ __forceinline__ void mask(int group_row, int step) {
     static_assert(kScores / 2 <= 32, "a bit for each key of a row");
     const int lane = lane_index();
-    const int first_row = group_row + warp_of_group() * 16 + lane / 4;
+    const int first_row = warp_of_group() * 16 + lane / 4;
     const int step_key = step * Traits::kStepKeys;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row + 8 * half;
+      const int row = query_of<Traits>(params, group_row, first_row + 8 * half);
       const uint32_t seen = keys_before(end_key(params, row) - step_key, lane) &
                             ~keys_before(first_key(params, row) - step_key, lane);
 #pragma unroll
@@ -585,7 +537,7 @@ struct Consumer {
     statistics.add(sums);
     if (kClose) {
       wait_for_values(sums);
-      finish(tile - 1, closing);
+      end_tile(tile - 1, closing);
     }
     pack();
     open = true;
@@ -631,7 +583,7 @@ struct Consumer {
     ptx::wgmma_wait<0>();
     ptx::pin(out);
     release_v();
-    finish(closing, statistics);
+    end_tile(closing, statistics);
   }
 
   // Computes the tiles that the producer sends.
@@ -639,25 +591,47 @@ struct Consumer {
     for (;;) {
       ptx::mbarrier_wait(barriers.q_full(q_cursor.stage, portion()), q_cursor.parity);
       const int first_row = tiles[tile % kTileSlots].first_row;
-      const int group_row = first_row + group * kRowsPerGroup;
-      const Steps<Traits> steps(params, first_row, Traits::kTileQ);
-      const Steps<Traits> own(params, group_row, kRowsPerGroup);
+      const int group_row = first_row + group * queries_per_group<Traits>(params);
+      const Steps<Traits> steps = steps_of_tile<Traits>(params, tiles[tile % kTileSlots]);
+      const Steps<Traits> own = own_steps(group_row, steps);
       // Unless this group's first step does it.
       const bool at_once = first_row == kNoTile || own.end == 0 || own.end < steps.end;
       if (open && at_once) close(tile - 1);
       if (first_row == kNoTile) break;
       compute(group_row, steps, own);
+      // A block has few parts: that the next one's products run meanwhile is not worth its registers.
+      if (Traits::kSplit && open) close(tile);
       q_cursor.step();
       ++tile;
     }
-    if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();
-    if (params.masked) {
-      ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
-      if (nonfinite) {
-        ptx::fence_proxy_async();
-        TileWalk<Traits> walk(params);
-        for (Tile written; walk.next(&written);) repair(written);
+    if constexpr (!Traits::kSplit) {
+      if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();
+      if (params.masked) {
+        ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
+        if (nonfinite) {
+          ptx::fence_proxy_async();
+          TileWalk<Traits> walk(params);
+          for (Tile written; walk.next(&written);) repair(written);
+        }
       }
+    } else {
+      // Without a barrier here, and one after what only some lanes store, ptxas serialises the products.
+      ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
+      if (params.masked && nonfinite) {
+        PartWalk<Traits> walk(params);
+        for (Tile written; walk.next(&written);) repair_packed(written);
+      }
+    }
+  }
+
+  __device__ __forceinline__ Steps<Traits> own_steps(int group_row,
+                                                     const Steps<Traits>& steps) const {
+    if constexpr (Traits::kSplit) {
+      Steps<Traits> own(params, group_row, params.queries_per_group);
+      own.end = group < params.groups_per_tile ? min(own.end, steps.end) : 0;
+      return own.end > steps.first ? own : Steps<Traits>(0, 0);
+    } else {
+      return {params, group_row, kRowsPerGroup};
     }
   }
 
@@ -678,18 +652,22 @@ struct Consumer {
       release_v();
     }
     if (!sees_keys) {
-      write_nothing_seen();
+      if constexpr (Traits::kSplit) {
+        leave_nothing(tiles[tile % kTileSlots]);
+      } else {
+        write_nothing_seen();
+      }
       return;
     }
     // Steps between these hold no key that some row of this group does not see.
-    const int last_row = min(group_row + kRowsPerGroup, params.seq_q) - 1;
+    const int last_row = min(group_row + queries_per_group<Traits>(params), params.seq_q) - 1;
     const int right_steps = end_key(params, group_row) / Traits::kStepKeys;
     const int left_key = first_key(params, last_row);
     const auto masked = [&] { return step >= right_steps || step * Traits::kStepKeys < left_key; };
     // No row of the group sees more of its first step.
     const bool narrow = Traits::kNarrows &&
                         end_key(params, last_row) - step * Traits::kStepKeys <= Traits::kNarrowKeys;
-    if (open) {
+    if (!Traits::kSplit && open) {
       first_step<true>(group_row, step, masked(), step == steps.first, narrow);
     } else {
       first_step<false>(group_row, step, masked(), step == steps.first, narrow);
@@ -712,6 +690,20 @@ struct Consumer {
         out_row[column] = 0;
       }
       if (params.lse != nullptr && lane_index() == 0) *lse_of(here, row) = -INFINITY;
+    }
+  }
+
+  // The same for one row.
+  __device__ __forceinline__ void write_nothing_to(int batch, int head, int query) const {
+    uint16_t* out_row = params.out_data + batch * params.out_strides.batch +
+                        head * params.out_strides.head + query * params.out_strides.seq;
+#pragma unroll 1
+    for (int column = lane_index(); column < params.dim_v; column += kThreadsPerWarp) {
+      out_row[column] = 0;
+    }
+    if (params.lse != nullptr && lane_index() == 0) {
+      params.lse[batch * params.lse_strides.batch + head * params.lse_strides.head +
+                 query * params.lse_strides.seq] = -INFINITY;
     }
   }
 
@@ -752,6 +744,149 @@ struct Consumer {
           [&](int column, uint16_t element) { out_row[column] = element; });
       if (params.lse != nullptr && lane == 0) *lse_of(tile, row) = lse * kLn2;
     }
+  }
+
+  // `repair` of a tile that holds all query heads of a KV head.
+  __device__ __forceinline__ void repair_packed(const Tile& of) const {
+    const int lane = lane_index();
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i) {
+      const PackedRow row = packed_row(of, warp_of_group() * 16 + i);
+      if (!row.exists) continue;
+      uint16_t* out_row = params.out_data + of.batch * params.out_strides.batch +
+                          row.head * params.out_strides.head + row.query * params.out_strides.seq;
+      bool wrong = false;
+      for (int column = lane; column < params.dim_v; column += kThreadsPerWarp) {
+        wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
+      }
+      if (!__any_sync(kFullWarp, wrong)) continue;
+      const float lse = compute_lone_row<Traits>(params, of.batch, row.head, row.query);
+      if (params.lse != nullptr && lane == 0) {
+        params.lse[of.batch * params.lse_strides.batch + row.head * params.lse_strides.head +
+                   row.query * params.lse_strides.seq] = lse;
+      }
+    }
+  }
+
+  // The sums of a row over all of its lanes.
+  __device__ __forceinline__ static float add_lanes(float sum) {
+    sum += __shfl_xor_sync(kFullWarp, sum, 1);
+    return sum + __shfl_xor_sync(kFullWarp, sum, 2);
+  }
+
+  // A row of a tile that holds all query heads of a KV head.
+  struct PackedRow {
+    int query;
+    int head;
+    bool exists;
+  };
+  __device__ __forceinline__ PackedRow packed_row(const Tile& of, int row) const {
+    const int first_query = of.first_row + group * params.queries_per_group;
+    PackedRow result;
+    result.query = query_of<Traits>(params, first_query, row);
+    const int head = of.head + row - (result.query - first_query) * params.packed_heads;
+    result.head = of.head_kv * params.heads_per_kv + head;
+    result.exists = group < params.groups_per_tile && result.query < params.seq_q &&
+                    result.query - first_query < params.queries_per_group &&
+                    head < params.heads_per_kv;
+    return result;
+  }
+  // In the workspace.
+  __device__ __forceinline__ int64_t place_of(const Tile& of, int row) const {
+    return static_cast<int64_t>(of.place) * Traits::kTileQ + group * kRowsPerGroup + row;
+  }
+
+  // Leaves this warp's part of the tile in the workspace. Two columns at a time: stores of four, of whatever
+  // columns, would want the accumulators in other registers than wgmma does.
+  __device__ __forceinline__ void leave_part(const Tile& of,
+                                             const RowStatistics& statistics_of_tile) {
+    const int lane = lane_index();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_of_group() * 16 + lane / 4 + 8 * half;
+      const float total = add_lanes(statistics_of_tile.sum[half]);
+      if (!packed_row(of, row).exists) continue;
+      const int64_t place = place_of(of, row);
+      if (lane % 4 == 0) {
+        params.part_statistics[place] = make_float2(statistics_of_tile.offset[half], total);
+      }
+      auto* part =
+          reinterpret_cast<float2*>(params.part_outs + place * Traits::kUnitsPerRow) + lane % 4;
+#pragma unroll
+      for (int j = 0; j < Traits::kDimV / 8; ++j) {
+        part[4 * j] = make_float2(out[4 * j + 2 * half], out[4 * j + 2 * half + 1]);
+      }
+    }
+    __syncwarp();
+  }
+
+  // The only part of a tile: divides by the sums and writes out and lse.
+  __device__ __forceinline__ void write_rows(const Tile& of,
+                                             const RowStatistics& statistics_of_tile) {
+    const int lane = lane_index();
+    bool suspect = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float total = add_lanes(statistics_of_tile.sum[half]);
+      const PackedRow row = packed_row(of, warp_of_group() * 16 + lane / 4 + 8 * half);
+      if (!row.exists) continue;
+      const bool sees_keys = first_key(params, row.query) < end_key(params, row.query);
+      if (params.lse != nullptr && lane % 4 == 0) {
+        params.lse[of.batch * params.lse_strides.batch + row.head * params.lse_strides.head +
+                   row.query * params.lse_strides.seq] =
+            sees_keys ? (statistics_of_tile.offset[half] + __log2f(total)) * kLn2 : -INFINITY;
+      }
+      // As in `finish`.
+      const float factor = sees_keys ? __fdividef(1.0f, total) : 0.0f;
+      uint16_t* out_row = params.out_data + of.batch * params.out_strides.batch +
+                          row.head * params.out_strides.head + row.query * params.out_strides.seq +
+                          2 * (lane % 4);
+      uint32_t gathered = 0;
+#pragma unroll
+      for (int j = 0; j < Traits::kDimV / 8; ++j) {
+        if (8 * j >= params.dim_v) break;
+        const uint32_t packed =
+            Numeric::pack(out[4 * j + 2 * half] * factor, out[4 * j + 2 * half + 1] * factor);
+        gathered = numeric::gather_nonfinite<Element>(gathered, packed);
+        *reinterpret_cast<uint32_t*>(out_row + 8 * j) = packed;
+      }
+      suspect = suspect || (total == total && numeric::any_nonfinite<Element>(gathered));
+    }
+    __syncwarp();
+    nonfinite = nonfinite || __any_sync(kFullWarp, suspect);
+  }
+
+  // The rows of this warp see no key of the part.
+  __device__ __forceinline__ void leave_nothing(const Tile& of) const {
+    const int lane = lane_index();
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i) {
+      const int row = warp_of_group() * 16 + i;
+      const PackedRow which = packed_row(of, row);
+      if (!which.exists) continue;
+      if (params.parts > 1) {
+        if (lane == 0) params.part_statistics[place_of(of, row)] = make_float2(-INFINITY, 0.0f);
+      } else {
+        write_nothing_to(of.batch, which.head, which.query);
+      }
+    }
+    __syncwarp();
+  }
+
+  // Writes what a tile came out as. The next one begins anew.
+  __device__ __forceinline__ void end_tile(uint32_t closing,
+                                           const RowStatistics& statistics_of_tile) {
+    if constexpr (Traits::kSplit) {
+      if (params.parts > 1) {
+        leave_part(tiles[closing % kTileSlots], statistics_of_tile);
+      } else {
+        write_rows(tiles[closing % kTileSlots], statistics_of_tile);
+      }
+    } else {
+      finish(closing, statistics_of_tile);
+    }
+    open = false;
+    add = false;
   }
 
   // Divides by the sums and writes out and lse.
@@ -822,20 +957,38 @@ struct Consumer {
     const bool suspect = (expected[0] && numeric::any_nonfinite<Element>(gathered[0])) ||
                          (expected[1] && numeric::any_nonfinite<Element>(gathered[1]));
     nonfinite = nonfinite || __any_sync(kFullWarp, suspect);
-    open = false;
-    add = false;
   }
 };
 
+// Rows of Q that do not exist, nor are loaded, are 0: with anything else their scores might be computed again
+// and again.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
-    attention_forward_kernel(const __grid_constant__ Params params) {
+__device__ __forceinline__ void clear_missing_rows(const SplitParams& params,
+                                                   unsigned char* memory) {
+  constexpr int kChunksOfRow = kBoxRowBytes / 16;
+  const int first = params.queries_per_group * params.packed_heads;
+  const int chunks = (kRowsPerGroup - first) * kChunksOfRow;
+  if (chunks == 0) return;
+  for (int box = 0; box < Traits::kQStages * Traits::kQBytes / Traits::kRowBoxBytes; ++box) {
+    auto* rows = reinterpret_cast<uint4*>(memory + Traits::kQOffset + box * Traits::kRowBoxBytes +
+                                          first * kBoxRowBytes);
+    for (int i = static_cast<int>(threadIdx.x); i < chunks; i += Traits::kThreads) {
+      rows[i] = make_uint4(0, 0, 0, 0);
+    }
+  }
+  ptx::fence_proxy_async_shared();
+}
+
+// What a block does.
+template <class Traits>
+__device__ __forceinline__ void compute_tiles(const ParamsOf<Traits>& params) {
   extern __shared__ unsigned char raw[];
   const auto shared_of_block = static_cast<uint32_t>(__cvta_generic_to_shared(raw));
   const uint32_t shared =
       (shared_of_block + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
   const Barriers<Traits> barriers{shared + Traits::kBarriersOffset};
-  Tile* tiles = reinterpret_cast<Tile*>(raw + (shared - shared_of_block) + Traits::kTilesOffset);
+  auto* tiles =
+      reinterpret_cast<TileOf<Traits>*>(raw + (shared - shared_of_block) + Traits::kTilesOffset);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
@@ -856,6 +1009,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     ptx::fence_mbarrier_init();
   }
+  if constexpr (Traits::kSplit)
+    clear_missing_rows<Traits>(params, raw + (shared - shared_of_block));
   __syncthreads();
   // No tensor has been touched so far. The next kernel's blocks may start as soon as this one's leave
   // them room.
@@ -873,6 +1028,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (group == Traits::kConsumers) consumer.pass_turn();
     consumer.run();
   }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    attention_forward_kernel(const __grid_constant__ Params params) {
+  compute_tiles<Traits>(params);
 }
 
 }  // namespace flashmoe::sm90

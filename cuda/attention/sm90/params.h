@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include "core/attention.h"
+#include "cuda/attention/divisor.h"
 
 namespace flashmoe::sm90 {
 
@@ -58,6 +59,37 @@ struct Params {
   int32_t last_tiles_first;   // they are the longest
   int32_t heads;              // batch * heads_q
   int32_t heads_per_section;  // heads whose tiles are taken together
+};
+
+// Those of a kernel whose tiles hold rows of all query heads of a KV head, and whose blocks each take some of
+// a tile's keys. A warpgroup has queries_per_group queries of packed_heads heads each: row r is query
+// r / packed_heads and head r % packed_heads of them; what is left of its 64 rows does not exist. A KV head
+// of more query heads has several chunks of packed_heads.
+//
+// In Params q is then a map over [dim, query heads of a KV head, seq, KV heads, batch], in boxes of a
+// warpgroup's rows, out is not used, and `heads` are those whose rows tiles hold, batch * heads_kv * chunks,
+// each with `tiles_per_head` tiles of their queries.
+struct SplitParams : Params {
+  // The workspace: what each part of a tile has of the output, [heads, tiles, parts, rows of a tile,
+  // units], and offset and sum of each row, [heads, tiles, parts, rows]. An offset of -inf: none of the
+  // output was written, as no key of the part is seen. Of rows that do not exist neither is written.
+  float4* part_outs;
+  float2* part_statistics;
+
+  int32_t parts;  // of a tile, each of about as many steps
+  int32_t packed_heads;
+  int32_t
+      packed_heads_reciprocal;  // 2^16 / packed_heads, rounded up: exact for the rows of a group
+  int32_t queries_per_group;
+  int32_t groups_per_tile;  // warpgroups that have rows
+  int32_t heads_kv;
+  int32_t chunks;
+
+  // Of the second kernel, which takes a query after another, each with all query heads of its KV head.
+  int32_t rows;
+  int32_t sum_workers_log2;
+  Divisor heads_of_query;  // of a KV head
+  Divisor queries_of_group;
 };
 
 }  // namespace flashmoe::sm90

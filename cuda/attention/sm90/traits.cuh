@@ -13,6 +13,7 @@ inline constexpr int kBoxColumns = 64;  // 128 bytes, the widest swizzle
 inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kTileInfoBytes = 16;  // a Tile in shared memory
+inline constexpr int kTilePartBytes = 32;  // a TilePart
 // Tiles in flight: those whose Q is there, the one before them that is being written out, and the one
 // behind them whose first portion of Q is there.
 inline constexpr int kTileSlots = 4;
@@ -31,6 +32,7 @@ struct Tuning {
   bool ordered;         // consumers issue the products of a step in turns
   int output_boxes;     // of 64 columns of a group's output that leave at a time
   bool capped = false;  // logits have a softcap
+  bool split = false;  // keys are split over blocks, rows are those of all query heads of a KV head
 };
 
 constexpr Tuning tuning(int dim, int dim_v) {
@@ -57,6 +59,25 @@ struct CappedTuning {
   }();
 };
 
+// Keys split over blocks, which leave parts of the output in fp32 for a second kernel.
+template <int kDim, int kDimV>
+struct SplitTuning {
+  static constexpr Tuning value = [] {
+    Tuning split = tuning(kDim, kDimV);
+    split.split = true;
+    return split;
+  }();
+};
+
+template <int kDim, int kDimV>
+struct CappedSplitTuning {
+  static constexpr Tuning value = [] {
+    Tuning split = SplitTuning<kDim, kDimV>::value;
+    split.capped = true;
+    return split;
+  }();
+};
+
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
 struct Traits {
   static constexpr Tuning kTuning = TuningOf::value;
@@ -71,6 +92,7 @@ struct Traits {
   static constexpr int kQStages = kTuning.q_stages;
   static constexpr bool kOrdered = kTuning.ordered;
   static constexpr bool kCapped = kTuning.capped;
+  static constexpr bool kSplit = kTuning.split;
 
   // Keys of a narrow step: the first of a tile, where no row of a group sees more of it. Not with a
   // softcap, where products are not what takes the time.
@@ -95,7 +117,10 @@ struct Traits {
   static constexpr int kOutputBoxes = kTuning.output_boxes;
   static constexpr int kOutputParts = (kBoxesV + kOutputBoxes - 1) / kOutputBoxes;
   static constexpr int kOBytesPerGroup = kOutputBoxes * kRowBoxBytes;
-  static constexpr int kOBytes = kConsumers * kOBytesPerGroup;
+  static constexpr int kOBytes = kSplit ? 0 : kConsumers * kOBytesPerGroup;
+  // What a part leaves: units of four floats of each row, and its offset and sum.
+  static constexpr int kUnitsPerRow = kDimV / 4;
+  static constexpr int kPartBytes = kSplit ? kTileQ * (kUnitsPerRow * 16 + 8) : 0;
   // A single tile of Q is given back group by group.
   static constexpr int kQPortions = kQStages == 1 ? kConsumers : 1;
   static constexpr int kGroupsPerPortion = kConsumers / kQPortions;
@@ -105,7 +130,8 @@ struct Traits {
   static constexpr int kVOffset = kKOffset + kStages * kKBytes;
   static constexpr int kOOffset = kVOffset + kStages * kVBytes;
   static constexpr int kTilesOffset = kOOffset + kOBytes;
-  static constexpr int kBarriersOffset = kTilesOffset + kTileSlots * kTileInfoBytes;
+  static constexpr int kTileBytes = kSplit ? kTilePartBytes : kTileInfoBytes;
+  static constexpr int kBarriersOffset = kTilesOffset + kTileSlots * kTileBytes;
   // Barriers: K full, K empty, V full, V empty, Q full, Q empty, each for all stages; those of Q for
   // all portions of a stage.
   static constexpr int kBarriers = 4 * kStages + 2 * kQStages * kQPortions;

@@ -47,7 +47,9 @@ def add_parser(subparsers: Any) -> None:
         help="cpu, cuda or cuda:N (default: the first GPU the library can use, else cpu)",
     )
     parser.add_argument(
-        "--kernel", metavar="FAMILY", help="ask for this kernel family: short, sm90, sm89 or cpu"
+        "--kernel",
+        metavar="FAMILY",
+        help="ask for this kernel family: short, split, sm90, sm89 or cpu",
     )
     parser.add_argument("--layout", choices=("bshd", "bhsd"), default="bshd", help="(default bshd)")
     add_json_option(parser)

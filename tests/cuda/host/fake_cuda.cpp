@@ -1,5 +1,6 @@
 #include "cuda/host/fake_cuda.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -91,11 +92,12 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* da
                 const cuuint64_t* extents, const cuuint64_t* steps, const cuuint32_t* box,
                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  if (state.refuse_maps || rank != 4) return CUDA_ERROR_INVALID_VALUE;
+  if (state.refuse_maps || rank < 1 || rank > 5) return CUDA_ERROR_INVALID_VALUE;
   Map made = {};
-  std::memcpy(made.box.data(), box, sizeof made.box);
-  std::memcpy(made.extents.data(), extents, sizeof made.extents);
-  std::memcpy(made.steps.data(), steps, sizeof made.steps);
+  made.rank = rank;
+  std::copy_n(box, rank, made.box.begin());
+  std::copy_n(extents, rank, made.extents.begin());
+  std::copy_n(steps, rank - 1, made.steps.begin());
   made.data = data;
   maps.push_back(made);
   std::memset(static_cast<void*>(map), static_cast<int>(maps.size()), sizeof *map);

@@ -30,9 +30,10 @@ struct Launch {
 };
 
 struct Map {
-  std::array<cuuint32_t, 4> box;
-  std::array<cuuint64_t, 4> extents;
-  std::array<cuuint64_t, 3> steps;
+  cuuint32_t rank;  // beyond it there are zeros
+  std::array<cuuint32_t, 5> box;
+  std::array<cuuint64_t, 5> extents;
+  std::array<cuuint64_t, 4> steps;
   const void* data;
 };
 

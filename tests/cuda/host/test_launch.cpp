@@ -1,6 +1,8 @@
 // The host side of the GPU families on a made-up CUDA: what is loaded, planned and launched, by whom,
 // and what is left when that fails. test_launch [no-driver | no-handles |
 // no-shared-attributes]: without those parts of CUDA.
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -15,6 +17,8 @@
 #include "cuda/attention/sm89/params.h"
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/params.h"
+#include "cuda/attention/split/entry.h"
+#include "cuda/attention/sum_parts.h"
 #include "cuda/host/fake_cuda.h"
 #include "flashmoe/flashmoe.h"
 
@@ -73,6 +77,27 @@ const Entry entry_fp16_d64_dv64 = {
     32,
 };
 }  // namespace flashmoe::sm90
+
+namespace flashmoe::split {
+static LoadedKernel loaded[kMaxDevices];
+static LoadedKernel loaded_sum[kMaxDevices];
+extern const Entry entry_fp16_d64_dv64;
+const Entry entry_fp16_d64_dv64 = {
+    {{"attention_forward_split_fp16_d64_dv64", reinterpret_cast<const void*>(0x91), 170000, loaded},
+     Dtype::kFloat16,
+     64,
+     64,
+     192,
+     128,
+     3,
+     512},
+    false,
+    32,
+    3,
+    192 * (64 * 4 + 8),
+    {"sum_parts_split_fp16_d64_dv64", reinterpret_cast<const void*>(0x92), 0, loaded_sum},
+};
+}  // namespace flashmoe::split
 
 namespace flashmoe {
 
@@ -375,11 +400,11 @@ void parts_go_through_the_workspace() {
     CHECK(reinterpret_cast<char*>(params.statistics) == workspace + plan.grid[0] * 8 * 64 * 4);
     CHECK(params.blocks_per_tile.value == parts && params.cluster_log2 == 0);
   }
-  // The second one, of a block for each row; what is read back is the first.
+  // The second one, of a block for each row, since parts are many; what is read back is the first.
   const void* function = reinterpret_cast<const void*>(0x56);
   CHECK(fake::last.kernel == (driver_launches ? fake::handle_of(function) : function));
   CHECK(fake::last.grid.x == 12 && fake::last.grid.y == 2 && fake::last.grid.z == 1);
-  CHECK(fake::last.block.x == short_rows::kSumThreads && fake::last.shared_bytes == 0);
+  CHECK(fake::last.block.x == kSumThreads && fake::last.shared_bytes == 0);
   CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1);
   CHECK(std::strcmp(read_back().kernel, plan.kernel) == 0);
   CHECK(read_back().grid[0] == plan.grid[0]);
@@ -392,6 +417,116 @@ void parts_go_through_the_workspace() {
   fake::state.driver_launch = CUDA_SUCCESS;
   fake::state.runtime_launch = cudaSuccess;
   fake::on_launch = nullptr;
+}
+
+sm90::SplitParams seen_split;
+
+flashmoe_attention_plan plan_of(const Call& call) {
+  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+  return plan;
+}
+
+// Tiles of the rows of all query heads of a KV head, whose keys several blocks take.
+void split_packs_query_heads() {
+  fake::on_launch = [](const void* params) { std::memcpy(&seen_split, params, sizeof seen_split); };
+  Call call("split", 1, 64, 8192, 8, 2);
+  const flashmoe_attention_plan plan = plan_of(call);
+  constexpr uint64_t kPart = 192 * (64 * 4 + 8);
+  constexpr uint64_t kTiles = 2 * 2;  // 4 groups of 16 queries of 4 heads: 2 tiles of each KV head
+  CHECK(plan.workspace_bytes % (kTiles * kPart) == 0 && plan.workspace_bytes <= 16 << 20);
+  const uint64_t parts = plan.workspace_bytes / (kTiles * kPart);
+  CHECK(parts > 1 && plan.grid[0] == std::min<uint64_t>(kTiles * parts, 132));
+  CHECK(plan.tile_q == 192 && plan.cluster == 0);
+  alignas(16) static char workspace[16];  // the fake's launches touch none
+  fake::maps.clear();
+  for (int i = 0; i < 3; ++i) {
+    CHECK(flashmoe_attention_forward(&call.params, workspace, plan.workspace_bytes, nullptr) ==
+          FLASHMOE_OK);
+    CHECK(fake::maps.size() == 3);
+  }
+  const fake::Map& q = fake::maps[0];
+  CHECK(q.rank == 5 && q.data == call.tensors[0].data);
+  CHECK((q.box == std::array<cuuint32_t, 5>{32, 4, 16, 1, 1}));
+  CHECK((q.extents == std::array<cuuint64_t, 5>{64, 4, 64, 2, 1}));
+  CHECK(q.steps[0] == 128 && q.steps[1] == 8 * 128 && q.steps[2] == 4 * 128);
+  for (size_t i = 1; i < 3; ++i) {
+    const fake::Map& map = fake::maps[i];
+    CHECK(map.rank == 4 && map.data == call.tensors[i].data);
+    CHECK((map.box == std::array<cuuint32_t, 5>{32, 128, 1, 1, 0}));
+  }
+  CHECK(seen_split.parts == static_cast<int32_t>(parts) && seen_split.heads == 2);
+  CHECK(seen_split.tiles_per_head == 2 && seen_split.groups_per_tile == 2);
+  CHECK(seen_split.packed_heads == 4 && seen_split.queries_per_group == 16);
+  CHECK(seen_split.chunks == 1 && seen_split.rows == 64 * 4);
+  CHECK(static_cast<void*>(seen_split.part_outs) == workspace);
+  CHECK(reinterpret_cast<char*>(seen_split.part_statistics) ==
+        workspace + kTiles * parts * 192 * 64 * 4);
+  const void* function = reinterpret_cast<const void*>(0x92);
+  CHECK(fake::last.kernel == (driver_launches ? fake::handle_of(function) : function));
+  const int rows = sum_rows_per_block(seen_split.sum_workers_log2, 16);
+  CHECK(fake::last.grid.x == static_cast<unsigned>((64 * 4 + rows - 1) / rows));
+  CHECK(fake::last.grid.y == 2 && fake::last.block.x == kSumThreads);
+  CHECK(std::strcmp(read_back().kernel, "attention_forward_split_fp16_d64_dv64") == 0);
+
+  // Another workspace is not another call.
+  alignas(16) static char other[16];
+  CHECK(flashmoe_attention_forward(&call.params, other, plan.workspace_bytes, nullptr) ==
+        FLASHMOE_OK);
+  CHECK(fake::maps.size() == 3 && static_cast<void*>(seen_split.part_outs) == other);
+
+  // Heads that a view repeats cannot be packed.
+  call.strides[0][2] = 0;
+  CHECK(flashmoe_attention_forward(&call.params, workspace, sizeof workspace, nullptr) ==
+        FLASHMOE_ERROR_WORKSPACE_TOO_SMALL);
+  CHECK(flashmoe_attention_forward(&call.params, workspace, 16 << 20, nullptr) == FLASHMOE_OK);
+  CHECK(seen_split.packed_heads == 1 && seen_split.chunks == 4 && seen_split.heads == 8);
+  CHECK(seen_split.queries_per_group == 64 && seen_split.q_repeats.head == 0);
+  CHECK(fake::maps[3].extents[1] == 1 && fake::maps[3].extents[3] == 1);
+  fake::on_launch = nullptr;
+}
+
+// Query heads of a KV head that do not divide a group's rows, or that are more.
+void split_packs_any_number_of_heads() {
+  fake::on_launch = [](const void* params) { std::memcpy(&seen_split, params, sizeof seen_split); };
+  alignas(16) static char workspace[16];
+  struct Packed {
+    int64_t heads;
+    int32_t packed, queries, chunks;
+  };
+  for (const Packed& want : {Packed{1, 1, 64, 1}, Packed{3, 3, 21, 1}, Packed{7, 7, 9, 1},
+                             Packed{48, 48, 1, 1}, Packed{64, 64, 1, 1}, Packed{71, 36, 1, 2}}) {
+    const Call call("split", 1, 30, 4096, want.heads, 1);
+    CHECK(flashmoe_attention_forward(&call.params, workspace, 16 << 20, nullptr) == FLASHMOE_OK);
+    CHECK(seen_split.packed_heads == want.packed && seen_split.chunks == want.chunks);
+    CHECK(seen_split.queries_per_group == want.queries);
+    for (int row = 0; row < want.packed * want.queries; ++row) {
+      CHECK(row * seen_split.packed_heads_reciprocal >> 16 == row / want.packed);
+    }
+  }
+  fake::on_launch = nullptr;
+}
+
+// By estimate: few rows to `short`, many to sm90, and those between that see many keys to `split`, with no
+// more blocks that leave parts than the workspace may hold.
+void calls_go_where_they_are_fastest() {
+  const auto family = [](const Call& call) { return std::string(plan_of(call).family); };
+  CHECK(family(Call(nullptr, 1, 1, 8192, 32, 8)) == "short");
+  CHECK(family(Call(nullptr, 1, 128, 128, 2, 2)) == "short");
+  for (const int64_t keys : {8192, 32768, 131072}) {
+    for (const int64_t queries : {64, 128, 256}) {
+      const Call call(nullptr, 1, queries, keys, 32, 8);
+      const flashmoe_attention_plan plan = plan_of(call);
+      CHECK(std::strcmp(plan.family, "split") == 0);
+      CHECK(plan.workspace_bytes > 0 && plan.workspace_bytes <= 16 << 20);
+      CHECK(2 * plan.grid[0] > 132);
+    }
+  }
+  CHECK(family(Call(nullptr, 4, 4096, 4096, 16, 16)) == "sm90");
+  CHECK(family(Call(nullptr, 1, 8192, 8192, 32, 8)) == "sm90");
+  // One that is named takes any, without a workspace where there are tiles enough.
+  CHECK(plan_of(Call("split", 4, 4096, 4096, 16, 16)).workspace_bytes == 0);
+  CHECK(plan_of(Call("split", 1, 64, 0, 8, 2)).workspace_bytes == 0);
 }
 
 std::atomic<int> after_loading{0};
@@ -446,7 +581,7 @@ void a_kernel_is_loaded_once_whoever_comes_first() {
 void empty_problems_have_plans() {
   for (const Call* call :
        {new Call("sm90", 0, 700, 1000, 6, 2), new Call("sm90", 2, 0, 1000, 6, 2)}) {
-    for (const char* kernel : {"short", "sm89", "sm90"}) {
+    for (const char* kernel : {"short", "sm89", "sm90", "split"}) {
       flashmoe_attention_forward_params params = call->params;
       params.kernel = kernel;
       params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
@@ -476,6 +611,9 @@ int main(int argc, char** argv) {
   what_the_driver_refuses_the_runtime_decides();
   clusters_and_programmatic_launches_are_planned();
   parts_go_through_the_workspace();
+  split_packs_query_heads();
+  split_packs_any_number_of_heads();
+  calls_go_where_they_are_fastest();
   a_kernel_is_loaded_once_whoever_comes_first();
   empty_problems_have_plans();
   return 0;

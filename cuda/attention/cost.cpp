@@ -1,0 +1,97 @@
+#include "cuda/attention/cost.h"
+
+#include "cuda/attention/sum_parts.h"
+
+namespace flashmoe {
+namespace {
+
+int64_t visible_keys(const AttentionProblem& p, int64_t query) {
+  const int64_t first = p.bounded_left ? std::max<int64_t>(0, query + p.left_offset) : 0;
+  const int64_t end = p.bounded_right ? std::min(p.seq_k, query + p.right_offset + 1) : p.seq_k;
+  return std::max<int64_t>(0, end - first);
+}
+
+}  // namespace
+
+Work work_of(const AttentionProblem& p) {
+  Work work;
+  work.heads_kv = static_cast<double>(p.batch * p.heads_kv);
+  work.heads_q = static_cast<double>(p.batch * p.heads_q);
+  work.seq_q = static_cast<double>(p.seq_q);
+  work.rows = static_cast<double>(p.seq_q * (p.heads_q / p.heads_kv));
+  work.dims = static_cast<double>(p.dim + p.dim_v);
+  work.seq_k = static_cast<double>(p.seq_k);
+  work.keys = work.most_keys = work.seq_k;
+  if ((p.bounded_left || p.bounded_right) && p.batch > 0 && p.seq_q > 0) {
+    work.keys = attention_flops(p) / (2 * work.heads_q * work.dims * work.seq_q);
+    // The number of visible keys bends where a bound meets an end of the keys, and nowhere else.
+    const auto query = [&](int64_t i) { return std::clamp<int64_t>(i, 0, p.seq_q - 1); };
+    const int64_t left = p.bounded_left ? query(-p.left_offset) : 0;
+    const int64_t right = p.bounded_right ? query(p.seq_k - 1 - p.right_offset) : 0;
+    work.most_keys = static_cast<double>(std::max({visible_keys(p, 0), visible_keys(p, p.seq_q - 1),
+                                                   visible_keys(p, left), visible_keys(p, right)}));
+  }
+  return work;
+}
+
+PackedTiles packed_tiles(const AttentionProblem& problem, int64_t most_groups) {
+  const auto ceil = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t heads = problem.heads_q / problem.heads_kv;
+  PackedTiles made;
+  // The copy engine cannot pack heads that a view of q repeats.
+  made.chunks = problem.q_strides.head == 0 ? heads : ceil(heads, kRowsPerGroup);
+  made.packed_heads = ceil(heads, made.chunks);
+  made.queries_per_group = kRowsPerGroup / made.packed_heads;
+  // Tiles of one size as far as they can be.
+  const int64_t groups = ceil(problem.seq_q, made.queries_per_group);
+  made.groups_per_tile = ceil(groups, std::max<int64_t>(1, ceil(groups, most_groups)));
+  made.tiles_per_head = groups == 0 ? 0 : ceil(groups, made.groups_per_tile);
+  made.heads = problem.batch * problem.heads_kv * made.chunks;
+  made.tiles = made.heads * made.tiles_per_head;
+  return made;
+}
+
+KeySplit best_key_split(const Work& work, const PackedTiles& tiles, const SplitKernel& kernel,
+                        const Products& speed, const DeviceFacts& facts) {
+  const double tile_count = static_cast<double>(tiles.tiles);
+  const double steps = std::max(1.0, ceil_of(work.most_keys, kernel.step_keys));
+  const double step =
+      speed.tile_rows * kernel.step_keys * work.dims * 2 / speed.tile_rate *
+      share_of_step(static_cast<double>(tiles.groups_per_tile), speed.tile_rows / kRowsPerGroup);
+  const double memory = memory_microseconds(work, facts, kSplitMemoryShare);
+  const double row_bytes = kernel.part_bytes / speed.tile_rows;
+  const double part_bytes = work.heads_kv * work.rows * row_bytes;  // one of each tile
+  const double most_parts =
+      std::min(kMostWorkspaceBytes / kernel.part_bytes, facts.multiprocessors * 2.0);
+  const auto estimate = [&](double parts) {
+    const double waves = ceil_of(tile_count * parts, facts.multiprocessors);
+    const double run = waves * (ceil_of(steps, parts) + kSplitSteps) * step;
+    const double second = parts > 1 ? kSplitSecond + 2 * parts * part_bytes / kSplitPartRate : 0;
+    return speed.tile_start + kSplitStart + std::max(run, memory) +
+           kSplitUnhidden * std::min(run, memory) + second;
+  };
+  KeySplit best = {1, estimate(1)};
+  for (double parts = 2; parts <= steps && tile_count * parts <= most_parts; ++parts) {
+    const double microseconds = estimate(parts);
+    if (microseconds < best.microseconds) best = {static_cast<int64_t>(parts), microseconds};
+  }
+  return best;
+}
+
+double many_rows_microseconds(const AttentionProblem& problem, const Work& work,
+                              const Products& speed, const DeviceFacts& facts) {
+  const double tiles = tile_microseconds(work, speed, facts);
+#if FLASHMOE_WITH_SM90
+  if (facts.compute_capability == 90) {
+    const int rows = static_cast<int>(speed.tile_rows);
+    const int dim_v = problem.dim_v <= 64 ? 64 : problem.dim_v <= 128 ? 128 : 256;
+    const SplitKernel kernel = {problem.dim <= 128 ? 128 : 64, rows * (4 * dim_v + 8)};
+    const PackedTiles packed = packed_tiles(problem, rows / kRowsPerGroup);
+    const KeySplit split = best_key_split(work, packed, kernel, speed, facts);
+    return std::min(tiles, kSplitDoubt * split.microseconds);
+  }
+#endif
+  return tiles;
+}
+
+}  // namespace flashmoe

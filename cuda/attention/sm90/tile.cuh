@@ -1,0 +1,216 @@
+// Tiles of query rows, the steps of keys that they need, and who takes which.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/traits.cuh"
+
+namespace flashmoe::sm90 {
+
+inline constexpr int kNoTile = -(1 << 30);
+
+// A query tile. The producer works it out and leaves it in shared memory with its Q. Tiles of unequal
+// length come longest first, inside sections of heads whose keys and values fit the L2 together.
+struct alignas(16) Tile {
+  int batch;
+  int head;
+  int head_kv;
+  int first_row;  // groups before row 0 do not exist; kNoTile: there are no more
+
+  template <class Traits>
+  static __device__ __forceinline__ Tile at(const Params& params, int position) {
+    const int section_tiles = params.heads_per_section * params.tiles_per_head;
+    const int section = position / section_tiles;
+    const int rank = position % section_tiles;
+    const int first_head = section * params.heads_per_section;
+    const int heads = min(params.heads_per_section, params.heads - first_head);
+    const int tile = rank / heads;
+    const int head = first_head + rank % heads;
+    Tile result;
+    result.batch = head / params.heads_q;
+    result.head = head % params.heads_q;
+    result.head_kv = result.head / params.heads_per_kv;
+    const int tile_of_head = params.last_tiles_first ? params.tiles_per_head - 1 - tile : tile;
+    result.first_row = params.first_row + tile_of_head * Traits::kTileQ;
+    return result;
+  }
+};
+
+static_assert(sizeof(Tile) == kTileInfoBytes);
+
+// Query row `row` sees the keys from first_key to before end_key, none if that is not behind. Neither
+// decreases with the row.
+__device__ __forceinline__ int first_key(const Params& params, int row) {
+  return max(0, row + params.left_offset);
+}
+__device__ __forceinline__ int end_key(const Params& params, int row) {
+  return max(0, min(params.seq_k, row + params.right_offset + 1));
+}
+
+// The steps that some rows need, from `first` to before `end`: none where there are no such rows, or
+// where they see no key.
+template <class Traits>
+struct Steps {
+  int first;
+  int end;
+
+  __device__ __forceinline__ Steps(int first_, int end_) : first(first_), end(end_) {}
+  __device__ __forceinline__ Steps(const Params& params, int first_row, int rows) {
+    const int last_row = min(first_row + rows, params.seq_q) - 1;
+    const int begin = sm90::first_key(params, max(first_row, 0));
+    const int behind = last_row < max(first_row, 0) ? 0 : sm90::end_key(params, last_row);
+    const bool any = begin < behind;
+    first = any ? begin / Traits::kStepKeys : 0;
+    end = any ? (behind + Traits::kStepKeys - 1) / Traits::kStepKeys : 0;
+  }
+};
+
+// The tiles of this block, one after another. Blocks take tiles in rounds, and every other round runs
+// backwards: whoever had the longest tile of one has the shortest of the next. Where they differ that
+// begins anew with each section, whose tiles get shorter and shorter.
+template <class Traits>
+class TileWalk {
+ public:
+  explicit __device__ __forceinline__ TileWalk(const Params& params) : params_(params) {}
+
+  // False when there are no more.
+  __device__ __forceinline__ bool next(Tile* tile) {
+    const int blocks = static_cast<int>(gridDim.x);
+    const int block = static_cast<int>(blockIdx.x);
+    const int tiles = params_.tiles_per_head * params_.heads;
+    const int section =
+        params_.last_tiles_first ? params_.tiles_per_head * params_.heads_per_section : tiles;
+    for (; first_ < tiles; first_ += section, round_ = first_, forwards_ = true) {
+      const int end = min(first_ + section, tiles);
+      // Behind the block that had the last one's end: sections may hold fewer tiles than there are
+      // blocks.
+      const int turn = (block + blocks - first_ % blocks) % blocks;
+      while (round_ < end) {
+        const int position = round_ + (forwards_ ? turn : blocks - 1 - turn);
+        round_ += blocks;
+        forwards_ = !forwards_;
+        if (position < end) {
+          *tile = Tile::at<Traits>(params_, position);
+          return true;
+        }
+      }
+    }
+    return false;
+  }
+
+ private:
+  const Params& params_;
+  int first_ = 0;  // position of the section
+  int round_ = 0;  // position of the round
+  bool forwards_ = true;
+};
+
+// ---- tiles of a kernel whose keys are split ---------------------------------------------------------
+
+// A part of a tile, with the steps that its block takes: all of them, from the last to the first, or none.
+struct alignas(16) TilePart {
+  int batch;
+  int head;  // of the KV head's query heads the first
+  int head_kv;
+  int first_row;  // query; kNoTile: there are no more
+  int first_step;
+  int end_step;
+  int place;  // in the workspace, in parts
+
+  template <class Traits>
+  static __device__ __forceinline__ TilePart at(const SplitParams& params, int position) {
+    const int part = position % params.parts;
+    // Those of a head together, as they read the same keys.
+    const int rank = position / params.parts % params.tiles_per_head;
+    const int head = position / params.parts / params.tiles_per_head;
+    const int tile = params.last_tiles_first ? params.tiles_per_head - 1 - rank : rank;
+    const int queries = params.groups_per_tile * params.queries_per_group;
+    const int head_kv = head / params.chunks;
+    TilePart result;
+    result.batch = head_kv / params.heads_kv;
+    result.head_kv = head_kv % params.heads_kv;
+    result.head = head % params.chunks * params.packed_heads;
+    result.first_row = tile * queries;
+    const Steps<Traits> steps(params, result.first_row, queries);
+    const int count = steps.end - steps.first;
+    // Below 2^32: few parts of at most 2^24 steps.
+    const auto before = [&](int parts) {
+      return steps.first +
+             static_cast<int>(static_cast<uint32_t>(count) * static_cast<uint32_t>(parts) /
+                              static_cast<uint32_t>(params.parts));
+    };
+    result.first_step = before(part);
+    result.end_step = before(part + 1);
+    if (result.first_step == result.end_step) result.first_step = result.end_step = 0;
+    result.place = (head * params.tiles_per_head + tile) * params.parts + part;
+    return result;
+  }
+};
+
+static_assert(sizeof(TilePart) == kTilePartBytes);
+
+// The parts of this block: in rounds, every other one backwards.
+template <class Traits>
+class PartWalk {
+ public:
+  explicit __device__ __forceinline__ PartWalk(const SplitParams& params) : params_(params) {}
+
+  // False when there are no more.
+  __device__ __forceinline__ bool next(TilePart* part) {
+    const int blocks = static_cast<int>(gridDim.x);
+    const int block = static_cast<int>(blockIdx.x);
+    const int position = first_ + (forwards_ ? block : blocks - 1 - block);
+    if (position >= params_.parts * params_.tiles_per_head * params_.heads) return false;
+    first_ += blocks;
+    forwards_ = !forwards_;
+    *part = TilePart::at<Traits>(params_, position);
+    return true;
+  }
+
+ private:
+  const SplitParams& params_;
+  int first_ = 0;  // position of the round
+  bool forwards_ = true;
+};
+
+// ---- either -----------------------------------------------------------------------------------------
+
+template <class Traits>
+using ParamsOf = std::conditional_t<Traits::kSplit, SplitParams, Params>;
+template <class Traits>
+using TileOf = std::conditional_t<Traits::kSplit, TilePart, Tile>;
+template <class Traits>
+using WalkOf = std::conditional_t<Traits::kSplit, PartWalk<Traits>, TileWalk<Traits>>;
+
+// Queries of a warpgroup, all of whose rows are of one head where keys are not split.
+template <class Traits>
+__device__ __forceinline__ int queries_per_group(const ParamsOf<Traits>& params) {
+  if constexpr (Traits::kSplit) {
+    return params.queries_per_group;
+  } else {
+    return kRowsPerGroup;
+  }
+}
+
+// The query of a row of a warpgroup, of which the first is `first_query`.
+template <class Traits>
+__device__ __forceinline__ int query_of(const ParamsOf<Traits>& params, int first_query, int row) {
+  if constexpr (Traits::kSplit) {
+    return first_query + (row * params.packed_heads_reciprocal >> 16);
+  } else {
+    return first_query + row;
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ Steps<Traits> steps_of_tile(const ParamsOf<Traits>& params,
+                                                       const TileOf<Traits>& tile) {
+  if constexpr (Traits::kSplit) {
+    return {tile.first_step, tile.end_step};
+  } else {
+    return {params, tile.first_row, Traits::kTileQ};
+  }
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,182 @@
+// The split family: which kernel and split of the keys serve a problem, and with what parameters it is
+// launched.
+#include <algorithm>
+#include <climits>
+
+#include "core/backends.h"
+#include "core/status.h"
+#include "cuda/attention/cost.h"
+#include "cuda/attention/sm90/fill.h"
+#include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/sections.h"
+#include "cuda/attention/split/entry.h"
+#include "cuda/attention/sum_parts.h"
+#include "cuda/attention/tensor_map.h"
+
+namespace flashmoe::split {
+
+#define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
+#include "cuda/attention/split/entries.inc"
+#undef FLASHMOE_ENTRY
+
+namespace {
+
+using Params = sm90::SplitParams;
+
+constexpr int kComputeCapability = 90;
+
+const Entry* const kEntries[] = {
+#define FLASHMOE_ENTRY(name) &entry_##name,
+#include "cuda/attention/split/entries.inc"
+#undef FLASHMOE_ENTRY
+};
+
+flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const Reason& reason) {
+  const auto refuse = [&](flashmoe_status status, const char* sentence) {
+    return reason.refuse(status, "%s", sentence);
+  };
+  const int device_id = problem.device.device_id;
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
+  if (facts->compute_capability != kComputeCapability) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "cuda:%d has compute capability %d.%d, accepted is 9.0", device_id,
+                         facts->compute_capability / 10, facts->compute_capability % 10);
+  }
+  if (problem.dtype == Dtype::kFloat32) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
+  }
+  const bool capped = problem.softcap != 0.0f;
+  const Entry* entry = find_entry(
+      kEntries, problem, [&](const Entry& each) { return each.capped == capped; },
+      [](const Entry&) { return true; });
+  if (entry == nullptr) {
+    return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
+  }
+  if (problem.seq_q > kMaxSequence || problem.seq_k > kMaxSequence) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "sequence longer than 2^30");
+  }
+  FLASHMOE_TRY(check_walkable(problem, reason));
+  const int64_t heads = problem.heads_q / problem.heads_kv;
+  if (problem.heads_kv > 1 && problem.q_strides.head >= kMaxStrideBytes / 2 / heads) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                  "query heads of one KV head that take 2^40 bytes or more, which the copy engine "
+                  "cannot walk");
+  }
+  const PackedTiles tiles = packed_tiles(problem, entry->groups);
+  // The kernel counts rounds of blocks past the last tile.
+  if (problem.heads_q > INT_MAX / 2 || tiles.heads > INT_MAX / 2 || tiles.tiles > INT_MAX / 2) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles of query rows");
+  }
+  const Work work = work_of(problem);
+  const Products speed = products(*facts, static_cast<int>(problem.dim));
+  const KeySplit split =
+      best_key_split(work, tiles, {entry->tile_k, entry->part_bytes}, speed, *facts);
+  if (!problem.named && split.microseconds > tile_microseconds(work, speed, *facts)) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                  "many rows, at which tiles of one head are faster (named, it serves them)");
+  }
+  int arch = 0;
+  if (split.parts > 1) {
+    FLASHMOE_TRY(load_kernel(entry->sum_parts, device_id, *facts, &arch, reason));
+    plan->parts = static_cast<int32_t>(split.parts);
+    plan->info.workspace_bytes =
+        static_cast<uint64_t>(tiles.tiles * split.parts * entry->part_bytes);
+  }
+  FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
+  // Persistent: no more blocks than multiprocessors, each of which holds one.
+  const int64_t blocks = std::min<int64_t>(tiles.tiles * split.parts, facts->multiprocessors);
+  plan_launch(*entry, arch, "a", blocks, plan);
+  plan->entry = entry;
+  plan->tiles_per_head = static_cast<int32_t>(tiles.tiles_per_head);
+  plan->programmatic = true;  // sm_90a has it whatever made the code
+  return FLASHMOE_OK;
+}
+
+bool encode_maps(const AttentionProblem& p, const Entry& entry, const PackedTiles& tiles,
+                 Params* params) {
+  // Without keys their tensors may be null, which a map is not; none is read then.
+  const void* k = p.seq_k > 0 ? p.k : p.q;
+  const void* v = p.seq_k > 0 ? p.v : p.q;
+  const int64_t heads = p.heads_q / p.heads_kv;
+  const MapShape q = {
+      5,
+      {p.dim, heads, p.seq_q, p.heads_kv, p.batch},
+      {1, p.q_strides.head, p.q_strides.seq, p.q_strides.head * heads, p.q_strides.batch},
+      {entry.box_columns, static_cast<int>(tiles.packed_heads),
+       static_cast<int>(tiles.queries_per_group), 1, 1}};
+  return encode_map(&params->q, p.dtype, p.q, q) &&
+         encode_map(&params->k, p.dtype, k,
+                    rows_map(p.k_strides, p.dim, p.seq_k, p.heads_kv, p.batch, entry.box_columns,
+                             entry.tile_k)) &&
+         encode_map(&params->v, p.dtype, v,
+                    rows_map(p.v_strides, p.dim_v, p.seq_k, p.heads_kv, p.batch, entry.box_columns,
+                             entry.tile_k));
+}
+
+void fill_params(const AttentionProblem& p, const AttentionPlan& plan, const PackedTiles& tiles,
+                 Params* params) {
+  sm90::fill_tensors(p, params);
+  params->first_row = 0;
+  params->last_tiles_first = sm90::last_tiles_first(p) ? 1 : 0;
+  params->heads = static_cast<int32_t>(tiles.heads);
+  params->tiles_per_head = plan.tiles_per_head;
+  params->heads_per_section = 1;
+  params->parts = std::max(1, plan.parts);
+  params->packed_heads = static_cast<int32_t>(tiles.packed_heads);
+  params->packed_heads_reciprocal = (65536 + params->packed_heads - 1) / params->packed_heads;
+  params->queries_per_group = static_cast<int32_t>(tiles.queries_per_group);
+  params->groups_per_tile = static_cast<int32_t>(tiles.groups_per_tile);
+  params->heads_kv = static_cast<int32_t>(p.heads_kv);
+  params->chunks = static_cast<int32_t>(tiles.chunks);
+  const int64_t rows = p.seq_q * params->heads_per_kv;
+  params->rows = plan.parts > 0 ? static_cast<int32_t>(rows) : 0;
+  const Entry& entry = *static_cast<const Entry*>(plan.entry);
+  params->sum_workers_log2 =
+      sum_workers_log2(plan.parts, p.batch * p.heads_kv * rows, entry.dim_v / 4);
+  params->heads_of_query = Divisor::of(static_cast<uint32_t>(params->heads_per_kv));
+  params->queries_of_group = Divisor::of(static_cast<uint32_t>(params->queries_per_group));
+}
+
+// nullptr if the driver refuses a map.
+Params* make_params(const AttentionProblem& problem, const AttentionPlan& plan) {
+  thread_local KnownParams<Params> known;
+  return known.find(problem, plan, [&](Params* params) {
+    const Entry& entry = *static_cast<const Entry*>(plan.entry);
+    const PackedTiles tiles = packed_tiles(problem, entry.groups);
+    if (!encode_maps(problem, entry, tiles, params)) return false;
+    fill_params(problem, plan, tiles, params);
+    return true;
+  });
+}
+
+flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& plan, void* workspace,
+                       void* stream) {
+  const Entry& entry = *static_cast<const Entry*>(plan.entry);
+  const DeviceGuard guard(problem.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  Params* params = make_params(problem, plan);
+  if (params == nullptr) {
+    return fail(FLASHMOE_ERROR_CUDA, "launching %s: the driver refused a tensor map", entry.name);
+  }
+  const uint64_t part_rows = plan.info.workspace_bytes / static_cast<uint64_t>(entry.part_bytes) *
+                             static_cast<uint64_t>(entry.tile_q);
+  const int units = entry.dim_v / 4;
+  params->part_outs = static_cast<float4*>(workspace);
+  params->part_statistics =
+      reinterpret_cast<float2*>(params->part_outs + part_rows * static_cast<uint64_t>(units));
+  FLASHMOE_TRY(launch_kernel(entry, problem, plan, params, stream));
+  if (plan.parts == 0) return FLASHMOE_OK;
+  const PartsToSum parts = {params->rows, units, params->sum_workers_log2};
+  return launch_sum(entry.sum_parts, problem, plan, parts, params, stream);
+}
+
+}  // namespace
+}  // namespace flashmoe::split
+
+namespace flashmoe {
+
+const AttentionFamily kSplitAttention = {"split", FLASHMOE_DEVICE_CUDA, &split::plan,
+                                         &split::launch};
+
+}  // namespace flashmoe

@@ -1,0 +1,170 @@
+// Parts of a row's output, of some of its keys each, and their sum under a common offset. The second kernel
+// of a call whose tiles' keys are split over blocks: it adds up the parts that these left in the workspace,
+// and writes out and lse.
+//
+// A block takes one row or several. Each has one thread or more for every unit of four columns; a thread
+// adds up every so many-th part, kSumBatch at a time, whose loads are all on their way together, and then
+// the sums of a unit's threads are added up through shared memory. The order is fixed.
+#pragma once
+
+#include "cuda/attention/row_alone.cuh"
+#include "cuda/attention/sum_parts.h"
+#include "cuda/numeric/dtype.cuh"
+
+#if __CUDA_ARCH__ >= 900
+#include "cuda/ptx/pdl.cuh"
+#endif
+
+namespace flashmoe {
+
+// Four columns of one row, relative to an offset.
+struct Sum {
+  float4 out;
+  float offset;
+  float sum;
+
+  static __device__ __forceinline__ Sum none() {
+    return {make_float4(0.0f, 0.0f, 0.0f, 0.0f), kNoOffset, 0.0f};
+  }
+};
+
+// Adds up parts 0 to `parts` - 1, whose statistics and units are given by functions.
+template <class Statistics, class Unit>
+__device__ __forceinline__ Sum add_parts(int parts, Statistics statistics, Unit unit) {
+  Sum total = Sum::none();
+#pragma unroll 8
+  for (int i = 0; i < parts; ++i) total.offset = fmaxf(total.offset, statistics(i).x);
+#pragma unroll 8
+  for (int i = 0; i < parts; ++i) {
+    const float2 part = statistics(i);
+    const float4 out = unit(i);
+    const float factor = numeric::exp2_approx(part.x - total.offset);
+    total.sum = fmaf(part.y, factor, total.sum);
+    total.out.x = fmaf(out.x, factor, total.out.x);
+    total.out.y = fmaf(out.y, factor, total.out.y);
+    total.out.z = fmaf(out.z, factor, total.out.z);
+    total.out.w = fmaf(out.w, factor, total.out.w);
+  }
+  return total;
+}
+
+// A row of nothing but -inf scores is 0 / 0 = NaN; a row that sees no key is 0 by definition.
+template <class Element>
+__device__ __forceinline__ uint2 output_of(const Sum& total, bool sees_keys) {
+  using Numeric = numeric::ElementTraits<Element>;
+  const float factor = sees_keys ? 1.0f / total.sum : 0.0f;
+  return make_uint2(Numeric::pack(total.out.x * factor, total.out.y * factor),
+                    Numeric::pack(total.out.z * factor, total.out.w * factor));
+}
+
+__device__ __forceinline__ float lse_of(const Sum& total, bool sees_keys) {
+  return sees_keys ? (total.offset + log2f(total.sum)) * kLn2 : -INFINITY;
+}
+
+// Whether an infinity or a NaN is among outputs that the sum does not explain: a NaN of it is one of the
+// keys that the row sees.
+template <class Element>
+__device__ __forceinline__ bool is_suspect(const Sum& total, uint2 output) {
+  return total.sum == total.sum &&
+         (numeric::any_nonfinite<Element>(output.x) || numeric::any_nonfinite<Element>(output.y));
+}
+
+// A row's parts in the workspace: `first` is the place of the first, in rows, from which the others are
+// `step` each on. All are within kMostWorkspaceBytes.
+struct RowParts {
+  const float4* outs;        // [places][units]
+  const float2* statistics;  // [places]: offset and sum. An offset of -inf: there is no output
+  int first;
+  int step;
+  int count;
+};
+
+__device__ __forceinline__ Sum add_sums(const Sum& first, const Sum& second) {
+  const Sum both[2] = {first, second};
+  return add_parts(
+      2, [&](int i) { return make_float2(both[i].offset, both[i].sum); },
+      [&](int i) { return both[i].out; });
+}
+
+// The parts from `worker` on, one in `workers`.
+template <int kUnitsPerRow>
+__device__ __forceinline__ Sum add_own_parts(const RowParts& parts, int worker, int workers,
+                                             int unit) {
+  Sum total = Sum::none();
+  for (int first = worker; first < parts.count; first += kSumBatch * workers) {
+    Sum batch[kSumBatch];
+#pragma unroll
+    for (int j = 0; j < kSumBatch; ++j) {
+      batch[j] = Sum::none();
+      const int part = first + j * workers;
+      if (part >= parts.count) continue;
+      const int at = parts.first + part * parts.step;
+      const float2 statistics = parts.statistics[at];
+      const float4 out = parts.outs[at * kUnitsPerRow + unit];
+      if (statistics.x != -INFINITY) batch[j] = {out, statistics.x, statistics.y};
+    }
+    total = add_sums(
+        total, add_parts(
+                   kSumBatch, [&](int j) { return make_float2(batch[j].offset, batch[j].sum); },
+                   [&](int j) { return batch[j].out; }));
+  }
+  return total;
+}
+
+// Grid: blocks of packed rows of a KV head, KV heads of all batches. A family's `Row` is one of the rows
+// of its kernels' Params, in which it has kUnitsPerRow units:
+//   Row(params, packed, head)
+//   parts(params)             RowParts
+//   write(params, total, unit)  writes a unit, and lse with the first; whether it is suspect
+//   Row::compute_again(params, packed, head)  writes it anew, by a warp
+template <class Row>
+__global__ void __launch_bounds__(kSumThreads, kSumBlocks)
+    sum_parts_kernel(const __grid_constant__ typename Row::Params params) {
+  constexpr int kUnitsPerRow = Row::kUnitsPerRow;
+  constexpr int kMostRows = kSumThreads / kUnitsPerRow;
+  constexpr int kWarpThreads = 32;
+  constexpr int kWarps = kSumThreads / kWarpThreads;
+  static_assert(kSumThreads % kUnitsPerRow == 0);
+  __shared__ float4 outs[kSumThreads];
+  __shared__ float2 statistics[kMostRows];  // of each thread of a unit
+  __shared__ int suspects[kMostRows];       // rows of this block
+  const int thread = static_cast<int>(threadIdx.x);
+  const int unit = thread % kUnitsPerRow;
+  const int slot = thread / kUnitsPerRow;
+  const int workers = 1 << params.sum_workers_log2;
+  const int worker = slot % workers;
+  const int row_of_block = slot >> params.sum_workers_log2;
+  const int rows = kMostRows >> params.sum_workers_log2;
+  const int first_row = static_cast<int>(blockIdx.x) * rows;
+  const int head = static_cast<int>(blockIdx.y);
+  const bool exists = first_row + row_of_block < params.rows;
+  const Row row(params, min(first_row + row_of_block, params.rows - 1), head);
+  const RowParts parts = row.parts(params);
+  if (thread < kMostRows) suspects[thread] = 0;
+#if __CUDA_ARCH__ >= 900
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+#endif
+  Sum total = add_own_parts<kUnitsPerRow>(parts, worker, workers, unit);
+  if (workers > 1) {
+    outs[thread] = total.out;
+    if (unit == 0) statistics[slot] = make_float2(total.offset, total.sum);
+    __syncthreads();
+    if (worker == 0) {
+      total = add_parts(
+          workers, [&](int i) { return statistics[slot + i]; },
+          [&](int i) { return outs[thread + i * kUnitsPerRow]; });
+    }
+  }
+  const bool suspect = worker == 0 && exists && row.write(params, total, unit);
+  if (!params.masked || !__syncthreads_or(suspect)) return;
+  if (suspect) suspects[row_of_block] = 1;
+  __syncthreads();
+#pragma unroll
+  for (int first = 0; first < kMostRows; first += kWarps) {
+    const int i = first + thread / kWarpThreads;
+    if (i < rows && suspects[i] != 0) Row::compute_again(params, first_row + i, head);
+  }
+}
+
+}  // namespace flashmoe

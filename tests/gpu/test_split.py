@@ -1,0 +1,182 @@
+"""The split family: query heads packed into tiles, keys split over blocks, which calls it takes."""
+
+from __future__ import annotations
+
+import itertools
+
+import flashmoe_science as fm
+import kernels
+import pytest
+import torch
+from gpu import cases, families, memory
+from gpu.cases import Case
+from kernels import Kernel
+
+pytestmark = pytest.mark.gpu
+
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+SPLIT_KERNELS = sorted(kernels.attention("split"))
+
+
+@pytest.fixture(autouse=True)
+def _served() -> None:
+    reason = families.why_not("split")
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def _plan(case: Case) -> fm.AttentionPlan:
+    return fm.attention_plan_for(
+        batch=case.batch, seq_q=case.seq_q, seq_k=case.seq_k, heads_q=case.heads_q,
+        heads_kv=case.heads_kv, dim=case.dim, dim_v=case.dim_v, dtype=case.dtype, device="cuda:0",
+        causal=False if case.causal == "none" else case.causal, window=case.window,
+        softcap=case.softcap, kernel=case.kernel,
+    )  # fmt: skip
+
+
+def _check(case: Case) -> int:
+    """One call, right, with nothing else touched, on the planned grid; its parts of a tile."""
+    plan = _plan(case)
+    try:
+        cases.check_case(case, "cuda:0")
+    except AssertionError as error:
+        raise AssertionError(f"{case} ({plan}): {error}") from error
+    launch = fm.last_launch()
+    assert plan.family == "split"
+    assert plan.grid == (families.blocks(case, plan), 1, 1)
+    assert (launch.kernel, launch.grid, launch.block) == (plan.kernel, plan.grid, plan.block)
+    assert plan.workspace_bytes <= 2**24
+    return families.parts(case, plan)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 16, 33, 64, 71])
+@pytest.mark.parametrize("keys", [150, 1999])
+def test_rows_of_all_heads_of_a_group_share_a_tile(group: int, keys: int) -> None:
+    """Groups of rows that are full and not, one, two and three of them a tile, parts of it."""
+    options = itertools.product(DIMS, cases.CAUSAL)
+    for i, ((dim, dim_v), causal) in enumerate(options):
+        _check(Case(dtype=("fp16", "bf16")[i % 2], batch=1 + i % 2, seq_q=(1, 5, 17, 33, 70)[i % 5],
+                    seq_k=keys, heads_q=2 * group, heads_kv=2, dim=dim, dim_v=dim_v, causal=causal,
+                    layout=("bshd", "bhsd")[i % 2], kernel="split", seed=i))  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", SPLIT_KERNELS, ids=lambda kernel: kernel.table_name)
+def test_every_kernel_by_name(kernel: Kernel) -> None:
+    parts = []
+    for i, (seq_q, seq_k, group) in enumerate(
+        ((64, 5000, 4), (300, 310, 1), (9, 700, 7), (130, 1025, 8))
+    ):
+        for dim, dim_v in ((kernel.dim, kernel.dim_v), (kernel.dim - 24, kernel.dim_v - 40)):
+            case = Case(dtype=kernel.dtype, batch=2, seq_q=seq_q, seq_k=seq_k, heads_q=2 * group,
+                        heads_kv=2, dim=dim, dim_v=dim_v, causal=cases.CAUSAL[i % 3],
+                        softcap=20.0 if kernel.capped else None, kernel=kernel.table_name,
+                        seed=i)  # fmt: skip
+            parts.append(_check(case))
+            assert fm.last_launch().kernel == kernel.table_name
+    assert max(parts) > 4
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("dim", "dim_v"), [*DIMS, (96, 96), (72, 40)])
+def test_parts_of_tiles(dtype: str, dim: int, dim_v: int) -> None:
+    """Parts without a key that some rows, or all, see; steps that parts do not divide."""
+    shapes = (
+        (64, 8192, 2, 4, None),
+        (33, 40000, 1, 7, None),
+        (200, 3001, 3, 1, (1000, 0)),
+        (500, 4096, 1, 2, (100, 30)),
+        (700, 300, 1, 1, None),
+        (150, 9000, 2, 3, (8000, None)),
+    )
+    parts = []
+    for i, (seq_q, seq_k, heads_kv, group, window) in enumerate(shapes):
+        for causal in cases.CAUSAL:
+            if causal != "none" and window is not None and window[1] not in (None, 0):
+                continue
+            case = Case(dtype=dtype, batch=1 + i % 2, seq_q=seq_q, seq_k=seq_k,
+                        heads_q=heads_kv * group, heads_kv=heads_kv, dim=dim, dim_v=dim_v,
+                        causal=causal, window=window, layout=("bshd", "bhsd")[i % 2],
+                        kernel="split", entry=("python", "c")[i % 2],
+                        values=("normal", "peaked", "rising")[i % 3], seed=i)  # fmt: skip
+            parts.append(_check(case))
+    assert max(parts) > 16
+
+
+@pytest.mark.parametrize("keys", [700, 30000])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_rows_that_a_masked_key_spoils_are_computed_again(dtype: str, keys: int) -> None:
+    """A NaN of V beside the diagonal is of the rows that see it, and of no other."""
+    heads_kv, batch = (2, 70) if keys == 700 else (1, 1)  # tiles enough, and few
+    case = Case(dtype=dtype, batch=batch, seq_q=64, seq_k=keys, heads_q=4 * heads_kv,
+                heads_kv=heads_kv, dim=128, dim_v=128, causal="bottom_right",
+                kernel="split")  # fmt: skip
+    assert (families.parts(case, _plan(case)) > 1) == (batch == 1)
+    q, k, v = cases.make_values(case, "cuda:0")
+    v[-1, -40, 0, 5] = float("nan")
+    v[-1, -20, 0, 77] = float("inf")
+    options = {"causal": "bottom_right", "return_lse": True, "kernel": "split"}
+    want = fm.flash_attention(q, k, v, **options)
+    query = torch.arange(64, device="cuda")[:, None]
+    columns = torch.arange(128, device="cuda")
+    finite = ~((query >= 24) & (columns == 5) | (query >= 44) & (columns == 77))
+    assert torch.equal(want[0][-1, :, :4].isfinite(), finite[:, None, :].expand(64, 4, 128))
+    assert want[0][:-1].isfinite().all() and want[0][:, :, 4:].isfinite().all()
+    assert want[1].isfinite().all()
+    for _ in range(20):
+        got = fm.flash_attention(q, k, v, **options)
+        assert all(
+            torch.equal(memory.bits(a), memory.bits(b)) for a, b in zip(got, want, strict=True)
+        )
+
+
+@pytest.mark.parametrize("seq_k", [400, 16384])
+def test_calls_that_follow_one_another_wait_for_their_inputs(seq_k: int) -> None:
+    """Each may start before the one in front of it is done, whose output it reads, and whose
+    workspace it may get."""
+    torch.manual_seed(0)
+    k, v = (torch.randn(1, seq_k, 4, 64, device="cuda").half() for _ in "kv")
+    x = torch.randn(1, 40, 16, 64, device="cuda").half()
+
+    def chain(wait: bool) -> torch.Tensor:
+        y = x
+        for _ in range(100):
+            y = fm.flash_attention(y, k, v, kernel="split")
+            if wait:
+                torch.cuda.synchronize()
+        return y
+
+    want = chain(wait=True)
+    for _ in range(5):
+        assert torch.equal(chain(wait=False), want)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_some_rows_of_many_keys_go_to_split(dim: int) -> None:
+    for seq_q, seq_k in itertools.product((64, 128, 256), (8192, 32768)):
+        case = Case(dtype="bf16", seq_q=seq_q, seq_k=seq_k, heads_q=32, heads_kv=8, dim=dim,
+                    dim_v=dim, causal="bottom_right")  # fmt: skip
+        assert _check(case) > 1
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", cases.CAUSAL)
+def test_many_rows_do_not(dim: int, causal: str) -> None:
+    case = Case(dtype="bf16", batch=4, seq_q=4096, seq_k=4096, heads_q=16, heads_kv=16, dim=dim,
+                dim_v=dim, causal=causal)  # fmt: skip
+    plan = _plan(case)
+    assert plan.family == "sm90"
+    reasons = dict(line.split(": ", 1) for line in plan.rejected.splitlines())
+    assert reasons["split"].startswith("many rows, at which tiles of one head are faster")
+
+
+def test_parts_keep_the_device_busy() -> None:
+    """Blocks up to what the device holds, and none of them without a step of its own."""
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    for heads, seq_k in itertools.product((1, 2, 8, 30), (1000, 10000, 100000)):
+        case = Case(dtype="bf16", seq_q=64, seq_k=seq_k, heads_q=heads, heads_kv=heads, dim=128,
+                    dim_v=128, kernel="split")  # fmt: skip
+        plan = _plan(case)
+        parts = families.parts(case, plan) or 1
+        assert parts <= -(-seq_k // plan.tile_k)
+        if seq_k >= 100000:
+            assert 3 * plan.grid[0] >= 2 * blocks
