@@ -71,12 +71,14 @@ endfunction()
 #   sm89: of rows of one matrix or of a gate and an up, and which stride of the weights is 1.
 #   stream: products' rows of a step, in sixteens, and its tokens, in eights: for few tokens, for few of a
 #     model with many columns, for more.
+#   stream/bulk: Hopper's, for few tokens.
 #   sm90: rows of x, gathered, with a gate and an up or with one matrix, or rows as they lie; and which
 #     stride of the weights is 1.
 set(FLASHMOE_MOE_SM89_KERNELS
   "Rows::kPlain,Major::kColumns," "Rows::kPlain,Major::kRows,_trans"
   "Rows::kGated,Major::kColumns,_gated" "Rows::kGated,Major::kRows,_gated_trans")
 set(FLASHMOE_MOE_STREAM_KERNELS "1,1,_r16_n8" "2,1,_r32_n8" "2,2,_r32_n16")
+set(FLASHMOE_MOE_STREAM_BULK_KERNELS "_bulk")
 set(FLASHMOE_MOE_SM90_KERNELS
   "kPlainGatedUp,kColumns,_swiglu_up" "kGatedUp,kColumns,_gated_up" "kUp,kColumns,_up"
   "kDown,kColumns,_down" "kGatedUp,kRows,_gated_up_trans" "kUp,kRows,_up_trans"
@@ -87,6 +89,7 @@ function(flashmoe_instantiate_moe target family)
   set(source_dir "${PROJECT_SOURCE_DIR}/cuda/moe/${family}")
   set(binary_dir "${PROJECT_BINARY_DIR}/generated/cuda/moe/${family}")
   string(TOUPPER "FLASHMOE_MOE_${family}_KERNELS" kernels)
+  string(REPLACE "/" "_" kernels "${kernels}")
   set(ENTRIES "")
   foreach(kernel IN LISTS ${kernels})
     string(REPLACE "," ";" kernel "${kernel}")

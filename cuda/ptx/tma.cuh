@@ -50,6 +50,17 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t destination, const v
       : "memory");
 }
 
+// Copies contiguous bytes, a multiple of 16 from a 16-byte aligned place to another, and completes on
+// `barrier`.
+__device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, int bytes,
+                                          uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // Coordinates are not negative: the copy engine stops at such a store (not at such a load).
 __device__ __forceinline__ void tma_store(const void* map, uint32_t source, int c0, int c1, int c2,
                                           int c3) {

@@ -19,6 +19,7 @@ ENTRIES = {
     "attention/split": ("fp16_d64_dv64",),
     "moe/route": ("key32_e128", "key64_e1024"),
     "moe/stream": ("bf16_t1_n8", "bf16_t2_n16"),
+    "moe/stream/bulk": ("bf16_bulk",),
 }
 CORE = ("attention", "checks", "choose", "dtype", "known_calls", "launch", "log", "status")
 SOURCES = {

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.gpu
 # Token counts about the ends of tiles, of few and of many tokens an expert.
 TOKENS = (1, 2, 3, 5, 8, 17, 64, 100, 257, 1000)
 BASE = Case(tokens=100, hidden=256, inner=192, experts=8, top_k=2)
+# Of rows that the copy engine brings for few tokens on Hopper: not whole lines.
+LONG = {"hidden": 520, "inner": 776}
 
 
 @pytest.fixture(params=moe_layers.FAMILIES)
@@ -107,11 +109,25 @@ def test_extents(moe_family: str, hidden: int, inner: int) -> None:
         assert served or not must_serve(moe_family)
 
 
+@pytest.mark.parametrize("hidden", [512, 520, 1000, 2880])
+@pytest.mark.parametrize("inner", [512, 776, 1032, 1544])
+def test_extents_of_few_tokens(moe_family: str, hidden: int, inner: int) -> None:
+    for tokens, gate, bias, dtype in (
+        (1, "gate_up", None, "bf16"), (3, "interleaved", "x", "fp16"), (5, "none", None, "bf16"),
+        (8, "separate", "fp32", "bf16"),
+    ):  # fmt: skip
+        case = Case(tokens=tokens, hidden=hidden, inner=inner, experts=6, top_k=2, gate=gate,
+                    bias=bias)  # fmt: skip
+        for skew in (0.0, 3.0):
+            served = check(make(case, dtype, skew=skew), moe_family)
+            assert served or not must_serve(moe_family)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_layer_of_a_model(moe_family: str, dtype: str) -> None:
     """Qwen3-30B-A3B and Mixtral's proportions."""
     said = []
-    for tokens in (1, 64, 700):
+    for tokens in (1, 4, 8, 64, 700):
         case = Case(tokens=tokens, hidden=2048, inner=768, experts=128, top_k=8)
         said.append(check(make(case, dtype), moe_family))
         case = Case(tokens=tokens, hidden=1024, inner=3584, experts=8, top_k=2)
@@ -135,11 +151,13 @@ EDGES: dict[str, tuple[Case, Any]] = {
 
 
 @pytest.mark.parametrize("edge", EDGES)
-@pytest.mark.parametrize("tokens", [None, 4])
+@pytest.mark.parametrize("tokens", [None, 4, 7])
 def test_edges(moe_family: str, edge: str, tokens: int | None) -> None:
     case, ids_of = EDGES[edge]
     if tokens is not None and case.tokens:
         case = dataclasses.replace(case, tokens=tokens)
+        if case.experts <= 64:
+            case = dataclasses.replace(case, **LONG)
     ids = moe_layers.random_ids(case)
     if ids_of == "one":
         ids.fill_(3)
@@ -157,8 +175,8 @@ def test_edges(moe_family: str, edge: str, tokens: int | None) -> None:
 
 @pytest.mark.parametrize("where", ["x", "w_gate_up", "w_down", "weights"])
 def test_a_nan_reaches_what_it_meets_and_nothing_else(moe_family: str, where: str) -> None:
-    for tokens in (6, 150):
-        case = dataclasses.replace(BASE, tokens=tokens)
+    for tokens, extents in ((6, {}), (6, LONG), (150, {})):
+        case = dataclasses.replace(BASE, tokens=tokens, **extents)
         layer = make(case, "bf16")
         if moe_layers.plan_or_none(layer, moe_family) is None:
             continue
@@ -186,8 +204,8 @@ WILD = ("offsets", "pairs", "slots", "everything")
 def test_wild_routings_touch_nothing_outside(moe_family: str, what: str, seed: int) -> None:
     """Whatever offsets, pairs and slots hold, nothing outside of the tensors is read or written;
     what is read within may be anything."""
-    for tokens in (5, 200):
-        case = dataclasses.replace(BASE, tokens=tokens, seed=seed)
+    for tokens, extents in ((5, {}), (5, LONG), (200, {})):
+        case = dataclasses.replace(BASE, tokens=tokens, seed=seed, **extents)
         layer = make(case, "bf16")
         if moe_layers.plan_or_none(layer, moe_family) is None:
             continue

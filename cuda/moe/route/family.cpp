@@ -83,15 +83,21 @@ int warps_of_block(const MoeRouteProblem& p, const Entry& entry, bool once, int 
   return warps;
 }
 
-// Finds out what clusters of the largest blocks can run, and allows them.
+// Finds out what clusters of the largest blocks can run, and allows them; divides shared memory as those
+// who come next want it.
 cudaError_t allow_clusters(const Kernel& kernel, int device_id, const DeviceFacts&,
                            const cudaFuncAttributes& attributes) {
   const Entry& entry = static_cast<const Entry&>(kernel);
   int& most = entry.most_blocks[device_id];
   most = 1;
   if (attributes.ptxVersion < kClusterPtx) return cudaSuccess;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel.function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  // A layer's next kernel comes while this one is there, and wants all the shared memory of a
+  // multiprocessor: divided otherwise, that of this one would not take its block.
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel.function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                           cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;

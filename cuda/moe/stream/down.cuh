@@ -270,17 +270,28 @@ __device__ __forceinline__ void compute_down(const DownParams& params,
   }
 }
 
-// Tokens without experts.
-template <class Traits>
-__device__ __forceinline__ void write_zeros(const DownParams& params) {
+// Tokens without experts, by so many threads of each block.
+__device__ __forceinline__ void write_zeros(const DownParams& params, int block_threads) {
   const int64_t units = static_cast<int64_t>(params.routing.tokens) * (params.weights.rows / 8);
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + thread_index(); i < units;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * block_threads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * block_threads + thread_index(); i < units;
        i += threads) {
     const int64_t token = i / (params.weights.rows / 8);
     const int64_t unit = i % (params.weights.rows / 8);
     *reinterpret_cast<uint4*>(params.out + token * params.out_stride + 8 * unit) =
         make_uint4(0, 0, 0, 0);
+  }
+}
+
+// Fills `slots`, by so many threads.
+__device__ __forceinline__ void find_slots(const DownParams& params, int2* slots, int threads) {
+  const Routing& routing = params.routing;
+  const int pairs = routing.tokens * routing.top_k;
+  for (int slot = thread_index(); slot < pairs; slot += threads) {
+    const int pair = __ldcg(routing.pairs + slot);
+    const bool valid = pair >= 0 && pair < pairs;
+    const float weight = valid && !params.weight_on_input ? __ldcg(routing.weights + pair) : 1.0f;
+    slots[slot] = make_int2(valid ? pair / routing.top_k : -1, __float_as_int(weight));
   }
 }
 
@@ -291,13 +302,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Routing& routing = params.routing;
   const DownShared<Traits> shared = {memory, pipeline_bytes<Traits>(params.schedule),
                                      routing.max_records, routing.tokens};
-  const int pairs = routing.tokens * routing.top_k;
-  for (int slot = thread_index(); slot < pairs; slot += kThreads) {
-    const int pair = __ldcg(routing.pairs + slot);
-    const bool valid = pair >= 0 && pair < pairs;
-    const float weight = valid && !params.weight_on_input ? __ldcg(routing.weights + pair) : 1.0f;
-    shared.slots()[slot] = make_int2(valid ? pair / routing.top_k : -1, __float_as_int(weight));
-  }
+  find_slots(params, shared.slots(), kThreads);
   for (int i = thread_index(); i < kWarps * routing.tokens * Traits::kStripeRows; i += kThreads) {
     shared.sums()[i] = 0.0f;
   }
@@ -305,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (experts.entries == 0) {
     wait_for_previous();
     let_next_start();
-    write_zeros<Traits>(params);
+    write_zeros(params, kThreads);
     return;
   }
   const int steps = (params.weights.columns + Traits::kStepColumns - 1) / Traits::kStepColumns;

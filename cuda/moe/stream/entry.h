@@ -14,6 +14,7 @@ inline constexpr int kLeastSharedBytes = 98 * 1024;
 // What the shared memory of a block depends on.
 struct SharedShape {
   int stages;
+  int stage_columns;
   int entry_tokens;
   int records;
   int pairs;
@@ -24,10 +25,12 @@ struct Entry {
   Kernel up;
   Kernel down;
   Dtype dtype;
+  bool bulk;   // the copy engine brings stages: for Hopper, and for so many tokens in all
   int tiles;   // of 16 weight rows, a warp
   int tokens;  // of an expert, at a time
   int threads;
   int max_stages;
+  int max_columns;                            // of a stage, or a step
   int (*up_bytes)(const SharedShape& shape);  // dynamic, of a block
   int (*down_bytes)(const SharedShape& shape);
 };

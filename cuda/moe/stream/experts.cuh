@@ -31,6 +31,7 @@ struct Experts {
   __device__ __forceinline__ int find(int entry) const {
     int low = 0;
     int high = count;
+#pragma unroll 1
     while (high - low > 1) {
       const int middle = (low + high) / 2;
       if (records[middle].first_entry <= entry) {
@@ -42,6 +43,21 @@ struct Experts {
     return low;
   }
 };
+
+// What is known when all records are written, and their end.
+__device__ __forceinline__ Experts end_records(const Routing& routing, int entry_tokens,
+                                               Record* records, int count, int entries,
+                                               bool by_this_thread) {
+  // Only offsets that routing did not make have more.
+  if (count > routing.max_records) {
+    count = routing.max_records;
+    const Record last = records[count - 1];
+    entries =
+        last.first_entry + (last.end_slot - last.first_slot + entry_tokens - 1) / entry_tokens;
+  }
+  if (by_this_thread) records[count] = {0, 0, 0, entries};
+  return {records, count, entries};
+}
 
 // Fills `records`; all threads of the block call it, and meet in it after the last one wrote.
 // Offsets may hold anything: an expert's slots are among the pairs, whatever they are.
@@ -86,16 +102,10 @@ __device__ __forceinline__ Experts find_experts(const Routing& routing, int entr
     if (own > 0 && rank < routing.max_records) records[rank] = {expert, begin, end, entry};
     __syncthreads();
   }
-  // Only offsets that routing did not make have more.
-  if (count > routing.max_records) {
-    count = routing.max_records;
-    const Record last = records[count - 1];
-    entries =
-        last.first_entry + (last.end_slot - last.first_slot + entry_tokens - 1) / entry_tokens;
-  }
-  if (thread_index() == 0) records[count] = {0, 0, 0, entries};
+  const Experts experts =
+      end_records(routing, entry_tokens, records, count, entries, thread_index() == 0);
   __syncthreads();
-  return {records, count, entries};
+  return experts;
 }
 
 }  // namespace flashmoe::moe::stream

@@ -15,6 +15,9 @@ namespace flashmoe::moe::stream {
 
 #define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
 #include "cuda/moe/stream/entries.inc"
+#if FLASHMOE_WITH_SM90
+#include "cuda/moe/stream/bulk/entries.inc"
+#endif
 #undef FLASHMOE_ENTRY
 
 namespace {
@@ -25,6 +28,9 @@ constexpr int64_t kMostColumns = int64_t{1} << 24;  // of H and I: products with
 const Entry* const kEntries[] = {
 #define FLASHMOE_ENTRY(name) &entry_##name,
 #include "cuda/moe/stream/entries.inc"
+#if FLASHMOE_WITH_SM90
+#include "cuda/moe/stream/bulk/entries.inc"
+#endif
 #undef FLASHMOE_ENTRY
 };
 
@@ -42,7 +48,8 @@ cudaError_t allow_shared_memory(const Kernel& kernel, int, const DeviceFacts& fa
 
 const Entry* find_entry(Dtype dtype, const Tile& tile) {
   for (const Entry* entry : kEntries) {
-    if (entry->dtype == dtype && entry->tiles == tile.tiles && entry->tokens == tile.tokens) {
+    if (entry->dtype == dtype && entry->bulk == tile.bulk && entry->tiles == tile.tiles &&
+        entry->tokens == tile.tokens) {
       return entry;
     }
   }
@@ -56,6 +63,21 @@ const Entry& entry_of(const MoePlan& plan) {
   return *kEntries[0];
 }
 
+// Columns of a stage of both launches.
+struct Columns {
+  int up;
+  int down;
+};
+
+Columns choose_columns(const MoeForwardProblem& p, const Entry& entry) {
+  if (!entry.bulk) return {entry.max_columns, entry.max_columns};
+  return {static_cast<int>(choose_stage_columns(p.hidden, entry.max_columns)),
+          static_cast<int>(choose_stage_columns(p.inner, entry.max_columns))};
+}
+
+// Bytes of weights in a stage of the bulk kernels.
+int64_t bulk_weight_bytes(int columns) { return kBulkRowsOfStage * columns * 2; }
+
 // Shared memory of both launches.
 struct Depths {
   int up_stages;
@@ -64,37 +86,59 @@ struct Depths {
   int64_t down_bytes;
 };
 
+// Stages of the bulk kernels for so many bytes of weights.
+int bulk_stages(const Entry& entry, int columns, int64_t bytes) {
+  return static_cast<int>(
+      std::min<int64_t>(ceil_div(bytes, bulk_weight_bytes(columns)), entry.max_stages));
+}
+
 // Static shared memory, of which the kernels have little, and what a block costs beside its own.
-int64_t beside(const DeviceFacts& facts) { return facts.reserved_shared_bytes_per_block + 128; }
+constexpr int64_t kStaticBytes = 256;
+int64_t beside(const DeviceFacts& facts) {
+  return facts.reserved_shared_bytes_per_block + kStaticBytes;
+}
 
 // Where both stages may run side by side, each has its block on every multiprocessor: as many steps
 // under way as fit beside one another, and no room for a second block of the second stage, which would
 // leave another multiprocessor idle. 0 stages where they do not fit.
-Depths choose_depths(const Entry& entry, SharedShape shape, bool side_by_side,
-                     const DeviceFacts& facts) {
+Depths choose_depths(const Entry& entry, SharedShape shape, const Columns& columns,
+                     bool side_by_side, const DeviceFacts& facts) {
   const auto up_bytes = [&](int stages) {
     shape.stages = stages;
+    shape.stage_columns = columns.up;
     return static_cast<int64_t>(entry.up_bytes(shape));
   };
   const auto down_bytes = [&](int stages) {
     shape.stages = stages;
+    shape.stage_columns = columns.down;
     return static_cast<int64_t>(entry.down_bytes(shape));
   };
-  const int64_t block = facts.shared_bytes_per_block - 128;
+  const int64_t block = facts.shared_bytes_per_block - kStaticBytes;
   const int64_t all = facts.shared_bytes_per_multiprocessor;
-  Depths made = {kUpStages[entry.tiles - 1], kDownStages[entry.tiles - 1], 0, 0};
-  if (side_by_side) {
-    const int64_t up = up_bytes(made.up_stages);
-    const int64_t more_than_half = all / 2 + 1024;
-    for (int stages = made.down_stages; stages >= 2; --stages) {
+  // Of up's stages the most, and the fewest, and of down's, before up has fewer.
+  int most_up = kUpStages[entry.tiles - 1];
+  int least_up = most_up;
+  int most_down = kDownStages[entry.tiles - 1];
+  int least_down = 2;
+  if (entry.bulk) {
+    most_up = bulk_stages(entry, columns.up, kBulkUpBytes);
+    least_up = bulk_stages(entry, columns.up, kLeastBulkUpBytes);
+    most_down = entry.max_stages;
+    least_down = bulk_stages(entry, columns.down, kLeastBulkDownBytes);
+  }
+  const int64_t more_than_half = all / 2 + 1024;
+  for (int up_stages = most_up; side_by_side && up_stages >= least_up; --up_stages) {
+    const int64_t up = up_bytes(up_stages);
+    for (int stages = most_down; stages >= (up_stages > least_up ? least_down : 2); --stages) {
+      if (entry.bulk && stages % 2 != 0 && stages > least_down) continue;  // one group of warps
       const int64_t down = std::max(down_bytes(stages), more_than_half);
       if (down <= block && up + down + 2 * beside(facts) <= all) {
-        return {made.up_stages, stages, up, down};
+        return {up_stages, stages, up, down};
       }
     }
   }
+  Depths made = {least_up, least_up, 0, 0};
   // Deeper is of no use to what runs alone.
-  made.down_stages = made.up_stages = kUpStages[entry.tiles - 1];
   while (made.up_stages > 1 && up_bytes(made.up_stages) > block) --made.up_stages;
   while (made.down_stages > 1 && down_bytes(made.down_stages) > block) --made.down_stages;
   made.up_bytes = up_bytes(made.up_stages);
@@ -131,7 +175,8 @@ bool is_row_major(const ExpertMatrix& matrix) { return matrix.column_stride == 1
 
 SharedShape shared_shape(const MoeForwardProblem& p, const Entry& entry) {
   SharedShape shape = {};
-  shape.entry_tokens = static_cast<int>(std::clamp<int64_t>(p.tokens, 1, entry.tokens));
+  shape.entry_tokens = static_cast<int>(
+      std::clamp<int64_t>(p.tokens, 1, entry.bulk ? kBulkEntryTokens : entry.tokens));
   shape.pairs = static_cast<int>(p.tokens * p.top_k);
   shape.records = std::clamp(shape.pairs, 1, p.experts);
   shape.tokens = static_cast<int>(p.tokens);
@@ -181,17 +226,23 @@ flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reas
   if (problem.hidden > kMostColumns || problem.inner > kMostColumns) {
     return refuse("H or I above 2^24");
   }
-  if (!named && problem.tokens > kMostTokensBesideSm90 && is_for_sm90(problem)) {
+  if (!named &&
+      !serves_better_than_sm90(problem.tokens, problem.tokens * problem.top_k, problem.experts,
+                               problem.hidden, problem.inner) &&
+      is_for_sm90(problem)) {
     return refuse("many tokens, for which sm90 is faster (named, it serves them)");
   }
+  const bool hopper = FLASHMOE_WITH_SM90 && facts->compute_capability == 90;
   const Entry* entry = find_entry(
-      problem.dtype, choose_tile(problem.tokens, problem.hidden, facts->multiprocessors));
+      problem.dtype,
+      choose_tile(problem.tokens, problem.hidden, problem.inner, facts->multiprocessors, hopper));
   if (entry == nullptr) return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for this dtype");
   int arch = 0;
   FLASHMOE_TRY(load_kernel(entry->up, device_id, *facts, &arch, reason, allow_shared_memory));
   FLASHMOE_TRY(load_kernel(entry->down, device_id, *facts, &arch, reason, allow_shared_memory));
   const SharedShape shape = shared_shape(problem, *entry);
-  const Depths depths = choose_depths(*entry, shape, has_clusters(entry->up, device_id), *facts);
+  const Depths depths = choose_depths(*entry, shape, choose_columns(problem, *entry),
+                                      has_clusters(entry->up, device_id), *facts);
   if (depths.up_stages == 0) return refuse("more tokens than fit in shared memory");
 
   const int64_t multiprocessors = facts->multiprocessors;
@@ -231,6 +282,9 @@ Weights halves_of(const ExpertMatrix& matrix, int64_t rows, int64_t columns) {
   return weights;
 }
 
+// Groups of warps that take stages in turn, of the bulk kernels: as many, up to 4, as divide the stages.
+int32_t groups_of(int stages) { return stages % 4 == 0 ? 4 : stages % 2 == 0 ? 2 : 1; }
+
 Bias bias_of(const ExpertBias& bias) {
   return {bias.data, bias.expert_stride, static_cast<int32_t>(bias.row_stride),
           bias.dtype == Dtype::kFloat32 ? 1 : 0};
@@ -257,9 +311,14 @@ flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* wo
   routing.top_k = p.top_k;
   routing.max_records = shared_shape(p, entry).records;
 
+  const Columns columns = choose_columns(p, entry);
+  const int lead = entry.bulk ? static_cast<int>(kBulkTriggerLead / bulk_weight_bytes(columns.up))
+                              : kTriggerLead;
+
   UpParams up = {};
   up.routing = routing;
-  up.schedule = {up_stage.stages, up_stage.tile_tokens, kTriggerLead};
+  up.schedule = {up_stage.stages, up_stage.tile_tokens, lead, columns.up,
+                 groups_of(up_stage.stages)};
   up.weights =
       p.gated ? pair_of(p.gate, p.up, p.inner, p.hidden) : halves_of(p.up, p.inner, p.hidden);
   up.bias[0] = bias_of(p.gated ? p.gate_bias : p.up_bias);
@@ -278,12 +337,13 @@ flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* wo
   up.alpha = p.alpha;
   up.limit = p.limit;
   up.up_offset = p.up_offset;
-  // Not early: beside routing it is up to 17 % slower (docs/kernels/moe.md).
-  FLASHMOE_TRY(launch_stage(plan, 0, p.device, &up, stream, /*early=*/false));
+  // Early beside routing, the others are up to 17 % slower (docs/kernels/moe.md).
+  FLASHMOE_TRY(launch_stage(plan, 0, p.device, &up, stream, /*early=*/entry.bulk));
 
   DownParams down = {};
   down.routing = routing;
-  down.schedule = {down_stage.stages, down_stage.tile_tokens, 0};
+  down.schedule = {down_stage.stages, down_stage.tile_tokens, 0, columns.down,
+                   groups_of(down_stage.stages)};
   down.weights = halves_of(p.down, p.hidden, p.inner);
   down.bias = bias_of(p.down_bias);
   down.a = a;

@@ -42,6 +42,9 @@ struct Schedule {
   int32_t entry_tokens;  // slots of an expert that are taken at a time
   int32_t
       trigger_lead;  // steps from a warp's last load back to where it lets the next kernel start
+  // Of the bulk kernels, whose stages are a block's:
+  int32_t stage_columns;
+  int32_t groups;  // of warps, which take stages in turn; a power of 2 that divides the stages
 };
 
 struct UpParams {

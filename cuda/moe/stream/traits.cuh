@@ -14,6 +14,8 @@ inline constexpr int kThreads = kWarps * kLanes;
 inline constexpr int kMaxStages = 6;
 inline constexpr int kPieceBytes = kLanes * 16;  // what one load of a warp brings
 
+inline constexpr int kRecordBytes = 16;
+
 // kTiles products of 16 weight rows by up to kTokenBlocks times 8 tokens, a warp.
 template <class Element_, int kTiles_, int kTokenBlocks_>
 struct Traits {
@@ -28,8 +30,6 @@ struct Traits {
   static constexpr int kSums = kTiles * kTokenBlocks * 4;  // of a lane
   static constexpr int kHeadBytes = kSums * kLanes * 4;    // of a warp
   static constexpr int kStripeRows = 16 * kTiles;          // of the down kernel
-
-  static constexpr int kRecordBytes = 16;
 
   // Of a warp: pieces of weights, and rows of that many tokens.
   static __host__ __device__ constexpr int stage_bytes(int entry_tokens) {

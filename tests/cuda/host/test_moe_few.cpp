@@ -1,6 +1,7 @@
 // Which layers with few tokens the stream family takes, on a made-up CUDA, with made-up kernels, and
 // beside an sm90 that serves them or does not.
 #include <cstring>
+#include <string>
 
 #include "check.h"
 #include "core/backends.h"
@@ -14,29 +15,33 @@
 namespace flashmoe::moe::stream {
 
 static int bytes_of(const SharedShape& shape) { return 4096 * shape.stages; }
-static LoadedKernel loaded[4][kMaxDevices];
+static LoadedKernel loaded[6][kMaxDevices];
 
-static Entry entry_of(int tiles, int tokens, int first) {
+static Entry entry_of(int tiles, int tokens, bool bulk, int first) {
   const auto kernel = [first](const char* name, int index) {
     return Kernel{name, reinterpret_cast<const void*>(intptr_t{0x11} + first + index),
                   kLeastSharedBytes, loaded[first + index]};
   };
   Entry entry = {};
-  entry.up = kernel("up", 0);
-  entry.down = kernel("down", 1);
+  entry.up = kernel(bulk ? "up_bulk" : "up", 0);
+  entry.down = kernel(bulk ? "down_bulk" : "down", 1);
   entry.dtype = Dtype::kBFloat16;
+  entry.bulk = bulk;
   entry.tiles = tiles;
   entry.tokens = tokens;
   entry.threads = 256;
   entry.max_stages = 4;
+  entry.max_columns = 1024;
   entry.up_bytes = entry.down_bytes = &bytes_of;
   return entry;
 }
 
 extern const Entry entry_bf16_t1_n8;
 extern const Entry entry_bf16_t2_n16;
-const Entry entry_bf16_t1_n8 = entry_of(1, 8, 0);
-const Entry entry_bf16_t2_n16 = entry_of(2, 16, 2);
+extern const Entry entry_bf16_bulk;
+const Entry entry_bf16_t1_n8 = entry_of(1, 8, false, 0);
+const Entry entry_bf16_t2_n16 = entry_of(2, 16, false, 2);
+const Entry entry_bf16_bulk = entry_of(1, 8, true, 4);
 
 }  // namespace flashmoe::moe::stream
 
@@ -126,6 +131,36 @@ void few_tokens_an_expert() {
   CHECK(ask(problem, "transposed weights") == FLASHMOE_ERROR_UNSUPPORTED);
 }
 
+void the_copy_engine_brings_long_rows_for_few_tokens() {
+  const auto first_kernel = [](const MoeForwardProblem& problem) {
+    MoePlan plan = {};
+    char reason[256] = "";
+    CHECK(kStreamMoe.forward.plan(problem, &plan, Reason(reason)) == FLASHMOE_OK);
+    // Stages of either kernel that groups of warps take in turn.
+    CHECK(plan.info.stage[0].stages >= 2 && plan.info.stage[1].stages >= 2);
+    return std::string(plan.info.stage[0].kernel);
+  };
+  sm90_says = FLASHMOE_ERROR_UNSUPPORTED;
+  CHECK(first_kernel(problem_of(1)) == "up_bulk" && first_kernel(problem_of(8)) == "up_bulk");
+  CHECK(first_kernel(problem_of(9)) == "up");
+  MoeForwardProblem problem = problem_of(4);
+  problem.inner = 256;
+  problem.down.row_stride = 256;
+  CHECK(first_kernel(problem) == "up");
+}
+
+void sm90_takes_many_tokens_of_an_expert() {
+  sm90_says = FLASHMOE_OK;
+  MoeForwardProblem problem = problem_of(8);
+  problem.experts = 8;
+  problem.top_k = 2;
+  CHECK(ask(problem, "sm90 is faster") == FLASHMOE_ERROR_UNSUPPORTED);
+  problem.tokens = 6;
+  CHECK(ask(problem, "") == FLASHMOE_OK);
+  problem.inner = 256;
+  CHECK(ask(problem, "sm90 is faster") == FLASHMOE_ERROR_UNSUPPORTED);
+}
+
 }  // namespace
 }  // namespace flashmoe
 
@@ -133,5 +168,7 @@ int main() {
   flashmoe::sm90_comes_first_where_it_serves();
   flashmoe::named_it_serves_more();
   flashmoe::few_tokens_an_expert();
+  flashmoe::the_copy_engine_brings_long_rows_for_few_tokens();
+  flashmoe::sm90_takes_many_tokens_of_an_expert();
   return 0;
 }
