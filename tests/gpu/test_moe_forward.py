@@ -123,6 +123,14 @@ def test_extents_of_few_tokens(moe_family: str, hidden: int, inner: int) -> None
             assert served or not must_serve(moe_family)
 
 
+@pytest.mark.parametrize("inner", [40, 64, 72])
+def test_many_tiles_of_few_columns(moe_family: str, inner: int) -> None:
+    """Tiles that end sooner than what became of the ones before is written."""
+    case = Case(tokens=600, hidden=2880, inner=inner, experts=96, top_k=4)
+    served = check(make(case, "bf16"), moe_family)
+    assert served or not must_serve(moe_family)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_layer_of_a_model(moe_family: str, dtype: str) -> None:
     """Qwen3-30B-A3B and Mixtral's proportions."""

@@ -68,9 +68,10 @@ struct Traits {
   static constexpr int kOutBytes = kOutTokens * kBoxRowBytes;
   static_assert(kAlternates || kOutBytes == kConsumerRows * kBoxRowBytes);
 
-  // Tiles in flight: loaded ahead, one with each stage, and being finished.
-  static constexpr int kTileSlots = 8;
-  static_assert(kStages + 3 <= kTileSlots);
+  // Tiles in flight: loaded ahead, one with each stage, being finished, and an end for each consumer that
+  // looks for one of its own, which is known without a wait for a stage.
+  static constexpr int kTileSlots = kAlternates ? 16 : 8;
+  static_assert(kStages + 2 + (kAlternates ? kConsumers : 1) <= kTileSlots);
 
   static constexpr int kOutOffset = kStages * kStageBytes;
   static constexpr int kScalesOffset =
