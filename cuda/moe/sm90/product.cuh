@@ -734,9 +734,9 @@ struct Consumer {
         ptx::stmatrix_x4_trans(to + lane_offset + i * 16 * kBoxRowBytes, packed[0], packed[1],
                                packed[2], packed[3]);
       }
-      ptx::fence_proxy_async_shared();
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
       if (leader) {
+        ptx::fence_proxy_async_shared();  // of what all have stored, once
         send(tile, maps, column, part * Traits::kOutTokens, batch, to);
         ptx::tma_store_commit();
       }

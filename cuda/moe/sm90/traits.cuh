@@ -63,8 +63,8 @@ struct Traits {
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
   // Output of consumers that share a tile leaves by way of its last stage: a consumer's own 64 rows of
   // both halves of the weights are a buffer each. Others have buffers of their own.
-  static constexpr int kOutBuffers = 2;
-  static constexpr int kOutTokens = kAlternates ? 48 : 64;
+  static constexpr int kOutBuffers = kAlternates ? 1 : 2;
+  static constexpr int kOutTokens = kAlternates ? 96 : 64;
   static constexpr int kOutBytes = kOutTokens * kBoxRowBytes;
   static_assert(kAlternates || kOutBytes == kConsumerRows * kBoxRowBytes);
 
