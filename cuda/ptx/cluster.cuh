@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_to_rank(uint32_t address, int32_t value) {
   asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// Stores 8 or 16 aligned bytes at a mapped address and tells the mbarrier, mapped to the same
+// Stores 4, 8 or 16 aligned bytes at a mapped address and tells the mbarrier, mapped to the same
 // block, of so many bytes. Asynchronous: seen by who waits at that mbarrier.
 __device__ __forceinline__ void store_async(uint32_t address, float2 value, uint32_t barrier) {
   asm volatile(
@@ -56,6 +56,14 @@ __device__ __forceinline__ void store_async(uint32_t address, float4 value, uint
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
       "[%5];" ::"r"(address),
       "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_async(uint32_t address, int32_t value, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
+          address),
+      "r"(value), "r"(barrier)
       : "memory");
 }
 

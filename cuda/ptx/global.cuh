@@ -1,4 +1,4 @@
-// Loads of 16 bytes of global memory.
+// Loads of 16 bytes of global memory, and words by which blocks tell each other how far they are.
 #pragma once
 
 #include <cstdint>
@@ -45,6 +45,22 @@ __device__ __forceinline__ void load_or_zero(uint32_t (&chunk)[4], const void* a
       "}\n"
       : "=&r"(chunk[0]), "=&r"(chunk[1]), "=&r"(chunk[2]), "=&r"(chunk[3])
       : "l"(address), "r"(static_cast<uint32_t>(valid)));
+}
+
+// 16 bytes, each word of which other blocks may be writing. sm_70 and newer.
+__device__ __forceinline__ uint4 load_relaxed(const uint32_t* address) {
+  uint4 words;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(address)
+               : "memory");
+  return words;
+}
+
+// Adds to a word after all that this thread has written or seen, as others that see the sum find. sm_70
+// and newer.
+__device__ __forceinline__ void add_release(uint32_t* address, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 }  // namespace flashmoe::ptx

@@ -41,6 +41,21 @@ __device__ __forceinline__ bool elect_one() {
   return elected != 0;
 }
 
+// Whether the phase of this parity is over. sm_80.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Waits until the phase of this parity is over, asking again and again. sm_80.
 __device__ __forceinline__ void mbarrier_spin(uint32_t barrier, uint32_t parity) {
   asm volatile(

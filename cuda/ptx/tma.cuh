@@ -17,6 +17,13 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Fetches a box into the L2. A hint: whatever is written to the tensor meanwhile, loads see it.
+__device__ __forceinline__ void tma_prefetch(const void* map, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+
 // Completes on `barrier`, which expects the bytes of the whole box, also of what lies outside.
 __device__ __forceinline__ void tma_load(uint32_t destination, const void* map, uint32_t barrier,
                                          uint64_t policy, int c0, int c1, int c2, int c3) {

@@ -26,6 +26,8 @@ CASES = [
     Case(tokens=16, hidden=512, inner=256, experts=8, top_k=2, gate="interleaved", bias="fp32",
          transposed=True, limit=7.0, alpha=1.702, up_offset=1.0),
     Case(tokens=700, hidden=512, inner=384, experts=16, top_k=4),
+    # More tiles of both products than clusters of blocks fit a GPU: one begins under the other.
+    Case(tokens=600, hidden=1024, inner=512, experts=40, top_k=4),
 ]  # fmt: skip
 
 

@@ -335,10 +335,25 @@ Product down_of(const MoeForwardProblem& p) {
           p.experts,  p.inner, p.hidden, major_of(p.down)};
 }
 
-// The workspace: a [slots, inner], then y [slots, hidden].
-int64_t activated_bytes(const MoeForwardProblem& p) {
-  return ceil_div(p.tokens * p.top_k * p.inner * kElementBytes, kWorkspaceAlignment) *
-         kWorkspaceAlignment;
+// The workspace: a [slots, inner], then y [slots, hidden], then what `up` tells `down`.
+struct Layout {
+  int64_t y;
+  int64_t progress;
+  int64_t bytes;
+};
+
+Layout lay_out(const MoeForwardProblem& p, const MoePlan& plan) {
+  const auto align = [](int64_t bytes) {
+    return ceil_div(bytes, kWorkspaceAlignment) * kWorkspaceAlignment;
+  };
+  constexpr int64_t kWordBytes = 4;
+  const int64_t pairs = p.tokens * p.top_k;
+  Layout layout;
+  layout.y = align(pairs * p.inner * kElementBytes);
+  layout.progress = layout.y + align(pairs * p.hidden * kElementBytes);
+  layout.bytes =
+      layout.progress + (int64_t{plan.info.stage[0].grid[0]} * kConsumers + 1) * kWordBytes;
+  return layout;
 }
 
 flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
@@ -372,12 +387,12 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
   FLASHMOE_TRY(add_product(*facts, up_of(problem), plan, reason));
   FLASHMOE_TRY(add_product(*facts, down_of(problem), plan, reason));
   FLASHMOE_TRY(add_combine(problem, *facts, plan, reason));
-  plan->info.workspace_bytes =
-      static_cast<uint64_t>(activated_bytes(problem) + pairs * problem.hidden * kElementBytes);
+  plan->info.workspace_bytes = static_cast<uint64_t>(lay_out(problem, *plan).bytes);
   return FLASHMOE_OK;
 }
 
-bool fill_up(const MoeForwardProblem& p, const MoePlan& plan, void* activated, Params* params) {
+bool fill_up(const MoeForwardProblem& p, const MoePlan& plan, void* activated, uint32_t* progress,
+             Params* params) {
   const Product product = up_of(p);
   const int32_t dtype = static_cast<int32_t>(p.dtype);
   if (!fill_product(product, p.gated ? p.gate : p.up, p.up,
@@ -399,6 +414,7 @@ bool fill_up(const MoeForwardProblem& p, const MoePlan& plan, void* activated, P
   params->pair_weights = p.weight_on_input ? p.weights : nullptr;
   params->top_k = p.top_k;
   params->offsets = p.offsets;
+  params->progress = progress;
   params->bias[0] = bias_of(p.gated ? p.gate_bias : p.up_bias);
   params->bias[1] = bias_of(p.up_bias);
   fill_activation(p, params);
@@ -406,7 +422,7 @@ bool fill_up(const MoeForwardProblem& p, const MoePlan& plan, void* activated, P
 }
 
 bool fill_down(const MoeForwardProblem& p, const MoePlan& plan, const void* activated, void* y,
-               Params* params) {
+               uint32_t* progress, Params* params) {
   const Product product = down_of(p);
   const int32_t dtype = static_cast<int32_t>(p.dtype);
   if (!fill_product(product, p.down, p.down, *static_cast<const Entry*>(plan.entry[1]), params) ||
@@ -415,7 +431,10 @@ bool fill_down(const MoeForwardProblem& p, const MoePlan& plan, const void* acti
     return false;
   }
   params->offsets = p.offsets;
-  params->follows_up = 1;
+  params->progress = progress;
+  params->up_clusters = static_cast<int32_t>(plan.info.stage[0].grid[0] / kCluster);
+  params->up_row_tiles =
+      static_cast<int32_t>(ceil_div(p.inner, static_cast<const Entry*>(plan.entry[0])->out_rows));
   params->bias[0] = bias_of(p.down_bias);
   return true;
 }
@@ -430,12 +449,14 @@ flashmoe_status launch_forward(const MoeForwardProblem& problem, const MoePlan& 
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
   unsigned char* const activated = static_cast<unsigned char*>(workspace);
-  unsigned char* const y = activated + activated_bytes(problem);
+  const Layout layout = lay_out(problem, plan);
+  unsigned char* const y = activated + layout.y;
+  uint32_t* const progress = reinterpret_cast<uint32_t*>(activated + layout.progress);
   Params params = {};
-  if (!fill_up(problem, plan, activated, &params)) return refuse_map(plan, 0);
+  if (!fill_up(problem, plan, activated, progress, &params)) return refuse_map(plan, 0);
   FLASHMOE_TRY(launch_stage(plan, 0, problem.device, &params, stream));
   params = {};
-  if (!fill_down(problem, plan, activated, y, &params)) return refuse_map(plan, 1);
+  if (!fill_down(problem, plan, activated, y, progress, &params)) return refuse_map(plan, 1);
   FLASHMOE_TRY(launch_stage(plan, 1, problem.device, &params, stream));
   return launch_combine(problem, plan, 2, y, problem.hidden, stream);
 }

@@ -9,6 +9,7 @@ namespace flashmoe::moe::sm90 {
 
 inline constexpr int kCluster = 2;      // blocks that share weights
 inline constexpr int kHalves = 2;       // of a tile's weight rows: gate and up, or neighbours
+inline constexpr int kConsumers = 2;    // warpgroups of a block that multiply
 inline constexpr int kBoxColumns = 64;  // of all boxes: 128 bytes, the widest swizzle
 inline constexpr int kUnitTokens = 16;  // tiles are so many tokens wide, or a multiple
 inline constexpr int kTokenBoxes = 12;  // of as many units of tokens at most
@@ -57,7 +58,13 @@ struct Params {
   const int32_t* counts;
   int32_t rows;  // that there are (in a batch)
   int32_t experts;
-  int32_t follows_up;  // of the same layer: everything but the tokens was there before that
+
+  // Of a layer, between its `up` and its `down`; nullptr: a product alone. How many tiles each consumer
+  // of `up` has stored, [clusters][kCluster][kConsumers], and behind these how many items clusters of
+  // `down` have taken after their first. `up` sets it to zero.
+  uint32_t* progress;
+  int32_t up_clusters;
+  int32_t up_row_tiles;  // row_tiles of `up`
 
   int32_t columns;            // the extent that products sum over
   int32_t out_rows;           // of the weights, of one half if they are gated

@@ -17,6 +17,9 @@
 // of the same weights, and each loads one half of these for both; or, of the last of an odd number of
 // token tiles, and in `down` always, neighbouring weight rows of the same tokens, of which in `down` each
 // loads one half for both.
+//
+// A layer's `down` begins while `up` still runs: its blocks come to multiprocessors as those of `up` leave
+// them, wait for the tokens of an expert at a time (Progress), and take items one by one (Deal).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,6 +30,7 @@
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/global.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/pdl.cuh"
@@ -46,6 +50,11 @@ inline constexpr int kStoreBarrier = 1;
 inline constexpr int kTurnBarrier = 3;
 inline constexpr int kLagBarrier = 3;
 inline constexpr int kGatherBarrier = 4;
+// The step of a tile in which `up` says that the tile before is stored.
+inline constexpr int kAnnounceStep = 3;
+// How many steps before the end of a tile the next item is taken, and the other block is told.
+inline constexpr int kTakeSteps = 6;
+inline constexpr int kTellSteps = 2;
 inline constexpr uint32_t kNoRow = 0xffffffffu;
 
 // What a block, or of one whose consumers alternate one of them, computes in one pass of the main loop.
@@ -71,7 +80,7 @@ class Schedule {
  public:
   __device__ __forceinline__ explicit Schedule(const Params& params)
       : params_(params), lane_(static_cast<int>(threadIdx.x) % kThreadsPerWarp) {
-    view(0, 0);
+    view(0, 0, 0);
   }
 
   // Items are asked for in rising order. False if there are no such.
@@ -80,43 +89,79 @@ class Schedule {
       const int end = __shfl_sync(kFullWarp, end_, kThreadsPerWarp - 1);
       if (item < end) break;
       if (expert_ - lane_ + kThreadsPerWarp >= params_.experts) return false;
-      view(expert_ - lane_ + kThreadsPerWarp, end);
+      view(expert_ - lane_ + kThreadsPerWarp, end,
+           __shfl_sync(kFullWarp, up_end_, kThreadsPerWarp - 1));
     }
     const int owner = __popc(__ballot_sync(kFullWarp, item >= end_));
+    if (follows_up()) needed_ = __shfl_sync(kFullWarp, up_end_, owner);
     const int first_slot = __shfl_sync(kFullWarp, first_slot_, owner);
     const int tokens = __shfl_sync(kFullWarp, tokens_, owner);
     const int end = __shfl_sync(kFullWarp, end_, owner);
-    place(item - (end - items_of(tokens)), rank, tokens, tile);
+    place(params_, item - (end - items_of<kShares>(tokens, params_.row_tiles)), rank, tokens, tile);
     tile->expert = __shfl_sync(kFullWarp, expert_, owner);
     tile->first_slot += first_slot;
     return true;
   }
 
+  // The tile of an item if all experts had as many tokens. False if there is none then.
+  static __device__ __forceinline__ bool guess(const Params& params, int item, int rank,
+                                               Tile* tile) {
+    const int tokens = (params.rows + params.experts - 1) / params.experts;
+    const int items = items_of<kShares>(tokens, params.row_tiles);
+    if (items == 0 || item / items >= params.experts) return false;
+    place(params, item % items, rank, tokens, tile);
+    tile->expert = item / items;
+    return true;
+  }
+
+  // How many items of `up`, from the first on, give the rows of tokens that the last tile found has.
+  __device__ __forceinline__ int needed() const { return needed_; }
+
  private:
+  // Pairs of token tiles are items of `up`, with weights that they share.
+  static constexpr bool kShares = !Traits::kAlternates;
+
+  __device__ __forceinline__ bool follows_up() const {
+    return !Traits::kGathers && params_.progress != nullptr;
+  }
   static __device__ __forceinline__ int units_of(int tokens) {
     return (tokens + kUnitTokens - 1) / kUnitTokens;
   }
   // Token tiles, as few as can be. Where that is odd one more goes by itself, which costs more traffic,
   // but of many tiles it is as well to have an even number, a little narrower.
+  template <bool kPairs>
   static __device__ __forceinline__ int tiles_of(int units) {
     const int tiles = (units + Traits::kTileUnits - 1) / Traits::kTileUnits;
-    return !Traits::kAlternates && tiles > Traits::kMostOddTiles ? (tiles + 1) / 2 * 2 : tiles;
+    return kPairs && tiles > Traits::kMostOddTiles ? (tiles + 1) / 2 * 2 : tiles;
   }
   // Columns of items with two token tiles each, of the same weights.
+  template <bool kPairs>
   static __device__ __forceinline__ int shared_columns_of(int tiles) {
-    return Traits::kAlternates ? 0 : tiles / 2;
+    return kPairs ? tiles / 2 : 0;
   }
   // Of weights, that items have of which both blocks have the same tokens.
-  __device__ __forceinline__ int row_pairs() const { return (params_.row_tiles + 1) / 2; }
-  __device__ __forceinline__ int items_of(int tokens) const {
-    const int tiles = tiles_of(units_of(tokens));
-    const int shared_columns = shared_columns_of(tiles);
-    return shared_columns * params_.row_tiles + (tiles - 2 * shared_columns) * row_pairs();
+  static __device__ __forceinline__ int row_pairs(int row_tiles) { return (row_tiles + 1) / 2; }
+  // Of an expert with so many tokens: here, or in `up`, whose tiles are as wide.
+  template <bool kPairs>
+  static __device__ __forceinline__ int items_of(int tokens, int row_tiles) {
+    const int tiles = tiles_of<kPairs>(units_of(tokens));
+    const int shared_columns = shared_columns_of<kPairs>(tiles);
+    return shared_columns * row_tiles + (tiles - 2 * shared_columns) * row_pairs(row_tiles);
   }
 
-  // Brings the experts from `first` on into view, in front of which there are so many items. Whatever
-  // offsets say, slots are such that there are.
-  __device__ __forceinline__ void view(int first, int items) {
+  // The sum of what the lanes up to this one have.
+  __device__ __forceinline__ int sum_to_here(int value) const {
+#pragma unroll
+    for (int distance = 1; distance < kThreadsPerWarp; distance *= 2) {
+      const int below = __shfl_up_sync(kFullWarp, value, distance);
+      if (lane_ >= distance) value += below;
+    }
+    return value;
+  }
+
+  // Brings the experts from `first` on into view, in front of which there are so many items, here and in
+  // `up`. Whatever offsets say, slots are such that there are.
+  __device__ __forceinline__ void view(int first, int items, int up_items) {
     expert_ = first + lane_;
     first_slot_ = tokens_ = 0;
     if (expert_ < params_.experts) {
@@ -128,25 +173,23 @@ class Schedule {
         tokens_ = max(end_slot - first_slot_, 0);
       }
     }
-    end_ = items_of(tokens_);
-#pragma unroll
-    for (int distance = 1; distance < kThreadsPerWarp; distance *= 2) {
-      const int below = __shfl_up_sync(kFullWarp, end_, distance);
-      if (lane_ >= distance) end_ += below;
+    end_ = items + sum_to_here(items_of<kShares>(tokens_, params_.row_tiles));
+    if (follows_up()) {
+      up_end_ = up_items + sum_to_here(items_of<true>(tokens_, params_.up_row_tiles));
     }
-    end_ += items;
   }
 
   // Item `index` of an expert with so many tokens, for block `rank` of the cluster.
-  __device__ __forceinline__ void place(int index, int rank, int tokens, Tile* tile) const {
+  static __device__ __forceinline__ void place(const Params& params, int index, int rank,
+                                               int tokens, Tile* tile) {
     const int units = units_of(tokens);
-    const int tiles = tiles_of(units);
-    const int shared_columns = shared_columns_of(tiles);
-    const bool shared = index < shared_columns * params_.row_tiles;
-    if (!shared) index -= shared_columns * params_.row_tiles;
+    const int tiles = tiles_of<kShares>(units);
+    const int shared_columns = shared_columns_of<kShares>(tiles);
+    const bool shared = index < shared_columns * params.row_tiles;
+    if (!shared) index -= shared_columns * params.row_tiles;
     const int columns = shared ? shared_columns : tiles - 2 * shared_columns;
-    const int rows = shared ? params_.row_tiles : row_pairs();
-    const int groups = (columns + params_.columns_per_group - 1) / params_.columns_per_group;
+    const int rows = shared ? params.row_tiles : row_pairs(params.row_tiles);
+    const int groups = (columns + params.columns_per_group - 1) / params.columns_per_group;
     const int most = (columns + groups - 1) / groups;
     const int first_column = index / (most * rows) * most;
     const int columns_here = min(most, columns - first_column);
@@ -162,7 +205,7 @@ class Schedule {
     const int wider = units % tiles;
     const int first_unit = token_tile * narrow + min(token_tile, wider);
     tile->units = narrow + (token_tile < wider ? 1 : 0);
-    tile->tokens = tile->row_tile < params_.row_tiles
+    tile->tokens = tile->row_tile < params.row_tiles
                        ? min(tile->units * kUnitTokens, tokens - first_unit * kUnitTokens)
                        : 0;
     tile->first_slot = first_unit * kUnitTokens;
@@ -174,7 +217,9 @@ class Schedule {
   int expert_;
   int first_slot_;
   int tokens_;
-  int end_;  // of its items
+  int end_;         // of its items
+  int up_end_ = 0;  // of those of `up`
+  int needed_ = 0;
 };
 
 // A place in the ring of stages.
@@ -219,6 +264,13 @@ struct Shared {
   // The tile in that place is known.
   __device__ __forceinline__ uint32_t known(int slot) const {
     return full(2 * Traits::kStages + slot);
+  }
+  // `down`, the second block of a cluster: the item of the tile in that place has come, and where.
+  __device__ __forceinline__ uint32_t dealt(int slot) const {
+    return known(Traits::kTileSlots + slot);
+  }
+  __device__ __forceinline__ uint32_t item(int slot) const {
+    return base + Traits::kItemsOffset + 4 * slot;
   }
 };
 
@@ -319,58 +371,192 @@ struct TileCopies {
   }
 };
 
-// Issues the copies by TMA, one warp. A layer's `down` begins with weights while `up` still runs: what
-// is ahead of that is over, since `up` waited for it before it let this kernel begin.
+// `up` of a layer, one thread of each block, before it lets `down` begin: says that no tile is stored.
+// Every block of `up` has done so when there is a block of `down`, which so never sees what was there
+// before; nobody else looks.
+__device__ __forceinline__ void begin_progress(const Params& params) {
+  uint32_t* const words = params.progress + blockIdx.x * kConsumers;
+  for (int group = 0; group < kConsumers; ++group) words[group] = 0;
+  if (blockIdx.x == 0) params.progress[gridDim.x * kConsumers] = 0;
+  __threadfence();
+}
+
+// How much of `up` a warp of `down` knows to be over. Items of `up` go to its clusters in turn.
+struct Progress {
+  int known = 0;  // items from the first on that are stored
+
+  // Waits until so many are stored and the copy engine may load what they gave; a whole warp. This ends:
+  // when there is a block of `down`, all of `up` have begun, each has its multiprocessor until it ends, and
+  // they wait for nothing that `down` does. Items here are those that they take: both read the same offsets.
+  __device__ __forceinline__ void wait_for(const Params& params, int needed) {
+    if (needed <= known) return;
+    do {
+      unsigned first = INT_MAX;  // that is not stored
+      for (int cluster = static_cast<int>(threadIdx.x) % kThreadsPerWarp;
+           cluster < params.up_clusters; cluster += kThreadsPerWarp) {
+        static_assert(kCluster * kConsumers == 4);
+        const uint4 tiles = ptx::load_relaxed(params.progress + cluster * kCluster * kConsumers);
+        const unsigned stored = min(min(tiles.x, tiles.y), min(tiles.z, tiles.w));
+        first = min(first, stored * params.up_clusters + cluster);
+      }
+      known = static_cast<int>(__reduce_min_sync(kFullWarp, first));
+    } while (known < needed);
+    __threadfence();
+    __syncwarp();
+    ptx::fence_proxy_async();
+  }
+};
+
+// Which items a cluster takes. Those of a layer's `down` are taken as clusters get to them: where `up`
+// ends early `down` begins early. The first block of a cluster takes one while it loads the tile before,
+// or where tiles are short the one before that, and tells the other. What an item gives does not depend
+// on who takes it.
+template <class Traits>
+struct Deal {
+  const Params& params;
+  const Shared<Traits>& shared;
+  int rank;
+  bool leader;
+  uint32_t ticket;  // of the first block, one thread: how many were taken before
+
+  __device__ __forceinline__ Deal(const Params& params_, const Shared<Traits>& shared_, int rank_)
+      : params(params_), shared(shared_), rank(rank_), leader(threadIdx.x == 0) {}
+
+  // Else items are dealt out in turn.
+  __device__ __forceinline__ bool taken() const {
+    return !Traits::kGathers && params.progress != nullptr;
+  }
+
+  // What is taken sooner than it must be is not there for those who could begin with it at once.
+  __device__ __forceinline__ void take() {
+    if (taken() && rank == 0 && leader) {
+      ticket = atomicAdd(params.progress + params.up_clusters * (kCluster * kConsumers), 1u);
+    }
+  }
+
+  // Some steps later, or in the next tile: says what follows tile `number`. What was in the same place
+  // has been read, in both blocks: stages are fewer than places.
+  __device__ __forceinline__ void tell(int number) const {
+    static_assert(kCluster == 2);
+    if (!taken() || rank != 0 || !leader) return;
+    const int slot = number % Traits::kTileSlots;
+    const uint32_t item = item_stride() + ticket;
+    ptx::store_shared(shared.item(slot), item);
+    ptx::store_async(ptx::map_to_rank(shared.item(slot), 1), static_cast<int32_t>(item),
+                     ptx::map_to_rank(shared.dealt(slot), 1));
+  }
+
+  // At the end of tile `number`: the item of the next one.
+  __device__ __forceinline__ int item_after(int item, int number) const {
+    if (!taken()) return item + item_stride();
+    const int slot = number % Traits::kTileSlots;
+    if (rank == 0) {
+      __syncwarp();
+    } else {
+      if (leader) ptx::mbarrier_arrive_expect(shared.dealt(slot), sizeof(int32_t));
+      ptx::mbarrier_wait_cluster(shared.dealt(slot), number / Traits::kTileSlots % 2);
+    }
+    return static_cast<int>(ptx::load_shared_uint(shared.item(slot)));
+  }
+};
+
+// While `up` waits for routing: begins to fetch into the L2 the weights that this block will probably
+// begin with. Routing may turn out otherwise, and then that was in vain; with fewer tokens than these for
+// an expert some are likely to have none. One thread.
+template <class Traits>
+__device__ __forceinline__ void fetch_ahead(const Params& params) {
+  constexpr int kFewTokens = 4;
+  constexpr int kStepsAhead = 6;  // some 25 MB on an H200
+  if (params.rows / kFewTokens < params.experts) return;
+  const int rank = static_cast<int>(ptx::cluster_rank());
+  Tile tile;
+  if (!Schedule<Traits>::guess(params, first_item(), rank, &tile)) return;
+  const int steps = min((params.columns + Traits::kStep - 1) / Traits::kStep, kStepsAhead);
+  const int half_rows = Traits::kGated ? 0 : Traits::kHalfRows;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    for (int half = 0; half < kHalves; ++half) {
+      if (tile.shared != 0 && half != rank) continue;
+      for (int i = 0; i < Traits::kHalfRows / Traits::kBoxRows; ++i) {
+        const int column = step * Traits::kStep;
+        const int row = tile.row_tile * Traits::kOutRows + half * half_rows + i * Traits::kBoxRows;
+        ptx::tma_prefetch(&params.weights[half], Traits::kTransposed ? row : column,
+                          Traits::kTransposed ? column : row, tile.expert, 0);
+      }
+    }
+  }
+}
+
+// Issues the copies by TMA, one warp. A layer's `down` begins while `up` still runs: what is ahead of
+// that is over, since `up` waited for it before it let this kernel begin.
 template <class Traits>
 __device__ __forceinline__ void produce(const Params& params, const Shared<Traits>& shared) {
   const int rank = static_cast<int>(ptx::cluster_rank());
   const bool leader = threadIdx.x == 0;
   const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
-  const bool early = !Traits::kGathers && params.follows_up != 0;
-  if (!Traits::kGathers && !early) ptx::wait_for_dependencies();
+  const bool follows = !Traits::kGathers && params.progress != nullptr;
+  if (!Traits::kGathers && !follows) ptx::wait_for_dependencies();
+  // Of so short a tile what is taken in it would come too late.
+  const bool few_steps = !Traits::kGathers && steps < 2 * kTakeSteps;
+  Deal<Traits> deal(params, shared, rank);
+  if (few_steps) deal.take();
   Schedule<Traits> schedule(params);
+  Progress progress;
   Cursor<Traits::kStages> cursor;
   Tile tile = {};
   int sent = 0;
   int item = first_item();
-  int first_step = 0;
+  int step = 0;  // of this tile, that is next
   bool more = schedule.find(item, rank, &tile);
-  if (!Traits::kGathers && early) {
-    if (more) first_step = min(steps, Traits::kStages);
+  if (follows && more) {
+    step = min(steps, Traits::kStages);
     const TileCopies<Traits> copies(params, shared, tile, rank);
     if (leader) {
 #pragma unroll 1
-      for (int step = 0; step < first_step; ++step) copies.load_weights(step, step);
+      for (int i = 0; i < step; ++i) copies.load_weights(i, i);
     }
-    ptx::wait_for_dependencies();
+    progress.wait_for(params, schedule.needed());
     if (leader) {
 #pragma unroll 1
-      for (int step = 0; step < first_step; ++step) copies.load_tokens(step, step);
+      for (int i = 0; i < step; ++i) copies.load_tokens(i, i);
     }
     __syncwarp();
-    cursor.skip(first_step);
+    cursor.skip(step);
   }
   while (more) {
     const TileCopies<Traits> copies(params, shared, tile, rank);
     if (leader) publish(shared, sent, tile);
+    if (follows) progress.wait_for(params, schedule.needed());
+    const auto load_until = [&](int end) {
 #pragma unroll 1
-    for (int step = first_step; step < steps; ++step) {
-      ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
-      if (leader) {
-        copies.load_weights(cursor.stage, step);
-        copies.load_tokens(cursor.stage, step);
+      for (; step < end; ++step) {
+        ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
+        if (leader) {
+          copies.load_weights(cursor.stage, step);
+          copies.load_tokens(cursor.stage, step);
+        }
+        __syncwarp();
+        cursor.step();
       }
-      __syncwarp();
-      cursor.step();
+    };
+    if (few_steps) {
+      deal.tell(sent);
+      deal.take();
+    } else if (!Traits::kGathers) {
+      load_until(steps - kTakeSteps);
+      deal.take();
+      load_until(steps - kTellSteps);
+      deal.tell(sent);
     }
-    first_step = 0;
+    load_until(steps);
+    step = 0;
+    item = deal.item_after(item, sent);
     ++sent;
-    item += item_stride();
     more = schedule.find(item, rank, &tile);
   }
   if (leader) {
     tile.units = 0;
-    for (int end = 0; end < (Traits::kAlternates ? Traits::kConsumers : 1); ++end) {
+    for (int end = 0; end < (Traits::kAlternates ? kConsumers : 1); ++end) {
       tile.ends = end == 0;
       publish(shared, sent + end, tile);
     }
@@ -585,6 +771,18 @@ struct Consumer {
     }
   }
 
+  // Lets `down` know that one more tile of this consumer is stored.
+  __device__ __forceinline__ void announce() const {
+    if (warp_of_group() == 0) {
+      if (lane_index() == 0) {
+        ptx::tma_store_wait();
+        ptx::fence_proxy_async();
+        ptx::add_release(params.progress + blockIdx.x * kConsumers + group, 1);
+      }
+      __syncwarp();
+    }
+  }
+
   // Gives the stage back by way of which the last tile's output has left.
   __device__ __forceinline__ void give_back() const {
     if (held == kNone) return;
@@ -642,10 +840,21 @@ struct Consumer {
     cursor.step();
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
+      // Where memory is what all wait for, a stage is given back before the next one has come.
+      const bool come = __all_sync(
+          kFullWarp, ptx::mbarrier_test(shared.full(cursor.stage), cursor.parity) ? 1 : 0);
+      if (!come) {
+        ptx::wgmma_wait<0>();
+        release(last_stage);
+      }
       issue(products, false);
-      ptx::wgmma_wait<1>();
       if (lets_lag && step == 1) ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
-      release(last_stage);
+      // By now the stores are over.
+      if (!Traits::kAlternates && step == kAnnounceStep && held != kNone) announce();
+      if (come) {
+        ptx::wgmma_wait<1>();
+        release(last_stage);
+      }
       last_stage = cursor.stage;
       cursor.step();
     }
@@ -902,7 +1111,7 @@ struct Consumer {
 
   __device__ __forceinline__ void run() {
     const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
-    const int stride = Traits::kAlternates ? Traits::kConsumers : 1;
+    const int stride = Traits::kAlternates ? kConsumers : 1;
     int number = Traits::kAlternates ? group : 0;  // of the tile
     if (Traits::kAlternates && group == 1) {
       cursor.skip(steps);
@@ -914,6 +1123,7 @@ struct Consumer {
       const int units = uniform(shared.tiles[slot].units);
       if (units == 0) break;
       cursor.stage = uniform(cursor.stage);
+      if (!Traits::kAlternates && steps <= kAnnounceStep && held != kNone) announce();
       compute_within<Traits::kUnitSteps>(units, shared.tiles[slot]);
       if (Traits::kAlternates) cursor.skip(steps);
     }
@@ -921,7 +1131,11 @@ struct Consumer {
     if (Traits::kAlternates && shared.tiles[number % Traits::kTileSlots].ends != 0) {
       ptx::named_barrier_sync(kTurnBarrier + group, 2 * kThreadsPerGroup);
     }
-    if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();
+    if (!Traits::kAlternates && held != kNone) {
+      announce();
+    } else if (warp_of_group() == 0 && lane_index() == 0) {
+      ptx::tma_store_wait();
+    }
     __syncwarp();
   }
 };
@@ -930,8 +1144,17 @@ template <class Traits>
 __device__ __forceinline__ void consume(const Params& params, const Shared<Traits>& shared,
                                         int group) {
   ptx::take_registers<Traits::kConsumerRegisters>();
-  if (!Traits::kGathers) ptx::wait_for_dependencies();
-  ptx::launch_dependents();
+  if (Traits::kGathers) {
+    // No thread but this one lets `down` begin. The second consumer announces nothing before it has waited
+    // for the first one (kLagBarrier), and so for this.
+    if (threadIdx.x == kThreadsPerGroup) {
+      begin_progress(params);
+      ptx::launch_dependents();
+    }
+    __syncwarp();
+  } else if (params.progress == nullptr) {
+    ptx::wait_for_dependencies();
+  }
   Consumer<Traits> consumer(params, shared, group);
   consumer.run();
 }
@@ -944,7 +1167,10 @@ __device__ __forceinline__ void load(const Params& params, const Shared<Traits>&
   } else if (Traits::kGathers) {
     gather<Traits>(params, shared, static_cast<int>(threadIdx.x) - kThreadsPerWarp);
   } else {
+    // Of a layer's `down` no others wait for all of `up`: it does not end before that, nor lets the next
+    // kernel begin.
     ptx::wait_for_dependencies();
+    ptx::launch_dependents();
   }
 }
 
@@ -957,7 +1183,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     // That read a stage.
-    constexpr int kConsumerWarps = Traits::kAlternates ? 4 : 4 * Traits::kConsumers;
+    constexpr int kConsumerWarps = Traits::kAlternates ? 4 : 4 * kConsumers;
     ptx::prefetch_tensor_map(&params.weights[0]);
     ptx::prefetch_tensor_map(&params.weights[1]);
     ptx::prefetch_tensor_map(&params.out[0]);
@@ -967,13 +1193,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (int slot = 0; slot < Traits::kTileSlots; ++slot) {
       ptx::mbarrier_init(shared.known(slot), 1);
+      if (Traits::kAlternates) ptx::mbarrier_init(shared.dealt(slot), 1);
     }
     ptx::fence_mbarrier_init();
   }
   __syncwarp();
   ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();
-  if (Traits::kGathers) ptx::wait_for_dependencies();
+  if (Traits::kGathers) {
+    if (thread == 0) fetch_ahead<Traits>(params);
+    __syncwarp();
+    ptx::wait_for_dependencies();
+  }
 
   const int warp = __shfl_sync(kFullWarp, thread / kThreadsPerWarp, 0);
   const int group = warp / 4;

@@ -28,7 +28,6 @@ struct Traits {
   // or they share one.
   static constexpr bool kAlternates = !kGathers;
 
-  static constexpr int kConsumers = 2;
   static constexpr int kThreads = (1 + kConsumers) * kThreadsPerGroup;
   // The first warpgroup: one warp issues the copies by TMA, three gather.
   static constexpr int kGatherThreads = 3 * kThreadsPerWarp;
@@ -81,8 +80,9 @@ struct Traits {
   static constexpr int kRowsBytes = kGathers ? kTileTokens * 4 : 0;
   static constexpr int kTilesOffset = kRowsOffset + kRowsBytes;
   static constexpr int kBarriersOffset = kTilesOffset + kTileSlots * kTileInfoBytes;
-  static constexpr int kBarriers = 2 * kStages + kTileSlots;
-  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers;
+  static constexpr int kBarriers = 2 * kStages + kTileSlots + (kAlternates ? kTileSlots : 0);
+  static constexpr int kItemsOffset = kBarriersOffset + 8 * kBarriers;
+  static constexpr int kSharedBytes = kItemsOffset + (kAlternates ? 4 * kTileSlots : 0);
 
   static_assert(kStageBytes % kSharedAlignment == 0 && kOutBytes % kSharedAlignment == 0);
   static_assert(kTileUnits == kTokenBoxes && kOutTokens % kUnitTokens == 0);
