@@ -80,9 +80,9 @@ set(FLASHMOE_MOE_SM89_KERNELS
 set(FLASHMOE_MOE_STREAM_KERNELS "1,1,_r16_n8" "2,1,_r32_n8" "2,2,_r32_n16")
 set(FLASHMOE_MOE_STREAM_BULK_KERNELS "_bulk")
 set(FLASHMOE_MOE_SM90_KERNELS
-  "kPlainGatedUp,kColumns,_swiglu_up" "kGatedUp,kColumns,_gated_up" "kUp,kColumns,_up"
-  "kDown,kColumns,_down" "kGatedUp,kRows,_gated_up_trans" "kUp,kRows,_up_trans"
-  "kDown,kRows,_down_trans")
+  "kPlainGatedUp,kColumns,_swiglu_up" "kNarrowGatedUp,kColumns,_swiglu_up_narrow"
+  "kGatedUp,kColumns,_gated_up" "kUp,kColumns,_up" "kDown,kColumns,_down"
+  "kGatedUp,kRows,_gated_up_trans" "kUp,kRows,_up_trans" "kDown,kRows,_down_trans")
 
 # The names of the template's variables follow the family's.
 function(flashmoe_instantiate_moe target family)

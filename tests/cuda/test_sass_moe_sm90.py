@@ -10,13 +10,20 @@ import kernels
 import pytest
 import sass
 
-_USES = ("swiglu_up", "gated_up", "up", "down")  # in the order of the enumeration
+_USES = ("swiglu_up", "gated_up", "up", "down", "narrow_up")  # in the order of the enumeration
+_SILU = ("swiglu_up", "narrow_up")  # whose weights have contiguous columns
 _FUNCTION = re.compile(
     r"moe4sm9022grouped_product_kernelI\w*?Traits"
-    r"I(6__half|13__nv_bfloat16)L\w*?3UseE([0-3])EL\w*?5MajorE([01])E"
+    r"I(6__half|13__nv_bfloat16)L\w*?3UseE([0-4])EL\w*?5MajorE([01])E"
 )
-# What tiles' widths there is code for: multiples of so many tokens, up to 192.
-_WIDTHS = {"swiglu_up": 16, "gated_up": 32, "up": 64, "down": 16}
+# What tiles' widths there is code for: multiples of so many tokens, up to so many.
+_WIDTHS = {
+    "swiglu_up": (16, 192),
+    "narrow_up": (16, 96),
+    "gated_up": (32, 192),
+    "up": (64, 192),
+    "down": (16, 192),
+}
 
 
 class Kernel(NamedTuple):
@@ -47,7 +54,7 @@ def test_every_kernel_is_there_for_its_architecture_alone(
         for dtype in kernels.DTYPES
         for use in _USES
         for transposed in (False, True)
-        if not (transposed and use == "swiglu_up")
+        if not (transposed and use in _SILU)
     }
 
 
@@ -56,8 +63,8 @@ def test_products_are_wgmma_of_every_width(
 ) -> None:
     for code, opcodes in instructions.items():
         widths = sass.check_wgmma(code, opcodes, code[1].dtype)
-        step = _WIDTHS[code[1].use]
-        assert set(widths) == set(range(step, 193, step)), f"{code}: {widths}"
+        step, widest = _WIDTHS[code[1].use]
+        assert set(widths) == set(range(step, widest + 1, step)), f"{code}: {widths}"
         # A step of 64 columns, of two halves of the weights, at a tile's start and inside its loop.
         assert set(widths.values()) == {16}, f"{code}: {widths}"
         # Where ptxas gives a group of products up, each is begun and awaited by itself.

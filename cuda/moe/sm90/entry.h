@@ -11,7 +11,8 @@ enum class Use {
   kPlainGatedUp,  // gathers rows of x, multiplies SiLU of one half by the other
   kGatedUp,       // the same for every activation, with bias, limit and weights of pairs
   kUp,            // gathers rows of x, activation
-  kDown           // rows as they lie, products and their bias
+  kDown,          // rows as they lie, products and their bias
+  kNarrowGatedUp  // as kPlainGatedUp, for experts of few tokens: narrower tiles, one more stage
 };
 
 // Which stride of the weights is 1.

@@ -39,6 +39,8 @@ constexpr int64_t kMaxItems = int64_t{1} << 30;
 // Where the weights of some experts fit in the L2 at once it pays to let them pass by fewer tokens.
 constexpr int64_t kResidentBytes = int64_t{16} << 20;
 constexpr int32_t kFewerColumns = 4;
+// Tokens of an expert, on average, up to which narrow tiles are filled by few experts.
+constexpr int64_t kNarrowTokens = 64;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
@@ -327,7 +329,10 @@ bool is_plain(const MoeForwardProblem& p) {
 Product up_of(const MoeForwardProblem& p) {
   const Major major = major_of(p.up);
   const bool plain = is_plain(p) && major == Major::kColumns;
-  const Use use = plain ? Use::kPlainGatedUp : p.gated ? Use::kGatedUp : Use::kUp;
+  const bool narrow = p.tokens * p.top_k <= kNarrowTokens * p.experts;
+  const Use use = plain     ? narrow ? Use::kNarrowGatedUp : Use::kPlainGatedUp
+                  : p.gated ? Use::kGatedUp
+                            : Use::kUp;
   return {use, p.dtype, p.device, p.tokens * p.top_k, 1, p.experts, p.hidden, p.inner, major};
 }
 Product down_of(const MoeForwardProblem& p) {
@@ -433,8 +438,9 @@ bool fill_down(const MoeForwardProblem& p, const MoePlan& plan, const void* acti
   params->offsets = p.offsets;
   params->progress = progress;
   params->up_clusters = static_cast<int32_t>(plan.info.stage[0].grid[0] / kCluster);
-  params->up_row_tiles =
-      static_cast<int32_t>(ceil_div(p.inner, static_cast<const Entry*>(plan.entry[0])->out_rows));
+  const Entry& up = *static_cast<const Entry*>(plan.entry[0]);
+  params->up_row_tiles = static_cast<int32_t>(ceil_div(p.inner, up.out_rows));
+  params->up_tile_units = up.tile_tokens / kUnitTokens;
   params->bias[0] = bias_of(p.down_bias);
   return true;
 }

@@ -64,7 +64,8 @@ struct Params {
   // `down` have taken after their first. `up` sets it to zero.
   uint32_t* progress;
   int32_t up_clusters;
-  int32_t up_row_tiles;  // row_tiles of `up`
+  int32_t up_row_tiles;   // row_tiles of `up`
+  int32_t up_tile_units;  // that its tiles are wide, at most
 
   int32_t columns;            // the extent that products sum over
   int32_t out_rows;           // of the weights, of one half if they are gated

@@ -97,7 +97,8 @@ class Schedule {
     const int first_slot = __shfl_sync(kFullWarp, first_slot_, owner);
     const int tokens = __shfl_sync(kFullWarp, tokens_, owner);
     const int end = __shfl_sync(kFullWarp, end_, owner);
-    place(params_, item - (end - items_of<kShares>(tokens, params_.row_tiles)), rank, tokens, tile);
+    place(params_, item - (end - items_of<kShares>(tokens, params_.row_tiles, Traits::kTileUnits)),
+          rank, tokens, tile);
     tile->expert = __shfl_sync(kFullWarp, expert_, owner);
     tile->first_slot += first_slot;
     return true;
@@ -107,7 +108,7 @@ class Schedule {
   static __device__ __forceinline__ bool guess(const Params& params, int item, int rank,
                                                Tile* tile) {
     const int tokens = (params.rows + params.experts - 1) / params.experts;
-    const int items = items_of<kShares>(tokens, params.row_tiles);
+    const int items = items_of<kShares>(tokens, params.row_tiles, Traits::kTileUnits);
     if (items == 0 || item / items >= params.experts) return false;
     place(params, item % items, rank, tokens, tile);
     tile->expert = item / items;
@@ -130,8 +131,8 @@ class Schedule {
   // Token tiles, as few as can be. Where that is odd one more goes by itself, which costs more traffic,
   // but of many tiles it is as well to have an even number, a little narrower.
   template <bool kPairs>
-  static __device__ __forceinline__ int tiles_of(int units) {
-    const int tiles = (units + Traits::kTileUnits - 1) / Traits::kTileUnits;
+  static __device__ __forceinline__ int tiles_of(int units, int tile_units) {
+    const int tiles = (units + tile_units - 1) / tile_units;
     return kPairs && tiles > Traits::kMostOddTiles ? (tiles + 1) / 2 * 2 : tiles;
   }
   // Columns of items with two token tiles each, of the same weights.
@@ -141,10 +142,10 @@ class Schedule {
   }
   // Of weights, that items have of which both blocks have the same tokens.
   static __device__ __forceinline__ int row_pairs(int row_tiles) { return (row_tiles + 1) / 2; }
-  // Of an expert with so many tokens: here, or in `up`, whose tiles are as wide.
+  // Of an expert with so many tokens: here, or in `up`.
   template <bool kPairs>
-  static __device__ __forceinline__ int items_of(int tokens, int row_tiles) {
-    const int tiles = tiles_of<kPairs>(units_of(tokens));
+  static __device__ __forceinline__ int items_of(int tokens, int row_tiles, int tile_units) {
+    const int tiles = tiles_of<kPairs>(units_of(tokens), tile_units);
     const int shared_columns = shared_columns_of<kPairs>(tiles);
     return shared_columns * row_tiles + (tiles - 2 * shared_columns) * row_pairs(row_tiles);
   }
@@ -173,9 +174,10 @@ class Schedule {
         tokens_ = max(end_slot - first_slot_, 0);
       }
     }
-    end_ = items + sum_to_here(items_of<kShares>(tokens_, params_.row_tiles));
+    end_ = items + sum_to_here(items_of<kShares>(tokens_, params_.row_tiles, Traits::kTileUnits));
     if (follows_up()) {
-      up_end_ = up_items + sum_to_here(items_of<true>(tokens_, params_.up_row_tiles));
+      up_end_ = up_items +
+                sum_to_here(items_of<true>(tokens_, params_.up_row_tiles, params_.up_tile_units));
     }
   }
 
@@ -183,7 +185,7 @@ class Schedule {
   static __device__ __forceinline__ void place(const Params& params, int index, int rank,
                                                int tokens, Tile* tile) {
     const int units = units_of(tokens);
-    const int tiles = tiles_of<kShares>(units);
+    const int tiles = tiles_of<kShares>(units, Traits::kTileUnits);
     const int shared_columns = shared_columns_of<kShares>(tiles);
     const bool shared = index < shared_columns * params.row_tiles;
     if (!shared) index -= shared_columns * params.row_tiles;

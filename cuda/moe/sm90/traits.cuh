@@ -20,7 +20,8 @@ struct Traits {
   using Element = Element_;
   static constexpr Use kUse = kUse_;
   static constexpr bool kTransposed = kMajor_ == Major::kRows;
-  static constexpr bool kPlain = kUse == Use::kPlainGatedUp;
+  static constexpr bool kNarrow = kUse == Use::kNarrowGatedUp;
+  static constexpr bool kPlain = kUse == Use::kPlainGatedUp || kNarrow;
   static constexpr bool kGated = kUse == Use::kGatedUp || kPlain;
   static constexpr bool kGathers = kUse != Use::kDown;
 
@@ -39,7 +40,7 @@ struct Traits {
   static constexpr int kHalfRows = kAlternates ? kConsumerRows : kConsumers * kConsumerRows;
   static constexpr int kTileRows = kHalves * kHalfRows;  // of weights
   static constexpr int kOutRows = kGated ? kHalfRows : kTileRows;
-  static constexpr int kTileTokens = 192;
+  static constexpr int kTileTokens = kNarrow ? 96 : 192;
   static constexpr int kTileUnits = kTileTokens / kUnitTokens;
   // Widths that there is code for are multiples of so many units: the more follows the main loop, the
   // fewer.
@@ -50,7 +51,7 @@ struct Traits {
   // work on about as many rows of the weights, so that what they read of both is least.
   static constexpr int kColumnsPerGroup = kAlternates ? 16 : 8;
   static constexpr int kStep = kBoxColumns;  // columns of one step of the main loop
-  static constexpr int kStages = kAlternates ? 5 : 4;
+  static constexpr int kStages = kAlternates || kNarrow ? 5 : 4;
 
   // A stage: weights [half][row][64], transposed [half][64 rows][column][64], and tokens [token][64].
   static constexpr int kHalfBytes = kHalfRows * kBoxRowBytes;
@@ -85,8 +86,9 @@ struct Traits {
   static constexpr int kSharedBytes = kItemsOffset + (kAlternates ? 4 * kTileSlots : 0);
 
   static_assert(kStageBytes % kSharedAlignment == 0 && kOutBytes % kSharedAlignment == 0);
-  static_assert(kTileUnits == kTokenBoxes && kOutTokens % kUnitTokens == 0);
-  static_assert(kTileTokens % kOutTokens == 0);
+  static_assert(kGathers || kTileUnits == kTokenBoxes);
+  static_assert(kOutTokens % kUnitTokens == 0);
+  static_assert(kNarrow || kTileTokens % kOutTokens == 0);
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
 };
 
