@@ -64,6 +64,7 @@ SUITES = (
 )
 _FLASHMOE = (sys.executable, "-m", "flashmoe_science")
 _TAIL = 4000  # characters of a step's output that are kept
+_REASON = 200  # and of why a test failed
 _GRACE_S = 20  # for a step that was interrupted to write what it has
 LATE = -1  # the exit code of a step that took too long
 OUT_OF_TIME = 3  # the exit code where steps are left
@@ -170,6 +171,22 @@ def test_counts(report: Path) -> dict[str, int]:
     return counts
 
 
+def failed_tests(report: Path) -> dict[str, str]:
+    """Tests of a JUnit report that did not pass, and the first line of why. Of many pytest's
+    last lines, which a step keeps, show some."""
+    if not report.exists():
+        return {}
+    failed: dict[str, str] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        for kind in ("failure", "error"):
+            found = case.find(kind)
+            if found is not None:
+                name = f"{case.get('classname')}::{case.get('name')}"
+                said = _portable(found.get("message", "")).partition("\n")[0]
+                failed.setdefault(name, said[:_REASON])
+    return failed
+
+
 def _json_of(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -254,6 +271,7 @@ def run_tests(evidence: Evidence, files: list[str], scratch: Path) -> None:
         step = evidence.run(f"{name}{of}", [*pytest, f"--junitxml={report}"])
         if step:
             step["tests"] = test_counts(report)
+            step["failed"] = failed_tests(report)
             # Of single files there need not be one of each kind: pytest's 5 is "none collected".
             if files and step["code"] == NO_TESTS and not step["tests"].get("tests"):
                 step["code"] = 0

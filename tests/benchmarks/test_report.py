@@ -458,6 +458,25 @@ def test_tests_are_counted(tmp_path: Path) -> None:
     assert evidence.test_counts(file) == {"tests": 5, "failures": 1, "errors": 0, "skipped": 2}
 
 
+def test_failed_tests_are_named(tmp_path: Path) -> None:
+    evidence = load("gpu_evidence")
+    assert evidence.failed_tests(tmp_path / "none.xml") == {}
+    file = tmp_path / "tests.xml"
+    file.write_text(
+        '<testsuites><testsuite><testcase classname="tests.a" name="good"/>'
+        '<testcase classname="tests.a" name="bad[1]">'
+        f'<failure message="{tmp_path}/x is 3&#10;more"/>'
+        '<error message="later"/></testcase>'
+        f'<testcase classname="tests.b" name="broken"><error message="{"y" * 999}"/></testcase>'
+        '<testcase classname="tests.b" name="left"><skipped/></testcase></testsuite></testsuites>'
+    )
+    said = evidence.failed_tests(file)
+    assert list(said) == ["tests.a::bad[1]", "tests.b::broken"]
+    assert said["tests.a::bad[1]"].startswith("<tmp>")
+    assert said["tests.a::bad[1]"].endswith("/x is 3")
+    assert 0 < len(said["tests.b::broken"]) < 999
+
+
 def test_without_a_gpu_there_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     evidence = load("gpu_evidence")
     monkeypatch.setenv("PATH", "")

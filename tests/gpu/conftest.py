@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 import kernels
 import pytest
@@ -31,6 +32,17 @@ def family(request: pytest.FixtureRequest) -> str:
 def sm90() -> str:
     """For what is said of this family alone."""
     return _serving("sm90")
+
+
+@pytest.fixture
+def cupy() -> Any:
+    """The module, where it finds a GPU."""
+    module = pytest.importorskip("cupy")
+    try:
+        module.cuda.runtime.getDeviceCount()
+    except module.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"CuPy has no GPU: {error}")
+    return module
 
 
 @pytest.fixture(autouse=True)

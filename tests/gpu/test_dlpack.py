@@ -368,16 +368,6 @@ def test_pinned_memory_is_computed_on_the_cpu() -> None:
 # ---- streams -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cupy() -> Any:
-    module = pytest.importorskip("cupy")
-    try:
-        module.cuda.runtime.getDeviceCount()
-    except module.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"CuPy has no GPU: {error}")
-    return module
-
-
 def cupy_streams(cupy: Any) -> dict[str, Any]:
     return {
         "legacy": cupy.cuda.Stream.null,

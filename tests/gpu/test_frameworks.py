@@ -141,16 +141,6 @@ def test_jax_refuses_the_cpu_kernel_on_a_gpu(jax_gpu: Any) -> None:
 # ---- CuPy ----
 
 
-@pytest.fixture
-def cupy() -> Any:
-    module = pytest.importorskip("cupy")
-    try:
-        module.cuda.runtime.getDeviceCount()
-    except module.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"CuPy has no GPU: {error}")
-    return module
-
-
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("causal", [False, "bottom_right", "top_left"])
 def test_cupy(cupy: Any, causal: bool | str, layout: str) -> None:
