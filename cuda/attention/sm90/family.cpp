@@ -4,6 +4,7 @@
 
 #include "core/backends.h"
 #include "core/status.h"
+#include "cuda/attention/sm90/choose.h"
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/fill.h"
 #include "cuda/attention/sm90/params.h"
@@ -18,8 +19,6 @@ namespace flashmoe::sm90 {
 
 namespace {
 
-constexpr int kComputeCapability = 90;
-
 const Entry* const kEntries[] = {
 #define FLASHMOE_ENTRY(name) &entry_##name,
 #include "cuda/attention/sm90/entries.inc"
@@ -32,26 +31,8 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   };
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
-  if (facts->compute_capability != kComputeCapability) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "cuda:%d has compute capability %d.%d, accepted is 9.0", device_id,
-                         facts->compute_capability / 10, facts->compute_capability % 10);
-  }
-  if (problem.dtype == Dtype::kFloat32) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
-  }
-  const bool capped = problem.softcap != 0.0f;
-  const Entry* entry = find_entry(
-      kEntries, problem, [&](const Entry& each) { return each.capped == capped; },
-      [](const Entry&) { return true; });
-  if (entry == nullptr) {
-    return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
-  }
-  if (problem.seq_q > kMaxSequence || problem.seq_k > kMaxSequence) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "sequence longer than 2^30");
-  }
-  FLASHMOE_TRY(check_walkable(problem, reason));
+  const Entry* entry = nullptr;
+  FLASHMOE_TRY(choose_entry(kEntries, problem, &facts, &entry, reason));
   const int64_t tiles_per_head = (problem.seq_q + entry->tile_q - 1) / entry->tile_q;
   const int64_t heads = problem.batch * problem.heads_q;
   // The kernel counts rounds of blocks past the last tile.

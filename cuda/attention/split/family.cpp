@@ -6,6 +6,7 @@
 #include "core/backends.h"
 #include "core/status.h"
 #include "cuda/attention/cost.h"
+#include "cuda/attention/sm90/choose.h"
 #include "cuda/attention/sm90/fill.h"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/sections.h"
@@ -23,8 +24,6 @@ namespace {
 
 using Params = sm90::SplitParams;
 
-constexpr int kComputeCapability = 90;
-
 const Entry* const kEntries[] = {
 #define FLASHMOE_ENTRY(name) &entry_##name,
 #include "cuda/attention/split/entries.inc"
@@ -37,26 +36,8 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   };
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
-  if (facts->compute_capability != kComputeCapability) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "cuda:%d has compute capability %d.%d, accepted is 9.0", device_id,
-                         facts->compute_capability / 10, facts->compute_capability % 10);
-  }
-  if (problem.dtype == Dtype::kFloat32) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
-  }
-  const bool capped = problem.softcap != 0.0f;
-  const Entry* entry = find_entry(
-      kEntries, problem, [&](const Entry& each) { return each.capped == capped; },
-      [](const Entry&) { return true; });
-  if (entry == nullptr) {
-    return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
-  }
-  if (problem.seq_q > kMaxSequence || problem.seq_k > kMaxSequence) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "sequence longer than 2^30");
-  }
-  FLASHMOE_TRY(check_walkable(problem, reason));
+  const Entry* entry = nullptr;
+  FLASHMOE_TRY(sm90::choose_entry(kEntries, problem, &facts, &entry, reason));
   const int64_t heads = problem.heads_q / problem.heads_kv;
   if (problem.heads_kv > 1 && problem.q_strides.head >= kMaxStrideBytes / 2 / heads) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED,

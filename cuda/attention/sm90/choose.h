@@ -1,0 +1,43 @@
+// Which kernel of a Hopper family serves a problem: those of sm90 and split are chosen alike.
+#pragma once
+
+#include "core/status.h"
+#include "cuda/attention/launch.h"
+#include "cuda/attention/tensor_map.h"
+
+namespace flashmoe::sm90 {
+
+inline constexpr int kComputeCapability = 90;
+
+// Refuses what no kernel of a family with such entries takes, whatever its tiles.
+template <class Entry, size_t kCount>
+flashmoe_status choose_entry(const Entry* const (&entries)[kCount], const AttentionProblem& problem,
+                             const DeviceFacts** facts, const Entry** entry, const Reason& reason) {
+  const auto refuse = [&](flashmoe_status status, const char* sentence) {
+    return reason.refuse(status, "%s", sentence);
+  };
+  const int device_id = problem.device.device_id;
+  FLASHMOE_TRY(read_device_facts(device_id, facts, reason));
+  const int capability = (*facts)->compute_capability;
+  if (capability != kComputeCapability) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "cuda:%d has compute capability %d.%d, accepted is 9.0", device_id,
+                         capability / 10, capability % 10);
+  }
+  if (problem.dtype == Dtype::kFloat32) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
+  }
+  const bool capped = problem.softcap != 0.0f;
+  *entry = find_entry(
+      entries, problem, [&](const Entry& each) { return each.capped == capped; },
+      [](const Entry&) { return true; });
+  if (*entry == nullptr) {
+    return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
+  }
+  if (problem.seq_q > kMaxSequence || problem.seq_k > kMaxSequence) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "sequence longer than 2^30");
+  }
+  return check_walkable(problem, reason);
+}
+
+}  // namespace flashmoe::sm90
