@@ -220,6 +220,13 @@ def check_no_local_memory(code: Code[Kernel], opcodes: Counter[str], used: dict[
     assert not used["STACK"] and not used["LOCAL"] and 0 < used["REG"] <= 255, f"{code}: {used}"
 
 
+def check_atomics_count_blocks(code: Code[Kernel], opcodes: Counter[str], *, counts: bool) -> None:
+    """Sums have a fixed order; a counter, if any, tells the last block to leave its part."""
+    atomics = {n: c for n, c in opcodes.items() if n.split(".")[0] in ("ATOM", "ATOMG", "RED")}
+    assert sum(atomics.values()) == counts, f"{code}: {atomics}"
+    assert not any(".F" in name for name in atomics), f"{code}: {atomics}"
+
+
 def check_no_atomics(code: Code[Kernel], opcodes: Counter[str]) -> None:
     for name in ("ATOM", "ATOMG", "RED"):
         assert count(opcodes, name) == 0, f"{code}: {name}"
