@@ -1,0 +1,88 @@
+"""Layers and attention under shard_map: a program of its own, since JAX's devices are counted once.
+
+    python tests/jax_apart.py fp32      on the first two devices of JAX's default platform
+
+Tokens apart with the same weights, experts apart with the outputs added up, heads apart: as without
+shard_map, and nothing but the sum of outputs is exchanged.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import flashmoe_science as fm
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+if hasattr(jax, "shard_map"):
+    from jax import shard_map
+else:
+    from jax.experimental.shard_map import shard_map
+
+DEVICES = 2
+EXPERTS = 8
+TYPES = {"fp32": (jnp.float32, 1e-6), "bf16": (jnp.bfloat16, 2e-2), "fp16": (jnp.float16, 3e-3)}
+
+
+def main(dtype: str) -> None:
+    kind, tolerance = TYPES[dtype]
+    devices = jax.devices()[:DEVICES]
+    assert len(devices) == DEVICES, devices
+    mesh = jax.sharding.Mesh(np.array(devices), ("d",))
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> Any:
+        values = rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5
+        return jnp.asarray(values).astype(kind)
+
+    def close(got: Any, want: Any) -> None:
+        assert {shard.device for shard in got.addressable_shards} == set(devices)
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), np.asarray(want, np.float64), atol=tolerance
+        )
+
+    x, up, down = normal(32, 32), normal(EXPERTS, 48, 32), normal(EXPERTS, 32, 24)
+    # The logits are columns of x: the same bits however many rows a matrix product has.
+    router = jnp.eye(EXPERTS, 32, dtype=kind)
+    want = fm.fused_moe(x, router, up, down, 2)
+    assert float(jnp.abs(want).max()) > 10 * tolerance
+
+    tokens_apart = jax.jit(
+        shard_map(
+            lambda x, r, u, d: fm.fused_moe(x, r, u, d, 2), mesh=mesh,
+            in_specs=(P("d"), P(), P(), P()), out_specs=P("d"),
+        )
+    )  # fmt: skip
+    close(tokens_apart(x, router, up, down), want)
+    assert "all-" not in tokens_apart.lower(x, router, up, down).compile().as_text()
+
+    def of_mine(x: Any, router: Any, up: Any, down: Any) -> Any:
+        routing = fm.moe_route(x @ router.T, 2)
+        share = EXPERTS // DEVICES
+        mine = jax.lax.axis_index("d") * share + jnp.arange(share)
+        expert_map = (
+            jnp.full(EXPERTS, -1, jnp.int32).at[mine].set(jnp.arange(share, dtype=jnp.int32))
+        )
+        here = fm.moe_route_given(
+            routing.ids, routing.weights, num_experts=share, expert_map=expert_map
+        )
+        return jax.lax.psum(fm.moe_forward(x, up, down, here), "d")
+
+    experts_apart = shard_map(
+        of_mine, mesh=mesh, in_specs=(P(), P(), P("d"), P("d")), out_specs=P()
+    )
+    close(jax.jit(experts_apart)(x, router, up, down), want)
+
+    q = normal(4, 9, 2, 16)
+    heads_apart = shard_map(
+        lambda q: fm.flash_attention(q, q, q, causal=True), mesh=mesh,
+        in_specs=P(None, None, "d"), out_specs=P(None, None, "d"),
+    )  # fmt: skip
+    close(jax.jit(heads_apart)(q), fm.flash_attention(q, q, q, causal=True))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
