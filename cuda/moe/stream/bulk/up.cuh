@@ -119,8 +119,7 @@ __device__ __forceinline__ void consume_up(const UpWork& work, const Ring& ring,
     if (turn >= 2) ptx::mbarrier_wait(shared_address(barriers.read + side), parity ^ 1);
     parts[warp * kLanes] = make_float4(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1],
                                        sums[0][2] + sums[1][2], sums[0][3] + sums[1][3]);
-    __syncwarp();
-    if (lane_index() == 0) ptx::mbarrier_arrive(shared_address(barriers.there + side));
+    ptx::mbarrier_arrive(shared_address(barriers.there + side));
     if (turn % kConsumers != warp) continue;
     ptx::mbarrier_wait(shared_address(barriers.there + side), parity);
     Sums<Tile<Element>> total;
@@ -133,8 +132,7 @@ __device__ __forceinline__ void consume_up(const UpWork& work, const Ring& ring,
       total[0][0][2] += part.z;
       total[0][0][3] += part.w;
     }
-    __syncwarp();
-    if (lane_index() == 0) ptx::mbarrier_arrive(shared_address(barriers.read + side));
+    ptx::mbarrier_arrive(shared_address(barriers.read + side));
     finish_unit<Tile<Element>>(work.params, unit, total);
   }
 }
@@ -152,8 +150,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     ring.init();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(shared_address(part_barriers.there + i), kConsumers);
-      ptx::mbarrier_init(shared_address(part_barriers.read + i), 1);
+      ptx::mbarrier_init(shared_address(part_barriers.there + i), kConsumerThreads);
+      ptx::mbarrier_init(shared_address(part_barriers.read + i), kLanes);
     }
     ptx::fence_mbarrier_init();
   }
@@ -165,26 +163,28 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const Experts experts =
         find_experts_by_warp(routing, params.schedule.entry_tokens, shared.records());
     if (lane_index() == 0) found = make_int2(experts.count, experts.entries);
-    ptx::named_barrier_sync(kSlotsBarrier, kBlockThreads);
-    produce_up(UpWork(params, shared.slot_tokens(), experts), ring);
+  } else {
+    const int pairs = routing.tokens * routing.top_k;
+#pragma unroll 1
+    for (int slot = thread_index(); slot < pairs; slot += kConsumerThreads) {
+      const int pair = __ldcg(routing.pairs + slot);
+      // What comes of a slot without a token is not used.
+      shared.slot_tokens()[slot] = pair >= 0 && pair < pairs ? pair / routing.top_k : 0;
+    }
+  }
+  __syncthreads();
+  const Experts experts = {shared.records(), found.x, found.y};
+  const UpWork work(params, shared.slot_tokens(), experts);
+  if (warp == kConsumers) {
+    produce_up(work, ring);
     return;
   }
-  const int pairs = routing.tokens * routing.top_k;
-#pragma unroll 1
-  for (int slot = thread_index(); slot < pairs; slot += kConsumerThreads) {
-    const int pair = __ldcg(routing.pairs + slot);
-    // What comes of a slot without a token is not used.
-    shared.slot_tokens()[slot] = pair >= 0 && pair < pairs ? pair / routing.top_k : 0;
-  }
-  ptx::named_barrier_sync(kSlotsBarrier, kBlockThreads);
 #pragma unroll 1
   for (int i = static_cast<int>(blockIdx.x) * kConsumerThreads + thread_index();
        i < params.counter_count; i += static_cast<int>(gridDim.x) * kConsumerThreads) {
     params.counters[i] = 0;
   }
-  const Experts experts = {shared.records(), found.x, found.y};
-  consume_up<Element>(UpWork(params, shared.slot_tokens(), experts), ring, shared.parts(),
-                      part_barriers, warp);
+  consume_up<Element>(work, ring, shared.parts(), part_barriers, warp);
 }
 
 }  // namespace flashmoe::moe::stream::bulk
