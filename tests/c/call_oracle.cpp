@@ -86,9 +86,9 @@ Facts look(Judgement* judgement, const char* name, const flashmoe_tensor* tensor
     const Wide reach = static_cast<Wide>(facts.shape[axis] - 1) * facts.strides[axis];
     (reach < 0 ? low : high) += reach;
   }
-  if (low * bytes < kMin63 || high * bytes > kMax63) {
+  if (low < kMin63 / bytes || high > kMax63 / bytes) {  // the products may not fit Wide
     judgement->invalid(name);
-  } else if (low * 8 < kMin63 || high * 8 > kMax63) {
+  } else if (low < kMin63 / 8 || high > kMax63 / 8) {
     judgement->either(name);
   }
   const Wide address =

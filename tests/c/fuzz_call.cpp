@@ -145,7 +145,10 @@ bool Argument::backed() const {
   for (int axis = 0; axis < rank; ++axis) {
     if (shape[axis] == 0) return true;
     if (shape[axis] == 1) continue;
-    const Wide reach = static_cast<Wide>(shape[axis] - 1) * stride(axis) * (tensor.dtype.bits / 8);
+    const Wide elements = static_cast<Wide>(shape[axis] - 1) * stride(axis);
+    const Wide most = static_cast<Wide>(block_bytes);  // beyond it, bytes and sums may not fit Wide
+    if (elements < -most || elements > most) return false;
+    const Wide reach = elements * (tensor.dtype.bits / 8);
     (reach < 0 ? low : high) += reach;
   }
   const uintptr_t address =
