@@ -21,7 +21,6 @@ inference.
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -34,11 +33,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import flashmoe_science
+from flashmoe_science._say import say_once
 from flashmoe_science.errors import InvalidArgumentError, UnsupportedError, _without_addresses
 from flashmoe_science.torch import operators
 
 NAME = "fmoe"
-_LOG = logging.getLogger(__name__)
 _DTYPES = {
     "cpu": (torch.float32, torch.float16, torch.bfloat16),
     "cuda": (torch.float16, torch.bfloat16),
@@ -74,14 +73,8 @@ def register(name: str = NAME) -> str:
     return name
 
 
-@functools.cache
-def _say_once(operation: str, reason: str) -> None:
-    _LOG.warning("%s by transformers' own implementation: %s", operation, reason)
-
-
 def _say(operation: str, reason: str) -> None:
-    if not torch.compiler.is_compiling():  # a graph has no place for it
-        _say_once(operation, reason)
+    say_once(__name__, f"{operation} by transformers' own implementation: {reason}")
 
 
 def _not_ours(tensors: tuple[torch.Tensor, ...]) -> str:
