@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from pages import DOCS, PAGES, ROOT
+from pages import DOCS, ROOT
 
 for _package in ("sphinx", "myst_parser", "furo", "breathe"):
     pytest.importorskip(_package)
