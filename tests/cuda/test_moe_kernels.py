@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import capi
+import moe_chains
 import moe_kernels
 import sass
 
@@ -37,3 +38,8 @@ def test_names_are_those_of_the_list() -> None:
     kinds = rb"moe_route_(?:once|choose|place)\w*|moe_(?:up|down|combine)_\w+|grouped_product_sm\w+"
     found = {name.decode() for name in re.findall(rb"\0(" + kinds + rb")(?=\0)", data)}
     assert found == expected
+
+
+def test_chains_are_made_of_all_of_them() -> None:
+    """Those that GPU tests run: tests/gpu/test_moe_chains.py."""
+    assert moe_chains.stated_kernels() == set(moe_kernels.every())
