@@ -14,8 +14,10 @@ import torch
 
 _GUARD = 512  # elements before and after, a multiple of 16 bytes
 # NaNs that no arithmetic makes.
-_POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5)}
-_DTYPE_CODES = {torch.float16: 2, torch.bfloat16: 4, torch.float32: 2}
+_POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5),
+           8: (torch.int64, 0x7FF4A5A5A5A5A5A5)}  # fmt: skip
+_DTYPE_CODES = {torch.float16: 2, torch.bfloat16: 4, torch.float32: 2, torch.int32: 0,
+                torch.int64: 0}  # fmt: skip
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

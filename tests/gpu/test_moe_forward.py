@@ -42,7 +42,7 @@ def may_refuse(family: str, case: Case) -> bool:
     """Layouts of weights that a family has no kernels for."""
     if family == "sm90":
         return case.transposed and case.gate == "interleaved"
-    return family == "stream" and case.transposed
+    return family == "stream" and (case.transposed or case.turns_down)
 
 
 def judge(family: str, said: list[bool]) -> None:

@@ -9,6 +9,7 @@ import moe_oracle
 import pytest
 import torch
 from gpu import memory
+from gpu.moe_chains import clear_rows, few_values
 from gpu.moe_layers import DEVICE, DTYPES, generator, poison_free_memory
 
 pytestmark = pytest.mark.gpu
@@ -97,19 +98,6 @@ def test_ties_and_wild_numbers(values: str, mode: dict[str, Any]) -> None:
             assert (ordered[:, 1:] > ordered[:, :-1]).all(), "an expert was chosen twice"
 
 
-def clear_rows(z: torch.Tensor, bias: torch.Tensor | None, groups: int) -> torch.Tensor:
-    """The rows whose choices and groups are equal for every arithmetic, or apart: the order of sums
-    that fp32 cannot tell from one another is open."""
-    choice = z.double().sigmoid() + (0 if bias is None else bias.double())
-    choice = torch.where(choice.isnan(), -torch.inf, choice)
-    sums = choice.view(len(z), groups, z.shape[1] // groups).topk(2, -1).values.sum(-1)
-    clear = torch.ones(len(z), dtype=torch.bool, device=z.device)
-    for values in (choice, sums):
-        gaps = values.sort(1).values.diff(dim=1)
-        clear &= ~((gaps > 0) & (gaps < 2e-6)).any(1)
-    return z[clear]
-
-
 GROUPS = [
     (16, 2, 1, 4),
     (64, 8, 4, 6),
@@ -128,8 +116,7 @@ def test_groups(shape: tuple[int, int, int, int], biased: bool, values: str) -> 
     experts, groups, top_groups, top_k = shape
     g = generator(experts)
     for tokens in (1, 37, 700):
-        few = torch.tensor([-3.0, -1.2, 0.1, 0.9, 2.2, 4.0], device=DEVICE)
-        z = few[torch.randint(6, (tokens, experts), generator=g, device=DEVICE)]
+        z = few_values((tokens, experts), g)
         if values == "wild":
             some = torch.tensor([torch.nan, torch.inf, -torch.inf], device=DEVICE)
             pick = some[torch.randint(3, z.shape, generator=g, device=DEVICE)]
@@ -146,8 +133,7 @@ def test_groups(shape: tuple[int, int, int, int], biased: bool, values: str) -> 
 @pytest.mark.parametrize("experts", [6, 60, 128, 1024])
 def test_a_selection_bias_without_groups(experts: int) -> None:
     g = generator(experts)
-    few = torch.tensor([-3.0, -1.2, 0.1, 0.9, 2.2, 4.0], device=DEVICE)
-    z = few[torch.randint(6, (300, experts), generator=g, device=DEVICE)]
+    z = few_values((300, experts), g)
     bias = torch.randint(-2, 3, (experts,), generator=g, device=DEVICE) * 1.75
     check(z, 5, scoring="sigmoid", selection_bias=bias)  # one sigmoid and one bias: equal or apart
 
