@@ -30,11 +30,16 @@ SOURCES = {
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "launch", "tensor_map")),
         *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90", "split")),
         "cuda/attention/sm90/sections.cpp",
+        "cuda/attention/split/shares.cpp",
         "tests/cuda/host/fake_cuda.cpp",
     ),
     "test_sections": (
         *(f"core/{name}.cpp" for name in ("dtype", "log", "status")),
         "cuda/attention/sm90/sections.cpp",
+    ),
+    "test_shares": (
+        *(f"core/{name}.cpp" for name in ("dtype", "log", "status")),
+        *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/sections", "split/shares")),
     ),
     "test_moe": (
         *(f"core/{name}.cpp" for name in ("checks", "dtype", "launch", "log", "status")),
@@ -97,6 +102,10 @@ def test_launch(program: Path, without: str) -> None:
 
 def test_sections(tmp_path: Path) -> None:
     checked([_compile("test_sections", tmp_path)])
+
+
+def test_shares(tmp_path: Path) -> None:
+    checked([_compile("test_shares", tmp_path)])
 
 
 def test_routing_and_combining(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def call(
     size = c.c_size_t()
     capi.check(lib.flashmoe_attention_forward_workspace_size(params, size), lib)
     device = q.keep.device
-    workspace = torch.empty(size.value, dtype=torch.uint8, device=device)
+    workspace = torch.full((size.value,), 255, dtype=torch.uint8, device=device)  # NaN
     stream = torch.cuda.current_stream(device).cuda_stream if q.keep.is_cuda else None
     status = lib.flashmoe_attention_forward(params, workspace.data_ptr(), size.value, stream)
     capi.check(status, lib)
