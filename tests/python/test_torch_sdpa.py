@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -76,6 +77,104 @@ def test_grouped_heads() -> None:
         fmt.scaled_dot_product_attention(q, k, v)
 
 
+# Leading dimensions of query, key and value, and of the result; None where torch raises.
+LEADS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = [
+    ((2, 3, 4), (3, 2, 4), (3, 2, 4), None),
+    ((2, 3, 4), (2, 3, 4), (3, 2, 4), None),
+    ((2, 3, 4), (6, 4), (6, 4), None),
+    ((2, 4), (3, 4), (3, 4), None),
+    ((2, 4), (2, 2), (2, 2), None),
+    ((2, 4), (2, 4), (2, 2), None),
+    ((2, 2), (2, 4), (2, 4), None),
+    ((2,), (3,), (3,), None),
+    ((2, 3, 4), (1, 3, 4), (1, 3, 4), (2, 3, 4)),
+    ((2, 3, 4), (2, 3, 4), (1, 1, 1), (2, 3, 4)),
+    ((1, 1, 1), (1, 1, 1), (2, 3, 4), (2, 3, 4)),
+    ((1, 3, 4), (2, 1, 4), (1, 1, 1), (2, 3, 4)),
+    ((2, 1, 2, 2), (1, 3, 2, 2), (2, 3, 1, 1), (2, 3, 2, 2)),
+    ((2, 4), (1, 4), (1, 4), (2, 4)),
+    ((1, 4), (2, 4), (2, 4), (2, 4)),
+    ((2, 4), (1, 4), (2, 4), (2, 4)),
+    ((2, 4), (2, 1), (2, 1), (2, 4)),
+    ((2, 4), (2, 4), (2, 1), (2, 4)),
+    ((2, 1), (2, 4), (2, 4), (2, 4)),
+    ((2,), (1,), (1,), (2,)),
+    ((1,), (3,), (3,), (3,)),
+    ((2, 4), (4,), (4,), (2, 4)),
+    ((4,), (2, 4), (2, 4), (2, 4)),
+    ((2, 4), (), (), (2, 4)),
+    ((), (3,), (3,), (3,)),
+    ((0, 4), (0, 4), (0, 4), (0, 4)),
+    ((2, 0), (2, 0), (2, 0), (2, 0)),
+    ((2, 0, 3), (2, 0, 3), (2, 0, 3), (2, 0, 3)),
+]
+GROUPED: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = [
+    ((2, 4), (2, 2), (2, 1), (2, 4)),
+    ((2, 4), (2, 4), (2, 2), (2, 4)),
+    ((2, 4), (1, 2), (1, 2), (2, 4)),
+    ((4,), (2,), (2,), (4,)),
+    ((2, 4), (2,), (2,), (2, 4)),
+    ((2, 2, 4), (1, 2, 2), (2, 1, 2), (2, 2, 4)),
+    ((2, 4), (2, 3), (2, 3), None),
+    ((2, 2), (2, 4), (2, 4), None),
+    ((3, 4), (2, 2), (2, 2), None),
+    ((), (), (), None),
+]
+
+
+@pytest.mark.parametrize(
+    ("lead_q", "lead_k", "lead_v", "lead", "enable_gqa"),
+    [(*leads, False) for leads in LEADS] + [(*leads, True) for leads in GROUPED],
+)
+def test_leading_dimensions_broadcast_as_torchs(
+    lead_q: tuple[int, ...], lead_k: tuple[int, ...], lead_v: tuple[int, ...],
+    lead: tuple[int, ...] | None, enable_gqa: bool,
+) -> None:  # fmt: skip
+    tensors = (
+        normal(*lead_q, 5, 16), normal(*lead_k, 7, 16, seed=1), normal(*lead_v, 7, 24, seed=2),
+    )  # fmt: skip
+    options = {"is_causal": True, "enable_gqa": enable_gqa}
+    if lead is None:
+        with pytest.raises((RuntimeError, IndexError)) as torchs:
+            F.scaled_dot_product_attention(*tensors, **options)
+        with pytest.raises(ValueError, match=r"^(query|key|value): (got|dimension) "):
+            fmt.scaled_dot_product_attention(*tensors, **options)
+        with fmt.sdpa_kernel(), pytest.raises(type(torchs.value)) as routed:
+            F.scaled_dot_product_attention(*tensors, **options)
+        assert str(routed.value) == str(torchs.value)
+        return
+    want = F.scaled_dot_product_attention(*tensors, **options)
+    assert want.shape == (*lead, 5, 24)
+    for function in (fmt.scaled_dot_product_attention, F.scaled_dot_product_attention):
+        with fmt.sdpa_kernel(strict=True):
+            got = function(*tensors, **options)
+        assert got.shape == want.shape
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sentence"),
+    [
+        (((8,), (7, 8), (7, 8)), "query: got 1 dimensions, accepted are 2 or more"),
+        (((5, 8), (7, 16), (7, 8)), "key: its head dimension is 16, but query has 8"),
+        (((5, 8), (7, 8), (6, 8)), "value: its sequence length is 6, but key has 7"),
+        (
+            ((2, 3, 4, 5, 8), (3, 2, 4, 7, 8), (3, 2, 4, 7, 8)),
+            "key: dimension -4 is 2, but query has 3; accepted are equal ones and 1",
+        ),
+        (
+            ((1, 4, 5, 8), (2, 4, 7, 8), (3, 4, 7, 8)),
+            "value: dimension -4 is 3, but key has 2; accepted are equal ones and 1",
+        ),
+    ],
+)
+def test_shapes_that_do_not_go_together_are_named(
+    shapes: tuple[tuple[int, ...], ...], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        fmt.scaled_dot_product_attention(*(normal(*shape) for shape in shapes))
+
+
 def test_views_are_read_where_they_lie() -> None:
     packed = normal(2, 13, 3, 4, 16)
     q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
@@ -97,8 +196,6 @@ def test_what_is_not_there_is_refused_with_a_sentence() -> None:
             fmt.scaled_dot_product_attention(q, k, v, given)
     with pytest.raises(NotImplementedError, match=r"^dropout_p: got 0.1, accepted is 0"):
         fmt.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
-    with pytest.raises(ValueError, match=r"^key: got 3 dimensions, accepted are 2 or more"):
-        fmt.scaled_dot_product_attention(q, k[0], v)
     with pytest.raises(ValueError, match=r"^q: requires grad, but attention has no backward pass"):
         fmt.scaled_dot_product_attention(q.requires_grad_(), k, v)
 
@@ -169,7 +266,10 @@ def test_routes_the_calls_of_modules(ours: list[tuple[int, ...]]) -> None:
         ({"scale": -1.0}, "scale: got -1"),
         ({"query": normal(2, 3, 13, 12), "key": normal(2, 3, 21, 12)}, "its head dimension is 12"),
         ({"query": normal(2, 3, 16, 13).mT}, "its last dimension is not contiguous"),
-        ({"key": normal(1, 3, 21, 16)}, "k: "),  # torch repeats it
+        (
+            {"query": normal(0, 3, 13, 16), "key": normal(1, 3, 21, 16), "value": normal(21, 24)},
+            "an empty batch is broadcast",
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -40,12 +40,14 @@ def scaled_dot_product_attention(
     Args:
         query: [..., heads_q, seq_q, dim]; with three dimensions [batch, seq_q, dim], with two one
             sequence alone. fp16, bf16, on the CPU also fp32.
-        key, value: [..., heads_kv, seq_k, dim] and [..., heads_kv, seq_k, dim_v].
+        key, value: [..., heads_kv, seq_k, dim] and [..., heads_kv, seq_k, dim_v]. What comes before
+            the last two dimensions of all three is broadcast; where that makes one batch of
+            several dimensions, by a copy.
         attn_mask, dropout_p: None and 0: there are neither masks nor dropout here yet.
         is_causal: Query i sees the keys up to i, counted from the first of both: top-left, as torch
             has it.
         scale: Factor of the logits, positive; None is 1 / sqrt(dim).
-        enable_gqa: Whether heads_kv may be a divisor of heads_q.
+        enable_gqa: Whether heads_kv may be a divisor of heads_q, of key and of value another.
 
     Returns:
         [..., heads_q, seq_q, dim_v].
@@ -58,6 +60,9 @@ def scaled_dot_product_attention(
     reason = _lacking(attn_mask, dropout_p)
     if reason:
         raise UnsupportedError(reason)
+    reason = _mismatch(query, key, value, enable_gqa)
+    if reason:
+        raise InvalidArgumentError(reason)
     return _attend(query, key, value, is_causal, scale, enable_gqa)
 
 
@@ -73,6 +78,46 @@ def _lacking(attn_mask: Any, dropout_p: float) -> str:
     return ""
 
 
+def _mismatch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
+    """Why the three do not go together by torch's rules, "" when they do."""
+    named = (("query", query), ("key", key), ("value", value))
+    least = 3 if enable_gqa else 2
+    for name, tensor in named:
+        if tensor.dim() < least:
+            given = " with enable_gqa=True" if enable_gqa else ""
+            return f"{name}: got {tensor.dim()} dimensions, accepted are {least} or more{given}"
+    if key.shape[-1] != query.shape[-1]:
+        return f"key: its head dimension is {key.shape[-1]}, but query has {query.shape[-1]}"
+    if value.shape[-2] != key.shape[-2]:
+        return f"value: its sequence length is {value.shape[-2]}, but key has {key.shape[-2]}"
+    if query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+        return ""
+    if enable_gqa:
+        heads = query.shape[_HEADS_AXIS]
+        for name, tensor in named[1:]:
+            some = tensor.shape[_HEADS_AXIS]
+            if some != heads and (some == 0 or heads % some != 0):
+                return f"{name}: got {some} heads, accepted are divisors of query's {heads}"
+    nearest = _HEADS_AXIS - 1 if enable_gqa else _HEADS_AXIS
+    for axis in range(nearest, -max(x.dim() for _, x in named) - 1, -1):
+        first, most = "query", 1
+        for name, tensor in named:
+            size = tensor.shape[axis] if tensor.dim() >= -axis else 1
+            if most == 1:
+                first, most = name, size
+            elif size not in (1, most):
+                if axis == _HEADS_AXIS and tensor.dim() > 3:
+                    return (
+                        f"{name}: got {size} heads, but {first} has {most}; with enable_gqa=True "
+                        "they may be a divisor"
+                    )
+                return (
+                    f"{name}: dimension {axis} is {size}, but {first} has {most}; accepted are "
+                    "equal ones and 1"
+                )
+    return ""
+
+
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -81,38 +126,60 @@ def _attend(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    dims = query.dim()
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != dims or dims < 2:
-            raise InvalidArgumentError(
-                f"{name}: got {tensor.dim()} dimensions, accepted are 2 or more, as many as query's"
-            )
-    if dims > 3 and not enable_gqa and query.shape[_HEADS_AXIS] != key.shape[_HEADS_AXIS]:
-        raise InvalidArgumentError(
-            f"key: got {key.shape[_HEADS_AXIS]} heads, but query has {query.shape[_HEADS_AXIS]}; "
-            "with enable_gqa=True they may be a divisor"
-        )
+    """Of tensors that go together."""
+    lead: tuple[int, ...] = tuple(query.shape[:-2])
+    q, k, v = query, key, value
+    alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+    if alike and len(lead) == 1:
+        q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+    elif not alike or len(lead) != 2:
+        lead, q, k, v = _broadcast(query, key, value, enable_gqa)
+    shape = (*lead, query.shape[-2], value.shape[-1])
+    if q.shape[1] == 0:  # no heads, of which the library knows no call
+        return query.new_empty(shape)
     out: torch.Tensor = flash_attention(
-        _four(query), _four(key), _four(value), causal="top_left" if is_causal else False,
-        scale=scale, layout="bhsd",
-    )  # fmt: skip
-    if dims == 4:
-        return out
-    return out.view((*query.shape[:-1], value.shape[-1])) if dims > 4 else _fewer(out, dims)
+        q, k, v, causal="top_left" if is_causal else False, scale=scale, layout="bhsd"
+    )
+    return out if len(shape) == 4 else out.view(shape)
 
 
-def _four(tensor: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, seq, dim] of any number of dimensions."""
-    dims = tensor.dim()
-    if dims == 4:
-        return tensor
-    if dims > 4:
-        return tensor.flatten(0, _HEADS_AXIS - 1)
-    return tensor.unsqueeze(1) if dims == 3 else tensor[None, None]
+def _broadcast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> tuple[tuple[int, ...], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result's dimensions before [seq_q, dim_v], and all three as [batch, heads, seq, dim].
+
+    Memory is copied only where several dimensions of a batch become one that no stride describes,
+    and where with enable_gqa key and value have different numbers of heads.
+    """
+    dims = max(query.dim(), key.dim(), value.dim(), 4)
+    tensors = [x[(None,) * (dims - x.dim())] for x in (query, key, value)]
+    heads = [x.shape[_HEADS_AXIS] for x in tensors]
+    if enable_gqa:
+        if heads[1] != heads[2]:
+            for i in (1, 2):
+                tensors[i] = tensors[i].repeat_interleave(heads[0] // heads[i], _HEADS_AXIS)
+            heads = [heads[0]] * 3
+    else:
+        most = _broadcast_size(heads)
+        # One key head for all is what the kernels know as grouped heads.
+        shared = most if heads[1] != heads[2] else heads[1]
+        heads = [most, shared, shared]
+    batch = tuple(
+        _broadcast_size([x.shape[axis] for x in tensors]) for axis in range(dims + _HEADS_AXIS)
+    )
+    made = [
+        x.expand(*batch, n, -1, -1).flatten(0, dims - 4)
+        for x, n in zip(tensors, heads, strict=True)
+    ]
+    lead = (*batch, heads[0])[dims - max(query.dim(), key.dim(), value.dim()) :]
+    return lead, made[0], made[1], made[2]
 
 
-def _fewer(out: torch.Tensor, dims: int) -> torch.Tensor:
-    return out.squeeze(1) if dims == 3 else out[0, 0]
+def _broadcast_size(sizes: list[int]) -> int:
+    for size in sizes:
+        if size != 1:
+            return size
+    return 1
 
 
 # ---- torch's own calls -----------------------------------------------------------------------
@@ -163,7 +230,11 @@ def _route(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    reason = _lacking(attn_mask, dropout_p) or _beyond_ours(query, key, value, scale)
+    reason = (
+        _lacking(attn_mask, dropout_p)
+        or _beyond_ours(query, key, value, scale)
+        or _mismatch(query, key, value, enable_gqa)
+    )
     if not reason and torch.compiler.is_compiling():
         return _attend(query, key, value, is_causal, scale, enable_gqa)
     if not reason:
@@ -197,8 +268,9 @@ def _beyond_ours(
             return f"{name}: requires grad, but attention has no backward pass yet"
         if tensor.dtype not in _DTYPES[kind]:
             return f"{name}: got dtype {tensor.dtype} on {kind}"
-        if tensor.dim() < 2 or tensor.dim() != query.dim():
-            return f"{name}: got {tensor.dim()} dimensions"
+        if tensor.shape[:-2] != query.shape[:-2] and tensor.numel() * query.numel() == 0:
+            # Of which torch's back ends make several shapes.
+            return f"{name}: an empty batch is broadcast"
         if tensor.shape[-1] % _DIM_MULTIPLE or tensor.shape[-1] > _MOST_DIM:
             return f"{name}: its head dimension is {tensor.shape[-1]}"
         if tensor.stride(-1) != 1:
