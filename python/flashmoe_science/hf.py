@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import re
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2CLS
 from transformers.integrations import moe as hf_moe
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -41,6 +40,7 @@ from transformers.masking_utils import (
 )
 
 import flashmoe_science
+from flashmoe_science._say import say_once
 from flashmoe_science.errors import InvalidArgumentError, UnsupportedError, _without_addresses
 from flashmoe_science.torch import operators
 
@@ -48,7 +48,6 @@ NAME = "flashmoe"
 # transformers takes an attention whose name contains "flash" for one of its flash attention
 # packages, which it then imports and gives packed sequences; this is the name in configurations.
 _KEPT_NAME = "fmoe"
-_LOG = logging.getLogger(__name__)
 _DTYPES = {
     "cpu": (torch.float32, torch.float16, torch.bfloat16),
     "cuda": (torch.float16, torch.bfloat16),
@@ -98,18 +97,12 @@ def _keep_our_name(config: Any) -> None:
     if config._attn_implementation_internal == NAME:
         config._attn_implementation_internal = _KEPT_NAME
     for name in config.sub_configs:
-        if (within := getattr(config, name, None)) is not None:
+        if isinstance(within := getattr(config, name, None), PreTrainedConfig):
             _keep_our_name(within)
 
 
-@functools.cache
-def _say_once(operation: str, reason: str) -> None:
-    _LOG.warning("%s by transformers' own implementation: %s", operation, reason)
-
-
 def _say(operation: str, reason: str) -> None:
-    if not torch.compiler.is_compiling():  # a graph has no place for it
-        _say_once(operation, reason)
+    say_once(__name__, f"{operation} by transformers' own implementation: {reason}")
 
 
 def _not_ours(tensors: tuple[torch.Tensor, ...]) -> str:

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import flashmoe_science  # noqa: E402
-from flashmoe_science import hf  # noqa: E402
+from flashmoe_science import _say, hf  # noqa: E402
 from transformers.integrations import moe as hf_moe  # noqa: E402
 
 SIZES = {
@@ -68,7 +68,7 @@ MASKED = (
 @pytest.fixture(autouse=True)
 def registered() -> None:
     hf.register()
-    hf._say_once.cache_clear()
+    _say.forget()
 
 
 @pytest.fixture
@@ -715,9 +715,9 @@ def test_an_activation_that_is_not_ours_has_no_name() -> None:
 
 def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        hf._say_once("attention", "there is dropout")
-        hf._say_once("attention", "there is dropout")
-        hf._say_once("experts", "there is dropout")
+        hf._say("attention", "there is dropout")
+        hf._say("attention", "there is dropout")
+        hf._say("experts", "there is dropout")
     assert len(said(caplog)) == 2
 
 

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", minversion="2.6")
 
 import flashmoe_science.torch as fmt  # noqa: E402
+from flashmoe_science import _say  # noqa: E402
 from flashmoe_science.torch import sdpa  # noqa: E402
 
 F = torch.nn.functional
@@ -44,9 +45,9 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
         return real(q, *rest, **options)
 
     monkeypatch.setattr(sdpa, "flash_attention", spy)
-    sdpa._say_once.cache_clear()
+    _say.forget()
     yield calls
-    sdpa._say_once.cache_clear()
+    _say.forget()
 
 
 # ---- the function ----

@@ -3,8 +3,6 @@ calls routed to it."""
 
 from __future__ import annotations
 
-import functools
-import logging
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +10,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from flashmoe_science._say import say_once
 from flashmoe_science.errors import InvalidArgumentError, UnsupportedError, _without_addresses
 from flashmoe_science.torch.operators import cuda_devices, flash_attention
 
-_LOG = logging.getLogger("flashmoe_science.torch")
+_LOGGER = "flashmoe_science.torch"
 _DTYPES = {
     "cpu": (torch.float32, torch.float16, torch.bfloat16),
     "cuda": (torch.float16, torch.bfloat16),
@@ -185,11 +184,6 @@ def _broadcast_size(sizes: list[int]) -> int:
 # ---- torch's own calls -----------------------------------------------------------------------
 
 
-@functools.cache
-def _say_once(reason: str) -> None:
-    _LOG.warning("scaled_dot_product_attention by torch's own implementation: %s", reason)
-
-
 class sdpa_kernel(TorchFunctionMode):  # named as torch.nn.attention.sdpa_kernel
     """Routes torch's scaled_dot_product_attention to FlashMoE while it is entered, on this thread.
 
@@ -244,8 +238,7 @@ def _route(
             reason = _without_addresses(error)  # torch's own has the last word on what is wrong
     if strict:
         raise UnsupportedError(reason)
-    if not torch.compiler.is_compiling():
-        _say_once(reason)
+    say_once(_LOGGER, f"scaled_dot_product_attention by torch's own implementation: {reason}")
     out: torch.Tensor = _STOCK(
         query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
         scale=scale, enable_gqa=enable_gqa,
