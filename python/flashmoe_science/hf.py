@@ -134,6 +134,9 @@ _FOREIGN_OPTIONS = (
 # Those that torch's SDPA does not have either.
 _BEYOND_SDPA = ("softcap", "s_aux", "sinks", "block_mask", "indices", "block_indices")
 _MOST_DIM = 256
+# An attribute of a mask that hides, of what `attention` sees without one, the keys from this number
+# on: those that a static cache has room for.
+_FILLED = "_flashmoe_filled"
 
 
 class _Visible(NamedTuple):
@@ -161,9 +164,11 @@ def attention(
     """transformers' attention function: query [batch, heads, seq, dim], key and value likewise with
     the key heads, to [batch, seq, heads, dim]."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    visible = _visible(module, query, key, causal, options)
-    reason = _not_ours((query, key, value)) or _attention_refusal(
-        query, key, value, attention_mask, visible, dropout, options
+    filled = None if torch.compiler.is_compiling() else getattr(attention_mask, _FILLED, None)
+    k, v = (key, value) if filled is None else (x[:, :, :filled] for x in (key, value))
+    visible = _visible(module, query, k, causal, options)
+    reason = _not_ours((query, k, v)) or _attention_refusal(
+        query, k, v, attention_mask if filled is None else None, visible, dropout, options
     )
     if not reason:
         call: dict[str, Any] = {
@@ -172,7 +177,7 @@ def attention(
             "scale": scaling,
             "softcap": options.get("softcap"),
         }
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        q, k, v = (x.transpose(1, 2) for x in (query, k, v))
         if torch.compiler.is_compiling():
             return operators.flash_attention(q, k, v, **call), None
         out = query.new_empty((*q.shape[:3], v.shape[3]))
@@ -300,22 +305,18 @@ def attention_mask(
     window, both from the last query and key backwards. So there is none only where that is so and
     nothing is padded.
     """
-    within = local_size is None or kv_length < local_size
-    ends_together = (
-        not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
-    )
-    if allow_is_causal_skip:
-        plain = ends_together and (within or _is_window(local_size, config))
-    elif allow_is_bidirectional_skip:
-        plain = within or (
-            ends_together
-            and q_length == kv_length
-            and mask_function is not bidirectional_mask_function
-            and _is_window(local_size, config)
-        )
-    else:
-        plain = False
-    if plain and not _is_padded(attention_mask, kv_offset, kv_length):
+    known = local_size is None or kv_length < local_size or _is_window(local_size, config)
+    filled: int | None = None
+    if allow_is_causal_skip and known:
+        filled = _filled(q_offset, q_length, kv_offset, kv_length)
+    elif allow_is_bidirectional_skip and known:
+        windowed = local_size is not None and kv_length >= local_size
+        aligned = q_length == kv_length and mask_function is not bidirectional_mask_function
+        if not windowed or aligned:
+            filled = kv_length
+    if filled is not None and _is_padded(attention_mask, kv_offset, filled):
+        filled = None
+    if filled == kv_length:  # and no cache has room for more
         return None
     mask: torch.Tensor | None = sdpa_mask(
         batch_size,
@@ -331,7 +332,22 @@ def attention_mask(
         config=config,
         **options,
     )
+    if filled is not None and mask is not None:
+        mask = mask.contiguous()  # as generate() has it: another tensor would lack the attribute
+        setattr(mask, _FILLED, filled)
     return mask
+
+
+def _filled(q_offset: Any, q_length: int, kv_offset: int, kv_length: int) -> int | None:
+    """How many of the keys there are up to the last query, where that can be known."""
+    if torch.compiler.is_compiling():
+        # A static cache counts in a tensor, and a graph knows no attributes of its tensors.
+        together = (
+            not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
+        )
+        return kv_length if together else None
+    filled = int(q_offset) + q_length - kv_offset
+    return filled if q_length <= filled <= kv_length else None
 
 
 def _is_window(local_size: int | None, config: Any) -> bool:
@@ -370,9 +386,10 @@ def _is_padded(mask: torch.Tensor | None, kv_offset: int, kv_length: int) -> boo
     """Whether a padding mask hides any of these keys; what it holds a graph cannot know."""
     if mask is None:
         return False
-    if torch.compiler.is_compiling() or mask.shape[-1] != kv_offset + kv_length:
+    end = kv_offset + kv_length
+    if torch.compiler.is_compiling() or mask.shape[-1] < end:
         return True
-    return not bool(mask[:, kv_offset:].all())
+    return not bool(mask[:, kv_offset:end].all())
 
 
 # ---- experts ---------------------------------------------------------------------------------
@@ -389,7 +406,6 @@ _ACTIVATIONS = {
 }
 
 
-@functools.cache
 def _activation_classes() -> dict[type, str]:
     classes: dict[type, str] = {torch.nn.SiLU: "silu", torch.nn.ReLU: "relu"}
     for name, ours in _ACTIVATIONS.items():
@@ -399,11 +415,14 @@ def _activation_classes() -> dict[type, str]:
     return classes
 
 
+_ACTIVATION_CLASSES = _activation_classes()
+
+
 def _activation(function: Any) -> str | None:
     """Our name of a module's activation, None where it is none of ours."""
     if isinstance(function, torch.nn.GELU):
         return "gelu" if function.approximate == "none" else "gelu_tanh"
-    return _activation_classes().get(type(function))
+    return _ACTIVATION_CLASSES.get(type(function))
 
 
 def _gate_options(module: Any) -> dict[str, Any] | str:

@@ -435,15 +435,50 @@ def test_generating_from_a_padded_batch(
 
 
 @pytest.mark.parametrize("kind", ["llama", *WINDOWS])
-def test_generating_with_a_static_cache(kind: str) -> None:
+def test_a_prompt_into_a_static_cache(
+    kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of keys there are more than have been filled, of which ours sees none. What follows, token by
+    token, transformers makes masks for, since it may be compiled."""
     given, _ = WINDOWS.get(kind, ({}, 0))
     moe = kind == "mixtral"
     stock = make(kind, moe=moe, **given)
-    settings = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
-    expected = stock.generate(TOKENS, **settings)
+    expected = generated_logits(stock)
+    made = generated_logits(with_ours(stock, moe=moe), cache_implementation="static")
+    torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
+    assert calls["flash_attention"] == 2
+    assert said(caplog) == [MASKED]
+
+
+@pytest.mark.parametrize("kind", ["llama", *WINDOWS])
+def test_chunks_of_a_prompt_into_a_static_cache(
+    kind: str, windows: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    given, count = WINDOWS.get(kind, ({}, 0))
+    moe = kind == "mixtral"
+    stock = make(kind, moe=moe, **given)
     ours = with_ours(stock, moe=moe)
-    made = ours.generate(TOKENS, cache_implementation="static", **settings)
-    assert torch.equal(made, expected)
+    cache = transformers.StaticCache(config=stock.config, max_cache_len=16)
+    with torch.no_grad():
+        chunks = [ours(TOKENS[:, a:b], past_key_values=cache).logits.double()
+                  for a, b in ((0, 3), (3, 7), (7, 11))]  # fmt: skip
+    assert_rule(torch.cat(chunks, 1), logits(stock), logits(exact(stock)), torch.float32)
+    assert len(windows) == 3 * 2
+    assert windows.count((4, None)) == 2 * count  # the first chunk is shorter than the window
+    assert said(caplog) == []
+
+
+def test_a_static_cache_where_ours_refuses(
+    calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The mask that says how far the cache is filled is transformers' own."""
+    stock = make("llama", moe=False).double()
+    cache = transformers.StaticCache(config=stock.config, max_cache_len=16)
+    with torch.no_grad():
+        made = with_ours(stock, moe=False)(TOKENS, past_key_values=cache).logits
+    assert torch.allclose(made, logits(exact(stock)))
+    assert calls == {}
+    assert len(said(caplog)) == 1
 
 
 def test_a_bidirectional_sliding_window(windows: list[Any]) -> None:
@@ -573,6 +608,94 @@ def test_a_trained_encoder(calls: Counter[str]) -> None:
         hidden = [m(**tokens).last_hidden_state.double() for m in (ours, stock, exact(stock))]
     assert_rule(*hidden, torch.float32)
     assert calls["flash_attention"] == stock.config.num_hidden_layers
+
+
+def encoder_decoder(kind: str) -> tuple[Any, dict[str, Any]]:
+    """A small model of one layer each, and what it is called with."""
+    tokens = TOKENS.clamp(min=3)
+    sizes = {"vocab_size": 99, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1,
+             "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
+             "decoder_ffn_dim": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+             "decoder_start_token_id": 1}  # fmt: skip
+    inputs = {"input_ids": tokens, "decoder_input_ids": tokens[:, :5]}
+    torch.manual_seed(1)
+    if kind == "bart":
+        config = transformers.BartConfig(**sizes, max_position_embeddings=64)
+    elif kind == "whisper":
+        config = transformers.WhisperConfig(
+            **sizes, num_mel_bins=8, max_source_positions=20, max_target_positions=30
+        )
+        inputs["input_features"] = torch.randn(2, 8, 40)
+        del inputs["input_ids"]
+    else:
+        config = transformers.T5Config(
+            vocab_size=99, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+    auto = transformers.AutoModelForSpeechSeq2Seq if kind == "whisper" else (
+        transformers.AutoModelForSeq2SeqLM)  # fmt: skip
+    return auto.from_config(config, attn_implementation="eager").eval(), inputs
+
+
+@pytest.mark.parametrize("kind", ["bart", "whisper"])
+def test_an_encoder_and_a_decoder(
+    kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Attention in each and across."""
+    stock, inputs = encoder_decoder(kind)
+    ours = with_ours(stock, moe=False)
+    with torch.no_grad():
+        answers = [model(**inputs).logits.double() for model in (ours, stock)]
+        doubled = {n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}
+        reference = exact(stock)(**doubled).logits
+    assert_rule(*answers, reference, torch.float32)
+    assert calls == {"flash_attention": 3}
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_generating_from_an_encoder(padded: bool, calls: Counter[str]) -> None:
+    """A padded source is masked in the encoder and across, and not in the decoder."""
+    stock, inputs = encoder_decoder("bart")
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, 8:] = int(not padded)
+    settings = {"attention_mask": mask, "max_new_tokens": 6, "min_new_tokens": 6,
+                "do_sample": False, "return_dict_in_generate": True,
+                "output_logits": True}  # fmt: skip
+    made = [torch.stack(model.generate(inputs["input_ids"], **settings).logits)
+            for model in (with_ours(stock, moe=False), stock)]  # fmt: skip
+    torch.testing.assert_close(*made, atol=1e-5, rtol=1e-4)
+    assert calls["flash_attention"] == (6 if padded else 1 + 2 * 6)
+
+
+def test_a_bias_of_positions_goes_to_the_stock_attention(
+    calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    stock, inputs = encoder_decoder("t5")
+    with torch.no_grad():
+        answers = [m(**inputs).logits for m in (with_ours(stock, moe=False), stock)]
+    torch.testing.assert_close(*answers, atol=1e-4, rtol=1e-4)
+    assert calls == {}
+    reason = "the model passes position_bias"
+    assert said(caplog) == [f"attention by transformers' own implementation: {reason}"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
+def test_weights_of_attention_are_the_models_own(
+    kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the causal mask or the window that was left out for ours."""
+    stock = make(kind, moe=False, **WINDOWS.get(kind, ({}, 0))[0])
+    with torch.no_grad():
+        made, expected = (
+            model(TOKENS, output_attentions=True) for model in (with_ours(stock, moe=False), stock)
+        )
+    assert len(made.attentions) == 2
+    torch.testing.assert_close(made.attentions, expected.attentions)
+    torch.testing.assert_close(made.logits, expected.logits)
+    assert calls == {}
+    reason = "the weights of attention are asked for"
+    assert said(caplog) == [f"attention by transformers' own implementation: {reason}"]
 
 
 def experts_module(kind: str, **given: Any) -> Any:
