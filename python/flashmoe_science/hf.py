@@ -4,7 +4,7 @@
 
     hf.register()
     model = AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="fmoe", experts_implementation="fmoe"
+        path, attn_implementation="flashmoe", experts_implementation="flashmoe"
     )
 
 The model's code and weights stay as they are; weights are read where they lie. A call that our
@@ -12,10 +12,10 @@ operations do not cover goes to transformers' own implementation, and a warning 
 once for each reason.
 
 Covered by attention: no padding, causal or not, queries that end where the keys end (a prompt,
-and what follows it through a growing cache), grouped heads, sliding windows no longer than the
-keys, softcap, inference. Covered by experts: gated and plain ones in every layout transformers
-knows, with biases, SiLU, GELU, ReLU and squared ReLU, gpt-oss's clamped gate, expert parallelism,
-inference.
+and what follows it through a growing or sliding cache; a prompt into a static one), cross
+attention, grouped heads, sliding windows, softcap, inference. Covered by experts: gated and plain
+ones in every layout transformers knows, with biases, SiLU, GELU, ReLU and squared ReLU, gpt-oss's
+clamped gate, expert parallelism, inference.
 """
 
 from __future__ import annotations
