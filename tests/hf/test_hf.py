@@ -40,7 +40,29 @@ MODELS = {
                 "head_dim": 16, "sliding_window": 8},
     "llama": {"intermediate_size": 96},
     "qwen3": {"intermediate_size": 96, "head_dim": 16},
+    "mistral": {"intermediate_size": 96, "sliding_window": None},
+    "gemma2": {"intermediate_size": 96, "head_dim": 16, "sliding_window": 32,
+               "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"intermediate_size": 96, "head_dim": 16, "query_pre_attn_scalar": 16,
+                    "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+                  "shared_expert_intermediate_size": 40, "intermediate_size": 96},
+    "llama4_text": {"intermediate_size": 96, "intermediate_size_mlp": 96, "head_dim": 16,
+                    "num_local_experts": 4},
 }  # fmt: skip
+
+# Windows of 5 keys, and how many layers have one: in all layers, or in one of the two.
+WINDOWS = {
+    "mistral": ({"sliding_window": 5}, 2),
+    "mixtral": ({"sliding_window": 5}, 2),
+    "qwen3": ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, 1),
+    "gemma2": ({"sliding_window": 5}, 1),
+    "gemma3_text": ({"sliding_window": 5}, 1),
+}
+MASKED = (
+    "attention by transformers' own implementation: there is padding, or a mask of another kind "
+    "than causal or a sliding window"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +88,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in ("flash_attention", "moe_forward"):
         monkeypatch.setattr(flashmoe_science, name, counting(name))
     return counted
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The windows of the calls of our attention."""
+    found: list[Any] = []
+    real = flashmoe_science.flash_attention
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        found.append(options["window"])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(flashmoe_science, "flash_attention", call)
+    return found
 
 
 def make(kind: str, *, moe: bool = True, **given: Any) -> Any:
@@ -112,6 +148,16 @@ def logits(model: Any, **inputs: Any) -> Any:
     return model(**inputs).logits.double().cpu()
 
 
+@torch.no_grad()
+def generated_logits(model: Any, **settings: Any) -> Any:
+    """Those by which 9 tokens are chosen, one after another, [tokens, batch, vocabulary]."""
+    made = model.generate(
+        TOKENS, max_new_tokens=9, do_sample=False, pad_token_id=0, return_dict_in_generate=True,
+        output_logits=True, **settings,
+    )  # fmt: skip
+    return torch.stack(made.logits)
+
+
 def assert_rule(ours: Any, stock: Any, reference: Any, dtype: Any) -> None:
     """max|ours - ref| <= 2 max|stock - ref| + ulp"""
     ulp = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(reference.abs().max()))
@@ -148,12 +194,13 @@ def test_logits_of_dense_models(
     assert said(caplog) == []
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3_moe", "mixtral", "gpt_oss"])
 def test_compiled_models_have_our_operators_in_them(kind: str) -> None:
     """Without a break. gpt-oss's attention, which has sinks, is the model's own. Without a cache
     transformers masks what might be packed sequences, which a graph cannot rule out."""
-    moe = kind != "llama"
-    ours = with_ours(make(kind, moe=moe), moe=moe)
+    moe = kind not in ("llama", "mistral")
+    given = WINDOWS["mistral"][0] if kind == "mistral" else {}
+    ours = with_ours(make(kind, moe=moe, **given), moe=moe)
     graphs = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -207,13 +254,58 @@ def test_logits_are_the_stock_models_on_the_gpu(kind: str, calls: Counter[str]) 
     assert calls == {"flash_attention": 2, "moe_forward": 2}
 
 
-def test_a_model_is_made_with_our_names(calls: Counter[str]) -> None:
+@pytest.mark.parametrize("name", ["flashmoe", "fmoe"])
+def test_a_model_is_made_with_our_name(name: str, calls: Counter[str]) -> None:
     config = make("mixtral").config
     made = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="fmoe", experts_implementation="fmoe"
+        config, attn_implementation=name, experts_implementation=name
     ).eval()
     logits(made)
     assert calls == {"flash_attention": 2, "moe_forward": 2}
+    assert made.config._attn_implementation == "fmoe"
+
+
+def test_a_model_is_loaded_with_our_name(tmp_path: Path, calls: Counter[str]) -> None:
+    stock = make("mixtral")
+    stock.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="flashmoe", experts_implementation="flashmoe"
+    ).eval()
+    torch.testing.assert_close(logits(loaded), logits(stock), atol=1e-4, rtol=1e-4)
+    assert calls == {"flash_attention": 2, "moe_forward": 2}
+    loaded.save_pretrained(tmp_path / "again")  # and our names stay out of the files
+    text = (tmp_path / "again" / "config.json").read_text(encoding="utf-8")
+    assert "fmoe" not in text
+    assert "flashmoe" not in text
+
+
+def test_a_model_that_names_its_flash_attentions_takes_ours() -> None:
+    """gpt-oss, which would have another one loaded for any name with "flash"."""
+    config = make("gpt_oss").config
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flashmoe")
+    assert made.config._attn_implementation == "fmoe"
+
+
+@pytest.mark.parametrize("given", ["flashmoe", {"text_config": "flashmoe"}], ids=str)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_model_of_several_models_takes_our_name(
+    late: bool, given: str | dict[str, str], calls: Counter[str]
+) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+              "num_attention_heads": 4, "image_size": 16, "patch_size": 8}  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**vision),
+        text_config=transformers.LlamaConfig(**SIZES | MODELS["llama"]),
+    )
+    chosen = {} if late else {"attn_implementation": given}
+    model = transformers.LlavaForConditionalGeneration._from_config(config, **chosen).eval()
+    if late:
+        model.set_attn_implementation(given)
+    kept = model.config
+    assert kept.text_config._attn_implementation == "fmoe"
+    assert kept.vision_config._attn_implementation == ("fmoe" if given == "flashmoe" else "sdpa")
+    logits(model)
+    assert calls == {"flash_attention": 2}
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "llama"])
@@ -255,10 +347,7 @@ def test_padding_goes_to_the_stock_attention_and_is_said_once(
     plain = logits(stock, attention_mask=mask)
     assert_rule(ours[seen], plain[seen], reference[seen], torch.float32)
     assert calls == {"moe_forward": 2}
-    assert said(caplog) == [
-        "attention by transformers' own implementation: there is padding, or a mask of another "
-        "kind than causal"
-    ]
+    assert said(caplog) == [MASKED]
     ours = logits(with_ours(stock), attention_mask=torch.ones_like(TOKENS))  # nothing is padded
     assert calls == {"flash_attention": 2, "moe_forward": 4}
 
@@ -281,13 +370,184 @@ def test_a_gradient_goes_to_the_stock_implementations(
     ]
 
 
-def test_a_sliding_window_shorter_than_the_keys(caplog: pytest.LogCaptureFixture) -> None:
-    stock = make("mixtral", sliding_window=5)
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_sliding_windows(kind: str, windows: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    given, count = WINDOWS[kind]
+    moe = kind == "mixtral"
+    stock = make(kind, moe=moe, **given)
     reference = logits(exact(stock))
-    full = logits(make("mixtral"))
+    full = logits(make(kind, moe=moe))
     assert (full - reference).abs().max() > 0.1  # the window does something
-    assert_rule(logits(with_ours(stock)), logits(stock), reference, torch.float32)
+    assert_rule(logits(with_ours(stock, moe=moe)), logits(stock), reference, torch.float32)
+    assert Counter(windows) == Counter([(4, None)] * count + [None] * (2 - count))
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_generating_behind_a_sliding_window(
+    kind: str, windows: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cache keeps no more keys than the window, so only the prompt needs one."""
+    given, count = WINDOWS[kind]
+    moe = kind == "mixtral"
+    stock = make(kind, moe=moe, **given)
+    settings = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    expected = stock.generate(TOKENS, **settings)
+    assert torch.equal(with_ours(stock, moe=moe).generate(TOKENS, **settings), expected)
+    assert Counter(windows) == Counter([(4, None)] * count + [None] * (2 * 9 - count))
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_chunk_of_a_prompt_behind_a_sliding_window(kind: str, windows: list[Any]) -> None:
+    given, count = WINDOWS[kind]
+    moe = kind == "mixtral"
+    stock = make(kind, moe=moe, **given)
+    ours = with_ours(stock, moe=moe)
+    with torch.no_grad():
+        first = ours(TOKENS[:, :6], use_cache=True)
+        rest = ours(TOKENS[:, 6:], past_key_values=first.past_key_values).logits.double()
+    assert windows.count((4, None)) == 2 * count
+    assert len(windows) == 4
+    reference = logits(exact(stock))[:, 6:]
+    assert_rule(rest, logits(stock)[:, 6:], reference, torch.float32)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["llama", *WINDOWS])
+def test_generating_from_a_padded_batch(
+    kind: str, cache: str, windows: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Layers with a window are ours as soon as it has left the padding behind."""
+    given, count = WINDOWS.get(kind, ({}, 0))
+    moe = kind == "mixtral"
+    stock = make(kind, moe=moe, **given)
+    mask = torch.ones_like(TOKENS)
+    mask[0, :3] = 0
+    expected = generated_logits(stock, attention_mask=mask, cache_implementation=cache)
+    unpadded = generated_logits(stock, attention_mask=torch.ones_like(mask))
+    assert (unpadded - expected)[:, 0].abs().max() > 1e-2  # the padding does something
+    ours = with_ours(stock, moe=moe)
+    made = generated_logits(ours, attention_mask=mask, cache_implementation=cache)
+    torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
+    assert windows == ([None] * (8 * count) if cache == "dynamic" else [])
+    assert said(caplog) == [MASKED]
+
+
+@pytest.mark.parametrize("kind", ["llama", *WINDOWS])
+def test_a_prompt_into_a_static_cache(
+    kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of keys there are more than have been filled, of which ours sees none. What follows, token by
+    token, transformers makes masks for, since it may be compiled."""
+    given, _ = WINDOWS.get(kind, ({}, 0))
+    moe = kind == "mixtral"
+    stock = make(kind, moe=moe, **given)
+    expected = generated_logits(stock)
+    made = generated_logits(with_ours(stock, moe=moe), cache_implementation="static")
+    torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
+    assert calls["flash_attention"] == 2
+    assert said(caplog) == [MASKED]
+
+
+@pytest.mark.parametrize("kind", ["llama", *WINDOWS])
+def test_chunks_of_a_prompt_into_a_static_cache(
+    kind: str, windows: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    given, count = WINDOWS.get(kind, ({}, 0))
+    moe = kind == "mixtral"
+    stock = make(kind, moe=moe, **given)
+    ours = with_ours(stock, moe=moe)
+    cache = transformers.StaticCache(config=stock.config, max_cache_len=16)
+    with torch.no_grad():
+        chunks = [ours(TOKENS[:, a:b], past_key_values=cache).logits.double()
+                  for a, b in ((0, 3), (3, 7), (7, 11))]  # fmt: skip
+    assert_rule(torch.cat(chunks, 1), logits(stock), logits(exact(stock)), torch.float32)
+    assert len(windows) == 3 * 2
+    assert windows.count((4, None)) == 2 * count  # the first chunk is shorter than the window
+    assert said(caplog) == []
+
+
+def test_a_static_cache_where_ours_refuses(
+    calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The mask that says how far the cache is filled is transformers' own."""
+    stock = make("llama", moe=False).double()
+    cache = transformers.StaticCache(config=stock.config, max_cache_len=16)
+    with torch.no_grad():
+        made = with_ours(stock, moe=False)(TOKENS, past_key_values=cache).logits
+    assert torch.allclose(made, logits(exact(stock)))
+    assert calls == {}
     assert len(said(caplog)) == 1
+
+
+def test_a_bidirectional_sliding_window(windows: list[Any]) -> None:
+    """ModernBERT: 4 keys on either side in two layers of three."""
+    config = transformers.ModernBertConfig(
+        **SIZES | {"num_hidden_layers": 3}, intermediate_size=96, local_attention=8,
+        global_attn_every_n_layers=3, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    stock = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    ours = copy.deepcopy(stock)
+    ours.set_attn_implementation(hf.NAME)
+    with torch.no_grad():
+        hidden = [m(TOKENS).last_hidden_state.double() for m in (ours, stock, exact(stock))]
+    assert_rule(*hidden, torch.float32)
+    assert sorted(windows, key=str) == [(4, 4), (4, 4), None]
+
+
+def test_windows_that_a_model_does_not_pass_on_stay_masks(
+    windows: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen2-MoE has them in its masks alone."""
+    given = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    stock = make("qwen2_moe", **given)
+    reference = logits(exact(stock))
+    assert (logits(make("qwen2_moe")) - reference).abs().max() > 0.1
+    assert_rule(logits(with_ours(stock)), logits(stock), reference, torch.float32)
+    assert windows == [None]
+    assert said(caplog) == [MASKED]
+
+
+def test_chunked_attention_stays_a_mask(
+    windows: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Llama 4's chunks are no windows, though transformers tells masks their size as it does."""
+    kinds = ["chunked_attention", "full_attention"]
+    stock = make("llama4_text", moe=False, attention_chunk_size=4, layer_types=kinds)
+    reference = logits(exact(stock))
+    other = make("llama4_text", moe=False, attention_chunk_size=64, layer_types=kinds)
+    assert (logits(other) - reference).abs().max() > 0.1
+    assert_rule(logits(with_ours(stock, moe=False)), logits(stock), reference, torch.float32)
+    assert windows == [None]
+    assert said(caplog) == [MASKED]
+
+
+@pytest.mark.parametrize("given", [{}, {"sliding_window": 5}], ids=str)
+def test_a_chunk_of_a_prompt_that_ours_refuses(
+    given: dict[str, Any], calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The mask that was left out for ours is made for transformers' own attention."""
+    stock = make("mistral", moe=False, **given).double()
+    ours = with_ours(stock, moe=False)
+    with torch.no_grad():
+        first = ours(TOKENS[:, :6], use_cache=True)
+        rest = ours(TOKENS[:, 6:], past_key_values=first.past_key_values).logits
+    assert torch.allclose(rest, logits(exact(stock))[:, 6:])
+    assert calls == {}
+    reason = "tensors are of float64 on cpu"
+    assert said(caplog) == [f"attention by transformers' own implementation: {reason}"]
+
+
+def test_a_gradient_through_a_sliding_window() -> None:
+    stock = make("mistral", moe=False, sliding_window=5)
+    gradients = []
+    for model in (stock, with_ours(stock, moe=False)):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad)
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
 
 
 def test_options_that_ours_does_not_have_go_to_the_models_own_attention(
@@ -304,8 +564,7 @@ def test_options_that_ours_does_not_have_go_to_the_models_own_attention(
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_softcap(padded: bool, calls: Counter[str]) -> None:
-    stock = make("gemma2", moe=False, intermediate_size=96, head_dim=16, sliding_window=32,
-                 attn_logit_softcapping=2.0, query_pre_attn_scalar=16)  # fmt: skip
+    stock = make("gemma2", moe=False)
     mask = torch.ones_like(TOKENS)
     mask[1, 8:] = int(not padded)
     inputs = {"attention_mask": mask}
@@ -349,6 +608,94 @@ def test_a_trained_encoder(calls: Counter[str]) -> None:
         hidden = [m(**tokens).last_hidden_state.double() for m in (ours, stock, exact(stock))]
     assert_rule(*hidden, torch.float32)
     assert calls["flash_attention"] == stock.config.num_hidden_layers
+
+
+def encoder_decoder(kind: str) -> tuple[Any, dict[str, Any]]:
+    """A small model of one layer each, and what it is called with."""
+    tokens = TOKENS.clamp(min=3)
+    sizes = {"vocab_size": 99, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1,
+             "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
+             "decoder_ffn_dim": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+             "decoder_start_token_id": 1}  # fmt: skip
+    inputs = {"input_ids": tokens, "decoder_input_ids": tokens[:, :5]}
+    torch.manual_seed(1)
+    if kind == "bart":
+        config = transformers.BartConfig(**sizes, max_position_embeddings=64)
+    elif kind == "whisper":
+        config = transformers.WhisperConfig(
+            **sizes, num_mel_bins=8, max_source_positions=20, max_target_positions=30
+        )
+        inputs["input_features"] = torch.randn(2, 8, 40)
+        del inputs["input_ids"]
+    else:
+        config = transformers.T5Config(
+            vocab_size=99, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+    auto = transformers.AutoModelForSpeechSeq2Seq if kind == "whisper" else (
+        transformers.AutoModelForSeq2SeqLM)  # fmt: skip
+    return auto.from_config(config, attn_implementation="eager").eval(), inputs
+
+
+@pytest.mark.parametrize("kind", ["bart", "whisper"])
+def test_an_encoder_and_a_decoder(
+    kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Attention in each and across."""
+    stock, inputs = encoder_decoder(kind)
+    ours = with_ours(stock, moe=False)
+    with torch.no_grad():
+        answers = [model(**inputs).logits.double() for model in (ours, stock)]
+        doubled = {n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}
+        reference = exact(stock)(**doubled).logits
+    assert_rule(*answers, reference, torch.float32)
+    assert calls == {"flash_attention": 3}
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_generating_from_an_encoder(padded: bool, calls: Counter[str]) -> None:
+    """A padded source is masked in the encoder and across, and not in the decoder."""
+    stock, inputs = encoder_decoder("bart")
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, 8:] = int(not padded)
+    settings = {"attention_mask": mask, "max_new_tokens": 6, "min_new_tokens": 6,
+                "do_sample": False, "return_dict_in_generate": True,
+                "output_logits": True}  # fmt: skip
+    made = [torch.stack(model.generate(inputs["input_ids"], **settings).logits)
+            for model in (with_ours(stock, moe=False), stock)]  # fmt: skip
+    torch.testing.assert_close(*made, atol=1e-5, rtol=1e-4)
+    assert calls["flash_attention"] == (6 if padded else 1 + 2 * 6)
+
+
+def test_a_bias_of_positions_goes_to_the_stock_attention(
+    calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    stock, inputs = encoder_decoder("t5")
+    with torch.no_grad():
+        answers = [m(**inputs).logits for m in (with_ours(stock, moe=False), stock)]
+    torch.testing.assert_close(*answers, atol=1e-4, rtol=1e-4)
+    assert calls == {}
+    reason = "the model passes position_bias"
+    assert said(caplog) == [f"attention by transformers' own implementation: {reason}"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
+def test_weights_of_attention_are_the_models_own(
+    kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the causal mask or the window that was left out for ours."""
+    stock = make(kind, moe=False, **WINDOWS.get(kind, ({}, 0))[0])
+    with torch.no_grad():
+        made, expected = (
+            model(TOKENS, output_attentions=True) for model in (with_ours(stock, moe=False), stock)
+        )
+    assert len(made.attentions) == 2
+    torch.testing.assert_close(made.attentions, expected.attentions)
+    torch.testing.assert_close(made.logits, expected.logits)
+    assert calls == {}
+    reason = "the weights of attention are asked for"
+    assert said(caplog) == [f"attention by transformers' own implementation: {reason}"]
 
 
 def experts_module(kind: str, **given: Any) -> Any:
@@ -487,12 +834,6 @@ def test_activations_are_known_by_their_formula(name: str) -> None:
 def test_an_activation_that_is_not_ours_has_no_name() -> None:
     assert hf._activation(transformers.activations.ACT2FN["mish"]) is None
     assert hf._activation(torch.nn.GELU(approximate="tanh")) == "gelu_tanh"
-
-
-def test_a_name_of_transformers_own_is_refused() -> None:
-    sentence = 'name: got flashmoe, accepted is one without "flash"'
-    with pytest.raises(flashmoe_science.InvalidArgumentError, match=sentence):
-        hf.register("flashmoe")
 
 
 def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
