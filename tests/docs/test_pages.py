@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
@@ -9,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,7 @@ def test_the_beginnings_have_a_program_each() -> None:
     assert of["numpy.md"] == 3
     assert len(blocks("python", page=ROOT / "README.md")) == 3
     assert len(blocks("python", page=DOCS / "moe.md")) == 5
+    assert len(blocks("python", page=DOCS / "producers.md")) == 4
     assert len(blocks("c", page=ROOT / "README.md")) == 1
 
 
@@ -43,8 +46,18 @@ def test_a_block_is_of_a_known_language(block: Block) -> None:
     directive = r"\{(doxygen\w+|header-words|literalinclude)\}"
     known = block.language in LANGUAGES or re.match(directive, block.language)
     assert known, block.language
-    if block.language == "":
+    if block.language == "":  # a drawing
         assert not re.match(r"(flashmoe|python|pip|cmake|cc) ", block.text), "say ```sh"
+        with pytest.raises(SyntaxError):  # else say ```python
+            ast.parse(textwrap.dedent(block.text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_block_escapes(page: Path) -> None:
+    """Every fence is one that pages.blocks finds: three backticks where a line begins."""
+    text = page.read_text(encoding="utf-8")
+    outside = "".join(re.split(r"^```[^\n`]*\n.*?^```$", text, flags=re.MULTILINE | re.DOTALL))
+    assert not re.search(r"^[\s>]*(```|~~~)", outside, re.MULTILINE)
 
 
 # ---- troubleshooting ----------------------------------------------------------------------------

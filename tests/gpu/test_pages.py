@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -35,6 +36,13 @@ def test_a_guides_program_runs(block: Block, tmp_path: Path) -> None:
     _run(block, tmp_path)
 
 
+@pytest.mark.parametrize("block", blocks("python", page=DOCS / "producers.md"), ids=str)
+def test_a_producers_program_runs(block: Block, tmp_path: Path) -> None:
+    result = _run(block, tmp_path)
+    if "cuda" in block.text and importlib.util.find_spec("torch") is not None:
+        assert "device=cuda:0" in result, result
+
+
 def _run(block: Block, folder: Path) -> str:
     """What it logs."""
     if re.search(r"^import jax", block.text, re.M):
@@ -42,6 +50,7 @@ def _run(block: Block, folder: Path) -> str:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's tensors live here
         if "gpu" not in {device.platform for device in jax.devices()}:
             pytest.skip("JAX has no GPU")
-    result = run(block.text, folder, FLASHMOE_LOG_LEVEL="2")
+    environment = {"FLASHMOE_LOG_LEVEL": "2", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    result = run(block.text, folder, **environment)
     assert result.returncode == 0, result.stderr
     return result.stderr
