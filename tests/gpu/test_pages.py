@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import DOCS, ROOT, Block, blocks, run
+from pages import DOCS, ROOT, Block, blocks, run, says, sentences
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +41,15 @@ def test_a_producers_program_runs(block: Block, tmp_path: Path) -> None:
     result = _run(block, tmp_path)
     if "cuda" in block.text and importlib.util.find_spec("torch") is not None:
         assert "device=cuda:0" in result, result
+
+
+_ERRORS = {title: code for title, code in sentences().items() if "cuda" in code}
+
+
+@pytest.mark.parametrize("sentence", _ERRORS)
+def test_a_sentence_is_what_its_program_raises(sentence: str, tmp_path: Path) -> None:
+    result = run(_ERRORS[sentence], tmp_path)
+    assert says(result, sentence), result.stderr
 
 
 def _run(block: Block, folder: Path) -> str:
