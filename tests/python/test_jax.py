@@ -10,6 +10,7 @@ from typing import Any
 import flashmoe_science as fm
 import numpy as np
 import pytest
+from jax_reference import CASES, Case, assert_as_jax
 from reference import assert_accurate
 
 jax = pytest.importorskip("jax")
@@ -38,6 +39,14 @@ def test_under_jit(qkv: list[np.ndarray], layout: str, dtype: str) -> None:
     assert_accurate(out, lse, *tensors, causal=True, layout=layout)
     eager = fm.flash_attention(*tensors, causal=True, layout=layout)
     np.testing.assert_array_equal(eager, out)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_as_jaxs_own(case: Case, dtype: str) -> None:
+    cpu = jax.devices("cpu")[0]
+    tensors = case.arrays(dtype, cpu)
+    assert_as_jax(fm.flash_attention(*tensors, **case.ours), *tensors, case)
 
 
 @pytest.mark.parametrize("window", [(3, None), (None, 2), (0, 0), (7, 5), (10**12, 1)])

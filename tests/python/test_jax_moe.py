@@ -455,11 +455,12 @@ def test_vmap_in_vmap() -> None:
         np.testing.assert_array_equal(got[i, j], layer(a["tokens"][i, j], many[j]))
 
 
-def test_shard_map_over_tokens_and_experts() -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_arrays_on_two_devices(dtype: str) -> None:
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     program = Path(__file__).parents[1] / "jax_apart.py"
     done = subprocess.run(
-        [sys.executable, program, "fp32"], capture_output=True, text=True, timeout=300,
+        [sys.executable, program, dtype], capture_output=True, text=True, timeout=300,
         check=False, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
