@@ -4,6 +4,9 @@ XLA makes the outputs and the workspace, and chooses the stream. What is wrong w
 while it is traced. jax.vmap folds its axis into the batch of attention and into the tokens of
 fused_moe; of the other functions, and with batched weights, it makes calls one after another, which
 is what they are. There is no derivative yet: one that is asked for is an error.
+
+This module is imported when the first JAX array arrives. A process that runs a program which
+another one has exported imports it, so that XLA finds the calls.
 """
 
 from __future__ import annotations
@@ -41,11 +44,9 @@ _MOE_TARGETS = {
 }
 
 
-@functools.cache
-def _register() -> None:
-    for target, handlers in _core.xla_ffi_handlers().items():
-        for platform, handler in handlers.items():
-            jax.ffi.register_ffi_target(target, handler, platform=platform)
+for _target, _handlers in _core.xla_ffi_handlers().items():
+    for _platform, _handler in _handlers.items():
+        jax.ffi.register_ffi_target(_target, _handler, platform=_platform)
 
 
 def _device(name: str, tensors: Sequence[Any]) -> Device | None:
@@ -170,8 +171,9 @@ def _check_traced(check: _Check, call: Any, device: Device | None, arrays: Seque
     """Raises what is wrong with a call, on the device where there is one. Under jit there is none:
     what holds on every device is checked as on the CPU, and the rest when a platform is known."""
     if device is None:
-        call, device = call.of_any_size(), Device(CPU, 0)
-    _checked(check, call, device, *_described(arrays))
+        _checked(check, call.of_any_size(), Device(CPU, 0), *_described(arrays))
+    else:
+        check(call, device, *_described(arrays))
 
 
 def _is_served_here(
@@ -338,7 +340,6 @@ def _with_axis(size: int, batched: bool, array: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(options: _Options) -> Any:
-    _register()
     function = functools.partial(_forward, options=options)
 
     def folded(size: int, batched: Sequence[bool], *qkv: Any) -> Any:
@@ -497,7 +498,6 @@ def _call_moe(call: _Call, *arrays: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def _compiled_moe(call: _Call) -> Any:
-    _register()
     return _transformable(functools.partial(_call_moe, call), "the mixture of experts")
 
 

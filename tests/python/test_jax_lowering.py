@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import flashmoe_science as fm
@@ -145,6 +149,34 @@ def test_exported_with_fixed_shapes() -> None:
     for function, arrays in ((attend, qkv(2, 9)), (block, layer(2, 9))):
         made = _through_bytes(lower(function, *arrays, platforms=("cpu",)))
         jax.tree.map(np.testing.assert_array_equal, made.call(*arrays), function(*arrays))
+
+
+_IN_ANOTHER_PROCESS = """
+import sys
+from pathlib import Path
+
+import flashmoe_science.jax
+import jax.export
+import numpy as np
+
+folder = Path(sys.argv[1])
+program = jax.export.deserialize((folder / "program").read_bytes())
+np.save(folder / "out.npy", program.call(*np.load(folder / "arrays.npz").values()))
+"""
+
+
+def test_exported_to_another_process(tmp_path: Path) -> None:
+    """Which has called nothing of ours before."""
+    pytest.importorskip("flatbuffers")
+    arrays = layer(2, 9)
+    (tmp_path / "program").write_bytes(lower(block, *arrays, platforms=("cpu",)).serialize())
+    np.savez(tmp_path / "arrays.npz", *map(np.asarray, arrays))
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_ANOTHER_PROCESS, tmp_path], env=os.environ, text=True,
+        capture_output=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), block(*arrays))
 
 
 def _symbolic(arrays: list[Any], dims: str) -> list[Any]:
