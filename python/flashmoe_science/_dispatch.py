@@ -316,8 +316,11 @@ def common_framework(tensors: dict[str, Any], words: Words = ATTENTION) -> Frame
     """The framework of all of these."""
     first_name, first = next(iter(tensors.items()))
     framework = framework_of(first_name, first)
-    # Where new tensors are NumPy's, an earlier call's results may be among these.
-    also = NUMPY if is_dlpack_alone(framework, first) else framework
+    if framework is NUMPY and any(map(is_jax, tensors.values())):
+        framework = JAX
+    # Where new tensors are NumPy's, an earlier call's results may be among these; among JAX's
+    # NumPy's are constants, as in JAX's own functions.
+    also = NUMPY if framework is JAX or is_dlpack_alone(framework, first) else framework
     for name, tensor in tensors.items():
         other = framework_of(name, tensor)
         if other not in (framework, also) and other.name != framework.name:
