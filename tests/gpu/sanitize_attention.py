@@ -67,13 +67,18 @@ class Driver:
         if status != 0:
             raise RuntimeError(f"{name}: CUDA driver error {status}")
 
-    def upload(self, array: np.ndarray) -> int:
-        """A copy of the array's bytes, and not one byte more."""
+    def allocate(self, like: np.ndarray) -> int:
+        """Memory for the array, and not one byte more."""
         address = c.c_uint64()
-        self._do("cuMemAlloc_v2", c.byref(address), c.c_size_t(array.nbytes))
-        self._do("cuMemcpyHtoD_v2", address, c.c_void_p(array.ctypes.data),
-                 c.c_size_t(array.nbytes))  # fmt: skip
+        self._do("cuMemAlloc_v2", c.byref(address), c.c_size_t(like.nbytes))
         return address.value
+
+    def upload(self, array: np.ndarray) -> int:
+        """A copy of the array."""
+        address = self.allocate(array)
+        self._do("cuMemcpyHtoD_v2", c.c_uint64(address), c.c_void_p(array.ctypes.data),
+                 c.c_size_t(array.nbytes))  # fmt: skip
+        return address
 
     def download(self, address: int, like: np.ndarray) -> np.ndarray:
         array = np.empty_like(like)
