@@ -9,7 +9,7 @@ import moe_oracle
 import pytest
 import torch
 from gpu import memory
-from gpu.moe_chains import clear_rows, few_values
+from gpu.moe_calls import clear_rows, few_values
 from gpu.moe_layers import DEVICE, DTYPES, generator, poison_free_memory
 
 pytestmark = pytest.mark.gpu
