@@ -84,8 +84,9 @@ def routes() -> list[RouteChain]:
     for dtype in ("int32", "int64"):
         for top_k in (1, 2, 5, 8, 32):
             most = ONCE * (32 // top_k)
-            made += [RouteChain(most, 60, top_k, once("given"), dtype),
-                     RouteChain(most + 1, 60, top_k, twice("given"), dtype)]  # fmt: skip
+            how = {"renormalize": True, "scale": 2.5} if dtype == "int64" else {}
+            made += [RouteChain(most, 60, top_k, once("given"), dtype, how),
+                     RouteChain(most + 1, 60, top_k, twice("given"), dtype, how)]  # fmt: skip
         made += [RouteChain(t, 8, 8, once("given"), dtype) for t in (1, 8, 9)]
     # A block's list of 8192 choices, and one that is made anew.
     for tokens in (256 * MULTIPROCESSORS, 256 * MULTIPROCESSORS + 1):
