@@ -270,7 +270,7 @@ def _sm89_chains() -> list[LayerChain]:
         for top_k in (1, 2, 3, 4, 5, 8, 9, 32)
     ]
     made += [
-        sm89("tokens beside multiprocessors", _with(_SHORT, tokens=tokens))
+        sm89(f"{tokens} tokens beside multiprocessors", _with(_SHORT, tokens=tokens))
         for tokens in (MULTIPROCESSORS - 1, MULTIPROCESSORS)
     ]
     return made

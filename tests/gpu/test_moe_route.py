@@ -75,7 +75,7 @@ def check(logits: torch.Tensor, top_k: int, **options: Any) -> fm.MoeRouting:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_every_mode(shape: tuple[int, int], mode: dict[str, Any], dtype: str) -> None:
     experts, top_k = shape
-    for tokens in (1, 33, 1000):
+    for tokens in (1, 33):
         check(logits_of(tokens, experts, dtype), top_k, **mode)
 
 
