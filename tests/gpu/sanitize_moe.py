@@ -18,16 +18,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import capi
 import capi_moe
 import kernels
 import moe_oracle
 import numpy as np
+from gpu.sanitize_attention import Driver
 from moe_cases import Case, random_ids
 from moe_chains import MULTIPROCESSORS, once, sm89, sm90, stream, twice
-from sanitize_attention import Driver
 
 FAMILIES = ("stream", "sm90", "sm89")
 PARTS = ("route", *FAMILIES)
