@@ -40,11 +40,11 @@ class RouteChain:
         return f"T={self.tokens},E={self.experts},K={self.top_k},{self.dtype}{bias}{options}"
 
 
-def _once(kind: str) -> tuple[str, ...]:
+def once(kind: str) -> tuple[str, ...]:
     return (f"moe_route_once_{kind}",)
 
 
-def _twice(kind: str) -> tuple[str, ...]:
+def twice(kind: str) -> tuple[str, ...]:
     return (f"moe_route_choose_{kind}", "moe_route_place")
 
 
@@ -67,30 +67,31 @@ def routes() -> list[RouteChain]:
             for experts in ends:
                 top_k = min(experts, 32 if experts == ends[1] else 5)
                 how = {"dtype": dtype, "options": options, "biased": biased}
-                made += [RouteChain(ONCE, experts, top_k, _once(kind), **how),
-                         RouteChain(ONCE + 1, experts, top_k, _twice(kind), **how)]  # fmt: skip
+                made += [RouteChain(ONCE, experts, top_k, once(kind), **how),
+                         RouteChain(ONCE + 1, experts, top_k, twice(kind), **how)]  # fmt: skip
     groups = {"scoring": "sigmoid", "num_groups": 8, "top_groups": 4, "renormalize": True}
     for biased in (False, True):  # choices that are not the logits, whatever those are
-        made += [RouteChain(ONCE, 256, 8, _once("key64_e256"), options=groups, biased=biased),
-                 RouteChain(ONCE + 1, 256, 8, _twice("key64_e256"), options=groups,
+        made += [RouteChain(ONCE, 256, 8, once("key64_e256"), options=groups, biased=biased),
+                 RouteChain(ONCE + 1, 256, 8, twice("key64_e256"), options=groups,
                             biased=biased)]  # fmt: skip
     # None; up to 64 pairs, which are compared with each other; twice as many blocks each time.
     few = {0: 2, 1: 32, 2: 32, 3: 32, 8: 8, 9: 8, 12: 5, 13: 5}
-    made += [RouteChain(t, 60, k, _once("key32_e128")) for t, k in few.items()]
+    made += [RouteChain(t, 60, k, once("key32_e128")) for t, k in few.items()]
     for blocks in (1, 2, 4, 8, 16):
         tokens = ONCE * blocks // 32
-        made += [RouteChain(t, 60, 4, _once("key32_e128")) for t in (tokens, tokens + 1)]
+        made += [RouteChain(t, 60, 4, once("key32_e128")) for t in (tokens, tokens + 1)]
     # Ids: a warp takes as many tokens at a time as have their pairs in its lanes.
     for dtype in ("int32", "int64"):
         for top_k in (1, 2, 5, 8, 32):
             most = ONCE * (32 // top_k)
-            made += [RouteChain(most, 60, top_k, _once("given"), dtype),
-                     RouteChain(most + 1, 60, top_k, _twice("given"), dtype)]  # fmt: skip
-        made += [RouteChain(t, 8, 8, _once("given"), dtype) for t in (1, 8, 9)]
+            how = {"renormalize": True, "scale": 2.5} if dtype == "int64" else {}
+            made += [RouteChain(most, 60, top_k, once("given"), dtype, how),
+                     RouteChain(most + 1, 60, top_k, twice("given"), dtype, how)]  # fmt: skip
+        made += [RouteChain(t, 8, 8, once("given"), dtype) for t in (1, 8, 9)]
     # A block's list of 8192 choices, and one that is made anew.
     for tokens in (256 * MULTIPROCESSORS, 256 * MULTIPROCESSORS + 1):
-        made.append(RouteChain(tokens, 33, 32, _twice("key32_e128")))
-        made.append(RouteChain(tokens, 33, 32, _twice("given"), "int32"))
+        made.append(RouteChain(tokens, 33, 32, twice("key32_e128")))
+        made.append(RouteChain(tokens, 33, 32, twice("given"), "int32"))
     return made
 
 
@@ -122,17 +123,17 @@ def _combine(case: Case) -> str:
     return f"moe_combine_{{}}_k{batch}"
 
 
-def _stream(what: str, case: Case, tile: str, **more: Any) -> LayerChain:
+def stream(what: str, case: Case, tile: str, **more: Any) -> LayerChain:
     kernels = tuple(f"moe_{stage}_stream_{{}}_{tile}" for stage in ("up", "down"))
     return LayerChain(what, case, "stream", kernels, **more)
 
 
-def _sm90(what: str, case: Case, up: str, down: str = "down", **more: Any) -> LayerChain:
+def sm90(what: str, case: Case, up: str, down: str = "down", **more: Any) -> LayerChain:
     products = tuple(f"grouped_product_sm90_{{}}_{name}" for name in (up, down))
     return LayerChain(what, case, "sm90", (*products, _combine(case)), **more)
 
 
-def _sm89(what: str, case: Case, **more: Any) -> LayerChain:
+def sm89(what: str, case: Case, **more: Any) -> LayerChain:
     gated = "_gated" if case.gate != "none" else ""
     up = f"grouped_product_sm89_{{}}{gated}" + ("_trans" if case.transposed else "")
     down = "grouped_product_sm89_{}" + ("_trans" if case.turns_down else "")
@@ -151,27 +152,27 @@ _with = dataclasses.replace
 
 def _stream_chains() -> list[LayerChain]:
     made = [
-        _stream("1 token", _with(_SHORT, tokens=1), "r16_n8"),
-        _stream("8 tokens", _with(_SHORT, tokens=8), "r16_n8"),
-        _stream("9 tokens", _with(_SHORT, tokens=9), "r32_n16"),
-        _stream("9 of long rows", _with(_LONG, tokens=9), "r32_n16"),
-        _stream("128 tokens", _with(_SHORT, tokens=128), "r32_n16", crowded=True),
-        _stream("128 of 1024 experts",
+        stream("1 token", _with(_SHORT, tokens=1), "r16_n8"),
+        stream("8 tokens", _with(_SHORT, tokens=8), "r16_n8"),
+        stream("9 tokens", _with(_SHORT, tokens=9), "r32_n16"),
+        stream("9 of long rows", _with(_LONG, tokens=9), "r32_n16"),
+        stream("128 tokens", _with(_SHORT, tokens=128), "r32_n16", crowded=True),
+        stream("128 of 1024 experts",
                 Case(tokens=128, hidden=64, inner=32, experts=1024, top_k=32), "r32_n16"),
         _refused("129 tokens", _with(_SHORT, tokens=129), "stream"),
         _refused("up transposed",
                  _with(_SHORT, tokens=3, transposed=True, down_transposed=False), "stream"),
         _refused("down transposed", _with(_SHORT, tokens=3, down_transposed=True), "stream"),
-        _stream("504 columns of x", _with(_LONG, tokens=3, hidden=504), "r16_n8"),
-        _stream("504 columns of a", _with(_LONG, tokens=3, inner=504), "r16_n8"),
-        _stream("512 columns", _with(_LONG, tokens=8), "bulk"),
+        stream("504 columns of x", _with(_LONG, tokens=3, hidden=504), "r16_n8"),
+        stream("504 columns of a", _with(_LONG, tokens=3, inner=504), "r16_n8"),
+        stream("512 columns", _with(_LONG, tokens=8), "bulk"),
     ]  # fmt: skip
     # Blocks that take whole stripes of 32 rows are busy 93 % of the time, or share stripes of 16.
     full = next(n for n in range(MULTIPROCESSORS) if n >= 0.93 * MULTIPROCESSORS)
     for stripes, tile in ((full - 1, "r16_n8"), (full, "r32_n8"), (MULTIPROCESSORS, "r32_n8"),
                           (MULTIPROCESSORS + 1, "r16_n8")):  # fmt: skip
         case = Case(tokens=8, hidden=32 * stripes, inner=40, experts=2, top_k=2)
-        made.append(_stream(f"{stripes} stripes", case, tile))
+        made.append(stream(f"{stripes} stripes", case, tile))
     # The same of the stripes of 16 rows; slots of an expert at a time; columns of a stage, and
     # whether rows come in one or more.
     for tokens, hidden, inner, crowded in (
@@ -181,7 +182,7 @@ def _stream_chains() -> list[LayerChain]:
     ):  # fmt: skip
         case = Case(tokens=tokens, hidden=hidden, inner=inner, experts=4, top_k=2)
         what = f"{tokens} of {hidden} by {inner}"
-        made.append(_stream(what, case, "bulk", crowded=crowded))
+        made.append(stream(what, case, "bulk", crowded=crowded))
     # Of the options every tile has its own code; layouts are strides.
     for tokens, base in ((3, _SHORT), (20, _SHORT), (3, _LONG)):
         tile = "bulk" if base is _LONG else "r16_n8" if tokens <= 8 else "r32_n16"
@@ -192,28 +193,28 @@ def _stream_chains() -> list[LayerChain]:
         ):
             what = f"{tokens} of {tile}, {case.gate}"
             case = _with(case, tokens=tokens)
-            made.append(_stream(what, case, tile, pre_activation=case.gate != "separate"))
+            made.append(stream(what, case, tile, pre_activation=case.gate != "separate"))
     return made
 
 
 def _sm90_chains() -> list[LayerChain]:
     made = [
-        _sm90("64 tokens an expert", _with(_SHORT, tokens=128, experts=2, top_k=1),
+        sm90("64 tokens an expert", _with(_SHORT, tokens=128, experts=2, top_k=1),
               "swiglu_up_narrow"),
-        _sm90("more than 64 tokens an expert", _with(_SHORT, tokens=129, experts=2, top_k=1),
+        sm90("more than 64 tokens an expert", _with(_SHORT, tokens=129, experts=2, top_k=1),
               "swiglu_up"),
         # Tiles of 96 and of 192 tokens, full and one more.
-        _sm90("a narrow tile", _with(_SHORT, tokens=96, top_k=1), "swiglu_up_narrow",
+        sm90("a narrow tile", _with(_SHORT, tokens=96, top_k=1), "swiglu_up_narrow",
               crowded=True),
-        _sm90("two narrow tiles", _with(_SHORT, tokens=97, top_k=1), "swiglu_up_narrow",
+        sm90("two narrow tiles", _with(_SHORT, tokens=97, top_k=1), "swiglu_up_narrow",
               crowded=True),
-        _sm90("a tile", _with(_SHORT, tokens=192, experts=2, top_k=1), "swiglu_up", crowded=True),
-        _sm90("two tiles", _with(_SHORT, tokens=193, experts=2, top_k=1), "swiglu_up",
+        sm90("a tile", _with(_SHORT, tokens=192, experts=2, top_k=1), "swiglu_up", crowded=True),
+        sm90("two tiles", _with(_SHORT, tokens=193, experts=2, top_k=1), "swiglu_up",
               crowded=True),
-        _sm90("1 token", _with(_SHORT, tokens=1), "swiglu_up_narrow"),
+        sm90("1 token", _with(_SHORT, tokens=1), "swiglu_up_narrow"),
         # What takes the activation of every kind.
         *(
-            _sm90(what, _with(_SHORT, tokens=40, **changed), "gated_up")
+            sm90(what, _with(_SHORT, tokens=40, **changed), "gated_up")
             for what, changed in {
                 "gelu": {"activation": "gelu"}, "gelu_tanh": {"activation": "gelu_tanh"},
                 "relu": {"activation": "relu"}, "relu2": {"activation": "relu2"},
@@ -221,22 +222,22 @@ def _sm90_chains() -> list[LayerChain]:
                 "weight_on_input": {"weight_on_input": True}, "bias": {"bias": "x"},
             }.items()
         ),
-        _sm90("pre_activation", _with(_SHORT, tokens=40), "gated_up", pre_activation=True),
-        _sm90("200 tokens of one expert, gated",
+        sm90("pre_activation", _with(_SHORT, tokens=40), "gated_up", pre_activation=True),
+        sm90("200 tokens of one expert, gated",
               _with(_SHORT, tokens=200, activation="gelu", top_k=1), "gated_up", crowded=True),
         # Layouts: the order of rows is one of addresses, which stride is 1 one of kernels.
-        _sm90("up_gate", _with(_SHORT, tokens=20, gate="up_gate"), "swiglu_up_narrow"),
-        _sm90("interleaved", _with(_SHORT, tokens=20, gate="interleaved"), "swiglu_up_narrow"),
-        _sm90("separate", _with(_SHORT, tokens=300, gate="separate"), "swiglu_up"),
-        _sm90("no gate", _with(_SHORT, tokens=200, gate="none", activation="relu2"), "up",
+        sm90("up_gate", _with(_SHORT, tokens=20, gate="up_gate"), "swiglu_up_narrow"),
+        sm90("interleaved", _with(_SHORT, tokens=20, gate="interleaved"), "swiglu_up_narrow"),
+        sm90("separate", _with(_SHORT, tokens=300, gate="separate"), "swiglu_up"),
+        sm90("no gate", _with(_SHORT, tokens=200, gate="none", activation="relu2"), "up",
               pre_activation=True),
-        _sm90("no gate, transposed", _with(_SHORT, tokens=200, gate="none", transposed=True),
+        sm90("no gate, transposed", _with(_SHORT, tokens=200, gate="none", transposed=True),
               "up_trans", "down_trans"),
-        _sm90("transposed", _with(_SHORT, tokens=70, transposed=True), "gated_up_trans",
+        sm90("transposed", _with(_SHORT, tokens=70, transposed=True), "gated_up_trans",
               "down_trans", pre_activation=True),
-        _sm90("up transposed", _with(_SHORT, tokens=70, transposed=True, down_transposed=False),
+        sm90("up transposed", _with(_SHORT, tokens=70, transposed=True, down_transposed=False),
               "gated_up_trans"),
-        _sm90("down transposed", _with(_SHORT, tokens=70, down_transposed=True),
+        sm90("down transposed", _with(_SHORT, tokens=70, down_transposed=True),
               "swiglu_up_narrow", "down_trans"),
         _refused("transposed with rows in turns",
                  _with(_SHORT, tokens=70, transposed=True, gate="interleaved"), "sm90"),
@@ -248,28 +249,28 @@ def _sm89_chains() -> list[LayerChain]:
     made = [
         # Tiles of 96 and of 288 tokens, full and one more.
         *(
-            _sm89(f"{tokens} tokens of one expert", _with(_SHORT, tokens=tokens, top_k=1),
+            sm89(f"{tokens} tokens of one expert", _with(_SHORT, tokens=tokens, top_k=1),
                   crowded=True)
             for tokens in (96, 97, 288, 289)
         ),
-        _sm89("1 token", _with(_SHORT, tokens=1)),
-        _sm89("no gate", _with(_SHORT, tokens=70, gate="none", activation="relu2"),
+        sm89("1 token", _with(_SHORT, tokens=1)),
+        sm89("no gate", _with(_SHORT, tokens=70, gate="none", activation="relu2"),
               pre_activation=True),
-        _sm89("transposed", _with(_SHORT, tokens=70, transposed=True), pre_activation=True),
-        _sm89("transposed with rows in turns",
+        sm89("transposed", _with(_SHORT, tokens=70, transposed=True), pre_activation=True),
+        sm89("transposed with rows in turns",
               _with(_SHORT, tokens=70, transposed=True, gate="interleaved", bias="fp32")),
-        _sm89("no gate, transposed", _with(_SHORT, tokens=70, gate="none", transposed=True)),
-        _sm89("up transposed",
+        sm89("no gate, transposed", _with(_SHORT, tokens=70, gate="none", transposed=True)),
+        sm89("up transposed",
               _with(_SHORT, tokens=70, gate="separate", transposed=True, down_transposed=False)),
-        _sm89("down transposed", _with(_SHORT, tokens=70, gate="up_gate", down_transposed=True)),
+        sm89("down transposed", _with(_SHORT, tokens=70, gate="up_gate", down_transposed=True)),
     ]  # fmt: skip
     # Rows of a token that combining loads at a time; its blocks of less and of more threads.
     made += [
-        _sm89(f"K of {top_k}", _with(_SHORT, tokens=20, experts=33, top_k=top_k))
+        sm89(f"K of {top_k}", _with(_SHORT, tokens=20, experts=33, top_k=top_k))
         for top_k in (1, 2, 3, 4, 5, 8, 9, 32)
     ]
     made += [
-        _sm89("tokens beside multiprocessors", _with(_SHORT, tokens=tokens))
+        sm89(f"{tokens} tokens beside multiprocessors", _with(_SHORT, tokens=tokens))
         for tokens in (MULTIPROCESSORS - 1, MULTIPROCESSORS)
     ]
     return made
@@ -279,22 +280,22 @@ def _unnamed_chains() -> list[LayerChain]:
     """Who serves a call that names no kernel."""
     in_turns = {"gate": "interleaved", "transposed": True}
     made = [
-        _stream("4 tokens", _with(_SHORT, tokens=4), "r16_n8"),
-        _sm90("5 tokens of short rows", _with(_SHORT, tokens=5), "swiglu_up_narrow"),
-        _stream("6 tokens, 1.5 an expert", _with(_LONG, tokens=6), "bulk"),
-        _sm90("7 tokens, more than 1.5 an expert", _with(_LONG, tokens=7), "swiglu_up_narrow"),
-        _stream("8 tokens", _with(_LONG, tokens=8, experts=11), "bulk"),
-        _sm90("8 tokens of fewer experts", _with(_LONG, tokens=8, experts=10), "swiglu_up_narrow"),
-        _sm90("9 tokens", _with(_LONG, tokens=9, experts=64), "swiglu_up_narrow"),
-        _sm90("1 token of transposed weights", _with(_LONG, tokens=1, transposed=True),
+        stream("4 tokens", _with(_SHORT, tokens=4), "r16_n8"),
+        sm90("5 tokens of short rows", _with(_SHORT, tokens=5), "swiglu_up_narrow"),
+        stream("6 tokens, 1.5 an expert", _with(_LONG, tokens=6), "bulk"),
+        sm90("7 tokens, more than 1.5 an expert", _with(_LONG, tokens=7), "swiglu_up_narrow"),
+        stream("8 tokens", _with(_LONG, tokens=8, experts=11), "bulk"),
+        sm90("8 tokens of fewer experts", _with(_LONG, tokens=8, experts=10), "swiglu_up_narrow"),
+        sm90("9 tokens", _with(_LONG, tokens=9, experts=64), "swiglu_up_narrow"),
+        sm90("1 token of transposed weights", _with(_LONG, tokens=1, transposed=True),
               "gated_up_trans", "down_trans"),
-        _sm89("1 token of rows in turns", _with(_SHORT, tokens=1, **in_turns)),
-        _sm89("100 tokens of rows in turns", _with(_SHORT, tokens=100, **in_turns)),
-        _stream("64 tokens, 8 an expert, that sm90 cannot walk",
+        sm89("1 token of rows in turns", _with(_SHORT, tokens=1, **in_turns)),
+        sm89("100 tokens of rows in turns", _with(_SHORT, tokens=100, **in_turns)),
+        stream("64 tokens, 8 an expert, that sm90 cannot walk",
                 _with(_SHORT, tokens=64, experts=32, top_k=4), "r32_n16", shared=True),
-        _sm89("64 tokens, more than 8 an expert, that sm90 cannot walk",
+        sm89("64 tokens, more than 8 an expert, that sm90 cannot walk",
               _with(_SHORT, tokens=64, experts=31, top_k=4), shared=True),
-        _sm89("65 tokens that sm90 cannot walk", _with(_SHORT, tokens=65, experts=64, top_k=4),
+        sm89("65 tokens that sm90 cannot walk", _with(_SHORT, tokens=65, experts=64, top_k=4),
               shared=True),
     ]  # fmt: skip
     return [dataclasses.replace(chain, named=False) for chain in made]

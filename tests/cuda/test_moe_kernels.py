@@ -8,6 +8,7 @@ import capi
 import moe_chains
 import moe_kernels
 import sass
+from gpu import sanitize_moe
 
 _BULK = "_bulk"
 
@@ -43,3 +44,9 @@ def test_names_are_those_of_the_list() -> None:
 def test_chains_are_made_of_all_of_them() -> None:
     """Those that GPU tests run: tests/gpu/test_moe_chains.py."""
     assert moe_chains.stated_kernels() == set(moe_kernels.every())
+
+
+def test_sanitized_calls_are_made_of_all_of_them() -> None:
+    """Those that compute-sanitizer watches: tests/gpu/sanitize_moe.py."""
+    stated = set().union(*map(sanitize_moe.stated_kernels, sanitize_moe.PARTS))
+    assert stated == set(moe_kernels.every())

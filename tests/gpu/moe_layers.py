@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import flashmoe_science as fm
+import moe_chains
 import moe_oracle
 import torch
 from gpu import memory
@@ -33,6 +34,14 @@ def why_not(family: str) -> str | None:
 
 def serving() -> list[str]:
     return [family for family in FAMILIES if why_not(family) is None]
+
+
+@functools.cache
+def is_as_stated() -> bool:
+    """Whether cuda:0 is a GPU as that of which tests/moe_chains.py states the kernels."""
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    stated = ((9, 0), moe_chains.MULTIPROCESSORS)
+    return (torch.cuda.get_device_capability(0), multiprocessors) == stated
 
 
 @functools.cache

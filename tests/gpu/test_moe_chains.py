@@ -13,9 +13,8 @@ import moe_chains
 import moe_kernels
 import pytest
 import torch
-from gpu import moe_chains as running
-from gpu import moe_layers
-from gpu.moe_chains import Call
+from gpu import moe_calls, moe_layers
+from gpu.moe_calls import Call
 from gpu.moe_layers import DEVICE
 from moe_chains import LayerChain, RouteChain
 from torch.profiler import ProfilerActivity, profile
@@ -27,23 +26,15 @@ ROUTES = moe_chains.routes()
 LAYERS = moe_chains.layers()
 
 
-def _as_stated() -> bool:
-    """Whether this is the GPU that the lists state kernels for."""
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    return (torch.cuda.get_device_capability(0), multiprocessors) == (
-        (9, 0), moe_chains.MULTIPROCESSORS,
-    )  # fmt: skip
-
-
 def _check_planned(planned: tuple[str, ...], stated: tuple[str, ...]) -> None:
-    if _as_stated():
+    if moe_layers.is_as_stated():
         assert planned == stated
     assert planned
 
 
 @pytest.mark.parametrize("chain", ROUTES, ids=str)
 def test_routes(chain: RouteChain) -> None:
-    _check_planned(running.check_route(chain, DEVICE), chain.kernels)
+    _check_planned(moe_calls.check_route(chain, DEVICE), chain.kernels)
 
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
@@ -53,20 +44,20 @@ def test_layers(chain: LayerChain, dtype: str) -> None:
         pytest.skip(str(moe_layers.why_not(chain.family)))
     if _refuses(chain, dtype):
         return
-    _check_planned(running.check_layer(chain, dtype, DEVICE), chain.names(dtype))
+    _check_planned(moe_calls.check_layer(chain, dtype, DEVICE), chain.names(dtype))
 
 
 def _refuses(chain: LayerChain, dtype: str) -> bool:
     """As stated, where it is, or as this GPU's multiprocessors have no room for it."""
     try:
-        running.layer_calls(chain, dtype, DEVICE)
+        moe_calls.layer_calls(chain, dtype, DEVICE)
     except capi.FlashmoeError as error:
         if error.status != capi.UNSUPPORTED or f"{chain.family}: " not in error.sentence:
             raise
         refuses = True
     else:
         refuses = False
-    if _as_stated():
+    if moe_layers.is_as_stated():
         assert refuses == (not chain.kernels)
     return refuses
 
@@ -103,14 +94,14 @@ def test_a_profiler_sees_every_kernel_of_the_chains(
     calls: list[Call] = []
     for chain in LAYERS:
         if (chain.family if chain.named else None) == family and not _refuses(chain, dtype):
-            calls += running.layer_calls(chain, dtype, DEVICE)
+            calls += moe_calls.layer_calls(chain, dtype, DEVICE)
     _check_profile(calls, tmp_path / "trace.json")
 
 
 @pytest.mark.usefixtures("_profiler_is_warm")
 @pytest.mark.parametrize("given", [False, True])
 def test_a_profiler_sees_every_kernel_of_routing(given: bool, tmp_path: Path) -> None:
-    calls = [running.route_call(chain, DEVICE)[0] for chain in ROUTES if chain.given == given]
+    calls = [moe_calls.route_call(chain, DEVICE)[0] for chain in ROUTES if chain.given == given]
     _check_profile(calls, tmp_path / "trace.json")
 
 

@@ -102,21 +102,26 @@ def few_values(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
     return few[torch.randint(len(few), shape, generator=g, device=g.device)]
 
 
+def with_wild(values: torch.Tensor, share: float, g: torch.Generator) -> torch.Tensor:
+    """So many of them NaN or infinite."""
+    wild = torch.tensor([torch.nan, torch.inf, -torch.inf], device=values.device)
+    picks = wild[torch.randint(3, values.shape, generator=g, device=values.device)]
+    return torch.where(torch.rand(values.shape, generator=g, device=values.device) < share,
+                       picks, values)  # fmt: skip
+
+
 def _logits_of(chain: RouteChain, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     g = generator(chain.tokens + 31 * chain.experts, device)
     groups = chain.options.get("num_groups", 1)
     if not chain.biased and groups == 1:
         z = torch.randn(chain.tokens, chain.experts, generator=g, device=device)
         z[:, ::3] = (z[:, ::3] * 2).round()  # with ties
-        wild = torch.tensor([torch.nan, torch.inf, -torch.inf], device=device)
-        picks = wild[torch.randint(3, z.shape, generator=g, device=device)]
-        z = torch.where(torch.rand(z.shape, generator=g, device=device) < 0.02, picks, z)
-        return z.to(DTYPES[chain.dtype]), None
+        return with_wild(z, 0.02, g).to(DTYPES[chain.dtype]), None
     bias = None
     if chain.biased:
         bias = torch.randint(-2, 3, (chain.experts,), generator=g, device=device) * 1.75
     rows = chain.tokens if groups == 1 else 2 * chain.tokens
-    z = few_values((rows, chain.experts), g).to(DTYPES[chain.dtype])
+    z = with_wild(few_values((rows, chain.experts), g), 0.02, g).to(DTYPES[chain.dtype])
     if groups > 1:
         z = clear_rows(z, bias, groups)[: chain.tokens].contiguous()
     assert len(z) == chain.tokens
@@ -133,10 +138,9 @@ def _given_of(chain: RouteChain, device: str) -> dict[str, torch.Tensor]:
     if chain.tokens > 2:
         ends = torch.iinfo(ids.dtype)
         ids[1, 0], ids[2, -1] = ends.max, ends.min
-    made = {
-        "given_ids": ids,
-        "given_weights": torch.randn(shape, generator=g, device=device).half(),
-    }
+    # Positive, as those are that are divided by their sum.
+    weights = torch.rand(shape, generator=g, device=device).half() + 0.1
+    made = {"given_ids": ids, "given_weights": weights}
     if chain.top_k % 2 == 0:
         made["expert_map"] = torch.randint(-2, chain.experts + 2, (known,), generator=g,
                                            device=device).int()  # fmt: skip
@@ -173,7 +177,7 @@ def route_call(chain: RouteChain, device: str) -> tuple[Call, moe_oracle.Routing
         given = _given_of(chain, device)
         want = moe_oracle.route_given(
             given["given_ids"], given["given_weights"], num_experts=chain.experts,
-            expert_map=given.get("expert_map"),
+            expert_map=given.get("expert_map"), **options,
         )  # fmt: skip
     else:
         logits, bias = _logits_of(chain, device)
