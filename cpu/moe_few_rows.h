@@ -20,20 +20,14 @@ class FewRows : MoeTileSums<typename Product::Element> {
   using Element = typename Product::Element;
   using Base = MoeTileSums<Element>;
   static constexpr int kPack = Product::kPack;
-  // Above, packing pays. Pairs that lie by columns are multiplied one by one here.
-  static constexpr int64_t kMostDotRows = 6 * Simd::kDotRows;
-  static constexpr int64_t kMostAxpyRows = kPack == 1 ? kMostDotRows : kMostDotRows / 3;
+  static constexpr int64_t kMost = 6 * Simd::kDotRows;  // rows; above, packing pays
   // Weights that are in registers at a time: of AVX-512 whole cache lines.
   static constexpr int kAxpyVectors = kLanes >= 16 && sizeof(Element) == 2 ? kPanelVectors : 1;
   static constexpr int kAxpyWords = kAxpyRegisters / kAxpyVectors;
   static constexpr int kAxpyLeast = kDepthUnit / kPack;
-  static_assert(kMostDotRows * kFewStride <= MoeScratch::kRows, "rows fit in the scratch");
+  static_assert(kMost * kFewStride <= MoeScratch::kRows, "rows fit in the scratch");
 
   using Base::Base;
-
-  static int64_t most_rows(const MoeTile& tile) {
-    return tile.weights[0].column_stride == 1 ? kMostDotRows : kMostAxpyRows;
-  }
 
   void compute() {
     for (int m = 0; m < tile_.matrices; ++m) {
@@ -148,16 +142,9 @@ class FewRows : MoeTileSums<typename Product::Element> {
       if (tile_.weights[m].row_stride == 1) {
         axpy_columns<kWords>(m, word, i, Product::template load_columns<kAxpyVectors>);
       } else {
-        axpy_columns<kWords>(m, word, i, load_every_second_column);
+        axpy_columns<kWords>(m, word, i, load_every_second_column<Product, kAxpyVectors>);
       }
     }
-  }
-
-  FLASHMOE_INLINE static void load_every_second_column(const Element* first, const Element* second,
-                                                       int64_t n, Vector (&words)[kAxpyVectors]) {
-    load_vectors<kAxpyVectors>(n, words, [=](int64_t i, int64_t rest) {
-      return Product::load_every_second_value(first + 2 * i, second + 2 * i, rest);
-    });
   }
 
   // Adds kWords words of depth, from `word` + `i` on, times what the rows have there.

@@ -176,3 +176,13 @@ FLASHMOE_INLINE void load_block(const typename Product::Element* const (&from)[k
   }
   Simd::transpose(block);
 }
+
+// Product::load_columns of columns that are two apart.
+template <typename Product, int kVectors>
+FLASHMOE_INLINE void load_every_second_column(const typename Product::Element* first,
+                                              const typename Product::Element* second, int64_t n,
+                                              Vector (&words)[kVectors]) {
+  load_vectors<kVectors>(n, words, [=](int64_t i, int64_t rest) {
+    return Product::load_every_second_value(first + 2 * i, second + 2 * i, rest);
+  });
+}
