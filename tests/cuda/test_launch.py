@@ -21,7 +21,10 @@ ENTRIES = {
     "moe/stream": ("bf16_t1_n8", "bf16_t2_n16"),
     "moe/stream/bulk": ("bf16_bulk",),
 }
-CORE = ("attention", "checks", "choose", "dtype", "known_calls", "launch", "log", "status")
+CORE = (
+    *("attention", "checks", "choose", "dtype", "known_calls", "launch", "log", "overlap"),
+    "status",
+)
 SOURCES = {
     "test_launch": (
         *(f"core/{name}.cpp" for name in CORE),
