@@ -1,6 +1,6 @@
 """What the experts' planners choose on a made-up CUDA (tests/cuda/host/) with GPUs of compute
-capability 9.0: the kernels that tests/moe_chains.py states. This needs no GPU, but CUDA's headers,
-which come with nvcc."""
+capability 9.0: the kernels that tests/moe_chains.py and tests/gpu/sanitize_moe.py state. This
+needs no GPU, but CUDA's headers, which come with nvcc."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import kernels
 import moe_chains
 import moe_kernels
 import pytest
+from gpu import sanitize_moe
 from installations import ROOT, checked, require_cuda_headers, require_tool
 from moe_chains import LayerChain, RouteChain
 from moe_kernels import ELEMENTS
@@ -96,9 +97,7 @@ def _planned(params: Any, planner: ctypes.CDLL) -> tuple[str, tuple[str, ...]]:
 def _route_params(chain: RouteChain) -> Any:
     tensor = Tensors()
     tokens, experts, top_k = chain.tokens, chain.experts, chain.top_k
-    values = {name: v for name, v in chain.options.items() if name != "scoring"}
-    if "scoring" in chain.options:
-        values["scoring"] = capi_moe.SCORINGS[chain.options["scoring"]]
+    values = chain.c_options
     if chain.given:
         values["given_ids"] = tensor(tokens, top_k, of=chain.dtype)
     else:
@@ -152,13 +151,13 @@ def _layer_params(chain: LayerChain, dtype: str) -> Any:
 
 
 def test_routes(planner: ctypes.CDLL) -> None:
-    for chain in moe_chains.routes():
+    for chain in (*moe_chains.routes(), *sanitize_moe.SMALL_ROUTES, *sanitize_moe.ROUTES):
         assert _planned(_route_params(chain), planner) == ("sm89", chain.kernels), str(chain)
 
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_layers(planner: ctypes.CDLL, dtype: str) -> None:
-    for chain in moe_chains.layers():
+    for chain in (*moe_chains.layers(), *sanitize_moe.SMALL):
         params = _layer_params(chain, dtype)
         if chain.kernels:
             assert _planned(params, planner) == (chain.family, chain.names(dtype)), str(chain)
