@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+import capi_moe
 import kernels
 from moe_cases import Case
 
@@ -33,6 +34,14 @@ class RouteChain:
     @property
     def given(self) -> bool:
         return self.dtype.startswith("int")
+
+    @property
+    def c_options(self) -> dict[str, Any]:
+        """The options as the C ABI has them."""
+        made = dict(self.options)
+        if "scoring" in made:
+            made["scoring"] = capi_moe.SCORINGS[made["scoring"]]
+        return made
 
     def __str__(self) -> str:
         options = "".join(f",{name}={value}" for name, value in self.options.items())

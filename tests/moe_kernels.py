@@ -10,7 +10,7 @@ from pathlib import Path
 import kernels
 
 _CUDA = Path(__file__).resolve().parents[1] / "cuda" / "moe"
-_ELEMENTS = {"fp16": "__half", "bf16": "__nv_bfloat16"}
+ELEMENTS = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 
 
 def _enumerators(header: str, name: str) -> dict[str, int]:
@@ -21,17 +21,22 @@ def _enumerators(header: str, name: str) -> dict[str, int]:
     return {each.strip(): i for i, each in enumerate(found[1].split(","))}
 
 
-def _entries(variable: str) -> list[list[str]]:
+def entries(variable: str) -> list[list[str]]:
     """Values of the variables of an instance's template, and last the suffix of its name."""
     return [e.split(",") for e in kernels.list_of("FlashmoeInstantiate.cmake", variable)]
 
 
-def _route() -> dict[str, str]:
+def experts_per_lane() -> list[int]:
+    """Of the kernels that route by logits."""
     text = (kernels.CMAKE / "FlashmoeInstantiate.cmake").read_text(encoding="utf-8")
     found = re.search(r"set\(FLASHMOE_MOE_ROUTE_EXPERTS_PER_LANE ([\d ]+)\)", text)
     assert found is not None
+    return [int(number) for number in found[1].split()]
+
+
+def _route() -> dict[str, str]:
     choosers = {"given": "GivenChooser"}
-    for per_lane in map(int, found[1].split()):
+    for per_lane in experts_per_lane():
         for bits in (32, 64):
             choosers[f"key{bits}_e{32 * per_lane}"] = f"LogitChooser<{per_lane},Key{bits}>"
     made = {"moe_route_place": "moe_route::route_place_kernel"}
@@ -44,13 +49,13 @@ def _route() -> dict[str, str]:
 def _stream(dtype: str) -> dict[str, str]:
     made = {}
     for stage in ("up", "down"):
-        for tiles, token_blocks, suffix in _entries("FLASHMOE_MOE_STREAM_KERNELS"):
-            traits = f"Traits<{_ELEMENTS[dtype]},{tiles},{token_blocks}>"
+        for tiles, token_blocks, suffix in entries("FLASHMOE_MOE_STREAM_KERNELS"):
+            traits = f"Traits<{ELEMENTS[dtype]},{tiles},{token_blocks}>"
             name = f"moe_{stage}_stream_{dtype}{suffix}"
             made[name] = f"moe::stream::moe_{stage}_kernel<{traits}>"
-        for (suffix,) in _entries("FLASHMOE_MOE_STREAM_BULK_KERNELS"):
+        for (suffix,) in entries("FLASHMOE_MOE_STREAM_BULK_KERNELS"):
             name = f"moe_{stage}_stream_{dtype}{suffix}"
-            made[name] = f"moe::stream::bulk::moe_{stage}_bulk_kernel<{_ELEMENTS[dtype]}>"
+            made[name] = f"moe::stream::bulk::moe_{stage}_bulk_kernel<{ELEMENTS[dtype]}>"
     return made
 
 
@@ -58,10 +63,10 @@ def _products(family: str, dtype: str, header: str, first: str) -> dict[str, str
     """Of a family whose kernels have two enumerators."""
     kinds, majors = _enumerators(header, first), _enumerators(header, "Major")
     made = {}
-    for kind, major, suffix in _entries(f"FLASHMOE_MOE_{family.upper()}_KERNELS"):
+    for kind, major, suffix in entries(f"FLASHMOE_MOE_{family.upper()}_KERNELS"):
         of = f"({first}){kinds[kind.split('::')[-1]]},(Major){majors[major.split('::')[-1]]}"
         made[f"grouped_product_{family}_{dtype}{suffix}"] = (
-            f"moe::{family}::grouped_product_kernel<Traits<{_ELEMENTS[dtype]},{of}>>"
+            f"moe::{family}::grouped_product_kernel<Traits<{ELEMENTS[dtype]},{of}>>"
         )
     return made
 
@@ -72,7 +77,7 @@ def _combine(dtype: str) -> dict[str, str]:
     assert batches
     return {
         f"moe_combine_{dtype}_k{batch}": (
-            f"moe_combine::moe_combine_kernel<{_ELEMENTS[dtype]},{batch}>"
+            f"moe_combine::moe_combine_kernel<{ELEMENTS[dtype]},{batch}>"
         )
         for batch in batches
     }

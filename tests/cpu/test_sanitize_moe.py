@@ -10,7 +10,7 @@ import pytest
 from gpu import sanitize_moe
 from gpu.sanitize_moe import Runner
 from moe_cases import Case
-from moe_chains import LayerChain
+from moe_chains import LayerChain, RouteChain
 
 
 class HostMemory:
@@ -46,7 +46,7 @@ def runner(request: pytest.FixtureRequest) -> Runner:
 
 
 @pytest.mark.parametrize("route", [*sanitize_moe.SMALL_ROUTES, *sanitize_moe.ROUTES], ids=str)
-def test_routes(runner: Runner, route: sanitize_moe.Route) -> None:
+def test_routes(runner: Runner, route: RouteChain) -> None:
     assert sanitize_moe.check_route(runner, route)
 
 

@@ -3,13 +3,10 @@ GPU, but CUDA's headers, which come with nvcc."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 from pathlib import Path
 
 import pytest
-from installations import ROOT, checked, require_tool
+from installations import ROOT, checked, require_cuda_headers, require_tool
 
 # Of each family, by its folder, the kernels that the programs know.
 ENTRIES = {
@@ -66,21 +63,8 @@ OPTIONS = (
 )
 
 
-def _cuda_headers() -> Path | None:
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
-    candidates = [Path(nvcc).resolve().parents[1]] if nvcc else []
-    candidates += [Path("/usr/local/cuda"), Path("/opt/cuda")]
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec.submodule_search_locations or []) if spec else []:
-        candidates += sorted(Path(root).glob("cu*"))
-    headers = (root / "include" for root in candidates)
-    return next((found for found in headers if (found / "cuda_runtime_api.h").exists()), None)
-
-
 def _compile(name: str, build: Path) -> Path:
-    headers = _cuda_headers()
-    if headers is None:
-        pytest.skip("needs CUDA's headers, which come with nvcc")
+    headers = require_cuda_headers()
     for family, names in ENTRIES.items():
         entries = build / "cuda" / family / "entries.inc"
         entries.parent.mkdir(parents=True)

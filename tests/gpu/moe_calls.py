@@ -172,26 +172,21 @@ ROUTED = ("ids", "weights", "offsets", "pairs", "slots", "lse")
 def route_call(chain: RouteChain, device: str) -> tuple[Call, moe_oracle.Routing]:
     """The call, and what it is to give."""
     outputs = _places(chain.tokens, chain.experts, chain.top_k, device)
-    options = dict(chain.options)
     if chain.given:
         given = _given_of(chain, device)
         want = moe_oracle.route_given(
             given["given_ids"], given["given_weights"], num_experts=chain.experts,
-            expert_map=given.get("expert_map"), **options,
+            expert_map=given.get("expert_map"), **chain.options,
         )  # fmt: skip
     else:
         logits, bias = _logits_of(chain, device)
-        want = moe_oracle.route(logits, chain.top_k, selection_bias=bias, **options)
+        want = moe_oracle.route(logits, chain.top_k, selection_bias=bias, **chain.options)
         given = {"logits": logits}
         if bias is not None:
             given["selection_bias"] = bias
         outputs["lse"] = memory.place((chain.tokens,), torch.float32, device)
-    values = {name: float(v) if name == "scale" else int(v) for name, v in options.items()
-              if name != "scoring"}  # fmt: skip
-    if "scoring" in options:
-        values["scoring"] = capi_moe.SCORINGS[options["scoring"]]
     inputs = {name: memory.place_values(tensor) for name, tensor in given.items()}
-    return Call(capi_moe.RouteParams, inputs | outputs, **values), want
+    return Call(capi_moe.RouteParams, inputs | outputs, **chain.c_options), want
 
 
 def check_route(chain: RouteChain, device: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -26,7 +26,7 @@ import moe_oracle
 import numpy as np
 from gpu.sanitize_attention import Driver
 from moe_cases import Case, random_ids
-from moe_chains import MULTIPROCESSORS, once, sm89, sm90, stream, twice
+from moe_chains import MULTIPROCESSORS, RouteChain, once, sm89, sm90, stream, twice
 
 FAMILIES = ("stream", "sm90", "sm89")
 PARTS = ("route", *FAMILIES)
@@ -80,37 +80,29 @@ LAYERS = (
 )  # fmt: skip
 
 
-class Route(NamedTuple):
-    kernels: tuple[str, ...]
-    tokens: int
-    experts: int
-    top_k: int
-    dtype: str = "bf16"  # of the logits; or "int64": ids that are given
-    options: dict[str, Any] = {}  # noqa: RUF012
-
-
-def _small_routes() -> list[Route]:
+def _small_routes() -> list[RouteChain]:
     """In a cluster of two blocks, and in two launches."""
-    made = [Route(once("given"), 40, 60, 8, "int64"), Route(twice("given"), 513, 60, 32, "int64")]
+    made = [RouteChain(40, 60, 8, once("given"), "int64"),
+            RouteChain(513, 60, 32, twice("given"), "int64")]  # fmt: skip
     for experts in (32, 128, 256, 512, 1024):
         for bits, dtype in ((32, "bf16"), (64, "fp32")):
             kind = f"key{bits}_e{experts}"
-            made += [Route(once(kind), 20, experts - 2, 5, dtype),
-                     Route(twice(kind), 513, experts - 2, 5, dtype)]  # fmt: skip
+            made += [RouteChain(20, experts - 2, 5, once(kind), dtype),
+                     RouteChain(513, experts - 2, 5, twice(kind), dtype)]  # fmt: skip
     return made
 
 
 SMALL_ROUTES = _small_routes()
-_GROUPS = {"scoring": 2, "num_groups": 8, "top_groups": 4}
+_GROUPS = {"scoring": "sigmoid", "num_groups": 8, "top_groups": 4}
 ROUTES = (
-    Route(once("key64_e32"), 1, 8, 2, "fp32"),
-    Route(once("key64_e128"), 37, 60, 4, "fp32", {"renormalize": 1}),
-    Route(once("key64_e256"), 512, 256, 8, "fp16", _GROUPS),
-    Route(twice("key64_e256"), 513, 256, 8, "fp16", _GROUPS),
-    Route(once("key32_e1024"), 65, 1024, 32, "fp16", {"scoring": 1}),
-    Route(once("key64_e32"), 0, 8, 2, "fp32"),
-    Route(once("given"), 3, 8, 2, "int64"),
-)  # fmt: skip
+    RouteChain(1, 8, 2, once("key64_e32"), "fp32"),
+    RouteChain(37, 60, 4, once("key64_e128"), "fp32", {"renormalize": True}),
+    RouteChain(512, 256, 8, once("key64_e256"), "fp16", _GROUPS),
+    RouteChain(513, 256, 8, twice("key64_e256"), "fp16", _GROUPS),
+    RouteChain(65, 1024, 32, once("key32_e1024"), "fp16", {"scoring": "topk_softmax"}),
+    RouteChain(0, 8, 2, once("key64_e32"), "fp32"),
+    RouteChain(3, 8, 2, once("given"), "int64"),
+)
 
 
 def stated_kernels(part: str) -> set[str]:
@@ -273,25 +265,22 @@ def check_product(runner: Runner, family: str, dtype: str, masked: bool) -> list
     return ran
 
 
-def check_route(runner: Runner, route: Route) -> list[str]:
+def check_route(runner: Runner, route: RouteChain) -> list[str]:
     rng = np.random.default_rng(3)
-    given = route.dtype.startswith("int")
-    routing = capi_moe.Routing.poisoned(route.tokens, route.experts, route.top_k, lse=not given)
+    routing = capi_moe.Routing.poisoned(
+        route.tokens, route.experts, route.top_k, lse=not route.given
+    )
     outputs = routing.arrays()
     arrays: dict[str, np.ndarray] = {}
-    if given:
+    if route.given:
         shape = (route.tokens, route.top_k)
         arrays["given_ids"] = rng.integers(-2, route.experts + 2, shape)
         want = moe_oracle.route_given(arrays["given_ids"], num_experts=route.experts)
     else:
         values = rng.standard_normal((route.tokens, route.experts), np.float32)
         arrays["logits"] = low(values, route.dtype)
-        options = route.options
-        names = {"scoring": moe_oracle.SCORINGS[options.get("scoring", 0)]}
-        named = {n: v for n, v in options.items() if n in ("num_groups", "top_groups")}
-        want = moe_oracle.route(arrays["logits"], route.top_k, **names, **named,
-                                renormalize=bool(options.get("renormalize")))  # fmt: skip
-    params = capi_moe.make_params(capi_moe.RouteParams, **arrays, **outputs, **route.options)
+        want = moe_oracle.route(arrays["logits"], route.top_k, **route.options)
+    params = capi_moe.make_params(capi_moe.RouteParams, **arrays, **outputs, **route.c_options)
     ran = runner.run(params, *(array for array in outputs.values() if array is not None))
     moe_oracle.assert_routed(routing, want)
     return ran
