@@ -1,6 +1,6 @@
-// The experts' kernels without their device code, on a made-up CUDA: what the planners know of each is
-// from its own traits, but for routing, of which they know the shared memory. instances.inc lists them
-// as the build does (tests/cuda/test_moe_plans.py).
+// The experts' kernels without their device code, on a made-up CUDA: what the planners know of each
+// is from its own traits, but for routing, of which they know the shared memory. instances.inc lists
+// them as the build does (tests/cuda/test_moe_plans.py).
 #include "core/backends.h"
 #include "cuda/moe/combine/entry.h"
 #include "cuda/moe/route/entry.h"
@@ -35,7 +35,7 @@ Kernel kernel_of(const char* name, int shared_bytes) {
 // There is no CPU among these devices.
 const MoeFamily kCpuMoe = {"cpu", FLASHMOE_DEVICE_CPU, {}, {}, {}};
 
-// ---- routing -------------------------------------------------------------------------------------
+// ---- routing ------------------------------------------------------------------------------------
 
 namespace moe_route {
 namespace {
@@ -91,7 +91,7 @@ const Kernel kernel_place = kernel_of<Given, Place>("moe_route_place", 0);
 
 }  // namespace moe_route
 
-// ---- products ------------------------------------------------------------------------------------
+// ---- products -----------------------------------------------------------------------------------
 
 #define FLASHMOE_SM89(name, element, rows, major)                    \
   extern const Entry entry_##name;                                   \
@@ -209,7 +209,7 @@ static Entry entry_of(const char* up, const char* down) {
 
 }  // namespace moe::stream
 
-// ---- combining -----------------------------------------------------------------------------------
+// ---- combining ----------------------------------------------------------------------------------
 
 namespace moe_combine {
 namespace {
