@@ -71,16 +71,24 @@ OUT_OF_TIME = 3  # the exit code where steps are left
 NO_TESTS = 5  # pytest's exit code where it collected none
 
 
+def gpu_count() -> int:
+    return len(_gpu_names())
+
+
 def gpu_name() -> str:
     """The first GPU's short name for file names: "h200" for "NVIDIA H200"."""
+    name = _gpu_names()[0].lower()
+    short = re.sub(r"[^a-z0-9]+", "_", re.sub(r"nvidia|geforce|tesla", "", name))
+    return short.strip("_")
+
+
+def _gpu_names() -> list[str]:
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise SystemExit(f"no GPU to measure on: nvidia-smi: {error}") from error
-    name = found.stdout.splitlines()[0].lower()
-    short = re.sub(r"[^a-z0-9]+", "_", re.sub(r"nvidia|geforce|tesla", "", name))
-    return short.strip("_")
+    return found.stdout.splitlines()
 
 
 _places = {sys.executable: "python", str(ROOT): ".", sys.prefix: "<prefix>"}
@@ -258,7 +266,7 @@ def run_tests(evidence: Evidence, files: list[str], scratch: Path) -> None:
     """The GPU tests, of these files or all: with pytest-xdist several at a time, and what measures
     the machine by itself."""
     several = importlib.util.find_spec("xdist") is not None
-    workers = ["-n", str(min(14, os.cpu_count() or 1))] if several else []
+    workers = ["-n", str(min(14 * gpu_count(), os.cpu_count() or 1))] if several else []
     parts = (
         ("tests", "gpu and not alone", workers),
         ("tests by themselves", "gpu and alone", []),

@@ -3,6 +3,7 @@ several processes of pytest-xdist need."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -21,6 +22,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(variable, "1")
 
 
+def _spread_over_gpus() -> None:
+    """Before anything has loaded CUDA."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return
+    count = sum(line.startswith("GPU ") for line in _gpus().stdout.splitlines())
+    if count > 1:
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        os.environ["CUDA_VISIBLE_DEVICES"] = parallel.gpus_in_turn(worker, count)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Fails at once where something that this run must test with is missing.
 
@@ -32,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     missing = [name for name in required if not _is_here(name)]
     if missing:
         raise pytest.UsageError(f"FLASHMOE_TEST_REQUIRE: not installed: {', '.join(missing)}")
+    _spread_over_gpus()
 
 
 # FLASHMOE_TEST_MAY_SKIP, where it is set, has the reasons for which a test may skip, a regular
@@ -78,14 +91,18 @@ def _is_here(name: str) -> bool:
     return name.isidentifier() and importlib.util.find_spec(name) is not None
 
 
+@functools.cache
+def _gpus() -> subprocess.CompletedProcess[str]:
+    command = ["nvidia-smi", "--list-gpus"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
 def _why_no_gpu() -> str | None:
     """None where there is an NVIDIA GPU and a driver, else the reason to skip."""
-    try:
-        listing = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"needs an NVIDIA GPU: nvidia-smi: {error}"
+    listing = _gpus()
     if listing.returncode != 0 or "GPU 0" not in listing.stdout:
         return f"needs an NVIDIA GPU: nvidia-smi: {(listing.stdout + listing.stderr).strip()}"
     return None

@@ -44,6 +44,13 @@ def first(nodeid: str) -> int:
     return names.index(group) if group in names else len(names)
 
 
+def gpus_in_turn(worker: str, count: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a process: all GPUs, beginning with another one than its neighbours,
+    since tests take the first."""
+    number = int(worker.removeprefix("gw"))
+    return ",".join(str((number + i) % count) for i in range(count))
+
+
 def scheduler(config: Any, log: Any) -> Any:
     """Gives one group after the other to whichever process is free."""
     from xdist.scheduler import LoadScopeScheduling

@@ -53,3 +53,8 @@ def test_what_takes_longest_begins_first(request: pytest.FixtureRequest) -> None
     files = [p.relative_to(root).as_posix() for p in (root / "tests").rglob("test_*.py")]
     there = {parallel.group_of(f"{file}::test_fuzz") for file in files}
     assert {name for name, _ in parallel._SHARING} <= there
+
+
+def test_processes_begin_with_another_gpu_than_their_neighbours() -> None:
+    assert [parallel.gpus_in_turn(f"gw{i}", 2) for i in range(3)] == ["0,1", "1,0", "0,1"]
+    assert parallel.gpus_in_turn("gw5", 3) == "2,0,1"

@@ -619,7 +619,7 @@ def gather(
     steps: Steps, monkeypatch: pytest.MonkeyPatch, out: Path, *options: str
 ) -> tuple[int, dict[str, Any]]:
     evidence = load("gpu_evidence")
-    monkeypatch.setattr(evidence, "gpu_name", lambda: "h200")
+    monkeypatch.setattr(evidence, "_gpu_names", lambda: ["NVIDIA H200", "NVIDIA H200"])
     monkeypatch.setattr(evidence, "run_step", steps)
     monkeypatch.setattr(evidence, "_GRACE_S", 0)
     monkeypatch.setenv("FLASHMOE_COMMIT", bench_records.COMMIT)
