@@ -474,7 +474,8 @@ void fp32_is_for_the_cpu() {
     call.kernel = kernel;
     CHECK(forward(call.ready()) == FLASHMOE_ERROR_UNSUPPORTED);
     CHECK(failure(call) ==
-          "q: got dtype fp32, accepted on a GPU are fp16 and bf16, on the CPU also fp32");
+          "q: it is on cuda:0 and of dtype fp32, accepted on a GPU are fp16 and bf16, on the CPU "
+          "also fp32");
   }
   call.kernel.clear();
   for (Tensor* tensor : call.tensors()) tensor->view.device = {FLASHMOE_DEVICE_CPU, 0};

@@ -699,7 +699,8 @@ void who_yields_is_asked_last() {
 
 void fp32_is_for_the_cpu() {
   const char* const sentence =
-      "x: got dtype fp32, accepted on a GPU are fp16 and bf16, on the CPU also fp32";
+      "x: it is on cuda:0 and of dtype fp32, accepted on a GPU are fp16 and bf16, on the CPU "
+      "also fp32";
   Forward layer;
   for (Tensor& tensor : layer.tensors) {
     if (tensor.view.dtype.bits == 16) tensor.view.dtype = kFloat;
