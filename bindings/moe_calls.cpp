@@ -12,7 +12,8 @@ namespace {
 void check_pairs(const char* name, int64_t tokens, int64_t top_k) {
   if (tokens <= kMaxPairs / top_k) return;
   raise_value_error(std::string(name) + ": got " + std::to_string(tokens) + " tokens with " +
-                    std::to_string(top_k) + " experts each, accepted are less than 2^31 pairs");
+                    std::to_string(top_k) +
+                    " experts each, accepted are at most 2^31 - 2^16 pairs");
 }
 
 bool is_word(char c) {

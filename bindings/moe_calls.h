@@ -27,7 +27,7 @@ inline constexpr flashmoe_dtype kInt32 = {dlpack::kInt, 32, 1};
 inline constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
 inline constexpr int64_t kMaxTopK = 32;
 inline constexpr int64_t kMaxExperts = 1024;
-inline constexpr int64_t kMaxPairs = INT32_MAX;
+inline constexpr int64_t kMaxPairs = (int64_t{1} << 31) - (int64_t{1} << 16);
 
 // One tensor of an operation: what Python and messages call it, and where it goes.
 template <class Call>

@@ -210,7 +210,7 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
   View q, k, v, out;
   FLASHMOE_TRY(check_view("q", params->q, 4, &q));
   FLASHMOE_TRY(check_device("q", *params->q, &p.device));
-  FLASHMOE_TRY(check_dtype("q", *params->q, &p.dtype));
+  FLASHMOE_TRY(check_first_dtype("q", *params->q, p.device, &p.dtype));
   // Before the rows, which begin at odd addresses for want of such a dimension.
   FLASHMOE_TRY(check_head_dim("q", q.shape[3]));
   FLASHMOE_TRY(check_rows("q", q, 4, dtype_bytes(p.dtype)));
@@ -293,8 +293,9 @@ flashmoe_status choose(const Wanted& wanted, bool explain, const AttentionProble
     }
     return FLASHMOE_OK;
   };
-  Choice<AttentionFamily, decltype(ask)> choice(kFamilies, std::size(kFamilies), wanted,
-                                                kKernelPrefix, problem.device, ask);
+  const auto yields = [](const AttentionFamily&) -> const char* { return nullptr; };
+  Choice choice(kFamilies, std::size(kFamilies), wanted, kKernelPrefix, problem.device, ask,
+                yields);
   if (!explain) return choice.choose(chosen);
   char rejected[kRejectedBytes];
   FLASHMOE_TRY(choice.choose_and_explain(chosen, rejected));

@@ -253,6 +253,17 @@ flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dty
   return refuse_dtype(name, tensor.dtype, "are fp16, bf16 and fp32");
 }
 
+flashmoe_status check_first_dtype(const char* name, const flashmoe_tensor& tensor,
+                                  flashmoe_device device, Dtype* dtype) {
+  FLASHMOE_TRY(check_dtype(name, tensor, dtype));
+  if (*dtype != Dtype::kFloat32 || device.device_type != FLASHMOE_DEVICE_CUDA) return FLASHMOE_OK;
+  return fail(
+      FLASHMOE_ERROR_UNSUPPORTED,
+      "%s: it is on cuda:%d and of dtype fp32, accepted on a GPU are fp16 and bf16, on the CPU "
+      "also fp32",
+      name, device.device_id);
+}
+
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
                                  Dtype want) {
   Dtype dtype = want;

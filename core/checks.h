@@ -53,6 +53,9 @@ flashmoe_status check_extent(const char* name, const char* extent, int64_t got, 
 
 // fp16, bf16 or fp32.
 flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dtype* dtype);
+// Of a call's first tensor, which says what is multiplied: fp16 or bf16, on the CPU also fp32.
+flashmoe_status check_first_dtype(const char* name, const flashmoe_tensor& tensor,
+                                  flashmoe_device device, Dtype* dtype);
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
                                  Dtype want);
 flashmoe_status check_fp32(const char* name, const flashmoe_tensor& tensor);

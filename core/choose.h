@@ -13,6 +13,7 @@
 
 namespace flashmoe {
 
+inline constexpr size_t kMostFamilies = 16;  // of one operation
 inline constexpr size_t kRejectedBytes = 512;
 static_assert(sizeof flashmoe_attention_plan::rejected == kRejectedBytes);
 static_assert(sizeof flashmoe_moe_plan::rejected == kRejectedBytes);
@@ -58,28 +59,39 @@ Wanted wanted_of(const Family* const* families, size_t count, const char* kernel
 }
 
 // One choice among the families of an operation. `ask(family, reason)` is a family's plan for the
-// problem or its refusal.
-template <class Family, class Ask>
+// problem or its refusal; `yields(family)` why it is asked behind those that do not yield, or nullptr.
+template <class Family, class Ask, class Yields>
 class Choice {
  public:
   Choice(const Family* const* families, size_t count, Wanted wanted, const char* prefix,
-         flashmoe_device device, Ask ask)
+         flashmoe_device device, Ask ask, Yields yields)
       : families_(families),
-        count_(count),
+        count_(count < kMostFamilies ? count : kMostFamilies),
         wanted_(wanted),
         prefix_(prefix),
         device_(device),
-        ask_(ask) {}
+        ask_(ask),
+        yields_(yields) {}
 
   // The first family that serves the problem, or the one that is wanted; without a word, unless
   // there is none: nobody reads why a family comes second.
   flashmoe_status choose(const Family** chosen) {
-    for (size_t i = 0; i < count_; ++i) {
+    const Family* yielding[kMostFamilies];
+    size_t yielding_count = 0;
+    flashmoe_status status = FLASHMOE_ERROR_UNSUPPORTED;
+    for (size_t i = 0; i < count_ && status != FLASHMOE_ERROR_CUDA; ++i) {
       const Family* family = families_[i];
       if (!may_serve(*family)) continue;
-      const flashmoe_status status = ask(*family, Reason());
+      if (why_yields(*family) != nullptr) {
+        yielding[yielding_count++] = family;
+        continue;
+      }
+      status = ask(*family, Reason());
       if (status == FLASHMOE_OK) return *chosen = family, FLASHMOE_OK;
-      if (status == FLASHMOE_ERROR_CUDA) break;
+    }
+    for (size_t i = 0; i < yielding_count && status != FLASHMOE_ERROR_CUDA; ++i) {
+      status = ask(*yielding[i], Reason());
+      if (status == FLASHMOE_OK) return *chosen = yielding[i], FLASHMOE_OK;
     }
     char rejected[kRejectedBytes];
     return choose_and_explain(chosen, rejected);
@@ -90,46 +102,79 @@ class Choice {
   flashmoe_status choose_and_explain(const Family** chosen, char (&rejected)[kRejectedBytes]) {
     *chosen = nullptr;
     bool known = wanted_.name == nullptr;
-    flashmoe_status error = FLASHMOE_OK;  // of the last family for these tensors' device, if any
-    char reason[384];
-    char error_reason[448] = "";
-    rejected[0] = '\0';
+    Failure failure;
+    char reasons[kMostFamilies][384];
+    const char* yield[kMostFamilies] = {};
     for (size_t i = 0; i < count_; ++i) {
       const Family* family = families_[i];
       if (*chosen != nullptr) {
-        std::snprintf(reason, sizeof reason, "%s comes first", (*chosen)->name);
-        append_rejection(rejected, family->name, reason);
+        std::snprintf(reasons[i], sizeof reasons[i], "%s comes first", (*chosen)->name);
         continue;
       }
       if (!may_serve(*family)) {
-        std::snprintf(reason, sizeof reason, "%s asks for %s", wanted_.by, wanted_.name);
-        append_rejection(rejected, family->name, reason);
+        std::snprintf(reasons[i], sizeof reasons[i], "%s asks for %s", wanted_.by, wanted_.name);
         continue;
       }
       known = true;
-      const flashmoe_status status = ask(*family, Reason(reason));
+      yield[i] = why_yields(*family);
+      if (yield[i] != nullptr) continue;
+      const flashmoe_status status = ask(*family, Reason(reasons[i]));
+      if (status == FLASHMOE_ERROR_CUDA) return failure.end(*family, status, reasons[i]);
       if (status == FLASHMOE_OK) {
         *chosen = family;
+      } else if (failure.status == FLASHMOE_OK || family->device_type == device_.device_type) {
+        // The last of a device's families is the least particular: what it cannot serve, none can.
+        failure.set(*family, status, reasons[i]);
+      }
+    }
+    for (size_t i = 0; i < count_; ++i) {
+      if (yield[i] == nullptr) continue;
+      const Family* family = families_[i];
+      if (*chosen != nullptr) {
+        std::snprintf(reasons[i], sizeof reasons[i], "%s", yield[i]);
         continue;
       }
-      // Another family's bits would depend on what went wrong here.
-      if (status == FLASHMOE_ERROR_CUDA) return fail(status, "%s: %s", family->name, reason);
-      // The last of a device's families is the least particular: what it cannot serve, none can.
-      if (error == FLASHMOE_OK || family->device_type == device_.device_type) {
-        error = status;
-        std::snprintf(error_reason, sizeof error_reason, "%s: %s", family->name, reason);
+      const flashmoe_status status = ask(*family, Reason(reasons[i]));
+      if (status == FLASHMOE_ERROR_CUDA) return failure.end(*family, status, reasons[i]);
+      if (status == FLASHMOE_OK) {
+        *chosen = family;
+      } else if (failure.status == FLASHMOE_OK) {
+        failure.set(*family, status, reasons[i]);
       }
-      append_rejection(rejected, family->name, reason);
+    }
+    rejected[0] = '\0';
+    for (size_t i = 0; i < count_; ++i) {
+      if (families_[i] != *chosen) append_rejection(rejected, families_[i]->name, reasons[i]);
     }
     if (!known) return fail_unknown();
     if (*chosen != nullptr) return FLASHMOE_OK;
-    if (wanted_.name == nullptr) return fail(error, "%s", error_reason);
-    return fail(error, "%s: cannot be served: %s", wanted_.by, error_reason);
+    if (wanted_.name == nullptr) return fail(failure.status, "%s", failure.sentence);
+    return fail(failure.status, "%s: cannot be served: %s", wanted_.by, failure.sentence);
   }
 
  private:
+  // What to say where no family serves the problem.
+  struct Failure {
+    flashmoe_status status = FLASHMOE_OK;
+    char sentence[448] = "";
+
+    void set(const Family& family, flashmoe_status why, const char* reason) {
+      status = Reason(sentence).refuse(why, "%s: %s", family.name, reason);
+    }
+    // Another family's bits would depend on what went wrong in this one.
+    flashmoe_status end(const Family& family, flashmoe_status why, const char* reason) {
+      set(family, why, reason);
+      return fail(status, "%s", sentence);
+    }
+  };
+
   bool may_serve(const Family& family) const {
     return wanted_.name == nullptr || names_family(wanted_.name, family.name, prefix_);
+  }
+
+  const char* why_yields(const Family& family) const {
+    if (wanted_.name != nullptr || family.device_type != device_.device_type) return nullptr;
+    return yields_(family);
   }
 
   flashmoe_status ask(const Family& family, const Reason& reason) {
@@ -154,6 +199,7 @@ class Choice {
   const char* prefix_;  // of kernels' full names; nullptr: only families can be named
   flashmoe_device device_;
   Ask ask_;
+  Yields yields_;
 };
 
 }  // namespace flashmoe

@@ -73,14 +73,15 @@ flashmoe_status ProductOperation::make_problem(const Params& params, Problem* pr
   View x, w, out, rows;
   FLASHMOE_TRY(check_view("x", params.x, rank, &x));
   FLASHMOE_TRY(check_device("x", *params.x, &p.device));
-  FLASHMOE_TRY(check_dtype("x", *params.x, &p.dtype));
+  FLASHMOE_TRY(check_first_dtype("x", *params.x, p.device, &p.dtype));
   const int64_t bytes = dtype_bytes(p.dtype);
   FLASHMOE_TRY(check_rows("x", x, rank, bytes));
   p.rows = x.shape[row_axis];
   p.columns = x.shape[rank - 1];
   FLASHMOE_TRY(check_multiple("x", "number of columns", p.columns));
   if (p.rows > kMostPairs) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "x: got %lld rows, accepted are fewer than 2^31",
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "x: got %lld rows, accepted are at most 2^31 - 2^16",
                 static_cast<long long>(p.rows));
   }
   FLASHMOE_TRY(check_matrix("w", params.w, "x", p.dtype, p.device, &w));
@@ -120,7 +121,7 @@ flashmoe_status ProductOperation::make_problem(const Params& params, Problem* pr
   FLASHMOE_TRY(check_no_overlap("out", out, rank));
 
   p.x = x.data;
-  p.x_stride = x.strides[row_axis];
+  p.x_stride = p.rows > 1 ? x.strides[row_axis] : p.columns;  // that of one row may be anything
   p.x_expert_stride = rank == 3 ? x.strides[0] : 0;
   p.out = out.data;
   p.out_stride = out.strides[row_axis];

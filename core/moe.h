@@ -13,7 +13,7 @@ namespace flashmoe {
 inline constexpr int64_t kMaxExperts = 1024;
 inline constexpr int64_t kMaxTopK = 32;
 
-// A validated call of flashmoe_moe_route. T * K < 2^31; every pointer is aligned to its elements.
+// A validated call of flashmoe_moe_route. T * K <= 2^31 - 2^16; every pointer is aligned to its elements.
 struct MoeRouteProblem {
   flashmoe_device device;
   int64_t tokens;
@@ -65,7 +65,7 @@ struct ExpertBias {
   int64_t row_stride;  // 1, or 2 of an interleaved gate and up
 };
 
-// A validated call of flashmoe_moe_forward. T * K < 2^31; hidden and inner are multiples of 8.
+// A validated call of flashmoe_moe_forward. T * K <= 2^31 - 2^16; hidden and inner are multiples of 8.
 struct MoeForwardProblem {
   Dtype dtype;
   flashmoe_device device;
@@ -138,6 +138,9 @@ struct MoeOperation {
   flashmoe_status (*plan)(const Problem& problem, MoePlan* plan, const Reason& reason);
   flashmoe_status (*launch)(const Problem& problem, const MoePlan& plan, void* workspace,
                             void* stream);
+  // Why other families are better for a call and this one serves it only where they do not; nullptr if
+  // they are not. Asked about calls on its own kind of device that name no family.
+  const char* (*yields)(const Problem& problem) = nullptr;
 };
 
 struct MoeFamily {

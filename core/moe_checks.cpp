@@ -38,7 +38,7 @@ flashmoe_status check_top_k(const char* name, int64_t top_k) {
 flashmoe_status check_pairs(const char* name, int64_t tokens, int64_t top_k) {
   if (tokens <= kMostPairs / top_k) return FLASHMOE_OK;
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-              "%s: got %lld tokens with %lld experts each, accepted are fewer than 2^31 pairs",
+              "%s: got %lld tokens with %lld experts each, accepted are at most 2^31 - 2^16 pairs",
               name, static_cast<long long>(tokens), static_cast<long long>(top_k));
 }
 

@@ -9,7 +9,8 @@
 namespace flashmoe {
 
 inline constexpr int64_t kExtentMultiple = 8;  // of H, I, N and K of a product
-inline constexpr int64_t kMostPairs = (int64_t{1} << 31) - 1;
+// Of pairs, and of rows of a product: kernels round them up to tiles and steps in 32 bits.
+inline constexpr int64_t kMostPairs = (int64_t{1} << 31) - (int64_t{1} << 16);
 
 // A contiguous tensor of fp32 or int32 on `device`, which is that of `of`.
 flashmoe_status check_fp32_tensor(const char* name, const flashmoe_tensor* tensor, int rank,

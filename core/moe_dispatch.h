@@ -31,7 +31,6 @@ extern const size_t kMoeFamilyCount;
 
 template <class Operation>
 flashmoe_status choose_moe_family(const char* kernel, bool explain, PlannedCall<Operation>* call) {
-  constexpr size_t kMostFamilies = 16;
   const MoeFamily* families[kMostFamilies];
   size_t count = 0;
   for (size_t i = 0; i < kMoeFamilyCount && count < kMostFamilies; ++i) {
@@ -41,9 +40,13 @@ flashmoe_status choose_moe_family(const char* kernel, bool explain, PlannedCall<
     call->plan = {};
     return (family.*Operation::kMember).plan(call->problem, &call->plan, reason);
   };
+  const auto yields = [call](const MoeFamily& family) {
+    const auto of_family = (family.*Operation::kMember).yields;
+    return of_family != nullptr ? of_family(call->problem) : nullptr;
+  };
   const flashmoe_device device = call->problem.device;
   const Wanted wanted = wanted_of(families, count, kernel, device);
-  Choice<MoeFamily, decltype(ask)> choice(families, count, wanted, nullptr, device, ask);
+  Choice choice(families, count, wanted, nullptr, device, ask, yields);
   if (!explain) return choice.choose(&call->family);
   char rejected[kRejectedBytes];
   FLASHMOE_TRY(choice.choose_and_explain(&call->family, rejected));

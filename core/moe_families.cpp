@@ -3,7 +3,7 @@
 
 namespace flashmoe {
 
-// Best first for its devices.
+// Best first for its devices, but for calls with which a family yields to those behind it.
 const MoeFamily* const kMoeFamilies[] = {
 #if FLASHMOE_WITH_CUDA
     &kRouteMoe, &kStreamMoe,

@@ -256,13 +256,13 @@ flashmoe_status ForwardOperation::make_problem(const Params& params, Problem* pr
   View x;
   FLASHMOE_TRY(check_view("x", params.x, 2, &x));
   FLASHMOE_TRY(check_device("x", *params.x, &p.device));
-  FLASHMOE_TRY(check_dtype("x", *params.x, &p.dtype));
+  FLASHMOE_TRY(check_first_dtype("x", *params.x, p.device, &p.dtype));
   FLASHMOE_TRY(check_multiple("x", "hidden size", x.shape[1]));
   FLASHMOE_TRY(check_rows("x", x, 2, dtype_bytes(p.dtype)));
   p.tokens = x.shape[0];
   p.hidden = x.shape[1];
   p.x = x.data;
-  p.x_stride = x.strides[0];
+  p.x_stride = p.tokens > 1 ? x.strides[0] : p.hidden;  // that of one row may be anything
 
   p.gated = params.gate != FLASHMOE_MOE_NO_GATE;
   Matrices m = {};

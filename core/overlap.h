@@ -62,18 +62,13 @@ flashmoe_status check_apart(const typename Operation::Params& params, const Reac
   constexpr size_t kTensors = Operation::kTensors.size();
   Region regions[kTensors + 1];
   bool meet = false;
-  // Unrolled, since every launch comes by.
-#pragma GCC unroll 16
   for (size_t i = 0; i < kTensors; ++i) {
     regions[i] = Region::of(params.*Operation::kTensors[i].member, reaches[i]);
-#pragma GCC unroll 16
-    for (size_t j = 0; i >= Operation::kFirstOutput && j < i; ++j) {
-      meet |= regions[i].meets(regions[j]);
-    }
+    const size_t before = i >= Operation::kFirstOutput ? i : 0;
+    for (size_t j = 0; j < before; ++j) meet |= regions[i].meets(regions[j]);
   }
   regions[kTensors] = Region::of(workspace, workspace_bytes);
   if (workspace_bytes > 0) {
-#pragma GCC unroll 16
     for (size_t j = 0; j < kTensors; ++j) meet |= regions[kTensors].meets(regions[j]);
   }
   if (!meet) return FLASHMOE_OK;

@@ -80,8 +80,8 @@ typedef enum flashmoe_moe_scoring {
   FLASHMOE_MOE_SIGMOID = 2
 } flashmoe_moe_scoring;
 
-/* T >= 0, 1 <= E <= 1024, 1 <= K <= min(E, 32) (given ids: K <= 32), T * K < 2^31. Every tensor is
- * contiguous but logits and given ones, whose last stride is 1. */
+/* T >= 0, 1 <= E <= 1024, 1 <= K <= min(E, 32) (given ids: K <= 32), T * K <= 2^31 - 2^16.
+ * Every tensor is contiguous but logits and given ones, whose last stride is 1. */
 typedef struct flashmoe_moe_route_params {
   size_t struct_size;
   const flashmoe_tensor* logits;         /* [T, E] fp16, bf16, fp32; NULL with given_ids */
@@ -149,6 +149,9 @@ FLASHMOE_API flashmoe_status flashmoe_moe_route(const flashmoe_moe_route_params*
  * H and I are multiples of 8. Of an expert's matrix either the last stride or the one before it is
  * 1: a weight stored as [E, H, 2I] is passed as its transposed view. Other strides, of x and out
  * too, are multiples of 16 bytes, as is where tensors begin; any stride from one expert to the next.
+ * w_down may be transposed where w_gate_up is not, and the other way round; w_gate_up and w_up, where
+ * they are two, are both transposed or neither, but for "cpu". "stream" takes no transposed weights,
+ * "sm90" none that are INTERLEAVED.
  * Products are accumulated in fp32; a and y are kept in x's dtype, the sum over k is in fp32 in the
  * order of k. The same inputs give the same bits on every run. A token without experts gets 0. A
  * NaN or Inf of a token, or of an expert, reaches the tokens and experts that meet it and no others.
@@ -225,7 +228,8 @@ FLASHMOE_API flashmoe_status flashmoe_moe_forward(const flashmoe_moe_forward_par
  *   w    [E, N, K], strides as those of an expert's matrix above
  *   out  [rows, N] or [E, M, N]; rows that no expert has are not written
  * Offsets and counts are cut to the rows that there are, so that {0, 2^31 - 1} gives one expert all.
- * K and N are multiples of 8; dtypes, alignment and accumulation as above.
+ * K and N are multiples of 8, rows and M at most 2^31 - 2^16; dtypes, alignment and accumulation as
+ * above.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef struct flashmoe_grouped_product_params {

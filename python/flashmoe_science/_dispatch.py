@@ -89,6 +89,17 @@ class Framework:
     ) -> Any:
         """A new tensor beside `like`; with a stream, memory for work on that stream alone."""
         xp = self.namespace(like)
+        device = self.device(like)
+        # As a handle the legacy stream is 0, too.
+        if (
+            stream is not None
+            and device.type == CUDA
+            and (stream or _LEGACY_STREAM) != self.current_stream(device)
+        ):
+            raise InvalidArgumentError(
+                f"stream: this call needs workspace, which {type_name(like)} makes for its current "
+                "stream alone; make this one current, or leave it None"
+            )
         return xp.empty(shape, dtype=getattr(xp, dtype), device=like.device)
 
     def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:
@@ -181,10 +192,10 @@ class Torch(Framework):
     ) -> Any:
         import torch
 
-        made = torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
-        if stream is not None and like.is_cuda:
-            made.record_stream(self._stream(like, stream))
-        return made
+        # Made where that stream is current: what else is free may still be used by work of the
+        # current one, for which this stream does not wait.
+        with self.on_stream(like, stream):
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
 
     def on_stream(self, like: Any, stream: int | None) -> Context:
         import torch

@@ -67,7 +67,7 @@ def moe_route(
 
     Args:
         logits: [T, E], fp16, bf16 or fp32, last stride 1. 1 <= E <= 1024; T may be 0.
-        top_k: K, from 1 to E, at most 32; T * K < 2**31.
+        top_k: K, from 1 to E, at most 32; T * K at most 2**31 - 2**16.
         scoring: What makes a weight of a logit. "softmax": softmax over all E logits.
             "topk_softmax": softmax over the K chosen ones. "sigmoid": each its own; with a
             selection_bias experts are chosen by sigmoid(logits) + selection_bias.
@@ -111,7 +111,7 @@ def moe_route_given(
     be computed on each of several devices.
 
     Args:
-        ids: [T, K] int32 or int64, last stride 1; K at most 32, T * K < 2**31.
+        ids: [T, K] int32 or int64, last stride 1; K at most 32, T * K at most 2**31 - 2**16.
         weights: [T, K] fp16, bf16 or fp32, last stride 1; None is 1 for each.
         num_experts: E, from 1 to 1024: the experts of this call.
         expert_map: [any] int32: the expert of this call for each id; an id beyond it is not mine.
@@ -214,6 +214,9 @@ def moe_forward(
     H and I are multiples of 8. Of an expert's matrix either the last stride or the one before it is
     1: weights stored as [E, H, 2I] are passed as their transposed view. Other strides, of x and out
     too, are multiples of 16 bytes, as is where tensors begin; strides between experts are free.
+    w_down may be transposed where w_gate_up is not, and the other way round; on a GPU w_gate_up and
+    w_up are both transposed or neither. "stream" takes no transposed weights, "sm90" none that are
+    interleaved.
 
     Args:
         x: [T, H], fp16 or bf16, on the CPU also fp32.

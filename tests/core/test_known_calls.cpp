@@ -74,8 +74,9 @@ flashmoe_status plan_sm89(const AttentionProblem& problem, AttentionPlan* plan,
     return reason.refuse(FLASHMOE_ERROR_NO_DEVICE, "device cuda:%d does not exist",
                          problem.device.device_id);
   }
-  if (problem.dtype == Dtype::kFloat32) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype %s", dtype_name(problem.dtype));
+  if (problem.dim > 128) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "dim %lld",
+                         static_cast<long long>(problem.dim));
   }
   fill("sm89", problem, plan);
   return FLASHMOE_OK;
@@ -452,11 +453,7 @@ void the_sentence_is_that_of_the_least_particular_family() {
         "attention_forward_sm89_bf16");
   call.kernel = "sm1";
   CHECK(failure(call) == "kernel: got \"sm1\", built in are short, split, sm90, sm89, cpu");
-  call.kernel.clear();
-  for (Tensor* t : {&call.q, &call.k, &call.v, &call.out}) {
-    t->view.dtype = {FLASHMOE_DTYPE_FLOAT, 32, 1};
-  }
-  CHECK(failure(call) == "sm89: dtype fp32");
+  CHECK(failure(Call(3, 200, 2, 136)) == "sm89: dim 136");
 
   flashmoe_attention_plan plan = flashmoe_attention_plan_init();
   Call few(3, 200);
@@ -466,6 +463,23 @@ void the_sentence_is_that_of_the_least_particular_family() {
             plan.rejected,
             "short: not here\nsplit: not here\nsm90: 3 rows are few\ncpu: sm89 comes first\n") ==
         0);
+}
+
+void fp32_is_for_the_cpu() {
+  Call call(100, 200);
+  for (Tensor* t : {&call.q, &call.k, &call.v, &call.out}) {
+    t->view.dtype = {FLASHMOE_DTYPE_FLOAT, 32, 1};
+  }
+  for (const char* kernel : {"", "sm89", "cpu", "attention_forward_sm90_fp32"}) {
+    call.kernel = kernel;
+    CHECK(forward(call.ready()) == FLASHMOE_ERROR_UNSUPPORTED);
+    CHECK(failure(call) ==
+          "q: it is on cuda:0 and of dtype fp32, accepted on a GPU are fp16 and bf16, on the CPU "
+          "also fp32");
+  }
+  call.kernel.clear();
+  for (Tensor* tensor : call.tensors()) tensor->view.device = {FLASHMOE_DEVICE_CPU, 0};
+  CHECK(planned(call));
 }
 
 void a_kernels_name_is_the_callers() {
@@ -649,6 +663,7 @@ int main() {
       older_callers_give_no_window,
       failures_are_not_kept,
       the_sentence_is_that_of_the_least_particular_family,
+      fp32_is_for_the_cpu,
       a_kernels_name_is_the_callers,
       calls_on_the_cpu_are_planned_every_time,
       empty_calls_launch_nothing,

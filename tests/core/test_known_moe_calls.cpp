@@ -26,6 +26,7 @@ namespace {
 // ---- families ------------------------------------------------------------------------------------
 
 std::atomic<int> plans{0};
+thread_local flashmoe_status many_says = FLASHMOE_OK;  // for a test
 
 struct Launched {
   int count = 0;
@@ -60,12 +61,22 @@ flashmoe_status fill(const Problem& problem, MoePlan* plan) {
   return FLASHMOE_OK;
 }
 
+// Serves up to 150 rows, and leaves those above 5 to others where they do.
 template <class Problem>
 flashmoe_status plan_few(const Problem& problem, MoePlan* plan, const Reason& reason) {
-  if (size_of(problem) % 1000 > 5 && *kernel_of(problem) == '\0') {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "many rows");
+  if (problem.device.device_id == 2) {
+    return reason.refuse(FLASHMOE_ERROR_NO_DEVICE, "device cuda:2 does not exist");
+  }
+  if (size_of(problem) % 1000 > 150) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "x: got %d rows, accepted are at most 150",
+                         static_cast<int>(size_of(problem) % 1000));
   }
   return fill(problem, plan);
+}
+
+template <class Problem>
+const char* yields(const Problem& problem) {
+  return size_of(problem) % 1000 > 5 ? "many rows" : nullptr;
 }
 
 template <class Problem>
@@ -73,6 +84,7 @@ flashmoe_status plan_many(const Problem& problem, MoePlan* plan, const Reason& r
   if (problem.device.device_id == 2) {
     return reason.refuse(FLASHMOE_ERROR_NO_DEVICE, "device cuda:2 does not exist");
   }
+  if (many_says != FLASHMOE_OK) return reason.refuse(many_says, "x: not these");
   return fill(problem, plan);
 }
 
@@ -95,11 +107,11 @@ constexpr MoeFamily family(int32_t device_type, bool few) {
   return {kName,
           device_type,
           {few ? plan_few<MoeRouteProblem> : plan_many<MoeRouteProblem>,
-           launch<kName, MoeRouteProblem>},
+           launch<kName, MoeRouteProblem>, few ? yields<MoeRouteProblem> : nullptr},
           {few ? plan_few<MoeForwardProblem> : plan_many<MoeForwardProblem>,
-           launch<kName, MoeForwardProblem>},
+           launch<kName, MoeForwardProblem>, few ? yields<MoeForwardProblem> : nullptr},
           {few ? plan_few<GroupedProductProblem> : plan_many<GroupedProductProblem>,
-           launch<kName, GroupedProductProblem>}};
+           launch<kName, GroupedProductProblem>, few ? yields<GroupedProductProblem> : nullptr}};
 }
 
 const MoeFamily few = family<kFew>(FLASHMOE_DEVICE_CUDA, true);
@@ -652,6 +664,66 @@ void inputs_may_overlap() {
   CHECK(!planned(route));
 }
 
+std::string rejected_of(Forward call) {
+  flashmoe_moe_plan plan = flashmoe_moe_plan_init();
+  CHECK(flashmoe_moe_forward_plan(call.ready(), &plan) == FLASHMOE_OK);
+  return std::string(plan.family) + "\n" + plan.rejected;
+}
+
+// A family that yields comes behind the others, and serves what they do not.
+void who_yields_is_asked_last() {
+  const std::string elsewhere = "cpu: the tensors are on cuda:0, it computes on the CPU\n";
+  CHECK(rejected_of(Forward(3)) == "stream\nsm89: stream comes first\ncpu: stream comes first\n");
+  CHECK(rejected_of(Forward(100)) == "sm89\nstream: many rows\ncpu: sm89 comes first\n");
+  Forward named(100);
+  named.kernel = kFew;
+  CHECK(rejected_of(named) == "stream\nsm89: stream comes first\ncpu: stream comes first\n");
+  Forward call(101);
+  CHECK(planned(call));
+  CHECK(launched.family == kMany);
+  many_says = FLASHMOE_ERROR_UNSUPPORTED;
+  CHECK(rejected_of(Forward(100)) == "stream\nsm89: x: not these\n" + elsewhere);
+  CHECK(planned(Forward(102)));
+  CHECK(launched.family == kFew);
+  CHECK(!planned(Forward(102)));
+  // What neither serves is refused in the words of the least particular.
+  CHECK(failure(Forward(200)) == "sm89: x: not these");
+  named = Forward(200);
+  named.kernel = kFew;
+  CHECK(failure(named) ==
+        "kernel: cannot be served: stream: x: got 200 rows, accepted are at most 150");
+  many_says = FLASHMOE_ERROR_CUDA;  // which is for the caller to know
+  CHECK(failure(Forward(103)) == "sm89: x: not these");
+  many_says = FLASHMOE_OK;
+}
+
+void fp32_is_for_the_cpu() {
+  const char* const sentence =
+      "x: it is on cuda:0 and of dtype fp32, accepted on a GPU are fp16 and bf16, on the CPU "
+      "also fp32";
+  Forward layer;
+  for (Tensor& tensor : layer.tensors) {
+    if (tensor.view.dtype.bits == 16) tensor.view.dtype = kFloat;
+  }
+  for (const char* kernel : {"", "sm89", "stream", "cpu"}) {
+    layer.kernel = kernel;
+    CHECK(run<Forward>(layer.ready()) == FLASHMOE_ERROR_UNSUPPORTED);
+    CHECK(failure(layer) == sentence);
+  }
+  layer.kernel.clear();
+  layer.put_on({FLASHMOE_DEVICE_CPU, 0});
+  CHECK(planned(layer));
+  Product product;
+  for (Tensor& tensor : product.tensors) {
+    if (tensor.view.dtype.bits == 16) tensor.view.dtype = kFloat;
+  }
+  CHECK(run<Product>(product.ready()) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(failure(product) == sentence);
+  Route route;  // whose logits may well be
+  route.tensors[Route::kLogits].view.dtype = kFloat;
+  CHECK(planned(route));
+}
+
 void a_kernels_name_is_the_callers() {
   Forward call;
   call.kernel = kMany;
@@ -854,6 +926,8 @@ int main() {
       outputs_may_not_come_to_overlap,
       outputs_may_lie_between_rows,
       inputs_may_overlap,
+      who_yields_is_asked_last,
+      fp32_is_for_the_cpu,
       a_kernels_name_is_the_callers,
       calls_on_the_cpu_are_planned_every_time<Route>,
       calls_on_the_cpu_are_planned_every_time<Forward>,

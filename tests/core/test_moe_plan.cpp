@@ -531,6 +531,39 @@ void plans_say_what_will_run() {
   CHECK(route.plan(&plan) == FLASHMOE_OK && plan.launches == 1 && plan.flops == 0);
 }
 
+// As many pairs, or rows, as kernels can round up to tiles in 32 bits, and not one more.
+void pairs_have_a_limit() {
+  constexpr int64_t kMost = (int64_t{1} << 31) - (int64_t{1} << 16);
+  const auto ends_so = [](const char* sentence) {
+    return std::string(flashmoe_last_error()).find(sentence) == 0;
+  };
+  flashmoe_moe_plan plan = flashmoe_moe_plan_init();
+  for (const int64_t top_k : {1, 8, 32}) {
+    CHECK(Route(kMost / top_k, 32, top_k).plan(&plan) == FLASHMOE_OK);
+    CHECK(Route(kMost / top_k + 1, 32, top_k).plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
+    CHECK(ends_so("ids: got ") &&
+          std::strstr(flashmoe_last_error(), "accepted are at most 2^31 - 2^16 pairs") != nullptr);
+    CHECK(Forward(kMost / top_k, 8, 8, 32, top_k).plan(&plan) == FLASHMOE_OK);
+    CHECK(Forward(kMost / top_k + 1, 8, 8, 32, top_k).plan(&plan) ==
+          FLASHMOE_ERROR_INVALID_ARGUMENT);
+    CHECK(ends_so("weights: got ") &&
+          std::strstr(flashmoe_last_error(), "accepted are at most 2^31 - 2^16 pairs") != nullptr);
+  }
+  for (const bool counted : {false, true}) {
+    for (const int64_t more : {0, 1}) {
+      Product product;
+      if (counted) product.count();
+      const int64_t rows = kMost + more;
+      product.x.set(counted ? std::vector<int64_t>{4, rows, 16} : std::vector<int64_t>{rows, 16},
+                    kFp16);
+      product.out.set(counted ? std::vector<int64_t>{4, rows, 24} : std::vector<int64_t>{rows, 24},
+                      kFp16);
+      CHECK((product.plan(&plan) == FLASHMOE_OK) == (more == 0));
+      CHECK(more == 0 || ends_so("x: got 2147418113 rows, accepted are at most 2^31 - 2^16"));
+    }
+  }
+}
+
 // Extents whose products leave 64 bits; no memory holds them, and none is needed to say so.
 void extents_that_no_memory_holds_are_refused() {
   flashmoe_moe_plan plan = flashmoe_moe_plan_init();
@@ -603,6 +636,7 @@ int main() {
   other_gates_are_checked();
   products_are_checked();
   plans_say_what_will_run();
+  pairs_have_a_limit();
   extents_that_no_memory_holds_are_refused();
   other_arguments_are_checked();
   without_tokens_there_are_offsets();

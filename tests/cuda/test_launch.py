@@ -15,6 +15,11 @@ ENTRIES = {
     "attention/sm90": ("fp16_d64_dv64",),
     "attention/split": ("fp16_d64_dv64",),
     "moe/route": ("key32_e128", "key64_e1024"),
+    "moe/sm89": ("bf16_gated", "bf16_gated_t", "bf16", "bf16_t"),
+    "moe/sm90": (
+        *("bf16_gated_plain", "bf16_gated_narrow", "bf16_gated", "bf16_gated_t"),
+        *("bf16_up", "bf16_up_t", "bf16_down", "bf16_down_t"),
+    ),
     "moe/stream": ("bf16_t1_n8", "bf16_t2_n16"),
     "moe/stream/bulk": ("bf16_bulk",),
 }
@@ -45,6 +50,13 @@ SOURCES = {
         *(f"core/{name}.cpp" for name in ("checks", "dtype", "launch", "log", "status")),
         *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
         "cuda/moe/route/family.cpp",
+        "cuda/moe/combine/stage.cpp",
+        "tests/cuda/host/fake_cuda.cpp",
+    ),
+    "test_moe_limits": (
+        *(f"core/{name}.cpp" for name in ("checks", "dtype", "launch", "log", "status")),
+        *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
+        *(f"cuda/moe/{family}/family.cpp" for family in ("sm89", "sm90")),
         "cuda/moe/combine/stage.cpp",
         "tests/cuda/host/fake_cuda.cpp",
     ),
@@ -97,6 +109,10 @@ def test_shares(tmp_path: Path) -> None:
 
 def test_routing_and_combining(tmp_path: Path) -> None:
     checked([_compile("test_moe", tmp_path)])
+
+
+def test_what_layers_and_products_refuse(tmp_path: Path) -> None:
+    checked([_compile("test_moe_limits", tmp_path)])
 
 
 def test_who_serves_few_tokens(tmp_path: Path) -> None:

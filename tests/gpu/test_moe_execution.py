@@ -419,6 +419,29 @@ def test_a_fused_call_on_a_given_stream_waits_for_nothing() -> None:
     assert len(noise) == 64
 
 
+def test_workspace_is_memory_of_the_stream_that_uses_it() -> None:
+    """Memory that work of the current stream may still use is not handed to another stream's."""
+    from flashmoe_science import _dispatch
+
+    size = 48 << 20
+    like = torch.zeros(1, device=DEVICE)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    busy(50)  # on the current stream, to which this memory goes back
+    block = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    address = block.data_ptr()
+    del block
+    made = _dispatch.workspace(like, size, side.cuda_stream)
+    assert made.data_ptr() != address
+    workspace = made.data_ptr()
+    del made
+    again = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    assert again.data_ptr() == address, "the side stream may still use its own"
+    assert _dispatch.workspace(like, size, side.cuda_stream).data_ptr() == workspace
+    torch.cuda.synchronize()
+
+
 def test_two_streams_at_once(moe_family: str) -> None:
     calls = []
     for seed, case in enumerate(CASES):

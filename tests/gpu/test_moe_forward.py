@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes as c
 import dataclasses
 import itertools
 from typing import Any
 
+import capi
+import capi_moe
 import flashmoe_science as fm
 import moe_oracle
 import pytest
@@ -148,6 +151,30 @@ def test_a_layer_of_a_model(moe_family: str, dtype: str) -> None:
         case = Case(tokens=tokens, hidden=1024, inner=3584, experts=8, top_k=2)
         said.append(check(make(case, dtype), moe_family))
     judge(moe_family, said)
+
+
+@pytest.mark.parametrize("gate", ["gate_up", "separate", "none"])
+def test_matrices_are_transposed_one_by_one(moe_family: str, gate: str) -> None:
+    """A family serves what it has a kernel for, rightly, and names what it has none for."""
+    layer = make(dataclasses.replace(BASE, gate=gate, tokens=6), "bf16")
+    names = [name for name in ("w_gate_up", "w_up", "w_down") if name in layer.values]
+    for turned in itertools.product((False, True), repeat=len(names)):
+        arguments = dict(layer.arguments)
+        for name, turn in zip(names, turned, strict=True):
+            if turn:
+                w = arguments[name]
+                arguments[name] = w.transpose(1, 2).contiguous().transpose(1, 2)
+        is_turned = dict(zip(names, turned, strict=True))
+        differ = gate == "separate" and is_turned["w_gate_up"] != is_turned["w_up"]
+        serves = not any(turned) if moe_family == "stream" else not differ
+        if serves:
+            out = fm.moe_forward(**arguments, kernel=moe_family)
+            moe_oracle.assert_forward(out, **arguments)
+        else:
+            first = next(n for n in names if is_turned[n]) if moe_family == "stream" else "w_up"
+            sentence = f"kernel: cannot be served: {moe_family}: {first}: got "
+            with pytest.raises(NotImplementedError, match=f"^{sentence}"):
+                fm.moe_forward(**arguments, kernel=moe_family)
 
 
 EDGES: dict[str, tuple[Case, Any]] = {
@@ -354,6 +381,47 @@ def test_weights_beyond_2_to_the_31_elements(moe_family: str) -> None:
             assert not must_serve(moe_family)
             continue
         moe_oracle.assert_forward(out, x, w_gate_up, w_down, routing)
+
+
+@pytest.mark.parametrize("tokens", [4, 100, 129])
+def test_rows_of_x_that_run_backwards(tokens: int) -> None:
+    """Few-token kernels alone read these, and so serve as many tokens as they have room for, where
+    others would be faster if they could."""
+    layer = make(dataclasses.replace(BASE, tokens=tokens), "bf16")
+    tensors: dict[str, torch.Tensor] = layer.values | {
+        name: getattr(layer.routing, name) for name in ("weights", "offsets", "pairs", "slots")
+    }
+    backwards = memory.place_values(layer.values["x"], Placement((0, 1), (0, 0), flipped=(0,)))
+    out = torch.full_like(layer.values["x"], torch.nan)
+    lib = capi.load()
+    params = capi_moe.ForwardParams(struct_size=c.sizeof(capi_moe.ForwardParams))
+    views = {"x": backwards.raw(), "out": memory.Placed(out, out, ()).raw()}
+    for name, tensor in tensors.items():
+        if name == "x":
+            continue
+        made = capi.Tensor(data=tensor.data_ptr(), ndim=tensor.ndim)
+        made.shape = (c.c_int64 * tensor.ndim)(*tensor.shape)
+        made.strides = (c.c_int64 * tensor.ndim)(*tensor.stride())
+        code = {torch.int32: 0, torch.float32: 2, torch.bfloat16: 4}[tensor.dtype]
+        made.dtype = capi.DType(code, 8 * tensor.element_size(), 1)
+        made.device = capi.Device(capi.CUDA, tensor.device.index)
+        views[name] = made
+    for name, view in views.items():
+        setattr(params, name, c.pointer(view))
+    run, plan_of, size_of = capi_moe.functions(params, lib)
+    plan = capi_moe.MoePlan(struct_size=c.sizeof(capi_moe.MoePlan))
+    status = plan_of(params, plan)
+    if tokens > 128 or moe_layers.why_not("stream") is not None:
+        assert status != 0
+        return
+    capi.check(status, lib)
+    assert plan.family == b"stream"
+    size = c.c_size_t()
+    capi.check(size_of(params, size), lib)
+    workspace = torch.empty(size.value, dtype=torch.uint8, device=DEVICE)
+    stream = torch.cuda.current_stream().cuda_stream
+    capi.check(run(params, workspace.data_ptr(), size.value, stream), lib)
+    moe_oracle.assert_forward(out, **layer.arguments)
 
 
 def test_calls_that_name_no_kernel() -> None:

@@ -145,6 +145,39 @@ def test_workspace_is_the_frameworks(cupy: Any, monkeypatch: pytest.MonkeyPatch)
     assert ("external", 0x1230, 3) in cupy.log, "made on the stream that uses it"
 
 
+def test_workspace_of_torch_is_of_the_stream_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made while that stream is current: torch hands memory on in the order of its own stream."""
+    torch = pytest.importorskip("torch")
+    log: list[Any] = []
+
+    class OnStream:
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            log.append(("enter", self.stream))
+
+        def __exit__(self, *_: object) -> None:
+            log.append("exit")
+
+    empty = torch.empty
+
+    def logged_empty(*arguments: Any, **options: Any) -> Any:
+        log.append("empty")
+        return empty(*arguments, **options)
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda pointer, device: (pointer, device))
+    monkeypatch.setattr(torch.cuda, "stream", OnStream)
+    monkeypatch.setattr(torch, "empty", logged_empty)
+    like: Any = types.SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
+    made = _dispatch._TORCH.empty(like, (64,), "uint8", 0x1230)
+    assert (tuple(made.shape), made.dtype) == ((64,), torch.uint8)
+    assert log == [("enter", (0x1230, like.device)), "empty", "exit"]
+    log.clear()
+    _dispatch._TORCH.empty(like, (64,), "uint8")
+    assert log == ["empty"], "an output is of the current stream"
+
+
 def test_torch_without_the_exchange_api() -> None:
     """torch older than 2.10."""
     torch = pytest.importorskip("torch")
@@ -180,6 +213,25 @@ class OnGpu:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (2, 0)
+
+
+class ArrayOnGpu(OnGpu):
+    """Of the array API standard, which knows no streams."""
+
+    device = "cpu"  # NumPy makes what it is asked for
+
+    def __array_namespace__(self) -> Any:
+        return np
+
+
+def test_workspace_of_the_array_api_is_its_current_streams() -> None:
+    like = ArrayOnGpu(np.zeros(3, np.float32))
+    for stream in (0, 1):  # both mean the legacy one
+        assert _dispatch.workspace(like, 64, stream).nbytes == 64
+    with pytest.raises(
+        ValueError, match=r"^stream: this call needs workspace, which .*ArrayOnGpu "
+    ):
+        _dispatch.workspace(like, 64, 0x1230)
 
 
 def test_dlpack_alone_on_a_gpu_follows_the_protocol(handed: list[Any]) -> None:

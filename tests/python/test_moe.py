@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from typing import Any
 
 import flashmoe_science as fm
@@ -415,6 +416,19 @@ def test_views_are_read_in_place() -> None:
     np.testing.assert_array_equal(fm.moe_forward(**shared), fm.moe_forward(**copied))
     logits = logits_of(37, 9)[:, 1:7]
     moe_oracle.assert_routed(fm.moe_route(logits, 2), moe_oracle.route(logits, 2))
+
+
+@pytest.mark.parametrize("gate", ["gate_up", "interleaved", "separate", "none"])
+def test_matrices_are_transposed_one_by_one(gate: str) -> None:
+    arguments = make(Case(gate=gate), Producer(), "fp32") | {"gate": gate}
+    names = [name for name in ("w_gate_up", "w_up", "w_down") if name in arguments]
+    want = fm.moe_forward(**arguments)
+    for turned in itertools.product((False, True), repeat=len(names)):
+        given = dict(arguments)
+        for name, turn in zip(names, turned, strict=True):
+            if turn:
+                given[name] = np.ascontiguousarray(given[name].swapaxes(1, 2)).swapaxes(1, 2)
+        np.testing.assert_allclose(fm.moe_forward(**given), want, rtol=1e-5, atol=1e-6)
 
 
 def test_transposed_weights_of_torch() -> None:

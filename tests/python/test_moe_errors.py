@@ -53,7 +53,7 @@ ROUTE: list[Bad] = [
     ({"logits": zeros(5, 0)}, ValueError, "logits: got 0 experts, accepted are 1 to 1024"),
     ({"logits": LOGITS[:, ::2]}, ValueError, "logits: its last dimension has stride 2"),
     ({"logits": wide(LOGITS, 2**30)}, ValueError,
-     "logits: got 1073741824 tokens with 2 experts each, accepted are less than 2^31 pairs"),
+     "logits: got 1073741824 tokens with 2 experts each, accepted are at most 2^31 - 2^16 pairs"),
     ({"scoring": "soft"}, ValueError,
      "scoring: got 'soft', accepted are 'softmax', 'topk_softmax' and 'sigmoid'"),
     ({"scoring": None}, TypeError, "scoring: got None of type NoneType, accepted are"),

@@ -168,9 +168,6 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
                          "cuda:%d has compute capability %d.%d, accepted are 8.9 and newer",
                          device_id, facts->compute_capability / 10, facts->compute_capability % 10);
   }
-  if (problem.dtype == Dtype::kFloat32) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
-  }
   const int64_t group = problem.heads_q / problem.heads_kv;
   if (problem.seq_k > kMaxRows || group > kMaxRows || problem.seq_q > kMaxRows / group) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED,

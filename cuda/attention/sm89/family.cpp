@@ -51,9 +51,6 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
                          "cuda:%d has compute capability %d.%d, accepted are 8.9 and newer",
                          device_id, facts->compute_capability / 10, facts->compute_capability % 10);
   }
-  if (problem.dtype == Dtype::kFloat32) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
-  }
   const Entry* entry = find_entry(
       kEntries, problem, [](const Entry&) { return true; },
       [&](const Entry& each) { return fits(each, *facts); });

@@ -24,9 +24,6 @@ flashmoe_status choose_entry(const Entry* const (&entries)[kCount], const Attent
                          "cuda:%d has compute capability %d.%d, accepted is 9.0", device_id,
                          capability / 10, capability % 10);
   }
-  if (problem.dtype == Dtype::kFloat32) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "dtype fp32, accepted on a GPU are fp16 and bf16");
-  }
   const bool capped = problem.softcap != 0.0f;
   *entry = find_entry(
       entries, problem, [&](const Entry& each) { return each.capped == capped; },

@@ -12,7 +12,8 @@ namespace {
 
 constexpr int64_t kPiece = 8;  // elements that a thread has of a row
 constexpr int kBlockThreads = 256;
-constexpr int kFewTokensThreads = 64;  // more blocks, where tokens alone do not fill the device
+constexpr int64_t kMostRowBlocks = 65535;  // of a grid, along its second axis
+constexpr int kFewTokensThreads = 64;      // more blocks, where tokens alone do not fill the device
 
 const moe_combine::Entry& find_entry(const MoeForwardProblem& p) {
   const moe_combine::Entry* best = nullptr;
@@ -35,6 +36,13 @@ flashmoe_status add_combine(const MoeForwardProblem& problem, const DeviceFacts&
   const int64_t most = problem.tokens < facts.multiprocessors ? kFewTokensThreads : kBlockThreads;
   // A row is split evenly among its blocks; short rows share one.
   const int64_t row_blocks = std::max<int64_t>(1, (pieces + most - 1) / most);
+  if (row_blocks > kMostRowBlocks) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "x: its hidden size is %lld, accepted for %lld tokens are at most %lld",
+                         static_cast<long long>(problem.hidden),
+                         static_cast<long long>(problem.tokens),
+                         static_cast<long long>(kMostRowBlocks * most * kPiece));
+  }
   const int64_t row_threads = std::max<int64_t>(1, (pieces + row_blocks - 1) / row_blocks);
   const int64_t block_rows = std::max<int64_t>(1, most / row_threads);
   const int64_t blocks = std::max<int64_t>(1, (problem.tokens + block_rows - 1) / block_rows);

@@ -128,6 +128,12 @@ int blocks_of_once(const MoeRouteProblem& p, const Entry& entry, int most_blocks
   return warps_of_block(p, entry, true, blocks, ceil_div(p.tokens, blocks)) > 0 ? blocks : 0;
 }
 
+// Tokens of one warp, of so many that share a block's.
+int64_t warp_tokens(const MoeRouteProblem& p, int64_t block_tokens, int64_t warps) {
+  const int64_t step = warp_step(p);
+  return ceil_div(ceil_div(block_tokens, step), warps) * step;
+}
+
 flashmoe_status plan(const MoeRouteProblem& problem, MoePlan* plan, const Reason& reason) {
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
@@ -160,6 +166,14 @@ flashmoe_status plan(const MoeRouteProblem& problem, MoePlan* plan, const Reason
   const int64_t block_tokens = ceil_div(problem.tokens, facts->multiprocessors);
   const int64_t blocks = ceil_div(problem.tokens, block_tokens);
   const int warps = warps_of_block(problem, entry, false, 1, block_tokens);
+  // A warp adds its share to the number of its first token, which may be the last, in 32 bits.
+  const int64_t most_tokens = INT_MAX - warp_tokens(problem, block_tokens, warps);
+  if (problem.tokens > most_tokens) {
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED, "%s: got %lld tokens, accepted on cuda:%d are at most %lld",
+        problem.logits != nullptr ? "logits" : "given_ids", static_cast<long long>(problem.tokens),
+        device_id, static_cast<long long>(most_tokens));
+  }
   flashmoe_moe_stage* stage =
       add(entry.choose, blocks, warps,
           entry.choose_bytes(shared_shape(problem, warps, 1, block_tokens)));
@@ -225,8 +239,7 @@ Params make_params(const MoeRouteProblem& p, const MoePlan& plan, void* workspac
   const int step = warp_step(p);
   params.warp_step = step;
   params.block_tokens = std::max(1, stage.tile_tokens);
-  params.warp_tokens =
-      static_cast<int32_t>(ceil_div(ceil_div(params.block_tokens, step), warps) * step);
+  params.warp_tokens = static_cast<int32_t>(warp_tokens(p, params.block_tokens, warps));
   params.used_warps = static_cast<int32_t>(ceil_div(params.block_tokens, params.warp_tokens));
   params.cluster = std::max(1, stage.cluster);
   params.few = plan.info.launches == 1 && params.cluster == 1 && p.tokens * p.top_k <= kMaxFewPairs;

@@ -26,12 +26,22 @@ const Entry* const kEntries[] = {
 
 constexpr int64_t kElementBytes = 2;
 constexpr int64_t kWorkspaceAlignment = 256;
-// The kernels count rows of x in pieces of 16 bytes, in 32 bits.
+// The kernels number columns in 32 bits, twice as many where those of gate and up alternate, and round
+// them up to tiles; and cut sums of token tiles to as many as this.
+constexpr int64_t kMostColumns = int64_t{1} << 30;
+constexpr int64_t kMostTokenTiles = int64_t{1} << 30;
+// Rows of x they count in pieces of 16 bytes, in 32 bits.
 constexpr int64_t kMostElementsOfX = (int64_t{1} << 32) * 8 - 8;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 bool is_transposed(const ExpertMatrix& matrix) { return matrix.column_stride != 1; }
+
+// A product's weights, and the argument that tells each extent, for messages.
+struct Names {
+  const char* weights;
+  const char* rows;
+};
 
 // Rows of all experts, and where a product's rows end, as the kernels count them.
 struct Extents {
@@ -52,7 +62,7 @@ const Entry* find_entry(Dtype dtype, bool gated, bool transposed) {
   return nullptr;
 }
 
-flashmoe_status check_device(flashmoe_device device, Dtype dtype, const DeviceFacts** facts,
+flashmoe_status check_device(flashmoe_device device, const DeviceFacts** facts,
                              const Reason& reason) {
   FLASHMOE_TRY(read_device_facts(device.device_id, facts, reason));
   const int capability = (*facts)->compute_capability;
@@ -61,36 +71,44 @@ flashmoe_status check_device(flashmoe_device device, Dtype dtype, const DeviceFa
                          "cuda:%d has compute capability %d.%d, accepted are 8.9 and newer",
                          device.device_id, capability / 10, capability % 10);
   }
-  if (dtype == Dtype::kFloat32) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "dtype fp32, accepted on a GPU are fp16 and bf16");
-  }
   return FLASHMOE_OK;
 }
 
 // Appends a product to the plan: as many blocks as run at once, or as there can be tiles.
 flashmoe_status add_product(const DeviceFacts& facts, flashmoe_device device, Dtype dtype,
-                            bool gated, bool transposed, const Extents& extents, int experts,
-                            MoePlan* plan, const Reason& reason) {
+                            bool gated, bool transposed, const Names& names, const Extents& extents,
+                            int experts, MoePlan* plan, const Reason& reason) {
   const Entry* entry = find_entry(dtype, gated, transposed);
   if (entry == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these weights");
   }
-  if (extents.columns > INT_MAX || extents.out_columns > INT_MAX) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^31 - 1 columns");
+  if (extents.columns > kMostColumns || extents.out_columns > kMostColumns) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%s: got %lld rows of %lld columns, accepted are at most 2^30 of each",
+                         names.weights, static_cast<long long>(extents.out_columns),
+                         static_cast<long long>(extents.columns));
   }
   if (extents.x_stride < 0 ||
       extents.x_rows > kMostElementsOfX / std::max<int64_t>(extents.x_stride, 1)) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "%lld rows of x that are %lld elements apart, accepted are 64 GiB",
-                         static_cast<long long>(extents.x_rows),
-                         static_cast<long long>(extents.x_stride));
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED,
+        "%s: got %lld rows that are %lld elements apart, accepted are strides of 0 "
+        "or more and less than 64 GiB",
+        names.rows, static_cast<long long>(extents.x_rows),
+        static_cast<long long>(extents.x_stride));
   }
   int arch = 0;
   FLASHMOE_TRY(load_kernel(*entry, device.device_id, facts, &arch, reason));
   // A tile that is not full is its expert's last.
   const int64_t token_tiles = extents.experts * (extents.rows / entry->tile_tokens) +
                               std::min<int64_t>(experts, extents.experts * extents.rows);
+  if (token_tiles > kMostTokenTiles) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%s: got %lld rows for each of %lld experts, accepted are at most 2^30 "
+                         "tiles of %d rows",
+                         names.rows, static_cast<long long>(extents.rows),
+                         static_cast<long long>(extents.experts), entry->tile_tokens);
+  }
   const int64_t most = int64_t{facts.multiprocessors} * entry->blocks_per_sm;
   const int64_t weight_tiles = ceil_div(extents.out_columns, entry->out_rows);
   const int64_t blocks = token_tiles > most ? most : std::min(most, token_tiles * weight_tiles);
@@ -151,17 +169,19 @@ int64_t activated_bytes(const MoeForwardProblem& p) {
 flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
                              const Reason& reason) {
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(check_device(problem.device, problem.dtype, &facts, reason));
+  FLASHMOE_TRY(check_device(problem.device, &facts, reason));
   if (problem.gated && is_transposed(problem.gate) != is_transposed(problem.up)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "w_gate_up and w_up: one is transposed, accepted are both or neither");
+                         "w_up: got %s weights, and w_gate_up others, accepted are both transposed "
+                         "or neither",
+                         is_transposed(problem.up) ? "transposed" : "row-major");
   }
   FLASHMOE_TRY(add_product(*facts, problem.device, problem.dtype, problem.gated,
-                           is_transposed(problem.up), extents_of_up(problem), problem.experts, plan,
-                           reason));
+                           is_transposed(problem.up), {"w_gate_up", "x"}, extents_of_up(problem),
+                           problem.experts, plan, reason));
   FLASHMOE_TRY(add_product(*facts, problem.device, problem.dtype, false,
-                           is_transposed(problem.down), extents_of_down(problem), problem.experts,
-                           plan, reason));
+                           is_transposed(problem.down), {"w_down", "weights"},
+                           extents_of_down(problem), problem.experts, plan, reason));
   FLASHMOE_TRY(add_combine(problem, *facts, plan, reason));
   plan->info.workspace_bytes = static_cast<uint64_t>(
       activated_bytes(problem) + problem.tokens * problem.top_k * problem.hidden * kElementBytes);
@@ -235,9 +255,9 @@ Extents extents_of(const GroupedProductProblem& p) {
 flashmoe_status plan_product(const GroupedProductProblem& problem, MoePlan* plan,
                              const Reason& reason) {
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(check_device(problem.device, problem.dtype, &facts, reason));
+  FLASHMOE_TRY(check_device(problem.device, &facts, reason));
   return add_product(*facts, problem.device, problem.dtype, false, is_transposed(problem.w),
-                     extents_of(problem), problem.experts, plan, reason);
+                     {"w", "x"}, extents_of(problem), problem.experts, plan, reason);
 }
 
 flashmoe_status launch_product(const GroupedProductProblem& problem, const MoePlan& plan, void*,

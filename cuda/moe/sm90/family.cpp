@@ -35,6 +35,7 @@ constexpr int64_t kElementBytes = 2;
 constexpr int64_t kWorkspaceAlignment = 256;
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;  // of a tensor map
 constexpr int64_t kMaxRows = int64_t{1} << 30;         // row + tile fits in int32
+constexpr int64_t kMaxColumns = int64_t{1} << 30;  // so does column + tile, of coordinates of a map
 constexpr int64_t kMaxItems = int64_t{1} << 30;
 // Where the weights of some experts fit in the L2 at once it pays to let them pass by fewer tokens.
 constexpr int64_t kResidentBytes = int64_t{16} << 20;
@@ -171,7 +172,7 @@ Major major_of(const ExpertMatrix& matrix) {
   return matrix.column_stride == 1 ? Major::kColumns : Major::kRows;
 }
 
-flashmoe_status check_device(flashmoe_device device, Dtype dtype, const DeviceFacts** facts,
+flashmoe_status check_device(flashmoe_device device, const DeviceFacts** facts,
                              const Reason& reason) {
   FLASHMOE_TRY(read_device_facts(device.device_id, facts, reason));
   const int capability = (*facts)->compute_capability;
@@ -179,10 +180,6 @@ flashmoe_status check_device(flashmoe_device device, Dtype dtype, const DeviceFa
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
                          "cuda:%d has compute capability %d.%d, accepted is 9.0", device.device_id,
                          capability / 10, capability % 10);
-  }
-  if (dtype == Dtype::kFloat32) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "dtype fp32, accepted on a GPU are fp16 and bf16");
   }
   if (encode_function() == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
@@ -202,17 +199,25 @@ flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int6
                               int64_t rows, int64_t columns, const Reason& reason) {
   const bool transposed = major_of(matrix) == Major::kRows;
   if (transposed && matrix.row_stride != 1) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "%s: transposed with rows of gate and up in turns, which the copy engine "
-                         "cannot take apart",
-                         name);
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED,
+        "%s: got transposed weights with rows of gate and up in turns, accepted are "
+        "those whose last stride is 1, or gate and up one behind the other",
+        name);
   }
   if (!can_walk(transposed ? matrix.column_stride : matrix.row_stride, transposed ? columns : rows,
                 matrix.expert_stride, experts)) {
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED,
+        "%s: got strides %lld, %lld and %lld, accepted are those above 0 and below "
+        "2^40 bytes",
+        name, static_cast<long long>(matrix.expert_stride),
+        static_cast<long long>(matrix.row_stride), static_cast<long long>(matrix.column_stride));
+  }
+  if (rows > kMaxColumns || columns > kMaxColumns) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "%s: a stride that is 0, negative, or 2^40 bytes or more, which the copy "
-                         "engine cannot walk",
-                         name);
+                         "%s: got %lld rows of %lld columns, accepted are at most 2^30 of each",
+                         name, static_cast<long long>(rows), static_cast<long long>(columns));
   }
   return FLASHMOE_OK;
 }
@@ -220,25 +225,25 @@ flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int6
 flashmoe_status check_rows(const char* name, int64_t row_stride, int64_t rows, int64_t batch_stride,
                            int64_t batches, const Reason& reason) {
   if (rows > kMaxRows) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s: more than 2^30 rows", name);
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s: got %lld rows, accepted are at most 2^30",
+                         name, static_cast<long long>(rows));
   }
   if (!can_walk(row_stride, rows, batch_stride, batches)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "%s: a stride that is 0, negative, or 2^40 bytes or more, which the copy "
-                         "engine cannot walk",
-                         name);
+                         "%s: got rows %lld elements apart, of experts %lld, accepted are strides "
+                         "above 0 and below 2^40 bytes",
+                         name, static_cast<long long>(row_stride),
+                         static_cast<long long>(batch_stride));
   }
   return FLASHMOE_OK;
 }
 
-flashmoe_status add_product(const DeviceFacts& facts, const Product& product, MoePlan* plan,
-                            const Reason& reason) {
+// `name`: the argument that tells the number of rows.
+flashmoe_status add_product(const char* name, const DeviceFacts& facts, const Product& product,
+                            MoePlan* plan, const Reason& reason) {
   const Entry* entry = find_entry(product);
   if (entry == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these weights");
-  }
-  if (product.columns > INT_MAX / 2 || product.out_rows > INT_MAX / 2) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 columns");
   }
   int arch = 0;
   FLASHMOE_TRY(load_kernel(*entry, product.device.device_id, facts, &arch, reason));
@@ -249,7 +254,11 @@ flashmoe_status add_product(const DeviceFacts& facts, const Product& product, Mo
       all_rows / entry->tile_tokens + std::min<int64_t>(product.experts, all_rows);
   const int64_t row_tiles = ceil_div(product.out_rows, entry->out_rows);
   if (pairs > kMaxItems / std::max<int64_t>(row_tiles, 1)) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles");
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED,
+        "%s: got %lld rows, with %lld rows of weights more than 2^30 tiles, accepted "
+        "are fewer",
+        name, static_cast<long long>(all_rows), static_cast<long long>(product.out_rows));
   }
   const int64_t clusters =
       std::clamp<int64_t>(pairs * row_tiles, 1, facts.multiprocessors / kCluster);
@@ -364,14 +373,16 @@ Layout lay_out(const MoeForwardProblem& p, const MoePlan& plan) {
 flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
                              const Reason& reason) {
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(check_device(problem.device, problem.dtype, &facts, reason));
+  FLASHMOE_TRY(check_device(problem.device, &facts, reason));
   const int64_t pairs = problem.tokens * problem.top_k;
   if (problem.gated) {
     FLASHMOE_TRY(check_weights("w_gate_up", problem.gate, problem.experts, problem.inner,
                                problem.hidden, reason));
     if (major_of(problem.gate) != major_of(problem.up)) {
       return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                           "w_up: transposed and w_gate_up not, or the other way round");
+                           "w_up: got %s weights, and w_gate_up others, accepted are both "
+                           "transposed or neither",
+                           major_of(problem.up) == Major::kRows ? "transposed" : "row-major");
     }
   }
   FLASHMOE_TRY(check_weights(problem.gated ? "w_up" : "w_gate_up", problem.up, problem.experts,
@@ -383,14 +394,22 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
   if (problem.x_stride < 0 ||
       problem.tokens > int64_t{UINT32_MAX} / std::max<int64_t>(problem.x_stride / kChunk, 1)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "x: rows that begin below the first or 2^36 bytes or more behind it");
+                         "x: got %lld rows that are %lld elements apart, accepted are strides of 0 "
+                         "or more and less than 64 GiB",
+                         static_cast<long long>(problem.tokens),
+                         static_cast<long long>(problem.x_stride));
   }
-  FLASHMOE_TRY(check_rows("weights", problem.hidden, pairs, 0, 1, reason));
+  if (pairs > kMaxRows) {
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED,
+        "weights: got %lld pairs of a token and an expert, accepted are at most 2^30",
+        static_cast<long long>(pairs));
+  }
   if (problem.pre_activation != nullptr) {
     FLASHMOE_TRY(check_rows("pre_activation", problem.pre_activation_stride, pairs, 0, 1, reason));
   }
-  FLASHMOE_TRY(add_product(*facts, up_of(problem), plan, reason));
-  FLASHMOE_TRY(add_product(*facts, down_of(problem), plan, reason));
+  FLASHMOE_TRY(add_product("weights", *facts, up_of(problem), plan, reason));
+  FLASHMOE_TRY(add_product("weights", *facts, down_of(problem), plan, reason));
   FLASHMOE_TRY(add_combine(problem, *facts, plan, reason));
   plan->info.workspace_bytes = static_cast<uint64_t>(lay_out(problem, *plan).bytes);
   return FLASHMOE_OK;
@@ -477,7 +496,7 @@ Product product_of(const GroupedProductProblem& p) {
 flashmoe_status plan_product(const GroupedProductProblem& problem, MoePlan* plan,
                              const Reason& reason) {
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(check_device(problem.device, problem.dtype, &facts, reason));
+  FLASHMOE_TRY(check_device(problem.device, &facts, reason));
   const Product product = product_of(problem);
   FLASHMOE_TRY(
       check_weights("w", problem.w, problem.experts, problem.out_columns, problem.columns, reason));
@@ -485,7 +504,7 @@ flashmoe_status plan_product(const GroupedProductProblem& problem, MoePlan* plan
                           product.batches, reason));
   FLASHMOE_TRY(check_rows("out", problem.out_stride, product.rows, problem.out_expert_stride,
                           product.batches, reason));
-  return add_product(*facts, product, plan, reason);
+  return add_product("x", *facts, product, plan, reason);
 }
 
 flashmoe_status launch_product(const GroupedProductProblem& p, const MoePlan& plan, void*,

@@ -7,14 +7,14 @@
 
 namespace flashmoe::moe::stream {
 
-// An unnamed call is served up to so many tokens, fewer where sm90 would serve it, and up to so many
-// for an expert on average: with more, an expert's weights would be read twice.
+// The family comes before the others up to so many tokens, fewer where sm90 would serve the call, and up
+// to so many for an expert on average: with more, an expert's weights would be read twice.
 inline constexpr int64_t kMostTokens = 64;
 inline constexpr int64_t kMostTokensBesideSm90 = 8;
 inline constexpr int64_t kFewTokensBesideSm90 = 4;  // whatever else
 inline constexpr int64_t kMostTokensPerExpert = 8;
-// A named one up to so many: sums of every token are in shared memory.
-inline constexpr int64_t kMostTokensNamed = 128;
+// Named, and behind the others, it serves up to so many: sums of every token are in shared memory.
+inline constexpr int64_t kMostTokensServed = 128;
 
 // Steps that a warp has under way, with one and with two products' rows a step: 64 KiB of weights a
 // block. The second stage brings some before its time, and may have more.

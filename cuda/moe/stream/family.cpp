@@ -171,8 +171,6 @@ Workspace lay_out(const MoeForwardProblem& p, const Entry& entry, int64_t down_b
   return w;
 }
 
-bool is_row_major(const ExpertMatrix& matrix) { return matrix.column_stride == 1; }
-
 SharedShape shared_shape(const MoeForwardProblem& p, const Entry& entry) {
   SharedShape shape = {};
   shape.entry_tokens = static_cast<int>(
@@ -183,8 +181,7 @@ SharedShape shared_shape(const MoeForwardProblem& p, const Entry& entry) {
   return shape;
 }
 
-// Whether a call that this family leaves alone is for sm90, and not for what comes after that. So is
-// one of which sm90 has to say that something went wrong.
+// Whether sm90 serves a call. So it does one of which it has to say that something went wrong.
 bool is_for_sm90(const MoeForwardProblem& problem) {
 #if FLASHMOE_WITH_SM90
   MoePlan plan = {};
@@ -195,10 +192,47 @@ bool is_for_sm90(const MoeForwardProblem& problem) {
 #endif
 }
 
+const char* yields(const MoeForwardProblem& p) {
+  const int64_t pairs = p.tokens * p.top_k;
+  if (!serves_well(p.tokens, pairs, p.experts)) {
+    return "many tokens, for which tiles of more tokens are faster (named, it serves them)";
+  }
+  if (!serves_better_than_sm90(p.tokens, pairs, p.experts, p.hidden, p.inner) && is_for_sm90(p)) {
+    return "many tokens, for which sm90 is faster (named, it serves them)";
+  }
+  return nullptr;
+}
+
+flashmoe_status check_row_major(const char* name, const ExpertMatrix& matrix,
+                                const Reason& reason) {
+  if (matrix.column_stride == 1) return FLASHMOE_OK;
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                       "%s: got transposed weights, with last stride %lld, accepted is 1", name,
+                       static_cast<long long>(matrix.column_stride));
+}
+
+flashmoe_status check_columns(const char* name, const char* extent, int64_t got,
+                              const Reason& reason) {
+  if (got <= kMostColumns) return FLASHMOE_OK;
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s: its %s is %lld, accepted are at most %lld",
+                       name, extent, static_cast<long long>(got),
+                       static_cast<long long>(kMostColumns));
+}
+
+flashmoe_status check_layer(const MoeForwardProblem& p, const Reason& reason) {
+  if (p.tokens > kMostTokensServed) {
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED, "x: got %lld tokens, accepted are at most %lld",
+        static_cast<long long>(p.tokens), static_cast<long long>(kMostTokensServed));
+  }
+  if (p.gated) FLASHMOE_TRY(check_row_major("w_gate_up", p.gate, reason));
+  FLASHMOE_TRY(check_row_major(p.gated ? "w_up" : "w_gate_up", p.up, reason));
+  FLASHMOE_TRY(check_row_major("w_down", p.down, reason));
+  FLASHMOE_TRY(check_columns("x", "hidden size", p.hidden, reason));
+  return check_columns("w_down", "number of columns", p.inner, reason);
+}
+
 flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reason& reason) {
-  const auto refuse = [&](const char* sentence) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", sentence);
-  };
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
@@ -207,31 +241,7 @@ flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reas
                          "cuda:%d has compute capability %d.%d, accepted are 8.9 and newer",
                          device_id, facts->compute_capability / 10, facts->compute_capability % 10);
   }
-  if (problem.dtype == Dtype::kFloat32) {
-    return refuse("dtype fp32, accepted on a GPU are fp16 and bf16");
-  }
-  if (problem.tokens > kMostTokensNamed) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%lld tokens, accepted are at most %lld",
-                         static_cast<long long>(problem.tokens),
-                         static_cast<long long>(kMostTokensNamed));
-  }
-  const bool named = problem.kernel != nullptr && *problem.kernel != '\0';
-  if (!named && !serves_well(problem.tokens, problem.tokens * problem.top_k, problem.experts)) {
-    return refuse("many tokens, for which tiles of more tokens are faster (named, it serves them)");
-  }
-  if (!is_row_major(problem.up) || !is_row_major(problem.down) ||
-      (problem.gated && !is_row_major(problem.gate))) {
-    return refuse("transposed weights, accepted are those whose last stride is 1");
-  }
-  if (problem.hidden > kMostColumns || problem.inner > kMostColumns) {
-    return refuse("H or I above 2^24");
-  }
-  if (!named &&
-      !serves_better_than_sm90(problem.tokens, problem.tokens * problem.top_k, problem.experts,
-                               problem.hidden, problem.inner) &&
-      is_for_sm90(problem)) {
-    return refuse("many tokens, for which sm90 is faster (named, it serves them)");
-  }
+  FLASHMOE_TRY(check_layer(problem, reason));
   const bool hopper = FLASHMOE_WITH_SM90 && facts->compute_capability == 90;
   const Entry* entry = find_entry(
       problem.dtype,
@@ -243,7 +253,13 @@ flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reas
   const SharedShape shape = shared_shape(problem, *entry);
   const Depths depths = choose_depths(*entry, shape, choose_columns(problem, *entry),
                                       has_clusters(entry->up, device_id), *facts);
-  if (depths.up_stages == 0) return refuse("more tokens than fit in shared memory");
+  if (depths.up_stages == 0) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "x: got %lld tokens with %d experts each, accepted are as many as fit in "
+                         "the %d bytes of a block's shared memory",
+                         static_cast<long long>(problem.tokens), problem.top_k,
+                         facts->shared_bytes_per_block);
+  }
 
   const int64_t multiprocessors = facts->multiprocessors;
   const int64_t whole = blocks_of_whole_stripes(stripes_of(problem, *entry), multiprocessors);
@@ -362,9 +378,9 @@ flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* wo
 namespace flashmoe {
 
 const MoeFamily kStreamMoe = {
-    "stream",           FLASHMOE_DEVICE_CUDA,
-    {nullptr, nullptr}, {&moe::stream::plan, &moe::stream::launch},
-    {nullptr, nullptr},
+    "stream", FLASHMOE_DEVICE_CUDA,
+    {},       {&moe::stream::plan, &moe::stream::launch, &moe::stream::yields},
+    {},
 };
 
 }  // namespace flashmoe

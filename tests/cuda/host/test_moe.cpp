@@ -1,6 +1,7 @@
 // The host side of mixture-of-experts routing and combining on a made-up CUDA: what is planned, and
 // that the launch gets it.
 #include <climits>
+#include <cstdio>
 #include <cstring>
 
 #include "check.h"
@@ -174,6 +175,30 @@ void routing_plans() {
   CHECK(many.info.launches == 2 && std::strcmp(many.info.stage[1].kernel, "place") == 0);
 }
 
+// A warp's share of the tokens is added to the number of the last of them, in 32 bits.
+void routing_has_a_limit() {
+  constexpr int64_t kMost = (int64_t{1} << 31) - (int64_t{1} << 16);
+  tokens_are_all_somebodys(problem_of(kMost / 2, 1024, 2, Dtype::kBFloat16));
+  const DeviceFacts* facts = nullptr;
+  char reason[256] = "";
+  CHECK(read_device_facts(0, &facts, Reason(reason)) == FLASHMOE_OK);
+  MoePlan plan = {};
+  CHECK(kRouteMoe.route.plan(problem_of(kMost, 1, 1, Dtype::kBFloat16), &plan, Reason(reason)) ==
+        FLASHMOE_ERROR_UNSUPPORTED);
+  long long most = 0;
+  CHECK(std::sscanf(reason, "logits: got 2147418112 tokens, accepted on cuda:0 are at most %lld",
+                    &most) == 1);
+  const MoeRouteProblem fits = problem_of(most, 1, 1, Dtype::kBFloat16);
+  tokens_are_all_somebodys(fits);
+  CHECK(most + int64_t{launch(fits, plan_of(fits)).warp_tokens} <= INT_MAX);
+  MoeRouteProblem given = problem_of(kMost, 1, 1, Dtype::kFloat32);
+  given.logits = nullptr;
+  given.given_ids = address<const void>(7);
+  plan = {};
+  CHECK(kRouteMoe.route.plan(given, &plan, Reason(reason)) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(std::strstr(reason, "given_ids: got 2147418112 tokens") == reason);
+}
+
 void the_kernel_fits_the_choice() {
   const auto name = [](const MoeRouteProblem& p) {
     static MoePlan plan;
@@ -241,6 +266,7 @@ void combining(int64_t tokens, int64_t hidden, int32_t top_k, bool weight_on_inp
 int main() {
   using namespace flashmoe;
   routing_plans();
+  routing_has_a_limit();
   the_kernel_fits_the_choice();
   vectors_are_loaded_where_rows_are_aligned();
   combining(1, 2048, 8, false);

@@ -14,7 +14,8 @@
 
 namespace flashmoe::moe::stream {
 
-static int bytes_of(const SharedShape& shape) { return 4096 * shape.stages; }
+static int bytes_more = 0;
+static int bytes_of(const SharedShape& shape) { return 4096 * shape.stages + bytes_more; }
 static LoadedKernel loaded[6][kMaxDevices];
 
 static Entry entry_of(int tiles, int tokens, bool bulk, int first) {
@@ -81,54 +82,92 @@ MoeForwardProblem problem_of(int64_t tokens) {
   return p;
 }
 
-flashmoe_status ask(const MoeForwardProblem& problem, const char* expected_reason) {
+// The family's sentence, "" where it serves the call.
+std::string refusal_of(const MoeForwardProblem& problem) {
   MoePlan plan = {};
   char reason[256] = "";
-  sm90_asked = 0;
   const flashmoe_status status = kStreamMoe.forward.plan(problem, &plan, Reason(reason));
-  CHECK(status == FLASHMOE_OK ? plan.info.launches == 2
-                              : std::strstr(reason, expected_reason) != nullptr);
-  return status;
+  CHECK(status == FLASHMOE_OK || status == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK((status == FLASHMOE_OK) == (plan.info.launches == 2));
+  return reason;
 }
+
+// Why it yields to others, "" where it does not.
+std::string yields(const MoeForwardProblem& problem) {
+  sm90_asked = 0;
+  const char* const why = kStreamMoe.forward.yields(problem);
+  return why != nullptr ? why : "";
+}
+
+const std::string kSm90IsFaster = "many tokens, for which sm90 is faster (named, it serves them)";
+const std::string kTilesAreFaster =
+    "many tokens, for which tiles of more tokens are faster (named, it serves them)";
 
 void sm90_comes_first_where_it_serves() {
   using namespace moe::stream;
   for (int64_t tokens = 1; tokens <= kMostTokens + 1; ++tokens) {
     const MoeForwardProblem problem = problem_of(tokens);
+    const std::string many = tokens > kMostTokens ? kTilesAreFaster : "";
+    const std::string beside_sm90 = tokens > kMostTokensBesideSm90 ? kSm90IsFaster : "";
     sm90_says = FLASHMOE_OK;
-    const bool beside_sm90 = ask(problem, "many tokens") == FLASHMOE_OK;
-    CHECK(beside_sm90 == (tokens <= kMostTokensBesideSm90));
+    CHECK(yields(problem) == (many.empty() ? beside_sm90 : many));
     // What sm90 says of so few tokens, or so many, makes no difference.
     CHECK(sm90_asked == (tokens > kMostTokensBesideSm90 && tokens <= kMostTokens ? 1 : 0));
     sm90_says = FLASHMOE_ERROR_UNSUPPORTED;
-    CHECK((ask(problem, "many tokens") == FLASHMOE_OK) == (tokens <= kMostTokens));
+    CHECK(yields(problem) == many);
     sm90_says = FLASHMOE_ERROR_CUDA;  // which is for the caller to know
-    CHECK((ask(problem, "many tokens") == FLASHMOE_OK) == (tokens <= kMostTokensBesideSm90));
+    CHECK(yields(problem) == (many.empty() ? beside_sm90 : many));
   }
 }
 
-void named_it_serves_more() {
+// Whatever it yields to others, it has a kernel for.
+void it_serves_more_than_it_is_made_for() {
   using namespace moe::stream;
   sm90_says = FLASHMOE_OK;
-  for (const int64_t tokens : {int64_t{1}, kMostTokens, kMostTokensNamed}) {
-    MoeForwardProblem problem = problem_of(tokens);
-    problem.kernel = "stream";
-    CHECK(ask(problem, "") == FLASHMOE_OK && sm90_asked == 0);
+  sm90_asked = 0;
+  for (const int64_t tokens : {int64_t{0}, int64_t{1}, kMostTokens, kMostTokensServed}) {
+    CHECK(refusal_of(problem_of(tokens)) == "" && sm90_asked == 0);
   }
-  MoeForwardProblem problem = problem_of(kMostTokensNamed + 1);
-  problem.kernel = "stream";
-  CHECK(ask(problem, "accepted are at most 128") == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(refusal_of(problem_of(kMostTokensServed + 1)) ==
+        "x: got 129 tokens, accepted are at most 128");
 }
 
 void few_tokens_an_expert() {
   sm90_says = FLASHMOE_ERROR_UNSUPPORTED;
   MoeForwardProblem problem = problem_of(17);
   problem.experts = problem.top_k = 2;
-  CHECK(ask(problem, "many tokens") == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(yields(problem) == kTilesAreFaster && refusal_of(problem) == "");
   problem.tokens = 8;
-  CHECK(ask(problem, "") == FLASHMOE_OK);
-  problem.down = {nullptr, problem.hidden * problem.inner, 1, problem.hidden};
-  CHECK(ask(problem, "transposed weights") == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(yields(problem) == "" && refusal_of(problem) == "");
+}
+
+// Each names the argument, what it got and what is accepted.
+void what_it_cannot_serve_it_names() {
+  const ExpertMatrix transposed = {nullptr, 2048 * 768, 1, 768};
+  const std::string sentence = ": got transposed weights, with last stride 768, accepted is 1";
+  MoeForwardProblem problem = problem_of(4);
+  problem.gate = transposed;
+  CHECK(refusal_of(problem) == "w_gate_up" + sentence);
+  problem = problem_of(4);
+  problem.up = transposed;
+  CHECK(refusal_of(problem) == "w_up" + sentence);
+  problem.gated = false;
+  CHECK(refusal_of(problem) == "w_gate_up" + sentence);
+  problem = problem_of(4);
+  problem.down = transposed;
+  CHECK(refusal_of(problem) == "w_down" + sentence);
+  problem = problem_of(4);
+  problem.hidden = (int64_t{1} << 24) + 8;
+  CHECK(refusal_of(problem) == "x: its hidden size is 16777224, accepted are at most 16777216");
+  problem = problem_of(4);
+  problem.inner = (int64_t{1} << 24) + 8;
+  CHECK(refusal_of(problem) ==
+        "w_down: its number of columns is 16777224, accepted are at most 16777216");
+  moe::stream::bytes_more = 1 << 20;
+  CHECK(refusal_of(problem_of(4))
+            .find("x: got 4 tokens with 8 experts each, accepted are as many "
+                  "as fit in the ") == 0);
+  moe::stream::bytes_more = 0;
 }
 
 void the_copy_engine_brings_long_rows_for_few_tokens() {
@@ -154,11 +193,11 @@ void sm90_takes_many_tokens_of_an_expert() {
   MoeForwardProblem problem = problem_of(8);
   problem.experts = 8;
   problem.top_k = 2;
-  CHECK(ask(problem, "sm90 is faster") == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(yields(problem) == kSm90IsFaster);
   problem.tokens = 6;
-  CHECK(ask(problem, "") == FLASHMOE_OK);
+  CHECK(yields(problem) == "");
   problem.inner = 256;
-  CHECK(ask(problem, "sm90 is faster") == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(yields(problem) == kSm90IsFaster);
 }
 
 }  // namespace
@@ -166,8 +205,9 @@ void sm90_takes_many_tokens_of_an_expert() {
 
 int main() {
   flashmoe::sm90_comes_first_where_it_serves();
-  flashmoe::named_it_serves_more();
+  flashmoe::it_serves_more_than_it_is_made_for();
   flashmoe::few_tokens_an_expert();
+  flashmoe::what_it_cannot_serve_it_names();
   flashmoe::the_copy_engine_brings_long_rows_for_few_tokens();
   flashmoe::sm90_takes_many_tokens_of_an_expert();
   return 0;

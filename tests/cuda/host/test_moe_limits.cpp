@@ -1,0 +1,373 @@
+// What the sm89 and sm90 families of layers and grouped products refuse, on a made-up CUDA with made-up
+// kernels: extents and strides that their 32-bit numbers and tensor maps do not hold, and layouts of
+// weights that they have no kernel for. Each sentence names the argument.
+#include <cstdint>
+#include <string>
+
+#include "check.h"
+#include "core/backends.h"
+#include "cuda/host/fake_cuda.h"
+#include "cuda/moe/combine/entry.h"
+#include "cuda/moe/sm89/entry.h"
+#include "cuda/moe/sm90/entry.h"
+#include "flashmoe/flashmoe.h"
+
+// ---- made-up kernels -----------------------------------------------------------------------------
+
+namespace flashmoe::moe::sm89 {
+
+static LoadedKernel loaded[4][kMaxDevices];
+
+static Entry entry_of(const char* name, bool gated, bool transposed, int index) {
+  Entry entry = {};
+  entry.name = name;
+  entry.function = reinterpret_cast<const void*>(intptr_t{0x100} + index);
+  entry.shared_bytes = 1024;
+  entry.loaded = loaded[index];
+  entry.dtype = Dtype::kBFloat16;
+  entry.gated = gated;
+  entry.transposed = transposed;
+  entry.tile_rows = entry.tile_tokens = 128;
+  entry.out_rows = gated ? 64 : 128;
+  entry.stages = 4;
+  entry.threads = 256;
+  entry.blocks_per_sm = 1;
+  return entry;
+}
+
+extern const Entry entry_bf16_gated, entry_bf16_gated_t, entry_bf16, entry_bf16_t;
+const Entry entry_bf16_gated = entry_of("gated", true, false, 0);
+const Entry entry_bf16_gated_t = entry_of("gated_t", true, true, 1);
+const Entry entry_bf16 = entry_of("plain", false, false, 2);
+const Entry entry_bf16_t = entry_of("plain_t", false, true, 3);
+
+}  // namespace flashmoe::moe::sm89
+
+namespace flashmoe::moe::sm90 {
+
+static LoadedKernel loaded[8][kMaxDevices];
+
+static Entry entry_of(const char* name, Use use, Major major, int index) {
+  Entry entry = {};
+  entry.name = name;
+  entry.function = reinterpret_cast<const void*>(intptr_t{0x200} + index);
+  entry.shared_bytes = 1024;
+  entry.loaded = loaded[index];
+  entry.dtype = Dtype::kBFloat16;
+  entry.use = use;
+  entry.major = major;
+  entry.tile_rows = 256;
+  entry.box_rows = 64;
+  entry.out_rows = use == Use::kUp || use == Use::kDown ? 256 : 128;
+  entry.tile_tokens = use == Use::kNarrowGatedUp ? 96 : 192;
+  entry.columns_per_group = 4;
+  entry.stages = 4;
+  entry.threads = 384;
+  return entry;
+}
+
+extern const Entry entry_bf16_gated_plain, entry_bf16_gated_narrow, entry_bf16_gated,
+    entry_bf16_gated_t, entry_bf16_up, entry_bf16_up_t, entry_bf16_down, entry_bf16_down_t;
+const Entry entry_bf16_gated_plain =
+    entry_of("gated_plain", Use::kPlainGatedUp, Major::kColumns, 0);
+const Entry entry_bf16_gated_narrow =
+    entry_of("gated_narrow", Use::kNarrowGatedUp, Major::kColumns, 1);
+const Entry entry_bf16_gated = entry_of("gated", Use::kGatedUp, Major::kColumns, 2);
+const Entry entry_bf16_gated_t = entry_of("gated_t", Use::kGatedUp, Major::kRows, 3);
+const Entry entry_bf16_up = entry_of("up", Use::kUp, Major::kColumns, 4);
+const Entry entry_bf16_up_t = entry_of("up_t", Use::kUp, Major::kRows, 5);
+const Entry entry_bf16_down = entry_of("down", Use::kDown, Major::kColumns, 6);
+const Entry entry_bf16_down_t = entry_of("down_t", Use::kDown, Major::kRows, 7);
+
+}  // namespace flashmoe::moe::sm90
+
+namespace flashmoe::moe_combine {
+
+static LoadedKernel loaded[kEntries][kMaxDevices];
+static Entry entry_of(Dtype dtype, int batch, int index) {
+  return {{"combine", reinterpret_cast<const void*>(intptr_t{0x300} + index), 0, loaded[index]},
+          dtype,
+          batch};
+}
+const Entry entries[kEntries] = {
+    entry_of(Dtype::kFloat16, 2, 0),  entry_of(Dtype::kFloat16, 4, 1),
+    entry_of(Dtype::kFloat16, 8, 2),  entry_of(Dtype::kBFloat16, 2, 3),
+    entry_of(Dtype::kBFloat16, 4, 4), entry_of(Dtype::kBFloat16, 8, 5)};
+
+}  // namespace flashmoe::moe_combine
+
+namespace flashmoe {
+namespace {
+
+constexpr int64_t kOne = 1;
+
+// [experts, rows, columns], row-major or transposed, contiguous.
+ExpertMatrix row_major(int64_t rows, int64_t columns) {
+  return {nullptr, rows * columns, columns, 1};
+}
+ExpertMatrix transposed(int64_t rows, int64_t columns) {
+  return {nullptr, rows * columns, 1, rows};
+}
+
+struct Layer : MoeForwardProblem {
+  explicit Layer(int64_t tokens_ = 100, int64_t hidden_ = 256, int64_t inner_ = 128)
+      : MoeForwardProblem{} {
+    dtype = Dtype::kBFloat16;
+    device = {FLASHMOE_DEVICE_CUDA, 0};
+    tokens = tokens_;
+    hidden = x_stride = out_stride = hidden_;
+    inner = inner_;
+    experts = 8;
+    top_k = 2;
+    gated = true;
+    alpha = 1.0f;
+    gate = up = row_major(inner, hidden);
+    down = row_major(hidden, inner);
+  }
+};
+
+struct Product : GroupedProductProblem {
+  Product() : GroupedProductProblem{} {
+    dtype = Dtype::kBFloat16;
+    device = {FLASHMOE_DEVICE_CUDA, 0};
+    experts = 8;
+    rows = 1000;
+    columns = x_stride = 256;
+    out_columns = out_stride = 512;
+    w = row_major(512, 256);
+    offsets = reinterpret_cast<const int32_t*>(uintptr_t{4096});
+  }
+  void count(int64_t rows_of_each) {
+    counts = reinterpret_cast<const int32_t*>(uintptr_t{4096});
+    offsets = nullptr;
+    rows = rows_of_each;
+    x_expert_stride = rows * columns;
+    out_expert_stride = rows * out_columns;
+  }
+};
+
+// A family's sentence, "" where it serves the call.
+std::string refusal_of(const MoeFamily& family, const MoeForwardProblem& problem) {
+  MoePlan plan = {};
+  char reason[384] = "";
+  const flashmoe_status status = family.forward.plan(problem, &plan, Reason(reason));
+  CHECK(status == FLASHMOE_OK || status == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK((status == FLASHMOE_OK) == (reason[0] == '\0'));
+  return reason;
+}
+std::string refusal_of(const MoeFamily& family, const GroupedProductProblem& problem) {
+  MoePlan plan = {};
+  char reason[384] = "";
+  const flashmoe_status status = family.grouped_product.plan(problem, &plan, Reason(reason));
+  CHECK(status == FLASHMOE_OK || status == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK((status == FLASHMOE_OK) == (reason[0] == '\0'));
+  return reason;
+}
+
+template <class Problem>
+void check(const MoeFamily& family, const Problem& problem, const char* wanted, int line) {
+  const std::string got = refusal_of(family, problem);
+  if (got == wanted) return;
+  std::fprintf(stderr, "line %d: wanted \"%s\"\n     got \"%s\"\n", line, wanted, got.c_str());
+  std::exit(1);
+}
+#define EXPECT_SM89(problem, wanted) check(kSm89Moe, problem, wanted, __LINE__)
+#define EXPECT_SM90(problem, wanted) check(kSm90Moe, problem, wanted, __LINE__)
+
+// Every combination, of which a family has a kernel or says which it lacks. The strides say what is
+// transposed, so that nothing is read otherwise than it lies.
+void mixed_transposition() {
+  for (const bool gated : {true, false}) {
+    for (const bool gate_t : {false, true}) {
+      for (const bool up_t : {false, true}) {
+        for (const bool down_t : {false, true}) {
+          Layer layer;
+          layer.gated = gated;
+          layer.gate =
+              gate_t ? transposed(layer.inner, layer.hidden) : row_major(layer.inner, layer.hidden);
+          layer.up =
+              up_t ? transposed(layer.inner, layer.hidden) : row_major(layer.inner, layer.hidden);
+          layer.down =
+              down_t ? transposed(layer.hidden, layer.inner) : row_major(layer.hidden, layer.inner);
+          const std::string sentence =
+              !gated || gate_t == up_t ? ""
+              : up_t ? "w_up: got transposed weights, and w_gate_up others, "
+                       "accepted are both transposed or neither"
+                     : "w_up: got row-major weights, and w_gate_up others, accepted are "
+                       "both transposed or neither";
+          EXPECT_SM89(layer, sentence.c_str());
+          EXPECT_SM90(layer, sentence.c_str());
+        }
+      }
+    }
+  }
+  // Gate and up in turns: transposed, sm89 alone takes them apart.
+  Layer turns;
+  turns.gate = turns.up = {nullptr, 2 * turns.inner * turns.hidden, 2, 2 * turns.inner};
+  EXPECT_SM89(turns, "");
+  EXPECT_SM90(turns,
+              "w_gate_up: got transposed weights with rows of gate and up in turns, accepted are "
+              "those whose last stride is 1, or gate and up one behind the other");
+  turns.gate = turns.up = {nullptr, 2 * turns.inner * turns.hidden, 2 * turns.hidden, 1};
+  EXPECT_SM89(turns, "");
+  EXPECT_SM90(turns, "");
+}
+
+void strides_of_weights() {
+  const int64_t most = (kOne << 39) - 8;  // elements, of tensor maps
+  for (const int64_t stride : {int64_t{0}, int64_t{-32768}, kOne << 39}) {
+    const std::string number = std::to_string(stride);
+    Layer layer;
+    layer.gate.expert_stride = stride;
+    EXPECT_SM89(layer, "");
+    EXPECT_SM90(layer, ("w_gate_up: got strides " + number +
+                        ", 256 and 1, accepted are those above 0 and below 2^40 bytes")
+                           .c_str());
+    layer = Layer();
+    layer.down.row_stride = stride;
+    EXPECT_SM90(layer, ("w_down: got strides 32768, " + number +
+                        " and 1, accepted are those above 0 and below 2^40 bytes")
+                           .c_str());
+    layer = Layer();
+    layer.up.expert_stride = stride;
+    layer.experts = 1;  // from which there is no step
+    EXPECT_SM90(layer, "");
+    Product product;
+    product.w = {nullptr, stride, 1, 512};
+    EXPECT_SM90(product, ("w: got strides " + number +
+                          ", 1 and 512, accepted are those above 0 and below 2^40 bytes")
+                             .c_str());
+  }
+  Layer layer;
+  layer.gate.expert_stride = layer.up.expert_stride = layer.down.row_stride = most;
+  EXPECT_SM90(layer, "");
+}
+
+void rows_and_columns() {
+  const int64_t limit = kOne << 30;
+  for (const int64_t more : {0, 8}) {
+    const std::string number = std::to_string(limit + more);
+    Layer layer(1, 256, limit + more);
+    const std::string up = more == 0
+                               ? ""
+                               : "w_gate_up: got " + number +
+                                     " rows of 256 columns, accepted are at most 2^30 of each";
+    EXPECT_SM89(layer, up.c_str());
+    EXPECT_SM90(layer, up.c_str());
+    Product product;
+    product.columns = product.x_stride = limit + more;
+    product.rows = 8;
+    product.experts = 1;
+    product.w = row_major(512, limit + more);
+    const std::string wide =
+        more == 0 ? ""
+                  : "w: got 512 rows of " + number + " columns, accepted are at most 2^30 of each";
+    EXPECT_SM89(product, wide.c_str());
+    EXPECT_SM90(product, wide.c_str());
+
+    Layer pairs(limit / 2 + more / 2, 8, 8);
+    EXPECT_SM90(pairs, more == 0 ? ""
+                                 : "weights: got 1073741832 pairs of a token and an expert, "
+                                   "accepted are at most 2^30");
+    product = Product();
+    product.rows = limit + more;
+    EXPECT_SM90(product, more == 0 ? "" : "x: got 1073741832 rows, accepted are at most 2^30");
+  }
+  // sm89 takes as many pairs as validation does.
+  EXPECT_SM89(Layer((kOne << 30) - (kOne << 15), 8, 8), "");
+}
+
+void rows_of_x() {
+  const int64_t pieces = kOne << 32;  // of 8 elements
+  Layer layer(1 << 16);
+  layer.x_stride = (pieces >> 16) * 8 - 8;
+  EXPECT_SM89(layer, "");
+  EXPECT_SM90(layer, "");
+  layer.x_stride = (pieces >> 16) * 8;
+  const char* const far =
+      "x: got 65536 rows that are 524288 elements apart, accepted are strides of 0 or more and "
+      "less "
+      "than 64 GiB";
+  EXPECT_SM89(layer, far);
+  EXPECT_SM90(layer, far);
+  layer.x_stride = -256;
+  const char* const backwards =
+      "x: got 65536 rows that are -256 elements apart, accepted are strides of 0 or more and less "
+      "than 64 GiB";
+  EXPECT_SM89(layer, backwards);
+  EXPECT_SM90(layer, backwards);
+  Product product;
+  product.x_stride = -256;
+  EXPECT_SM89(
+      product,
+      "x: got 1000 rows that are -256 elements apart, accepted are strides of 0 or more and "
+      "less than 64 GiB");
+  EXPECT_SM90(
+      product,
+      "x: got rows -256 elements apart, of experts 0, accepted are strides above 0 and below "
+      "2^40 bytes");
+  product = Product();
+  product.out_stride = kOne << 39;
+  EXPECT_SM89(product, "");
+  EXPECT_SM90(
+      product,
+      "out: got rows 549755813888 elements apart, of experts 0, accepted are strides above 0 "
+      "and below 2^40 bytes");
+  layer = Layer();
+  layer.pre_activation = reinterpret_cast<void*>(uintptr_t{4096});
+  layer.pre_activation_stride = -256;
+  EXPECT_SM89(layer, "");
+  EXPECT_SM90(layer,
+              "pre_activation: got rows -256 elements apart, of experts 0, accepted are strides "
+              "above 0 and below 2^40 bytes");
+}
+
+// Batches of rows for every expert are numbered together.
+void tiles() {
+  Product product;
+  product.experts = 1024;
+  product.columns = product.x_stride = 8;
+  product.w = row_major(512, 8);
+  product.count((kOne << 27) - 128);
+  EXPECT_SM89(product, "");
+  product.count(kOne << 27);
+  EXPECT_SM89(product,
+              "x: got 134217728 rows for each of 1024 experts, accepted are at most 2^30 tiles of "
+              "128 rows");
+  product.out_columns = product.out_stride = 2048;
+  product.w = row_major(2048, 8);
+  product.count(kOne << 24);
+  EXPECT_SM90(product, "");
+  product.count(kOne << 25);
+  EXPECT_SM90(
+      product,
+      "x: got 34359738368 rows, with 2048 rows of weights more than 2^30 tiles, accepted are "
+      "fewer");
+  Layer layer(kOne << 28, 8, 1 << 17);
+  EXPECT_SM90(layer,
+              "weights: got 536870912 rows, with 131072 rows of weights more than 2^30 tiles, "
+              "accepted are fewer");
+}
+
+void rows_that_are_combined() {
+  const int64_t most = 65535 * 64 * 8;  // blocks, threads of few tokens' blocks, elements of one
+  EXPECT_SM89(Layer(1, most, 8), "");
+  EXPECT_SM90(Layer(1, most, 8), "");
+  const char* const sentence =
+      "x: its hidden size is 33553928, accepted for 1 tokens are at most 33553920";
+  EXPECT_SM89(Layer(1, most + 8, 8), sentence);
+  EXPECT_SM90(Layer(1, most + 8, 8), sentence);
+}
+
+}  // namespace
+}  // namespace flashmoe
+
+int main() {
+  flashmoe::mixed_transposition();
+  flashmoe::strides_of_weights();
+  flashmoe::rows_and_columns();
+  flashmoe::rows_of_x();
+  flashmoe::tiles();
+  flashmoe::rows_that_are_combined();
+  return 0;
+}
