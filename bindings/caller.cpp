@@ -76,12 +76,11 @@ void Caller::borrow(const char* name, nb::handle tensor, TensorView* view, Acces
     view->borrow(type, name, tensor, access);
   } catch (const nb::python_error&) {
     if (type.torch == nullptr || !torch_transforms(*type.torch)) throw;
-    raise_value_error(std::string(name) +
-                      ": got a tensor of a transform of torch.func, accepted is "
-                      "one with memory: " +
-                      words_.name +
-                      " has no derivative yet, and for "
-                      "torch.func.vmap there are the functions of flashmoe_science.torch");
+    raise_value_error(
+        std::string(name) +
+        ": got a tensor of a transform of torch.func, accepted is one with memory: " + words_.name +
+        " has no derivative yet, and for torch.func.vmap there are the functions of "
+        "flashmoe_science.torch");
   }
   if (may_require_grad_) refuse_gradients(type, name, tensor);
   if (may_have_tangents_) refuse_tangents(name, tensor);

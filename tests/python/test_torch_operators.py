@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import flashmoe_science as fm
@@ -14,11 +16,12 @@ import pytest
 torch = pytest.importorskip("torch", minversion="2.6")
 
 import flashmoe_science.torch as fmt  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch_calls import Call, Recorder, assert_same, calls, normal  # noqa: E402
 from torch_calls import weights as layer_weights  # noqa: E402
 
 CALLS = pytest.mark.parametrize("call", calls(fm), ids=str)
+OPTIONS = ("none", None, None, None, None, "bshd", None)  # of the operator
 OURS = {str(call): call for call in calls(fmt)}
 
 
@@ -107,7 +110,8 @@ def test_inductor_on_a_block() -> None:
     torch.testing.assert_close(torch.compile(block, fullgraph=True)(q), block(q))
 
 
-def test_export_with_a_dynamic_length() -> None:
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_with_dynamic_sizes_saved_and_loaded(strict: bool, tmp_path: Path) -> None:
     class Block(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -121,14 +125,18 @@ def test_export_with_a_dynamic_length() -> None:
     x = normal((2, 10, 32), "cpu", torch.float32)
     with torch.no_grad():
         program = torch.export.export(
-            block, (x,), dynamic_shapes=({1: torch.export.Dim("seq", min=2, max=4096)},)
-        )
+            block, (x,), strict=strict,
+            dynamic_shapes=({0: torch.export.Dim("batch", max=64),
+                             1: torch.export.Dim("seq", min=2, max=4096)},),
+        )  # fmt: skip
         targets = [str(node.target) for node in program.graph.nodes]
         assert "flashmoe.attention.default" in targets
         assert "flashmoe.fused_moe.default" in targets
-        for seq in (10, 77):
-            x = normal((2, seq, 32), "cpu", torch.float32, seq)
-            assert torch.equal(program.module()(x), block(x))
+        torch.export.save(program, tmp_path / "block.pt2")
+        for loaded in (program, torch.export.load(tmp_path / "block.pt2")):
+            for batch, seq in ((2, 10), (3, 77), (1, 2)):
+                x = normal((batch, seq, 32), "cpu", torch.float32, seq)
+                assert torch.equal(loaded.module()(x), block(x))
 
 
 @CALLS
@@ -211,12 +219,77 @@ def test_parameters_and_tensors_that_have_no_memory() -> None:
 def test_wrong_calls_have_the_librarys_sentence() -> None:
     q = normal((1, 8, 2, 16), "cpu", torch.float32)
     attend = torch.compile(lambda q, k: fm.flash_attention(q, k, k), backend="eager")
-    with pytest.raises(ValueError, match="k: its head dimension is 8, but q has 16"):
+    sentence = "k: its head dimension is 8, but q has 16"
+    with pytest.raises(Exception, match=sentence):  # torch's own, while it traces
         attend(q, q[..., :8].contiguous())
     with pytest.raises(Exception, match="q: got 3 dimensions, accepted are 4"):
         attend(q[0], q)
+    torch._dynamo.reset()
+    dynamic = torch.compile(
+        lambda q, k: fm.flash_attention(q, k, k), backend="eager", dynamic=True, fullgraph=True
+    )
+    with pytest.raises(ValueError, match=f"^{sentence}"):  # when the graph runs
+        dynamic(q, q[..., :8].contiguous())
     with pytest.raises(ValueError, match=r"^q: got 3 dimensions"):
-        torch.ops.flashmoe.attention(q[0], q, q, "none", None, None, None, None, "bshd", None)
+        torch.ops.flashmoe.attention(q[0], q, q, *OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("attention", lambda q, k, v: (q[0], k, v)),
+        ("attention", lambda q, k, v: (q, k[..., :8], v)),
+        ("attention", lambda q, k, v: (q, k[:, :5], v)),
+        ("attention", lambda q, k, v: (q, k[:1], v)),
+        ("attention", lambda q, k, v: (q[:, :, :3], k, v)),
+        ("attention", lambda q, k, v: (q[..., :12], k[..., :12], v)),
+        ("attention", lambda q, k, v: (q.double(), k.double(), v.double())),
+        ("attention", lambda q, k, v: (q, k.half(), v)),
+        ("attention", lambda q, k, v: (q.int(), k.int(), v.int())),
+        ("attention-with-lse", lambda q, k, v: (q, k, v[:, :1])),
+        ("route", lambda z: (z.int(),)),
+        ("route", lambda z: (z[:, :1].contiguous(),)),
+        ("route-with-lse", lambda z, b: (z, b[:4])),
+        ("route-with-lse", lambda z, b: (z[:, :6].contiguous(), b[:6])),
+        ("forward", lambda x, u, d, *r: (x[:, :16].contiguous(), u, d, *r)),
+        ("forward", lambda x, u, d, *r: (x, u.half(), d, *r)),
+        ("forward", lambda x, u, d, *r: (x, u[:4], d, *r)),
+        ("forward", lambda x, u, d, w, *r: (x, u, d, w[:4], *r)),
+        ("forward-with-pre-activation", lambda *a: (*a[:-1], a[-1][:, :8].contiguous())),
+        ("product", lambda x, w, o: (x, w[:, :, :16].contiguous(), o)),
+        ("product", lambda x, w, o: (x, w, o[:2])),
+        ("product-of-padded", lambda x, w, c, b: (x[:2], w, c, b)),
+    ],
+)  # fmt: skip
+def test_wrong_calls_of_tensors_without_memory_have_the_sentences_of_real_ones(
+    name: str, spoil: Any
+) -> None:
+    call = OURS[name]
+    tensors = spoil(*call.tensors(9, "cpu", torch.float32))
+    with pytest.raises(fm.FlashMoEError) as real, Recorder():
+        call(*tensors)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in tensors]
+        with pytest.raises(type(real.value), match=f"^{re.escape(str(real.value))}$"):
+            call(*fake)
+    if not isinstance(real.value, fm.UnsupportedError):
+        with pytest.raises(type(real.value), match=f"^{re.escape(str(real.value))}$"):
+            call(*(x.to("meta") for x in tensors))
+
+
+def test_fake_tensors_of_another_machine_have_shapes() -> None:
+    mode, device = FakeTensorMode(), torch.device("cuda:7")
+
+    def fake(*shape: int) -> Any:
+        meta = torch.empty(shape, dtype=torch.float16, device="meta")
+        return FakeTensor(mode, meta, device)
+
+    with mode:
+        q = fake(1, 8, 2, 16)
+        made = torch.ops.flashmoe.attention(q, q, q, *OPTIONS)
+        assert (made.shape, made.device) == (q.shape, device)
+        with pytest.raises(ValueError, match=r"^q: got 3 dimensions"):
+            torch.ops.flashmoe.attention(fake(8, 2, 16), q, q, *OPTIONS)
 
 
 @CALLS

@@ -3,6 +3,7 @@ routed to it."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import re
@@ -264,7 +265,7 @@ def test_routes_the_calls_of_modules(ours: list[tuple[int, ...]]) -> None:
     [
         ({"attn_mask": torch.ones(13, 21, dtype=torch.bool).tril()}, "attn_mask: got a mask"),
         ({"query": normal(2, 3, 13, 16).requires_grad_()}, "query: requires grad"),
-        ({"scale": -1.0}, "scale: got -1"),
+        ({"scale": -1.0}, "scale: got -1.0, accepted are positive numbers"),
         ({"query": normal(2, 3, 13, 12), "key": normal(2, 3, 21, 12)}, "its head dimension is 12"),
         ({"query": normal(2, 3, 16, 13).mT}, "its last dimension is not contiguous"),
         (
@@ -318,6 +319,266 @@ def test_wrong_calls_have_torchs_own_words() -> None:
     with pytest.raises(RuntimeError) as torchs:
         F.scaled_dot_product_attention(q, k[..., :8], v)
     assert str(ours_raised.value) == str(torchs.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda q, k, v: (q,), {}),
+        (lambda q, k, v: (q, k, v), {"extra": 1}),
+        (lambda q, k, v: (q, k, v, None, 0.0, False, 1.0), {}),
+        (lambda q, k, v: (1, 2, 3), {}),
+        (lambda q, k, v: (q, k.bfloat16(), v), {}),
+        (lambda q, k, v: (q.int(), k.int(), v.int()), {}),
+        (lambda q, k, v: (q[0, 0, 0], k, v), {}),
+    ],
+)
+def test_calls_of_the_wrong_kind_have_torchs_own_words(given: Any, words: dict[str, Any]) -> None:
+    arguments = given(*qkv(2, 3))
+    with pytest.raises((TypeError, RuntimeError)) as torchs:
+        F.scaled_dot_product_attention(*arguments, **words)
+    with fmt.sdpa_kernel(), pytest.raises(type(torchs.value)) as routed:
+        F.scaled_dot_product_attention(*arguments, **words)
+    assert str(routed.value) == str(torchs.value)
+
+
+# ---- autocast ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        (torch.float32,) * 3, (torch.bfloat16,) * 3, (torch.float16,) * 3,
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.float16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_autocast_is_torchs(
+    given: tuple[Any, ...], dtype: Any, ours: list[tuple[int, ...]]
+) -> None:
+    tensors = [x.to(d) for x, d in zip(qkv(2, 3), given, strict=True)]
+    with torch.autocast("cpu", dtype=dtype):
+        want = F.scaled_dot_product_attention(*tensors, is_causal=True)
+        got = fmt.scaled_dot_product_attention(*tensors, is_causal=True)
+        with fmt.sdpa_kernel(strict=True):
+            routed = F.scaled_dot_product_attention(*tensors, is_causal=True)
+        with torch.autocast("cpu", enabled=False):
+            within = fmt.scaled_dot_product_attention(*(x.float() for x in tensors))
+    assert want.dtype == got.dtype == routed.dtype == dtype
+    assert within.dtype == torch.float32
+    assert len(ours) == 3
+    exact = F.scaled_dot_product_attention(*(x.to(dtype).double() for x in tensors), is_causal=True)
+    worst = (want - exact).abs().max()
+    assert (got - exact).abs().max() <= 2 * worst + torch.finfo(dtype).eps
+    assert torch.equal(got, routed)
+    if len(set(given)) > 1:
+        with pytest.raises(TypeError, match=r"^[kv]: got dtype"):
+            fmt.scaled_dot_product_attention(*tensors)
+
+
+def test_autocast_leaves_float64_and_other_devices_alone() -> None:
+    doubles = [x.double() for x in qkv(2, 3)]
+    want = F.scaled_dot_product_attention(*doubles)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with fmt.sdpa_kernel():
+            assert torch.equal(F.scaled_dot_product_attention(*doubles), want)
+        with pytest.raises(TypeError, match=r"^q: got dtype float64"):
+            fmt.scaled_dot_product_attention(*doubles)
+        with pytest.raises(RuntimeError) as torchs:
+            F.scaled_dot_product_attention(doubles[0], *qkv(2, 3)[1:])
+        with fmt.sdpa_kernel(), pytest.raises(RuntimeError) as routed:
+            F.scaled_dot_product_attention(doubles[0], *qkv(2, 3)[1:])
+        assert str(routed.value) == str(torchs.value)
+        meta = torch.empty(2, 3, 8, 16, device="meta")
+        assert fmt.scaled_dot_product_attention(meta, meta, meta).dtype == torch.float32
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("routed", [False, True])
+def test_autocast_of_compiled_calls(routed: bool, where: str, ours: list[tuple[int, ...]]) -> None:
+    tensors = qkv(2, 3)
+
+    def attend(*tensors: Any) -> Any:
+        if routed:
+            return F.scaled_dot_product_attention(*tensors)
+        return fmt.scaled_dot_product_attention(*tensors)
+
+    def program(*tensors: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attend(*tensors)
+
+    torch._dynamo.reset()
+    inside = where == "inside"
+    function = program if inside else attend
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    mode = fmt.sdpa_kernel(strict=True) if routed else contextlib.nullcontext()
+    on = contextlib.nullcontext() if inside else torch.autocast("cpu", dtype=torch.bfloat16)
+    with mode, on:
+        got = compiled(*tensors)
+        want = function(*tensors)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, want)
+    if not inside:  # autocast is in the guards
+        with mode:
+            assert compiled(*tensors).dtype == torch.float32
+
+
+# ---- the mode ----
+
+
+def modes() -> int:
+    count: int = torch._C._len_torch_function_stack()
+    return count
+
+
+def test_one_mode_entered_twice_and_left_by_exceptions(ours: list[tuple[int, ...]]) -> None:
+    tensors = qkv(2, 3)
+    mode = fmt.sdpa_kernel()
+    for _ in range(2):
+        with mode, mode:
+            F.scaled_dot_product_attention(*tensors)
+        F.scaled_dot_product_attention(*tensors)
+    assert len(ours) == 2
+    with pytest.raises(KeyError), mode:
+        raise KeyError
+    for strict in (False, True):
+        with fmt.sdpa_kernel(strict=strict):
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                F.scaled_dot_product_attention(tensors[0], tensors[1][..., :8], tensors[2])
+            assert modes() == 1
+            F.scaled_dot_product_attention(*tensors)
+    assert len(ours) == 4
+    assert modes() == 0
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(False, True), (True, False), (False, False)])
+def test_nested_modes(outer: bool, inner: bool, ours: list[tuple[int, ...]]) -> None:
+    tensors = qkv(2, 3)
+    mask = torch.ones(13, 21, dtype=torch.bool)
+    want = F.scaled_dot_product_attention(*tensors, mask)
+    with fmt.sdpa_kernel(strict=outer), fmt.sdpa_kernel(strict=inner):
+        F.scaled_dot_product_attention(*tensors)
+        assert len(ours) == 1
+        if inner or outer:
+            with pytest.raises(NotImplementedError, match="attn_mask: got a mask"):
+                F.scaled_dot_product_attention(*tensors, mask)
+        else:
+            assert torch.equal(F.scaled_dot_product_attention(*tensors, mask), want)
+
+
+def test_other_modes_see_what_is_left_to_torch() -> None:
+    seen = []
+
+    class Outer(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func is sdpa._STOCK)
+            return func(*args, **(kwargs or {}))
+
+    tensors = qkv(2, 3)
+    with Outer(), fmt.sdpa_kernel():
+        F.scaled_dot_product_attention(*tensors, scale=-1.0)
+    assert any(seen)
+
+
+def test_a_mode_is_a_decorator(ours: list[tuple[int, ...]]) -> None:
+    tensors = qkv(2, 3)
+
+    @fmt.sdpa_kernel(strict=True)
+    def attend(*tensors: Any) -> Any:
+        """Attends."""
+        return F.scaled_dot_product_attention(*tensors)
+
+    assert attend.__doc__ == "Attends."
+    for _ in range(2):
+        attend(*tensors)
+        F.scaled_dot_product_attention(*tensors)
+    assert len(ours) == 2
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*tensors), attend(*tensors))
+    assert modes() == 0
+
+
+def test_threads_with_one_mode(ours: list[tuple[int, ...]]) -> None:
+    tensors = qkv(1, 2)
+    mode = fmt.sdpa_kernel(strict=True)
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                with mode:
+                    F.scaled_dot_product_attention(*tensors)
+                assert modes() == 0
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert len(ours) == 80
+
+
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "transformer"])
+def test_routes_transformers_in_eval_mode(
+    kind: str, grad_mode: Any, ours: list[tuple[int, ...]]
+) -> None:
+    nn = torch.nn
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"dim_feedforward": 64, "dropout": 0.0, "batch_first": True}
+    x = normal(2, 9, 32)
+    if kind == "encoder":
+        module = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, **options), 2)
+        inputs, attentions = (x,), 2
+    elif kind == "decoder":
+        module, inputs, attentions = nn.TransformerDecoderLayer(32, 2, **options), (x, x), 2
+    else:
+        module, inputs, attentions = nn.Transformer(32, 2, 1, 1, **options), (x, x), 3
+    module = module.eval()
+    with grad_mode():
+        want = module(*inputs)
+        with fmt.sdpa_kernel(strict=True):
+            got = module(*inputs)
+    torch.testing.assert_close(got, want)
+    assert ours == [(2, 2, 9, 16)] * attentions
+
+
+def test_what_a_graph_leaves_to_torch_is_said_while_it_is_compiled(
+    ours: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the graph is whole: reasons that the library gives, too late then, are seen before."""
+    misaligned = normal(2, 3, 13, 18)[..., :16]
+    q, k, v = qkv(2, 3, dims=(16, 16))
+    rows = "query: its rows do not begin at multiples of 16 bytes"
+    for given, options, reason in (
+        ((q[..., :12], k[..., :12], v), {}, "query: its head dimension is 12"),
+        ((misaligned, k, v), {}, rows),
+        ((q, k, v), {"scale": -0.5}, "scale: accepted are positive numbers"),
+        ((q, k, v), {"dropout_p": 1e-9}, "dropout_p: accepted is 0: attention has no dropout yet"),
+        ((q.double(), k.double(), v.double()), {}, "query: got dtype torch.float64 on cpu"),
+        ((q.mT.contiguous().mT, k, v), {}, "query: its last dimension is not contiguous"),
+    ):
+        caplog.clear()
+        torch._dynamo.reset()
+
+        def attend(q: Any, k: Any, v: Any, options: dict[str, Any] = options) -> Any:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+
+        compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+        with caplog.at_level(logging.WARNING), fmt.sdpa_kernel():
+            got = compiled(*given)
+        torch.testing.assert_close(got, attend(*given))
+        said = [r.getMessage() for r in caplog.records if r.name == "flashmoe_science.torch"]
+        assert len(said) == 1
+        assert f"implementation: {reason}" in said[0]
 
 
 def test_other_threads_are_left_alone(ours: list[tuple[int, ...]]) -> None:

@@ -16,7 +16,8 @@ import torch
 import flashmoe_science as fm
 from flashmoe_science import _core
 from flashmoe_science._dispatch import refuse_derivatives
-from flashmoe_science.errors import InvalidArgumentError
+from flashmoe_science._names import CPU, CUDA, Device, Dtype
+from flashmoe_science.errors import DeviceError, InvalidArgumentError, UnsupportedError
 from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
 
 _forward_ad: Any = torch.autograd.forward_ad
@@ -38,11 +39,13 @@ def _define(
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
     fold: Callable[..., Any] | None = None,
+    check: Callable[..., Any] | None = None,
 ) -> Any:
     """Registers flashmoe::name, and returns its one overload.
 
     `fold`, of the dimensions and arguments of torch.func.vmap, returns the arguments of one call
-    for all entries, and what the first dimension of its outputs is; or None.
+    for all entries, and what the first dimension of its outputs is; or None. `check` raises what
+    the kernel would.
     """
     _LIBRARY.define(name + schema, tags=_TAGS)
 
@@ -55,7 +58,8 @@ def _define(
 
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, compute, key)
-    torch.library.register_fake(f"flashmoe::{name}", fake, lib=_LIBRARY)
+    checked = fake if check is None else _checked(fake, check)
+    torch.library.register_fake(f"flashmoe::{name}", checked, lib=_LIBRARY)
     packet: Any = getattr(torch.ops.flashmoe, name)
     overload = packet.default
     names = [argument.name for argument in overload._schema.arguments]
@@ -70,6 +74,47 @@ def _define(
     rule = _batching_rule(overload, fold)
     torch.library.register_vmap(f"flashmoe::{name}", rule, lib=_LIBRARY)
     return overload
+
+
+_CODES = {torch.bfloat16: 4, torch.bool: 6}  # DLPack's; of other dtypes by their kind
+_FLOAT, _COMPLEX, _SIGNED, _UNSIGNED = 2, 5, 0, 1
+
+
+def _checked(fake: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake, raising what the kernel would where all extents are known: those that are symbols
+    are checked when the graph runs."""
+
+    def checked(*arguments: Any) -> Any:
+        made = fake(*arguments)
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        known = all(isinstance(n, int) for x in tensors for n in (*x.shape, *x.stride()))
+        if known and len({x.device for x in tensors}) == 1:
+            try:
+                check(*arguments)
+            except DeviceError:  # the program may be for another machine
+                pass
+            except UnsupportedError:
+                if not tensors[0].is_meta:  # of which it is not known where they will be
+                    raise
+        return made
+
+    return checked
+
+
+def _described(tensor: torch.Tensor | None) -> Any:
+    """A tensor as plans take those that need not exist."""
+    if tensor is None:
+        return None
+    dtype = tensor.dtype
+    code = _CODES.get(dtype)
+    if code is None and dtype.is_complex:
+        code = _COMPLEX
+    if code is None and not dtype.is_floating_point:
+        code = _SIGNED if dtype.is_signed else _UNSIGNED
+    numbers = Dtype(_FLOAT if code is None else code, 8 * tensor.element_size())
+    cuda = tensor.device.type == "cuda"
+    device = Device(CUDA if cuda else CPU, (tensor.device.index or 0) if cuda else 0)
+    return tuple(tensor.shape), numbers, device, tuple(tensor.stride())
 
 
 def _batching_rule(overload: Any, fold: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -181,6 +226,23 @@ def _attention_kernel(return_lse: bool) -> Callable[..., Any]:
     return kernel_of
 
 
+def _attention_check(return_lse: bool) -> Callable[..., None]:
+    def check(
+        q: Any, k: Any, v: Any, causal: str, left: Any, right: Any, scale: Any, softcap: Any,
+        layout: str, kernel: Any,
+    ) -> None:  # fmt: skip
+        shapes, dtypes, devices, _ = zip(*map(_described, (q, k, v)), strict=True)
+        bounded = left is not None or right is not None
+        _core.attention_plan_for(
+            *shapes, dtypes=list(dtypes), device=devices[0],
+            causal=False if causal == "none" else causal,
+            window=(left, right) if bounded else None, scale=scale, softcap=softcap, layout=layout,
+            kernel=kernel, return_lse=return_lse,
+        )  # fmt: skip
+
+    return check
+
+
 def _attention_fold(in_dims: Any, q: Any, k: Any, v: Any, *options: Any) -> Any:
     if None in in_dims[:3]:  # what the entries share would be copied
         return None
@@ -194,11 +256,11 @@ _ATTENTION_SCHEMA = (
 )
 _attention = _define(
     "attention", _ATTENTION, _ATTENTION_SCHEMA + "Tensor", _attention_kernel(False),
-    _attention_fake, _attention_fold,
+    _attention_fake, _attention_fold, _attention_check(False),
 )  # fmt: skip
 _attention_with_lse = _define(
     "attention_with_lse", _ATTENTION, _ATTENTION_SCHEMA + "(Tensor, Tensor)",
-    _attention_kernel(True), _attention_with_lse_fake, _attention_fold,
+    _attention_kernel(True), _attention_with_lse_fake, _attention_fold, _attention_check(True),
 )  # fmt: skip
 
 
@@ -274,14 +336,27 @@ def _route_kernel(return_lse: bool) -> Callable[..., Any]:
     return kernel_of
 
 
+def _route_check(
+    logits: Any, top_k: int, scoring: Any, renormalize: bool, selection_bias: Any, num_groups: int,
+    top_groups: Any, scale: float,
+) -> None:  # fmt: skip
+    fm.moe_route_plan(
+        _described(logits), top_k, scoring=scoring, renormalize=renormalize,
+        selection_bias=_described(selection_bias), num_groups=num_groups, top_groups=top_groups,
+        scale=scale,
+    )  # fmt: skip
+
+
 _ROUTE_SCHEMA = (
     "(Tensor logits, int top_k, str scoring, bool renormalize, Tensor? selection_bias, "
     f"int num_groups, int? top_groups, float scale) -> {_PARTS}"
 )
-_route = _define("moe_route", _MOE, _ROUTE_SCHEMA + ")", _route_kernel(False), _route_fake)
+_route = _define(
+    "moe_route", _MOE, _ROUTE_SCHEMA + ")", _route_kernel(False), _route_fake, check=_route_check
+)
 _route_with_lse = _define(
     "moe_route_with_lse", _MOE, _ROUTE_SCHEMA + ", Tensor lse)", _route_kernel(True),
-    _route_with_lse_fake,
+    _route_with_lse_fake, check=_route_check,
 )  # fmt: skip
 
 
@@ -401,16 +476,29 @@ def _forward_kernel(return_pre_activation: bool) -> Callable[..., Any]:
     return kernel_of
 
 
+def _forward_check(
+    x: Any, w_gate_up: Any, w_down: Any, weights: Any, offsets: Any, pairs: Any, slots: Any,
+    *options: Any,
+) -> None:  # fmt: skip
+    routing = MoeRouting(None, *map(_described, (weights, offsets, pairs, slots)))
+    named = {
+        name: _described(value) if isinstance(value, torch.Tensor) else value
+        for name, value in _layer_options(*options).items()
+    }
+    fm.moe_plan(_described(x), _described(w_gate_up), _described(w_down), routing, **named)
+
+
 _FORWARD_SCHEMA = (
     "(Tensor x, Tensor w_gate_up, Tensor w_down, Tensor weights, Tensor offsets, Tensor pairs, "
     f"Tensor slots, {_LAYER_SCHEMA} -> "
 )
 _forward = _define(
-    "moe_forward", _MOE, _FORWARD_SCHEMA + "Tensor", _forward_kernel(False), _forward_fake
-)
+    "moe_forward", _MOE, _FORWARD_SCHEMA + "Tensor", _forward_kernel(False), _forward_fake,
+    check=_forward_check,
+)  # fmt: skip
 _forward_with_pre_activation = _define(
     "moe_forward_with_pre_activation", _MOE, _FORWARD_SCHEMA + "(Tensor, Tensor)",
-    _forward_kernel(True), _forward_with_pre_activation_fake,
+    _forward_kernel(True), _forward_with_pre_activation_fake, check=_forward_check,
 )  # fmt: skip
 
 
@@ -469,10 +557,17 @@ def _product_kernel(x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel
     return fm.grouped_product(x, w, offsets=offsets, counts=counts, bias=bias, kernel=kernel)
 
 
+def _product_check(x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel: Any) -> None:
+    fm.grouped_product_plan(
+        _described(x), _described(w), offsets=_described(offsets), counts=_described(counts),
+        bias=_described(bias), kernel=kernel,
+    )  # fmt: skip
+
+
 _product = _define(
     "grouped_product", _MOE,
     "(Tensor x, Tensor w, Tensor? offsets, Tensor? counts, Tensor? bias, str? kernel) -> Tensor",
-    _product_kernel, _product_fake,
+    _product_kernel, _product_fake, check=_product_check,
 )  # fmt: skip
 
 

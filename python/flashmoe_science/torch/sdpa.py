@@ -3,6 +3,8 @@ calls routed to it."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flashmoe_science._say import say_once
-from flashmoe_science.errors import InvalidArgumentError, UnsupportedError, _without_addresses
+from flashmoe_science.errors import (
+    ArgumentTypeError,
+    InvalidArgumentError,
+    UnsupportedError,
+    _without_addresses,
+)
 from flashmoe_science.torch.operators import cuda_devices, flash_attention
 
 _LOGGER = "flashmoe_science.torch"
@@ -21,6 +28,7 @@ _DTYPES = {
 }
 _MOST_DIM, _DIM_MULTIPLE = 256, 8
 _HEADS_AXIS = -3
+_ROW_ALIGNMENT = 16  # bytes
 _STOCK: Any = torch.nn.functional.scaled_dot_product_attention
 
 
@@ -62,6 +70,7 @@ def scaled_dot_product_attention(
     reason = _mismatch(query, key, value, enable_gqa)
     if reason:
         raise InvalidArgumentError(reason)
+    query, key, value = _autocast(query, key, value)
     return _attend(query, key, value, is_causal, scale, enable_gqa)
 
 
@@ -73,12 +82,37 @@ def _lacking(attn_mask: Any, dropout_p: float) -> str:
             "windows (flash_attention's) yet"
         )
     if dropout_p != 0.0:
-        return f"dropout_p: got {dropout_p}, accepted is 0: attention has no dropout yet"
+        return f"dropout_p: {_got(dropout_p)}accepted is 0: attention has no dropout yet"
     return ""
+
+
+def _got(number: float) -> str:
+    """In a graph nothing: numbers may be symbols there, which no text can hold."""
+    return "" if torch.compiler.is_compiling() else f"got {number}, "
+
+
+def _autocast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What torch's own attention computes with: under torch.autocast its dtype, but for float64."""
+    kind = query.device.type
+    if kind not in _DTYPES or not torch.is_autocast_enabled(kind):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        takes_part = x.is_floating_point() and x.dtype != torch.float64 and x.device.type == kind
+        return x.to(dtype) if takes_part else x
+
+    return cast(query), cast(key), cast(value)
 
 
 def _mismatch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
     """Why the three do not go together by torch's rules, "" when they do."""
+    lead = query.shape[:-2]
+    usual = len(lead) == 2 and lead == key.shape[:-2] == value.shape[:-2]
+    if usual and key.shape[-2:] == (value.shape[-2], query.shape[-1]):
+        return ""
     named = (("query", query), ("key", key), ("value", value))
     least = 3 if enable_gqa else 2
     for name, tensor in named:
@@ -184,16 +218,27 @@ def _broadcast_size(sizes: list[int]) -> int:
 # ---- torch's own calls -----------------------------------------------------------------------
 
 
-class sdpa_kernel(TorchFunctionMode):  # named as torch.nn.attention.sdpa_kernel
+# Named as torch.nn.attention.sdpa_kernel, which is a decorator too.
+class sdpa_kernel(TorchFunctionMode, contextlib.ContextDecorator):
     """Routes torch's scaled_dot_product_attention to FlashMoE while it is entered, on this thread.
 
         with flashmoe_science.torch.sdpa_kernel():
             out = model(x)
 
+        @flashmoe_science.torch.sdpa_kernel()
+        def step(x): ...
+
     A call that ours does not cover (masks, dropout, gradients, head dimensions that are no
     multiples of 8 up to 256, dtypes and devices without kernels) goes to torch's own, and a warning
     of the logger "flashmoe_science.torch" says why, once for each reason. Works under
-    torch.compile, whose graphs then have our operator in them.
+    torch.compile, whose graphs then have our operator in them; a graph that leaves a call to
+    torch's own says so while it is compiled.
+
+    torch's modules in eval mode have a fast path of their own, which they leave where a mode is
+    entered, but for compiled ones: these need torch.backends.mha.set_fastpath_enabled(False).
+
+    One object may be entered again and by several threads. Nested, what the inner one does not
+    serve is the outer one's to answer: that is strict or not.
 
     Args:
         strict: Raise NotImplementedError with that reason in place of going to torch's own.
@@ -207,14 +252,24 @@ class sdpa_kernel(TorchFunctionMode):  # named as torch.nn.attention.sdpa_kernel
         self, func: Any, kinds: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _STOCK:
-            return _route(self.strict, *args, **(kwargs or {}))
+            return _route(self.strict, args, kwargs or {})
         if func is torch.nn.functional.multi_head_attention_forward:
             func = _MULTI_HEAD_ATTENTION[self.strict]
         return func(*args, **(kwargs or {}))
 
 
-def _route(
-    strict: bool,
+def _route(strict: bool, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Torch's own has the last word on what is wrong."""
+    out, reason = _ours(*arguments, **options)
+    if not reason:
+        return out
+    if strict:
+        raise UnsupportedError(reason)
+    say_once(_LOGGER, f"scaled_dot_product_attention by torch's own implementation: {reason}")
+    return _STOCK(*arguments, **options)
+
+
+def _ours(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -223,27 +278,21 @@ def _route(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
-    reason = (
-        _lacking(attn_mask, dropout_p)
-        or _beyond_ours(query, key, value, scale)
-        or _mismatch(query, key, value, enable_gqa)
-    )
-    if not reason and torch.compiler.is_compiling():
-        return _attend(query, key, value, is_causal, scale, enable_gqa)
+) -> tuple[torch.Tensor | None, str]:
+    """Our answer and "", or None and why there is none."""
+    reason = _lacking(attn_mask, dropout_p)
     if not reason:
-        try:
-            return _attend(query, key, value, is_causal, scale, enable_gqa)
-        except (UnsupportedError, InvalidArgumentError) as error:
-            reason = _without_addresses(error)  # torch's own has the last word on what is wrong
-    if strict:
-        raise UnsupportedError(reason)
-    say_once(_LOGGER, f"scaled_dot_product_attention by torch's own implementation: {reason}")
-    out: torch.Tensor = _STOCK(
-        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
-        scale=scale, enable_gqa=enable_gqa,
-    )  # fmt: skip
-    return out
+        query, key, value = _autocast(query, key, value)
+        reason = _beyond_ours(query, key, value, scale)
+    reason = reason or _mismatch(query, key, value, enable_gqa)
+    if reason:
+        return None, reason
+    if torch.compiler.is_compiling():
+        return _attend(query, key, value, is_causal, scale, enable_gqa), ""
+    try:
+        return _attend(query, key, value, is_causal, scale, enable_gqa), ""
+    except (UnsupportedError, InvalidArgumentError, ArgumentTypeError) as error:
+        return None, _without_addresses(error)
 
 
 def _beyond_ours(
@@ -264,13 +313,26 @@ def _beyond_ours(
         if tensor.shape[:-2] != query.shape[:-2] and tensor.numel() * query.numel() == 0:
             # Of which torch's back ends make several shapes.
             return f"{name}: an empty batch is broadcast"
-        if tensor.shape[-1] % _DIM_MULTIPLE or tensor.shape[-1] > _MOST_DIM:
-            return f"{name}: its head dimension is {tensor.shape[-1]}"
+        dim = tensor.shape[-1]
+        if dim % _DIM_MULTIPLE or dim > _MOST_DIM or dim == 0:
+            return f"{name}: its head dimension is {dim}"
         if tensor.stride(-1) != 1:
             return f"{name}: its last dimension is not contiguous"
-    if scale is not None and not scale > 0:
-        return f"scale: got {scale}"
+        if torch.compiler.is_compiling() and not _has_aligned_rows(tensor):
+            return f"{name}: its rows do not begin at multiples of {_ROW_ALIGNMENT} bytes"
+    if scale is not None and not 0 < scale < math.inf:
+        return f"scale: {_got(scale)}accepted are positive numbers"
     return ""
+
+
+def _has_aligned_rows(tensor: torch.Tensor) -> bool:
+    """The library's rule, which once a graph runs comes too late for torch's own to answer."""
+    size = tensor.element_size()
+    for axis in range(tensor.dim() - 1):
+        # In this order: of contiguous tensors of any length the first is known.
+        if tensor.stride(axis) * size % _ROW_ALIGNMENT and tensor.shape[axis] > 1:
+            return False
+    return True
 
 
 def _multi_head_attention(strict: bool) -> Callable[..., Any]:
@@ -279,8 +341,8 @@ def _multi_head_attention(strict: bool) -> Callable[..., Any]:
     the answer."""
     stock: Any = torch.nn.functional.multi_head_attention_forward
 
-    def routed(*arguments: Any, **options: Any) -> torch.Tensor:
-        return _route(strict, *arguments, **options)
+    def routed(*arguments: Any, **options: Any) -> Any:
+        return _route(strict, arguments, options)
 
     names = vars(torch.nn.functional) | {
         "has_torch_function": lambda tensors: False,
