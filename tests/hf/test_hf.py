@@ -7,6 +7,7 @@ there is one).
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import math
 import re
@@ -22,6 +23,11 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import flashmoe_science  # noqa: E402
 from flashmoe_science import _say, hf  # noqa: E402
 from transformers.integrations import moe as hf_moe  # noqa: E402
+
+# transformers imports a part of itself when that is first used: after whatever other tests of this
+# process have done, and what fails once fails in all tests that follow. So it is imported here.
+for part in ("models.auto.modeling_auto", "generation.utils"):
+    importlib.import_module(f"transformers.{part}")
 
 SIZES = {
     "vocab_size": 99,
