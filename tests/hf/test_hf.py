@@ -486,10 +486,12 @@ def test_decoding_that_transformers_compiles_is_one_graph(
     compiling = transformers.CompileConfig(fullgraph=True, backend="eager")
     compiling._compile_all_devices = True  # the CPU as well
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     made = generated_logits(
         with_ours(stock, moe=False), cache_implementation="static", compile_config=compiling
     )
     torch.testing.assert_close(made, generated_logits(stock), atol=1e-4, rtol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert calls == {"flash_attention": 2}  # the prompt's
     assert said(caplog) == [MASKED]
 
