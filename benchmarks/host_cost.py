@@ -1,36 +1,47 @@
-"""Host cost of one call: Python and launch, not the kernel. Ours beside torch's own attention.
+"""Host cost of one call: Python and launches, not the kernels. Ours beside torch's.
 
     python benchmarks/host_cost.py [--device cuda] [--json PATH]
 
-On a GPU the shape is so small that the kernel ends before the next call begins, so that the time a
+On a GPU shapes are so small that the kernels end before the next call begins, so that the time a
 call takes the host is all there is; the queue is emptied between rounds. On the CPU the kernel runs
-inside the call: there batch is 0, where both do all of their host work and no attention.
+inside the call: there batches and tokens are none, where all do their host work and nothing else.
 
-The contenders take turns, a round of each at a time; the figures are medians over rounds.
+The contenders take turns, a round of each at a time; the figures are medians over rounds. With
+--json they are a record, whose table `python benchmarks/report.py` makes.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
-import platform
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flashmoe_science as fm
 import flashmoe_science.torch as fmt
 import torch
+from flashmoe_science.cli import environment
 
 ROUNDS = 41
-CALLS_PER_ROUND = 200  # far below the launches a GPU's queue takes before it makes the host wait
+CALLS_PER_ROUND = 100  # of up to four launches: far fewer than a GPU's queue takes without a wait
+
+SEQ, HEADS, DIM = 16, 2, 64
+HIDDEN, INNER, EXPERTS, TOP_K = 256, 64, 8, 2
+
+Calls = dict[str, Callable[[], object]]
 
 
-def contenders(device: str, kernel: str | None) -> dict[str, Callable[[], object]]:
-    batch = 0 if device == "cpu" else 1
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    q, k, v = (torch.randn(batch, 16, 2, 64, device=device, dtype=dtype) for _ in range(3))
+def attention(device: str, kernel: str | None) -> Calls:
+    on_cpu = device == "cpu"
+    shape = (0 if on_cpu else 1, SEQ, HEADS, DIM)
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
     out = torch.empty_like(q)
     bhsd = [x.transpose(1, 2) for x in (q, k, v)]
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -39,10 +50,38 @@ def contenders(device: str, kernel: str | None) -> dict[str, Callable[[], object
         "flash_attention": lambda: fm.flash_attention(q, k, v, **asked),
         "flash_attention, causal": lambda: fm.flash_attention(q, k, v, causal=True, **asked),
         "flash_attention, out": lambda: fm.flash_attention(q, k, v, out=out, **asked),
-        "flash_attention of flashmoe_science.torch": lambda: fmt.flash_attention(q, k, v, **asked),
         "flash_attention, lse": lambda: fm.flash_attention(q, k, v, return_lse=True, **asked),
+        "flash_attention of flashmoe_science.torch": lambda: fmt.flash_attention(q, k, v, **asked),
         "torch scaled_dot_product_attention": lambda: sdpa(*bhsd),
         "torch empty_like": lambda: torch.empty_like(q),
+    }
+
+
+def experts(device: str) -> Calls:
+    """One token, 2 of 8 experts."""
+    on_cpu = device == "cpu"
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    x, router = normal(0 if on_cpu else 1, HIDDEN), normal(EXPERTS, HIDDEN)
+    w_gate_up, w_down = normal(EXPERTS, 2 * INNER, HIDDEN), normal(EXPERTS, HIDDEN, INNER)
+    logits = x @ router.T
+    routing = fm.moe_route(logits, TOP_K)
+    out = torch.empty_like(x)
+    layer = (x, router, w_gate_up, w_down, TOP_K)
+    return {
+        "moe_route": lambda: fm.moe_route(logits, TOP_K),
+        "moe_route, out": lambda: fm.moe_route(logits, TOP_K, out=routing),
+        "moe_forward": lambda: fm.moe_forward(x, w_gate_up, w_down, routing),
+        "moe_forward, out": lambda: fm.moe_forward(x, w_gate_up, w_down, routing, out=out),
+        "grouped_product": lambda: fm.grouped_product(x, w_gate_up, offsets=routing.offsets),
+        "fused_moe": lambda: fm.fused_moe(*layer),
+        "fused_moe, logits": lambda: fm.fused_moe(x, None, w_gate_up, w_down, TOP_K, logits=logits),
+        "fused_moe of flashmoe_science.torch": lambda: fmt.fused_moe(*layer),
+        "torch linear": lambda: torch.nn.functional.linear(x, router),
+        "torch softmax and topk": lambda: torch.topk(torch.softmax(logits, -1), TOP_K),
     }
 
 
@@ -57,49 +96,75 @@ def one_round(call: Callable[[], object], wait: Callable[[], None]) -> float:
     return (end - begin) / CALLS_PER_ROUND / 1e3
 
 
-def measure(device: str, kernel: str | None = None) -> dict[str, dict[str, float]]:
-    wait = torch.cuda.synchronize if device != "cpu" else lambda: None
-    calls = contenders(device, kernel)
+def measure(calls: Calls, wait: Callable[[], None]) -> dict[str, dict[str, Any]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
-    with torch.inference_mode():
-        for call in calls.values():  # warm: kernels are loaded at their first launch
-            for _ in range(3):
-                one_round(call, wait)
-        for _ in range(ROUNDS):
-            for name, call in calls.items():
-                times[name].append(one_round(call, wait))
-    result = {}
+    for call in calls.values():  # warm: kernels are loaded at their first launch
+        for _ in range(3):
+            one_round(call, wait)
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            times[name].append(one_round(call, wait))
+    result: dict[str, dict[str, Any]] = {}
     for name, samples in times.items():
-        low, median, high = statistics.quantiles(samples, n=4)
-        result[name] = {"median_us": median, "quartile1_us": low, "quartile3_us": high}
+        low, median, high = (round(x, 3) for x in statistics.quantiles(samples, n=4))
+        result[name] = {
+            "median_us": median,
+            "quartile1_us": low,
+            "quartile3_us": high,
+            "samples_us": [round(x, 3) for x in samples],
+        }
     return result
 
 
-def main() -> None:
+def record(device: str, kernel: str | None) -> dict[str, Any]:
+    """All of it, as a document."""
+    wait = torch.cuda.synchronize if device != "cpu" else lambda: None
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    load = os.getloadavg()[0]
+    described = environment.for_record()
+    with torch.inference_mode():
+        figures = measure(attention(device, kernel) | experts(device), wait)
+    script = f"benchmarks/{Path(__file__).name}"
+    return {
+        "operation": "host_cost",
+        "title": "What one call costs the host",
+        "date": date,
+        "command": [
+            "python",
+            script,
+            "--device",
+            device,
+            *(["--kernel", kernel] if kernel else []),
+        ],
+        "commit": environment.git_commit(),
+        "source": {"hash": environment.source_hash()},
+        "device": {"device": device, "name": fm.device_info(device).name},
+        "kernel": kernel,
+        "load_average": load,
+        "environment": described,
+        "calls_per_round": CALLS_PER_ROUND,
+        "rounds": ROUNDS,
+        "host_cost": figures,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--kernel", metavar="FAMILY", help="ask for this kernel family")
-    parser.add_argument("--json", metavar="PATH", help="also write the figures there")
-    options = parser.parse_args()
-    figures = measure(options.device, options.kernel)
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--kernel", metavar="FAMILY", help="of attention ask for this kernel family"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the record there")
+    options = parser.parse_args(argv)
+    document = record(options.device, options.kernel)
     print(f"{'us per call':42s} {'median':>8s} {'quartiles':>15s}")
-    for name, row in figures.items():
+    for name, row in document["host_cost"].items():
         spread = f"{row['quartile1_us']:.2f}..{row['quartile3_us']:.2f}"
         print(f"{name:42s} {row['median_us']:8.2f} {spread:>15s}")
     if options.json is not None:
-        document: dict[str, Any] = {
-            "device": fm.device_info(options.device).name,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "flashmoe": fm.__version__,
-            "calls_per_round": CALLS_PER_ROUND,
-            "rounds": ROUNDS,
-            "host_cost": figures,
-        }
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=2)
-            file.write("\n")
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -26,6 +26,7 @@ import html
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ from flashmoe_science.cli.plotting import charts
 from flashmoe_science.cli.plotting import record as rec
 from flashmoe_science.cli.plotting.record import Record
 from flashmoe_science.cli.plotting.theme import THEMES, Theme
-from flashmoe_science.cli.suites import ATTENTION
+from flashmoe_science.cli.suites import ATTENTION, MOE
 
 ROOT = Path(__file__).resolve().parents[1]
 _PICTURES = Path("docs") / "pictures"
@@ -49,6 +50,17 @@ _BLOCK = re.compile(
 )
 _DIGEST = re.compile(rb"\bsha256:([0-9a-f]{64})\b")
 _NOT_IN_GRID = ("torch-math", "torch-efficient")  # far slower: their means say enough
+_HOST_COST = "host_cost"  # the operation of a record of benchmarks/host_cost.py
+# What a call runs through on the host before its kernels do.
+_HOST_CODE = (
+    "include",
+    "core",
+    "bindings",
+    "cuda/launch.cpp",
+    "cuda/launch.h",
+    ":(glob)python/flashmoe_science/*.py",
+    "python/flashmoe_science/torch",
+)
 
 
 # ---- is it still so? -------------------------------------------------------------------------
@@ -73,10 +85,11 @@ def _differs_from_commit(commit: str, names: list[str], root: Path) -> bool | No
 def outdated(document: dict[str, Any], root: Path) -> bool | None:
     """Whether the kernels are others than those measured, None where no one can tell.
 
-    Kernels are environment.kernel_sources. Records from before there was a hash of them have one of
-    all sources, which tells only that nothing has changed; the history tells the rest.
+    Kernels are environment.kernel_sources; of what a call costs the host they are the host's code.
+    Records from before there was a hash of them have one of all sources, which tells only that
+    nothing has changed; the history tells the rest.
     """
-    operation = document.get("operation", ATTENTION)
+    operation = document.get("operation", MOE if "layers" in document else ATTENTION)
     kind = "cpu" if "device" not in document or rec.on_cpu(document) else "cuda"
     source = document.get("source", {})
     if _is_hash(source.get("kernels")):
@@ -89,6 +102,8 @@ def outdated(document: dict[str, Any], root: Path) -> bool | None:
         return None
     if "+" in commit or env.get("cpu_sources_modified"):  # measured with changes of no commit
         return True
+    if operation == _HOST_COST:
+        return _differs_from_commit(commit, list(_HOST_CODE), root)
     return _differs_from_commit(commit, environment.kernel_sources(operation, kind, root), root)
 
 
@@ -135,7 +150,8 @@ def _means(document: dict[str, Any]) -> str:
 
 def _commands(*commands: str) -> str:
     lines = "\n".join(filter(None, commands))
-    return f"To measure it again, all or one row:\n\n```sh\n{lines}\n```"
+    words = "all or one row" if "\n" in lines else "all of it"
+    return f"To measure it again, {words}:\n\n```sh\n{lines}\n```"
 
 
 def _repeat(document: dict[str, Any]) -> str:
@@ -280,43 +296,57 @@ def render_moe(source: Source) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _cpu_table(cells: list[dict[str, Any]]) -> str:
-    lengths = sorted({c["seq"] for c in cells})
-    by_group: dict[tuple[str, int, bool], dict[int, dict[str, Any]]] = {}
+def _cpu_table(
+    cells: list[dict[str, Any]], row: Callable[[dict[str, Any]], str], column: str, symbol: str
+) -> str:
+    """Speeds and, in brackets, ratios: one row for what `row` calls alike."""
+    across = sorted({c[column] for c in cells})
+    groups: dict[str, dict[int, dict[str, Any]]] = {}
     for cell in cells:
-        group = by_group.setdefault((cell["dtype"], cell["dim"], cell["causal"]), {})
-        group[cell["seq"]] = cell
+        groups.setdefault(row(cell), {})[cell[column]] = cell
     rows = []
-    for (dtype, dim, causal), of in by_group.items():
-        across = [
-            f"{of[n]['ours_gflops']:.0f} ({of[n]['ratio']:.2f})" if n in of else "-"
-            for n in lengths
+    for name, of in groups.items():
+        numbers = [
+            f"{of[n]['ours_gflops']:.0f} ({of[n]['ratio']:.2f})" if n in of else "-" for n in across
         ]
-        rows.append([f"{dtype} D={dim} {'causal' if causal else 'full'}", *across])
-    return _table(["", *(f"S={n}" for n in lengths)], rows)
+        rows.append([name, *numbers])
+    return _table(["", *(f"{symbol}={n}" for n in across)], rows)
+
+
+def _cpu_provenance(source: Source) -> str:
+    env = source.document["environment"]
+    at = f"commit {rec.commit(env)}"
+    if source.outdated:
+        at = f"measured at {rec.commit(env)} (the kernels have changed since)"
+    return (
+        f"{env['cpu']} ({env['isa']}), {env['time'][:10]}, {at}, torch {env['torch']}; from "
+        f"[{source.path.name}]({source.link})."
+    )
+
+
+def _cpu_threads(threads: str, summary: dict[str, Any]) -> str:
+    number = "One thread" if threads == "1" else f"{threads} threads"
+    return (
+        f"{number}; geometric mean of the ratios {summary['geometric_mean']:.2f}, from "
+        f"{summary['lowest']:.2f} to {summary['highest']:.2f}:"
+    )
 
 
 def render_cpu(source: Source) -> str:
     """Of a record of benchmarks/cpu_attention.py: GFLOP/s, and torch's time over ours."""
     document = source.document
-    env = document["environment"]
-    at = f"commit {rec.commit(env)}"
-    if source.outdated:
-        at = f"measured at {rec.commit(env)} (the kernels have changed since)"
     parts = [
         f"Attention forward on the CPU, batch {document['batch']}, {document['heads']} heads: "
-        f"GFLOP/s, and in brackets torch's time over ours (above 1, ours is faster). {env['cpu']} "
-        f"({env['isa']}), {env['time'][:10]}, {at}, torch {env['torch']}; from "
-        f"[{source.path.name}]({source.link})."
+        "GFLOP/s, and in brackets torch's time over ours (above 1, ours is faster). "
+        f"{_cpu_provenance(source)}"
     ]
+
+    def row(cell: dict[str, Any]) -> str:
+        return f"{cell['dtype']} D={cell['dim']} {'causal' if cell['causal'] else 'full'}"
+
     for threads, summary in document["summary_by_threads"].items():
         cells = [c for c in document["cells"] if c["threads"] == int(threads)]
-        number = "One thread" if threads == "1" else f"{threads} threads"
-        parts += [
-            f"{number}; geometric mean of the ratios {summary['geometric_mean']:.2f}, from "
-            f"{summary['lowest']:.2f} to {summary['highest']:.2f}:",
-            _cpu_table(cells),
-        ]
+        parts += [_cpu_threads(threads, summary), _cpu_table(cells, row, "seq", "S")]
     one = document["cells"][len(document["cells"]) // 2]
     script = "python benchmarks/cpu_attention.py --threads"
     parts.append(
@@ -328,10 +358,55 @@ def render_cpu(source: Source) -> str:
     return "\n\n".join(parts)
 
 
+def render_cpu_moe(source: Source) -> str:
+    """Of a record of benchmarks/cpu_moe.py, likewise."""
+    document = source.document
+    layers = (
+        f"*{name}*: H {hidden}, I {inner}, {experts} experts, {top_k} of a token"
+        for name, (hidden, inner, experts, top_k) in document["layers"].items()
+    )
+    parts = [
+        "Layers of experts on the CPU, T tokens: GFLOP/s, and in brackets the time of a loop of "
+        "torch's matrix products over experts over ours (above 1, ours is faster). "
+        f"{_cpu_provenance(source)}",
+        f"{'; '.join(layers)}. *transposed*: weights stored [experts, in, out].",
+    ]
+
+    def row(cell: dict[str, Any]) -> str:
+        return f"{cell['layer']} {cell['dtype']}{' transposed' if cell['transposed'] else ''}"
+
+    for threads, summary in document["summary_by_threads"].items():
+        cells = [c for c in document["cells"] if c["threads"] == int(threads)]
+        parts += [_cpu_threads(threads, summary), _cpu_table(cells, row, "tokens", "T")]
+    script = "python benchmarks/cpu_moe.py --threads"
+    parts.append(_commands(f"{script} {' '.join(document['summary_by_threads'])}"))
+    return "\n\n".join(parts)
+
+
+def render_host_cost(source: Source) -> str:
+    """Of a record of benchmarks/host_cost.py: one row a call."""
+    document = source.document
+    where = rec.provenance(document, source.outdated).replace("the kernels", "the host's code")
+    where = where.replace("code have changed", "code has changed")
+    rows = [
+        [name, f"{row['median_us']:.1f}", f"{row['quartile1_us']:.1f} to {row['quartile3_us']:.1f}"]
+        for name, row in document["host_cost"].items()
+    ]
+    parts = [
+        f"{document['title']}, medians of {document['rounds']} rounds of "
+        f"{document['calls_per_round']} calls. {where}; from [{source.path.name}]({source.link}).",
+        _table(["call", "us", "quartiles"], rows),
+        _commands(shlex.join(document["command"])),
+    ]
+    return "\n\n".join(parts)
+
+
 TABLES: dict[str, Callable[[Source], str]] = {
     "attention-grid": render_grid,
     "attention-list": render_list,
     "cpu-attention": render_cpu,
+    "cpu-moe": render_cpu_moe,
+    "host-cost": render_host_cost,
     "moe-list": render_moe,
 }
 

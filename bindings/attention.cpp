@@ -328,9 +328,11 @@ void define_attention(nb::module_& module) {
   module.def("bind_flash_attention", &NativeFunction<&flash_attention>::like, nb::arg("function"),
              "flash_attention with the name, signature and docstring of a Python function, without "
              "its frame. What is not bound here goes to that function.");
-  module.def("bind_torch_flash_attention",
-             &NativeFunction<&flash_attention, &is_plain_torch_tensor>::like, nb::arg("function"),
-             "The same, of plain torch tensors; a call with others goes to the Python function.");
+  module.def(
+      "bind_torch_flash_attention",
+      &NativeFunction<&flash_attention, &is_plain_torch_tensor, &may_be_for_torch_operators>::like,
+      nb::arg("function"),
+      "The same, of plain torch tensors; a call with others goes to the Python function.");
   module.def(
       "attention_forward", &attention_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
       nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal").none(),

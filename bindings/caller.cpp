@@ -40,7 +40,8 @@ Caller::Caller(const OperationWords& words, const TensorType& type, const char* 
       type_(type),
       name_(name),
       first_(first),
-      may_require_grad_(!gradients_are_off(type)) {}
+      may_require_grad_(!gradients_are_off(type)),
+      may_have_tangents_(type.torch != nullptr && torch_has_tangents(*type.torch)) {}
 
 const TensorType& Caller::same_framework(const char* name, nb::handle tensor) const {
   if (tensor.type().ptr() == type_.type.ptr()) return type_;
@@ -63,10 +64,27 @@ void Caller::refuse_gradients(const TensorType& type, const char* name, nb::hand
                     " has no backward pass yet; " + under + "pass " + name + ".detach()");
 }
 
+void Caller::refuse_tangents(const char* name, nb::handle tensor) const {
+  if (!has_tangent(*type_.torch, tensor)) return;
+  raise_value_error(std::string(name) + ": has a tangent of forward-mode differentiation, but " +
+                    words_.name + " has no derivative yet; pass " + name + ".detach()");
+}
+
 void Caller::borrow(const char* name, nb::handle tensor, TensorView* view, Access access) const {
   const TensorType& type = same_framework(name, tensor);
-  view->borrow(type, name, tensor, access);
+  try {
+    view->borrow(type, name, tensor, access);
+  } catch (const nb::python_error&) {
+    if (type.torch == nullptr || !torch_transforms(*type.torch)) throw;
+    raise_value_error(std::string(name) +
+                      ": got a tensor of a transform of torch.func, accepted is "
+                      "one with memory: " +
+                      words_.name +
+                      " has no derivative yet, and for "
+                      "torch.func.vmap there are the functions of flashmoe_science.torch");
+  }
   if (may_require_grad_) refuse_gradients(type, name, tensor);
+  if (may_have_tangents_) refuse_tangents(name, tensor);
 }
 
 void Caller::borrow_optional(const char* name, nb::handle tensor, TensorView* view,

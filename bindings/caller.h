@@ -25,8 +25,8 @@ class Caller {
   Caller(const OperationWords& words, const TensorType& type, const char* name, nb::handle first);
 
   // Views a tensor of the call. Raises a TypeError if it is of another framework than the first,
-  // and a ValueError if it requires grad where gradients are recorded, or is to be written to and
-  // known to be read-only.
+  // and a ValueError if it requires grad where gradients are recorded, has a tangent, is inside a
+  // transform of torch.func, or is to be written to and known to be read-only.
   void borrow(const char* name, nb::handle tensor, TensorView* view,
               Access access = Access::kRead) const;
   // The same, and nothing of None.
@@ -51,6 +51,7 @@ class Caller {
 
   const TensorType& same_framework(const char* name, nb::handle tensor) const;
   void refuse_gradients(const TensorType& type, const char* name, nb::handle tensor) const;
+  void refuse_tangents(const char* name, nb::handle tensor) const;
   bool makes_tensors() const {
     return type_.api->allocate != nullptr && type_.api->object_from_managed != nullptr;
   }
@@ -64,6 +65,7 @@ class Caller {
   const char* name_;
   nb::handle first_;
   bool may_require_grad_;
+  bool may_have_tangents_;
 };
 
 // Memory of a CUDA device for the work of one call on `stream`, which the caller named himself or

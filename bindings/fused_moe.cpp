@@ -333,7 +333,8 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
 void define_fused_moe(nb::module_& module) {
   module.def("bind_fused_moe", &NativeFunction<&fused_moe>::like, nb::arg("function"),
              "fused_moe with the signature of a Python function: see bind_flash_attention.");
-  module.def("bind_torch_fused_moe", &NativeFunction<&fused_moe, &is_plain_torch_tensor>::like,
+  module.def("bind_torch_fused_moe",
+             &NativeFunction<&fused_moe, &is_plain_torch_tensor, &may_be_for_torch_operators>::like,
              nb::arg("function"),
              "The same, of plain torch tensors; a call with others goes to the Python function.");
   module.def("fused_moe", &fused_moe, nb::arg("tokens").none(), nb::arg("router_weights").none(),

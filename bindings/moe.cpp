@@ -201,7 +201,8 @@ nb::object grouped_product(nb::handle x, nb::handle w, nb::handle offsets, nb::h
 void define_moe(nb::module_& module) {
   module.def("bind_moe_route", &NativeFunction<&moe_route>::like, nb::arg("function"),
              "moe_route with the signature of a Python function: see bind_flash_attention.");
-  module.def("bind_torch_moe_route", &NativeFunction<&moe_route, &is_plain_torch_tensor>::like,
+  module.def("bind_torch_moe_route",
+             &NativeFunction<&moe_route, &is_plain_torch_tensor, &may_be_for_torch_operators>::like,
              nb::arg("function"),
              "The same, of plain torch tensors; a call with others goes to the Python function.");
   module.def("moe_route", &moe_route, nb::arg("logits").none(), nb::arg("top_k").none(),
@@ -216,9 +217,11 @@ void define_moe(nb::module_& module) {
              "flashmoe_science.moe_route_given with all of its arguments.");
   module.def("bind_moe_forward", &NativeFunction<&moe_forward>::like, nb::arg("function"),
              "moe_forward with the signature of a Python function: see bind_flash_attention.");
-  module.def("bind_torch_moe_forward", &NativeFunction<&moe_forward, &is_plain_torch_tensor>::like,
-             nb::arg("function"),
-             "The same, of plain torch tensors; a call with others goes to the Python function.");
+  module.def(
+      "bind_torch_moe_forward",
+      &NativeFunction<&moe_forward, &is_plain_torch_tensor, &may_be_for_torch_operators>::like,
+      nb::arg("function"),
+      "The same, of plain torch tensors; a call with others goes to the Python function.");
   module.def("moe_forward", &moe_forward, nb::arg("x").none(), nb::arg("w_gate_up").none(),
              nb::arg("w_down").none(), nb::arg("routing").none(), nb::arg("w_up").none(),
              nb::arg("gate").none(), nb::arg("activation").none(), nb::arg("b_gate_up").none(),
@@ -230,9 +233,11 @@ void define_moe(nb::module_& module) {
              "flashmoe_science.moe_forward with all of its arguments.");
   module.def("bind_grouped_product", &NativeFunction<&grouped_product>::like, nb::arg("function"),
              "grouped_product with the signature of a Python function: see bind_flash_attention.");
-  module.def("bind_torch_grouped_product",
-             &NativeFunction<&grouped_product, &is_plain_torch_tensor>::like, nb::arg("function"),
-             "The same, of plain torch tensors; a call with others goes to the Python function.");
+  module.def(
+      "bind_torch_grouped_product",
+      &NativeFunction<&grouped_product, &is_plain_torch_tensor, &may_be_for_torch_operators>::like,
+      nb::arg("function"),
+      "The same, of plain torch tensors; a call with others goes to the Python function.");
   module.def("grouped_product", &grouped_product, nb::arg("x").none(), nb::arg("w").none(),
              nb::arg("offsets").none(), nb::arg("counts").none(), nb::arg("bias").none(),
              nb::arg("out").none(), nb::arg("kernel").none(), nb::arg("stream").none(),

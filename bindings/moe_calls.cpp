@@ -1,6 +1,7 @@
 #include "bindings/moe_calls.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "bindings/errors.h"
 
@@ -31,7 +32,7 @@ int64_t parse_top_k(nb::handle top_k) {
 }
 
 std::string renamed(std::string sentence, const Renames& renames) {
-  constexpr char kBut[] = "but ";
+  static const std::string kBefore[] = {"but ", "memory with "};
   constexpr char kNull[] = "a null pointer";
   if (const size_t at = sentence.find(kNull); at != std::string::npos) {
     sentence.replace(at, sizeof kNull - 1, "None");
@@ -41,9 +42,11 @@ std::string renamed(std::string sentence, const Renames& renames) {
     size_t end = begin;
     while (end < sentence.size() && is_word(sentence[end])) ++end;
     std::string word = sentence.substr(begin, std::max<size_t>(end - begin, 1));
-    const size_t length = sizeof kBut - 1;
     const bool argument =
-        begin == 0 || (begin >= length && sentence.compare(begin - length, length, kBut) == 0);
+        begin == 0 || std::any_of(std::begin(kBefore), std::end(kBefore), [&](const auto& before) {
+          return begin >= before.size() &&
+                 sentence.compare(begin - before.size(), before.size(), before) == 0;
+        });
     for (const Renamed& rename : renames) {
       if (word == rename.from && (argument || rename.everywhere)) {
         word = rename.to;

@@ -265,9 +265,9 @@ struct Renamed {
 };
 using Renames = std::vector<Renamed>;
 
-// A sentence of the library with the caller's names: the first word, and what follows a "but ", in
-// "weights: its number of tokens is 5, but x has 6"; other words where they can mean nothing else. A
-// pointer that is absent is None.
+// A sentence of the library with the caller's names: the first word, and what follows a "but " in
+// "weights: its number of tokens is 5, but x has 6" or a "shares memory with "; other words where they
+// can mean nothing else. A pointer that is absent is None.
 std::string renamed(std::string sentence, const Renames& renames);
 
 // Raises the library's sentence so.

@@ -48,16 +48,19 @@ nb::object make_native_function(const PythonFunction& function, NativeEntry entr
 void set_python_error();
 
 inline bool serves_all(nb::handle) { return true; }
+inline bool leaves_nothing(nb::handle) { return false; }
 
-template <auto kImplementation, bool (*kServes)(nb::handle first) = &serves_all>
+template <auto kImplementation, bool (*kServes)(nb::handle first) = &serves_all,
+          bool (*kLeaves)(nb::handle first) = &leaves_nothing>
 class NativeFunction;
 
 // `kImplementation` takes every parameter of the Python function, in order. There is one native
 // function for each: what is not bound goes to the Python function that was given last, as does a
-// call of which `kServes` the first argument is false.
+// call of which `kServes` the first argument is false, and one that failed of which `kLeaves` it is
+// true.
 template <class... Handles, nb::object (*kImplementation)(Handles...),
-          bool (*kServes)(nb::handle first)>
-class NativeFunction<kImplementation, kServes> {
+          bool (*kServes)(nb::handle first), bool (*kLeaves)(nb::handle first)>
+class NativeFunction<kImplementation, kServes, kLeaves> {
  public:
   static nb::object like(nb::handle function) {
     // Leaked on purpose: at exit the interpreter is gone before static destructors run.
@@ -74,11 +77,15 @@ class NativeFunction<kImplementation, kServes> {
                          PyObject* keywords) {
     PyObject* arguments[kParameters];
     try {
-      if (!bind_arguments(*function_, given, positional, keywords, arguments) ||
-          !kServes(arguments[0])) {
-        return call_python_function(*function_, given, positional, keywords);
+      if (bind_arguments(*function_, given, positional, keywords, arguments) &&
+          kServes(arguments[0])) {
+        try {
+          return call(arguments, std::index_sequence_for<Handles...>()).release().ptr();
+        } catch (...) {
+          if (!kLeaves(arguments[0])) throw;
+        }
       }
-      return call(arguments, std::index_sequence_for<Handles...>()).release().ptr();
+      return call_python_function(*function_, given, positional, keywords);
     } catch (...) {
       set_python_error();
       return nullptr;

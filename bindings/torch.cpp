@@ -107,6 +107,10 @@ const TorchFunctions& torch_functions(const nb::object& torch) {
         {attribute_or_none(internals, {"_dynamo", "guards", "_empty_strided_cuda"}), METH_VARARGS},
         attribute_or_none(internals, {"_cuda_getDevice"}),
         attribute_or_none(internals, {"_cuda_getDeviceCount"}),
+        attribute_or_none(torch, {"autograd", "forward_ad", "__dict__"}),
+        attribute_or_none(torch, {"autograd", "forward_ad", "unpack_dual"}),
+        attribute_or_none(internals, {"_is_fwd_grad_enabled"}),
+        {attribute_or_none(internals, {"_functorch", "maybe_current_level"}), METH_NOARGS},
         {attribute_or_none(internals, {"_cuda_cudaCachingAllocator_raw_alloc"}), METH_VARARGS},
         {attribute_or_none(internals, {"_cuda_cudaCachingAllocator_raw_delete"}), METH_O},
     };
@@ -135,8 +139,30 @@ bool is_plain_torch_tensor(nb::handle tensor) {
          torch->is_compiling(nullptr).ptr() == Py_False;
 }
 
+bool may_be_for_torch_operators(nb::handle tensor) {
+  return torch_transforms(torch_functions(nb::module_::import_("torch"))) ||
+         tensor.attr("is_meta").ptr() == Py_True;
+}
+
 bool torch_records_gradients(const TorchFunctions& torch) {
   return torch.is_grad_enabled(nullptr).ptr() == Py_True;
+}
+
+bool torch_has_tangents(const TorchFunctions& torch) {
+  static PyObject* const name = PyUnicode_InternFromString("_current_level");
+  if (!PyDict_Check(torch.forward_ad.ptr())) return false;
+  PyObject* level = PyDict_GetItem(torch.forward_ad.ptr(), name);  // -1 outside of any
+  return level != nullptr && PyLong_Check(level) && PyLong_AsLong(level) >= 0 &&
+         torch.is_forward_ad_enabled().ptr() == Py_True;
+}
+
+bool has_tangent(const TorchFunctions& torch, nb::handle tensor) {
+  if (tensor.attr("is_inference")().ptr() == Py_True) return false;  // which torch does not unpack
+  return !torch.unpack_dual(tensor).attr("tangent").is_none();
+}
+
+bool torch_transforms(const TorchFunctions& torch) {
+  return torch.transform_level.exists() && !torch.transform_level(nullptr).is_none();
 }
 
 nb::object torch_empty(const TorchFunctions& torch, nb::handle like, flashmoe_device device,

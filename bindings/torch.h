@@ -47,6 +47,12 @@ struct TorchFunctions {
   TorchFunction empty_strided_cuda;
   nb::object current_cuda_device;
   nb::object cuda_device_count;
+  // Of torch.autograd.forward_ad: its names, and what splits a dual number into value and tangent.
+  nb::object forward_ad;
+  nb::object unpack_dual;
+  nb::object is_forward_ad_enabled;
+  // The depth of torch.func's transforms, None outside of any.
+  TorchFunction transform_level;
   // The caching allocator itself, what torch.cuda.caching_allocator_alloc calls: memory without a
   // tensor costs half of one.
   TorchFunction cuda_allocate;
@@ -59,8 +65,20 @@ const TorchFunctions& torch_functions(const nb::object& torch);
 // not tracing it, and no mode looks at what is called.
 bool is_plain_torch_tensor(nb::handle tensor);
 
+// Whether `tensor`, of such a call, may be one of the operators all the same: it is on the meta device,
+// or a transform of torch.func is at work. Asked where the call has failed, which with tensors that
+// have no memory it does.
+bool may_be_for_torch_operators(nb::handle tensor);
+
 // Whether grad mode is on.
 bool torch_records_gradients(const TorchFunctions& torch);
+
+// Whether there may be tensors with tangents: forward-mode differentiation is at work.
+bool torch_has_tangents(const TorchFunctions& torch);
+bool has_tangent(const TorchFunctions& torch, nb::handle tensor);
+
+// Whether a transform of torch.func is at work.
+bool torch_transforms(const TorchFunctions& torch);
 
 // New memory of torch of fp16, bf16, fp32, int32 or uint8, on `device`, which is that of the tensor
 // `like`. `strides` in elements.

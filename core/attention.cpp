@@ -14,6 +14,7 @@
 #include "core/choose.h"
 #include "core/known_calls.h"
 #include "core/log.h"
+#include "core/overlap.h"
 #include "core/status.h"
 
 namespace flashmoe {
@@ -44,6 +45,7 @@ double attention_flops(const AttentionProblem& p) {
 namespace {
 
 constexpr char kKernelPrefix[] = "attention_forward_";
+constexpr size_t kWorkspaceAlignment = 16;
 
 struct AttentionOperation {
   using Params = flashmoe_attention_forward_params;
@@ -53,12 +55,13 @@ struct AttentionOperation {
 
   // See core/known_calls.h.
   static constexpr std::array<KnownTensor<Params>, 5> kTensors = {{
-      {&Params::q, true, false},
-      {&Params::k, true, false},
-      {&Params::v, true, false},
-      {&Params::out, true, false},
-      {&Params::lse, false, false},
+      {"q", &Params::q, true},
+      {"k", &Params::k, true},
+      {"v", &Params::v, true},
+      {"out", &Params::out, true},
+      {"lse", &Params::lse, false},
   }};
+  static constexpr size_t kFirstOutput = 3;
   static constexpr size_t kOptions = offsetof(Params, layout);
   static constexpr size_t kKernel = offsetof(Params, kernel);
 
@@ -71,10 +74,12 @@ struct AttentionOperation {
     visit(&p->lse, 4);
   }
   static const char** kernel_text(Problem* p) { return &p->kernel; }
+
+  static flashmoe_status make_call(const Params* given, bool explain,
+                                   PlannedCall<AttentionOperation>* call);
 };
 
 using AttentionCall = PlannedCall<AttentionOperation>;
-using KnownAttention = KnownCalls<AttentionOperation>;
 
 // Every family, best first for its devices.
 const AttentionFamily* const kFamilies[] = {
@@ -297,13 +302,14 @@ flashmoe_status choose(const Wanted& wanted, bool explain, const AttentionProble
   return FLASHMOE_OK;
 }
 
-flashmoe_status make_call(const flashmoe_attention_forward_params* given, bool explain,
-                          AttentionCall* call) {
+flashmoe_status AttentionOperation::make_call(const Params* given, bool explain,
+                                              AttentionCall* call) {
   AttentionProblem* const problem = &call->problem;
   flashmoe_attention_forward_params params;
   FLASHMOE_TRY(read_params("flashmoe_attention_forward_params", given,
                            offsetof(flashmoe_attention_forward_params, window), &params));
   FLASHMOE_TRY(make_problem(&params, problem));
+  set_reaches(params, call);
   const Wanted wanted = wanted_of(kFamilies, std::size(kFamilies), params.kernel, problem->device);
   problem->named = wanted.name != nullptr;
   problem->kernel = nullptr;
@@ -349,12 +355,9 @@ void log_call(const AttentionProblem& p, const AttentionPlan& plan, const void* 
   }
 }
 
-flashmoe_status run(const AttentionCall& call, bool logged, void* workspace, size_t workspace_size,
-                    void* stream) {
+flashmoe_status run(const AttentionCall& call, bool logged, void* workspace, void* stream) {
   const AttentionProblem& problem = call.problem;
   const AttentionPlan& plan = call.plan;
-  FLASHMOE_TRY(check_workspace(plan.info.workspace_bytes, workspace, workspace_size, 16,
-                               "flashmoe_attention_forward_workspace_size"));
   if (logged) log_call(problem, plan, stream);
   if (problem.batch == 0 || problem.seq_q == 0) return FLASHMOE_OK;
   return call.family->launch(problem, plan, workspace, stream);
@@ -363,6 +366,8 @@ flashmoe_status run(const AttentionCall& call, bool logged, void* workspace, siz
 }  // namespace
 }  // namespace flashmoe
 
+using flashmoe::AttentionCall;
+using flashmoe::AttentionOperation;
 using flashmoe::fail;
 
 flashmoe_status flashmoe_attention_forward_plan(const flashmoe_attention_forward_params* params,
@@ -373,7 +378,7 @@ flashmoe_status flashmoe_attention_forward_plan(const flashmoe_attention_forward
   FLASHMOE_TRY(flashmoe::check_struct_size("flashmoe_attention_plan", plan->struct_size,
                                            sizeof *plan, sizeof *plan));
   flashmoe::AttentionCall call;
-  FLASHMOE_TRY(flashmoe::make_call(params, true, &call));
+  FLASHMOE_TRY(AttentionOperation::make_call(params, true, &call));
   flashmoe_attention_plan& made = call.plan.info;
   made.struct_size = sizeof made;
   std::snprintf(made.family, sizeof made.family, "%s", call.family->name);
@@ -387,27 +392,19 @@ flashmoe_status flashmoe_attention_forward_workspace_size(
   if (bytes == nullptr) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "bytes: got a null pointer");
   }
-  const flashmoe::AttentionCall* known = flashmoe::KnownAttention::find(params);
-  if (known != nullptr) {
-    *bytes = static_cast<size_t>(known->plan.info.workspace_bytes);
+  return flashmoe::with_call<AttentionOperation>(params, [bytes](const AttentionCall& call, bool) {
+    *bytes = static_cast<size_t>(call.plan.info.workspace_bytes);
     return FLASHMOE_OK;
-  }
-  flashmoe::AttentionCall call;
-  FLASHMOE_TRY(flashmoe::make_call(params, false, &call));
-  *bytes = static_cast<size_t>(call.plan.info.workspace_bytes);
-  return FLASHMOE_OK;
+  });
 }
 
 flashmoe_status flashmoe_attention_forward(const flashmoe_attention_forward_params* params,
                                            void* workspace, size_t workspace_size, void* stream) {
-  // A log's callback may itself call the library, and so put another call in a known one's place.
-  const bool logged = flashmoe::log_enabled(FLASHMOE_LOG_INFO);
-  if (!logged) {
-    const flashmoe::AttentionCall* known = flashmoe::KnownAttention::find(params);
-    if (known != nullptr) return flashmoe::run(*known, logged, workspace, workspace_size, stream);
-  }
-  flashmoe::AttentionCall call;
-  FLASHMOE_TRY(flashmoe::make_call(params, flashmoe::log_enabled(FLASHMOE_LOG_DEBUG), &call));
-  if (!logged) flashmoe::KnownAttention::remember(*params, call);
-  return flashmoe::run(call, logged, workspace, workspace_size, stream);
+  return flashmoe::with_call<AttentionOperation>(
+      params, [&](const AttentionCall& call, bool logged) {
+        FLASHMOE_TRY(flashmoe::check_memory(*params, call, workspace, workspace_size,
+                                            flashmoe::kWorkspaceAlignment,
+                                            "flashmoe_attention_forward_workspace_size"));
+        return flashmoe::run(call, logged, workspace, stream);
+      });
 }

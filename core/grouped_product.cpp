@@ -19,13 +19,14 @@ struct ProductOperation {
   static constexpr auto kMember = &MoeFamily::grouped_product;
 
   static constexpr std::array<KnownTensor<Params>, 6> kTensors = {{
-      {&Params::x, true, false},
-      {&Params::w, true, false},
-      {&Params::bias, false, false},
-      {&Params::offsets, false, false},
-      {&Params::counts, false, false},
-      {&Params::out, true, true},
+      {"x", &Params::x, true},
+      {"w", &Params::w, true},
+      {"bias", &Params::bias, false},
+      {"offsets", &Params::offsets, false},
+      {"counts", &Params::counts, false},
+      {"out", &Params::out, true},
   }};
+  static constexpr size_t kFirstOutput = 5;
   static constexpr size_t kOptions = offsetof(Params, kernel);
   static constexpr size_t kKernel = offsetof(Params, kernel);
 
@@ -41,6 +42,10 @@ struct ProductOperation {
   static const char** kernel_text(Problem* p) { return &p->kernel; }
 
   static flashmoe_status make_problem(const Params& params, Problem* problem);
+  static flashmoe_status make_call(const Params* given, bool explain,
+                                   PlannedCall<ProductOperation>* call) {
+    return make_moe_call(given, explain, call);
+  }
   static const char* kernel(const Params& params) { return params.kernel; }
   static double flops(const Problem& p);
   static bool is_empty(const Problem& p) { return p.rows == 0; }
@@ -113,8 +118,6 @@ flashmoe_status ProductOperation::make_problem(const Params& params, Problem* pr
   FLASHMOE_TRY(
       check_extent("out", "number of columns", out.shape[rank - 1], "w's rows", p.out_columns));
   FLASHMOE_TRY(check_no_overlap("out", out, rank));
-  FLASHMOE_TRY(check_disjoint("out", out, rank, bytes, "x", x, rank, bytes));
-  FLASHMOE_TRY(check_disjoint("out", out, rank, bytes, "w", w, 3, bytes));
 
   p.x = x.data;
   p.x_stride = x.strides[row_axis];

@@ -9,11 +9,13 @@
 // An operation is a struct of static members, of which these are read here:
 //   Params, Problem, Plan, Family      the C ABI's argument, what validation makes of it, ...
 //   kTensors                           a KnownTensor of each tensor of Params, in its order
+//   kFirstOutput                       the first of these that is written, as all behind it are
 //   kOptions, kKernel                  offsets in Params: behind its tensors, and of its kernel's
 //                                      name, or of its end where it has none
 //   address(params, &problem, visit)   visit(pointer, index) of each pointer of the problem into
 //                                      tensor `index`; pointers may be nullptr
 //   kernel_text(&problem)              its pointer to the name that the caller gave, or nullptr
+//   make_call(params, explain, &call)  all that is done for a call that is not known
 #pragma once
 
 #include <array>
@@ -23,6 +25,8 @@
 #include <type_traits>
 
 #include "core/checks.h"
+#include "core/log.h"
+#include "core/overlap.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -32,15 +36,23 @@ struct PlannedCall {
   typename Operation::Problem problem;
   typename Operation::Plan plan;
   const typename Operation::Family* family;
+  Reach reaches[Operation::kTensors.size()];
 };
+
+template <class Operation>
+void set_reaches(const typename Operation::Params& params, PlannedCall<Operation>* call) {
+  for (size_t i = 0; i < Operation::kTensors.size(); ++i) {
+    call->reaches[i] = Reach::of(params.*Operation::kTensors[i].member);
+  }
+}
 
 // One tensor of an operation, and the rules for its address.
 template <class Params>
 struct KnownTensor {
+  const char* name;
   const flashmoe_tensor* Params::* member;
   bool
       has_rows;  // it begins on a multiple of kRowAlignment bytes, others on one of their elements'
-  bool is_alone;  // it overlaps no other tensor
 };
 
 // A tensor but for its address.
@@ -55,7 +67,6 @@ struct KnownShape {
   bool strided;
   int32_t rank;
   uintptr_t low_bits;  // of its address, all 0
-  uint64_t bytes;      // from its first element to the end of its last
   int64_t extents[kMaxRank];
   int64_t strides[kMaxRank];  // if strided
 
@@ -78,14 +89,6 @@ struct KnownShape {
     return difference == 0;
   }
 };
-
-// Whether two tensors may overlap: gaps within them are taken as theirs.
-inline bool may_overlap(const flashmoe_tensor& a, const KnownShape& shape_of_a,
-                        const flashmoe_tensor& b, const KnownShape& shape_of_b) {
-  const auto begin_of_a = reinterpret_cast<uintptr_t>(a.data);
-  const auto begin_of_b = reinterpret_cast<uintptr_t>(b.data);
-  return begin_of_a < begin_of_b + shape_of_b.bytes && begin_of_b < begin_of_a + shape_of_a.bytes;
-}
 
 // The calls of one operation that a thread knows.
 template <class Operation>
@@ -145,12 +148,6 @@ class KnownCalls {
   static constexpr size_t kOptionsBytes = Operation::kKernel - Operation::kOptions;
   static constexpr size_t kMoreOptions = Operation::kKernel + (kHasKernel ? sizeof(char*) : 0);
   static constexpr size_t kMoreOptionsBytes = sizeof(Params) - kMoreOptions;
-  static constexpr bool any_is_alone() {
-    for (const auto& tensor : Operation::kTensors) {
-      if (tensor.is_alone) return true;
-    }
-    return false;
-  }
   static_assert(sizeof(size_t) + kTensors * sizeof(void*) == Operation::kOptions,
                 "a tensor is missing");
 
@@ -177,17 +174,12 @@ class KnownCalls {
     return kernel != nullptr ? kernel : "";
   }
 
-  // Whether every tensor begins where it says, and ends behind: only such calls are kept, and found
-  // again.
+  // Whether every tensor begins where it says: only such calls are kept, and found again.
   static bool is_plain(const Params& params) {
     for (const auto& each : Operation::kTensors) {
       const flashmoe_tensor* tensor = params.*each.member;
       if (tensor == nullptr) continue;
       if (tensor->data == nullptr || tensor->byte_offset != 0) return false;
-      for (int axis = 0; any_is_alone() && tensor->strides != nullptr && axis < tensor->ndim;
-           ++axis) {
-        if (tensor->strides[axis] < 0) return false;
-      }
     }
     return params.struct_size == sizeof params;
   }
@@ -198,22 +190,7 @@ class KnownCalls {
     }
     return std::memcmp(bytes_of(params) + Operation::kOptions, key.options, kOptionsBytes) == 0 &&
            std::memcmp(bytes_of(params) + kMoreOptions, key.more_options, kMoreOptionsBytes) == 0 &&
-           std::strcmp(kernel_of(params), key.kernel) == 0 && stand_alone(params, key);
-  }
-
-  // Where outputs may lie in other tensors, validation decides.
-  static bool stand_alone(const Params& params, const Key& key) {
-    for (size_t i = 0; any_is_alone() && i < kTensors; ++i) {
-      if (!Operation::kTensors[i].is_alone || !key.shapes[i].given) continue;
-      for (size_t j = 0; j < kTensors; ++j) {
-        if (j != i && key.shapes[j].given &&
-            may_overlap(*(params.*Operation::kTensors[i].member), key.shapes[i],
-                        *(params.*Operation::kTensors[j].member), key.shapes[j])) {
-          return false;
-        }
-      }
-    }
-    return true;
+           std::strcmp(kernel_of(params), key.kernel) == 0;
   }
 
   // Brings a known call to the addresses of the call at hand.
@@ -242,5 +219,31 @@ class KnownCalls {
   Key keys_[kCalls];
   Call calls_[kCalls];
 };
+
+// Does work(call, logged) with a call that is known or is made now, and then kept. A log's callback may
+// itself call the library, and so put another call in a known one's place: with a log none is looked up.
+template <class Operation, class Work>
+flashmoe_status with_call(const typename Operation::Params* params, const Work& work) {
+  const bool logged = log_enabled(FLASHMOE_LOG_INFO);
+  if (!logged) {
+    const PlannedCall<Operation>* known = KnownCalls<Operation>::find(params);
+    if (known != nullptr) return work(*known, logged);
+  }
+  PlannedCall<Operation> call;
+  FLASHMOE_TRY(Operation::make_call(params, log_enabled(FLASHMOE_LOG_DEBUG), &call));
+  if (!logged) KnownCalls<Operation>::remember(*params, call);
+  return work(call, logged);
+}
+
+// What launches check of the memory that a call writes: its workspace is there, `query` tells how much,
+// and nothing is written to that the call has another use for.
+template <class Operation>
+flashmoe_status check_memory(const typename Operation::Params& params,
+                             const PlannedCall<Operation>& call, const void* workspace,
+                             size_t workspace_size, size_t alignment, const char* query) {
+  const uint64_t needed = call.plan.info.workspace_bytes;
+  FLASHMOE_TRY(check_workspace(needed, workspace, workspace_size, alignment, query));
+  return check_apart<Operation>(params, call.reaches, workspace, needed);
+}
 
 }  // namespace flashmoe

@@ -121,35 +121,4 @@ ExpertBias rows_of_bias(const View& bias, Dtype dtype, int64_t first, int64_t st
           step};
 }
 
-namespace {
-
-// [begin, end) of a view that is laid out without gaps.
-bool dense_bytes(const View& view, int rank, int64_t element_bytes, uintptr_t* begin,
-                 uintptr_t* end) {
-  int64_t count = 1;
-  for (int axis = rank - 1; axis >= 0; --axis) {
-    if (view.shape[axis] > 1 && view.strides[axis] != count) return false;
-    count *= view.shape[axis];
-  }
-  *begin = reinterpret_cast<uintptr_t>(view.data);
-  *end = *begin + static_cast<uintptr_t>(count * element_bytes);
-  return true;
-}
-
-}  // namespace
-
-flashmoe_status check_disjoint(const char* name, const View& out, int out_rank, int64_t out_bytes,
-                               const char* other_name, const View& other, int other_rank,
-                               int64_t other_bytes) {
-  uintptr_t begin = 0, end = 0, other_begin = 0, other_end = 0;
-  if (!dense_bytes(out, out_rank, out_bytes, &begin, &end) ||
-      !dense_bytes(other, other_rank, other_bytes, &other_begin, &other_end) ||
-      end <= other_begin || other_end <= begin || begin == end || other_begin == other_end) {
-    return FLASHMOE_OK;
-  }
-  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-              "%s: it shares memory with %s, accepted is an output that overlaps no other tensor",
-              name, other_name);
-}
-
 }  // namespace flashmoe

@@ -49,10 +49,4 @@ flashmoe_status check_bias(const char* name, const flashmoe_tensor* tensor, cons
                            const char* matrix, View* view, Dtype* bias_dtype);
 ExpertBias rows_of_bias(const View& bias, Dtype dtype, int64_t first, int64_t step);
 
-// An output shares no byte with another tensor. Decided where both are without gaps; two strided
-// views may lie in one another's.
-flashmoe_status check_disjoint(const char* name, const View& out, int out_rank, int64_t out_bytes,
-                               const char* other_name, const View& other, int other_rank,
-                               int64_t other_bytes);
-
 }  // namespace flashmoe

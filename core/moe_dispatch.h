@@ -57,6 +57,7 @@ flashmoe_status make_moe_call(const typename Operation::Params* given, bool expl
   typename Operation::Params params;
   FLASHMOE_TRY(read_params(Operation::kParams, given, Operation::kOldestParams, &params));
   FLASHMOE_TRY(Operation::make_problem(params, &call->problem));
+  set_reaches(params, call);
   return choose_moe_family(Operation::kernel(params), explain, call);
 }
 
@@ -77,27 +78,12 @@ flashmoe_status plan_moe(const typename Operation::Params* params, flashmoe_moe_
   return FLASHMOE_OK;
 }
 
-// Does work(call) with a call that is known or is made now, and then kept. A log's callback may itself
-// call the library, and so put another call in a known one's place: with a log none is looked up.
-template <class Operation, class Work>
-flashmoe_status with_moe_call(const typename Operation::Params* params, const Work& work) {
-  const bool logged = log_enabled(FLASHMOE_LOG_INFO);
-  if (!logged) {
-    const PlannedCall<Operation>* known = KnownCalls<Operation>::find(params);
-    if (known != nullptr) return work(*known);
-  }
-  PlannedCall<Operation> call;
-  FLASHMOE_TRY(make_moe_call(params, log_enabled(FLASHMOE_LOG_DEBUG), &call));
-  if (!logged) KnownCalls<Operation>::remember(*params, call);
-  return work(call);
-}
-
 template <class Operation>
 flashmoe_status moe_workspace_size(const typename Operation::Params* params, size_t* bytes) {
   if (bytes == nullptr) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "bytes: got a null pointer");
   }
-  return with_moe_call<Operation>(params, [bytes](const PlannedCall<Operation>& call) {
+  return with_call<Operation>(params, [bytes](const PlannedCall<Operation>& call, bool) {
     *bytes = static_cast<size_t>(call.plan.info.workspace_bytes);
     return FLASHMOE_OK;
   });
@@ -130,11 +116,11 @@ flashmoe_status launch_moe(const typename Operation::Params* params, void* works
                            size_t workspace_size, void* stream) {
   constexpr size_t kCpuAlignment = 16;
   constexpr size_t kCudaAlignment = 256;
-  return with_moe_call<Operation>(params, [&](const PlannedCall<Operation>& call) {
+  return with_call<Operation>(params, [&](const PlannedCall<Operation>& call, bool logged) {
     const bool cuda = call.problem.device.device_type == FLASHMOE_DEVICE_CUDA;
-    FLASHMOE_TRY(check_workspace(call.plan.info.workspace_bytes, workspace, workspace_size,
-                                 cuda ? kCudaAlignment : kCpuAlignment, Operation::kSizeFunction));
-    if (log_enabled(FLASHMOE_LOG_INFO)) log_moe(call, stream);
+    FLASHMOE_TRY(check_memory(*params, call, workspace, workspace_size,
+                              cuda ? kCudaAlignment : kCpuAlignment, Operation::kSizeFunction));
+    if (logged) log_moe(call, stream);
     if (Operation::is_empty(call.problem)) return FLASHMOE_OK;
     return (call.family->*Operation::kMember).launch(call.problem, call.plan, workspace, stream);
   });

@@ -21,20 +21,21 @@ struct ForwardOperation {
   static constexpr auto kMember = &MoeFamily::forward;
 
   static constexpr std::array<KnownTensor<Params>, 13> kTensors = {{
-      {&Params::x, true, false},
-      {&Params::w_gate_up, true, false},
-      {&Params::w_up, true, false},
-      {&Params::w_down, true, false},
-      {&Params::b_gate_up, false, false},
-      {&Params::b_up, false, false},
-      {&Params::b_down, false, false},
-      {&Params::weights, false, false},
-      {&Params::offsets, false, false},
-      {&Params::pairs, false, false},
-      {&Params::slots, false, false},
-      {&Params::out, true, true},
-      {&Params::pre_activation, true, true},
+      {"x", &Params::x, true},
+      {"w_gate_up", &Params::w_gate_up, true},
+      {"w_up", &Params::w_up, true},
+      {"w_down", &Params::w_down, true},
+      {"b_gate_up", &Params::b_gate_up, false},
+      {"b_up", &Params::b_up, false},
+      {"b_down", &Params::b_down, false},
+      {"weights", &Params::weights, false},
+      {"offsets", &Params::offsets, false},
+      {"pairs", &Params::pairs, false},
+      {"slots", &Params::slots, false},
+      {"out", &Params::out, true},
+      {"pre_activation", &Params::pre_activation, true},
   }};
+  static constexpr size_t kFirstOutput = 11;
   static constexpr size_t kOptions = offsetof(Params, gate);
   static constexpr size_t kKernel = offsetof(Params, kernel);
 
@@ -58,6 +59,10 @@ struct ForwardOperation {
   static const char** kernel_text(Problem* p) { return &p->kernel; }
 
   static flashmoe_status make_problem(const Params& params, Problem* problem);
+  static flashmoe_status make_call(const Params* given, bool explain,
+                                   PlannedCall<ForwardOperation>* call) {
+    return make_moe_call(given, explain, call);
+  }
   static const char* kernel(const Params& params) { return params.kernel; }
   static double flops(const Problem& p);
   static bool is_empty(const Problem& p) { return p.tokens == 0; }
@@ -215,8 +220,7 @@ flashmoe_status read_routing(const flashmoe_moe_forward_params& params, MoeForwa
   return FLASHMOE_OK;
 }
 
-flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, const View& x,
-                             const Matrices& m, MoeForwardProblem* p) {
+flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, MoeForwardProblem* p) {
   const int64_t bytes = dtype_bytes(p->dtype);
   View out;
   FLASHMOE_TRY(check_view("out", params.out, 2, &out));
@@ -226,9 +230,6 @@ flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, const Vi
   FLASHMOE_TRY(check_extent("out", "number of tokens", out.shape[0], "x", p->tokens));
   FLASHMOE_TRY(check_extent("out", "hidden size", out.shape[1], "x", p->hidden));
   FLASHMOE_TRY(check_no_overlap("out", out, 2));
-  FLASHMOE_TRY(check_disjoint("out", out, 2, bytes, "x", x, 2, bytes));
-  FLASHMOE_TRY(check_disjoint("out", out, 2, bytes, "w_gate_up", m.gate_up, 3, bytes));
-  FLASHMOE_TRY(check_disjoint("out", out, 2, bytes, "w_down", m.down, 3, bytes));
   p->out = out.data;
   p->out_stride = out.strides[0];
   if (params.pre_activation == nullptr) return FLASHMOE_OK;
@@ -243,8 +244,6 @@ flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, const Vi
                             p->gated ? "gate and up together" : "w_gate_up's rows",
                             p->gated ? 2 * p->inner : p->inner));
   FLASHMOE_TRY(check_no_overlap("pre_activation", pre, 2));
-  FLASHMOE_TRY(check_disjoint("pre_activation", pre, 2, bytes, "x", x, 2, bytes));
-  FLASHMOE_TRY(check_disjoint("out", out, 2, bytes, "pre_activation", pre, 2, bytes));
   p->pre_activation = pre.data;
   p->pre_activation_stride = pre.strides[0];
   return FLASHMOE_OK;
@@ -277,7 +276,7 @@ flashmoe_status ForwardOperation::make_problem(const Params& params, Problem* pr
   FLASHMOE_TRY(read_routing(params, &p));
   FLASHMOE_TRY(check_pair_rows("x", p.tokens * p.top_k, p.hidden));
   FLASHMOE_TRY(check_pair_rows("w_gate_up", p.tokens * p.top_k, p.inner));
-  FLASHMOE_TRY(read_outputs(params, x, m, &p));
+  FLASHMOE_TRY(read_outputs(params, &p));
 
   p.activation = static_cast<flashmoe_activation>(params.activation);
   p.alpha = params.alpha != 0.0f ? params.alpha : 1.0f;

@@ -20,18 +20,19 @@ struct RouteOperation {
   static constexpr auto kMember = &MoeFamily::route;
 
   static constexpr std::array<KnownTensor<Params>, 11> kTensors = {{
-      {&Params::logits, false, false},
-      {&Params::selection_bias, false, false},
-      {&Params::given_ids, false, false},
-      {&Params::given_weights, false, false},
-      {&Params::expert_map, false, false},
-      {&Params::ids, false, false},
-      {&Params::weights, false, false},
-      {&Params::offsets, false, false},
-      {&Params::pairs, false, false},
-      {&Params::slots, false, false},
-      {&Params::lse, false, false},
+      {"logits", &Params::logits, false},
+      {"selection_bias", &Params::selection_bias, false},
+      {"given_ids", &Params::given_ids, false},
+      {"given_weights", &Params::given_weights, false},
+      {"expert_map", &Params::expert_map, false},
+      {"ids", &Params::ids, false},
+      {"weights", &Params::weights, false},
+      {"offsets", &Params::offsets, false},
+      {"pairs", &Params::pairs, false},
+      {"slots", &Params::slots, false},
+      {"lse", &Params::lse, false},
   }};
+  static constexpr size_t kFirstOutput = 5;
   static constexpr size_t kOptions = offsetof(Params, scoring);
   static constexpr size_t kKernel = sizeof(Params);
 
@@ -52,6 +53,10 @@ struct RouteOperation {
   static const char** kernel_text(Problem*) { return nullptr; }
 
   static flashmoe_status make_problem(const Params& params, Problem* problem);
+  static flashmoe_status make_call(const Params* given, bool explain,
+                                   PlannedCall<RouteOperation>* call) {
+    return make_moe_call(given, explain, call);
+  }
   static const char* kernel(const Params&) { return nullptr; }
   static double flops(const Problem&) { return 0.0; }
   static bool is_empty(const Problem&) { return false; }  // offsets are written without tokens too

@@ -28,6 +28,21 @@ struct Bf16PairProduct {
     const __m512i high = _mm512_slli_epi32(_mm512_maskz_loadu_epi16(mask, second), 16);
     return _mm512_castsi512_ps(_mm512_or_si512(low, high));
   }
+  template <int kVectors>
+  FLASHMOE_INLINE static void load_columns(const Bf16* first, const Bf16* second, int64_t n,
+                                           Vector (&words)[kVectors]) {
+    if (kVectors == 2 && n >= 2 * Simd::kLanes) {
+      // Whole lines: a load of each row and a shuffle of both for each vector.
+      const __m512i low = _mm512_loadu_si512(first);
+      const __m512i high = _mm512_loadu_si512(second);
+      words[0] = interleave(low, high, 0);
+      words[kVectors - 1] = interleave(low, high, Simd::kLanes);
+      return;
+    }
+    load_vectors<kVectors>(n, words, [=](int64_t i, int64_t rest) {
+      return load_values(first + i, second + i, rest);
+    });
+  }
   static Vector keep_first_of_pair(Vector words) {
     return _mm512_castsi512_ps(
         _mm512_and_si512(_mm512_castps_si512(words), _mm512_set1_epi32(0xffff)));
@@ -50,4 +65,15 @@ struct Bf16PairProduct {
     }
     bool finite() const { return special == 0; }
   };
+
+ private:
+  // Pairs of one element of each, from element `begin` on.
+  static Vector interleave(__m512i low, __m512i high, int begin) {
+    constexpr int kSecond = 1 << 21;  // element 0 of the other operand, in the upper half
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i from = _mm512_add_epi32(lane, _mm512_set1_epi32(begin));
+    const __m512i both = _mm512_or_si512(
+        from, _mm512_or_si512(_mm512_slli_epi32(from, 16), _mm512_set1_epi32(kSecond)));
+    return _mm512_castsi512_ps(_mm512_permutex2var_epi16(low, both, high));
+  }
 };

@@ -3,7 +3,7 @@
 //
 // Where depth is contiguous: dot products of kDotColumns rows of the matrix and up to
 // Simd::kDotRows rows of x at a time, a vector along the depth. Where columns are: every row's sums
-// += scalar * vector of columns, kAxpyDepth of the matrix's columns at a time.
+// += word * vector of columns, a cache line of each of 16 of the matrix's columns at a time (AVX-512).
 //
 // Included after cpu/moe_sums.h.
 
@@ -11,9 +11,8 @@ constexpr int64_t kFewWords = 1024;  // of depth at a time
 // One vector more than a power of two, so that rows do not share cache sets.
 constexpr int64_t kFewStride = kFewWords + kLanes;
 constexpr int kDotColumns = 4;
-// Depth is a multiple of the first; the second is as much as the registers hold.
-constexpr int kAxpyLeast = 8;
-constexpr int kAxpyDepth = Simd::kLanes >= 16 ? 16 : kAxpyLeast;
+constexpr int kDepthUnit = 8;                          // depth is a multiple of it
+constexpr int kAxpyRegisters = kLanes >= 16 ? 16 : 8;  // for weights
 
 template <typename Product>
 class FewRows : MoeTileSums<typename Product::Element> {
@@ -21,16 +20,14 @@ class FewRows : MoeTileSums<typename Product::Element> {
   using Element = typename Product::Element;
   using Base = MoeTileSums<Element>;
   static constexpr int kPack = Product::kPack;
-  // Above, packing pays. Pairs that lie by columns are multiplied one by one here.
-  static constexpr int64_t kMostDotRows = 6 * Simd::kDotRows;
-  static constexpr int64_t kMostAxpyRows = kPack == 1 ? kMostDotRows : kMostDotRows / 3;
-  static_assert(kMostDotRows * kFewStride <= MoeScratch::kRows, "rows fit in the scratch");
+  static constexpr int64_t kMost = 6 * Simd::kDotRows;  // rows; above, packing pays
+  // Weights that are in registers at a time: of AVX-512 whole cache lines.
+  static constexpr int kAxpyVectors = kLanes >= 16 && sizeof(Element) == 2 ? kPanelVectors : 1;
+  static constexpr int kAxpyWords = kAxpyRegisters / kAxpyVectors;
+  static constexpr int kAxpyLeast = kDepthUnit / kPack;
+  static_assert(kMost * kFewStride <= MoeScratch::kRows, "rows fit in the scratch");
 
   using Base::Base;
-
-  static int64_t most_rows(const MoeTile& tile) {
-    return tile.weights[0].column_stride == 1 ? kMostDotRows : kMostAxpyRows;
-  }
 
   void compute() {
     for (int m = 0; m < tile_.matrices; ++m) {
@@ -49,14 +46,13 @@ class FewRows : MoeTileSums<typename Product::Element> {
   using Base::s_;
   using Base::tile_;
 
-  // Words `word` to `word` + `count` of each row, as P packs them; 0 behind them.
-  template <typename P>
+  // Words `word` to `word` + `count` of each row; 0 behind them.
   void load_rows(int64_t word, int64_t count) const {
     for (int64_t r = 0; r < tile_.rows; ++r) {
-      const Element* from = this->row(r) + word * P::kPack;
+      const Element* from = this->row(r) + word * kPack;
       float* to = s_.rows + r * kFewStride;
       for (int64_t i = 0; i < count; i += kLanes) {
-        Simd::store(to + i, P::load_words(from + i * P::kPack, (count - i) * P::kPack));
+        Simd::store(to + i, Product::load_words(from + i * kPack, (count - i) * kPack));
       }
     }
   }
@@ -67,7 +63,7 @@ class FewRows : MoeTileSums<typename Product::Element> {
     const int64_t together = (tile_.rows + groups - 1) / groups;
     for (int64_t word = 0; word < words; word += kFewWords) {
       const int64_t count = smaller(kFewWords, words - word);
-      load_rows<Product>(word, count);
+      load_rows(word, count);
       for (int64_t column = 0; column < tile_.columns; column += kDotColumns) {
         const Element* w = this->weights(m, column, word * kPack);
         const int64_t stride = tile_.weights[m].row_stride;
@@ -129,50 +125,71 @@ class FewRows : MoeTileSums<typename Product::Element> {
 
   // Gate and up together: they may lie in the same cache lines.
   void axpy() const {
-    for (int64_t depth = 0; depth < tile_.depth; depth += kFewWords) {
-      const int64_t count = smaller(kFewWords, tile_.depth - depth);
-      load_rows<Fp32Product<Element>>(depth, count);
-      int64_t d = 0;
-      for (; d + kAxpyDepth <= count; d += kAxpyDepth) axpy_step<kAxpyDepth>(depth, d);
-      for (; d < count; d += kAxpyLeast) axpy_step<kAxpyLeast>(depth, d);
+    const int64_t words = tile_.depth / kPack;
+    for (int64_t word = 0; word < words; word += kFewWords) {
+      const int64_t count = smaller(kFewWords, words - word);
+      load_rows(word, count);
+      int64_t i = 0;
+      for (; i + kAxpyWords <= count; i += kAxpyWords) axpy_step<kAxpyWords>(word, i);
+      for (; i < count; i += kAxpyLeast) axpy_step<kAxpyLeast>(word, i);
     }
   }
 
-  template <int kDepth>
-  void axpy_step(int64_t depth, int64_t d) const {
+  template <int kWords>
+  void axpy_step(int64_t word, int64_t i) const {
     for (int m = 0; m < tile_.matrices; ++m) {
       if (this->depth_is_contiguous(m)) continue;
       if (tile_.weights[m].row_stride == 1) {
-        axpy_columns<kDepth>(m, depth, d,
-                             [](const Element* p, int64_t n) { return Simd::load_first(p, n); });
+        axpy_columns<kWords>(m, word, i, Product::template load_columns<kAxpyVectors>);
       } else {
-        axpy_columns<kDepth>(
-            m, depth, d, [](const Element* p, int64_t n) { return Simd::load_every_second(p, n); });
+        axpy_columns<kWords>(m, word, i, load_every_second_column<Product, kAxpyVectors>);
       }
     }
   }
 
-  // Adds kDepth columns of the matrix, from `depth` + `d` on, times what the rows have there.
-  template <int kDepth, typename Load>
-  FLASHMOE_INLINE void axpy_columns(int m, int64_t depth, int64_t d, Load load) const {
+  // Adds kWords words of depth, from `word` + `i` on, times what the rows have there.
+  template <int kWords, typename Load>
+  FLASHMOE_INLINE void axpy_columns(int m, int64_t word, int64_t i, Load load) const {
+    constexpr int64_t kWide = kAxpyVectors * kLanes;
+    int64_t column = 0;
+    // A constant number of columns: the masks are constant too.
+    for (; column + kWide <= tile_.columns; column += kWide) {
+      axpy_block<kWords>(m, word, i, column, kWide, load);
+    }
+    if (column < tile_.columns) {
+      axpy_block<kWords>(m, word, i, column, tile_.columns - column, load);
+    }
+  }
+
+  template <int kWords, typename Load>
+  FLASHMOE_INLINE void axpy_block(int m, int64_t word, int64_t i, int64_t column, int64_t n,
+                                  Load load) const {
     const int64_t next = tile_.weights[m].column_stride;
-    for (int64_t column = 0; column < tile_.columns; column += kLanes) {
-      const Element* from = this->weights(m, column, depth + d);
-      Vector w[kDepth];
+    const Element* from = this->weights(m, column, (word + i) * kPack);
+    Vector w[kWords][kAxpyVectors];
 #pragma GCC unroll 16
-      for (int i = 0; i < kDepth; ++i) {
-        w[i] = load(from + i * next, tile_.columns - column);
-      }
-      float* to = this->sums(m, column / kPanel, 0) + column % kPanel;
-      for (int64_t r = 0; r < tile_.rows; ++r) {
-        const float* row = s_.rows + r * kFewStride + d;
-        // Added up apart, which leaves a long sum fewer roundings.
-        Vector part = Simd::multiply(Simd::broadcast(row[0]), w[0]);
+    for (int k = 0; k < kWords; ++k) {
+      load(from, from + (kPack - 1) * next, n, w[k]);
+      from += kPack * next;
+    }
+    float* to = this->sums(m, column / kPanel, 0) + column % kPanel;
+    for (int64_t r = 0; r < tile_.rows; ++r) {
+      const float* row = s_.rows + r * kFewStride + i;
+      // Added up apart, which leaves a long sum fewer roundings.
+      Vector part[kAxpyVectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < kAxpyVectors; ++v) part[v] = Simd::zero();
 #pragma GCC unroll 16
-        for (int i = 1; i < kDepth; ++i) {
-          part = Simd::multiply_add(Simd::broadcast(row[i]), w[i], part);
+      for (int k = 0; k < kWords; ++k) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kAxpyVectors; ++v) {
+          part[v] = Product::multiply_add(Simd::broadcast(row[k]), w[k][v], part[v]);
         }
-        Simd::store(to + r * kPanel, Simd::add(Simd::load(to + r * kPanel), part));
+      }
+#pragma GCC unroll 2
+      for (int v = 0; v < kAxpyVectors; ++v) {
+        float* sum = to + r * kPanel + v * kLanes;
+        Simd::store(sum, Simd::add(Simd::load(sum), part[v]));
       }
     }
   }

@@ -93,9 +93,9 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     if (this->depth_is_contiguous(p.m)) {
       transpose_panel(p);
     } else if (tile_.weights[p.m].row_stride == 1) {
-      copy_panel(p, Product::load_values);
+      copy_panel(p, Product::template load_columns<kPanelVectors>);
     } else {
-      copy_panel(p, Product::load_every_second_value);
+      copy_panel(p, load_every_second_column<Product, kPanelVectors>);
     }
   }
 
@@ -117,15 +117,24 @@ class ManyRows : MoeTileSums<typename Product::Element> {
 
   template <typename Load>
   FLASHMOE_INLINE void copy_panel(const Panel& p, Load load) const {
-    const int64_t next = kPack > 1 ? tile_.weights[p.m].column_stride : 0;
+    const int64_t n = tile_.columns - p.column();
+    // A constant number of columns: the masks are constant too.
+    if (n >= kPanel) return copy_columns(p, kPanel, load);
+    copy_columns(p, n, load);
+  }
+
+  template <typename Load>
+  FLASHMOE_INLINE void copy_columns(const Panel& p, int64_t n, Load load) const {
+    const int64_t next = tile_.weights[p.m].column_stride;
+    const Element* from = this->weights(p.m, p.column(), p.word * kPack);
+    float* to = s_.panel;
     for (int64_t step = 0; step < p.steps; ++step) {
-      const Element* row = this->weights(p.m, p.column(), (p.word + step) * kPack);
-      for (int v = 0; v < kPanelVectors; ++v) {
-        const int64_t n = tile_.columns - p.column() - v * kLanes;
-        const Element* from = row + v * kLanes * tile_.weights[p.m].row_stride;
-        Simd::store(s_.panel + step * kPanel + v * kLanes,
-                    n > 0 ? load(from, from + next, n) : Simd::zero());
-      }
+      Vector words[kPanelVectors];
+      load(from, from + (kPack - 1) * next, n, words);
+#pragma GCC unroll 2
+      for (int v = 0; v < kPanelVectors; ++v) Simd::store(to + v * kLanes, words[v]);
+      from += kPack * next;
+      to += kPanel;
     }
   }
 
@@ -170,7 +179,7 @@ class ManyRows : MoeTileSums<typename Product::Element> {
 
 template <typename Product>
 void multiply_tile(const MoeTile& tile, void* scratch) {
-  if (tile.rows <= FewRows<Product>::most_rows(tile)) {
+  if (tile.rows <= FewRows<Product>::kMost) {
     FewRows<Product>(tile, scratch).compute();
   } else {
     ManyRows<Product>(tile, scratch).compute();
@@ -199,7 +208,7 @@ constexpr MoeKernel moe_kernel(const char* isa) {
           kMostColumns,
           MoeScratch::kSums,
           kGroupRows,
-          FewRows<Product>::kMostDotRows,
+          FewRows<Product>::kMost,
           MoeScratch::kBytes,
           multiply_tile<Product>,
           add_rows<typename Product::Element>};

@@ -57,6 +57,16 @@ FLASHMOE_INLINE Vector tanh_of(Vector x) {
   return Simd::divide(Simd::multiply(x, p), q);
 }
 
+// Vector by vector what `load` gives from lane i on, of the `rest` that are there; 0 behind them.
+template <int kVectors, typename Load>
+FLASHMOE_INLINE void load_vectors(int64_t n, Vector (&to)[kVectors], Load load) {
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t rest = n - v * kLanes;
+    to[v] = rest > 0 ? load(v * kLanes, rest) : Simd::zero();
+  }
+}
+
 // Products of fp32, one per 32-bit word; T is widened on the way in.
 template <typename T>
 struct Fp32Product {
@@ -80,6 +90,14 @@ struct Fp32Product {
   // The same of values that are two apart.
   static Vector load_every_second_value(const T* p, const T* /*second*/, int64_t n) {
     return Simd::load_every_second(p, n);
+  }
+  // load_values of consecutive vectors, of which n columns are there; 0 behind them.
+  template <int kVectors>
+  FLASHMOE_INLINE static void load_columns(const T* first, const T* second, int64_t n,
+                                           Vector (&words)[kVectors]) {
+    load_vectors<kVectors>(n, words, [=](int64_t i, int64_t rest) {
+      return load_values(first + i, second + i, rest);
+    });
   }
   static Vector keep_first_of_pair(Vector words) { return words; }
   static Vector keep_second_of_pair(Vector words) { return words; }
@@ -157,4 +175,14 @@ FLASHMOE_INLINE void load_block(const typename Product::Element* const (&from)[k
     block[j] = j < rows ? Product::load_words(from[j] + begin, dim - begin) : Simd::zero();
   }
   Simd::transpose(block);
+}
+
+// Product::load_columns of columns that are two apart.
+template <typename Product, int kVectors>
+FLASHMOE_INLINE void load_every_second_column(const typename Product::Element* first,
+                                              const typename Product::Element* second, int64_t n,
+                                              Vector (&words)[kVectors]) {
+  load_vectors<kVectors>(n, words, [=](int64_t i, int64_t rest) {
+    return Product::load_every_second_value(first + 2 * i, second + 2 * i, rest);
+  });
 }

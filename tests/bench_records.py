@@ -172,6 +172,46 @@ def moe_grid(**given: Any) -> dict[str, Any]:
     return moe_record(rows, **given)
 
 
+def host_cost(**given: Any) -> dict[str, Any]:
+    """A record of benchmarks/host_cost.py, of two calls."""
+    figures = {
+        name: {"median_us": median, "quartile1_us": median - 0.14, "quartile3_us": median + 0.26,
+               "samples_us": [median] * 3}
+        for name, median in {"fused_moe": 15.21, "torch linear": 8.0}.items()
+    }  # fmt: skip
+    return {
+        "operation": "host_cost",
+        "title": "What one call costs the host",
+        "date": "2026-11-21T10:00:00+00:00",
+        "command": ["python", "benchmarks/host_cost.py", "--device", "cuda:0"],
+        "commit": COMMIT,
+        "source": {"hash": "0" * 64},
+        "device": {"device": "cuda:0", "name": "NVIDIA H200"},
+        "kernel": None,
+        "load_average": 0.1,
+        "environment": {"packages": {"torch": "2.13.0"}},
+        "calls_per_round": 100,
+        "rounds": 3,
+        "host_cost": figures,
+    } | given
+
+
+def cpu_moe(**given: Any) -> dict[str, Any]:
+    """A record of benchmarks/cpu_moe.py, of one layer and two numbers of tokens."""
+    cells = [
+        {"threads": 1, "layer": "thin", "tokens": tokens, "dtype": "bf16", "transposed": transposed,
+         "ours_gflops": 10.4 * tokens, "ratio": 1.5 - 0.2 * transposed}
+        for tokens, transposed in ((1, False), (16, False), (16, True))
+    ]  # fmt: skip
+    return {
+        "layers": {"thin": [2048, 768, 32, 4]},
+        "environment": {"cpu": "AMD EPYC", "isa": "avx512", "torch": "2.13.0", "commit": COMMIT,
+                        "time": "2026-11-21T10:00:00+00:00"},
+        "summary_by_threads": {"1": {"geometric_mean": 1.4, "lowest": 1.3, "highest": 1.5}},
+        "cells": cells,
+    } | given  # fmt: skip
+
+
 def write(path: Path, content: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content), encoding="utf-8")

@@ -134,12 +134,12 @@ def tensor(array: np.ndarray) -> capi.Tensor:
 
 
 def make_params(kind: type, **values: Any) -> Any:
-    """Parameters from arrays (or None), numbers and names; keeps the arrays alive."""
+    """Parameters from arrays or tensors (or None), numbers and names; keeps the arrays alive."""
     params = kind(struct_size=c.sizeof(kind))
     params.keep = []
     for name, value in values.items():
-        if isinstance(value, np.ndarray):
-            view = tensor(value)
+        if isinstance(value, (np.ndarray, capi.Tensor)):
+            view = tensor(value) if isinstance(value, np.ndarray) else value
             params.keep.append(view)
             setattr(params, name, c.pointer(view))
         elif value is not None:

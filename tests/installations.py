@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -21,6 +22,20 @@ def require_tool(name: str) -> str:
     if path is None:
         pytest.skip(f"needs {name} on the PATH")
     return path
+
+
+def require_cuda_headers() -> Path:
+    """The folder of CUDA's headers: beside nvcc, or of its package."""
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    candidates = [Path(nvcc).resolve().parents[1]] if nvcc else []
+    candidates += [Path("/usr/local/cuda"), Path("/opt/cuda")]
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        candidates += sorted(Path(root).glob("cu*"))
+    for headers in (root / "include" for root in candidates):
+        if (headers / "cuda_runtime_api.h").exists():
+            return headers
+    pytest.skip("needs CUDA's headers, which come with nvcc")
 
 
 def checked(

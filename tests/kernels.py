@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-_CMAKE = Path(__file__).resolve().parents[1] / "cmake"
+CMAKE = Path(__file__).resolve().parents[1] / "cmake"
 DTYPES = ("fp16", "bf16")
 FAMILIES = ("short", "split", "sm90", "sm89")  # of GPU kernels, in the order a call finds them
 COPY_ENGINE = ("split", "sm90")  # those of sm_90a alone, whose tiles come by TMA
@@ -33,8 +33,8 @@ class Kernel(NamedTuple):
         return f"{name}_softcap" if self.capped else name
 
 
-def _list_of(file: str, variable: str) -> list[str]:
-    text = (_CMAKE / file).read_text(encoding="utf-8")
+def list_of(file: str, variable: str) -> list[str]:
+    text = (CMAKE / file).read_text(encoding="utf-8")
     found = re.search(rf"set\({variable}\s+(.*?)\)", text, re.DOTALL)
     assert found is not None, f"{file} has no list {variable}"
     return re.findall(r'"([^"]+)"', found[1])
@@ -43,7 +43,7 @@ def _list_of(file: str, variable: str) -> list[str]:
 def attention(family: str) -> set[Kernel]:
     kernels = set()
     variable = f"FLASHMOE_ATTENTION_{family.upper()}_KERNELS"
-    for entry in _list_of("FlashmoeInstantiate.cmake", variable):
+    for entry in list_of("FlashmoeInstantiate.cmake", variable):
         dim, dim_v, *rest = entry.split(",")
         tuning = rest[0] if rest else "TableTuning"
         kernels |= {Kernel(family, dtype, int(dim), int(dim_v), tuning) for dtype in DTYPES}
@@ -52,7 +52,7 @@ def attention(family: str) -> set[Kernel]:
 
 def shipped_architectures() -> list[str]:
     """Such as ["89-real", "90a-real", "89-virtual"]."""
-    return _list_of("FlashmoeCuda.cmake", "CMAKE_CUDA_ARCHITECTURES")[0].split(";")
+    return list_of("FlashmoeCuda.cmake", "CMAKE_CUDA_ARCHITECTURES")[0].split(";")
 
 
 def least_padding(family: str, dim: int, dim_v: int) -> tuple[int, int]:

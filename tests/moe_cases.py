@@ -23,6 +23,7 @@ class Case:
     gate: str = "gate_up"
     activation: str = "silu"
     transposed: bool = False
+    down_transposed: bool | None = None  # as `transposed`, unless it is said
     bias: str | None = None  # dtype of biases
     alpha: float = 1.0
     limit: float | None = None
@@ -49,6 +50,10 @@ class Case:
         }  # fmt: skip
 
     @property
+    def turns_down(self) -> bool:
+        return self.transposed if self.down_transposed is None else self.down_transposed
+
+    @property
     def rows(self) -> int:
         """Of an expert's first matrix."""
         return self.inner if self.gate in ("separate", "none") else 2 * self.inner
@@ -63,6 +68,8 @@ CASES = (
     Case(gate="none", activation="relu2", bias="x"),
     Case(gate="gate_up", activation="gelu_tanh", transposed=True, weight_on_input=True, top_k=1),
     Case(gate="interleaved", activation="relu", weight_on_input=True, limit=0.5),
+    Case(gate="gate_up", transposed=True, down_transposed=False),
+    Case(gate="up_gate", down_transposed=True, bias="x"),
 )
 
 
@@ -85,15 +92,15 @@ def arrays_of(case: Case) -> dict[str, np.ndarray]:
     def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
         return rng.standard_normal(shape, np.float32) * np.float32(scale)
 
-    def matrix(rows: int, columns: int) -> np.ndarray:
-        if case.transposed:
+    def matrix(rows: int, columns: int, turned: bool = case.transposed) -> np.ndarray:
+        if turned:
             return normal(case.experts, columns, rows, scale=columns**-0.5).swapaxes(1, 2)
         return normal(case.experts, rows, columns, scale=columns**-0.5)
 
     made: dict[str, Any] = {
         "x": normal(case.tokens, case.hidden),
         "w_gate_up": matrix(case.rows, case.hidden),
-        "w_down": matrix(case.hidden, case.inner),
+        "w_down": matrix(case.hidden, case.inner, case.turns_down),
     }
     if case.gate == "separate":
         made["w_up"] = matrix(case.inner, case.hidden)

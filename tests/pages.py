@@ -67,6 +67,26 @@ def run(program: str, folder: Path, **environment: str) -> subprocess.CompletedP
     )
 
 
+def sentences() -> dict[str, str]:
+    """Errors that are headings of troubleshooting.md, and the programs that show them or ""."""
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    parts = re.split(r"^## (.*)$", text, flags=re.MULTILINE)
+    found = {}
+    for title, body in zip(parts[1::2], parts[2::2], strict=True):
+        program = re.search(r"^```python\n(.*?)^```$", body, re.MULTILINE | re.DOTALL)
+        if title.startswith("`"):
+            found[title.strip("`")] = program[1] if program else ""
+    return found
+
+
+def says(result: subprocess.CompletedProcess[str], sentence: str) -> bool:
+    """Whether a program ended with that error of ours; "…" stands for anything."""
+    # Behind it JAX and PEP 678 may add notes.
+    raised = re.findall(r"^\s*flashmoe_science\.errors\.\w+: (.*)$", result.stderr, re.MULTILINE)
+    words = ".*".join(re.escape(piece) for piece in sentence.split("…"))
+    return result.returncode != 0 and re.fullmatch(words, "".join(raised[-1:])) is not None
+
+
 # Commands that build a program: they run against both kinds of installation, in tests/packaging.
 BUILDS_A_PROGRAM = re.compile(
     r"(cc|c\+\+|nvcc|cmake -B build -D|cmake --build build( &&|$)|(export )?PKG_CONFIG_PATH=)"

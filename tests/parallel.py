@@ -20,7 +20,7 @@ _SHARING = (
     ("the installation", r"tests/packaging/test_(consumers|library|pages|sanitizers)\.py"),
     ("the source distribution", r"tests/packaging/test_sdist\.py"),
     ("mypy's cache", r"tests/python/test_stub\.py"),
-    ("programs on a made-up CUDA", r"tests/cuda/test_launch\.py"),
+    ("programs on a made-up CUDA", r"tests/cuda/test_(launch|moe_plans)\.py"),
     ("an encoder", r"tests/examples/test_sentence_embeddings\.py"),
 )
 _PATTERNS = [(name, re.compile(pattern)) for name, pattern in _SHARING]

@@ -1,5 +1,7 @@
 #include "cuda/attention/cost.h"
 
+#include <cmath>
+
 #include "cuda/attention/sum_parts.h"
 
 namespace flashmoe {
@@ -61,20 +63,38 @@ KeySplit best_key_split(const Work& work, const PackedTiles& tiles, const SplitK
   const double memory = memory_microseconds(work, facts, kSplitMemoryShare);
   const double row_bytes = kernel.part_bytes / speed.tile_rows;
   const double part_bytes = work.heads_kv * work.rows * row_bytes;  // one of each tile
-  const double most_parts =
-      std::min(kMostWorkspaceBytes / kernel.part_bytes, facts.multiprocessors * 2.0);
-  const auto estimate = [&](double parts) {
-    const double waves = ceil_of(tile_count * parts, facts.multiprocessors);
-    const double run = waves * (ceil_of(steps, parts) + kSplitSteps) * step;
-    const double second = parts > 1 ? kSplitSecond + 2 * parts * part_bytes / kSplitPartRate : 0;
+  const double most_places = kMostWorkspaceBytes / kernel.part_bytes;
+  // By the run of the block that has the most, and the parts that a tile leaves on average.
+  const auto estimate = [&](double run, double parts) {
+    const double second = parts > 0 ? kSplitSecond + 2 * parts * part_bytes / kSplitPartRate : 0;
     return speed.tile_start + kSplitStart + std::max(run, memory) +
            kSplitUnhidden * std::min(run, memory) + second;
   };
-  KeySplit best = {1, estimate(1)};
-  for (double parts = 2; parts <= steps && tile_count * parts <= most_parts; ++parts) {
-    const double microseconds = estimate(parts);
-    if (microseconds < best.microseconds) best = {static_cast<int64_t>(parts), microseconds};
+  const double waves = ceil_of(tile_count, facts.multiprocessors);
+  KeySplit best = {0, estimate(waves * (steps + kSplitSteps) * step, 0)};
+  const double most_even = std::min<double>(facts.multiprocessors, most_places);
+  for (double parts = 2; parts <= steps && tile_count * parts <= most_even; ++parts) {
+    const double microseconds = estimate((ceil_of(steps, parts) + kSplitSteps) * step, parts);
+    if (microseconds < best.microseconds) {
+      best = {static_cast<int64_t>(tile_count * parts), microseconds};
+    }
   }
+  // Of shares, each block has a part of its first tile and of its last, and each tile, if blocks are more, one
+  // part more than there are cuts in it.
+  const double blocks =
+      std::floor(std::min({static_cast<double>(facts.multiprocessors), tile_count * steps,
+                           std::max(most_places - tile_count + 1, most_places / 2 + 1)}));
+  if (blocks < 2 || waves > kMostWavesShared) return best;
+  const double places = std::min(2 * (blocks - 1), tile_count + blocks - 1);
+  const double tile_keys =
+      work.keys + static_cast<double>(tiles.groups_per_tile * tiles.queries_per_group);
+  const double tile_steps = std::min(tile_keys / kernel.step_keys + 0.5, steps);
+  const double share =
+      std::ceil((tile_count * tile_steps + kSplitSteps * (tile_count + blocks)) / blocks);
+  const double padding = std::max(1.0, kernel.dims / work.dims);
+  const double microseconds =
+      kSharesDoubt * estimate(share * step * padding, places / tile_count);
+  if (microseconds < best.microseconds) best = {static_cast<int64_t>(blocks), microseconds};
   return best;
 }
 
@@ -85,7 +105,11 @@ double many_rows_microseconds(const AttentionProblem& problem, const Work& work,
   if (facts.compute_capability == 90) {
     const int rows = static_cast<int>(speed.tile_rows);
     const int dim_v = problem.dim_v <= 64 ? 64 : problem.dim_v <= 128 ? 128 : 256;
-    const SplitKernel kernel = {problem.dim <= 128 ? 128 : 64, rows * (4 * dim_v + 8)};
+    const int dim = problem.dim <= 64 && dim_v == 64 ? 64
+                    : problem.dim <= 128             ? 128
+                    : problem.dim <= 192             ? 192
+                                                     : 256;
+    const SplitKernel kernel = {problem.dim <= 128 ? 128 : 64, rows * (4 * dim_v + 8), dim + dim_v};
     const PackedTiles packed = packed_tiles(problem, rows / kRowsPerGroup);
     const KeySplit split = best_key_split(work, packed, kernel, speed, facts);
     return std::min(tiles, kSplitDoubt * split.microseconds);

@@ -107,18 +107,26 @@ inline constexpr double kSplitUnhidden = 0.31;
 // By how much they have to be faster than one launch of another family: a second one costs the host, too.
 inline constexpr double kSplitDoubt = 1.1;
 
+// By how much shares of about as many steps as a tile has must be better: they gain a part of a wave, and the
+// estimates are no better than that.
+inline constexpr double kSharesDoubt = 1.06;
+// Waves of tiles beyond which shares are not considered: a part of one is little then.
+inline constexpr double kMostWavesShared = 8;
+
 // A kernel with such tiles.
 struct SplitKernel {
   int step_keys;
   int part_bytes;  // of the workspace, for each part of a tile
+  int dims;        // of its keys and values: padded
 };
 
 struct KeySplit {
-  int64_t parts;  // of each tile's keys
+  int64_t blocks;  // that the keys of all tiles are split over; 0: each tile is one block's
   double microseconds;
 };
 
-// The best number of parts: by shapes and what the device is, nothing else.
+// The best number of blocks: by shapes and what the device is, nothing else. Either each tile is split over as
+// many, or tiles are laid end to end and blocks take equal shares of their steps.
 KeySplit best_key_split(const Work& work, const PackedTiles& tiles, const SplitKernel& kernel,
                         const Products& speed, const DeviceFacts& facts);
 

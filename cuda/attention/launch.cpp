@@ -47,7 +47,7 @@ flashmoe_status launch_sum(const Kernel& kernel, const AttentionProblem& problem
   const int rows_per_block = sum_rows_per_block(parts.workers_log2, parts.units);
   LaunchShape shape = {};
   shape.grid[0] = static_cast<uint32_t>((parts.rows + rows_per_block - 1) / rows_per_block);
-  shape.grid[1] = static_cast<uint32_t>(problem.batch * problem.heads_kv);
+  shape.grid[1] = static_cast<uint32_t>(parts.count);
   shape.grid[2] = 1;
   shape.block[0] = kSumThreads;
   shape.block[1] = shape.block[2] = 1;

@@ -86,10 +86,11 @@ void plan_launch(const AttentionKernel& kernel, int arch, const char* suffix, in
 flashmoe_status launch_kernel(const Kernel& kernel, const AttentionProblem& problem,
                               const AttentionPlan& plan, const void* params, void* stream);
 
-// The rows of each KV head that a second kernel adds the parts of up (cuda/attention/sum_parts.h).
+// What a second kernel adds the parts of up (cuda/attention/sum_parts.h): rows, of KV heads or of tiles.
 struct PartsToSum {
-  int32_t rows;
-  int units;  // of a row
+  int32_t rows;   // of each
+  int64_t count;  // of KV heads or tiles
+  int units;      // of a row
   int workers_log2;
 };
 

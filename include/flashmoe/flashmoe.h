@@ -10,6 +10,10 @@
  *    only ever appended; zero means the default, and so does a field beyond struct_size.
  *  - Tensors are views. The library reads and writes nothing outside them, keeps no pointer
  *    after it returns (asynchronous GPU work excepted), and allocates no device memory.
+ *  - Outputs and the workspace share no byte with one another or with any other tensor of the call,
+ *    or the call is refused. Slices of one array, along any axis, share none; of stranger layouts
+ *    that only interleave some are refused. Inputs may overlap. Plans and workspace sizes, which
+ *    need no memory, do not look at it.
  *  - GPU work is launched on the caller's stream and never synchronised: calls can be captured
  *    into a CUDA graph. The current device is the same before and after a call.
  *  - All functions may be called from any thread at any time.
@@ -268,7 +272,7 @@ typedef struct flashmoe_attention_plan {
 } flashmoe_attention_plan;
 
 /* Fills *plan with what flashmoe_attention_forward would do with these arguments; launches
- * nothing, reads no tensor data. Errors: those of flashmoe_attention_forward. */
+ * nothing, reads no tensor data. Errors: those of flashmoe_attention_forward, but for its memory. */
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_plan(
     const flashmoe_attention_forward_params* params, flashmoe_attention_plan* plan);
 

@@ -185,7 +185,7 @@ typedef struct flashmoe_moe_forward_params {
   const flashmoe_tensor* offsets; /* [E + 1] int32 */
   const flashmoe_tensor* pairs;   /* [T * K] int32 */
   const flashmoe_tensor* slots;   /* [T, K] int32 */
-  const flashmoe_tensor* out;     /* may not overlap any other tensor */
+  const flashmoe_tensor* out;     /* [T, H] */
   /* Out [T * K, 2I] (g, then u), without a gate [T * K, I], x's dtype, last stride 1, by slot: what
    * act was applied to, before `limit`; rows without a pair are not written. NULL: not wanted */
   const flashmoe_tensor* pre_activation;

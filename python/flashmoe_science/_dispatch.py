@@ -21,6 +21,10 @@ _NO_BACKWARD = (
     "{0}: requires grad, but {1} has no backward pass yet; call under torch.no_grad() or pass "
     "{0}.detach()"
 )
+_NO_DERIVATIVE = (
+    "{0}: has a tangent of forward-mode differentiation, but {1} has no derivative yet; pass "
+    "{0}.detach()"
+)
 _LEGACY_STREAM = 1  # cudaStreamLegacy, which DLPack's protocol also calls 1
 _DLPACK = (1, 0)  # the newest that capsules may be of
 # DLPack's kCUDAHost and kCUDAManaged: memory that one of our devices reads as its own.
@@ -140,12 +144,23 @@ class NumPy(Framework):
         return made if numpy.may_share_memory(made, tensor) or made.size == 0 else None
 
 
+def refuse_derivatives(name: str, tensor: Any, operation: str) -> None:
+    """Raises where torch would differentiate through this argument, in either mode."""
+    import torch
+
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgumentError(_NO_BACKWARD.format(name, operation))
+    forward_ad: Any = torch.autograd.forward_ad
+    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+        return
+    # An inference tensor has none, and torch does not unpack it.
+    if not tensor.is_inference() and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise InvalidArgumentError(_NO_DERIVATIVE.format(name, operation))
+
+
 class Torch(Framework):
     def check(self, name: str, tensor: Any, words: Words) -> None:
-        import torch
-
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise InvalidArgumentError(_NO_BACKWARD.format(name, words.name))
+        refuse_derivatives(name, tensor, words.name)
 
     def view(self, tensor: Any, stream: int | None) -> Any:
         tensor = tensor.detach()
@@ -301,8 +316,11 @@ def common_framework(tensors: dict[str, Any], words: Words = ATTENTION) -> Frame
     """The framework of all of these."""
     first_name, first = next(iter(tensors.items()))
     framework = framework_of(first_name, first)
-    # Where new tensors are NumPy's, an earlier call's results may be among these.
-    also = NUMPY if is_dlpack_alone(framework, first) else framework
+    if framework is NUMPY and any(map(is_jax, tensors.values())):
+        framework = JAX
+    # Where new tensors are NumPy's, an earlier call's results may be among these; among JAX's
+    # NumPy's are constants, as in JAX's own functions.
+    also = NUMPY if framework is JAX or is_dlpack_alone(framework, first) else framework
     for name, tensor in tensors.items():
         other = framework_of(name, tensor)
         if other not in (framework, also) and other.name != framework.name:

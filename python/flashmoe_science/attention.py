@@ -91,7 +91,7 @@ def flash_attention(
         layout: "bshd" or "bhsd".
         return_lse: Also return the log-sum-exp of each row's logits, natural logarithm.
         out: Where to write the result, [batch, seq_q, heads_q, dim_v] in the same layout. A new one
-            has q's order in memory. Not for JAX.
+            has q's order in memory. Like lse it may overlap no other tensor. Not for JAX.
         lse: Where to write the log-sum-exp, [batch, heads_q, seq_q], fp32. Not for JAX.
         kernel: Kernel family to use ("cpu", "short", "split", "sm89", "sm90"): that one runs, or
             the call fails. None is the best.

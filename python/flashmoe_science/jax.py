@@ -4,60 +4,63 @@ XLA makes the outputs and the workspace, and chooses the stream. What is wrong w
 while it is traced. jax.vmap folds its axis into the batch of attention and into the tokens of
 fused_moe; of the other functions, and with batched weights, it makes calls one after another, which
 is what they are. There is no derivative yet: one that is asked for is an error.
+
+This module is imported when the first JAX array arrives. A process that runs a program which
+another one has exported imports it, so that XLA finds the calls.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.custom_batching
+import jax.extend.core
+import jax.interpreters.mlir
+import jax.interpreters.xla
 import jax.numpy as jnp
 import numpy as np
 
 from flashmoe_science import _core
 from flashmoe_science._names import CPU, CUDA, Device, Dtype, parse_dtype
-from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
+from flashmoe_science.errors import (
+    ArgumentTypeError,
+    DeviceError,
+    FlashMoEError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+
+if jax.__version_info__ < (0, 6):  # shard_map knows no rule for jax.custom_batching before
+    raise ArgumentTypeError(f"got a JAX array of JAX {jax.__version__}, accepted is 0.6 or newer")
 
 _ATTENTION = "flashmoe_attention_forward_v1"
-_MOE = {
+_MOE_TARGETS = {
     "route": "flashmoe_moe_route_v1",
     "forward": "flashmoe_moe_forward_v1",
     "grouped_product": "flashmoe_grouped_product_v1",
 }
 
 
-@functools.cache
-def _register() -> None:
-    if not hasattr(jax, "ffi"):
-        raise ArgumentTypeError(
-            f"got a JAX array of JAX {jax.__version__}, accepted is 0.5 or newer"
-        )
-    for target, handlers in _core.xla_ffi_handlers().items():
-        for platform, handler in handlers.items():
-            jax.ffi.register_ffi_target(target, handler, platform=platform)
+for _target, _handlers in _core.xla_ffi_handlers().items():
+    for _platform, _handler in _handlers.items():
+        jax.ffi.register_ffi_target(_target, _handler, platform=_platform)
 
 
 def _device(name: str, tensors: Sequence[Any]) -> Device | None:
-    """Where the first of these is; None for tracers, which are nowhere yet."""
+    """Where XLA will compute on these; None for tracers, which are nowhere yet."""
     if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
         return None
-    device = next(iter(tensors[0].devices()))
+    # XLA computes where an array was put; others follow it there.
+    placed = next((tensor for tensor in tensors if tensor.committed), tensors[0])
+    device = next(iter(placed.devices()))
     if device.platform == "cpu":
         return Device(CPU, 0)
     if device.platform in ("gpu", "cuda"):
         return Device(CUDA, int(getattr(device, "local_hardware_id", None) or 0))
     raise InvalidArgumentError(f"{name}: it is on {device}, accepted are CPU and CUDA devices")
-
-
-def _type_of(value: Any) -> Any:
-    """The result type that carries sharding; before jax.typeof there was none to carry."""
-    if hasattr(jax, "typeof"):
-        return jax.typeof(value)
-    struct: Any = jax.ShapeDtypeStruct
-    return struct(value.shape, value.dtype)
 
 
 def _refuse_derivative(words: str) -> Any:
@@ -101,6 +104,131 @@ def _one_after_another(
     return jax.lax.map(one, [x for b, x in zip(batched, arrays, strict=True) if b])
 
 
+# ---- custom calls ----------------------------------------------------------------------------
+
+_INT32, _FP32 = np.dtype("int32"), np.dtype("float32")
+_NO_DEVICE = "FLASHMOE_ERROR_NO_DEVICE"
+
+_Check = Callable[[Any, Device, tuple[Any, ...], tuple[Any, ...]], object]
+"""Raises what is wrong with a call there: (what it is compiled for, device, shapes, dtypes)."""
+
+
+def _custom_call(target: str, words: str, check: _Check, takes_fp32_on_gpu: bool = False) -> Any:
+    """A primitive that is XLA's call of a target, on the platforms where kernels serve it.
+
+    bind(*arrays, call=, attributes=, results=): what `check` takes, the handler's attributes as
+    pairs, and the types of the results. jax.ffi.ffi_call alone would leave it to the handler, when
+    the program runs, to find that nothing serves the call.
+    """
+    primitive: Any = jax.extend.core.Primitive(target)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *_, results, **__: results)
+    primitive.def_impl(functools.partial(jax.interpreters.xla.apply_primitive, primitive))
+    lower = jax.ffi.ffi_lowering(target)
+
+    def lowering(kind: int) -> Any:
+        def rule(context: Any, *operands: Any, call: Any, attributes: Any, results: Any) -> Any:
+            shapes, dtypes = _described(context.avals_in)
+            if kind == CPU:
+                _checked(check, call, Device(CPU, 0), shapes, dtypes)
+            elif not _is_served_here(check, call, shapes, dtypes) and (
+                dtypes[0] == _FP32 and not takes_fp32_on_gpu
+            ):
+                raise UnsupportedError(f"{words}: dtype fp32, accepted on a GPU are fp16 and bf16")
+            return lower(context, *operands, **dict(attributes))
+
+        return rule
+
+    def refuse(context: Any, *_: Any, **__: Any) -> Any:
+        platforms = ", ".join(context.module_context.platforms)
+        raise UnsupportedError(
+            f"{words} is compiled for {platforms}, but has kernels for cpu and cuda alone"
+        )
+
+    jax.interpreters.mlir.register_lowering(primitive, refuse)
+    jax.interpreters.mlir.register_lowering(primitive, lowering(CPU), platform="cpu")
+    jax.interpreters.mlir.register_lowering(primitive, lowering(CUDA), platform="cuda")
+    if jax.__version_info__ < (0, 7):  # shard_map asked each primitive, later it asks the types
+        from jax.experimental import shard_map
+
+        rules: Any = shard_map
+        rules.register_standard_check(primitive)
+        rules.register_standard_rewrite(primitive)
+    return primitive
+
+
+def _arrays(tensors: Iterable[Any]) -> list[Any]:
+    """NumPy's arrays, which may be beside those of JAX, as JAX takes them."""
+    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in tensors]
+
+
+def _described(arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Shapes and dtypes."""
+    return tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays)
+
+
+def _check_traced(check: _Check, call: Any, device: Device | None, arrays: Sequence[Any]) -> None:
+    """Raises what is wrong with a call, on the device where there is one. Under jit there is none:
+    what holds on every device is checked as on the CPU, and the rest when a platform is known."""
+    if device is None:
+        _checked(check, call.of_any_size(), Device(CPU, 0), *_described(arrays))
+    else:
+        check(call, device, *_described(arrays))
+
+
+def _is_served_here(
+    check: _Check, call: Any, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+) -> bool:
+    """Whether a GPU of this machine serves a call: JAX does not say which one it will be. False
+    where there is none to ask, as when a program is exported; raises why if no other one does."""
+    refusals: list[FlashMoEError] = []
+    for ordinal in range(max(1, _core.cuda_device_count())):
+        try:
+            _checked(check, call, Device(CUDA, ordinal), shapes, dtypes)
+            return True
+        except (UnsupportedError, DeviceError) as error:
+            refusals.append(error)
+    if refusals[0].status == _NO_DEVICE:
+        return False
+    raise refusals[0]
+
+
+def _checked(
+    check: _Check, call: Any, device: Device, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+) -> None:
+    """Of a call with symbolic dimensions (jax.export) checks one with numbers in their places."""
+    variables = sorted({v for shape in shapes for n in shape for v in _variables(n)})
+    if not variables:
+        check(call, device, shapes, dtypes)
+        return
+    values = {name: _EXAMPLE * (i + 2) for i, name in enumerate(variables)}
+    example = tuple(
+        tuple(int(n._evaluate(values)) if _variables(n) else n for n in shape) for shape in shapes
+    )
+    try:
+        check(call.of_any_size(), device, example, dtypes)
+    except FlashMoEError as error:
+        where = ", ".join(f"{name} = {value}" for name, value in values.items())
+        made = type(error)(f"{error}; this is with {where}")
+        made.status = error.status
+        raise made from None
+
+
+_EXAMPLE = 24  # of whose multiples thirds and eighths are whole
+
+
+def _variables(dimension: Any) -> set[str]:
+    """Names in a dimension of JAX's; an int has none."""
+    return set() if isinstance(dimension, int) else dimension._get_vars()
+
+
+def _result_types(arrays: Sequence[Any], like: Callable[[Any], Sequence[Any]]) -> tuple[Any, ...]:
+    """Types of the dead arrays that `like` makes of a scalar. They vary over the devices of a mesh
+    as the arrays do, which only operations on all of them can tell."""
+    mark = functools.reduce(jnp.add, (jnp.sum(x).astype(_FP32) for x in arrays))
+    return tuple(jax.typeof(x) for x in like(mark))
+
+
 # ---- attention -------------------------------------------------------------------------------
 
 
@@ -114,16 +242,20 @@ class _Options(NamedTuple):
     layout: str
     kernel: str | None
     return_lse: bool
-    device: Device | None
+
+    def of_any_size(self) -> _Options:
+        """Less what serves some sizes and not others."""
+        return self._replace(kernel=None)
 
 
-def _plan(options: _Options, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> dict[str, Any]:
+def _plan(
+    options: _Options, device: Device, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+) -> dict[str, Any]:
     names = ("q", "k", "v")
-    if options.device is None:  # under jit: what holds on every device is checked as on the CPU
-        options = options._replace(device=Device(CPU, 0), kernel=None)
     return _core.attention_plan_for(
         *shapes,
         dtypes=[parse_dtype(dtype, name) for name, dtype in zip(names, dtypes, strict=True)],
+        device=device,
         **options._asdict(),
     )
 
@@ -142,21 +274,36 @@ def plan(
     return_lse: bool,
 ) -> dict[str, Any]:
     """Fields of the plan; raises what is wrong with the call."""
-    device = _device("q", (q, k, v))
-    options = _Options(causal, window, scale, softcap, layout, kernel, return_lse, device)
-    return _plan(options, (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype))
+    arrays = _arrays((q, k, v))
+    device = _device("q", arrays)
+    options = _Options(causal, window, scale, softcap, layout, kernel, return_lse)
+    if device is None:
+        options, device = options.of_any_size(), Device(CPU, 0)
+    return _plan(options, device, *_described(arrays))
+
+
+@functools.lru_cache(maxsize=1024)
+def _check_attention(
+    options: _Options, device: Device, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+) -> None:
+    """Raises what is wrong with a call, outside of JAX's tracing and its tracebacks."""
+    _plan(options, device, shapes, dtypes)
+
+
+_attention = _custom_call(_ATTENTION, "attention", _check_attention)
 
 
 def _forward(q: Any, k: Any, v: Any, options: _Options) -> Any:
     """The custom call on tracers; runs once for each set of shapes."""
-    # Result types by way of dead operations on q, so that they inherit how q is sharded.
-    row = q[..., :1]
-    like_out = q if q.shape[3] == v.shape[3] else jnp.repeat(row, v.shape[3], 3)
-    results = [_type_of(like_out)]
-    if options.return_lse:
-        heads_axis = 1 if options.layout == "bhsd" else 2
-        like_lse = jnp.moveaxis(row[..., 0], heads_axis, 1).astype(jnp.float32)
-        results.append(_type_of(like_lse))
+
+    def like(mark: Any) -> list[Any]:
+        row = q[..., :1] + mark.astype(q.dtype)
+        made = [jnp.broadcast_to(row, (*q.shape[:3], v.shape[3]))]
+        if options.return_lse:
+            heads_axis = 1 if options.layout == "bhsd" else 2
+            made.append(jnp.moveaxis(row[..., 0], heads_axis, 1).astype(_FP32))
+        return made
+
     numbers = _core.option_numbers(
         options.causal,
         options.window,
@@ -165,26 +312,25 @@ def _forward(q: Any, k: Any, v: Any, options: _Options) -> Any:
         options.layout,
         options.kernel,
     )
-    made = jax.ffi.ffi_call(_ATTENTION, results)(
+    attributes = {
+        "causal": np.int32(numbers["causal"]),
+        "window": np.int32(numbers["window"]),
+        "window_left": np.int64(numbers["window_left"]),
+        "window_right": np.int64(numbers["window_right"]),
+        "scale": np.float32(numbers["scale"]),
+        "softcap": np.float32(numbers["softcap"]),
+        "layout": np.int32(numbers["layout"]),
+        "kernel": numbers["kernel"],
+    }
+    made = _attention.bind(
         q,
         k,
         v,
-        causal=np.int32(numbers["causal"]),
-        window=np.int32(numbers["window"]),
-        window_left=np.int64(numbers["window_left"]),
-        window_right=np.int64(numbers["window_right"]),
-        scale=np.float32(numbers["scale"]),
-        softcap=np.float32(numbers["softcap"]),
-        layout=np.int32(numbers["layout"]),
-        kernel=numbers["kernel"],
+        call=options,
+        attributes=tuple(attributes.items()),
+        results=_result_types((q, k, v), like),
     )
     return tuple(made) if options.return_lse else made[0]
-
-
-@functools.lru_cache(maxsize=1024)
-def _check(options: _Options, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> None:
-    """Raises what is wrong with a call, outside of JAX's tracing and its tracebacks."""
-    _plan(options, shapes, dtypes)
 
 
 def _with_axis(size: int, batched: bool, array: Any) -> Any:
@@ -194,14 +340,14 @@ def _with_axis(size: int, batched: bool, array: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(options: _Options) -> Any:
-    _register()
     function = functools.partial(_forward, options=options)
 
     def folded(size: int, batched: Sequence[bool], *qkv: Any) -> Any:
         """Sequences of an outer batch are sequences of one larger batch."""
         wide = [_with_axis(size, b, x) for b, x in zip(batched, qkv, strict=True)]
         made = compiled(*(x.reshape((x.shape[0] * x.shape[1], *x.shape[2:])) for x in wide))
-        return jax.tree.map(lambda x: x.reshape((size, -1, *x.shape[1:])), made)
+        apart = wide[0].shape[:2]
+        return jax.tree.map(lambda x: x.reshape((*apart, *x.shape[1:])), made)
 
     compiled = _transformable(function, "attention", folded)
     return compiled
@@ -233,15 +379,14 @@ def flash_attention(
     window = None if window is None else tuple(window)
     scale = None if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
-    device = _device("q", (q, k, v))
-    options = _Options(causal, window, scale, softcap, layout, kernel, return_lse, device)
-    _check(options, (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype))
-    return _compiled(options)(q, k, v)
+    arrays = _arrays((q, k, v))
+    options = _Options(causal, window, scale, softcap, layout, kernel, return_lse)
+    _check_traced(_check_attention, options, _device("q", arrays), arrays)
+    return _compiled(options)(*arrays)
 
 
 # ---- mixture of experts ----------------------------------------------------------------------
 
-_INT32, _FP32 = np.dtype("int32"), np.dtype("float32")
 _DLPACK_CODES = {"b": 6, "i": 0, "u": 1, "f": 2}  # by NumPy's kind; bfloat16 is none of NumPy's
 
 
@@ -253,6 +398,10 @@ class _Call(NamedTuple):
     """The C ABI's, of the tensors."""
     options: tuple[tuple[str, Any], ...]
     """As moe_plan takes them."""
+
+    def of_any_size(self) -> _Call:
+        """Less what serves some sizes and not others."""
+        return self._replace(options=tuple(o for o in self.options if o[0] != "kernel"))
 
 
 def _dtype_numbers(dtype: Any) -> Dtype:
@@ -289,28 +438,38 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
     return made
 
 
+def _moe_plan(
+    call: _Call, device: Device, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]
+) -> dict[str, Any]:
+    described = zip(call.names, shapes, dtypes, strict=True)
+    tensors = {n: (s, _dtype_numbers(d), device, None) for n, s, d in described}
+    return _core.moe_plan(call.operation, tensors, dict(call.options))
+
+
+def moe_plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the plan of run() with these arguments; raises what is wrong with the call."""
+    arrays = _arrays(tensors.values())
+    device = _device(next(iter(tensors)), arrays)
+    call = _Call(operation, tuple(tensors), tuple(options.items()))
+    if device is None:
+        call, device = call.of_any_size(), Device(CPU, 0)
+    return _moe_plan(call, device, *_described(arrays))
+
+
 @functools.lru_cache(maxsize=1024)
 def _check_moe(
     call: _Call, device: Device, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]
 ) -> None:
     """Raises what is wrong with a call, outside of JAX's tracing and its tracebacks."""
-    described = zip(call.names, shapes, dtypes, strict=True)
-    tensors = {n: (s, _dtype_numbers(d), device, None) for n, s, d in described}
-    _core.moe_plan(call.operation, tensors, dict(call.options))
+    _moe_plan(call, device, shapes, dtypes)
 
 
-def _result_types(
-    arrays: Sequence[Any], outputs: dict[str, tuple[tuple[int, ...], Any]]
-) -> list[Any]:
-    """Types of results that vary over the devices of a mesh as the arrays do, by way of dead
-    operations on all of them."""
-    if not hasattr(jax, "typeof"):
-        struct: Any = jax.ShapeDtypeStruct
-        return [struct(shape, dtype) for shape, dtype in outputs.values()]
-    mark = functools.reduce(jnp.add, (jnp.sum(x).astype(_FP32) for x in arrays))
-    return [
-        jax.typeof(jnp.broadcast_to(mark.astype(dtype), shape)) for shape, dtype in outputs.values()
-    ]
+_MOE = {
+    operation: _custom_call(
+        target, "the mixture of experts", _check_moe, takes_fp32_on_gpu=operation == "route"
+    )
+    for operation, target in _MOE_TARGETS.items()
+}
 
 
 def _call_moe(call: _Call, *arrays: Any) -> dict[str, Any]:
@@ -318,21 +477,27 @@ def _call_moe(call: _Call, *arrays: Any) -> dict[str, Any]:
     outputs = _outputs(call, dict(zip(call.names, arrays, strict=True)))
     numbers = _core.moe_option_numbers(call.operation, dict(call.options))
     attributes = {
+        "inputs": "".join(f"{name} " for name in call.names),
+        "outputs": "".join(f"{name} " for name in outputs),
+    } | {
         name: np.int32(n) if isinstance(n, int) else np.float32(n) if isinstance(n, float) else n
         for name, n in numbers.items()
     }
-    made = jax.ffi.ffi_call(_MOE[call.operation], _result_types(arrays, outputs))(
+
+    def like(mark: Any) -> list[Any]:
+        return [jnp.broadcast_to(mark.astype(dtype), shape) for shape, dtype in outputs.values()]
+
+    made = _MOE[call.operation].bind(
         *arrays,
-        inputs="".join(f"{name} " for name in call.names),
-        outputs="".join(f"{name} " for name in outputs),
-        **attributes,
+        call=call,
+        attributes=tuple(attributes.items()),
+        results=_result_types(arrays, like),
     )
     return dict(zip(outputs, made, strict=True))
 
 
 @functools.lru_cache(maxsize=256)
 def _compiled_moe(call: _Call) -> Any:
-    _register()
     return _transformable(functools.partial(_call_moe, call), "the mixture of experts")
 
 
@@ -347,15 +512,10 @@ def run(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> dic
     by the C ABI's names: its outputs, likewise. Raises what is wrong with the call. `device` among
     the options tells where tracers will be."""
     _core.moe_option_numbers(operation, options)  # raises before anything is cached
-    arrays = [jnp.asarray(tensor) for tensor in tensors.values()]
+    arrays = _arrays(tensors.values())
     device = options.get("device") or _device(next(iter(tensors)), arrays)
     call = _Call(operation, tuple(tensors), _key(options))
-    shapes, dtypes = tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays)
-    if device is None:  # under jit: what holds on every device is checked as on the CPU
-        general = call._replace(options=tuple(o for o in call.options if o[0] != "kernel"))
-        _check_moe(general, Device(CPU, 0), shapes, dtypes)
-    else:
-        _check_moe(call, device, shapes, dtypes)
+    _check_traced(_check_moe, call, device, arrays)
     made: dict[str, Any] = _compiled_moe(call)(*arrays)
     return made
 
@@ -390,5 +550,6 @@ def fused_moe(
     """steps(tensors, options), which calls run() and operations of JAX, as one compiled program."""
     for operation in ("route", "forward"):
         _core.moe_option_numbers(operation, options)  # raises before anything is cached
-    options = options | {"device": _device("tokens", tuple(tensors.values()))}
-    return _compiled_fused_moe(steps, tuple(tensors), _key(options))(*tensors.values())
+    arrays = _arrays(tensors.values())
+    options = options | {"device": _device("tokens", arrays)}
+    return _compiled_fused_moe(steps, tuple(tensors), _key(options))(*arrays)

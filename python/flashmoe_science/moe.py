@@ -80,7 +80,8 @@ def moe_route(
         top_groups: How many groups; None without groups.
         scale: Factor of the weights, after renormalisation; finite and not 0.
         return_lse: Also compute the log-sum-exp of each token's logits.
-        out: A MoeRouting to write into, of tensors as described there. Not for JAX.
+        out: A MoeRouting to write into, of tensors as described there, which may overlap neither
+            one another nor the arguments. Not for JAX.
         stream: As in flash_attention.
 
     Returns:
@@ -235,7 +236,7 @@ def moe_forward(
         out: [T, H], x's dtype: where to write. May overlap no other tensor. Not for JAX.
         pre_activation: [T * K, 2I] (g, then u), without a gate [T * K, I], x's dtype: where to
             write, by slot, what the activation is applied to, before `limit`. Rows without a pair
-            are not written. Not for JAX.
+            are not written. May overlap no other tensor. Not for JAX.
         return_pre_activation: Also return it, in a new tensor if none was given.
         kernel: Kernel family to use ("cpu", "stream", "sm89", "sm90"): that one runs, or the call
             fails. None is the best.
@@ -278,7 +279,7 @@ def grouped_product(
             rows.
         bias: [E, N], fp32 or x's dtype; None is none.
         out: [rows, N] or [E, M, N]: where to write. Rows that no expert has are not written, and
-            are undefined where out is new. Not for JAX.
+            are undefined where out is new. May overlap no other tensor. Not for JAX.
         kernel, stream: As in moe_forward.
 
     Returns:
@@ -336,7 +337,8 @@ def fused_moe(
         scoring, renormalize, selection_bias, num_groups, top_groups, scale: As in moe_route.
         w_up, gate, activation, b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input:
             As in moe_forward.
-        out: Of the shape and dtype of tokens: where to write. Not for JAX.
+        out: Of the shape and dtype of tokens: where to write. May overlap no other tensor. Not for
+            JAX.
         kernel: As in moe_forward, for the experts' products.
         stream: As in flash_attention.
 

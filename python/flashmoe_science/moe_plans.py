@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashmoe_science import _core
-from flashmoe_science._names import CPU, CUDA, Device, Dtype, parse_device, parse_dtype
+from flashmoe_science._names import Dtype, parse_device, parse_dtype
 from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
 from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
 
@@ -54,23 +54,17 @@ class MoePlan:
 
 
 def _plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> MoePlan:
-    given = {name: _visible(tensor) for name, tensor in tensors.items() if tensor is not None}
-    fields = _core.moe_plan(operation, given, options)
-    fields["launches"] = tuple(MoeLaunch(**launch) for launch in fields["launches"])
-    return MoePlan(**fields)
-
-
-def _visible(tensor: Any) -> Any:
-    """The tensor, or for a JAX array, which may be on a device of another process, its extents."""
     from flashmoe_science import _dispatch
 
-    if isinstance(tensor, tuple) or not _dispatch.is_jax(tensor):
-        return tensor
-    device = next(iter(tensor.devices()))
-    kind = CPU if device.platform == "cpu" else CUDA
-    numbers = _INT32 if str(tensor.dtype) == "int32" else parse_dtype(tensor.dtype)
-    ordinal = int(getattr(device, "local_hardware_id", None) or 0) if kind == CUDA else 0
-    return tuple(tensor.shape), numbers, Device(kind, ordinal), None
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if any(_dispatch.is_jax(tensor) for tensor in given.values()):
+        from flashmoe_science import jax  # its arrays may be on a device of another process
+
+        fields = jax.moe_plan(operation, given, options)
+    else:
+        fields = _core.moe_plan(operation, given, options)
+    fields["launches"] = tuple(MoeLaunch(**launch) for launch in fields["launches"])
+    return MoePlan(**fields)
 
 
 def moe_route_plan(

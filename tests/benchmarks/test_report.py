@@ -46,6 +46,23 @@ def test_the_documents_match_the_recorded_results() -> None:
     assert report.main(["--check"]) == 0
 
 
+def test_every_record_that_a_page_names_is_there() -> None:
+    """And every record is named, by itself or by a pattern, where the records are explained."""
+    folder = ROOT / "benchmarks" / "results"
+    explained = (folder / "README.md").read_text(encoding="utf-8")
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    texts = [explained, *(page.read_text(encoding="utf-8") for page in pages)]
+    said = re.sub(r"^<!-- results: .*$", "", "\n".join(texts), flags=re.MULTILINE)
+    named = set(re.findall(r"(?<![\w<>*])(\w+_(?:h200|epyc)\.json)", said))
+    assert len(named) > 10
+    assert {name for name in named if not (folder / name).is_file()} == set()
+
+    forms = [re.escape(f) for f in re.findall(r"`([\w<>]+\.json)`", explained)]
+    patterns = [re.sub(r"<\w+>", r"\\w+", form) for form in forms]
+    records = {path.name for path in folder.glob("*.json")}
+    assert {r for r in records if not any(re.fullmatch(p, r) for p in patterns)} == set()
+
+
 @pytest.mark.parametrize("page", list(report.documents(ROOT)), ids=lambda p: p.name)
 def test_every_command_to_measure_again_is_one(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -172,6 +189,65 @@ def test_a_cpu_record() -> None:
     assert "| fp32 D=64 causal | 50 (1.50) |" in lines
     assert "| fp32 D=64 causal | 99 (1.50) | 99 (1.50) |" in lines
     assert "2 threads; geometric mean of the ratios 1.50, from 1.20 to 2.00:" in lines
+
+
+def test_what_calls_cost_the_host() -> None:
+    lines = report.render_host_cost(source(bench_records.host_cost())).splitlines()
+    assert lines == [
+        "What one call costs the host, medians of 3 rounds of 100 calls. NVIDIA H200, 2026-11-21, "
+        "commit 0123456789ab, torch 2.13.0; from [x.json](results/x.json).",
+        "",
+        "| call | us | quartiles |",
+        "| --- | ---: | ---: |",
+        "| fused_moe | 15.2 | 15.1 to 15.5 |",
+        "| torch linear | 8.0 | 7.9 to 8.3 |",
+        "",
+        "To measure it again, all of it:",
+        "",
+        "```sh",
+        "python benchmarks/host_cost.py --device cuda:0",
+        "```",
+    ]
+    changed = report.render_host_cost(source(bench_records.host_cost(), outdated=True))
+    assert "measured at 0123456789ab (the host's code has changed since)" in changed
+
+
+def test_the_script_of_host_cost_leaves_a_whole_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    script = load("host_cost")
+    monkeypatch.setattr(script, "ROUNDS", 2)
+    monkeypatch.setattr(script, "CALLS_PER_ROUND", 2)
+    monkeypatch.setenv("FLASHMOE_COMMIT", bench_records.COMMIT)
+    file = tmp_path / "host_cost_cpu.json"
+    assert script.main(["--device", "cpu", "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    assert set(document) == set(bench_records.host_cost())
+    assert document["commit"] == bench_records.COMMIT
+    figures = document["host_cost"]
+    operations = ("flash_attention", "moe_route", "moe_forward", "grouped_product", "fused_moe")
+    assert {*operations, "torch scaled_dot_product_attention", "torch linear"} <= set(figures)
+    for row in figures.values():
+        assert set(row) == set(bench_records.host_cost()["host_cost"]["fused_moe"])
+        assert len(row["samples_us"]) == 2 and row["median_us"] > 0
+    said = capsys.readouterr().out
+    text = report.render_host_cost(source(document))
+    assert all(name in said and f"| {name} |" in text for name in figures)
+
+
+def test_layers_on_the_cpu() -> None:
+    lines = report.render_cpu_moe(source(bench_records.cpu_moe(), outdated=True)).splitlines()
+    assert "AMD EPYC (avx512), 2026-11-21, measured at 0123456789ab (the kernels have" in lines[0]
+    assert "*thin*: H 2048, I 768, 32 experts, 4 of a token" in lines[2]
+    assert lines[4] == "One thread; geometric mean of the ratios 1.40, from 1.30 to 1.50:"
+    assert lines[6:10] == [
+        "|  | T=1 | T=16 |",
+        "| --- | ---: | ---: |",
+        "| thin bf16 | 10 (1.50) | 166 (1.50) |",
+        "| thin bf16 transposed | - | 166 (1.30) |",
+    ]
+    assert lines[-2] == "python benchmarks/cpu_moe.py --threads 1"
 
 
 # ---- documents, each deliberately broken ------------------------------------------------------
@@ -412,6 +488,32 @@ def test_what_was_measured_with_changes_was_no_commit() -> None:
     assert report.outdated(older, ROOT) is True
 
 
+def test_the_cost_on_the_host_is_held_to_the_hosts_code(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    kernel, command = (
+        tmp_path / "cuda/moe/experts.cu",
+        tmp_path / "python/flashmoe_science/cli/a.py",
+    )
+    host = [
+        tmp_path / name
+        for name in ("bindings/moe.cpp", "cuda/launch.cpp", "python/flashmoe_science/moe.py")
+    ]
+    for path in (kernel, command, *host):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("one\n")
+    checkout.git("init", "-q")
+    checkout.git("add", "-A")
+    checkout.git("commit", "-qm", "one")
+    document = bench_records.host_cost(commit=checkout.git("rev-parse", "HEAD"))
+    for path in (kernel, command):
+        path.write_text("two\n")
+    assert report.outdated(document, tmp_path) is False
+    for path in host:
+        path.write_text("two\n")
+        assert report.outdated(document, tmp_path) is True
+        path.write_text("one\n")
+
+
 def test_cpu_records_are_held_to_the_cpu_kernels(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     names = ("cpu/attention.cpp", "cpu/moe.cpp", "core/attention.cpp", "core/log.cpp")
@@ -430,6 +532,7 @@ def test_cpu_records_are_held_to_the_cpu_kernels(tmp_path: Path) -> None:
     for document in (bench, script):
         assert report.outdated(document, tmp_path) is False
     assert report.outdated(bench | {"operation": "moe_forward"}, tmp_path) is True
+    assert report.outdated(script | {"layers": {}}, tmp_path) is True
     (tmp_path / "core/attention.cpp").write_text("// two\n")
     for document in (bench, script):
         assert report.outdated(document, tmp_path) is True

@@ -178,6 +178,62 @@ Subject look_at_rows(Judgement* judgement, const char* name, const flashmoe_tens
   return subject;
 }
 
+// The lowest address of a tensor that is not empty and one past its highest.
+struct Bytes {
+  Wide begin;
+  Wide end;
+};
+
+Bytes bytes_of(const Subject& subject, int rank) {
+  const Wide first = static_cast<Wide>(address_of(*subject.tensor));
+  Bytes bytes = {first, first + subject.facts.elem_bytes};
+  for (int axis = 0; axis < rank; ++axis) {
+    const Wide reach = static_cast<Wide>(subject.facts.shape[axis] - 1) *
+                       subject.facts.strides[axis] * subject.facts.elem_bytes;
+    (reach < 0 ? bytes.begin : bytes.end) += reach;
+  }
+  return bytes;
+}
+
+// The addresses of all elements in order, or none where there are too many to tell.
+std::vector<Wide> elements_of(const Subject& subject, int rank) {
+  constexpr Wide kEnumerable = 1 << 16;
+  std::vector<Wide> elements = {static_cast<Wide>(address_of(*subject.tensor))};
+  for (int axis = 0; axis < rank; ++axis) {
+    const size_t before = elements.size();
+    if (static_cast<Wide>(before) * subject.facts.shape[axis] > kEnumerable) return {};
+    const Wide step = static_cast<Wide>(subject.facts.strides[axis]) * subject.facts.elem_bytes;
+    for (int64_t i = 1; i < subject.facts.shape[axis]; ++i) {
+      for (size_t j = 0; j < before; ++j) elements.push_back(elements[j] + step * i);
+    }
+  }
+  std::sort(elements.begin(), elements.end());
+  return elements;
+}
+
+// "An output shares no byte with another tensor of the call"; what interleaves may be refused.
+void keep_apart(Judgement* judgement, const Subject& a, int rank_a, const Subject& b, int rank_b) {
+  for (const Subject* subject : {&a, &b}) {
+    if (!subject->facts.readable || subject->facts.empty || subject->facts.elem_bytes == 0) return;
+  }
+  const Bytes of_a = bytes_of(a, rank_a);
+  const Bytes of_b = bytes_of(b, rank_b);
+  if (of_a.end <= of_b.begin || of_b.end <= of_a.begin) return;
+  const std::vector<Wide> elements = elements_of(a, rank_a);
+  bool share = false;
+  for (const Wide element : elements_of(b, rank_b)) {
+    const auto next =
+        std::lower_bound(elements.begin(), elements.end(), element + b.facts.elem_bytes);
+    share = share || (next != elements.begin() && *(next - 1) + a.facts.elem_bytes > element);
+  }
+  judgement->sharers.insert({a.name, b.name});
+  if (share) {
+    judgement->memory = Verdict::kInvalid;
+  } else if (judgement->memory == Verdict::kValid) {
+    judgement->memory = Verdict::kEither;
+  }
+}
+
 void disagree(Judgement* judgement, const Subject& a, const Subject& b) {
   judgement->invalid(a.name);
   judgement->invalid(b.name);
@@ -279,6 +335,8 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
       judgement.invalid(name);
   }
 
+  for (const Subject& input : {q, k, v}) keep_apart(&judgement, out, 4, input, 4);
+
   if (params->lse == nullptr) return judgement;
   const Subject lse = {"lse", params->lse, look(&judgement, "lse", params->lse, 3)};
   if (!same_dtype(params->lse->dtype, {FLASHMOE_DTYPE_FLOAT, 32, 1})) judgement.invalid("lse");
@@ -291,10 +349,11 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
     lse.facts.empty ? judgement.either("lse") : judgement.invalid("lse");
   }
   judge_distinct(&judgement, "lse", lse.facts, 3);
+  for (const Subject& other : {q, k, v, out}) keep_apart(&judgement, lse, 3, other, 4);
   return judgement;
 }
 
-bool blames(const Judgement& judgement, const std::string& sentence) {
-  return std::any_of(judgement.blame.begin(), judgement.blame.end(),
+bool blames(const std::set<std::string>& arguments, const std::string& sentence) {
+  return std::any_of(arguments.begin(), arguments.end(),
                      [&](const std::string& name) { return sentence.rfind(name + ":", 0) == 0; });
 }

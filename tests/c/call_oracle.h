@@ -20,6 +20,10 @@ struct Judgement {
   Verdict verdict = Verdict::kValid;
   std::set<std::string> blame;  // arguments that are wrong, or that may be held to be
 
+  // Of a call that is not invalid: whether outputs keep out of other tensors, which plans need not.
+  Verdict memory = Verdict::kValid;
+  std::set<std::string> sharers;
+
   void invalid(const std::string& argument) {
     verdict = Verdict::kInvalid;
     blame.insert(argument);
@@ -38,5 +42,5 @@ flashmoe_attention_forward_params as_given(const flashmoe_attention_forward_para
 
 Judgement judge(const flashmoe_attention_forward_params* params);
 
-// Whether `sentence` blames one of the arguments of an invalid call: "k: its batch is 3, but ...".
-bool blames(const Judgement& judgement, const std::string& sentence);
+// Whether `sentence` blames one of these arguments: "k: its batch is 3, but ...".
+bool blames(const std::set<std::string>& arguments, const std::string& sentence);

@@ -174,25 +174,53 @@ void swapped(Random* random, Call* call) {
   *call->slots[to] = &call->arguments[from]->tensor;
 }
 
+// An output in the memory of another argument: at its beginning, within it, or just beside it.
+void output_elsewhere(Random* random, Call* call) {
+  Argument& output = random->chance(0.6) ? call->out : call->lse;
+  if (output.rank == 3) call->params.lse = &output.tensor;
+  const Argument& other = any_argument(random, call);
+  if (&other == &output) return;
+  output.tensor.byte_offset = 0;
+  output.tensor.data = other.tensor.data;
+  if (random->chance(0.3)) return;
+  const auto bytes = static_cast<int64_t>(other.block_bytes + output.block_bytes);
+  output.tensor.data = static_cast<unsigned char*>(other.tensor.data) +
+                       16 * random->range(-bytes / 16 - 1, bytes / 16 + 1);
+}
+
 struct Fault {
   const char* name;
   void (*apply)(Random*, Call*);
 };
 
 constexpr Fault kFaults[] = {
-    {"null_tensor", null_tensor},     {"null_params", null_params},
-    {"struct_size", struct_size},     {"wrong_layout", wrong_layout},
-    {"wrong_causal", wrong_causal},   {"wrong_scale", wrong_scale},
-    {"wrong_softcap", wrong_softcap}, {"wrong_window", wrong_window},
-    {"reserved_set", reserved_set},   {"unknown_kernel", unknown_kernel},
-    {"wrong_rank", wrong_rank},       {"null_shape", null_shape},
-    {"null_strides", null_strides},   {"wrong_dtype", wrong_dtype},
-    {"wrong_device", wrong_device},   {"all_on_cuda", all_on_cuda},
-    {"one_extent", one_extent},       {"every_batch", every_batch},
-    {"every_dim", every_dim},         {"other_heads", other_heads},
-    {"one_stride", one_stride},       {"overlapping_output", overlapping_output},
-    {"null_data", null_data},         {"misaligned", misaligned},
-    {"far_offset", far_offset},       {"swapped", swapped},
+    {"null_tensor", null_tensor},
+    {"null_params", null_params},
+    {"struct_size", struct_size},
+    {"wrong_layout", wrong_layout},
+    {"wrong_causal", wrong_causal},
+    {"wrong_scale", wrong_scale},
+    {"wrong_softcap", wrong_softcap},
+    {"wrong_window", wrong_window},
+    {"reserved_set", reserved_set},
+    {"unknown_kernel", unknown_kernel},
+    {"wrong_rank", wrong_rank},
+    {"null_shape", null_shape},
+    {"null_strides", null_strides},
+    {"wrong_dtype", wrong_dtype},
+    {"wrong_device", wrong_device},
+    {"all_on_cuda", all_on_cuda},
+    {"one_extent", one_extent},
+    {"every_batch", every_batch},
+    {"every_dim", every_dim},
+    {"other_heads", other_heads},
+    {"one_stride", one_stride},
+    {"overlapping_output", overlapping_output},
+    {"null_data", null_data},
+    {"misaligned", misaligned},
+    {"far_offset", far_offset},
+    {"swapped", swapped},
+    {"output_elsewhere", output_elsewhere},
 };
 
 }  // namespace

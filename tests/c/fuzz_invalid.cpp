@@ -4,6 +4,7 @@
 // call_oracle.h says what must come of it:
 //   invalid  every entry point refuses it with a sentence that blames a guilty argument, and no
 //            byte of an output, of a plan or of the tensors' memory has changed;
+//   shared   outputs lie in other tensors: planned, and then refused in the same way;
 //   valid    it succeeds, writes every element of its outputs and nothing between or around them,
 //            and the result agrees with a plain loop in double precision.
 // Meant to be built with AddressSanitizer and UBSan; the tensors' memory ends where it is said to.
@@ -66,7 +67,7 @@ void describe(const Call& call) {
 struct Tally {
   uint64_t seed = 0;
   int64_t call_number = 0;
-  int64_t invalid = 0, valid = 0, computed = 0, either = 0, other = 0;
+  int64_t invalid = 0, valid = 0, computed = 0, either = 0, other = 0, shared = 0;
   std::map<std::string, int64_t> blamed;
 };
 
@@ -98,8 +99,8 @@ void expect_refusal(const Call& call, const Judgement& judgement, flashmoe_statu
   const std::string sentence = flashmoe_last_error();
   EXPECT(call, is_sentence(sentence));
   const bool unsupported = status == FLASHMOE_ERROR_UNSUPPORTED;  // the backend's own limits
-  EXPECT(call,
-         blames(judgement, sentence) || (unsupported && judgement.verdict != Verdict::kInvalid));
+  EXPECT(call, blames(judgement.blame, sentence) ||
+                   (unsupported && judgement.verdict != Verdict::kInvalid));
 }
 
 void expect_memory_unchanged(const Call& call) {
@@ -204,6 +205,19 @@ void try_workspaces(Random* random, const Call& call, const Memory& workspace, s
   expect_memory_unchanged(call);
 }
 
+// Of outputs that overlap other tensors: only the launch minds.
+void expect_launch_refusal(const Call& call, const Judgement& judgement, size_t bytes,
+                           void* stream) {
+  const Memory workspace = allocate_memory(bytes);
+  EXPECT(call, flashmoe_attention_forward(call.given(), workspace.get(), bytes, stream) ==
+                   FLASHMOE_ERROR_INVALID_ARGUMENT);
+  const std::string sentence = flashmoe_last_error();
+  EXPECT(call, is_sentence(sentence) && blames(judgement.sharers, sentence));
+  EXPECT(call, sentence.find("shares memory with") != std::string::npos);
+  expect_memory_unchanged(call);
+  ++tally.shared;
+}
+
 void run(Random* random, Call* call) {
   const Judgement judgement = judge(call->given());
 
@@ -238,12 +252,17 @@ void run(Random* random, Call* call) {
     return;
   }
 
+  if (planned == FLASHMOE_OK && judgement.memory == Verdict::kInvalid) {
+    return expect_launch_refusal(*call, judgement, bytes, stream);
+  }
+
   // Valid, but perhaps of memory that is not there: then planning is all that can be asked for.
   bool backed = true;
   for (int i = 0; i < 5; ++i) {
     const bool own = *call->slots[i] == &call->arguments[i]->tensor;
     backed = backed && (*call->slots[i] == nullptr || (own && call->arguments[i]->backed()));
   }
+  backed = backed && judgement.memory == Verdict::kValid;
   ++(judgement.verdict == Verdict::kValid ? tally.valid : tally.either);
   if (!backed) {
     EXPECT(*call, judgement.verdict == Verdict::kEither || planned == FLASHMOE_OK ||
@@ -343,9 +362,10 @@ int main(int argc, char** argv) {
     run(&random, &call);
   }
 
-  std::printf("%" PRId64 " calls: %" PRId64 " invalid, %" PRId64 " valid, %" PRId64
-              " undecided, %" PRId64 " of other functions; %" PRId64 " computed and compared\n",
-              calls, tally.invalid, tally.valid, tally.either, tally.other, tally.computed);
+  std::printf(
+      "%" PRId64 " calls: %" PRId64 " invalid, %" PRId64 " valid, %" PRId64 " undecided, %" PRId64
+      " of other functions; %" PRId64 " computed and compared, %" PRId64 " of shared memory\n",
+      calls, tally.invalid, tally.valid, tally.either, tally.other, tally.computed, tally.shared);
   std::printf("blamed:");
   for (const auto& [name, count] : tally.blamed)
     std::printf(" %s %" PRId64 ",", name.c_str(), count);

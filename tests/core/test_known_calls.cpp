@@ -1,6 +1,7 @@
 // Dispatch among kernel families, and the calls that a thread keeps planned (core/known_calls.h): on
 // made-up families, so that it needs no GPU. Whatever was called before, a call comes to what it
 // comes to on a thread that has called nothing yet.
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -318,6 +319,77 @@ void addresses_are_checked_every_time() {
   CHECK(failure(call).find("struct_size") != std::string::npos);
 }
 
+// Of a call that is known and of one that never is.
+void outputs_may_not_come_to_overlap() {
+  const char* const names[] = {"q", "k", "v", "out", "lse"};
+  for (const int32_t type : {FLASHMOE_DEVICE_CUDA, FLASHMOE_DEVICE_CPU}) {
+    Call call(100, 200);
+    call.wants_lse = true;
+    for (Tensor* tensor : call.tensors()) tensor->view.device = {type, 0};
+    planned(call);
+    CHECK(planned(call) == (type == FLASHMOE_DEVICE_CPU));
+    for (size_t i = 3; i < 5; ++i) {
+      for (size_t j = 0; j < 5; ++j) {
+        if (i == j) continue;
+        const int64_t own = i == 3 ? 2 * 100 * 2 * 64 * 2 : 2 * 2 * 100 * 4;
+        const int64_t others = j == 4 ? 2 * 2 * 100 * 4 : 2 * (j == 1 || j == 2 ? 200 : 100) * 256;
+        const std::string sentence =
+            std::string(names[std::max(i, j)]) + ": it shares memory with " +
+            names[std::min(i, j)] +
+            ", accepted is memory that overlaps no other tensor of the call";
+        char* const there = static_cast<char*>(call.tensors()[j]->view.data);
+        for (const int64_t offset : {int64_t{0}, others - 16, 16 - own}) {
+          Call bad = call;
+          bad.tensors()[i]->view.data = there + offset;
+          CHECK(failure(bad) == sentence);
+        }
+        for (const int64_t offset : {others, -own}) {
+          Call beside = call;
+          beside.tensors()[i]->view.data = there + offset;
+          CHECK(planned(beside) == (type == FLASHMOE_DEVICE_CPU));
+        }
+      }
+    }
+  }
+}
+
+// q, k, v and out as slices of one tensor, forwards and, from the last row on, backwards.
+void slices_of_one_tensor_stay_known() {
+  Call call(16, 16, 2, 64);
+  char* const data = static_cast<char*>(call.q.view.data);
+  Tensor* const slices[] = {&call.q, &call.k, &call.v, &call.out};
+  for (int i = 0; i < 4; ++i) {
+    slices[i]->strides[1] = 4 * 128;
+    slices[i]->strides[0] = 16 * 4 * 128;
+    slices[i]->view.data = data + i * 256;
+  }
+  CHECK(planned(call));
+  CHECK(!planned(call));
+  CHECK(launched.problem.out == call.out.view.data);
+  Call bad = call;
+  bad.out.view.data = data + 256;
+  CHECK(failure(bad).find("out: it shares memory with k") == 0);
+  bad.out.view.data = data + 3 * 256 - 16;
+  CHECK(failure(bad).find("out: it shares memory with v") == 0);
+  for (Tensor* slice : {&call.k, &call.v, &call.out}) {
+    slice->view.data = static_cast<char*>(slice->view.data) + 31 * 4 * 256;
+    slice->strides[1] *= -1;
+    slice->strides[0] *= -1;
+  }
+  CHECK(planned(call));
+  CHECK(!planned(call));
+  CHECK(launched.problem.out_strides.seq == -4 * 128);
+  call.out.view.data = call.v.view.data;
+  CHECK(failure(call).find("out: it shares memory with v") == 0);
+}
+
+void inputs_may_overlap() {
+  Call call(100, 100);
+  call.k.view.data = call.v.view.data = call.q.view.data;
+  CHECK(planned(call));
+  CHECK(!planned(call));
+}
+
 void absent_strides_are_not_present_ones() {
   Call call(100, 200);
   const int before = plans;
@@ -570,6 +642,9 @@ int main() {
       alternating_shapes_stay_known,
       what_differs_is_planned_anew,
       addresses_are_checked_every_time,
+      outputs_may_not_come_to_overlap,
+      slices_of_one_tensor_stay_known,
+      inputs_may_overlap,
       absent_strides_are_not_present_ones,
       older_callers_give_no_window,
       failures_are_not_kept,

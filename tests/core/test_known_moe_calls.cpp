@@ -1,6 +1,7 @@
 // The mixture of experts' calls that a thread keeps planned (core/known_calls.h): on made-up
 // families, so that it needs no GPU. Whatever was called before, a call comes to what it comes to on
 // a thread that has called nothing yet.
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -200,6 +201,10 @@ struct Route : AnyCall<flashmoe_moe_route_params> {
     kLse,
     kCount
   };
+  static constexpr size_t kFirstOutput = kIds;
+  static constexpr const char* kNames[] = {
+      "logits",  "selection_bias", "given_ids", "given_weights", "expert_map", "ids",
+      "weights", "offsets",        "pairs",     "slots",         "lse",        "workspace"};
 
   explicit Route(int64_t tokens = 100) : AnyCall(kCount, flashmoe_moe_route_params_init()) {
     tensors[kLogits].set({tokens, 8}, kHalf);
@@ -231,6 +236,10 @@ struct Forward : AnyCall<flashmoe_moe_forward_params> {
     kPre,
     kCount
   };
+  static constexpr size_t kFirstOutput = kOut;
+  static constexpr const char* kNames[] = {
+      "x",       "w_gate_up", "w_up",  "w_down", "b_gate_up", "b_up",           "b_down",
+      "weights", "offsets",   "pairs", "slots",  "out",       "pre_activation", "workspace"};
 
   explicit Forward(int64_t tokens = 100) : AnyCall(kCount, flashmoe_moe_forward_params_init()) {
     tensors[kX].set({tokens, 64}, kHalf);
@@ -249,6 +258,9 @@ struct Forward : AnyCall<flashmoe_moe_forward_params> {
 
 struct Product : AnyCall<flashmoe_grouped_product_params> {
   enum { kX, kW, kBias, kOffsets, kCounts, kOut, kCount };
+  static constexpr size_t kFirstOutput = kOut;
+  static constexpr const char* kNames[] = {"x",      "w",   "bias",     "offsets",
+                                           "counts", "out", "workspace"};
 
   explicit Product(int64_t rows = 100) : AnyCall(kCount, flashmoe_grouped_product_params_init()) {
     tensors[kX].set({rows, 64}, kHalf);
@@ -498,38 +510,146 @@ void addresses_are_checked_every_time() {
   CHECK(run<Call>(nullptr) == FLASHMOE_ERROR_INVALID_ARGUMENT);
 }
 
-void outputs_may_not_come_to_overlap() {
-  Forward call;
-  planned(call);
-  CHECK(!planned(call));
-  for (const size_t other : {Forward::kX, Forward::kGateUp, Forward::kDown}) {
-    Forward bad = call;
-    const auto there = reinterpret_cast<uintptr_t>(call.tensors[other].view.data);
-    for (const int64_t bytes : {int64_t{0}, int64_t{16}, int64_t{-12784}}) {
-      bad.at(Forward::kOut, there + static_cast<uintptr_t>(bytes));
-      CHECK(failure(bad).find("out: it shares memory with") == 0);
+// Bytes of a contiguous tensor.
+int64_t bytes_of(const Tensor& tensor) {
+  int64_t count = 1;
+  for (int32_t axis = 0; axis < tensor.view.ndim; ++axis) count *= tensor.shape[axis];
+  return count * tensor.view.dtype.bits / 8;
+}
+
+template <class Call>
+std::string launch_failure(Call call, void* workspace) {
+  const int before = launched.count;
+  CHECK(Call::kRun(call.ready(), workspace, size_t{1} << 30, nullptr) ==
+        FLASHMOE_ERROR_INVALID_ARGUMENT);
+  CHECK(launched.count == before);
+  return flashmoe_last_error();
+}
+
+// Each output in each other tensor, of a call that is known and of one that never is.
+template <class Call>
+void outputs_overlap_nothing(const Call& call) {
+  const auto sentence = [](size_t output, size_t other) {
+    return std::string(Call::kNames[output]) + ": it shares memory with " + Call::kNames[other] +
+           ", accepted is memory that overlaps no other tensor of the call";
+  };
+  for (const int32_t type : {FLASHMOE_DEVICE_CUDA, FLASHMOE_DEVICE_CPU}) {
+    Call plain = call;
+    plain.put_on({type, 0});
+    planned(plain);
+    CHECK(planned(plain) == (type == FLASHMOE_DEVICE_CPU));
+    for (size_t i = Call::kFirstOutput; i <= Call::kCount; ++i) {
+      const bool is_workspace = i == Call::kCount;
+      if (!is_workspace && !plain.tensors[i].given) continue;
+      for (size_t j = 0; j < Call::kCount; ++j) {
+        if (j == i || !plain.tensors[j].given) continue;
+        const auto there = reinterpret_cast<uintptr_t>(plain.tensors[j].view.data);
+        const auto own = static_cast<uintptr_t>(
+            is_workspace ? 256 * size_of(Call::problem(launched)) : bytes_of(plain.tensors[i]));
+        const auto others = static_cast<uintptr_t>(bytes_of(plain.tensors[j]));
+        const auto run_at = [&](uintptr_t address, const auto& check) {
+          Call moved = plain;
+          void* workspace = kWorkspace;
+          if (is_workspace) {
+            workspace = reinterpret_cast<void*>(address);
+          } else {
+            moved.at(i, address);
+          }
+          check(moved, workspace);
+        };
+        const auto refused = [&](const Call& moved, void* workspace) {
+          CHECK(launch_failure(moved, workspace) == sentence(std::max(i, j), std::min(i, j)));
+        };
+        const auto served = [&](Call moved, void* workspace) {
+          CHECK(Call::kRun(moved.ready(), workspace, size_t{1} << 30, nullptr) == FLASHMOE_OK);
+        };
+        const uintptr_t alignment = is_workspace ? 256 : 16;
+        const uintptr_t last = (others - 1) / alignment * alignment;
+        const uintptr_t behind = (others + alignment - 1) / alignment * alignment;
+        const uintptr_t before = (own + alignment - 1) / alignment * alignment;
+        run_at(there, refused);
+        run_at(there + last, refused);
+        run_at(there - (own - 1) / alignment * alignment, refused);
+        run_at(there + behind, served);
+        run_at(there - before, served);
+      }
     }
-    bad.at(Forward::kOut, there - 100 * 64 * 2);  // ends where the other begins
-    CHECK(!planned(bad));
-    CHECK(launched.forward.out == bad.tensors[Forward::kOut].view.data);
   }
-  Forward saved = call;
-  saved.tensors[Forward::kPre].set({200, 32}, kHalf);
-  planned(saved);
-  CHECK(!planned(saved));
-  saved.at(Forward::kPre, reinterpret_cast<uintptr_t>(call.tensors[Forward::kX].view.data));
-  CHECK(failure(saved).find("pre_activation: it shares memory with x") == 0);
-  // A view between the rows of another: validation allows it, however often it is asked.
-  Forward between = call;
+}
+
+void outputs_may_not_come_to_overlap() {
+  Route route;
+  route.tensors[Route::kLse].set({100}, kFloat);
+  outputs_overlap_nothing(route);
+  route.params.scoring = FLASHMOE_MOE_SIGMOID;
+  route.tensors[Route::kBias].set({8}, kFloat);
+  outputs_overlap_nothing(route);
+  Route given;
+  given.tensors[Route::kLogits].given = false;
+  given.tensors[Route::kGivenIds].set({100, 2}, kInteger);
+  given.tensors[Route::kGivenWeights].set({100, 2}, kHalf);
+  given.tensors[Route::kMap].set({12}, kInteger);
+  outputs_overlap_nothing(given);
+
+  Forward layer;
+  layer.tensors[Forward::kPre].set({200, 32}, kHalf);
+  layer.tensors[Forward::kGateUpBias].set({8, 32}, kFloat);
+  layer.tensors[Forward::kDownBias].set({8, 64}, kHalf);
+  outputs_overlap_nothing(layer);
+  layer.params.gate = FLASHMOE_MOE_SEPARATE;
+  layer.tensors[Forward::kGateUp].set({8, 16, 64}, kHalf);
+  layer.tensors[Forward::kUp].set({8, 16, 64}, kHalf);
+  layer.tensors[Forward::kGateUpBias].set({8, 16}, kFloat);
+  layer.tensors[Forward::kUpBias].set({8, 16}, kFloat);
+  outputs_overlap_nothing(layer);
+
+  Product product;
+  product.tensors[Product::kBias].set({8, 16}, kFloat);
+  outputs_overlap_nothing(product);
+  Product counted;
+  counted.tensors[Product::kX].set({8, 10, 64}, kHalf);
+  counted.tensors[Product::kOut].set({8, 10, 16}, kHalf);
+  counted.tensors[Product::kOffsets].given = false;
+  counted.tensors[Product::kCounts].set({8}, kInteger);
+  outputs_overlap_nothing(counted);
+}
+
+void outputs_may_lie_between_rows() {
+  Forward between;
   between.tensors[Forward::kX].strides[0] = 128;
   between.tensors[Forward::kOut].strides[0] = 128;
-  between.at(Forward::kOut,
-             reinterpret_cast<uintptr_t>(call.tensors[Forward::kX].view.data) + 64 * 2);
-  for (int i = 0; i < 2; ++i) CHECK(planned(between));
-  Product product;
-  planned(product);
-  product.at(Product::kOut, reinterpret_cast<uintptr_t>(product.tensors[Product::kW].view.data));
-  CHECK(failure(product).find("out: it shares memory with w") == 0);
+  const auto x = reinterpret_cast<uintptr_t>(between.tensors[Forward::kX].view.data);
+  between.at(Forward::kOut, x + 64 * 2);
+  planned(between);
+  CHECK(!planned(between));
+  CHECK(launched.forward.out == between.tensors[Forward::kOut].view.data);
+  between.at(Forward::kOut, x + 64 * 2 - 16);
+  CHECK(launch_failure(between, kWorkspace).find("out: it shares memory with x") == 0);
+  CHECK(launch_failure(between, kWorkspace).find("out: it shares memory with x") == 0);
+  // Backwards, from the last row on.
+  between.at(Forward::kOut, x + 99 * 128 * 2 + 64 * 2);
+  between.tensors[Forward::kOut].strides[0] = -128;
+  planned(between);
+  CHECK(!planned(between));
+  between.at(Forward::kOut, x + 99 * 128 * 2);
+  CHECK(launch_failure(between, kWorkspace).find("out: it shares memory with x") == 0);
+}
+
+// Inputs may be views of one tensor, and what is empty lies nowhere.
+void inputs_may_overlap() {
+  Forward layer;
+  const auto x = reinterpret_cast<uintptr_t>(layer.tensors[Forward::kX].view.data);
+  for (const size_t input : {Forward::kGateUp, Forward::kDown, Forward::kPairs, Forward::kSlots}) {
+    layer.at(input, x);
+  }
+  planned(layer);
+  CHECK(!planned(layer));
+  Route route(0);
+  for (size_t i = 0; i < Route::kCount; ++i) {
+    if (i != Route::kOffsets) route.at(i, kData + (uintptr_t{Route::kOffsets} << 32) + 16);
+  }
+  CHECK(planned(route));
+  CHECK(!planned(route));
 }
 
 void a_kernels_name_is_the_callers() {
@@ -732,6 +852,8 @@ int main() {
       addresses_are_checked_every_time<Forward>,
       addresses_are_checked_every_time<Product>,
       outputs_may_not_come_to_overlap,
+      outputs_may_lie_between_rows,
+      inputs_may_overlap,
       a_kernels_name_is_the_callers,
       calls_on_the_cpu_are_planned_every_time<Route>,
       calls_on_the_cpu_are_planned_every_time<Forward>,

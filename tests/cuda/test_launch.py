@@ -3,13 +3,10 @@ GPU, but CUDA's headers, which come with nvcc."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 from pathlib import Path
 
 import pytest
-from installations import ROOT, checked, require_tool
+from installations import ROOT, checked, require_cuda_headers, require_tool
 
 # Of each family, by its folder, the kernels that the programs know.
 ENTRIES = {
@@ -21,7 +18,10 @@ ENTRIES = {
     "moe/stream": ("bf16_t1_n8", "bf16_t2_n16"),
     "moe/stream/bulk": ("bf16_bulk",),
 }
-CORE = ("attention", "checks", "choose", "dtype", "known_calls", "launch", "log", "status")
+CORE = (
+    *("attention", "checks", "choose", "dtype", "known_calls", "launch", "log", "overlap"),
+    "status",
+)
 SOURCES = {
     "test_launch": (
         *(f"core/{name}.cpp" for name in CORE),
@@ -30,11 +30,16 @@ SOURCES = {
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "launch", "tensor_map")),
         *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90", "split")),
         "cuda/attention/sm90/sections.cpp",
+        "cuda/attention/split/shares.cpp",
         "tests/cuda/host/fake_cuda.cpp",
     ),
     "test_sections": (
         *(f"core/{name}.cpp" for name in ("dtype", "log", "status")),
         "cuda/attention/sm90/sections.cpp",
+    ),
+    "test_shares": (
+        *(f"core/{name}.cpp" for name in ("dtype", "log", "status")),
+        *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/sections", "split/shares")),
     ),
     "test_moe": (
         *(f"core/{name}.cpp" for name in ("checks", "dtype", "launch", "log", "status")),
@@ -58,21 +63,8 @@ OPTIONS = (
 )
 
 
-def _cuda_headers() -> Path | None:
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
-    candidates = [Path(nvcc).resolve().parents[1]] if nvcc else []
-    candidates += [Path("/usr/local/cuda"), Path("/opt/cuda")]
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec.submodule_search_locations or []) if spec else []:
-        candidates += sorted(Path(root).glob("cu*"))
-    headers = (root / "include" for root in candidates)
-    return next((found for found in headers if (found / "cuda_runtime_api.h").exists()), None)
-
-
 def _compile(name: str, build: Path) -> Path:
-    headers = _cuda_headers()
-    if headers is None:
-        pytest.skip("needs CUDA's headers, which come with nvcc")
+    headers = require_cuda_headers()
     for family, names in ENTRIES.items():
         entries = build / "cuda" / family / "entries.inc"
         entries.parent.mkdir(parents=True)
@@ -97,6 +89,10 @@ def test_launch(program: Path, without: str) -> None:
 
 def test_sections(tmp_path: Path) -> None:
     checked([_compile("test_sections", tmp_path)])
+
+
+def test_shares(tmp_path: Path) -> None:
+    checked([_compile("test_shares", tmp_path)])
 
 
 def test_routing_and_combining(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def blocks(case: Case, plan: fm.AttentionPlan) -> int:
         return tiles * (parts(case, plan) or plan.cluster)
     resident = torch.cuda.get_device_properties(0).multi_processor_count
     if plan.family == "split":
-        return min(packed_tiles(case, plan.tile_q) * (parts(case, plan) or 1), resident)
+        return min(_blocks_of_shares(case, plan), resident)
     tiles = -(-case.seq_q // plan.tile_q) * case.batch * case.heads_q
     return min(tiles, resident) if plan.family == "sm90" else tiles
 
@@ -62,15 +62,40 @@ def packed_tiles(case: Case, tile_q: int) -> int:
 
 
 def parts(case: Case, plan: fm.AttentionPlan) -> int:
-    """Blocks of a tile that leave their parts of it in the workspace; 0 where none do."""
+    """Blocks of a tile that leave their parts of it in the workspace, of "split" on average and
+    rounded up; 0 where none do."""
     rows = case.seq_q * case.heads_q // case.heads_kv
     tiles = -(-rows // plan.tile_q) * case.batch * case.heads_kv
+    places = _places(plan)
     if plan.family == "split":
-        tiles = packed_tiles(case, plan.tile_q)
-    # The output's rows in fp32, with an offset and a sum each.
-    found, rest = divmod(plan.workspace_bytes, tiles * plan.tile_q * (4 * plan.dim_v + 8))
-    assert rest == 0, f"{case}: {plan}"
+        return -(-places // packed_tiles(case, plan.tile_q))
+    assert places % tiles == 0, f"{case}: {plan}"
+    return places // tiles
+
+
+def _places(plan: fm.AttentionPlan) -> int:
+    """Parts of tiles that the workspace holds: the output's rows in fp32, with an offset and a sum
+    each."""
+    found, rest = divmod(plan.workspace_bytes, plan.tile_q * (4 * plan.dim_v + 8))
+    assert rest == 0, plan
     return found
+
+
+def is_uneven(case: Case, plan: fm.AttentionPlan) -> bool:
+    """Whether "split" lays its tiles end to end, so that blocks begin and end within them."""
+    return _places(plan) > 0 and plan.grid[0] % packed_tiles(case, plan.tile_q) != 0
+
+
+def _blocks_of_shares(case: Case, plan: fm.AttentionPlan) -> int:
+    """As many as the tiles, or as the plan says if that goes with its workspace: a cut makes one
+    part of its tile more, and another one if the tile has no other cut."""
+    tiles = packed_tiles(case, plan.tile_q)
+    places = _places(plan)
+    if places == 0:
+        return tiles
+    cuts = plan.grid[0] - 1
+    assert 2 <= places <= min(2 * cuts, tiles + cuts), f"{case}: {plan}"
+    return plan.grid[0]
 
 
 def of_many_rows() -> str:

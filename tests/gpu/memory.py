@@ -14,8 +14,10 @@ import torch
 
 _GUARD = 512  # elements before and after, a multiple of 16 bytes
 # NaNs that no arithmetic makes.
-_POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5)}
-_DTYPE_CODES = {torch.float16: 2, torch.bfloat16: 4, torch.float32: 2}
+_POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5),
+           8: (torch.int64, 0x7FF4A5A5A5A5A5A5)}  # fmt: skip
+_DTYPE_CODES = {torch.float16: 2, torch.bfloat16: 4, torch.float32: 2, torch.int32: 0,
+                torch.int64: 0}  # fmt: skip
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +165,7 @@ def call(
     size = c.c_size_t()
     capi.check(lib.flashmoe_attention_forward_workspace_size(params, size), lib)
     device = q.keep.device
-    workspace = torch.empty(size.value, dtype=torch.uint8, device=device)
+    workspace = torch.full((size.value,), 255, dtype=torch.uint8, device=device)  # NaN
     stream = torch.cuda.current_stream(device).cuda_stream if q.keep.is_cuda else None
     status = lib.flashmoe_attention_forward(params, workspace.data_ptr(), size.value, stream)
     capi.check(status, lib)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import flashmoe_science as fm
+import moe_chains
 import moe_oracle
 import torch
 from gpu import memory
@@ -33,6 +34,14 @@ def why_not(family: str) -> str | None:
 
 def serving() -> list[str]:
     return [family for family in FAMILIES if why_not(family) is None]
+
+
+@functools.cache
+def is_as_stated() -> bool:
+    """Whether cuda:0 is a GPU as that of which tests/moe_chains.py states the kernels."""
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    stated = ((9, 0), moe_chains.MULTIPROCESSORS)
+    return (torch.cuda.get_device_capability(0), multiprocessors) == stated
 
 
 @functools.cache
@@ -66,35 +75,38 @@ class Layer:
         return {**self.values, **self.case.options, "routing": self.routing}
 
 
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator(device=DEVICE).manual_seed(seed)
+def generator(seed: int, device: str = DEVICE) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(seed)
 
 
-def random_ids(case: Case, skew: float = 0.0) -> torch.Tensor:
+def random_ids(case: Case, skew: float = 0.0, device: str = DEVICE) -> torch.Tensor:
     """[T, K] int32, distinct in each token; with a skew the first experts get most tokens."""
-    noise = torch.rand(case.tokens, case.experts, generator=generator(case.seed), device=DEVICE)
-    place = torch.arange(case.experts, device=DEVICE) / case.experts
+    g = generator(case.seed, device)
+    noise = torch.rand(case.tokens, case.experts, generator=g, device=device)
+    place = torch.arange(case.experts, device=device) / case.experts
     return (noise + skew * place).argsort(1)[:, : case.top_k].int().contiguous()
 
 
 def routing_of(ids: torch.Tensor, case: Case) -> fm.MoeRouting:
     """By the oracle: the products are tested apart from the routing."""
-    weights = torch.rand(ids.shape, generator=generator(case.seed + 1), device=DEVICE)
+    device = str(ids.device)
+    weights = torch.rand(ids.shape, generator=generator(case.seed + 1, device), device=device)
     weights = torch.where(ids < 0, 0, weights)
     return fm.MoeRouting(ids, weights, *moe_oracle.sort_pairs(ids, case.experts))
 
 
-def make(
-    case: Case, dtype: str, ids: torch.Tensor | None = None, *, skew: float = 0.0, gap: int = 0
-) -> Layer:
-    """Random values. `gap` elements of poison follow every row of x and of the weights."""
-    g = generator(case.seed)
+def place_weights(
+    case: Case, dtype: str, *, gap: int = 0, shared: bool = False, device: str = DEVICE
+) -> dict[str, Placed]:
+    """Random values of x and of the weights, by moe_forward's names. `gap` elements of poison
+    follow every row; `shared`: all experts have the same matrices, at the same place."""
+    g = generator(case.seed, device)
 
     def put(shape: tuple[int, ...], scale: float, kind: str, turned: bool = False) -> Placed:
         order = (0, 2, 1) if turned else tuple(range(len(shape)))
         gaps = (gap,) * len(shape) if kind != "bias" else (0,) * len(shape)
-        values = torch.randn(shape, generator=g, device=DEVICE) * scale
-        where = Placement(order, gaps)
+        values = torch.randn(shape, generator=g, device=device) * scale
+        where = Placement(order, gaps, broadcast=(0,) if shared and kind == "weights" else ())
         low = DTYPES[dtype if case.bias == "x" or kind != "bias" else "fp32"]
         return memory.place_values(values.to(low), where)
 
@@ -104,14 +116,21 @@ def make(
     if case.gate == "separate":
         made["w_up"] = put(first, case.hidden**-0.5, "weights", case.transposed)
     down = (case.experts, case.hidden, case.inner)
-    made["w_down"] = put(down, case.inner**-0.5, "weights", case.transposed)
+    made["w_down"] = put(down, case.inner**-0.5, "weights", case.turns_down)
     if case.bias is not None:
         made["b_gate_up"] = put((case.experts, case.rows), 1.0, "bias")
         made["b_down"] = put((case.experts, case.hidden), 1.0, "bias")
         if case.gate == "separate":
             made["b_up"] = put((case.experts, case.inner), 1.0, "bias")
+    return made
+
+
+def make(
+    case: Case, dtype: str, ids: torch.Tensor | None = None, *, skew: float = 0.0, gap: int = 0
+) -> Layer:
+    """Random values, and routing by `ids` or at random. `gap` as in `place_weights`."""
     ids = random_ids(case, skew) if ids is None else ids
-    return Layer(case, dtype, made, routing_of(ids, case))
+    return Layer(case, dtype, place_weights(case, dtype, gap=gap), routing_of(ids, case))
 
 
 def poison_free_memory(size: int) -> None:

@@ -1,15 +1,19 @@
 """Small attention calls on memory of exactly their size: a program for compute-sanitizer.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitize_attention.py
+    compute-sanitizer --tool racecheck python tests/gpu/sanitize_attention.py --small sm90
 
 Memory comes from the CUDA driver, one allocation for each tensor and no framework in between, so
-that the first byte past an end is known to be one. Every result is checked as well.
+that the first byte past an end is known to be one. Every result is checked as well. Prints the
+kernels that ran.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes as c
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +45,13 @@ _OPTIONS = (
     Options(1, 1100, 8, 2, "bottom_right", "bhsd"),  # keys that blocks may share
     Options(5, 9000, 4, 1, "bottom_right"),  # that they may share through the workspace
 )
+# Each kernel once: some tiles of each family, of keys too, and keys that blocks share.
+_SMALL = {
+    "sm89": Options(70, 330, 2, 1, "bottom_right"),
+    "sm90": Options(130, 330, 2, 1, "bottom_right"),
+    "short": Options(1, 1100, 8, 2, "bottom_right", "bhsd"),
+    "split": Options(5, 1100, 4, 1, "bottom_right"),
+}
 _RARE = Options(100, 100, 1, 1, "top_left", window=(25, None))
 
 
@@ -67,13 +78,18 @@ class Driver:
         if status != 0:
             raise RuntimeError(f"{name}: CUDA driver error {status}")
 
-    def upload(self, array: np.ndarray) -> int:
-        """A copy of the array's bytes, and not one byte more."""
+    def allocate(self, like: np.ndarray) -> int:
+        """Memory for the array, and not one byte more."""
         address = c.c_uint64()
-        self._do("cuMemAlloc_v2", c.byref(address), c.c_size_t(array.nbytes))
-        self._do("cuMemcpyHtoD_v2", address, c.c_void_p(array.ctypes.data),
-                 c.c_size_t(array.nbytes))  # fmt: skip
+        self._do("cuMemAlloc_v2", c.byref(address), c.c_size_t(like.nbytes))
         return address.value
+
+    def upload(self, array: np.ndarray) -> int:
+        """A copy of the array."""
+        address = self.allocate(array)
+        self._do("cuMemcpyHtoD_v2", c.c_uint64(address), c.c_void_p(array.ctypes.data),
+                 c.c_size_t(array.nbytes))  # fmt: skip
+        return address
 
     def download(self, address: int, like: np.ndarray) -> np.ndarray:
         array = np.empty_like(like)
@@ -163,18 +179,35 @@ def check_call(
     return ran
 
 
-def main() -> None:
-    driver = Driver()
+def run_family(driver: Driver, family: str, small: bool) -> set[str]:
     seen = set()
-    served = [family for family in kernels.FAMILIES if serves(family)]
-    for kernel in sorted(kernel for family in served for kernel in kernels.attention(family)):
+    for kernel in sorted(kernels.attention(family)):
+        if small:
+            options = _for_kernel(kernel, _SMALL[family])
+            seen.add(check_call(driver, kernel, kernel.dim, kernel.dim_v, options))
+            continue
         for dim, dim_v in {(kernel.dim, kernel.dim_v), (kernel.dim - 8, kernel.dim_v - 16)}:
             for options in _OPTIONS:
                 seen.add(check_call(driver, kernel, dim, dim_v, _for_kernel(kernel, options)))
         # The rare path: a NaN of V that lies right of some rows of a tile and left of others.
         seen.add(check_call(driver, kernel, kernel.dim, kernel.dim_v,
                             _for_kernel(kernel, _RARE), bad_key=60))  # fmt: skip
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="FAMILY", help=", ".join(kernels.FAMILIES))
+    parser.add_argument("--small", action="store_true", help="each kernel on one small call")
+    given = parser.parse_args()
+    begin = time.monotonic()
+    driver = Driver()
+    seen: set[str] = set()
+    for family in given.parts or kernels.FAMILIES:
+        if serves(family):
+            seen |= run_family(driver, family, given.small)
     print("\n".join(sorted(seen)))
+    print(f"{time.monotonic() - begin:.1f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

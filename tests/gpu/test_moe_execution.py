@@ -149,6 +149,68 @@ def test_a_profiler_sees_nothing_else_in_a_fused_call(tmp_path: Path) -> None:
         assert all(e["cat"] == "kernel" and "flashmoe::" in e["name"] for e in work), work
 
 
+Product = Callable[[], torch.Tensor]
+
+
+@pytest.fixture(params=["offsets", "counts"])
+def product(request: pytest.FixtureRequest, moe_family: str) -> tuple[Product, dict[str, Any]]:
+    """A grouped product, and its arguments: of rows that are sorted, or masked."""
+    if not moe_layers.multiplies(moe_family):
+        pytest.skip("computes layers alone")
+    experts, n, k, most = 24, 264, 520, 90
+    counts = torch.randint(0, most + 1, (experts,), generator=generator(1), device=DEVICE).int()
+    counts[3], counts[7] = 0, most
+    x = torch.randn(experts, most, k, generator=generator(2), device=DEVICE).bfloat16()
+    w = torch.randn(experts, n, k, generator=generator(3), device=DEVICE).bfloat16() * k**-0.5
+    bounds = {"counts": counts}
+    if request.param == "offsets":
+        x = x.view(-1, k)
+        bounds = {"offsets": torch.cat([counts.new_zeros(1), counts.cumsum(0).int()])}
+    arguments = {"x": x, "w": w, **bounds, "out": x.new_zeros(*x.shape[:-1], n)}
+    return lambda: fm.grouped_product(**arguments, kernel=moe_family), arguments
+
+
+@pytest.mark.usefixtures("_profiler_is_warm")
+def test_a_profiler_sees_the_planned_product(
+    product: tuple[Product, dict[str, Any]], moe_family: str, tmp_path: Path
+) -> None:
+    call, arguments = product
+    plan = fm.grouped_product_plan(**arguments, kernel=moe_family)
+    assert plan.family == moe_family and len(plan.launches) == 1
+    call()
+    last, launch = fm.last_launch(), plan.launches[0]
+    assert (last.kernel, last.grid, last.block) == (launch.kernel, launch.grid, launch.block)
+    assert_planned(work_of(tmp_path / "trace.json", call), plan.launches)
+
+
+def test_products_give_the_same_bits_in_graphs_and_out_of_them(
+    product: tuple[Product, dict[str, Any]],
+) -> None:
+    call, arguments = product
+    want = call().clone()
+    operands = {name: value for name, value in arguments.items() if name != "out"}
+    moe_oracle.assert_grouped_product(want, **operands)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for run in range(50):
+        captured.zero_()
+        if run % 2:
+            graph.replay()
+        else:
+            call()
+        assert same_bits(captured, want), f"run {run}"
+    arguments["x"].normal_(generator=generator(8))
+    for name in ("counts", "offsets"):
+        if name in arguments:
+            arguments[name].div_(2, rounding_mode="floor")
+    graph.replay()
+    again = captured.clone()
+    assert same_bits(call(), again)
+    moe_oracle.assert_grouped_product(again, **operands)
+
+
 def test_plans_read_no_data(layer: Layer, moe_family: str) -> None:
     want = fm.moe_plan(**layer.arguments, kernel=moe_family)
     layer.values["x"].fill_(torch.nan)
@@ -237,6 +299,40 @@ def test_graph_replays_follow_the_inputs(layer: Layer, moe_family: str) -> None:
         assert same_bits(captured, call())
         routing = fm.moe_route(logits, case.top_k, renormalize=True)
         moe_oracle.assert_forward(captured, **arguments | {"routing": routing})
+
+
+@pytest.mark.parametrize("tokens", [8, 512, 513])
+@pytest.mark.parametrize("kind", [None, torch.int32, torch.int64])
+def test_routing_in_a_graph(tokens: int, kind: torch.dtype | None) -> None:
+    """Of logits, and of ids of which some are nobody's, in one launch and in two."""
+    experts, top_k = 60, 32
+    g = generator(tokens)
+
+    def fill(source: torch.Tensor) -> None:
+        if kind is None:
+            source.copy_((torch.randn(source.shape, generator=g, device=DEVICE) * 2).round())
+        else:
+            source.copy_(torch.randint(-9, experts + 9, source.shape, generator=g, device=DEVICE))
+
+    width, low = (experts, torch.float32) if kind is None else (top_k, kind)
+    source = torch.zeros(tokens, width, dtype=low, device=DEVICE)
+
+    def call() -> fm.MoeRouting:
+        if kind is None:
+            return fm.moe_route(source, top_k)
+        return fm.moe_route_given(source, num_experts=experts)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for _ in range(3):
+        fill(source)
+        graph.replay()
+        want = (moe_oracle.route(source, top_k) if kind is None
+                else moe_oracle.route_given(source, num_experts=experts))  # fmt: skip
+        moe_oracle.assert_routed(captured, want)
 
 
 def test_a_fused_call_in_a_graph() -> None:

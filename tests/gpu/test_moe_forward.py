@@ -42,7 +42,7 @@ def may_refuse(family: str, case: Case) -> bool:
     """Layouts of weights that a family has no kernels for."""
     if family == "sm90":
         return case.transposed and case.gate == "interleaved"
-    return family == "stream" and case.transposed
+    return family == "stream" and (case.transposed or case.turns_down)
 
 
 def judge(family: str, said: list[bool]) -> None:
@@ -76,18 +76,25 @@ EVERYTHING = list(itertools.product(moe_oracle.GATES, (False, True), moe_oracle.
 def test_every_layout_and_activation(
     moe_family: str, gate: str, transposed: bool, activation: str
 ) -> None:
+    """The second matrix as the first and, of a family that takes both, the other way round."""
     for dtype, bias, weight_on_input in (("bf16", None, False), ("fp16", "fp32", True),
                                          ("bf16", "x", False)):  # fmt: skip
         case = dataclasses.replace(BASE, gate=gate, transposed=transposed, activation=activation,
                                    bias=bias, weight_on_input=weight_on_input,
                                    tokens=13)  # fmt: skip
+        if bias == "fp32" and moe_family != "stream":
+            case = dataclasses.replace(case, down_transposed=not transposed)
         served = check(make(case, dtype), moe_family)
         assert served or not must_serve(moe_family)
         limited = dataclasses.replace(case, limit=0.8, tokens=90, hidden=136,
                                       up_offset=0.0 if gate == "none" else 1.0,
                                       alpha=1.702 if activation == "silu" else 1.0)  # fmt: skip
-        served = check(make(limited, dtype, gap=8), moe_family)
+        before = bias == "x"
+        served = check(make(limited, dtype, gap=8), moe_family, pre_activation=before)
         assert served or not must_serve(moe_family)
+        if moe_family == "stream":  # the kernels of long rows, on Hopper
+            few = dataclasses.replace(limited, tokens=5, **LONG)
+            assert check(make(few, dtype), moe_family, pre_activation=before) == served
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -181,24 +188,27 @@ def test_edges(moe_family: str, edge: str, tokens: int | None) -> None:
     assert served or not must_serve(moe_family)
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["x", "w_gate_up", "w_down", "weights"])
-def test_a_nan_reaches_what_it_meets_and_nothing_else(moe_family: str, where: str) -> None:
+def test_a_nan_or_inf_reaches_what_it_meets_and_nothing_else(
+    moe_family: str, where: str, number: float
+) -> None:
     for tokens, extents in ((6, {}), (6, LONG), (150, {})):
         case = dataclasses.replace(BASE, tokens=tokens, **extents)
         layer = make(case, "bf16")
         if moe_layers.plan_or_none(layer, moe_family) is None:
             continue
         if where == "weights":
-            layer.routing.weights[3, 1] = torch.nan
+            layer.routing.weights[3, 1] = number
             touched = torch.tensor([3], device=DEVICE)
         elif where == "x":
-            layer.values["x"][3, 77] = torch.nan
+            layer.values["x"][3, 77] = number
             touched = torch.tensor([3], device=DEVICE)
         else:
-            layer.values[where][2, 9, 31] = torch.nan
+            layer.values[where][2, 9, 31] = number
             touched = (layer.routing.ids == 2).any(1).nonzero().flatten()
         out = fm.moe_forward(**layer.arguments, kernel=moe_family)
-        got = out.isnan().any(1).nonzero().flatten()
+        got = (~out.isfinite()).any(1).nonzero().flatten()
         assert torch.equal(got, touched)
         if where != "weights":
             moe_oracle.assert_forward(out, **layer.arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import flashmoe_science as fm
@@ -9,13 +10,15 @@ import moe_oracle
 import pytest
 import torch
 from gpu import memory
+from gpu.moe_calls import clear_rows, few_values, with_wild
 from gpu.moe_layers import DEVICE, DTYPES, generator, poison_free_memory
 
 pytestmark = pytest.mark.gpu
 
 TOKENS = (0, 1, 2, 3, 7, 31, 32, 33, 100, 257, 1000, 4097)
-SHAPES = ((1, 1), (2, 1), (2, 2), (6, 2), (8, 2), (8, 8), (31, 5), (60, 4), (64, 6), (64, 8),
-          (128, 8), (256, 8), (257, 3), (384, 8), (512, 10), (1023, 7), (1024, 32))  # fmt: skip
+SHAPES = ((1, 1), (2, 1), (2, 2), (6, 2), (7, 7), (8, 2), (8, 8), (31, 5), (60, 4), (64, 6),
+          (64, 8), (128, 8), (256, 8), (257, 3), (384, 8), (512, 10), (1023, 7),
+          (1024, 32))  # fmt: skip
 MODES: list[dict[str, Any]] = [
     {}, {"renormalize": True}, {"scoring": "topk_softmax"}, {"scoring": "sigmoid"},
     {"scoring": "sigmoid", "renormalize": True, "scale": 2.5},
@@ -36,10 +39,7 @@ def logits_of(tokens: int, experts: int, dtype: str, values: str = "normal") -> 
     elif values == "rather far":  # sigmoids that fp32 holds
         z = z * 10
     elif values in ("wild", "wildest"):
-        some = torch.tensor([torch.nan, torch.inf, -torch.inf], device=DEVICE)
-        pick = some[torch.randint(3, z.shape, generator=g, device=DEVICE)]
-        share = 0.1 if values == "wild" else 1.0
-        z = torch.where(torch.rand(z.shape, generator=g, device=DEVICE) < share, pick, z)
+        z = with_wild(z, 0.1 if values == "wild" else 1.0, g)
     return z.to(DTYPES[dtype])
 
 
@@ -75,7 +75,7 @@ def check(logits: torch.Tensor, top_k: int, **options: Any) -> fm.MoeRouting:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_every_mode(shape: tuple[int, int], mode: dict[str, Any], dtype: str) -> None:
     experts, top_k = shape
-    for tokens in (1, 33, 1000):
+    for tokens in (1, 33):
         check(logits_of(tokens, experts, dtype), top_k, **mode)
 
 
@@ -90,24 +90,11 @@ def test_every_number_of_tokens(tokens: int) -> None:
 def test_ties_and_wild_numbers(values: str, mode: dict[str, Any]) -> None:
     if values == "far" and mode.get("scoring") == "sigmoid":
         values = "rather far"
-    for experts, top_k in SHAPES:
-        for dtype in ("fp32", "fp16"):
-            got = check(logits_of(65, experts, dtype, values), top_k, **mode)
-            ordered = got.ids.sort(1).values
-            assert (ordered[:, 1:] > ordered[:, :-1]).all(), "an expert was chosen twice"
-
-
-def clear_rows(z: torch.Tensor, bias: torch.Tensor | None, groups: int) -> torch.Tensor:
-    """The rows whose choices and groups are equal for every arithmetic, or apart: the order of sums
-    that fp32 cannot tell from one another is open."""
-    choice = z.double().sigmoid() + (0 if bias is None else bias.double())
-    choice = torch.where(choice.isnan(), -torch.inf, choice)
-    sums = choice.view(len(z), groups, z.shape[1] // groups).topk(2, -1).values.sum(-1)
-    clear = torch.ones(len(z), dtype=torch.bool, device=z.device)
-    for values in (choice, sums):
-        gaps = values.sort(1).values.diff(dim=1)
-        clear &= ~((gaps > 0) & (gaps < 2e-6)).any(1)
-    return z[clear]
+    # In one launch and in two, of which the first takes several tokens at a time.
+    for (experts, top_k), dtype, tokens in itertools.product(SHAPES, ("fp32", "fp16"), (65, 600)):
+        got = check(logits_of(tokens, experts, dtype, values), top_k, **mode)
+        ordered = got.ids.sort(1).values
+        assert (ordered[:, 1:] > ordered[:, :-1]).all(), "an expert was chosen twice"
 
 
 GROUPS = [
@@ -128,12 +115,9 @@ def test_groups(shape: tuple[int, int, int, int], biased: bool, values: str) -> 
     experts, groups, top_groups, top_k = shape
     g = generator(experts)
     for tokens in (1, 37, 700):
-        few = torch.tensor([-3.0, -1.2, 0.1, 0.9, 2.2, 4.0], device=DEVICE)
-        z = few[torch.randint(6, (tokens, experts), generator=g, device=DEVICE)]
+        z = few_values((tokens, experts), g)
         if values == "wild":
-            some = torch.tensor([torch.nan, torch.inf, -torch.inf], device=DEVICE)
-            pick = some[torch.randint(3, z.shape, generator=g, device=DEVICE)]
-            z = torch.where(torch.rand(z.shape, generator=g, device=DEVICE) < 0.3, pick, z)
+            z = with_wild(z, 0.3, g)
         bias = None
         if biased:
             bias = torch.randn(experts, generator=g, device=DEVICE)
@@ -143,13 +127,17 @@ def test_groups(shape: tuple[int, int, int, int], biased: bool, values: str) -> 
               selection_bias=bias, renormalize=True, scale=2.5)  # fmt: skip
 
 
-@pytest.mark.parametrize("experts", [6, 60, 128, 1024])
-def test_a_selection_bias_without_groups(experts: int) -> None:
+@pytest.mark.parametrize("experts", [1, 7, 8, 60, 128, 257, 1024])
+@pytest.mark.parametrize("values", ["few", "wild"])
+def test_a_selection_bias_without_groups(experts: int, values: str) -> None:
     g = generator(experts)
-    few = torch.tensor([-3.0, -1.2, 0.1, 0.9, 2.2, 4.0], device=DEVICE)
-    z = few[torch.randint(6, (300, experts), generator=g, device=DEVICE)]
-    bias = torch.randint(-2, 3, (experts,), generator=g, device=DEVICE) * 1.75
-    check(z, 5, scoring="sigmoid", selection_bias=bias)  # one sigmoid and one bias: equal or apart
+    for tokens in (1, 300, 513):
+        z = few_values((tokens, experts), g)
+        bias = torch.randint(-2, 3, (experts,), generator=g, device=DEVICE) * 1.75
+        if values == "wild":
+            z, bias = with_wild(z, 0.3, g), with_wild(bias, 0.3, g)
+        # One sigmoid and one bias: equal or apart.
+        check(z, min(experts, 5), scoring="sigmoid", selection_bias=bias)
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
@@ -157,7 +145,7 @@ def test_a_selection_bias_without_groups(experts: int) -> None:
 @pytest.mark.parametrize("weights", [None, "fp32", "bf16", "fp16"])
 def test_given_ids(kind: torch.dtype, mapped: bool, weights: str | None) -> None:
     for tokens in TOKENS:
-        for experts, top_k in ((1, 1), (8, 2), (60, 4), (256, 8), (1024, 32)):
+        for experts, top_k in ((1, 1), (7, 7), (60, 4), (257, 8), (1024, 32)):
             g = generator(tokens + experts)
             ids = torch.randint(-3, experts + 3, (tokens, top_k), generator=g, device=DEVICE)
             ids = ids.to(kind)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
 
 import pytest
-from pages import DOCS, ROOT, Block, blocks, run
+from pages import DOCS, ROOT, Block, blocks, run, says, sentences
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +36,22 @@ def test_a_guides_program_runs(block: Block, tmp_path: Path) -> None:
     _run(block, tmp_path)
 
 
+@pytest.mark.parametrize("block", blocks("python", page=DOCS / "producers.md"), ids=str)
+def test_a_producers_program_runs(block: Block, tmp_path: Path) -> None:
+    result = _run(block, tmp_path)
+    if "cuda" in block.text and importlib.util.find_spec("torch") is not None:
+        assert "device=cuda:0" in result, result
+
+
+_ERRORS = {title: code for title, code in sentences().items() if "cuda" in code}
+
+
+@pytest.mark.parametrize("sentence", _ERRORS)
+def test_a_sentence_is_what_its_program_raises(sentence: str, tmp_path: Path) -> None:
+    result = run(_ERRORS[sentence], tmp_path)
+    assert says(result, sentence), result.stderr
+
+
 def _run(block: Block, folder: Path) -> str:
     """What it logs."""
     if re.search(r"^import jax", block.text, re.M):
@@ -42,6 +59,7 @@ def _run(block: Block, folder: Path) -> str:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's tensors live here
         if "gpu" not in {device.platform for device in jax.devices()}:
             pytest.skip("JAX has no GPU")
-    result = run(block.text, folder, FLASHMOE_LOG_LEVEL="2")
+    environment = {"FLASHMOE_LOG_LEVEL": "2", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    result = run(block.text, folder, **environment)
     assert result.returncode == 0, result.stderr
     return result.stderr

@@ -102,15 +102,64 @@ def test_parts_of_tiles(dtype: str, dim: int, dim_v: int) -> None:
     assert max(parts) > 16
 
 
-@pytest.mark.parametrize("keys", [700, 30000])
+@pytest.mark.parametrize("causal", cases.CAUSAL)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_shares_begin_and_end_within_tiles(dim: int, causal: str) -> None:
+    """A few tiles more than blocks, and more again, of all sizes of groups: whole ones and parts of
+    others are the same block's. Twice the same bits."""
+    uneven = 0
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    tile = 192 if dim == 64 else 128
+    for i, group in enumerate((1, 4, 5, 7, 8, 16, 64, 71)):
+        heads_kv = (1, 2, 3)[i % 3]
+        batch = (2, 1)[i % 2]
+        tiles = blocks * (4, 7, 5, 8, 13)[i % 5] // (3, 5, 4, 3, 4)[i % 5] // (heads_kv * batch)
+        case = Case(dtype=("fp16", "bf16")[i % 2], batch=batch,
+                    seq_q=max(1, tiles * tile // group) + i, seq_k=(1500, 2049, 3001)[i % 3],
+                    heads_q=heads_kv * group, heads_kv=heads_kv, dim=dim, dim_v=dim,
+                    causal=causal, window=(None, (700, 0))[i % 4 == 3],
+                    softcap=(None, 20.0)[i % 5 == 4], layout=("bshd", "bhsd")[i % 2],
+                    values=("normal", "rising")[i % 2], kernel="split",
+                    entry=("c", "python")[i % 2], seed=i)  # fmt: skip
+        _check(case)
+        uneven += families.is_uneven(case, _plan(case))
+        q, k, v = cases.make_values(case, "cuda:0")
+        options = {**case.mask, "layout": case.layout, "return_lse": True, "kernel": "split"}
+        first, again = (fm.flash_attention(q, k, v, **options) for _ in "12")
+        assert all(
+            torch.equal(memory.bits(a), memory.bits(b)) for a, b in zip(first, again, strict=True)
+        )
+    assert uneven > 2
+
+
+@pytest.mark.parametrize("window", [None, (300, 0), (2000, None), (64, 40)])
+def test_shares_of_tiles_of_unequal_length(window: tuple[int, int | None] | None) -> None:
+    """From none to all of the keys, and rows that see none."""
+    for i, (seq_q, seq_k, dim, batch) in enumerate(
+        ((3000, 2500, 64, 1), (2500, 3000, 128, 2), (5000, 3000, 128, 1), (1700, 4000, 256, 1))
+    ):
+        for causal in cases.CAUSAL:
+            if causal != "none" and window is not None and window[1] not in (None, 0):
+                continue
+            case = Case(dtype=("fp16", "bf16")[i % 2], batch=batch, seq_q=seq_q, seq_k=seq_k,
+                        heads_q=12, heads_kv=4, dim=dim, dim_v=dim, causal=causal, window=window,
+                        kernel="split", entry=("c", "python")[i % 2], seed=i)  # fmt: skip
+            _check(case)
+
+
+@pytest.mark.parametrize(
+    ("keys", "heads_kv", "batch", "parts"), [(700, 2, 330, 0), (9000, 2, 40, 1), (30000, 1, 1, 2)]
+)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_rows_that_a_masked_key_spoils_are_computed_again(dtype: str, keys: int) -> None:
-    """A NaN of V beside the diagonal is of the rows that see it, and of no other."""
-    heads_kv, batch = (2, 70) if keys == 700 else (1, 1)  # tiles enough, and few
+def test_rows_that_a_masked_key_spoils_are_computed_again(
+    dtype: str, keys: int, heads_kv: int, batch: int, parts: int
+) -> None:
+    """A NaN of V beside the diagonal is of the rows that see it, and of no other. All tiles are
+    whole, or some, or none."""
     case = Case(dtype=dtype, batch=batch, seq_q=64, seq_k=keys, heads_q=4 * heads_kv,
                 heads_kv=heads_kv, dim=128, dim_v=128, causal="bottom_right",
                 kernel="split")  # fmt: skip
-    assert (families.parts(case, _plan(case)) > 1) == (batch == 1)
+    assert min(2, families.parts(case, _plan(case))) in (parts, 2 * (parts > 0))
     q, k, v = cases.make_values(case, "cuda:0")
     v[-1, -40, 0, 5] = float("nan")
     v[-1, -20, 0, 77] = float("inf")
@@ -158,6 +207,21 @@ def test_some_rows_of_many_keys_go_to_split(dim: int) -> None:
         assert _check(case) > 1
 
 
+@pytest.mark.parametrize(
+    ("seq_q", "heads_q", "heads_kv", "dim"), [(1024, 32, 8, 64), (512, 40, 8, 128)]
+)
+def test_a_little_more_than_a_wave_of_tiles_goes_to_split(
+    seq_q: int, heads_q: int, heads_kv: int, dim: int
+) -> None:
+    for seq_k in (8192, 32768):
+        case = Case(dtype="bf16", seq_q=seq_q, seq_k=seq_k, heads_q=heads_q, heads_kv=heads_kv,
+                    dim=dim, dim_v=dim)  # fmt: skip
+        plan = _plan(case)
+        assert plan.family == "split"
+        if torch.cuda.get_device_properties(0).multi_processor_count == 132:
+            assert families.is_uneven(case, plan)
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", cases.CAUSAL)
 def test_many_rows_do_not(dim: int, causal: str) -> None:
@@ -176,7 +240,7 @@ def test_parts_keep_the_device_busy() -> None:
         case = Case(dtype="bf16", seq_q=64, seq_k=seq_k, heads_q=heads, heads_kv=heads, dim=128,
                     dim_v=128, kernel="split")  # fmt: skip
         plan = _plan(case)
-        parts = families.parts(case, plan) or 1
-        assert parts <= -(-seq_k // plan.tile_k)
+        steps = -(-seq_k // plan.tile_k)
+        assert plan.grid[0] <= steps * families.packed_tiles(case, plan.tile_q)
         if seq_k >= 100000:
             assert 3 * plan.grid[0] >= 2 * blocks

@@ -392,6 +392,39 @@ def test_read_only_outputs_are_refused() -> None:
             )
 
 
+@pytest.mark.parametrize(
+    "convert", [np.asarray, DlpackOnly, "torch"], ids=["numpy", "dlpack", "torch"]
+)
+def test_outputs_that_overlap(convert: Any) -> None:
+    """Other tensors of the call; slices of one array do not."""
+    if convert == "torch":
+        convert = pytest.importorskip("torch").from_numpy
+    rng = np.random.default_rng(0)
+    packed = rng.standard_normal((2, 16, 4, 3, 32), np.float32)
+    q, k, v = (packed[:, :, i] for i in range(3))
+    before = packed.copy()
+    last_of_out = packed.reshape(-1)[-2 * 3 * 16 :].reshape(2, 3, 16)
+    memory = "accepted is memory that overlaps no other tensor of the call"
+    for outputs, sentence in [
+        ({"out": q}, f"out: it shares memory with q, {memory}"),
+        ({"out": k}, f"out: it shares memory with k, {memory}"),
+        ({"out": packed[:, :, 3], "lse": last_of_out},
+         f"lse: it shares memory with out, {memory}"),
+        ({"out": np.empty_like(q), "lse": packed[0, :2, 2, :, :16]},
+         f"lse: it shares memory with v, {memory}"),
+    ]:  # fmt: skip
+        given = {name: convert(array) for name, array in outputs.items()}
+        given.setdefault("lse", convert(np.empty((2, 3, 16), np.float32)))
+        raises(
+            ValueError,
+            sentence,
+            lambda given=given: fm.flash_attention(convert(q), convert(k), convert(v), **given),
+        )
+        np.testing.assert_array_equal(packed, before)
+    fm.flash_attention(convert(q), convert(k), convert(v), out=convert(packed[:, :, 3]))
+    np.testing.assert_array_equal(packed[:, :, 3], fm.flash_attention(q, k, v))
+
+
 def test_misaligned_rows() -> None:
     torch = pytest.importorskip("torch")
     flat = torch.zeros(Q.size + 1)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import flashmoe_science as fm
 import numpy as np
 import pytest
+from jax_reference import CASES, Case, assert_as_jax
 from reference import assert_accurate
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
+SHAPES = ((2, 21, 4, 32), (2, 33, 2, 32), (2, 33, 2, 48))
+
 
 @pytest.fixture
 def qkv() -> list[np.ndarray]:
     rng = np.random.default_rng(0)
-    shapes = ((2, 21, 4, 32), (2, 33, 2, 32), (2, 33, 2, 48))
-    return [rng.standard_normal(shape, np.float32) for shape in shapes]
+    return [rng.standard_normal(shape, np.float32) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -32,6 +39,14 @@ def test_under_jit(qkv: list[np.ndarray], layout: str, dtype: str) -> None:
     assert_accurate(out, lse, *tensors, causal=True, layout=layout)
     eager = fm.flash_attention(*tensors, causal=True, layout=layout)
     np.testing.assert_array_equal(eager, out)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_as_jaxs_own(case: Case, dtype: str) -> None:
+    cpu = jax.devices("cpu")[0]
+    tensors = case.arrays(dtype, cpu)
+    assert_as_jax(fm.flash_attention(*tensors, **case.ours), *tensors, case)
 
 
 @pytest.mark.parametrize("window", [(3, None), (None, 2), (0, 0), (7, 5), (10**12, 1)])
@@ -55,9 +70,67 @@ def test_a_kernel_named_under_jit(qkv: list[np.ndarray]) -> None:
     q, k, v = map(jnp.asarray, qkv)
     attend = jax.jit(lambda *x: fm.flash_attention(*x, kernel="cpu"))
     np.testing.assert_array_equal(attend(q, k, v), fm.flash_attention(q, k, v))
-    unknown = jax.jit(lambda *x: fm.flash_attention(*x, kernel="sm12"))  # known when it runs
-    with pytest.raises(Exception, match='kernel: got "sm12", built in are'):
-        jax.block_until_ready(unknown(q, k, v))
+
+
+@pytest.mark.parametrize("given", ["q", "k", "qv", "kv"])
+def test_numpy_arrays_beside_jax_are_constants(qkv: list[np.ndarray], given: str) -> None:
+    """Eagerly, and closed over under jit."""
+    want = fm.flash_attention(*map(jnp.asarray, qkv), causal=True)
+    arrays = dict(zip("qkv", qkv, strict=True))
+    tensors = {name: jnp.asarray(x) for name, x in arrays.items() if name not in given}
+    attend = lambda rest: fm.flash_attention(**(arrays | rest), causal=True)  # noqa: E731
+    for got in (attend(tensors), jax.jit(attend)(tensors)):
+        assert isinstance(got, jax.Array)
+        np.testing.assert_array_equal(got, want)
+    lowered = jax.jit(attend).lower(tensors).as_text()
+    assert lowered.count("stablehlo.custom_call @flashmoe_attention") == 1
+    assert fm.attention_plan(**(arrays | tensors)).family == "cpu"
+
+
+def test_numpy_arrays_alone_under_jit_are_computed_while_tracing(qkv: list[np.ndarray]) -> None:
+    got = jax.jit(lambda x: x + fm.flash_attention(*qkv))(jnp.zeros(()))
+    np.testing.assert_array_equal(got, fm.flash_attention(*qkv))
+
+
+def test_doubles_of_numpy_are_singles_as_in_jax(qkv: list[np.ndarray]) -> None:
+    q, k, v = qkv
+    got = fm.flash_attention(jnp.asarray(q), k.astype(np.float64), v)
+    np.testing.assert_array_equal(got, fm.flash_attention(q, k, v))
+
+
+def test_tensors_of_another_library_are_refused(qkv: list[np.ndarray]) -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = qkv
+    for first, name in ((jnp.asarray(q), "jaxlib"), (q, "numpy")):
+        with pytest.raises(TypeError, match=rf"^v: got torch\.Tensor, but q is {name}"):
+            fm.flash_attention(first, jnp.asarray(k), torch.from_numpy(v))
+    with pytest.raises(TypeError, match=r"^k: got list, accepted is a tensor"):
+        fm.flash_attention(jnp.asarray(q), k.tolist(), v)
+
+
+def test_without_jit(qkv: list[np.ndarray]) -> None:
+    q, k, v = map(jnp.asarray, qkv)
+    want = fm.flash_attention(q, k, v)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(fm.flash_attention(q, k, v), want)
+
+
+def test_a_donated_array_is_not_written_over_while_it_is_read(qkv: list[np.ndarray]) -> None:
+    q, k, v = map(jnp.asarray, (qkv[0], qkv[1], qkv[2][..., :32]))
+    want = np.asarray(fm.flash_attention(q, k, v))
+    given = q + 0
+    got = jax.jit(fm.flash_attention, donate_argnums=0)(given, k, v)
+    assert given.is_deleted()
+    np.testing.assert_array_equal(got, want)
+
+
+def test_an_old_jax_is_refused_when_its_module_is_imported(monkeypatch: Any) -> None:
+    monkeypatch.setattr(jax, "__version__", "0.5.3")
+    monkeypatch.setattr(jax, "__version_info__", (0, 5, 3))
+    monkeypatch.delitem(sys.modules, "flashmoe_science.jax", raising=False)
+    sentence = r"^got a JAX array of JAX 0\.5\.3, accepted is 0\.6 or newer$"
+    with pytest.raises(TypeError, match=sentence):
+        importlib.import_module("flashmoe_science.jax")
 
 
 def test_inside_a_larger_program(qkv: list[np.ndarray]) -> None:
@@ -100,43 +173,128 @@ def test_arrays_cannot_be_written_to(qkv: list[np.ndarray]) -> None:
         fm.flash_attention(q, k, v, lse=q)
 
 
-def test_there_is_no_derivative_yet(qkv: list[np.ndarray]) -> None:
-    q, k, v = map(jnp.asarray, qkv)
-    sentence = "a derivative of attention is asked for, but it has no backward pass yet"
-    for function in (fm.flash_attention, jax.jit(fm.flash_attention)):
-        with pytest.raises(ValueError, match=sentence):
-            jax.grad(lambda q: function(q, k, v).sum())(q)  # noqa: B023
-    stop = jax.lax.stop_gradient
-    np.testing.assert_array_equal(
-        jax.grad(lambda x: (x + fm.flash_attention(stop(q), k, v).sum()).sum())(jnp.ones(3)),
-        np.ones(3),
+def _sum(q: Any) -> Any:
+    return fm.flash_attention(q, q, q).sum()
+
+
+def _in_a_loop(q: Any) -> Any:
+    return jax.lax.scan(lambda x, _: (fm.flash_attention(x, x, x), None), q, None, length=2)[0]
+
+
+DERIVATIVES = {
+    "grad": lambda q: jax.grad(_sum)(q),
+    "jit of grad": lambda q: jax.jit(jax.grad(_sum))(q),
+    "grad of jit": lambda q: jax.grad(jax.jit(_sum))(q),
+    "grad of checkpoint": lambda q: jax.grad(jax.checkpoint(_sum))(q),
+    "grad of a loop": lambda q: jax.grad(lambda q: _in_a_loop(q).sum())(q),
+    "vmap of grad": lambda q: jax.vmap(jax.grad(_sum))(q[None]),
+    "grad of vmap": lambda q: jax.grad(lambda q: jax.vmap(_sum)(q[None]).sum())(q),
+    "value_and_grad": lambda q: jax.value_and_grad(_sum)(q),
+    "jvp": lambda q: jax.jvp(_sum, (q,), (q,)),
+    "vjp": lambda q: jax.vjp(_sum, q),
+    "linearize": lambda q: jax.linearize(_sum, q),
+    "jacfwd": lambda q: jax.jacfwd(_sum)(q),
+    "jacrev": lambda q: jax.jacrev(_sum)(q),
+    "hessian": lambda q: jax.hessian(_sum)(q),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_there_is_no_derivative_yet(name: str) -> None:
+    sentence = (
+        "^a derivative of attention is asked for, but it has no backward pass yet; pass "
+        "jax.lax.stop_gradient of its arguments"
     )
+    with pytest.raises(ValueError, match=sentence):
+        DERIVATIVES[name](jnp.ones((1, 8, 2, 16)))
+
+
+def test_derivatives_of_what_is_beside_it(qkv: list[np.ndarray]) -> None:
+    q, k, v = map(jnp.asarray, qkv)
+    stop = jax.lax.stop_gradient
+    for made in (lambda: fm.flash_attention(q, k, v), lambda: fm.flash_attention(stop(q), k, v)):
+        loss = lambda x: (x * made().sum()).sum()  # noqa: B023, E731
+        for transformed in (loss, jax.checkpoint(loss)):
+            np.testing.assert_array_equal(
+                jax.grad(transformed)(jnp.ones(3)), np.full(3, made().sum())
+            )
+
+
+def test_a_derivative_of_the_callers_own(qkv: list[np.ndarray]) -> None:
+    q = jnp.asarray(qkv[0])
+    attend = jax.custom_vjp(lambda q: fm.flash_attention(q, q, q))
+    attend.defvjp(lambda q: (attend(q), q), lambda q, g: (3 * q * g,))
+    np.testing.assert_array_equal(jax.grad(lambda q: attend(q).sum())(q), 3 * q)
+
+
+# ---- vmap ----
+
+Axes = tuple[int | None, int | None, int | None]
+
+
+def _one(x: Any, axis: int | None, i: int) -> Any:
+    return x if axis is None else x.take(i, axis)
+
+
+def _attend(layout: str) -> Callable[..., Any]:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return fm.flash_attention(q, k, v, causal=True, layout=layout, return_lse=True)
+
+    return attend
+
+
+def _batch_of(size: int, in_axes: Axes, layout: str = "bshd") -> list[Any]:
+    """Random q, k and v with an axis of that size where in_axes has it."""
+    rng = np.random.default_rng(0)
+    arrays = []
+    for shape, axis in zip(SHAPES, in_axes, strict=True):
+        many = rng.standard_normal((size if axis is not None else 1, *shape), np.float32)
+        many = many if layout == "bshd" else many.swapaxes(2, 3)
+        arrays.append(jnp.asarray(many[0] if axis is None else np.moveaxis(many, 0, axis)))
+    return arrays
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, None, None), (None, 0, 2)])
-def test_vmap_folds_its_axis_into_the_batch(
-    layout: str, in_axes: tuple[int | None, int | None, int | None]
-) -> None:
-    rng = np.random.default_rng(0)
-    shapes = ((2, 21, 4, 32), (2, 33, 2, 32), (2, 33, 2, 48))
-    arrays = []
-    for shape, axis in zip(shapes, in_axes, strict=True):
-        many = rng.standard_normal((3 if axis is not None else 1, *shape), np.float32)
-        many = many if layout == "bshd" else many.swapaxes(2, 3)
-        arrays.append(jnp.asarray(many[0] if axis is None else np.moveaxis(many, 0, axis)))
-
-    def attend(q, k, v):  # type: ignore[no-untyped-def]
-        return fm.flash_attention(q, k, v, causal=True, layout=layout, return_lse=True)
-
+@pytest.mark.parametrize(
+    "in_axes", [(0, 0, 0), (1, None, None), (None, 0, 2), (-1, -5, 3), (None, None, -2)]
+)
+def test_vmap_folds_its_axis_into_the_batch(layout: str, in_axes: Axes) -> None:
+    arrays, attend = _batch_of(3, in_axes, layout), _attend(layout)
     mapped = jax.vmap(attend, in_axes=in_axes)
-    out, lse = jax.jit(mapped)(*arrays)
-    for i in range(3):
-        one = (x if a is None else x.take(i, a) for x, a in zip(arrays, in_axes, strict=True))
-        want_out, want_lse = attend(*one)
-        np.testing.assert_array_equal(out[i], want_out)
-        np.testing.assert_array_equal(lse[i], want_lse)
+    for out, lse in (mapped(*arrays), jax.jit(mapped)(*arrays)):
+        for i in range(3):
+            want_out, want_lse = attend(*map(_one, arrays, in_axes, (i, i, i)))
+            np.testing.assert_array_equal(out[i], want_out)
+            np.testing.assert_array_equal(lse[i], want_lse)
     assert "scan" not in str(jax.make_jaxpr(mapped)(*arrays))
+
+
+@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, None, None), (None, -5, -5)])
+def test_vmap_over_one_and_over_none(size: int, in_axes: Axes) -> None:
+    arrays, attend = _batch_of(size, in_axes), _attend("bshd")
+    mapped = jax.vmap(attend, in_axes=in_axes, out_axes=(2, -1))
+    for out, lse in (mapped(*arrays), jax.jit(mapped)(*arrays)):
+        assert (out.shape, lse.shape) == ((2, 21, size, 4, 48), (2, 4, 21, size))
+        for i in range(size):
+            want_out, want_lse = attend(*map(_one, arrays, in_axes, (i, i, i)))
+            np.testing.assert_array_equal(out[:, :, i], want_out)
+            np.testing.assert_array_equal(lse[..., i], want_lse)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (0, 3), (2, 0)])
+def test_vmap_in_vmap(sizes: tuple[int, int]) -> None:
+    """Over different axes of different arguments."""
+    rng, (outer, inner), attend = np.random.default_rng(0), sizes, _attend("bshd")
+    shapes = ((outer, 2, inner, 21, 4, 32), (outer, inner, 2, 33, 2, 32), (inner, 2, 33, 2, 48))
+    q, k, v = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes)
+    mapped = jax.vmap(jax.vmap(attend, (1, 0, 0)), (0, 0, None))
+    for out, lse in (mapped(q, k, v), jax.jit(mapped)(q, k, v)):
+        assert (out.shape, lse.shape) == ((*sizes, 2, 21, 4, 48), (*sizes, 2, 4, 21))
+        for i, j in np.ndindex(*sizes):
+            want_out, want_lse = attend(q[i, :, j], k[i, j], v[j])
+            np.testing.assert_array_equal(out[i, j], want_out)
+            np.testing.assert_array_equal(lse[i, j], want_lse)
 
 
 def test_a_foreign_use_of_the_target_is_refused(qkv: list[np.ndarray]) -> None:

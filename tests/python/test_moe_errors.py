@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,112 @@ def test_a_read_only_output() -> None:
     made.weights.setflags(write=False)
     with pytest.raises(ValueError, match=r"^out\.weights: it is read-only, accepted is a writable"):
         fm.moe_route(LOGITS, 2, out=made)
+
+
+def shares(name: str, other: str) -> Any:
+    sentence = (
+        f"{name}: it shares memory with {other}, accepted is memory that overlaps no other tensor "
+        "of the call"
+    )
+    return pytest.raises(ValueError, match=f"^{re.escape(sentence)}$")
+
+
+@pytest.mark.parametrize("producer", FRAMEWORKS, ids=str)
+def test_outputs_of_a_routing_that_overlap(producer: Producer) -> None:
+    """One another, in every pair, and the logits."""
+    memory = np.full(400, -77, np.int32)
+    rows = memory[:40].reshape(5, 8).view(np.float32)
+    shapes = {"ids": (5, 2), "weights": (5, 2), "offsets": (9,), "pairs": (10,), "slots": (5, 2),
+              "lse": (5,)}  # fmt: skip
+    for i, name in enumerate(shapes):
+        for other in ("logits", *list(shapes)[:i]):
+            places = {"logits": 0} | {each: 40 + 50 * at for at, each in enumerate(shapes)}
+            places[name] = places[other]
+            made = {}
+            for each, shape in shapes.items():
+                part = memory[places[each] : places[each] + np.prod(shape)].reshape(shape)
+                made[each] = part.view(np.float32) if each in ("weights", "lse") else part
+            out = fm.MoeRouting(**tensors_of(producer, made))
+            shared = other if other == "logits" else f"out.{other}"
+            with shares(f"out.{name}", shared):
+                fm.moe_route(producer.as_is(rows), 2, out=out, return_lse=True)
+    assert (memory == -77).all()
+
+
+@pytest.mark.parametrize("producer", FRAMEWORKS, ids=str)
+def test_given_weights_are_not_written_to(producer: Producer) -> None:
+    weights = np.ones((5, 2), np.float32)
+    made = fm.moe_route_given(IDS, weights, num_experts=3)
+    out = fm.MoeRouting(**tensors_of(producer, made._asdict() | {"weights": weights}))
+    with shares("out.weights", "weights"):
+        fm.moe_route_given(producer.as_is(IDS), producer.as_is(weights), num_experts=3, out=out)
+    assert (weights == 1).all()
+
+
+@pytest.mark.parametrize("producer", FRAMEWORKS, ids=str)
+def test_outputs_of_a_layer_that_overlap(producer: Producer) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((5, 16), np.float32)
+    w_gate_up = rng.standard_normal((8, 16, 16), np.float32)
+    w_down = rng.standard_normal((8, 16, 8), np.float32)
+    routing = fm.moe_route(LOGITS, 2)
+    given = fm.MoeRouting(**tensors_of(producer, routing._asdict()))
+    views = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down}
+    tensors = tensors_of(producer, views)
+    before = {name: array.copy() for name, array in (views | routing._asdict()).items()
+              if array is not None}  # fmt: skip
+
+    def forward(**outputs: np.ndarray) -> None:
+        fm.moe_forward(tensors["x"], tensors["w_gate_up"], tensors["w_down"], given,
+                       **tensors_of(producer, outputs))  # fmt: skip
+
+    room = np.full((10, 16), np.nan, np.float32)
+    with shares("out", "x"):
+        forward(out=x)
+    with shares("out", "w_down"):
+        forward(out=w_down.reshape(-1)[-80:].reshape(5, 16))
+    with shares("pre_activation", "w_gate_up"):
+        forward(pre_activation=w_gate_up.reshape(-1)[160:320].reshape(10, 16))
+    with shares("pre_activation", "out"):
+        forward(out=room[5:], pre_activation=room)
+    assert np.isnan(room).all()
+    if producer.name == "numpy":  # torch has no other view of integers
+        out = np.zeros((5, 16), np.float32)
+        slots = out.reshape(-1).view(np.int32)[:10].reshape(5, 2)
+        slots[...] = routing.slots
+        with shares("out", "routing.slots"):
+            fm.moe_forward(x, w_gate_up, w_down, routing._replace(slots=slots), out=out)
+        assert (slots == routing.slots).all()
+    for name, array in (views | routing._asdict()).items():
+        if array is not None:
+            np.testing.assert_array_equal(array, before[name])
+
+
+@pytest.mark.parametrize("producer", FRAMEWORKS, ids=str)
+def test_columns_of_one_array_do_not_overlap(producer: Producer) -> None:
+    rng = np.random.default_rng(0)
+    both = rng.standard_normal((5, 32), np.float32)
+    x, w = both[:, :16], rng.standard_normal((2, 16, 16), np.float32)
+    offsets = np.array([0, 3, 5], np.int32)
+    wanted = fm.grouped_product(x, w, offsets=offsets)
+    arguments = tensors_of(producer, {"x": x, "w": w, "offsets": offsets, "out": both[:, 16:]})
+    fm.grouped_product(**arguments)
+    np.testing.assert_array_equal(both[:, 16:], wanted)
+    arguments = tensors_of(producer, {"x": x, "w": w, "offsets": offsets, "out": both[:, 12:28]})
+    with shares("out", "x"):
+        fm.grouped_product(**arguments)
+
+
+@pytest.mark.parametrize("producer", FRAMEWORKS, ids=str)
+def test_fused_moe_is_not_in_place(producer: Producer) -> None:
+    tokens = np.ones((5, 16), np.float32)
+    arguments = tensors_of(producer, {
+        "tokens": tokens, "router_weights": zeros(8, 16), "w_gate_up": zeros(8, 16, 16),
+        "w_down": zeros(8, 16, 8), "out": tokens,
+    })  # fmt: skip
+    with shares("out", "tokens"):
+        fm.fused_moe(**arguments, top_k=2)
+    assert (tokens == 1).all()
 
 
 GIVEN: list[Bad] = [

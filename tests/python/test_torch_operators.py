@@ -219,12 +219,20 @@ def test_wrong_calls_have_the_librarys_sentence() -> None:
         torch.ops.flashmoe.attention(q[0], q, q, "none", None, None, None, None, "bshd", None)
 
 
-def test_meta_tensors_have_shapes() -> None:
-    meta = torch.empty((1, 8, 2, 16), device="meta")
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        assert fmt.flash_attention(meta, meta, meta).shape == meta.shape
-    with pytest.raises(fm.FlashMoEError, match="q: "):
-        fmt.flash_attention(meta, meta, meta)
+@CALLS
+def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(call: Call) -> None:
+    plain, call = call, OURS[str(call)]
+    tensors = call.tensors(9, "cpu", torch.float32)
+    on_meta = [x.to("meta") for x in tensors]
+    made = call(*on_meta)
+    with Recorder():
+        real = call(*tensors)
+    made, real = (x if isinstance(x, tuple) else (x,) for x in (made, real))
+    for a, b in zip(made, real, strict=True):
+        assert a.is_meta
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    with pytest.raises(TypeError, match=r"gives no view of its memory: .*meta"):
+        plain(*on_meta)
 
 
 def test_importing_the_package_registers_nothing() -> None:

@@ -252,8 +252,10 @@ flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& pla
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
   FLASHMOE_TRY(launch_kernel(entry, problem, plan, &params, stream));
   if (plan.parts == 0) return FLASHMOE_OK;
-  return launch_sum(entry.sum_parts, problem, plan,
-                    {params.rows, entry.dim_v / 4, params.sum_workers_log2}, &params, stream);
+  return launch_sum(
+      entry.sum_parts, problem, plan,
+      {params.rows, problem.batch * problem.heads_kv, entry.dim_v / 4, params.sum_workers_log2},
+      &params, stream);
 }
 
 }  // namespace

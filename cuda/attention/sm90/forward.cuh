@@ -599,7 +599,7 @@ struct Consumer {
       if (open && at_once) close(tile - 1);
       if (first_row == kNoTile) break;
       compute(group_row, steps, own);
-      // A block has few parts: that the next one's products run meanwhile is not worth its registers.
+      // A block has few tiles: that the next one's products run meanwhile is not worth its registers.
       if (Traits::kSplit && open) close(tile);
       q_cursor.step();
       ++tile;
@@ -619,7 +619,9 @@ struct Consumer {
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
       if (params.masked && nonfinite) {
         PartWalk<Traits> walk(params);
-        for (Tile written; walk.next(&written);) repair_packed(written);
+        for (Tile written; walk.next(&written);) {
+          if (written.place == kWholeTile) repair_packed(written);
+        }
       }
     }
   }
@@ -774,22 +776,8 @@ struct Consumer {
     return sum + __shfl_xor_sync(kFullWarp, sum, 2);
   }
 
-  // A row of a tile that holds all query heads of a KV head.
-  struct PackedRow {
-    int query;
-    int head;
-    bool exists;
-  };
   __device__ __forceinline__ PackedRow packed_row(const Tile& of, int row) const {
-    const int first_query = of.first_row + group * params.queries_per_group;
-    PackedRow result;
-    result.query = query_of<Traits>(params, first_query, row);
-    const int head = of.head + row - (result.query - first_query) * params.packed_heads;
-    result.head = of.head_kv * params.heads_per_kv + head;
-    result.exists = group < params.groups_per_tile && result.query < params.seq_q &&
-                    result.query - first_query < params.queries_per_group &&
-                    head < params.heads_per_kv;
-    return result;
+    return PackedRow::of(params, of, group, row);
   }
   // In the workspace.
   __device__ __forceinline__ int64_t place_of(const Tile& of, int row) const {
@@ -864,7 +852,7 @@ struct Consumer {
       const int row = warp_of_group() * 16 + i;
       const PackedRow which = packed_row(of, row);
       if (!which.exists) continue;
-      if (params.parts > 1) {
+      if (of.place != kWholeTile) {
         if (lane == 0) params.part_statistics[place_of(of, row)] = make_float2(-INFINITY, 0.0f);
       } else {
         write_nothing_to(of.batch, which.head, which.query);
@@ -877,7 +865,7 @@ struct Consumer {
   __device__ __forceinline__ void end_tile(uint32_t closing,
                                            const RowStatistics& statistics_of_tile) {
     if constexpr (Traits::kSplit) {
-      if (params.parts > 1) {
+      if (tiles[closing % kTileSlots].place != kWholeTile) {
         leave_part(tiles[closing % kTileSlots], statistics_of_tile);
       } else {
         write_rows(tiles[closing % kTileSlots], statistics_of_tile);

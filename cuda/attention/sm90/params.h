@@ -4,7 +4,6 @@
 #include <cuda.h>
 
 #include "core/attention.h"
-#include "cuda/attention/divisor.h"
 
 namespace flashmoe::sm90 {
 
@@ -61,8 +60,19 @@ struct Params {
   int32_t heads_per_section;  // heads whose tiles are taken together
 };
 
-// Those of a kernel whose tiles hold rows of all query heads of a KV head, and whose blocks each take some of
-// a tile's keys. A warpgroup has queries_per_group queries of packed_heads heads each: row r is query
+// Where a block's share of the steps of all tiles begins, with the tiles of a head laid end to end, and the
+// heads.
+struct ShareStart {
+  int32_t tile;
+  int32_t step;   // behind the tile's first one: above 0 the block before has the others
+  int32_t place;  // in the workspace, in parts, of what begins here; only of steps above 0
+};
+
+// A GH100 has no more multiprocessors.
+inline constexpr int kMostShares = 144;
+
+// Those of a kernel whose tiles hold rows of all query heads of a KV head, and whose blocks take shares of all
+// tiles' steps. A warpgroup has queries_per_group queries of packed_heads heads each: row r is query
 // r / packed_heads and head r % packed_heads of them; what is left of its 64 rows does not exist. A KV head
 // of more query heads has several chunks of packed_heads.
 //
@@ -70,13 +80,15 @@ struct Params {
 // warpgroup's rows, out is not used, and `heads` are those whose rows tiles hold, batch * heads_kv * chunks,
 // each with `tiles_per_head` tiles of their queries.
 struct SplitParams : Params {
-  // The workspace: what each part of a tile has of the output, [heads, tiles, parts, rows of a tile,
-  // units], and offset and sum of each row, [heads, tiles, parts, rows]. An offset of -inf: none of the
-  // output was written, as no key of the part is seen. Of rows that do not exist neither is written.
+  // The workspace: what each part of a tile that several blocks share has of the output, [places, rows of a
+  // tile, units], and offset and sum of each row, [places, rows]. A tile's parts follow one another. An
+  // offset of -inf: none of the output was written, as no key of the part is seen. Of rows that do not exist
+  // neither is written.
   float4* part_outs;
   float2* part_statistics;
 
-  int32_t parts;  // of a tile, each of about as many steps
+  int32_t
+      shares;  // blocks, of which `starts` has the shares; 0: blocks take whole tiles, in rounds
   int32_t packed_heads;
   int32_t
       packed_heads_reciprocal;  // 2^16 / packed_heads, rounded up: exact for the rows of a group
@@ -85,11 +97,17 @@ struct SplitParams : Params {
   int32_t heads_kv;
   int32_t chunks;
 
-  // Of the second kernel, which takes a query after another, each with all query heads of its KV head.
-  int32_t rows;
+  // Of the second kernel, which takes the tiles that have parts, row by row.
+  int32_t cut_tiles;
+  int32_t rows;  // of each
   int32_t sum_workers_log2;
-  Divisor heads_of_query;  // of a KV head
-  Divisor queries_of_group;
+
+  ShareStart
+      starts[kMostShares + 1];  // behind the last the end of all tiles, and one place too many
+  // Of each tile that has parts the first start inside it; behind the last, `shares`.
+  int16_t cuts[kMostShares + 1];
 };
+
+static_assert(sizeof(SplitParams) <= 4096, "a kernel has 4 KiB of parameters everywhere");
 
 }  // namespace flashmoe::sm90

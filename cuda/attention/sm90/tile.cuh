@@ -108,7 +108,9 @@ class TileWalk {
 
 // ---- tiles of a kernel whose keys are split ---------------------------------------------------------
 
-// A part of a tile, with the steps that its block takes: all of them, from the last to the first, or none.
+inline constexpr int kWholeTile = -1;
+
+// A tile or a part of one, with the steps that its block takes: from the last to the first, or none.
 struct alignas(16) TilePart {
   int batch;
   int head;  // of the KV head's query heads the first
@@ -116,14 +118,13 @@ struct alignas(16) TilePart {
   int first_row;  // query; kNoTile: there are no more
   int first_step;
   int end_step;
-  int place;  // in the workspace, in parts
+  int place;  // in the workspace, in parts; kWholeTile: there are no others
 
+  // The whole tile. Those of a head come together, as they read the same keys.
   template <class Traits>
   static __device__ __forceinline__ TilePart at(const SplitParams& params, int position) {
-    const int part = position % params.parts;
-    // Those of a head together, as they read the same keys.
-    const int rank = position / params.parts % params.tiles_per_head;
-    const int head = position / params.parts / params.tiles_per_head;
+    const int rank = position % params.tiles_per_head;
+    const int head = position / params.tiles_per_head;
     const int tile = params.last_tiles_first ? params.tiles_per_head - 1 - rank : rank;
     const int queries = params.groups_per_tile * params.queries_per_group;
     const int head_kv = head / params.chunks;
@@ -133,44 +134,84 @@ struct alignas(16) TilePart {
     result.head = head % params.chunks * params.packed_heads;
     result.first_row = tile * queries;
     const Steps<Traits> steps(params, result.first_row, queries);
-    const int count = steps.end - steps.first;
-    // Below 2^32: few parts of at most 2^24 steps.
-    const auto before = [&](int parts) {
-      return steps.first +
-             static_cast<int>(static_cast<uint32_t>(count) * static_cast<uint32_t>(parts) /
-                              static_cast<uint32_t>(params.parts));
-    };
-    result.first_step = before(part);
-    result.end_step = before(part + 1);
-    if (result.first_step == result.end_step) result.first_step = result.end_step = 0;
-    result.place = (head * params.tiles_per_head + tile) * params.parts + part;
+    result.first_step = steps.first;
+    result.end_step = steps.end;
+    result.place = kWholeTile;
     return result;
   }
 };
 
 static_assert(sizeof(TilePart) == kTilePartBytes);
 
-// The parts of this block: in rounds, every other one backwards.
+// A row of a warpgroup of such a tile.
+struct PackedRow {
+  int query;
+  int head;
+  bool exists;
+
+  static __device__ __forceinline__ PackedRow of(const SplitParams& params, const TilePart& tile,
+                                                 int group, int row) {
+    const int first_query = tile.first_row + group * params.queries_per_group;
+    PackedRow result;
+    result.query = first_query + (row * params.packed_heads_reciprocal >> 16);
+    const int head = tile.head + row - (result.query - first_query) * params.packed_heads;
+    result.head = tile.head_kv * params.heads_per_kv + head;
+    result.exists = group < params.groups_per_tile && result.query < params.seq_q &&
+                    result.query - first_query < params.queries_per_group &&
+                    head < params.heads_per_kv;
+    return result;
+  }
+};
+
+// What this block takes: its share, or whole tiles in rounds, every other one backwards.
 template <class Traits>
 class PartWalk {
  public:
-  explicit __device__ __forceinline__ PartWalk(const SplitParams& params) : params_(params) {}
+  explicit __device__ __forceinline__ PartWalk(const SplitParams& params) : params_(params) {
+    if (params.shares == 0) return;
+    const ShareStart& start = params.starts[blockIdx.x];
+    next_ = start.tile;
+    first_step_ = start.step;
+  }
 
   // False when there are no more.
   __device__ __forceinline__ bool next(TilePart* part) {
+    return params_.shares > 0 ? next_of_share(part) : next_of_rounds(part);
+  }
+
+ private:
+  __device__ __forceinline__ bool next_of_share(TilePart* part) {
+    const ShareStart& end = params_.starts[blockIdx.x + 1];
+    const bool cut = next_ == end.tile;  // the next block has the rest
+    if (next_ > end.tile || (cut && first_step_ >= end.step)) return false;
+    *part = TilePart::at<Traits>(params_, next_);
+    if (cut) {
+      part->end_step = part->first_step + end.step;
+      part->place = end.place - 1;
+    }
+    if (first_step_ > 0) {
+      part->first_step += first_step_;
+      part->place = params_.starts[blockIdx.x].place;
+    }
+    ++next_;
+    first_step_ = 0;
+    return true;
+  }
+
+  __device__ __forceinline__ bool next_of_rounds(TilePart* part) {
     const int blocks = static_cast<int>(gridDim.x);
     const int block = static_cast<int>(blockIdx.x);
-    const int position = first_ + (forwards_ ? block : blocks - 1 - block);
-    if (position >= params_.parts * params_.tiles_per_head * params_.heads) return false;
-    first_ += blocks;
+    const int position = next_ + (forwards_ ? block : blocks - 1 - block);
+    if (position >= params_.tiles_per_head * params_.heads) return false;
+    next_ += blocks;
     forwards_ = !forwards_;
     *part = TilePart::at<Traits>(params_, position);
     return true;
   }
 
- private:
   const SplitParams& params_;
-  int first_ = 0;  // position of the round
+  int next_ = 0;  // tile of the share, or position of the round
+  int first_step_ = 0;
   bool forwards_ = true;
 };
 

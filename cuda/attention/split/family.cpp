@@ -11,6 +11,7 @@
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/sections.h"
 #include "cuda/attention/split/entry.h"
+#include "cuda/attention/split/shares.h"
 #include "cuda/attention/sum_parts.h"
 #include "cuda/attention/tensor_map.h"
 
@@ -29,6 +30,27 @@ const Entry* const kEntries[] = {
 #include "cuda/attention/split/entries.inc"
 #undef FLASHMOE_ENTRY
 };
+
+// Shares of so many blocks. Where these do not split tiles evenly, of all that the device holds if the workspace
+// takes their parts: the estimate counts two for every block, and cuts that fall between tiles make none. Dealt to
+// as many blocks as have some, which is all that a plan keeps, they come out the same.
+Shares shares_within(const AttentionProblem& problem, const PackedTiles& tiles, const Entry& entry,
+                     int64_t blocks, const DeviceFacts& facts) {
+  const auto deal = [&](int64_t most) {
+    Shares shares = deal_shares(problem, tiles, entry.tile_k, most);
+    while (shares.blocks < most) {
+      most = shares.blocks;
+      shares = deal_shares(problem, tiles, entry.tile_k, most);
+    }
+    return shares;
+  };
+  const int64_t most = std::min<int64_t>(facts.multiprocessors, sm90::kMostShares);
+  if (blocks % tiles.tiles != 0) {
+    const Shares shares = deal(most);
+    if (static_cast<double>(shares.places) * entry.part_bytes <= kMostWorkspaceBytes) return shares;
+  }
+  return deal(std::min(blocks, most));
+}
 
 flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const Reason& reason) {
   const auto refuse = [&](flashmoe_status status, const char* sentence) {
@@ -51,22 +73,26 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   }
   const Work work = work_of(problem);
   const Products speed = products(*facts, static_cast<int>(problem.dim));
-  const KeySplit split =
-      best_key_split(work, tiles, {entry->tile_k, entry->part_bytes}, speed, *facts);
+  const SplitKernel kernel = {entry->tile_k, entry->part_bytes, entry->dim + entry->dim_v};
+  const KeySplit split = best_key_split(work, tiles, kernel, speed, *facts);
   if (!problem.named && split.microseconds > tile_microseconds(work, speed, *facts)) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED,
                   "many rows, at which tiles of one head are faster (named, it serves them)");
   }
   int arch = 0;
-  if (split.parts > 1) {
-    FLASHMOE_TRY(load_kernel(entry->sum_parts, device_id, *facts, &arch, reason));
-    plan->parts = static_cast<int32_t>(split.parts);
-    plan->info.workspace_bytes =
-        static_cast<uint64_t>(tiles.tiles * split.parts * entry->part_bytes);
+  // Persistent: no more blocks than multiprocessors, each of which holds one.
+  int64_t blocks = std::min<int64_t>(tiles.tiles, facts->multiprocessors);
+  if (split.blocks > 0) {
+    const Shares shares = shares_within(problem, tiles, *entry, split.blocks, *facts);
+    if (shares.places > 0) {
+      FLASHMOE_TRY(load_kernel(entry->sum_parts, device_id, *facts, &arch, reason));
+      blocks = shares.blocks;
+      plan->parts = shares.places;
+      plan->info.workspace_bytes =
+          static_cast<uint64_t>(shares.places) * static_cast<uint64_t>(entry->part_bytes);
+    }
   }
   FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
-  // Persistent: no more blocks than multiprocessors, each of which holds one.
-  const int64_t blocks = std::min<int64_t>(tiles.tiles * split.parts, facts->multiprocessors);
   plan_launch(*entry, arch, "a", blocks, plan);
   plan->entry = entry;
   plan->tiles_per_head = static_cast<int32_t>(tiles.tiles_per_head);
@@ -103,20 +129,23 @@ void fill_params(const AttentionProblem& p, const AttentionPlan& plan, const Pac
   params->heads = static_cast<int32_t>(tiles.heads);
   params->tiles_per_head = plan.tiles_per_head;
   params->heads_per_section = 1;
-  params->parts = std::max(1, plan.parts);
   params->packed_heads = static_cast<int32_t>(tiles.packed_heads);
   params->packed_heads_reciprocal = (65536 + params->packed_heads - 1) / params->packed_heads;
   params->queries_per_group = static_cast<int32_t>(tiles.queries_per_group);
   params->groups_per_tile = static_cast<int32_t>(tiles.groups_per_tile);
   params->heads_kv = static_cast<int32_t>(p.heads_kv);
   params->chunks = static_cast<int32_t>(tiles.chunks);
-  const int64_t rows = p.seq_q * params->heads_per_kv;
-  params->rows = plan.parts > 0 ? static_cast<int32_t>(rows) : 0;
+  params->shares = 0;
+  if (plan.parts == 0) return;
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
-  params->sum_workers_log2 =
-      sum_workers_log2(plan.parts, p.batch * p.heads_kv * rows, entry.dim_v / 4);
-  params->heads_of_query = Divisor::of(static_cast<uint32_t>(params->heads_per_kv));
-  params->queries_of_group = Divisor::of(static_cast<uint32_t>(params->queries_per_group));
+  const Shares shares = deal_shares(p, tiles, entry.tile_k, plan.info.grid[0]);
+  params->shares = shares.blocks;
+  std::copy(shares.starts.begin(), shares.starts.end(), params->starts);
+  std::copy(shares.cuts.begin(), shares.cuts.end(), params->cuts);
+  params->cut_tiles = shares.cut_tiles;
+  params->rows = params->groups_per_tile * kRowsPerGroup;
+  params->sum_workers_log2 = sum_workers_log2(
+      shares.most_parts, int64_t{shares.cut_tiles} * params->rows, entry.dim_v / 4);
 }
 
 // nullptr if the driver refuses a map.
@@ -148,7 +177,7 @@ flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& pla
       reinterpret_cast<float2*>(params->part_outs + part_rows * static_cast<uint64_t>(units));
   FLASHMOE_TRY(launch_kernel(entry, problem, plan, params, stream));
   if (plan.parts == 0) return FLASHMOE_OK;
-  const PartsToSum parts = {params->rows, units, params->sum_workers_log2};
+  const PartsToSum parts = {params->rows, params->cut_tiles, units, params->sum_workers_log2};
   return launch_sum(entry.sum_parts, problem, plan, parts, params, stream);
 }
 

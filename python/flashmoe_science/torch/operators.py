@@ -15,9 +15,11 @@ import torch
 
 import flashmoe_science as fm
 from flashmoe_science import _core
+from flashmoe_science._dispatch import refuse_derivatives
 from flashmoe_science.errors import InvalidArgumentError
 from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
 
+_forward_ad: Any = torch.autograd.forward_ad
 _Library: Any = torch.library.Library
 _LIBRARY = _Library("flashmoe", "DEF")
 _TAGS = (
@@ -26,34 +28,76 @@ _TAGS = (
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
     torch.Tag.pt2_compliant_tag,
 )
-_NO_BACKWARD = (
-    "{0}: requires grad, but {1} has no backward pass yet; call under torch.no_grad() or pass "
-    "{0}.detach()"
-)
 _ATTENTION, _MOE = "attention", "the mixture of experts"
 
 
 def _define(
-    name: str, words: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+    name: str,
+    words: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    fold: Callable[..., Any] | None = None,
 ) -> Any:
-    """Registers flashmoe::name, and returns its one overload."""
+    """Registers flashmoe::name, and returns its one overload.
+
+    `fold`, of the dimensions and arguments of torch.func.vmap, returns the arguments of one call
+    for all entries, and what the first dimension of its outputs is; or None.
+    """
     _LIBRARY.define(name + schema, tags=_TAGS)
+
+    def compute(*arguments: Any) -> Any:
+        # Tangents are refused above; here, below autograd, torch cannot be asked for them.
+        if _forward_ad._current_level < 0:
+            return kernel(*arguments)
+        with _forward_ad._set_fwd_grad_enabled(False):
+            return kernel(*arguments)
+
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, kernel, key)
+        _LIBRARY.impl(name, compute, key)
     torch.library.register_fake(f"flashmoe::{name}", fake, lib=_LIBRARY)
     packet: Any = getattr(torch.ops.flashmoe, name)
     overload = packet.default
     names = [argument.name for argument in overload._schema.arguments]
 
-    def refuse_gradients(keys: Any, *arguments: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled():
-            for argument, value in (*zip(names, arguments, strict=False), *options.items()):
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    raise InvalidArgumentError(_NO_BACKWARD.format(argument, words))
+    def differentiate(keys: Any, *arguments: Any, **options: Any) -> Any:
+        for argument, value in (*zip(names, arguments, strict=False), *options.items()):
+            if isinstance(value, torch.Tensor):
+                refuse_derivatives(argument, value, words)
         return overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **options)
 
-    _LIBRARY.impl(name, refuse_gradients, "Autograd", with_keyset=True)
+    _LIBRARY.impl(name, differentiate, "Autograd", with_keyset=True)
+    rule = _batching_rule(overload, fold)
+    torch.library.register_vmap(f"flashmoe::{name}", rule, lib=_LIBRARY)
     return overload
+
+
+def _batching_rule(overload: Any, fold: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What torch.func.vmap does: one call where `fold` makes one of the arguments, else one for
+    each entry."""
+
+    def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        folded = None if fold is None else fold(in_dims, *arguments)
+        if folded is not None:
+            together, lead = folded
+            made = overload(*together)
+            if isinstance(made, (tuple, list)):
+                return tuple(x.unflatten(0, lead) for x in made), (0,) * len(made)
+            return made.unflatten(0, lead), 0
+        # Entries that interleave in memory would be refused.
+        apart = [
+            x.movedim(dim, 0).contiguous() if dim else x
+            for x, dim in zip(arguments, in_dims, strict=True)
+        ]
+        each = [
+            overload(*(x if dim is None else x[i] for x, dim in zip(apart, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(each[0], torch.Tensor):
+            return torch.stack(each), 0
+        return tuple(map(torch.stack, zip(*each, strict=True))), (0,) * len(each[0])
+
+    return rule
 
 
 def _has_memory(tensor: Any) -> bool:
@@ -61,7 +105,9 @@ def _has_memory(tensor: Any) -> bool:
     return (
         not torch.compiler.is_compiling()
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and not tensor.is_meta
         and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
     )
 
 
@@ -135,17 +181,24 @@ def _attention_kernel(return_lse: bool) -> Callable[..., Any]:
     return kernel_of
 
 
+def _attention_fold(in_dims: Any, q: Any, k: Any, v: Any, *options: Any) -> Any:
+    if None in in_dims[:3]:  # what the entries share would be copied
+        return None
+    tensors = [x.movedim(dim, 0) for x, dim in zip((q, k, v), in_dims, strict=False)]
+    return (*(x.flatten(0, 1) for x in tensors), *options), tensors[0].shape[:2]
+
+
 _ATTENTION_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, str causal, SymInt? window_left, SymInt? window_right, "
     "float? scale, float? softcap, str layout, str? kernel) -> "
 )
 _attention = _define(
     "attention", _ATTENTION, _ATTENTION_SCHEMA + "Tensor", _attention_kernel(False),
-    _attention_fake,
+    _attention_fake, _attention_fold,
 )  # fmt: skip
 _attention_with_lse = _define(
     "attention_with_lse", _ATTENTION, _ATTENTION_SCHEMA + "(Tensor, Tensor)",
-    _attention_kernel(True), _attention_with_lse_fake,
+    _attention_kernel(True), _attention_with_lse_fake, _attention_fold,
 )  # fmt: skip
 
 
@@ -460,12 +513,24 @@ def _fused_kernel(
     )  # fmt: skip
 
 
+def _fused_fold(
+    in_dims: Any, tokens: Any, router_weights: Any, w_gate_up: Any, w_down: Any, top_k: int,
+    logits: Any, *options: Any,
+) -> Any:  # fmt: skip
+    if logits is not None or in_dims[0] is None or any(dim is not None for dim in in_dims[1:]):
+        return None
+    moved = tokens.movedim(in_dims[0], 0)
+    lead = moved.shape[:-1]  # of the rows, of any number of dimensions, one
+    rows = moved.flatten(0, -2)
+    return (rows, router_weights, w_gate_up, w_down, top_k, logits, *options), lead
+
+
 _fused = _define(
     "fused_moe", _MOE,
     "(Tensor tokens, Tensor? router_weights, Tensor w_gate_up, Tensor w_down, int top_k, "
     "Tensor? logits, Tensor? router_bias, str scoring, bool renormalize, Tensor? selection_bias, "
     f"int num_groups, int? top_groups, float scale, {_LAYER_SCHEMA} -> Tensor",
-    _fused_kernel, _fused_fake,
+    _fused_kernel, _fused_fake, _fused_fold,
 )  # fmt: skip
 
 

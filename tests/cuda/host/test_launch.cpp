@@ -435,8 +435,8 @@ void split_packs_query_heads() {
   constexpr uint64_t kPart = 192 * (64 * 4 + 8);
   constexpr uint64_t kTiles = 2 * 2;  // 4 groups of 16 queries of 4 heads: 2 tiles of each KV head
   CHECK(plan.workspace_bytes % (kTiles * kPart) == 0 && plan.workspace_bytes <= 16 << 20);
-  const uint64_t parts = plan.workspace_bytes / (kTiles * kPart);
-  CHECK(parts > 1 && plan.grid[0] == std::min<uint64_t>(kTiles * parts, 132));
+  const uint64_t parts = plan.workspace_bytes / (kTiles * kPart);  // of each tile as many
+  CHECK(parts > 1 && plan.grid[0] == kTiles * parts && plan.grid[0] <= 132);
   CHECK(plan.tile_q == 192 && plan.cluster == 0);
   alignas(16) static char workspace[16];  // the fake's launches touch none
   fake::maps.clear();
@@ -455,18 +455,23 @@ void split_packs_query_heads() {
     CHECK(map.rank == 4 && map.data == call.tensors[i].data);
     CHECK((map.box == std::array<cuuint32_t, 5>{32, 128, 1, 1, 0}));
   }
-  CHECK(seen_split.parts == static_cast<int32_t>(parts) && seen_split.heads == 2);
+  CHECK(seen_split.shares == static_cast<int32_t>(plan.grid[0]) && seen_split.heads == 2);
+  for (int32_t block = 0; block <= seen_split.shares; ++block) {
+    const auto count = static_cast<int32_t>(parts);
+    CHECK(seen_split.starts[block].tile == block / count);
+    CHECK(seen_split.starts[block].step == 8192 / 128 * (block % count) / count);
+  }
   CHECK(seen_split.tiles_per_head == 2 && seen_split.groups_per_tile == 2);
   CHECK(seen_split.packed_heads == 4 && seen_split.queries_per_group == 16);
-  CHECK(seen_split.chunks == 1 && seen_split.rows == 64 * 4);
+  CHECK(seen_split.chunks == 1 && seen_split.cut_tiles == kTiles && seen_split.rows == 2 * 64);
   CHECK(static_cast<void*>(seen_split.part_outs) == workspace);
   CHECK(reinterpret_cast<char*>(seen_split.part_statistics) ==
         workspace + kTiles * parts * 192 * 64 * 4);
   const void* function = reinterpret_cast<const void*>(0x92);
   CHECK(fake::last.kernel == (driver_launches ? fake::handle_of(function) : function));
   const int rows = sum_rows_per_block(seen_split.sum_workers_log2, 16);
-  CHECK(fake::last.grid.x == static_cast<unsigned>((64 * 4 + rows - 1) / rows));
-  CHECK(fake::last.grid.y == 2 && fake::last.block.x == kSumThreads);
+  CHECK(fake::last.grid.x == static_cast<unsigned>((2 * 64 + rows - 1) / rows));
+  CHECK(fake::last.grid.y == kTiles && fake::last.block.x == kSumThreads);
   CHECK(std::strcmp(read_back().kernel, "attention_forward_split_fp16_d64_dv64") == 0);
 
   // Another workspace is not another call.
@@ -521,6 +526,13 @@ void calls_go_where_they_are_fastest() {
       CHECK(plan.workspace_bytes > 0 && plan.workspace_bytes <= 16 << 20);
       CHECK(2 * plan.grid[0] > 132);
     }
+  }
+  // A wave and a third of tiles: equal shares of their steps, each block the end of a tile, and a beginning.
+  for (const int64_t keys : {8192, 32768}) {
+    const flashmoe_attention_plan plan = plan_of(Call(nullptr, 1, 1024, keys, 32, 8));
+    CHECK(std::strcmp(plan.family, "split") == 0 && plan.grid[0] == 132);
+    CHECK(plan.workspace_bytes > uint64_t{132} * 192 * (64 * 4 + 8));
+    CHECK(plan.workspace_bytes <= 16 << 20);
   }
   CHECK(family(Call(nullptr, 4, 4096, 4096, 16, 16)) == "sm90");
   CHECK(family(Call(nullptr, 1, 8192, 8192, 32, 8)) == "sm90");

@@ -1,0 +1,89 @@
+// That what a call writes, its outputs and its workspace, overlaps nothing else of the call: one rule
+// for every operation, of every launch. Plans need no memory, and may be asked for at any addresses.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/status.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+
+// How many bytes a tensor reaches to below its first element, and from there on up; 0 and 0 of one that
+// is empty or absent.
+struct Reach {
+  uint64_t below;
+  uint64_t above;
+
+  // Of a tensor that validation has passed, or nullptr.
+  static Reach of(const flashmoe_tensor* tensor);
+};
+
+// Addresses [begin, end), gaps within a tensor among them; {0, 0} of nothing, which meets no other.
+struct Region {
+  uintptr_t begin;
+  uintptr_t end;
+
+  static Region of(const flashmoe_tensor* tensor, const Reach& reach) {
+    if (reach.above == 0) return {0, 0};
+    const uintptr_t first =
+        reinterpret_cast<uintptr_t>(tensor->data) + static_cast<uintptr_t>(tensor->byte_offset);
+    return {first - reach.below, first + reach.above};
+  }
+  static Region of(const void* memory, uint64_t bytes) {
+    if (memory == nullptr || bytes == 0) return {0, 0};
+    return {reinterpret_cast<uintptr_t>(memory), reinterpret_cast<uintptr_t>(memory) + bytes};
+  }
+
+  // Without a branch: of many pairs few meet.
+  bool meets(const Region& other) const {
+    return static_cast<int>(begin < other.end) & static_cast<int>(other.begin < end);
+  }
+};
+
+// One tensor of a call, or with nullptr its workspace.
+struct Memory {
+  const char* name;
+  const flashmoe_tensor* tensor;
+  Region region;
+};
+
+// Fails if memory[first_written] or one behind it shares a byte with one before it. Tensors whose regions
+// meet may still lie in one another's gaps: slices of one array, along any axis, are told apart; of
+// stranger layouts that only interleave some are refused.
+flashmoe_status check_written_memory(const Memory* memory, size_t count, size_t first_written);
+
+// That the outputs of `params` and the workspace share no byte with one another or with any other tensor.
+// `reaches` are those of Operation::kTensors, outputs from kFirstOutput on.
+template <class Operation>
+flashmoe_status check_apart(const typename Operation::Params& params, const Reach* reaches,
+                            const void* workspace, uint64_t workspace_bytes) {
+  constexpr size_t kTensors = Operation::kTensors.size();
+  Region regions[kTensors + 1];
+  bool meet = false;
+  // Unrolled, since every launch comes by.
+#pragma GCC unroll 16
+  for (size_t i = 0; i < kTensors; ++i) {
+    regions[i] = Region::of(params.*Operation::kTensors[i].member, reaches[i]);
+#pragma GCC unroll 16
+    for (size_t j = 0; i >= Operation::kFirstOutput && j < i; ++j) {
+      meet |= regions[i].meets(regions[j]);
+    }
+  }
+  regions[kTensors] = Region::of(workspace, workspace_bytes);
+  if (workspace_bytes > 0) {
+#pragma GCC unroll 16
+    for (size_t j = 0; j < kTensors; ++j) meet |= regions[kTensors].meets(regions[j]);
+  }
+  if (!meet) return FLASHMOE_OK;
+  Memory memory[kTensors + 1];
+  for (size_t i = 0; i < kTensors; ++i) {
+    const auto& tensor = Operation::kTensors[i];
+    memory[i] = {tensor.name, params.*tensor.member, regions[i]};
+  }
+  memory[kTensors] = {"workspace", nullptr, regions[kTensors]};
+  return check_written_memory(memory, kTensors + 1, Operation::kFirstOutput);
+}
+
+}  // namespace flashmoe

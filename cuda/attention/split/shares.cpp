@@ -1,0 +1,138 @@
+#include "cuda/attention/split/shares.h"
+
+#include <algorithm>
+
+#include "cuda/attention/sm90/sections.h"
+
+namespace flashmoe::split {
+namespace {
+
+constexpr int64_t kStepsOfAPart = 1;  // about what a tile, or a part of one, takes beside its steps
+constexpr int64_t kLeastSteps = 2;  // for which a part is begun, if it is not all that a block has
+
+// The tiles of a call, end to end, those of a head in the order of TilePart::at.
+class Row {
+ public:
+  Row(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys)
+      : problem_(problem),
+        tiles_(tiles),
+        step_keys_(step_keys),
+        masked_(problem.bounded_left || problem.bounded_right),
+        steps_of_first_(steps_of_tile(problem, tiles, 0, step_keys)) {}
+
+  int64_t tiles() const { return tiles_.tiles; }
+
+  int64_t steps(int64_t position) const {
+    if (!masked_) return steps_of_first_;
+    const int64_t rank = position % tiles_.tiles_per_head;
+    const bool last_first = sm90::last_tiles_first(problem_);
+    const int64_t tile = last_first ? tiles_.tiles_per_head - 1 - rank : rank;
+    return steps_of_tile(problem_, tiles_, tile, step_keys_);
+  }
+
+  int64_t all_steps() const {
+    if (!masked_) return tiles_.tiles * steps_of_first_;
+    int64_t of_head = 0;
+    for (int64_t tile = 0; tile < tiles_.tiles_per_head; ++tile) of_head += steps(tile);
+    return tiles_.heads * of_head;
+  }
+
+ private:
+  const AttentionProblem& problem_;
+  const PackedTiles& tiles_;
+  int step_keys_;
+  bool masked_;
+  int64_t steps_of_first_;
+};
+
+void begin(int64_t block, int64_t tile, int64_t step, Shares* shares) {
+  shares->starts[static_cast<size_t>(block)] = {static_cast<int32_t>(tile),
+                                                static_cast<int32_t>(step), 0};
+}
+
+// Each tile's steps to as many blocks.
+void deal_evenly(const Row& row, int64_t blocks, Shares* shares) {
+  const int64_t parts = blocks / row.tiles();
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t tile = block / parts;
+    begin(block, tile, row.steps(tile) * (block % parts) / parts, shares);
+  }
+  shares->blocks = static_cast<int32_t>(blocks);
+}
+
+// To one block after another what it can take with at most so many steps; false if steps are left.
+bool deal_up_to(const Row& row, int64_t most, int64_t blocks, Shares* shares) {
+  const int64_t least = std::min(kLeastSteps, most - kStepsOfAPart);
+  int64_t block = 0;
+  int64_t room = most;
+  begin(0, 0, 0, shares);
+  for (int64_t tile = 0; tile < row.tiles(); ++tile) {
+    const int64_t steps = row.steps(tile);
+    int64_t left = steps;
+    while (left + kStepsOfAPart > room) {
+      if (room - kStepsOfAPart >= least) left -= room - kStepsOfAPart;
+      if (++block == blocks) return false;
+      begin(block, tile, steps - left, shares);
+      room = most;
+    }
+    room -= left + kStepsOfAPart;
+  }
+  shares->blocks = static_cast<int32_t>(block + 1);
+  return true;
+}
+
+// Gives the parts of tiles that several blocks share their places.
+void place_parts(int64_t tiles, Shares* shares) {
+  const auto blocks = static_cast<size_t>(shares->blocks);
+  begin(shares->blocks, tiles, 0, shares);
+  int32_t first = 0;  // place of the tile's first part
+  shares->places = shares->cut_tiles = shares->most_parts = 0;
+  for (size_t block = 1; block < blocks; ++block) {
+    sm90::ShareStart& start = shares->starts[block];
+    const sm90::ShareStart& before = shares->starts[block - 1];
+    if (start.step == 0) continue;
+    if (before.tile != start.tile || before.step == 0) {
+      shares->cuts[static_cast<size_t>(shares->cut_tiles++)] = static_cast<int16_t>(block);
+      first = shares->places;
+      start.place = first + 1;
+    } else {
+      start.place = before.place + (start.step > before.step ? 1 : 0);
+    }
+    shares->places = start.place + 1;
+    shares->most_parts = std::max(shares->most_parts, shares->places - first);
+  }
+  shares->starts[blocks].place = shares->places + 1;
+  shares->cuts[static_cast<size_t>(shares->cut_tiles)] = static_cast<int16_t>(blocks);
+}
+
+}  // namespace
+
+int64_t steps_of_tile(const AttentionProblem& problem, const PackedTiles& tiles, int64_t tile,
+                      int step_keys) {
+  const int64_t queries = tiles.groups_per_tile * tiles.queries_per_group;
+  const int64_t first_query = tile * queries;
+  const int64_t last_query = std::min(first_query + queries, problem.seq_q) - 1;
+  const int64_t first =
+      problem.bounded_left ? std::max<int64_t>(0, first_query + problem.left_offset) : 0;
+  const int64_t end = problem.bounded_right
+                          ? std::min(problem.seq_k, last_query + problem.right_offset + 1)
+                          : problem.seq_k;
+  return first < end ? (end + step_keys - 1) / step_keys - first / step_keys : 0;
+}
+
+Shares deal_shares(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
+                   int64_t blocks) {
+  Shares shares;
+  const Row row(problem, tiles, step_keys);
+  if (blocks % tiles.tiles == 0) {
+    deal_evenly(row, blocks, &shares);
+  } else {
+    const int64_t steps = row.all_steps() + tiles.tiles * kStepsOfAPart;
+    int64_t most = std::max((steps + blocks - 1) / blocks, kStepsOfAPart + 1);
+    while (!deal_up_to(row, most, blocks, &shares)) ++most;
+  }
+  place_parts(tiles.tiles, &shares);
+  return shares;
+}
+
+}  // namespace flashmoe::split

@@ -1,0 +1,204 @@
+// The shares of split's launches, walked as the kernel and the one behind it do.
+#include "cuda/attention/split/shares.h"
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+
+// Of the estimates in cost.cpp, which are not asked for here.
+double attention_flops(const AttentionProblem&) { return 0; }
+
+}  // namespace flashmoe
+
+namespace flashmoe::split {
+namespace {
+
+constexpr int kWholeTile = -1;
+
+struct Shape {
+  int64_t batch, seq_q, seq_k, heads_q, heads_kv;
+};
+
+AttentionProblem problem_of(const Shape& shape) {
+  AttentionProblem problem = {};
+  problem.dtype = Dtype::kBFloat16;
+  problem.batch = shape.batch;
+  problem.seq_q = shape.seq_q;
+  problem.seq_k = shape.seq_k;
+  problem.heads_q = shape.heads_q;
+  problem.heads_kv = shape.heads_kv;
+  problem.dim = problem.dim_v = 64;
+  problem.q_strides.head = 64;
+  return problem;
+}
+
+// What a block takes of a tile: its steps behind the first of those that some row needs.
+struct Part {
+  int64_t tile, first, end;
+  int place;
+};
+
+// By TilePart::at: the tile of a head at a position.
+int64_t tile_of_head(const AttentionProblem& problem, const PackedTiles& tiles, int64_t position) {
+  const int64_t rank = position % tiles.tiles_per_head;
+  const bool last_first = problem.bounded_right && !problem.bounded_left;
+  return last_first ? tiles.tiles_per_head - 1 - rank : rank;
+}
+
+// By Steps: those that some row of a tile needs, row by row.
+int64_t needed_steps(const AttentionProblem& p, const PackedTiles& tiles, int64_t position,
+                     int step_keys) {
+  const int64_t queries = tiles.groups_per_tile * tiles.queries_per_group;
+  const int64_t first_query = tile_of_head(p, tiles, position) * queries;
+  int64_t begin = p.seq_k;
+  int64_t behind = 0;
+  for (int64_t query = first_query; query < std::min(first_query + queries, p.seq_q); ++query) {
+    begin = std::min(begin, p.bounded_left ? std::max<int64_t>(0, query + p.left_offset) : 0);
+    behind =
+        std::max(behind, p.bounded_right ? std::min(p.seq_k, query + p.right_offset + 1) : p.seq_k);
+  }
+  return begin < behind ? (behind + step_keys - 1) / step_keys - begin / step_keys : 0;
+}
+
+// By PartWalk.
+std::vector<Part> walk(const Shares& shares, const std::vector<int64_t>& steps, size_t block) {
+  const sm90::ShareStart& start = shares.starts[block];
+  const sm90::ShareStart& end = shares.starts[block + 1];
+  std::vector<Part> parts;
+  int64_t first = start.step;
+  for (int64_t tile = start.tile;; ++tile, first = 0) {
+    const bool cut = tile == end.tile;
+    if (tile > end.tile || (cut && first >= end.step)) return parts;
+    Part part = {tile, first, steps[static_cast<size_t>(tile)], kWholeTile};
+    if (cut) {
+      part.end = end.step;
+      part.place = end.place - 1;
+    }
+    if (first > 0) part.place = start.place;
+    parts.push_back(part);
+  }
+}
+
+// Every step is one block's; parts of a tile lie one behind the other, where the second kernel looks for them.
+// What the block with the most takes, with a step for each part.
+int64_t check(const Shares& shares, const std::vector<int64_t>& steps) {
+  const auto blocks = static_cast<size_t>(shares.blocks);
+  CHECK(blocks >= 1 && blocks <= sm90::kMostShares);
+  std::vector<std::vector<Part>> of_tile(steps.size());
+  int64_t most = 0;
+  for (size_t block = 0; block < blocks; ++block) {
+    int64_t taken = 0;
+    for (const Part& part : walk(shares, steps, block)) {
+      of_tile[static_cast<size_t>(part.tile)].push_back(part);
+      taken += part.end - part.first + 1;
+    }
+    most = std::max(most, taken);
+  }
+  int32_t places = 0;
+  int32_t cut_tiles = 0;
+  int32_t most_parts = 0;
+  for (size_t tile = 0; tile < steps.size(); ++tile) {
+    const std::vector<Part>& parts = of_tile[tile];
+    CHECK(!parts.empty());
+    int64_t next = 0;
+    for (const Part& part : parts) {
+      CHECK(part.first == next && (part.end > part.first || steps[tile] == 0));
+      next = part.end;
+    }
+    CHECK(next == steps[tile]);
+    if (parts.size() == 1) {
+      CHECK(parts[0].place == kWholeTile);
+      continue;
+    }
+    const auto cut = static_cast<size_t>(shares.cuts[static_cast<size_t>(cut_tiles)]);
+    const auto next_cut = static_cast<size_t>(shares.cuts[static_cast<size_t>(++cut_tiles)]);
+    CHECK(shares.starts[cut].tile == static_cast<int32_t>(tile));
+    CHECK(shares.starts[cut].place - 1 == places);
+    for (const Part& part : parts) CHECK(part.place == places++);
+    CHECK(shares.starts[next_cut].place - 1 == places);
+    most_parts = std::max(most_parts, static_cast<int32_t>(parts.size()));
+  }
+  CHECK(places == shares.places && cut_tiles == shares.cut_tiles);
+  CHECK(most_parts == shares.most_parts);
+  return most;
+}
+
+bool same(const Shares& a, const Shares& b) {
+  const auto same_start = [](const sm90::ShareStart& x, const sm90::ShareStart& y) {
+    return x.tile == y.tile && x.step == y.step && x.place == y.place;
+  };
+  return a.blocks == b.blocks && a.places == b.places &&
+         std::equal(a.starts.begin(), a.starts.begin() + a.blocks + 1, b.starts.begin(),
+                    same_start) &&
+         std::equal(a.cuts.begin(), a.cuts.begin() + a.cut_tiles + 1, b.cuts.begin());
+}
+
+void every_step_is_dealt_once() {
+  std::mt19937 random(0);
+  const auto from = [&](int64_t least, int64_t most) {
+    return std::uniform_int_distribution<int64_t>(least, most)(random);
+  };
+  int with_parts = 0;
+  for (int i = 0; i < 3000; ++i) {
+    const int64_t heads_kv = from(1, 6);
+    AttentionProblem problem =
+        problem_of({from(1, 4), from(1, 900), from(0, 5000), heads_kv * from(1, 9), heads_kv});
+    if (i % 3 != 0) {
+      problem.bounded_right = true;
+      problem.right_offset = from(-problem.seq_q, problem.seq_k);
+    }
+    if (i % 3 == 2) {
+      problem.bounded_left = true;
+      problem.left_offset = problem.right_offset - from(0, 2000);
+    }
+    const int step_keys = i % 2 == 0 ? 128 : 112;
+    const PackedTiles tiles = packed_tiles(problem, from(1, 3));
+    std::vector<int64_t> steps;
+    int64_t all = 0;
+    for (int64_t tile = 0; tile < tiles.tiles; ++tile) {
+      steps.push_back(needed_steps(problem, tiles, tile, step_keys));
+      all += steps.back() + 1;
+    }
+    const int64_t blocks = from(1, sm90::kMostShares);
+    const Shares shares = deal_shares(problem, tiles, step_keys, blocks);
+    CHECK(shares.blocks <= blocks);
+    const int64_t most = check(shares, steps);
+    with_parts += shares.places > 0 ? 1 : 0;
+    if (blocks % tiles.tiles == 0) {
+      const int64_t parts = blocks / tiles.tiles;
+      const int64_t longest = *std::max_element(steps.begin(), steps.end());
+      CHECK(shares.blocks == blocks && most == (longest + parts - 1) / parts + 1);
+    } else {
+      // Each cut costs a step more, and room for less than two steps is left.
+      CHECK(most <= std::max<int64_t>(2, (all + blocks - 1) / blocks + 3));
+    }
+    CHECK(same(shares, deal_shares(problem, tiles, step_keys, blocks)));
+  }
+  CHECK(with_parts > 1500);
+}
+
+// Four tiles to three blocks: the middle two are cut.
+void tiles_a_little_more_than_blocks() {
+  const AttentionProblem problem = problem_of({1, 512, 8192, 40, 8});
+  const PackedTiles tiles = packed_tiles(problem, 2);
+  CHECK(tiles.tiles == 176);
+  const Shares shares = deal_shares(problem, tiles, 128, 132);
+  CHECK(shares.blocks == 132 && shares.cut_tiles == 88 && shares.places == 176);
+  const std::vector<int64_t> steps(176, 64);
+  CHECK(check(shares, steps) == 88);
+}
+
+}  // namespace
+}  // namespace flashmoe::split
+
+int main() {
+  using namespace flashmoe::split;
+  every_step_is_dealt_once();
+  tiles_a_little_more_than_blocks();
+  return 0;
+}

@@ -1,0 +1,132 @@
+"""The kernels of the mixture of experts that the build instantiates, read from where they are
+listed: what the library calls each, and what a profiler does."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import kernels
+
+_CUDA = Path(__file__).resolve().parents[1] / "cuda" / "moe"
+ELEMENTS = {"fp16": "__half", "bf16": "__nv_bfloat16"}
+
+
+def _enumerators(header: str, name: str) -> dict[str, int]:
+    """Of an enumeration without numbers of its own."""
+    text = re.sub(r"//.*", "", (_CUDA / header).read_text(encoding="utf-8"))
+    found = re.search(rf"enum class {name} {{([^}}]*)}}", text)
+    assert found is not None, f"{header} has no {name}"
+    return {each.strip(): i for i, each in enumerate(found[1].split(","))}
+
+
+def entries(variable: str) -> list[list[str]]:
+    """Values of the variables of an instance's template, and last the suffix of its name."""
+    return [e.split(",") for e in kernels.list_of("FlashmoeInstantiate.cmake", variable)]
+
+
+def experts_per_lane() -> list[int]:
+    """Of the kernels that route by logits."""
+    text = (kernels.CMAKE / "FlashmoeInstantiate.cmake").read_text(encoding="utf-8")
+    found = re.search(r"set\(FLASHMOE_MOE_ROUTE_EXPERTS_PER_LANE ([\d ]+)\)", text)
+    assert found is not None
+    return [int(number) for number in found[1].split()]
+
+
+def _route() -> dict[str, str]:
+    choosers = {"given": "GivenChooser"}
+    for per_lane in experts_per_lane():
+        for bits in (32, 64):
+            choosers[f"key{bits}_e{32 * per_lane}"] = f"LogitChooser<{per_lane},Key{bits}>"
+    made = {"moe_route_place": "moe_route::route_place_kernel"}
+    for name, chooser in choosers.items():
+        for stage in ("once", "choose"):
+            made[f"moe_route_{stage}_{name}"] = f"moe_route::route_{stage}_kernel<{chooser}>"
+    return made
+
+
+def _stream(dtype: str) -> dict[str, str]:
+    made = {}
+    for stage in ("up", "down"):
+        for tiles, token_blocks, suffix in entries("FLASHMOE_MOE_STREAM_KERNELS"):
+            traits = f"Traits<{ELEMENTS[dtype]},{tiles},{token_blocks}>"
+            name = f"moe_{stage}_stream_{dtype}{suffix}"
+            made[name] = f"moe::stream::moe_{stage}_kernel<{traits}>"
+        for (suffix,) in entries("FLASHMOE_MOE_STREAM_BULK_KERNELS"):
+            name = f"moe_{stage}_stream_{dtype}{suffix}"
+            made[name] = f"moe::stream::bulk::moe_{stage}_bulk_kernel<{ELEMENTS[dtype]}>"
+    return made
+
+
+def _products(family: str, dtype: str, header: str, first: str) -> dict[str, str]:
+    """Of a family whose kernels have two enumerators."""
+    kinds, majors = _enumerators(header, first), _enumerators(header, "Major")
+    made = {}
+    for kind, major, suffix in entries(f"FLASHMOE_MOE_{family.upper()}_KERNELS"):
+        of = f"({first}){kinds[kind.split('::')[-1]]},(Major){majors[major.split('::')[-1]]}"
+        made[f"grouped_product_{family}_{dtype}{suffix}"] = (
+            f"moe::{family}::grouped_product_kernel<Traits<{ELEMENTS[dtype]},{of}>>"
+        )
+    return made
+
+
+def _combine(dtype: str) -> dict[str, str]:
+    text = (_CUDA / "combine" / "combine.cu").read_text(encoding="utf-8")
+    batches = re.findall(rf'FLASHMOE_COMBINE\(\d, "{dtype}", \w+, (\d+)\)', text)
+    assert batches
+    return {
+        f"moe_combine_{dtype}_k{batch}": (
+            f"moe_combine::moe_combine_kernel<{ELEMENTS[dtype]},{batch}>"
+        )
+        for batch in batches
+    }
+
+
+def of_family(family: str) -> dict[str, str]:
+    """The function of each kernel, by the library's name; of "route" and "combine" too, which are
+    the same for all families."""
+    if family == "route":
+        return _route()
+    made = {}
+    for dtype in kernels.DTYPES:
+        if family == "stream":
+            made |= _stream(dtype)
+        elif family == "sm90":
+            made |= _products("sm90", dtype, "sm90/entry.h", "Use")
+        elif family == "sm89":
+            made |= _products("sm89", dtype, "sm89/traits.cuh", "Rows")
+        else:
+            made |= _combine(dtype)
+    return made
+
+
+FAMILIES = ("route", "stream", "sm90", "sm89", "combine")
+
+
+def every() -> dict[str, str]:
+    return {name: f for family in FAMILIES for name, f in of_family(family).items()}
+
+
+def function_of(demangled: str) -> str | None:
+    """As `of_family` has it, of a function's whole name; None for other functions."""
+    found = re.match(r"(?:void )?flashmoe::(moe.*?)\([^()]*Params\)", demangled)
+    if found is None:
+        return None
+    name, _, arguments = found[1].partition("<")
+    arguments = re.sub(r"(?:\w+::)+|\s", "", arguments)
+    return f"{name}<{arguments}" if arguments else name
+
+
+def demangle(function: str) -> str:
+    """As C++ compilers do."""
+    run = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
+    run.restype = ctypes.c_void_p
+    made = run(function.encode(), None, None, None)
+    assert made, f"not a mangled name: {function}"
+    try:
+        return ctypes.string_at(made).decode()
+    finally:
+        free = ctypes.CDLL(None).free
+        free.argtypes = [ctypes.c_void_p]
+        free(made)
