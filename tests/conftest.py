@@ -91,8 +91,8 @@ def _why_no_gpu() -> str | None:
     return None
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+@pytest.hookimpl(specname="pytest_runtest_makereport", tryfirst=True)
+def pytest_name_causes(call: pytest.CallInfo[None]) -> None:
     """Has a failure's line say what it came from, since transformers says of every import that
     failed the same, and a record of a run keeps that line alone."""
     error = call.excinfo.value if call.excinfo is not None else None

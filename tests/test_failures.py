@@ -23,7 +23,7 @@ def test_a_failure_says_what_it_came_from(request: pytest.FixtureRequest) -> Non
     plugins = request.config.pluginmanager.get_plugins()
     (shared,) = (plugin for plugin in plugins if getattr(plugin, "__file__", None) == path)
     call = pytest.CallInfo.from_call(fail, "call")
-    shared.pytest_runtest_makereport(call)
+    shared.pytest_name_causes(call)
     assert call.excinfo is not None
     assert call.excinfo.exconly().splitlines() == [
         "ModuleNotFoundError: what is seen",
