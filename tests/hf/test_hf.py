@@ -7,6 +7,7 @@ there is one).
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import math
 import re
@@ -22,6 +23,11 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import flashmoe_science  # noqa: E402
 from flashmoe_science import _say, hf  # noqa: E402
 from transformers.integrations import moe as hf_moe  # noqa: E402
+
+# transformers imports a part of itself when that is first used: after whatever other tests of this
+# process have done, and what fails once fails in all tests that follow. So it is imported here.
+for part in ("models.auto.modeling_auto", "generation.utils"):
+    importlib.import_module(f"transformers.{part}")
 
 SIZES = {
     "vocab_size": 99,
@@ -243,6 +249,26 @@ def test_logits_of_dense_models_on_the_gpu(kind: str, calls: Counter[str]) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mistral", "qwen3", "gemma2", "gemma3_text"])
+def test_sliding_windows_on_the_gpu(kind: str, windows: list[Any]) -> None:
+    """A prompt in chunks, into a growing cache and into a static one."""
+    given, count = WINDOWS[kind]
+    stock = make(kind, moe=False, **given).to("cuda", torch.bfloat16)
+    ours = with_ours(stock, moe=False)
+    tokens = TOKENS.to(stock.device)
+    plain, reference = logits(stock), logits(exact(stock))
+    static = transformers.StaticCache(config=stock.config, max_cache_len=16)
+    for cache in (transformers.DynamicCache(config=stock.config), static):
+        with torch.no_grad():
+            chunks = [ours(tokens[:, a:b], past_key_values=cache).logits.double().cpu()
+                      for a, b in ((0, 6), (6, 11))]  # fmt: skip
+        assert_rule(torch.cat(chunks, 1), plain, reference, torch.bfloat16)
+        assert len(windows) == 2 * 2
+        assert windows.count((4, None)) == 2 * count
+        windows.clear()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
 def test_logits_are_the_stock_models_on_the_gpu(kind: str, calls: Counter[str]) -> None:
     """Every token takes every expert: with fewer, bf16 and float64 may choose others."""
@@ -450,6 +476,26 @@ def test_a_prompt_into_a_static_cache(
     assert said(caplog) == [MASKED]
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_decoding_that_transformers_compiles_is_one_graph(
+    kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says once, while it is traced, that it is not ours."""
+    given, _ = WINDOWS.get(kind, ({}, 0))
+    stock = make(kind, moe=False, **given)
+    compiling = transformers.CompileConfig(fullgraph=True, backend="eager")
+    compiling._compile_all_devices = True  # the CPU as well
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    made = generated_logits(
+        with_ours(stock, moe=False), cache_implementation="static", compile_config=compiling
+    )
+    torch.testing.assert_close(made, generated_logits(stock), atol=1e-4, rtol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert calls == {"flash_attention": 2}  # the prompt's
+    assert said(caplog) == [MASKED]
+
+
 @pytest.mark.parametrize("kind", ["llama", *WINDOWS])
 def test_chunks_of_a_prompt_into_a_static_cache(
     kind: str, windows: list[Any], caplog: pytest.LogCaptureFixture
@@ -602,8 +648,7 @@ def test_a_trained_encoder(calls: Counter[str]) -> None:
     tokens = transformers.AutoTokenizer.from_pretrained(found[0])(
         ["Attention is a weighted sum of the values that its keys have."], return_tensors="pt"
     )
-    ours = copy.deepcopy(stock)
-    ours.set_attn_implementation(hf.NAME)
+    ours = transformers.AutoModel.from_pretrained(found[0], attn_implementation="flashmoe").eval()
     with torch.no_grad():
         hidden = [m(**tokens).last_hidden_state.double() for m in (ours, stock, exact(stock))]
     assert_rule(*hidden, torch.float32)
