@@ -31,6 +31,15 @@ class Block:
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
+    def complaint(self, output: str) -> str:
+        """What the program says that it prints, `# prints …`, and did not; "" when it did. There
+        "…" stands for anything."""
+        for said in re.findall(r"(?:#|//|/\*) prints (.*?)(?: \*/)?$", self.text, re.MULTILINE):
+            words = ".*".join(re.escape(piece) for piece in said.split("…"))
+            if not re.search(f"^{words}$", output, re.MULTILINE):
+                return f"{self} prints no {said}: {output}"
+        return ""
+
     @property
     def commands(self) -> list[str]:
         """The lines of a shell block, without comments."""

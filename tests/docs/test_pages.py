@@ -28,6 +28,7 @@ PROGRAMS = [block for block in blocks("python") if block.page not in (TROUBLESHO
 def test_a_python_program_runs(block: Block, tmp_path: Path) -> None:
     result = run(block.text, tmp_path)
     assert result.returncode == 0, result.stderr
+    assert block.complaint(result.stdout) == ""
 
 
 def test_the_beginnings_have_a_program_each() -> None:

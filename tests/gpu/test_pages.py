@@ -62,4 +62,5 @@ def _run(block: Block, folder: Path) -> str:
     environment = {"FLASHMOE_LOG_LEVEL": "2", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     result = run(block.text, folder, **environment)
     assert result.returncode == 0, result.stderr
+    assert block.complaint(result.stdout) == ""
     return result.stderr

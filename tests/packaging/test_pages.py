@@ -61,7 +61,7 @@ def test_a_program_runs(block: Block, wheel_root: Path, folder: Path) -> None:
         compiler = [require_tool("nvcc"), "-std=c++17", "-arch=sm_89"]
         compiler += ["-Werror", "all-warnings", "-forward-unknown-to-host-compiler"]
     checked([*compiler, source, *flags, "-lm", "-o", folder / "shown"])
-    checked([folder / "shown"])
+    assert block.complaint(checked([folder / "shown"])) == ""
 
 
 COMMANDS = [b for b in blocks("sh") if any(map(BUILDS_A_PROGRAM.match, b.commands))]
