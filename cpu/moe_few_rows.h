@@ -3,7 +3,8 @@
 //
 // Where depth is contiguous: dot products of kDotColumns rows of the matrix and up to
 // Simd::kDotRows rows of x at a time, a vector along the depth. Where columns are: every row's sums
-// += word * vector of columns, a cache line of each of 16 of the matrix's columns at a time (AVX-512).
+// += word * vector of columns, with AVX-512 a cache line of each of up to 16 of the matrix's columns
+// at a time.
 //
 // Included after cpu/moe_sums.h.
 

@@ -59,19 +59,50 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     return {0, 0, word, clamp(words - word, 0, kBlockWords)};
   }
 
-  // Fetches one of `parts` of a panel's weights into the second level of the cache.
-  void fetch(const Panel& p, int64_t part, int64_t parts) const {
-    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
-    const bool by_rows = this->depth_is_contiguous(p.m);
-    const int64_t columns = smaller(kPanel, tile_.columns - p.column());
-    const int64_t runs = by_rows ? columns : p.steps * kPack;
-    const int64_t length = by_rows ? p.steps * kPack : columns * tile_.weights[p.m].row_stride;
-    for (int64_t run = runs * part / parts; run < runs * (part + 1) / parts; ++run) {
-      const Element* from = this->weights(p.m, p.column() + (by_rows ? run : 0),
-                                          p.word * kPack + (by_rows ? 0 : run));
-      for (int64_t i = 0; i < length; i += kLine) __builtin_prefetch(from + i, 0, 2);
+  // Fetches a panel's weights into the second level of the cache, a few lines at a time: many at
+  // once fill the buffers of outstanding misses, and the products wait.
+  class Fetch {
+   public:
+    // In `times` calls of some_lines.
+    Fetch(const ManyRows& tile, const Panel& p, int64_t times) {
+      if (p.steps == 0) return;
+      const MoeWeights& w = tile.tile_.weights[p.m];
+      const bool by_rows = tile.depth_is_contiguous(p.m);
+      const int64_t columns = smaller(kPanel, tile.tile_.columns - p.column());
+      from_ = tile.weights(p.m, p.column(), p.word * kPack);
+      runs_ = by_rows ? columns : p.steps * kPack;
+      stride_ = by_rows ? w.row_stride : w.column_stride;
+      length_ = by_rows ? p.steps * kPack : columns * w.row_stride;
+      lines_ = (runs_ * ((length_ + kLine - 1) / kLine) + times - 1) / times;
     }
-  }
+
+    void some_lines() {
+      for (int64_t i = 0; i < lines_ && runs_ > 0; ++i) {
+        __builtin_prefetch(from_ + at_, 0, 2);
+        at_ += kLine;
+        if (at_ < length_) continue;
+        at_ = 0;
+        from_ += stride_;
+        --runs_;
+      }
+    }
+
+   private:
+    static constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
+
+    const Element* from_ = nullptr;
+    int64_t runs_ = 0;  // still to fetch
+    int64_t stride_ = 0;
+    int64_t length_ = 0;  // of a run, in elements
+    int64_t at_ = 0;
+    int64_t lines_ = 0;  // of a call
+  };
+
+  struct SomeLines {
+    static constexpr int64_t kEverySteps = 8;
+    Fetch* fetch;
+    void operator()() const { fetch->some_lines(); }
+  };
 
   void pack_rows(int64_t word, int64_t steps) const {
     for (int64_t first = 0; first < tile_.rows; first += kGroupRows) {
@@ -142,26 +173,27 @@ class ManyRows : MoeTileSums<typename Product::Element> {
   void multiply(const Panel& p, const Panel& next) const {
     constexpr int kThird = kGroupRows / 3 > 1 ? kGroupRows / 3 : 1;
     const int64_t groups = (tile_.rows + kGroupRows - 1) / kGroupRows;
+    Fetch fetch(*this, next,
+                groups * ((p.steps + SomeLines::kEverySteps - 1) / SomeLines::kEverySteps));
     for (int64_t group = 0; group < groups; ++group) {
-      if (next.steps > 0) fetch(next, group, groups);
       const int64_t first = group * kGroupRows;
       const int64_t rows = tile_.rows - first;
       const float* from = s_.rows + first * p.steps;
       float* to = this->sums(p.m, p.panel, first);
       const bool begin = p.word == 0;
       if (rows <= kThird) {
-        multiply_group<kThird>(from, s_.panel, p.steps, begin, to);
+        multiply_group<kThird>(from, s_.panel, p.steps, begin, to, &fetch);
       } else if (rows <= 2 * kThird) {
-        multiply_group<2 * kThird>(from, s_.panel, p.steps, begin, to);
+        multiply_group<2 * kThird>(from, s_.panel, p.steps, begin, to, &fetch);
       } else {
-        multiply_group<kGroupRows>(from, s_.panel, p.steps, begin, to);
+        multiply_group<kGroupRows>(from, s_.panel, p.steps, begin, to, &fetch);
       }
     }
   }
 
   template <int kRows>
   FLASHMOE_NOINLINE static void multiply_group(const float* rows, const float* panel, int64_t steps,
-                                               bool first_block, float* sums) {
+                                               bool first_block, float* sums, Fetch* fetch) {
     const auto add = [=](int r, int v, Vector sum) {
       float* to = sums + r * kPanel + v * kLanes;
       Simd::store(to, Simd::add(Simd::load(to), sum));
@@ -173,7 +205,7 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     // Sums of 16-bit numbers may run on: their own rounding is the greater one.
     constexpr int64_t kRun = sizeof(Element) == sizeof(float) ? Product::kScoreRun : kBlockWords;
     multiply_panel<Product, kRows, kPanelVectors, 1, kGroupRows>(rows, panel, steps, kRun, begin,
-                                                                 add);
+                                                                 add, SomeLines{fetch});
   }
 };
 

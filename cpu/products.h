@@ -134,12 +134,19 @@ FLASHMOE_INLINE void multiply_accumulate(const float* a, const float* b, int64_t
   }
 }
 
+// Nothing else is done between the steps of a product.
+struct Nothing {
+  static constexpr int64_t kEverySteps = 0;  // no call of it
+  void operator()() const {}
+};
+
 // The whole product of one panel. `first` is given row, vector and sum of the first run and
-// stores it, also when there are no steps; `later` adds the sum of another.
+// stores it, also when there are no steps; `later` adds the sum of another. `meanwhile` is called
+// every Meanwhile::kEverySteps steps.
 template <typename Product, int kRows, int kVectors, int kRowStride, int kStepStride,
-          typename First, typename Later>
+          typename First, typename Later, typename Meanwhile = Nothing>
 FLASHMOE_INLINE void multiply_panel(const float* a, const float* b, int64_t steps, int64_t run,
-                                    First first, Later later) {
+                                    First first, Later later, Meanwhile meanwhile = {}) {
   int64_t step = 0;
   do {
     Vector sums[kRows][kVectors];
@@ -148,8 +155,18 @@ FLASHMOE_INLINE void multiply_panel(const float* a, const float* b, int64_t step
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) sums[r][v] = Simd::zero();
     }
-    multiply_accumulate<Product, kRows, kVectors, kRowStride, kStepStride>(
-        a + step * kStepStride, b + step * kPanel, smaller(run, steps - step), sums);
+    constexpr int64_t kEvery = Meanwhile::kEverySteps;
+    if constexpr (kEvery == 0) {
+      multiply_accumulate<Product, kRows, kVectors, kRowStride, kStepStride>(
+          a + step * kStepStride, b + step * kPanel, smaller(run, steps - step), sums);
+    } else {
+      const int64_t end = smaller(step + run, steps);
+      for (int64_t i = step; i < end; i += kEvery) {
+        multiply_accumulate<Product, kRows, kVectors, kRowStride, kStepStride>(
+            a + i * kStepStride, b + i * kPanel, smaller(kEvery, end - i), sums);
+        meanwhile();
+      }
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
