@@ -1,6 +1,7 @@
 #include "cuda/attention/cost.h"
 
 #include <cmath>
+#include <numeric>
 
 #include "cuda/attention/sum_parts.h"
 
@@ -70,8 +71,14 @@ KeySplit best_key_split(const Work& work, const PackedTiles& tiles, const SplitK
     return speed.tile_start + kSplitStart + std::max(run, memory) +
            kSplitUnhidden * std::min(run, memory) + second;
   };
+  // Of several waves' tiles a block has long ones and short ones.
+  const double tile_keys =
+      work.keys + static_cast<double>(tiles.groups_per_tile * tiles.queries_per_group);
+  const double tile_steps = std::min(tile_keys / kernel.step_keys + 0.5, steps);
   const double waves = ceil_of(tile_count, facts.multiprocessors);
-  KeySplit best = {0, estimate(waves * (steps + kSplitSteps) * step, 0)};
+  const double whole = waves > 1 ? tile_steps : steps;
+  KeySplit best = {
+      0, estimate(waves * (whole + kSplitSteps) * step * share_of_clock(tile_count, facts), 0)};
   const double most_even = std::min<double>(facts.multiprocessors, most_places);
   for (double parts = 2; parts <= steps && tile_count * parts <= most_even; ++parts) {
     const double microseconds = estimate((ceil_of(steps, parts) + kSplitSteps) * step, parts);
@@ -79,22 +86,30 @@ KeySplit best_key_split(const Work& work, const PackedTiles& tiles, const SplitK
       best = {static_cast<int64_t>(tile_count * parts), microseconds};
     }
   }
-  // Of shares, each block has a part of its first tile and of its last, and each tile, if blocks are more, one
-  // part more than there are cuts in it.
-  const double blocks =
-      std::floor(std::min({static_cast<double>(facts.multiprocessors), tile_count * steps,
-                           std::max(most_places - tile_count + 1, most_places / 2 + 1)}));
-  if (blocks < 2 || waves > kMostWavesShared) return best;
-  const double places = std::min(2 * (blocks - 1), tile_count + blocks - 1);
-  const double tile_keys =
-      work.keys + static_cast<double>(tiles.groups_per_tile * tiles.queries_per_group);
-  const double tile_steps = std::min(tile_keys / kernel.step_keys + 0.5, steps);
-  const double share =
-      std::ceil((tile_count * tile_steps + kSplitSteps * (tile_count + blocks)) / blocks);
+  if (waves > kMostWavesShared) return best;
+  // Every block but the last cuts a tile, unless it ends where one does. A tile has a part more than cuts.
+  const bool alike = work.keys == work.most_keys;
+  const auto cuts_of = [&](int64_t blocks) {
+    return static_cast<double>(blocks - (alike ? std::gcd(tiles.tiles, blocks) : 1));
+  };
+  const auto places_of = [&](double cuts) { return cuts + std::min(cuts, tile_count); };
+  auto blocks = static_cast<int64_t>(
+      std::min(static_cast<double>(facts.multiprocessors), tile_count * steps));
+  if (blocks > 1 && places_of(cuts_of(blocks)) > most_places) {
+    const double most = std::max(most_places - tile_count + 1, most_places / 2 + 1);
+    blocks = std::min(blocks, static_cast<int64_t>(most));
+  }
+  if (blocks < 2) return best;
+  const double cuts = cuts_of(blocks);
+  const double places = places_of(cuts);
+  const double share = std::ceil((tile_count * tile_steps + kSplitSteps * (tile_count + cuts)) /
+                                 static_cast<double>(blocks));
   const double padding = std::max(1.0, kernel.dims / work.dims);
+  const double more_parts = std::max(0.0, places / static_cast<double>(blocks) - 1);
   const double microseconds =
-      kSharesDoubt * estimate(share * step * padding, places / tile_count);
-  if (microseconds < best.microseconds) best = {static_cast<int64_t>(blocks), microseconds};
+      kSharesDoubt * (estimate(share * step * padding, places / tile_count) +
+                      kSharesMoreParts * kernel.dims * more_parts);
+  if (microseconds < best.microseconds) best = {blocks, microseconds};
   return best;
 }
 

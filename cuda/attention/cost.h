@@ -57,14 +57,21 @@ struct Products {
 // What a step of a tile takes where only some of its groups of rows exist, of what it takes with all: softmax
 // and products of one run one after the other.
 inline double share_of_step(double groups, double all) {
-  constexpr double kOfAny = 0.4;
+  constexpr double kOfAny = 0.5;
   return kOfAny + (1 - kOfAny) * groups / all;
+}
+
+// What a step takes where not all multiprocessors have a tile, of what it takes where all do: it takes less,
+// presumably since they share the power, and with it the clock.
+inline double share_of_clock(double tiles, const DeviceFacts& facts) {
+  constexpr double kOfPower = 0.09;
+  return 1 - kOfPower * (1 - std::min(1.0, tiles / facts.multiprocessors));
 }
 
 inline Products products(const DeviceFacts& facts, int dim) {
   if (facts.compute_capability == 90) {
-    if (dim <= 64) return {1.5e6, 4.3e6, 3.8, 192.0};
-    return {1.5e6, 6.5e6, 4.5, 128.0};
+    if (dim <= 64) return {1.5e6, 4.85e6, 3.6, 192.0};
+    return {1.5e6, 6.3e6, 4.2, 128.0};
   }
   return {0.7e6, 1.2e6, 3.0, 128.0};
 }
@@ -75,8 +82,11 @@ inline double tile_microseconds(const Work& work, const Products& speed, const D
   const double waves = ceil_of(tiles, facts.multiprocessors);
   const double keys = waves > 1 ? work.keys : work.most_keys;
   double run = waves * speed.tile_rows * keys * work.dims * 2 / speed.tile_rate;
-  if (facts.compute_capability == 90 && work.seq_q < speed.tile_rows) {
-    run *= share_of_step(ceil_of(work.seq_q, kRowsPerGroup), speed.tile_rows / kRowsPerGroup);
+  if (facts.compute_capability == 90) {
+    run *= share_of_clock(tiles, facts);
+    if (work.seq_q < speed.tile_rows) {
+      run *= share_of_step(ceil_of(work.seq_q, kRowsPerGroup), speed.tile_rows / kRowsPerGroup);
+    }
   }
   const double memory = memory_microseconds(work, facts);
   return speed.tile_start + std::max(run, memory) + kUnhidden * std::min(run, memory);
@@ -98,18 +108,21 @@ struct PackedTiles {
 PackedTiles packed_tiles(const AttentionProblem& problem, int64_t most_groups);
 
 // Times of split keys, as those above. A part begins and ends with no other of its block's beside it.
-inline constexpr double kSplitStart = -1.0;      // beside that of tiles of one head
-inline constexpr double kSplitSteps = 0.78;      // of a part, beside its own
-inline constexpr double kSplitSecond = 2.0;      // a second kernel
+inline constexpr double kSplitStart = -0.6;      // beside that of tiles of one head
+inline constexpr double kSplitSteps = 0.9;       // of a part, beside its own
+inline constexpr double kSplitSecond = 1.8;      // a second kernel
 inline constexpr double kSplitPartRate = 4.4e6;  // bytes of parts, written and read, of the device
 inline constexpr double kSplitMemoryShare = 1.0;
 inline constexpr double kSplitUnhidden = 0.31;
 // By how much they have to be faster than one launch of another family: a second one costs the host, too.
 inline constexpr double kSplitDoubt = 1.1;
 
-// By how much shares of about as many steps as a tile has must be better: they gain a part of a wave, and the
-// estimates are no better than that.
-inline constexpr double kSharesDoubt = 1.06;
+// Of shares, for each dimension and part that a block leaves beyond one: more than its bytes, presumably since
+// blocks that begin anywhere in their tiles do not read the same keys at a time.
+inline constexpr double kSharesMoreParts = 0.05;
+// By how much shares of about as many steps as a tile has must be better: they take a workspace and a second
+// launch, and the estimates are off by as much.
+inline constexpr double kSharesDoubt = 1.03;
 // Waves of tiles beyond which shares are not considered: a part of one is little then.
 inline constexpr double kMostWavesShared = 8;
 

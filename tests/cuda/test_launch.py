@@ -42,6 +42,10 @@ SOURCES = {
         *(f"core/{name}.cpp" for name in ("dtype", "log", "status")),
         "cuda/attention/sm90/sections.cpp",
     ),
+    "test_cost": (
+        *(f"core/{name}.cpp" for name in ("dtype", "log", "status")),
+        "cuda/attention/cost.cpp",
+    ),
     "test_shares": (
         *(f"core/{name}.cpp" for name in ("dtype", "log", "status")),
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/sections", "split/shares")),
@@ -101,6 +105,10 @@ def test_launch(program: Path, without: str) -> None:
 
 def test_sections(tmp_path: Path) -> None:
     checked([_compile("test_sections", tmp_path)])
+
+
+def test_cost(tmp_path: Path) -> None:
+    checked([_compile("test_cost", tmp_path)])
 
 
 def test_shares(tmp_path: Path) -> None:
