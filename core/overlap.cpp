@@ -77,9 +77,12 @@ Reach Reach::of(const flashmoe_tensor* tensor) {
   int64_t low = 0;
   int64_t high = 0;
   int64_t packed = 1;
+  // The strides of an empty tensor may be any.
+  if (std::find(tensor->shape, tensor->shape + tensor->ndim, 0) != tensor->shape + tensor->ndim) {
+    return {0, 0};
+  }
   for (int axis = tensor->ndim - 1; axis >= 0; --axis) {
     const int64_t extent = tensor->shape[axis];
-    if (extent == 0) return {0, 0};
     if (extent > 1) {
       const int64_t stride = tensor->strides != nullptr ? tensor->strides[axis] : packed;
       (stride < 0 ? low : high) += (extent - 1) * stride;
@@ -91,6 +94,13 @@ Reach Reach::of(const flashmoe_tensor* tensor) {
 }
 
 flashmoe_status check_written_memory(const Memory* memory, size_t count, size_t first_written) {
+  for (size_t i = 0; i < count; ++i) {
+    if (!memory[i].region.is_outside()) continue;
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: its strides reach beyond the address space, accepted are those of memory that "
+                "is there",
+                memory[i].name);
+  }
   for (size_t i = first_written; i < count; ++i) {
     for (size_t j = 0; j < i; ++j) {
       if (!memory[i].region.meets(memory[j].region) || lie_between(memory[i], memory[j])) continue;

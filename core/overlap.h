@@ -36,6 +36,9 @@ struct Region {
     return {reinterpret_cast<uintptr_t>(memory), reinterpret_cast<uintptr_t>(memory) + bytes};
   }
 
+  // Of strides that leave the address space; such a region meets no other.
+  bool is_outside() const { return begin > end; }
+
   // Without a branch: of many pairs few meet.
   bool meets(const Region& other) const {
     return static_cast<int>(begin < other.end) & static_cast<int>(other.begin < end);
@@ -49,9 +52,9 @@ struct Memory {
   Region region;
 };
 
-// Fails if memory[first_written] or one behind it shares a byte with one before it. Tensors whose regions
-// meet may still lie in one another's gaps: slices of one array, along any axis, are told apart; of
-// stranger layouts that only interleave some are refused.
+// Fails if one is outside the address space, or memory[first_written] or one behind it shares a byte with
+// one before it. Tensors whose regions meet may still lie in one another's gaps: slices of one array, along
+// any axis, are told apart; of stranger layouts that only interleave some are refused.
 flashmoe_status check_written_memory(const Memory* memory, size_t count, size_t first_written);
 
 // That the outputs of `params` and the workspace share no byte with one another or with any other tensor.
@@ -61,17 +64,18 @@ flashmoe_status check_apart(const typename Operation::Params& params, const Reac
                             const void* workspace, uint64_t workspace_bytes) {
   constexpr size_t kTensors = Operation::kTensors.size();
   Region regions[kTensors + 1];
-  bool meet = false;
+  bool doubtful = false;
   for (size_t i = 0; i < kTensors; ++i) {
     regions[i] = Region::of(params.*Operation::kTensors[i].member, reaches[i]);
+    doubtful |= regions[i].is_outside();
     const size_t before = i >= Operation::kFirstOutput ? i : 0;
-    for (size_t j = 0; j < before; ++j) meet |= regions[i].meets(regions[j]);
+    for (size_t j = 0; j < before; ++j) doubtful |= regions[i].meets(regions[j]);
   }
   regions[kTensors] = Region::of(workspace, workspace_bytes);
   if (workspace_bytes > 0) {
-    for (size_t j = 0; j < kTensors; ++j) meet |= regions[kTensors].meets(regions[j]);
+    for (size_t j = 0; j < kTensors; ++j) doubtful |= regions[kTensors].meets(regions[j]);
   }
-  if (!meet) return FLASHMOE_OK;
+  if (!doubtful) return FLASHMOE_OK;
   Memory memory[kTensors + 1];
   for (size_t i = 0; i < kTensors; ++i) {
     const auto& tensor = Operation::kTensors[i];

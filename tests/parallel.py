@@ -21,6 +21,7 @@ _SHARING = (
     ("the source distribution", r"tests/packaging/test_sdist\.py"),
     ("mypy's cache", r"tests/python/test_stub\.py"),
     ("programs on a made-up CUDA", r"tests/cuda/test_(launch|moe_plans)\.py"),
+    ("JAX's programs for the GPU", r"tests/gpu/test_jax_attention\.py"),
     ("an encoder", r"tests/examples/test_sentence_embeddings\.py"),
 )
 _PATTERNS = [(name, re.compile(pattern)) for name, pattern in _SHARING]

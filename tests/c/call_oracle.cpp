@@ -94,6 +94,11 @@ Facts look(Judgement* judgement, const char* name, const flashmoe_tensor* tensor
   const Wide address =
       static_cast<Wide>(reinterpret_cast<uintptr_t>(tensor->data)) + tensor->byte_offset;
   if (tensor->data == nullptr || address > UINTPTR_MAX) judgement->invalid(name);
+  const Wide kBound = Wide{UINTPTR_MAX} / bytes;
+  if (low < -kBound || high > kBound || address + low * bytes < 0 ||
+      address + (high + 1) * bytes - 1 > UINTPTR_MAX) {
+    judgement->outsiders.insert(name);
+  }
   return facts;
 }
 

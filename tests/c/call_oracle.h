@@ -23,6 +23,7 @@ struct Judgement {
   // Of a call that is not invalid: whether outputs keep out of other tensors, which plans need not.
   Verdict memory = Verdict::kValid;
   std::set<std::string> sharers;
+  std::set<std::string> outsiders;  // whose strides leave the address space: launches may say so
 
   void invalid(const std::string& argument) {
     verdict = Verdict::kInvalid;

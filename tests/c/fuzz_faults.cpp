@@ -184,8 +184,10 @@ void output_elsewhere(Random* random, Call* call) {
   output.tensor.data = other.tensor.data;
   if (random->chance(0.3)) return;
   const auto bytes = static_cast<int64_t>(other.block_bytes + output.block_bytes);
-  output.tensor.data = static_cast<unsigned char*>(other.tensor.data) +
-                       16 * random->range(-bytes / 16 - 1, bytes / 16 + 1);
+  // Not by pointers: of an empty tensor it is null, and beside a block of memory there is none.
+  const auto begin = reinterpret_cast<uintptr_t>(other.tensor.data);
+  output.tensor.data = reinterpret_cast<void*>(
+      begin + static_cast<uintptr_t>(16 * random->range(-bytes / 16 - 1, bytes / 16 + 1)));
 }
 
 struct Fault {

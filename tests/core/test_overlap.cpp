@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -101,6 +103,36 @@ void regions_are_what_a_view_reaches() {
   CHECK(!Region::of(static_cast<const void*>(nullptr), 100).meets({0, UINTPTR_MAX}));
 }
 
+// Also where no output meets it: what it would read or write is nobody's.
+void strides_beyond_the_address_space_are_refused() {
+  const int64_t shape[] = {2}, below[] = {-(int64_t{1} << 60)}, above[] = {int64_t{1} << 60};
+  flashmoe_tensor tensor = {};
+  tensor.ndim = 1;
+  tensor.dtype = {FLASHMOE_DTYPE_FLOAT, 16, 1};
+  tensor.shape = shape;
+  for (const auto& [strides, address] :
+       {std::pair{below, uintptr_t{1} << 40}, std::pair{above, ~uintptr_t{0} - (1 << 20)}}) {
+    tensor.strides = strides;
+    tensor.data = reinterpret_cast<void*>(address);
+    const Region region = Region::of(&tensor, Reach::of(&tensor));
+    CHECK(region.is_outside());
+    const Memory memory[] = {{"x", &tensor, region}, {"out", nullptr, {64, 128}}};
+    CHECK(check_written_memory(memory, 2, 1) == FLASHMOE_ERROR_INVALID_ARGUMENT);
+    CHECK(std::strncmp(flashmoe_last_error(), "x: its strides reach beyond", 27) == 0);
+  }
+}
+
+// The strides of an empty tensor may be any.
+void an_empty_tensor_reaches_nowhere() {
+  const int64_t shape[] = {0, 40}, strides[] = {1, INT64_MIN};
+  flashmoe_tensor tensor = {};
+  tensor.ndim = 2;
+  tensor.dtype = {FLASHMOE_DTYPE_FLOAT, 16, 1};
+  tensor.shape = shape;
+  tensor.strides = strides;
+  CHECK(Reach::of(&tensor).above == 0);
+}
+
 // What is accepted shares no byte. What is refused and shares none is interleaved.
 void no_shared_byte_is_accepted() {
   std::mt19937 random(0);
@@ -182,5 +214,7 @@ int main() {
   flashmoe::no_shared_byte_is_accepted();
   flashmoe::slices_of_one_array_are_apart();
   flashmoe::a_workspace_is_one_run();
+  flashmoe::strides_beyond_the_address_space_are_refused();
+  flashmoe::an_empty_tensor_reaches_nowhere();
   return 0;
 }

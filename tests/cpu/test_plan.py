@@ -80,7 +80,7 @@ def test_workspace_does_not_grow_with_the_sequence(library: ctypes.CDLL) -> None
 
 
 def test_tensors_on_a_gpu_are_refused(library: ctypes.CDLL) -> None:
-    params = params_of(kernel=b"cpu")
+    params = params_of("fp16", kernel=b"cpu")
     for view in params.keep.values():
         view.device = capi.Device(capi.CUDA, 1)
     with pytest.raises(capi.FlashmoeError, match="the tensors are on cuda:1") as caught:

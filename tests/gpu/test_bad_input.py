@@ -62,7 +62,7 @@ def _resized(axis: int, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 # argument: what is done to it, the exception, and how its sentence begins.
 BAD_TENSORS: list[tuple[str, Callable[[torch.Tensor], Any], type[Exception], str]] = [
-    ("q", torch.Tensor.float, TypeError, "k: got dtype fp16"),
+    ("q", torch.Tensor.float, NotImplementedError, "q: it is on cuda:0 and of dtype fp32"),
     ("k", torch.Tensor.bfloat16, TypeError, "k: got dtype bf16"),
     ("v", torch.Tensor.float, TypeError, "v: got dtype fp32"),
     ("out", torch.Tensor.bfloat16, TypeError, "out: got dtype bf16"),

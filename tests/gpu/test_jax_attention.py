@@ -21,6 +21,7 @@ GROUPED = Case(heads_q=8, heads_kv=2, causal=True)
 @pytest.fixture(scope="module")
 def gpu() -> Any:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's tensors live here too
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # of products that run once
     jax = pytest.importorskip("jax")
     try:
         return jax.devices("gpu")[0]

@@ -105,17 +105,18 @@ def test_parts_of_tiles(dtype: str, dim: int, dim_v: int) -> None:
 @pytest.mark.parametrize("causal", cases.CAUSAL)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_shares_begin_and_end_within_tiles(dim: int, causal: str) -> None:
-    """A few tiles more than blocks, and more again, of all sizes of groups: whole ones and parts of
-    others are the same block's. Twice the same bits."""
+    """A few tiles less and more than blocks, and more again, of all sizes of groups: whole ones and
+    parts of others are the same block's. Twice the same bits. (From the top left these rows see few
+    keys, and tiles stay whole; they are cut in the next test.)"""
     uneven = 0
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
     tile = 192 if dim == 64 else 128
     for i, group in enumerate((1, 4, 5, 7, 8, 16, 64, 71)):
         heads_kv = (1, 2, 3)[i % 3]
         batch = (2, 1)[i % 2]
-        tiles = blocks * (4, 7, 5, 8, 13)[i % 5] // (3, 5, 4, 3, 4)[i % 5] // (heads_kv * batch)
+        tiles = blocks * (4, 3, 5, 8, 13)[i % 5] // (3, 5, 4, 3, 4)[i % 5] // (heads_kv * batch)
         case = Case(dtype=("fp16", "bf16")[i % 2], batch=batch,
-                    seq_q=max(1, tiles * tile // group) + i, seq_k=(1500, 2049, 3001)[i % 3],
+                    seq_q=max(1, tiles * tile // group) + i, seq_k=(4001, 4501, 5003)[i % 3],
                     heads_q=heads_kv * group, heads_kv=heads_kv, dim=dim, dim_v=dim,
                     causal=causal, window=(None, (700, 0))[i % 4 == 3],
                     softcap=(None, 20.0)[i % 5 == 4], layout=("bshd", "bhsd")[i % 2],
@@ -129,22 +130,31 @@ def test_shares_begin_and_end_within_tiles(dim: int, causal: str) -> None:
         assert all(
             torch.equal(memory.bits(a), memory.bits(b)) for a, b in zip(first, again, strict=True)
         )
-    assert uneven > 2
+    if (
+        torch.cuda.get_device_properties(0).multi_processor_count == 132
+    ):  # whose estimates are known
+        assert uneven >= {"none": 3, "bottom_right": 2, "top_left": 0}[causal]
 
 
 @pytest.mark.parametrize("window", [None, (300, 0), (2000, None), (64, 40)])
 def test_shares_of_tiles_of_unequal_length(window: tuple[int, int | None] | None) -> None:
     """From none to all of the keys, and rows that see none."""
-    for i, (seq_q, seq_k, dim, batch) in enumerate(
-        ((3000, 2500, 64, 1), (2500, 3000, 128, 2), (5000, 3000, 128, 1), (1700, 4000, 256, 1))
-    ):
+    uneven = 0
+    for i, (heads_q, heads_kv, seq_q, seq_k, dim, batch) in enumerate(
+        ((6, 3, 3000, 3001, 64, 1), (3, 3, 3000, 5000, 128, 1), (12, 4, 2500, 3000, 128, 2),
+         (12, 4, 5000, 3000, 128, 1), (12, 4, 1700, 4000, 256, 1))
+    ):  # fmt: skip
         for causal in cases.CAUSAL:
             if causal != "none" and window is not None and window[1] not in (None, 0):
                 continue
             case = Case(dtype=("fp16", "bf16")[i % 2], batch=batch, seq_q=seq_q, seq_k=seq_k,
-                        heads_q=12, heads_kv=4, dim=dim, dim_v=dim, causal=causal, window=window,
-                        kernel="split", entry=("c", "python")[i % 2], seed=i)  # fmt: skip
+                        heads_q=heads_q, heads_kv=heads_kv, dim=dim, dim_v=dim, causal=causal,
+                        window=window, kernel="split", entry=("c", "python")[i % 2],
+                        seed=i)  # fmt: skip
             _check(case)
+            uneven += families.is_uneven(case, _plan(case))
+    if window is None and torch.cuda.get_device_properties(0).multi_processor_count == 132:
+        assert uneven >= 4
 
 
 @pytest.mark.parametrize(
