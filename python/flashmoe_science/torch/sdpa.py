@@ -64,6 +64,8 @@ def scaled_dot_product_attention(
         ValueError, TypeError: A shape, a stride, a dtype or an option is wrong, or a gradient is
             asked for.
     """
+    if attn_mask is None and dropout_p == 0.0 and _is_plain(query, key, value, enable_gqa):
+        return _attend_plainly(query, key, value, is_causal, scale)
     reason = _lacking(attn_mask, dropout_p)
     if reason:
         raise UnsupportedError(reason)
@@ -72,6 +74,34 @@ def scaled_dot_product_attention(
         raise InvalidArgumentError(reason)
     query, key, value = _autocast(query, key, value)
     return _attend(query, key, value, is_causal, scale, enable_gqa)
+
+
+def _is_plain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> bool:
+    """Whether it is a call as nearly all are, which nothing below has to look at: four dimensions
+    that go together, of tensors as they are. Not for graphs, where time does not count."""
+    if torch.compiler.is_compiling() or query.is_nested or key.is_nested or value.is_nested:
+        return False
+    shape, shape_k = query.shape, key.shape
+    if len(shape) != 4 or shape_k != value.shape or len(shape_k) != 4:
+        return False
+    batch, heads, _, dim = shape
+    batch_k, heads_k, _, dim_k = shape_k
+    if batch != batch_k or dim != dim_k or heads == 0 or heads_k == 0:
+        return False
+    if heads != heads_k and not (enable_gqa and heads % heads_k == 0):
+        return False
+    return not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
+
+
+def _attend_plainly(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: Any
+) -> torch.Tensor:
+    out: torch.Tensor = flash_attention(
+        query, key, value, causal="top_left" if is_causal else False, scale=scale, layout="bhsd"
+    )
+    return out
 
 
 def _lacking(attn_mask: Any, dropout_p: float) -> str:
@@ -170,9 +200,7 @@ def _attend(
     shape = (*lead, query.shape[-2], value.shape[-1])
     if q.shape[1] == 0:  # no heads, of which the library knows no call
         return query.new_empty(shape)
-    out: torch.Tensor = flash_attention(
-        q, k, v, causal="top_left" if is_causal else False, scale=scale, layout="bhsd"
-    )
+    out = _attend_plainly(q, k, v, is_causal, scale)
     return out if len(shape) == 4 else out.view(shape)
 
 
@@ -280,6 +308,10 @@ def _ours(
     enable_gqa: bool = False,
 ) -> tuple[torch.Tensor | None, str]:
     """Our answer and "", or None and why there is none."""
+    if attn_mask is None and dropout_p == 0.0 and _is_plain(query, key, value, enable_gqa):
+        # What is wrong, torch's words or ours may be for; see below.
+        with contextlib.suppress(UnsupportedError, InvalidArgumentError, ArgumentTypeError):
+            return _attend_plainly(query, key, value, is_causal, scale), ""
     reason = _lacking(attn_mask, dropout_p)
     if not reason:
         query, key, value = _autocast(query, key, value)
