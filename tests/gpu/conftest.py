@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,18 @@ def cupy() -> Any:
     except module.cuda.runtime.CUDARuntimeError as error:
         pytest.skip(f"CuPy has no GPU: {error}")
     return module
+
+
+@pytest.fixture(scope="session")
+def jax_gpu() -> Any:
+    """The first GPU of JAX."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's tensors live here too
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # of products that run once
+    jax = pytest.importorskip("jax")
+    try:
+        return jax.devices("gpu")[0]
+    except RuntimeError as error:
+        pytest.skip(f"JAX has no GPU: {error}")
 
 
 @pytest.fixture(autouse=True)

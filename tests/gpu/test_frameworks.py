@@ -31,16 +31,6 @@ def _arrays(dtype: str, layout: str = "bshd") -> list[np.ndarray]:
 # ---- JAX ----
 
 
-@pytest.fixture(scope="module")
-def jax_gpu() -> Any:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's tensors live here too
-    jax = pytest.importorskip("jax")
-    try:
-        return jax.devices("gpu")[0]
-    except RuntimeError as error:
-        pytest.skip(f"JAX has no GPU: {error}")
-
-
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("causal", [False, "bottom_right", "top_left"])
 @pytest.mark.parametrize("dtype", cases.DTYPES)

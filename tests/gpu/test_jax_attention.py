@@ -3,7 +3,6 @@ vmap, inside larger programs, donated, exported, and refused."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import flashmoe_science as fm
@@ -18,23 +17,12 @@ TARGET = "flashmoe_attention_forward_v1"
 GROUPED = Case(heads_q=8, heads_kv=2, causal=True)
 
 
-@pytest.fixture(scope="module")
-def gpu() -> Any:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's tensors live here too
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # of products that run once
-    jax = pytest.importorskip("jax")
-    try:
-        return jax.devices("gpu")[0]
-    except RuntimeError as error:
-        pytest.skip(f"JAX has no GPU: {error}")
-
-
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_as_jaxs_own(gpu: Any, case: Case, dtype: str) -> None:
+def test_as_jaxs_own(jax_gpu: Any, case: Case, dtype: str) -> None:
     import jax
 
-    qkv = case.arrays(dtype, gpu)
+    qkv = case.arrays(dtype, jax_gpu)
     eager = fm.flash_attention(*qkv, **case.ours)
     assert_as_jax(eager, *qkv, case)
     compiled = jax.jit(lambda *qkv: fm.flash_attention(*qkv, **case.ours))
@@ -44,10 +32,10 @@ def test_as_jaxs_own(gpu: Any, case: Case, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("case", [GROUPED, Case(heads_kv=1, window=(20, 5))], ids=str)
-def test_the_log_sum_exp_under_jit(gpu: Any, case: Case, dtype: str) -> None:
+def test_the_log_sum_exp_under_jit(jax_gpu: Any, case: Case, dtype: str) -> None:
     import jax
 
-    qkv = case.arrays(dtype, gpu)
+    qkv = case.arrays(dtype, jax_gpu)
     attend = jax.jit(lambda *qkv: fm.flash_attention(*qkv, **case.ours, return_lse=True))
     out, lse = attend(*qkv)
     reference.assert_accurate(
@@ -58,11 +46,11 @@ def test_the_log_sum_exp_under_jit(gpu: Any, case: Case, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, None, None), (None, 0, 2), (-1, -5, 3)])
-def test_vmap(gpu: Any, in_axes: tuple[int | None, ...], dtype: str) -> None:
+def test_vmap(jax_gpu: Any, in_axes: tuple[int | None, ...], dtype: str) -> None:
     import jax
     import jax.numpy as jnp
 
-    many = GROUPED.arrays(dtype, gpu, 3)
+    many = GROUPED.arrays(dtype, jax_gpu, 3)
     arrays = [
         x[0] if axis is None else jnp.moveaxis(x, 0, axis)
         for x, axis in zip(many, in_axes, strict=True)
@@ -74,20 +62,20 @@ def test_vmap(gpu: Any, in_axes: tuple[int | None, ...], dtype: str) -> None:
             assert_as_jax(out[i], *qkv, GROUPED)
 
 
-def test_vmap_over_none_and_in_vmap(gpu: Any) -> None:
+def test_vmap_over_none_and_in_vmap(jax_gpu: Any) -> None:
     import jax
 
     attend = lambda *qkv: fm.flash_attention(*qkv, causal=True)  # noqa: E731
-    none = [x[:, :0] for x in GROUPED.arrays("bf16", gpu, 3, 2)]
+    none = [x[:, :0] for x in GROUPED.arrays("bf16", jax_gpu, 3, 2)]
     assert jax.jit(jax.vmap(jax.vmap(attend)))(*none).shape == none[0].shape
-    nested = GROUPED.arrays("bf16", gpu, 3, 2)
+    nested = GROUPED.arrays("bf16", jax_gpu, 3, 2)
     out = jax.jit(jax.vmap(jax.vmap(attend), in_axes=1, out_axes=1))(*nested)
     for i, j in np.ndindex(3, 2):
         assert_as_jax(out[i, j], *(x[i, j] for x in nested), GROUPED)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_inside_a_larger_program(gpu: Any, dtype: str) -> None:
+def test_inside_a_larger_program(jax_gpu: Any, dtype: str) -> None:
     """Between products, norms and a loop: as the same program with JAX's own attention."""
     import jax
     import jax.numpy as jnp
@@ -97,7 +85,7 @@ def test_inside_a_larger_program(gpu: Any, dtype: str) -> None:
 
     def normal(*shape: int) -> Any:
         values = rng.standard_normal(shape, np.float32) * shape[-2] ** -0.5
-        return jax.device_put(values.astype(reference.DTYPES[dtype]), gpu)
+        return jax.device_put(values.astype(reference.DTYPES[dtype]), jax_gpu)
 
     given = normal(2, 200, width) * 14, normal(width, 3 * width), normal(width, width)
 
@@ -127,20 +115,20 @@ def test_inside_a_larger_program(gpu: Any, dtype: str) -> None:
     assert all((np.asarray(ours(*given)) == got).all() for _ in range(10))
 
 
-def test_numpy_arrays_beside_those_of_the_gpu(gpu: Any) -> None:
+def test_numpy_arrays_beside_those_of_the_gpu(jax_gpu: Any) -> None:
     import jax
 
-    q, k, v = GROUPED.arrays("bf16", gpu)
+    q, k, v = GROUPED.arrays("bf16", jax_gpu)
     host_k, host_v = np.asarray(k), np.asarray(v)
     attend = lambda q: fm.flash_attention(q, host_k, host_v, **GROUPED.ours)  # noqa: E731
     for out in (attend(q), jax.jit(attend)(q)):
         assert_as_jax(out, q, k, v, GROUPED)
 
 
-def test_donated_arrays(gpu: Any) -> None:
+def test_donated_arrays(jax_gpu: Any) -> None:
     import jax
 
-    q, k, v = GROUPED.arrays("bf16", gpu)
+    q, k, v = GROUPED.arrays("bf16", jax_gpu)
     attend = jax.jit(lambda *qkv: fm.flash_attention(*qkv, **GROUPED.ours), donate_argnums=0)
     for _ in range(3):
         given = q + 0
@@ -152,10 +140,10 @@ def test_donated_arrays(gpu: Any) -> None:
 # ---- what a program is compiled for ----
 
 
-def test_fp32_is_refused_for_the_gpu_when_it_is_compiled_and_not_for_the_cpu(gpu: Any) -> None:
+def test_fp32_is_refused_for_the_gpu_when_it_is_compiled_and_not_for_the_cpu(jax_gpu: Any) -> None:
     import jax
 
-    qkv = GROUPED.arrays("fp32", gpu)
+    qkv = GROUPED.arrays("fp32", jax_gpu)
     attend = jax.jit(lambda *qkv: fm.flash_attention(*qkv, **GROUPED.ours))
     sentence = "dtype fp32, accepted on a GPU are fp16 and bf16"
     with pytest.raises(NotImplementedError, match=sentence):
@@ -169,13 +157,13 @@ def test_fp32_is_refused_for_the_gpu_when_it_is_compiled_and_not_for_the_cpu(gpu
     assert_as_jax(fm.flash_attention(*on_cpu, **GROUPED.ours), *on_cpu, GROUPED)
 
 
-def test_kernels_are_looked_for_when_a_program_is_compiled(gpu: Any, family: str) -> None:
+def test_kernels_are_looked_for_when_a_program_is_compiled(jax_gpu: Any, family: str) -> None:
     import jax
 
     def named(kernel: str) -> Any:
         return jax.jit(lambda *qkv: fm.flash_attention(*qkv, **GROUPED.ours, kernel=kernel))
 
-    qkv = GROUPED.arrays("bf16", gpu)
+    qkv = GROUPED.arrays("bf16", jax_gpu)
     assert_as_jax(named(family)(*qkv), *qkv, GROUPED)
     with pytest.raises(NotImplementedError, match="kernel: cannot be served: cpu"):
         named("cpu").lower(*qkv)
@@ -184,12 +172,12 @@ def test_kernels_are_looked_for_when_a_program_is_compiled(gpu: Any, family: str
 
 
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_exported(gpu: Any, symbolic: bool) -> None:
+def test_exported(jax_gpu: Any, symbolic: bool) -> None:
     """For the GPU and the CPU, whichever it is called on."""
     import jax
 
     export = pytest.importorskip("jax.export")
-    qkv = types = GROUPED.arrays("bf16", gpu)
+    qkv = types = GROUPED.arrays("bf16", jax_gpu)
     if symbolic:
         scope = export.SymbolicScope()
         types = [export.symbolic_args_specs(x, "b, s, ...", scope=scope) for x in qkv]
@@ -199,6 +187,6 @@ def test_exported(gpu: Any, symbolic: bool) -> None:
         disabled_checks=[export.DisabledSafetyCheck.custom_call(TARGET)],
     )(*types)
     for case in (GROUPED, GROUPED._replace(batch=3, seq_q=77, seq_k=77))[: 1 + symbolic]:
-        for device in (gpu, jax.devices("cpu")[0]):
+        for device in (jax_gpu, jax.devices("cpu")[0]):
             arrays = case.arrays("bf16", device)
             assert_as_jax(jax.jit(made.call)(*arrays), *arrays, case)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import flashmoe_science as fm
@@ -14,16 +13,6 @@ from gpu import moe_layers
 from moe_cases import CASES, Case, arrays_of
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Any:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's tensors live here too
-    jax = pytest.importorskip("jax")
-    try:
-        return jax.devices("gpu")[0]
-    except RuntimeError as error:
-        pytest.skip(f"JAX has no GPU: {error}")
 
 
 def arguments_of(case: Case, dtype: str, where: Any) -> dict[str, Any]:
@@ -46,13 +35,13 @@ def arguments_of(case: Case, dtype: str, where: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_forward(gpu: Any, case: Case, dtype: str) -> None:
+def test_forward(jax_gpu: Any, case: Case, dtype: str) -> None:
     import jax
 
-    given = arguments_of(case, dtype, gpu)
+    given = arguments_of(case, dtype, jax_gpu)
     layer = jax.jit(lambda a: fm.moe_forward(**a, **case.options, return_pre_activation=True))
     out, before = layer(given)
-    assert out.devices() == before.devices() == {gpu}
+    assert out.devices() == before.devices() == {jax_gpu}
     moe_oracle.assert_forward(
         np.asarray(out), **arguments_of(case, dtype, None), **case.options,
         pre_activation=np.asarray(before),
@@ -61,9 +50,9 @@ def test_forward(gpu: Any, case: Case, dtype: str) -> None:
     assert (np.asarray(eager) == np.asarray(out)).all()
 
 
-def test_every_family_by_name(gpu: Any) -> None:
+def test_every_family_by_name(jax_gpu: Any) -> None:
     case = Case(tokens=64, hidden=256, inner=128, experts=8)
-    given = arguments_of(case, "bf16", gpu)
+    given = arguments_of(case, "bf16", jax_gpu)
     want = arguments_of(case, "bf16", None)
     families = moe_layers.serving()
     assert families
@@ -73,10 +62,10 @@ def test_every_family_by_name(gpu: Any) -> None:
     with pytest.raises(NotImplementedError, match="kernel: cannot be served: cpu"):
         fm.moe_forward(**given, kernel="cpu")
     with pytest.raises(NotImplementedError, match="fp32, accepted on a GPU are fp16 and bf16"):
-        fm.moe_forward(**arguments_of(case, "fp32", gpu))
+        fm.moe_forward(**arguments_of(case, "fp32", jax_gpu))
 
 
-def test_route(gpu: Any) -> None:
+def test_route(jax_gpu: Any) -> None:
     import jax
 
     rng = np.random.default_rng(0)
@@ -84,24 +73,24 @@ def test_route(gpu: Any) -> None:
     bias = rng.standard_normal(128, np.float32)
     softmax: dict[str, Any] = {"top_k": 8, "renormalize": True}
     routed = jax.jit(lambda z: fm.moe_route(z, **softmax, return_lse=True))(
-        jax.device_put(logits, gpu)
+        jax.device_put(logits, jax_gpu)
     )
-    assert routed.ids.devices() == {gpu}
+    assert routed.ids.devices() == {jax_gpu}
     moe_oracle.assert_routed(jax.tree.map(np.asarray, routed), moe_oracle.route(logits, **softmax))
     groups: dict[str, Any] = {"top_k": 8, "scoring": "sigmoid", "num_groups": 8, "top_groups": 4}
     if moe_oracle.closest_choices(logits, selection_bias=bias, **groups) > 1e-6:
         routed = fm.moe_route(
-            jax.device_put(logits, gpu), selection_bias=jax.device_put(bias, gpu), **groups
+            jax.device_put(logits, jax_gpu), selection_bias=jax.device_put(bias, jax_gpu), **groups
         )
         want = moe_oracle.route(logits, selection_bias=bias, **groups)
         moe_oracle.assert_routed(jax.tree.map(np.asarray, routed), want)
     ids = rng.integers(-1, 20, (500, 4)).astype(np.int32)
-    given = fm.moe_route_given(jax.device_put(ids, gpu), num_experts=16)
+    given = fm.moe_route_given(jax.device_put(ids, jax_gpu), num_experts=16)
     want = moe_oracle.route_given(ids, None, num_experts=16)
     moe_oracle.assert_routed(jax.tree.map(np.asarray, given), want)
 
 
-def test_grouped_product(gpu: Any) -> None:
+def test_grouped_product(jax_gpu: Any) -> None:
     import jax
 
     rng = np.random.default_rng(0)
@@ -109,7 +98,7 @@ def test_grouped_product(gpu: Any) -> None:
     w = rng.standard_normal((5, 64, 128), np.float32).astype(half)
     x = rng.standard_normal((300, 128), np.float32).astype(half)
     offsets = np.array([0, 100, 100, 101, 290, 300], np.int32)
-    put = lambda value: jax.device_put(value, gpu)  # noqa: E731
+    put = lambda value: jax.device_put(value, jax_gpu)  # noqa: E731
     out = jax.jit(lambda x, w, o: fm.grouped_product(x, w, offsets=o))(put(x), put(w), put(offsets))
     moe_oracle.assert_grouped_product(np.asarray(out), x, w, offsets=offsets)
     rows = rng.standard_normal((5, 40, 128), np.float32).astype(half)
@@ -119,7 +108,7 @@ def test_grouped_product(gpu: Any) -> None:
 
 
 @pytest.mark.parametrize("experts", [16, 12])  # by our product, and by JAX's own
-def test_fused_moe_inside_a_larger_program(gpu: Any, experts: int) -> None:
+def test_fused_moe_inside_a_larger_program(jax_gpu: Any, experts: int) -> None:
     """In a loop, whose body XLA may run as a CUDA graph: the same bits every time, and those of
     the three operations one by one."""
     import jax
@@ -129,7 +118,7 @@ def test_fused_moe_inside_a_larger_program(gpu: Any, experts: int) -> None:
 
     def normal(*shape: int) -> Any:
         values = rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5
-        return jax.device_put(values.astype(reference.DTYPES["bf16"]), gpu)
+        return jax.device_put(values.astype(reference.DTYPES["bf16"]), jax_gpu)
 
     x, router = normal(2, 100, 256), normal(experts, 256)
     w_gate_up, w_down = normal(experts, 256, 256), normal(experts, 256, 128)
@@ -155,11 +144,11 @@ def test_fused_moe_inside_a_larger_program(gpu: Any, experts: int) -> None:
     assert (np.asarray(folded) == np.asarray(layer(x))).all()
 
 
-def test_no_tokens(gpu: Any) -> None:
+def test_no_tokens(jax_gpu: Any) -> None:
     import jax
     import jax.numpy as jnp
 
-    with jax.default_device(gpu):
+    with jax.default_device(jax_gpu):
         routing = fm.moe_route(jnp.zeros((0, 8)), 2)
         assert routing.offsets.tolist() == [0] * 9
         half = jnp.bfloat16

@@ -106,15 +106,16 @@ def test_parts_of_tiles(dtype: str, dim: int, dim_v: int) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_shares_begin_and_end_within_tiles(dim: int, causal: str) -> None:
     """A few tiles less and more than blocks, and more again, of all sizes of groups: whole ones and
-    parts of others are the same block's. Twice the same bits. (From the top left these rows see few
-    keys, and tiles stay whole; they are cut in the next test.)"""
+    parts of others are the same block's. Twice the same bits. (From the top left rows of many heads
+    would see too few keys for tiles to be cut.)"""
     uneven = 0
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
     tile = 192 if dim == 64 else 128
-    for i, group in enumerate((1, 4, 5, 7, 8, 16, 64, 71)):
+    groups = (1,) * 8 if causal == "top_left" else (1, 4, 5, 7, 8, 16, 64, 71)
+    for i, group in enumerate(groups):
         heads_kv = (1, 2, 3)[i % 3]
         batch = (2, 1)[i % 2]
-        tiles = blocks * (4, 3, 5, 8, 13)[i % 5] // (3, 5, 4, 3, 4)[i % 5] // (heads_kv * batch)
+        tiles = blocks * (3, 5, 4, 8, 13)[i % 5] // (5, 4, 3, 3, 4)[i % 5] // (heads_kv * batch)
         case = Case(dtype=("fp16", "bf16")[i % 2], batch=batch,
                     seq_q=max(1, tiles * tile // group) + i, seq_k=(4001, 4501, 5003)[i % 3],
                     heads_q=heads_kv * group, heads_kv=heads_kv, dim=dim, dim_v=dim,
@@ -133,7 +134,7 @@ def test_shares_begin_and_end_within_tiles(dim: int, causal: str) -> None:
     if (
         torch.cuda.get_device_properties(0).multi_processor_count == 132
     ):  # whose estimates are known
-        assert uneven >= {"none": 3, "bottom_right": 2, "top_left": 0}[causal]
+        assert uneven > 2
 
 
 @pytest.mark.parametrize("window", [None, (300, 0), (2000, None), (64, 40)])

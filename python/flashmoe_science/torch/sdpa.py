@@ -139,10 +139,6 @@ def _autocast(
 
 def _mismatch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
     """Why the three do not go together by torch's rules, "" when they do."""
-    lead = query.shape[:-2]
-    usual = len(lead) == 2 and lead == key.shape[:-2] == value.shape[:-2]
-    if usual and key.shape[-2:] == (value.shape[-2], query.shape[-1]):
-        return ""
     named = (("query", query), ("key", key), ("value", value))
     least = 3 if enable_gqa else 2
     for name, tensor in named:
