@@ -124,7 +124,8 @@ double many_rows_microseconds(const AttentionProblem& problem, const Work& work,
                     : problem.dim <= 128             ? 128
                     : problem.dim <= 192             ? 192
                                                      : 256;
-    const SplitKernel kernel = {problem.dim <= 128 ? 128 : 64, rows * (4 * dim_v + 8), dim + dim_v};
+    const int step_keys = dim <= 192 && dim_v <= 128 ? 128 : 64;
+    const SplitKernel kernel = {step_keys, rows * (4 * dim_v + 8), dim + dim_v};
     const PackedTiles packed = packed_tiles(problem, rows / kRowsPerGroup);
     const KeySplit split = best_key_split(work, packed, kernel, speed, facts);
     return std::min(tiles, kSplitDoubt * split.microseconds);

@@ -72,6 +72,8 @@ void fill_params(const AttentionProblem& p, const AttentionPlan& plan, Params* p
   const bool ramp = last_tiles_first(p);
   params->first_row = ramp ? -static_cast<int32_t>(spare_rows(p, entry, plan.tiles_per_head)) : 0;
   params->last_tiles_first = ramp ? 1 : 0;
+  params->step_shift =
+      static_cast<int32_t>(step_shift(p, entry.tile_k, params->first_row, entry.tile_q));
   params->heads = static_cast<int32_t>(p.batch * p.heads_q);
   params->tiles_per_head = plan.tiles_per_head;
   params->heads_per_section = plan.heads_per_section;

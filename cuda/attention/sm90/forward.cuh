@@ -83,17 +83,16 @@ struct Cursor {
   }
 };
 
-// Begins to load the keys or values of a step.
+// Begins to load the keys or values of the step that begins at `key`. Those before key 0 come as zeros.
 template <class Traits, int kBoxes>
 __device__ __forceinline__ void load_step(const CUtensorMap& map, const Repeats& repeats,
-                                          const TileOf<Traits>& tile, int step, uint32_t to,
+                                          const TileOf<Traits>& tile, int key, uint32_t to,
                                           uint32_t full) {
   ptx::mbarrier_arrive_expect(full, kBoxes * Traits::kKVBoxBytes);
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
     ptx::tma_load(to + box * Traits::kKVBoxBytes, &map, full, ptx::kEvictLast, box * kBoxColumns,
-                  step * Traits::kStepKeys, tile.head_kv * repeats.head,
-                  tile.batch * repeats.batch);
+                  key, tile.head_kv * repeats.head, tile.batch * repeats.batch);
   }
 }
 
@@ -125,18 +124,18 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
   Cursor<Traits::kStages> k_cursor;
   Cursor<Traits::kStages> v_cursor;
   Cursor<Traits::kQStages> q_cursor;
-  const auto load_k = [&](const Tile& tile, int step) {
+  const auto load_k = [&](const Tile& tile, int key) {
     const uint32_t full = barriers.k_full(k_cursor.stage);
     const uint32_t to = shared + Traits::kKOffset + k_cursor.stage * Traits::kKBytes;
     ptx::mbarrier_wait(barriers.k_empty(k_cursor.stage), k_cursor.parity ^ 1);
-    load_step<Traits, Traits::kBoxes>(params.k, params.k_repeats, tile, step, to, full);
+    load_step<Traits, Traits::kBoxes>(params.k, params.k_repeats, tile, key, to, full);
     k_cursor.step();
   };
-  const auto load_v = [&](const Tile& tile, int step) {
+  const auto load_v = [&](const Tile& tile, int key) {
     const uint32_t full = barriers.v_full(v_cursor.stage);
     const uint32_t to = shared + Traits::kVOffset + v_cursor.stage * Traits::kVBytes;
     ptx::mbarrier_wait(barriers.v_empty(v_cursor.stage), v_cursor.parity ^ 1);
-    load_step<Traits, Traits::kBoxesV>(params.v, params.v_repeats, tile, step, to, full);
+    load_step<Traits, Traits::kBoxesV>(params.v, params.v_repeats, tile, key, to, full);
     v_cursor.step();
   };
   const auto load_q = [&](const Tile& tile, int portion) {
@@ -166,17 +165,18 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
   // waits longer than K.
   WalkOf<Traits> walk(params);
   Tile last_tile;
-  int last_step = 0;
+  int last_key = 0;
   bool pending = false;  // V of last_tile's last step
   uint32_t sent = 0;
   const auto load_pending = [&] {
-    if (pending) load_v(last_tile, last_step);
+    if (pending) load_v(last_tile, last_key);
     pending = false;
   };
   for (Tile tile; walk.next(&tile);) {
     const Steps<Traits> steps = steps_of_tile<Traits>(params, tile);
     const bool any = steps.end > 0;
-    if (Traits::kQStages == 1 && any) load_k(tile, steps.end - 1);
+    const int begin = steps.end - Traits::kStepKeys;
+    if (Traits::kQStages == 1 && any) load_k(tile, begin);
 #pragma unroll
     for (int portion = 0; portion < Traits::kQPortions; ++portion) {
       wait_for_room(portion);
@@ -184,15 +184,15 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
       load_q(tile, portion);
     }
     q_cursor.step();
-    if (Traits::kQStages > 1 && any) load_k(tile, steps.end - 1);
+    if (Traits::kQStages > 1 && any) load_k(tile, begin);
     load_pending();
-    for (int step = steps.end - 1; step > steps.first; --step) {
-      load_k(tile, step - 1);
-      load_v(tile, step);
+    for (int key = begin; key > steps.first; key -= Traits::kStepKeys) {
+      load_k(tile, key - Traits::kStepKeys);
+      load_v(tile, key);
     }
     pending = any;
     last_tile = tile;
-    last_step = steps.first;
+    last_key = steps.first;
   }
   load_pending();
 #pragma unroll
@@ -391,17 +391,16 @@ struct Consumer {
     return keys >= 32 ? ~0u : (1u << keys) - 1;
   }
 
-  // Hides the keys of a step that a row does not see.
-  __device__ __forceinline__ void mask(int group_row, int step) {
+  // Hides the keys of the step from `key` on that a row does not see.
+  __device__ __forceinline__ void mask(int group_row, int key) {
     static_assert(kScores / 2 <= 32, "a bit for each key of a row");
     const int lane = lane_index();
     const int first_row = warp_of_group() * 16 + lane / 4;
-    const int step_key = step * Traits::kStepKeys;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = query_of<Traits>(params, group_row, first_row + 8 * half);
-      const uint32_t seen = keys_before(end_key(params, row) - step_key, lane) &
-                            ~keys_before(first_key(params, row) - step_key, lane);
+      const uint32_t seen = keys_before(end_key(params, row) - key, lane) &
+                            ~keys_before(first_key(params, row) - key, lane);
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) {
         float& score = scores[i / 2 * 4 + 2 * half + i % 2];
@@ -411,13 +410,13 @@ struct Consumer {
   }
 
   // What softcap and mask make of Q K^T.
-  __device__ __forceinline__ void cap_and_mask(int group_row, int step, bool masked) {
+  __device__ __forceinline__ void cap_and_mask(int group_row, int key, bool masked) {
     if (Traits::kCapped) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i)
         scores[i] = numeric::tanh_brief(scores[i] * params.cap_ratio);
     }
-    if (masked) mask(group_row, step);
+    if (masked) mask(group_row, key);
   }
 
   __device__ __forceinline__ void take_turn() const {
@@ -515,7 +514,7 @@ struct Consumer {
   // The first step of a tile. With kClose, the last P V of the tile before it runs under the softmax, and
   // that tile is written out.
   template <bool kClose>
-  __device__ __forceinline__ void first_step(int group_row, int step, bool masked, bool last,
+  __device__ __forceinline__ void first_step(int group_row, int key, bool masked, bool last,
                                              bool narrow) {
     wait_for_k();
     take_turn();
@@ -530,7 +529,7 @@ struct Consumer {
     const RowStatistics closing = statistics;
     float factor[2];
     float sums[2];
-    cap_and_mask(group_row, step, masked);
+    cap_and_mask(group_row, key, masked);
     statistics.reset();
     statistics.raise(scores, params.scale_log2, factor);
     statistics.exponentiate(scores, params.scale_log2, sums);
@@ -545,7 +544,7 @@ struct Consumer {
 
   // Q K^T of a step, P V of the one before, and the softmax of this one under it. Offsets are taken to
   // hold; the sums show where they do not, and the scores are computed again then.
-  __device__ __forceinline__ void next_step(int group_row, int step, bool masked, bool last) {
+  __device__ __forceinline__ void next_step(int group_row, int key, bool masked, bool last) {
     wait_for_k();
     take_turn();
     ptx::pin(scores);
@@ -557,13 +556,13 @@ struct Consumer {
     ptx::wgmma_wait<1>();
     ptx::pin(scores);
     float sums[2];
-    cap_and_mask(group_row, step, masked);
+    cap_and_mask(group_row, key, masked);
     statistics.exponentiate(scores, params.scale_log2, sums);
     wait_for_values(sums);
     if (__builtin_expect(__any_sync(kFullWarp, statistics.outgrown(sums)), false)) {
       float factor[2];
       compute_scores_again();
-      cap_and_mask(group_row, step, masked);
+      cap_and_mask(group_row, key, masked);
       statistics.raise(scores, params.scale_log2, factor);
       statistics.exponentiate(scores, params.scale_log2, sums);
 #pragma unroll
@@ -593,7 +592,7 @@ struct Consumer {
       const int first_row = tiles[tile % kTileSlots].first_row;
       const int group_row = first_row + group * queries_per_group<Traits>(params);
       const Steps<Traits> steps = steps_of_tile<Traits>(params, tiles[tile % kTileSlots]);
-      const Steps<Traits> own = own_steps(group_row, steps);
+      const Steps<Traits> own = own_steps(first_row, group_row, steps);
       // Unless this group's first step does it.
       const bool at_once = first_row == kNoTile || own.end == 0 || own.end < steps.end;
       if (open && at_once) close(tile - 1);
@@ -626,14 +625,15 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ Steps<Traits> own_steps(int group_row,
+  __device__ __forceinline__ Steps<Traits> own_steps(int first_row, int group_row,
                                                      const Steps<Traits>& steps) const {
+    const int shift = step_shift_of_tile<Traits>(params, first_row);
     if constexpr (Traits::kSplit) {
-      Steps<Traits> own(params, group_row, params.queries_per_group);
+      Steps<Traits> own(params, group_row, params.queries_per_group, shift);
       own.end = group < params.groups_per_tile ? min(own.end, steps.end) : 0;
       return own.end > steps.first ? own : Steps<Traits>(0, 0);
     } else {
-      return {params, group_row, kRowsPerGroup};
+      return {params, group_row, kRowsPerGroup, shift};
     }
   }
 
@@ -644,8 +644,10 @@ struct Consumer {
     const int end = sees_keys ? own.end : steps.first;
     // First of all: the last V of the tile comes after the next Q.
     if (!sees_keys) release_q();
-    int step = steps.end - 1;
-    for (; step >= end; --step) {
+    int key = steps.end - Traits::kStepKeys;
+    // Known to be uniform: with a register for it split's kernels have too few.
+    if (Traits::kSplit) key = __shfl_sync(kFullWarp, key, 0);
+    for (; key >= end; key -= Traits::kStepKeys) {
       wait_for_k();
       release_k();
       take_turn();
@@ -663,19 +665,18 @@ struct Consumer {
     }
     // Steps between these hold no key that some row of this group does not see.
     const int last_row = min(group_row + queries_per_group<Traits>(params), params.seq_q) - 1;
-    const int right_steps = end_key(params, group_row) / Traits::kStepKeys;
+    const int right_key = end_key(params, group_row) - Traits::kStepKeys;
     const int left_key = first_key(params, last_row);
-    const auto masked = [&] { return step >= right_steps || step * Traits::kStepKeys < left_key; };
+    const auto masked = [&] { return key > right_key || key < left_key; };
     // No row of the group sees more of its first step.
-    const bool narrow = Traits::kNarrows &&
-                        end_key(params, last_row) - step * Traits::kStepKeys <= Traits::kNarrowKeys;
+    const bool narrow = Traits::kNarrows && end_key(params, last_row) - key <= Traits::kNarrowKeys;
     if (!Traits::kSplit && open) {
-      first_step<true>(group_row, step, masked(), step == steps.first, narrow);
+      first_step<true>(group_row, key, masked(), key == steps.first, narrow);
     } else {
-      first_step<false>(group_row, step, masked(), step == steps.first, narrow);
+      first_step<false>(group_row, key, masked(), key == steps.first, narrow);
     }
-    for (--step; step >= steps.first; --step) {
-      next_step(group_row, step, masked(), step == steps.first);
+    for (key -= Traits::kStepKeys; key >= steps.first; key -= Traits::kStepKeys) {
+      next_step(group_row, key, masked(), key == steps.first);
     }
   }
 

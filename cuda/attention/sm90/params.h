@@ -49,7 +49,10 @@ struct Params {
   // absent bound lies beyond all of them; row + offset + 1 fits.
   int32_t left_offset;
   int32_t right_offset;
-  int32_t masked;    // some row does not see every key
+  int32_t masked;         // some row does not see every key
+  int32_t bounded_right;  // right_offset is a bound
+  int32_t
+      step_shift;  // of all tiles, where steps have as many keys as groups have rows, or twice that
   float scale_log2;  // scale * log2(e); with a softcap softcap * log2(e)
   float cap_ratio;   // scale / softcap; 0 without
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "cuda/attention/cost.h"
+
 namespace flashmoe::sm90 {
 namespace {
 
@@ -10,9 +12,12 @@ constexpr int64_t kStepsOfAStart = 1;  // about what a tile takes beside its ste
 // Steps that a tile of a head takes: those up to the last key that its last row sees.
 int64_t steps_of_tile(const AttentionProblem& problem, const Entry& entry, int64_t spare,
                       int64_t tile) {
-  const int64_t end_row = std::min(problem.seq_q, (tile + 1) * entry.tile_q - spare);
+  const int64_t first_row = tile * entry.tile_q - spare;
+  const int64_t end_row = std::min(problem.seq_q, first_row + entry.tile_q);
   const int64_t keys = std::clamp<int64_t>(end_row + problem.right_offset, 0, problem.seq_k);
-  return kStepsOfAStart + (keys + entry.tile_k - 1) / entry.tile_k;
+  if (keys == 0) return kStepsOfAStart;
+  const int64_t shift = step_shift(problem, entry.tile_k, first_row, entry.tile_q);
+  return kStepsOfAStart + (keys + shift + entry.tile_k - 1) / entry.tile_k;
 }
 
 // Steps of each turn of a section of `heads` heads. Tiles of one length come one after another, so that
@@ -42,6 +47,15 @@ void deal(const AttentionProblem& problem, const Entry& entry, int64_t tiles_per
 }
 
 }  // namespace
+
+int64_t step_shift(const AttentionProblem& problem, int step_keys, int64_t first_row,
+                   int64_t rows) {
+  if (!problem.bounded_right) return 0;
+  const bool whole_groups = step_keys % kRowsPerGroup == 0;
+  const int64_t end = first_row + (whole_groups ? rows : kRowsPerGroup) + problem.right_offset;
+  const int64_t apart = whole_groups ? kRowsPerGroup : step_keys;
+  return (apart - end % apart) % apart;
+}
 
 bool last_tiles_first(const AttentionProblem& problem) {
   return problem.bounded_right && !problem.bounded_left;

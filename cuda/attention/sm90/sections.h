@@ -14,6 +14,10 @@ namespace flashmoe::sm90 {
 // then run longest first.
 bool last_tiles_first(const AttentionProblem& problem);
 
+// By how many keys the steps of a tile of so many rows begin before multiples of step_keys: step_shift of
+// cuda/attention/sm90/tile.cuh.
+int64_t step_shift(const AttentionProblem& problem, int step_keys, int64_t first_row, int64_t rows);
+
 // Rows before row 0 at which the first tile of a head begins where later tiles are longer: the whole
 // groups of rows that full tiles have too many are left out where tiles are shortest.
 int64_t spare_rows(const AttentionProblem& problem, const Entry& entry, int64_t tiles_per_head);

@@ -48,21 +48,45 @@ __device__ __forceinline__ int end_key(const Params& params, int row) {
   return max(0, min(params.seq_k, row + params.right_offset + 1));
 }
 
-// The steps that some rows need, from `first` to before `end`: none where there are no such rows, or
-// where they see no key.
+// By how many keys the steps of a tile begin before multiples of kStepKeys. Under a bound on the right the keys
+// of each row of a group end one behind those of the row before. Steps begin where they do not part these ends:
+// so every row sees a key of its group's first step, in which it finds its offset. Of a row that saw none the
+// scores of the next step would be computed again. step_shift of sections.h is the same on the host.
+template <class Traits>
+__device__ __forceinline__ int step_shift(const Params& params, int first_row, int rows) {
+  constexpr int kKeys = Traits::kStepKeys;
+  constexpr bool kWholeGroups = kKeys % kRowsPerGroup == 0;
+  if constexpr (kWholeGroups && !Traits::kSplit) return params.step_shift;
+  if (params.bounded_right == 0) return 0;
+  if constexpr (kWholeGroups) {
+    // Behind the last row's keys, and 64 by 64 before. Groups of 32 queries end there or between, tiles of
+    // smaller ones are no longer than that.
+    const uint32_t end = static_cast<uint32_t>(first_row) + rows + params.right_offset;
+    return static_cast<int>(-end % kRowsPerGroup);
+  } else {
+    static_assert(kKeys > kRowsPerGroup && Traits::kConsumers == 2 && !Traits::kSplit);
+    // Behind the first of two groups.
+    const int rest = (first_row % kKeys + params.right_offset % kKeys + kRowsPerGroup) % kKeys;
+    return rest > 0 ? kKeys - rest : -rest;
+  }
+}
+
+// The steps that some rows need, by their keys: from the first step's first one to behind the last one's last.
+// Both 0 where there are no such rows, or where they see no key.
 template <class Traits>
 struct Steps {
-  int first;
+  int first;  // may be below 0, where there are no keys
   int end;
 
   __device__ __forceinline__ Steps(int first_, int end_) : first(first_), end(end_) {}
-  __device__ __forceinline__ Steps(const Params& params, int first_row, int rows) {
+  __device__ __forceinline__ Steps(const Params& params, int first_row, int rows, int shift) {
+    constexpr int kKeys = Traits::kStepKeys;
     const int last_row = min(first_row + rows, params.seq_q) - 1;
     const int begin = sm90::first_key(params, max(first_row, 0));
     const int behind = last_row < max(first_row, 0) ? 0 : sm90::end_key(params, last_row);
     const bool any = begin < behind;
-    first = any ? begin / Traits::kStepKeys : 0;
-    end = any ? (behind + Traits::kStepKeys - 1) / Traits::kStepKeys : 0;
+    first = any ? (begin + shift) / kKeys * kKeys - shift : 0;
+    end = any ? (behind + shift + kKeys - 1) / kKeys * kKeys - shift : 0;
   }
 };
 
@@ -110,14 +134,15 @@ class TileWalk {
 
 inline constexpr int kWholeTile = -1;
 
-// A tile or a part of one, with the steps that its block takes: from the last to the first, or none.
+// A tile or a part of one, with the steps that its block takes, as in Steps: from the last to the first, or
+// none.
 struct alignas(16) TilePart {
   int batch;
   int head;  // of the KV head's query heads the first
   int head_kv;
   int first_row;  // query; kNoTile: there are no more
-  int first_step;
-  int end_step;
+  int first_key;
+  int end_key;
   int place;  // in the workspace, in parts; kWholeTile: there are no others
 
   // The whole tile. Those of a head come together, as they read the same keys.
@@ -133,9 +158,10 @@ struct alignas(16) TilePart {
     result.head_kv = head_kv % params.heads_kv;
     result.head = head % params.chunks * params.packed_heads;
     result.first_row = tile * queries;
-    const Steps<Traits> steps(params, result.first_row, queries);
-    result.first_step = steps.first;
-    result.end_step = steps.end;
+    const int shift = step_shift<Traits>(params, result.first_row, queries);
+    const Steps<Traits> steps(params, result.first_row, queries, shift);
+    result.first_key = steps.first;
+    result.end_key = steps.end;
     result.place = kWholeTile;
     return result;
   }
@@ -186,11 +212,11 @@ class PartWalk {
     if (next_ > end.tile || (cut && first_step_ >= end.step)) return false;
     *part = TilePart::at<Traits>(params_, next_);
     if (cut) {
-      part->end_step = part->first_step + end.step;
+      part->end_key = part->first_key + end.step * Traits::kStepKeys;
       part->place = end.place - 1;
     }
     if (first_step_ > 0) {
-      part->first_step += first_step_;
+      part->first_key += first_step_ * Traits::kStepKeys;
       part->place = params_.starts[blockIdx.x].place;
     }
     ++next_;
@@ -245,12 +271,22 @@ __device__ __forceinline__ int query_of(const ParamsOf<Traits>& params, int firs
 }
 
 template <class Traits>
+__device__ __forceinline__ int step_shift_of_tile(const ParamsOf<Traits>& params, int first_row) {
+  if constexpr (Traits::kSplit) {
+    return step_shift<Traits>(params, first_row, params.groups_per_tile * params.queries_per_group);
+  } else {
+    return step_shift<Traits>(params, first_row, Traits::kTileQ);
+  }
+}
+
+template <class Traits>
 __device__ __forceinline__ Steps<Traits> steps_of_tile(const ParamsOf<Traits>& params,
                                                        const TileOf<Traits>& tile) {
   if constexpr (Traits::kSplit) {
-    return {tile.first_step, tile.end_step};
+    return {tile.first_key, tile.end_key};
   } else {
-    return {params, tile.first_row, Traits::kTileQ};
+    return {params, tile.first_row, Traits::kTileQ,
+            step_shift_of_tile<Traits>(params, tile.first_row)};
   }
 }
 

@@ -38,7 +38,7 @@ struct Tuning {
 constexpr Tuning tuning(int dim, int dim_v) {
   if (dim <= 64) return {3, 128, 3, 2, true, 1};
   if (dim <= 128) return {2, 128, 2, 2, true, 2};
-  if (dim <= 192 && dim_v <= 128) return {2, 112, 2, 1, false, 2};
+  if (dim <= 192 && dim_v <= 128) return {2, 128, 2, 1, true, 1};
   if (dim <= 192) return {2, 96, 2, 1, true, 2};
   return {2, 64, 2, 1, false, 2};
 }
@@ -95,8 +95,9 @@ struct Traits {
   static constexpr bool kSplit = kTuning.split;
 
   // Keys of a narrow step: the first of a tile, where no row of a group sees more of it. Not with a
-  // softcap, where products are not what takes the time.
-  static constexpr bool kNarrows = kStepKeys == 2 * kRowsPerGroup && !kCapped;
+  // softcap, where products are not what takes the time, nor where it leaves too few registers.
+  static constexpr bool kNarrows =
+      kStepKeys == 2 * kRowsPerGroup && !kCapped && !(kSplit && kDim > 128);
   static constexpr int kNarrowKeys = kNarrows ? kRowsPerGroup : kStepKeys;
 
   // setmaxnreg: 64 Ki registers are 512 for each thread of a warpgroup.

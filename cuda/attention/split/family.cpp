@@ -126,6 +126,7 @@ void fill_params(const AttentionProblem& p, const AttentionPlan& plan, const Pac
   sm90::fill_tensors(p, params);
   params->first_row = 0;
   params->last_tiles_first = sm90::last_tiles_first(p) ? 1 : 0;
+  params->step_shift = 0;  // each tile has its own
   params->heads = static_cast<int32_t>(tiles.heads);
   params->tiles_per_head = plan.tiles_per_head;
   params->heads_per_section = 1;

@@ -117,7 +117,8 @@ int64_t steps_of_tile(const AttentionProblem& problem, const PackedTiles& tiles,
   const int64_t end = problem.bounded_right
                           ? std::min(problem.seq_k, last_query + problem.right_offset + 1)
                           : problem.seq_k;
-  return first < end ? (end + step_keys - 1) / step_keys - first / step_keys : 0;
+  const int64_t shift = sm90::step_shift(problem, step_keys, first_query, queries);
+  return first < end ? (end + shift + step_keys - 1) / step_keys - (first + shift) / step_keys : 0;
 }
 
 Shares deal_shares(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,

@@ -36,7 +36,7 @@ struct Launch {
     problem.bounded_right = true;
     problem.right_offset = shape.right_offset;
     entry.tile_q = shape.dim <= 64 ? 192 : 128;
-    entry.tile_k = shape.dim <= 128 ? 128 : 64;
+    entry.tile_k = shape.dim <= 128 ? 128 : shape.dim == 192 ? 96 : 64;
     entry.box_rows = 64;
     facts.multiprocessors = multiprocessors;
     facts.l2_bytes = int64_t{60} << 20;
@@ -53,9 +53,32 @@ struct Launch {
   int64_t choice() const { return heads_per_section(problem, entry, tiles_per_head, facts); }
 };
 
+// By the kernel's Steps: those of a tile, row by row. The first step of a group, from the right, is that of each
+// of its rows.
+int64_t steps_of_tile(const Launch& launch, int64_t first_row) {
+  constexpr int64_t kGroup = 64;
+  const AttentionProblem& p = launch.problem;
+  const int64_t keys = launch.entry.tile_k;
+  const int64_t shift = step_shift(p, launch.entry.tile_k, first_row, launch.entry.tile_q);
+  CHECK(shift >= 0 && shift < keys);
+  int64_t steps = 0;
+  int64_t step_of_group = -1;
+  for (int64_t i = 0; i < launch.entry.tile_q; ++i) {
+    const int64_t row = first_row + i;
+    if (i % kGroup == 0) step_of_group = -1;
+    if (row < 0 || row >= p.seq_q) continue;
+    const int64_t end = std::min(p.seq_k, row + p.right_offset + 1);
+    if (end <= 0) continue;
+    const int64_t step = (end - 1 + shift) / keys;
+    CHECK(step_of_group == -1 || step_of_group == step);
+    step_of_group = step;
+    steps = std::max(steps, step + 1);
+  }
+  return steps;
+}
+
 // Steps of each block and a start for each of its tiles, by the kernel's TileWalk, Tile::at and Steps.
 std::vector<int64_t> walk(const Launch& launch, int64_t heads_per_section) {
-  const AttentionProblem& p = launch.problem;
   const int64_t blocks = launch.blocks();
   const int64_t tiles = launch.tiles_per_head * launch.heads();
   const int64_t section = launch.tiles_per_head * heads_per_section;
@@ -74,11 +97,7 @@ std::vector<int64_t> walk(const Launch& launch, int64_t heads_per_section) {
         const int64_t held = (end - first) / launch.tiles_per_head;
         const int64_t tile = launch.tiles_per_head - 1 - (position - first) / held;
         const int64_t row = first_row + tile * launch.entry.tile_q;
-        const int64_t last_row = std::min(row + launch.entry.tile_q, p.seq_q) - 1;
-        const int64_t end_key =
-            std::max<int64_t>(0, std::min(p.seq_k, last_row + p.right_offset + 1));
-        steps[static_cast<size_t>(block)] +=
-            1 + (end_key + launch.entry.tile_k - 1) / launch.entry.tile_k;
+        steps[static_cast<size_t>(block)] += 1 + steps_of_tile(launch, row);
       }
     }
   }
@@ -107,9 +126,9 @@ void the_deal_is_the_kernels_walk() {
   for (int i = 0; i < 2000; ++i) {
     const int64_t group = from(1, 4);
     const int64_t heads_kv = from(1, 9);
-    const int64_t dims[] = {64, 128, 256};
+    const int64_t dims[] = {64, 128, 192, 256};
     Shape shape = {
-        from(1, 5), from(1, 2500), from(0, 2500), group * heads_kv, heads_kv, dims[from(0, 2)], 0};
+        from(1, 5), from(1, 2500), from(0, 2500), group * heads_kv, heads_kv, dims[from(0, 3)], 0};
     shape.right_offset = from(-shape.seq_q, shape.seq_k);
     const Launch launch(shape, static_cast<int>(from(1, kMostBlocks)));
     const int64_t section = group * from(1, shape.batch * heads_kv);

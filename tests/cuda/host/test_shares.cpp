@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/attention/sm90/sections.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -50,19 +51,36 @@ int64_t tile_of_head(const AttentionProblem& problem, const PackedTiles& tiles, 
   return last_first ? tiles.tiles_per_head - 1 - rank : rank;
 }
 
-// By Steps: those that some row of a tile needs, row by row.
+int64_t first_key(const AttentionProblem& p, int64_t query) {
+  return p.bounded_left ? std::max<int64_t>(0, query + p.left_offset) : 0;
+}
+int64_t end_key(const AttentionProblem& p, int64_t query) {
+  return p.bounded_right ? std::min(p.seq_k, query + p.right_offset + 1) : p.seq_k;
+}
+
+// By Steps: those that some row of a tile needs, row by row. The first step of a group, from the right, is that
+// of each of its rows.
 int64_t needed_steps(const AttentionProblem& p, const PackedTiles& tiles, int64_t position,
                      int step_keys) {
   const int64_t queries = tiles.groups_per_tile * tiles.queries_per_group;
   const int64_t first_query = tile_of_head(p, tiles, position) * queries;
+  const int64_t shift = sm90::step_shift(p, step_keys, first_query, queries);
+  CHECK(shift >= 0 && shift < step_keys && (p.bounded_right || shift == 0));
   int64_t begin = p.seq_k;
   int64_t behind = 0;
+  int64_t step_of_group = -1;
   for (int64_t query = first_query; query < std::min(first_query + queries, p.seq_q); ++query) {
-    begin = std::min(begin, p.bounded_left ? std::max<int64_t>(0, query + p.left_offset) : 0);
-    behind =
-        std::max(behind, p.bounded_right ? std::min(p.seq_k, query + p.right_offset + 1) : p.seq_k);
+    const int64_t end = end_key(p, query);
+    begin = std::min(begin, first_key(p, query));
+    behind = std::max(behind, end);
+    if ((query - first_query) % tiles.queries_per_group == 0) step_of_group = -1;
+    if (end <= 0) continue;
+    const int64_t step = (end - 1 + shift) / step_keys;
+    CHECK(step_of_group == -1 || step_of_group == step);
+    step_of_group = step;
   }
-  return begin < behind ? (behind + step_keys - 1) / step_keys - begin / step_keys : 0;
+  if (begin >= behind) return 0;
+  return (behind - 1 + shift) / step_keys - (begin + shift) / step_keys + 1;
 }
 
 // By PartWalk.
@@ -156,7 +174,7 @@ void every_step_is_dealt_once() {
       problem.bounded_left = true;
       problem.left_offset = problem.right_offset - from(0, 2000);
     }
-    const int step_keys = i % 2 == 0 ? 128 : 112;
+    const int step_keys = i % 2 == 0 ? 128 : 64;
     const PackedTiles tiles = packed_tiles(problem, from(1, 3));
     std::vector<int64_t> steps;
     int64_t all = 0;
