@@ -150,14 +150,17 @@ class Schedule {
     return shared_columns * row_tiles + (tiles - 2 * shared_columns) * row_pairs(row_tiles);
   }
 
-  // The sum of what the lanes up to this one have.
-  __device__ __forceinline__ int sum_to_here(int value) const {
+  // More items than there are, unless offsets give rows to several experts: sums end there, as they must not wrap.
+  static constexpr int kMostItems = (1 << 30) - 1;
+
+  // The sum of what the lanes up to this one have, and of what is in front of all.
+  __device__ __forceinline__ int sum_to_here(int in_front, int value) const {
 #pragma unroll
     for (int distance = 1; distance < kThreadsPerWarp; distance *= 2) {
       const int below = __shfl_up_sync(kFullWarp, value, distance);
-      if (lane_ >= distance) value += below;
+      if (lane_ >= distance) value = min(value + below, kMostItems);
     }
-    return value;
+    return min(in_front + value, kMostItems);
   }
 
   // Brings the experts from `first` on into view, in front of which there are so many items, here and in
@@ -174,10 +177,10 @@ class Schedule {
         tokens_ = max(end_slot - first_slot_, 0);
       }
     }
-    end_ = items + sum_to_here(items_of<kShares>(tokens_, params_.row_tiles, Traits::kTileUnits));
+    end_ = sum_to_here(items, items_of<kShares>(tokens_, params_.row_tiles, Traits::kTileUnits));
     if (follows_up()) {
-      up_end_ = up_items +
-                sum_to_here(items_of<true>(tokens_, params_.up_row_tiles, params_.up_tile_units));
+      up_end_ = sum_to_here(up_items,
+                            items_of<true>(tokens_, params_.up_row_tiles, params_.up_tile_units));
     }
   }
 
@@ -842,9 +845,11 @@ struct Consumer {
     cursor.step();
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
-      // Where memory is what all wait for, a stage is given back before the next one has come.
-      const bool come = __all_sync(
-          kFullWarp, ptx::mbarrier_test(shared.full(cursor.stage), cursor.parity) ? 1 : 0);
+      // Where memory is what all wait for, a stage is given back before the next one has come. What all
+      // warps say, as they have to wait for products alike.
+      const bool come =
+          ptx::named_barrier_all(kStoreBarrier + group, kThreadsPerGroup,
+                                 ptx::mbarrier_test(shared.full(cursor.stage), cursor.parity));
       if (!come) {
         ptx::wgmma_wait<0>();
         release(last_stage);
