@@ -150,9 +150,14 @@ bool torch_records_gradients(const TorchFunctions& torch) {
 
 bool torch_has_tangents(const TorchFunctions& torch) {
   static PyObject* const name = PyUnicode_InternFromString("_current_level");
-  if (!PyDict_Check(torch.forward_ad.ptr())) return false;
-  PyObject* level = PyDict_GetItem(torch.forward_ad.ptr(), name);  // -1 outside of any
-  return level != nullptr && PyLong_Check(level) && PyLong_AsLong(level) >= 0 &&
+  static PyObject* const outside = PyLong_FromLong(-1);  // CPython has it once
+  PyObject* level = PyDict_GetItemWithError(torch.forward_ad.ptr(), name);
+  if (level == outside) return false;
+  if (level == nullptr) {
+    PyErr_Clear();  // of what is no dictionary
+    return false;
+  }
+  return PyLong_Check(level) && PyLong_AsLong(level) >= 0 &&
          torch.is_forward_ad_enabled().ptr() == Py_True;
 }
 

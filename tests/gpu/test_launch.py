@@ -239,7 +239,7 @@ ODD_STRIDES = [
 def test_sm90_leaves_strides_it_cannot_walk_to_sm89(
     name: str, axis: int, factor: int, sm90: str
 ) -> None:
-    case = Case(dtype="bf16", batch=2, seq_q=8000, seq_k=9000, heads_q=4, heads_kv=2)
+    case = Case(dtype="bf16", batch=8, seq_q=8000, seq_k=9000, heads_q=8, heads_kv=4)
     plain = _described(case, {})
     assert capi.attention_plan(plain).family.decode() == sm90
     strides = list(plain.keep[name].strides[:4])

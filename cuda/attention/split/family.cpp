@@ -139,7 +139,7 @@ void fill_params(const AttentionProblem& p, const AttentionPlan& plan, const Pac
   params->shares = 0;
   if (plan.parts == 0) return;
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
-  const Shares shares = deal_shares(p, tiles, entry.tile_k, plan.info.grid[0]);
+  const Shares& shares = known_shares(p, tiles, entry.tile_k, plan.info.grid[0]);
   params->shares = shares.blocks;
   std::copy(shares.starts.begin(), shares.starts.end(), params->starts);
   std::copy(shares.cuts.begin(), shares.cuts.end(), params->cuts);

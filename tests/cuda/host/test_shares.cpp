@@ -196,6 +196,12 @@ void every_step_is_dealt_once() {
       CHECK(most <= std::max<int64_t>(2, (all + blocks - 1) / blocks + 3));
     }
     CHECK(same(shares, deal_shares(problem, tiles, step_keys, blocks)));
+    CHECK(same(shares, known_shares(problem, tiles, step_keys, blocks)));
+    CHECK(same(shares, known_shares(problem, tiles, step_keys, blocks)));
+    AttentionProblem longer = problem;
+    longer.seq_k += step_keys;
+    CHECK(same(known_shares(longer, tiles, step_keys, blocks),
+               deal_shares(longer, tiles, step_keys, blocks)));
   }
   CHECK(with_parts > 1500);
 }
