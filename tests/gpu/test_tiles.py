@@ -61,8 +61,8 @@ def test_tiles_that_blocks_do_not_divide(dim: int, dim_v: int, causal: str, fami
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 @pytest.mark.parametrize("causal", ["bottom_right", "top_left"])
 def test_masks_of_unequal_lengths(dim: int, dim_v: int, causal: str, family: str) -> None:
-    """Tiles that see no key, a few, or all of them, several to a block; diagonals that begin and end
-    anywhere in a step."""
+    """Tiles that see no key, a few, or all of them, several to a block; diagonals that begin
+    anywhere in a step, and end there."""
     lengths = ((1500, 300), (300, 1500), (1153, 1025), (1025, 1153), (517, 518), (389, 420),
                (420, 389), (640, 703), (700, 800))  # fmt: skip
     for i, (seq_q, seq_k) in enumerate(lengths):
