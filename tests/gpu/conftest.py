@@ -50,7 +50,6 @@ def cupy() -> Any:
 def jax_gpu() -> Any:
     """The first GPU of JAX."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's tensors live here too
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # of products that run once
     jax = pytest.importorskip("jax")
     try:
         return jax.devices("gpu")[0]

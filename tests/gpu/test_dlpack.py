@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes as c
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -541,5 +542,9 @@ def test_nothing_is_kept(operation: str, producer: Producer) -> None:
     before = torch.cuda.memory_allocated()
     for _ in range(5):
         call()
-    gc.collect()
-    assert torch.cuda.memory_allocated() == before
+    for _ in range(100):  # a framework's own threads let go of an array a moment later
+        gc.collect()
+        if torch.cuda.memory_allocated() <= before:
+            break
+        time.sleep(0.02)
+    assert torch.cuda.memory_allocated() <= before
