@@ -544,7 +544,7 @@ def test_nothing_is_kept(operation: str, producer: Producer) -> None:
         call()
     for _ in range(100):  # a framework's own threads let go of an array a moment later
         gc.collect()
-        if torch.cuda.memory_allocated() <= before:
+        if torch.cuda.memory_allocated() == before:
             break
         time.sleep(0.02)
-    assert torch.cuda.memory_allocated() <= before
+    assert torch.cuda.memory_allocated() == before
