@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/attention/cost.h"
+#include "cuda/attention/sm90/step_shift.h"
 
 namespace flashmoe::sm90 {
 namespace {
@@ -50,11 +51,8 @@ void deal(const AttentionProblem& problem, const Entry& entry, int64_t tiles_per
 
 int64_t step_shift(const AttentionProblem& problem, int step_keys, int64_t first_row,
                    int64_t rows) {
-  if (!problem.bounded_right) return 0;
-  const bool whole_groups = step_keys % kRowsPerGroup == 0;
-  const int64_t end = first_row + (whole_groups ? rows : kRowsPerGroup) + problem.right_offset;
-  const int64_t apart = whole_groups ? kRowsPerGroup : step_keys;
-  return (apart - end % apart) % apart;
+  return step_shift(step_keys, static_cast<int32_t>(first_row), static_cast<int32_t>(rows),
+                    problem.bounded_right, static_cast<int32_t>(problem.right_offset));
 }
 
 bool last_tiles_first(const AttentionProblem& problem) {

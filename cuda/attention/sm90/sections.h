@@ -14,8 +14,7 @@ namespace flashmoe::sm90 {
 // then run longest first.
 bool last_tiles_first(const AttentionProblem& problem);
 
-// By how many keys the steps of a tile of so many rows begin before multiples of step_keys: step_shift of
-// cuda/attention/sm90/tile.cuh.
+// step_shift of cuda/attention/sm90/step_shift.h, for the rows of a tile.
 int64_t step_shift(const AttentionProblem& problem, int step_keys, int64_t first_row, int64_t rows);
 
 // Rows before row 0 at which the first tile of a head begins where later tiles are longer: the whole

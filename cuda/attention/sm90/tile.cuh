@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/step_shift.h"
 #include "cuda/attention/sm90/traits.cuh"
 
 namespace flashmoe::sm90 {
@@ -48,27 +49,15 @@ __device__ __forceinline__ int end_key(const Params& params, int row) {
   return max(0, min(params.seq_k, row + params.right_offset + 1));
 }
 
-// By how many keys the steps of a tile begin before multiples of kStepKeys. Under a bound on the right the keys
-// of each row of a group end one behind those of the row before. Steps begin where they do not part these ends:
-// so every row sees a key of its group's first step, in which it finds its offset. Of a row that saw none the
-// scores of the next step would be computed again. step_shift of sections.h is the same on the host.
+// step_shift of a tile of so many queries.
 template <class Traits>
 __device__ __forceinline__ int step_shift(const Params& params, int first_row, int rows) {
   constexpr int kKeys = Traits::kStepKeys;
   constexpr bool kWholeGroups = kKeys % kRowsPerGroup == 0;
   if constexpr (kWholeGroups && !Traits::kSplit) return params.step_shift;
-  if (params.bounded_right == 0) return 0;
-  if constexpr (kWholeGroups) {
-    // Behind the last row's keys, and 64 by 64 before. Groups of 32 queries end there or between, tiles of
-    // smaller ones are no longer than that.
-    const uint32_t end = static_cast<uint32_t>(first_row) + rows + params.right_offset;
-    return static_cast<int>(-end % kRowsPerGroup);
-  } else {
-    static_assert(kKeys > kRowsPerGroup && Traits::kConsumers == 2 && !Traits::kSplit);
-    // Behind the first of two groups.
-    const int rest = (first_row % kKeys + params.right_offset % kKeys + kRowsPerGroup) % kKeys;
-    return rest > 0 ? kKeys - rest : -rest;
-  }
+  static_assert(kWholeGroups ||
+                (kKeys > kRowsPerGroup && Traits::kConsumers == 2 && !Traits::kSplit));
+  return step_shift(kKeys, first_row, rows, params.bounded_right != 0, params.right_offset);
 }
 
 // The steps that some rows need, by their keys: from the first step's first one to behind the last one's last.

@@ -1,13 +1,13 @@
 // Compile-time description of one sm_90 attention kernel: tile, roles, stages, shared memory.
 #pragma once
 
+#include "cuda/attention/sm90/step_shift.h"
 #include "cuda/numeric/dtype.cuh"
 
 namespace flashmoe::sm90 {
 
 inline constexpr int kThreadsPerWarp = 32;
 inline constexpr int kThreadsPerGroup = 128;  // a warpgroup
-inline constexpr int kRowsPerGroup = 64;      // query rows of a consumer warpgroup
 inline constexpr int kMaxSharedBytesPerBlock = 227 * 1024;
 inline constexpr int kBoxColumns = 64;  // 128 bytes, the widest swizzle
 inline constexpr int kBoxRowBytes = 128;

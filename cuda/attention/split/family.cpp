@@ -33,20 +33,20 @@ const Entry* const kEntries[] = {
 
 // Shares of so many blocks. Where these do not split tiles evenly, of all that the device holds if the workspace
 // takes their parts: the estimate counts two for every block, and cuts that fall between tiles make none. Dealt to
-// as many blocks as have some, which is all that a plan keeps, they come out the same.
-Shares shares_within(const AttentionProblem& problem, const PackedTiles& tiles, const Entry& entry,
-                     int64_t blocks, const DeviceFacts& facts) {
-  const auto deal = [&](int64_t most) {
-    Shares shares = deal_shares(problem, tiles, entry.tile_k, most);
-    while (shares.blocks < most) {
-      most = shares.blocks;
-      shares = deal_shares(problem, tiles, entry.tile_k, most);
+// as many blocks as have some, which is all that a plan keeps, they come out the same, and the launch finds them.
+const Shares& shares_within(const AttentionProblem& problem, const PackedTiles& tiles,
+                            const Entry& entry, int64_t blocks, const DeviceFacts& facts) {
+  const auto deal = [&](int64_t most) -> const Shares& {
+    const Shares* shares = &known_shares(problem, tiles, entry.tile_k, most);
+    while (shares->blocks < most) {
+      most = shares->blocks;
+      shares = &known_shares(problem, tiles, entry.tile_k, most);
     }
-    return shares;
+    return *shares;
   };
   const int64_t most = std::min<int64_t>(facts.multiprocessors, sm90::kMostShares);
   if (blocks % tiles.tiles != 0) {
-    const Shares shares = deal(most);
+    const Shares& shares = deal(most);
     if (static_cast<double>(shares.places) * entry.part_bytes <= kMostWorkspaceBytes) return shares;
   }
   return deal(std::min(blocks, most));
@@ -83,7 +83,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   // Persistent: no more blocks than multiprocessors, each of which holds one.
   int64_t blocks = std::min<int64_t>(tiles.tiles, facts->multiprocessors);
   if (split.blocks > 0) {
-    const Shares shares = shares_within(problem, tiles, *entry, split.blocks, *facts);
+    const Shares& shares = shares_within(problem, tiles, *entry, split.blocks, *facts);
     if (shares.places > 0) {
       FLASHMOE_TRY(load_kernel(entry->sum_parts, device_id, *facts, &arch, reason));
       blocks = shares.blocks;

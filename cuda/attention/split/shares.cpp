@@ -139,7 +139,7 @@ Shares deal_shares(const AttentionProblem& problem, const PackedTiles& tiles, in
 const Shares& known_shares(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
                            int64_t blocks) {
   // All that a deal depends on.
-  const std::array<int64_t, 14> call = {tiles.tiles,
+  const std::array<int64_t, 13> call = {tiles.tiles,
                                         tiles.tiles_per_head,
                                         tiles.heads,
                                         tiles.groups_per_tile,
@@ -151,10 +151,9 @@ const Shares& known_shares(const AttentionProblem& problem, const PackedTiles& t
                                         problem.bounded_right ? 1 : 0,
                                         problem.right_offset,
                                         step_keys,
-                                        blocks,
-                                        1};  // no call is all zeros, as what is kept at first
+                                        blocks};
   struct Known {
-    std::array<int64_t, 14> call;
+    std::array<int64_t, 13> call;  // of no call at first: there is no deal to 0 blocks
     Shares shares;
   };
   thread_local Known known;
