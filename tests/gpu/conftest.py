@@ -57,11 +57,17 @@ def jax_gpu() -> Any:
         pytest.skip(f"JAX has no GPU: {error}")
 
 
+_MOST_KEPT = 1 << 30  # bytes
+
+
 @pytest.fixture(autouse=True)
-def _errors_stay_with_their_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A kernel that fails does so here, and not in the next test's first CUDA call."""
+def _errors_and_memory_stay_with_their_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A kernel that fails does so here, and not in the next test's first CUDA call. What torch keeps
+    of a large test's memory goes back, since other processes run tests on the same GPU."""
     yield
     if request.node.get_closest_marker("gpu"):
         import torch
 
         torch.cuda.synchronize()
+        if torch.cuda.memory_reserved() > _MOST_KEPT:
+            torch.cuda.empty_cache()
