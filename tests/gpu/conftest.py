@@ -62,8 +62,8 @@ _MOST_KEPT = 1 << 30  # bytes
 
 @pytest.fixture(autouse=True)
 def _errors_and_memory_stay_with_their_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A kernel that fails does so here, and not in the next test's first CUDA call. What torch keeps
-    of a large test's memory goes back, since other processes run tests on the same GPU."""
+    """A kernel that fails does so here, and not in the next test's first CUDA call. What torch
+    keeps of a large test's memory goes back: other processes test on the same GPU."""
     yield
     if request.node.get_closest_marker("gpu"):
         import torch
