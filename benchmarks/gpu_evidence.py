@@ -52,6 +52,7 @@ SUITES = (
     "attention-forward",
     "attention-forward@sm89",
     "attention-forward-fp16",
+    "attention-between",
     "gqa",
     "mla",
     "decode",

@@ -351,6 +351,7 @@ def test_the_table_keeps_the_clocks_of_a_gpu_apart(capsys: pytest.CaptureFixture
     tie = {"ratio": 1.01, "low": 0.99, "high": 1.03, "verdict": "tie"}
     times = {"status": "ok", "median_s": 20e-6, "q1_s": 19e-6, "q3_s": 21e-6, "tflops": 300.0}
     graph = {"graph_s": 10e-6, "graph_samples_s": [10e-6, 10e-6, 10e-6], "host_s": 6e-6}
+    graph |= {"eager_s": 7e-6}
     peer = times | graph | {"host_s": 21e-6, "against": against, "graph_against": tie}
     refused = {"status": "refused", "reason": "no"}
     entries = {"flashmoe": times | graph, "a": peer, "b": refused}
@@ -366,6 +367,7 @@ def test_the_table_keeps_the_clocks_of_a_gpu_apart(capsys: pytest.CaptureFixture
     assert rows == [
         ["shape", "events", "20.0", "10.0", "%", "300", "40", "%", *against_words, "refused"],
         ["graph", "10.0", "0.0", "%", "600", "1.01", "(0.99-1.03)", "tie", "-"],
+        ["eager", "7.0", "7.0", "us", "-"],
         ["host", "6.0", "21.0", "us", "-"],
     ]
 
@@ -373,12 +375,12 @@ def test_the_table_keeps_the_clocks_of_a_gpu_apart(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--suite", "nothing"], "--suite: got nothing, accepted are attention-forward"),
+        (["--suite", "nothing"], "--suite: got nothing, accepted are attention-between"),
         (["--suite", "attention-forward", "--device", "cpu"], "is for a GPU"),
         (["--suite", "seeds", "--dim", "64"], "a suite has its own shapes"),
         (["--suite", "seeds", "--batch", "2", "--causal"], "either it or --batch --causal"),
         (["--compare", "a.json", "b.json", "--dtype", "fp16"], "neither a suite nor a shape"),
-        ([], "--suite: give one of attention-forward"),
+        ([], "--suite: give one of attention-between"),
         (["--dim", "64", "--seq", "8"], "--heads is missing"),
         ([*SMALL, "--seq", "0"], "nothing to time in fp32 B1 S0"),
         ([*SMALL, "--threads", "9999"], "--threads: got 9999 threads, accepted are 0 to 4096"),
@@ -431,7 +433,8 @@ def test_a_shape_that_no_kernel_takes_is_a_void_row(capsys: pytest.CaptureFixtur
 
 def test_the_suites_are_what_they_say() -> None:
     of_moe = ["moe-cpu", "moe-mixtral", "moe-olmoe", "moe-qwen3", "moe-training"]
-    of_attention = ["attention-forward", "attention-forward-fp16", "cpu", "decode", "gqa", "mla"]
+    of_attention = ["attention-between", "attention-forward", "attention-forward-fp16", "cpu",
+                    "decode", "gqa", "mla"]  # fmt: skip
     names = [*of_attention, *of_moe, "seeds"]
     assert suite_names() == names
     forward = load_suite("attention-forward").shapes
@@ -459,6 +462,12 @@ def test_the_suites_are_what_they_say() -> None:
         prefill
     )
     assert len(set(gqa)) == 12
+    between = load_suite("attention-between").shapes
+    assert len(set(between)) == len(between) == 24
+    assert {s.dim for s in between} >= {40, 72, 80, 96, 112, 160, 192}
+    assert {20, 24} <= {s.heads_q for s in between}
+    assert any(s.seq_q % 64 and s.seq_k % 64 for s in between)
+    assert not set(between) & {*forward, *gqa}
     decode = load_suite("decode").shapes
     assert {s.seq_q for s in decode} == {1}
     assert [(s.batch, s.heads_q, s.heads_kv, s.seq_k) for s in decode] == [
@@ -500,5 +509,6 @@ def test_the_gpu_is_timed_with_all_peers(capsys: pytest.CaptureFixture[str]) -> 
     ours = cell["contenders"]["flashmoe"]
     assert 0 < ours["graph_s"] < 1
     assert 0 < ours["host_s"] < 1
+    assert 0 < ours["eager_s"] < 1
     assert cell["contenders"]["torch-flash"]["status"] == "ok"
     assert "cpu" not in cell["launch"]["kernel"]

@@ -186,6 +186,8 @@ def test_short_gpu_calls_have_graph_and_host_times(captures: bool) -> None:
     details = clock.details(contenders, medians, seed=0)
     assert details["short"]["host_s"] >= 0
     assert details["another's"]["host_s"] >= 0
+    assert details["short"]["eager_s"] == pytest.approx(20e-6)
+    assert "eager_s" not in details["another's"]
     assert details["short"]["graph_s"] == (pytest.approx(0.4e-3 / 20) if captures else None)
     assert len(details["short"].get("graph_samples_s", [])) == (15 if captures else 0)
     assert details["another's"]["graph_s"] is None

@@ -18,12 +18,14 @@ of roof: the least time that its products and its traffic take at the speed of t
 and the copy measured in this run, over the time it took."""
 _CLOCK_LEGEND = """\
 events: a call that finds the L2 cache flushed; graph: calls in a CUDA graph, without launches and
-with a warm cache; host: how long one call keeps the host, ours and each peer's."""
+with a warm cache; eager: one call that finds the GPU idle, from event to event; host: how long one
+call keeps the host, ours and each peer's."""
 
 
 _MOE_CLOCK_LEGEND = """\
 events: a call that finds the L2 cache flushed; graph: calls in a CUDA graph, without launches, each
-with other tokens' experts; host: how long one call keeps the host, ours and each peer's."""
+with other tokens' experts; eager: one call that finds the GPU idle, from event to event; host: how
+long one call keeps the host, ours and each peer's."""
 _MOE_LEGEND = """\
 of dense: the time of plain matrix products of the same FLOPs, without routing, over ours; weights:
 those of experts that have tokens, over the time (in a graph where there is one)."""
@@ -98,9 +100,11 @@ class BenchTable:
             spread = _spread(summary(ours["graph_samples_s"]))
             speed = f"{tflops * self._per_tera:.4g}"
             self._row("", "graph", ours["graph_s"], spread, speed, "", ratios)
-        if "host_s" in ours:
-            host = {n: f"{e['host_s'] * 1e6:.1f} us" for n, e in entries.items() if "host_s" in e}
-            self._row("", "host", ours["host_s"], "", "", "", host)
+        for clock in ("eager", "host"):
+            key = f"{clock}_s"
+            if key in ours:
+                theirs = {n: f"{e[key] * 1e6:.1f} us" for n, e in entries.items() if key in e}
+                self._row("", clock, ours[key], "", "", "", theirs)
 
     def _row(
         self,

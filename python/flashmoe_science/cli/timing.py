@@ -1,4 +1,5 @@
-"""Time of interleaved calls: wall clock on the CPU; events, graphs and host time on a GPU."""
+"""Time of interleaved calls: wall clock on the CPU; events, graphs, eager calls and the host's time
+on a GPU."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ _MOST_FLUSHES = 192  # some 7 ms
 _GRAPH_BUDGET_S = 0.01
 _GRAPH_CALLS = 20
 _GRAPH_ROUNDS = 15
-_HOST_CALLS = 50
-_SHORT_S = 0.001  # host and graph time say something about calls shorter than this
+_ROUNDS = 5  # of host and eager time
+_CALLS = 20  # of a contender in each, fewer than a launch queue holds
+_SHORT_S = 0.001  # host, eager and graph time say something about calls shorter than this
 
 
 def _as_it_is(answer: Any) -> Any:
@@ -107,11 +109,14 @@ class CudaClock:
     def details(
         self, contenders: list[Contender], medians: dict[str, float], seed: int
     ) -> dict[str, dict[str, Any]]:
-        """What events cannot tell: peak memory of a call; for short ones host and graph time."""
+        """Peak memory of a call; for short ones host, eager and graph time."""
         found: dict[str, dict[str, Any]] = {c.name: self._peak(c) for c in contenders}
         short = [c for c in contenders if medians[c.name] <= _SHORT_S]
-        for contender in short:
-            found[contender.name]["host_s"] = self._host_time(contender)
+        for name, seconds in _medians_in_turns(short, self._host_samples, seed).items():
+            found[name]["host_s"] = seconds
+        of_torch = [c for c in short if c.of_torch]  # whose stream events are recorded on
+        for name, seconds in _medians_in_turns(of_torch, self._eager_samples, seed).items():
+            found[name]["eager_s"] = seconds
         for name, samples in self._graph_samples(short, medians, seed).items():
             found[name]["graph_s"] = statistics.median(samples) if samples else None
             found[name] |= {"graph_samples_s": samples} if samples else {}
@@ -130,17 +135,28 @@ class CudaClock:
             cuda.synchronize()
         return {"peak_bytes": int(cuda.max_memory_allocated() - before)}
 
-    def _host_time(self, contender: Contender) -> float:
-        """Median time that one call keeps the host; the GPU may lag behind."""
+    def _host_samples(self, contender: Contender) -> list[float]:
+        """Time that one call keeps the host; the GPU may lag behind."""
         samples = []
-        with contender.context():
+        self._torch.cuda.synchronize()
+        for _ in range(_CALLS):
+            begin = time.perf_counter()
+            contender.call()
+            samples.append(time.perf_counter() - begin)
+        self._torch.cuda.synchronize()
+        return samples
+
+    def _eager_samples(self, contender: Contender) -> list[float]:
+        """Time between events around a call that finds the GPU idle: the host's part and all."""
+        samples = []
+        for _ in range(_CALLS):
             self._torch.cuda.synchronize()
-            for _ in range(_HOST_CALLS):
-                begin = time.perf_counter()
-                contender.call()
-                samples.append(time.perf_counter() - begin)
-            self._torch.cuda.synchronize()
-        return statistics.median(samples)
+            self._begin.record()
+            contender.call()
+            self._end.record()
+            self._end.synchronize()
+            samples.append(float(self._begin.elapsed_time(self._end)) * 1e-3)
+        return samples
 
     def _graph_samples(
         self, contenders: list[Contender], medians: dict[str, float], seed: int
@@ -182,6 +198,19 @@ class CudaClock:
         except RuntimeError:  # this contender cannot be captured
             return None
         return graph
+
+
+def _medians_in_turns(
+    contenders: list[Contender], take: Callable[[Contender], list[float]], seed: int
+) -> dict[str, float]:
+    """Medians of the samples that `take` gives of every contender, in rounds of random order."""
+    samples: dict[str, list[float]] = {c.name: [] for c in contenders}
+    rng = random.Random(seed)
+    for _ in range(_ROUNDS):
+        for contender in rng.sample(contenders, len(contenders)):
+            with contender.context():
+                samples[contender.name] += take(contender)
+    return {name: statistics.median(found) for name, found in samples.items()}
 
 
 def make_clock(arrays: Arrays) -> CpuClock | CudaClock:

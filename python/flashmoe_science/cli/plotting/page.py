@@ -156,7 +156,7 @@ def _rows_table(record: Record) -> str:
 
 _DETAILS = (
     "shape", "contender", "status", "median us", "quartiles us", "speed", "of the ceiling",
-    "in a graph us", "host us", "peak MiB", "tokens/s", "ratio", "ratio in a graph",
+    "in a graph us", "eager us", "host us", "peak MiB", "tokens/s", "ratio", "ratio in a graph",
     "error / bound", "",
 )  # fmt: skip
 
@@ -202,6 +202,7 @@ def _details_table(record: Record) -> str:
                 _td(f"{rec.number(entry['tflops'] * per_tera)} {unit}" if timed else ""),
                 _td(f"{share:.0%}" if share is not None else ""),
                 _td(_us(entry.get("graph_s"))),
+                _td(_us(entry.get("eager_s"))),
                 _td(_us(entry.get("host_s"))),
                 _td(f"{peak / _MEBI:.1f}" if peak is not None else ""),
                 _td(f"{tokens:.3g}" if tokens is not None else ""),
@@ -291,7 +292,7 @@ def _section(
         ),
         "<h3>Every shape</h3>",
         _rows_table(record),
-        "<details>\n<summary>Every contender: quartiles, graph and host time, memory, errors"
+        "<details>\n<summary>Every contender: quartiles, graph, eager and host time, memory, errors"
         f"</summary>\n{_details_table(record)}\n</details>",
         _readings(document),
         _environment(record),
