@@ -287,7 +287,8 @@ def render_moe(source: Source) -> str:
     words = (
         f"All rows: {shared}. Times are of calls in a CUDA graph where they are under a "
         "millisecond, else between events. *of dense*: the time of plain matrix products of the "
-        "same FLOPs, without routing, over ours. *MiB*: memory that a call adds at its peak."
+        "same FLOPs, without routing, over ours, both between events. *MiB*: memory that a call "
+        "adds at its peak."
     )
     if rec.on_cpu(document):
         words = f"All rows: {shared}."

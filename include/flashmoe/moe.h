@@ -21,7 +21,7 @@ extern "C" {
 
 /* One launch of a plan. */
 typedef struct flashmoe_moe_stage {
-  char kernel[64]; /* "moe_up_sm90_bf16_n128" */
+  char kernel[64]; /* "grouped_product_sm90_bf16_swiglu_up" */
   uint32_t grid[3];
   uint32_t block[3];
   uint64_t shared_bytes; /* shared memory of one block */

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import capi
 import torch
 
+MOST_WORKSPACE = 16 << 20  # bytes, of attention
 _GUARD = 512  # elements before and after, a multiple of 16 bytes
 # NaNs that no arithmetic makes.
 _POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5),
@@ -164,6 +165,7 @@ def call(
     params.kernel = kernel.encode() if kernel else None
     size = c.c_size_t()
     capi.check(lib.flashmoe_attention_forward_workspace_size(params, size), lib)
+    assert size.value <= MOST_WORKSPACE
     device = q.keep.device
     workspace = torch.full((size.value,), 255, dtype=torch.uint8, device=device)  # NaN
     stream = torch.cuda.current_stream(device).cuda_stream if q.keep.is_cuda else None
