@@ -171,7 +171,7 @@ def test_first_products_may_be_narrow(family: str, instructions: dict[Code, Coun
         if kernel.dim not in (96, 128) and (kernel.dim, kernel.dim_v) != (192, 128):
             continue  # at 64 P V is as wide; the others' steps are not of 128 keys
         narrow = sum(n for name, n in opcodes.items() if name.startswith("HGMMA.64x64x16."))
-        # In sm90 with and without the last P V of the tile before it; split's lacks registers at 192.
+        # In sm90 with and without the last P V of the tile before it. Split's at 192 has none.
         copies = 2 if family == "sm90" else 1 if kernel.dim <= 128 else 0
         copies = 0 if kernel.capped else copies
         assert narrow == copies * kernel.dim // 16, f"{code}: {opcodes}"
