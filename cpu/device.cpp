@@ -50,7 +50,7 @@ flashmoe_status cpu_device_info(flashmoe_device_info* info) {
   const flashmoe_status status = cpu::chosen_isa(&isa, Reason(reason));
   if (status != FLASHMOE_OK) return fail(status, "%s", reason);
   // The header promises one name per register width; the plan names the bf16 instructions.
-  if (isa == cpu::Isa::kAvx512Bf16) isa = cpu::Isa::kAvx512;
+  if (isa == cpu::Isa::kAvx512Bf16 || isa == cpu::Isa::kAmx) isa = cpu::Isa::kAvx512;
   processor_name(info->name, sizeof info->name);
   std::snprintf(info->isa, sizeof info->isa, "%s", cpu::isa_name(isa));
   std::snprintf(info->kernel_family, sizeof info->kernel_family, "%s", kCpuAttention.name);

@@ -4,10 +4,33 @@
 #include <cstdlib>
 #include <cstring>
 
+#if FLASHMOE_CPU_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace flashmoe::cpu {
 namespace {
 
-constexpr Isa kIsas[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16};
+constexpr Isa kIsas[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16, Isa::kAmx};
+
+// Whether there are tiles of bf16 and the system lets this process have them, which has to be asked
+// for once, since they add 8 KiB to what is saved of a thread.
+bool may_use_amx() {
+#if FLASHMOE_CPU_AMX
+  constexpr unsigned kFeatures = 7;
+  constexpr unsigned kAmxBf16 = 1u << 22;
+  constexpr unsigned kAmxTile = 1u << 24;
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(kFeatures, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kAmxBf16) != 0 &&
+         (edx & kAmxTile) != 0 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 bool processor_has(Isa isa) {
 #if FLASHMOE_CPU_X86
@@ -21,6 +44,7 @@ bool processor_has(Isa isa) {
     case Isa::kAvx2: return avx2;
     case Isa::kAvx512: return avx512;
     case Isa::kAvx512Bf16: return avx512 && __builtin_cpu_supports("avx512bf16");
+    case Isa::kAmx: return avx512 && __builtin_cpu_supports("avx512bf16") && may_use_amx();
   }
 #endif
   return isa == Isa::kScalar;
@@ -55,9 +79,11 @@ Choice choose() {
     return choice;
   }
   choice.status = FLASHMOE_ERROR_INVALID_ARGUMENT;
-  std::snprintf(choice.reason, sizeof choice.reason,
-                "FLASHMOE_CPU_ISA: got \"%.40s\", accepted are scalar, avx2, avx512 and avx512bf16",
-                wanted);
+  std::snprintf(
+      choice.reason, sizeof choice.reason,
+      "FLASHMOE_CPU_ISA: got \"%.40s\", accepted are scalar, avx2, avx512, avx512bf16 and "
+      "amx",
+      wanted);
   return choice;
 }
 
@@ -69,6 +95,7 @@ const char* isa_name(Isa isa) {
     case Isa::kAvx2: return "avx2";
     case Isa::kAvx512: return "avx512";
     case Isa::kAvx512Bf16: return "avx512bf16";
+    case Isa::kAmx: return "amx";
   }
   return "?";
 }

@@ -13,9 +13,10 @@ enum class Isa : int32_t {
   kAvx2,        // AVX2, FMA, F16C
   kAvx512,      // AVX-512 F, BW, DQ, VL
   kAvx512Bf16,  // and vdpbf16ps; used for bf16 only
+  kAmx,         // and tiles with tdpbf16ps; used for experts in bf16 only
 };
 
-const char* isa_name(Isa isa);  // "scalar", "avx2", "avx512", "avx512bf16"
+const char* isa_name(Isa isa);  // "scalar", "avx2", "avx512", "avx512bf16", "amx"
 
 // The best the processor and this build have, or what FLASHMOE_CPU_ISA asks for; decided once. On
 // error gives a sentence to `reason`.

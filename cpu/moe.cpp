@@ -13,6 +13,9 @@ const MoeKernel& moe_kernel_for(Isa isa, Dtype dtype) {
   const int index = static_cast<int>(dtype);
   switch (isa) {
 #if FLASHMOE_CPU_X86
+#if FLASHMOE_CPU_AMX
+    case Isa::kAmx: return dtype == Dtype::kBFloat16 ? kAmxMoe : kAvx512Moe[index];
+#endif
     case Isa::kAvx512Bf16: return dtype == Dtype::kBFloat16 ? kAvx512Bf16Moe : kAvx512Moe[index];
     case Isa::kAvx512: return kAvx512Moe[index];
     case Isa::kAvx2: return kAvx2Moe[index];

@@ -77,6 +77,9 @@ extern const MoeKernel kScalarMoe[3];
 extern const MoeKernel kAvx2Moe[3];
 extern const MoeKernel kAvx512Moe[3];
 extern const MoeKernel kAvx512Bf16Moe;  // bf16 only
+#if FLASHMOE_CPU_AMX
+extern const MoeKernel kAmxMoe;  // bf16 only
+#endif
 #endif
 
 }  // namespace flashmoe::cpu

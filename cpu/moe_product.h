@@ -1,9 +1,9 @@
 // Products of a mixture of experts for any instruction set: a tile of the rows that an expert has
 // times rows of its matrix (cpu/moe_kernel.h says what comes out).
 //
-// Many rows: blocks of kBlockWords words of depth. The tile's rows are packed once a block, as
-// groups [word][kGroupRows], a panel of kPanel columns at a time is packed as [word][kPanel], and
-// every group is multiplied by it (cpu/products.h). Rows and sums stay in L2, a panel in L1; a word
+// Many rows: blocks of kBlockWords words of depth. The tile's rows are packed once a block, a panel of
+// kPanel columns at a time is packed as [word][kPanel], and all rows are multiplied by it, in vector
+// registers (cpu/products.h) or in tiles (cpu/moe_amx.h). Rows and sums stay in L2, a panel in L1; a word
 // of weights is packed once for all rows of the tile.
 //
 // Few rows: see cpu/moe_few_rows.h.
@@ -13,7 +13,81 @@
 //
 // Included after cpu/moe_few_rows.h.
 
+// How many rows are packed and multiplied by a panel: in vector registers.
 template <typename Product>
+struct InVectors {
+  using Element = typename Product::Element;
+  static constexpr int64_t kMostFew = FewRows<Product>::kMost;
+  static constexpr bool kInTiles = false;
+  static constexpr bool kFetchesRows = true;  // where depth is contiguous, ahead of packing
+  static constexpr int64_t kPanels = 1;       // packed at a time where columns are contiguous
+  static constexpr int64_t kPauseSteps = 8;   // of depth, after which something else may be done
+
+  struct Use {};  // of the registers, as long as it lives
+
+  // Words `word` to `word` + `steps` of each row, as groups [word][kGroupRows].
+  template <typename Row>
+  static void pack_rows(Row row, int64_t count, int64_t word, int64_t steps, int64_t depth,
+                        bool /*by_rows*/, float* packed) {
+    for (int64_t first = 0; first < count; first += kGroupRows) {
+      const int64_t rows = smaller(kGroupRows, count - first);
+      const Element* from[kLanes];
+      for (int64_t r = 0; r < rows; ++r) from[r] = row(first + r);
+      float* to = packed + first * steps;
+      for (int64_t step = 0; step < steps; step += kLanes) {
+        Vector block[kLanes];
+        load_block<Product>(from, rows, (word + step) * Product::kPack, depth, block);
+        // A row of the block is longer than a group: the next one overwrites what is too much.
+        const int64_t in_block = smaller(kLanes, steps - step);
+        for (int64_t i = 0; i < in_block; ++i) Simd::store(to + (step + i) * kGroupRows, block[i]);
+      }
+    }
+  }
+
+  static int64_t pauses(int64_t rows, int64_t steps) {
+    return (rows + kGroupRows - 1) / kGroupRows * ((steps + kPauseSteps - 1) / kPauseSteps);
+  }
+
+  // sums[row][kPanel] = or, behind the first block, += packed rows times panel. Calls `meanwhile`
+  // so many times.
+  template <typename Meanwhile>
+  static void multiply(const float* packed, int64_t count, const float* panel, int64_t steps,
+                       bool first_block, bool /*by_rows*/, float* sums, Meanwhile meanwhile) {
+    constexpr int kThird = kGroupRows / 3 > 1 ? kGroupRows / 3 : 1;
+    for (int64_t first = 0; first < count; first += kGroupRows) {
+      const int64_t rows = count - first;
+      const float* from = packed + first * steps;
+      float* to = sums + first * kPanel;
+      if (rows <= kThird) {
+        multiply_group<kThird>(from, panel, steps, first_block, to, meanwhile);
+      } else if (rows <= 2 * kThird) {
+        multiply_group<2 * kThird>(from, panel, steps, first_block, to, meanwhile);
+      } else {
+        multiply_group<kGroupRows>(from, panel, steps, first_block, to, meanwhile);
+      }
+    }
+  }
+
+ private:
+  template <int kRows, typename Meanwhile>
+  FLASHMOE_NOINLINE static void multiply_group(const float* rows, const float* panel, int64_t steps,
+                                               bool first_block, float* sums, Meanwhile meanwhile) {
+    const auto add = [=](int r, int v, Vector sum) {
+      float* to = sums + r * kPanel + v * kLanes;
+      Simd::store(to, Simd::add(Simd::load(to), sum));
+    };
+    const auto begin = [=](int r, int v, Vector sum) {
+      if (!first_block) return add(r, v, sum);
+      Simd::store(sums + r * kPanel + v * kLanes, sum);
+    };
+    // Sums of 16-bit numbers may run on: their own rounding is the greater one.
+    constexpr int64_t kRun = sizeof(Element) == sizeof(float) ? Product::kScoreRun : kBlockWords;
+    multiply_panel<Product, kRows, kPanelVectors, 1, kGroupRows>(rows, panel, steps, kRun, begin,
+                                                                 add, meanwhile);
+  }
+};
+
+template <typename Product, typename Registers>
 class ManyRows : MoeTileSums<typename Product::Element> {
  public:
   using Element = typename Product::Element;
@@ -23,15 +97,26 @@ class ManyRows : MoeTileSums<typename Product::Element> {
   using Base::Base;
 
   void compute() {
+    [[maybe_unused]] const typename Registers::Use registers;
     const int64_t words = tile_.depth / kPack;
     for (int64_t word = 0; word < words; word += kBlockWords) {
       const int64_t steps = smaller(kBlockWords, words - word);
-      pack_rows(word, steps);
       for (int m = 0; m < tile_.matrices; ++m) {
+        const bool by_rows = this->depth_is_contiguous(m);
+        if (m == 0 || (Registers::kInTiles && by_rows != this->depth_is_contiguous(0))) {
+          pack_rows(word, steps, by_rows);
+        }
         for (int64_t panel = 0; panel < this->panels_; ++panel) {
           const Panel packed = {m, panel, word, steps};
-          pack_panel(packed);
-          multiply(packed, next_of(packed, words));
+          if (panel % packed_at_a_time(m) == 0) pack_panel(packed);
+          multiply(packed, words);
+        }
+      }
+    }
+    if constexpr (Registers::kInTiles) {
+      for (int m = 0; m < tile_.matrices; ++m) {
+        for (int64_t panel = 0; panel < this->panels_; ++panel) {
+          Registers::arrange(this->sums(m, panel, 0), tile_.rows, this->depth_is_contiguous(m));
         }
       }
     }
@@ -59,21 +144,28 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     return {0, 0, word, clamp(words - word, 0, kBlockWords)};
   }
 
-  // Fetches a panel's weights into the second level of the cache, a few lines at a time: many at
-  // once fill the buffers of outstanding misses, and the products wait.
+  // Fetches the weights of what comes next into the second level of the cache, a few lines at a time: many
+  // at once fill the buffers of outstanding misses, and the products wait. Where depth is contiguous
+  // that is the next panel. Where columns are, each word of depth has a page of its own, and the next
+  // kFetchPanels panels are fetched together, a part of their depth with each of as many panels.
   class Fetch {
    public:
-    // In `times` calls of some_lines.
-    Fetch(const ManyRows& tile, const Panel& p, int64_t times) {
-      if (p.steps == 0) return;
-      const MoeWeights& w = tile.tile_.weights[p.m];
-      const bool by_rows = tile.depth_is_contiguous(p.m);
-      const int64_t columns = smaller(kPanel, tile.tile_.columns - p.column());
-      from_ = tile.weights(p.m, p.column(), p.word * kPack);
-      runs_ = by_rows ? columns : p.steps * kPack;
-      stride_ = by_rows ? w.row_stride : w.column_stride;
-      length_ = by_rows ? p.steps * kPack : columns * w.row_stride;
-      lines_ = (runs_ * ((length_ + kLine - 1) / kLine) + times - 1) / times;
+    // While panel `p` is multiplied, in `times` calls of some_lines.
+    Fetch(const ManyRows& tile, const Panel& p, int64_t words, int64_t times) {
+      const int64_t first = p.panel / kFetchPanels * kFetchPanels;
+      const int64_t panels = smaller(kFetchPanels, tile.panels_ - first);
+      const Panel next = tile.next_of(p, words);
+      const Panel group = tile.next_of({p.m, first + panels - 1, p.word, p.steps}, words);
+      if (next.steps > 0 && tile.depth_is_contiguous(next.m)) {
+        if (!Registers::kFetchesRows) return;
+        const int64_t columns = smaller(kPanel, tile.tile_.columns - next.column());
+        fetch(tile, next, 0, next.steps * kPack, columns, times);
+      } else if (group.steps > 0 && !tile.depth_is_contiguous(group.m)) {
+        const int64_t depth = group.steps * kPack;
+        const int64_t columns = smaller(kFetchPanels * kPanel, tile.tile_.columns - group.column());
+        fetch(tile, group, depth * (p.panel - first) / panels,
+              depth * (p.panel - first + 1) / panels, columns, times);
+      }
     }
 
     void some_lines() {
@@ -88,7 +180,19 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     }
 
    private:
+    static constexpr int64_t kFetchPanels = kMostPanels;
     static constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
+
+    void fetch(const ManyRows& tile, const Panel& p, int64_t begin, int64_t end, int64_t columns,
+               int64_t times) {
+      const MoeWeights& w = tile.tile_.weights[p.m];
+      const bool by_rows = tile.depth_is_contiguous(p.m);
+      from_ = tile.weights(p.m, p.column(), p.word * kPack + begin);
+      runs_ = by_rows ? columns : end - begin;
+      stride_ = by_rows ? w.row_stride : w.column_stride;
+      length_ = by_rows ? end - begin : columns * w.row_stride;
+      lines_ = (runs_ * ((length_ + kLine - 1) / kLine) + times - 1) / times;
+    }
 
     const Element* from_ = nullptr;
     int64_t runs_ = 0;  // still to fetch
@@ -99,29 +203,27 @@ class ManyRows : MoeTileSums<typename Product::Element> {
   };
 
   struct SomeLines {
-    static constexpr int64_t kEverySteps = 8;
+    static constexpr int64_t kEverySteps = Registers::kPauseSteps;
     Fetch* fetch;
     void operator()() const { fetch->some_lines(); }
   };
 
-  void pack_rows(int64_t word, int64_t steps) const {
-    for (int64_t first = 0; first < tile_.rows; first += kGroupRows) {
-      const int64_t rows = smaller(kGroupRows, tile_.rows - first);
-      const Element* from[kLanes];
-      for (int64_t r = 0; r < rows; ++r) from[r] = this->row(first + r);
-      float* to = s_.rows + first * steps;
-      for (int64_t step = 0; step < steps; step += kLanes) {
-        Vector block[kLanes];
-        load_block<Product>(from, rows, (word + step) * kPack, tile_.depth, block);
-        // A row of the block is longer than a group: the next one overwrites what is too much.
-        const int64_t count = smaller(kLanes, steps - step);
-        for (int64_t i = 0; i < count; ++i) Simd::store(to + (step + i) * kGroupRows, block[i]);
-      }
-    }
+  void pack_rows(int64_t word, int64_t steps, bool by_rows) const {
+    const auto row = [&](int64_t r) { return this->row(r); };
+    Registers::pack_rows(row, tile_.rows, word, steps, tile_.depth, by_rows, s_.rows);
+  }
+
+  int64_t packed_at_a_time(int m) const {
+    return this->depth_is_contiguous(m) ? 1 : Registers::kPanels;
   }
 
   void pack_panel(const Panel& p) const {
-    if (this->depth_is_contiguous(p.m)) {
+    if constexpr (Registers::kInTiles) {
+      const MoeWeights& w = tile_.weights[p.m];
+      Registers::pack_panels(this->weights(p.m, p.column(), p.word * kPack), w.row_stride,
+                             w.column_stride, tile_.columns - p.column(),
+                             tile_.depth - p.word * kPack, p.steps, s_.panel);
+    } else if (this->depth_is_contiguous(p.m)) {
       transpose_panel(p);
     } else if (tile_.weights[p.m].row_stride == 1) {
       copy_panel(p, Product::template load_columns<kPanelVectors>);
@@ -169,52 +271,22 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     }
   }
 
-  // Meanwhile fetches the next panel: packing it would wait for memory.
-  void multiply(const Panel& p, const Panel& next) const {
-    constexpr int kThird = kGroupRows / 3 > 1 ? kGroupRows / 3 : 1;
-    const int64_t groups = (tile_.rows + kGroupRows - 1) / kGroupRows;
-    Fetch fetch(*this, next,
-                groups * ((p.steps + SomeLines::kEverySteps - 1) / SomeLines::kEverySteps));
-    for (int64_t group = 0; group < groups; ++group) {
-      const int64_t first = group * kGroupRows;
-      const int64_t rows = tile_.rows - first;
-      const float* from = s_.rows + first * p.steps;
-      float* to = this->sums(p.m, p.panel, first);
-      const bool begin = p.word == 0;
-      if (rows <= kThird) {
-        multiply_group<kThird>(from, s_.panel, p.steps, begin, to, &fetch);
-      } else if (rows <= 2 * kThird) {
-        multiply_group<2 * kThird>(from, s_.panel, p.steps, begin, to, &fetch);
-      } else {
-        multiply_group<kGroupRows>(from, s_.panel, p.steps, begin, to, &fetch);
-      }
-    }
-  }
-
-  template <int kRows>
-  FLASHMOE_NOINLINE static void multiply_group(const float* rows, const float* panel, int64_t steps,
-                                               bool first_block, float* sums, Fetch* fetch) {
-    const auto add = [=](int r, int v, Vector sum) {
-      float* to = sums + r * kPanel + v * kLanes;
-      Simd::store(to, Simd::add(Simd::load(to), sum));
-    };
-    const auto begin = [=](int r, int v, Vector sum) {
-      if (!first_block) return add(r, v, sum);
-      Simd::store(sums + r * kPanel + v * kLanes, sum);
-    };
-    // Sums of 16-bit numbers may run on: their own rounding is the greater one.
-    constexpr int64_t kRun = sizeof(Element) == sizeof(float) ? Product::kScoreRun : kBlockWords;
-    multiply_panel<Product, kRows, kPanelVectors, 1, kGroupRows>(rows, panel, steps, kRun, begin,
-                                                                 add, SomeLines{fetch});
+  // Meanwhile fetches what comes next: packing it would wait for memory.
+  void multiply(const Panel& p, int64_t words) const {
+    Fetch fetch(*this, p, words, Registers::pauses(tile_.rows, p.steps));
+    const float* panel = s_.panel + p.panel % packed_at_a_time(p.m) * MoeScratch::kPanelWords;
+    Registers::multiply(s_.rows, tile_.rows, panel, p.steps, p.word == 0,
+                        this->depth_is_contiguous(p.m), this->sums(p.m, p.panel, 0),
+                        SomeLines{&fetch});
   }
 };
 
-template <typename Product>
+template <typename Product, typename Registers>
 void multiply_tile(const MoeTile& tile, void* scratch) {
-  if (tile.rows <= FewRows<Product>::kMost) {
+  if (tile.rows <= Registers::kMostFew) {
     FewRows<Product>(tile, scratch).compute();
   } else {
-    ManyRows<Product>(tile, scratch).compute();
+    ManyRows<Product, Registers>(tile, scratch).compute();
   }
 }
 
@@ -233,15 +305,15 @@ void add_rows(const MoeSum& sum) {
   }
 }
 
-template <typename Product>
+template <typename Product, typename Registers = InVectors<Product>>
 constexpr MoeKernel moe_kernel(const char* isa) {
   return {isa,
           kMostRows,
           kMostColumns,
           MoeScratch::kSums,
           kGroupRows,
-          FewRows<Product>::kMost,
+          Registers::kMostFew,
           MoeScratch::kBytes,
-          multiply_tile<Product>,
+          multiply_tile<Product, Registers>,
           add_rows<typename Product::Element>};
 }

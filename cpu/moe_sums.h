@@ -2,9 +2,11 @@
 //
 // Included after cpu/products.h and cpu/moe_activation.h.
 
-constexpr int64_t kMostRows = 264;
-constexpr int64_t kMostColumns = 256;  // of all matrices together
+constexpr int64_t kMostRows = 264 / kGroupRows * kGroupRows;
+// Of all matrices together. Tiles of AMX are through with them so fast that packing rows counts.
+constexpr int64_t kMostColumns = kGroupRows == 16 ? 512 : 256;
 constexpr int64_t kBlockWords = 256;
+constexpr int64_t kMostPanels = 4;  // packed at a time
 
 FLASHMOE_INLINE Vector load_first_of(const void* p, Dtype dtype, int64_t step, int64_t first,
                                      int64_t n) {
@@ -25,14 +27,16 @@ struct MoeScratch {
   static constexpr int64_t kRows = kMostRows * kBlockWords + kLanes;  // and one vector behind
   static constexpr int64_t kPanelWords = kBlockWords * kPanel;
   static constexpr int64_t kSums = kMostRows * kMostColumns;
-  static constexpr size_t kBytes = (kRows + kPanelWords + kSums) * sizeof(float);
+  static constexpr size_t kBytes = (kRows + kMostPanels * kPanelWords + kSums) * sizeof(float);
 
   float* rows;   // many: [groups][words of the block][kGroupRows]; few: [rows][kFewStride]
-  float* panel;  // [words of the block][kPanel]
+  float* panel;  // [kMostPanels][words of the block][kPanel]
   float* sums;   // [panels of all matrices][rows][kPanel]
 
   explicit MoeScratch(void* base)
-      : rows(static_cast<float*>(base)), panel(rows + kRows), sums(panel + kPanelWords) {}
+      : rows(static_cast<float*>(base)),
+        panel(rows + kRows),
+        sums(panel + kMostPanels * kPanelWords) {}
 };
 
 // A tile and the memory to compute it in.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-ISAS = ("scalar", "avx2", "avx512", "avx512bf16")  # instruction sets of the CPU kernels
+ISAS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")  # instruction sets of the CPU kernels
 
 # Those that take longest first, so that none is left when all others are done.
 _SHARING = (

@@ -1,0 +1,35 @@
+// The mixture-of-experts kernels compiled for AMX: few rows by vdpbf16ps, many in tiles.
+#include <immintrin.h>
+
+#include "cpu/attention_numeric.h"
+#include "cpu/moe_kernel.h"
+
+namespace flashmoe::cpu {
+namespace {
+namespace amx {
+
+namespace avx512 {
+#include "cpu/simd_avx512.h"
+}  // namespace avx512
+
+struct Simd : avx512::Simd {
+  static constexpr int kGroupRows = 16;  // of a tile
+};
+
+// Each is built on those above it.
+// clang-format off
+#include "cpu/products.h"
+#include "cpu/bf16_pair_product.h"
+#include "cpu/moe_activation.h"
+#include "cpu/moe_sums.h"
+#include "cpu/moe_few_rows.h"
+#include "cpu/moe_product.h"
+#include "cpu/moe_amx.h"
+// clang-format on
+
+}  // namespace amx
+}  // namespace
+
+const MoeKernel kAmxMoe = amx::moe_kernel<amx::Bf16PairProduct, amx::InTiles>("amx");
+
+}  // namespace flashmoe::cpu
