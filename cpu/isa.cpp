@@ -15,6 +15,7 @@ namespace {
 
 constexpr Isa kIsas[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16, Isa::kAmx};
 
+#if FLASHMOE_CPU_X86
 // Whether there are tiles of bf16 and the system lets this process have them, which has to be asked
 // for once, since they add 8 KiB to what is saved of a thread.
 bool may_use_amx() {
@@ -31,6 +32,7 @@ bool may_use_amx() {
   return false;
 #endif
 }
+#endif
 
 bool processor_has(Isa isa) {
 #if FLASHMOE_CPU_X86
