@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_layers import ORIENTATIONS, make_layer, random_routing, routing_of, rows_apart, run_forward
+from moe_layers import (
+    ORIENTATIONS,
+    make_layer,
+    matrix,
+    random_routing,
+    routing_of,
+    rows_apart,
+    run_forward,
+)
 
 GATES = tuple(capi_moe.GATES)
 ACTIVATIONS = tuple(capi_moe.ACTIVATIONS)
@@ -54,6 +62,20 @@ def test_layouts(
         x = rows_apart(capi.normal(rng, (tokens, hidden), capi.DTYPES[dtype]), 8)
         routing = random_routing(rng, tokens, experts, 2, missing=0.1)
         run_and_check(x, layer, routing, lib=isa_library)
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("columns", ["w_gate_up", "w_up"])
+def test_gate_and_up_that_lie_differently(
+    isa_library: ctypes.CDLL, dtype: str, columns: str
+) -> None:
+    rng = np.random.default_rng(30)
+    # Several blocks of depth: what is packed for one matrix is not what the other takes.
+    layer = make_layer(rng, 3, 1032, 136, capi.DTYPES[dtype], gate="separate")
+    layer.arguments[columns] = matrix(layer.arguments[columns], "columns", rng)
+    for tokens in (5, 60):
+        x = capi.normal(rng, (tokens, 1032), capi.DTYPES[dtype])
+        run_and_check(x, layer, random_routing(rng, tokens, 3, 2), lib=isa_library)
 
 
 @pytest.mark.parametrize("dtype", capi.DTYPES)
