@@ -55,9 +55,7 @@ flashmoe_status cpu_device_info(flashmoe_device_info* info) {
   std::snprintf(info->isa, sizeof info->isa, "%s", cpu::isa_name(isa));
   std::snprintf(info->kernel_family, sizeof info->kernel_family, "%s", kCpuAttention.name);
   info->multiprocessors = cpu::num_threads();
-#ifdef _SC_LEVEL2_CACHE_SIZE
-  info->l2_bytes = positive(sysconf(_SC_LEVEL2_CACHE_SIZE));
-#endif
+  info->l2_bytes = static_cast<uint64_t>(cpu::level2_bytes());
   info->memory_bytes = positive(sysconf(_SC_PHYS_PAGES)) * positive(sysconf(_SC_PAGESIZE));
   return FLASHMOE_OK;
 }

@@ -1,5 +1,8 @@
 #include "cpu/isa.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -7,7 +10,6 @@
 #if FLASHMOE_CPU_AMX
 #include <cpuid.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace flashmoe::cpu {
@@ -107,6 +109,15 @@ flashmoe_status chosen_isa(Isa* isa, const Reason& reason) {
   *isa = choice.isa;
   if (choice.status == FLASHMOE_OK) return FLASHMOE_OK;
   return reason.refuse(choice.status, "%s", choice.reason);
+}
+
+int64_t level2_bytes() {
+#ifdef _SC_LEVEL2_CACHE_SIZE
+  static const int64_t bytes = std::max<int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), 0);
+  return bytes;
+#else
+  return 0;
+#endif
 }
 
 }  // namespace flashmoe::cpu

@@ -22,4 +22,7 @@ const char* isa_name(Isa isa);  // "scalar", "avx2", "avx512", "avx512bf16", "am
 // error gives a sentence to `reason`.
 flashmoe_status chosen_isa(Isa* isa, const Reason& reason);
 
+// The second level of a core's cache; 0 where the system does not say.
+int64_t level2_bytes();
+
 }  // namespace flashmoe::cpu

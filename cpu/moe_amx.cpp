@@ -1,4 +1,4 @@
-// The mixture-of-experts kernels compiled for AMX: few rows by vdpbf16ps, many in tiles.
+// The mixture-of-experts kernels compiled for AMX: in tiles, but for few rows some by vdpbf16ps.
 #include <immintrin.h>
 
 #include "cpu/attention_numeric.h"
@@ -23,13 +23,12 @@ struct Simd : avx512::Simd {
 #include "cpu/moe_activation.h"
 #include "cpu/moe_sums.h"
 #include "cpu/moe_few_rows.h"
-#include "cpu/moe_product.h"
 #include "cpu/moe_amx.h"
 // clang-format on
 
 }  // namespace amx
 }  // namespace
 
-const MoeKernel kAmxMoe = amx::moe_kernel<amx::Bf16PairProduct, amx::InTiles>("amx");
+const MoeKernel kAmxMoe = amx::tiled_kernel("amx");
 
 }  // namespace flashmoe::cpu

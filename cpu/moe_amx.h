@@ -1,26 +1,81 @@
-// Products of many rows in the tile registers of AMX. A tile is 16 rows of 64 bytes: tdpbf16ps multiplies
-// 16 rows of 16 words, as they lie in memory, by 16 columns of as many words, [word][column], into 16 x 16
-// sums.
+// Products in the tile registers of AMX. A tile is 16 rows of 64 bytes: tdpbf16ps multiplies 16 rows of 16
+// words (pairs of bf16), as they lie in memory, by 16 columns of as many words, [word][column], into
+// 16 x 16 sums.
 //
-// Which of the two the weights are depends on how they lie, so that whole lines of them are copied and
-// nothing is transposed but rows of x, of which there are fewer: where depth is contiguous weights are the
-// rows of the product and its sums are transposed in the end, else the columns. What is packed, and the
-// sums until then, lie tile by tile.
+// Which of the two the weights are depends on how they lie, so that none but rows of x are transposed:
+//   depth contiguous    weights are the rows of the product, loaded where they lie; its sums are
+//                       transposed in the end;
+//   columns contiguous  weights are the columns: some words of many panels at a time are made of pairs of
+//                       the matrix's rows, [word][16], and multiplied from there.
 //
-// Included after cpu/moe_product.h and cpu/bf16_pair_product.h, with kGroupRows the rows of a tile.
+// Rows of x are packed once for all columns of a tile, over all of its depth if there is room. Two tiles
+// of them by the two of a panel are multiplied at a time; their sums stay in registers over what is packed
+// of both. Columns go by in chunks, whose sums are finished before the next one's begin.
+//
+// Every sum runs in the order of depth, whatever the number of rows and columns.
+//
+// Included after cpu/moe_few_rows.h and cpu/bf16_pair_product.h, with kGroupRows the rows of a tile.
 
-struct InTiles {
+// The scratch of one thread, in words.
+struct TileScratch {
+  static constexpr int64_t kRows = 1 << 18;
+  static constexpr int64_t kPanelWords = 1 << 12;  // of all panels
+  static constexpr int64_t kPanels = kPanelWords * kPanel;
+  static constexpr int64_t kSums = 1 << 17;
+  static constexpr size_t kBytes = (kRows + kPanels + kSums) * sizeof(float);
+
+  float* rows;    // [pairs of tiles][steps of 16 words][tile][16][16]
+  float* panels;  // [panel][half][words][16]
+  float* sums;    // [matrix][panel][row tile][half][16][16]
+
+  explicit TileScratch(void* base)
+      : rows(static_cast<float*>(base)), panels(rows + kRows), sums(panels + kPanels) {}
+};
+
+class TiledRows {
+ public:
+  TiledRows(const MoeTile& tile, void* scratch)
+      : tile_(tile),
+        s_(scratch),
+        row_tiles_((tile.rows + kEdge - 1) / kEdge),
+        words_(tile.depth / 2),
+        block_(smaller(round_up(words_, kEdge),
+                       TileScratch::kRows / (row_tiles_ * kEdge) / kEdge * kEdge)) {}
+
+  void compute() {
+    const Use registers;
+    // Where each panel is multiplied over all of depth at once, its sums are finished while they are in
+    // the first level of the cache.
+    const bool lies = words_ <= block_ && by_rows(0) && by_rows(tile_.matrices - 1);
+    const int64_t most = TileScratch::kSums / (row_tiles_ * kEdge * tile_.matrices);
+    const int64_t columns = lies ? kPanel : smaller(most / kPanel * kPanel, kWideColumns);
+    for (int64_t column = 0; column < tile_.columns; column += columns) {
+      MoeTile chunk = tile_;
+      chunk.columns = smaller(columns, tile_.columns - column);
+      chunk.out = static_cast<Bf16*>(tile_.out) + column;
+      for (int m = 0; m < tile_.matrices; ++m) {
+        MoeWeights& w = chunk.weights[m];
+        w.data = static_cast<const Bf16*>(w.data) + column * w.row_stride;
+        if (w.bias != nullptr) {
+          w.bias = static_cast<const char*>(w.bias) +
+                   column * w.bias_stride * (w.bias_dtype == Dtype::kFloat32 ? 4 : 2);
+        }
+        if (chunk.before[m] != nullptr)
+          chunk.before[m] = static_cast<Bf16*>(chunk.before[m]) + column;
+      }
+      Chunk(chunk, s_.sums).compute(*this);
+    }
+  }
+
+ private:
   using Product = Bf16PairProduct;
-  static constexpr bool kInTiles = true;
-  static constexpr bool kFetchesRows = false;  // copied in order: the processor does it
-  static constexpr int64_t kPanels = kMostPanels;
-  static constexpr int64_t kMostFew = 6;
-  static constexpr int64_t kEdge = 16;  // rows, columns and words of a tile
-  static constexpr int64_t kPauseSteps = kEdge;
-  static constexpr int64_t kTile = kEdge * kEdge;                // words
-  static constexpr int64_t kTilesOfBlock = kEdge * kBlockWords;  // words of a block's tiles
+  static constexpr int64_t kEdge = 16;             // rows, columns and words of a tile
+  static constexpr int64_t kTile = kEdge * kEdge;  // words
+  static constexpr int64_t kPair = 2;              // tiles of rows, multiplied at a time
+  static constexpr int64_t kWideColumns = 2048;    // of a chunk of each matrix
+  static constexpr int64_t kTogether = 8;  // words of a panel, packed before those of the next
   static_assert(kGroupRows == kEdge && kLanes == kEdge && kPanelVectors == 2);
-  static_assert(kBlockWords % kEdge == 0);
+  static_assert(TileScratch::kRows >= kMostRows * kEdge);
 
   // All eight tiles are whole ones. What the thread had in tiles is lost.
   struct Use {
@@ -40,72 +95,266 @@ struct InTiles {
     Use& operator=(const Use&) = delete;
   };
 
-  // Words `word` to `word` + `steps` of each row, sixteen rows after another, with zeros behind them up to whole
-  // tiles: transposed where weights lie `by_rows`.
-  template <typename Row>
-  static void pack_rows(Row row, int64_t count, int64_t word, int64_t steps, int64_t depth,
-                        bool by_rows, float* packed) {
-    for (int64_t first = 0; first < count; first += kEdge) {
-      const int64_t rows = smaller(kEdge, count - first);
-      const Bf16* from[kLanes];
-      for (int64_t r = 0; r < rows; ++r) from[r] = row(first + r);
-      float* to = packed + first * kBlockWords;
-      for (int64_t step = 0; step < steps; step += kEdge, to += kTile) {
-        Vector block[kLanes];
-        load_tile(from, rows, 2 * (word + step), depth, block);
-        if (by_rows) Simd::transpose(block);
-        store_tile(block, to);
-      }
-    }
-  }
+  // Both tiles of a panel's weights, step by step, where they lie or where they are packed.
+  struct PanelTiles {
+    const void* first;
+    int64_t row_bytes;     // from row to row of a tile
+    int64_t step_bytes;    // from step to step
+    int64_t second_bytes;  // from the first tile to the second
+  };
 
-  // `columns` of the matrix from an element with `depth` left on, as far as a panel has room, or where columns
-  // are contiguous, kPanels of them, so that what is read of a word's page is read at one time.
-  static void pack_panels(const Bf16* from, int64_t row_stride, int64_t column_stride,
-                          int64_t columns, int64_t depth, int64_t steps, float* panel) {
-    if (column_stride == 1) {
-      for (int v = 0; v < kPanelVectors; ++v) {
-        const int64_t rows = clamp(columns - v * kEdge, 0, kEdge);
-        const Bf16* rows_from[kLanes];
-        for (int64_t j = 0; j < rows; ++j) rows_from[j] = from + (v * kEdge + j) * row_stride;
-        float* to = panel + v * kTilesOfBlock;
-        for (int64_t step = 0; step < steps; step += kEdge, to += kTile) {
-          Vector block[kLanes];
-          load_tile(rows_from, rows, 2 * step, depth, block);
-          store_tile(block, to);
+  // Some columns of the tile.
+  class Chunk : MoeTileSums<Bf16> {
+   public:
+    using MoeTileSums<Bf16>::MoeTileSums;
+
+    void compute(TiledRows& all) {
+      for (int64_t word = 0; word < all.words_; word += all.block_) {
+        const int64_t words = smaller(all.block_, all.words_ - word);
+        for (int m = 0; m < tile_.matrices; ++m) {
+          all.pack_rows(word, words, this->depth_is_contiguous(m));
+          if (this->depth_is_contiguous(m)) {
+            multiply_lying(all, m, word, words);
+          } else {
+            multiply_columns(all, m, word, words);
+          }
         }
       }
-    } else if (row_stride == 1) {
-      pack_columns(from, column_stride, columns, steps, 1, panel,
-                   Product::load_columns<kPanelVectors>);
-    } else {
-      pack_columns(from, column_stride, columns, steps, 2, panel,
-                   load_every_second_column<Product, kPanelVectors>);
+      for (int m = 0; m < tile_.matrices; ++m) {
+        for (int64_t panel = 0; panel < panels_; ++panel) {
+          arrange(this->sums(m, panel, 0), tile_.rows, this->depth_is_contiguous(m));
+        }
+      }
+      this->finish();
     }
-  }
 
-  static int64_t pauses(int64_t rows, int64_t steps) {
-    return (rows + 2 * kEdge - 1) / (2 * kEdge) * ((steps + kEdge - 1) / kEdge);
-  }
+   private:
+    // Where depth is contiguous: whole tiles where they lie, and what is left of depth, or of a panel
+    // that is not full, packed with zeros behind it.
+    void multiply_lying(TiledRows& all, int m, int64_t word, int64_t words) const {
+      constexpr int64_t kPackedWords = TileScratch::kPanelWords;
+      const int64_t stride = tile_.weights[m].row_stride;
+      for (int64_t panel = 0; panel < panels_; ++panel) {
+        const int64_t column = panel * kPanel;
+        const int64_t columns = smaller(kPanel, tile_.columns - column);
+        const int64_t whole = columns == kPanel ? words / kEdge * kEdge : 0;
+        if (whole > 0) {
+          all.multiply({this->weights(m, column, 2 * word), 2 * stride, 64, 2 * kEdge * stride}, 0,
+                       whole, word == 0, true, this->sums(m, panel, 0));
+        }
+        for (int64_t done = whole; done < words; done += kPackedWords) {
+          const int64_t steps = smaller(kPackedWords, words - done);
+          const int64_t half = round_up(steps, kEdge) * kEdge;
+          for (int v = 0; v < kPanelVectors; ++v) {
+            const Bf16* from[kLanes];
+            const int64_t rows = clamp(columns - v * kEdge, 0, kEdge);
+            for (int64_t j = 0; j < rows; ++j) {
+              from[j] = this->weights(m, column + v * kEdge + j, 2 * (word + done));
+            }
+            pack(from, rows, tile_.depth - 2 * (word + done), steps, false,
+                 all.s_.panels + v * half, kTile);
+          }
+          all.multiply({all.s_.panels, 64, 4 * kTile, 4 * half}, done, steps, word + done == 0,
+                       true, this->sums(m, panel, 0));
+        }
+      }
+    }
 
-  template <typename Meanwhile>
-  static void multiply(const float* packed, int64_t count, const float* panel, int64_t steps,
-                       bool first_block, bool by_rows, float* sums, Meanwhile meanwhile) {
-    for (int64_t first = 0; first < count; first += 2 * kEdge) {
-      const float* from = packed + first * kBlockWords;
-      float* to = sums + first * kPanel;
-      const bool two = count - first > kEdge;
-      if (by_rows) {
-        if (two) {
-          multiply_tiles<2, true>(from, panel, steps, first_block, to, meanwhile);
+    // Where columns are: those of all panels of the chunk are packed at a time, so that long runs of a
+    // row are read together, each of which has a page of its own.
+    void multiply_columns(TiledRows& all, int m, int64_t word, int64_t words) const {
+      const int64_t room = TileScratch::kPanelWords / panels_ / kEdge * kEdge;
+      const bool in_turns = tile_.weights[m].row_stride != 1;
+      for (int64_t done = 0; done < words; done += room) {
+        const int64_t steps = smaller(room, words - done);
+        const int64_t half = round_up(steps, kEdge) * kEdge;
+        if (in_turns) {
+          pack_columns(m, word + done, steps, half, 2, all.s_.panels,
+                       load_every_second_column<Product, kPanelVectors>);
         } else {
-          multiply_tiles<1, true>(from, panel, steps, first_block, to, meanwhile);
+          pack_columns(m, word + done, steps, half, 1, all.s_.panels,
+                       Product::load_columns<kPanelVectors>);
         }
-      } else if (two) {
-        multiply_tiles<2, false>(from, panel, steps, first_block, to, meanwhile);
-      } else {
-        multiply_tiles<1, false>(from, panel, steps, first_block, to, meanwhile);
+        for (int64_t panel = 0; panel < panels_; ++panel) {
+          all.multiply({all.s_.panels + panel * 2 * half, 64, 4 * kTile, 4 * half}, done, steps,
+                       word + done == 0, false, this->sums(m, panel, 0));
+        }
       }
+    }
+
+    template <typename Load>
+    FLASHMOE_INLINE void pack_columns(int m, int64_t word, int64_t steps, int64_t half,
+                                      int64_t step_between, float* to, Load load) const {
+      const int64_t full = tile_.columns / kPanel;
+      const int64_t rest = tile_.columns % kPanel;
+      for (int64_t step = 0; step < steps; step += kTogether, to += kTogether * kEdge) {
+        const int64_t count = smaller(kTogether, steps - step);
+        // A constant number of columns: the masks are constant too.
+        for (int64_t panel = 0; panel < full; ++panel) {
+          pack_words(m, panel, word + step, count, kPanel, half, step_between, to, load);
+        }
+        if (rest > 0) pack_words(m, full, word + step, count, rest, half, step_between, to, load);
+      }
+      to -= (round_up(steps, kTogether) - steps) * kEdge;
+      for (int64_t step = steps; step < round_up(steps, kEdge); ++step, to += kEdge) {
+        for (int64_t panel = 0; panel < panels_; ++panel) {
+          Simd::store(to + panel * 2 * half, Simd::zero());
+          Simd::store(to + panel * 2 * half + half, Simd::zero());
+        }
+      }
+    }
+
+    // `count` words of a panel of which there are `columns`; fetches as many words behind them.
+    template <typename Load>
+    FLASHMOE_INLINE void pack_words(int m, int64_t panel, int64_t word, int64_t count,
+                                    int64_t columns, int64_t half, int64_t step_between, float* to,
+                                    Load load) const {
+      constexpr int64_t kLine = 32;  // elements
+      const int64_t next = tile_.weights[m].column_stride;
+      const bool fetches = word + 2 * kTogether <= tile_.depth / 2;
+      const Bf16* from = this->weights(m, panel * kPanel, 2 * word);
+      to += panel * 2 * half;
+      for (int64_t i = 0; i < count; ++i, from += 2 * next, to += kEdge) {
+        if (fetches) {
+          const Bf16* const ahead = from + 2 * kTogether * next;
+          for (int64_t line = 0; line < columns * step_between; line += kLine) {
+            __builtin_prefetch(ahead + line, 0, 3);
+            __builtin_prefetch(ahead + next + line, 0, 3);
+          }
+        }
+        Vector words[kPanelVectors];
+        load(from, from + next, columns, words);
+        Simd::store(to, words[0]);
+        Simd::store(to + half, words[1]);
+      }
+    }
+  };
+
+  bool by_rows(int m) const { return tile_.weights[m].column_stride == 1; }
+
+  // Words `word` to `word` + `words` of all rows, with zeros behind them up to whole tiles: transposed where
+  // weights lie by rows.
+  void pack_rows(int64_t word, int64_t words, bool transposed) {
+    const Packed packed = transposed ? Packed::kTransposed : Packed::kAsTheyLie;
+    if (packed_ == packed && packed_word_ == word) return;
+    packed_ = packed;
+    packed_word_ = word;
+    packed_steps_ = (words + kEdge - 1) / kEdge;
+    for (int64_t tile = 0; tile < row_tiles_; ++tile) {
+      const int64_t first = tile * kEdge;
+      const int64_t rows = smaller(kEdge, tile_.rows - first);
+      const Bf16* from[kLanes];
+      for (int64_t r = 0; r < rows; ++r) {
+        from[r] = static_cast<const Bf16*>(tile_.x[first + r]) + 2 * word;
+      }
+      const int64_t pair = tile / kPair * kPair;
+      pack(from, rows, tile_.depth - 2 * word, words, transposed,
+           packed_rows(pair, 0) + (tile - pair) * kTile, tiles_of(pair) * kTile);
+    }
+  }
+
+  // Tiles of the pair that begins with this one.
+  int64_t tiles_of(int64_t pair) const { return smaller(kPair, row_tiles_ - pair); }
+
+  // What is packed of that pair, from a step on.
+  float* packed_rows(int64_t pair, int64_t step) const {
+    return s_.rows + (pair * packed_steps_ + tiles_of(pair) * step) * kTile;
+  }
+
+  // sums = or, behind the beginning, += rows times a panel over `words` of depth, from word `done` on of
+  // those that are packed.
+  void multiply(const PanelTiles& w, int64_t done, int64_t words, bool begins, bool by_rows,
+                float* sums) const {
+    const int64_t steps = (words + kEdge - 1) / kEdge;
+    for (int64_t pair = 0; pair < row_tiles_; pair += kPair) {
+      const float* rows = packed_rows(pair, done / kEdge);
+      float* const to = sums + pair * kEdge * kPanel;
+      const bool two = tiles_of(pair) == kPair;
+      if (by_rows) {
+        two ? multiply_tiles<2, true>(rows, w, steps, begins, to)
+            : multiply_tiles<1, true>(rows, w, steps, begins, to);
+      } else {
+        two ? multiply_tiles<2, false>(rows, w, steps, begins, to)
+            : multiply_tiles<1, false>(rows, w, steps, begins, to);
+      }
+    }
+  }
+
+  // Tiles 0 and 2 are sums of either tile of rows with the first half of the panel, 1 and 3 with the second;
+  // 4 and 5 are rows, 6 and 7 the panel's.
+  template <int kTiles, bool kByRows>
+  FLASHMOE_NOINLINE static void multiply_tiles(const float* rows, const PanelTiles& w,
+                                               int64_t steps, bool begins, float* sums) {
+    constexpr int kBytes = 64;  // of a tile's row
+    if (begins) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(0, sums, kBytes);
+      _tile_loadd(1, sums + kTile, kBytes);
+      if (kTiles == 2) {
+        _tile_loadd(2, sums + 2 * kTile, kBytes);
+        _tile_loadd(3, sums + 3 * kTile, kBytes);
+      }
+    }
+    const char* panel = static_cast<const char*>(w.first);
+    for (int64_t step = 0; step < steps; ++step) {
+      _tile_loadd(6, panel, w.row_bytes);
+      _tile_loadd(7, panel + w.second_bytes, w.row_bytes);
+      _tile_loadd(4, rows, kBytes);
+      if (kTiles == 2) _tile_loadd(5, rows + kTile, kBytes);
+      if (kByRows) {
+        _tile_dpbf16ps(0, 6, 4);
+        _tile_dpbf16ps(1, 7, 4);
+      } else {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if (kTiles == 2 && kByRows) {
+        _tile_dpbf16ps(2, 6, 5);
+        _tile_dpbf16ps(3, 7, 5);
+      } else if (kTiles == 2) {
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      rows += kTiles * kTile;
+      panel += w.step_bytes;
+    }
+    _tile_stored(0, sums, kBytes);
+    _tile_stored(1, sums + kTile, kBytes);
+    if (kTiles == 2) {
+      _tile_stored(2, sums + 2 * kTile, kBytes);
+      _tile_stored(3, sums + 3 * kTile, kBytes);
+    }
+  }
+
+  // `words` of up to 16 rows, of which `depth` elements are there, 16 at a time; tile from tile `stride` words.
+  static void pack(const Bf16* const (&from)[kLanes], int64_t rows, int64_t depth, int64_t words,
+                   bool transposed, float* to, int64_t stride) {
+    for (int64_t word = 0; word < words; word += kEdge, to += stride) {
+      Vector block[kLanes];
+      load_tile(from, rows, 2 * word, depth, block);
+      if (transposed) Simd::transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) Simd::store(to + i * kEdge, block[i]);
+    }
+  }
+
+  // 16 words of up to 16 rows from element `begin` of `depth` on; 0 behind them.
+  FLASHMOE_INLINE static void load_tile(const Bf16* const (&from)[kLanes], int64_t rows,
+                                        int64_t begin, int64_t depth, Vector (&block)[kLanes]) {
+    if (rows == kEdge && depth - begin >= 2 * kEdge) {
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) {
+        block[j] = Simd::load(reinterpret_cast<const float*>(from[j] + begin));
+      }
+      return;
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < kLanes; ++j) {
+      block[j] = j < rows ? Product::load_words(from[j] + begin, depth - begin) : Simd::zero();
     }
   }
 
@@ -125,115 +374,34 @@ struct InTiles {
     }
   }
 
- private:
-  // 16 words of up to 16 rows from element `begin` of `depth` on; 0 behind them.
-  FLASHMOE_INLINE static void load_tile(const Bf16* const (&from)[kLanes], int64_t rows,
-                                        int64_t begin, int64_t depth, Vector (&block)[kLanes]) {
-    if (rows == kEdge && depth - begin >= 2 * kEdge) {
-#pragma GCC unroll 16
-      for (int j = 0; j < kLanes; ++j) {
-        block[j] = Simd::load(reinterpret_cast<const float*>(from[j] + begin));
-      }
-      return;
-    }
-#pragma GCC unroll 16
-    for (int j = 0; j < kLanes; ++j) {
-      block[j] = j < rows ? Product::load_words(from[j] + begin, depth - begin) : Simd::zero();
-    }
-  }
-  FLASHMOE_INLINE static void store_tile(const Vector (&block)[kLanes], float* to) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) Simd::store(to + i * kEdge, block[i]);
-  }
-
-  template <typename Load>
-  FLASHMOE_INLINE static void pack_columns(const Bf16* from, int64_t next, int64_t columns,
-                                           int64_t steps, int64_t step_between, float* panel,
-                                           Load load) {
-    // A constant number of columns: the masks are constant too.
-    if (columns >= kPanels * kPanel) {
-      return pack_some<kPanels>(from, next, kPanels * kPanel, steps, step_between, panel, load);
-    }
-    for (int64_t i = 0; i < kPanels && i * kPanel < columns; ++i) {
-      pack_some<1>(from + i * kPanel * step_between, next, columns - i * kPanel, steps,
-                   step_between, panel + i * MoeScratch::kPanelWords, load);
-    }
-  }
-
-  template <int kCount, typename Load>
-  FLASHMOE_INLINE static void pack_some(const Bf16* from, int64_t next, int64_t columns,
-                                        int64_t steps, int64_t step_between, float* panel,
-                                        Load load) {
-    int64_t step = 0;
-    for (; step < steps; ++step, from += 2 * next) {
-      for (int i = 0; i < kCount; ++i) {
-        const Bf16* const at = from + i * kPanel * step_between;
-        float* const to = panel + i * MoeScratch::kPanelWords + step * kEdge;
-        Vector words[kPanelVectors];
-        load(at, at + next, columns - i * kPanel, words);
-        Simd::store(to, words[0]);
-        Simd::store(to + kTilesOfBlock, words[1]);
-      }
-    }
-    for (; step < round_up(steps, kEdge); ++step) {
-      for (int i = 0; i < kCount; ++i) {
-        float* const to = panel + i * MoeScratch::kPanelWords + step * kEdge;
-        Simd::store(to, Simd::zero());
-        Simd::store(to + kTilesOfBlock, Simd::zero());
-      }
-    }
-  }
-
-  // Tiles 0 to 3 are sums of the first and the second 16 rows with either half of the panel; 4 and 5 are
-  // rows, 6 and 7 the panel's.
-  template <int kTiles, bool kByRows, typename Meanwhile>
-  FLASHMOE_NOINLINE static void multiply_tiles(const float* rows, const float* panel, int64_t steps,
-                                               bool first_block, float* sums, Meanwhile meanwhile) {
-    constexpr int kBytes = 64;  // of a tile's row
-    float* const next_sums = sums + kEdge * kPanel;
-    if (first_block) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    } else {
-      _tile_loadd(0, sums, kBytes);
-      _tile_loadd(1, sums + kTile, kBytes);
-      if (kTiles == 2) {
-        _tile_loadd(2, next_sums, kBytes);
-        _tile_loadd(3, next_sums + kTile, kBytes);
-      }
-    }
-    for (int64_t step = 0; step < steps; step += kEdge) {
-      _tile_loadd(4, rows, kBytes);
-      _tile_loadd(6, panel, kBytes);
-      _tile_loadd(7, panel + kTilesOfBlock, kBytes);
-      if (kByRows) {
-        _tile_dpbf16ps(0, 6, 4);
-        _tile_dpbf16ps(1, 7, 4);
-      } else {
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-      }
-      if (kTiles == 2) {
-        _tile_loadd(5, rows + kTilesOfBlock, kBytes);
-        if (kByRows) {
-          _tile_dpbf16ps(2, 6, 5);
-          _tile_dpbf16ps(3, 7, 5);
-        } else {
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-      }
-      rows += kTile;
-      panel += kTile;
-      meanwhile();
-    }
-    _tile_stored(0, sums, kBytes);
-    _tile_stored(1, sums + kTile, kBytes);
-    if (kTiles == 2) {
-      _tile_stored(2, next_sums, kBytes);
-      _tile_stored(3, next_sums + kTile, kBytes);
-    }
-  }
+  const MoeTile& tile_;
+  const TileScratch s_;
+  const int64_t row_tiles_;
+  const int64_t words_;  // of depth
+  const int64_t block_;  // words of depth that rows are packed of at a time
+  enum class Packed { kNothing, kTransposed, kAsTheyLie } packed_ = Packed::kNothing;
+  int64_t packed_word_ = 0;
+  int64_t packed_steps_ = 0;  // of 16 words
 };
+
+// Of fewer rows of x, weights whose columns are contiguous are multiplied as they stream by.
+constexpr int64_t kFewestTiledRows = 4;
+constexpr int64_t kTiledColumns = 4096;  // of a tile: enough tiles for some threads
+
+inline void multiply_in_tiles(const MoeTile& tile, void* scratch) {
+  static_assert(MoeScratch::kBytes <= TileScratch::kBytes);
+  static_assert(kGroupRows * kTiledColumns <= MoeScratch::kSums && kFewestTiledRows <= kGroupRows);
+  const bool lies =
+      tile.weights[0].column_stride == 1 && tile.weights[tile.matrices - 1].column_stride == 1;
+  if (tile.rows < kFewestTiledRows && !lies) {
+    FewRows<Bf16PairProduct>(tile, MoeScratch(scratch)).compute();
+  } else {
+    TiledRows(tile, scratch).compute();
+  }
+}
+
+constexpr MoeKernel tiled_kernel(const char* isa) {
+  return {isa,           kMostRows, kTiledColumns,       kMostRows * kTiledColumns,
+          kGroupRows,    0,         TileScratch::kBytes, multiply_in_tiles,
+          add_rows<Bf16>};
+}

@@ -8,9 +8,30 @@
 //
 // Included after cpu/moe_sums.h.
 
-constexpr int64_t kFewWords = 1024;  // of depth at a time
+constexpr int64_t kMostFewRows = 6 * Simd::kDotRows;  // above, packing pays
+constexpr int64_t kFewWords = 2048;                   // of depth at a time, of few rows
 // One vector more than a power of two, so that rows do not share cache sets.
 constexpr int64_t kFewStride = kFewWords + kLanes;
+constexpr int64_t kBlockWords = 256;   // of depth at a time, of many rows
+constexpr int64_t kMostColumns = 512;  // of all matrices together, of a tile of many rows
+
+// The scratch of one thread.
+struct MoeScratch {
+  static constexpr int64_t kManyRows = kMostRows * kBlockWords + kLanes;  // and one vector behind
+  static constexpr int64_t kFewRows = kMostFewRows * kFewStride;
+  static constexpr int64_t kRows = kManyRows > kFewRows ? kManyRows : kFewRows;
+  static constexpr int64_t kPanelWords = kBlockWords * kPanel;
+  static constexpr int64_t kSums = kMostRows * kMostColumns;
+  static constexpr size_t kBytes = (kRows + kPanelWords + kSums) * sizeof(float);
+
+  float* rows;   // many: [groups][words of the block][kGroupRows]; few: [rows][kFewStride]
+  float* panel;  // [words of the block][kPanel]
+  float* sums;
+
+  explicit MoeScratch(void* base)
+      : rows(static_cast<float*>(base)), panel(rows + kRows), sums(panel + kPanelWords) {}
+};
+
 constexpr int kDotColumns = 4;
 constexpr int kDepthUnit = 8;                          // depth is a multiple of it
 constexpr int kAxpyRegisters = kLanes >= 16 ? 16 : 8;  // for weights
@@ -21,14 +42,12 @@ class FewRows : MoeTileSums<typename Product::Element> {
   using Element = typename Product::Element;
   using Base = MoeTileSums<Element>;
   static constexpr int kPack = Product::kPack;
-  static constexpr int64_t kMost = 6 * Simd::kDotRows;  // rows; above, packing pays
   // Weights that are in registers at a time: of AVX-512 whole cache lines.
   static constexpr int kAxpyVectors = kLanes >= 16 && sizeof(Element) == 2 ? kPanelVectors : 1;
   static constexpr int kAxpyWords = kAxpyRegisters / kAxpyVectors;
   static constexpr int kAxpyLeast = kDepthUnit / kPack;
-  static_assert(kMost * kFewStride <= MoeScratch::kRows, "rows fit in the scratch");
 
-  using Base::Base;
+  FewRows(const MoeTile& tile, const MoeScratch& scratch) : Base(tile, scratch.sums), s_(scratch) {}
 
   void compute() {
     for (int m = 0; m < tile_.matrices; ++m) {
@@ -44,7 +63,6 @@ class FewRows : MoeTileSums<typename Product::Element> {
   }
 
  private:
-  using Base::s_;
   using Base::tile_;
 
   // Words `word` to `word` + `count` of each row; 0 behind them.
@@ -194,4 +212,6 @@ class FewRows : MoeTileSums<typename Product::Element> {
       }
     }
   }
+
+  const MoeScratch& s_;
 };

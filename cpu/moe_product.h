@@ -2,9 +2,9 @@
 // times rows of its matrix (cpu/moe_kernel.h says what comes out).
 //
 // Many rows: blocks of kBlockWords words of depth. The tile's rows are packed once a block, a panel of
-// kPanel columns at a time is packed as [word][kPanel], and all rows are multiplied by it, in vector
-// registers (cpu/products.h) or in tiles (cpu/moe_amx.h). Rows and sums stay in L2, a panel in L1; a word
-// of weights is packed once for all rows of the tile.
+// kPanel columns at a time is packed as [word][kPanel], and all rows are multiplied by it
+// (cpu/products.h). Rows and sums stay in L2, a panel in L1; a word of weights is packed once for all rows
+// of the tile.
 //
 // Few rows: see cpu/moe_few_rows.h.
 //
@@ -13,110 +13,26 @@
 //
 // Included after cpu/moe_few_rows.h.
 
-// How many rows are packed and multiplied by a panel: in vector registers.
 template <typename Product>
-struct InVectors {
-  using Element = typename Product::Element;
-  static constexpr int64_t kMostFew = FewRows<Product>::kMost;
-  static constexpr bool kInTiles = false;
-  static constexpr bool kFetchesRows = true;  // where depth is contiguous, ahead of packing
-  static constexpr int64_t kPanels = 1;       // packed at a time where columns are contiguous
-  static constexpr int64_t kPauseSteps = 8;   // of depth, after which something else may be done
-
-  struct Use {};  // of the registers, as long as it lives
-
-  // Words `word` to `word` + `steps` of each row, as groups [word][kGroupRows].
-  template <typename Row>
-  static void pack_rows(Row row, int64_t count, int64_t word, int64_t steps, int64_t depth,
-                        bool /*by_rows*/, float* packed) {
-    for (int64_t first = 0; first < count; first += kGroupRows) {
-      const int64_t rows = smaller(kGroupRows, count - first);
-      const Element* from[kLanes];
-      for (int64_t r = 0; r < rows; ++r) from[r] = row(first + r);
-      float* to = packed + first * steps;
-      for (int64_t step = 0; step < steps; step += kLanes) {
-        Vector block[kLanes];
-        load_block<Product>(from, rows, (word + step) * Product::kPack, depth, block);
-        // A row of the block is longer than a group: the next one overwrites what is too much.
-        const int64_t in_block = smaller(kLanes, steps - step);
-        for (int64_t i = 0; i < in_block; ++i) Simd::store(to + (step + i) * kGroupRows, block[i]);
-      }
-    }
-  }
-
-  static int64_t pauses(int64_t rows, int64_t steps) {
-    return (rows + kGroupRows - 1) / kGroupRows * ((steps + kPauseSteps - 1) / kPauseSteps);
-  }
-
-  // sums[row][kPanel] = or, behind the first block, += packed rows times panel. Calls `meanwhile`
-  // so many times.
-  template <typename Meanwhile>
-  static void multiply(const float* packed, int64_t count, const float* panel, int64_t steps,
-                       bool first_block, bool /*by_rows*/, float* sums, Meanwhile meanwhile) {
-    constexpr int kThird = kGroupRows / 3 > 1 ? kGroupRows / 3 : 1;
-    for (int64_t first = 0; first < count; first += kGroupRows) {
-      const int64_t rows = count - first;
-      const float* from = packed + first * steps;
-      float* to = sums + first * kPanel;
-      if (rows <= kThird) {
-        multiply_group<kThird>(from, panel, steps, first_block, to, meanwhile);
-      } else if (rows <= 2 * kThird) {
-        multiply_group<2 * kThird>(from, panel, steps, first_block, to, meanwhile);
-      } else {
-        multiply_group<kGroupRows>(from, panel, steps, first_block, to, meanwhile);
-      }
-    }
-  }
-
- private:
-  template <int kRows, typename Meanwhile>
-  FLASHMOE_NOINLINE static void multiply_group(const float* rows, const float* panel, int64_t steps,
-                                               bool first_block, float* sums, Meanwhile meanwhile) {
-    const auto add = [=](int r, int v, Vector sum) {
-      float* to = sums + r * kPanel + v * kLanes;
-      Simd::store(to, Simd::add(Simd::load(to), sum));
-    };
-    const auto begin = [=](int r, int v, Vector sum) {
-      if (!first_block) return add(r, v, sum);
-      Simd::store(sums + r * kPanel + v * kLanes, sum);
-    };
-    // Sums of 16-bit numbers may run on: their own rounding is the greater one.
-    constexpr int64_t kRun = sizeof(Element) == sizeof(float) ? Product::kScoreRun : kBlockWords;
-    multiply_panel<Product, kRows, kPanelVectors, 1, kGroupRows>(rows, panel, steps, kRun, begin,
-                                                                 add, meanwhile);
-  }
-};
-
-template <typename Product, typename Registers>
 class ManyRows : MoeTileSums<typename Product::Element> {
  public:
   using Element = typename Product::Element;
   using Base = MoeTileSums<Element>;
   static constexpr int kPack = Product::kPack;
 
-  using Base::Base;
+  ManyRows(const MoeTile& tile, const MoeScratch& scratch)
+      : Base(tile, scratch.sums), s_(scratch) {}
 
   void compute() {
-    [[maybe_unused]] const typename Registers::Use registers;
     const int64_t words = tile_.depth / kPack;
     for (int64_t word = 0; word < words; word += kBlockWords) {
       const int64_t steps = smaller(kBlockWords, words - word);
+      pack_rows(word, steps);
       for (int m = 0; m < tile_.matrices; ++m) {
-        const bool by_rows = this->depth_is_contiguous(m);
-        if (m == 0 || (Registers::kInTiles && by_rows != this->depth_is_contiguous(0))) {
-          pack_rows(word, steps, by_rows);
-        }
         for (int64_t panel = 0; panel < this->panels_; ++panel) {
           const Panel packed = {m, panel, word, steps};
-          if (panel % packed_at_a_time(m) == 0) pack_panel(packed);
+          pack_panel(packed);
           multiply(packed, words);
-        }
-      }
-    }
-    if constexpr (Registers::kInTiles) {
-      for (int m = 0; m < tile_.matrices; ++m) {
-        for (int64_t panel = 0; panel < this->panels_; ++panel) {
-          Registers::arrange(this->sums(m, panel, 0), tile_.rows, this->depth_is_contiguous(m));
         }
       }
     }
@@ -124,7 +40,6 @@ class ManyRows : MoeTileSums<typename Product::Element> {
   }
 
  private:
-  using Base::s_;
   using Base::tile_;
 
   // A panel's columns over a block of depth.
@@ -157,7 +72,6 @@ class ManyRows : MoeTileSums<typename Product::Element> {
       const Panel next = tile.next_of(p, words);
       const Panel group = tile.next_of({p.m, first + panels - 1, p.word, p.steps}, words);
       if (next.steps > 0 && tile.depth_is_contiguous(next.m)) {
-        if (!Registers::kFetchesRows) return;
         const int64_t columns = smaller(kPanel, tile.tile_.columns - next.column());
         fetch(tile, next, 0, next.steps * kPack, columns, times);
       } else if (group.steps > 0 && !tile.depth_is_contiguous(group.m)) {
@@ -180,7 +94,7 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     }
 
    private:
-    static constexpr int64_t kFetchPanels = kMostPanels;
+    static constexpr int64_t kFetchPanels = 4;
     static constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
 
     void fetch(const ManyRows& tile, const Panel& p, int64_t begin, int64_t end, int64_t columns,
@@ -203,27 +117,30 @@ class ManyRows : MoeTileSums<typename Product::Element> {
   };
 
   struct SomeLines {
-    static constexpr int64_t kEverySteps = Registers::kPauseSteps;
+    static constexpr int64_t kEverySteps = 8;
     Fetch* fetch;
     void operator()() const { fetch->some_lines(); }
   };
 
-  void pack_rows(int64_t word, int64_t steps, bool by_rows) const {
-    const auto row = [&](int64_t r) { return this->row(r); };
-    Registers::pack_rows(row, tile_.rows, word, steps, tile_.depth, by_rows, s_.rows);
-  }
-
-  int64_t packed_at_a_time(int m) const {
-    return this->depth_is_contiguous(m) ? 1 : Registers::kPanels;
+  // As groups [word][kGroupRows].
+  void pack_rows(int64_t word, int64_t steps) const {
+    for (int64_t first = 0; first < tile_.rows; first += kGroupRows) {
+      const int64_t rows = smaller(kGroupRows, tile_.rows - first);
+      const Element* from[kLanes];
+      for (int64_t r = 0; r < rows; ++r) from[r] = this->row(first + r);
+      float* to = s_.rows + first * steps;
+      for (int64_t step = 0; step < steps; step += kLanes) {
+        Vector block[kLanes];
+        load_block<Product>(from, rows, (word + step) * kPack, tile_.depth, block);
+        // A row of the block is longer than a group: the next one overwrites what is too much.
+        const int64_t count = smaller(kLanes, steps - step);
+        for (int64_t i = 0; i < count; ++i) Simd::store(to + (step + i) * kGroupRows, block[i]);
+      }
+    }
   }
 
   void pack_panel(const Panel& p) const {
-    if constexpr (Registers::kInTiles) {
-      const MoeWeights& w = tile_.weights[p.m];
-      Registers::pack_panels(this->weights(p.m, p.column(), p.word * kPack), w.row_stride,
-                             w.column_stride, tile_.columns - p.column(),
-                             tile_.depth - p.word * kPack, p.steps, s_.panel);
-    } else if (this->depth_is_contiguous(p.m)) {
+    if (this->depth_is_contiguous(p.m)) {
       transpose_panel(p);
     } else if (tile_.weights[p.m].row_stride == 1) {
       copy_panel(p, Product::template load_columns<kPanelVectors>);
@@ -273,47 +190,65 @@ class ManyRows : MoeTileSums<typename Product::Element> {
 
   // Meanwhile fetches what comes next: packing it would wait for memory.
   void multiply(const Panel& p, int64_t words) const {
-    Fetch fetch(*this, p, words, Registers::pauses(tile_.rows, p.steps));
-    const float* panel = s_.panel + p.panel % packed_at_a_time(p.m) * MoeScratch::kPanelWords;
-    Registers::multiply(s_.rows, tile_.rows, panel, p.steps, p.word == 0,
-                        this->depth_is_contiguous(p.m), this->sums(p.m, p.panel, 0),
-                        SomeLines{&fetch});
+    constexpr int kThird = kGroupRows / 3 > 1 ? kGroupRows / 3 : 1;
+    const int64_t groups = (tile_.rows + kGroupRows - 1) / kGroupRows;
+    Fetch fetch(*this, p, words,
+                groups * ((p.steps + SomeLines::kEverySteps - 1) / SomeLines::kEverySteps));
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t first = group * kGroupRows;
+      const int64_t rows = tile_.rows - first;
+      const float* from = s_.rows + first * p.steps;
+      float* to = this->sums(p.m, p.panel, first);
+      const bool begin = p.word == 0;
+      if (rows <= kThird) {
+        multiply_group<kThird>(from, s_.panel, p.steps, begin, to, &fetch);
+      } else if (rows <= 2 * kThird) {
+        multiply_group<2 * kThird>(from, s_.panel, p.steps, begin, to, &fetch);
+      } else {
+        multiply_group<kGroupRows>(from, s_.panel, p.steps, begin, to, &fetch);
+      }
+    }
   }
+
+  template <int kRows>
+  FLASHMOE_NOINLINE static void multiply_group(const float* rows, const float* panel, int64_t steps,
+                                               bool first_block, float* sums, Fetch* fetch) {
+    const auto add = [=](int r, int v, Vector sum) {
+      float* to = sums + r * kPanel + v * kLanes;
+      Simd::store(to, Simd::add(Simd::load(to), sum));
+    };
+    const auto begin = [=](int r, int v, Vector sum) {
+      if (!first_block) return add(r, v, sum);
+      Simd::store(sums + r * kPanel + v * kLanes, sum);
+    };
+    // Sums of 16-bit numbers may run on: their own rounding is the greater one.
+    constexpr int64_t kRun = sizeof(Element) == sizeof(float) ? Product::kScoreRun : kBlockWords;
+    multiply_panel<Product, kRows, kPanelVectors, 1, kGroupRows>(rows, panel, steps, kRun, begin,
+                                                                 add, SomeLines{fetch});
+  }
+
+  const MoeScratch& s_;
 };
 
-template <typename Product, typename Registers>
+template <typename Product>
 void multiply_tile(const MoeTile& tile, void* scratch) {
-  if (tile.rows <= Registers::kMostFew) {
-    FewRows<Product>(tile, scratch).compute();
+  const MoeScratch s(scratch);
+  if (tile.rows <= kMostFewRows) {
+    FewRows<Product>(tile, s).compute();
   } else {
-    ManyRows<Product, Registers>(tile, scratch).compute();
+    ManyRows<Product>(tile, s).compute();
   }
 }
 
-template <typename Element>
-void add_rows(const MoeSum& sum) {
-  for (int64_t i = 0; i < sum.hidden; i += kLanes) {
-    Vector total = Simd::zero();
-    for (int32_t k = 0; k < sum.top_k; ++k) {
-      if (sum.y[k] == nullptr) continue;
-      const Vector y = Simd::load_first(static_cast<const Element*>(sum.y[k]) + i, sum.hidden - i);
-      total = sum.weights == nullptr
-                  ? Simd::add(total, y)
-                  : Simd::multiply_add(Simd::broadcast(sum.weights[k]), y, total);
-    }
-    Simd::store_first(static_cast<Element*>(sum.out) + i, total, sum.hidden - i);
-  }
-}
-
-template <typename Product, typename Registers = InVectors<Product>>
+template <typename Product>
 constexpr MoeKernel moe_kernel(const char* isa) {
   return {isa,
           kMostRows,
           kMostColumns,
           MoeScratch::kSums,
           kGroupRows,
-          Registers::kMostFew,
+          kMostFewRows,
           MoeScratch::kBytes,
-          multiply_tile<Product, Registers>,
+          multiply_tile<Product>,
           add_rows<typename Product::Element>};
 }

@@ -3,10 +3,6 @@
 // Included after cpu/products.h and cpu/moe_activation.h.
 
 constexpr int64_t kMostRows = 264 / kGroupRows * kGroupRows;
-// Of all matrices together. Tiles of AMX are through with them so fast that packing rows counts.
-constexpr int64_t kMostColumns = kGroupRows == 16 ? 512 : 256;
-constexpr int64_t kBlockWords = 256;
-constexpr int64_t kMostPanels = 4;  // packed at a time
 
 FLASHMOE_INLINE Vector load_first_of(const void* p, Dtype dtype, int64_t step, int64_t first,
                                      int64_t n) {
@@ -22,30 +18,13 @@ FLASHMOE_INLINE Vector load_first_of(const void* p, Dtype dtype, int64_t step, i
   return Simd::zero();
 }
 
-// The scratch of one thread.
-struct MoeScratch {
-  static constexpr int64_t kRows = kMostRows * kBlockWords + kLanes;  // and one vector behind
-  static constexpr int64_t kPanelWords = kBlockWords * kPanel;
-  static constexpr int64_t kSums = kMostRows * kMostColumns;
-  static constexpr size_t kBytes = (kRows + kMostPanels * kPanelWords + kSums) * sizeof(float);
-
-  float* rows;   // many: [groups][words of the block][kGroupRows]; few: [rows][kFewStride]
-  float* panel;  // [kMostPanels][words of the block][kPanel]
-  float* sums;   // [panels of all matrices][rows][kPanel]
-
-  explicit MoeScratch(void* base)
-      : rows(static_cast<float*>(base)),
-        panel(rows + kRows),
-        sums(panel + kMostPanels * kPanelWords) {}
-};
-
-// A tile and the memory to compute it in.
+// A tile and its sums, [panels of all matrices][rows][kPanel].
 template <typename Element>
 class MoeTileSums {
  public:
-  MoeTileSums(const MoeTile& tile, void* scratch)
+  MoeTileSums(const MoeTile& tile, float* sums)
       : tile_(tile),
-        s_(scratch),
+        sums_(sums),
         panels_((tile.columns + kPanel - 1) / kPanel),
         row_places_(round_up(tile.rows, kGroupRows)) {}
 
@@ -61,50 +40,67 @@ class MoeTileSums {
 
   // The sums of a row and the columns of a panel.
   float* sums(int m, int64_t panel, int64_t r) const {
-    return s_.sums + ((m * panels_ + panel) * row_places_ + r) * kPanel;
+    return sums_ + ((m * panels_ + panel) * row_places_ + r) * kPanel;
   }
 
   // Scale, bias, activation, store.
   void finish() const {
     for (int64_t panel = 0; panel < panels_; ++panel) {
-      for (int v = 0; v < kPanelVectors; ++v) {
-        const int64_t column = panel * kPanel + v * kLanes;
-        if (column < tile_.columns) finish_columns(panel, v, column);
+      const int64_t column = panel * kPanel;
+      const int64_t n = tile_.columns - column;
+      // A constant number of columns: the masks are constant too.
+      if (n >= kPanel) {
+        finish_columns(panel, column, kPanel);
+      } else {
+        finish_columns(panel, column, n);
       }
     }
   }
 
   const MoeTile& tile_;
-  const MoeScratch s_;
+  float* const sums_;
   const int64_t panels_;  // of each matrix
   const int64_t row_places_;
 
  private:
-  void finish_columns(int64_t panel, int v, int64_t column) const {
-    const int64_t n = tile_.columns - column;
-    Vector bias[2] = {Simd::zero(), Simd::zero()};
-    for (int m = 0; m < tile_.matrices; ++m) {
-      const MoeWeights& w = tile_.weights[m];
-      if (w.bias != nullptr) {
-        bias[m] = load_first_of(w.bias, w.bias_dtype, w.bias_stride, column, n);
+  // Row by row: those of outputs lie on pages of their own.
+  FLASHMOE_INLINE void finish_columns(int64_t panel, int64_t column, int64_t n) const {
+    Vector bias[kPanelVectors][2];
+    for (int v = 0; v < kPanelVectors; ++v) {
+      for (int m = 0; m < 2; ++m) {
+        const MoeWeights& w = tile_.weights[m];
+        const int64_t rest = n - v * kLanes;
+        bias[v][m] =
+            m < tile_.matrices && w.bias != nullptr && rest > 0
+                ? load_first_of(w.bias, w.bias_dtype, w.bias_stride, column + v * kLanes, rest)
+                : Simd::zero();
       }
     }
     for (int64_t r = 0; r < tile_.rows; ++r) {
-      Vector z[2] = {Simd::zero(), Simd::zero()};
-      for (int m = 0; m < tile_.matrices; ++m) {
-        z[m] = Simd::load(sums(m, panel, r) + v * kLanes);
-        if (tile_.scale != nullptr) {
-          z[m] = Simd::multiply(z[m], Simd::broadcast(tile_.scale[r]));
-        }
-        z[m] = Simd::add(z[m], bias[m]);
-        if (tile_.before[m] != nullptr) {
-          Element* before = static_cast<Element*>(tile_.before[m]);
-          Simd::store_first(before + r * tile_.before_stride + column, z[m], n);
-        }
+#pragma GCC unroll 2
+      for (int v = 0; v < kPanelVectors; ++v) {
+        if (v * kLanes < n)
+          finish_vector(panel, r, v, column + v * kLanes, n - v * kLanes, bias[v]);
       }
-      Element* out = static_cast<Element*>(tile_.out) + r * tile_.out_stride + column;
-      Simd::store_first(out, apply(z), n);
     }
+  }
+
+  FLASHMOE_INLINE void finish_vector(int64_t panel, int64_t r, int v, int64_t column, int64_t n,
+                                     const Vector (&bias)[2]) const {
+    Vector z[2] = {Simd::zero(), Simd::zero()};
+    for (int m = 0; m < tile_.matrices; ++m) {
+      z[m] = Simd::load(sums(m, panel, r) + v * kLanes);
+      if (tile_.scale != nullptr) {
+        z[m] = Simd::multiply(z[m], Simd::broadcast(tile_.scale[r]));
+      }
+      z[m] = Simd::add(z[m], bias[m]);
+      if (tile_.before[m] != nullptr) {
+        Element* before = static_cast<Element*>(tile_.before[m]);
+        Simd::store_first(before + r * tile_.before_stride + column, z[m], n);
+      }
+    }
+    Element* out = static_cast<Element*>(tile_.out) + r * tile_.out_stride + column;
+    Simd::store_first(out, apply(z), n);
   }
 
   Vector apply(const Vector (&z)[2]) const {
@@ -115,3 +111,18 @@ class MoeTileSums {
     return Simd::multiply(activate(a, cut_above(a, z[0])), up);
   }
 };
+
+template <typename Element>
+void add_rows(const MoeSum& sum) {
+  for (int64_t i = 0; i < sum.hidden; i += kLanes) {
+    Vector total = Simd::zero();
+    for (int32_t k = 0; k < sum.top_k; ++k) {
+      if (sum.y[k] == nullptr) continue;
+      const Vector y = Simd::load_first(static_cast<const Element*>(sum.y[k]) + i, sum.hidden - i);
+      total = sum.weights == nullptr
+                  ? Simd::add(total, y)
+                  : Simd::multiply_add(Simd::broadcast(sum.weights[k]), y, total);
+    }
+    Simd::store_first(static_cast<Element*>(sum.out) + i, total, sum.hidden - i);
+  }
+}

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "cpu/isa.h"
 #include "cpu/thread_pool.h"
 
 namespace flashmoe::cpu {
@@ -16,7 +17,10 @@ constexpr int64_t kTilesPerThread = 4;
 constexpr int64_t kFewestColumns = 32;
 
 // Of a tile of few rows: a matrix that lies by columns is read in runs of so many elements.
-constexpr int64_t kWideColumns = 2048;
+constexpr int64_t kWideColumns = 4096;
+
+// Where the second level of the cache is smaller tiles have half as many columns.
+constexpr int64_t kLargeCache = int64_t{2} << 20;
 
 // A multiple of every panel, for gate and up each.
 constexpr int64_t kColumnUnit = 2 * kFewestColumns;
@@ -38,14 +42,15 @@ Tiling choose_tiling(const MoeKernel& kernel, int64_t most_rows, int64_t experts
   const int64_t busy = std::clamp<int64_t>(most_rows, 1, experts);  // experts with rows
   const int64_t rows = ceil_divide(most_rows, busy);
   const bool few = rows <= kernel.few_rows;
+  const int64_t part = level2_bytes() < kLargeCache ? 2 : 1;
+  const int64_t sums = kernel.tile_sums / part;
   // Few rows leave room for many columns, and for experts that have twice as many.
-  const int64_t all_columns =
-      few ? std::min(kWideColumns,
-                     kernel.tile_sums / whole_groups(kernel, 2 * rows) / kColumnUnit * kColumnUnit)
-          : kernel.tile_columns;
+  const int64_t all_columns = few ? std::min(kWideColumns, sums / whole_groups(kernel, 2 * rows) /
+                                                               kColumnUnit * kColumnUnit)
+                                  : kernel.tile_columns / part;
   tiling.tile_columns = all_columns / matrices;
-  tiling.tile_rows = std::min(
-      kernel.tile_rows, kernel.tile_sums / all_columns / kernel.group_rows * kernel.group_rows);
+  tiling.tile_rows =
+      std::min(kernel.tile_rows, sums / all_columns / kernel.group_rows * kernel.group_rows);
   const int64_t row_tiles = busy * ceil_divide(rows, tiling.tile_rows);
   const int64_t enough = kTilesPerThread * tiling.threads;
   while (tiling.threads > 1 && tiling.tile_columns >= 2 * kFewestColumns &&
