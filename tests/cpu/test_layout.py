@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 
 import capi
 import numpy as np
 import pytest
 from capi import normal
+from guarded import between_guards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_accurate
 
 DTYPES = list(capi.DTYPES)
-PROT_NONE = 0
-libc = ctypes.CDLL(None, use_errno=True)
 
 
 def strided(
@@ -120,20 +118,6 @@ def test_writes_nothing_but_the_outputs(isa_library: ctypes.CDLL, dtype: str, di
     expected[1:3, 1:30, 1:4, 16 : 16 + dim_v] = 0
     np.testing.assert_array_equal(outside.view(np.uint8), expected.view(np.uint8))
     assert (lse_buffer == -7.0).all()
-
-
-def between_guards(array: np.ndarray, at_end: bool) -> np.ndarray:
-    """A copy that begins, or ends, at a page the process may not touch."""
-    page = mmap.PAGESIZE
-    pages = -(-array.nbytes // page)
-    region = mmap.mmap(-1, (pages + 2) * page)
-    raw = np.frombuffer(region, np.uint8)
-    for guard in (raw.ctypes.data, raw.ctypes.data + (pages + 1) * page):
-        assert libc.mprotect(ctypes.c_void_p(guard), page, PROT_NONE) == 0
-    begin = (pages + 1) * page - array.nbytes if at_end else page
-    copy = raw[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,6 +10,7 @@ import capi_moe
 import moe_oracle
 import numpy as np
 import pytest
+from guarded import between_guards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_layers import (
@@ -237,6 +238,26 @@ def test_a_weight_of_a_pair_that_is_not_mine_is_not_read() -> None:
     clean = run_forward(x, layer, routing).out
     routing.weights[routing.ids < 0] = np.nan
     np.testing.assert_array_equal(run_forward(x, layer, routing).out, clean)
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("gate", ["gate_up", "interleaved", "separate", "no_gate"])
+@pytest.mark.parametrize("orientation", ["rows", "columns"])
+@pytest.mark.parametrize("at_end", [False, True])
+def test_touches_no_memory_outside(
+    isa_library: ctypes.CDLL, dtype: str, gate: str, orientation: str, at_end: bool
+) -> None:
+    """One byte read beyond any tensor would end the process."""
+    rng = np.random.default_rng(13)
+    for hidden, inner in ((24, 40), (72, 16), (104, 88)):
+        layer = make_layer(rng, 2, hidden, inner, capi.DTYPES[dtype], gate=gate, bias="same",
+                           orientation=(orientation,) * 2)  # fmt: skip
+        for name, value in layer.arguments.items():
+            if isinstance(value, np.ndarray):
+                layer.arguments[name] = between_guards(value, at_end)
+        for tokens in (1, 5, 45):
+            x = between_guards(capi.normal(rng, (tokens, hidden), capi.DTYPES[dtype]), at_end)
+            run_and_check(x, layer, random_routing(rng, tokens, 2, 2), lib=isa_library)
 
 
 @pytest.mark.parametrize("seed", range(30))
