@@ -46,9 +46,9 @@ class TiledRows {
     const Use registers;
     // Where each panel is multiplied over all of depth at once, its sums are finished while they are in
     // the first level of the cache.
-    const bool lies = words_ <= block_ && by_rows(0) && by_rows(tile_.matrices - 1);
+    const bool at_once = words_ <= block_ && lies_by_rows(tile_);
     const int64_t most = TileScratch::kSums / (row_tiles_ * kEdge * tile_.matrices);
-    const int64_t columns = lies ? kPanel : smaller(most / kPanel * kPanel, kWideColumns);
+    const int64_t columns = at_once ? kPanel : smaller(most / kPanel * kPanel, kWideColumns);
     for (int64_t column = 0; column < tile_.columns; column += columns) {
       MoeTile chunk = tile_;
       chunk.columns = smaller(columns, tile_.columns - column);
@@ -60,8 +60,9 @@ class TiledRows {
           w.bias = static_cast<const char*>(w.bias) +
                    column * w.bias_stride * (w.bias_dtype == Dtype::kFloat32 ? 4 : 2);
         }
-        if (chunk.before[m] != nullptr)
+        if (chunk.before[m] != nullptr) {
           chunk.before[m] = static_cast<Bf16*>(chunk.before[m]) + column;
+        }
       }
       Chunk(chunk, s_.sums).compute(*this);
     }
@@ -230,8 +231,6 @@ class TiledRows {
     }
   };
 
-  bool by_rows(int m) const { return tile_.weights[m].column_stride == 1; }
-
   // Words `word` to `word` + `words` of all rows, with zeros behind them up to whole tiles: transposed where
   // weights lie by rows.
   void pack_rows(int64_t word, int64_t words, bool transposed) {
@@ -391,9 +390,7 @@ constexpr int64_t kTiledColumns = 4096;  // of a tile: enough tiles for some thr
 inline void multiply_in_tiles(const MoeTile& tile, void* scratch) {
   static_assert(MoeScratch::kBytes <= TileScratch::kBytes);
   static_assert(kGroupRows * kTiledColumns <= MoeScratch::kSums && kFewestTiledRows <= kGroupRows);
-  const bool lies =
-      tile.weights[0].column_stride == 1 && tile.weights[tile.matrices - 1].column_stride == 1;
-  if (tile.rows < kFewestTiledRows && !lies) {
+  if (tile.rows < kFewestTiledRows && !lies_by_rows(tile)) {
     FewRows<Bf16PairProduct>(tile, MoeScratch(scratch)).compute();
   } else {
     TiledRows(tile, scratch).compute();

@@ -15,7 +15,7 @@ constexpr int64_t kFewStride = kFewWords + kLanes;
 constexpr int64_t kBlockWords = 256;   // of depth at a time, of many rows
 constexpr int64_t kMostColumns = 512;  // of all matrices together, of a tile of many rows
 
-// The scratch of one thread.
+// The scratch of one thread, for few rows and for many in vector registers.
 struct MoeScratch {
   static constexpr int64_t kManyRows = kMostRows * kBlockWords + kLanes;  // and one vector behind
   static constexpr int64_t kFewRows = kMostFewRows * kFewStride;
@@ -213,5 +213,5 @@ class FewRows : MoeTileSums<typename Product::Element> {
     }
   }
 
-  const MoeScratch& s_;
+  const MoeScratch s_;
 };

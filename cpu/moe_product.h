@@ -227,7 +227,7 @@ class ManyRows : MoeTileSums<typename Product::Element> {
                                                                  add, SomeLines{fetch});
   }
 
-  const MoeScratch& s_;
+  const MoeScratch s_;
 };
 
 template <typename Product>

@@ -18,6 +18,15 @@ FLASHMOE_INLINE Vector load_first_of(const void* p, Dtype dtype, int64_t step, i
   return Simd::zero();
 }
 
+// Whether a matrix lies so that its depth is contiguous; or all of the tile's do.
+FLASHMOE_INLINE bool lies_by_rows(const MoeTile& tile, int m) {
+  return tile.weights[m].column_stride == 1;
+}
+
+FLASHMOE_INLINE bool lies_by_rows(const MoeTile& tile) {
+  return lies_by_rows(tile, 0) && lies_by_rows(tile, tile.matrices - 1);
+}
+
 // A tile and its sums, [panels of all matrices][rows][kPanel].
 template <typename Element>
 class MoeTileSums {
@@ -36,7 +45,7 @@ class MoeTileSums {
     return static_cast<const Element*>(w.data) + column * w.row_stride + depth * w.column_stride;
   }
 
-  bool depth_is_contiguous(int m) const { return tile_.weights[m].column_stride == 1; }
+  bool depth_is_contiguous(int m) const { return lies_by_rows(tile_, m); }
 
   // The sums of a row and the columns of a panel.
   float* sums(int m, int64_t panel, int64_t r) const {
