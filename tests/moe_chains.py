@@ -248,8 +248,12 @@ def _sm90_chains() -> list[LayerChain]:
               "gated_up_trans"),
         sm90("down transposed", _with(_SHORT, tokens=70, down_transposed=True),
               "swiglu_up_narrow", "down_trans"),
-        _refused("transposed with rows in turns",
-                 _with(_SHORT, tokens=70, transposed=True, gate="interleaved"), "sm90"),
+        sm90("transposed with rows in turns",
+              _with(_SHORT, tokens=70, transposed=True, gate="interleaved", bias="x", limit=0.8),
+              "gated_up_turns", "down_trans", pre_activation=True),
+        sm90("transposed with rows in turns, 200 tokens of one expert",
+              _with(_SHORT, tokens=200, transposed=True, gate="interleaved", top_k=1,
+                    down_transposed=False), "gated_up_turns", crowded=True),
     ]  # fmt: skip
     return made
 
@@ -298,8 +302,8 @@ def _unnamed_chains() -> list[LayerChain]:
         sm90("9 tokens", _with(_LONG, tokens=9, experts=64), "swiglu_up_narrow"),
         sm90("1 token of transposed weights", _with(_LONG, tokens=1, transposed=True),
               "gated_up_trans", "down_trans"),
-        sm89("1 token of rows in turns", _with(_SHORT, tokens=1, **in_turns)),
-        sm89("100 tokens of rows in turns", _with(_SHORT, tokens=100, **in_turns)),
+        sm90("1 token of rows in turns", _with(_SHORT, tokens=1, **in_turns), "gated_up_turns",
+              "down_trans"),
         stream("64 tokens, 8 an expert, that sm90 cannot walk",
                 _with(_SHORT, tokens=64, experts=32, top_k=4), "r32_n16", shared=True),
         sm89("64 tokens, more than 8 an expert, that sm90 cannot walk",

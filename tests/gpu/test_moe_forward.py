@@ -43,8 +43,6 @@ def must_serve(family: str) -> bool:
 
 def may_refuse(family: str, case: Case) -> bool:
     """Layouts of weights that a family has no kernels for."""
-    if family == "sm90":
-        return case.transposed and case.gate == "interleaved"
     return family == "stream" and (case.transposed or case.turns_down)
 
 

@@ -15,8 +15,9 @@ enum class Use {
   kNarrowGatedUp  // as kPlainGatedUp, for experts of few tokens: narrower tiles, one more stage
 };
 
-// Which stride of the weights is 1.
-enum class Major { kColumns, kRows };
+// Which stride of the weights is 1; or, of kRowsInTurns, that of rows is 2: a gate's and an up's rows lie
+// in turns, in one tensor.
+enum class Major { kColumns, kRows, kRowsInTurns };
 
 struct Entry : Kernel {
   Dtype dtype;

@@ -169,7 +169,8 @@ const Entry* find_entry(const Product& product) {
 }
 
 Major major_of(const ExpertMatrix& matrix) {
-  return matrix.column_stride == 1 ? Major::kColumns : Major::kRows;
+  if (matrix.column_stride == 1) return Major::kColumns;
+  return matrix.row_stride == 1 ? Major::kRows : Major::kRowsInTurns;
 }
 
 flashmoe_status check_device(flashmoe_device device, const DeviceFacts** facts,
@@ -197,14 +198,7 @@ bool can_walk(int64_t row_stride, int64_t rows, int64_t batch_stride, int64_t ba
 
 flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int64_t experts,
                               int64_t rows, int64_t columns, const Reason& reason) {
-  const bool transposed = major_of(matrix) == Major::kRows;
-  if (transposed && matrix.row_stride != 1) {
-    return reason.refuse(
-        FLASHMOE_ERROR_UNSUPPORTED,
-        "%s: got transposed weights with rows of gate and up in turns, accepted are "
-        "those whose last stride is 1, or gate and up one behind the other",
-        name);
-  }
+  const bool transposed = major_of(matrix) != Major::kColumns;
   if (!can_walk(transposed ? matrix.column_stride : matrix.row_stride, transposed ? columns : rows,
                 matrix.expert_stride, experts)) {
     return reason.refuse(
@@ -214,6 +208,7 @@ flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int6
         name, static_cast<long long>(matrix.expert_stride),
         static_cast<long long>(matrix.row_stride), static_cast<long long>(matrix.column_stride));
   }
+  if (major_of(matrix) == Major::kRowsInTurns) rows *= kHalves;  // of the tensor
   if (rows > kMaxColumns || columns > kMaxColumns) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
                          "%s: got %lld rows of %lld columns, accepted are at most 2^30 of each",
@@ -281,9 +276,14 @@ bool fill_product(const Product& product, const ExpertMatrix& first, const Exper
   for (int i = 0; i < kHalves; ++i) {
     View view = {halves[i]->data,       product.columns,          product.out_rows, product.experts,
                  halves[i]->row_stride, halves[i]->expert_stride, entry.box_rows,   dtype};
-    if (product.major == Major::kRows) {
+    if (product.major != Major::kColumns) {
       std::swap(view.columns, view.rows);
       view.row_stride = halves[i]->column_stride;
+    }
+    if (product.major ==
+        Major::kRowsInTurns) {  // of both halves, which begin with the gate's first
+      view.data = first.data;
+      view.columns *= kHalves;
     }
     if (!find_map(view, &params->weights[i])) return false;
   }
@@ -382,7 +382,7 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
       return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
                            "w_up: got %s weights, and w_gate_up others, accepted are both "
                            "transposed or neither",
-                           major_of(problem.up) == Major::kRows ? "transposed" : "row-major");
+                           major_of(problem.up) == Major::kColumns ? "row-major" : "transposed");
     }
   }
   FLASHMOE_TRY(check_weights(problem.gated ? "w_up" : "w_gate_up", problem.up, problem.experts,

@@ -13,6 +13,10 @@
 // The first warpgroup loads: one warp issues the copies of weights (and in `down` of tokens) by TMA,
 // three gather the rows of tokens by cp.async. Both end at the stage's mbarrier.
 //
+// Weights whose rows of gate and up lie in turns come in boxes of 64 rows, 32 of either, of which
+// neighbouring ones are each other's other half: a thread has gates of one and a thread four lanes on the
+// ups of the same rows, and they exchange what the other needs when products are over (take_apart).
+//
 // Blocks come in clusters of two, which take the same steps. In `up` the two have neighbouring token tiles
 // of the same weights, and each loads one half of these for both; or, of the last of an odd number of
 // token tiles, and in `down` always, neighbouring weight rows of the same tokens, of which in `down` each
@@ -314,7 +318,7 @@ struct TileCopies {
     policy = tile.reused != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
     expected = Traits::kWeightBytes;
     expert = tile.expert;
-    row = tile.row_tile * Traits::kOutRows;
+    row = tile.row_tile * Traits::kRowsToTile;
     only_half = !Traits::kAlternates && tile.shared != 0 ? rank : kNone;
     if (!Traits::kGathers) {
       expected += tile.units * kUnitTokens * kBoxRowBytes;
@@ -346,23 +350,22 @@ struct TileCopies {
     if (Traits::kAlternates) {
 #pragma unroll
       for (int i = 0; i < Traits::kTileRows / Traits::kBoxRows; ++i) {
-        copy(stage, i * Traits::kBoxBytes, params.weights[0], column, row + i * Traits::kBoxRows,
+        copy(stage, i * Traits::kBoxBytes, params.weights[0], column, row + i * Traits::kRowsToBox,
              false);
       }
       return;
     }
-    const int half_rows = Traits::kGated ? 0 : Traits::kHalfRows;
 #pragma unroll
     for (int i = 0; i < Traits::kHalfRows / Traits::kBoxRows; ++i) {
-      const int box_row = row + i * Traits::kBoxRows;
+      const int box_row = row + i * Traits::kRowsToBox;
       const uint32_t offset = i * Traits::kBoxBytes;
       if (only_half != kNone) {
         copy(stage, offset + only_half * Traits::kHalfBytes, params.weights[only_half], column,
-             box_row + only_half * half_rows, true);
+             box_row + only_half * Traits::kRowsToHalf, true);
       } else {
         copy(stage, offset, params.weights[0], column, box_row, false);
-        copy(stage, offset + Traits::kHalfBytes, params.weights[1], column, box_row + half_rows,
-             false);
+        copy(stage, offset + Traits::kHalfBytes, params.weights[1], column,
+             box_row + Traits::kRowsToHalf, false);
       }
     }
   }
@@ -477,14 +480,14 @@ __device__ __forceinline__ void fetch_ahead(const Params& params) {
   Tile tile;
   if (!Schedule<Traits>::guess(params, first_item(), rank, &tile)) return;
   const int steps = min((params.columns + Traits::kStep - 1) / Traits::kStep, kStepsAhead);
-  const int half_rows = Traits::kGated ? 0 : Traits::kHalfRows;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     for (int half = 0; half < kHalves; ++half) {
       if (tile.shared != 0 && half != rank) continue;
       for (int i = 0; i < Traits::kHalfRows / Traits::kBoxRows; ++i) {
         const int column = step * Traits::kStep;
-        const int row = tile.row_tile * Traits::kOutRows + half * half_rows + i * Traits::kBoxRows;
+        const int row = tile.row_tile * Traits::kRowsToTile + half * Traits::kRowsToHalf +
+                        i * Traits::kRowsToBox;
         ptx::tma_prefetch(&params.weights[half], Traits::kTransposed ? row : column,
                           Traits::kTransposed ? column : row, tile.expert, 0);
       }
@@ -913,6 +916,42 @@ struct Consumer {
     return shared.weights(held) + index * Traits::kHalfBytes + group * Traits::kOutBytes;
   }
 
+  // Of a thread's values, which of this consumer's 64 rows of the output those of index e / 2 are.
+  static __device__ __forceinline__ int row_of(int index) {
+    const int warp = warp_of_group();
+    const int lane = lane_index();
+    if (Traits::kInTurns) return lane / 4 % 2 * 32 + warp * 8 + lane / 8 + 4 * index;
+    return warp * 16 + lane / 4 + 8 * index;
+  }
+
+  // Makes two 8x8 matrices for stmatrix of pairs of tokens, from the values of both of a thread's rows
+  // (row_of): of a warp's rows 8 w to 8 w + 7 and of those 32 further on.
+  static __device__ __forceinline__ void gather_rows(uint32_t& first, uint32_t& second) {
+    const int lane = lane_index();
+    const bool odd = lane / 4 % 2 != 0;
+    const bool upper = lane >= 16;
+    const int from = lane / 4 % 4 * 8 + (upper ? 4 : 0) + lane % 4;
+    const uint32_t a = __shfl_sync(kFullWarp, odd ? second : first, from);
+    const uint32_t b = __shfl_sync(kFullWarp, odd ? first : second, from ^ 4);
+    first = upper ? b : a;
+    second = upper ? a : b;
+  }
+
+  // Of products with rows of gate and up in turns, makes the gates (first) and the ups (second) of the
+  // rows of row_of: lanes whose row was a gate's keep those of the first 64 rows and get their ups, the
+  // others keep the ups of the next 64 and get their gates.
+  template <int kTokens>
+  static __device__ __forceinline__ void take_apart(Products<kTokens>& products) {
+    const bool odd = lane_index() / 4 % 2 != 0;
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) {
+      const float given = odd ? products.first[i] : products.second[i];
+      const float got = __shfl_xor_sync(kFullWarp, given, 4);
+      products.first[i] = odd ? got : products.first[i];
+      products.second[i] = odd ? products.second[i] : got;
+    }
+  }
+
   // Writes 64 rows of values of all tokens, transposed: from `column` on of the tokens' rows.
   // values(block, v) gives those of a block of 8 tokens. `sent` counts what the tile has sent.
   template <int kTokens, class Values>
@@ -924,7 +963,7 @@ struct Consumer {
     const int warp = warp_of_group();
     const bool leader = warp == 0 && lane == 0;
     const int matrix_row = lane % 8;
-    const int chunk = 2 * warp + lane / 8 % 2;
+    const int chunk = Traits::kInTurns ? warp + 4 * (lane / 8 % 2) : 2 * warp + lane / 8 % 2;
     const uint32_t lane_offset =
         (lane / 16 * 8 + matrix_row) * kBoxRowBytes + ((chunk ^ matrix_row) * 16);
     const int batch = params.counts != nullptr ? tile.expert : 0;
@@ -946,6 +985,7 @@ struct Consumer {
           values(2 * (part * kPairs + i) + block, v);
           packed[2 * block] = Numeric::pack(v[0], v[1]);
           packed[2 * block + 1] = Numeric::pack(v[2], v[3]);
+          if (Traits::kInTurns) gather_rows(packed[2 * block], packed[2 * block + 1]);
         }
         ptx::stmatrix_x4_trans(to + lane_offset + i * 16 * kBoxRowBytes, packed[0], packed[1],
                                packed[2], packed[3]);
@@ -988,9 +1028,8 @@ struct Consumer {
         : products(products_), scales(consumer.scales()) {
       biases[0] = biases[1] = 0.0f;
       if (bias.data != nullptr) {
-        const int row = first_row + warp_of_group() * 16 + lane_index() / 4;
-        biases[0] = consumer.bias_of(bias, expert, row);
-        biases[1] = consumer.bias_of(bias, expert, row + 8);
+        biases[0] = consumer.bias_of(bias, expert, first_row + row_of(0));
+        biases[1] = consumer.bias_of(bias, expert, first_row + row_of(1));
       }
     }
 
@@ -1077,7 +1116,8 @@ struct Consumer {
 
   // What becomes of a tile's products.
   template <int kTokens>
-  __device__ __forceinline__ void finish(const Tile& tile, const Products<kTokens>& products) {
+  __device__ __forceinline__ void finish(const Tile& tile, Products<kTokens>& products) {
+    if (Traits::kInTurns) take_apart(products);
     // Of this group's rows of the first half.
     const int row = tile.row_tile * Traits::kOutRows + rows_before();
     if (!Traits::kAlternates) sent = 0;

@@ -19,11 +19,13 @@ template <class Element_, Use kUse_, Major kMajor_ = Major::kColumns>
 struct Traits {
   using Element = Element_;
   static constexpr Use kUse = kUse_;
-  static constexpr bool kTransposed = kMajor_ == Major::kRows;
+  static constexpr bool kTransposed = kMajor_ != Major::kColumns;
+  static constexpr bool kInTurns = kMajor_ == Major::kRowsInTurns;  // rows of gate and up
   static constexpr bool kNarrow = kUse == Use::kNarrowGatedUp;
   static constexpr bool kPlain = kUse == Use::kPlainGatedUp || kNarrow;
   static constexpr bool kGated = kUse == Use::kGatedUp || kPlain;
   static constexpr bool kGathers = kUse != Use::kDown;
+  static_assert(kGated || !kInTurns);
 
   // Consumers have a tile each, and one's products are computed while the other writes out what it has;
   // or they share one.
@@ -59,6 +61,11 @@ struct Traits {
   static constexpr int kBoxRows = kTransposed ? kBoxColumns : 128;  // of weights, in one copy
   static constexpr int kBoxBytes = kBoxRows * kBoxRowBytes;
   static_assert(kStep == kBoxColumns && (kAlternates ? kTileRows : kHalfRows) % kBoxRows == 0);
+  static_assert(!kInTurns || kBoxRows == kConsumerRows);
+  // How many rows of the weights' tensor lie between tiles, halves of a tile and boxes of a half.
+  static constexpr int kRowsToTile = (kInTurns ? kHalves : 1) * kOutRows;
+  static constexpr int kRowsToHalf = kInTurns ? kBoxRows : kGated ? 0 : kHalfRows;
+  static constexpr int kRowsToBox = (kInTurns ? kHalves : 1) * kBoxRows;
   static constexpr int kTokenBytes = kTileTokens * kBoxRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
   // Output of consumers that share a tile leaves by way of its last stage: a consumer's own 64 rows of

@@ -45,7 +45,7 @@ const Entry entry_bf16_t = entry_of("plain_t", false, true, 3);
 
 namespace flashmoe::moe::sm90 {
 
-static LoadedKernel loaded[8][kMaxDevices];
+static LoadedKernel loaded[9][kMaxDevices];
 
 static Entry entry_of(const char* name, Use use, Major major, int index) {
   Entry entry = {};
@@ -67,7 +67,8 @@ static Entry entry_of(const char* name, Use use, Major major, int index) {
 }
 
 extern const Entry entry_bf16_gated_plain, entry_bf16_gated_narrow, entry_bf16_gated,
-    entry_bf16_gated_t, entry_bf16_up, entry_bf16_up_t, entry_bf16_down, entry_bf16_down_t;
+    entry_bf16_gated_t, entry_bf16_gated_turns, entry_bf16_up, entry_bf16_up_t, entry_bf16_down,
+    entry_bf16_down_t;
 const Entry entry_bf16_gated_plain =
     entry_of("gated_plain", Use::kPlainGatedUp, Major::kColumns, 0);
 const Entry entry_bf16_gated_narrow =
@@ -78,6 +79,7 @@ const Entry entry_bf16_up = entry_of("up", Use::kUp, Major::kColumns, 4);
 const Entry entry_bf16_up_t = entry_of("up_t", Use::kUp, Major::kRows, 5);
 const Entry entry_bf16_down = entry_of("down", Use::kDown, Major::kColumns, 6);
 const Entry entry_bf16_down_t = entry_of("down_t", Use::kDown, Major::kRows, 7);
+const Entry entry_bf16_gated_turns = entry_of("gated_turns", Use::kGatedUp, Major::kRowsInTurns, 8);
 
 }  // namespace flashmoe::moe::sm90
 
@@ -201,13 +203,11 @@ void mixed_transposition() {
       }
     }
   }
-  // Gate and up in turns: transposed, sm89 alone takes them apart.
+  // Gate and up in turns.
   Layer turns;
   turns.gate = turns.up = {nullptr, 2 * turns.inner * turns.hidden, 2, 2 * turns.inner};
   EXPECT_SM89(turns, "");
-  EXPECT_SM90(turns,
-              "w_gate_up: got transposed weights with rows of gate and up in turns, accepted are "
-              "those whose last stride is 1, or gate and up one behind the other");
+  EXPECT_SM90(turns, "");
   turns.gate = turns.up = {nullptr, 2 * turns.inner * turns.hidden, 2 * turns.hidden, 1};
   EXPECT_SM89(turns, "");
   EXPECT_SM90(turns, "");
