@@ -123,6 +123,8 @@ inline constexpr double kSharesMoreParts = 0.05;
 // By how much shares of about as many steps as a tile has must be better: they take a workspace and a second
 // launch, and the estimates are off by as much.
 inline constexpr double kSharesDoubt = 1.03;
+// By how much tiles of fewer groups must be better, that read more keys for each row.
+inline constexpr double kFewerGroupsDoubt = 1.02;
 // Waves of tiles beyond which shares are not considered: a part of one is little then.
 inline constexpr double kMostWavesShared = 8;
 
@@ -142,6 +144,15 @@ struct KeySplit {
 // many, or tiles are laid end to end and blocks take equal shares of their steps.
 KeySplit best_key_split(const Work& work, const PackedTiles& tiles, const SplitKernel& kernel,
                         const Products& speed, const DeviceFacts& facts);
+
+// The best tiles as well, of at most so many groups. Of fewer only whole ones are considered.
+struct TileSplit {
+  int64_t most_groups;  // of a tile, for packed_tiles
+  KeySplit split;
+};
+TileSplit best_tile_split(const AttentionProblem& problem, const Work& work, int64_t most_groups,
+                          const SplitKernel& kernel, const Products& speed,
+                          const DeviceFacts& facts);
 
 // The least of what the families with tiles of many rows take, as far as this build has them, to be compared
 // with one launch of another.

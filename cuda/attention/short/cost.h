@@ -32,6 +32,7 @@ inline constexpr double kSecond = 2.4;      // a second kernel
 inline constexpr double kPartRate = 3e6;    // bytes of parts, written and read again, of the device
 inline constexpr double kStep = 1.0;        // a step of a warp, which waits for its loads
 inline constexpr double kTurn = 1.0;        // from one block to the next where there was one
+inline constexpr double kManyTiles = 3.0;   // that read the same keys, more than multiprocessors
 inline constexpr double kAloneRate = 60e3;  // bytes, when the L2 serves few others
 inline constexpr double kColdRate = 44e3;   // the same of bytes that no other tile reads
 inline constexpr double kSharedRate = 40e3;  // bytes, when it serves all
@@ -40,7 +41,8 @@ inline constexpr double kSharedRate = 40e3;  // bytes, when it serves all
 // rate that they share, and cannot be faster than the memory.
 inline double short_microseconds(const Work& work, const Split& split, const Products& speed,
                                  const DeviceFacts& facts) {
-  const double tiles = work.heads_kv * ceil_of(work.rows, split.rows) * split.parts;
+  const double whole_tiles = work.heads_kv * ceil_of(work.rows, split.rows);
+  const double tiles = whole_tiles * split.parts;
   const double waves = ceil_of(tiles, split.resident);
   const double keys = waves > 1 ? work.keys : work.most_keys;  // one wave waits for the longest
   const double parts = split.warps * split.cluster * split.parts;
@@ -55,7 +57,9 @@ inline double short_microseconds(const Work& work, const Split& split, const Pro
   const double rate = std::min(alone / crowd, kSharedRate * facts.multiprocessors / blocks);
   const double load = block_keys * work.dims * 2 / rate;
   const double product = block_keys * work.dims * 2 * split.rows / (speed.short_rate / crowd);
-  const double run = waves * std::max({load, product, steps * kStep}) + (waves - 1) * kTurn / crowd;
+  const bool many = whole_tiles > facts.multiprocessors && work.rows > split.rows;
+  const double run = waves * std::max({load, product, steps * kStep}) * (many ? kManyTiles : 1) +
+                     (waves - 1) * kTurn / crowd;
   const double memory = memory_microseconds(work, facts);
   const double second = split.parts > 1 ? kSecond + 2 * tiles * split.part_bytes / kPartRate : 0;
   return kStart + kEnd / split.warps + kExchange * std::log2(split.cluster) + second +

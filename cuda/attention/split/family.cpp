@@ -66,15 +66,15 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
                   "query heads of one KV head that take 2^40 bytes or more, which the copy engine "
                   "cannot walk");
   }
-  const PackedTiles tiles = packed_tiles(problem, entry->groups);
+  const Work work = work_of(problem);
+  const Products speed = products(*facts, static_cast<int>(problem.dim));
+  const SplitKernel kernel = {entry->tile_k, entry->part_bytes, entry->dim + entry->dim_v};
+  const auto [groups, split] = best_tile_split(problem, work, entry->groups, kernel, speed, *facts);
+  const PackedTiles tiles = packed_tiles(problem, groups);
   // The kernel counts rounds of blocks past the last tile.
   if (problem.heads_q > INT_MAX / 2 || tiles.heads > INT_MAX / 2 || tiles.tiles > INT_MAX / 2) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles of query rows");
   }
-  const Work work = work_of(problem);
-  const Products speed = products(*facts, static_cast<int>(problem.dim));
-  const SplitKernel kernel = {entry->tile_k, entry->part_bytes, entry->dim + entry->dim_v};
-  const KeySplit split = best_key_split(work, tiles, kernel, speed, *facts);
   if (!problem.named && split.microseconds > tile_microseconds(work, speed, *facts)) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED,
                   "many rows, at which tiles of one head are faster (named, it serves them)");
@@ -94,6 +94,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   }
   FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
   plan_launch(*entry, arch, "a", blocks, plan);
+  plan->info.tile_q = static_cast<int32_t>(groups * kRowsPerGroup);
   plan->entry = entry;
   plan->tiles_per_head = static_cast<int32_t>(tiles.tiles_per_head);
   plan->programmatic = true;  // sm_90a has it whatever made the code
@@ -154,7 +155,7 @@ Params* make_params(const AttentionProblem& problem, const AttentionPlan& plan) 
   thread_local KnownParams<Params> known;
   return known.find(problem, plan, [&](Params* params) {
     const Entry& entry = *static_cast<const Entry*>(plan.entry);
-    const PackedTiles tiles = packed_tiles(problem, entry.groups);
+    const PackedTiles tiles = packed_tiles(problem, plan.info.tile_q / kRowsPerGroup);
     if (!encode_maps(problem, entry, tiles, params)) return false;
     fill_params(problem, plan, tiles, params);
     return true;

@@ -55,6 +55,24 @@ constexpr Measured kMeasured[] = {
     {1, 32, 8, 1024, 32768, 64, false, 448.39, 667.93},
     {8, 32, 8, 64, 8192, 64, false, 74.94, 109.87},
     {4, 16, 16, 4096, 4096, 128, true, 407.95, 379.06},
+    // Of tiles of fewer groups, in that of attention_few_tiles_h200.json.
+    {1, 8, 8, 2048, 2048, 64, true, 21.55, 24.11},
+    {1, 8, 8, 1024, 1024, 64, true, 10.31, 13.92},
+    {1, 12, 12, 512, 512, 64, true, 7.15, 9.11},
+    {1, 8, 8, 1024, 1024, 128, true, 12.5, 14.17},
+    {1, 4, 4, 2048, 2048, 128, true, 20.29, 23.69},
+    {1, 16, 16, 512, 512, 128, true, 8.48, 9.55},
+    {1, 24, 24, 512, 512, 128, true, 10.92, 9.73},
+    {1, 8, 8, 2048, 2048, 64, false, 21.72, 24.5},
+    {1, 16, 16, 1024, 1024, 64, false, 13.18, 14.42},
+    {1, 16, 16, 2048, 2048, 64, false, 40.64, 46.05},
+    {2, 12, 12, 1024, 1024, 64, false, 23.77, 25.84},
+    {1, 4, 4, 4096, 4096, 64, false, 38.75, 44.83},
+    {1, 2, 2, 8192, 8192, 64, false, 65.69, 85.05},
+    {1, 8, 8, 2048, 2048, 128, false, 27.46, 25.47},
+    {1, 32, 8, 128, 1024, 128, false, 12.13, 13.89},
+    {2, 20, 20, 1024, 1024, 64, false, 28.22, 26.03},
+    {1, 24, 24, 300, 300, 64, false, 6.6, 8.34},
 };
 
 struct Estimates {
@@ -80,10 +98,9 @@ Estimates estimates_of(const Measured& m) {
   const int dim = static_cast<int>(m.dim);
   const Products speed = products(h200, dim);
   const int rows = static_cast<int>(speed.tile_rows);
-  const PackedTiles tiles = packed_tiles(problem, rows / kRowsPerGroup);
-  const SplitKernel kernel = {128, rows * (4 * dim + 8), 2 * dim};
-  return {best_key_split(work, tiles, kernel, speed, h200).microseconds,
-          tile_microseconds(work, speed, h200)};
+  const SplitKernel kernel = {dim <= 128 ? 128 : 64, rows * (4 * dim + 8), 2 * dim};
+  const TileSplit split = best_tile_split(problem, work, rows / kRowsPerGroup, kernel, speed, h200);
+  return {split.split.microseconds, tile_microseconds(work, speed, h200)};
 }
 
 void the_faster_is_estimated_less() {
