@@ -192,6 +192,17 @@ def check_tma(code: Code[Kernel], opcodes: Counter[str], *, stores: bool = True)
     assert (count(opcodes, "UTMASTG") > 0) == stores, f"{code}: {opcodes}"
 
 
+def check_loads_come_first(code: object, opcodes: Counter[str]) -> None:
+    """The code that loads lies ahead of the code that computes: where neither is in a cache yet,
+    what follows one after another comes sooner, and nothing starts without the first loads."""
+    names = list(opcodes)
+    loads, computes = (
+        next(i for i, name in enumerate(names) if name.startswith(f"USETMAXREG.{change}"))
+        for change in ("DEALLOC", "TRY_ALLOC")
+    )
+    assert loads < computes, f"{code}: {names}"
+
+
 def check_roles_divide_the_registers(code: Code[Kernel], opcodes: Counter[str]) -> None:
     """ptxas leaves setmaxnreg out where it cannot keep to it."""
     moves = [name for name in opcodes if name.startswith("USETMAXREG")]

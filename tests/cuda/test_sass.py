@@ -177,6 +177,11 @@ def test_first_products_may_be_narrow(family: str, instructions: dict[Code, Coun
         assert narrow == copies * kernel.dim // 16, f"{code}: {opcodes}"
 
 
+def test_loads_come_first(instructions: dict[Code, Counter[str]]) -> None:
+    for code, opcodes in _of(instructions, "sm90").items():
+        sass.check_loads_come_first(code, opcodes)
+
+
 @pytest.mark.parametrize("family", kernels.COPY_ENGINE)
 def test_roles_divide_the_registers(family: str, instructions: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(instructions, family).items():

@@ -57,8 +57,8 @@ __device__ __forceinline__ void compute_part(const Params& params, const Tile& t
   const int lane = lane_index();
   const int warp = warp_index();
   const int part = tile.rank * warp_count() + warp;
-  const int jump = warp_count() * static_cast<int>(params.blocks_per_tile.value) *
-                   Traits::kStepKeys;  // to the next step
+  const int jump =
+      warp_count() * params.blocks_per_tile.number() * Traits::kStepKeys;  // to the next step
   int key = tile.some.first + part * Traits::kStepKeys;
   const int end = tile.some.end;
   const uint16_t* k = tile.k(params) + (key + lane / 4) * params.k_strides.seq + 8 * (lane % 4);

@@ -4,7 +4,7 @@
 #include <vector_types.h>
 
 #include "core/attention.h"
-#include "cuda/attention/divisor.h"
+#include "cuda/divisor.h"
 
 namespace flashmoe::short_rows {
 

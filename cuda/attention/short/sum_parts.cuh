@@ -16,13 +16,12 @@ class SplitRow {
   __device__ __forceinline__ SplitRow(const Params& params, int packed, int head)
       : tile_(Tile::of_rows<Traits>(params, head, packed / Traits::kRows)),
         row_(packed % Traits::kRows),
-        first_block_(
-            (head * static_cast<int>(params.tiles_per_head.value) + packed / Traits::kRows) *
-            static_cast<int>(params.blocks_per_tile.value)) {}
+        first_block_((head * params.tiles_per_head.number() + packed / Traits::kRows) *
+                     params.blocks_per_tile.number()) {}
 
   __device__ __forceinline__ RowParts parts(const Params& params) const {
     return {params.parts, params.statistics, first_block_ * Traits::kRows + row_, Traits::kRows,
-            static_cast<int>(params.blocks_per_tile.value)};
+            params.blocks_per_tile.number()};
   }
 
   __device__ __forceinline__ bool write(const Params& params, const Sum& total, int unit) const {

@@ -42,9 +42,8 @@ struct Tile {
     const int block = static_cast<int>(blockIdx.x);
     const int tile = params.blocks_per_tile.quotient(block);
     const int head = params.tiles_per_head.quotient(tile);
-    Tile result =
-        of_rows<Traits>(params, head, tile - head * static_cast<int>(params.tiles_per_head.value));
-    result.rank = block - tile * static_cast<int>(params.blocks_per_tile.value);
+    Tile result = of_rows<Traits>(params, head, tile - head * params.tiles_per_head.number());
+    result.rank = block - tile * params.blocks_per_tile.number();
     if (params.masked) {
       const int last_row = result.first_row + result.rows - 1;
       const Keys first = keys_of_query(params, params.heads_per_kv.quotient(result.first_row));
@@ -61,7 +60,7 @@ struct Tile {
     Tile result;
     result.rank = 0;
     result.batch = params.heads_kv.quotient(head);
-    result.head_kv = head - result.batch * static_cast<int>(params.heads_kv.value);
+    result.head_kv = head - result.batch * params.heads_kv.number();
     result.first_row = index * Traits::kRows;
     result.rows = min(Traits::kRows, params.rows - result.first_row);
     result.all = result.some = {0, params.seq_k};
@@ -83,7 +82,7 @@ struct Row {
 
   static __device__ __forceinline__ Row of(const Params& params, const Tile& tile, int row) {
     const int packed = tile.first_row + row;
-    const int group = static_cast<int>(params.heads_per_kv.value);
+    const int group = params.heads_per_kv.number();
     Row result;
     result.query = params.heads_per_kv.quotient(packed);
     result.head = tile.head_kv * group + packed - result.query * group;

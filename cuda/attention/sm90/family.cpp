@@ -51,7 +51,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   return FLASHMOE_OK;
 }
 
-bool encode_maps(const AttentionProblem& p, const Entry& entry, Params* params) {
+bool encode_maps(const AttentionProblem& p, const Entry& entry, TileParams* params) {
   // Without keys their tensors may be null, which a map is not; none is read then.
   const void* k = p.seq_k > 0 ? p.k : p.q;
   const void* v = p.seq_k > 0 ? p.v : p.q;
@@ -66,7 +66,7 @@ bool encode_maps(const AttentionProblem& p, const Entry& entry, Params* params) 
          encode(&params->out, p.out, p.out_strides, p.dim_v, p.seq_q, p.heads_q, entry.box_rows);
 }
 
-void fill_params(const AttentionProblem& p, const AttentionPlan& plan, Params* params) {
+void fill_params(const AttentionProblem& p, const AttentionPlan& plan, TileParams* params) {
   fill_tensors(p, params);
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
   const bool ramp = last_tiles_first(p);
@@ -74,16 +74,26 @@ void fill_params(const AttentionProblem& p, const AttentionPlan& plan, Params* p
   params->last_tiles_first = ramp ? 1 : 0;
   params->step_shift =
       static_cast<int32_t>(step_shift(p, entry.tile_k, params->first_row, entry.tile_q));
-  params->heads = static_cast<int32_t>(p.batch * p.heads_q);
+  const auto divisor = [](int64_t value) { return Divisor::of(static_cast<uint32_t>(value)); };
+  const int64_t heads = p.batch * p.heads_q;
+  const int64_t section_heads = plan.heads_per_section;
+  const int64_t section_tiles = section_heads * plan.tiles_per_head;
+  params->heads = static_cast<int32_t>(heads);
   params->tiles_per_head = plan.tiles_per_head;
   params->heads_per_section = plan.heads_per_section;
+  params->by_heads_q = divisor(p.heads_q);
+  params->by_heads_per_kv = divisor(p.heads_q / p.heads_kv);
+  params->by_heads_per_section = divisor(section_heads);
+  params->by_heads_of_last_section = divisor(heads - (heads - 1) / section_heads * section_heads);
+  params->by_tiles_per_section = divisor(section_tiles);
+  params->turns_per_section = static_cast<int32_t>(section_tiles % plan.info.grid[0]);
 }
 
 // nullptr if the driver refuses a map.
-const Params* make_params(const AttentionProblem& problem, const AttentionPlan& plan) {
-  thread_local KnownParams<Params> known;
+const TileParams* make_params(const AttentionProblem& problem, const AttentionPlan& plan) {
+  thread_local KnownParams<TileParams> known;
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
-  return known.find(problem, plan, [&](Params* params) {
+  return known.find(problem, plan, [&](TileParams* params) {
     if (!encode_maps(problem, entry, params)) return false;
     fill_params(problem, plan, params);
     return true;
@@ -95,7 +105,7 @@ flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& pla
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
-  const Params* params = make_params(problem, plan);
+  const TileParams* params = make_params(problem, plan);
   if (params == nullptr) {
     return fail(FLASHMOE_ERROR_CUDA, "launching %s: the driver refused a tensor map", entry.name);
   }

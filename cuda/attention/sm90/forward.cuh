@@ -589,9 +589,15 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     for (;;) {
       ptx::mbarrier_wait(barriers.q_full(q_cursor.stage, portion()), q_cursor.parity);
-      const int first_row = tiles[tile % kTileSlots].first_row;
+      int first_row = tiles[tile % kTileSlots].first_row;
+      Steps<Traits> steps = steps_of_tile<Traits>(params, tiles[tile % kTileSlots]);
+      if constexpr (Traits::kSplit) {
+        // Known to be uniform: with registers for them split's kernels have too few.
+        first_row = __shfl_sync(kFullWarp, first_row, 0);
+        steps.first = __shfl_sync(kFullWarp, steps.first, 0);
+        steps.end = __shfl_sync(kFullWarp, steps.end, 0);
+      }
       const int group_row = first_row + group * queries_per_group<Traits>(params);
-      const Steps<Traits> steps = steps_of_tile<Traits>(params, tiles[tile % kTileSlots]);
       const Steps<Traits> own = own_steps(first_row, group_row, steps);
       // Unless this group's first step does it.
       const bool at_once = first_row == kNoTile || own.end == 0 || own.end < steps.end;
@@ -645,7 +651,7 @@ struct Consumer {
     // First of all: the last V of the tile comes after the next Q.
     if (!sees_keys) release_q();
     int key = steps.end - Traits::kStepKeys;
-    // Known to be uniform: with a register for it split's kernels have too few.
+    // As where a tile begins.
     if (Traits::kSplit) key = __shfl_sync(kFullWarp, key, 0);
     for (; key >= end; key -= Traits::kStepKeys) {
       wait_for_k();
@@ -958,9 +964,11 @@ __device__ __forceinline__ void clear_missing_rows(const SplitParams& params,
   const int first = params.queries_per_group * params.packed_heads;
   const int chunks = (kRowsPerGroup - first) * kChunksOfRow;
   if (chunks == 0) return;
+#pragma unroll 1
   for (int box = 0; box < Traits::kQStages * Traits::kQBytes / Traits::kRowBoxBytes; ++box) {
     auto* rows = reinterpret_cast<uint4*>(memory + Traits::kQOffset + box * Traits::kRowBoxBytes +
                                           first * kBoxRowBytes);
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < chunks; i += Traits::kThreads) {
       rows[i] = make_uint4(0, 0, 0, 0);
     }
@@ -1007,21 +1015,24 @@ __device__ __forceinline__ void compute_tiles(const ParamsOf<Traits>& params) {
   ptx::launch_dependents();
 
   const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
-  if (group == 0) {
-    ptx::give_registers_back<Traits::kProducerRegisters>();
-    if (thread == 0) produce<Traits>(params, shared, tiles, barriers);
-  } else {
+  // Asked by the thread, ptxas puts the producer's code first: nothing starts without its loads, and behind
+  // other kernels code has to come from the memory. With split keys the producer would then spill.
+  const bool consumes = Traits::kSplit ? group != 0 : thread >= kThreadsPerGroup;
+  if (consumes) {
     ptx::take_registers<Traits::kConsumerRegisters>();
     Consumer<Traits> consumer(params, barriers, shared, tiles, group - 1);
     // Consumer 0 has the first turn.
     if (group == Traits::kConsumers) consumer.pass_turn();
     consumer.run();
+  } else {
+    ptx::give_registers_back<Traits::kProducerRegisters>();
+    if (thread == 0) produce<Traits>(params, shared, tiles, barriers);
   }
 }
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    attention_forward_kernel(const __grid_constant__ Params params) {
+    attention_forward_kernel(const __grid_constant__ TileParams params) {
   compute_tiles<Traits>(params);
 }
 

@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include "core/attention.h"
+#include "cuda/divisor.h"
 
 namespace flashmoe::sm90 {
 
@@ -63,6 +64,17 @@ struct Params {
   int32_t heads_per_section;  // heads whose tiles are taken together
 };
 
+// Those of a kernel whose blocks walk tiles of one head: what these are found by, from their positions. The
+// first loads wait for it.
+struct TileParams : Params {
+  Divisor by_heads_q;
+  Divisor by_heads_per_kv;
+  Divisor by_heads_per_section;
+  Divisor by_heads_of_last_section;
+  Divisor by_tiles_per_section;
+  int32_t turns_per_section;  // its tiles modulo the number of blocks
+};
+
 // Where a block's share of the steps of all tiles begins, with the tiles of a head laid end to end, and the
 // heads.
 struct ShareStart {
@@ -99,6 +111,9 @@ struct SplitParams : Params {
   int32_t groups_per_tile;  // warpgroups that have rows
   int32_t heads_kv;
   int32_t chunks;
+  Divisor by_tiles_per_head;
+  Divisor by_heads_kv;
+  Divisor by_chunks;
 
   // Of the second kernel, which takes the tiles that have parts, row by row.
   int32_t cut_tiles;

@@ -20,18 +20,18 @@ struct alignas(16) Tile {
   int first_row;  // groups before row 0 do not exist; kNoTile: there are no more
 
   template <class Traits>
-  static __device__ __forceinline__ Tile at(const Params& params, int position) {
-    const int section_tiles = params.heads_per_section * params.tiles_per_head;
-    const int section = position / section_tiles;
-    const int rank = position % section_tiles;
+  static __device__ __forceinline__ Tile at(const TileParams& params, int position) {
+    const int section = params.by_tiles_per_section.quotient(position);
+    const int rank = position - section * params.by_tiles_per_section.number();
     const int first_head = section * params.heads_per_section;
-    const int heads = min(params.heads_per_section, params.heads - first_head);
-    const int tile = rank / heads;
-    const int head = first_head + rank % heads;
+    const bool last = params.heads - first_head <= params.heads_per_section;
+    const Divisor& heads = last ? params.by_heads_of_last_section : params.by_heads_per_section;
+    const int tile = heads.quotient(rank);
+    const int head = first_head + rank - tile * heads.number();
     Tile result;
-    result.batch = head / params.heads_q;
-    result.head = head % params.heads_q;
-    result.head_kv = result.head / params.heads_per_kv;
+    result.batch = params.by_heads_q.quotient(head);
+    result.head = head - result.batch * params.heads_q;
+    result.head_kv = params.by_heads_per_kv.quotient(result.head);
     const int tile_of_head = params.last_tiles_first ? params.tiles_per_head - 1 - tile : tile;
     result.first_row = params.first_row + tile_of_head * Traits::kTileQ;
     return result;
@@ -85,22 +85,17 @@ struct Steps {
 template <class Traits>
 class TileWalk {
  public:
-  explicit __device__ __forceinline__ TileWalk(const Params& params) : params_(params) {}
+  explicit __device__ __forceinline__ TileWalk(const TileParams& params) : params_(params) {}
 
   // False when there are no more.
   __device__ __forceinline__ bool next(Tile* tile) {
     const int blocks = static_cast<int>(gridDim.x);
-    const int block = static_cast<int>(blockIdx.x);
     const int tiles = params_.tiles_per_head * params_.heads;
-    const int section =
-        params_.last_tiles_first ? params_.tiles_per_head * params_.heads_per_section : tiles;
-    for (; first_ < tiles; first_ += section, round_ = first_, forwards_ = true) {
+    const int section = params_.last_tiles_first ? params_.by_tiles_per_section.number() : tiles;
+    while (first_ < tiles) {
       const int end = min(first_ + section, tiles);
-      // Behind the block that had the last one's end: sections may hold fewer tiles than there are
-      // blocks.
-      const int turn = (block + blocks - first_ % blocks) % blocks;
       while (round_ < end) {
-        const int position = round_ + (forwards_ ? turn : blocks - 1 - turn);
+        const int position = round_ + (forwards_ ? turn_ : blocks - 1 - turn_);
         round_ += blocks;
         forwards_ = !forwards_;
         if (position < end) {
@@ -108,14 +103,21 @@ class TileWalk {
           return true;
         }
       }
+      first_ += section;
+      round_ = first_;
+      forwards_ = true;
+      // Behind the block that had this one's end: sections may hold fewer tiles than there are blocks.
+      turn_ -= params_.turns_per_section;
+      if (turn_ < 0) turn_ += blocks;
     }
     return false;
   }
 
  private:
-  const Params& params_;
-  int first_ = 0;  // position of the section
-  int round_ = 0;  // position of the round
+  const TileParams& params_;
+  int turn_ = static_cast<int>(blockIdx.x);  // of this block in a round of the section
+  int first_ = 0;                            // position of the section
+  int round_ = 0;                            // position of the round
   bool forwards_ = true;
 };
 
@@ -137,15 +139,15 @@ struct alignas(16) TilePart {
   // The whole tile. Those of a head come together, as they read the same keys.
   template <class Traits>
   static __device__ __forceinline__ TilePart at(const SplitParams& params, int position) {
-    const int rank = position % params.tiles_per_head;
-    const int head = position / params.tiles_per_head;
+    const int head = params.by_tiles_per_head.quotient(position);
+    const int rank = position - head * params.tiles_per_head;
     const int tile = params.last_tiles_first ? params.tiles_per_head - 1 - rank : rank;
     const int queries = params.groups_per_tile * params.queries_per_group;
-    const int head_kv = head / params.chunks;
+    const int head_kv = params.by_chunks.quotient(head);
     TilePart result;
-    result.batch = head_kv / params.heads_kv;
-    result.head_kv = head_kv % params.heads_kv;
-    result.head = head % params.chunks * params.packed_heads;
+    result.batch = params.by_heads_kv.quotient(head_kv);
+    result.head_kv = head_kv - result.batch * params.heads_kv;
+    result.head = (head - head_kv * params.chunks) * params.packed_heads;
     result.first_row = tile * queries;
     const int shift = step_shift<Traits>(params, result.first_row, queries);
     const Steps<Traits> steps(params, result.first_row, queries, shift);
@@ -233,7 +235,7 @@ class PartWalk {
 // ---- either -----------------------------------------------------------------------------------------
 
 template <class Traits>
-using ParamsOf = std::conditional_t<Traits::kSplit, SplitParams, Params>;
+using ParamsOf = std::conditional_t<Traits::kSplit, SplitParams, TileParams>;
 template <class Traits>
 using TileOf = std::conditional_t<Traits::kSplit, TilePart, Tile>;
 template <class Traits>

@@ -137,6 +137,9 @@ void fill_params(const AttentionProblem& p, const AttentionPlan& plan, const Pac
   params->groups_per_tile = static_cast<int32_t>(tiles.groups_per_tile);
   params->heads_kv = static_cast<int32_t>(p.heads_kv);
   params->chunks = static_cast<int32_t>(tiles.chunks);
+  params->by_tiles_per_head = Divisor::of(static_cast<uint32_t>(plan.tiles_per_head));
+  params->by_heads_kv = Divisor::of(static_cast<uint32_t>(p.heads_kv));
+  params->by_chunks = Divisor::of(static_cast<uint32_t>(tiles.chunks));
   params->shares = 0;
   if (plan.parts == 0) return;
   const Entry& entry = *static_cast<const Entry*>(plan.entry);

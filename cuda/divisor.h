@@ -23,6 +23,7 @@ struct Divisor {
   }
 
 #ifdef __CUDACC__
+  __device__ __forceinline__ int number() const { return static_cast<int>(value); }
   __device__ __forceinline__ int quotient(int number) const {
     const uint32_t n = static_cast<uint32_t>(number);
     return static_cast<int>(multiplier == 0 ? n : __umulhi(n, multiplier) >> shift);
