@@ -92,6 +92,11 @@ def test_roles_divide_the_registers(instructions: dict[tuple[str, Kernel], Count
         sass.check_roles_divide_the_registers(code, opcodes)
 
 
+def test_loads_come_first(instructions: dict[tuple[str, Kernel], Counter[str]]) -> None:
+    for code, opcodes in instructions.items():
+        sass.check_loads_come_first(code, opcodes)
+
+
 def test_launches_wait_for_what_is_ahead_of_them(
     instructions: dict[tuple[str, Kernel], Counter[str]],
 ) -> None:

@@ -1254,11 +1254,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 
   const int warp = __shfl_sync(kFullWarp, thread / kThreadsPerWarp, 0);
-  const int group = warp / 4;
-  if (group == 0) {
-    load<Traits>(params, shared, warp);
+  // Asked so, and not whether it is 0, ptxas puts the code that loads first: nothing starts without it, and
+  // behind other kernels code has to come from the memory.
+  if (warp >= 4) {
+    consume<Traits>(params, shared, warp / 4 - 1);
   } else {
-    consume<Traits>(params, shared, group - 1);
+    load<Traits>(params, shared, warp);
   }
   // The other block of the cluster may still load to this one, or arrive at its barriers.
   __syncwarp();

@@ -306,6 +306,20 @@ Bias bias_of(const ExpertBias& bias) {
           bias.dtype == Dtype::kFloat32 ? 1 : 0};
 }
 
+// Of a product that sums over `summed` columns, so many of which are a stage.
+Schedule schedule_of(const flashmoe_moe_stage& stage, int lead, int columns, int64_t summed,
+                     const Weights& weights) {
+  const auto by = [](int64_t value) { return Divisor::of(static_cast<uint32_t>(value)); };
+  return {stage.stages,
+          stage.tile_tokens,
+          lead,
+          columns,
+          groups_of(stage.stages),
+          by(stage.tile_tokens),
+          by(ceil_div(summed, columns)),
+          by(ceil_div(weights.rows, weights.tile_rows))};
+}
+
 flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* workspace,
                        void* stream) {
   const DeviceGuard guard(p.device.device_id);
@@ -333,10 +347,9 @@ flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* wo
 
   UpParams up = {};
   up.routing = routing;
-  up.schedule = {up_stage.stages, up_stage.tile_tokens, lead, columns.up,
-                 groups_of(up_stage.stages)};
   up.weights =
       p.gated ? pair_of(p.gate, p.up, p.inner, p.hidden) : halves_of(p.up, p.inner, p.hidden);
+  up.schedule = schedule_of(up_stage, lead, columns.up, p.hidden, up.weights);
   up.bias[0] = bias_of(p.gated ? p.gate_bias : p.up_bias);
   up.bias[1] = bias_of(p.up_bias);
   up.x = static_cast<const uint16_t*>(p.x);
@@ -358,9 +371,8 @@ flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* wo
 
   DownParams down = {};
   down.routing = routing;
-  down.schedule = {down_stage.stages, down_stage.tile_tokens, 0, columns.down,
-                   groups_of(down_stage.stages)};
   down.weights = halves_of(p.down, p.hidden, p.inner);
+  down.schedule = schedule_of(down_stage, 0, columns.down, p.inner, down.weights);
   down.bias = bias_of(p.down_bias);
   down.a = a;
   down.a_stride = p.inner;

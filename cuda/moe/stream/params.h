@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cuda/divisor.h"
+
 namespace flashmoe::moe::stream {
 
 // Experts' weights [experts, rows, columns] as pairs of 8 rows that make the 16 of one product: of a
@@ -45,6 +47,10 @@ struct Schedule {
   // Of the bulk kernels, whose stages are a block's:
   int32_t stage_columns;
   int32_t groups;  // of warps, which take stages in turn; a power of 2 that divides the stages
+  // What the first loads wait for:
+  Divisor by_entry_tokens;
+  Divisor by_unit_stages;  // stages of all columns
+  Divisor by_units;        // of an entry
 };
 
 struct UpParams {

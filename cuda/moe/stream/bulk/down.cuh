@@ -39,7 +39,6 @@ struct DownMemory {
 struct DownWork {
   const DownParams& params;
   Experts experts;
-  int unit_stages;
   int stripe_stages;
   int64_t stages;  // of all stripes
   int64_t blocks;  // that have stages: each that has, has one at least
@@ -50,10 +49,8 @@ struct DownWork {
 
   __device__ __forceinline__ DownWork(const DownParams& p, const Experts& e)
       : params(p), experts(e) {
-    const int columns = p.schedule.stage_columns;
-    unit_stages = (p.weights.columns + columns - 1) / columns;
-    stripe_stages = e.entries * unit_stages;
-    stages = static_cast<int64_t>((p.weights.rows + kRows - 1) / kRows) * stripe_stages;
+    stripe_stages = e.entries * p.schedule.by_unit_stages.number();
+    stages = static_cast<int64_t>(p.schedule.by_units.number()) * stripe_stages;
     blocks = min(static_cast<int64_t>(gridDim.x), stages);
     first_stripe = first_stage = end_stage = 0;
     last_stripe = -1;
@@ -97,11 +94,14 @@ struct DownWalk {
     stripe = of_stripe;
     if (done()) return;
     stage = work.begin(stripe);
-    entry = stage / work.unit_stages;
-    chunk = stage - entry * work.unit_stages;
+    entry = by_unit_stages().quotient(stage);
+    chunk = stage - entry * by_unit_stages().number();
     record = work.experts.find(entry);
   }
 
+  __device__ __forceinline__ const Divisor& by_unit_stages() const {
+    return work.params.schedule.by_unit_stages;
+  }
   __device__ __forceinline__ bool done() const { return stripe > work.last_stripe; }
   __device__ __forceinline__ Unit unit() {
     return unit_of(work.experts, entry, record, stripe * kRows, work.params.schedule.entry_tokens);
@@ -118,7 +118,7 @@ struct DownWalk {
       enter(stripe + 1);
       return false;
     }
-    if (++chunk < work.unit_stages) return true;
+    if (++chunk < by_unit_stages().number()) return true;
     chunk = 0;
     ++entry;
     return false;
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int warp = warp_index();
   if (warp == kConsumers) {
     const Experts experts =
-        find_experts_by_warp(routing, params.schedule.entry_tokens, shared.records());
+        find_experts_by_warp(routing, params.schedule.by_entry_tokens, shared.records());
     if (lane_index() == 0) found = make_int2(experts.count, experts.entries);
     __syncwarp();
     ptx::named_barrier_arrive(kSlotsBarrier, kBlockThreads);

@@ -282,11 +282,13 @@ struct Consumer {
 };
 
 // find_experts by one warp, without the others.
-__device__ __forceinline__ Experts find_experts_by_warp(const Routing& routing, int entry_tokens,
+__device__ __forceinline__ Experts find_experts_by_warp(const Routing& routing,
+                                                        const Divisor& by_entry_tokens,
                                                         Record* records) {
   constexpr int kBatch = 4;  // experts of a lane whose offsets come together
   const int pairs = routing.tokens * routing.top_k;
   const int lane = lane_index();
+  const int entry_tokens = by_entry_tokens.number();
   int count = 0;
   int entries = 0;
 #pragma unroll 1
@@ -304,7 +306,7 @@ __device__ __forceinline__ Experts find_experts_by_warp(const Routing& routing, 
     for (int i = 0; i < kBatch; ++i) {
       begin[i] = min(max(begin[i], 0), pairs);
       end[i] = min(max(end[i], 0), pairs);
-      const int own = (max(end[i] - begin[i], 0) + entry_tokens - 1) / entry_tokens;
+      const int own = by_entry_tokens.quotient(max(end[i] - begin[i], 0) + entry_tokens - 1);
       const uint32_t active = __ballot_sync(kFullWarp, own > 0);
       const int actives_before = __popc(active & ((1u << lane) - 1));
       int before = actives_before;

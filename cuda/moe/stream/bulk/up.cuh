@@ -38,15 +38,13 @@ struct UpWork {
   const UpParams& params;
   const int* slot_tokens;
   Experts experts;
-  int tiles;  // units of an entry
   int units;
 
   __device__ __forceinline__ UpWork(const UpParams& p, const int* tokens, const Experts& e)
       : params(p),
         slot_tokens(tokens),
         experts(e),
-        tiles((p.weights.rows + p.weights.tile_rows - 1) / p.weights.tile_rows),
-        units(e.entries * tiles) {}
+        units(e.entries * p.schedule.by_units.number()) {}
 
   __device__ __forceinline__ const uint16_t* token(int slot) const {
     return params.x + slot_tokens[slot] * params.x_stride;
@@ -64,9 +62,10 @@ struct UpWalk {
 
   __device__ __forceinline__ bool done() const { return index >= work.units; }
   __device__ __forceinline__ Unit unit() {
-    const int entry = index / work.tiles;
+    const Divisor& by_units = work.params.schedule.by_units;
+    const int entry = by_units.quotient(index);
     return unit_of(work.experts, entry, record,
-                   (index - entry * work.tiles) * work.params.weights.tile_rows,
+                   (index - entry * by_units.number()) * work.params.weights.tile_rows,
                    work.params.schedule.entry_tokens);
   }
   __device__ __forceinline__ int column() const { return at; }
@@ -85,13 +84,11 @@ struct UpWalk {
 
 __device__ __forceinline__ void produce_up(const UpWork& work, const Ring& ring) {
   const Schedule& schedule = work.params.schedule;
-  const int blocks = static_cast<int>(gridDim.x);
-  const int units = (work.units - static_cast<int>(blockIdx.x) + blocks - 1) / blocks;
-  const int unit_stages =
-      (work.params.weights.columns + schedule.stage_columns - 1) / schedule.stage_columns;
-  int left = units * unit_stages - schedule.stages;
   Producer<UpWalk> producer = {UpWalk(work), ring};
   producer.begin();
+  const int blocks = static_cast<int>(gridDim.x);
+  const int units = (work.units - static_cast<int>(blockIdx.x) + blocks - 1) / blocks;
+  int left = units * schedule.by_unit_stages.number() - schedule.stages;
   if (left <= schedule.trigger_lead) ptx::launch_dependents();
   while (!producer.walk.done()) {
     producer.copy_next();
@@ -161,7 +158,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int warp = warp_index();
   if (warp == kConsumers) {
     const Experts experts =
-        find_experts_by_warp(routing, params.schedule.entry_tokens, shared.records());
+        find_experts_by_warp(routing, params.schedule.by_entry_tokens, shared.records());
     if (lane_index() == 0) found = make_int2(experts.count, experts.entries);
   } else {
     const int pairs = routing.tokens * routing.top_k;
