@@ -108,15 +108,18 @@ nb::object moe_route(nb::handle logits, nb::handle top_k, nb::handle scoring,
 }
 
 nb::object moe_route_given(nb::handle ids, nb::handle weights, nb::handle num_experts,
-                           nb::handle expert_map, nb::handle out, nb::handle stream) {
+                           nb::handle renormalize, nb::handle scale, nb::handle expert_map,
+                           nb::handle out, nb::handle stream) {
   static nb::object* otherwise = nullptr;
   const int64_t experts =
       parse_integer("num_experts", num_experts, 1, kMaxExperts, "are 1 to 1024");
   const TensorType* type = tensor_type(ids);
   if (type == nullptr) {
-    return dispatch(&otherwise, "moe_route_given", ids, weights, experts, expert_map, out, stream);
+    return dispatch(&otherwise, "moe_route_given", ids, weights, experts, renormalize, scale,
+                    expert_map, out, stream);
   }
   RouteCall call;
+  call.parse_weights(renormalize, scale);
   const Caller caller(kMoeWords, *type, "ids", ids);
   caller.borrow("ids", ids, &call.given_ids);
   caller.borrow_optional("weights", weights, &call.given_weights);
@@ -212,8 +215,8 @@ void define_moe(nb::module_& module) {
              nb::arg("out").none(), nb::arg("stream").none(),
              "flashmoe_science.moe_route with all of its arguments.");
   module.def("moe_route_given", &moe_route_given, nb::arg("ids").none(), nb::arg("weights").none(),
-             nb::arg("num_experts").none(), nb::arg("expert_map").none(), nb::arg("out").none(),
-             nb::arg("stream").none(),
+             nb::arg("num_experts").none(), nb::arg("renormalize").none(), nb::arg("scale").none(),
+             nb::arg("expert_map").none(), nb::arg("out").none(), nb::arg("stream").none(),
              "flashmoe_science.moe_route_given with all of its arguments.");
   module.def("bind_moe_forward", &NativeFunction<&moe_forward>::like, nb::arg("function"),
              "moe_forward with the signature of a Python function: see bind_flash_attention.");

@@ -57,12 +57,13 @@ void view_arguments(const nb::dict& tensors, Call* call) {
 
 // The kernel's name stays that of the string in `options`.
 void parse_options(const nb::dict& options, RouteCall* call) {
-  if (!item(options, "num_experts").is_none()) return;  // ids are given
-  const nb::object scoring = item(options, "scoring");
   const nb::object renormalize = item(options, "renormalize");
+  const nb::object scale = item(options, "scale");
+  const bool ids_are_given = !item(options, "num_experts").is_none();
+  if (ids_are_given) return call->parse_weights(renormalize, scale);
+  const nb::object scoring = item(options, "scoring");
   const nb::object num_groups = item(options, "num_groups");
   const nb::object top_groups = item(options, "top_groups");
-  const nb::object scale = item(options, "scale");
   call->parse({scoring, renormalize, num_groups, top_groups, scale});
 }
 

@@ -80,7 +80,6 @@ struct RouteCall {
 
   void parse(const RouteOptions& options) {
     params.scoring = parse_scoring(options.scoring);
-    params.renormalize = parse_flag("renormalize", options.renormalize);
     params.num_groups = static_cast<int32_t>(parse_integer(
         "num_groups", options.num_groups, 1, kMaxExperts, "are 1, for none, and divisors of E"));
     if (!options.top_groups.is_none()) {
@@ -88,7 +87,12 @@ struct RouteCall {
           static_cast<int32_t>(parse_integer("top_groups", options.top_groups, 1, kMaxExperts,
                                              "are 1 to num_groups, or None without groups"));
     }
-    params.scale = parse_factor("scale", options.scale);
+    parse_weights(options.renormalize, options.scale);
+  }
+  // What is done to the scores, be they given.
+  void parse_weights(nb::handle renormalize, nb::handle scale) {
+    params.renormalize = parse_flag("renormalize", renormalize);
+    params.scale = parse_factor("scale", scale);
   }
 
   const TensorView& first() const { return logits.get() != nullptr ? logits : given_ids; }

@@ -132,7 +132,10 @@ def calls(module: Any) -> tuple[Call, ...]:
             "moe_route_with_lse", _biased_logits,
         ),
         Call(
-            "route-given", lambda i, w: tuple(given(i, w, num_experts=EXPERTS - 2))[:5],
+            "route-given",
+            lambda i, w: tuple(
+                given(i, w, num_experts=EXPERTS - 2, renormalize=True, scale=2.5)
+            )[:5],
             "moe_route_given", _ids,
         ),
         Call(

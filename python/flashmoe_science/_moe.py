@@ -156,14 +156,22 @@ def moe_route(
 
 
 def moe_route_given(
-    ids: Any, weights: Any, num_experts: int, expert_map: Any, out: Any, stream: Any
+    ids: Any,
+    weights: Any,
+    num_experts: int,
+    renormalize: Any,
+    scale: Any,
+    expert_map: Any,
+    out: Any,
+    stream: Any,
 ) -> MoeRouting:
     outputs = _present(**_parts("out", out)) if out is not None else {}
     inputs = {"ids": ids} | _present(weights=weights, expert_map=expert_map)
     calls = _Calls(inputs, stream, {f"out.{name}": part for name, part in outputs.items()})
     renamed = {"ids": "given_ids", "weights": "given_weights"}
     tensors = {renamed.get(name, name): tensor for name, tensor in inputs.items()}
-    made = calls.run("route", tensors | outputs, {"num_experts": num_experts})
+    options = {"num_experts": num_experts, "renormalize": renormalize, "scale": scale}
+    made = calls.run("route", tensors | outputs, options)
     return _routing(made) if out is None else out
 
 

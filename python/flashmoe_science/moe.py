@@ -100,6 +100,8 @@ def moe_route_given(
     weights: Any = None,
     *,
     num_experts: int,
+    renormalize: bool = False,
+    scale: float = 1.0,
     expert_map: Any = None,
     out: MoeRouting | None = None,
     stream: object = None,
@@ -114,6 +116,9 @@ def moe_route_given(
         ids: [T, K] int32 or int64, last stride 1; K at most 32, T * K at most 2**31 - 2**16.
         weights: [T, K] fp16, bf16 or fp32, last stride 1; None is 1 for each.
         num_experts: E, from 1 to 1024: the experts of this call.
+        renormalize: Divide the weights of a token by the sum of all K, not mine included, where
+            that is not 0.
+        scale: As in moe_route.
         expert_map: [any] int32: the expert of this call for each id; an id beyond it is not mine.
             None takes ids as they are.
         out, stream: As in moe_route.
@@ -124,7 +129,7 @@ def moe_route_given(
     Raises: What flash_attention raises. A message names the argument, or the tensor of `out`.
     """
     return _core.moe_route_given(  # type: ignore[return-value]
-        ids, weights, num_experts, expert_map, out, stream
+        ids, weights, num_experts, renormalize, scale, expert_map, out, stream
     )
 
 

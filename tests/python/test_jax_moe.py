@@ -76,9 +76,10 @@ def test_route_given() -> None:
 
     @jax.jit
     def route(ids: Any, weights: Any, expert_map: Any) -> Any:
-        return fm.moe_route_given(ids, weights, num_experts=3, expert_map=expert_map)
+        return fm.moe_route_given(ids, weights, num_experts=3, expert_map=expert_map, **options)
 
-    want = moe_oracle.route_given(ids, weights, num_experts=3, expert_map=expert_map)
+    options = {"renormalize": True, "scale": 0.5}
+    want = moe_oracle.route_given(ids, weights, num_experts=3, expert_map=expert_map, **options)
     moe_oracle.assert_routed(host(route(ids, weights, expert_map)), want)
     plain = jax.jit(lambda ids: fm.moe_route_given(ids, num_experts=4))(ids)
     moe_oracle.assert_routed(host(plain), moe_oracle.route_given(ids, None, num_experts=4))

@@ -85,16 +85,20 @@ def test_counts(producer: Producer) -> None:
 @PRODUCERS
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
-def test_route_given(producer: Producer, mapped: bool, kind: type) -> None:
+@pytest.mark.parametrize("options", [{}, {"renormalize": True, "scale": 2.5}], ids=str)
+def test_route_given(
+    producer: Producer, mapped: bool, kind: type, options: dict[str, Any]
+) -> None:
     if producer.name == "jax" and kind is np.int64:
         pytest.skip("JAX has no int64 unless it is asked for")
     rng = np.random.default_rng(2)
     ids = rng.integers(-2, 12, (41, 4)).astype(kind)
     weights = rng.random((41, 4), np.float32)
     expert_map = rng.integers(-3, 8, 10).astype(np.int32) if mapped else None
-    want = moe_oracle.route_given(ids, weights, num_experts=5, expert_map=expert_map)
+    chosen = {"num_experts": 5, "expert_map": expert_map} | options
+    want = moe_oracle.route_given(ids, weights, **chosen)
     assert (want.ids == -1).any() and (want.ids >= 0).any()
-    given: dict[str, Any] = {"num_experts": 5}
+    given: dict[str, Any] = {"num_experts": 5} | options
     if mapped:
         given["expert_map"] = producer.as_is(expert_map)
     got = fm.moe_route_given(producer.as_is(ids), producer.as_is(weights), **given)
@@ -103,9 +107,7 @@ def test_route_given(producer: Producer, mapped: bool, kind: type) -> None:
     assert got.lse is None
     moe_oracle.assert_routed(host(got), want)
     without = fm.moe_route_given(producer.as_is(ids), **given)
-    moe_oracle.assert_routed(
-        host(without), moe_oracle.route_given(ids, num_experts=5, expert_map=expert_map)
-    )
+    moe_oracle.assert_routed(host(without), moe_oracle.route_given(ids, **chosen))
 
 
 def test_ids_of_great_size_are_not_mine() -> None:

@@ -135,15 +135,21 @@ def test_any_given_ids(data: st.DataObject) -> None:
     if draw(st.booleans()):
         expert_map = rng.integers(-2, experts + 2, draw(st.integers(0, 60))).astype(np.int32)
     weights = draw(st.sampled_from((None, "fp32", "fp16", "bf16")))
+    options = {"renormalize": draw(st.booleans()), "scale": draw(st.sampled_from((1.0, -2.5)))}
     producer = draw(st.sampled_from(FRAMEWORKS))
     if weights is not None:
-        weights = producers.cast(rng.standard_normal(ids.shape, np.float32), weights)
-    want = moe_oracle.route_given(ids, weights, num_experts=experts, expert_map=expert_map)
+        # Of one sign where they are divided by their sum, which else may be of rounding errors.
+        values = rng.random if options["renormalize"] else rng.standard_normal
+        weights = producers.cast(values(ids.shape, np.float32), weights)
+    want = moe_oracle.route_given(
+        ids, weights, num_experts=experts, expert_map=expert_map, **options
+    )
     got = fm.moe_route_given(
         producer.as_is(ids),
         None if weights is None else producer.make(weights, name_of(weights)),
         num_experts=experts,
         expert_map=None if expert_map is None else producer.as_is(expert_map),
+        **options,
     )
     moe_oracle.assert_routed(got, want)
 

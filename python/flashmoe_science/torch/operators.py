@@ -360,19 +360,27 @@ _route_with_lse = _define(
 )  # fmt: skip
 
 
-def _route_given_fake(ids: Any, weights: Any, num_experts: int, expert_map: Any) -> Any:
+def _route_given_fake(
+    ids: Any, weights: Any, num_experts: int, renormalize: bool, scale: float, expert_map: Any
+) -> Any:
     _check_rank("ids", ids, 2)
     return _empty_routing(ids, ids.shape[0], num_experts, ids.shape[1])
 
 
-def _route_given_kernel(ids: Any, weights: Any, num_experts: int, expert_map: Any) -> Any:
-    routing = fm.moe_route_given(ids, weights, num_experts=num_experts, expert_map=expert_map)
+def _route_given_kernel(
+    ids: Any, weights: Any, num_experts: int, renormalize: bool, scale: float, expert_map: Any
+) -> Any:
+    routing = fm.moe_route_given(
+        ids, weights, num_experts=num_experts, renormalize=renormalize, scale=scale,
+        expert_map=expert_map,
+    )  # fmt: skip
     return tuple(routing)[:-1]
 
 
 _route_given = _define(
     "moe_route_given", _MOE,
-    f"(Tensor ids, Tensor? weights, int num_experts, Tensor? expert_map) -> {_PARTS})",
+    "(Tensor ids, Tensor? weights, int num_experts, bool renormalize, float scale, "
+    f"Tensor? expert_map) -> {_PARTS})",
     _route_given_kernel, _route_given_fake,
 )  # fmt: skip
 
@@ -411,6 +419,8 @@ def moe_route_given(
     weights: torch.Tensor | None = None,
     *,
     num_experts: int,
+    renormalize: bool = False,
+    scale: float = 1.0,
     expert_map: torch.Tensor | None = None,
     out: MoeRouting | None = None,
     stream: object = None,
@@ -418,10 +428,12 @@ def moe_route_given(
     """flashmoe_science.moe_route_given, which see. In a graph, out and stream are None."""
     if _has_memory(ids):
         return fm.moe_route_given(
-            ids, weights, num_experts=num_experts, expert_map=expert_map, out=out, stream=stream
-        )
+            ids, weights, num_experts=num_experts, renormalize=renormalize, scale=scale,
+            expert_map=expert_map, out=out, stream=stream,
+        )  # fmt: skip
     _refuse_outputs(out=out, stream=stream)
-    return MoeRouting(*_route_given(ids, weights, num_experts, expert_map))
+    parts = _route_given(ids, weights, num_experts, renormalize, scale, expert_map)
+    return MoeRouting(*parts)
 
 
 # ---- the layer -------------------------------------------------------------------------------
