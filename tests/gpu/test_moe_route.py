@@ -143,7 +143,10 @@ def test_a_selection_bias_without_groups(experts: int, values: str) -> None:
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("weights", [None, "fp32", "bf16", "fp16"])
-def test_given_ids(kind: torch.dtype, mapped: bool, weights: str | None) -> None:
+@pytest.mark.parametrize("options", [{}, {"renormalize": True, "scale": 2.5}], ids=str)
+def test_given_ids(
+    kind: torch.dtype, mapped: bool, weights: str | None, options: dict[str, Any]
+) -> None:
     for tokens in TOKENS:
         for experts, top_k in ((1, 1), (7, 7), (60, 4), (257, 8), (1024, 32)):
             g = generator(tokens + experts)
@@ -158,10 +161,12 @@ def test_given_ids(kind: torch.dtype, mapped: bool, weights: str | None) -> None
                                            device=DEVICE).int()  # fmt: skip
             given = None
             if weights is not None:
-                given = torch.randn(tokens, top_k, generator=g, device=DEVICE).to(DTYPES[weights])
-            got = fm.moe_route_given(ids, given, num_experts=experts, expert_map=expert_map)
-            moe_oracle.assert_routed(got, moe_oracle.route_given(
-                ids, given, num_experts=experts, expert_map=expert_map))  # fmt: skip
+                # Of one sign where they are divided by their sum, which else may be rounding errors.
+                draw = torch.rand if options else torch.randn
+                given = draw(tokens, top_k, generator=g, device=DEVICE).to(DTYPES[weights])
+            chosen = {"num_experts": experts, "expert_map": expert_map} | options
+            got = fm.moe_route_given(ids, given, **chosen)
+            moe_oracle.assert_routed(got, moe_oracle.route_given(ids, given, **chosen))
 
 
 def test_all_tokens_to_one_expert_and_none_to_others() -> None:

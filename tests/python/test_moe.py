@@ -86,9 +86,7 @@ def test_counts(producer: Producer) -> None:
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
 @pytest.mark.parametrize("options", [{}, {"renormalize": True, "scale": 2.5}], ids=str)
-def test_route_given(
-    producer: Producer, mapped: bool, kind: type, options: dict[str, Any]
-) -> None:
+def test_route_given(producer: Producer, mapped: bool, kind: type, options: dict[str, Any]) -> None:
     if producer.name == "jax" and kind is np.int64:
         pytest.skip("JAX has no int64 unless it is asked for")
     rng = np.random.default_rng(2)
