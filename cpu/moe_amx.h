@@ -16,6 +16,9 @@
 //
 // Included after cpu/moe_few_rows.h and cpu/bf16_pair_product.h, with kGroupRows the rows of a tile.
 
+constexpr int64_t kTiledRows = 256;      // most of a tile of a product
+constexpr int64_t kTiledColumns = 4096;  // of it: enough tiles for some threads
+
 // The scratch of one thread, in words.
 struct TileScratch {
   static constexpr int64_t kRows = 1 << 18;
@@ -76,7 +79,7 @@ class TiledRows {
   static constexpr int64_t kWideColumns = 2048;    // of a chunk of each matrix
   static constexpr int64_t kTogether = 8;  // words of a panel, packed before those of the next
   static_assert(kGroupRows == kEdge && kLanes == kEdge && kPanelVectors == 2);
-  static_assert(TileScratch::kRows >= kMostRows * kEdge);
+  static_assert(TileScratch::kRows >= kTiledRows * kEdge);
 
   // All eight tiles are whole ones. What the thread had in tiles is lost.
   struct Use {
@@ -385,7 +388,6 @@ class TiledRows {
 
 // Of fewer rows of x, weights whose columns are contiguous are multiplied as they stream by.
 constexpr int64_t kFewestTiledRows = 4;
-constexpr int64_t kTiledColumns = 4096;  // of a tile: enough tiles for some threads
 
 inline void multiply_in_tiles(const MoeTile& tile, void* scratch) {
   static_assert(MoeScratch::kBytes <= TileScratch::kBytes);
@@ -398,7 +400,13 @@ inline void multiply_in_tiles(const MoeTile& tile, void* scratch) {
 }
 
 constexpr MoeKernel tiled_kernel(const char* isa) {
-  return {isa,           kMostRows, kTiledColumns,       kMostRows * kTiledColumns,
-          kGroupRows,    0,         TileScratch::kBytes, multiply_in_tiles,
+  return {isa,
+          kTiledRows,
+          {kTiledColumns, kTiledColumns},
+          kTiledRows * kTiledColumns,
+          kGroupRows,
+          0,
+          TileScratch::kBytes,
+          multiply_in_tiles,
           add_rows<Bf16>};
 }

@@ -12,8 +12,15 @@ constexpr int64_t kMostFewRows = 6 * Simd::kDotRows;  // above, packing pays
 constexpr int64_t kFewWords = 2048;                   // of depth at a time, of few rows
 // One vector more than a power of two, so that rows do not share cache sets.
 constexpr int64_t kFewStride = kFewWords + kLanes;
-constexpr int64_t kBlockWords = 256;   // of depth at a time, of many rows
-constexpr int64_t kMostColumns = 512;  // of all matrices together, of a tile of many rows
+
+// Of many rows. Where columns are contiguous each word of depth is a page of its own: few at a time, and
+// many columns of each.
+constexpr int64_t kMostRows = 384;
+constexpr int64_t kBlockWords = 256;        // of depth at a time
+constexpr int64_t kBlockWordsByColumns = 64;
+constexpr int64_t kTileColumns = 512;       // of all matrices together
+constexpr int64_t kTileColumnsByColumns = 1024;
+constexpr int64_t kMostRowsByColumns = 288;
 
 // The scratch of one thread, for few rows and for many in vector registers.
 struct MoeScratch {
@@ -21,7 +28,8 @@ struct MoeScratch {
   static constexpr int64_t kFewRows = kMostFewRows * kFewStride;
   static constexpr int64_t kRows = kManyRows > kFewRows ? kManyRows : kFewRows;
   static constexpr int64_t kPanelWords = kBlockWords * kPanel;
-  static constexpr int64_t kSums = kMostRows * kMostColumns;
+  static constexpr int64_t kSums = kMostRowsByColumns * kTileColumnsByColumns;
+  static_assert(kSums >= kMostRows * kTileColumns);
   static constexpr size_t kBytes = (kRows + kPanelWords + kSums) * sizeof(float);
 
   float* rows;   // many: [groups][words of the block][kGroupRows]; few: [rows][kFewStride]
@@ -47,7 +55,8 @@ class FewRows : MoeTileSums<typename Product::Element> {
   static constexpr int kAxpyWords = kAxpyRegisters / kAxpyVectors;
   static constexpr int kAxpyLeast = kDepthUnit / kPack;
 
-  FewRows(const MoeTile& tile, const MoeScratch& scratch) : Base(tile, scratch.sums), s_(scratch) {}
+  FewRows(const MoeTile& tile, const MoeScratch& scratch)
+      : Base(tile, scratch.sums, tile.rows), s_(scratch) {}
 
   void compute() {
     for (int m = 0; m < tile_.matrices; ++m) {

@@ -39,11 +39,13 @@ struct Workspace {
 };
 
 Tiling up_tiling(const Problem& p, const MoeKernel& kernel) {
-  return choose_tiling(kernel, p.tokens * p.top_k, p.experts, p.hidden, p.inner, p.gated ? 2 : 1);
+  return choose_tiling(kernel, {p.tokens * p.top_k, p.tokens == 1, p.experts, p.hidden, p.inner,
+                                p.gated ? 2 : 1, p.up.column_stride != 1});
 }
 
 Tiling down_tiling(const Problem& p, const MoeKernel& kernel) {
-  return choose_tiling(kernel, p.tokens * p.top_k, p.experts, p.inner, p.hidden, 1);
+  return choose_tiling(kernel, {p.tokens * p.top_k, p.tokens == 1, p.experts, p.inner, p.hidden, 1,
+                                p.down.column_stride != 1});
 }
 
 int32_t combine_threads(const Problem& p) {

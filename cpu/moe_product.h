@@ -19,14 +19,19 @@ class ManyRows : MoeTileSums<typename Product::Element> {
   using Element = typename Product::Element;
   using Base = MoeTileSums<Element>;
   static constexpr int kPack = Product::kPack;
+  // Words of depth that are summed in one go: see Product::kScoreRun. Errors of a product here are not
+  // exponentiated, and sums of 16-bit numbers may run on: their own rounding is the greater one.
+  static constexpr int64_t kRun = sizeof(Element) < sizeof(float) ? kBlockWords
+                                  : Simd::kFused                  ? 64
+                                                                  : 32;
 
   ManyRows(const MoeTile& tile, const MoeScratch& scratch)
       : Base(tile, scratch.sums), s_(scratch) {}
 
   void compute() {
     const int64_t words = tile_.depth / kPack;
-    for (int64_t word = 0; word < words; word += kBlockWords) {
-      const int64_t steps = smaller(kBlockWords, words - word);
+    for (int64_t word = 0; word < words; word += block_) {
+      const int64_t steps = smaller(block_, words - word);
       pack_rows(word, steps);
       for (int m = 0; m < tile_.matrices; ++m) {
         for (int64_t panel = 0; panel < this->panels_; ++panel) {
@@ -55,30 +60,27 @@ class ManyRows : MoeTileSums<typename Product::Element> {
   Panel next_of(const Panel& p, int64_t words) const {
     if (p.panel + 1 < this->panels_) return {p.m, p.panel + 1, p.word, p.steps};
     if (p.m + 1 < tile_.matrices) return {p.m + 1, 0, p.word, p.steps};
-    const int64_t word = p.word + kBlockWords;
-    return {0, 0, word, clamp(words - word, 0, kBlockWords)};
+    const int64_t word = p.word + block_;
+    return {0, 0, word, clamp(words - word, 0, block_)};
   }
 
   // Fetches the weights of what comes next into the second level of the cache, a few lines at a time: many
   // at once fill the buffers of outstanding misses, and the products wait. Where depth is contiguous
-  // that is the next panel. Where columns are, each word of depth has a page of its own, and the next
-  // kFetchPanels panels are fetched together, a part of their depth with each of as many panels.
+  // that is the next panel. Where columns are, each word of depth has a page of its own, and all panels
+  // of the next block are fetched together, a part of their depth with each panel of this one.
   class Fetch {
    public:
     // While panel `p` is multiplied, in `times` calls of some_lines.
     Fetch(const ManyRows& tile, const Panel& p, int64_t words, int64_t times) {
-      const int64_t first = p.panel / kFetchPanels * kFetchPanels;
-      const int64_t panels = smaller(kFetchPanels, tile.panels_ - first);
       const Panel next = tile.next_of(p, words);
-      const Panel group = tile.next_of({p.m, first + panels - 1, p.word, p.steps}, words);
+      const Panel block = tile.next_of({p.m, tile.panels_ - 1, p.word, p.steps}, words);
       if (next.steps > 0 && tile.depth_is_contiguous(next.m)) {
         const int64_t columns = smaller(kPanel, tile.tile_.columns - next.column());
         fetch(tile, next, 0, next.steps * kPack, columns, times);
-      } else if (group.steps > 0 && !tile.depth_is_contiguous(group.m)) {
-        const int64_t depth = group.steps * kPack;
-        const int64_t columns = smaller(kFetchPanels * kPanel, tile.tile_.columns - group.column());
-        fetch(tile, group, depth * (p.panel - first) / panels,
-              depth * (p.panel - first + 1) / panels, columns, times);
+      } else if (block.steps > 0 && !tile.depth_is_contiguous(block.m)) {
+        const int64_t depth = block.steps * kPack;
+        fetch(tile, block, depth * p.panel / tile.panels_, depth * (p.panel + 1) / tile.panels_,
+              tile.tile_.columns, times);
       }
     }
 
@@ -94,7 +96,6 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     }
 
    private:
-    static constexpr int64_t kFetchPanels = 4;
     static constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
 
     void fetch(const ManyRows& tile, const Panel& p, int64_t begin, int64_t end, int64_t columns,
@@ -221,13 +222,12 @@ class ManyRows : MoeTileSums<typename Product::Element> {
       if (!first_block) return add(r, v, sum);
       Simd::store(sums + r * kPanel + v * kLanes, sum);
     };
-    // Sums of 16-bit numbers may run on: their own rounding is the greater one.
-    constexpr int64_t kRun = sizeof(Element) == sizeof(float) ? Product::kScoreRun : kBlockWords;
     multiply_panel<Product, kRows, kPanelVectors, 1, kGroupRows>(rows, panel, steps, kRun, begin,
                                                                  add, SomeLines{fetch});
   }
 
   const MoeScratch s_;
+  const int64_t block_ = lies_by_rows(tile_) ? kBlockWords : kBlockWordsByColumns;
 };
 
 template <typename Product>
@@ -244,7 +244,7 @@ template <typename Product>
 constexpr MoeKernel moe_kernel(const char* isa) {
   return {isa,
           kMostRows,
-          kMostColumns,
+          {kTileColumns, kTileColumnsByColumns},
           MoeScratch::kSums,
           kGroupRows,
           kMostFewRows,

@@ -2,8 +2,6 @@
 //
 // Included after cpu/products.h and cpu/moe_activation.h.
 
-constexpr int64_t kMostRows = 264 / kGroupRows * kGroupRows;
-
 FLASHMOE_INLINE Vector load_first_of(const void* p, Dtype dtype, int64_t step, int64_t first,
                                      int64_t n) {
   const auto load = [=](const auto* from) {
@@ -31,11 +29,15 @@ FLASHMOE_INLINE bool lies_by_rows(const MoeTile& tile) {
 template <typename Element>
 class MoeTileSums {
  public:
-  MoeTileSums(const MoeTile& tile, float* sums)
+  // With room for `row_places` rows.
+  MoeTileSums(const MoeTile& tile, float* sums, int64_t row_places)
       : tile_(tile),
         sums_(sums),
         panels_((tile.columns + kPanel - 1) / kPanel),
-        row_places_(round_up(tile.rows, kGroupRows)) {}
+        row_places_(row_places) {}
+
+  MoeTileSums(const MoeTile& tile, float* sums)
+      : MoeTileSums(tile, sums, round_up(tile.rows, kGroupRows)) {}
 
  protected:
   const Element* row(int64_t r) const { return static_cast<const Element*>(tile_.x[r]); }

@@ -12,12 +12,14 @@ namespace {
 // A thread must find this much work to be worth waking: about ten microseconds of it.
 constexpr double kFlopsPerThread = 2e5;
 
-// Tiles per thread that even out what is uneven.
+// Tiles per thread that even out what is uneven; of few rows, where some experts that a plan counts on
+// have none.
 constexpr int64_t kTilesPerThread = 4;
+constexpr int64_t kFewRowsTilesPerThread = 8;
 constexpr int64_t kFewestColumns = 32;
 
 // Of a tile of few rows: a matrix that lies by columns is read in runs of so many elements.
-constexpr int64_t kWideColumns = 4096;
+constexpr int64_t kWideColumns = 16384;
 
 // Where the second level of the cache is smaller tiles have half as many columns.
 constexpr int64_t kLargeCache = int64_t{2} << 20;
@@ -31,34 +33,40 @@ int64_t whole_groups(const MoeKernel& kernel, int64_t rows) {
 
 }  // namespace
 
-Tiling choose_tiling(const MoeKernel& kernel, int64_t most_rows, int64_t experts, int64_t depth,
-                     int64_t columns, int matrices) {
-  const double flops = 2.0 * static_cast<double>(most_rows) * static_cast<double>(depth) *
-                       static_cast<double>(columns) * matrices;
+Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape) {
+  const double flops = 2.0 * static_cast<double>(shape.most_rows) *
+                       static_cast<double>(shape.depth) * static_cast<double>(shape.columns) *
+                       shape.matrices;
   const double wanted = flops / kFlopsPerThread;
   const int32_t available = num_threads();
   Tiling tiling = {};
   tiling.threads = wanted >= available ? available : wanted < 1 ? 1 : static_cast<int32_t>(wanted);
-  const int64_t busy = std::clamp<int64_t>(most_rows, 1, experts);  // experts with rows
-  const int64_t rows = ceil_divide(most_rows, busy);
+  const int64_t busy = std::clamp<int64_t>(shape.most_rows, 1, shape.experts);  // experts with rows
+  const int64_t rows = ceil_divide(shape.most_rows, busy);
   const bool few = rows <= kernel.few_rows;
-  const int64_t part = level2_bytes() < kLargeCache ? 2 : 1;
-  const int64_t sums = kernel.tile_sums / part;
+  const auto& widths = kernel.tile_columns;
+  const bool large = level2_bytes() >= kLargeCache;
+  const int64_t width = large ? widths[shape.by_columns] : widths[0] / 2;
+  const int64_t sums = large ? kernel.tile_sums : kernel.tile_sums / widths[1] * width;
   // Few rows leave room for many columns, and for experts that have twice as many.
   const int64_t all_columns = few ? std::min(kWideColumns, sums / whole_groups(kernel, 2 * rows) /
                                                                kColumnUnit * kColumnUnit)
-                                  : kernel.tile_columns / part;
-  tiling.tile_columns = all_columns / matrices;
+                                  : width;
+  tiling.tile_columns = all_columns / shape.matrices;
   tiling.tile_rows =
       std::min(kernel.tile_rows, sums / all_columns / kernel.group_rows * kernel.group_rows);
   const int64_t row_tiles = busy * ceil_divide(rows, tiling.tile_rows);
-  const int64_t enough = kTilesPerThread * tiling.threads;
-  while (tiling.threads > 1 && tiling.tile_columns >= 2 * kFewestColumns &&
-         row_tiles * ceil_divide(columns, tiling.tile_columns) < enough) {
+  const int64_t per_thread = few ? kFewRowsTilesPerThread : kTilesPerThread;
+  const auto enough = [&] {
+    const int64_t tiles = row_tiles * ceil_divide(shape.columns, tiling.tile_columns);
+    return tiling.threads == 1 || tiles >= per_thread * tiling.threads ||
+           (shape.even && tiles % tiling.threads == 0);
+  };
+  while (tiling.tile_columns >= 2 * kFewestColumns && !enough()) {
     tiling.tile_columns = ceil_divide(tiling.tile_columns / 2, kFewestColumns) * kFewestColumns;
   }
-  tiling.column_tiles = ceil_divide(columns, tiling.tile_columns);
-  tiling.most_tiles = (most_rows / tiling.tile_rows + busy) * tiling.column_tiles;
+  tiling.column_tiles = ceil_divide(shape.columns, tiling.tile_columns);
+  tiling.most_tiles = (shape.most_rows / tiling.tile_rows + busy) * tiling.column_tiles;
   return tiling;
 }
 

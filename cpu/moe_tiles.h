@@ -28,9 +28,17 @@ struct Tiling {
   int32_t threads;
 };
 
-// `most_rows` of all `experts` together; `depth` and `columns` of each of `matrices`.
-Tiling choose_tiling(const MoeKernel& kernel, int64_t most_rows, int64_t experts, int64_t depth,
-                     int64_t columns, int matrices);
+struct ProductShape {
+  int64_t most_rows;  // of all experts together
+  bool even;          // no expert has more than one
+  int64_t experts;
+  int64_t depth;
+  int64_t columns;  // of each matrix
+  int matrices;
+  bool by_columns;  // these are contiguous, not depth
+};
+
+Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape);
 
 // The experts' rows, cut into tiles, in a part of the workspace.
 class ExpertTiles {
