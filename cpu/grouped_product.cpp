@@ -73,8 +73,8 @@ flashmoe_status plan_grouped_product(const GroupedProductProblem& p, MoePlan* pl
   FLASHMOE_TRY(chosen_isa(&isa, reason));
   const MoeKernel& kernel = moe_kernel_for(isa, p.dtype);
   const int64_t rows = most_rows(p);
-  const Tiling tiling = choose_tiling(kernel, {rows, rows <= 1, p.experts, p.columns, p.out_columns,
-                                               1, p.w.column_stride != 1});
+  const Tiling tiling = choose_tiling(
+      kernel, {rows, rows <= 1, p.experts, p.columns, p.out_columns, 1, p.w.column_stride != 1});
   flashmoe_moe_plan& info = plan->info;
   std::snprintf(info.isa, sizeof info.isa, "%s", kernel.isa);
   add_product_stage("grouped_product", kernel, p.dtype, tiling, &info);

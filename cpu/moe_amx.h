@@ -16,15 +16,18 @@
 //
 // Included after cpu/moe_few_rows.h and cpu/bf16_pair_product.h, with kGroupRows the rows of a tile.
 
-constexpr int64_t kTiledRows = 256;      // most of a tile of a product
-constexpr int64_t kTiledColumns = 4096;  // of it: enough tiles for some threads
+// Of a product, of which a tile is a part: by rows no more rows than are packed over all of a depth of
+// 2048, by columns as many as the weights should be packed once for.
+constexpr int64_t kTiledRows = 288;
+constexpr int64_t kTiledRowsByColumns = 384;
+constexpr int64_t kTiledColumns = 4096;  // enough tiles for some threads
 
 // The scratch of one thread, in words.
 struct TileScratch {
-  static constexpr int64_t kRows = 1 << 18;
+  static constexpr int64_t kRows = kTiledRows * 1024;
   static constexpr int64_t kPanelWords = 1 << 12;  // of all panels
   static constexpr int64_t kPanels = kPanelWords * kPanel;
-  static constexpr int64_t kSums = 1 << 17;
+  static constexpr int64_t kSums = kTiledRowsByColumns * 512;
   static constexpr size_t kBytes = (kRows + kPanels + kSums) * sizeof(float);
 
   float* rows;    // [pairs of tiles][steps of 16 words][tile][16][16]
@@ -79,7 +82,7 @@ class TiledRows {
   static constexpr int64_t kWideColumns = 2048;    // of a chunk of each matrix
   static constexpr int64_t kTogether = 8;  // words of a panel, packed before those of the next
   static_assert(kGroupRows == kEdge && kLanes == kEdge && kPanelVectors == 2);
-  static_assert(TileScratch::kRows >= kTiledRows * kEdge);
+  static_assert(TileScratch::kRows >= kTiledRowsByColumns * kEdge);
 
   // All eight tiles are whole ones. What the thread had in tiles is lost.
   struct Use {
@@ -401,9 +404,8 @@ inline void multiply_in_tiles(const MoeTile& tile, void* scratch) {
 
 constexpr MoeKernel tiled_kernel(const char* isa) {
   return {isa,
-          kTiledRows,
-          {kTiledColumns, kTiledColumns},
-          kTiledRows * kTiledColumns,
+          {{kTiledRows, kTiledColumns}, {kTiledRowsByColumns, kTiledColumns}},
+          0,
           kGroupRows,
           0,
           TileScratch::kBytes,

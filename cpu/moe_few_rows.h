@@ -15,21 +15,20 @@ constexpr int64_t kFewStride = kFewWords + kLanes;
 
 // Of many rows. Where columns are contiguous each word of depth is a page of its own: few at a time, and
 // many columns of each.
-constexpr int64_t kMostRows = 384;
-constexpr int64_t kBlockWords = 256;        // of depth at a time
-constexpr int64_t kBlockWordsByColumns = 64;
-constexpr int64_t kTileColumns = 512;       // of all matrices together
+constexpr int64_t kTileRows = 288;
+constexpr int64_t kTileColumns = 512;  // of all matrices together
 constexpr int64_t kTileColumnsByColumns = 1024;
-constexpr int64_t kMostRowsByColumns = 288;
+constexpr int64_t kBlockWords = 256;  // of depth at a time
+constexpr int64_t kBlockWordsByColumns = 64;
+static_assert(kTileRows % kGroupRows == 0);
 
 // The scratch of one thread, for few rows and for many in vector registers.
 struct MoeScratch {
-  static constexpr int64_t kManyRows = kMostRows * kBlockWords + kLanes;  // and one vector behind
+  static constexpr int64_t kManyRows = kTileRows * kBlockWords + kLanes;  // and one vector behind
   static constexpr int64_t kFewRows = kMostFewRows * kFewStride;
   static constexpr int64_t kRows = kManyRows > kFewRows ? kManyRows : kFewRows;
   static constexpr int64_t kPanelWords = kBlockWords * kPanel;
-  static constexpr int64_t kSums = kMostRowsByColumns * kTileColumnsByColumns;
-  static_assert(kSums >= kMostRows * kTileColumns);
+  static constexpr int64_t kSums = kTileRows * kTileColumnsByColumns;
   static constexpr size_t kBytes = (kRows + kPanelWords + kSums) * sizeof(float);
 
   float* rows;   // many: [groups][words of the block][kGroupRows]; few: [rows][kFewStride]

@@ -57,14 +57,17 @@ struct MoeSum {
   void* out;
 };
 
+// A tile at its largest.
+struct MoeTileSize {
+  int64_t rows;
+  int64_t columns;  // of all matrices together
+};
+
 // The kernels of one instruction set for one dtype.
 struct MoeKernel {
   const char* isa;
-  int64_t tile_rows;  // most rows of a tile
-  // Columns of all matrices together of a tile of many rows: where depth is contiguous, where columns
-  // are.
-  int64_t tile_columns[2];
-  int64_t tile_sums;  // most rows, to the next multiple of group_rows, times columns
+  MoeTileSize many[2];  // of many rows: where depth is contiguous, where columns are
+  int64_t few_sums;     // most rows, to the next multiple of group_rows, times columns, of few rows
   int64_t group_rows;
   int64_t few_rows;      // so few rows are computed as the matrix streams by
   size_t scratch_bytes;  // of one thread

@@ -243,8 +243,7 @@ void multiply_tile(const MoeTile& tile, void* scratch) {
 template <typename Product>
 constexpr MoeKernel moe_kernel(const char* isa) {
   return {isa,
-          kMostRows,
-          {kTileColumns, kTileColumnsByColumns},
+          {{kTileRows, kTileColumns}, {kTileRows, kTileColumnsByColumns}},
           MoeScratch::kSums,
           kGroupRows,
           kMostFewRows,

@@ -44,17 +44,21 @@ Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape) {
   const int64_t busy = std::clamp<int64_t>(shape.most_rows, 1, shape.experts);  // experts with rows
   const int64_t rows = ceil_divide(shape.most_rows, busy);
   const bool few = rows <= kernel.few_rows;
-  const auto& widths = kernel.tile_columns;
-  const bool large = level2_bytes() >= kLargeCache;
-  const int64_t width = large ? widths[shape.by_columns] : widths[0] / 2;
-  const int64_t sums = large ? kernel.tile_sums : kernel.tile_sums / widths[1] * width;
-  // Few rows leave room for many columns, and for experts that have twice as many.
-  const int64_t all_columns = few ? std::min(kWideColumns, sums / whole_groups(kernel, 2 * rows) /
-                                                               kColumnUnit * kColumnUnit)
-                                  : width;
-  tiling.tile_columns = all_columns / shape.matrices;
-  tiling.tile_rows =
-      std::min(kernel.tile_rows, sums / all_columns / kernel.group_rows * kernel.group_rows);
+  MoeTileSize tile = kernel.many[shape.by_columns];
+  int64_t few_sums = kernel.few_sums;
+  if (level2_bytes() < kLargeCache) {
+    tile.columns = kernel.many[0].columns / 2;
+    few_sums /= 4;
+  }
+  if (few) {
+    // Room for many columns, and for experts that have twice as many rows.
+    const int64_t room = few_sums / whole_groups(kernel, 2 * rows);
+    tile.columns = std::min(kWideColumns, room / kColumnUnit * kColumnUnit);
+    tile.rows =
+        std::min(tile.rows, few_sums / tile.columns / kernel.group_rows * kernel.group_rows);
+  }
+  tiling.tile_columns = tile.columns / shape.matrices;
+  tiling.tile_rows = tile.rows;
   const int64_t row_tiles = busy * ceil_divide(rows, tiling.tile_rows);
   const int64_t per_thread = few ? kFewRowsTilesPerThread : kTilesPerThread;
   const auto enough = [&] {

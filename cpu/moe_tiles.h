@@ -6,6 +6,7 @@
 // has which rows is known only when the product runs; a plan assumes that all have as many.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -86,21 +87,26 @@ class ExpertTiles {
 // Memory of one thread for one product.
 struct ThreadScratch {
   static size_t bytes(const MoeKernel& kernel) {
-    const size_t rows = static_cast<size_t>(kernel.tile_rows);
+    const size_t rows = most_rows(kernel);
     return whole_lines(kernel.scratch_bytes) + whole_lines(rows * sizeof(void*)) +
            whole_lines(rows * sizeof(float));
   }
 
   ThreadScratch(unsigned char* memory, const MoeKernel& kernel) : scratch(memory) {
-    const size_t rows = static_cast<size_t>(kernel.tile_rows);
+    const size_t rows = most_rows(kernel);
     memory += whole_lines(kernel.scratch_bytes);
     x = reinterpret_cast<const void**>(memory);
     scale = reinterpret_cast<float*>(memory + whole_lines(rows * sizeof(void*)));
   }
 
   void* scratch;   // the kernel's
-  const void** x;  // [tile_rows]
-  float* scale;    // [tile_rows]
+  const void** x;  // [most_rows]
+  float* scale;    // [most_rows]
+
+ private:
+  static size_t most_rows(const MoeKernel& kernel) {
+    return static_cast<size_t>(std::max(kernel.many[0].rows, kernel.many[1].rows));
+  }
 };
 
 // Cuts memory into pieces of whole cache lines. On a null base it only measures.

@@ -5,7 +5,7 @@ struct Simd {
   static constexpr int kLanes = 8;
   static constexpr int kGroupRows = 6;  // 6 x 2 accumulators, 2 operands, 2 registers to spare
   static constexpr int kPanelVectors = 2;
-  static constexpr int kDotRows = 2;  // 2 x 4 accumulators, 4 operands, 4 registers to spare
+  static constexpr int kDotRows = 2;    // 2 x 4 accumulators, 4 operands, 4 registers to spare
   static constexpr bool kFused = true;  // multiply_add rounds once
 
   // All ones in the first n lanes.

@@ -6,7 +6,7 @@ struct Simd {
   static constexpr int kLanes = 16;
   static constexpr int kGroupRows = 12;  // 12 x 2 accumulators, 2 operands, 6 registers to spare
   static constexpr int kPanelVectors = 2;
-  static constexpr int kDotRows = 6;  // 6 x 4 accumulators, 4 operands, 4 registers to spare
+  static constexpr int kDotRows = 6;    // 6 x 4 accumulators, 4 operands, 4 registers to spare
   static constexpr bool kFused = true;  // multiply_add rounds once
 
   static __mmask16 first(int64_t n) {

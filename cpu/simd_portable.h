@@ -7,7 +7,7 @@ struct Simd {
   static constexpr int kLanes = 4;
   static constexpr int kGroupRows = 4;  // 4 x 2 accumulators: no spills with 16 registers
   static constexpr int kPanelVectors = 2;
-  static constexpr int kDotRows = 2;  // 2 x 4 accumulators, 4 operands, 4 registers to spare
+  static constexpr int kDotRows = 2;     // 2 x 4 accumulators, 4 operands, 4 registers to spare
   static constexpr bool kFused = false;  // multiply_add rounds once
 
   static Vector zero() { return Vector{}; }
