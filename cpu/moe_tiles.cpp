@@ -19,7 +19,7 @@ constexpr int64_t kFewRowsTilesPerThread = 8;
 constexpr int64_t kFewestColumns = 32;
 
 // Of a tile of few rows: a matrix that lies by columns is read in runs of so many elements.
-constexpr int64_t kWideColumns = 16384;
+constexpr int64_t kWideColumns = 8192;
 
 // Where the second level of the cache is smaller tiles have half as many columns.
 constexpr int64_t kLargeCache = int64_t{2} << 20;
