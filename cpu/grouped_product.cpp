@@ -35,6 +35,7 @@ struct Launch {
   int64_t tile_columns;
   int64_t column_tiles;
   int64_t tiles;
+  bool large_cache;
   Counter next;
 };
 
@@ -52,6 +53,7 @@ void multiply(void* context, int32_t worker) {
                     (at.expert * p.x_expert_stride + at.begin * p.x_stride) * element;
     MoeTile tile = {};
     tile.x = memory.x;
+    tile.fetch_ahead = launch.large_cache;
     tile.rows = at.end - at.begin;
     for (int64_t r = 0; r < tile.rows; ++r) memory.x[r] = x + r * p.x_stride * element;
     tile.depth = p.columns;
@@ -96,6 +98,7 @@ flashmoe_status launch_grouped_product(const GroupedProductProblem& p, const Moe
                    stage.tile_rows,
                    ceil_divide(p.out_columns, stage.tile_rows),
                    0,
+                   large_cache(),
                    {}};
   if (p.counts != nullptr) {
     launch.experts.from_counts(p.counts, p.rows);

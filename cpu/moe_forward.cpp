@@ -63,6 +63,7 @@ struct Launch {
   Tiling tiling;
   int64_t tiles;
   MoeActivation activation;
+  bool large_cache;
   Counter next;
 
   int64_t element() const { return dtype_bytes(p.dtype); }
@@ -83,6 +84,7 @@ struct Worker {
   MoeTile tile_of(int64_t depth, int64_t columns, int64_t column) const {
     MoeTile tile = {};
     tile.x = memory.x;
+    tile.fetch_ahead = launch.large_cache;
     tile.depth = depth;
     tile.columns = std::min(launch.tiling.tile_columns, columns - column);
     return tile;
@@ -221,6 +223,7 @@ flashmoe_status launch_forward(const MoeForwardProblem& p, const MoePlan& plan, 
                    {},
                    0,
                    {p.activation, p.alpha, p.limit, p.up_offset},
+                   large_cache(),
                    {}};
   launch.experts.from_offsets(p.offsets, p.tokens * p.top_k);
   const auto tile = [&launch](int64_t columns, const flashmoe_moe_stage& stage) {

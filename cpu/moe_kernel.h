@@ -40,6 +40,7 @@ struct MoeTile {
   int64_t columns;  // rows of the matrix, or of each of the two
   int matrices;
   MoeWeights weights[2];
+  bool fetch_ahead;                 // few rows may fetch weights that lie by columns
   const MoeActivation* activation;  // nullptr: none
   void* out;                        // row r is r * out_stride elements further
   int64_t out_stride;

@@ -33,6 +33,8 @@ int64_t whole_groups(const MoeKernel& kernel, int64_t rows) {
 
 }  // namespace
 
+bool large_cache() { return level2_bytes() >= kLargeCache; }
+
 Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape) {
   const double flops = 2.0 * static_cast<double>(shape.most_rows) *
                        static_cast<double>(shape.depth) * static_cast<double>(shape.columns) *
@@ -42,11 +44,11 @@ Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape) {
   Tiling tiling = {};
   tiling.threads = wanted >= available ? available : wanted < 1 ? 1 : static_cast<int32_t>(wanted);
   const int64_t busy = std::clamp<int64_t>(shape.most_rows, 1, shape.experts);  // experts with rows
-  const int64_t rows = ceil_divide(shape.most_rows, busy);
+  const int64_t rows = ceil_divide(std::max<int64_t>(shape.most_rows, 1), busy);
   const bool few = rows <= kernel.few_rows;
   MoeTileSize tile = kernel.many[shape.by_columns];
   int64_t few_sums = kernel.few_sums;
-  if (level2_bytes() < kLargeCache) {
+  if (!large_cache()) {
     tile.columns = kernel.many[0].columns / 2;
     few_sums /= 4;
   }

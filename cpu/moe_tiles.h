@@ -41,6 +41,9 @@ struct ProductShape {
 
 Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape);
 
+// Whether the second level of the cache is one that large tiles and fetching ahead were measured on.
+bool large_cache();
+
 // The experts' rows, cut into tiles, in a part of the workspace.
 class ExpertTiles {
  public:
