@@ -128,18 +128,19 @@ def test_depths_around_the_blocks(
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("hidden", "inner"), [(2104, 40), (40, 2104), (72, 600)])
+@pytest.mark.parametrize("rows", [250, 288, 384])  # the latter two are the most that tiles have
 @pytest.mark.parametrize("orientation", ["rows", "columns"])
 def test_tiles_of_many_rows(
-    isa_library: ctypes.CDLL, dtype: str, hidden: int, inner: int, orientation: str
+    isa_library: ctypes.CDLL, dtype: str, hidden: int, inner: int, rows: int, orientation: str
 ) -> None:
     """More of depth than is packed at a time, and more columns than have sums at a time."""
     rng = np.random.default_rng(inner)
     for gate in ("interleaved", "no_gate"):
         layer = make_layer(rng, 2, hidden, inner, capi.DTYPES[dtype], gate=gate, bias="fp32",
                            orientation=(orientation,) * 2)  # fmt: skip
-        x = capi.normal(rng, (270, hidden), capi.DTYPES[dtype])
-        ids = rng.permutation(np.repeat([0, 1], [250, 20])).astype(np.int32)[:, None]
-        routing = routing_of(ids, 2, rng.standard_normal((270, 1)).astype(np.float32))
+        x = capi.normal(rng, (rows + 20, hidden), capi.DTYPES[dtype])
+        ids = rng.permutation(np.repeat([0, 1], [rows, 20])).astype(np.int32)[:, None]
+        routing = routing_of(ids, 2, rng.standard_normal((rows + 20, 1)).astype(np.float32))
         run_and_check(x, layer, routing, lib=isa_library, weight_on_input=1)
 
 
