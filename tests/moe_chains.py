@@ -155,6 +155,7 @@ def _refused(what: str, case: Case, family: str) -> LayerChain:
 
 _SHORT = Case(hidden=256, inner=192, experts=8, top_k=2)  # rows that no copy engine is asked for
 _LONG = Case(hidden=512, inner=512, experts=8, top_k=2)
+_KEPT = Case(tokens=768, hidden=264, inner=256, experts=2, top_k=1)  # 384 tokens an expert
 
 _with = dataclasses.replace
 
@@ -254,6 +255,16 @@ def _sm90_chains() -> list[LayerChain]:
         sm90("transposed with rows in turns, 200 tokens of one expert",
               _with(_SHORT, tokens=200, transposed=True, gate="interleaved", top_k=1,
                     down_transposed=False), "gated_up_turns", crowded=True),
+        # Weights that are kept in registers; then more token tiles than pass by them in one run.
+        sm90("384 tokens an expert", _KEPT, "swiglu_up", "down_short"),
+        sm90("fewer tokens an expert", _with(_KEPT, tokens=767), "swiglu_up"),
+        sm90("384 tokens, 200 columns", _with(_KEPT, inner=200), "swiglu_up", "down_short"),
+        sm90("384 tokens, 192 columns", _with(_KEPT, inner=192), "swiglu_up"),
+        sm90("384 tokens, 264 columns", _with(_KEPT, inner=264), "swiglu_up"),
+        sm90("384 tokens, down transposed", _with(_KEPT, down_transposed=True), "swiglu_up",
+              "down_trans"),
+        sm90("2500 tokens of one expert", _with(_KEPT, tokens=2500, bias="x"), "gated_up",
+              "down_short", crowded=True),
     ]  # fmt: skip
     return made
 

@@ -10,12 +10,14 @@ import kernels
 import pytest
 import sass
 
-_USES = ("swiglu_up", "gated_up", "up", "down", "narrow_up")  # in the order of the enumeration
+# In the order of the enumeration.
+_USES = ("swiglu_up", "gated_up", "up", "down", "narrow_up", "short_down")
 _MAJORS = ("columns", "rows", "rows in turns")  # and so here
-_SILU = ("swiglu_up", "narrow_up")  # whose weights have contiguous columns
+_COLUMNS = ("swiglu_up", "narrow_up", "short_down")  # whose weights have contiguous columns
+_DOWN = ("down", "short_down")  # which take rows as they lie
 _FUNCTION = re.compile(
     r"moe4sm9022grouped_product_kernelI\w*?Traits"
-    r"I(6__half|13__nv_bfloat16)L\w*?3UseE([0-4])EL\w*?5MajorE([0-2])E"
+    r"I(6__half|13__nv_bfloat16)L\w*?3UseE([0-5])EL\w*?5MajorE([0-2])E"
 )
 # What tiles' widths there is code for: multiples of so many tokens, up to so many.
 _WIDTHS = {
@@ -24,6 +26,7 @@ _WIDTHS = {
     "gated_up": (32, 192),
     "up": (64, 192),
     "down": (16, 192),
+    "short_down": (16, 192),
 }
 
 
@@ -55,7 +58,7 @@ def test_every_kernel_is_there_for_its_architecture_alone(
         for dtype in kernels.DTYPES
         for use in _USES
         for major in _MAJORS
-        if major == "columns" or use not in _SILU
+        if major == "columns" or use not in _COLUMNS
         if major != "rows in turns" or use == "gated_up"
     }
 
@@ -67,10 +70,12 @@ def test_products_are_wgmma_of_every_width(
         widths = sass.check_wgmma(code, opcodes, code[1].dtype)
         step, widest = _WIDTHS[code[1].use]
         assert set(widths) == set(range(step, widest + 1, step)), f"{code}: {widths}"
-        # A step of 64 columns, of two halves of the weights, at a tile's start and inside its loop.
+        # A step of 64 columns, of two halves of the weights, at a tile's start and inside its loop;
+        # or all four steps, of weights in registers.
         assert set(widths.values()) == {16}, f"{code}: {widths}"
         # Where ptxas gives a group of products up, each is begun and awaited by itself.
-        assert opcodes["WARPGROUP.ARRIVE"] == 2 * len(widths), f"{code}: products are serialised"
+        steps = 4 if code[1].use == "short_down" else 2
+        assert opcodes["WARPGROUP.ARRIVE"] == steps * len(widths), f"{code}: serialised"
 
 
 def test_tiles_come_and_go_by_tma_and_rows_are_gathered(
@@ -80,11 +85,13 @@ def test_tiles_come_and_go_by_tma_and_rows_are_gathered(
         sass.check_tma(code, opcodes)
         assert any("MULTICAST" in name for name in opcodes if name.startswith("UTMALDG")), code
         copies = [name for name in opcodes if name.startswith("LDGSTS")]
-        assert bool(copies) == (code[1].use != "down"), f"{code}: {copies}"
+        assert bool(copies) == (code[1].use not in _DOWN), f"{code}: {copies}"
         assert all("128" in name for name in copies), f"{code}: {copies}"  # 16 bytes each
         # `up` sets its progress to zero; what it computes no thread stores by itself.
-        assert (sass.count(opcodes, "STG") == 0) == (code[1].use == "down"), f"{code}: {opcodes}"
+        assert (sass.count(opcodes, "STG") == 0) == (code[1].use in _DOWN), f"{code}: {opcodes}"
         assert any(re.match(r"STSM.*\.M?T", name) for name in opcodes), f"{code}: not transposed"
+        kept = sass.count(opcodes, "LDSM")  # 64 rows of 256 columns, four matrices of 8 by 8 a warp
+        assert kept == (16 if code[1].use == "short_down" else 0), f"{code}: {opcodes}"
 
 
 def test_roles_divide_the_registers(instructions: dict[tuple[str, Kernel], Counter[str]]) -> None:
@@ -102,7 +109,7 @@ def test_launches_wait_for_what_is_ahead_of_them(
 ) -> None:
     for code, opcodes in instructions.items():
         # Of `down` every role waits for itself; after `up` only those that have nothing else to do.
-        sass.check_launches_wait(code, opcodes, waits=3 if code[1].use == "down" else 1)
+        sass.check_launches_wait(code, opcodes, waits=3 if code[1].use in _DOWN else 1)
 
 
 def test_nothing_is_in_local_memory_and_atomics_are_those_between_up_and_down(
@@ -114,4 +121,4 @@ def test_nothing_is_in_local_memory_and_atomics_are_those_between_up_and_down(
         sass.check_no_local_memory(code, opcodes, resources[code])
         # `up` counts the tiles that it has stored, `down` the items that it has taken.
         atomics = {name.partition(".")[0] for name in opcodes if name.startswith(("ATOM", "RED"))}
-        assert atomics - {"REDUX"} == ({"ATOMG"} if code[1].use == "down" else {"REDG"}), code
+        assert atomics - {"REDUX"} == ({"ATOMG"} if code[1].use in _DOWN else {"REDG"}), code

@@ -38,6 +38,7 @@ _FEW = Case(tokens=3, hidden=456, inner=456, experts=2, top_k=2)
 _TILES = Case(tokens=24, hidden=392, inner=392, experts=24, top_k=2)
 _SM90 = Case(tokens=20, hidden=392, inner=392, experts=2, top_k=2)
 _SM89 = Case(tokens=24, hidden=136, inner=392, experts=24, top_k=2)
+_KEPT = Case(tokens=1600, hidden=264, inner=200, experts=1, top_k=1)  # two runs of tiles
 
 
 def _changed(case: Case, **changes: Any) -> Case:
@@ -54,6 +55,7 @@ SMALL = (
            pre_activation=True),
     sm90("narrow tiles", _TILES, "swiglu_up_narrow"),
     sm90("wide tiles", _changed(_SM90, tokens=200, experts=1, top_k=1), "swiglu_up"),
+    sm90("weights kept", _KEPT, "swiglu_up", "down_short"),
     sm90("any activation", _changed(_TILES, activation="gelu", bias="fp32", top_k=3), "gated_up",
          pre_activation=True),
     sm90("no gate", _changed(_SM90, gate="none", activation="relu2"), "up", pre_activation=True),
@@ -79,6 +81,7 @@ LAYERS = (
     Case(tokens=17, hidden=128, inner=64, experts=3, top_k=2, gate="none", activation="relu2",
          transposed=True),
     Case(tokens=200, hidden=256, inner=128, experts=2, top_k=2, gate="up_gate"),
+    Case(tokens=900, hidden=136, inner=248, experts=4, top_k=2),
 )  # fmt: skip
 
 

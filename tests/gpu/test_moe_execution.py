@@ -28,6 +28,8 @@ CASES = [
     Case(tokens=700, hidden=512, inner=384, experts=16, top_k=4),
     # More tiles of both products than clusters of blocks fit a GPU: one begins under the other.
     Case(tokens=600, hidden=1024, inner=512, experts=40, top_k=4),
+    # Weights of `down` that are kept, for more runs of tiles than there are clusters.
+    Case(tokens=8000, hidden=2048, inner=256, experts=16, top_k=2),
 ]  # fmt: skip
 
 

@@ -139,6 +139,18 @@ def test_many_tiles_of_few_columns(moe_family: str, inner: int) -> None:
     assert served or not must_serve(moe_family)
 
 
+@pytest.mark.parametrize("hidden", [8, 136, 520, 1536])
+@pytest.mark.parametrize("inner", [200, 256])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_many_tokens_of_few_columns(moe_family: str, dtype: str, inner: int, hidden: int) -> None:
+    """Tiles of every width, experts without tokens and some of many, runs of tiles of one."""
+    said = []
+    for tokens, experts, skew in ((2000, 9, 0.0), (2500, 7, 3.0), (5000, 4, 0.0)):
+        case = Case(tokens=tokens, hidden=hidden, inner=inner, experts=experts, top_k=2)
+        said.append(check(make(case, dtype, skew=skew), moe_family))
+    judge(moe_family, said)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_layer_of_a_model(moe_family: str, dtype: str) -> None:
     """Qwen3-30B-A3B and Mixtral's proportions."""
@@ -287,7 +299,8 @@ def test_grouped_products(moe_family: str, dtype: str, transposed: bool, bias: s
     g = generator(0)
     said = []
     for experts, n, k, most in ((5, 64, 128, 40), (8, 200, 72, 3), (3, 1024, 512, 300),
-                                (64, 128, 256, 1), (1, 128, 2048, 500)):  # fmt: skip
+                                (64, 128, 256, 1), (1, 128, 2048, 500),
+                                (4, 136, 248, 2000)):  # fmt: skip
         counts = torch.randint(0, most + 1, (experts,), generator=g, device=DEVICE).int()
         low = DTYPES[dtype]
         values = torch.randn(experts, n, k, generator=g, device=DEVICE).to(low) * k**-0.5

@@ -8,11 +8,12 @@ namespace flashmoe::moe::sm90 {
 
 // What a kernel does with its operands and its products.
 enum class Use {
-  kPlainGatedUp,  // gathers rows of x, multiplies SiLU of one half by the other
-  kGatedUp,       // the same for every activation, with bias, limit and weights of pairs
-  kUp,            // gathers rows of x, activation
-  kDown,          // rows as they lie, products and their bias
-  kNarrowGatedUp  // as kPlainGatedUp, for experts of few tokens: narrower tiles, one more stage
+  kPlainGatedUp,   // gathers rows of x, multiplies SiLU of one half by the other
+  kGatedUp,        // the same for every activation, with bias, limit and weights of pairs
+  kUp,             // gathers rows of x, activation
+  kDown,           // rows as they lie, products and their bias
+  kNarrowGatedUp,  // as kPlainGatedUp, for experts of few tokens: narrower tiles, one more stage
+  kShortDown       // as kDown, for at most 256 columns and many tokens: keeps weights in registers
 };
 
 // Which stride of the weights is 1; or, of kRowsInTurns, that of rows is 2: a gate's and an up's rows lie

@@ -42,6 +42,12 @@ constexpr int64_t kResidentBytes = int64_t{16} << 20;
 constexpr int32_t kFewerColumns = 4;
 // Tokens of an expert, on average, up to which narrow tiles are filled by few experts.
 constexpr int64_t kNarrowTokens = 64;
+// Tokens of an expert, on average, from which on weights of few columns are kept in registers; of fewer columns
+// than these too much of what is kept would be padding.
+constexpr int64_t kKeptTokens = 384;
+constexpr int64_t kLeastKeptColumns = kMostKeptColumns - kBoxColumns + 1;
+// Token tiles that weights which are kept pass by at most: longer runs are no faster, and end less at one time.
+constexpr int32_t kRunTiles = 6;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
@@ -266,6 +272,13 @@ flashmoe_status add_product(const char* name, const DeviceFacts& facts, const Pr
   return FLASHMOE_OK;
 }
 
+// What multiplies rows as they lie, of which an expert has so many on average.
+Use use_of_rows(Major major, int64_t columns, int64_t expert_rows) {
+  const bool keeps = major == Major::kColumns && columns >= kLeastKeptColumns &&
+                     columns <= kMostKeptColumns && expert_rows >= kKeptTokens;
+  return keeps ? Use::kShortDown : Use::kDown;
+}
+
 // ---- parameters
 
 // Of what parameters have in common; the maps of outputs and tokens are the caller's.
@@ -296,6 +309,7 @@ bool fill_product(const Product& product, const ExpertMatrix& first, const Exper
       product.out_rows * product.columns * kElementBytes * (entry.tile_rows / entry.out_rows);
   params->columns_per_group =
       entry.columns_per_group / (expert_bytes < kResidentBytes ? kFewerColumns : 1);
+  if (product.use == Use::kShortDown) params->columns_per_group = kRunTiles;
   return true;
 }
 
@@ -345,8 +359,17 @@ Product up_of(const MoeForwardProblem& p) {
   return {use, p.dtype, p.device, p.tokens * p.top_k, 1, p.experts, p.hidden, p.inner, major};
 }
 Product down_of(const MoeForwardProblem& p) {
-  return {Use::kDown, p.dtype, p.device, p.tokens * p.top_k, 1,
-          p.experts,  p.inner, p.hidden, major_of(p.down)};
+  const int64_t pairs = p.tokens * p.top_k;
+  const Major major = major_of(p.down);
+  return {use_of_rows(major, p.inner, pairs / std::max<int64_t>(p.experts, 1)),
+          p.dtype,
+          p.device,
+          pairs,
+          1,
+          p.experts,
+          p.inner,
+          p.hidden,
+          major};
 }
 
 // The workspace: a [slots, inner], then y [slots, hidden], then what `up` tells `down`.
@@ -489,8 +512,19 @@ flashmoe_status launch_forward(const MoeForwardProblem& problem, const MoePlan& 
 // ---- the product alone
 
 Product product_of(const GroupedProductProblem& p) {
-  return {Use::kDown, p.dtype,   p.device,      p.rows,       p.counts != nullptr ? p.experts : 1,
-          p.experts,  p.columns, p.out_columns, major_of(p.w)};
+  const Major major = major_of(p.w);
+  const int64_t batches = p.counts != nullptr ? p.experts : 1;
+  const int64_t expert_rows =
+      p.counts != nullptr ? p.rows : p.rows / std::max<int64_t>(p.experts, 1);
+  return {use_of_rows(major, p.columns, expert_rows),
+          p.dtype,
+          p.device,
+          p.rows,
+          batches,
+          p.experts,
+          p.columns,
+          p.out_columns,
+          major};
 }
 
 flashmoe_status plan_product(const GroupedProductProblem& problem, MoePlan* plan,

@@ -17,6 +17,7 @@ inline constexpr int kTokenBoxes = 12;  // of as many units of tokens at most
 // touched.
 inline constexpr int kOutHeights = 3;
 inline constexpr int kOutBoxRows[kOutHeights] = {32, 8, 1};
+inline constexpr int kMostKeptColumns = 256;  // of weights, where a kernel keeps them in registers
 
 // A bias [experts, rows] of one half of the weight rows. data is nullptr where there is none.
 struct Bias {
@@ -67,10 +68,11 @@ struct Params {
   int32_t up_row_tiles;   // row_tiles of `up`
   int32_t up_tile_units;  // that its tiles are wide, at most
 
-  int32_t columns;            // the extent that products sum over
-  int32_t out_rows;           // of the weights, of one half if they are gated
-  int32_t row_tiles;          // tiles along them
-  int32_t columns_per_group;  // columns of items whose tokens are to stay in the L2 together
+  int32_t columns;    // the extent that products sum over
+  int32_t out_rows;   // of the weights, of one half if they are gated
+  int32_t row_tiles;  // tiles along them
+  int32_t
+      columns_per_group;  // columns of items whose tokens are to stay in the L2 together, or of a run
 
   Bias bias[kHalves];  // of each half if they are gated, else the first
   int32_t curve;

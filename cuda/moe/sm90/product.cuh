@@ -22,6 +22,11 @@
 // token tiles, and in `down` always, neighbouring weight rows of the same tokens, of which in `down` each
 // loads one half for both.
 //
+// Where rows of `down` are short a tile's output takes longer to leave than its products to be computed. There
+// (Use::kShortDown) a consumer keeps the weights of 64 rows in registers while a run of token tiles of the
+// expert passes by, of which both consumers multiply each by turns, and two warps of the first warpgroup
+// send what these leave in shared memory.
+//
 // A layer's `down` begins while `up` still runs: its blocks come to multiprocessors as those of `up` leave
 // them, wait for the tokens of an expert at a time (Progress), and take items one by one (Deal).
 #pragma once
@@ -35,6 +40,7 @@
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/global.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/pdl.cuh"
@@ -43,6 +49,7 @@
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/ptx/wgmma_values.cuh"
 
 namespace flashmoe::moe::sm90 {
 
@@ -54,6 +61,10 @@ inline constexpr int kStoreBarrier = 1;
 inline constexpr int kTurnBarrier = 3;
 inline constexpr int kLagBarrier = 3;
 inline constexpr int kGatherBarrier = 4;
+// Of each buffer of the output of a consumer whose output another warp sends: it is filled, it is drained.
+inline constexpr int kFilledBarrier = 5;
+inline constexpr int kDrainedBarrier = 9;
+inline constexpr int kFillingThreads = kThreadsPerGroup + kThreadsPerWarp;
 // The step of a tile in which `up` says that the tile before is stored.
 inline constexpr int kAnnounceStep = 3;
 // How many steps before the end of a tile the next item is taken, and the other block is told.
@@ -71,10 +82,22 @@ struct alignas(16) Tile {
   int row_tile;
   int shared;  // weights with the other block of the cluster
   int reused;  // weights by other tiles
-  int ends;    // the first of what follows the last tile
+  int edge;    // the first of a run, for which weights are kept; or of what follows the last tile
 };
 
 static_assert(sizeof(Tile) == kTileInfoBytes);
+
+// Token tiles of an expert, one after another, by the same rows of the weights: an item where these are
+// kept.
+struct Run {
+  int expert;
+  int first_slot;  // of the expert's tokens
+  int tokens;      // of the expert
+  int row_tile;
+  int reused;  // weights by other runs
+  int first;   // token tile
+  int end;     // behind the last one
+};
 
 // The work, one item of a cluster after another: experts in order, within one groups of columns of items,
 // that is of token tiles or pairs of them, for each of which all weight rows pass by. A warp has 32 experts
@@ -89,15 +112,8 @@ class Schedule {
 
   // Items are asked for in rising order. False if there are no such.
   __device__ __forceinline__ bool find(int item, int rank, Tile* tile) {
-    for (;;) {
-      const int end = __shfl_sync(kFullWarp, end_, kThreadsPerWarp - 1);
-      if (item < end) break;
-      if (expert_ - lane_ + kThreadsPerWarp >= params_.experts) return false;
-      view(expert_ - lane_ + kThreadsPerWarp, end,
-           __shfl_sync(kFullWarp, up_end_, kThreadsPerWarp - 1));
-    }
-    const int owner = __popc(__ballot_sync(kFullWarp, item >= end_));
-    if (follows_up()) needed_ = __shfl_sync(kFullWarp, up_end_, owner);
+    int owner;
+    if (!find_owner(item, &owner)) return false;
     const int first_slot = __shfl_sync(kFullWarp, first_slot_, owner);
     const int tokens = __shfl_sync(kFullWarp, tokens_, owner);
     const int end = __shfl_sync(kFullWarp, end_, owner);
@@ -106,6 +122,38 @@ class Schedule {
     tile->expert = __shfl_sync(kFullWarp, expert_, owner);
     tile->first_slot += first_slot;
     return true;
+  }
+
+  // The same where items are runs.
+  __device__ __forceinline__ bool find(int item, int rank, Run* run) {
+    int owner;
+    if (!find_owner(item, &owner)) return false;
+    run->expert = __shfl_sync(kFullWarp, expert_, owner);
+    run->first_slot = __shfl_sync(kFullWarp, first_slot_, owner);
+    run->tokens = __shfl_sync(kFullWarp, tokens_, owner);
+    const int tiles = tiles_of<false>(units_of(run->tokens), Traits::kTileUnits);
+    const int runs = runs_of(tiles);
+    const int rows = row_pairs(params_.row_tiles);
+    const int index = item - (__shfl_sync(kFullWarp, end_, owner) - runs * rows);
+    const int most = (tiles + runs - 1) / runs;
+    run->row_tile = 2 * (index % rows) + rank;
+    run->reused = runs > 1;
+    run->first = index / rows * most;
+    run->end = min(run->first + most, tiles);
+    return true;
+  }
+
+  // A token tile of a run.
+  __device__ __forceinline__ void place(const Run& run, int token_tile, Tile* tile) const {
+    const int units = units_of(run.tokens);
+    cut(units, tiles_of<false>(units, Traits::kTileUnits), token_tile, run.tokens,
+        run.row_tile < params_.row_tiles, tile);
+    tile->expert = run.expert;
+    tile->first_slot += run.first_slot;
+    tile->row_tile = run.row_tile;
+    tile->shared = 0;
+    tile->reused = run.reused;
+    tile->edge = token_tile == run.first;
   }
 
   // The tile of an item if all experts had as many tokens. False if there is none then.
@@ -124,7 +172,21 @@ class Schedule {
 
  private:
   // Pairs of token tiles are items of `up`, with weights that they share.
-  static constexpr bool kShares = !Traits::kAlternates;
+  static constexpr bool kShares = Traits::kGathers;
+
+  // The lane that has the expert of an item, brought into view.
+  __device__ __forceinline__ bool find_owner(int item, int* owner) {
+    for (;;) {
+      const int end = __shfl_sync(kFullWarp, end_, kThreadsPerWarp - 1);
+      if (item < end) break;
+      if (expert_ - lane_ + kThreadsPerWarp >= params_.experts) return false;
+      view(expert_ - lane_ + kThreadsPerWarp, end,
+           __shfl_sync(kFullWarp, up_end_, kThreadsPerWarp - 1));
+    }
+    *owner = __popc(__ballot_sync(kFullWarp, item >= end_));
+    if (follows_up()) needed_ = __shfl_sync(kFullWarp, up_end_, *owner);
+    return true;
+  }
 
   __device__ __forceinline__ bool follows_up() const {
     return !Traits::kGathers && params_.progress != nullptr;
@@ -154,6 +216,17 @@ class Schedule {
     return shared_columns * row_tiles + (tiles - 2 * shared_columns) * row_pairs(row_tiles);
   }
 
+  // Runs that so many token tiles are cut into.
+  __device__ __forceinline__ int runs_of(int tiles) const {
+    return (tiles + params_.columns_per_group - 1) / params_.columns_per_group;
+  }
+  // Of an expert with so many tokens, as this kernel deals them out.
+  __device__ __forceinline__ int items_here(int tokens) const {
+    if (!Traits::kKeeps) return items_of<kShares>(tokens, params_.row_tiles, Traits::kTileUnits);
+    return runs_of(tiles_of<false>(units_of(tokens), Traits::kTileUnits)) *
+           row_pairs(params_.row_tiles);
+  }
+
   // More items than there are, unless offsets give rows to several experts: sums end there, as they must not wrap.
   static constexpr int kMostItems = (1 << 30) - 1;
 
@@ -181,7 +254,7 @@ class Schedule {
         tokens_ = max(end_slot - first_slot_, 0);
       }
     }
-    end_ = sum_to_here(items, items_of<kShares>(tokens_, params_.row_tiles, Traits::kTileUnits));
+    end_ = sum_to_here(items, items_here(tokens_));
     if (follows_up()) {
       up_end_ = sum_to_here(up_items,
                             items_of<true>(tokens_, params_.up_row_tiles, params_.up_tile_units));
@@ -208,17 +281,21 @@ class Schedule {
     tile->shared = shared;
     tile->reused = tiles > 1;
     tile->row_tile = shared ? row : 2 * row + rank;
-    // The first tiles are a unit wider than the others, if they are not all alike.
-    const int token_tile = shared ? 2 * column + rank : 2 * shared_columns + column;
+    cut(units, tiles, shared ? 2 * column + rank : 2 * shared_columns + column, tokens,
+        tile->row_tile < params.row_tiles, tile);
+    tile->edge = 0;
+  }
+
+  // Which of an expert's tokens, so many units of them, one of its token tiles has, if anything is to come
+  // of it. The first tiles are a unit wider than the others, if they are not all alike.
+  static __device__ __forceinline__ void cut(int units, int tiles, int token_tile, int tokens,
+                                             bool counts, Tile* tile) {
     const int narrow = units / tiles;
     const int wider = units % tiles;
     const int first_unit = token_tile * narrow + min(token_tile, wider);
     tile->units = narrow + (token_tile < wider ? 1 : 0);
-    tile->tokens = tile->row_tile < params.row_tiles
-                       ? min(tile->units * kUnitTokens, tokens - first_unit * kUnitTokens)
-                       : 0;
+    tile->tokens = counts ? min(tile->units * kUnitTokens, tokens - first_unit * kUnitTokens) : 0;
     tile->first_slot = first_unit * kUnitTokens;
-    tile->ends = 0;
   }
 
   const Params& params_;
@@ -260,7 +337,7 @@ struct Shared {
     return base + stage * Traits::kStageBytes;
   }
   __device__ __forceinline__ uint32_t tokens(int stage) const {
-    return weights(stage) + Traits::kWeightBytes;
+    return weights(stage) + Traits::kTokensOffset;
   }
   // The stage is loaded: the TMA warp says of how many bytes, and each gathering thread arrives.
   __device__ __forceinline__ uint32_t full(int stage) const {
@@ -316,10 +393,10 @@ struct TileCopies {
                                         const Tile& tile, int rank)
       : params(params_), shared(shared_) {
     policy = tile.reused != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
-    expected = Traits::kWeightBytes;
+    expected = Traits::kKeeps ? 0 : Traits::kWeightBytes;
     expert = tile.expert;
     row = tile.row_tile * Traits::kRowsToTile;
-    only_half = !Traits::kAlternates && tile.shared != 0 ? rank : kNone;
+    only_half = Traits::kGathers && tile.shared != 0 ? rank : kNone;
     if (!Traits::kGathers) {
       expected += tile.units * kUnitTokens * kBoxRowBytes;
       const int half_tokens = tile.units * (kUnitTokens / kCluster);
@@ -345,29 +422,43 @@ struct TileCopies {
 
   // Says what the stage waits for, and copies the weights of a step; one thread.
   __device__ __forceinline__ void load_weights(int stage, int step) const {
-    const int column = step * Traits::kStep;
     ptx::mbarrier_arrive_expect(shared.full(stage), static_cast<int>(expected));
-    if (Traits::kAlternates) {
+    copy_weights(stage, step);
+  }
+
+  __device__ __forceinline__ void copy_weights(int stage, int step) const {
+    const int column = step * Traits::kStep;
+    if constexpr (!Traits::kGathers) {
 #pragma unroll
       for (int i = 0; i < Traits::kTileRows / Traits::kBoxRows; ++i) {
         copy(stage, i * Traits::kBoxBytes, params.weights[0], column, row + i * Traits::kRowsToBox,
              false);
       }
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < Traits::kHalfRows / Traits::kBoxRows; ++i) {
-      const int box_row = row + i * Traits::kRowsToBox;
-      const uint32_t offset = i * Traits::kBoxBytes;
-      if (only_half != kNone) {
-        copy(stage, offset + only_half * Traits::kHalfBytes, params.weights[only_half], column,
-             box_row + only_half * Traits::kRowsToHalf, true);
-      } else {
-        copy(stage, offset, params.weights[0], column, box_row, false);
-        copy(stage, offset + Traits::kHalfBytes, params.weights[1], column,
-             box_row + Traits::kRowsToHalf, false);
+      for (int i = 0; i < Traits::kHalfRows / Traits::kBoxRows; ++i) {
+        const int box_row = row + i * Traits::kRowsToBox;
+        const uint32_t offset = i * Traits::kBoxBytes;
+        if (only_half != kNone) {
+          copy(stage, offset + only_half * Traits::kHalfBytes, params.weights[only_half], column,
+               box_row + only_half * Traits::kRowsToHalf, true);
+        } else {
+          copy(stage, offset, params.weights[0], column, box_row, false);
+          copy(stage, offset + Traits::kHalfBytes, params.weights[1], column,
+               box_row + Traits::kRowsToHalf, false);
+        }
       }
     }
+  }
+
+  // Where weights are kept these have stages of their own.
+  __device__ __forceinline__ void load_kept_weights(int stage, int step) const {
+    ptx::mbarrier_arrive_expect(shared.full(stage), Traits::kWeightBytes);
+    copy_weights(stage, step);
+  }
+  __device__ __forceinline__ void load_only_tokens(int stage, int step) const {
+    ptx::mbarrier_arrive_expect(shared.full(stage), static_cast<int>(expected));
+    load_tokens(stage, step);
   }
 
   // Copies this block's half of a step's tokens, for both; one thread.
@@ -565,9 +656,65 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   if (leader) {
     tile.units = 0;
     for (int end = 0; end < (Traits::kAlternates ? kConsumers : 1); ++end) {
-      tile.ends = end == 0;
+      tile.edge = end == 0;
       publish(shared, sent + end, tile);
     }
+  }
+  __syncwarp();
+}
+
+// The same where weights are kept: a run's come first, in stages of their own, then the tokens of one of its
+// tiles after another.
+template <class Traits>
+__device__ __forceinline__ void produce_runs(const Params& params, const Shared<Traits>& shared) {
+  constexpr int kSteps = Traits::kKeptSteps;
+  constexpr int kTellStep = kSteps - 1;  // of the last tile of a run
+  const int rank = static_cast<int>(ptx::cluster_rank());
+  const bool leader = threadIdx.x == 0;
+  const bool follows = params.progress != nullptr;
+  if (!follows) ptx::wait_for_dependencies();
+  Deal<Traits> deal(params, shared, rank);
+  Schedule<Traits> schedule(params);
+  Progress progress;
+  Cursor<Traits::kStages> cursor;
+  Tile tile = {};
+  Run run;
+  int sent = 0;
+  int item = first_item();
+  bool more = schedule.find(item, rank, &run);
+  for (int number = 0; more; ++number) {
+    for (int token_tile = run.first; token_tile < run.end; ++token_tile) {
+      schedule.place(run, token_tile, &tile);
+      const TileCopies<Traits> copies(params, shared, tile, rank);
+      if (leader) publish(shared, sent, tile);
+      ++sent;
+      if (tile.edge != 0) {
+#pragma unroll 1
+        for (int step = 0; step < kSteps; ++step) {
+          ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
+          if (leader) copies.load_kept_weights(cursor.stage, step);
+          __syncwarp();
+          cursor.step();
+        }
+        if (follows) progress.wait_for(params, schedule.needed());
+      }
+      const bool last = token_tile + 1 == run.end;
+      if (last) deal.take();
+#pragma unroll 1
+      for (int step = 0; step < kSteps; ++step) {
+        if (last && step == kTellStep) deal.tell(number);
+        ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
+        if (leader) copies.load_only_tokens(cursor.stage, step);
+        __syncwarp();
+        cursor.step();
+      }
+    }
+    item = deal.item_after(item, number);
+    more = schedule.find(item, rank, &run);
+  }
+  if (leader) {
+    tile.units = 0;
+    publish(shared, sent, tile);
   }
   __syncwarp();
 }
@@ -882,6 +1029,63 @@ struct Consumer {
     }
   }
 
+  // Weights that a consumer keeps, as the A operands of wgmma: its 64 rows, 16 columns a slice.
+  struct Kept {
+    static constexpr int kSlices = Traits::kStep / 16;
+    uint32_t values[Traits::kKeptSteps * kSlices][4];
+  };
+
+  // Takes a run's weights from their stages.
+  __device__ __forceinline__ void keep(Kept* kept) {
+    const int lane = lane_index();
+    const int row = group * kConsumerRows + warp_of_group() * 16 + lane % 16;
+    const int chunk = lane / 16;
+#pragma unroll
+    for (int step = 0; step < Traits::kKeptSteps; ++step) {
+      ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
+      const uint32_t from = shared.weights(cursor.stage) + row * kBoxRowBytes;
+#pragma unroll
+      for (int slice = 0; slice < Kept::kSlices; ++slice) {
+        ptx::ldmatrix_x4(kept->values[step * Kept::kSlices + slice],
+                         from + ((2 * slice + chunk) ^ (row % 8)) * 16);
+      }
+      __syncwarp();
+      release(cursor.stage);
+      cursor.step();
+    }
+  }
+
+  // The main loop with weights that are kept. Consumers take turns, which end when all products of a tile are
+  // begun.
+  template <int kTokens>
+  __device__ __forceinline__ void multiply_kept(float (&products)[kTokens / 2], const Kept& kept) {
+    using Mma = ptx::WgmmaValues<Element, kTokens>;
+    ptx::named_barrier_sync(kTurnBarrier + group, 2 * kThreadsPerGroup);
+    int last_stage = 0;
+#pragma unroll
+    for (int step = 0; step < Traits::kKeptSteps; ++step) {
+      const uint64_t tokens = ptx::swizzled_descriptor(shared.tokens(cursor.stage), 16);
+      ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int slice = 0; slice < Kept::kSlices; ++slice) {
+        Mma::multiply(products, kept.values[step * Kept::kSlices + slice],
+                      ptx::advance(tokens, 32 * slice), step + slice > 0);
+      }
+      ptx::wgmma_commit();
+      if (step > 0) {
+        ptx::wgmma_wait<1>();
+        release(last_stage);
+      }
+      last_stage = cursor.stage;
+      cursor.step();
+    }
+    ptx::named_barrier_arrive(kTurnBarrier + 1 - group, 2 * kThreadsPerGroup);
+    ptx::wgmma_wait<0>();
+    ptx::pin(products);
+    release(last_stage);
+  }
+
   __device__ __forceinline__ float bias_of(const Bias& bias, int expert, int row) const {
     if (row >= params.out_rows) return 0.0f;
     const int64_t index = expert * bias.expert_stride + row * bias.row_stride;
@@ -908,8 +1112,9 @@ struct Consumer {
   }
 
   __device__ __forceinline__ uint32_t out_buffer(int index) const {
-    if (Traits::kAlternates) {
-      const int group_here = thread_index() / kThreadsPerGroup - 1;  // so that nothing is kept
+    if (!Traits::kGathers) {
+      // So that nothing is kept.
+      const int group_here = Traits::kKeeps ? group : thread_index() / kThreadsPerGroup - 1;
       return shared.base + Traits::kOutOffset +
              (group_here * Traits::kOutBuffers + index) * Traits::kOutBytes;
     }
@@ -969,13 +1174,18 @@ struct Consumer {
     const int batch = params.counts != nullptr ? tile.expert : 0;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const uint32_t to = out_buffer(*sent % Traits::kOutBuffers);
+      const int buffer = *sent % Traits::kOutBuffers;
+      const uint32_t to = out_buffer(buffer);
       // For what left this buffer before.
-      if (leader && *sent >= Traits::kOutBuffers) {
-        ptx::tma_store_wait_read_but<Traits::kOutBuffers - 1>();
+      if (Traits::kKeeps) {
+        if (*sent >= Traits::kOutBuffers) wait_drained(buffer);
+      } else {
+        if (leader && *sent >= Traits::kOutBuffers) {
+          ptx::tma_store_wait_read_but<Traits::kOutBuffers - 1>();
+        }
+        ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
       }
       ++*sent;
-      ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
 #pragma unroll
       for (int i = 0; i < kPairs && part * kPairs + i < kTokens / 16; ++i) {
         uint32_t packed[4];
@@ -990,6 +1200,10 @@ struct Consumer {
         ptx::stmatrix_x4_trans(to + lane_offset + i * 16 * kBoxRowBytes, packed[0], packed[1],
                                packed[2], packed[3]);
       }
+      if (Traits::kKeeps) {
+        ptx::named_barrier_arrive(filled(buffer), kFillingThreads);
+        continue;
+      }
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
       if (leader) {
         ptx::fence_proxy_async_shared();  // of what all have stored, once
@@ -997,6 +1211,51 @@ struct Consumer {
         ptx::tma_store_commit();
       }
     }
+  }
+
+  // The named barriers of a buffer.
+  __device__ __forceinline__ int filled(int buffer) const {
+    return kFilledBarrier + group * Traits::kOutBuffers + buffer;
+  }
+  __device__ __forceinline__ int drained(int buffer) const {
+    return kDrainedBarrier + group * Traits::kOutBuffers + buffer;
+  }
+  __device__ __forceinline__ void wait_drained(int buffer) const {
+    ptx::named_barrier_sync(drained(buffer), kFillingThreads);
+  }
+
+  // Sends what this consumer leaves in its buffers, part after part of its tiles: one warp of the first
+  // warpgroup, so that the consumer waits for nothing but the buffer that it comes to next.
+  __device__ __forceinline__ void send_all() {
+    const bool leader = lane_index() == 0;
+    for (int number = 0;; ++number) {
+      const int slot = number % Traits::kTileSlots;
+      ptx::mbarrier_wait(shared.known(slot), number / Traits::kTileSlots % 2);
+      const Tile& tile = shared.tiles[slot];
+      if (tile.units == 0) break;
+      const int batch = params.counts != nullptr ? tile.expert : 0;
+      const int row = tile.row_tile * Traits::kOutRows + rows_before();
+      for (int first = 0; first < tile.units * kUnitTokens; first += Traits::kOutTokens) {
+        const int buffer = sent % Traits::kOutBuffers;
+        ++sent;
+        ptx::named_barrier_sync(filled(buffer), kFillingThreads);
+        if (leader) {
+          ptx::fence_proxy_async_shared();  // of what all have stored, once
+          send(tile, params.out, row, first, batch, out_buffer(buffer));
+          ptx::tma_store_commit();
+          ptx::tma_store_wait_read();
+        }
+        __syncwarp();
+        ptx::named_barrier_arrive(drained(buffer), kFillingThreads);
+      }
+    }
+    if (leader) ptx::tma_store_wait();
+    __syncwarp();
+  }
+
+  // At the end: meets the sender at the barriers of buffers that nobody fills again.
+  __device__ __forceinline__ void wait_sent() const {
+    for (int buffer = 0; buffer < min(sent, Traits::kOutBuffers); ++buffer) wait_drained(buffer);
   }
 
   // Sends the rows of at most kOutTokens tokens from `first` on, as many as there are; one thread.
@@ -1120,7 +1379,7 @@ struct Consumer {
     if (Traits::kInTurns) take_apart(products);
     // Of this group's rows of the first half.
     const int row = tile.row_tile * Traits::kOutRows + rows_before();
-    if (!Traits::kAlternates) sent = 0;
+    if (Traits::kGathers) sent = 0;
     if constexpr (!Traits::kGathers) {
       finish_curve<kIdentity, kTokens>(tile, products, row, &sent);
     } else if constexpr (Traits::kPlain) {
@@ -1142,6 +1401,40 @@ struct Consumer {
     Products<kUnits * kUnitTokens> products;
     multiply(products);
     finish(tile, products);
+  }
+
+  // The same where weights are kept.
+  template <int kUnits>
+  __device__ __forceinline__ void compute_kept(int units, const Tile& tile, const Kept& kept) {
+    if constexpr (kUnits < Traits::kTileUnits) {
+      if (units > kUnits) {
+        compute_kept<kUnits + Traits::kUnitSteps>(units, tile, kept);
+        return;
+      }
+    }
+    constexpr int kTokens = kUnits * kUnitTokens;
+    float products[kTokens / 2];
+    multiply_kept<kTokens>(products, kept);
+    finish_half<kIdentity, kTokens>(tile, products,
+                                    tile.row_tile * Traits::kOutRows + rows_before(), &sent);
+  }
+
+  // `run` where weights are kept: both consumers have every tile, each its own 64 rows.
+  __device__ __forceinline__ void run_kept() {
+    Kept kept;
+    if (group == 1) ptx::named_barrier_arrive(kTurnBarrier, 2 * kThreadsPerGroup);
+    for (int number = 0;; ++number) {
+      const int slot = number % Traits::kTileSlots;
+      ptx::mbarrier_wait(shared.known(slot), number / Traits::kTileSlots % 2);
+      const int units = uniform(shared.tiles[slot].units);
+      if (units == 0) break;
+      cursor.stage = uniform(cursor.stage);
+      if (uniform(shared.tiles[slot].edge) != 0) keep(&kept);
+      compute_kept<Traits::kUnitSteps>(units, shared.tiles[slot], kept);
+    }
+    // Nobody else takes the turn that the last tile's products left.
+    if (group == 0) ptx::named_barrier_sync(kTurnBarrier, 2 * kThreadsPerGroup);
+    wait_sent();
   }
 
   // Computes a tile that is at most so many units wide, the least that there is code for.
@@ -1175,7 +1468,7 @@ struct Consumer {
       if (Traits::kAlternates) cursor.skip(steps);
     }
     // Nobody else takes the turn that the last tile's products left.
-    if (Traits::kAlternates && shared.tiles[number % Traits::kTileSlots].ends != 0) {
+    if (Traits::kAlternates && shared.tiles[number % Traits::kTileSlots].edge != 0) {
       ptx::named_barrier_sync(kTurnBarrier + group, 2 * kThreadsPerGroup);
     }
     if (!Traits::kAlternates && held != kNone) {
@@ -1203,16 +1496,27 @@ __device__ __forceinline__ void consume(const Params& params, const Shared<Trait
     ptx::wait_for_dependencies();
   }
   Consumer<Traits> consumer(params, shared, group);
-  consumer.run();
+  if constexpr (Traits::kKeeps) {
+    consumer.run_kept();
+  } else {
+    consumer.run();
+  }
 }
 
 template <class Traits>
 __device__ __forceinline__ void load(const Params& params, const Shared<Traits>& shared, int warp) {
   ptx::give_registers_back<Traits::kProducerRegisters>();
   if (warp == 0) {
-    produce<Traits>(params, shared);
+    if constexpr (Traits::kKeeps) {
+      produce_runs<Traits>(params, shared);
+    } else {
+      produce<Traits>(params, shared);
+    }
   } else if (Traits::kGathers) {
     gather<Traits>(params, shared, static_cast<int>(threadIdx.x) - kThreadsPerWarp);
+  } else if (Traits::kKeeps && warp <= kConsumers) {
+    Consumer<Traits> consumer(params, shared, warp - 1);
+    consumer.send_all();
   } else {
     // Of a layer's `down` no others wait for all of `up`: it does not end before that, nor lets the next
     // kernel begin.
@@ -1240,7 +1544,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (int slot = 0; slot < Traits::kTileSlots; ++slot) {
       ptx::mbarrier_init(shared.known(slot), 1);
-      if (Traits::kAlternates) ptx::mbarrier_init(shared.dealt(slot), 1);
+      if (!Traits::kGathers) ptx::mbarrier_init(shared.dealt(slot), 1);
     }
     ptx::fence_mbarrier_init();
   }

@@ -24,22 +24,25 @@ struct Traits {
   static constexpr bool kNarrow = kUse == Use::kNarrowGatedUp;
   static constexpr bool kPlain = kUse == Use::kPlainGatedUp || kNarrow;
   static constexpr bool kGated = kUse == Use::kGatedUp || kPlain;
-  static constexpr bool kGathers = kUse != Use::kDown;
+  // Of short rows weights are kept in registers while runs of token tiles pass by.
+  static constexpr bool kKeeps = kUse == Use::kShortDown;
+  static constexpr bool kGathers = kUse != Use::kDown && !kKeeps;
   static_assert(kGated || !kInTurns);
+  static_assert(!kKeeps || !kTransposed);
 
   // Consumers have a tile each, and one's products are computed while the other writes out what it has;
   // or they share one.
-  static constexpr bool kAlternates = !kGathers;
+  static constexpr bool kAlternates = kUse == Use::kDown;
 
   static constexpr int kThreads = (1 + kConsumers) * kThreadsPerGroup;
   // The first warpgroup: one warp issues the copies by TMA, three gather.
   static constexpr int kGatherThreads = 3 * kThreadsPerWarp;
   // setmaxnreg: what the block was launched with, 168 a thread, is all there is to divide.
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = 224;
+  static constexpr int kProducerRegisters = kKeeps ? 88 : 56;
+  static constexpr int kConsumerRegisters = kKeeps ? 208 : 224;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 + kConsumers));
 
-  static constexpr int kHalfRows = kAlternates ? kConsumerRows : kConsumers * kConsumerRows;
+  static constexpr int kHalfRows = kGathers ? kConsumers * kConsumerRows : kConsumerRows;
   static constexpr int kTileRows = kHalves * kHalfRows;  // of weights
   static constexpr int kOutRows = kGated ? kHalfRows : kTileRows;
   static constexpr int kTileTokens = kNarrow ? 96 : 192;
@@ -51,46 +54,50 @@ struct Traits {
   static constexpr int kMostOddTiles = 5;  // of an expert's tokens, where pairs share weights
   // Columns of items that the weights of an expert pass by together: as many token tiles as clusters then
   // work on about as many rows of the weights, so that what they read of both is least.
-  static constexpr int kColumnsPerGroup = kAlternates ? 16 : 8;
+  static constexpr int kColumnsPerGroup = kGathers ? 8 : 16;
   static constexpr int kStep = kBoxColumns;  // columns of one step of the main loop
-  static constexpr int kStages = kAlternates || kNarrow ? 5 : 4;
+  static constexpr int kStages = kKeeps ? 8 : kAlternates || kNarrow ? 5 : 4;
+  static constexpr int kKeptSteps = kMostKeptColumns / kStep;
 
-  // A stage: weights [half][row][64], transposed [half][64 rows][column][64], and tokens [token][64].
+  // A stage: weights [half][row][64], transposed [half][64 rows][column][64], and tokens [token][64]; where
+  // weights are kept either.
   static constexpr int kHalfBytes = kHalfRows * kBoxRowBytes;
   static constexpr int kWeightBytes = kHalves * kHalfBytes;
   static constexpr int kBoxRows = kTransposed ? kBoxColumns : 128;  // of weights, in one copy
   static constexpr int kBoxBytes = kBoxRows * kBoxRowBytes;
-  static_assert(kStep == kBoxColumns && (kAlternates ? kTileRows : kHalfRows) % kBoxRows == 0);
+  static_assert(kStep == kBoxColumns && (kGathers ? kHalfRows : kTileRows) % kBoxRows == 0);
   static_assert(!kInTurns || kBoxRows == kConsumerRows);
   // How many rows of the weights' tensor lie between tiles, halves of a tile and boxes of a half.
   static constexpr int kRowsToTile = (kInTurns ? kHalves : 1) * kOutRows;
   static constexpr int kRowsToHalf = kInTurns ? kBoxRows : kGated ? 0 : kHalfRows;
   static constexpr int kRowsToBox = (kInTurns ? kHalves : 1) * kBoxRows;
   static constexpr int kTokenBytes = kTileTokens * kBoxRowBytes;
-  static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
+  static constexpr int kTokensOffset = kKeeps ? 0 : kWeightBytes;  // in a stage
+  static constexpr int kStageBytes = kTokensOffset + kTokenBytes;
+  static_assert(kWeightBytes <= kStageBytes);
   // Output of consumers that share a tile leaves by way of its last stage: a consumer's own 64 rows of
   // both halves of the weights are a buffer each. Others have buffers of their own.
-  static constexpr int kOutBuffers = kAlternates ? 1 : 2;
-  static constexpr int kOutTokens = kAlternates ? 96 : 64;
+  static constexpr int kOutBuffers = kGathers || kKeeps ? 2 : 1;
+  static constexpr int kOutTokens = kGathers || kKeeps ? 64 : 96;
   static constexpr int kOutBytes = kOutTokens * kBoxRowBytes;
-  static_assert(kAlternates || kOutBytes == kConsumerRows * kBoxRowBytes);
+  static_assert(!kGathers || kOutBytes == kConsumerRows * kBoxRowBytes);
 
   // Tiles in flight: loaded ahead, one with each stage, being finished, and an end for each consumer that
   // looks for one of its own, which is known without a wait for a stage.
-  static constexpr int kTileSlots = kAlternates ? 16 : 8;
+  static constexpr int kTileSlots = kGathers ? 8 : 16;
   static_assert(kStages + 2 + (kAlternates ? kConsumers : 1) <= kTileSlots);
 
   static constexpr int kOutOffset = kStages * kStageBytes;
   static constexpr int kScalesOffset =
-      kOutOffset + (kAlternates ? kConsumers * kOutBuffers * kOutBytes : 0);
+      kOutOffset + (kGathers ? 0 : kConsumers * kOutBuffers * kOutBytes);
   static constexpr int kScaleBytes = kGathers ? kTileTokens * 4 : 0;  // of a consumer
   static constexpr int kRowsOffset = kScalesOffset + kConsumers * kScaleBytes;
   static constexpr int kRowsBytes = kGathers ? kTileTokens * 4 : 0;
   static constexpr int kTilesOffset = kRowsOffset + kRowsBytes;
   static constexpr int kBarriersOffset = kTilesOffset + kTileSlots * kTileInfoBytes;
-  static constexpr int kBarriers = 2 * kStages + kTileSlots + (kAlternates ? kTileSlots : 0);
+  static constexpr int kBarriers = 2 * kStages + kTileSlots + (kGathers ? 0 : kTileSlots);
   static constexpr int kItemsOffset = kBarriersOffset + 8 * kBarriers;
-  static constexpr int kSharedBytes = kItemsOffset + (kAlternates ? 4 * kTileSlots : 0);
+  static constexpr int kSharedBytes = kItemsOffset + (kGathers ? 0 : 4 * kTileSlots);
 
   static_assert(kStageBytes % kSharedAlignment == 0 && kOutBytes % kSharedAlignment == 0);
   static_assert(kGathers || kTileUnits == kTokenBoxes);
