@@ -144,11 +144,10 @@ def test_many_tiles_of_few_columns(moe_family: str, inner: int) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_many_tokens_of_few_columns(moe_family: str, dtype: str, inner: int, hidden: int) -> None:
     """Tiles of every width, experts without tokens and some of many, runs of tiles of one."""
-    said = []
     for tokens, experts, skew in ((2000, 9, 0.0), (2500, 7, 3.0), (5000, 4, 0.0)):
         case = Case(tokens=tokens, hidden=hidden, inner=inner, experts=experts, top_k=2)
-        said.append(check(make(case, dtype, skew=skew), moe_family))
-    judge(moe_family, said)
+        served = check(make(case, dtype, skew=skew), moe_family)
+        assert served or not must_serve(moe_family)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
