@@ -143,11 +143,27 @@ def test_many_tiles_of_few_columns(moe_family: str, inner: int) -> None:
 @pytest.mark.parametrize("inner", [200, 256])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_many_tokens_of_few_columns(moe_family: str, dtype: str, inner: int, hidden: int) -> None:
-    """Tiles of every width, experts without tokens and some of many, runs of tiles of one."""
+    """Runs of tiles of one expert, some of many tokens and some of few."""
     for tokens, experts, skew in ((2000, 9, 0.0), (2500, 7, 3.0), (5000, 4, 0.0)):
         case = Case(tokens=tokens, hidden=hidden, inner=inner, experts=experts, top_k=2)
         served = check(make(case, dtype, skew=skew), moe_family)
         assert served or not must_serve(moe_family)
+
+
+@pytest.mark.parametrize("inner", [256, 512])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_experts_of_every_width_of_tiles(moe_family: str, dtype: str, inner: int) -> None:
+    """None, as many tokens as fill a tile of each width, one less, and so many of the last expert
+    that they have enough on average."""
+    counts = [0, *(16 * units - less for units in range(1, 13) for less in (0, 1))]
+    counts.append(384 * (len(counts) + 1) - sum(counts))
+    ids = torch.repeat_interleave(
+        torch.arange(len(counts), device=DEVICE), torch.tensor(counts, device=DEVICE)
+    )
+    ids = ids[torch.randperm(ids.numel(), generator=generator(0), device=DEVICE)]
+    case = Case(tokens=ids.numel(), hidden=264, inner=inner, experts=len(counts), top_k=1)
+    served = check(make(case, dtype, ids=ids.int()[:, None].contiguous()), moe_family)
+    assert served or not must_serve(moe_family)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
