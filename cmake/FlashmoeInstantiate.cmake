@@ -82,7 +82,7 @@ set(FLASHMOE_MOE_STREAM_BULK_KERNELS "_bulk")
 set(FLASHMOE_MOE_SM90_KERNELS
   "kPlainGatedUp,kColumns,_swiglu_up" "kNarrowGatedUp,kColumns,_swiglu_up_narrow"
   "kGatedUp,kColumns,_gated_up" "kUp,kColumns,_up" "kDown,kColumns,_down"
-  "kShortDown,kColumns,_down_short"
+  "kShortDown,kColumns,_down_short" "kMiddleDown,kColumns,_down_middle"
   "kGatedUp,kRows,_gated_up_trans" "kUp,kRows,_up_trans" "kDown,kRows,_down_trans"
   "kGatedUp,kRowsInTurns,_gated_up_turns")
 

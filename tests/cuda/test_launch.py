@@ -19,7 +19,7 @@ ENTRIES = {
     "moe/sm90": (
         *("bf16_gated_plain", "bf16_gated_narrow", "bf16_gated", "bf16_gated_t"),
         *("bf16_gated_turns", "bf16_up", "bf16_up_t", "bf16_down", "bf16_down_t"),
-        "bf16_down_short",
+        *("bf16_down_short", "bf16_down_middle"),
     ),
     "moe/stream": ("bf16_t1_n8", "bf16_t2_n16"),
     "moe/stream/bulk": ("bf16_bulk",),

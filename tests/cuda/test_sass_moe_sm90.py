@@ -11,13 +11,14 @@ import pytest
 import sass
 
 # In the order of the enumeration.
-_USES = ("swiglu_up", "gated_up", "up", "down", "narrow_up", "short_down")
+_USES = ("swiglu_up", "gated_up", "up", "down", "narrow_up", "short_down", "middle_down")
 _MAJORS = ("columns", "rows", "rows in turns")  # and so here
-_COLUMNS = ("swiglu_up", "narrow_up", "short_down")  # whose weights have contiguous columns
-_DOWN = ("down", "short_down")  # which take rows as they lie
+_KEPT_STEPS = {"short_down": 4, "middle_down": 8}  # of 64 columns, of weights in registers
+_COLUMNS = ("swiglu_up", "narrow_up", *_KEPT_STEPS)  # whose weights have contiguous columns
+_DOWN = ("down", *_KEPT_STEPS)  # which take rows as they lie
 _FUNCTION = re.compile(
     r"moe4sm9022grouped_product_kernelI\w*?Traits"
-    r"I(6__half|13__nv_bfloat16)L\w*?3UseE([0-5])EL\w*?5MajorE([0-2])E"
+    r"I(6__half|13__nv_bfloat16)L\w*?3UseE([0-6])EL\w*?5MajorE([0-2])E"
 )
 # What tiles' widths there is code for: multiples of so many tokens, up to so many.
 _WIDTHS = {
@@ -27,6 +28,7 @@ _WIDTHS = {
     "up": (64, 192),
     "down": (16, 192),
     "short_down": (16, 192),
+    "middle_down": (16, 112),
 }
 
 
@@ -71,11 +73,12 @@ def test_products_are_wgmma_of_every_width(
         step, widest = _WIDTHS[code[1].use]
         assert set(widths) == set(range(step, widest + 1, step)), f"{code}: {widths}"
         # A step of 64 columns, of two halves of the weights, at a tile's start and inside its loop;
-        # or all four steps, of weights in registers.
-        assert set(widths.values()) == {16}, f"{code}: {widths}"
+        # or all steps, of weights in registers.
+        steps = _KEPT_STEPS.get(code[1].use)
+        assert set(widths.values()) == {16 if steps is None else 4 * steps}, f"{code}: {widths}"
         # Where ptxas gives a group of products up, each is begun and awaited by itself.
-        steps = 4 if code[1].use == "short_down" else 2
-        assert opcodes["WARPGROUP.ARRIVE"] == steps * len(widths), f"{code}: serialised"
+        begun = (steps or 2) * len(widths)
+        assert opcodes["WARPGROUP.ARRIVE"] == begun, f"{code}: products are serialised"
 
 
 def test_tiles_come_and_go_by_tma_and_rows_are_gathered(
@@ -90,8 +93,8 @@ def test_tiles_come_and_go_by_tma_and_rows_are_gathered(
         # `up` sets its progress to zero; what it computes no thread stores by itself.
         assert (sass.count(opcodes, "STG") == 0) == (code[1].use in _DOWN), f"{code}: {opcodes}"
         assert any(re.match(r"STSM.*\.M?T", name) for name in opcodes), f"{code}: not transposed"
-        kept = sass.count(opcodes, "LDSM")  # 64 rows of 256 columns, four matrices of 8 by 8 a warp
-        assert kept == (16 if code[1].use == "short_down" else 0), f"{code}: {opcodes}"
+        kept = sass.count(opcodes, "LDSM")  # 64 rows of all columns, four matrices of 8 by 8 a warp
+        assert kept == 4 * _KEPT_STEPS.get(code[1].use, 0), f"{code}: {opcodes}"
 
 
 def test_roles_divide_the_registers(instructions: dict[tuple[str, Kernel], Counter[str]]) -> None:

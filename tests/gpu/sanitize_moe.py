@@ -56,6 +56,7 @@ SMALL = (
     sm90("narrow tiles", _TILES, "swiglu_up_narrow"),
     sm90("wide tiles", _changed(_SM90, tokens=200, experts=1, top_k=1), "swiglu_up"),
     sm90("weights kept", _KEPT, "swiglu_up", "down_short"),
+    sm90("more weights kept", _changed(_KEPT, inner=456), "swiglu_up", "down_middle"),
     sm90("any activation", _changed(_TILES, activation="gelu", bias="fp32", top_k=3), "gated_up",
          pre_activation=True),
     sm90("no gate", _changed(_SM90, gate="none", activation="relu2"), "up", pre_activation=True),

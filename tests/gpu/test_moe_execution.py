@@ -30,6 +30,7 @@ CASES = [
     Case(tokens=600, hidden=1024, inner=512, experts=40, top_k=4),
     # Weights of `down` that are kept, for more runs of tiles than there are clusters.
     Case(tokens=8000, hidden=2048, inner=256, experts=16, top_k=2),
+    Case(tokens=8000, hidden=1024, inner=512, experts=16, top_k=2),
 ]  # fmt: skip
 
 

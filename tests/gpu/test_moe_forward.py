@@ -140,7 +140,7 @@ def test_many_tiles_of_few_columns(moe_family: str, inner: int) -> None:
 
 
 @pytest.mark.parametrize("hidden", [8, 136, 520, 1536])
-@pytest.mark.parametrize("inner", [200, 256])
+@pytest.mark.parametrize("inner", [200, 256, 456, 512])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_many_tokens_of_few_columns(moe_family: str, dtype: str, inner: int, hidden: int) -> None:
     """Runs of tiles of one expert, some of many tokens and some of few."""
@@ -315,7 +315,7 @@ def test_grouped_products(moe_family: str, dtype: str, transposed: bool, bias: s
     said = []
     for experts, n, k, most in ((5, 64, 128, 40), (8, 200, 72, 3), (3, 1024, 512, 300),
                                 (64, 128, 256, 1), (1, 128, 2048, 500),
-                                (4, 136, 248, 2000)):  # fmt: skip
+                                (4, 136, 248, 2000), (4, 136, 504, 1000)):  # fmt: skip
         counts = torch.randint(0, most + 1, (experts,), generator=g, device=DEVICE).int()
         low = DTYPES[dtype]
         values = torch.randn(experts, n, k, generator=g, device=DEVICE).to(low) * k**-0.5

@@ -13,7 +13,8 @@ enum class Use {
   kUp,             // gathers rows of x, activation
   kDown,           // rows as they lie, products and their bias
   kNarrowGatedUp,  // as kPlainGatedUp, for experts of few tokens: narrower tiles, one more stage
-  kShortDown       // as kDown, for at most 256 columns and many tokens: keeps weights in registers
+  kShortDown,      // as kDown, for at most 256 columns and many tokens: keeps weights in registers
+  kMiddleDown      // the same for at most 512 columns: narrower tiles
 };
 
 // Which stride of the weights is 1; or, of kRowsInTurns, that of rows is 2: a gate's and an up's rows lie

@@ -42,12 +42,14 @@ constexpr int64_t kResidentBytes = int64_t{16} << 20;
 constexpr int32_t kFewerColumns = 4;
 // Tokens of an expert, on average, up to which narrow tiles are filled by few experts.
 constexpr int64_t kNarrowTokens = 64;
-// Tokens of an expert, on average, from which on weights of few columns are kept in registers; of fewer columns
-// than these too much of what is kept would be padding.
+// Tokens of an expert, on average, from which on weights of few columns are kept in registers, and how many
+// columns less than a kernel keeps there may be: of fewer still too much would be padding.
 constexpr int64_t kKeptTokens = 384;
-constexpr int64_t kLeastKeptColumns = kMostKeptColumns - kBoxColumns + 1;
-// Token tiles that weights which are kept pass by at most: longer runs are no faster, and end less at one time.
-constexpr int32_t kRunTiles = 6;
+constexpr int64_t kKeptPadding = kBoxColumns - 1;
+// Token tiles that weights which are kept pass by at most: longer runs are no faster. There are shorter ones
+// where a cluster would have fewer runs than these.
+constexpr int64_t kRunTiles = 6;
+constexpr int64_t kClusterRuns = 4;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
@@ -274,16 +276,27 @@ flashmoe_status add_product(const char* name, const DeviceFacts& facts, const Pr
 
 // What multiplies rows as they lie, of which an expert has so many on average.
 Use use_of_rows(Major major, int64_t columns, int64_t expert_rows) {
-  const bool keeps = major == Major::kColumns && columns >= kLeastKeptColumns &&
-                     columns <= kMostKeptColumns && expert_rows >= kKeptTokens;
-  return keeps ? Use::kShortDown : Use::kDown;
+  const auto fill = [columns](int64_t most) {
+    return columns <= most && columns >= most - kKeptPadding;
+  };
+  if (major != Major::kColumns || expert_rows < kKeptTokens) return Use::kDown;
+  return fill(kMostKeptColumns)   ? Use::kShortDown
+         : fill(kMostKeptOfFewer) ? Use::kMiddleDown
+                                  : Use::kDown;
 }
+
+bool keeps_weights(Use use) { return use == Use::kShortDown || use == Use::kMiddleDown; }
 
 // ---- parameters
 
+// The clusters of blocks of a stage.
+int64_t clusters_of(const MoePlan& plan, int stage) {
+  return plan.info.stage[stage].grid[0] / kCluster;
+}
+
 // Of what parameters have in common; the maps of outputs and tokens are the caller's.
 bool fill_product(const Product& product, const ExpertMatrix& first, const ExpertMatrix& second,
-                  const Entry& entry, Params* params) {
+                  const Entry& entry, int64_t clusters, Params* params) {
   const int32_t dtype = static_cast<int32_t>(product.dtype);
   const ExpertMatrix* const halves[kHalves] = {&first, &second};
   for (int i = 0; i < kHalves; ++i) {
@@ -309,7 +322,12 @@ bool fill_product(const Product& product, const ExpertMatrix& first, const Exper
       product.out_rows * product.columns * kElementBytes * (entry.tile_rows / entry.out_rows);
   params->columns_per_group =
       entry.columns_per_group / (expert_bytes < kResidentBytes ? kFewerColumns : 1);
-  if (product.use == Use::kShortDown) params->columns_per_group = kRunTiles;
+  if (keeps_weights(product.use)) {
+    const int64_t tiles = ceil_div(product.rows * product.batches, entry.tile_tokens) *
+                          ceil_div(params->row_tiles, kCluster);
+    params->columns_per_group =
+        static_cast<int32_t>(std::clamp<int64_t>(tiles / (clusters * kClusterRuns), 1, kRunTiles));
+  }
   return true;
 }
 
@@ -443,7 +461,7 @@ bool fill_up(const MoeForwardProblem& p, const MoePlan& plan, void* activated, u
   const Product product = up_of(p);
   const int32_t dtype = static_cast<int32_t>(p.dtype);
   if (!fill_product(product, p.gated ? p.gate : p.up, p.up,
-                    *static_cast<const Entry*>(plan.entry[0]), params) ||
+                    *static_cast<const Entry*>(plan.entry[0]), clusters_of(plan, 0), params) ||
       !find_out_maps({activated, p.inner, product.rows, 1, p.inner, 0, 0, dtype}, &params->out)) {
     return false;
   }
@@ -472,14 +490,15 @@ bool fill_down(const MoeForwardProblem& p, const MoePlan& plan, const void* acti
                uint32_t* progress, Params* params) {
   const Product product = down_of(p);
   const int32_t dtype = static_cast<int32_t>(p.dtype);
-  if (!fill_product(product, p.down, p.down, *static_cast<const Entry*>(plan.entry[1]), params) ||
+  if (!fill_product(product, p.down, p.down, *static_cast<const Entry*>(plan.entry[1]),
+                    clusters_of(plan, 1), params) ||
       !find_token_maps({activated, p.inner, product.rows, 1, p.inner, 0, 0, dtype}, params) ||
       !find_out_maps({y, p.hidden, product.rows, 1, p.hidden, 0, 0, dtype}, &params->out)) {
     return false;
   }
   params->offsets = p.offsets;
   params->progress = progress;
-  params->up_clusters = static_cast<int32_t>(plan.info.stage[0].grid[0] / kCluster);
+  params->up_clusters = static_cast<int32_t>(clusters_of(plan, 0));
   const Entry& up = *static_cast<const Entry*>(plan.entry[0]);
   params->up_row_tiles = static_cast<int32_t>(ceil_div(p.inner, up.out_rows));
   params->up_tile_units = up.tile_tokens / kUnitTokens;
@@ -548,7 +567,8 @@ flashmoe_status launch_product(const GroupedProductProblem& p, const MoePlan& pl
   const Product product = product_of(p);
   const int32_t dtype = static_cast<int32_t>(p.dtype);
   Params params = {};
-  if (!fill_product(product, p.w, p.w, *static_cast<const Entry*>(plan.entry[0]), &params) ||
+  if (!fill_product(product, p.w, p.w, *static_cast<const Entry*>(plan.entry[0]),
+                    clusters_of(plan, 0), &params) ||
       !find_token_maps(
           {p.x, p.columns, product.rows, product.batches, p.x_stride, p.x_expert_stride, 0, dtype},
           &params) ||

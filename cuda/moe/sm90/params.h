@@ -17,7 +17,9 @@ inline constexpr int kTokenBoxes = 12;  // of as many units of tokens at most
 // touched.
 inline constexpr int kOutHeights = 3;
 inline constexpr int kOutBoxRows[kOutHeights] = {32, 8, 1};
-inline constexpr int kMostKeptColumns = 256;  // of weights, where a kernel keeps them in registers
+// Of weights that a kernel keeps in registers, at most: with tiles of many tokens, and of fewer.
+inline constexpr int kMostKeptColumns = 256;
+inline constexpr int kMostKeptOfFewer = 512;
 
 // A bias [experts, rows] of one half of the weight rows. data is nullptr where there is none.
 struct Bias {

@@ -94,9 +94,8 @@ struct Run {
   int first_slot;  // of the expert's tokens
   int tokens;      // of the expert
   int row_tile;
-  int reused;  // weights by other runs
-  int first;   // token tile
-  int end;     // behind the last one
+  int next;  // token tile
+  int end;   // behind the last one
 };
 
 // The work, one item of a cluster after another: experts in order, within one groups of columns of items,
@@ -137,23 +136,22 @@ class Schedule {
     const int index = item - (__shfl_sync(kFullWarp, end_, owner) - runs * rows);
     const int most = (tiles + runs - 1) / runs;
     run->row_tile = 2 * (index % rows) + rank;
-    run->reused = runs > 1;
-    run->first = index / rows * most;
-    run->end = min(run->first + most, tiles);
+    run->next = index / rows * most;
+    run->end = min(run->next + most, tiles);
     return true;
   }
 
-  // A token tile of a run.
-  __device__ __forceinline__ void place(const Run& run, int token_tile, Tile* tile) const {
+  // The next token tile of a run, and whether it is the first.
+  __device__ __forceinline__ void place(const Run& run, bool begins, Tile* tile) const {
     const int units = units_of(run.tokens);
-    cut(units, tiles_of<false>(units, Traits::kTileUnits), token_tile, run.tokens,
-        run.row_tile < params_.row_tiles, tile);
+    const int tiles = tiles_of<false>(units, Traits::kTileUnits);
+    cut(units, tiles, run.next, run.tokens, run.row_tile < params_.row_tiles, tile);
     tile->expert = run.expert;
     tile->first_slot += run.first_slot;
     tile->row_tile = run.row_tile;
     tile->shared = 0;
-    tile->reused = run.reused;
-    tile->edge = token_tile == run.first;
+    tile->reused = tiles > params_.columns_per_group;
+    tile->edge = begins;
   }
 
   // The tile of an item if all experts had as many tokens. False if there is none then.
@@ -680,15 +678,14 @@ __device__ __forceinline__ void produce_runs(const Params& params, const Shared<
   Tile tile = {};
   Run run;
   int sent = 0;
-  int item = first_item();
-  bool more = schedule.find(item, rank, &run);
+  bool more = schedule.find(first_item(), rank, &run);
   for (int number = 0; more; ++number) {
-    for (int token_tile = run.first; token_tile < run.end; ++token_tile) {
-      schedule.place(run, token_tile, &tile);
-      const TileCopies<Traits> copies(params, shared, tile, rank);
+    for (bool begins = true; run.next < run.end; ++run.next, begins = false) {
+      schedule.place(run, begins, &tile);
       if (leader) publish(shared, sent, tile);
       ++sent;
-      if (tile.edge != 0) {
+      if (begins) {
+        const TileCopies<Traits> copies(params, shared, tile, rank);
 #pragma unroll 1
         for (int step = 0; step < kSteps; ++step) {
           ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
@@ -698,7 +695,8 @@ __device__ __forceinline__ void produce_runs(const Params& params, const Shared<
         }
         if (follows) progress.wait_for(params, schedule.needed());
       }
-      const bool last = token_tile + 1 == run.end;
+      const TileCopies<Traits> copies(params, shared, tile, rank);
+      const bool last = run.next + 1 == run.end;
       if (last) deal.take();
 #pragma unroll 1
       for (int step = 0; step < kSteps; ++step) {
@@ -709,8 +707,8 @@ __device__ __forceinline__ void produce_runs(const Params& params, const Shared<
         cursor.step();
       }
     }
-    item = deal.item_after(item, number);
-    more = schedule.find(item, rank, &run);
+    const int item = first_item() + number * item_stride();  // where they are not taken
+    more = schedule.find(deal.item_after(item, number), rank, &run);
   }
   if (leader) {
     tile.units = 0;
@@ -905,7 +903,7 @@ struct Consumer {
   int group;
   Cursor<Traits::kStages> cursor;
   int held = kNone;  // the last stage of the tile before, by way of which its output leaves
-  int sent = 0;      // parts of the output; unless consumers alternate those of this tile
+  int sent = 0;      // parts of the output: of this tile in `up`, else of all
 
   __device__ __forceinline__ Consumer(const Params& params_, const Shared<Traits>& shared_,
                                       int group_)
@@ -1040,6 +1038,7 @@ struct Consumer {
     const int lane = lane_index();
     const int row = group * kConsumerRows + warp_of_group() * 16 + lane % 16;
     const int chunk = lane / 16;
+    Cursor<Traits::kStages> first = cursor;
 #pragma unroll
     for (int step = 0; step < Traits::kKeptSteps; ++step) {
       ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
@@ -1049,9 +1048,14 @@ struct Consumer {
         ptx::ldmatrix_x4(kept->values[step * Kept::kSlices + slice],
                          from + ((2 * slice + chunk) ^ (row % 8)) * 16);
       }
-      __syncwarp();
-      release(cursor.stage);
       cursor.step();
+    }
+    // What was read by threads is loaded anew by the copy engine, this block's or the other one's.
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    for (int step = 0; step < Traits::kKeptSteps; ++step) {
+      release(first.stage);
+      first.step();
     }
   }
 
@@ -1512,12 +1516,15 @@ __device__ __forceinline__ void load(const Params& params, const Shared<Traits>&
     } else {
       produce<Traits>(params, shared);
     }
-  } else if (Traits::kGathers) {
+  } else if constexpr (Traits::kGathers) {
     gather<Traits>(params, shared, static_cast<int>(threadIdx.x) - kThreadsPerWarp);
-  } else if (Traits::kKeeps && warp <= kConsumers) {
-    Consumer<Traits> consumer(params, shared, warp - 1);
-    consumer.send_all();
   } else {
+    if constexpr (Traits::kKeeps) {
+      if (warp <= kConsumers) {
+        Consumer<Traits>(params, shared, warp - 1).send_all();
+        return;
+      }
+    }
     // Of a layer's `down` no others wait for all of `up`: it does not end before that, nor lets the next
     // kernel begin.
     ptx::wait_for_dependencies();

@@ -25,7 +25,8 @@ struct Traits {
   static constexpr bool kPlain = kUse == Use::kPlainGatedUp || kNarrow;
   static constexpr bool kGated = kUse == Use::kGatedUp || kPlain;
   // Of short rows weights are kept in registers while runs of token tiles pass by.
-  static constexpr bool kKeeps = kUse == Use::kShortDown;
+  static constexpr bool kKeepsMore = kUse == Use::kMiddleDown;  // and in narrower tiles
+  static constexpr bool kKeeps = kUse == Use::kShortDown || kKeepsMore;
   static constexpr bool kGathers = kUse != Use::kDown && !kKeeps;
   static_assert(kGated || !kInTurns);
   static_assert(!kKeeps || !kTransposed);
@@ -38,14 +39,14 @@ struct Traits {
   // The first warpgroup: one warp issues the copies by TMA, three gather.
   static constexpr int kGatherThreads = 3 * kThreadsPerWarp;
   // setmaxnreg: what the block was launched with, 168 a thread, is all there is to divide.
-  static constexpr int kProducerRegisters = kKeeps ? 88 : 56;
-  static constexpr int kConsumerRegisters = kKeeps ? 208 : 224;
+  static constexpr int kProducerRegisters = kKeepsMore ? 72 : kKeeps ? 88 : 56;
+  static constexpr int kConsumerRegisters = kKeepsMore ? 216 : kKeeps ? 208 : 224;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 + kConsumers));
 
   static constexpr int kHalfRows = kGathers ? kConsumers * kConsumerRows : kConsumerRows;
   static constexpr int kTileRows = kHalves * kHalfRows;  // of weights
   static constexpr int kOutRows = kGated ? kHalfRows : kTileRows;
-  static constexpr int kTileTokens = kNarrow ? 96 : 192;
+  static constexpr int kTileTokens = kNarrow ? 96 : kKeepsMore ? 112 : 192;
   static constexpr int kTileUnits = kTileTokens / kUnitTokens;
   // Widths that there is code for are multiples of so many units: the more follows the main loop, the
   // fewer.
@@ -56,8 +57,8 @@ struct Traits {
   // work on about as many rows of the weights, so that what they read of both is least.
   static constexpr int kColumnsPerGroup = kGathers ? 8 : 16;
   static constexpr int kStep = kBoxColumns;  // columns of one step of the main loop
-  static constexpr int kStages = kKeeps ? 8 : kAlternates || kNarrow ? 5 : 4;
-  static constexpr int kKeptSteps = kMostKeptColumns / kStep;
+  static constexpr int kStages = kKeepsMore ? 12 : kKeeps ? 8 : kAlternates || kNarrow ? 5 : 4;
+  static constexpr int kKeptSteps = (kKeepsMore ? kMostKeptOfFewer : kMostKeptColumns) / kStep;
 
   // A stage: weights [half][row][64], transposed [half][64 rows][column][64], and tokens [token][64]; where
   // weights are kept either.
@@ -73,10 +74,11 @@ struct Traits {
   static constexpr int kRowsToBox = (kInTurns ? kHalves : 1) * kBoxRows;
   static constexpr int kTokenBytes = kTileTokens * kBoxRowBytes;
   static constexpr int kTokensOffset = kKeeps ? 0 : kWeightBytes;  // in a stage
-  static constexpr int kStageBytes = kTokensOffset + kTokenBytes;
-  static_assert(kWeightBytes <= kStageBytes);
-  // Output of consumers that share a tile leaves by way of its last stage: a consumer's own 64 rows of
-  // both halves of the weights are a buffer each. Others have buffers of their own.
+  static constexpr int kStageBytes =
+      kTokensOffset + (!kKeeps || kTokenBytes > kWeightBytes ? kTokenBytes : kWeightBytes);
+
+  // Output of `up` leaves by way of its tile's last stage: a consumer's own 64 rows of both halves of the
+  // weights are a buffer each. Others have buffers of their own.
   static constexpr int kOutBuffers = kGathers || kKeeps ? 2 : 1;
   static constexpr int kOutTokens = kGathers || kKeeps ? 64 : 96;
   static constexpr int kOutBytes = kOutTokens * kBoxRowBytes;
@@ -100,9 +102,9 @@ struct Traits {
   static constexpr int kSharedBytes = kItemsOffset + (kGathers ? 0 : 4 * kTileSlots);
 
   static_assert(kStageBytes % kSharedAlignment == 0 && kOutBytes % kSharedAlignment == 0);
-  static_assert(kGathers || kTileUnits == kTokenBoxes);
+  static_assert(kGathers || kTileUnits <= kTokenBoxes);
   static_assert(kOutTokens % kUnitTokens == 0);
-  static_assert(kNarrow || kTileTokens % kOutTokens == 0);
+  static_assert(kNarrow || kKeeps || kTileTokens % kOutTokens == 0);
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
 };
 

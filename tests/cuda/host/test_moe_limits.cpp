@@ -45,7 +45,7 @@ const Entry entry_bf16_t = entry_of("plain_t", false, true, 3);
 
 namespace flashmoe::moe::sm90 {
 
-static LoadedKernel loaded[10][kMaxDevices];
+static LoadedKernel loaded[11][kMaxDevices];
 
 static Entry entry_of(const char* name, Use use, Major major, int index) {
   Entry entry = {};
@@ -68,7 +68,7 @@ static Entry entry_of(const char* name, Use use, Major major, int index) {
 
 extern const Entry entry_bf16_gated_plain, entry_bf16_gated_narrow, entry_bf16_gated,
     entry_bf16_gated_t, entry_bf16_gated_turns, entry_bf16_up, entry_bf16_up_t, entry_bf16_down,
-    entry_bf16_down_t, entry_bf16_down_short;
+    entry_bf16_down_t, entry_bf16_down_short, entry_bf16_down_middle;
 const Entry entry_bf16_gated_plain =
     entry_of("gated_plain", Use::kPlainGatedUp, Major::kColumns, 0);
 const Entry entry_bf16_gated_narrow =
@@ -81,6 +81,7 @@ const Entry entry_bf16_down = entry_of("down", Use::kDown, Major::kColumns, 6);
 const Entry entry_bf16_down_t = entry_of("down_t", Use::kDown, Major::kRows, 7);
 const Entry entry_bf16_gated_turns = entry_of("gated_turns", Use::kGatedUp, Major::kRowsInTurns, 8);
 const Entry entry_bf16_down_short = entry_of("down_short", Use::kShortDown, Major::kColumns, 9);
+const Entry entry_bf16_down_middle = entry_of("down_middle", Use::kMiddleDown, Major::kColumns, 10);
 
 }  // namespace flashmoe::moe::sm90
 
