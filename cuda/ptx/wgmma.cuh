@@ -61,7 +61,8 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[kCount]) {
 }
 
 // multiply(d, a, b, add): A and B in shared memory, both K-major. multiply_major(d, a, b, add): the same
-// with A MN-major. multiply_values(d, a, b, add): A in registers, B MN-major. `add` false overwrites d.
+// with A MN-major. multiply_values(d, a, b, add): A in registers, B MN-major; multiply_by_rows: B K-major.
+// `add` false overwrites d. A in registers is what ldmatrix gives of four 8x8 matrices, rows first.
 template <class Element, int kColumns>
 struct Wgmma;
 
@@ -175,6 +176,18 @@ struct Wgmma;
                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type           \
                    " {" FLASHMOE_R_##registers "}, {" s0 ", " s1 ", " s2 ", " s3 "}, " s4          \
                                                ", add, 1, 1, 1;\n}\n"                              \
+                   : FLASHMOE_D_##registers                                                        \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                           \
+                     "r"(static_cast<int>(add)));                                                  \
+    }                                                                                              \
+    static __device__ __forceinline__ void multiply_by_rows(float (&d)[registers],                 \
+                                                            const uint32_t (&a)[4], uint64_t b,    \
+                                                            bool add) {                            \
+      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " s5                                      \
+                   ", 0;\n"                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type           \
+                   " {" FLASHMOE_R_##registers "}, {" s0 ", " s1 ", " s2 ", " s3 "}, " s4          \
+                                               ", add, 1, 1, 0;\n}\n"                              \
                    : FLASHMOE_D_##registers                                                        \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                           \
                      "r"(static_cast<int>(add)));                                                  \

@@ -49,7 +49,6 @@
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/ptx/wgmma_values.cuh"
 
 namespace flashmoe::moe::sm90 {
 
@@ -1063,7 +1062,7 @@ struct Consumer {
   // begun.
   template <int kTokens>
   __device__ __forceinline__ void multiply_kept(float (&products)[kTokens / 2], const Kept& kept) {
-    using Mma = ptx::WgmmaValues<Element, kTokens>;
+    using Mma = ptx::Wgmma<Element, kTokens>;
     ptx::named_barrier_sync(kTurnBarrier + group, 2 * kThreadsPerGroup);
     int last_stage = 0;
 #pragma unroll
@@ -1073,8 +1072,8 @@ struct Consumer {
       ptx::wgmma_fence();
 #pragma unroll
       for (int slice = 0; slice < Kept::kSlices; ++slice) {
-        Mma::multiply(products, kept.values[step * Kept::kSlices + slice],
-                      ptx::advance(tokens, 32 * slice), step + slice > 0);
+        Mma::multiply_by_rows(products, kept.values[step * Kept::kSlices + slice],
+                              ptx::advance(tokens, 32 * slice), step + slice > 0);
       }
       ptx::wgmma_commit();
       if (step > 0) {
