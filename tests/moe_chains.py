@@ -155,9 +155,10 @@ def _refused(what: str, case: Case, family: str) -> LayerChain:
 
 _SHORT = Case(hidden=256, inner=192, experts=8, top_k=2)  # rows that no copy engine is asked for
 _LONG = Case(hidden=512, inner=512, experts=8, top_k=2)
-_KEPT = Case(tokens=768, hidden=264, inner=256, experts=2, top_k=1)  # 384 tokens an expert
+_KEPT = Case(tokens=384, hidden=264, inner=256, experts=2, top_k=1)  # 192 tokens an expert
 
 _with = dataclasses.replace
+_KEPT_MORE = _with(_KEPT, tokens=768, inner=512)
 
 
 def _stream_chains() -> list[LayerChain]:
@@ -256,19 +257,19 @@ def _sm90_chains() -> list[LayerChain]:
               _with(_SHORT, tokens=200, transposed=True, gate="interleaved", top_k=1,
                     down_transposed=False), "gated_up_turns", crowded=True),
         # Weights that are kept in registers; then more token tiles than pass by them in one run.
-        sm90("384 tokens an expert", _KEPT, "swiglu_up", "down_short"),
-        sm90("fewer tokens an expert", _with(_KEPT, tokens=767), "swiglu_up"),
-        sm90("384 tokens, 200 columns", _with(_KEPT, inner=200), "swiglu_up", "down_short"),
-        sm90("384 tokens, 192 columns", _with(_KEPT, inner=192), "swiglu_up"),
-        sm90("384 tokens, 264 columns", _with(_KEPT, inner=264), "swiglu_up"),
-        sm90("384 tokens, 448 columns", _with(_KEPT, inner=448), "swiglu_up"),
-        sm90("384 tokens, 456 columns", _with(_KEPT, inner=456), "swiglu_up", "down_middle"),
-        sm90("384 tokens, 512 columns", _with(_KEPT, inner=512), "swiglu_up", "down_middle"),
-        sm90("384 tokens, 520 columns", _with(_KEPT, inner=520), "swiglu_up"),
+        sm90("192 tokens an expert", _KEPT, "swiglu_up", "down_short"),
+        sm90("fewer tokens an expert", _with(_KEPT, tokens=383), "swiglu_up"),
+        sm90("200 columns", _with(_KEPT, inner=200), "swiglu_up", "down_short"),
+        sm90("192 columns", _with(_KEPT, inner=192), "swiglu_up"),
+        sm90("264 columns", _with(_KEPT, inner=264), "swiglu_up"),
+        sm90("384 tokens an expert, 512 columns", _KEPT_MORE, "swiglu_up", "down_middle"),
+        sm90("fewer tokens an expert, 512 columns", _with(_KEPT_MORE, tokens=767), "swiglu_up"),
+        sm90("448 columns", _with(_KEPT_MORE, inner=448), "swiglu_up"),
+        sm90("456 columns", _with(_KEPT_MORE, inner=456), "swiglu_up", "down_middle"),
+        sm90("520 columns", _with(_KEPT_MORE, inner=520), "swiglu_up"),
         sm90("2500 tokens of one expert, 512 columns",
-              _with(_KEPT, tokens=2500, inner=512, bias="x"), "gated_up", "down_middle",
-              crowded=True),
-        sm90("384 tokens, down transposed", _with(_KEPT, down_transposed=True), "swiglu_up",
+              _with(_KEPT_MORE, tokens=2500, bias="x"), "gated_up", "down_middle", crowded=True),
+        sm90("192 tokens an expert, down transposed", _with(_KEPT, down_transposed=True), "swiglu_up",
               "down_trans"),
         sm90("2500 tokens of one expert", _with(_KEPT, tokens=2500, bias="x"), "gated_up",
               "down_short", crowded=True),

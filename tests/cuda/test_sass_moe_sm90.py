@@ -28,7 +28,7 @@ _WIDTHS = {
     "up": (64, 192),
     "down": (16, 192),
     "short_down": (16, 192),
-    "middle_down": (16, 112),
+    "middle_down": (16, 128),
 }
 
 

@@ -38,7 +38,8 @@ _FEW = Case(tokens=3, hidden=456, inner=456, experts=2, top_k=2)
 _TILES = Case(tokens=24, hidden=392, inner=392, experts=24, top_k=2)
 _SM90 = Case(tokens=20, hidden=392, inner=392, experts=2, top_k=2)
 _SM89 = Case(tokens=24, hidden=136, inner=392, experts=24, top_k=2)
-_KEPT = Case(tokens=1600, hidden=264, inner=200, experts=1, top_k=1)  # two runs of tiles
+# More than two token tiles by all rows for each cluster, that are runs.
+_KEPT = Case(tokens=3200, hidden=4096, inner=200, experts=1, top_k=1)
 
 
 def _changed(case: Case, **changes: Any) -> Case:

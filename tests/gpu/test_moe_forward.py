@@ -150,6 +150,18 @@ def test_many_tokens_of_few_columns(moe_family: str, dtype: str, inner: int, hid
         assert served or not must_serve(moe_family)
 
 
+@pytest.mark.parametrize("skew", [0.0, 3.0])
+@pytest.mark.parametrize("inner", [256, 512])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_many_tokens_and_rows_of_few_columns(
+    moe_family: str, dtype: str, inner: int, skew: float
+) -> None:
+    """So many tiles that runs of them are as long as they get."""
+    case = Case(tokens=6000, hidden=6144, inner=inner, experts=3, top_k=1)
+    served = check(make(case, dtype, skew=skew), moe_family)
+    assert served or not must_serve(moe_family)
+
+
 @pytest.mark.parametrize("inner", [256, 512])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_experts_of_every_width_of_tiles(moe_family: str, dtype: str, inner: int) -> None:

@@ -42,14 +42,16 @@ constexpr int64_t kResidentBytes = int64_t{16} << 20;
 constexpr int32_t kFewerColumns = 4;
 // Tokens of an expert, on average, up to which narrow tiles are filled by few experts.
 constexpr int64_t kNarrowTokens = 64;
-// Tokens of an expert, on average, from which on weights of few columns are kept in registers, and how many
-// columns less than a kernel keeps there may be: of fewer still too much would be padding.
-constexpr int64_t kKeptTokens = 384;
+// Tokens of an expert, on average, from which on weights of few columns are kept in registers, of at most
+// kMostKeptColumns and kMostKeptOfFewer; and how many columns less than that there may be: of fewer still too
+// much would be padding.
+constexpr int64_t kShortTokens = 192;
+constexpr int64_t kMiddleTokens = 384;
 constexpr int64_t kKeptPadding = kBoxColumns - 1;
 // Token tiles that weights which are kept pass by at most: longer runs are no faster. There are shorter ones
 // where a cluster would have fewer runs than these.
 constexpr int64_t kRunTiles = 6;
-constexpr int64_t kClusterRuns = 4;
+constexpr int64_t kClusterRuns = 2;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
@@ -276,13 +278,13 @@ flashmoe_status add_product(const char* name, const DeviceFacts& facts, const Pr
 
 // What multiplies rows as they lie, of which an expert has so many on average.
 Use use_of_rows(Major major, int64_t columns, int64_t expert_rows) {
-  const auto fill = [columns](int64_t most) {
-    return columns <= most && columns >= most - kKeptPadding;
+  const auto keeps = [=](int64_t most, int64_t least_rows) {
+    return major == Major::kColumns && columns <= most && columns >= most - kKeptPadding &&
+           expert_rows >= least_rows;
   };
-  if (major != Major::kColumns || expert_rows < kKeptTokens) return Use::kDown;
-  return fill(kMostKeptColumns)   ? Use::kShortDown
-         : fill(kMostKeptOfFewer) ? Use::kMiddleDown
-                                  : Use::kDown;
+  return keeps(kMostKeptColumns, kShortTokens)    ? Use::kShortDown
+         : keeps(kMostKeptOfFewer, kMiddleTokens) ? Use::kMiddleDown
+                                                  : Use::kDown;
 }
 
 bool keeps_weights(Use use) { return use == Use::kShortDown || use == Use::kMiddleDown; }

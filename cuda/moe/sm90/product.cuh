@@ -117,7 +117,7 @@ class Schedule {
     const int end = __shfl_sync(kFullWarp, end_, owner);
     place(params_, item - (end - items_of<kShares>(tokens, params_.row_tiles, Traits::kTileUnits)),
           rank, tokens, tile);
-    tile->expert = __shfl_sync(kFullWarp, expert_, owner);
+    tile->expert = first_ + owner;
     tile->first_slot += first_slot;
     return true;
   }
@@ -126,7 +126,7 @@ class Schedule {
   __device__ __forceinline__ bool find(int item, int rank, Run* run) {
     int owner;
     if (!find_owner(item, &owner)) return false;
-    run->expert = __shfl_sync(kFullWarp, expert_, owner);
+    run->expert = first_ + owner;
     run->first_slot = __shfl_sync(kFullWarp, first_slot_, owner);
     run->tokens = __shfl_sync(kFullWarp, tokens_, owner);
     const int tiles = tiles_of<false>(units_of(run->tokens), Traits::kTileUnits);
@@ -176,9 +176,8 @@ class Schedule {
     for (;;) {
       const int end = __shfl_sync(kFullWarp, end_, kThreadsPerWarp - 1);
       if (item < end) break;
-      if (expert_ - lane_ + kThreadsPerWarp >= params_.experts) return false;
-      view(expert_ - lane_ + kThreadsPerWarp, end,
-           __shfl_sync(kFullWarp, up_end_, kThreadsPerWarp - 1));
+      if (first_ + kThreadsPerWarp >= params_.experts) return false;
+      view(first_ + kThreadsPerWarp, end, __shfl_sync(kFullWarp, up_end_, kThreadsPerWarp - 1));
     }
     *owner = __popc(__ballot_sync(kFullWarp, item >= end_));
     if (follows_up()) needed_ = __shfl_sync(kFullWarp, up_end_, *owner);
@@ -240,14 +239,15 @@ class Schedule {
   // Brings the experts from `first` on into view, in front of which there are so many items, here and in
   // `up`. Whatever offsets say, slots are such that there are.
   __device__ __forceinline__ void view(int first, int items, int up_items) {
-    expert_ = first + lane_;
+    first_ = first;
+    const int expert = first + lane_;
     first_slot_ = tokens_ = 0;
-    if (expert_ < params_.experts) {
+    if (expert < params_.experts) {
       if (params_.counts != nullptr) {
-        tokens_ = min(max(params_.counts[expert_], 0), params_.rows);
+        tokens_ = min(max(params_.counts[expert], 0), params_.rows);
       } else {
-        first_slot_ = min(max(params_.offsets[expert_], 0), params_.rows);
-        const int end_slot = min(max(params_.offsets[expert_ + 1], 0), params_.rows);
+        first_slot_ = min(max(params_.offsets[expert], 0), params_.rows);
+        const int end_slot = min(max(params_.offsets[expert + 1], 0), params_.rows);
         tokens_ = max(end_slot - first_slot_, 0);
       }
     }
@@ -297,7 +297,7 @@ class Schedule {
 
   const Params& params_;
   int lane_;
-  int expert_;
+  int first_;  // of the experts in view; what follows is a lane's own
   int first_slot_;
   int tokens_;
   int end_;         // of its items

@@ -39,14 +39,14 @@ struct Traits {
   // The first warpgroup: one warp issues the copies by TMA, three gather.
   static constexpr int kGatherThreads = 3 * kThreadsPerWarp;
   // setmaxnreg: what the block was launched with, 168 a thread, is all there is to divide.
-  static constexpr int kProducerRegisters = kKeepsMore ? 72 : kKeeps ? 88 : 56;
-  static constexpr int kConsumerRegisters = kKeepsMore ? 216 : kKeeps ? 208 : 224;
+  static constexpr int kProducerRegisters = kKeeps && !kKeepsMore ? 88 : 56;
+  static constexpr int kConsumerRegisters = kKeeps && !kKeepsMore ? 208 : 224;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 + kConsumers));
 
   static constexpr int kHalfRows = kGathers ? kConsumers * kConsumerRows : kConsumerRows;
   static constexpr int kTileRows = kHalves * kHalfRows;  // of weights
   static constexpr int kOutRows = kGated ? kHalfRows : kTileRows;
-  static constexpr int kTileTokens = kNarrow ? 96 : kKeepsMore ? 112 : 192;
+  static constexpr int kTileTokens = kNarrow ? 96 : kKeepsMore ? 128 : 192;
   static constexpr int kTileUnits = kTileTokens / kUnitTokens;
   // Widths that there is code for are multiples of so many units: the more follows the main loop, the
   // fewer.
@@ -104,7 +104,7 @@ struct Traits {
   static_assert(kStageBytes % kSharedAlignment == 0 && kOutBytes % kSharedAlignment == 0);
   static_assert(kGathers || kTileUnits <= kTokenBoxes);
   static_assert(kOutTokens % kUnitTokens == 0);
-  static_assert(kNarrow || kKeeps || kTileTokens % kOutTokens == 0);
+  static_assert(kNarrow || kTileTokens % kOutTokens == 0);
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
 };
 
