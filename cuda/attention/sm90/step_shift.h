@@ -33,3 +33,5 @@ FLASHMOE_HOST_DEVICE constexpr int step_shift(int step_keys, int32_t first_row, 
 }
 
 }  // namespace flashmoe::sm90
+
+#undef FLASHMOE_HOST_DEVICE

@@ -39,8 +39,8 @@ struct Traits {
   // The first warpgroup: one warp issues the copies by TMA, three gather.
   static constexpr int kGatherThreads = 3 * kThreadsPerWarp;
   // setmaxnreg: what the block was launched with, 168 a thread, is all there is to divide.
-  static constexpr int kProducerRegisters = kKeeps && !kKeepsMore ? 88 : 56;
-  static constexpr int kConsumerRegisters = kKeeps && !kKeepsMore ? 208 : 224;
+  static constexpr int kProducerRegisters = kUse == Use::kShortDown ? 88 : 56;
+  static constexpr int kConsumerRegisters = kUse == Use::kShortDown ? 208 : 224;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 + kConsumers));
 
   static constexpr int kHalfRows = kGathers ? kConsumers * kConsumerRows : kConsumerRows;
