@@ -25,8 +25,9 @@
 
 namespace flashmoe::moe::sm89 {
 
-// Copies the steps of this block's tiles in their order. Between two calls of load_step there is a
-// barrier of the block.
+// Copies the steps of this block's tiles in their order. Before each call of load_step there is a
+// barrier of the block: the next tile may begin with it, which reads what warp 0 looked up when this
+// one began, be that in the constructor.
 template <class Traits>
 class Loader {
  public:
@@ -253,8 +254,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   if (thread_index() == 0) barrier.init();
   Loader<Traits> loader(params, storage, stages);
   for (int step = 0; step < Traits::kStages; ++step) {
-    loader.load_step();
     __syncthreads();
+    loader.load_step();
   }
   ptx::cp_async_wait<Traits::kStages - 1>();
   __syncthreads();
