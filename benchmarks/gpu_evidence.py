@@ -238,6 +238,7 @@ class Evidence:
             self._document.pop(key, None)
             if step["code"] == 0:
                 self._document[key] = read()
+        self.write()  # whatever becomes of the steps that follow
         return step
 
     def _passed(self, name: str) -> bool:

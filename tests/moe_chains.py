@@ -269,8 +269,8 @@ def _sm90_chains() -> list[LayerChain]:
         sm90("520 columns", _with(_KEPT_MORE, inner=520), "swiglu_up"),
         sm90("2500 tokens of one expert, 512 columns",
               _with(_KEPT_MORE, tokens=2500, bias="x"), "gated_up", "down_middle", crowded=True),
-        sm90("192 tokens an expert, down transposed", _with(_KEPT, down_transposed=True), "swiglu_up",
-              "down_trans"),
+        sm90("192 tokens an expert, down transposed", _with(_KEPT, down_transposed=True),
+              "swiglu_up", "down_trans"),
         sm90("2500 tokens of one expert", _with(_KEPT, tokens=2500, bias="x"), "gated_up",
               "down_short", crowded=True),
     ]  # fmt: skip

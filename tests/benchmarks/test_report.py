@@ -732,6 +732,21 @@ def test_what_time_runs_out_for_is_left_for_the_next_time(
     ]  # fmt: skip
 
 
+def test_what_was_done_stays_where_a_run_is_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Steps):
+        def __call__(self, name: str, command: list[str], limit_s: float) -> dict[str, Any]:
+            if name == "bench mla":
+                raise KeyboardInterrupt
+            return super().__call__(name, command, limit_s)
+
+    with pytest.raises(KeyboardInterrupt):
+        gather(Broken(), monkeypatch, tmp_path, "--suites", "gqa", "mla", "decode")
+    document = json.loads((tmp_path / "gpu_evidence_h200.json").read_text())
+    assert [step["name"] for step in document["steps"]] == ["bench gqa"]
+
+
 def test_a_step_that_fails_leaves_no_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
