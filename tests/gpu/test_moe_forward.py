@@ -15,7 +15,17 @@ import pytest
 import torch
 from gpu import memory, moe_layers
 from gpu.memory import Placement
-from gpu.moe_layers import DEVICE, DTYPES, check, generator, make
+from gpu.moe_layers import (
+    DEVICE,
+    DTYPES,
+    Layer,
+    check,
+    generator,
+    make,
+    place_weights,
+    random_ids,
+    routing_of,
+)
 from moe_cases import CASES, Case
 
 pytestmark = pytest.mark.gpu
@@ -137,6 +147,19 @@ def test_many_tiles_of_few_columns(moe_family: str, inner: int) -> None:
     case = Case(tokens=600, hidden=2880, inner=inner, experts=96, top_k=4)
     served = check(make(case, "bf16"), moe_family)
     assert served or not must_serve(moe_family)
+
+
+@pytest.mark.parametrize("hidden", [24, 64, 128, 192, 256])
+def test_many_tiles_of_few_columns_of_x(moe_family: str, hidden: int) -> None:
+    """Tiles of `up` that are over before their output is, wide and narrow."""
+    for case in (
+        Case(tokens=8000, hidden=hidden, inner=2048, experts=4, top_k=2),
+        Case(tokens=900, hidden=hidden, inner=4096, experts=96, top_k=4),
+        Case(tokens=8000, hidden=hidden, inner=2048, experts=4, top_k=2, bias="x", limit=1.0),
+    ):
+        for _ in range(3):
+            served = check(make(case, "bf16"), moe_family)
+            assert served or not must_serve(moe_family)
 
 
 @pytest.mark.parametrize("hidden", [8, 136, 520, 1536])
@@ -315,6 +338,27 @@ def test_wild_routings_touch_nothing_outside(moe_family: str, what: str, seed: i
         for name, placed in {**layer.placed, "out": out, "pre": pre}.items():
             assert placed.intact(inside=name in layer.placed), f"around {name}"
         assert check(layer, moe_family), "and the GPU is as it was"
+
+
+@pytest.mark.parametrize("tokens", [8, 128])
+def test_offsets_that_go_back_and_forth_touch_nothing_outside(moe_family: str, tokens: int) -> None:
+    """By which half of the experts has all pairs: more products than 32 bits can count."""
+    case = Case(tokens=tokens, hidden=8, inner=262160, experts=1024, top_k=32)
+    ids = random_ids(case)
+    layer = Layer(case, "bf16", place_weights(case, "bf16", shared=True), routing_of(ids, case))
+    if moe_layers.plan_or_none(layer, moe_family) is None:
+        assert not must_serve(moe_family)
+        return
+    offsets = torch.zeros(1025, dtype=torch.int32, device=DEVICE)
+    offsets[1::2] = tokens * 32
+    out = memory.place((tokens, 8), torch.bfloat16, DEVICE)
+    for placed in (out, *layer.placed.values()):
+        placed.remember()
+    routing = layer.routing._replace(offsets=offsets)
+    fm.moe_forward(**layer.arguments | {"routing": routing}, out=out.view, kernel=moe_family)
+    torch.cuda.synchronize()
+    for name, placed in {**layer.placed, "out": out}.items():
+        assert placed.intact(inside=name in layer.placed), f"around {name}"
 
 
 @pytest.mark.parametrize("bias", [None, "fp32", "x"])

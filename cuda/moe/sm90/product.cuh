@@ -583,6 +583,18 @@ __device__ __forceinline__ void fetch_ahead(const Params& params) {
   }
 }
 
+// Behind all copies: waits until stages have been given back by both blocks of the cluster. A block must not
+// end before what the other one says to its barriers has come. `up` keeps its last stage.
+template <class Traits>
+__device__ __forceinline__ void wait_given_back(const Shared<Traits>& shared,
+                                                Cursor<Traits::kStages> cursor) {
+#pragma unroll 1
+  for (int stage = Traits::kGathers ? 1 : 0; stage < Traits::kStages; ++stage) {
+    ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
+    cursor.step();
+  }
+}
+
 // Issues the copies by TMA, one warp. A layer's `down` begins while `up` still runs: what is ahead of
 // that is over, since `up` waited for it before it let this kernel begin.
 template <class Traits>
@@ -658,6 +670,7 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
     }
   }
   __syncwarp();
+  wait_given_back(shared, cursor);
 }
 
 // The same where weights are kept: a run's come first, in stages of their own, then the tokens of one of its
@@ -714,6 +727,7 @@ __device__ __forceinline__ void produce_runs(const Params& params, const Shared<
     publish(shared, sent, tile);
   }
   __syncwarp();
+  wait_given_back(shared, cursor);
 }
 
 // Where the chunk of 16 bytes lies that is so many behind `base`. Worked out anew for every step: the
@@ -981,6 +995,16 @@ struct Consumer {
   __device__ __forceinline__ void multiply(Products<kTokens>& products) {
     const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
     const bool lets_lag = !Traits::kAlternates && group == 0;
+    // The first consumer may not come to the barrier for the next tile before the second has come for this
+    // one. It needs a stage for that which the second still has; but not of tiles so short.
+    const bool meets = steps + 1 < Traits::kStages;
+    const auto let_lag = [&] {
+      if (meets) {
+        ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
+      } else {
+        ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
+      }
+    };
     if (Traits::kAlternates) {
       ptx::named_barrier_sync(kTurnBarrier + group, 2 * kThreadsPerGroup);
     } else if (group == 1) {
@@ -1002,7 +1026,7 @@ struct Consumer {
         release(last_stage);
       }
       issue(products, false);
-      if (lets_lag && step == 1) ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
+      if (lets_lag && step == 1) let_lag();
       // By now the stores are over.
       if (!Traits::kAlternates && step == kAnnounceStep && held != kNone) announce();
       if (come) {
@@ -1016,7 +1040,7 @@ struct Consumer {
       ptx::named_barrier_arrive(kTurnBarrier + 1 - group, 2 * kThreadsPerGroup);
     }
     ptx::wgmma_wait<0>();
-    if (lets_lag && steps == 1) ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
+    if (lets_lag && steps == 1) let_lag();
     ptx::pin(products.first);
     ptx::pin(products.second);
     if (Traits::kAlternates) {
@@ -1571,7 +1595,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   } else {
     load<Traits>(params, shared, warp);
   }
-  // The other block of the cluster may still load to this one, or arrive at its barriers.
+  // The other block of the cluster may still load to this one.
   __syncwarp();
   ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();

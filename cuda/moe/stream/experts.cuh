@@ -44,10 +44,10 @@ struct Experts {
   }
 };
 
-// What is known when all records are written, and their end.
+// What is known when all records are written, and their end. `full_entries`: that so many pairs fill.
 __device__ __forceinline__ Experts end_records(const Routing& routing, int entry_tokens,
-                                               Record* records, int count, int entries,
-                                               bool by_this_thread) {
+                                               int full_entries, Record* records, int count,
+                                               int entries, bool by_this_thread) {
   // Only offsets that routing did not make have more.
   if (count > routing.max_records) {
     count = routing.max_records;
@@ -55,6 +55,9 @@ __device__ __forceinline__ Experts end_records(const Routing& routing, int entry
     entries =
         last.first_entry + (last.end_slot - last.first_slot + entry_tokens - 1) / entry_tokens;
   }
+  // Each expert may have one that is not full. Offsets that go back and forth have the same pairs many times,
+  // and are cut off: products of steps and entries that routing makes are 32 bits wide, theirs would not be.
+  entries = min(entries, full_entries + count);
   if (by_this_thread) records[count] = {0, 0, 0, entries};
   return {records, count, entries};
 }
@@ -102,8 +105,8 @@ __device__ __forceinline__ Experts find_experts(const Routing& routing, int entr
     if (own > 0 && rank < routing.max_records) records[rank] = {expert, begin, end, entry};
     __syncthreads();
   }
-  const Experts experts =
-      end_records(routing, entry_tokens, records, count, entries, thread_index() == 0);
+  const Experts experts = end_records(routing, entry_tokens, pairs / entry_tokens, records, count,
+                                      entries, thread_index() == 0);
   __syncthreads();
   return experts;
 }

@@ -330,7 +330,8 @@ __device__ __forceinline__ Experts find_experts_by_warp(const Routing& routing,
     }
   }
   __syncwarp();
-  return end_records(routing, entry_tokens, records, count, entries, lane == 0);
+  return end_records(routing, entry_tokens, by_entry_tokens.quotient(pairs), records, count,
+                     entries, lane == 0);
 }
 
 // The unit of an entry with weights from `row` on. `record` goes ahead with the entry.
