@@ -165,7 +165,8 @@ flashmoe_status read_given(const flashmoe_moe_route_params& params, MoeRouteProb
 }
 
 flashmoe_status read_outputs(const flashmoe_moe_route_params& params, MoeRouteProblem* p) {
-  const char* const of = p->logits != nullptr ? "logits" : "given_ids";
+  const bool from_logits = params.logits != nullptr;  // which of no tokens may have no data
+  const char* const of = from_logits ? "logits" : "given_ids";
   const auto has_pairs = [p, of](const char* name, const View& view) {
     FLASHMOE_TRY(check_extent(name, "number of tokens", view.shape[0], of, p->tokens));
     return check_extent(name, "number of experts of a token", view.shape[1], "ids", p->top_k);
@@ -195,7 +196,7 @@ flashmoe_status read_outputs(const flashmoe_moe_route_params& params, MoeRoutePr
     FLASHMOE_TRY(check_extent("lse", "number of tokens", lse.shape[0], of, p->tokens));
     p->lse = static_cast<float*>(lse.data);
   }
-  if (p->logits == nullptr) {
+  if (!from_logits) {
     FLASHMOE_TRY(check_experts("offsets", offsets.shape[0] - 1));
     p->experts = static_cast<int32_t>(offsets.shape[0] - 1);
     return FLASHMOE_OK;

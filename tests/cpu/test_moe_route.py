@@ -172,6 +172,23 @@ def test_threads_change_nothing() -> None:
             np.testing.assert_array_equal(array, getattr(other, name))
 
 
+def test_no_tokens_without_data() -> None:
+    """Logits of no token are logits where their memory has no address, and tell E."""
+
+    def run(experts: int, top_k: int) -> capi_moe.Routing:
+        nothing = capi.tensor(np.empty((0, 4), np.float32))
+        nothing.data = None
+        routing = capi_moe.Routing.poisoned(0, experts, top_k, lse=True)
+        capi_moe.run(capi_moe.make_params(capi_moe.RouteParams, logits=nothing, **routing.arrays()))
+        return routing
+
+    assert (run(4, 2).offsets == 0).all()
+    with pytest.raises(capi.FlashmoeError, match=r"offsets: .* is 6, but logits has 5"):
+        run(5, 2)
+    with pytest.raises(capi.FlashmoeError, match=r"ids: got 5 .* at most the 4 of logits"):
+        run(4, 5)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_problem(data: st.DataObject) -> None:
