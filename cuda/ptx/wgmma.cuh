@@ -146,7 +146,20 @@ struct Wgmma;
 #define FLASHMOE_R_92 FLASHMOE_R_88 ", %88, %89, %90, %91"
 #define FLASHMOE_D_92 FLASHMOE_D_88, FLASHMOE_D4(88)
 
-// `registers` are kColumns / 2; s0... are the placeholders of the operands that follow them.
+// Here and below `registers` are kColumns / 2, and s0... the placeholders of the operands that follow them. Of A
+// in registers; `b_major` is 1 where B is MN-major.
+#define FLASHMOE_WGMMA_OF_VALUES(name, b_major, type, columns, registers, s0, s1, s2, s3, s4, s5) \
+  static __device__ __forceinline__ void name(float (&d)[registers], const uint32_t (&a)[4],      \
+                                              uint64_t b, bool add) {                             \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " s5                                       \
+                 ", 0;\n"                                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type            \
+                 " {" FLASHMOE_R_##registers "}, {" s0 ", " s1 ", " s2 ", " s3 "}, " s4           \
+                                             ", add, 1, 1, " b_major ";\n}\n"                     \
+                 : FLASHMOE_D_##registers                                                         \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                            \
+                   "r"(static_cast<int>(add)));                                                   \
+  }
 #define FLASHMOE_WGMMA(element, type, columns, registers, s0, s1, s2, s3, s4, s5)                  \
   template <>                                                                                      \
   struct Wgmma<element, columns> {                                                                 \
@@ -168,30 +181,10 @@ struct Wgmma;
                    : FLASHMOE_D_##registers                                                        \
                    : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                  \
     }                                                                                              \
-    static __device__ __forceinline__ void multiply_values(float (&d)[registers],                  \
-                                                           const uint32_t (&a)[4], uint64_t b,     \
-                                                           bool add) {                             \
-      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " s5                                      \
-                   ", 0;\n"                                                                        \
-                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type           \
-                   " {" FLASHMOE_R_##registers "}, {" s0 ", " s1 ", " s2 ", " s3 "}, " s4          \
-                                               ", add, 1, 1, 1;\n}\n"                              \
-                   : FLASHMOE_D_##registers                                                        \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                           \
-                     "r"(static_cast<int>(add)));                                                  \
-    }                                                                                              \
-    static __device__ __forceinline__ void multiply_by_rows(float (&d)[registers],                 \
-                                                            const uint32_t (&a)[4], uint64_t b,    \
-                                                            bool add) {                            \
-      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " s5                                      \
-                   ", 0;\n"                                                                        \
-                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type           \
-                   " {" FLASHMOE_R_##registers "}, {" s0 ", " s1 ", " s2 ", " s3 "}, " s4          \
-                                               ", add, 1, 1, 0;\n}\n"                              \
-                   : FLASHMOE_D_##registers                                                        \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                           \
-                     "r"(static_cast<int>(add)));                                                  \
-    }                                                                                              \
+    FLASHMOE_WGMMA_OF_VALUES(multiply_values, "1", type, columns, registers, s0, s1, s2, s3, s4,   \
+                             s5)                                                                   \
+    FLASHMOE_WGMMA_OF_VALUES(multiply_by_rows, "0", type, columns, registers, s0, s1, s2, s3, s4,  \
+                             s5)                                                                   \
   };
 #define FLASHMOE_WGMMAS(columns, registers, s0, s1, s2, s3, s4, s5)         \
   FLASHMOE_WGMMA(__half, "f16", columns, registers, s0, s1, s2, s3, s4, s5) \
@@ -298,6 +291,7 @@ FLASHMOE_WGMMAS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 #undef FLASHMOE_D4
 #undef FLASHMOE_D8
 #undef FLASHMOE_WGMMA
+#undef FLASHMOE_WGMMA_OF_VALUES
 #undef FLASHMOE_WGMMAS
 
 }  // namespace flashmoe::ptx
