@@ -105,10 +105,12 @@ def place_weights(
     def put(shape: tuple[int, ...], scale: float, kind: str, turned: bool = False) -> Placed:
         order = (0, 2, 1) if turned else tuple(range(len(shape)))
         gaps = (gap,) * len(shape) if kind != "bias" else (0,) * len(shape)
-        values = torch.randn(shape, generator=g, device=device) * scale
-        where = Placement(order, gaps, broadcast=(0,) if shared and kind == "weights" else ())
+        broadcast = (0,) if shared and kind == "weights" else ()
+        stored = [1 if axis in broadcast else n for axis, n in enumerate(shape)]
+        values = torch.randn(stored, generator=g, device=device) * scale
         low = DTYPES[dtype if case.bias == "x" or kind != "bias" else "fp32"]
-        return memory.place_values(values.to(low), where)
+        where = Placement(order, gaps, broadcast=broadcast)
+        return memory.place_values(values.to(low).expand(shape), where)
 
     made = {"x": put((case.tokens, case.hidden), 1.0, "rows")}
     first = (case.experts, case.rows, case.hidden)
