@@ -327,7 +327,7 @@ bool fill_product(const Product& product, const ExpertMatrix& first, const Exper
   if (keeps_weights(product.use)) {
     const int64_t tiles = ceil_div(product.rows * product.batches, entry.tile_tokens) *
                           ceil_div(params->row_tiles, kCluster);
-    params->columns_per_group =
+    params->tiles_per_run =
         static_cast<int32_t>(std::clamp<int64_t>(tiles / (clusters * kClusterRuns), 1, kRunTiles));
   }
   return true;

@@ -73,8 +73,8 @@ struct Params {
   int32_t columns;    // the extent that products sum over
   int32_t out_rows;   // of the weights, of one half if they are gated
   int32_t row_tiles;  // tiles along them
-  // Columns of items whose tokens are to stay in the L2 together; or token tiles of a run.
-  int32_t columns_per_group;
+  int32_t columns_per_group;  // columns of items whose tokens are to stay in the L2 together
+  int32_t tiles_per_run;      // at most, of tokens, where weights are kept
 
   Bias bias[kHalves];  // of each half if they are gated, else the first
   int32_t curve;

@@ -149,7 +149,7 @@ class Schedule {
     tile->first_slot += run.first_slot;
     tile->row_tile = run.row_tile;
     tile->shared = 0;
-    tile->reused = tiles > params_.columns_per_group;
+    tile->reused = tiles > params_.tiles_per_run;
     tile->edge = begins;
   }
 
@@ -214,7 +214,7 @@ class Schedule {
 
   // Runs that so many token tiles are cut into.
   __device__ __forceinline__ int runs_of(int tiles) const {
-    return (tiles + params_.columns_per_group - 1) / params_.columns_per_group;
+    return (tiles + params_.tiles_per_run - 1) / params_.tiles_per_run;
   }
   // Of an expert with so many tokens, as this kernel deals them out.
   __device__ __forceinline__ int items_here(int tokens) const {
