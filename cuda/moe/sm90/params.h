@@ -70,9 +70,9 @@ struct Params {
   int32_t up_row_tiles;   // row_tiles of `up`
   int32_t up_tile_units;  // that its tiles are wide, at most
 
-  int32_t columns;    // the extent that products sum over
-  int32_t out_rows;   // of the weights, of one half if they are gated
-  int32_t row_tiles;  // tiles along them
+  int32_t columns;            // the extent that products sum over
+  int32_t out_rows;           // of the weights, of one half if they are gated
+  int32_t row_tiles;          // tiles along them
   int32_t columns_per_group;  // columns of items whose tokens are to stay in the L2 together
   int32_t tiles_per_run;      // at most, of tokens, where weights are kept
 
