@@ -8,18 +8,19 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
+#include <vector>
 
 namespace flashmoe::cpu {
 namespace {
 
 constexpr int32_t kMaxThreads = 4096;
 
-// A helper that finds no work looks for this long before it sleeps: waking a sleeper takes tens of
-// microseconds, as long as a whole small call.
+// A helper that finds no work, and a caller whose helpers are not done, look for this long before they
+// sleep: waking a sleeper takes tens of microseconds, as long as a whole small call.
 constexpr std::chrono::microseconds kSpin{50};
 
 void relax() {
@@ -43,7 +44,7 @@ struct Job {
   void* context;
   int32_t next_worker;  // workers [next_worker, threads) have no thread yet
   int32_t threads;
-  int32_t inside;  // helpers now in body
+  std::atomic<int32_t> inside;  // helpers now in body
   Job* next;
 };
 
@@ -53,6 +54,7 @@ class Pool {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       grow(job->threads - 1);
+      stay_off_this_cpu();
       job->next = jobs_;
       jobs_ = job;
       posted_.fetch_add(1, std::memory_order_release);
@@ -63,22 +65,47 @@ class Pool {
       work_.notify_all();
     }
     job->body(job->context, 0);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      unlink(job);
+    }
+    const auto done = [job] { return job->inside.load(std::memory_order_acquire) == 0; };
+    if (spin(done)) return;
     std::unique_lock<std::mutex> lock(mutex_);
-    unlink(job);
-    wait(&done_, &lock, [job] { return job->inside == 0; });
+    wait(&done_, &lock, done);
   }
 
  private:
   // Fewer helpers than asked for is slower, not wrong.
   void grow(int32_t helpers) {
-    while (helpers_ < helpers) {
+    while (helpers_.size() < static_cast<size_t>(helpers)) {
       try {
-        std::thread([this] { help(); }).detach();
-      } catch (const std::system_error&) {
+        helpers_.reserve(helpers_.size() + 1);
+        std::thread helper([this] { help(); });
+        helpers_.push_back(helper.native_handle());
+        helper.detach();
+      } catch (const std::exception&) {
         return;
       }
-      ++helpers_;
+#ifdef __linux__
+      CPU_ZERO(&helpers_cpus_);
+#endif
     }
+  }
+
+  // Keeps helpers from the caller's processor. Linux in a virtual machine does not count processors as
+  // available that have idled for a while, and wakes helpers on the waker's own, behind it: until its
+  // time slice ends, which may be as long as the call.
+  void stay_off_this_cpu() {
+#ifdef __linux__
+    const int cpu = sched_getcpu();
+    cpu_set_t others;
+    if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof others, &others) != 0) return;
+    CPU_CLR(cpu, &others);
+    if (CPU_COUNT(&others) == 0 || CPU_EQUAL(&others, &helpers_cpus_)) return;
+    for (const pthread_t helper : helpers_) pthread_setaffinity_np(helper, sizeof others, &others);
+    helpers_cpus_ = others;
+#endif
   }
 
   void unlink(Job* job) {
@@ -101,7 +128,8 @@ class Pool {
       if (job == nullptr) {
         const uint32_t seen = posted_.load(std::memory_order_relaxed);
         lock.unlock();
-        const bool more = spin(seen);
+        const bool more =
+            spin([this, seen] { return posted_.load(std::memory_order_acquire) != seen; });
         lock.lock();
         if (!more) wait(&work_, &lock, [this] { return joinable() != nullptr; });
         continue;
@@ -115,9 +143,10 @@ class Pool {
     }
   }
 
-  bool spin(uint32_t seen) const {
+  template <class Ready>
+  static bool spin(Ready ready) {
     const auto end = std::chrono::steady_clock::now() + kSpin;
-    while (posted_.load(std::memory_order_acquire) == seen) {
+    while (!ready()) {
       relax();
       if (std::chrono::steady_clock::now() >= end) return false;
     }
@@ -129,7 +158,10 @@ class Pool {
   std::condition_variable done_;
   std::atomic<uint32_t> posted_{0};
   Job* jobs_ = nullptr;
-  int32_t helpers_ = 0;
+  std::vector<pthread_t> helpers_;
+#ifdef __linux__
+  cpu_set_t helpers_cpus_{};  // where all helpers may run; empty: not all alike
+#endif
 };
 
 // Leaked on purpose: its threads outlive main(). A forked child has none of them, and perhaps a

@@ -83,6 +83,35 @@ def test_threads_start_when_a_call_needs_them() -> None:
     assert threads_of_process() == before + 3
 
 
+def test_helpers_stay_off_the_callers_processor() -> None:
+    """And where the caller may run, also if that changes."""
+    mine = os.sched_getaffinity(0)
+    if len(mine) < 2:
+        pytest.skip("needs two processors")
+    lib = capi.load_fresh()
+    before = set(os.listdir("/proc/self/task"))
+    lib.flashmoe_set_num_threads(4)
+    expected = capi.attention(*problem(0), lib=lib)
+    helpers = [int(task) for task in set(os.listdir("/proc/self/task")) - before]
+    assert len(helpers) == 3
+
+    def allowed(caller: set[int]) -> list[set[int]]:
+        os.sched_setaffinity(0, caller)
+        out, _ = capi.attention(*problem(0), lib=lib)
+        np.testing.assert_array_equal(out, expected[0])
+        return [os.sched_getaffinity(helper) for helper in helpers]
+
+    try:
+        assert all(a < mine and len(a) == len(mine) - 1 for a in allowed(mine))
+        one, other = sorted(mine)[:2]
+        pair = allowed({one, other})
+        assert pair in ([{one}] * 3, [{other}] * 3)
+        assert allowed({one}) == pair, "of one processor nothing would be left"
+        assert all(len(a) == len(mine) - 1 for a in allowed(mine))
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
 def test_idle_threads_sleep(library: ctypes.CDLL) -> None:
     library.flashmoe_set_num_threads(4)
     capi.attention(*problem(0), lib=library)
