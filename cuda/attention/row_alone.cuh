@@ -1,8 +1,13 @@
-// One row of masked attention with plain arithmetic, for rows that came out with an infinity or a
-// NaN. Where a step holds keys that some row does not see, the tensor cores spread one in V to that
-// row, since they multiply it by a masked probability and 0 * NaN is NaN; here a row reads its
-// visible keys only.
+// One row of attention with plain arithmetic, for rows that the tensor cores' arithmetic cannot serve:
+//
+// - Rows of a mask that came out with an infinity or a NaN. Where a step holds keys that some row does
+//   not see, the tensor cores spread one in V to that row, since they multiply it by a masked
+//   probability and 0 * NaN is NaN. Here a row reads its visible keys only.
+// - Rows with logits beyond kMostOffset. Here scores are subtracted from each other before they are
+//   scaled, so that no rounding comes between them.
 #pragma once
+
+#include <cfloat>
 
 #include "core/attention.h"
 #include "cuda/numeric/dtype.cuh"
@@ -13,6 +18,27 @@ namespace flashmoe {
 // Below every offset of a row's scores, yet finite: masked scores less it are -inf, not NaN.
 inline constexpr float kNoOffset = -1.0e38f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
+
+// The kernels' probabilities are 2^(score * scale_log2 - offset). The FMA rounds their difference alone, but
+// the offset is a product that was rounded. It is rounded up, so that no probability of the scores that it
+// was made of exceeds 1 and overflows, and up to this magnitude by less than 4, so that none of a row's
+// highest ones vanishes.
+inline constexpr float kMostOffset = 67108864.0f;  // 2^26
+
+__device__ __forceinline__ float offset_of(float top, float scale_log2) {
+  return __fmul_ru(top, scale_log2);
+}
+
+// How much a score exceeds an offset, in powers of two.
+__device__ __forceinline__ float excess(float score, float scale_log2, float offset) {
+  return fmaf(score, scale_log2, -offset);
+}
+
+// Whether a row that sees keys may have lost all of its probabilities to the rounding of its offset. A NaN of
+// its scores is no such loss.
+__device__ __forceinline__ bool is_rounded_away(float offset, float sum) {
+  return fabsf(offset) > kMostOffset && sum == sum;
+}
 
 // The row's tensors: one query row, and its keys and values, of which it sees those from first_key
 // to before `keys`.
@@ -30,7 +56,7 @@ struct LoneRow {
 };
 
 // For a whole warp. Calls store(column, element) for every column of the output, and returns the row's
-// log-sum-exp in base 2, of scores, or their capped ones, times scale_log2.
+// log-sum-exp. scale_log2 multiplies the scores, or the capped ones.
 template <class Element, int kDimV, class Store>
 __device__ __forceinline__ float compute_row_alone(const LoneRow& row, float scale_log2,
                                                    Store store) {
@@ -41,7 +67,12 @@ __device__ __forceinline__ float compute_row_alone(const LoneRow& row, float sca
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   float acc[kColumnsPerLane] = {};
   float sum = 0.0f;
-  float offset = kNoOffset;
+  float top = -FLT_MAX;
+  // 2^((score - other) * scale_log2). Halves, since the difference of two finite scores may overflow.
+  const auto power = [&](float score, float other) {
+    const float half = (0.5f * score - 0.5f * other) * scale_log2;
+    return numeric::exp2_approx(half + half);
+  };
   for (int first = row.first_key; first < row.keys; first += kLanes) {
     const int key = first + lane;
     float score = -INFINITY;
@@ -51,17 +82,15 @@ __device__ __forceinline__ float compute_row_alone(const LoneRow& row, float sca
         score += Numeric::to_float(row.q[d]) * Numeric::to_float(row.k[key * row.k_stride + d]);
       }
       if (row.cap_ratio != 0.0f) score = numeric::tanh(score * row.cap_ratio);
-      score *= scale_log2;
     }
-    float top = score;
+    float highest = fmaxf(score, top);
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, mask));
+      highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, mask));
     }
-    const float raised = fmaxf(top, offset);
-    const float factor = numeric::exp2_approx(offset - raised);
-    offset = raised;
-    const float p = numeric::exp2_approx(score - offset);
+    const float factor = power(top, highest);
+    top = highest;
+    const float p = power(score, top);
     sum = sum * factor + p;
 #pragma unroll
     for (int c = 0; c < kColumnsPerLane; ++c) acc[c] *= factor;
@@ -86,7 +115,8 @@ __device__ __forceinline__ float compute_row_alone(const LoneRow& row, float sca
       store(column, static_cast<uint16_t>(Numeric::pack(value, 0.0f)));
     }
   }
-  return row.keys > row.first_key ? offset + log2f(sum) : -INFINITY;
+  if (row.keys <= row.first_key) return -INFINITY;
+  return fmaf(log2f(sum), kLn2, top * (scale_log2 * kLn2));
 }
 
 }  // namespace flashmoe

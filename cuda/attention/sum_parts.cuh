@@ -61,12 +61,16 @@ __device__ __forceinline__ float lse_of(const Sum& total, bool sees_keys) {
   return sees_keys ? (total.offset + log2f(total.sum)) * kLn2 : -INFINITY;
 }
 
-// Whether an infinity or a NaN is among outputs that the sum does not explain: a NaN of it is one of the
-// keys that the row sees.
+// Whether a row is to be computed alone (cuda/attention/row_alone.cuh): rounded away, or with a mask, an
+// infinity or a NaN among outputs that the sum does not explain. A NaN of it is one of the keys that the row
+// sees.
 template <class Element>
-__device__ __forceinline__ bool is_suspect(const Sum& total, uint2 output) {
-  return total.sum == total.sum &&
-         (numeric::any_nonfinite<Element>(output.x) || numeric::any_nonfinite<Element>(output.y));
+__device__ __forceinline__ bool is_suspect(const Sum& total, bool sees_keys, bool masked,
+                                           uint2 output) {
+  const bool nonfinite =
+      numeric::any_nonfinite<Element>(output.x) || numeric::any_nonfinite<Element>(output.y);
+  return (sees_keys && is_rounded_away(total.offset, total.sum)) ||
+         (masked && nonfinite && total.sum == total.sum);
 }
 
 // A row's parts in the workspace: `first` is the place of the first, in rows, from which the others are
@@ -157,7 +161,7 @@ __global__ void __launch_bounds__(kSumThreads, kSumBlocks)
     }
   }
   const bool suspect = worker == 0 && exists && row.write(params, total, unit);
-  if (!params.masked || !__syncthreads_or(suspect)) return;
+  if (!__syncthreads_or(suspect)) return;
   if (suspect) suspects[row_of_block] = 1;
   __syncthreads();
 #pragma unroll

@@ -262,6 +262,72 @@ def test_scores_beyond_the_exponent_range(dtype: str, family: str) -> None:
     )
 
 
+# Of q and k: their product with the scale takes more bits than fp32 has.
+MAGNITUDES = {
+    "fp16": [1.3125 * 2.0**e for e in (5, 12, 13, 14, 15)],
+    "bf16": [1.3125 * 2.0**e for e in (12, 13, 14, 17, 31, 50, 62)],
+}
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
+def test_logits_of_any_magnitude(dtype: str, dim: int, dim_v: int, family: str) -> None:
+    """Up to the largest finite ones, of either sign, equal and apart."""
+    for seq_q, seq_k in ((150, 270), (3, 5000)):
+        v = _normal((1, seq_k, 1, dim_v), dtype, 1)
+        generator = torch.Generator(device="cuda").manual_seed(seq_k)
+        levels = torch.tensor([1, 0.75, 0.5, -0.5, -1], device="cuda")
+        level_of_key = levels[torch.randint(5, (seq_k,), generator=generator, device="cuda")]
+        for magnitude in MAGNITUDES[dtype]:
+            q, k = torch.zeros((2, 1, 5000, 2, dim), device="cuda", dtype=v.dtype)
+            q, k = q[:, :seq_q], k[:, :seq_k, :1]
+            q[0, :, :, 0] = magnitude
+            q[0, 1::2, :, 0] = -magnitude
+            k[0, :, 0, 0] = level_of_key * magnitude
+            for causal, window in (("none", None), ("bottom_right", None), ("none", (40, 30))):
+                out, lse = fm.flash_attention(
+                    q, k, v, causal=False if causal == "none" else causal, window=window,
+                    return_lse=True, kernel=family,
+                )  # fmt: skip
+                oracle.assert_accurate(out, lse, q, k, v, causal, window=window)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS[::3])
+def test_keys_far_below_the_others_weigh_nothing(
+    dtype: str, dim: int, dim_v: int, family: str
+) -> None:
+    """Whole steps of them, before and behind the others."""
+    for seq_q, seq_k in ((150, 900), (3, 5000)):
+        q = _normal((1, seq_q, 2, dim), dtype)
+        k, v = _normal((1, seq_k, 1, dim), dtype, 1), _normal((1, seq_k, 1, dim_v), dtype, 2)
+        k[..., 0] = 0
+        for magnitude in MAGNITUDES[dtype]:
+            q[..., 0] = magnitude
+            k[:, 3 * seq_k // 5 :, :, 0] = -magnitude
+            k[:, : seq_k // 5, :, 0] = -magnitude
+            out, lse = fm.flash_attention(q, k, v, return_lse=True, kernel=family)
+            oracle.assert_accurate(out, lse, q, k, v)
+            among = slice(seq_k // 5, 3 * seq_k // 5)
+            clean = q.clone()
+            clean[..., 0] = 0
+            oracle.assert_accurate(out, lse, clean, k[:, among], v[:, among])
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("keys", [1, 2, 77])
+def test_the_average_of_keys_with_one_large_logit(dtype: str, keys: int, family: str) -> None:
+    value = {"fp16": 65504.0, "bf16": 133120.0}[dtype]
+    q = torch.full((1, 5, 1, 64), value, device="cuda", dtype=cases.DTYPES[dtype])
+    v = _normal((1, keys, 1, 64), dtype)
+    k = torch.full((1, keys, 1, 64), value, device="cuda", dtype=q.dtype)
+    out, lse = fm.flash_attention(q, k, v, return_lse=True, kernel=family)
+    want = v.double().mean(1, keepdim=True)
+    torch.testing.assert_close(out.double(), want.expand(1, 5, 1, 64), rtol=1e-2, atol=1e-3)
+    exact = torch.full_like(lse, float(q[0, 0, 0, 0]) ** 2 * 64 / 8)
+    torch.testing.assert_close(lse, exact, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_a_single_key_passes_v_through(dtype: str, family: str) -> None:
     """Denormals and the largest numbers, bit by bit."""

@@ -76,7 +76,7 @@ __device__ __forceinline__ bool write_unit(const Sum& total, const Params& param
   const uint2 packed = output_of<Element>(total, sees_keys);
   *reinterpret_cast<uint2*>(params.out + where.offset(params.out_strides, tile.batch) + 4 * unit) =
       packed;
-  return is_suspect<Element>(total, packed);
+  return is_suspect<Element>(total, sees_keys, params.masked != 0, packed);
 }
 
 // Units of a tile, a row after another: those from `first` to the one before `end`.
@@ -85,7 +85,8 @@ struct Units {
   int end;
 };
 
-// A row of a tile, computed again by a warp: only units from `first` to the one before `end` of it.
+// A row of a tile, computed again by a warp: only units from `first` to the one before `end` of it, and lse
+// with the first one.
 template <class Traits>
 __device__ __forceinline__ void compute_row_again(const Params& params, const Tile& tile,
                                                   const Keys& keys, int row, int first, int end) {
@@ -102,15 +103,17 @@ __device__ __forceinline__ void compute_row_again(const Params& params, const Ti
   lone.cap_ratio = params.cap_ratio;
   lone.first_key = keys.first;
   lone.keys = keys.end;
-  compute_row_alone<typename Traits::Element, Traits::kDimV>(
+  const float lse = compute_row_alone<typename Traits::Element, Traits::kDimV>(
       lone, params.scale_log2, [&](int column, uint16_t element) {
         if (column / 4 >= first && column / 4 < end) out[column] = element;
       });
+  if (params.lse != nullptr && first <= 0 && lane_index() == 0) {
+    params.lse[where.offset(params.lse_strides, tile.batch)] = lse;
+  }
 }
 
-// The rows of a tile in which an infinity or a NaN came out, of which a masked key may be the
-// cause, computed again: only the units that this block wrote, lest two blocks disagree. lse was
-// not touched by V.
+// The rows of a tile with suspects, computed again: only the units that this block wrote, lest two blocks
+// disagree.
 template <class Traits>
 __device__ __noinline__ void compute_rows_alone(const Params& params, const Tile tile,
                                                 const Shared<Traits> shared, const Units units) {
@@ -118,7 +121,9 @@ __device__ __noinline__ void compute_rows_alone(const Params& params, const Tile
     const int first = units.first - row * Traits::kUnitsPerRow;
     const int end = units.end - row * Traits::kUnitsPerRow;
     if (first >= Traits::kUnitsPerRow || end <= 0) continue;
-    compute_row_again<Traits>(params, tile, shared.keys()[row], row, first, end);
+    Keys keys = {0, params.seq_k};
+    if (params.masked) keys = shared.keys()[row];
+    compute_row_again<Traits>(params, tile, keys, row, first, end);
   }
 }
 
@@ -200,7 +205,7 @@ __device__ __forceinline__ void write_tile(const Params& params, const Tile& til
     ptx::mbarrier_wait_cluster(shared.barrier(), 0);
   }
 #endif
-  bool nonfinite = false;
+  bool suspect = false;
   for (int i = units.first + thread_index(); i < units.end; i += thread_count()) {
     const int row = i / Traits::kUnitsPerRow;
     const int unit = i % Traits::kUnitsPerRow;
@@ -212,9 +217,9 @@ __device__ __forceinline__ void write_tile(const Params& params, const Tile& til
 #endif
     Keys keys = {0, params.seq_k};
     if (params.masked) keys = shared.keys()[row];
-    nonfinite |= write_unit<typename Traits::Element>(total, params, tile, keys, row, unit);
+    suspect |= write_unit<typename Traits::Element>(total, params, tile, keys, row, unit);
   }
-  if (params.masked && __syncthreads_or(nonfinite)) {
+  if (__syncthreads_or(suspect)) {
     compute_rows_alone(params, tile, shared, units);
   }
 }

@@ -248,7 +248,7 @@ struct RowStatistics {
           top = fmaxf(top, fmaxf(scores[m][n][e], scores[m][n][2 + e]));
         }
         highest[n][e] = top;
-        outgrown = outgrown || fmaf(top, scale_log2, -kLazyBits) > offset[n][e];
+        outgrown = outgrown || excess(top, scale_log2, offset[n][e]) > kLazyBits;
       }
     }
     if (!__any_sync(kFullWarp, outgrown)) return;
@@ -261,8 +261,8 @@ struct RowStatistics {
         for (int mask = 4; mask < kLanes; mask *= 2) {  // lanes of the same rows
           top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, mask));
         }
-        const float raised = top * scale_log2;
-        const bool raises = fmaf(top, scale_log2, -kLazyBits) > offset[n][e];
+        const float raised = offset_of(top, scale_log2);
+        const bool raises = excess(top, scale_log2, offset[n][e]) > kLazyBits;
         const float factor = raises ? numeric::exp2_approx(offset[n][e] - raised) : 1.0f;
         offset[n][e] = raises ? raised : offset[n][e];
         sum[n][e] *= factor;
@@ -287,7 +287,8 @@ struct RowStatistics {
           float row[2];
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            row[e] = numeric::exp2_approx(fmaf(scores[m][n][2 * h + e], scale_log2, -offset[n][e]));
+            row[e] =
+                numeric::exp2_approx(excess(scores[m][n][2 * h + e], scale_log2, offset[n][e]));
             sum[n][e] += row[e];
           }
           p[m][n][h] = ptx::transpose_8x8(

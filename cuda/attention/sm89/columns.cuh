@@ -125,12 +125,14 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out, c
   const int lane = lane_index();
   const int warp = warp_index();
   uint32_t largest = 0;
+  bool alone = false;
 #pragma unroll
   for (int a = 0; a < Traits::kTileQ / 16; ++a) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * a + lane / 4 + 8 * half;
       const float factor = factors[row];
+      alone = alone || factor == kComputeAlone;
 #pragma unroll
       for (int n = 0; n < Traits::kColumnsPerWarp / 8; ++n) {
         const int chunk = 2 * (warp + Traits::kWarps * (n / 2)) + n % 2;
@@ -144,7 +146,8 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out, c
   }
   const Tile tile = Tile::in<Traits>(shared);
   const bool nonfinite = numeric::any_nonfinite<typename Traits::Element>(largest);
-  if (__syncthreads_or(nonfinite) && params.masked) {
+  alone = alone || (params.masked && nonfinite);
+  if (__syncthreads_or(alone)) {
     compute_rows_alone<Traits>(params, tile, tile.first_row + warp, Traits::kWarps,
                                tile.first_row + Traits::kTileQ);
   } else {

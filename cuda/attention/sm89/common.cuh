@@ -347,6 +347,8 @@ __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params
   if (step >= steps.right_steps) mask_side<Traits, Side::kRight>(scores, params, shared, key);
 }
 
+inline constexpr float kComputeAlone = INFINITY;  // which no sum of other rows explains
+
 // Online softmax of the rows of a warp: what their probabilities are divided by, and their sums.
 template <class Traits>
 struct RowStatistics {
@@ -382,7 +384,7 @@ struct RowStatistics {
           top = fmaxf(top, fmaxf(scores[a][n][2 * half], scores[a][n][2 * half + 1]));
         }
         highest[a][half] = top;
-        outgrown = outgrown || fmaf(top, scale_log2, -kLazyBits) > offset[a][half];
+        outgrown = outgrown || excess(top, scale_log2, offset[a][half]) > kLazyBits;
       }
     }
     if (!__any_sync(kFullWarp, outgrown)) return false;
@@ -393,8 +395,8 @@ struct RowStatistics {
         float top = highest[a][half];
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
-        const float raised = top * scale_log2;
-        const bool raises = fmaf(top, scale_log2, -kLazyBits) > offset[a][half];
+        const float raised = offset_of(top, scale_log2);
+        const bool raises = excess(top, scale_log2, offset[a][half]) > kLazyBits;
         const float factor = raises ? numeric::exp2_approx(offset[a][half] - raised) : 1.0f;
         offset[a][half] = raises ? raised : offset[a][half];
         sum[a][half] *= factor;
@@ -407,15 +409,15 @@ struct RowStatistics {
   // Probabilities of a pair of scores, rounded and packed.
   __device__ __forceinline__ uint32_t exponentiate(const float (&scores)[4], float scale_log2,
                                                    int a, int half) {
-    const float low = numeric::exp2_approx(fmaf(scores[2 * half], scale_log2, -offset[a][half]));
+    const float low = numeric::exp2_approx(excess(scores[2 * half], scale_log2, offset[a][half]));
     const float high =
-        numeric::exp2_approx(fmaf(scores[2 * half + 1], scale_log2, -offset[a][half]));
+        numeric::exp2_approx(excess(scores[2 * half + 1], scale_log2, offset[a][half]));
     sum[a][half] += low + high;
     return numeric::ElementTraits<typename Traits::Element>::pack(low, high);
   }
 
   // Adds up the sums of a row's lanes, writes lse if wanted, and returns what the row's
-  // accumulators are to be multiplied by.
+  // accumulators are to be multiplied by: kComputeAlone if the row is to be computed alone.
   __device__ __forceinline__ float finish(const Params& params, const Tile& tile, int row, int a,
                                           int half) {
     float total = sum[a][half];
@@ -428,8 +430,9 @@ struct RowStatistics {
                  row * params.lse_strides.seq] =
           sees_keys ? (offset[a][half] + log2f(total)) * kLn2 : -INFINITY;
     }
-    // A row of nothing but -inf scores is 0 / 0 = NaN; a row that sees no key is 0 by definition.
-    return sees_keys ? 1.0f / total : 0.0f;
+    // A row that sees no key is 0 by definition.
+    if (!sees_keys) return 0.0f;
+    return is_rounded_away(offset[a][half], total) ? kComputeAlone : 1.0f / total;
   }
 };
 
@@ -451,8 +454,7 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
   }
 }
 
-// Rows of a masked tile that came out with an infinity or a NaN, computed again one at a time. For
-// whole warps; this one takes `first_row`, `first_row + stride`, ... before `end_row`.
+// Rows of a tile computed alone, one at a time. For whole warps; this one takes `first_row`, `first_row + stride`, ... before `end_row`.
 template <class Traits>
 __device__ __noinline__ void compute_rows_alone(const Params& params, const Tile tile,
                                                 int first_row, int stride, int end_row) {
@@ -480,7 +482,7 @@ __device__ __noinline__ void compute_rows_alone(const Params& params, const Tile
         });
     if (params.lse != nullptr && lane_index() == 0) {
       params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
-                 row * params.lse_strides.seq] = lse * kLn2;
+                 row * params.lse_strides.seq] = lse;
     }
   }
 }

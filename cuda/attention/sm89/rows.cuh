@@ -96,6 +96,7 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
   const int warp_row = warp_index() * Traits::kRowsPerWarp;
   unsigned char* warp_tile = shared + warp_row * Layout::kRowBytes;
   uint32_t largest = 0;
+  bool alone = false;
 #pragma unroll
   for (int a = 0; a < Traits::kRowAtoms; ++a) {
 #pragma unroll
@@ -103,6 +104,7 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
       const int row = 16 * a + lane / 4 + 8 * half;
       const float factor =
           statistics.finish(params, tile, tile.first_row + warp_row + row, a, half);
+      alone = alone || factor == kComputeAlone;
 #pragma unroll
       for (int n = 0; n < Traits::kDimV / 8; ++n) {
         const uint32_t pair =
@@ -116,7 +118,8 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
   __syncwarp();
   const int first_row = tile.first_row + warp_row;
   const bool nonfinite = numeric::any_nonfinite<typename Traits::Element>(largest);
-  if (params.masked && __any_sync(kFullWarp, nonfinite)) {
+  alone = alone || (params.masked && nonfinite);
+  if (__any_sync(kFullWarp, alone)) {
     compute_rows_alone<Traits>(params, tile, first_row, 1, first_row + Traits::kRowsPerWarp);
   } else {
     store_rows<Layout, Traits::kRowsPerWarp, kThreadsPerWarp>(warp_tile, params, tile, first_row,

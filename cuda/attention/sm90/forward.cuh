@@ -235,8 +235,8 @@ struct RowStatistics {
                                    numeric::max_nan(tops[half][2], tops[half][3]));
       top = numeric::max_nan(top, __shfl_xor_sync(kFullWarp, top, 1));
       top = numeric::max_nan(top, __shfl_xor_sync(kFullWarp, top, 2));
-      const bool stays = fmaf(top, scale_log2, -kLazyBits) <= offset[half];
-      const float raised = stays ? offset[half] : top * scale_log2;
+      const bool stays = excess(top, scale_log2, offset[half]) <= kLazyBits;
+      const float raised = stays ? offset[half] : offset_of(top, scale_log2);
       factor[half] = numeric::exp2_approx(offset[half] - raised);
       offset[half] = raised;
       sum[half] *= factor[half];
@@ -251,7 +251,7 @@ struct RowStatistics {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const int half = (i / 2) % 2;
-      scores[i] = numeric::exp2_approx(fmaf(scores[i], scale_log2, -offset[half]));
+      scores[i] = numeric::exp2_approx(excess(scores[i], scale_log2, offset[half]));
       sums[half][i % 2] += scores[i];
     }
     step[0] = sums[0][0] + sums[0][1];
@@ -290,9 +290,8 @@ __device__ __forceinline__ float compute_lone_row(const SplitParams& params, int
   lone.keys = end_key(params, query);
   uint16_t* out_row = params.out_data + batch * params.out_strides.batch +
                       head * params.out_strides.head + query * params.out_strides.seq;
-  const float lse = compute_row_alone<typename Traits::Element, Traits::kDimV>(
+  return compute_row_alone<typename Traits::Element, Traits::kDimV>(
       lone, params.scale_log2, [&](int column, uint16_t element) { out_row[column] = element; });
-  return lse * kLn2;
 }
 
 // The state of a consumer warpgroup.
@@ -325,8 +324,9 @@ struct Consumer {
   float scores[kScores];
   uint32_t p[kSlices][4];
   float out[kOutputs];
-  bool add = false;        // out holds something
-  bool nonfinite = false;  // this warp has written an infinity or a NaN that no sum explains
+  bool add = false;  // out holds something
+  // This warp has written rows that are to be computed alone. They hold an infinity or a NaN.
+  bool suspect = false;
 
   __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
                                       uint32_t shared_, const Tile* tiles_, int group_)
@@ -611,18 +611,16 @@ struct Consumer {
     }
     if constexpr (!Traits::kSplit) {
       if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();
-      if (params.masked) {
-        ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
-        if (nonfinite) {
-          ptx::fence_proxy_async();
-          TileWalk<Traits> walk(params);
-          for (Tile written; walk.next(&written);) repair(written);
-        }
+      ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
+      if (suspect) {
+        ptx::fence_proxy_async();
+        TileWalk<Traits> walk(params);
+        for (Tile written; walk.next(&written);) repair(written);
       }
     } else {
       // Without a barrier here, and one after what only some lanes store, ptxas serialises the products.
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
-      if (params.masked && nonfinite) {
+      if (suspect) {
         PartWalk<Traits> walk(params);
         for (Tile written; walk.next(&written);) {
           if (written.place == kWholeTile) repair_packed(written);
@@ -721,7 +719,7 @@ struct Consumer {
            row * params.lse_strides.seq;
   }
 
-  // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time. After the
+  // Computes the rows of this warp that came out with an infinity or a NaN alone, one at a time. After the
   // last tile, when the accumulators' registers are free: inside the loop this would make it spill.
   __device__ __forceinline__ void repair(const Tile& tile) const {
     const int lane = lane_index();
@@ -751,7 +749,7 @@ struct Consumer {
       const float lse = compute_row_alone<Element, Traits::kDimV>(
           lone, params.scale_log2,
           [&](int column, uint16_t element) { out_row[column] = element; });
-      if (params.lse != nullptr && lane == 0) *lse_of(tile, row) = lse * kLn2;
+      if (params.lse != nullptr && lane == 0) *lse_of(tile, row) = lse;
     }
   }
 
@@ -815,11 +813,20 @@ struct Consumer {
     __syncwarp();
   }
 
+  // What the accumulators of a row with this sum are to be multiplied by. A row that sees no key is 0 by
+  // definition, one of nothing but -inf scores 0 / 0 = NaN. One that was rounded away is left with infinities
+  // and NaNs, by which `repair` finds it.
+  __device__ __forceinline__ static float factor_of(bool sees_keys, bool rounded_away,
+                                                    float total) {
+    if (!sees_keys) return 0.0f;
+    return rounded_away ? INFINITY : __fdividef(1.0f, total);
+  }
+
   // The only part of a tile: divides by the sums and writes out and lse.
   __device__ __forceinline__ void write_rows(const Tile& of,
                                              const RowStatistics& statistics_of_tile) {
     const int lane = lane_index();
-    bool suspect = false;
+    bool alone = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float total = add_lanes(statistics_of_tile.sum[half]);
@@ -831,8 +838,9 @@ struct Consumer {
                    row.query * params.lse_strides.seq] =
             sees_keys ? (statistics_of_tile.offset[half] + __log2f(total)) * kLn2 : -INFINITY;
       }
-      // As in `finish`.
-      const float factor = sees_keys ? __fdividef(1.0f, total) : 0.0f;
+      const bool rounded_away =
+          sees_keys && is_rounded_away(statistics_of_tile.offset[half], total);
+      const float factor = factor_of(sees_keys, rounded_away, total);
       uint16_t* out_row = params.out_data + of.batch * params.out_strides.batch +
                           row.head * params.out_strides.head + row.query * params.out_strides.seq +
                           2 * (lane % 4);
@@ -845,10 +853,12 @@ struct Consumer {
         gathered = numeric::gather_nonfinite<Element>(gathered, packed);
         *reinterpret_cast<uint32_t*>(out_row + 8 * j) = packed;
       }
-      suspect = suspect || (total == total && numeric::any_nonfinite<Element>(gathered));
+      // A NaN of the sum is one of the keys that the row sees.
+      alone = alone || rounded_away ||
+              (params.masked && total == total && numeric::any_nonfinite<Element>(gathered));
     }
     __syncwarp();
-    nonfinite = nonfinite || __any_sync(kFullWarp, suspect);
+    suspect = suspect || __any_sync(kFullWarp, alone);
   }
 
   // The rows of this warp see no key of the part.
@@ -892,7 +902,8 @@ struct Consumer {
     const Tile tile = tiles[closing % kTileSlots];
     const int group_row = tile.first_row + group * kRowsPerGroup;
     float factor[2];
-    bool expected[2];  // to be no NaN
+    bool expected[2];  // to be finite, if V is
+    bool alone = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = group_row + warp * 16 + lane / 4 + 8 * half;
@@ -905,10 +916,12 @@ struct Consumer {
         *lse_of(tile, row) =
             sees_keys ? (statistics_of_tile.offset[half] + __log2f(total)) * kLn2 : -INFINITY;
       }
-      // A row of nothing but -inf scores is 0 / 0 = NaN; a row that sees no key is 0 by definition.
-      factor[half] = sees_keys ? __fdividef(1.0f, total) : 0.0f;
+      const bool rounded_away =
+          sees_keys && exists && is_rounded_away(statistics_of_tile.offset[half], total);
+      factor[half] = factor_of(sees_keys, rounded_away, total);
+      alone = alone || rounded_away;
       // A NaN of the sum is one of the keys that the row sees.
-      expected[half] = exists && total == total;
+      expected[half] = params.masked && exists && total == total;
     }
     const uint32_t tile_out = shared + Traits::kOOffset + group * Traits::kOBytesPerGroup;
     const bool leader = warp == 0 && lane == 0;
@@ -949,9 +962,9 @@ struct Consumer {
         ptx::tma_store_commit();
       }
     }
-    const bool suspect = (expected[0] && numeric::any_nonfinite<Element>(gathered[0])) ||
-                         (expected[1] && numeric::any_nonfinite<Element>(gathered[1]));
-    nonfinite = nonfinite || __any_sync(kFullWarp, suspect);
+    alone = alone || (expected[0] && numeric::any_nonfinite<Element>(gathered[0])) ||
+            (expected[1] && numeric::any_nonfinite<Element>(gathered[1]));
+    suspect = suspect || __any_sync(kFullWarp, alone);
   }
 };
 

@@ -58,7 +58,7 @@ class SplitRow {
     if (4 * unit >= params.dim_v) return false;
     const uint2 packed = output_of<Element>(total, sees_keys);
     *reinterpret_cast<uint2*>(params.out_data + offset(params.out_strides) + 4 * unit) = packed;
-    return is_suspect<Element>(total, packed);
+    return is_suspect<Element>(total, sees_keys, params.masked != 0, packed);
   }
 
   static __device__ __forceinline__ void compute_again(const Params& params, int row, int tile) {
