@@ -96,6 +96,20 @@ bool is_current(int device_id) {
          device == device_id;
 }
 
+// nullptr if there is none.
+CUcontext current_context() {
+  using Function = decltype(&cuCtxGetCurrent);
+  static const auto get = reinterpret_cast<Function>(driver_function("cuCtxGetCurrent"));
+  CUcontext context = nullptr;
+  return get != nullptr && get(&context) == CUDA_SUCCESS ? context : nullptr;
+}
+
+bool make_current(CUcontext context) {
+  using Function = decltype(&cuCtxSetCurrent);
+  static const auto set = reinterpret_cast<Function>(driver_function("cuCtxSetCurrent"));
+  return context != nullptr && set != nullptr && set(context) == CUDA_SUCCESS;
+}
+
 }  // namespace
 
 DeviceGuard::DeviceGuard(int device_id) : device_id_(device_id) {
@@ -103,12 +117,15 @@ DeviceGuard::DeviceGuard(int device_id) : device_id_(device_id) {
   int current = -1;
   error_ = cudaGetDevice(&current);
   if (error_ != cudaSuccess || current == device_id) return;
+  previous_context_ = current_context();
   error_ = cudaSetDevice(device_id);
   if (error_ == cudaSuccess) previous_ = current;
 }
 
 DeviceGuard::~DeviceGuard() {
-  if (previous_ >= 0) cudaSetDevice(previous_);
+  if (previous_ < 0) return;
+  // cudaSetDevice alone would replace a context that the caller has made, and might make another one.
+  if (!make_current(static_cast<CUcontext>(previous_context_))) cudaSetDevice(previous_);
 }
 
 flashmoe_status DeviceGuard::status() const {

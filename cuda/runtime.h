@@ -33,7 +33,8 @@ flashmoe_status read_device_facts(int device_id, const DeviceFacts** facts, cons
 // name, or if there is no driver.
 void* driver_function(const char* name);
 
-// Makes a device current for a scope.
+// Makes a device current for a scope, and then what was current before: the caller's context, which need
+// not be the one that the runtime keeps of its device.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device_id);
@@ -46,7 +47,8 @@ class DeviceGuard {
 
  private:
   int device_id_;
-  int previous_ = -1;  // -1: nothing to restore
+  int previous_ = -1;  // device; -1: nothing to restore
+  void* previous_context_ = nullptr;
   cudaError_t error_ = cudaSuccess;
 };
 

@@ -17,10 +17,12 @@ namespace {
 
 constexpr intptr_t kStreams = 0x1000;
 constexpr intptr_t kContexts = 0x2000;
+constexpr intptr_t kOwnContexts = 0x3000;  // beside those of the runtime
 constexpr intptr_t kHandles = intptr_t{1} << 40;
 
 thread_local int current_device = 0;
 thread_local bool has_context = false;
+thread_local bool context_is_own = false;
 
 CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(kContexts + device); }
 
@@ -78,7 +80,17 @@ CUresult context_of_stream(CUstream stream, CUcontext* context) {
 }
 
 CUresult current_context(CUcontext* context) {
-  *context = has_context ? context_of(current_device) : nullptr;
+  *context = !has_context     ? nullptr
+             : context_is_own ? own_context_of(current_device)
+                              : context_of(current_device);
+  return CUDA_SUCCESS;
+}
+
+CUresult set_current_context(CUcontext context) {
+  const intptr_t handle = reinterpret_cast<intptr_t>(context);
+  context_is_own = handle >= kOwnContexts;
+  current_device = static_cast<int>(handle - (context_is_own ? kOwnContexts : kContexts));
+  has_context = true;
   return CUDA_SUCCESS;
 }
 
@@ -108,8 +120,19 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* da
 
 CUstream stream_of(int device) { return reinterpret_cast<CUstream>(kStreams + device); }
 
+CUcontext own_context_of(int device) { return reinterpret_cast<CUcontext>(kOwnContexts + device); }
+
+void use_own_context(int device) { set_current_context(own_context_of(device)); }
+
+CUcontext context_in_use() {
+  CUcontext context = nullptr;
+  current_context(&context);
+  return context;
+}
+
 void forget_context() {
   has_context = false;
+  context_is_own = false;
   current_device = 0;
 }
 
@@ -134,6 +157,7 @@ cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device > 1) return fails(cudaErrorInvalidDevice);
   current_device = device;
   has_context = true;
+  context_is_own = false;
   return cudaSuccess;
 }
 
@@ -257,6 +281,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
       {"cuLaunchKernelEx", reinterpret_cast<void*>(&launch_by_driver), false},
       {"cuStreamGetCtx", reinterpret_cast<void*>(&context_of_stream), false},
       {"cuCtxGetCurrent", reinterpret_cast<void*>(&current_context), false},
+      {"cuCtxSetCurrent", reinterpret_cast<void*>(&set_current_context), false},
       {"cuCtxGetDevice", reinterpret_cast<void*>(&device_of_context), false},
   };
   for (const auto& one : functions) {

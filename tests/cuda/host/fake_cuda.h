@@ -68,6 +68,13 @@ CUstream stream_of(int device);
 // Makes the thread as one that has not used CUDA yet.
 void forget_context();
 
+// A context that the caller has made, beside the one that the runtime keeps of the device.
+CUcontext own_context_of(int device);
+void use_own_context(int device);
+
+// The thread's current one.
+CUcontext context_in_use();
+
 // The handle of a runtime's function.
 const void* handle_of(const void* function);
 

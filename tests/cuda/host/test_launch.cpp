@@ -271,6 +271,20 @@ void each_device_has_its_own_plan_and_stays_current() {
   fake::state.set_device = cudaSuccess;
 }
 
+// Also where it is not the one that cudaSetDevice would make current.
+void the_callers_context_stays_current() {
+  const Call there("sm89", 2, 60, 1000, 6, 2, 1);
+  CHECK(cudaSetDevice(0) == cudaSuccess);
+  if (fake::state.has_driver) {
+    fake::use_own_context(0);
+    const int before = fake::state.set_devices;
+    CHECK(there.run() == FLASHMOE_OK && fake::last.device == 1);
+    CHECK(fake::context_in_use() == fake::own_context_of(0));
+    CHECK(fake::state.set_devices == before + 1);  // no context is made of the caller's device
+  }
+  CHECK(cudaSetDevice(0) == cudaSuccess);
+}
+
 // A stream of another device is an error, as the runtime has it: by the driver it would be a launch
 // there.
 void a_stream_of_another_device_is_refused() {
@@ -618,6 +632,7 @@ int main(int argc, char** argv) {
   the_plan_is_what_the_launch_gets();
   sm90_encodes_its_maps_once();
   each_device_has_its_own_plan_and_stays_current();
+  the_callers_context_stays_current();
   a_stream_of_another_device_is_refused();
   a_new_threads_first_launch_is_the_runtimes();
   what_the_driver_refuses_the_runtime_decides();
