@@ -276,7 +276,9 @@ typedef struct flashmoe_attention_plan {
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_plan(
     const flashmoe_attention_forward_params* params, flashmoe_attention_plan* plan);
 
-/* Bytes of workspace the call needs, at most 16 MiB on a GPU; 0 is common. */
+/* Bytes of workspace the call needs, at most 16 MiB on a GPU; 0 is common. On the CPU they depend on
+ * the number of threads, of every operation: what was told stays enough when that number changes,
+ * since a call uses no more threads than it has room for. */
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_workspace_size(
     const flashmoe_attention_forward_params* params, size_t* bytes);
 
