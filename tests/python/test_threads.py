@@ -99,6 +99,33 @@ def test_the_number_of_threads_may_change_beside_calls() -> None:
         fm.set_num_threads(before)
 
 
+_CALLED_BY_THE_LOG = """
+import numpy as np
+import flashmoe_science as fm
+rng = np.random.default_rng(0)
+few, many = (rng.standard_normal((n, 256), np.float32) for n in (200, 2000))
+router, up, down = (
+    rng.standard_normal(s, np.float32) for s in ((8, 256), (8, 256, 256), (8, 256, 128))
+)
+def layer(tokens):
+    return fm.fused_moe(tokens, router, up, down, 2)
+made = []
+def log(level, line):
+    if not made:
+        made.append(None)  # what this call logs comes here, too
+        made[0] = layer(many)
+fm.set_log("info", log)
+out = layer(few)
+fm.set_log("off")
+assert (out == layer(few)).all() and (made[0] == layer(many)).all()
+"""
+
+
+def test_a_log_callback_may_compute() -> None:
+    """It has a workspace of its own: that of the call which logs is in use."""
+    subprocess.run([sys.executable, "-c", _CALLED_BY_THE_LOG], check=True, timeout=60)
+
+
 def test_the_sentence_belongs_to_the_thread_that_failed() -> None:
     good = np.zeros((1, 8, 2, 16), np.float32)
 
