@@ -1,5 +1,5 @@
-// Host workspace of CPU calls: one buffer a thread, which grows to the largest call it has seen,
-// and memory of its own for a call that needs very much.
+// Host workspace of CPU calls: one buffer a thread, which grows to the largest call it has seen, and
+// memory of its own for a call that needs very much, or that a log's callback makes during another.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace flashmoe {
 
-// At least `bytes` bytes, 64-byte aligned. One at a time on a thread.
+// At least `bytes` bytes, 64-byte aligned. Lives on the stack of one thread.
 class HostWorkspace {
  public:
   explicit HostWorkspace(size_t bytes);

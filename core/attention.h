@@ -8,6 +8,7 @@
 #include "core/dtype.h"
 #include "core/launch.h"
 #include "core/status.h"
+#include "core/thread_room.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -65,6 +66,7 @@ struct AttentionProblem {
 struct AttentionPlan {
   flashmoe_attention_plan info;  // what the caller may read
   const void* entry;
+  ThreadRoom room;            // CPU
   int32_t tiles_per_head;     // GPU: tiles of query rows
   int32_t heads_per_section;  // GPU: heads whose tiles are mixed, as their K and V share the L2
   int32_t parts;      // GPU: blocks of a tile that leave their parts in the workspace; 0: none do

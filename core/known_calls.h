@@ -27,6 +27,7 @@
 #include "core/checks.h"
 #include "core/log.h"
 #include "core/overlap.h"
+#include "core/thread_room.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -34,7 +35,7 @@ namespace flashmoe {
 template <class Operation>
 struct PlannedCall {
   typename Operation::Problem problem;
-  typename Operation::Plan plan;
+  mutable typename Operation::Plan plan;  // check_memory fits it to the workspace of a launch
   const typename Operation::Family* family;
   Reach reaches[Operation::kTensors.size()];
 };
@@ -236,11 +237,13 @@ flashmoe_status with_call(const typename Operation::Params* params, const Work& 
 }
 
 // What launches check of the memory that a call writes: its workspace is there, `query` tells how much,
-// and nothing is written to that the call has another use for.
+// and nothing is written to that the call has another use for. On the CPU a smaller workspace may do, by
+// fewer threads.
 template <class Operation>
 flashmoe_status check_memory(const typename Operation::Params& params,
                              const PlannedCall<Operation>& call, const void* workspace,
                              size_t workspace_size, size_t alignment, const char* query) {
+  fit_threads(call.plan.room, workspace_size, &call.plan.info);
   const uint64_t needed = call.plan.info.workspace_bytes;
   FLASHMOE_TRY(check_workspace(needed, workspace, workspace_size, alignment, query));
   return check_apart<Operation>(params, call.reaches, workspace, needed);

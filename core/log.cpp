@@ -1,5 +1,6 @@
 #include "core/log.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -8,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <type_traits>
 
 #include "core/status.h"
 
@@ -20,28 +22,35 @@ constexpr size_t kMaxLine = 2048;
 struct Sink {
   std::mutex mutex;
   std::FILE* file = nullptr;  // opened at the first line
+  pid_t process = 0;          // whose id is in the file's name; 0: there is none in it
   flashmoe_log_callback callback = nullptr;
   void* user = nullptr;
 };
+// A thread may still log while the process exits.
+static_assert(std::is_trivially_destructible_v<Sink>);
 
-// Leaked on purpose: a thread may still log while the process exits.
-Sink& sink() {
-  static Sink* instance = new Sink;
-  return *instance;
-}
+Sink sink;
+
+// A child that is forked while another thread logs would find the mutex locked for ever, and half a line
+// in the file's buffer. Registered when the library is loaded: a fork may come while the first line is
+// written.
+[[maybe_unused]] const int kForkHandlers = pthread_atfork(
+    [] { sink.mutex.lock(); }, [] { sink.mutex.unlock(); }, [] { sink.mutex.unlock(); });
 
 std::atomic<int32_t> current_level{kUnread};
 
-std::FILE* open_log_file() {
+// Sets *process to the id that the file's name has, if any.
+std::FILE* open_log_file(pid_t* process) {
   const char* pattern = std::getenv("FLASHMOE_LOG_FILE");
   if (pattern == nullptr || *pattern == '\0') return stderr;
   if (std::strcmp(pattern, "stdout") == 0) return stdout;
   if (std::strcmp(pattern, "stderr") == 0) return stderr;
   char path[4096];
   const char* mark = std::strstr(pattern, "%i");
+  const pid_t id = getpid();
   if (mark != nullptr) {
     std::snprintf(path, sizeof path, "%.*s%ld%s", static_cast<int>(mark - pattern), pattern,
-                  static_cast<long>(getpid()), mark + 2);
+                  static_cast<long>(id), mark + 2);
   } else {
     std::snprintf(path, sizeof path, "%s", pattern);
   }
@@ -51,34 +60,45 @@ std::FILE* open_log_file() {
                  path);
     return stderr;
   }
+  if (mark != nullptr) *process = id;
   return file;
 }
 
-// The environment is read once, at the first call that could log.
-int32_t level_from_environment() {
-  static const int32_t level = [] {
-    const char* text = std::getenv("FLASHMOE_LOG_LEVEL");
-    if (text == nullptr || *text == '\0') return static_cast<int32_t>(FLASHMOE_LOG_OFF);
+// With the sink locked: its file, which in a forked child may be another one than its parent's.
+std::FILE* file_of_this_process() {
+  if (sink.process != 0 && sink.process != getpid()) {
+    std::fclose(sink.file);
+    sink.file = nullptr;
+    sink.process = 0;
+  }
+  if (sink.file == nullptr) sink.file = open_log_file(&sink.process);
+  return sink.file;
+}
+
+// Reads the environment, at the first call that could log. Of threads that come here together one says
+// what is wrong with it.
+int32_t read_level() {
+  const char* text = std::getenv("FLASHMOE_LOG_LEVEL");
+  int32_t level = FLASHMOE_LOG_OFF;
+  bool wrong = false;
+  if (text != nullptr && *text != '\0') {
     char* end = nullptr;
     const long value = std::strtol(text, &end, 10);
-    if (*end != '\0' || value < FLASHMOE_LOG_OFF || value > FLASHMOE_LOG_DEBUG) {
-      std::fprintf(stderr, "flashmoe: FLASHMOE_LOG_LEVEL: got \"%s\", accepted are 0, 1, 2, 3\n",
-                   text);
-      return static_cast<int32_t>(FLASHMOE_LOG_OFF);
-    }
-    return static_cast<int32_t>(value);
-  }();
+    wrong = *end != '\0' || value < FLASHMOE_LOG_OFF || value > FLASHMOE_LOG_DEBUG;
+    if (!wrong) level = static_cast<int32_t>(value);
+  }
+  int32_t before = kUnread;
+  if (!current_level.compare_exchange_strong(before, level)) return before;
+  if (wrong) {
+    std::fprintf(stderr, "flashmoe: FLASHMOE_LOG_LEVEL: got \"%s\", accepted are 0, 1, 2, 3\n",
+                 text);
+  }
   return level;
 }
 
 int32_t level_now() {
-  int32_t level = current_level.load(std::memory_order_relaxed);
-  if (level == kUnread) {
-    int32_t expected = kUnread;
-    current_level.compare_exchange_strong(expected, level_from_environment());
-    level = current_level.load(std::memory_order_relaxed);
-  }
-  return level;
+  const int32_t level = current_level.load(std::memory_order_relaxed);
+  return level != kUnread ? level : read_level();
 }
 
 }  // namespace
@@ -101,14 +121,13 @@ void log_line(int32_t level, const char* format, ...) {
   flashmoe_log_callback callback = nullptr;
   void* user = nullptr;
   {
-    Sink& out = sink();
-    const std::lock_guard<std::mutex> lock(out.mutex);
-    callback = out.callback;
-    user = out.user;
+    const std::lock_guard<std::mutex> lock(sink.mutex);
+    callback = sink.callback;
+    user = sink.user;
     if (callback == nullptr) {
-      if (out.file == nullptr) out.file = open_log_file();
-      std::fprintf(out.file, "flashmoe: %s\n", line);
-      std::fflush(out.file);
+      std::FILE* file = file_of_this_process();
+      std::fprintf(file, "flashmoe: %s\n", line);
+      std::fflush(file);
     }
   }
   // Outside the lock, so that a callback may itself call the library.
@@ -123,10 +142,9 @@ flashmoe_status flashmoe_set_log(int32_t level, flashmoe_log_callback callback, 
                           "level: got %d, accepted are 0 (off) to 3 (debug)", level);
   }
   if (callback != nullptr) {
-    flashmoe::Sink& out = flashmoe::sink();
-    const std::lock_guard<std::mutex> lock(out.mutex);
-    out.callback = callback;
-    out.user = user;
+    const std::lock_guard<std::mutex> lock(flashmoe::sink.mutex);
+    flashmoe::sink.callback = callback;
+    flashmoe::sink.user = user;
   }
   flashmoe::current_level.store(level, std::memory_order_relaxed);
   return FLASHMOE_OK;

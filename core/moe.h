@@ -6,6 +6,7 @@
 
 #include "core/dtype.h"
 #include "core/status.h"
+#include "core/thread_room.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -129,6 +130,7 @@ struct GroupedProductProblem {
 struct MoePlan {
   flashmoe_moe_plan info;
   const void* entry[FLASHMOE_MOE_MAX_STAGES];
+  ThreadRoom room;  // CPU
 };
 
 // A kernel family for one kind of problem; see AttentionFamily (core/attention.h). Families that

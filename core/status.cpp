@@ -2,6 +2,7 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <cstring>
 
 #include "core/log.h"
 
@@ -21,9 +22,11 @@ flashmoe_status fail(flashmoe_status status, const char* format, ...) {
   std::vsnprintf(sentence, sizeof sentence, format, arguments);
   va_end(arguments);
   make_one_line(sentence);
-  std::snprintf(last_error, sizeof last_error, "%s", sentence);
+  std::memcpy(last_error, sentence, sizeof sentence);
   if (log_enabled(FLASHMOE_LOG_ERROR)) {
     log_line(FLASHMOE_LOG_ERROR, "%s: %s", flashmoe_status_name(status), sentence);
+    // A log's callback may itself call the library, and fail.
+    std::memcpy(last_error, sentence, sizeof sentence);
   }
   return status;
 }

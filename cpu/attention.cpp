@@ -4,6 +4,7 @@
 // sees to the last, so the bits of a row depend neither on the number of threads nor on tile_q
 // (rows meet keys in steps of tile_k counted from key 0). Threads take tiles from a shared
 // counter, under a causal mask the longest first. All scratch is the caller's workspace.
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 
@@ -62,9 +63,8 @@ int64_t choose_tile_q(const AttentionProblem& p, const AttentionKernel& kernel, 
   return (tile_groups < 1 ? 1 : tile_groups) * kernel.group_rows;
 }
 
-int32_t choose_threads(const AttentionProblem& p) {
+int32_t choose_threads(const AttentionProblem& p, int32_t available) {
   const double wanted = attention_flops(p) / kFlopsPerThread;
-  const int32_t available = cpu::num_threads();
   if (wanted >= available) return available;
   return wanted < 1 ? 1 : static_cast<int32_t>(wanted);
 }
@@ -78,7 +78,7 @@ flashmoe_status plan(const AttentionProblem& p, AttentionPlan* plan, const Reaso
   cpu::Isa isa;
   FLASHMOE_TRY(cpu::chosen_isa(&isa, reason));
   const AttentionKernel& kernel = kernel_for(isa, p.dtype);
-  const int32_t most_threads = choose_threads(p);
+  const int32_t most_threads = choose_threads(p, cpu::num_threads());
   const int64_t tile_q = choose_tile_q(p, kernel, most_threads);
   const int64_t tiles = tiles_of(p, tile_q);
   if (tiles > UINT32_MAX) {
@@ -101,9 +101,12 @@ flashmoe_status plan(const AttentionProblem& p, AttentionPlan* plan, const Reaso
   info.grid[1] = info.grid[2] = 1;
   info.block[0] = static_cast<uint32_t>(threads);
   info.block[1] = info.block[2] = 1;
-  // The core promises 16-byte alignment; the kernels want whole cache lines.
-  info.workspace_bytes =
-      static_cast<uint64_t>(threads) * scratch_bytes(p, kernel, tile_q) + kCacheLine;
+  // The core promises 16-byte alignment; the kernels want whole cache lines. A single thread has the
+  // largest tiles, and may have to make do with a workspace for several.
+  const uint64_t per_thread = scratch_bytes(p, kernel, tile_q);
+  const uint64_t of_one = scratch_bytes(p, kernel, choose_tile_q(p, kernel, 1));
+  info.workspace_bytes = std::max(static_cast<uint64_t>(threads) * per_thread, of_one) + kCacheLine;
+  plan->room = {per_thread + kCacheLine, per_thread};
   plan->entry = &kernel;
   return FLASHMOE_OK;
 }

@@ -76,11 +76,13 @@ flashmoe_status plan_grouped_product(const GroupedProductProblem& p, MoePlan* pl
   const MoeKernel& kernel = moe_kernel_for(isa, p.dtype);
   const int64_t rows = most_rows(p);
   const Tiling tiling = choose_tiling(
-      kernel, {rows, rows <= 1, p.experts, p.columns, p.out_columns, 1, p.w.column_stride != 1});
+      kernel, {rows, rows <= 1, p.experts, p.columns, p.out_columns, 1, p.w.column_stride != 1},
+      num_threads());
   flashmoe_moe_plan& info = plan->info;
   std::snprintf(info.isa, sizeof info.isa, "%s", kernel.isa);
   add_product_stage("grouped_product", kernel, p.dtype, tiling, &info);
   info.workspace_bytes = Workspace(nullptr, p, kernel, tiling.threads).bytes;
+  plan->room = {Workspace(nullptr, p, kernel, 1).bytes, ThreadScratch::bytes(kernel)};
   plan->entry[0] = &kernel;
   return FLASHMOE_OK;
 }

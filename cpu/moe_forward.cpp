@@ -38,21 +38,25 @@ struct Workspace {
   }
 };
 
-Tiling up_tiling(const Problem& p, const MoeKernel& kernel) {
-  return choose_tiling(kernel, {p.tokens * p.top_k, p.tokens == 1, p.experts, p.hidden, p.inner,
-                                p.gated ? 2 : 1, p.up.column_stride != 1});
+Tiling up_tiling(const Problem& p, const MoeKernel& kernel, int32_t available) {
+  return choose_tiling(kernel,
+                       {p.tokens * p.top_k, p.tokens == 1, p.experts, p.hidden, p.inner,
+                        p.gated ? 2 : 1, p.up.column_stride != 1},
+                       available);
 }
 
-Tiling down_tiling(const Problem& p, const MoeKernel& kernel) {
-  return choose_tiling(kernel, {p.tokens * p.top_k, p.tokens == 1, p.experts, p.inner, p.hidden, 1,
-                                p.down.column_stride != 1});
+Tiling down_tiling(const Problem& p, const MoeKernel& kernel, int32_t available) {
+  return choose_tiling(kernel,
+                       {p.tokens * p.top_k, p.tokens == 1, p.experts, p.inner, p.hidden, 1,
+                        p.down.column_stride != 1},
+                       available);
 }
 
-int32_t combine_threads(const Problem& p) {
+int32_t combine_threads(const Problem& p, int32_t available) {
   const double bytes = static_cast<double>(p.tokens * p.top_k) * static_cast<double>(p.hidden) *
                        static_cast<double>(dtype_bytes(p.dtype));
   return static_cast<int32_t>(
-      std::clamp(bytes / kBytesPerThread, 1.0, static_cast<double>(num_threads())));
+      std::clamp(bytes / kBytesPerThread, 1.0, static_cast<double>(available)));
 }
 
 struct Launch {
@@ -192,8 +196,9 @@ flashmoe_status plan_forward(const MoeForwardProblem& p, MoePlan* plan, const Re
   Isa isa;
   FLASHMOE_TRY(chosen_isa(&isa, reason));
   const MoeKernel& kernel = moe_kernel_for(isa, p.dtype);
-  const Tiling up = up_tiling(p, kernel);
-  const Tiling down = down_tiling(p, kernel);
+  const int32_t available = num_threads();
+  const Tiling up = up_tiling(p, kernel, available);
+  const Tiling down = down_tiling(p, kernel, available);
   flashmoe_moe_plan& info = plan->info;
   std::snprintf(info.isa, sizeof info.isa, "%s", kernel.isa);
   add_product_stage("moe_up", kernel, p.dtype, up, &info);
@@ -201,9 +206,10 @@ flashmoe_status plan_forward(const MoeForwardProblem& p, MoePlan* plan, const Re
   char text[sizeof flashmoe_moe_stage::kernel];
   std::snprintf(text, sizeof text, "moe_combine_cpu_%s_%s", kernel.isa, dtype_name(p.dtype));
   flashmoe_moe_stage& stage = info.stage[info.launches++];
-  add_stage(text, ceil_divide(p.tokens, kTokensPerSum), combine_threads(p), &stage);
+  add_stage(text, ceil_divide(p.tokens, kTokensPerSum), combine_threads(p, available), &stage);
   stage.tile_tokens = static_cast<int32_t>(kTokensPerSum);
   info.workspace_bytes = Workspace(nullptr, p, kernel, std::max(up.threads, down.threads)).bytes;
+  plan->room = {Workspace(nullptr, p, kernel, 1).bytes, ThreadScratch::bytes(kernel)};
   plan->entry[0] = &kernel;
   return FLASHMOE_OK;
 }

@@ -4,6 +4,7 @@
 // expert. Prefix sums of the counts, over experts and then chunks, are where each chunk's slots of
 // an expert begin; a second pass hands them out in the order of pairs. Chunks do not depend on the
 // threads, and the result does not depend on the chunks.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <limits>
@@ -272,8 +273,7 @@ flashmoe_status plan_route(const MoeRouteProblem& p, MoePlan* plan, const Reason
   flashmoe_moe_plan& info = plan->info;
   std::snprintf(info.isa, sizeof info.isa, "%s", isa_name(Isa::kScalar));
   info.launches = 1;
-  add_stage("moe_route_cpu", chunks, chunks < num_threads() ? chunks : num_threads(),
-            &info.stage[0]);
+  add_stage("moe_route_cpu", chunks, std::min<int64_t>(chunks, num_threads()), &info.stage[0]);
   info.stage[0].tile_tokens = static_cast<int32_t>(ceil_divide(p.tokens, chunks));
   info.workspace_bytes = static_cast<uint64_t>(chunks * p.experts) * sizeof(int32_t);
   return FLASHMOE_OK;

@@ -4,7 +4,6 @@
 #include <cstdio>
 
 #include "cpu/isa.h"
-#include "cpu/thread_pool.h"
 
 namespace flashmoe::cpu {
 namespace {
@@ -35,12 +34,11 @@ int64_t whole_groups(const MoeKernel& kernel, int64_t rows) {
 
 bool large_cache() { return level2_bytes() >= kLargeCache; }
 
-Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape) {
+Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape, int32_t available) {
   const double flops = 2.0 * static_cast<double>(shape.most_rows) *
                        static_cast<double>(shape.depth) * static_cast<double>(shape.columns) *
                        shape.matrices;
   const double wanted = flops / kFlopsPerThread;
-  const int32_t available = num_threads();
   Tiling tiling = {};
   tiling.threads = wanted >= available ? available : wanted < 1 ? 1 : static_cast<int32_t>(wanted);
   const int64_t busy = std::clamp<int64_t>(shape.most_rows, 1, shape.experts);  // experts with rows

@@ -39,7 +39,8 @@ struct ProductShape {
   bool by_columns;  // these are contiguous, not depth
 };
 
-Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape);
+// For up to `available` threads.
+Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape, int32_t available);
 
 // Whether the second level of the cache is one that large tiles and fetching ahead were measured on.
 bool large_cache();

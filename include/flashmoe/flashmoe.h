@@ -135,12 +135,13 @@ typedef enum flashmoe_log_level {
   FLASHMOE_LOG_DEBUG = 3  /* also why the other kernels were not chosen */
 } flashmoe_log_level;
 
-/* Receives one line without its newline. May be called from any thread that calls the library. */
+/* Receives one line without its newline. May be called from any thread that calls the library, and may
+ * call it. */
 typedef void (*flashmoe_log_callback)(int32_t level, const char* line, void* user);
 
 /* Sets level and destination. Before the first call they come from the environment:
- * FLASHMOE_LOG_LEVEL (0 to 3) and FLASHMOE_LOG_FILE (a path, "%i" becomes the process id, or
- * "stdout"; default stderr). callback NULL keeps the current destination. Nothing is ever
+ * FLASHMOE_LOG_LEVEL (0 to 3) and FLASHMOE_LOG_FILE (a path, "%i" becomes the process id, in a
+ * forked child its own; or "stdout"; default stderr). callback NULL keeps the current destination. Nothing is ever
  * synchronised in order to log. Errors: INVALID_ARGUMENT (level out of range). */
 FLASHMOE_API flashmoe_status flashmoe_set_log(int32_t level, flashmoe_log_callback callback,
                                               void* user);
@@ -276,7 +277,9 @@ typedef struct flashmoe_attention_plan {
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_plan(
     const flashmoe_attention_forward_params* params, flashmoe_attention_plan* plan);
 
-/* Bytes of workspace the call needs, at most 16 MiB on a GPU; 0 is common. */
+/* Bytes of workspace the call needs, at most 16 MiB on a GPU; 0 is common. On the CPU they depend on
+ * the number of threads, of every operation: what was told stays enough when that number changes,
+ * since a call uses no more threads than it has room for. */
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_workspace_size(
     const flashmoe_attention_forward_params* params, size_t* bytes);
 

@@ -107,13 +107,14 @@ def set_log(level: int | str, callback: Callable[[int, str], object] | None = No
     """Sets what the library logs, and where to.
 
     Before the first call both come from the environment: FLASHMOE_LOG_LEVEL (0 to 3) and
-    FLASHMOE_LOG_FILE (a path in which %i becomes the process id, or "stdout"; default stderr).
+    FLASHMOE_LOG_FILE (a path in which %i becomes the process id, in a forked child its own; or
+    "stdout"; default stderr).
 
     Args:
         level: 0 "off"; 1 "error", a line for each failed call; 2 "info", also a line for each
             launched call with its shapes and plan; 3 "debug", also why other kernels were not used.
-        callback: Called with (level, line), from any thread that calls the library. None keeps
-            the current destination. It is never released.
+        callback: Called with (level, line), from any thread that calls the library, which it may
+            itself call. None keeps the current destination. It is never released.
 
     Raises:
         ValueError: Not a level.

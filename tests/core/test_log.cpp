@@ -1,7 +1,9 @@
 // The log: levels and destinations from the environment, and the callback. One case a process,
 // named by the first argument, because the environment is read once.
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
@@ -9,6 +11,7 @@
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -105,11 +108,76 @@ void callback() {
 void callback_reenters() {
   static int depth = 0;
   const auto reenter = [](int32_t, const char*, void*) {
-    if (depth++ == 0) fail_once();
+    if (depth++ > 0) return;
+    CHECK(contains(flashmoe_last_error(), "n: got -1"));
+    CHECK(flashmoe_set_num_threads(-2) == FLASHMOE_ERROR_INVALID_ARGUMENT);
+    CHECK(contains(flashmoe_last_error(), "n: got -2"));
   };
   CHECK(flashmoe_set_log(FLASHMOE_LOG_ERROR, reenter, nullptr) == FLASHMOE_OK);
   fail_once();
   CHECK(depth == 2);
+  CHECK(contains(flashmoe_last_error(), "n: got -1"));  // of the call that has failed last
+}
+
+// Forks children, which log a line, while another thread logs.
+template <class Check>
+void fork_beside_a_thread_that_logs(const Check& check) {
+  constexpr int kChildren = 100;
+  constexpr unsigned kMostSeconds = 20;  // for a child that hangs
+  std::atomic<bool> done{false};
+  std::thread other([&done] {
+    while (!done) fail_once();
+  });
+  for (int i = 0; i < kChildren; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(kMostSeconds);
+      CHECK(flashmoe_set_num_threads(-3) == FLASHMOE_ERROR_INVALID_ARGUMENT);
+      _exit(0);
+    }
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(status == 0);
+    check(child);
+  }
+  done = true;
+  other.join();
+}
+
+constexpr char kOfChild[] =
+    "flashmoe: FLASHMOE_ERROR_INVALID_ARGUMENT: n: got -3 threads, accepted are 0 to 4096\n";
+
+void fork_file_with_pid() {
+  setenv("FLASHMOE_LOG_LEVEL", "1", 1);
+  setenv("FLASHMOE_LOG_FILE", "test_log.fork.%i.txt", 1);
+  const auto path_of = [](pid_t id) { return "test_log.fork." + std::to_string(id) + ".txt"; };
+  std::remove(path_of(getpid()).c_str());
+  fork_beside_a_thread_that_logs([&path_of](pid_t child) {
+    CHECK(read_file(path_of(child)) == kOfChild);
+    std::remove(path_of(child).c_str());
+  });
+  CHECK(!contains(read_file(path_of(getpid())), "-3"));
+  std::remove(path_of(getpid()).c_str());
+}
+
+void fork_shared_file() {
+  const std::string path = "test_log.shared." + std::to_string(getpid()) + ".txt";
+  setenv("FLASHMOE_LOG_LEVEL", "1", 1);
+  setenv("FLASHMOE_LOG_FILE", path.c_str(), 1);
+  std::remove(path.c_str());
+  size_t of_children = 0;
+  fork_beside_a_thread_that_logs([&of_children](pid_t) { ++of_children; });
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    line += '\n';
+    if (line == kOfChild) --of_children;
+    const size_t number = line.find("-3");
+    if (number != std::string::npos) line[number + 1] = '1';
+    CHECK(line ==
+          "flashmoe: FLASHMOE_ERROR_INVALID_ARGUMENT: n: got -1 threads, accepted are 0 to 4096\n");
+  }
+  CHECK(of_children == 0);
+  std::remove(path.c_str());
 }
 
 void file_with_pid() {
@@ -148,10 +216,16 @@ int main(int argc, char** argv) {
     const char* name;
     void (*run)();
   } cases[] = {
-      {"callback", callback},       {"callback_reenters", callback_reenters},
-      {"level_off", level_off},     {"level_error", level_error},
-      {"level_debug", level_debug}, {"level_wrong", level_wrong},
-      {"file_wrong", file_wrong},   {"file_with_pid", file_with_pid},
+      {"callback", callback},
+      {"callback_reenters", callback_reenters},
+      {"level_off", level_off},
+      {"level_error", level_error},
+      {"level_debug", level_debug},
+      {"level_wrong", level_wrong},
+      {"file_wrong", file_wrong},
+      {"file_with_pid", file_with_pid},
+      {"fork_shared_file", fork_shared_file},
+      {"fork_file_with_pid", fork_file_with_pid},
   };
   for (const auto& c : cases) {
     if (name == c.name) return c.run(), 0;

@@ -9,11 +9,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import capi
+import capi_moe
 import numpy as np
 import pytest
 from capi import normal
+from moe_layers import make_layer, random_routing
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -110,6 +113,98 @@ def test_helpers_stay_off_the_callers_processor() -> None:
         assert all(len(a) == len(mine) - 1 for a in allowed(mine))
     finally:
         os.sched_setaffinity(0, mine)
+
+
+COUNTS = (1, 2, 3, 5, 8, 16, 64)
+
+
+def calls_with_workspace(dtype: str) -> dict[str, tuple[Any, np.ndarray]]:
+    """Parameters and output of calls that keep several threads busy, by name."""
+    rng = np.random.default_rng(3)
+    kind = capi.DTYPES[dtype]
+    calls: dict[str, tuple[Any, np.ndarray]] = {}
+    # Large tiles, small ones where threads are many, and fewer tiles than threads.
+    for name, batch, seq, heads in (("long", 1, 700, 2), ("one head", 1, 96, 1), ("few", 3, 40, 2)):
+        q, k, v = (normal(rng, (batch, seq, heads, 64), kind) for _ in range(3))
+        out = np.empty_like(q)
+        calls[f"attention, {name}"] = capi.attention_params(q, k, v, out), out
+    for tokens in (5, 150):
+        layer = make_layer(rng, 4, 264, 520, kind)
+        x = normal(rng, (tokens, 264), kind)
+        out = capi.aligned_empty(x.shape, kind)
+        routing = random_routing(rng, tokens, 4, 2).arrays()
+        routed = {name: routing[name] for name in ("weights", "offsets", "pairs", "slots")}
+        params = capi_moe.make_params(
+            capi_moe.ForwardParams, x=x, out=out, **routed, **layer.arguments
+        )
+        calls[f"layer, {tokens} tokens"] = params, out
+    x, w = normal(rng, (90, 264), kind), normal(rng, (3, 520, 264), kind)
+    out = capi.aligned_empty((90, 520), kind)
+    offsets = np.array([0, 30, 31, 90], np.int32)
+    params = capi_moe.make_params(capi_moe.ProductParams, x=x, w=w, offsets=offsets, out=out)
+    calls["product"] = params, out
+    logits = rng.standard_normal((1000, 64)).astype(np.float32)
+    made = capi_moe.Routing.poisoned(1000, 64, 4)
+    params = capi_moe.make_params(capi_moe.RouteParams, logits=logits, **made.arrays())
+    calls["route"] = params, made.pairs
+    return calls
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+def test_workspace_serves_whatever_the_threads_become(isa_library: ctypes.CDLL, dtype: str) -> None:
+    """A query and the call that it is for are two: in between others may set the number."""
+    lib = isa_library
+    guard = 4096
+    try:
+        for name, (params, out) in calls_with_workspace(dtype).items():
+            function = capi_moe.FUNCTIONS.get(type(params), "flashmoe_attention_forward")
+            run, workspace_size = (getattr(lib, function + end) for end in ("", "_workspace_size"))
+            results = set()
+            for asked in COUNTS:
+                capi.check(lib.flashmoe_set_num_threads(asked), lib)
+                size = ctypes.c_size_t()
+                capi.check(workspace_size(ctypes.byref(params), ctypes.byref(size)), lib)
+                memory = capi.aligned_empty((size.value + guard,), np.dtype(np.uint8), 16)
+                for running in COUNTS:
+                    capi.check(lib.flashmoe_set_num_threads(running), lib)
+                    memory[...] = 0xA5
+                    out.view(np.uint8)[...] = 0xFF
+                    where = ctypes.c_void_p(memory.ctypes.data)
+                    status = run(ctypes.byref(params), where, size, None)
+                    said = lib.flashmoe_last_error().decode()
+                    assert status == capi.OK, f"{name}, {asked} threads, then {running}: {said}"
+                    assert (memory[size.value :] == 0xA5).all(), f"{name}: wrote behind"
+                    results.add(out.tobytes())
+            assert len(results) == 1, f"{name}: the bits depend on the threads"
+    finally:
+        capi.check(lib.flashmoe_set_num_threads(0), lib)
+
+
+def test_threads_are_those_there_is_workspace_for(library: ctypes.CDLL) -> None:
+    params, _ = calls_with_workspace("fp32")["attention, long"]
+    launch = capi.Launch(struct_size=ctypes.sizeof(capi.Launch))
+
+    def threads_in(workspace: np.ndarray) -> int:
+        capi.run_attention(params, library, workspace)
+        capi.check(library.flashmoe_last_launch(launch), library)
+        return launch.block[0]
+
+    def workspace_for(threads: int) -> np.ndarray:
+        capi.check(library.flashmoe_set_num_threads(threads), library)
+        size = capi.attention_plan(params, library).workspace_bytes
+        return capi.aligned_empty((size,), np.dtype(np.uint8))
+
+    try:
+        one, eight = workspace_for(1), workspace_for(8)
+        assert threads_in(eight) == 8
+        assert 1 <= threads_in(one) < 8
+        with pytest.raises(capi.FlashmoeError, match=f"this call needs {eight.nbytes} ") as caught:
+            capi.run_attention(params, library, one[:64])
+        assert caught.value.status == capi.WORKSPACE_TOO_SMALL
+        capi.check(library.flashmoe_set_num_threads(2), library)
+        assert threads_in(eight) == 2
+    finally:
+        capi.check(library.flashmoe_set_num_threads(0), library)
 
 
 def test_idle_threads_sleep(library: ctypes.CDLL) -> None:

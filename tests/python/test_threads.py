@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import flashmoe_science as fm
@@ -58,6 +59,71 @@ def test_concurrent_calls_do_not_disturb_each_other() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
+
+
+def test_the_number_of_threads_may_change_beside_calls() -> None:
+    rng = np.random.default_rng(2)
+    q = rng.standard_normal((2, 96, 4, 64), np.float32)
+    tokens = rng.standard_normal((40, 128), np.float32)
+    router = rng.standard_normal((8, 128), np.float32)
+    up = rng.standard_normal((8, 512, 128), np.float32)
+    down = rng.standard_normal((8, 128, 256), np.float32)
+
+    def attend() -> np.ndarray:
+        return fm.flash_attention(q, q, q)
+
+    def route_and_multiply() -> np.ndarray:
+        return fm.fused_moe(tokens, router, up, down, 2)
+
+    before = fm.get_num_threads()
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.is_set():
+            for n in (1, 7, 2, 16):
+                fm.set_num_threads(n)
+
+    def work(call: Callable[[], np.ndarray]) -> None:
+        expected = call()
+        for _ in range(300):
+            np.testing.assert_array_equal(call(), expected)
+
+    changer = threading.Thread(target=change)
+    changer.start()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(work, (attend, route_and_multiply)))
+    finally:
+        stop.set()
+        changer.join()
+        fm.set_num_threads(before)
+
+
+_CALLED_BY_THE_LOG = """
+import numpy as np
+import flashmoe_science as fm
+rng = np.random.default_rng(0)
+few, many = (rng.standard_normal((n, 256), np.float32) for n in (200, 2000))
+router, up, down = (
+    rng.standard_normal(s, np.float32) for s in ((8, 256), (8, 256, 256), (8, 256, 128))
+)
+def layer(tokens):
+    return fm.fused_moe(tokens, router, up, down, 2)
+made = []
+def log(level, line):
+    if not made:
+        made.append(None)  # what this call logs comes here, too
+        made[0] = layer(many)
+fm.set_log("info", log)
+out = layer(few)
+fm.set_log("off")
+assert (out == layer(few)).all() and (made[0] == layer(many)).all()
+"""
+
+
+def test_a_log_callback_may_compute() -> None:
+    """It has a workspace of its own: that of the call which logs is in use."""
+    subprocess.run([sys.executable, "-c", _CALLED_BY_THE_LOG], check=True, timeout=60)
 
 
 def test_the_sentence_belongs_to_the_thread_that_failed() -> None:
