@@ -34,11 +34,13 @@ FLASHMOE_INLINE Vector exp2_polynomial(Vector x) {
 }
 
 // 2^x for x <= 0: 2^round(x) times a polynomial in the rest. Relative error below 1.6e-7; 2^0 is 1;
-// 0 below kExp2Floor; a NaN stays one.
+// 0 below 2^-126.5. A NaN stays one: max gives its second operand, and the product is of floats, since
+// adding to the exponent of a NaN's bits can make a number of them.
 FLASHMOE_INLINE Vector exp2_of_nonpositive(Vector x) {
+  x = Simd::max(Simd::broadcast(kExp2Floor), x);
   const Vector shifted = Simd::add(x, Simd::broadcast(kRoundToInteger));
   const Vector rest = Simd::subtract(x, Simd::subtract(shifted, Simd::broadcast(kRoundToInteger)));
-  return Simd::scale_by_exponent(exp2_polynomial(rest), shifted, x);
+  return Simd::multiply(exp2_polynomial(rest), Simd::power_of_two(shifted));
 }
 
 // In fp32 to a relative error of 4e-7 (core/tanh.h). A NaN stays one.

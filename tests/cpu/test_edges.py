@@ -118,6 +118,39 @@ def test_nan_and_infinity_stay_with_the_rows_that_see_them(
                 assert (out[0, key:, 0, 5].astype(np.float32) == bad).all()
 
 
+# Quiet ones and signalling ones, of either sign, with bits of payload from end to end.
+NAN_BITS = {
+    "fp32": (0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00001, 0xFFC00001, 0x7F800001, 0x7FC0007F, 0x7FEAAAAA),
+    "fp16": (0x7FFF, 0xFFFF, 0x7E01, 0x7C01, 0x7EAA),
+    "bf16": (0x7FFF, 0xFFFF, 0x7FC1, 0x7F81, 0x7FEA),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize(("seq", "softcap"), [(1, None), (70, None), (70, 5.0)])
+def test_every_nan_is_one(
+    isa_library: ctypes.CDLL, dtype: str, where: str, seq: int, softcap: float | None
+) -> None:
+    """Whatever its bits, it reaches the rows that see it."""
+    rng = np.random.default_rng(0)
+    for bits in NAN_BITS[dtype]:
+        inputs = {name: normal(rng, (1, seq, 1, 24), capi.DTYPES[dtype]) for name in "qkv"}
+        place = inputs[where].view(np.uint32 if dtype == "fp32" else np.uint16)
+        place[0, seq // 2, 0, 3] = bits
+        assert np.isnan(inputs[where].astype(np.float32)).sum() == 1
+        options = {"causal": "top_left", "softcap": softcap, "lib": isa_library}
+        out, lse = capi.attention(*inputs.values(), **options)
+        rows = np.isnan(out[0, :, 0].astype(np.float32))
+        touched = np.zeros_like(rows)
+        if where == "q":
+            touched[seq // 2] = True
+        else:
+            touched[seq // 2 :, 3 if where == "v" else slice(None)] = True
+        np.testing.assert_array_equal(rows, touched, err_msg=f"{bits:#x}")
+        np.testing.assert_array_equal(np.isnan(lse[0, 0]), touched[:, 3] & (where != "v"))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "window"), [(1, (40, 7)), (5, (63, 0)), (1, (300, 2))])
 @pytest.mark.parametrize("key", [0, 15, 16, 31, 200, 257, 399])
