@@ -1,7 +1,7 @@
 // Attention of one tile of query rows, for any instruction set.
 //
 //   scores  = Q K^T           [rows, keys]   one step of tile_k keys at a time
-//   weights = exp2(scale log2(e) (scores - running maximum of the row))
+//   weights = exp(scale (scores - running maximum of the row))
 //             or with a softcap of scores' = tanh(scale / softcap scores) and softcap for scale
 //   output  = sum over steps of weights V, rescaled when a row's maximum grows; in the end / sum
 //
@@ -27,6 +27,7 @@ constexpr int kMaxTileK = 256;
 constexpr int kScoreStride = kMaxTileK + kLanes;
 
 constexpr float kInfinity = __builtin_inff();
+constexpr float kLeastSoftcap = 0x1p-126f;  // whose inverse is finite
 
 // The per-thread scratch of one tile. Built on a null base it only measures.
 struct Scratch {
@@ -262,11 +263,15 @@ class TileComputer {
         });
   }
 
-  // scores = tanh(cap_ratio scores) of whole vectors.
+  // scores = tanh(scale / softcap scores) of whole vectors. The ratio itself may be beyond fp32.
   FLASHMOE_NOINLINE void cap(float* scores, KeyRange keys) const {
-    const Vector factor = Simd::broadcast(p_.cap_ratio);
+    const Vector scale = Simd::broadcast(p_.scale);
+    // Finite: below such a softcap all logits are 0.
+    const Vector inverse =
+        Simd::broadcast(1.0f / (p_.softcap > kLeastSoftcap ? p_.softcap : kLeastSoftcap));
     for (int64_t key = keys.begin; key < keys.end; key += kLanes) {
-      Simd::store(scores + key, tanh_of(Simd::multiply(Simd::load(scores + key), factor)));
+      const Vector logits = Simd::multiply(Simd::load(scores + key), scale);
+      Simd::store(scores + key, tanh_of(Simd::multiply(logits, inverse)));
     }
   }
 
@@ -302,10 +307,13 @@ class TileComputer {
     const float maximum = here > before ? here : before;
     s_.maxima[row] = maximum;
     // Rows whose every score so far is -inf: exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
-    const Vector base = Simd::broadcast(maximum == -kInfinity ? 0.0f : maximum);
-    const Vector scale = Simd::broadcast(logit_scale_ * kLog2E);
+    // Halves, because the difference of two finite scores may be infinite.
+    const Vector half = Simd::broadcast(0.5f);
+    const Vector base = Simd::broadcast(maximum == -kInfinity ? 0.0f : -0.5f * maximum);
+    const Vector scale = Simd::broadcast(logit_scale_);
     const auto weight = [&](Vector score) {
-      return exp2_of_nonpositive(Simd::multiply(Simd::subtract(score, base), scale));
+      const Vector below = Simd::multiply_add(score, half, base);
+      return exp_of_twice_nonpositive(Simd::multiply(below, scale));
     };
     const Vector rescale = weight(Simd::broadcast(before));
     Simd::store_first(s_.rescale + r, rescale, 1);

@@ -12,7 +12,7 @@ FLASHMOE_INLINE Vector exp_of(Vector x) {
   const Vector whole = Simd::subtract(shifted, Simd::broadcast(kRoundToInteger));
   Vector rest = Simd::multiply_add(x, log2e, Simd::subtract(Simd::zero(), whole));
   rest = Simd::multiply_add(x, Simd::broadcast(kLog2ERest), rest);
-  return Simd::scale_by_exponent(exp2_polynomial(rest), shifted, whole);
+  return Simd::multiply(exp2_polynomial(rest), Simd::power_of_two(shifted));
 }
 
 FLASHMOE_INLINE Vector sigmoid_of(Vector x) {

@@ -33,12 +33,17 @@ FLASHMOE_INLINE Vector exp2_polynomial(Vector x) {
   return Simd::multiply_add(y, x, Simd::broadcast(1.0f));
 }
 
-// 2^x for x <= 0: 2^round(x) times a polynomial in the rest. Relative error below 1.6e-7; 2^0 is 1;
-// 0 below kExp2Floor; a NaN stays one.
-FLASHMOE_INLINE Vector exp2_of_nonpositive(Vector x) {
-  const Vector shifted = Simd::add(x, Simd::broadcast(kRoundToInteger));
-  const Vector rest = Simd::subtract(x, Simd::subtract(shifted, Simd::broadcast(kRoundToInteger)));
-  return Simd::scale_by_exponent(exp2_polynomial(rest), shifted, x);
+// e^(2x) for x <= 0: a power of two times a polynomial (relative error below 1.6e-7) in the rest of the
+// exponent. e^0 is 1; 0 below 2^-126.5. A NaN stays one: max gives its second operand, and the last
+// product is of floats, since adding to the exponent of a NaN's bits can make a number of them.
+FLASHMOE_INLINE Vector exp_of_twice_nonpositive(Vector x) {
+  constexpr float kFactor = 2.0f * kLog2E;
+  x = Simd::max(Simd::broadcast(kExp2Floor / kFactor), x);
+  const Vector factor = Simd::broadcast(kFactor);
+  const Vector shifted = Simd::multiply_add(x, factor, Simd::broadcast(kRoundToInteger));
+  const Vector minus_whole = Simd::subtract(Simd::broadcast(kRoundToInteger), shifted);
+  const Vector rest = Simd::multiply_add(x, factor, minus_whole);
+  return Simd::multiply(exp2_polynomial(rest), Simd::power_of_two(shifted));
 }
 
 // In fp32 to a relative error of 4e-7 (core/tanh.h). A NaN stays one.

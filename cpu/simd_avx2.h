@@ -91,12 +91,9 @@ struct Simd {
     store_16bit(p, _mm256_castsi256_si128(packed), n);
   }
 
-  // p * 2^n for an integral n in `shifted`, which is n + kRoundToInteger; 0 where x < kExp2Floor.
-  static Vector scale_by_exponent(Vector p, Vector shifted, Vector x) {
-    const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
-    const __m256 keep = _mm256_cmp_ps(x, _mm256_set1_ps(kExp2Floor), _CMP_NLT_UQ);
-    const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(p), exponent);
-    return _mm256_and_ps(_mm256_castsi256_ps(scaled), keep);
+  // 2^n, or 0 for n = kExp2Floor, of an integral n in `shifted`, which is n + kRoundToInteger.
+  static Vector power_of_two(Vector shifted) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
   }
 
   static void transpose(Vector (&r)[kLanes]) {

@@ -93,11 +93,9 @@ struct Simd {
     _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
   }
 
-  // p * 2^n for an integral n in `shifted`, which is n + kRoundToInteger; 0 where x < kExp2Floor.
-  static Vector scale_by_exponent(Vector p, Vector shifted, Vector x) {
-    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
-    const __mmask16 keep = _mm512_cmp_ps_mask(x, _mm512_set1_ps(kExp2Floor), _CMP_NLT_UQ);
-    return _mm512_castsi512_ps(_mm512_maskz_add_epi32(keep, _mm512_castps_si512(p), exponent));
+  // 2^n, or 0 for n = kExp2Floor, of an integral n in `shifted`, which is n + kRoundToInteger.
+  static Vector power_of_two(Vector shifted) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(shifted), 23));
   }
 
   static void transpose(Vector (&r)[kLanes]) {

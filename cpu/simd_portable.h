@@ -67,13 +67,10 @@ struct Simd {
     for (int lane = 0; lane < kLanes && lane < n; ++lane) from_float(x[lane], &p[lane]);
   }
 
-  // p * 2^n for an integral n in `shifted`, which is n + kRoundToInteger; 0 where x < kExp2Floor.
-  static Vector scale_by_exponent(Vector p, Vector shifted, Vector x) {
-    // Unsigned: the bits of `shifted` may be shifted out, and lanes below the floor may wrap.
-    using Words = uint32_t __attribute__((vector_size(16)));
-    const Words scaled = reinterpret_cast<Words>(p) + (reinterpret_cast<Words>(shifted) << 23);
-    const Bits drop = x < broadcast(kExp2Floor);  // false for a NaN, which stays
-    return reinterpret_cast<Vector>(scaled & ~reinterpret_cast<Words>(drop));
+  // 2^n, or 0 for n = kExp2Floor, of an integral n in `shifted`, which is n + kRoundToInteger.
+  static Vector power_of_two(Vector shifted) {
+    using Words = uint32_t __attribute__((vector_size(16)));  // so that bits may be shifted out
+    return reinterpret_cast<Vector>(reinterpret_cast<Words>(shifted) << 23);
   }
 
   static void transpose(Vector (&r)[kLanes]) {

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import capi
+import ml_dtypes
 import numpy as np
 import pytest
 from capi import normal
@@ -72,6 +73,116 @@ def test_scores_beyond_the_exponent_range(isa_library: ctypes.CDLL, dtype: str) 
     np.testing.assert_allclose(lse, 200.0 * 150.0 * 8 / np.sqrt(8), rtol=1e-6)
 
 
+FLT_MAX = float(np.finfo(np.float32).max)
+
+
+def problem_of_scores(
+    dtype: str, scores: list[float], q: float, rows: int = 3
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q, k and v whose q.k are these scores, exactly: every element is q times one of k."""
+    queries = np.zeros((1, rows, 1, 8), capi.DTYPES[dtype])
+    keys = np.zeros((1, len(scores), 1, 8), queries.dtype)
+    queries[..., 0] = q
+    keys[0, :, 0, 0] = np.array(scores) / q
+    products = queries[0, 0, 0, 0].astype(np.float64) * keys[0, :, 0, 0].astype(np.float64)
+    np.testing.assert_array_equal(products, scores)
+    return queries, keys, normal(np.random.default_rng(0), (1, len(scores), 1, 16), queries.dtype)
+
+
+# q, and the scores: magnitudes that fp16's products reach, and those that only the others do.
+LARGE_SCORES = {
+    "one": (2.0**12, [2.0**27]),
+    "equal": (2.0**12, [2.0**27] * 40),
+    "equal_below_zero": (2.0**12, [-(2.0**27)] * 40),
+    "neighbours": (2.0**12, [2.0**27 - 2.0**20, 2.0**27, 2.0**27 - 2.0**21] * 7),
+    "opposite": (2.0**12, [2.0**27, -(2.0**27), 0.0] * 7),
+    "one_large": (2.0**64, [2.0**120]),
+    "equal_large": (2.0**64, [2.0**127] * 40),
+    "neighbours_large": (2.0**64, [2.0**127, 2.0**127 + 2.0**121, 2.0**127 - 2.0**120] * 7),
+    "largest": (2.0**64, [2.0**127 * 1.9921875, -(2.0**127) * 1.9921875] * 7),
+    "largest_apart": (2.0**64, [2.0**120 * i for i in range(-255, 256)]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", LARGE_SCORES)
+def test_large_scores(isa_library: ctypes.CDLL, dtype: str, case: str) -> None:
+    """Up to the largest finite ones, whose differences fp32 does not hold."""
+    q, scores = LARGE_SCORES[case]
+    if q > float(ml_dtypes.finfo(capi.DTYPES[dtype]).max):
+        q, scores = 2.0**12, [score * 2.0**-100 for score in scores]
+    problem = problem_of_scores(dtype, scores, q)
+    for scale in (1.0, 0.37, 2.0**-20, 1e-38, 1e-45):
+        for softcap, window in ((None, None), (None, (len(scores), 0)), (0.5, None)):
+            options = {"scale": float(np.float32(scale)), "softcap": softcap, "window": window}
+            if softcap is not None and softcap > 8e37 * scale:
+                continue  # is left out
+            out, lse = capi.attention(*problem, **options, lib=isa_library)
+            assert_accurate(out, lse, *problem, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1.0, 133120.0, 2.0**40, 2.0**60])
+def test_one_key_is_passed_through(isa_library: ctypes.CDLL, dtype: str, size: float) -> None:
+    """Whatever its logit: rounded products are not subtracted from it."""
+    size = min(size, 60000.0) if dtype == "fp16" else size
+    q = np.full((1, 1, 1, 64), size, capi.DTYPES[dtype])
+    out, lse = capi.attention(q, q, q, lib=isa_library)
+    np.testing.assert_array_equal(out, q)
+    assert_accurate(out, lse, q, q, q)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("scale", [1e-38, 2.35e38, 2.37e38, 3e38, FLT_MAX])
+def test_scale_to_the_ends_of_fp32(
+    isa_library: ctypes.CDLL, dtype: str, softcap: float | None, scale: float
+) -> None:
+    scale = float(np.float32(scale))
+    rng = np.random.default_rng(1)
+    for of_scores in ([0.0] * 5, [0.0] * 300):
+        problem = problem_of_scores(dtype, of_scores, 1.0)
+        out, lse = capi.attention(*problem, scale=scale, softcap=softcap, lib=isa_library)
+        assert_accurate(out, lse, *problem, scale=scale, softcap=softcap)
+    if dtype == "fp16":
+        return  # its smallest product is 2^-48
+    # Logits of about one.
+    unit = 2.0**-126 if scale > 1 else 2.0**125
+    problem = problem_of_scores(dtype, [*(rng.integers(-6, 7, 300) * unit)], unit)
+    out, lse = capi.attention(*problem, scale=scale, softcap=softcap, lib=isa_library)
+    assert_accurate(out, lse, *problem, scale=scale, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [3e38, FLT_MAX])
+def test_logits_beyond_fp32(isa_library: ctypes.CDLL, dtype: str, scale: float) -> None:
+    """Of finite scores: the greatest still takes all, and its log-sum-exp is infinite."""
+    for sign in (1.0, -1.0):
+        problem = problem_of_scores(dtype, [3.0 * sign, 5.0 * sign, 4.0 * sign], 1.0)
+        out, lse = capi.attention(*problem, scale=scale, lib=isa_library)
+        winner = 1 if sign > 0 else 0
+        assert (out == problem[2][:, winner : winner + 1]).all()
+        assert (lse == np.inf * sign).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_scores_beyond_fp32(isa_library: ctypes.CDLL, dtype: str) -> None:
+    """Infinite ones are infinities: NaN where one is the maximum, no weight below a finite one."""
+    q = np.full((1, 2, 1, 8), 1e25, capi.DTYPES[dtype])
+    k = np.full((1, 3, 1, 8), -1e25, q.dtype)
+    v = normal(np.random.default_rng(0), (1, 3, 1, 8), q.dtype)
+    k[0, 1] = 1.0
+    for scale in (0.0, 1e-38, 3e38):
+        out, _ = capi.attention(q, k, v, scale=scale, lib=isa_library)
+        assert (out == v[:, 1:2]).all()
+    k[0, 2] = 1e25
+    for scale in (0.0, 1e-38, 3e38):
+        out, _ = capi.attention(q, k, v, scale=scale, lib=isa_library)
+        assert np.isnan(out.astype(np.float32)).all()
+        out, _ = capi.attention(q, k, v, scale=scale, causal="bottom_right", lib=isa_library)
+        assert (out[:, 0] == v[:, 1]).all() and np.isnan(out[:, 1].astype(np.float32)).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_logits_average(isa_library: ctypes.CDLL, dtype: str) -> None:
     rng = np.random.default_rng(3)
@@ -116,6 +227,39 @@ def test_nan_and_infinity_stay_with_the_rows_that_see_them(
             )
             if np.isinf(bad) and not in_k:
                 assert (out[0, key:, 0, 5].astype(np.float32) == bad).all()
+
+
+# Quiet ones and signalling ones, of either sign, with bits of payload from end to end.
+NAN_BITS = {
+    "fp32": (0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00001, 0xFFC00001, 0x7F800001, 0x7FC0007F, 0x7FEAAAAA),
+    "fp16": (0x7FFF, 0xFFFF, 0x7E01, 0x7C01, 0x7EAA),
+    "bf16": (0x7FFF, 0xFFFF, 0x7FC1, 0x7F81, 0x7FEA),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize(("seq", "softcap"), [(1, None), (70, None), (70, 5.0)])
+def test_every_nan_is_one(
+    isa_library: ctypes.CDLL, dtype: str, where: str, seq: int, softcap: float | None
+) -> None:
+    """Whatever its bits, it reaches the rows that see it."""
+    rng = np.random.default_rng(0)
+    for bits in NAN_BITS[dtype]:
+        inputs = {name: normal(rng, (1, seq, 1, 24), capi.DTYPES[dtype]) for name in "qkv"}
+        place = inputs[where].view(np.uint32 if dtype == "fp32" else np.uint16)
+        place[0, seq // 2, 0, 3] = bits
+        assert np.isnan(inputs[where].astype(np.float32)).sum() == 1
+        options = {"causal": "top_left", "softcap": softcap, "lib": isa_library}
+        out, lse = capi.attention(*inputs.values(), **options)
+        rows = np.isnan(out[0, :, 0].astype(np.float32))
+        touched = np.zeros_like(rows)
+        if where == "q":
+            touched[seq // 2] = True
+        else:
+            touched[seq // 2 :, 3 if where == "v" else slice(None)] = True
+        np.testing.assert_array_equal(rows, touched, err_msg=f"{bits:#x}")
+        np.testing.assert_array_equal(np.isnan(lse[0, 0]), touched[:, 3] & (where != "v"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
