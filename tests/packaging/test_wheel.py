@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import re
 import subprocess
@@ -36,10 +37,33 @@ def test_one_wheel_for_every_python(distribution: importlib.metadata.Distributio
     assert re.match(r"cp310-abi3-(linux|manylinux_2_\d+)_", tag)
 
 
+def required(distribution: importlib.metadata.Distribution, extra: str = "") -> set[str]:
+    """The names of what it always needs, or of what an extra adds."""
+    wanted = f"extra == {extra!r}" if extra else "extra =="
+    lines = [line.replace('"', "'") for line in distribution.requires or []]
+    return {re.split(r"[^\w-]", s)[0] for s in lines if (wanted in s) == bool(extra)}
+
+
 def test_few_dependencies(distribution: importlib.metadata.Distribution) -> None:
-    always = [line for line in distribution.requires or [] if "extra ==" not in line]
-    names = {re.split(r"[^\w-]", line)[0] for line in always}
-    assert names == {"nanobind-backend", "numpy"}
+    assert required(distribution) == {"nanobind-backend", "numpy"}
+
+
+def test_the_extra_docs_has_what_the_reference_imports(
+    distribution: importlib.metadata.Distribution,
+) -> None:
+    """autodoc imports the modules for frameworks: their frameworks must be there."""
+    package = ROOT / "python/flashmoe_science"
+    modules = [package / "hf.py", package / "jax.py", *(package / "torch").glob("*.py")]
+    imported = set()
+    for module in modules:
+        for node in ast.parse(module.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.partition(".")[0])
+    others = imported - {"flashmoe_science"} - sys.stdlib_module_names
+    assert {"torch", "transformers", "jax"} <= others
+    assert others <= required(distribution, "docs") | required(distribution)
 
 
 def test_carries_types_license_and_entry_points(
