@@ -11,10 +11,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from installations import ROOT, checked
+from installations import ROOT, TOO_NEW, checked, required_versions
 
 MAX_WHEEL_BYTES = 30 * 2**20
 MAX_IMPORT_SECONDS = 0.100
+OLDEST_GLIBC = 28  # of 2, what a wheel to give away does with
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,21 @@ def test_version_is_the_headers(
 
 def test_one_wheel_for_every_python(distribution: importlib.metadata.Distribution) -> None:
     wheel = distribution.read_text("WHEEL") or ""
-    [tag] = re.findall(r"^Tag: (.*)$", wheel, re.MULTILINE)
-    assert re.match(r"cp310-abi3-(linux|manylinux_2_\d+)_", tag)
+    tags = re.findall(r"^Tag: (.*)$", wheel, re.MULTILINE)
+    assert tags
+    for tag in tags:
+        found = re.fullmatch(r"cp310-abi3-(?:linux|manylinux_2_(\d+))_\w+", tag)
+        assert found and int(found[1] or 0) <= OLDEST_GLIBC, tag
+
+
+def test_needs_nothing_newer_than_its_tag(
+    distribution: importlib.metadata.Distribution, wheel_root: Path
+) -> None:
+    if "manylinux" not in (distribution.read_text("WHEEL") or ""):
+        pytest.skip("a wheel of this machine alone: .ci/wheel makes one to give away")
+    for library in (wheel_root / "lib/libflashmoe.so.0", wheel_root / "_core.abi3.so"):
+        for kind, version in required_versions(library).items():
+            assert version < TOO_NEW[kind], f"{library.name}: {kind} {version}"
 
 
 def required(distribution: importlib.metadata.Distribution, extra: str = "") -> set[str]:
