@@ -17,7 +17,7 @@ endif()
 
 # ---- targets --------------------------------------------------------------------------------
 
-add_library(flashmoe SHARED ${flashmoe_objects})
+add_library(flashmoe SHARED ${flashmoe_objects} ${FLASHMOE_MANYLINUX_SOURCES})
 set(flashmoe_targets flashmoe)
 set_target_properties(flashmoe PROPERTIES
   SOVERSION ${FLASHMOE_ABI} LINKER_LANGUAGE CXX

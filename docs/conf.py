@@ -5,17 +5,16 @@ Needs `pip install '.[docs]'` and the program doxygen, which reads the headers.
 
 from __future__ import annotations
 
-import atexit
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
+from sphinx.addnodes import pending_xref
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -30,8 +29,6 @@ nitpicky = False
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-# Pages link to sources and folders beside them, which are right where the repository is read.
-suppress_warnings = ["myst.xref_missing"]
 
 autodoc_typehints = "none"  # they are in the signatures, or, of native functions, in the text
 autodoc_member_order = "bysource"
@@ -62,10 +59,9 @@ QUIET = YES
 """
 
 
-def _doxygen(name: str, inputs: list[Path], *, for_c: bool) -> str:
+def _doxygen(output: Path, inputs: list[Path], *, for_c: bool) -> str:
     """The folder of the XML that doxygen makes of some headers."""
-    output = Path(tempfile.mkdtemp(prefix=f"flashmoe-docs-{name}-"))
-    atexit.register(shutil.rmtree, output, ignore_errors=True)
+    output.mkdir(parents=True, exist_ok=True)
     doxyfile = _DOXYFILE.format(
         inputs=" ".join(f'"{path}"' for path in inputs),
         output=output,
@@ -79,12 +75,18 @@ def _doxygen(name: str, inputs: list[Path], *, for_c: bool) -> str:
 
 
 _INCLUDE = ROOT / "include" / "flashmoe"
-breathe_projects = {
-    "c": _doxygen("c", sorted(_INCLUDE.glob("*.h")), for_c=True),
-    "cpp": _doxygen("cpp", [_INCLUDE / "flashmoe.hpp"], for_c=False),
-}
 breathe_default_project = "c"
 breathe_domain_by_extension = {"h": "c", "hpp": "cpp"}
+
+
+def _read_headers(app: Any, config: Any) -> None:
+    """Gives breathe the headers' XML. It is beside the pages that Sphinx keeps from build to build,
+    and no file of it is ever removed: these pages remember by path which of it they show."""
+    xml = Path(app.doctreedir) / "doxygen"
+    config.breathe_projects = {
+        "c": _doxygen(xml / "c", sorted(_INCLUDE.glob("*.h")), for_c=True),
+        "cpp": _doxygen(xml / "cpp", [_INCLUDE / "flashmoe.hpp"], for_c=False),
+    }
 
 
 # ---- the headers' sections ----------------------------------------------------------------------
@@ -148,6 +150,19 @@ def _mark_formulas(
     lines[:] = marked
 
 
+def _unlink_sources(app: Any, doctree: nodes.document) -> None:
+    """Leaves the text of links to files and folders that are not of the site: they lead somewhere
+    where the repository is read. What leads nowhere stays, for MyST to warn of."""
+    here = (DOCS / app.env.docname).parent
+    for link in list(doctree.findall(pending_xref)):
+        if link["reftype"] == "myst":
+            of_page = link["refdomain"] == "doc"
+            target = link["reftarget"].partition("#")[0]
+            path = DOCS / f"{target}.md" if of_page else here / target
+            if target and target not in app.env.found_docs and path.exists():
+                link.replace_self(link.children)
+
+
 def _copy_pictures(app: Any, exception: Exception | None) -> None:
     """Pages show pictures by plain HTML, which Sphinx does not follow."""
     if exception is None and app.builder.name == "html":
@@ -156,5 +171,7 @@ def _copy_pictures(app: Any, exception: Exception | None) -> None:
 
 def setup(app: Any) -> None:
     app.add_directive("header-words", HeaderWords)
+    app.connect("config-inited", _read_headers)
+    app.connect("doctree-read", _unlink_sources)
     app.connect("autodoc-process-docstring", _mark_formulas, priority=400)  # before napoleon
     app.connect("build-finished", _copy_pictures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -83,3 +84,19 @@ class Installation:
     pkgconfigdir: Path
     libdir: Path
     library: Path
+
+
+# What manylinux_2_28 does not have, by kind: glibc after 2.28, and GCC after 8.
+TOO_NEW = {"GLIBC": (2, 29), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 12), "GCC": (8,)}
+
+
+def required_versions(library: Path) -> dict[str, tuple[int, ...]]:
+    """The newest version that a library requires of each kind: of GLIBC, GLIBCXX and so on."""
+    text = checked([require_tool("readelf"), "-VW", library])
+    needs = text.partition("Version needs section")[2]
+    newest: dict[str, tuple[int, ...]] = {}
+    for kind, numbers in re.findall(r"Name: ([A-Z]+)_([\d.]+)", needs):
+        version = tuple(map(int, numbers.split(".")))
+        newest[kind] = max(version, newest.get(kind, version))
+    assert newest
+    return newest

@@ -204,11 +204,32 @@ def test_a_command_is_accepted(command: str) -> None:
 # ---- links --------------------------------------------------------------------------------------
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as hosts of repositories and MyST make them of their text."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        words = re.sub(r"\]\([^)]*\)", "", heading).lower().strip()  # a link's text alone
+        slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        again = sum(re.fullmatch(rf"{slug}(-\d+)?", other) is not None for other in found)
+        found.add(f"{slug}-{again}" if again else slug)
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    targets += re.findall(r"^\[[^]\n]+\]: (\S+)", text, re.MULTILINE)
+    targets += re.findall(r'(?:href|src|srcset)="([^"\s]+)"', text)
+    for target in targets:
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        assert path.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(path), f"{page.name}: {target}"
 
 
 def test_the_map_of_the_sources_is_true() -> None:

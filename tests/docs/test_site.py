@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.parse
 import zlib
+from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
 
@@ -23,15 +25,38 @@ if shutil.which("doxygen") is None:
     pytest.skip("needs doxygen on the PATH", allow_module_level=True)
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+def build(folder: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--quiet", DOCS, folder]
     result = subprocess.run(
         [*map(str, command)], capture_output=True, text=True, timeout=600, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    build(folder)
     return folder
+
+
+class Links(HTMLParser):
+    """What a page of the site leads to, and what others may lead to on it."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in {"href", "src"}:
+                self.targets.append(value or "")
+            elif name == "srcset":
+                self.targets += [choice.split()[0] for choice in (value or "").split(",")]
+            elif name == "id":
+                self.anchors.add(value or "")
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +142,27 @@ def test_pictures_are_there(site: Path) -> None:
     text = (DOCS / "measurements.md").read_text(encoding="utf-8")
     pictures = re.findall(r'src(?:set)?="(pictures/[^"]+)"', text)
     assert pictures and all((site / picture).exists() for picture in pictures)
+
+
+def test_links_lead_somewhere(site: Path) -> None:
+    pages = {path: Links(path) for path in site.rglob("*.html")}
+    followed, dead = 0, []
+    for page, links in pages.items():
+        for link in links.targets:
+            url = urllib.parse.urlsplit(link)
+            if url.scheme or url.netloc:
+                continue
+            followed += 1
+            path = (page.parent / urllib.parse.unquote(url.path)).resolve() if url.path else page
+            anchor = urllib.parse.unquote(url.fragment)
+            if not path.is_file() or (anchor and anchor not in pages[path].anchors):
+                dead.append(f"{page.relative_to(site)}: {link}")
+    assert followed > 1000 and dead == []
+
+
+def test_a_second_build(site: Path) -> None:
+    """Into the folder of the first, as who writes pages builds: Sphinx reads what has changed."""
+    index = site / "index.html"
+    index.unlink()
+    build(site)
+    assert index.exists()

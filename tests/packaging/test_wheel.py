@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import re
 import subprocess
@@ -10,10 +11,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from installations import ROOT, checked
+from installations import ROOT, TOO_NEW, checked, required_versions
 
 MAX_WHEEL_BYTES = 30 * 2**20
 MAX_IMPORT_SECONDS = 0.100
+OLDEST_GLIBC = 28  # of 2, what a wheel to give away does with
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +34,50 @@ def test_version_is_the_headers(
 
 def test_one_wheel_for_every_python(distribution: importlib.metadata.Distribution) -> None:
     wheel = distribution.read_text("WHEEL") or ""
-    [tag] = re.findall(r"^Tag: (.*)$", wheel, re.MULTILINE)
-    assert re.match(r"cp310-abi3-(linux|manylinux_2_\d+)_", tag)
+    tags = re.findall(r"^Tag: (.*)$", wheel, re.MULTILINE)
+    assert tags
+    for tag in tags:
+        found = re.fullmatch(r"cp310-abi3-(?:linux|manylinux_2_(\d+))_\w+", tag)
+        assert found and int(found[1] or 0) <= OLDEST_GLIBC, tag
+
+
+def test_needs_nothing_newer_than_its_tag(
+    distribution: importlib.metadata.Distribution, wheel_root: Path
+) -> None:
+    if "manylinux" not in (distribution.read_text("WHEEL") or ""):
+        pytest.skip("a wheel of this machine alone: .ci/wheel makes one to give away")
+    for library in (wheel_root / "lib/libflashmoe.so.0", wheel_root / "_core.abi3.so"):
+        for kind, version in required_versions(library).items():
+            assert version < TOO_NEW[kind], f"{library.name}: {kind} {version}"
+
+
+def required(distribution: importlib.metadata.Distribution, extra: str = "") -> set[str]:
+    """The names of what it always needs, or of what an extra adds."""
+    wanted = f"extra == {extra!r}" if extra else "extra =="
+    lines = [line.replace('"', "'") for line in distribution.requires or []]
+    return {re.split(r"[^\w-]", s)[0] for s in lines if (wanted in s) == bool(extra)}
 
 
 def test_few_dependencies(distribution: importlib.metadata.Distribution) -> None:
-    always = [line for line in distribution.requires or [] if "extra ==" not in line]
-    names = {re.split(r"[^\w-]", line)[0] for line in always}
-    assert names == {"nanobind-backend", "numpy"}
+    assert required(distribution) == {"nanobind-backend", "numpy"}
+
+
+def test_the_extra_docs_has_what_the_reference_imports(
+    distribution: importlib.metadata.Distribution,
+) -> None:
+    """autodoc imports the modules for frameworks: their frameworks must be there."""
+    package = ROOT / "python/flashmoe_science"
+    modules = [package / "hf.py", package / "jax.py", *(package / "torch").glob("*.py")]
+    imported = set()
+    for module in modules:
+        for node in ast.parse(module.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.partition(".")[0])
+    others = imported - {"flashmoe_science"} - sys.stdlib_module_names
+    assert {"torch", "transformers", "jax"} <= others
+    assert others <= required(distribution, "docs") | required(distribution)
 
 
 def test_carries_types_license_and_entry_points(
