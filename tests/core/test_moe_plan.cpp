@@ -571,6 +571,10 @@ void extents_that_no_memory_holds_are_refused() {
   CHECK(layer.plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
   CHECK(std::string(flashmoe_last_error()).find("x: got 18014398509481984 columns for 256 pairs") ==
         0);
+  Forward wide(int64_t{1} << 3, 8, int64_t{1} << 54, 1, 32);
+  CHECK(wide.plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
+  CHECK(std::string(flashmoe_last_error())
+            .find("w_gate_up: got 18014398509481984 columns for 256 pairs") == 0);
 }
 
 void other_arguments_are_checked() {

@@ -292,6 +292,14 @@ void a_named_kernel_runs_or_fails() {
     CHECK(flashmoe_attention_forward_plan(&c.params, &plan) != FLASHMOE_OK);
     CHECK(std::string(flashmoe_last_error()).find("kernel") == 0);
   }
+  // Full names: of another kernel of a family that is there, and of a family that is not.
+  c.params.kernel = "attention_forward_cpu_other";
+  CHECK(flashmoe_attention_forward_plan(&c.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  for (const char* name : {"attention_forward_cpu", "attention_forward_cpux_other"}) {
+    c.params.kernel = name;
+    CHECK(flashmoe_attention_forward_plan(&c.params, &plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
+    CHECK(std::string(flashmoe_last_error()).find("kernel: got \"attention_forward_cpu") == 0);
+  }
 }
 
 }  // namespace

@@ -191,6 +191,43 @@ def test_log() -> None:
     ]
 
 
+_LOG_OF_EXPERTS = """
+import numpy as np
+import flashmoe_science as fm
+fm.set_log("info", lambda level, line: print(line.partition(" device=")[0]))
+logits = np.zeros((3, 8), np.float32)
+routing = fm.moe_route(
+    logits, 2, scoring="sigmoid", renormalize=True, selection_bias=logits[0], num_groups=4,
+    top_groups=2, scale=2.5,
+)
+fm.moe_route(logits, 4, scoring="topk_softmax", return_lse=True)
+ids = np.zeros((3, 2), np.int64)
+fm.moe_route_given(ids, num_experts=8, expert_map=np.zeros(5, np.int32))
+x, w = np.zeros((3, 16), np.float32), np.zeros((8, 24, 16), np.float32)
+fm.moe_forward(x, w, w.transpose(0, 2, 1), routing, gate="none", activation="relu2")
+fm.grouped_product(x, w, offsets=routing.offsets)
+"""
+
+
+def test_log_of_experts() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LOG_OF_EXPERTS], capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "moe_route tokens=3 experts=8 top_k=2 logits=fp32 scoring=sigmoid renormalize=1 groups=2/4 "
+        "scale=2.5 bias=yes map=no lse=no",
+        "moe_route tokens=3 experts=8 top_k=4 logits=fp32 scoring=topk_softmax renormalize=0 "
+        "groups=1/1 scale=1 bias=no map=no lse=yes",
+        "moe_route tokens=3 experts=8 top_k=2 ids=int64 scoring=given renormalize=0 groups=1/1 "
+        "scale=1 bias=no map=yes lse=no",
+        "moe_forward tokens=3 hidden=16 inner=24 experts=8 top_k=2 fp32 gated=no activation=relu2 "
+        "bias=no pre_activation=no",
+        "grouped_product rows=3 columns=16/24 experts=8 fp32 bias=no",
+    ]
+
+
 _NOTHING_YET = """
 import flashmoe_science as fm
 try:

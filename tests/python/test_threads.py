@@ -139,6 +139,20 @@ def test_the_sentence_belongs_to_the_thread_that_failed() -> None:
         list(pool.map(work, (8, 24, 32, 40)))
 
 
+def test_the_last_launch_is_that_of_the_thread_that_made_it() -> None:
+    def launch(dim: int) -> None:
+        q = np.zeros((1, 8, 2, dim), np.float32)
+        fm.flash_attention(q, q, q)
+
+    launch(16)
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(ValueError, match="nothing was launched on this thread"):
+            pool.submit(fm.last_launch).result()
+        pool.submit(launch, 32).result()
+        assert pool.submit(fm.last_launch).result().kernel.endswith("_d32_dv32")
+    assert fm.last_launch().kernel.endswith("_d16_dv16")
+
+
 _FIRST_CALLS = """
 import threading
 import numpy as np
