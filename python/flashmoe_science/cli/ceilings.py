@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import flashmoe_science as fm
 from flashmoe_science.cli.arrays import Arrays
 from flashmoe_science.cli.timing import Contender, Sampling, interleave, make_clock
 
@@ -24,16 +25,16 @@ _COPY_BYTES = {"cpu": 2**27, "cuda": 2**29}
 
 _LEAST_SAMPLES = 3
 
-# On a CPU, NumPy has no product of these element types worth the name, and torch's in fp16 takes
-# seconds where the processor has no instructions for it.
-_CPU_MATMUL = {"numpy": ("fp32",), "torch": ("fp32", "bf16")}
+# With these a CPU multiplies bf16. Without, torch's product takes seconds to minutes and is no
+# ceiling, as its product of fp16 is on any, and NumPy's of either.
+_NATIVE_BF16 = ("avx512bf16", "amx")
 
 
 def measure_ceilings(arrays: Arrays, dtypes: Iterable[str], sampling: Sampling) -> dict[str, Any]:
     """Bytes/s of a copy and FLOP/s of a product for each dtype; null where one fails."""
     kind = "cpu" if arrays.device == "cpu" else "cuda"
     sampling = dataclasses.replace(sampling, least=_LEAST_SAMPLES)
-    served = _CPU_MATMUL[arrays.name] if kind == "cpu" else arrays.dtypes
+    served = _cpu_products(arrays) if kind == "cpu" else arrays.dtypes
     size, extent = _COPY_BYTES[kind], _MATMUL_EXTENT[kind]
     return {
         "copy_bytes_per_s": _rate(2.0 * size, arrays, lambda: _copy(arrays, size), sampling),
@@ -46,6 +47,11 @@ def measure_ceilings(arrays: Arrays, dtypes: Iterable[str], sampling: Sampling) 
             for dtype in sorted(set(dtypes))
         },
     }
+
+
+def _cpu_products(arrays: Arrays) -> tuple[str, ...]:
+    native = arrays.name == "torch" and fm.device_info("cpu").isa in _NATIVE_BF16
+    return ("fp32", "bf16") if native else ("fp32",)
 
 
 def _rate(
