@@ -12,7 +12,11 @@ namespace avx2 {
 // Each is built on those above it.
 // clang-format off
 #include "cpu/products.h"
+#include "cpu/dot_rows.h"
+#include "cpu/attention_rows.h"
 #include "cpu/attention_tile.h"
+#include "cpu/attention_few_rows.h"
+#include "cpu/attention_compute.h"
 // clang-format on
 
 }  // namespace avx2

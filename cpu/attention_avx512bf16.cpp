@@ -14,7 +14,11 @@ namespace avx512bf16 {
 // clang-format off
 #include "cpu/products.h"
 #include "cpu/bf16_pair_product.h"
+#include "cpu/dot_rows.h"
+#include "cpu/attention_rows.h"
 #include "cpu/attention_tile.h"
+#include "cpu/attention_few_rows.h"
+#include "cpu/attention_compute.h"
 // clang-format on
 
 }  // namespace avx512bf16

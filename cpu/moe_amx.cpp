@@ -22,6 +22,7 @@ struct Simd : avx512::Simd {
 #include "cpu/bf16_pair_product.h"
 #include "cpu/moe_activation.h"
 #include "cpu/moe_sums.h"
+#include "cpu/dot_rows.h"
 #include "cpu/moe_few_rows.h"
 #include "cpu/moe_amx.h"
 // clang-format on

@@ -15,6 +15,7 @@ namespace avx512bf16 {
 #include "cpu/bf16_pair_product.h"
 #include "cpu/moe_activation.h"
 #include "cpu/moe_sums.h"
+#include "cpu/dot_rows.h"
 #include "cpu/moe_few_rows.h"
 #include "cpu/moe_product.h"
 // clang-format on

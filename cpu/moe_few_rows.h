@@ -1,12 +1,11 @@
 // Few rows of an expert times its matrix: each weight is read once, where it lies, and nothing but the
 // rows is packed. What bounds it is memory.
 //
-// Where depth is contiguous: dot products of kDotColumns rows of the matrix and up to
-// Simd::kDotRows rows of x at a time, a vector along the depth. Where columns are: every row's sums
+// Where depth is contiguous: dot products (cpu/dot_rows.h). Where columns are: every row's sums
 // += word * vector of columns, with AVX-512 a cache line of each of up to 16 of the matrix's columns
 // at a time.
 //
-// Included after cpu/moe_sums.h.
+// Included after cpu/dot_rows.h and cpu/moe_sums.h.
 
 constexpr int64_t kMostFewRows = 6 * Simd::kDotRows;  // above, packing pays
 constexpr int64_t kFewWords = 2048;                   // of depth at a time, of few rows
@@ -39,7 +38,6 @@ struct MoeScratch {
       : rows(static_cast<float*>(base)), panel(rows + kRows), sums(panel + kPanelWords) {}
 };
 
-constexpr int kDotColumns = 4;
 constexpr int kDepthUnit = 8;                          // depth is a multiple of it
 constexpr int kAxpyRegisters = kLanes >= 16 ? 16 : 8;  // for weights
 
@@ -88,68 +86,17 @@ class FewRows : MoeTileSums<typename Product::Element> {
 
   void dot(int m) const {
     const int64_t words = tile_.depth / kPack;
-    const int64_t groups = (tile_.rows + Simd::kDotRows - 1) / Simd::kDotRows;
-    const int64_t together = (tile_.rows + groups - 1) / groups;
+    const int64_t stride = tile_.weights[m].row_stride;
     for (int64_t word = 0; word < words; word += kFewWords) {
       const int64_t count = smaller(kFewWords, words - word);
       load_rows(word, count);
       for (int64_t column = 0; column < tile_.columns; column += kDotColumns) {
         const Element* w = this->weights(m, column, word * kPack);
-        const int64_t stride = tile_.weights[m].row_stride;
-        float* to = this->sums(m, column / kPanel, 0) + column % kPanel;
-        for (int64_t r = 0; r < tile_.rows; r += together) {
-          dot_rows(s_.rows + r * kFewStride, w, stride, count, to + r * kPanel,
-                   smaller(together, tile_.rows - r));
-        }
+        DotRows<Product, kFewStride, kPanel>::add(
+            s_.rows, tile_.rows, {w, w + stride, w + 2 * stride, w + 3 * stride}, count,
+            this->sums(m, column / kPanel, 0) + column % kPanel);
       }
     }
-  }
-
-  static void dot_rows(const float* rows, const Element* w, int64_t stride, int64_t words,
-                       float* sums, int64_t count) {
-    switch (count) {
-      case 1: return dot_block<1>(rows, w, stride, words, sums);
-      case 2: return dot_block<2>(rows, w, stride, words, sums);
-      case 3: return dot_block<smaller_of(3)>(rows, w, stride, words, sums);
-      case 4: return dot_block<smaller_of(4)>(rows, w, stride, words, sums);
-      case 5: return dot_block<smaller_of(5)>(rows, w, stride, words, sums);
-      default: return dot_block<Simd::kDotRows>(rows, w, stride, words, sums);
-    }
-  }
-
-  static constexpr int smaller_of(int rows) {
-    return rows < Simd::kDotRows ? rows : Simd::kDotRows;
-  }
-
-  template <int kRows>
-  FLASHMOE_NOINLINE static void dot_block(const float* rows, const Element* w, int64_t stride,
-                                          int64_t words, float* sums) {
-    Vector total[kRows][kDotColumns];
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kDotColumns; ++j) total[r][j] = Simd::zero();
-    }
-    const auto step = [&](int64_t word, int64_t n) {
-      Vector columns[kDotColumns];
-#pragma GCC unroll 4
-      for (int j = 0; j < kDotColumns; ++j) {
-        columns[j] = Product::load_words(w + j * stride + word * kPack, n * kPack);
-      }
-#pragma GCC unroll 6
-      for (int r = 0; r < kRows; ++r) {
-        const Vector row = Simd::load(rows + r * kFewStride + word);
-#pragma GCC unroll 4
-        for (int j = 0; j < kDotColumns; ++j) {
-          total[r][j] = Product::multiply_add(row, columns[j], total[r][j]);
-        }
-      }
-    };
-    int64_t word = 0;
-    for (; word + kLanes <= words; word += kLanes) step(word, kLanes);
-    if (word < words) step(word, words - word);
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) Simd::add_sums_of_four(total[r], sums + r * kPanel);
   }
 
   // Gate and up together: they may lie in the same cache lines.

@@ -12,6 +12,7 @@ namespace scalar {
 #include "cpu/products.h"
 #include "cpu/moe_activation.h"
 #include "cpu/moe_sums.h"
+#include "cpu/dot_rows.h"
 #include "cpu/moe_few_rows.h"
 #include "cpu/moe_product.h"
 // clang-format on

@@ -1,0 +1,214 @@
+// Attention of few query rows, as in decoding, for any instruction set: K and V are read once, where
+// they lie, and nothing but the rows is packed. What bounds it is memory.
+//
+// By steps as in cpu/attention_tile.h. A step's scores are dot products (cpu/dot_rows.h). Its values
+// are added up in blocks of kBlockKeys keys that are in registers together, column by column, even
+// and odd words apart; what a step adds up to joins the output when the step is done: no sum is long.
+//
+// Blocks are counted from the step's first key, and a key that a row does not see adds an exact 0: a
+// row's bits do not depend on which rows are beside it.
+//
+// Included after cpu/attention_rows.h and cpu/dot_rows.h.
+
+constexpr int64_t kMostDim = 256;
+// One vector more than a power of two, so that rows do not share cache sets.
+constexpr int kQueryStride = kMostDim + kLanes;
+
+// The scratch of one thread for up to `rows` rows.
+struct FewRowsScratch {
+  float* q;     // [rows][kQueryStride]
+  float* step;  // [rows][dim_v panels][kPanel], what the step's values add up to
+  RowState state;
+  RowScores scores;
+
+  FewRowsScratch(ScratchCursor& scratch, const AttentionProblem& p, int64_t rows)
+      : q(scratch.take(rows * kQueryStride)),
+        step(scratch.take(rows * round_up(p.dim_v, kPanel))),
+        state(scratch, p, round_up(rows, kGroupRows)),
+        scores(scratch, rows) {}
+};
+
+template <typename Product>
+class FewRowsComputer : AttentionRows<Product> {
+ public:
+  using Base = AttentionRows<Product>;
+  using Element = typename Product::Element;
+  static constexpr int kPack = Product::kPack;
+
+  // Above, packing pays. Where each element is widened by itself, it is not to be done twice.
+  static constexpr int64_t kMostRows =
+      kLanes >= 8 || sizeof(Element) == sizeof(float) ? 2 * kGroupRows : Simd::kDotRows;
+
+  FewRowsComputer(const AttentionProblem& problem, const AttentionTile& tile,
+                  const FewRowsScratch& scratch)
+      : Base(problem, tile, scratch.state, scratch.scores),
+        columns_(round_up(problem.dim_v, kPanel)),
+        s_(scratch) {}
+
+  void compute() {
+    load_queries();
+    this->clear_state();
+    const int64_t tile_begin = this->first_key(0);
+    const int64_t tile_end = this->end_key(tile_.rows - 1);
+    for (int64_t key = tile_begin / tile_k_ * tile_k_; key < tile_end; key += tile_k_) {
+      constexpr int64_t kUnit = kBlockKeys > kLanes ? kBlockKeys : kLanes;
+      const int64_t begin = clamp(tile_begin - key, 0, tile_k_) / kUnit * kUnit;
+      const KeyRange seen = {begin, smaller(tile_k_, tile_end - key)};
+      score(key, seen);
+      for (int64_t r = 0; r < tile_.rows; ++r) {
+        this->weigh_row(r, r, this->visible(r, key, seen), seen);
+      }
+      add_values(key, seen);
+    }
+    for (int64_t row = 0; row < tile_.rows; ++row) this->finish_row(row);
+  }
+
+ private:
+  using Base::k_;
+  using Base::p_;
+  using Base::scores_;
+  using Base::tile_;
+  using Base::tile_k_;
+  using Base::v_;
+  using Base::words_;
+  using typename Base::KeyRange;
+
+  // Words of V that are in registers at a time: with AVX-512, whole cache lines.
+  static constexpr int kBlockVectors = kLanes >= 16 && sizeof(Element) == 2 ? kPanelVectors : 1;
+  static constexpr int kBlockWords = (kLanes >= 16 ? 16 : 8) / kBlockVectors;
+  static constexpr int kBlockKeys = kBlockWords * kPack;
+  static_assert(kMaxTileK / 2 % kBlockKeys == 0 && kMaxTileK / 2 % kLanes == 0);
+
+  void load_queries() {
+    for (int64_t r = 0; r < tile_.rows; ++r) {
+      const Element* from = static_cast<const Element*>(p_.q) + this->offset_of(r, p_.q_strides);
+      float* to = s_.q + r * kQueryStride;
+      for (int64_t word = 0; word < words_; word += kLanes) {
+        Simd::store(to + word, Product::load_words(from + word * kPack, p_.dim - word * kPack));
+      }
+    }
+  }
+
+  // The scores of all rows, of the part `keys` of the step that begins with `key`.
+  void score(int64_t key, KeyRange keys) {
+    constexpr int64_t kRunWords = Product::kScoreRun * kLanes;  // a lane sums kScoreRun of them
+    for (int64_t r = 0; r < tile_.rows; ++r) {
+      float* scores = scores_.scores + r * kScoreStride;
+      for (int64_t i = keys.begin; i < keys.end; i += kLanes) Simd::store(scores + i, Simd::zero());
+    }
+    for (int64_t word = 0; word < words_; word += kRunWords) {
+      const Element* k = k_ + key * p_.k_strides.seq + word * kPack;
+      for (int64_t first = keys.begin; first < keys.end; first += kDotColumns) {
+        const Element* columns[kDotColumns];
+        for (int j = 0; j < kDotColumns; ++j) {
+          columns[j] = k + smaller(first + j, keys.end - 1) * p_.k_strides.seq;
+        }
+        DotRows<Product, kQueryStride, kScoreStride>::add(s_.q + word, tile_.rows, columns,
+                                                          smaller(kRunWords, words_ - word),
+                                                          scores_.scores + first);
+      }
+    }
+  }
+
+  // Rescales the output and adds weights times V, of the part `seen` of the step.
+  void add_values(int64_t key, KeyRange seen) {
+    for (int64_t i = 0; i < tile_.rows * columns_; i += kLanes) {
+      Simd::store(s_.step + i, Simd::zero());
+    }
+    int64_t block = seen.begin;
+    for (; block + kBlockKeys <= seen.end; block += kBlockKeys) add_block(key, block);
+    for (int64_t r = 0; r < tile_.rows; ++r) {
+      add_block_of_row(key, block, r, {block, seen.end});
+      // Where a row does not see a key its weight is 0, which is as good as leaving the key out,
+      // unless V holds a NaN or an infinity there.
+      if (!step_is_finite(r)) add_values_of_row(key, r, this->visible(r, key, seen));
+      add_step(r);
+    }
+  }
+
+  // A whole block, of all rows.
+  FLASHMOE_NOINLINE void add_block(int64_t key, int64_t block) {
+    constexpr int64_t kWide = kBlockVectors * kLanes;
+    int64_t column = 0;
+    // A constant number of columns: the masks are constant too.
+    for (; column + kWide <= p_.dim_v; column += kWide) add_columns(key, block, column, kWide);
+    if (column < p_.dim_v) add_columns(key, block, column, p_.dim_v - column);
+  }
+
+  FLASHMOE_INLINE void add_columns(int64_t key, int64_t block, int64_t column, int64_t n) {
+    const int64_t next = p_.v_strides.seq;
+    const Element* from = v_ + (key + block) * next + column;
+    Vector v[kBlockWords][kBlockVectors];
+#pragma GCC unroll 16
+    for (int i = 0; i < kBlockWords; ++i) {
+      Product::template load_columns<kBlockVectors>(from, from + (kPack - 1) * next, n, v[i]);
+      from += kPack * next;
+    }
+    for (int64_t r = 0; r < tile_.rows; ++r) {
+      const float* weights = scores_.scores + r * kScoreStride + block / kPack;
+#pragma GCC unroll 2
+      for (int j = 0; j < kBlockVectors; ++j) {
+        Vector parts[2] = {Simd::zero(), Simd::zero()};
+#pragma GCC unroll 16
+        for (int i = 0; i < kBlockWords; ++i) {
+          parts[i % 2] = Product::multiply_add(Simd::broadcast(weights[i]), v[i][j], parts[i % 2]);
+        }
+        float* sum = s_.step + r * columns_ + column + j * kLanes;
+        Simd::store(sum, Simd::add(Simd::load(sum), Simd::add(parts[0], parts[1])));
+      }
+    }
+  }
+
+  // The keys `keys` of a block, of one row, in the order of `add_columns`.
+  void add_block_of_row(int64_t key, int64_t block, int64_t r, KeyRange keys) {
+    const int64_t begin = larger(keys.begin, block);
+    const int64_t end = smaller(keys.end, block + kBlockKeys);
+    if (begin >= end) return;
+    const int64_t next = p_.v_strides.seq;
+    const float* weights = scores_.scores + r * kScoreStride;
+    for (int64_t column = 0; column < p_.dim_v; column += kLanes) {
+      Vector parts[2] = {Simd::zero(), Simd::zero()};
+      for (int64_t word = begin / kPack; word * kPack < end; ++word) {
+        const Element* first = v_ + (key + word * kPack) * next + column;
+        const bool one = (word + 1) * kPack > end;
+        Vector v = Product::load_values(first, one ? nullptr : first + next, p_.dim_v - column);
+        if (word * kPack < begin) v = Product::keep_second_of_pair(v);
+        Vector& part = parts[word % 2];
+        part = Product::multiply_add(Simd::broadcast(weights[word]), v, part);
+      }
+      float* sum = s_.step + r * columns_ + column;
+      Simd::store(sum, Simd::add(Simd::load(sum), Simd::add(parts[0], parts[1])));
+    }
+  }
+
+  // Anew, of the keys that the row sees and no other.
+  void add_values_of_row(int64_t key, int64_t r, KeyRange keys) {
+    for (int64_t i = 0; i < columns_; i += kLanes) {
+      Simd::store(s_.step + r * columns_ + i, Simd::zero());
+    }
+    for (int64_t block = keys.begin / kBlockKeys * kBlockKeys; block < keys.end;
+         block += kBlockKeys) {
+      add_block_of_row(key, block, r, keys);
+    }
+  }
+
+  bool step_is_finite(int64_t r) const {
+    Fp32Product<float>::FiniteCheck check;
+    for (int64_t i = 0; i < columns_; i += kLanes) {
+      check.put(Simd::load(s_.step + r * columns_ + i));
+    }
+    return check.finite();
+  }
+
+  void add_step(int64_t r) {
+    const Vector rescale = Simd::broadcast(scores_.rescale[r]);
+    for (int64_t column = 0; column < columns_; column += kLanes) {
+      float* output = this->output_of(r, column / kPanel) + column % kPanel;
+      const Vector step = Simd::load(s_.step + r * columns_ + column);
+      Simd::store(output, Simd::multiply_add(Simd::load(output), rescale, step));
+    }
+  }
+
+  const int64_t columns_;  // of V, with those that fill up a panel
+  const FewRowsScratch s_;
+};

@@ -1,0 +1,225 @@
+// What every way to compute the rows of a tile shares, for any instruction set: which keys a row
+// sees, the online softmax of its scores, and its end.
+//
+// Included after cpu/products.h.
+
+constexpr int kMaxTileK = 256;
+// One vector more than a power of two, so that rows do not share cache sets.
+constexpr int kScoreStride = kMaxTileK + kLanes;
+
+constexpr float kInfinity = __builtin_inff();
+constexpr float kLeastSoftcap = 0x1p-126f;  // whose inverse is finite
+
+// Keys a step takes: K and V panels of 128 KiB, at dim = dim_v = 256 in fp32 of 256 KiB.
+FLASHMOE_INLINE int64_t keys_per_step(const AttentionProblem& p, int pack) {
+  constexpr int64_t kMostWords = 128;  // of a key in K and V together, for a full step
+  return (p.dim + p.dim_v) / pack <= kMostWords ? kMaxTileK : kMaxTileK / 2;
+}
+
+// Lays out a thread's scratch. From a null base it only measures.
+class ScratchCursor {
+ public:
+  explicit ScratchCursor(void* base) : base_(static_cast<char*>(base)), next_(base_) {}
+
+  float* take(int64_t count) {
+    float* begin = reinterpret_cast<float*>(next_);
+    next_ += round_up(count * static_cast<int64_t>(sizeof(float)), kScratchAlignment);
+    return begin;
+  }
+  size_t bytes() const { return static_cast<size_t>(next_ - base_); }
+
+ private:
+  char* const base_;
+  char* next_;
+};
+
+// Of the rows of a tile, in groups of kGroupRows, between two steps.
+struct RowState {
+  float* output;  // [groups][dim_v panels][kGroupRows][kPanel]
+  float* sums;    // [groups * kGroupRows][kLanes], partial
+  float* maxima;  // [groups * kGroupRows]
+
+  RowState(ScratchCursor& scratch, const AttentionProblem& p, int64_t tile_q)
+      : output(scratch.take(tile_q * round_up(p.dim_v, kPanel))),
+        sums(scratch.take(tile_q * kLanes)),
+        maxima(scratch.take(tile_q)) {}
+};
+
+// Of the rows that are weighed together, in a step.
+struct RowScores {
+  float* scores;   // [rows][kScoreStride], weights overwrite them
+  float* rescale;  // [rows], of the output so far
+
+  RowScores(ScratchCursor& scratch, int64_t rows)
+      : scores(scratch.take(rows * kScoreStride)), rescale(scratch.take(rows)) {}
+};
+
+template <typename Product>
+class AttentionRows {
+ public:
+  using Element = typename Product::Element;
+  static constexpr int kPack = Product::kPack;
+
+ protected:
+  AttentionRows(const AttentionProblem& problem, const AttentionTile& tile, const RowState& state,
+                const RowScores& scores)
+      : p_(problem),
+        tile_(tile),
+        tile_k_(keys_per_step(problem, kPack)),
+        words_(problem.dim / kPack),
+        groups_((tile.rows + kGroupRows - 1) / kGroupRows),
+        dim_v_panels_((problem.dim_v + kPanel - 1) / kPanel),
+        group_heads_(problem.heads_q / problem.heads_kv),
+        logit_scale_(problem.softcap != 0.0f ? problem.softcap : problem.scale),
+        k_(static_cast<const Element*>(p_.k) + tile.batch * p_.k_strides.batch +
+           tile.kv_head * p_.k_strides.head),
+        v_(static_cast<const Element*>(p_.v) + tile.batch * p_.v_strides.batch +
+           tile.kv_head * p_.v_strides.head),
+        state_(state),
+        scores_(scores) {}
+
+  int64_t query_of(int64_t row) const { return (tile_.first_row + row) / group_heads_; }
+
+  // Element offset of a row of q, out or lse.
+  int64_t offset_of(int64_t row, const RowStrides& strides) const {
+    const int64_t head = tile_.kv_head * group_heads_ + (tile_.first_row + row) % group_heads_;
+    return tile_.batch * strides.batch + query_of(row) * strides.seq + head * strides.head;
+  }
+
+  // Row `row` of the tile sees the keys from `first_key` to before `end_key`: none if that is not
+  // behind. Neither decreases with the row.
+  int64_t first_key(int64_t row) const {
+    return p_.bounded_left ? clamp(query_of(row) + p_.left_offset, 0, p_.seq_k) : 0;
+  }
+  int64_t end_key(int64_t row) const {
+    return p_.bounded_right ? clamp(query_of(row) + p_.right_offset + 1, 0, p_.seq_k) : p_.seq_k;
+  }
+
+  // A part of a step's keys, as indices into the step.
+  struct KeyRange {
+    int64_t begin;
+    int64_t end;
+  };
+  // What row `row` sees of the part `of` of the step that begins with `key`: begin == end if
+  // nothing.
+  KeyRange visible(int64_t row, int64_t key, KeyRange of) const {
+    const int64_t begin = clamp(first_key(row) - key, of.begin, of.end);
+    return {begin, clamp(end_key(row) - key, begin, of.end)};
+  }
+
+  void clear_state() {
+    const int64_t rows = groups_ * kGroupRows;
+    for (int64_t i = 0; i < rows * dim_v_panels_ * kPanel; i += kLanes) {
+      Simd::store(state_.output + i, Simd::zero());
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      Simd::store(state_.sums + row * kLanes, Simd::zero());
+      state_.maxima[row] = -kInfinity;
+    }
+  }
+
+  // scores = tanh(scale / softcap scores) of whole vectors. The ratio itself may be beyond fp32.
+  FLASHMOE_NOINLINE void cap(float* scores, KeyRange keys) const {
+    const Vector scale = Simd::broadcast(p_.scale);
+    // Finite: below such a softcap all logits are 0.
+    const Vector inverse =
+        Simd::broadcast(1.0f / (p_.softcap > kLeastSoftcap ? p_.softcap : kLeastSoftcap));
+    for (int64_t key = keys.begin; key < keys.end; key += kLanes) {
+      const Vector logits = Simd::multiply(Simd::load(scores + key), scale);
+      Simd::store(scores + key, tanh_of(Simd::multiply(logits, inverse)));
+    }
+  }
+
+  // Turns the scores of a row into weights, of the keys `row_keys` that it sees; 0 for the others
+  // of `keys`, which its group sees.
+  void weigh_row(int64_t row, int64_t r, KeyRange row_keys, KeyRange keys) {
+    float* scores = scores_.scores + r * kScoreStride;
+    const Vector lowest = Simd::broadcast(-kInfinity);
+    const int64_t begin = keys.begin / kLanes * kLanes;
+    const int64_t most = keys.end;
+    int64_t seen = begin;  // the end of what is weighed
+    if (row_keys.begin < row_keys.end) {
+      seen = row_keys.end;
+      if (p_.softcap != 0.0f) cap(scores, {begin, seen});
+      // Keys before the window weigh exp(-inf).
+      for (int64_t hidden = begin; hidden < row_keys.begin; hidden += kLanes) {
+        const Vector now = Simd::load(scores + hidden);
+        Simd::store(scores + hidden, Simd::first_or(lowest, row_keys.begin - hidden, now));
+      }
+    }
+    Vector highest = lowest;
+    Vector highest2 = lowest;
+    int64_t key = begin;
+    for (; key + 2 * kLanes <= seen; key += 2 * kLanes) {
+      highest = Simd::max(highest, Simd::load(scores + key));
+      highest2 = Simd::max(highest2, Simd::load(scores + key + kLanes));
+    }
+    for (; key < seen; key += kLanes) {
+      highest = Simd::max(highest, Simd::first_or(Simd::load(scores + key), seen - key, lowest));
+    }
+    const float before = state_.maxima[row];
+    const float here = Simd::max_of(Simd::max(highest, highest2));
+    const float maximum = here > before ? here : before;
+    state_.maxima[row] = maximum;
+    // Rows whose every score so far is -inf: exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
+    // Halves, because the difference of two finite scores may be infinite.
+    const Vector half = Simd::broadcast(0.5f);
+    const Vector base = Simd::broadcast(maximum == -kInfinity ? 0.0f : -0.5f * maximum);
+    const Vector scale = Simd::broadcast(logit_scale_);
+    const auto weight = [&](Vector score) {
+      const Vector below = Simd::multiply_add(score, half, base);
+      return exp_of_twice_nonpositive(Simd::multiply(below, scale));
+    };
+    const Vector rescale = weight(Simd::broadcast(before));
+    Simd::store_first(scores_.rescale + r, rescale, 1);
+    Vector sum = Simd::multiply(Simd::load(state_.sums + row * kLanes), rescale);
+    for (key = begin; key + kLanes <= seen; key += kLanes) {
+      const Vector weights = weight(Simd::load(scores + key));
+      sum = Simd::add(sum, weights);
+      Product::store_weights(scores, key, weights);
+    }
+    if (key < seen) {
+      const Vector weights =
+          Simd::first_or(weight(Simd::load(scores + key)), seen - key, Simd::zero());
+      sum = Simd::add(sum, weights);
+      Product::store_weights(scores, key, weights);
+      key += kLanes;
+    }
+    for (; key < most; key += kLanes) Product::store_weights(scores, key, Simd::zero());
+    Simd::store(state_.sums + row * kLanes, sum);
+  }
+
+  float* output_of(int64_t row, int64_t panel) const {
+    const int64_t r = row % kGroupRows;
+    return state_.output + ((row - r) * dim_v_panels_ + panel * kGroupRows + r) * kPanel;
+  }
+
+  void finish_row(int64_t row) {
+    const bool sees_keys = first_key(row) < end_key(row);
+    const float sum = Simd::sum_of(Simd::load(state_.sums + row * kLanes));
+    // Scores that are all -inf leave sum 0, and 0 * (1 / 0) is the NaN that softmax gives.
+    const Vector inverse = Simd::broadcast(sees_keys ? 1.0f / sum : 0.0f);
+    Element* out = static_cast<Element*>(p_.out) + offset_of(row, p_.out_strides);
+    for (int64_t column = 0; column < p_.dim_v; column += kLanes) {
+      const float* from = output_of(row, column / kPanel) + column % kPanel;
+      Simd::store_first(out + column, Simd::multiply(Simd::load(from), inverse), p_.dim_v - column);
+    }
+    if (p_.lse != nullptr) {
+      p_.lse[offset_of(row, p_.lse_strides)] =
+          sees_keys ? state_.maxima[row] * logit_scale_ + __builtin_logf(sum) : -kInfinity;
+    }
+  }
+
+  const AttentionProblem& p_;
+  const AttentionTile& tile_;
+  const int64_t tile_k_;
+  const int64_t words_;  // of a row of Q or K
+  const int64_t groups_;
+  const int64_t dim_v_panels_;
+  const int64_t group_heads_;  // that share a KV head
+  const float logit_scale_;    // logits are this times scores
+  const Element* const k_;     // key 0
+  const Element* const v_;
+  const RowState state_;
+  const RowScores scores_;
+};
