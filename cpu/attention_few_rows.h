@@ -142,6 +142,9 @@ class FewRowsComputer : AttentionRows<Product> {
 #pragma GCC unroll 16
     for (int i = 0; i < kBlockWords; ++i) {
       Product::template load_columns<kBlockVectors>(from, from + (kPack - 1) * next, n, v[i]);
+      // Rows are read a vector at a time, which a processor does not foresee as it does K's.
+#pragma GCC unroll 2
+      for (int j = 0; j < kPack; ++j) __builtin_prefetch(from + (kBlockKeys + j) * next);
       from += kPack * next;
     }
     for (int64_t r = 0; r < tile_.rows; ++r) {
