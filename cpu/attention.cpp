@@ -52,8 +52,14 @@ int64_t tiles_of(const AttentionProblem& p, int64_t tile_q) {
 }
 
 // As many groups as a tile may hold (K and V are packed once per tile), fewer when that would
-// leave threads without work.
+// leave threads without work. Few rows are cut for threads that have none, since every tile reads K
+// and V.
 int64_t choose_tile_q(const AttentionProblem& p, const AttentionKernel& kernel, int32_t threads) {
+  if (kernel.has_few_rows(p)) {
+    int64_t rows = rows_of(p);
+    while (rows > 1 && tiles_of(p, rows) < threads) rows = ceil_divide(rows, 2);
+    return rows < 1 ? 1 : rows;
+  }
   const int64_t groups = ceil_divide(rows_of(p), kernel.group_rows);
   int64_t tile_groups = kernel.max_groups < groups ? kernel.max_groups : groups;
   while (tile_groups > 1 &&

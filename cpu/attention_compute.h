@@ -41,6 +41,7 @@ constexpr AttentionKernel attention_kernel(const char* isa) {
   return {isa,
           kGroupRows,
           kTileRows / kGroupRows,
+          has_few_rows<Product>,
           tile_keys<Product>,
           tile_scratch_bytes<Product>,
           compute_tile<Product>};

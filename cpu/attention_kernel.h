@@ -24,6 +24,8 @@ struct AttentionKernel {
   const char* isa;
   int32_t group_rows;  // rows that go through the registers together; tiles hold whole groups
   int32_t max_groups;  // of a tile
+  // Whether the rows of a KV head are so few that nothing is packed: tiles hold any number of them.
+  bool (*has_few_rows)(const AttentionProblem& problem);
   int32_t (*tile_k)(const AttentionProblem& problem);
   size_t (*scratch_bytes)(const AttentionProblem& problem, int32_t tile_q);  // of one thread
   // `scratch` is 64-byte aligned. Writes out and lse of the tile's rows and nothing else.
