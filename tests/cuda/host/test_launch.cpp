@@ -3,6 +3,7 @@
 // no-shared-attributes]: without those parts of CUDA.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -21,6 +22,18 @@
 #include "cuda/attention/sum_parts.h"
 #include "cuda/host/fake_cuda.h"
 #include "flashmoe/flashmoe.h"
+
+static std::atomic<bool> out_of_memory{false};
+
+extern "C" {
+
+void* __real_aligned_alloc(size_t alignment, size_t bytes);
+
+void* __wrap_aligned_alloc(size_t alignment, size_t bytes) {
+  return out_of_memory ? nullptr : __real_aligned_alloc(alignment, bytes);
+}
+
+}  // extern "C"
 
 // ---- made-up kernels -----------------------------------------------------------------------------
 
@@ -238,6 +251,31 @@ void sm90_encodes_its_maps_once() {
   CHECK(std::strstr(flashmoe_last_error(), "the driver refused a tensor map") != nullptr);
   fake::state.refuse_maps = false;
   CHECK(call.run() == FLASHMOE_OK && seen90.q_data == call.tensors[0].data);
+}
+
+// On a thread that has none of its own yet.
+void without_memory_for_maps_nothing_is_launched() {
+  fake::on_launch = nullptr;
+  for (const char* family : {"sm90", "split"}) {
+    const Call call(family, 1, 1024, 1024, 32, 8);
+    std::thread([&] {
+      // So that there is room for a sentence.
+      CHECK(flashmoe_attention_forward(nullptr, nullptr, 0, nullptr) != FLASHMOE_OK);
+      static char workspace[16];
+      const auto run = [&] {
+        return flashmoe_attention_forward(&call.params, workspace, 16 << 20, nullptr);
+      };
+      out_of_memory = true;
+      for (int i = 0; i < 2; ++i) {
+        fake::last = {};
+        CHECK(run() == FLASHMOE_ERROR_OUT_OF_MEMORY);
+        CHECK(std::strstr(flashmoe_last_error(), "there is no memory for the") != nullptr);
+        CHECK(fake::last.by == fake::By::kNobody);
+      }
+      out_of_memory = false;
+      CHECK(run() == FLASHMOE_OK && fake::last.by != fake::By::kNobody);
+    }).join();
+  }
 }
 
 void each_device_has_its_own_plan_and_stays_current() {
@@ -631,6 +669,7 @@ int main(int argc, char** argv) {
   driver_launches = without.empty();
   the_plan_is_what_the_launch_gets();
   sm90_encodes_its_maps_once();
+  without_memory_for_maps_nothing_is_launched();
   each_device_has_its_own_plan_and_stays_current();
   the_callers_context_stays_current();
   a_stream_of_another_device_is_refused();
