@@ -120,7 +120,8 @@ FLASHMOE_API flashmoe_status flashmoe_get_device_info(flashmoe_device device,
                                                       flashmoe_device_info* info);
 
 /* Threads the CPU backend uses, the caller's included. n = 0 restores the default: the
- * environment variable FLASHMOE_NUM_THREADS if set, else the processors this process may run on.
+ * environment variable FLASHMOE_NUM_THREADS if set, else the processors this process may run on,
+ * or as many as its control groups' quotas pay for, rounded up.
  * Errors: INVALID_ARGUMENT (n < 0 or n > 4096). */
 FLASHMOE_API flashmoe_status flashmoe_set_num_threads(int32_t n);
 FLASHMOE_API int32_t flashmoe_get_num_threads(void);

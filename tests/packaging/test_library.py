@@ -71,7 +71,9 @@ CUDA_RUNTIME_BYTES = 2 * 4096
 
 def test_thread_local_storage_is_small(installation: Installation) -> None:
     segments = checked([require_tool("readelf"), "-lW", installation.library])
-    sizes = [int(line.split()[5], 16) for line in segments.splitlines() if line.split()[:1] == ["TLS"]]
+    sizes = [
+        int(line.split()[5], 16) for line in segments.splitlines() if line.split()[:1] == ["TLS"]
+    ]
     most = MOST_THREAD_LOCAL_BYTES
     if b"cudaLaunchKernelExC" in installation.library.read_bytes():
         most += CUDA_RUNTIME_BYTES
