@@ -206,7 +206,7 @@ void openmp_binds_as_its_environment_says() {
     CHECK(!openmp_binds(text, nullptr) && !openmp_binds(text, "cores"));
   }
   // Those that OpenMP ignores too.
-  for (const char* text : {"", " ", "yes", "1", "closer", "clos", "close,", ",close", "close,true",
+  for (const char* text : {"", " ", "yes", "1", "closer", "close,", ",close", "close,true",
                            "true,close", "false,false", "close spread"}) {
     CHECK(!openmp_binds(text, nullptr) && !openmp_binds(text, "") && openmp_binds(text, "cores"));
   }
