@@ -65,8 +65,8 @@ def test_bad_environment_is_said_and_ignored(value: str) -> None:
     assert f'FLASHMOE_NUM_THREADS: got "{value}", accepted are 1 to 4096' in done.stderr
 
 
-# FIRST is what the first thread, and so the process, is bound to, OTHER is for another one, ASKS for
-# the one that asks, None: the first.
+# FIRST is what the first thread, and so the process, is bound to, OTHER is for another one, ASKS is
+# for the one that asks; None: the first.
 COUNT = """
 import os, threading
 everywhere = os.sched_getaffinity(0)
