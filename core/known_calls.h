@@ -27,6 +27,7 @@
 #include "core/checks.h"
 #include "core/log.h"
 #include "core/overlap.h"
+#include "core/per_thread.h"
 #include "core/thread_room.h"
 #include "flashmoe/flashmoe.h"
 
@@ -102,32 +103,35 @@ class KnownCalls {
   // until the thread's next call, which a log's callback may make.
   static const Call* find(const Params* params) {
     if (params == nullptr || params->struct_size != sizeof *params) return nullptr;
-    KnownCalls& known = of_this_thread();
-    unsigned index = known.newest_;
-    for (unsigned i = 0; i < known.count_; ++i, index = index + 1 < known.count_ ? index + 1 : 0) {
-      if (!fits(*params, known.keys_[index])) continue;
-      known.newest_ = index;
-      move(*params, &known.keys_[index], &known.calls_[index]);
-      return &known.calls_[index];
+    KnownCalls* const known = PerThread<KnownCalls>::existing();
+    if (known == nullptr) return nullptr;
+    const unsigned count = known->count_;
+    unsigned index = known->newest_;
+    for (unsigned i = 0; i < count; ++i, index = index + 1 < count ? index + 1 : 0) {
+      if (!fits(*params, known->keys_[index])) continue;
+      known->newest_ = index;
+      move(*params, &known->keys_[index], &known->calls_[index]);
+      return &known->calls_[index];
     }
     return nullptr;
   }
 
-  // Keeps what a call came to that was validated and planned without an error.
+  // Keeps what a call came to that was validated and planned without an error, if there is memory for it.
   static void remember(const Params& params, const Call& call) {
     const char* kernel = kernel_of(params);
     if (call.problem.device.device_type != FLASHMOE_DEVICE_CUDA || !is_plain(params) ||
         std::strlen(kernel) >= sizeof Key::kernel) {
       return;
     }
-    KnownCalls& known = of_this_thread();
-    const bool full = known.count_ == kCalls;
+    KnownCalls* const known = PerThread<KnownCalls>::get();
+    if (known == nullptr) return;
+    const bool full = known->count_ == kCalls;
     const unsigned index =
-        full && known.next_ == known.newest_ ? (known.next_ + 1) % kCalls : known.next_;
-    known.count_ += full ? 0 : 1;
-    known.next_ = (index + 1) % kCalls;
-    known.newest_ = index;
-    Key& key = known.keys_[index];
+        full && known->next_ == known->newest_ ? (known->next_ + 1) % kCalls : known->next_;
+    known->count_ += full ? 0 : 1;
+    known->next_ = (index + 1) % kCalls;
+    known->newest_ = index;
+    Key& key = known->keys_[index];
     for (size_t i = 0; i < kTensors; ++i) {
       const flashmoe_tensor* tensor = params.*Operation::kTensors[i].member;
       key.shapes[i] = KnownShape::of(tensor, Operation::kTensors[i].has_rows);
@@ -136,8 +140,8 @@ class KnownCalls {
     std::memcpy(key.options, bytes_of(params) + Operation::kOptions, kOptionsBytes);
     std::memcpy(key.more_options, bytes_of(params) + kMoreOptions, kMoreOptionsBytes);
     std::memcpy(key.kernel, kernel, std::strlen(kernel) + 1);
-    known.calls_[index] = call;
-    const char** text = Operation::kernel_text(&known.calls_[index].problem);
+    known->calls_[index] = call;
+    const char** text = Operation::kernel_text(&known->calls_[index].problem);
     if (text != nullptr && *text != nullptr && **text == '\0')
       *text = nullptr;  // it means the same
   }
@@ -159,11 +163,6 @@ class KnownCalls {
     unsigned char more_options[kMoreOptionsBytes + 1];
     char kernel[64];  // "" for nullptr, which means the same
   };
-
-  static KnownCalls& of_this_thread() {
-    thread_local KnownCalls known;  // zeros, so that no thread runs a constructor
-    return known;
-  }
 
   static const unsigned char* bytes_of(const Params& params) {
     return reinterpret_cast<const unsigned char*>(&params);

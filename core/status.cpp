@@ -5,28 +5,39 @@
 #include <cstring>
 
 #include "core/log.h"
+#include "core/per_thread.h"
 
 namespace flashmoe {
 namespace {
 
 constexpr size_t kMaxSentence = 1024;
-thread_local char last_error[kMaxSentence] = "";
+
+struct LastError {
+  char sentence[kMaxSentence];
+};
+
+thread_local bool sentence_lost = false;  // of the last error, for want of memory
+
+void keep(const char (&sentence)[kMaxSentence]) {
+  LastError* const last = PerThread<LastError>::get();
+  sentence_lost = last == nullptr;
+  if (last != nullptr) std::memcpy(last->sentence, sentence, sizeof sentence);
+}
 
 }  // namespace
 
 flashmoe_status fail(flashmoe_status status, const char* format, ...) {
-  // The arguments may point into last_error itself: format apart, then copy.
+  // The arguments may point into the last sentence itself: format apart, then copy.
   char sentence[kMaxSentence];
   va_list arguments;
   va_start(arguments, format);
   std::vsnprintf(sentence, sizeof sentence, format, arguments);
   va_end(arguments);
   make_one_line(sentence);
-  std::memcpy(last_error, sentence, sizeof sentence);
+  keep(sentence);
   if (log_enabled(FLASHMOE_LOG_ERROR)) {
     log_line(FLASHMOE_LOG_ERROR, "%s: %s", flashmoe_status_name(status), sentence);
-    // A log's callback may itself call the library, and fail.
-    std::memcpy(last_error, sentence, sizeof sentence);
+    keep(sentence);  // a log's callback may itself call the library, and fail
   }
   return status;
 }
@@ -42,7 +53,12 @@ flashmoe_status Reason::refuse(flashmoe_status status, const char* format, ...) 
 
 }  // namespace flashmoe
 
-const char* flashmoe_last_error(void) { return flashmoe::last_error; }
+const char* flashmoe_last_error(void) {
+  using namespace flashmoe;
+  if (sentence_lost) return "out of memory for the sentence of this thread's last error";
+  const LastError* const last = PerThread<LastError>::existing();
+  return last != nullptr ? last->sentence : "";
+}
 
 const char* flashmoe_status_name(flashmoe_status status) {
   switch (status) {

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -13,6 +14,8 @@
 #include <new>
 #include <thread>
 #include <vector>
+
+#include "cpu/processors.h"
 
 namespace flashmoe::cpu {
 namespace {
@@ -50,11 +53,17 @@ struct Job {
 
 class Pool {
  public:
+  Pool() {
+#ifdef __linux__
+    processors_of_process();  // which asks OpenMP, once: not while the mutex is locked
+#endif
+  }
+
   void run(Job* job) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       grow(job->threads - 1);
-      if (jobs_ == nullptr) stay_off_this_cpu();
+      if (jobs_ == nullptr) stay_off_this_cpu(job->threads);
       job->next = jobs_;
       jobs_ = job;
       posted_.fetch_add(1, std::memory_order_release);
@@ -96,12 +105,14 @@ class Pool {
   // Keeps helpers from the caller's processor. Linux in a virtual machine does not count processors as
   // available that have idled for a while, and wakes helpers on the waker's own, behind it: until its
   // time slice ends, which may be as long as the call. Callers at the same time leave helpers where they
-  // are: moving one takes a third of a microsecond, and more where it runs.
-  void stay_off_this_cpu() {
+  // are: moving one takes a third of a microsecond, and more where it runs. A caller that is bound to fewer
+  // processors than it has threads, by OpenMP for one, leaves them those of the process.
+  void stay_off_this_cpu([[maybe_unused]] int32_t threads) {
 #ifdef __linux__
     const int cpu = sched_getcpu();
     cpu_set_t others;
     if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof others, &others) != 0) return;
+    if (CPU_COUNT(&others) < threads) others = processors_of_process();
     CPU_CLR(cpu, &others);
     if (CPU_COUNT(&others) == 0 || CPU_EQUAL(&others, &helpers_cpus_)) return;
     for (const pthread_t helper : helpers_) pthread_setaffinity_np(helper, sizeof others, &others);
@@ -193,12 +204,7 @@ int32_t default_num_threads() {
                  "processor\n",
                  text, kMaxThreads);
   }
-#ifdef __linux__
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-#endif
-  const unsigned hardware = std::thread::hardware_concurrency();
-  return hardware == 0 ? 1 : static_cast<int32_t>(hardware);
+  return std::min(count_processors(), kMaxThreads);
 }
 
 std::atomic<int32_t> requested_threads{0};

@@ -15,6 +15,7 @@ struct Driver {
   decltype(&cuLaunchKernelEx) launch;
   decltype(&cuStreamGetCtx) context_of_stream;
   decltype(&cuCtxGetCurrent) current_context;
+  decltype(&cuCtxGetId) context_id;
 };
 
 template <class Function>
@@ -28,10 +29,17 @@ const Driver* driver() {
       find<decltype(Driver::launch)>("cuLaunchKernelEx"),
       find<decltype(Driver::context_of_stream)>("cuStreamGetCtx"),
       find<decltype(Driver::current_context)>("cuCtxGetCurrent"),
+      find<decltype(Driver::context_id)>("cuCtxGetId"),
   };
   static const bool complete = found.launch != nullptr && found.context_of_stream != nullptr &&
-                               found.current_context != nullptr;
+                               found.current_context != nullptr && found.context_id != nullptr;
   return complete ? &found : nullptr;
+}
+
+// Of the current context, as no other one of the process has or had; 0: there is none that can be used.
+uint64_t current_context_id(const Driver& driver) {
+  unsigned long long id = 0;
+  return driver.context_id(nullptr, &id) == CUDA_SUCCESS ? id : 0;
 }
 
 // The handle by which the driver may launch a kernel on the current device; nullptr unless what is
@@ -134,33 +142,90 @@ flashmoe_status read_launch(const LaunchRecord& record, flashmoe_launch* launch)
   return FLASHMOE_OK;
 }
 
+// One thread at a time loads kernels.
+std::mutex loading;
+
+bool is_loaded_in(const LoadedKernel& loaded, uint64_t context) {
+  for (const auto& known : loaded.contexts) {
+    if (known.load(std::memory_order_acquire) == context) return true;
+  }
+  return false;
+}
+
+// Loads a kernel in the current context, or in that which the runtime makes where there is none.
+cudaError_t load_here(const Kernel& kernel, int device_id, const DeviceFacts& facts,
+                      AfterLoading after) {
+  LoadedKernel& loaded = kernel.loaded[device_id];
+  const bool first = loaded.arch.load(std::memory_order_relaxed) == 0;
+  cudaFuncAttributes attributes = {};
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel.function);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kernel.shared_bytes);
+  if (error != cudaSuccess) return error;
+  if (after != nullptr) error = after(kernel, device_id, facts, attributes, first);
+  if (error != cudaSuccess) return error;
+  loaded.handle.store(driver_handle(kernel), std::memory_order_relaxed);
+  const uint64_t context = driver() != nullptr ? current_context_id(*driver()) : 0;
+  if (context != 0 && !is_loaded_in(loaded, context)) {
+    // The newest first, in the place of the oldest.
+    for (int i = LoadedKernel::kContexts - 1; i > 0; --i) {
+      loaded.contexts[i].store(loaded.contexts[i - 1].load(std::memory_order_relaxed),
+                               std::memory_order_release);
+    }
+    loaded.contexts[0].store(context, std::memory_order_release);
+  }
+  if (first) {
+    loaded.ptx.store(attributes.ptxVersion, std::memory_order_relaxed);
+    loaded.static_shared_bytes.store(static_cast<int>(attributes.sharedSizeBytes),
+                                     std::memory_order_relaxed);
+    loaded.after = after;
+    loaded.arch.store(attributes.binaryVersion, std::memory_order_release);
+  }
+  return cudaSuccess;
+}
+
+// Loads a kernel that is planned in the current context, if it is not there.
+cudaError_t load_where_missing(const Kernel& kernel, int device_id) {
+  const Driver* const driver = flashmoe::driver();
+  if (driver == nullptr) return cudaSuccess;  // contexts cannot be told apart
+  const LoadedKernel& loaded = kernel.loaded[device_id];
+  uint64_t context = current_context_id(*driver);
+  if (context != 0 && is_loaded_in(loaded, context)) return cudaSuccess;
+  if (context == 0) {
+    // A new thread has none yet, and one whose device was reset has one that is gone.
+    const cudaError_t error = cudaSetDevice(device_id);
+    if (error != cudaSuccess) return error;
+    context = current_context_id(*driver);
+    if (context != 0 && is_loaded_in(loaded, context)) return cudaSuccess;
+  }
+  const DeviceFacts* facts = nullptr;
+  if (read_device_facts(device_id, &facts, Reason()) != FLASHMOE_OK) return cudaErrorInvalidDevice;
+  const std::lock_guard<std::mutex> lock(loading);
+  if (context != 0 && is_loaded_in(loaded, context)) return cudaSuccess;  // by another thread
+  return load_here(kernel, device_id, *facts, loaded.after);
+}
+
+flashmoe_status fail_to_launch(const Kernel& kernel, cudaError_t error) {
+  cudaGetLastError();
+  return fail(FLASHMOE_ERROR_CUDA, "launching %s: %s", kernel.name, cudaGetErrorString(error));
+}
+
 }  // namespace
 
 flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFacts& facts,
                             int* arch, const Reason& reason, AfterLoading after) {
-  static std::mutex mutex;
-  LoadedKernel& loaded = kernel.loaded[device_id];
+  const LoadedKernel& loaded = kernel.loaded[device_id];
   *arch = loaded.arch.load(std::memory_order_acquire);
   if (*arch != 0) return FLASHMOE_OK;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(loading);
   *arch = loaded.arch.load(std::memory_order_relaxed);
   if (*arch != 0) return FLASHMOE_OK;
   const DeviceGuard guard(device_id);
   cudaError_t error = guard.error();
-  cudaFuncAttributes attributes = {};
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel.function);
+  if (error == cudaSuccess) error = load_here(kernel, device_id, facts, after);
   if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 kernel.shared_bytes);
-  }
-  if (error == cudaSuccess && after != nullptr) error = after(kernel, device_id, facts, attributes);
-  if (error == cudaSuccess) {
-    *arch = attributes.binaryVersion;
-    loaded.ptx.store(attributes.ptxVersion, std::memory_order_relaxed);
-    loaded.static_shared_bytes.store(static_cast<int>(attributes.sharedSizeBytes),
-                                     std::memory_order_relaxed);
-    loaded.handle.store(driver_handle(kernel), std::memory_order_relaxed);
-    loaded.arch.store(*arch, std::memory_order_release);
+    *arch = loaded.arch.load(std::memory_order_relaxed);
     return FLASHMOE_OK;
   }
   cudaGetLastError();
@@ -179,16 +244,14 @@ flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFac
 
 flashmoe_status launch_kernel(const Kernel& kernel, flashmoe_device device,
                               const LaunchShape& shape, const void* params, void* stream) {
+  cudaError_t error = load_where_missing(kernel, device.device_id);
+  if (error != cudaSuccess) return fail_to_launch(kernel, error);
   void* arguments[] = {const_cast<void*>(params)};
   const void* handle = kernel.loaded[device.device_id].handle.load(std::memory_order_relaxed);
-  // What the driver refuses, the runtime gets to launch, after making the context that a new thread
-  // lacks, or to refuse in its own words.
+  // What the driver refuses, the runtime gets to launch, or to refuse in its own words.
   if (!launch_by_driver(handle, shape, arguments, stream)) {
-    const cudaError_t error = launch_by_runtime(kernel.function, shape, arguments, stream);
-    if (error != cudaSuccess) {
-      cudaGetLastError();
-      return fail(FLASHMOE_ERROR_CUDA, "launching %s: %s", kernel.name, cudaGetErrorString(error));
-    }
+    error = launch_by_runtime(kernel.function, shape, arguments, stream);
+    if (error != cudaSuccess) return fail_to_launch(kernel, error);
   }
   LaunchRecord& record = last_launch_record();
   record.info = flashmoe_launch_init();

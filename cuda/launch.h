@@ -23,6 +23,15 @@ struct LaunchShape {
 // The oldest PTX that has clusters and programmatic launches.
 inline constexpr int kClusterPtx = 90;
 
+struct Kernel;
+
+// What a family does with a kernel when its code has been loaded in a context of the device, which is
+// current; one thread at a time. `first`: on the device, which is when to find out what the code can do there.
+// Else others may read that, and what is to do is to allow the kernel in another context what it was allowed
+// in the first.
+using AfterLoading = cudaError_t (*)(const Kernel& kernel, int device_id, const DeviceFacts& facts,
+                                     const cudaFuncAttributes& attributes, bool first);
+
 // A kernel on one device. Zeros until it is loaded there.
 struct LoadedKernel {
   std::atomic<int> arch;  // of the code, such as 90
@@ -33,6 +42,11 @@ struct LoadedKernel {
   // A CUkernel, which the driver launches in whatever context is current; or nullptr, and then only
   // the runtime can launch it.
   std::atomic<const void*> handle;
+  // Ids of the contexts in which it was loaded last. What was loaded in a context, and allowed there, is gone
+  // with it, while plans stay: a device that is reset, by any copy of the runtime, has a context of another id.
+  static constexpr int kContexts = 4;
+  std::atomic<uint64_t> contexts[kContexts];
+  AfterLoading after;  // written before `arch`
 };
 
 // A compiled kernel. The constants here and in what derives from it are those of its Traits; plan and
@@ -44,11 +58,6 @@ struct Kernel {
   LoadedKernel* loaded;  // [kMaxDevices]
 };
 
-// What a family does with a kernel, once, when its code has been loaded on the device, which is
-// current; one thread at a time.
-using AfterLoading = cudaError_t (*)(const Kernel& kernel, int device_id, const DeviceFacts& facts,
-                                     const cudaFuncAttributes& attributes);
-
 // Loads a kernel's code on a device and allows its shared memory; *arch is the architecture of that
 // code, such as 90. The first call per kernel and device costs, the others are one load.
 flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFacts& facts,
@@ -59,8 +68,8 @@ inline bool has_clusters(const Kernel& kernel, int device_id) {
   return kernel.loaded[device_id].ptx.load(std::memory_order_relaxed) >= kClusterPtx;
 }
 
-// Launches a loaded kernel with its one argument, which is copied, on `device`, which is current,
-// and records the launch as this thread's last.
+// Launches a kernel that was loaded on the device with its one argument, which is copied, on `device`, which is
+// current, and records the launch as this thread's last. In a context that it was not loaded in it is before.
 flashmoe_status launch_kernel(const Kernel& kernel, flashmoe_device device,
                               const LaunchShape& shape, const void* params, void* stream);
 

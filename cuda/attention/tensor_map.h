@@ -7,6 +7,8 @@
 #include <cstdint>
 
 #include "core/attention.h"
+#include "core/per_thread.h"
+#include "core/status.h"
 
 namespace flashmoe {
 
@@ -43,23 +45,32 @@ bool make_context(int device_id);
 template <class Params>
 class KnownParams {
  public:
-  // `make(params)` encodes and fills them; false if the driver refuses a map, and then this is nullptr.
+  // `make(params)` encodes and fills them; false if the driver refuses a map.
   template <class Make>
-  Params* find(const AttentionProblem& problem, const AttentionPlan& plan, const Make& make) {
+  static flashmoe_status find(const AttentionProblem& problem, const AttentionPlan& plan,
+                              Params** found, const Make& make) {
+    KnownParams* const known = PerThread<KnownParams>::get();
+    if (known == nullptr) {
+      return fail(FLASHMOE_ERROR_OUT_OF_MEMORY,
+                  "launching %s: there is no memory for the %zu bytes of its parameters",
+                  plan.info.kernel, sizeof *known);
+    }
     const auto place = [](const void* data) { return reinterpret_cast<uintptr_t>(data) / 512; };
-    Call& call = calls_[(place(problem.q) + 3 * place(problem.out)) % kCalls];
+    Call& call = known->calls_[(place(problem.q) + 3 * place(problem.out)) % kCalls];
+    *found = &call.params;
     if (call.entry == plan.entry && call.parts == plan.parts &&
         same_parameters(call.problem, problem)) {
-      return &call.params;
+      return FLASHMOE_OK;
     }
     call.entry = nullptr;
     if (!make(&call.params) && !(make_context(problem.device.device_id) && make(&call.params))) {
-      return nullptr;
+      return fail(FLASHMOE_ERROR_CUDA, "launching %s: the driver refused a tensor map",
+                  plan.info.kernel);
     }
     call.problem = problem;
     call.parts = plan.parts;
     call.entry = plan.entry;
-    return &call.params;
+    return FLASHMOE_OK;
   }
 
  private:

@@ -59,8 +59,9 @@ typedef enum flashmoe_status {
 /* Name of a status, such as "FLASHMOE_OK". Never NULL; static storage. */
 FLASHMOE_API const char* flashmoe_status_name(flashmoe_status status);
 
-/* The sentence of the last failed call on this thread, "" if none has failed. Never NULL. Valid
- * until the next failing call on this thread. */
+/* The sentence of the last failed call on this thread, "" if none has failed; where there was no
+ * memory to keep it, one that says so. Never NULL. Valid until the next failing call on this
+ * thread. */
 FLASHMOE_API const char* flashmoe_last_error(void);
 
 /* ------------------------------------------------------------------------------------------------
@@ -119,7 +120,8 @@ FLASHMOE_API flashmoe_status flashmoe_get_device_info(flashmoe_device device,
                                                       flashmoe_device_info* info);
 
 /* Threads the CPU backend uses, the caller's included. n = 0 restores the default: the
- * environment variable FLASHMOE_NUM_THREADS if set, else the processors this process may run on.
+ * environment variable FLASHMOE_NUM_THREADS if set, else the processors this process may run on,
+ * or as many as its control groups' quotas pay for, rounded up.
  * Errors: INVALID_ARGUMENT (n < 0 or n > 4096). */
 FLASHMOE_API flashmoe_status flashmoe_set_num_threads(int32_t n);
 FLASHMOE_API int32_t flashmoe_get_num_threads(void);
@@ -290,7 +292,8 @@ FLASHMOE_API flashmoe_status flashmoe_attention_forward_workspace_size(
  *   stream           a cudaStream_t of the tensors' device (NULL: the default stream); ignored on
  *                    the CPU, where the call returns when the result is there.
  *
- * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL, CUDA. */
+ * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL, CUDA,
+ * OUT_OF_MEMORY. */
 FLASHMOE_API flashmoe_status
 flashmoe_attention_forward(const flashmoe_attention_forward_params* params, void* workspace,
                            size_t workspace_size, void* stream);

@@ -18,6 +18,18 @@
 #include "core/status.h"
 #include "flashmoe/flashmoe.h"
 
+static std::atomic<bool> out_of_memory{false};
+
+extern "C" {
+
+void* __real_aligned_alloc(size_t alignment, size_t bytes);
+
+void* __wrap_aligned_alloc(size_t alignment, size_t bytes) {
+  return out_of_memory ? nullptr : __real_aligned_alloc(alignment, bytes);
+}
+
+}  // extern "C"
+
 namespace flashmoe {
 namespace {
 
@@ -639,6 +651,15 @@ void threads_know_their_own_calls() {
   for (std::thread& thread : threads) thread.join();
 }
 
+void without_memory_calls_are_planned_every_time() {
+  const Call call(100, 200);
+  out_of_memory = true;
+  for (int i = 0; i < 3; ++i) CHECK(planned(call));
+  out_of_memory = false;
+  CHECK(planned(call));
+  CHECK(!planned(call));
+}
+
 void reasons_are_cut_and_need_no_reader() {
   char text[8];
   CHECK(Reason(text).refuse(FLASHMOE_ERROR_CUDA, "%d%d", 12345, 67890) == FLASHMOE_ERROR_CUDA);
@@ -670,6 +691,7 @@ int main() {
       callbacks_may_call,
       random_calls_come_to_what_they_come_to_alone,
       threads_know_their_own_calls,
+      without_memory_calls_are_planned_every_time,
       reasons_are_cut_and_need_no_reader,
   };
   // Each on a thread of its own, which knows no call yet.

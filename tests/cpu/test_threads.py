@@ -65,6 +65,82 @@ def test_bad_environment_is_said_and_ignored(value: str) -> None:
     assert f'FLASHMOE_NUM_THREADS: got "{value}", accepted are 1 to 4096' in done.stderr
 
 
+# FIRST is what the first thread, and so the process, is bound to, OTHER is for another one, ASKS is
+# for the one that asks; None: the first.
+COUNT = """
+import os, threading
+everywhere = os.sched_getaffinity(0)
+one = {min(everywhere)}
+stop = threading.Event()
+other = threading.Thread(target=lambda: (os.sched_setaffinity(0, OTHER), stop.wait()))
+other.start()
+os.sched_setaffinity(0, FIRST)
+import capi
+counts = []
+ask = lambda: (os.sched_setaffinity(0, ASKS), counts.append(capi.load().flashmoe_get_num_threads()))
+if ASKS is None:
+    counts.append(capi.load().flashmoe_get_num_threads())
+else:
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join()
+stop.set()
+print(len(everywhere), *counts)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "asks", "environment", "all_of_them"),
+    [
+        ("everywhere", "everywhere", "one", {}, True),
+        ("one", "one", "everywhere", {}, True),
+        ("one", "everywhere", "None", {}, False),
+        ("one", "everywhere", "one", {"OMP_PROC_BIND": " False "}, False),
+        ("one", "everywhere", "None", {"OMP_PROC_BIND": "Spread,close"}, True),
+        ("one", "everywhere", "None", {"OMP_PLACES": "cores"}, True),
+        ("one", "one", "None", {"OMP_PROC_BIND": "true"}, False),
+    ],
+)
+def test_a_thread_bound_alone_does_not_speak_for_the_process(
+    first: str, other: str, asks: str, environment: dict[str, str], all_of_them: bool
+) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two processors")
+    code = COUNT.replace("FIRST", first).replace("OTHER", other).replace("ASKS", asks)
+    done = run_python(code, **environment)
+    assert done.returncode == 0, done.stderr
+    everywhere, count = map(int, done.stdout.split())
+    assert count == (everywhere if all_of_them else 1)
+
+
+# torch's OpenMP binds the first thread when it is loaded, and shows its functions.
+BOUND = """
+import os
+everywhere = os.sched_getaffinity(0)
+import torch
+assert len(os.sched_getaffinity(0)) == 1, "OpenMP has bound no thread"
+import capi, numpy as np
+lib = capi.load()
+print(len(everywhere), lib.flashmoe_get_num_threads())
+before = set(os.listdir("/proc/self/task"))
+q = np.ones((1, 256, 4, 64), np.float32)
+capi.attention(q, q, q, lib=lib)
+for helper in set(os.listdir("/proc/self/task")) - before:
+    assert os.sched_getaffinity(int(helper)) == everywhere - os.sched_getaffinity(0), "helpers"
+"""
+
+
+@pytest.mark.parametrize("value", ["true", "SPREAD", "close, spread"])
+def test_openmp_binding_is_not_the_process(value: str) -> None:
+    pytest.importorskip("torch")
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two processors")
+    done = run_python(BOUND, OMP_PROC_BIND=value)
+    assert done.returncode == 0, done.stderr
+    everywhere, count = map(int, done.stdout.split())
+    assert count == everywhere
+
+
 @pytest.mark.parametrize("n", [-1, 4097])
 def test_bad_count_is_refused(library: ctypes.CDLL, n: int) -> None:
     before = library.flashmoe_get_num_threads()

@@ -26,8 +26,9 @@ ENTRIES = {
 }
 CORE = (
     *("attention", "checks", "choose", "dtype", "known_calls", "launch", "log", "overlap"),
-    "status",
+    *("per_thread", "status"),
 )
+MOE_CORE = ("checks", "dtype", "launch", "log", "per_thread", "status")
 SOURCES = {
     "test_launch": (
         *(f"core/{name}.cpp" for name in CORE),
@@ -40,33 +41,33 @@ SOURCES = {
         "tests/cuda/host/fake_cuda.cpp",
     ),
     "test_sections": (
-        *(f"core/{name}.cpp" for name in ("dtype", "log", "status")),
+        *(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status")),
         "cuda/attention/sm90/sections.cpp",
     ),
     "test_cost": (
-        *(f"core/{name}.cpp" for name in ("dtype", "log", "status")),
+        *(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status")),
         "cuda/attention/cost.cpp",
     ),
     "test_shares": (
-        *(f"core/{name}.cpp" for name in ("dtype", "log", "status")),
+        *(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status")),
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/sections", "split/shares")),
     ),
     "test_moe": (
-        *(f"core/{name}.cpp" for name in ("checks", "dtype", "launch", "log", "status")),
+        *(f"core/{name}.cpp" for name in MOE_CORE),
         *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
         "cuda/moe/route/family.cpp",
         "cuda/moe/combine/stage.cpp",
         "tests/cuda/host/fake_cuda.cpp",
     ),
     "test_moe_limits": (
-        *(f"core/{name}.cpp" for name in ("checks", "dtype", "launch", "log", "status")),
+        *(f"core/{name}.cpp" for name in MOE_CORE),
         *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
         *(f"cuda/moe/{family}/family.cpp" for family in ("sm89", "sm90")),
         "cuda/moe/combine/stage.cpp",
         "tests/cuda/host/fake_cuda.cpp",
     ),
     "test_moe_few": (
-        *(f"core/{name}.cpp" for name in ("checks", "dtype", "launch", "log", "status")),
+        *(f"core/{name}.cpp" for name in MOE_CORE),
         *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
         "cuda/moe/stream/family.cpp",
         "tests/cuda/host/fake_cuda.cpp",
@@ -80,6 +81,10 @@ OPTIONS = (
 )
 
 
+# Of programs that have memory run out.
+LINK = {"test_launch": ("-Wl,--wrap=aligned_alloc",)}
+
+
 def _compile(name: str, build: Path) -> Path:
     headers = require_cuda_headers()
     for family, names in ENTRIES.items():
@@ -90,7 +95,7 @@ def _compile(name: str, build: Path) -> Path:
     sources = (*SOURCES[name], f"tests/cuda/host/{name}.cpp")
     made = build / name
     checked([require_tool("c++"), *OPTIONS, *includes, "-isystem", headers,
-             *(ROOT / source for source in sources), "-o", made])  # fmt: skip
+             *(ROOT / source for source in sources), *LINK.get(name, ()), "-o", made])  # fmt: skip
     return made
 
 

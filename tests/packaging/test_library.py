@@ -63,6 +63,23 @@ def test_stripped_and_without_executable_stack(installation: Installation) -> No
     assert "RWE" not in stack
 
 
+# Thread-local storage lies on the stack of every thread of a program that links the library. CUDA's
+# runtime has a page of its own, aligned to pages.
+MOST_THREAD_LOCAL_BYTES = 512
+CUDA_RUNTIME_BYTES = 2 * 4096
+
+
+def test_thread_local_storage_is_small(installation: Installation) -> None:
+    segments = checked([require_tool("readelf"), "-lW", installation.library])
+    sizes = [
+        int(line.split()[5], 16) for line in segments.splitlines() if line.split()[:1] == ["TLS"]
+    ]
+    most = MOST_THREAD_LOCAL_BYTES
+    if b"cudaLaunchKernelExC" in installation.library.read_bytes():
+        most += CUDA_RUNTIME_BYTES
+    assert sum(sizes) <= most
+
+
 def test_system_links(system_installation: Installation) -> None:
     lib = system_installation.libdir
     version = re.sub(r".*libflashmoe\.so\.", "", str((lib / "libflashmoe.so").resolve()))

@@ -53,19 +53,21 @@ cudaError_t count_resident(const Entry& entry, int warps, int cluster, int multi
   return cudaSuccess;
 }
 
-// Finds out what a kernel's loaded code can do, and allows it.
+// Allows what a kernel's loaded code can do, and finds out what that is.
 cudaError_t explore(const Kernel& kernel, int device_id, const DeviceFacts& facts,
-                    const cudaFuncAttributes& attributes) {
+                    const cudaFuncAttributes& attributes, bool first) {
   const Entry& entry = static_cast<const Entry&>(kernel);
   Abilities& abilities = entry.abilities[device_id];
-  abilities.clusters = attributes.ptxVersion >= kClusterPtx;
+  const bool clusters = attributes.ptxVersion >= kClusterPtx;
   cudaError_t error = cudaSuccess;
-  if (abilities.clusters) {
+  if (clusters) {
     error = cudaFuncSetAttribute(entry.function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
   }
+  if (!first) return cudaSuccess;
+  abilities.clusters = clusters;
   for (int w = 0; w < kWarpChoices; ++w) {
-    for (int c = 0; c < (abilities.clusters ? kClusterChoices : 1); ++c) {
+    for (int c = 0; c < (clusters ? kClusterChoices : 1); ++c) {
       error =
           count_resident(entry, 1 << w, 1 << c, facts.multiprocessors, &abilities.resident[w][c]);
       if (error != cudaSuccess) return error;

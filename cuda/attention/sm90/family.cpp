@@ -89,11 +89,10 @@ void fill_params(const AttentionProblem& p, const AttentionPlan& plan, TileParam
   params->turns_per_section = static_cast<int32_t>(section_tiles % plan.info.grid[0]);
 }
 
-// nullptr if the driver refuses a map.
-const TileParams* make_params(const AttentionProblem& problem, const AttentionPlan& plan) {
-  thread_local KnownParams<TileParams> known;
+flashmoe_status find_params(const AttentionProblem& problem, const AttentionPlan& plan,
+                            TileParams** found) {
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
-  return known.find(problem, plan, [&](TileParams* params) {
+  return KnownParams<TileParams>::find(problem, plan, found, [&](TileParams* params) {
     if (!encode_maps(problem, entry, params)) return false;
     fill_params(problem, plan, params);
     return true;
@@ -105,10 +104,8 @@ flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& pla
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
-  const TileParams* params = make_params(problem, plan);
-  if (params == nullptr) {
-    return fail(FLASHMOE_ERROR_CUDA, "launching %s: the driver refused a tensor map", entry.name);
-  }
+  TileParams* params = nullptr;
+  FLASHMOE_TRY(find_params(problem, plan, &params));
   return launch_kernel(entry, problem, plan, params, stream);
 }
 

@@ -34,19 +34,19 @@ const Entry* const kEntries[] = {
 // Shares of so many blocks. Where these do not split tiles evenly, of all that the device holds if the workspace
 // takes their parts: the estimate counts two for every block, and cuts that fall between tiles make none. Dealt to
 // as many blocks as have some, which is all that a plan keeps, they come out the same, and the launch finds them.
-const Shares& shares_within(const AttentionProblem& problem, const PackedTiles& tiles,
-                            const Entry& entry, int64_t blocks, const DeviceFacts& facts) {
-  const auto deal = [&](int64_t most) -> const Shares& {
-    const Shares* shares = &known_shares(problem, tiles, entry.tile_k, most);
-    while (shares->blocks < most) {
-      most = shares->blocks;
-      shares = &known_shares(problem, tiles, entry.tile_k, most);
+Shares shares_within(const AttentionProblem& problem, const PackedTiles& tiles, const Entry& entry,
+                     int64_t blocks, const DeviceFacts& facts) {
+  const auto deal = [&](int64_t most) {
+    Shares shares = known_shares(problem, tiles, entry.tile_k, most);
+    while (shares.blocks < most) {
+      most = shares.blocks;
+      shares = known_shares(problem, tiles, entry.tile_k, most);
     }
-    return *shares;
+    return shares;
   };
   const int64_t most = std::min<int64_t>(facts.multiprocessors, sm90::kMostShares);
   if (blocks % tiles.tiles != 0) {
-    const Shares& shares = deal(most);
+    const Shares shares = deal(most);
     if (static_cast<double>(shares.places) * entry.part_bytes <= kMostWorkspaceBytes) return shares;
   }
   return deal(std::min(blocks, most));
@@ -83,7 +83,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   // Persistent: no more blocks than multiprocessors, each of which holds one.
   int64_t blocks = std::min<int64_t>(tiles.tiles, facts->multiprocessors);
   if (split.blocks > 0) {
-    const Shares& shares = shares_within(problem, tiles, *entry, split.blocks, *facts);
+    const Shares shares = shares_within(problem, tiles, *entry, split.blocks, *facts);
     if (shares.places > 0) {
       FLASHMOE_TRY(load_kernel(entry->sum_parts, device_id, *facts, &arch, reason));
       blocks = shares.blocks;
@@ -143,7 +143,7 @@ void fill_params(const AttentionProblem& p, const AttentionPlan& plan, const Pac
   params->shares = 0;
   if (plan.parts == 0) return;
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
-  const Shares& shares = known_shares(p, tiles, entry.tile_k, plan.info.grid[0]);
+  const Shares shares = known_shares(p, tiles, entry.tile_k, plan.info.grid[0]);
   params->shares = shares.blocks;
   std::copy(shares.starts.begin(), shares.starts.end(), params->starts);
   std::copy(shares.cuts.begin(), shares.cuts.end(), params->cuts);
@@ -153,10 +153,9 @@ void fill_params(const AttentionProblem& p, const AttentionPlan& plan, const Pac
       shares.most_parts, int64_t{shares.cut_tiles} * params->rows, entry.dim_v / 4);
 }
 
-// nullptr if the driver refuses a map.
-Params* make_params(const AttentionProblem& problem, const AttentionPlan& plan) {
-  thread_local KnownParams<Params> known;
-  return known.find(problem, plan, [&](Params* params) {
+flashmoe_status find_params(const AttentionProblem& problem, const AttentionPlan& plan,
+                            Params** found) {
+  return KnownParams<Params>::find(problem, plan, found, [&](Params* params) {
     const Entry& entry = *static_cast<const Entry*>(plan.entry);
     const PackedTiles tiles = packed_tiles(problem, plan.info.tile_q / kRowsPerGroup);
     if (!encode_maps(problem, entry, tiles, params)) return false;
@@ -170,10 +169,8 @@ flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& pla
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
-  Params* params = make_params(problem, plan);
-  if (params == nullptr) {
-    return fail(FLASHMOE_ERROR_CUDA, "launching %s: the driver refused a tensor map", entry.name);
-  }
+  Params* params = nullptr;
+  FLASHMOE_TRY(find_params(problem, plan, &params));
   const uint64_t part_rows = plan.info.workspace_bytes / static_cast<uint64_t>(entry.part_bytes) *
                              static_cast<uint64_t>(entry.tile_q);
   const int units = entry.dim_v / 4;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/per_thread.h"
 #include "cuda/attention/sm90/sections.h"
 
 namespace flashmoe::split {
@@ -136,8 +137,8 @@ Shares deal_shares(const AttentionProblem& problem, const PackedTiles& tiles, in
   return shares;
 }
 
-const Shares& known_shares(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
-                           int64_t blocks) {
+Shares known_shares(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
+                    int64_t blocks) {
   // All that a deal depends on.
   const std::array<int64_t, 13> call = {tiles.tiles,
                                         tiles.tiles_per_head,
@@ -156,9 +157,10 @@ const Shares& known_shares(const AttentionProblem& problem, const PackedTiles& t
     std::array<int64_t, 13> call;  // of no call at first: there is no deal to 0 blocks
     Shares shares;
   };
-  thread_local Known known;
-  if (known.call != call) known = {call, deal_shares(problem, tiles, step_keys, blocks)};
-  return known.shares;
+  Known* const known = PerThread<Known>::get();
+  if (known == nullptr) return deal_shares(problem, tiles, step_keys, blocks);
+  if (known->call != call) *known = {call, deal_shares(problem, tiles, step_keys, blocks)};
+  return known->shares;
 }
 
 }  // namespace flashmoe::split

@@ -29,8 +29,8 @@ int64_t steps_of_tile(const AttentionProblem& problem, const PackedTiles& tiles,
 Shares deal_shares(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
                    int64_t blocks);
 
-// The same, kept from this thread's last call: layer after layer asks for one deal. Valid until the next.
-const Shares& known_shares(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
-                           int64_t blocks);
+// The same, kept from this thread's last call: layer after layer asks for one deal.
+Shares known_shares(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
+                    int64_t blocks);
 
 }  // namespace flashmoe::split

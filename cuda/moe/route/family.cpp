@@ -83,13 +83,13 @@ int warps_of_block(const MoeRouteProblem& p, const Entry& entry, bool once, int 
   return warps;
 }
 
-// Finds out what clusters of the largest blocks can run, and allows them; divides shared memory as those
-// who come next want it.
+// Allows clusters of the largest blocks, and finds out which can run; divides shared memory as those who
+// come next want it.
 cudaError_t allow_clusters(const Kernel& kernel, int device_id, const DeviceFacts&,
-                           const cudaFuncAttributes& attributes) {
+                           const cudaFuncAttributes& attributes, bool first) {
   const Entry& entry = static_cast<const Entry&>(kernel);
   int& most = entry.most_blocks[device_id];
-  most = 1;
+  if (first) most = 1;
   if (attributes.ptxVersion < kClusterPtx) return cudaSuccess;
   // A layer's next kernel comes while this one is there, and wants all the shared memory of a
   // multiprocessor: divided otherwise, that of this one would not take its block.
@@ -98,7 +98,7 @@ cudaError_t allow_clusters(const Kernel& kernel, int device_id, const DeviceFact
                            cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
   error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess || !first) return error;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   cudaLaunchConfig_t config = {};

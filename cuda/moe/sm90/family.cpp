@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/backends.h"
+#include "core/per_thread.h"
 #include "core/status.h"
 #include "cuda/moe/combine/stage.h"
 #include "cuda/moe/launch.h"
@@ -103,32 +104,41 @@ bool encode(const View& view, CUtensorMap* map) {
              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// The map of a view; kept by each thread, since programs use the same tensors again and again and a
-// layer has up to fourteen maps. False if the driver refuses it.
-bool find_map(const View& view, CUtensorMap* map) {
-  struct Known {
+// False if the driver refuses the map.
+bool make_map(const View& view, CUtensorMap* map) {
+  if (encode(view, map)) return true;
+  // A thread that has not used CUDA yet has no context, which the runtime makes on demand but the driver
+  // does not.
+  int device = 0;
+  if (cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess &&
+      encode(view, map)) {
+    return true;
+  }
+  cudaGetLastError();
+  return false;
+}
+
+struct KnownMaps {
+  static constexpr int kBits = 7;
+
+  struct {
     View view;
     CUtensorMap map;
-  };
-  constexpr size_t kKnown = 128;
-  thread_local Known known[kKnown] = {};
+  } maps[1 << kBits];
+};
+
+// The map of a view; kept by each thread that has memory for it, since programs use the same tensors again
+// and again and a layer has up to fourteen maps. False if the driver refuses it.
+bool find_map(const View& view, CUtensorMap* map) {
+  KnownMaps* const known = PerThread<KnownMaps>::get();
+  if (known == nullptr) return make_map(view, map);
   const uint64_t place = reinterpret_cast<uintptr_t>(view.data) / 64 +
                          static_cast<uint64_t>(view.box_rows) * 7 +
                          static_cast<uint64_t>(view.columns);
-  Known& candidate = known[place * 0x9E3779B97F4A7C15u >> 57];
-  static_assert(kKnown == 1u << (64 - 57));
+  auto& candidate = known->maps[place * 0x9E3779B97F4A7C15u >> (64 - KnownMaps::kBits)];
   if (!same(candidate.view, view)) {
     candidate.view.data = nullptr;
-    if (!encode(view, &candidate.map)) {
-      // A thread that has not used CUDA yet has no context, which the runtime makes on demand but the
-      // driver does not.
-      int device = 0;
-      if (cudaGetDevice(&device) != cudaSuccess || cudaSetDevice(device) != cudaSuccess ||
-          !encode(view, &candidate.map)) {
-        cudaGetLastError();
-        return false;
-      }
-    }
+    if (!make_map(view, &candidate.map)) return false;
     candidate.view = view;
   }
   *map = candidate.map;

@@ -37,7 +37,7 @@ const Entry* const kEntries[] = {
 // Allows a kernel all the shared memory of a block, and asks for a multiprocessor's to be as large as
 // it gets: two kernels share it.
 cudaError_t allow_shared_memory(const Kernel& kernel, int, const DeviceFacts& facts,
-                                const cudaFuncAttributes& attributes) {
+                                const cudaFuncAttributes& attributes, bool) {
   const cudaError_t error = cudaFuncSetAttribute(
       kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
       facts.shared_bytes_per_block - static_cast<int>(attributes.sharedSizeBytes));

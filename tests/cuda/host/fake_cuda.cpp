@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <thread>
+#include <utility>
 
 namespace fake {
 
@@ -20,9 +23,37 @@ constexpr intptr_t kContexts = 0x2000;
 constexpr intptr_t kOwnContexts = 0x3000;  // beside those of the runtime
 constexpr intptr_t kHandles = intptr_t{1} << 40;
 
+constexpr int kUnaskedSharedBytes = 48 << 10;
+
 thread_local int current_device = 0;
 thread_local bool has_context = false;
 thread_local bool context_is_own = false;
+
+// Ids of the runtime's contexts, 0: there is none; of the callers' own ones they are kOwnContexts and on.
+std::atomic<unsigned long long> context_ids[2] = {};
+std::atomic<unsigned long long> newest_context{0};
+std::atomic<intptr_t> resets{0};
+std::mutex mutex;
+std::map<std::pair<unsigned long long, const void*>, int> allowed;  // by context and function
+
+unsigned long long current_id() {
+  if (!has_context) return 0;
+  if (context_is_own) return static_cast<unsigned long long>(kOwnContexts + current_device);
+  return context_ids[current_device];
+}
+
+// The runtime makes a context where there is none.
+void use_context() {
+  has_context = true;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (current_id() == 0) context_ids[current_device] = ++newest_context;
+}
+
+int allowed_bytes(const void* function) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = allowed.find({current_id(), function});
+  return found != allowed.end() ? found->second : kUnaskedSharedBytes;
+}
 
 CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(kContexts + device); }
 
@@ -38,6 +69,10 @@ int device_of(CUstream stream) {
 
 bool is_handle(const void* function) { return reinterpret_cast<intptr_t>(function) >= kHandles; }
 
+const void* function_of(const void* handle) {
+  return reinterpret_cast<const void*>(reinterpret_cast<intptr_t>(handle) % kHandles);
+}
+
 void launched(const Launch& launch) {
   last = launch;
   if (on_launch != nullptr) on_launch(launch.params);
@@ -46,8 +81,15 @@ void launched(const Launch& launch) {
 CUresult launch_by_driver(const CUlaunchConfig* config, CUfunction function, void** params,
                           void**) {
   ++state.tries_by_driver;
-  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
+  if (current_id() == 0) return CUDA_ERROR_INVALID_CONTEXT;
   if (state.driver_launch != CUDA_SUCCESS) return state.driver_launch;
+  if (function != handle_of(function_of(function))) {
+    ++state.stale_launches;
+    return CUDA_ERROR_INVALID_HANDLE;
+  }
+  if (static_cast<int>(config->sharedMemBytes) > allowed_bytes(function_of(function))) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
   Launch launch;
   launch.by = By::kDriver;
   launch.device = device_of(config->hStream);  // a kernel's handle is of no device
@@ -95,9 +137,15 @@ CUresult set_current_context(CUcontext context) {
 }
 
 CUresult device_of_context(CUdevice* device) {
-  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
+  if (current_id() == 0) return CUDA_ERROR_INVALID_CONTEXT;
   *device = current_device;
   return CUDA_SUCCESS;
+}
+
+CUresult id_of_context(CUcontext context, unsigned long long* id) {
+  if (context != nullptr) return CUDA_ERROR_INVALID_VALUE;  // not asked for
+  *id = current_id();
+  return *id != 0 ? CUDA_SUCCESS : CUDA_ERROR_CONTEXT_IS_DESTROYED;
 }
 
 CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
@@ -124,6 +172,11 @@ CUcontext own_context_of(int device) { return reinterpret_cast<CUcontext>(kOwnCo
 
 void use_own_context(int device) { set_current_context(own_context_of(device)); }
 
+void reset(int device) {
+  context_ids[device] = 0;
+  ++resets;
+}
+
 CUcontext context_in_use() {
   CUcontext context = nullptr;
   current_context(&context);
@@ -137,7 +190,8 @@ void forget_context() {
 }
 
 const void* handle_of(const void* function) {
-  return reinterpret_cast<const void*>(reinterpret_cast<intptr_t>(function) + kHandles);
+  return reinterpret_cast<const void*>(reinterpret_cast<intptr_t>(function) +
+                                       (resets + 1) * kHandles);
 }
 
 }  // namespace fake
@@ -156,8 +210,8 @@ cudaError_t cudaSetDevice(int device) {
   if (state.set_device != cudaSuccess) return fails(state.set_device);
   if (device < 0 || device > 1) return fails(cudaErrorInvalidDevice);
   current_device = device;
-  has_context = true;
   context_is_own = false;
+  use_context();
   return cudaSuccess;
 }
 
@@ -196,7 +250,7 @@ cudaError_t cudaDriverGetVersion(int* version) {
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
-  has_context = true;
+  use_context();
   const bool by_handle = is_handle(function);
   if (!by_handle) ++state.loads;
   std::this_thread::sleep_for(std::chrono::milliseconds(1));  // long enough for others to come
@@ -205,15 +259,18 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
   attributes->ptxVersion = 90;
   attributes->numRegs = 168;
   attributes->sharedSizeBytes = kStaticSharedBytes;
-  attributes->maxDynamicSharedSizeBytes = state.allowed_shared_bytes[current_device];
+  attributes->maxDynamicSharedSizeBytes = allowed_bytes(function_of(function));
   if (by_handle && !state.handles_share_attributes)
-    attributes->maxDynamicSharedSizeBytes = 48 << 10;
+    attributes->maxDynamicSharedSizeBytes = kUnaskedSharedBytes;
   return cudaSuccess;
 }
 
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) {
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+  use_context();
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
     state.allowed_shared_bytes[current_device] = value;
+    const std::lock_guard<std::mutex> lock(mutex);
+    allowed[{current_id(), function}] = value;
   } else if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) {
     state.large_clusters_allowed[current_device] = value != 0;
   } else if (attribute != cudaFuncAttributePreferredSharedMemoryCarveout) {
@@ -241,9 +298,12 @@ cudaError_t cudaGetKernel(cudaKernel_t* kernel, const void* function) {
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function,
                                 void** params) {
-  has_context = true;
+  use_context();
   if (state.runtime_launch != cudaSuccess) return fails(state.runtime_launch);
   if (device_of(config->stream) != current_device) return fails(cudaErrorInvalidResourceHandle);
+  if (static_cast<int>(config->dynamicSmemBytes) > allowed_bytes(function)) {
+    return fails(cudaErrorInvalidValue);
+  }
   Launch launch;
   launch.by = By::kRuntime;
   launch.device = current_device;
@@ -283,6 +343,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
       {"cuCtxGetCurrent", reinterpret_cast<void*>(&current_context), false},
       {"cuCtxSetCurrent", reinterpret_cast<void*>(&set_current_context), false},
       {"cuCtxGetDevice", reinterpret_cast<void*>(&device_of_context), false},
+      {"cuCtxGetId", reinterpret_cast<void*>(&id_of_context), false},
   };
   for (const auto& one : functions) {
     if (std::strcmp(name, one.name) != 0 || version != 12000) continue;

@@ -50,6 +50,7 @@ struct State {
 
   // What was asked for.
   std::atomic<int> loads{0};
+  std::atomic<int> stale_launches{0};             // by handles of before a reset
   std::atomic<int> allowed_shared_bytes[2] = {};  // last, by device
   std::atomic<bool> large_clusters_allowed[2] = {};
   std::atomic<int> set_devices{0};
@@ -72,10 +73,14 @@ void forget_context();
 CUcontext own_context_of(int device);
 void use_own_context(int device);
 
+// The runtime's context of a device goes, and with it what kernels were allowed in it, and their handles. Until
+// the runtime is used again there is none.
+void reset(int device);
+
 // The thread's current one.
 CUcontext context_in_use();
 
-// The handle of a runtime's function.
+// The handle of a runtime's function, since the last reset.
 const void* handle_of(const void* function);
 
 }  // namespace fake

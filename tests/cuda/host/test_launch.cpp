@@ -3,6 +3,7 @@
 // no-shared-attributes]: without those parts of CUDA.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -21,6 +22,18 @@
 #include "cuda/attention/sum_parts.h"
 #include "cuda/host/fake_cuda.h"
 #include "flashmoe/flashmoe.h"
+
+static std::atomic<bool> out_of_memory{false};
+
+extern "C" {
+
+void* __real_aligned_alloc(size_t alignment, size_t bytes);
+
+void* __wrap_aligned_alloc(size_t alignment, size_t bytes) {
+  return out_of_memory ? nullptr : __real_aligned_alloc(alignment, bytes);
+}
+
+}  // extern "C"
 
 // ---- made-up kernels -----------------------------------------------------------------------------
 
@@ -240,6 +253,31 @@ void sm90_encodes_its_maps_once() {
   CHECK(call.run() == FLASHMOE_OK && seen90.q_data == call.tensors[0].data);
 }
 
+// On a thread that has none of its own yet.
+void without_memory_for_maps_nothing_is_launched() {
+  fake::on_launch = nullptr;
+  for (const char* family : {"sm90", "split"}) {
+    const Call call(family, 1, 1024, 1024, 32, 8);
+    std::thread([&] {
+      // So that there is room for a sentence.
+      CHECK(flashmoe_attention_forward(nullptr, nullptr, 0, nullptr) != FLASHMOE_OK);
+      static char workspace[16];
+      const auto run = [&] {
+        return flashmoe_attention_forward(&call.params, workspace, 16 << 20, nullptr);
+      };
+      out_of_memory = true;
+      for (int i = 0; i < 2; ++i) {
+        fake::last = {};
+        CHECK(run() == FLASHMOE_ERROR_OUT_OF_MEMORY);
+        CHECK(std::strstr(flashmoe_last_error(), "there is no memory for the") != nullptr);
+        CHECK(fake::last.by == fake::By::kNobody);
+      }
+      out_of_memory = false;
+      CHECK(run() == FLASHMOE_OK && fake::last.by != fake::By::kNobody);
+    }).join();
+  }
+}
+
 void each_device_has_its_own_plan_and_stays_current() {
   fake::on_launch = nullptr;
   const Call here("sm90", 2, 700, 1000, 6, 2, 0);
@@ -303,22 +341,97 @@ void a_stream_of_another_device_is_refused() {
   }
 }
 
-// The driver makes no context; the runtime does, and from then on the driver has it.
-void a_new_threads_first_launch_is_the_runtimes() {
+// The driver makes no context: the runtime is asked for the device's.
+void a_new_thread_gets_a_context() {
   const Call call("sm89", 2, 60, 1000, 6, 2);
   CHECK(call.run() == FLASHMOE_OK);
+  const int loads = fake::state.loads;
+  for (void* stream : {static_cast<void*>(nullptr), static_cast<void*>(fake::stream_of(0))}) {
+    std::thread([&] {
+      fake::forget_context();
+      for (int i = 0; i < 2; ++i) {
+        CHECK(call.run(stream) == FLASHMOE_OK);
+        CHECK(fake::last.by == whoever() && fake::last.stream == stream);
+      }
+    }).join();
+  }
+  CHECK(fake::state.loads == loads);  // it is the context of the other threads
+  if (!fake::state.has_driver) return;
   std::thread([&] {
     fake::forget_context();
-    CHECK(call.run() == FLASHMOE_OK);
-    CHECK(fake::last.by == fake::By::kRuntime);
-    CHECK(call.run() == FLASHMOE_OK);
-    CHECK(fake::last.by == whoever());
+    fake::state.set_device = cudaErrorDevicesUnavailable;
+    fake::last = {};
+    CHECK(call.run() == FLASHMOE_ERROR_CUDA);
+    CHECK(std::strstr(flashmoe_last_error(), "launching attention_forward_sm89_fp16") != nullptr);
+    CHECK(fake::last.by == fake::By::kNobody && fake::last_error == cudaSuccess);
+    fake::state.set_device = cudaSuccess;
   }).join();
-  std::thread([&] {
-    fake::forget_context();
-    CHECK(call.run(fake::stream_of(0)) == FLASHMOE_OK);
-    CHECK(fake::last.by == fake::By::kRuntime && fake::last.stream == fake::stream_of(0));
-  }).join();
+}
+
+// With it goes what kernels were allowed in its context, and their handles, but no plan of a known call.
+// Without the driver, contexts cannot be told apart.
+void a_device_may_be_reset() {
+  if (!fake::state.has_driver) return;
+  const Call calls[] = {{"sm89", 2, 60, 1000, 6, 2},
+                        {"sm90", 2, 700, 1000, 6, 2},
+                        {"short", 1, 1, 4000, 8, 1},
+                        {"split", 1, 64, 8192, 8, 2}};
+  const void* const functions[] = {
+      reinterpret_cast<const void*>(0x89), reinterpret_cast<const void*>(0x90),
+      reinterpret_cast<const void*>(0x55), reinterpret_cast<const void*>(0x92)};
+  alignas(16) static char workspace[16];  // the fake's launches touch none
+  const auto run_all = [&] {
+    for (int i = 0; i < 4; ++i) {
+      fake::last = {};
+      CHECK(flashmoe_attention_forward(&calls[i].params, workspace, 16 << 20, nullptr) ==
+            FLASHMOE_OK);
+      CHECK(fake::last.by == whoever() && fake::last.device == 0);
+      CHECK(fake::last.kernel == (driver_launches ? fake::handle_of(functions[i]) : functions[i]));
+    }
+  };
+  CHECK(cudaSetDevice(0) == cudaSuccess);
+  run_all();
+  // On the thread whose context goes, on one that has none, and on one whose context another makes anew.
+  for (int round = 0; round < 3; ++round) {
+    const int loads = fake::state.loads;
+    fake::state.large_clusters_allowed[0] = false;
+    fake::reset(0);
+    if (round == 1) {
+      std::thread([&] {
+        fake::forget_context();
+        run_all();
+      }).join();
+    } else {
+      if (round == 2) std::thread([] { CHECK(cudaSetDevice(0) == cudaSuccess); }).join();
+      run_all();
+    }
+    CHECK(fake::state.large_clusters_allowed[0]);
+    const int reloads = fake::state.loads - loads;
+    CHECK(reloads > 0);
+    run_all();
+    CHECK(fake::state.loads == loads + reloads);  // once
+    CHECK(read_back().registers == 168);
+  }
+  CHECK(fake::state.stale_launches == 0);
+}
+
+// As one that the device is reset to, but that the others stay.
+void contexts_of_one_device_take_turns() {
+  if (!fake::state.has_driver) return;
+  const Call call("sm90", 2, 700, 1000, 6, 2);
+  CHECK(cudaSetDevice(0) == cudaSuccess);
+  CHECK(call.run() == FLASHMOE_OK);
+  int loads = fake::state.loads;
+  for (int round = 0; round < 3; ++round) {
+    fake::use_own_context(0);
+    CHECK(call.run() == FLASHMOE_OK && fake::last.by == whoever());
+    CHECK(fake::context_in_use() == fake::own_context_of(0));
+    CHECK((fake::state.loads > loads) == (round == 0));
+    loads = fake::state.loads;
+    CHECK(cudaSetDevice(0) == cudaSuccess);
+    CHECK(call.run() == FLASHMOE_OK && fake::last.by == whoever());
+    CHECK(fake::state.loads == loads);
+  }
 }
 
 void what_the_driver_refuses_the_runtime_decides() {
@@ -572,7 +685,7 @@ void a_kernel_is_loaded_once_whoever_comes_first() {
   CHECK(std::strcmp(sentence, "loading made_up on cuda:1: made-up error") == 0);
   CHECK(load_kernel(kernel, 1, facts, &arch, Reason()) == FLASHMOE_ERROR_CUDA);
   fake::state.load = cudaSuccess;
-  const auto refuse = [](const Kernel&, int, const DeviceFacts&, const cudaFuncAttributes&) {
+  const auto refuse = [](const Kernel&, int, const DeviceFacts&, const cudaFuncAttributes&, bool) {
     return cudaErrorNotPermitted;
   };
   CHECK(load_kernel(kernel, 1, facts, &arch, Reason(sentence), refuse) == FLASHMOE_ERROR_CUDA);
@@ -585,10 +698,11 @@ void a_kernel_is_loaded_once_whoever_comes_first() {
     threads.emplace_back([&] {
       int found = 0;
       const auto count = [](const Kernel& which, int device, const DeviceFacts& of_device,
-                            const cudaFuncAttributes& attributes) {
+                            const cudaFuncAttributes& attributes, bool first) {
         int current = -1;
         cudaGetDevice(&current);
-        CHECK(&which == &kernel && device == 1 && current == 1 && attributes.numRegs == 168);
+        CHECK(first && &which == &kernel && device == 1 && current == 1 &&
+              attributes.numRegs == 168);
         CHECK(of_device.multiprocessors == 132);
         ++after_loading;
         return cudaSuccess;
@@ -631,16 +745,19 @@ int main(int argc, char** argv) {
   driver_launches = without.empty();
   the_plan_is_what_the_launch_gets();
   sm90_encodes_its_maps_once();
+  without_memory_for_maps_nothing_is_launched();
   each_device_has_its_own_plan_and_stays_current();
   the_callers_context_stays_current();
   a_stream_of_another_device_is_refused();
-  a_new_threads_first_launch_is_the_runtimes();
+  a_new_thread_gets_a_context();
   what_the_driver_refuses_the_runtime_decides();
   clusters_and_programmatic_launches_are_planned();
   parts_go_through_the_workspace();
   split_packs_query_heads();
   split_packs_any_number_of_heads();
   calls_go_where_they_are_fastest();
+  a_device_may_be_reset();
+  contexts_of_one_device_take_turns();
   a_kernel_is_loaded_once_whoever_comes_first();
   empty_problems_have_plans();
   return 0;
