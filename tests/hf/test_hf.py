@@ -22,7 +22,9 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import flashmoe_science  # noqa: E402
 from flashmoe_science import _say, hf  # noqa: E402
+from flashmoe_science.hf import _experts, _report  # noqa: E402
 from transformers.integrations import moe as hf_moe  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
 # transformers imports a part of itself when that is first used: after whatever other tests of this
 # process have done, and what fails once fails in all tests that follow. So it is imported here.
@@ -65,15 +67,18 @@ WINDOWS = {
     "gemma2": ({"sliding_window": 5}, 1),
     "gemma3_text": ({"sliding_window": 5}, 1),
 }
-MASKED = (
-    "attention by transformers' own implementation: there is padding, or a mask of another kind "
-    "than causal or a sliding window"
-)
+STOCK = "attention by transformers' own implementation: "
+PADDED = f"{STOCK}there is padding"
+STATIC = f"{STOCK}a static cache has a mask for every token that follows the prompt"
+UNTOLD_WINDOW = f"{STOCK}the model has its sliding window in masks alone"
+OTHER_MASK = f"{STOCK}there is a mask of another kind than causal or a sliding window"
+COMPILED_MASK = f"{STOCK}there is a mask, and what that hides a compiled graph cannot know"
 
 
 @pytest.fixture(autouse=True)
 def registered() -> None:
     hf.register()
+    hf.reset_report()
     _say.forget()
 
 
@@ -373,7 +378,7 @@ def test_padding_goes_to_the_stock_attention_and_is_said_once(
     plain = logits(stock, attention_mask=mask)
     assert_rule(ours[seen], plain[seen], reference[seen], torch.float32)
     assert calls == {"moe_forward": 2}
-    assert said(caplog) == [MASKED]
+    assert said(caplog) == [PADDED]
     ours = logits(with_ours(stock), attention_mask=torch.ones_like(TOKENS))  # nothing is padded
     assert calls == {"flash_attention": 2, "moe_forward": 4}
 
@@ -457,7 +462,7 @@ def test_generating_from_a_padded_batch(
     made = generated_logits(ours, attention_mask=mask, cache_implementation=cache)
     torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
     assert windows == ([None] * (8 * count) if cache == "dynamic" else [])
-    assert said(caplog) == [MASKED]
+    assert said(caplog) == [PADDED] + [STATIC] * (cache == "static")
 
 
 @pytest.mark.parametrize("kind", ["llama", *WINDOWS])
@@ -473,7 +478,7 @@ def test_a_prompt_into_a_static_cache(
     made = generated_logits(with_ours(stock, moe=moe), cache_implementation="static")
     torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
     assert calls["flash_attention"] == 2
-    assert said(caplog) == [MASKED]
+    assert said(caplog) == [STATIC]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -493,7 +498,7 @@ def test_decoding_that_transformers_compiles_is_one_graph(
     torch.testing.assert_close(made, generated_logits(stock), atol=1e-4, rtol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert calls == {"flash_attention": 2}  # the prompt's
-    assert said(caplog) == [MASKED]
+    assert said(caplog) == [COMPILED_MASK]
 
 
 @pytest.mark.parametrize("kind", ["llama", *WINDOWS])
@@ -554,7 +559,7 @@ def test_windows_that_a_model_does_not_pass_on_stay_masks(
     assert (logits(make("qwen2_moe")) - reference).abs().max() > 0.1
     assert_rule(logits(with_ours(stock)), logits(stock), reference, torch.float32)
     assert windows == [None]
-    assert said(caplog) == [MASKED]
+    assert said(caplog) == [UNTOLD_WINDOW]
 
 
 def test_chunked_attention_stays_a_mask(
@@ -568,7 +573,7 @@ def test_chunked_attention_stays_a_mask(
     assert (logits(other) - reference).abs().max() > 0.1
     assert_rule(logits(with_ours(stock, moe=False)), logits(stock), reference, torch.float32)
     assert windows == [None]
-    assert said(caplog) == [MASKED]
+    assert said(caplog) == [OTHER_MASK]
 
 
 @pytest.mark.parametrize("given", [{}, {"sliding_window": 5}], ids=str)
@@ -853,7 +858,7 @@ def test_tensors_that_ours_refuses_go_to_the_stock_implementations(
     layer = torch.nn.Module()
     with torch.no_grad():
         ours, _ = hf.attention(layer, q, k, v, None)
-        stock, _ = hf.sdpa_attention_forward(layer, q, k, v, None, is_causal=True)
+        stock, _ = sdpa_attention_forward(layer, q, k, v, None, is_causal=True)
     assert torch.equal(ours, stock)
     with torch.no_grad():
         hf.attention(layer, q[1:], k[1:], v[1:], None)  # at another address
@@ -861,10 +866,10 @@ def test_tensors_that_ours_refuses_go_to_the_stock_implementations(
     assert said(caplog) == [f"attention by transformers' own implementation: {reason}"]
 
 
-@pytest.mark.parametrize("name", sorted(hf._ACTIVATIONS))
+@pytest.mark.parametrize("name", sorted(_experts._ACTIVATIONS))
 def test_activations_are_known_by_their_formula(name: str) -> None:
     function = transformers.activations.ACT2FN[name]
-    assert hf._activation(function) == hf._ACTIVATIONS[name]
+    assert _experts._activation(function) == _experts._ACTIVATIONS[name]
     x = torch.linspace(-6, 6, 201)
     formulas = {
         "silu": x * torch.sigmoid(x),
@@ -873,19 +878,20 @@ def test_activations_are_known_by_their_formula(name: str) -> None:
         "relu": x.clamp(min=0),
         "relu2": x.clamp(min=0) ** 2,
     }
-    assert torch.allclose(function(x), formulas[hf._ACTIVATIONS[name]], atol=1e-5)
+    assert torch.allclose(function(x), formulas[_experts._ACTIVATIONS[name]], atol=1e-5)
 
 
 def test_an_activation_that_is_not_ours_has_no_name() -> None:
-    assert hf._activation(transformers.activations.ACT2FN["mish"]) is None
-    assert hf._activation(torch.nn.GELU(approximate="tanh")) == "gelu_tanh"
+    assert _experts._activation(transformers.activations.ACT2FN["mish"]) is None
+    assert _experts._activation(torch.nn.GELU(approximate="tanh")) == "gelu_tanh"
 
 
 def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
+    layer = torch.nn.Identity()
     with caplog.at_level(logging.WARNING):
-        hf._say("attention", "there is dropout")
-        hf._say("attention", "there is dropout")
-        hf._say("experts", "there is dropout")
+        _report.note_stock(layer, "attention", "there is dropout")
+        _report.note_stock(layer, "attention", "there is dropout")
+        _report.note_stock(layer, "experts", "there is dropout")
     assert len(said(caplog)) == 2
 
 

@@ -1,0 +1,214 @@
+"""What ran each layer of transformers' models, ours or transformers' own."""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from flashmoe_science import _say
+from flashmoe_science.errors import UnsupportedError
+from flashmoe_science.hf._models import ATTENTION, EXPERTS, Choice
+
+_LOGGER = "flashmoe_science.hf"
+OURS = ""  # the reason of a call that is ours
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The calls of one layer.
+
+    Attributes:
+        model: Class of the model that the layer was last named in; "" where it is in none.
+        name: Its path in that model, or its class.
+        operation: "attention" or "experts".
+        ours: Calls by FlashMoE.
+        stock: Calls by transformers' own implementation, by reason.
+    """
+
+    model: str
+    name: str
+    operation: str
+    ours: int
+    stock: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `report` answers; `str()` of it is for people.
+
+    Attributes:
+        layers: One entry for each layer of the models that take FlashMoE, also those not called.
+        compiled: What torch.compile and torch.export traced: how often they put a call into a
+            graph, by the class of the layer. How often a graph runs is not counted.
+        without_choice: Layers that compute by themselves and ask for no implementation, as
+            "model: class".
+    """
+
+    layers: tuple[Layer, ...]
+    compiled: tuple[Layer, ...]
+    without_choice: tuple[str, ...]
+
+    @property
+    def ours(self) -> int:
+        """Calls by FlashMoE, those in compiled graphs apart."""
+        return sum(layer.ours for layer in self.layers)
+
+    @property
+    def stock(self) -> int:
+        """Calls by transformers' own implementation, those in compiled graphs apart."""
+        return sum(sum(layer.stock.values()) for layer in self.layers)
+
+    def __str__(self) -> str:
+        lines = [f"{self.ours} calls by FlashMoE, {self.stock} by transformers"]
+        lines += _lines(self.layers)
+        if self.compiled:
+            lines += ["traced into compiled graphs:", *_lines(self.compiled)]
+        if self.without_choice:
+            lines.append("layers that ask for no implementation, and are not counted:")
+            lines += [f"  {layer}" for layer in self.without_choice]
+        return "\n".join(lines)
+
+
+def _lines(layers: Iterable[Layer]) -> Iterator[str]:
+    """A line for layers that differ in their number alone, and one for each reason."""
+    alike: Counter[tuple[str, str, str, int, tuple[tuple[str, int], ...]]] = Counter()
+    for layer in layers:
+        name = re.sub(r"(?<![A-Za-z_])\d+(?![A-Za-z_])", "*", layer.name)
+        stock = tuple(sorted(layer.stock.items()))
+        alike[layer.model, name, layer.operation, layer.ours, stock] += 1
+    for (model, name, operation, ours, stock), number in alike.items():
+        where = f"{model}: {name}" if model else name
+        each = f" ({number} layers, each)" if number > 1 else ""
+        total = sum(calls for _, calls in stock)
+        counts = f"{ours} by FlashMoE, {total} by transformers" if ours or stock else "not called"
+        yield f"  {operation} of {where}{each}: {counts}"
+        for reason, calls in stock:
+            yield f"    {calls} because {reason}"
+
+
+@dataclass
+class _Calls:
+    """Of one layer: its place, and its calls by operation and reason."""
+
+    model: str
+    name: str
+    by_reason: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+
+    def layers(self) -> Iterator[Layer]:
+        for operation, reasons in self.by_reason.items():
+            stock = {reason: n for reason, n in reasons.items() if reason != OURS}
+            yield Layer(self.model, self.name, operation, reasons[OURS], stock)
+
+
+_lock = threading.Lock()
+_calls: weakref.WeakKeyDictionary[torch.nn.Module, _Calls] = weakref.WeakKeyDictionary()
+_traced: dict[str, _Calls] = {}  # by the class of the layer
+_without_choice: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+_strict = False
+
+
+def set_strict(strict: bool) -> None:
+    """Whether a call that is not ours is an error."""
+    global _strict
+    _strict = strict
+
+
+def note_ours(module: torch.nn.Module, operation: str) -> None:
+    """Counts a call of ours."""
+    _note(module, operation, OURS)
+
+
+def note_stock(module: torch.nn.Module, operation: str, reason: str) -> None:
+    """Counts a call that goes to transformers' own implementation, and says why.
+
+    Raises:
+        UnsupportedError: Registered as strict.
+    """
+    if _strict:
+        raise UnsupportedError(
+            f"{operation} of {type(module).__name__}: {reason}; registered as strict, FlashMoE "
+            "leaves no call to transformers' own implementation"
+        )
+    _note(module, operation, reason)
+    _say.say_once(_LOGGER, f"{operation} by transformers' own implementation: {reason}")
+
+
+def _note(module: torch.nn.Module, operation: str, reason: str) -> None:
+    if torch.compiler.is_compiling():
+        # The module itself would be guarded, and each layer that shares this code compiled anew.
+        _note_traced(type(module).__name__, operation, reason)
+        return
+    with _lock:
+        calls = _calls.get(module)
+        if calls is None:
+            calls = _calls[module] = _Calls("", type(module).__name__)
+        calls.by_reason[operation][reason] += 1
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_traced(layer: str, operation: str, reason: str) -> None:
+    with _lock:
+        _traced.setdefault(layer, _Calls("", layer)).by_reason[operation][reason] += 1
+
+
+def name_layers(
+    model: torch.nn.Module, choice: Choice, asking: Iterable[str], without_choice: Iterable[str]
+) -> None:
+    """Gives the layers of a model at these paths, which ask for an implementation, their names."""
+    kind = type(model).__name__
+    modules = dict(model.named_modules())
+    own = {modules[path]: f"{kind}: {type(modules[path]).__name__}" for path in without_choice}
+    with _lock:
+        for path in asking:
+            calls = _calls.setdefault(modules[path], _Calls("", ""))
+            calls.model, calls.name = kind, path or type(modules[path]).__name__
+            calls.by_reason[choice.operation]  # an entry, though without calls
+        _without_choice.update(own)
+    for layer in sorted(set(own.values())):
+        reason = f"{layer.partition(': ')[2]} asks for no implementation"
+        _say.say_once(_LOGGER, f"{choice.operation} by transformers' own implementation: {reason}")
+
+
+def report() -> Report:
+    """What ran the layers of transformers' models since the start or the last `reset_report`.
+
+    Every layer of the models that take FlashMoE and are still there has its number of calls by
+    FlashMoE and, for each reason, by transformers' own implementation. torch.compile and
+    torch.export are counted while they trace; a call from a compiled or CUDA graph is not.
+    """
+    with _lock:
+        return _report()
+
+
+def reset_report() -> Report:
+    """Starts all counts over, and returns what they were. No call is lost between the two."""
+    with _lock:
+        made = _report()
+        for calls in _calls.values():
+            for reasons in calls.by_reason.values():
+                reasons.clear()
+        _traced.clear()
+        return made
+
+
+def _report() -> Report:
+    layers = [
+        layer
+        for module, calls in _calls.items()
+        for layer in calls.layers()
+        if layer.ours or layer.stock or _takes_ours(module, layer.operation)
+    ]
+    compiled = [layer for calls in _traced.values() for layer in calls.layers()]
+    return Report(tuple(layers), tuple(compiled), tuple(sorted(set(_without_choice.values()))))
+
+
+def _takes_ours(module: torch.nn.Module, operation: str) -> bool:
+    """Whether a layer that was named is still ours by its configuration."""
+    choice = ATTENTION if operation == ATTENTION.operation else EXPERTS
+    return choice.is_ours(getattr(module, "config", None))
