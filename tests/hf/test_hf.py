@@ -7,7 +7,6 @@ there is one).
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 import math
 import re
@@ -21,43 +20,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import flashmoe_science  # noqa: E402
-from flashmoe_science import _say, hf  # noqa: E402
+from flashmoe_science import hf  # noqa: E402
 from flashmoe_science.hf import _experts, _report  # noqa: E402
+from hf_models import MODELS, SIZES, STOCK_ATTENTION, TOKENS, logits, make, said, with_ours  # noqa: E402
 from transformers.integrations import moe as hf_moe  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
-
-# transformers imports a part of itself when that is first used: after whatever other tests of this
-# process have done, and what fails once fails in all tests that follow. So it is imported here.
-for part in ("models.auto.modeling_auto", "generation.utils"):
-    importlib.import_module(f"transformers.{part}")
-
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-MODELS = {
-    "qwen3_moe": {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-                  "intermediate_size": 96, "head_dim": 16, "norm_topk_prob": True},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 72},
-    "olmoe": {"num_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 40},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40,
-                "head_dim": 16, "sliding_window": 8},
-    "llama": {"intermediate_size": 96},
-    "qwen3": {"intermediate_size": 96, "head_dim": 16},
-    "mistral": {"intermediate_size": 96, "sliding_window": None},
-    "gemma2": {"intermediate_size": 96, "head_dim": 16, "sliding_window": 32,
-               "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
-    "gemma3_text": {"intermediate_size": 96, "head_dim": 16, "query_pre_attn_scalar": 16,
-                    "layer_types": ["sliding_attention", "full_attention"]},
-    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-                  "shared_expert_intermediate_size": 40, "intermediate_size": 96},
-    "llama4_text": {"intermediate_size": 96, "intermediate_size_mlp": 96, "head_dim": 16,
-                    "num_local_experts": 4},
-}  # fmt: skip
 
 # Windows of 5 keys, and how many layers have one: in all layers, or in one of the two.
 WINDOWS = {
@@ -67,19 +34,14 @@ WINDOWS = {
     "gemma2": ({"sliding_window": 5}, 1),
     "gemma3_text": ({"sliding_window": 5}, 1),
 }
-STOCK = "attention by transformers' own implementation: "
-PADDED = f"{STOCK}there is padding"
-STATIC = f"{STOCK}a static cache has a mask for every token that follows the prompt"
-UNTOLD_WINDOW = f"{STOCK}the model has its sliding window in masks alone"
-OTHER_MASK = f"{STOCK}there is a mask of another kind than causal or a sliding window"
-COMPILED_MASK = f"{STOCK}there is a mask, and what that hides a compiled graph cannot know"
-
-
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    hf.register()
-    hf.reset_report()
-    _say.forget()
+PADDED = f"{STOCK_ATTENTION}there is padding"
+STATIC = f"{STOCK_ATTENTION}a static cache has a mask for every token that follows the prompt"
+UNTOLD_WINDOW = f"{STOCK_ATTENTION}the model has its sliding window in masks alone"
+OTHER_MASK = f"{STOCK_ATTENTION}there is a mask of another kind than causal or a sliding window"
+GIVEN_MASK = f"{STOCK_ATTENTION}there is a mask that the model or its caller made"
+COMPILED_MASK = (
+    f"{STOCK_ATTENTION}there is a mask, and what that hides a compiled graph cannot know"
+)
 
 
 @pytest.fixture
@@ -115,48 +77,12 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def make(kind: str, *, moe: bool = True, **given: Any) -> Any:
-    """A causal language model of random weights with the stock implementations, for inference."""
-    config = transformers.AutoConfig.for_model(kind, **SIZES | MODELS.get(kind, {}) | given)
-    config._attn_implementation = "eager"
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "bias" in name or "sinks" in name:
-                parameter.normal_(std=0.1)
-            elif parameter.ndim > 1:
-                parameter.normal_(std=1 / math.sqrt(parameter.shape[-1]))
-    if moe:
-        model.set_experts_implementation("eager")
-    return model.eval()
-
-
-def with_ours(model: Any, *, moe: bool = True) -> Any:
-    made = copy.deepcopy(model)
-    made.set_attn_implementation(hf.NAME)
-    if moe:
-        made.set_experts_implementation(hf.NAME)
-    return made
-
-
 def exact(model: Any) -> Any:
     """The model in float64; by SDPA where it has that, since eager attention rounds to fp32."""
     made = copy.deepcopy(model).double()
     if made._supports_sdpa and getattr(made.config, "attn_logit_softcapping", None) is None:
         made.set_attn_implementation("sdpa")
     return made
-
-
-TOKENS = torch.randint(0, 99, (2, 11), generator=torch.Generator().manual_seed(3))
-
-
-@torch.no_grad()
-def logits(model: Any, **inputs: Any) -> Any:
-    inputs = {
-        name: value.to(model.device) for name, value in ({"input_ids": TOKENS} | inputs).items()
-    }
-    return model(**inputs).logits.double().cpu()
 
 
 @torch.no_grad()
@@ -174,10 +100,6 @@ def assert_rule(ours: Any, stock: Any, reference: Any, dtype: Any) -> None:
     ulp = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(reference.abs().max()))
     bound = 2 * (stock - reference).abs().max() + ulp
     assert bool(((ours - reference).abs().max() <= bound).item())
-
-
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "flashmoe_science.hf"]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
@@ -381,6 +303,26 @@ def test_padding_goes_to_the_stock_attention_and_is_said_once(
     assert said(caplog) == [PADDED]
     ours = logits(with_ours(stock), attention_mask=torch.ones_like(TOKENS))  # nothing is padded
     assert calls == {"flash_attention": 2, "moe_forward": 4}
+
+
+def test_padding_is_not_said_of_a_mask_that_a_graph_cannot_look_into(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = with_ours(make("llama", moe=False), moe=False)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(ours, backend="eager")(TOKENS, attention_mask=torch.ones_like(TOKENS))
+    assert said(caplog) == [COMPILED_MASK]
+
+
+def test_padding_is_not_said_of_a_mask_that_the_caller_made(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stock = make("llama", moe=False)
+    mask = torch.ones(11, 11, dtype=torch.bool).tril().expand(2, 1, 11, 11)
+    given = logits(with_ours(stock, moe=False), attention_mask=mask)
+    torch.testing.assert_close(given, logits(stock), atol=1e-4, rtol=1e-4)
+    assert said(caplog) == [GIVEN_MASK]
 
 
 def test_a_gradient_goes_to_the_stock_implementations(

@@ -81,7 +81,8 @@ def _checking_names(theirs: Callable[..., str]) -> Callable[..., str]:
 
     def check(self: PreTrainedModel, name: str | None, *arguments: Any, **options: Any) -> str:
         _keep_our_name(self.config)
-        _models.refuse_name(self, name)
+        _models.refuse_paged(self, name)
+        _models.refuse_built_by_table(self, name)
         return theirs(self, KEPT_NAME if name == NAME else name, *arguments, **options)
 
     return check
@@ -114,6 +115,7 @@ def _setting(choice: Choice) -> Callable[[Callable[..., None]], Callable[..., No
 
     def checking(theirs: Callable[..., None]) -> Callable[..., None]:
         def change(self: PreTrainedModel, given: Any, *arguments: Any, **options: Any) -> None:
+            _models.refuse_paged(self, given)
             takers = list(_models.chosen(self, given))
             for model, part in takers:
                 _models.refuse_model(model, choice, part=part)

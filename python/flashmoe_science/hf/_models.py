@@ -157,20 +157,30 @@ def _within(path: str, around: str) -> bool:
 # ---- refusals ---------------------------------------------------------------------------------
 
 
-def refuse_name(model: PreTrainedModel, given: str | None) -> None:
-    """Before a model is made: names of ours that its class cannot take.
+def refuse_paged(model: PreTrainedModel, given: str | dict[str, Any] | None) -> None:
+    """Refuses ours over a paged cache, of which transformers would leave out the word.
 
     Raises:
-        InvalidArgumentError: The name is of a paged attention, or the model is built by a table.
+        InvalidArgumentError: It is among the names that are given.
     """
-    if given is None:
-        return
-    kind = type(model).__name__
-    if given.startswith(_PAGED) and given.removeprefix(_PAGED) in NAMES:
+    if isinstance(given, dict):
+        for value in given.values():
+            refuse_paged(model, value)
+    elif given in [f"{_PAGED}{name}" for name in NAMES]:
         raise InvalidArgumentError(
-            f'attn_implementation: got "{given}" for {kind}, but FlashMoE has no attention over a '
-            f'paged cache; accepted are "{NAME}" without continuous batching and "paged|eager"'
+            f'attn_implementation: got "{given}" for {type(model).__name__}, but FlashMoE has no '
+            f'attention over a paged cache; accepted are "{NAME}" without continuous batching and '
+            f'"{_PAGED}eager"'
         )
+
+
+def refuse_built_by_table(model: PreTrainedModel, given: str | None) -> None:
+    """Refuses ours for a model that would be built by a table of attention classes.
+
+    Raises:
+        InvalidArgumentError: It is.
+    """
+    kind = type(model).__name__
     if given in NAMES and (table := _table(cast("type", type(model)))):
         name, accepted = table
         raise InvalidArgumentError(

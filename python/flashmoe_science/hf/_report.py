@@ -96,18 +96,27 @@ def _lines(layers: Iterable[Layer]) -> Iterator[str]:
 class _Calls:
     """Of one layer: its place, and its calls by operation and reason."""
 
-    model: str
     name: str
+    module: weakref.ref[torch.nn.Module] | None = None
+    model: str = ""
     by_reason: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     def layers(self) -> Iterator[Layer]:
         for operation, reasons in self.by_reason.items():
-            stock = {reason: n for reason, n in reasons.items() if reason != OURS}
-            yield Layer(self.model, self.name, operation, reasons[OURS], stock)
+            if reasons or self.takes_ours(operation):
+                stock = {reason: n for reason, n in reasons.items() if reason != OURS}
+                yield Layer(self.model, self.name, operation, reasons[OURS], stock)
+
+    def takes_ours(self, operation: str) -> bool:
+        """Whether the layer is there, and its configuration still has ours."""
+        layer = self.module and self.module()
+        choice = ATTENTION if operation == ATTENTION.operation else EXPERTS
+        return choice.is_ours(getattr(layer, "config", None))
 
 
 _lock = threading.Lock()
-_calls: weakref.WeakKeyDictionary[torch.nn.Module, _Calls] = weakref.WeakKeyDictionary()
+_calls: list[_Calls] = []  # of layers that are gone, too
+_by_module: weakref.WeakKeyDictionary[torch.nn.Module, _Calls] = weakref.WeakKeyDictionary()
 _traced: dict[str, _Calls] = {}  # by the class of the layer
 _without_choice: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 _strict = False
@@ -145,16 +154,21 @@ def _note(module: torch.nn.Module, operation: str, reason: str) -> None:
         _note_traced(type(module).__name__, operation, reason)
         return
     with _lock:
-        calls = _calls.get(module)
-        if calls is None:
-            calls = _calls[module] = _Calls("", type(module).__name__)
-        calls.by_reason[operation][reason] += 1
+        _calls_of(module).by_reason[operation][reason] += 1
+
+
+def _calls_of(module: torch.nn.Module) -> _Calls:
+    calls = _by_module.get(module)
+    if calls is None:
+        calls = _by_module[module] = _Calls(type(module).__name__, weakref.ref(module))
+        _calls.append(calls)
+    return calls
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_traced(layer: str, operation: str, reason: str) -> None:
     with _lock:
-        _traced.setdefault(layer, _Calls("", layer)).by_reason[operation][reason] += 1
+        _traced.setdefault(layer, _Calls(layer)).by_reason[operation][reason] += 1
 
 
 def name_layers(
@@ -166,7 +180,7 @@ def name_layers(
     own = {modules[path]: f"{kind}: {type(modules[path]).__name__}" for path in without_choice}
     with _lock:
         for path in asking:
-            calls = _calls.setdefault(modules[path], _Calls("", ""))
+            calls = _calls_of(modules[path])
             calls.model, calls.name = kind, path or type(modules[path]).__name__
             calls.by_reason[choice.operation]  # an entry, though without calls
         _without_choice.update(own)
@@ -178,9 +192,9 @@ def name_layers(
 def report() -> Report:
     """What ran the layers of transformers' models since the start or the last `reset_report`.
 
-    Every layer of the models that take FlashMoE and are still there has its number of calls by
-    FlashMoE and, for each reason, by transformers' own implementation. torch.compile and
-    torch.export are counted while they trace; a call from a compiled or CUDA graph is not.
+    Every layer of a model that takes FlashMoE has its number of calls by FlashMoE and, for each
+    reason, by transformers' own implementation. torch.compile and torch.export are counted while
+    they trace; a call from a compiled graph or a CUDA graph is not.
     """
     with _lock:
         return _report()
@@ -190,7 +204,8 @@ def reset_report() -> Report:
     """Starts all counts over, and returns what they were. No call is lost between the two."""
     with _lock:
         made = _report()
-        for calls in _calls.values():
+        _calls[:] = [calls for calls in _calls if calls.module and calls.module()]
+        for calls in _calls:
             for reasons in calls.by_reason.values():
                 reasons.clear()
         _traced.clear()
@@ -198,17 +213,6 @@ def reset_report() -> Report:
 
 
 def _report() -> Report:
-    layers = [
-        layer
-        for module, calls in _calls.items()
-        for layer in calls.layers()
-        if layer.ours or layer.stock or _takes_ours(module, layer.operation)
-    ]
+    layers = [layer for calls in _calls for layer in calls.layers()]
     compiled = [layer for calls in _traced.values() for layer in calls.layers()]
     return Report(tuple(layers), tuple(compiled), tuple(sorted(set(_without_choice.values()))))
-
-
-def _takes_ours(module: torch.nn.Module, operation: str) -> bool:
-    """Whether a layer that was named is still ours by its configuration."""
-    choice = ATTENTION if operation == ATTENTION.operation else EXPERTS
-    return choice.is_ours(getattr(module, "config", None))
