@@ -14,9 +14,12 @@ def registered() -> Generator[None, None, None]:
         yield
         return
     from flashmoe_science import _say, hf
+    from flashmoe_science.hf import _report
 
     hf.register()
-    hf.reset_report()
     _say.forget()
+    # Also layers of models that earlier tests have left in graphs of torch.compile.
+    for known in (_report._calls, _report._by_module, _report._traced, _report._without_choice):
+        known.clear()
     yield
     hf.register()  # not strict

@@ -209,7 +209,8 @@ def ours() -> Config:
 )
 def test_a_model_without_a_layer_that_asks(model: Any, why: str) -> None:
     with pytest.raises(
-        InvalidArgumentError, match=f'^attn_implementation: got "flashmoe" for Model, {why} for no'
+        InvalidArgumentError,
+        match=f'^attn_implementation: got "flashmoe" for Model( in Model)?, {why} for no',
     ):
         model(ours())
     stock = model(Config())
@@ -255,7 +256,10 @@ def test_a_refused_part_names_the_choice_by_part() -> None:
         text_config=transformers.LlamaConfig(**SIZES | MODELS["llama"]),
     )
     build = transformers.LlavaForConditionalGeneration._from_config
-    hint = r'VitDetModel, whose VitDetAttention .* by a dict, as \{"text_config": "flashmoe"\}$'
+    hint = (
+        r"VitDetModel in Llava\w+, whose VitDetAttention .*; other parts are chosen by a dict, as "
+        r'\{"text_config": "flashmoe"\}$'
+    )
     with pytest.raises(InvalidArgumentError, match=hint):
         build(copy.deepcopy(config), attn_implementation="flashmoe")
     stock = build(copy.deepcopy(config))
@@ -357,3 +361,11 @@ def test_classes_are_known_by_what_their_code_refers_to() -> None:
     assert _models._asks(experts, EXPERTS)
     assert not _models._asks(experts, ATTENTION)
     assert not _models._asks(PreTrainedModel, ATTENTION)  # which checks the names that are given
+
+
+def test_a_refused_head_names_the_model_that_was_asked_for() -> None:
+    config = transformers.AutoConfig.for_model("bloom", **OLD["bloom"])
+    with pytest.raises(InvalidArgumentError) as caught:
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flashmoe")
+    assert 'got "flashmoe" for BloomModel in BloomForCausalLM, whose' in str(caught.value)
+    assert "dict" not in str(caught.value)  # which knows no parts

@@ -104,7 +104,7 @@ def _checking_layers(theirs: Callable[..., None]) -> Callable[..., None]:
         theirs(self)
         for choice in (ATTENTION, EXPERTS):
             if choice.is_ours(self.config):
-                _models.refuse_model(self, choice, part=_models.is_part(self))
+                _models.refuse_model(self, choice, whole=_models.maker_of(self))
                 _name_layers(self, choice)
 
     return post_init
@@ -117,8 +117,8 @@ def _setting(choice: Choice) -> Callable[[Callable[..., None]], Callable[..., No
         def change(self: PreTrainedModel, given: Any, *arguments: Any, **options: Any) -> None:
             _models.refuse_paged(self, given)
             takers = list(_models.chosen(self, given))
-            for model, part in takers:
-                _models.refuse_model(model, choice, part=part)
+            for model, whole in takers:
+                _models.refuse_model(model, choice, whole=whole)
             theirs(self, given, *arguments, **options)
             for model, _ in reversed(takers):
                 _name_layers(model, choice)

@@ -189,13 +189,15 @@ def refuse_built_by_table(model: PreTrainedModel, given: str | None) -> None:
         )
 
 
-def refuse_model(model: PreTrainedModel, choice: Choice, *, part: bool = False) -> None:
+def refuse_model(
+    model: PreTrainedModel, choice: Choice, *, whole: PreTrainedModel | None = None
+) -> None:
     """Refuses a model that would never call ours.
 
     Args:
         model: A model that is made.
         choice: What is to be ours in it.
-        part: It is a part of another, and may do without such layers.
+        whole: The model that it is a part of, which may do without such layers.
 
     Raises:
         InvalidArgumentError: None of its layers looks the choice up.
@@ -204,13 +206,15 @@ def refuse_model(model: PreTrainedModel, choice: Choice, *, part: bool = False) 
         return
     layers = dict(model.named_modules())
     alone = sorted({type(layers[path]).__name__ for path in computing_alone(model, choice)})
-    if part and not alone:
+    if whole is not None and not alone:
         return
     kind = type(model).__name__
     why = f"whose {', '.join(alone)} asks" if alone else "no layer of which asks"
-    hint = (
-        f'; parts of a model are chosen by a dict, as {{"text_config": "{NAME}"}}' if part else ""
-    )
+    hint = ""
+    if whole is not None:
+        kind = f"{kind} in {type(whole).__name__}"
+        if whole.config is not model.config:
+            hint = f'; other parts are chosen by a dict, as {{"text_config": "{NAME}"}}'
     raise InvalidArgumentError(
         f'{choice.argument}: got "{NAME}" for {kind}, {why} for no implementation of '
         f"{choice.operation}; accepted are {_quoted(_accepted(model, choice))}{hint}"
@@ -234,24 +238,25 @@ def _quoted(names: list[str] | tuple[str, ...]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
-def is_part(model: PreTrainedModel) -> bool:
-    """Whether a model is being made by another that is being made."""
+def maker_of(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The outermost model by which a model is made while that is being made itself."""
+    found = None
     frame = sys._getframe(1)
     while frame := frame.f_back:  # type: ignore[assignment]
         if frame.f_code.co_name == "__init__":
             maker = frame.f_locals.get("self")
             if isinstance(maker, PreTrainedModel) and maker is not model:
-                return True
-    return False
+                found = maker
+    return found
 
 
 def chosen(
     model: PreTrainedModel, given: str | dict[str, Any] | None
-) -> Iterator[tuple[PreTrainedModel, bool]]:
+) -> Iterator[tuple[PreTrainedModel, PreTrainedModel | None]]:
     """The models within a model, and itself, for which ours is chosen, by name or part by part.
 
     Yields:
-        A model, and whether it may do without layers of the kind, as a part of what was named.
+        A model, and the one that it was chosen with as a part of.
     """
     by_config: dict[int, Any] = {}
 
@@ -271,5 +276,5 @@ def chosen(
             continue
         if by_config.get(id(within.config), default) in NAMES:
             by_name = isinstance(given, str)
-            yield within, bool(named) if by_name else id(within.config) in named
+            yield within, model if (named if by_name else id(within.config) in named) else None
             named.add(id(within.config))

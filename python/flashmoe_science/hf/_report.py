@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -114,11 +115,18 @@ class _Calls:
         return choice.is_ours(getattr(layer, "config", None))
 
 
+class _Alone(NamedTuple):
+    """Of a layer that asks for no implementation: the model that it is in, and what it computes."""
+
+    model: weakref.ref[torch.nn.Module]
+    choice: Choice
+
+
 _lock = threading.Lock()
 _calls: list[_Calls] = []  # of layers that are gone, too
 _by_module: weakref.WeakKeyDictionary[torch.nn.Module, _Calls] = weakref.WeakKeyDictionary()
 _traced: dict[str, _Calls] = {}  # by the class of the layer
-_without_choice: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+_without_choice: weakref.WeakKeyDictionary[torch.nn.Module, _Alone] = weakref.WeakKeyDictionary()
 _strict = False
 
 
@@ -145,7 +153,7 @@ def note_stock(module: torch.nn.Module, operation: str, reason: str) -> None:
             "leaves no call to transformers' own implementation"
         )
     _note(module, operation, reason)
-    _say.say_once(_LOGGER, f"{operation} by transformers' own implementation: {reason}")
+    _say_stock(operation, reason)
 
 
 def _note(module: torch.nn.Module, operation: str, reason: str) -> None:
@@ -177,16 +185,19 @@ def name_layers(
     """Gives the layers of a model at these paths, which ask for an implementation, their names."""
     kind = type(model).__name__
     modules = dict(model.named_modules())
-    own = {modules[path]: f"{kind}: {type(modules[path]).__name__}" for path in without_choice}
+    alone = _Alone(weakref.ref(model), choice)
     with _lock:
         for path in asking:
             calls = _calls_of(modules[path])
             calls.model, calls.name = kind, path or type(modules[path]).__name__
             calls.by_reason[choice.operation]  # an entry, though without calls
-        _without_choice.update(own)
-    for layer in sorted(set(own.values())):
-        reason = f"{layer.partition(': ')[2]} asks for no implementation"
-        _say.say_once(_LOGGER, f"{choice.operation} by transformers' own implementation: {reason}")
+        _without_choice.update({modules[path]: alone for path in without_choice})
+    for layer in sorted({type(modules[path]).__name__ for path in without_choice}):
+        _say_stock(choice.operation, f"{layer} asks for no implementation")
+
+
+def _say_stock(operation: str, reason: str) -> None:
+    _say.say_once(_LOGGER, f"{operation} by transformers' own implementation: {reason}")
 
 
 def report() -> Report:
@@ -215,4 +226,9 @@ def reset_report() -> Report:
 def _report() -> Report:
     layers = [layer for calls in _calls for layer in calls.layers()]
     compiled = [layer for calls in _traced.values() for layer in calls.layers()]
-    return Report(tuple(layers), tuple(compiled), tuple(sorted(set(_without_choice.values()))))
+    alone = {
+        f"{type(model).__name__}: {type(layer).__name__}"
+        for layer, (found, choice) in _without_choice.items()
+        if (model := found()) is not None and choice.is_ours(model.config)
+    }
+    return Report(tuple(layers), tuple(compiled), tuple(sorted(alone)))
