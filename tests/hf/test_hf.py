@@ -837,11 +837,16 @@ def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> No
     assert len(said(caplog)) == 2
 
 
-def test_the_documented_program_runs(calls: Counter[str]) -> None:
+def test_the_documented_program_and_what_it_reports(calls: Counter[str]) -> None:
     page = Path(__file__).parents[2] / "docs" / "huggingface.md"
     text = page.read_text(encoding="utf-8")
     (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)
-    logits(names["model"].eval())
+    model = names["model"].eval()
+    logits(model)
     assert calls == {"flash_attention": 2, "moe_forward": 2}
+    mask = torch.ones_like(TOKENS)
+    mask[0, :4] = 0
+    logits(model, attention_mask=mask)
+    assert f"\n{hf.report()}\n" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -369,3 +370,11 @@ def test_a_refused_head_names_the_model_that_was_asked_for() -> None:
         transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flashmoe")
     assert 'got "flashmoe" for BloomModel in BloomForCausalLM, whose' in str(caught.value)
     assert "dict" not in str(caught.value)  # which knows no parts
+
+
+def test_the_documented_refusal() -> None:
+    page = Path(__file__).parents[2] / "docs" / "huggingface.md"
+    config = transformers.AutoConfig.for_model("bloom", **OLD["bloom"])
+    with pytest.raises(InvalidArgumentError) as caught:
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flashmoe")
+    assert f"\n{caught.value}\n" in page.read_text(encoding="utf-8")
