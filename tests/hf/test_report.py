@@ -103,6 +103,14 @@ def test_calls_of_models_that_are_gone_are_kept_until_a_reset() -> None:
     assert not _report._by_module
 
 
+def test_layers_that_come_and_go_take_no_memory() -> None:
+    """As the replicas of torch.nn.DataParallel."""
+    for _ in range(5000):
+        _report.note_ours(torch.nn.Identity(), "attention")
+    assert hf.report().ours == 5000
+    assert len(_report._calls) <= _report._MOST_GONE + 1
+
+
 def test_layers_of_a_copy_are_apart() -> None:
     ours = with_ours(make("llama", moe=False), moe=False)
     logits(copy.deepcopy(ours))

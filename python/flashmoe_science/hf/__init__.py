@@ -37,7 +37,6 @@ from flashmoe_science.hf._models import ATTENTION, EXPERTS, KEPT_NAME, NAME, Cho
 from flashmoe_science.hf._report import Layer, Report, report, reset_report
 
 __all__ = [
-    "NAME",
     "Layer",
     "Report",
     "attention",

@@ -108,11 +108,14 @@ class _Calls:
                 stock = {reason: n for reason, n in reasons.items() if reason != OURS}
                 yield Layer(self.model, self.name, operation, reasons[OURS], stock)
 
+    def layer(self) -> torch.nn.Module | None:
+        """The layer, unless it is gone."""
+        return None if self.module is None else self.module()
+
     def takes_ours(self, operation: str) -> bool:
         """Whether the layer is there, and its configuration still has ours."""
-        layer = self.module and self.module()
         choice = ATTENTION if operation == ATTENTION.operation else EXPERTS
-        return choice.is_ours(getattr(layer, "config", None))
+        return choice.is_ours(getattr(self.layer(), "config", None))
 
 
 class _Alone(NamedTuple):
@@ -124,6 +127,7 @@ class _Alone(NamedTuple):
 
 _lock = threading.Lock()
 _calls: list[_Calls] = []  # of layers that are gone, too
+_MOST_GONE = 1000  # layers that are gone before those of one name become one
 _by_module: weakref.WeakKeyDictionary[torch.nn.Module, _Calls] = weakref.WeakKeyDictionary()
 _traced: dict[str, _Calls] = {}  # by the class of the layer
 _without_choice: weakref.WeakKeyDictionary[torch.nn.Module, _Alone] = weakref.WeakKeyDictionary()
@@ -170,7 +174,23 @@ def _calls_of(module: torch.nn.Module) -> _Calls:
     if calls is None:
         calls = _by_module[module] = _Calls(type(module).__name__, weakref.ref(module))
         _calls.append(calls)
+        if len(_calls) > len(_by_module) + _MOST_GONE:
+            _join_gone()
     return calls
+
+
+def _join_gone() -> None:
+    """Makes one of the layers of one name that are gone, as replicas are after each call."""
+    there = [calls for calls in _calls if calls.layer() is not None]
+    gone: dict[tuple[str, str], _Calls] = {}
+    for calls in _calls:
+        if calls.layer() is None:
+            joined = gone.setdefault(
+                (calls.model, calls.name), _Calls(calls.name, None, calls.model)
+            )
+            for operation, reasons in calls.by_reason.items():
+                joined.by_reason[operation] += reasons
+    _calls[:] = [*gone.values(), *there]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -215,7 +235,7 @@ def reset_report() -> Report:
     """Starts all counts over, and returns what they were. No call is lost between the two."""
     with _lock:
         made = _report()
-        _calls[:] = [calls for calls in _calls if calls.module and calls.module()]
+        _calls[:] = [calls for calls in _calls if calls.layer() is not None]
         for calls in _calls:
             for reasons in calls.by_reason.values():
                 reasons.clear()
