@@ -378,3 +378,16 @@ def test_the_documented_refusal() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flashmoe")
     assert f"\n{caught.value}\n" in page.read_text(encoding="utf-8")
+
+
+def test_a_closure_that_is_not_filled_yet_refers_to_nothing() -> None:
+    def wrapped(function: Any) -> Any:
+        def forward(self: Any, x: Any) -> Any:
+            return function(self, x) if later is None else x
+
+        if function is None:
+            later = None
+        return forward
+
+    kind = type("OddAttention", (nn.Module,), {"forward": wrapped(OwnAttention.forward)})
+    assert not _models._asks(kind, ATTENTION)

@@ -8,6 +8,7 @@ searched for an interface that it refers to.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -82,8 +83,11 @@ def _referred(kind: type) -> dict[str, Any]:
     """By name, the globals and closed-over values that the methods of a class refer to."""
     found: dict[str, Any] = {}
     for function in _functions(kind):
-        closed = inspect.getclosurevars(function).nonlocals
-        found |= {name: value for name, value in closed.items() if value is not None}
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            with contextlib.suppress(ValueError):  # it is empty
+                found[name] = cell.cell_contents
         for code in _code(function.__code__):
             for name in code.co_names:
                 if name in function.__globals__:
