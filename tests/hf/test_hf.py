@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import flashmoe_science  # noqa: E402
 from flashmoe_science import hf  # noqa: E402
 from flashmoe_science.hf import _experts, _report  # noqa: E402
+from flashmoe_science.hf._masks import note_of  # noqa: E402
 from hf_models import MODELS, SIZES, STOCK_ATTENTION, TOKENS, logits, make, said, with_ours  # noqa: E402
 from transformers.integrations import moe as hf_moe  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
@@ -323,6 +324,14 @@ def test_padding_is_not_said_of_a_mask_that_the_caller_made(
     given = logits(with_ours(stock, moe=False), attention_mask=mask)
     torch.testing.assert_close(given, logits(stock), atol=1e-4, rtol=1e-4)
     assert said(caplog) == [GIVEN_MASK]
+
+
+def test_padding_is_not_said_of_a_mask_that_is_too_short() -> None:
+    """It has the last tokens alone, say; transformers takes the others for hidden."""
+    mask = hf.attention_mask(
+        1, 1, 6, q_offset=5, attention_mask=torch.ones(1, 3, dtype=torch.bool), device="cpu"
+    )
+    assert note_of(mask).reason == "the padding mask is shorter than the keys"
 
 
 def test_a_gradient_goes_to_the_stock_implementations(

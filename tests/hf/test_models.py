@@ -202,16 +202,16 @@ def ours() -> Config:
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (model_of(Plain), "no layer of which asks"),
-        (model_of(OwnAttention), "whose OwnAttention asks"),
-        (model_of(Plain, part=model_of(Plain)), "no layer of which asks"),
-        (model_of(AskingAttention, part=model_of(OwnAttention)), "whose OwnAttention asks"),
+        (model_of(Plain), "no layer of which asks for an"),
+        (model_of(OwnAttention), "whose OwnAttention asks for no"),
+        (model_of(Plain, part=model_of(Plain)), "no layer of which asks for an"),
+        (model_of(AskingAttention, part=model_of(OwnAttention)), "whose OwnAttention asks for no"),
     ],
 )
 def test_a_model_without_a_layer_that_asks(model: Any, why: str) -> None:
     with pytest.raises(
         InvalidArgumentError,
-        match=f'^attn_implementation: got "flashmoe" for Model( in Model)?, {why} for no',
+        match=f'^attn_implementation: got "flashmoe" for Model( in Model)?, {why} implementation',
     ):
         model(ours())
     stock = model(Config())
@@ -307,14 +307,14 @@ def test_paged_attention_of_a_part_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "model", "why"),
     [
-        ("llama4_text", "Llama4TextModel", "whose Llama4TextExperts asks"),
-        ("jetmoe", "JetMoeModel", "whose JetMoeParallelExperts asks"),
-        ("llama", "LlamaModel", "no layer of which asks"),
+        ("llama4_text", "Llama4TextModel", "whose Llama4TextExperts asks for no"),
+        ("jetmoe", "JetMoeModel", "whose JetMoeParallelExperts asks for no"),
+        ("llama", "LlamaModel", "no layer of which asks for an"),
     ],
 )
 def test_experts_that_ask_for_nothing_are_refused(kind: str, model: str, why: str) -> None:
     sentence = (
-        f'^experts_implementation: got "flashmoe" for {model}, {why} for no implementation of '
+        f'^experts_implementation: got "flashmoe" for {model}, {why} implementation of '
         'experts; accepted are "eager"$'
     )
     with pytest.raises(InvalidArgumentError, match=sentence):

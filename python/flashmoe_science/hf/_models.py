@@ -213,14 +213,14 @@ def refuse_model(
     if whole is not None and not alone:
         return
     kind = type(model).__name__
-    why = f"whose {', '.join(alone)} asks" if alone else "no layer of which asks"
+    why = f"whose {', '.join(alone)} asks for no" if alone else "no layer of which asks for an"
     hint = ""
     if whole is not None:
         kind = f"{kind} in {type(whole).__name__}"
         if whole.config is not model.config:
             hint = f'; other parts are chosen by a dict, as {{"text_config": "{NAME}"}}'
     raise InvalidArgumentError(
-        f'{choice.argument}: got "{NAME}" for {kind}, {why} for no implementation of '
+        f'{choice.argument}: got "{NAME}" for {kind}, {why} implementation of '
         f"{choice.operation}; accepted are {_quoted(_accepted(model, choice))}{hint}"
     )
 
