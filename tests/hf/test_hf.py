@@ -7,7 +7,6 @@ there is one).
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 import math
 import re
@@ -21,41 +20,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import flashmoe_science  # noqa: E402
-from flashmoe_science import _say, hf  # noqa: E402
+from flashmoe_science import hf  # noqa: E402
+from flashmoe_science.hf import _experts, _report  # noqa: E402
+from flashmoe_science.hf._masks import note_of  # noqa: E402
+from hf_models import MODELS, SIZES, STOCK_ATTENTION, TOKENS, logits, make, said, with_ours  # noqa: E402
 from transformers.integrations import moe as hf_moe  # noqa: E402
-
-# transformers imports a part of itself when that is first used: after whatever other tests of this
-# process have done, and what fails once fails in all tests that follow. So it is imported here.
-for part in ("models.auto.modeling_auto", "generation.utils"):
-    importlib.import_module(f"transformers.{part}")
-
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-MODELS = {
-    "qwen3_moe": {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-                  "intermediate_size": 96, "head_dim": 16, "norm_topk_prob": True},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 72},
-    "olmoe": {"num_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 40},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40,
-                "head_dim": 16, "sliding_window": 8},
-    "llama": {"intermediate_size": 96},
-    "qwen3": {"intermediate_size": 96, "head_dim": 16},
-    "mistral": {"intermediate_size": 96, "sliding_window": None},
-    "gemma2": {"intermediate_size": 96, "head_dim": 16, "sliding_window": 32,
-               "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
-    "gemma3_text": {"intermediate_size": 96, "head_dim": 16, "query_pre_attn_scalar": 16,
-                    "layer_types": ["sliding_attention", "full_attention"]},
-    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-                  "shared_expert_intermediate_size": 40, "intermediate_size": 96},
-    "llama4_text": {"intermediate_size": 96, "intermediate_size_mlp": 96, "head_dim": 16,
-                    "num_local_experts": 4},
-}  # fmt: skip
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
 # Windows of 5 keys, and how many layers have one: in all layers, or in one of the two.
 WINDOWS = {
@@ -65,16 +35,14 @@ WINDOWS = {
     "gemma2": ({"sliding_window": 5}, 1),
     "gemma3_text": ({"sliding_window": 5}, 1),
 }
-MASKED = (
-    "attention by transformers' own implementation: there is padding, or a mask of another kind "
-    "than causal or a sliding window"
+PADDED = f"{STOCK_ATTENTION}there is padding"
+STATIC = f"{STOCK_ATTENTION}a static cache has a mask for every token that follows the prompt"
+UNTOLD_WINDOW = f"{STOCK_ATTENTION}the model has its sliding window in masks alone"
+OTHER_MASK = f"{STOCK_ATTENTION}there is a mask of another kind than causal or a sliding window"
+GIVEN_MASK = f"{STOCK_ATTENTION}there is a mask that the model or its caller made"
+COMPILED_MASK = (
+    f"{STOCK_ATTENTION}there is a mask, and what that hides a compiled graph cannot know"
 )
-
-
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    hf.register()
-    _say.forget()
 
 
 @pytest.fixture
@@ -110,48 +78,12 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def make(kind: str, *, moe: bool = True, **given: Any) -> Any:
-    """A causal language model of random weights with the stock implementations, for inference."""
-    config = transformers.AutoConfig.for_model(kind, **SIZES | MODELS.get(kind, {}) | given)
-    config._attn_implementation = "eager"
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "bias" in name or "sinks" in name:
-                parameter.normal_(std=0.1)
-            elif parameter.ndim > 1:
-                parameter.normal_(std=1 / math.sqrt(parameter.shape[-1]))
-    if moe:
-        model.set_experts_implementation("eager")
-    return model.eval()
-
-
-def with_ours(model: Any, *, moe: bool = True) -> Any:
-    made = copy.deepcopy(model)
-    made.set_attn_implementation(hf.NAME)
-    if moe:
-        made.set_experts_implementation(hf.NAME)
-    return made
-
-
 def exact(model: Any) -> Any:
     """The model in float64; by SDPA where it has that, since eager attention rounds to fp32."""
     made = copy.deepcopy(model).double()
     if made._supports_sdpa and getattr(made.config, "attn_logit_softcapping", None) is None:
         made.set_attn_implementation("sdpa")
     return made
-
-
-TOKENS = torch.randint(0, 99, (2, 11), generator=torch.Generator().manual_seed(3))
-
-
-@torch.no_grad()
-def logits(model: Any, **inputs: Any) -> Any:
-    inputs = {
-        name: value.to(model.device) for name, value in ({"input_ids": TOKENS} | inputs).items()
-    }
-    return model(**inputs).logits.double().cpu()
 
 
 @torch.no_grad()
@@ -169,10 +101,6 @@ def assert_rule(ours: Any, stock: Any, reference: Any, dtype: Any) -> None:
     ulp = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(reference.abs().max()))
     bound = 2 * (stock - reference).abs().max() + ulp
     assert bool(((ours - reference).abs().max() <= bound).item())
-
-
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "flashmoe_science.hf"]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
@@ -373,9 +301,37 @@ def test_padding_goes_to_the_stock_attention_and_is_said_once(
     plain = logits(stock, attention_mask=mask)
     assert_rule(ours[seen], plain[seen], reference[seen], torch.float32)
     assert calls == {"moe_forward": 2}
-    assert said(caplog) == [MASKED]
+    assert said(caplog) == [PADDED]
     ours = logits(with_ours(stock), attention_mask=torch.ones_like(TOKENS))  # nothing is padded
     assert calls == {"flash_attention": 2, "moe_forward": 4}
+
+
+def test_padding_is_not_said_of_a_mask_that_a_graph_cannot_look_into(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = with_ours(make("llama", moe=False), moe=False)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(ours, backend="eager")(TOKENS, attention_mask=torch.ones_like(TOKENS))
+    assert said(caplog) == [COMPILED_MASK]
+
+
+def test_padding_is_not_said_of_a_mask_that_the_caller_made(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stock = make("llama", moe=False)
+    mask = torch.ones(11, 11, dtype=torch.bool).tril().expand(2, 1, 11, 11)
+    given = logits(with_ours(stock, moe=False), attention_mask=mask)
+    torch.testing.assert_close(given, logits(stock), atol=1e-4, rtol=1e-4)
+    assert said(caplog) == [GIVEN_MASK]
+
+
+def test_padding_is_not_said_of_a_mask_that_is_too_short() -> None:
+    """It has the last tokens alone, say; transformers takes the others for hidden."""
+    mask = hf.attention_mask(
+        1, 1, 6, q_offset=5, attention_mask=torch.ones(1, 3, dtype=torch.bool), device="cpu"
+    )
+    assert note_of(mask).reason == "the padding mask is shorter than the keys"
 
 
 def test_a_gradient_goes_to_the_stock_implementations(
@@ -457,7 +413,7 @@ def test_generating_from_a_padded_batch(
     made = generated_logits(ours, attention_mask=mask, cache_implementation=cache)
     torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
     assert windows == ([None] * (8 * count) if cache == "dynamic" else [])
-    assert said(caplog) == [MASKED]
+    assert said(caplog) == [PADDED] + [STATIC] * (cache == "static")
 
 
 @pytest.mark.parametrize("kind", ["llama", *WINDOWS])
@@ -473,7 +429,7 @@ def test_a_prompt_into_a_static_cache(
     made = generated_logits(with_ours(stock, moe=moe), cache_implementation="static")
     torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
     assert calls["flash_attention"] == 2
-    assert said(caplog) == [MASKED]
+    assert said(caplog) == [STATIC]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -493,7 +449,7 @@ def test_decoding_that_transformers_compiles_is_one_graph(
     torch.testing.assert_close(made, generated_logits(stock), atol=1e-4, rtol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert calls == {"flash_attention": 2}  # the prompt's
-    assert said(caplog) == [MASKED]
+    assert said(caplog) == [COMPILED_MASK]
 
 
 @pytest.mark.parametrize("kind", ["llama", *WINDOWS])
@@ -554,7 +510,7 @@ def test_windows_that_a_model_does_not_pass_on_stay_masks(
     assert (logits(make("qwen2_moe")) - reference).abs().max() > 0.1
     assert_rule(logits(with_ours(stock)), logits(stock), reference, torch.float32)
     assert windows == [None]
-    assert said(caplog) == [MASKED]
+    assert said(caplog) == [UNTOLD_WINDOW]
 
 
 def test_chunked_attention_stays_a_mask(
@@ -568,7 +524,7 @@ def test_chunked_attention_stays_a_mask(
     assert (logits(other) - reference).abs().max() > 0.1
     assert_rule(logits(with_ours(stock, moe=False)), logits(stock), reference, torch.float32)
     assert windows == [None]
-    assert said(caplog) == [MASKED]
+    assert said(caplog) == [OTHER_MASK]
 
 
 @pytest.mark.parametrize("given", [{}, {"sliding_window": 5}], ids=str)
@@ -853,7 +809,7 @@ def test_tensors_that_ours_refuses_go_to_the_stock_implementations(
     layer = torch.nn.Module()
     with torch.no_grad():
         ours, _ = hf.attention(layer, q, k, v, None)
-        stock, _ = hf.sdpa_attention_forward(layer, q, k, v, None, is_causal=True)
+        stock, _ = sdpa_attention_forward(layer, q, k, v, None, is_causal=True)
     assert torch.equal(ours, stock)
     with torch.no_grad():
         hf.attention(layer, q[1:], k[1:], v[1:], None)  # at another address
@@ -861,10 +817,10 @@ def test_tensors_that_ours_refuses_go_to_the_stock_implementations(
     assert said(caplog) == [f"attention by transformers' own implementation: {reason}"]
 
 
-@pytest.mark.parametrize("name", sorted(hf._ACTIVATIONS))
+@pytest.mark.parametrize("name", sorted(_experts._ACTIVATIONS))
 def test_activations_are_known_by_their_formula(name: str) -> None:
     function = transformers.activations.ACT2FN[name]
-    assert hf._activation(function) == hf._ACTIVATIONS[name]
+    assert _experts._activation(function) == _experts._ACTIVATIONS[name]
     x = torch.linspace(-6, 6, 201)
     formulas = {
         "silu": x * torch.sigmoid(x),
@@ -873,27 +829,33 @@ def test_activations_are_known_by_their_formula(name: str) -> None:
         "relu": x.clamp(min=0),
         "relu2": x.clamp(min=0) ** 2,
     }
-    assert torch.allclose(function(x), formulas[hf._ACTIVATIONS[name]], atol=1e-5)
+    assert torch.allclose(function(x), formulas[_experts._ACTIVATIONS[name]], atol=1e-5)
 
 
 def test_an_activation_that_is_not_ours_has_no_name() -> None:
-    assert hf._activation(transformers.activations.ACT2FN["mish"]) is None
-    assert hf._activation(torch.nn.GELU(approximate="tanh")) == "gelu_tanh"
+    assert _experts._activation(transformers.activations.ACT2FN["mish"]) is None
+    assert _experts._activation(torch.nn.GELU(approximate="tanh")) == "gelu_tanh"
 
 
 def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
+    layer = torch.nn.Identity()
     with caplog.at_level(logging.WARNING):
-        hf._say("attention", "there is dropout")
-        hf._say("attention", "there is dropout")
-        hf._say("experts", "there is dropout")
+        _report.note_stock(layer, "attention", "there is dropout")
+        _report.note_stock(layer, "attention", "there is dropout")
+        _report.note_stock(layer, "experts", "there is dropout")
     assert len(said(caplog)) == 2
 
 
-def test_the_documented_program_runs(calls: Counter[str]) -> None:
+def test_the_documented_program_and_what_it_reports(calls: Counter[str]) -> None:
     page = Path(__file__).parents[2] / "docs" / "huggingface.md"
     text = page.read_text(encoding="utf-8")
     (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)
-    logits(names["model"].eval())
+    model = names["model"].eval()
+    logits(model)
     assert calls == {"flash_attention": 2, "moe_forward": 2}
+    mask = torch.ones_like(TOKENS)
+    mask[0, :4] = 0
+    logits(model, attention_mask=mask)
+    assert f"\n{hf.report()}\n" in text

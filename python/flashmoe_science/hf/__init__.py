@@ -1,0 +1,142 @@
+"""FlashMoE as the attention and the experts of Hugging Face transformers, version 5 or newer.
+
+    from flashmoe_science import hf
+
+    hf.register()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="flashmoe", experts_implementation="flashmoe"
+    )
+
+The model's code and weights stay as they are; weights are read where they lie. A model that would
+never call our operations is refused when it is made. A call that they do not cover goes to
+transformers' own implementation, and a warning says which and why, once for each reason;
+`register(strict=True)` makes it an error. `report()` has the calls of either, layer by layer.
+
+Covered by attention: no padding, causal or not, queries that end where the keys end (a prompt,
+and what follows it through a growing or sliding cache; a prompt into a static one), cross
+attention, grouped heads, sliding windows, softcap, inference. Covered by experts: gated and plain
+ones in every layout transformers knows, with biases, SiLU, GELU, ReLU and squared ReLU, gpt-oss's
+clamped gate, expert parallelism, inference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from flashmoe_science.hf import _models, _report
+from flashmoe_science.hf._attention import attention
+from flashmoe_science.hf._experts import experts
+from flashmoe_science.hf._masks import attention_mask
+from flashmoe_science.hf._models import ATTENTION, EXPERTS, KEPT_NAME, NAME, Choice
+from flashmoe_science.hf._report import Layer, Report, report, reset_report
+
+__all__ = [
+    "Layer",
+    "Report",
+    "attention",
+    "attention_mask",
+    "experts",
+    "register",
+    "report",
+    "reset_report",
+]
+
+
+def register(*, strict: bool = False) -> str:
+    """Makes FlashMoE the attention and the experts implementation "flashmoe" of transformers.
+
+    A model's configuration keeps the attention as "fmoe", a name that is accepted, too. Registering
+    again changes nothing but `strict`.
+
+    Args:
+        strict: A call that our operations do not cover is an UnsupportedError that says why, in
+            this process and in all threads. Otherwise it goes to transformers' own implementation.
+
+    Returns:
+        "flashmoe".
+    """
+    for name in (NAME, KEPT_NAME):
+        ExpertsInterface.register(name, experts)
+    AttentionInterface.register(KEPT_NAME, attention)
+    AttentionMaskInterface.register(KEPT_NAME, attention_mask)
+    for method, with_checks in _WITH_CHECKS.items():
+        theirs = getattr(PreTrainedModel, method)
+        if not hasattr(theirs, "_flashmoe"):
+            ours = functools.wraps(theirs)(with_checks(theirs))
+            ours._flashmoe = True  # type: ignore[attr-defined]
+            setattr(PreTrainedModel, method, ours)
+    _report.set_strict(strict)
+    return NAME
+
+
+def _checking_names(theirs: Callable[..., str]) -> Callable[..., str]:
+    """A method by which models check the name of an attention, and that knows ours."""
+
+    def check(self: PreTrainedModel, name: str | None, *arguments: Any, **options: Any) -> str:
+        _keep_our_name(self.config)
+        _models.refuse_paged(self, name)
+        _models.refuse_built_by_table(self, name)
+        return theirs(self, KEPT_NAME if name == NAME else name, *arguments, **options)
+
+    return check
+
+
+def _keep_our_name(config: Any) -> None:
+    """In a model's configuration and in those within it, whose models may not check theirs."""
+    if config._attn_implementation_internal == NAME:
+        config._attn_implementation_internal = KEPT_NAME
+    for name in config.sub_configs:
+        if isinstance(within := getattr(config, name, None), PreTrainedConfig):
+            _keep_our_name(within)
+
+
+def _checking_layers(theirs: Callable[..., None]) -> Callable[..., None]:
+    """The method that ends the making of a model, which has its layers then."""
+
+    def post_init(self: PreTrainedModel) -> None:
+        theirs(self)
+        for choice in (ATTENTION, EXPERTS):
+            if choice.is_ours(self.config):
+                _models.refuse_model(self, choice, whole=_models.maker_of(self))
+                _name_layers(self, choice)
+
+    return post_init
+
+
+def _setting(choice: Choice) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A method that changes the implementation of a model and of those within it."""
+
+    def checking(theirs: Callable[..., None]) -> Callable[..., None]:
+        def change(self: PreTrainedModel, given: Any, *arguments: Any, **options: Any) -> None:
+            _models.refuse_paged(self, given)
+            takers = list(_models.chosen(self, given))
+            for model, whole in takers:
+                _models.refuse_model(model, choice, whole=whole)
+            theirs(self, given, *arguments, **options)
+            for model, _ in reversed(takers):
+                _name_layers(model, choice)
+
+        return change
+
+    return checking
+
+
+def _name_layers(model: PreTrainedModel, choice: Choice) -> None:
+    alone = _models.computing_alone(model, choice)
+    _report.name_layers(model, choice, _models.asking(model, choice), alone)
+
+
+# By the names of PreTrainedModel's methods.
+_WITH_CHECKS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "_check_and_adjust_attn_implementation": _checking_names,
+    "get_correct_attn_implementation": _checking_names,
+    "post_init": _checking_layers,
+    "set_attn_implementation": _setting(ATTENTION),
+    "set_experts_implementation": _setting(EXPERTS),
+}

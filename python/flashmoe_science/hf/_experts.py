@@ -1,0 +1,130 @@
+"""transformers' experts function by ours; what ours does not cover by transformers' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.activations import ACT2CLS
+from transformers.integrations import moe as hf_moe
+
+import flashmoe_science
+from flashmoe_science.errors import _without_addresses
+from flashmoe_science.hf import _report
+from flashmoe_science.hf._limits import EXTENT_MULTIPLE, NO_BACKWARD, REFUSALS, not_ours
+from flashmoe_science.torch import operators
+
+_MOST_EXPERTS, _MOST_TOP_K = 1024, 32
+
+# transformers' activations and torch's by our names; exactly those whose formula is ours.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+def _activation_classes() -> dict[type, str]:
+    classes: dict[type, str] = {torch.nn.SiLU: "silu", torch.nn.ReLU: "relu"}
+    for name, ours in _ACTIVATIONS.items():
+        entry: Any = ACT2CLS[name]
+        kind = entry[0] if isinstance(entry, tuple) else entry
+        classes.setdefault(kind, ours)
+    return classes
+
+
+_ACTIVATION_CLASSES = _activation_classes()
+
+
+def _activation(function: Any) -> str | None:
+    """Our name of a module's activation, None where it is none of ours."""
+    if isinstance(function, torch.nn.GELU):
+        return "gelu" if function.approximate == "none" else "gelu_tanh"
+    return _ACTIVATION_CLASSES.get(type(function))
+
+
+def _gate_options(module: Any) -> dict[str, Any] | str:
+    """What moe_forward is told of a module's activation and gate; or why it cannot be."""
+    if not module.has_gate:
+        activation = _activation(module.act_fn)
+        if activation is None:
+            return f"the activation is {type(module.act_fn).__name__}"
+        return {"gate": "none", "activation": activation}
+    layout = "gate_up" if module.is_concatenated else "interleaved"
+    gate = type(module)._apply_gate
+    if gate is hf_moe._default_apply_gate and module.is_concatenated:
+        activation = _activation(module.act_fn)
+        if activation is None:
+            return f"the activation is {type(module.act_fn).__name__}"
+        return {"gate": layout, "activation": activation}
+    if type(module).__name__ == "GptOssExperts" and not module.is_concatenated:
+        clamped = {"alpha": module.alpha, "limit": module.limit, "up_offset": 1.0}
+        return {"gate": layout, "activation": "silu"} | clamped
+    return f"{type(module).__name__} has a gate of its own"
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """The hidden size, and that of an expert."""
+    rows, columns = module.down_proj.shape[1:]
+    return (columns, rows) if module.is_transposed else (rows, columns)
+
+
+def experts(
+    module: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """transformers' experts function: hidden_states [T, H], the experts of each token [T, K] and
+    their weights, to [T, H]. Ids beyond the module's experts are another device's, and add 0."""
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    w_up, w_down = (getattr(module, name) for name in names)
+    options = _gate_options(module)
+    reason = not_ours((hidden_states, w_up, w_down))
+    if not reason and top_k_weights.requires_grad and torch.is_grad_enabled():
+        reason = NO_BACKWARD
+    if isinstance(options, str):
+        reason = reason or options
+    elif getattr(module, "has_post_expert_norm", False):
+        reason = reason or "there is a norm behind each expert"
+    elif module.num_experts > _MOST_EXPERTS or top_k_index.shape[-1] > _MOST_TOP_K:
+        reason = reason or f"there are {module.num_experts} experts, {top_k_index.shape[-1]} each"
+    elif any(size % EXTENT_MULTIPLE != 0 for size in _sizes(module)):
+        hidden, inner = _sizes(module)
+        reason = reason or f"the hidden size is {hidden}, that of an expert {inner}"
+    if not reason:
+        assert isinstance(options, dict)
+        if module.is_transposed:
+            w_up, w_down = w_up.transpose(1, 2), w_down.transpose(1, 2)
+        if module.has_bias:
+            biases = (getattr(module, f"{name}_bias") for name in names)
+            options |= dict(zip(("b_gate_up", "b_down"), biases, strict=True))
+        if torch.compiler.is_compiling():
+            routing = operators.moe_route_given(
+                top_k_index, top_k_weights, num_experts=module.num_experts
+            )
+            _report.note_ours(module, "experts")
+            made: torch.Tensor = operators.moe_forward(
+                hidden_states, w_up, w_down, routing, **options
+            )
+            return made
+        try:
+            routing = flashmoe_science.moe_route_given(
+                top_k_index, top_k_weights, num_experts=module.num_experts
+            )
+            ours: torch.Tensor = flashmoe_science.moe_forward(
+                hidden_states, w_up, w_down, routing, **options
+            )
+            _report.note_ours(module, "experts")
+            return ours
+        except REFUSALS as error:
+            reason = _without_addresses(error)
+    _report.note_stock(module, "experts", reason)
+    out: torch.Tensor = hf_moe.grouped_mm_experts_forward(
+        module, hidden_states, top_k_index, top_k_weights
+    )
+    return out

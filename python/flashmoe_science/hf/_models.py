@@ -1,0 +1,284 @@
+"""Which models ask for an implementation, and the refusal of those that do not.
+
+transformers offers attention and experts by name to every model. A layer that takes part looks the
+name up when it is called, in an AttentionInterface or an ExpertsInterface; others compute by
+themselves and would never see ours. There is no list of either, so the code of a layer's class is
+searched for an interface that it refers to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any, cast
+
+import torch
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+
+from flashmoe_science.errors import InvalidArgumentError
+
+NAME = "flashmoe"
+# transformers takes an attention whose name contains "flash" for one of its flash attention
+# packages, which it then imports and gives packed sequences; this is the name in configurations.
+KEPT_NAME = "fmoe"
+NAMES = (NAME, KEPT_NAME)
+_PAGED = "paged|"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the two choices that transformers has.
+
+    Attributes:
+        operation: What is chosen.
+        argument: Its name where models are made; with an underscore before it, in configurations.
+        interface: The class of the tables in which layers look it up.
+        suffix: The end of the names of classes that compute it.
+    """
+
+    operation: str
+    argument: str
+    interface: type
+    suffix: str
+
+    def is_ours(self, config: Any) -> bool:
+        """Whether a configuration has ours."""
+        return getattr(config, f"_{self.argument}", None) in NAMES
+
+
+ATTENTION = Choice("attention", "attn_implementation", AttentionInterface, "Attention")
+EXPERTS = Choice("experts", "experts_implementation", ExpertsInterface, "Experts")
+
+
+# ---- what the code of a class refers to -------------------------------------------------------
+
+
+def _code(code: CodeType) -> Iterator[CodeType]:
+    """It, and that of the functions and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _code(constant)
+
+
+def _functions(kind: type) -> Iterator[FunctionType]:
+    """The methods of a model's or a layer's class, and what decorators wrapped in them."""
+    for base in kind.__mro__:
+        if issubclass(PreTrainedModel, base):  # what all models inherit
+            continue
+        for attribute in vars(base).values():
+            while isinstance(attribute, FunctionType):
+                yield attribute
+                attribute = getattr(attribute, "__wrapped__", None)
+
+
+@functools.cache
+def _referred(kind: type) -> dict[str, Any]:
+    """By name, the globals and closed-over values that the methods of a class refer to."""
+    found: dict[str, Any] = {}
+    for function in _functions(kind):
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            with contextlib.suppress(ValueError):  # it is empty
+                found[name] = cell.cell_contents
+        for code in _code(function.__code__):
+            for name in code.co_names:
+                if name in function.__globals__:
+                    found[name] = function.__globals__[name]
+    return found
+
+
+def _asks(kind: type, choice: Choice) -> bool:
+    """Whether layers of this class look the choice up."""
+    if issubclass(PreTrainedModel, kind):
+        return False
+    return any(isinstance(value, choice.interface) for value in _referred(kind).values())
+
+
+@functools.cache
+def _table(model: type[Any]) -> tuple[str, tuple[str, ...]] | None:
+    """The table of attention classes by which a model is built, and the names in it.
+
+    Such models choose a class while they are made, and fail there with any other name.
+    """
+    seen: set[type] = set()
+    left: list[type] = [model]
+    while left:
+        kind = left.pop()
+        seen.add(kind)
+        for name, value in _referred(kind).items():
+            if (
+                isinstance(value, dict)
+                and "eager" in value
+                and all(map(inspect.isclass, value.values()))
+            ):
+                return name, tuple(value)
+            is_layer = inspect.isclass(value) and issubclass(value, torch.nn.Module)
+            # Models within this one are looked at when they are made.
+            if is_layer and not issubclass(value, PreTrainedModel) and value not in seen:
+                left.append(value)
+    return None
+
+
+# ---- the layers of a model --------------------------------------------------------------------
+
+
+def asking(model: torch.nn.Module, choice: Choice) -> list[str]:
+    """The paths of a model's layers that look the choice up."""
+    return [path for path, layer in model.named_modules() if _asks(type(layer), choice)]
+
+
+def computing_alone(model: torch.nn.Module, choice: Choice) -> list[str]:
+    """The paths of its layers that go by the name of such a layer, and do not look it up.
+
+    Neither are those within a layer that does, or around one, nor those around another of them.
+    """
+    asks = asking(model, choice)
+    named = [
+        path
+        for path, layer in model.named_modules()
+        if type(layer).__name__.endswith(choice.suffix)
+    ]
+    return [
+        path
+        for path in named
+        if not any(_within(path, other) or _within(other, path) for other in asks)
+        if not any(_within(other, path) for other in named if other != path)
+    ]
+
+
+def _within(path: str, around: str) -> bool:
+    return path == around or not around or path.startswith(f"{around}.")
+
+
+# ---- refusals ---------------------------------------------------------------------------------
+
+
+def refuse_paged(model: PreTrainedModel, given: str | dict[str, Any] | None) -> None:
+    """Refuses ours over a paged cache, of which transformers would leave out the word.
+
+    Raises:
+        InvalidArgumentError: It is among the names that are given.
+    """
+    if isinstance(given, dict):
+        for value in given.values():
+            refuse_paged(model, value)
+    elif given in [f"{_PAGED}{name}" for name in NAMES]:
+        raise InvalidArgumentError(
+            f'attn_implementation: got "{given}" for {type(model).__name__}, but FlashMoE has no '
+            f'attention over a paged cache; accepted are "{NAME}" without continuous batching and '
+            f'"{_PAGED}eager"'
+        )
+
+
+def refuse_built_by_table(model: PreTrainedModel, given: str | None) -> None:
+    """Refuses ours for a model that would be built by a table of attention classes.
+
+    Raises:
+        InvalidArgumentError: It is.
+    """
+    kind = type(model).__name__
+    if given in NAMES and (table := _table(cast("type", type(model)))):
+        name, accepted = table
+        raise InvalidArgumentError(
+            f'attn_implementation: got "{NAME}" for {kind}, which builds its attention from '
+            f"{name} and asks for no implementation; accepted are {_quoted(accepted)}"
+        )
+
+
+def refuse_model(
+    model: PreTrainedModel, choice: Choice, *, whole: PreTrainedModel | None = None
+) -> None:
+    """Refuses a model that would never call ours.
+
+    Args:
+        model: A model that is made.
+        choice: What is to be ours in it.
+        whole: The model that it is a part of, which may do without such layers.
+
+    Raises:
+        InvalidArgumentError: None of its layers looks the choice up.
+    """
+    if asking(model, choice):
+        return
+    layers = dict(model.named_modules())
+    alone = sorted({type(layers[path]).__name__ for path in computing_alone(model, choice)})
+    if whole is not None and not alone:
+        return
+    kind = type(model).__name__
+    why = f"whose {', '.join(alone)} asks for no" if alone else "no layer of which asks for an"
+    hint = ""
+    if whole is not None:
+        kind = f"{kind} in {type(whole).__name__}"
+        if whole.config is not model.config:
+            hint = f'; other parts are chosen by a dict, as {{"text_config": "{NAME}"}}'
+    raise InvalidArgumentError(
+        f'{choice.argument}: got "{NAME}" for {kind}, {why} implementation of '
+        f"{choice.operation}; accepted are {_quoted(_accepted(model, choice))}{hint}"
+    )
+
+
+def _accepted(model: PreTrainedModel, choice: Choice) -> list[str]:
+    """What of transformers' own a model takes."""
+    if choice is EXPERTS:
+        return ["eager"]
+    names = {
+        "eager": True,
+        "sdpa": model._supports_sdpa,
+        "flash_attention_2": model._supports_flash_attn,
+        "flex_attention": model._supports_flex_attn,
+    }
+    return [name for name, taken in names.items() if taken]
+
+
+def _quoted(names: list[str] | tuple[str, ...]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def maker_of(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The outermost model by which a model is made while that is being made itself."""
+    found = None
+    frame = sys._getframe(1)
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_code.co_name == "__init__":
+            maker = frame.f_locals.get("self")
+            if isinstance(maker, PreTrainedModel) and maker is not model:
+                found = maker
+    return found
+
+
+def chosen(
+    model: PreTrainedModel, given: str | dict[str, Any] | None
+) -> Iterator[tuple[PreTrainedModel, PreTrainedModel | None]]:
+    """The models within a model, and itself, for which ours is chosen, by name or part by part.
+
+    Yields:
+        A model, and the one that it was chosen with as a part of.
+    """
+    by_config: dict[int, Any] = {}
+
+    def choose(config: Any, value: Any) -> None:
+        own = value.get("") if isinstance(value, dict) else value
+        by_config[id(config)] = own
+        for name in config.sub_configs:
+            within = getattr(config, name, None)
+            if isinstance(within, PreTrainedConfig):
+                choose(within, value.get(name) if isinstance(value, dict) else value)
+
+    choose(model.config, given)
+    default = given if isinstance(given, str) else None
+    named: set[int] = set()
+    for within in model.modules():
+        if not isinstance(within, PreTrainedModel):
+            continue
+        if by_config.get(id(within.config), default) in NAMES:
+            by_name = isinstance(given, str)
+            yield within, model if (named if by_name else id(within.config) in named) else None
+            named.add(id(within.config))
