@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from flashmoe_science import _dynamo
+
 if TYPE_CHECKING:
     from flashmoe_science._core import cuda_device_count, get_num_threads, set_num_threads
     from flashmoe_science.attention import flash_attention
@@ -155,3 +157,6 @@ if not TYPE_CHECKING:  # whose eyes would otherwise see every name in this modul
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
+
+
+_dynamo.serve()
