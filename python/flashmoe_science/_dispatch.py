@@ -25,7 +25,7 @@ _NO_DERIVATIVE = (
     "{0}: has a tangent of forward-mode differentiation, but {1} has no derivative yet; pass "
     "{0}.detach()"
 )
-_NEGATED = "{0}: its negative bit is set, accepted is a tensor without; pass {0}.resolve_neg()"
+NEGATED = "{0}: its negative bit is set, accepted is a tensor without; pass {0}.resolve_neg()"
 _INFERENCE = (
     "{0}: it is an inference tensor, accepted outside of torch.inference_mode() are others, such "
     "as its clone()"
@@ -187,7 +187,7 @@ class Torch(Framework):
     def check(self, name: str, tensor: Any, words: Words) -> None:
         refuse_derivatives(name, tensor, words.name)
         if tensor.is_neg():
-            raise InvalidArgumentError(_NEGATED.format(name))
+            raise InvalidArgumentError(NEGATED.format(name))
 
     def check_output(self, name: str, tensor: Any) -> None:
         import torch

@@ -271,15 +271,27 @@ def fresh_graphs() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("call", calls(fm), ids=str)
-def test_graphs_and_operators_resolve_the_negative_bit(call: Call, fresh_graphs: None) -> None:
-    """As torch does before every operator that does not know the bit."""
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_negated_inputs_are_refused_by_graphs(mode: Any, call: Call, fresh_graphs: None) -> None:
+    """Of which Inductor takes the memory as it is, even before torch's own operations."""
     tensors = call.tensors(9, "cpu", torch.float32)
-    with warnings.catch_warnings():
+    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
+    with mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
-        wanted = call(*tensors)
-        assert_same(compiled(*tensors), wanted)
-        assert_same(compiled(*map(negated, tensors)), wanted)
+        assert_same(compiled(*tensors), call(*tensors))
+        for i, x in enumerate(tensors):
+            given = [*tensors[:i], negated(x), *tensors[i + 1 :]]
+            with pytest.raises(RuntimeError, match="its negative bit is set, accepted is"):
+                compiled(*given)
+
+
+def test_negated_inputs_are_refused_by_operators() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    options = ("none", None, None, None, None, "bshd", None)
+    assert torch.ops.flashmoe.attention(q, q, q, *options).isfinite().all()
+    for mode in (torch.enable_grad, torch.inference_mode):
+        with mode(), pytest.raises(ValueError, match=NEGATED.replace(r"\w+", "v", 1)):
+            torch.ops.flashmoe.attention(q, q, negated(q), *options)
 
 
 def test_torchs_own_attention_serves_what_is_refused() -> None:
