@@ -7,7 +7,7 @@
 
 takes NumPy, torch, JAX and CuPy tensors, or any with DLPack, and returns the same kind. Names are
 loaded when they are first used: importing this package loads neither the library nor a framework.
-Where torch's compiler is loaded, flashmoe_science.torch is, so that torch.compile knows these names.
+Where torch's compiler is loaded, so is flashmoe_science.torch, by which it knows these names.
 """
 
 from __future__ import annotations
