@@ -163,7 +163,7 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
                     stream);
   }
   Call call(causal, window, scale, softcap, layout, kernel);
-  const Caller caller(kWords, *type, "q", q);
+  Caller caller(kWords, *type, "q", q);
   caller.borrow("q", q, &call.q);
   caller.borrow("k", k, &call.k);
   caller.borrow("v", v, &call.v);
@@ -194,6 +194,7 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
     status = run(call.params, workspace.data(), bytes, handle);
   }
   check(status);
+  caller.finish();
   return want_lse ? nb::make_tuple(result, sums) : result;
 }
 

@@ -70,7 +70,7 @@ void Caller::refuse_tangents(const char* name, nb::handle tensor) const {
                     words_.name + " has no derivative yet; pass " + name + ".detach()");
 }
 
-void Caller::borrow(const char* name, nb::handle tensor, TensorView* view, Access access) const {
+void Caller::borrow(const char* name, nb::handle tensor, TensorView* view, Access access) {
   const TensorType& type = same_framework(name, tensor);
   try {
     view->borrow(type, name, tensor, access);
@@ -84,11 +84,23 @@ void Caller::borrow(const char* name, nb::handle tensor, TensorView* view, Acces
   }
   if (may_require_grad_) refuse_gradients(type, name, tensor);
   if (may_have_tangents_) refuse_tangents(name, tensor);
+  refuse_negated(type, name, tensor);
+  if (access == Access::kWrite && type.torch != nullptr) {
+    if (refuses_writes(*type.torch, tensor)) {
+      raise_value_error(std::string(name) +
+                        ": it is an inference tensor, accepted outside of torch.inference_mode() "
+                        "are others, such as its clone()");
+    }
+    written_[written_count_++] = tensor;
+  }
 }
 
-void Caller::borrow_optional(const char* name, nb::handle tensor, TensorView* view,
-                             Access access) const {
+void Caller::borrow_optional(const char* name, nb::handle tensor, TensorView* view, Access access) {
   if (!tensor.is_none()) borrow(name, tensor, view, access);
+}
+
+void Caller::finish() const {
+  if (written_count_ > 0) count_writes(*type_.torch, written_, written_count_);
 }
 
 nb::object Caller::allocate_by_exchange(const char* name, flashmoe_device device,

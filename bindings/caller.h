@@ -25,13 +25,15 @@ class Caller {
   Caller(const OperationWords& words, const TensorType& type, const char* name, nb::handle first);
 
   // Views a tensor of the call. Raises a TypeError if it is of another framework than the first,
-  // and a ValueError if it requires grad where gradients are recorded, has a tangent, is inside a
-  // transform of torch.func, or is to be written to and known to be read-only.
-  void borrow(const char* name, nb::handle tensor, TensorView* view,
-              Access access = Access::kRead) const;
+  // and a ValueError if it requires grad where gradients are recorded, has a tangent or the negative
+  // bit, is inside a transform of torch.func, or is to be written to and may not be.
+  void borrow(const char* name, nb::handle tensor, TensorView* view, Access access = Access::kRead);
   // The same, and nothing of None.
   void borrow_optional(const char* name, nb::handle tensor, TensorView* view,
-                       Access access = Access::kRead) const;
+                       Access access = Access::kRead);
+
+  // That the tensors viewed for writing have been written to.
+  void finish() const;
 
   // A new tensor beside the first one, and its view. strides: elements; nullptr is contiguous.
   nb::object allocate(const char* name, flashmoe_device device, flashmoe_dtype dtype, int rank,
@@ -48,6 +50,8 @@ class Caller {
 
  private:
   friend class DeviceWorkspace;
+
+  static constexpr size_t kMostOutputs = 6;  // of one call: the parts of a routing
 
   const TensorType& same_framework(const char* name, nb::handle tensor) const;
   void refuse_gradients(const TensorType& type, const char* name, nb::handle tensor) const;
@@ -66,6 +70,8 @@ class Caller {
   nb::handle first_;
   bool may_require_grad_;
   bool may_have_tangents_;
+  size_t written_count_ = 0;
+  nb::handle written_[kMostOutputs];
 };
 
 // Memory of a CUDA device for the work of one call on `stream`, which the caller named himself or

@@ -17,8 +17,9 @@ inline constexpr uint32_t kMajorVersion = 1;
 // A device type beside those of flashmoe_device_type: CUDA's managed memory.
 inline constexpr int32_t kCudaManaged = 13;
 
-// A flag of ManagedTensor.
+// Flags of ManagedTensor.
 inline constexpr uint64_t kReadOnly = 1;
+inline constexpr uint64_t kIsCopied = 2;
 
 // Type codes beside those of flashmoe_dtype_code.
 inline constexpr uint8_t kInt = 0;

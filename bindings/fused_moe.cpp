@@ -108,7 +108,7 @@ const Renames& names_of_tokens() {
 // workspace. The functions are called in this order, tokens first.
 class FusedCall {
  public:
-  FusedCall(const Caller& caller, const RouteOptions& route, const ForwardOptions& forward)
+  FusedCall(Caller& caller, const RouteOptions& route, const ForwardOptions& forward)
       : caller_(caller) {
     route_.parse(route);
     forward_.parse(forward);
@@ -213,6 +213,7 @@ class FusedCall {
       status = run(memory, bytes, handle, &renames);
     }
     check_renamed(status, *renames);
+    caller_.finish();
   }
 
  private:
@@ -276,7 +277,7 @@ class FusedCall {
     return flashmoe_moe_forward(&forward_.params, rest, rest_bytes, stream);
   }
 
-  const Caller& caller_;
+  Caller& caller_;
   ProductCall product_;
   RouteCall route_;
   ForwardCall forward_;
@@ -314,7 +315,7 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
   if (!logits.is_none() && !router_bias.is_none()) {
     raise_value_error("router_bias: got one beside logits, accepted with router_weights alone");
   }
-  const Caller caller(kMoeWords, *type, "tokens", tokens);
+  Caller caller(kMoeWords, *type, "tokens", tokens);
   FusedCall call(caller, {scoring, renormalize, num_groups, top_groups, scale},
                  {gate, activation, alpha, limit, up_offset, weight_on_input, kernel});
   nb::object result = call.view_tokens(tokens, out);

@@ -1,7 +1,10 @@
 #include "bindings/library.h"
 
+#include <cstdint>
+
 #include "bindings/errors.h"
 #include "bindings/fields.h"
+#include "bindings/options.h"
 #include "bindings/tensor.h"
 #include "flashmoe/flashmoe.h"
 
@@ -66,10 +69,24 @@ void forward_log_line(int32_t level, const char* line, void* user) {
   }
 }
 
-void set_log(int32_t level, nb::object callback) {
+// What the C ABI then says of its value.
+int32_t parse_int32(const char* name, nb::handle integer, const char* accepted) {
+  return static_cast<int32_t>(parse_integer(name, integer, INT32_MIN, INT32_MAX, accepted));
+}
+
+void set_num_threads(nb::handle n) {
+  check(flashmoe_set_num_threads(parse_int32("n", n, "are 0 to 4096")));
+}
+
+void set_log(nb::handle given, nb::object callback) {
+  const int32_t level = parse_int32("level", given, "are 0 (off) to 3 (debug)");
   if (callback.is_none()) {
     check(flashmoe_set_log(level, nullptr, nullptr));
     return;
+  }
+  if (PyCallable_Check(callback.ptr()) == 0) {
+    raise_type_error("callback: got " + name_of_type(callback) +
+                     ", accepted is a function of (level, line), or None");
   }
   // Another thread may be about to call the one it replaces: a callback is never released.
   PyObject* kept = callback.release().ptr();
@@ -78,6 +95,10 @@ void set_log(int32_t level, nb::object callback) {
     Py_DECREF(kept);
     raise_status(status);
   }
+}
+
+void check_readable(const char* name, nb::handle tensor) {
+  TensorView().borrow(name, tensor, Access::kRead);
 }
 
 void check_writable(const char* name, nb::handle tensor) {
@@ -95,17 +116,23 @@ void define_library(nb::module_& module) {
              "Number of CUDA devices that can be used: 0 without a GPU, without a driver or in a "
              "CPU-only build. Never fails.");
   module.def("last_launch", &last_launch, "The fields of flashmoe_launch.");
-  module.def(
-      "set_num_threads", [](int32_t n) { check(flashmoe_set_num_threads(n)); }, nb::arg("n"),
-      "Sets the threads the CPU backend uses, the caller's included.\n\n"
-      "0 restores the default: FLASHMOE_NUM_THREADS if set, else the processors this "
-      "process may run on.\n\nRaises:\n    ValueError: n < 0 or n > 4096.");
+  module.def("set_num_threads", &set_num_threads, nb::arg("n").none(),
+             nb::sig("def set_num_threads(n: int) -> None"),
+             "Sets the threads the CPU backend uses, the caller's included.\n\n"
+             "0 restores the default: FLASHMOE_NUM_THREADS if set, else the processors this "
+             "process may run on.\n\nRaises:\n    ValueError: n < 0 or n > 4096.\n"
+             "    TypeError: Not an int.");
   module.def("get_num_threads", &flashmoe_get_num_threads,
              "Threads the CPU backend uses, the caller's included.");
+  module.def("check_readable", &check_readable, nb::arg("name"), nb::arg("tensor"),
+             "Raises a TypeError for what is no tensor that can be viewed.");
   module.def("check_writable", &check_writable, nb::arg("name"), nb::arg("tensor"),
              "Raises a ValueError for a tensor that is known to be read-only, and a TypeError for "
              "what is none.");
-  module.def("set_log", &set_log, nb::arg("level"), nb::arg("callback").none(),
+  module.def("check_unmasked", &refuse_masked, nb::arg("name"), nb::arg("array"),
+             "Raises a TypeError for an array of numpy.ma.");
+  module.def("set_log", &set_log, nb::arg("level").none(), nb::arg("callback").none(),
+             nb::sig("def set_log(level: int, callback: object | None) -> None"),
              "flashmoe_set_log; callback is called with (level, line).");
 }
 

@@ -67,7 +67,7 @@ Routing allocate(const Caller& caller, const RouteExtents& extents, bool want_ls
 }
 
 // Views outputs that the caller gave.
-void borrow(const Caller& caller, const Routing& given, bool want_lse, RouteCall* call) {
+void borrow(Caller& caller, const Routing& given, bool want_lse, RouteCall* call) {
   if (want_lse && given.lse.is_none()) {
     raise_value_error("out: its lse is None, accepted with return_lse is a tensor");
   }
@@ -93,7 +93,7 @@ nb::object moe_route(nb::handle logits, nb::handle top_k, nb::handle scoring,
   }
   RouteCall call;
   call.parse({scoring, renormalize, num_groups, top_groups, scale});
-  const Caller caller(kMoeWords, *type, "logits", logits);
+  Caller caller(kMoeWords, *type, "logits", logits);
   caller.borrow("logits", logits, &call.logits);
   caller.borrow_optional("selection_bias", selection_bias, &call.selection_bias);
   Routing made;
@@ -120,7 +120,7 @@ nb::object moe_route_given(nb::handle ids, nb::handle weights, nb::handle num_ex
   }
   RouteCall call;
   call.parse_weights(renormalize, scale);
-  const Caller caller(kMoeWords, *type, "ids", ids);
+  Caller caller(kMoeWords, *type, "ids", ids);
   caller.borrow("ids", ids, &call.given_ids);
   caller.borrow_optional("weights", weights, &call.given_weights);
   caller.borrow_optional("expert_map", expert_map, &call.expert_map);
@@ -152,7 +152,7 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
   ForwardCall call;
   call.parse({gate, activation, alpha, limit, up_offset, weight_on_input, kernel});
   const Routing parts = Routing::parse("routing", routing);
-  const Caller caller(kMoeWords, *type, "x", x);
+  Caller caller(kMoeWords, *type, "x", x);
   caller.borrow("x", x, &call.x);
   borrow_weights(caller, {x, w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, &call);
   caller.borrow("routing.weights", parts.weights, &call.weights);
@@ -183,7 +183,7 @@ nb::object grouped_product(nb::handle x, nb::handle w, nb::handle offsets, nb::h
   }
   ProductCall call;
   call.params.kernel = parse_kernel(kernel);
-  const Caller caller(kMoeWords, *type, "x", x);
+  Caller caller(kMoeWords, *type, "x", x);
   caller.borrow("x", x, &call.x);
   caller.borrow("w", w, &call.w);
   caller.borrow_optional("offsets", offsets, &call.offsets);

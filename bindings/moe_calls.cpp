@@ -132,7 +132,7 @@ void check_given_outputs(const RouteCall& call, const RouteExtents& extents) {
   }
 }
 
-void borrow_weights(const Caller& caller, const ForwardTensors& tensors, ForwardCall* call) {
+void borrow_weights(Caller& caller, const ForwardTensors& tensors, ForwardCall* call) {
   caller.borrow("w_gate_up", tensors.w_gate_up, &call->w_gate_up);
   caller.borrow_optional("w_up", tensors.w_up, &call->w_up);
   caller.borrow("w_down", tensors.w_down, &call->w_down);

@@ -309,6 +309,7 @@ void launch(Call* call, const Caller& caller, nb::handle stream) {
     workspace.allocate(caller, bytes, device, handle, named);
   }
   check_renamed(run(*call, workspace.data(), bytes, handle), renames);
+  caller.finish();
 }
 
 // The function of flashmoe_science._moe of that name. Kept in *function, which is one for each name;
@@ -342,6 +343,6 @@ struct ForwardTensors {
 };
 
 // Views all but x.
-void borrow_weights(const Caller& caller, const ForwardTensors& tensors, ForwardCall* call);
+void borrow_weights(Caller& caller, const ForwardTensors& tensors, ForwardCall* call);
 
 }  // namespace flashmoe

@@ -1,6 +1,7 @@
 #include "bindings/options.h"
 
 #include <cstddef>
+#include <cstring>
 #include <string>
 
 #include "bindings/errors.h"
@@ -24,10 +25,12 @@ bool is_string(nb::handle object) { return PyUnicode_Check(object.ptr()); }
 }
 
 float to_float(const char* name, nb::handle number, const char* accepted) {
+  if (PyBool_Check(number.ptr())) refuse(name, number, accepted, false);
   const double value = PyFloat_AsDouble(number.ptr());
   if (value == -1.0 && PyErr_Occurred() != nullptr) {
+    const bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError) != 0;
     PyErr_Clear();
-    refuse(name, number, accepted, false);
+    refuse(name, number, accepted, too_large);
   }
   return static_cast<float>(value);
 }
@@ -198,10 +201,14 @@ void parse_window(nb::handle window, flashmoe_attention_forward_params* params) 
 
 const char* parse_kernel(nb::handle kernel) {
   if (kernel.is_none()) return nullptr;
-  if (!is_string(kernel))
-    refuse("kernel", kernel, "is the name of a kernel family, or None", false);
-  const char* text = PyUnicode_AsUTF8AndSize(kernel.ptr(), nullptr);
-  if (text == nullptr) nb::raise_python_error();
+  constexpr char kAccepted[] = "is the name of a kernel family, or None";
+  if (!is_string(kernel)) refuse("kernel", kernel, kAccepted, false);
+  Py_ssize_t length = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(kernel.ptr(), &length);
+  if (text == nullptr) PyErr_Clear();  // of surrogates
+  if (text == nullptr || std::strlen(text) != static_cast<size_t>(length)) {
+    refuse("kernel", kernel, kAccepted, true);
+  }
   return text;
 }
 
@@ -209,7 +216,9 @@ bool parse_stream(nb::handle stream, void** parsed) {
   if (stream.is_none()) return false;
   nb::object handle = nb::borrow(stream);
   if (nb::hasattr(stream, "__cuda_stream__")) {
-    handle = stream.attr("__cuda_stream__")()[1];  // (version, handle)
+    const nb::object pair = stream.attr("__cuda_stream__")();  // (version, handle)
+    const bool is_pair = PyTuple_Check(pair.ptr()) && PyTuple_Size(pair.ptr()) == 2;
+    handle = is_pair ? nb::borrow(PyTuple_GetItem(pair.ptr(), 1)) : nb::none();
   } else if (nb::hasattr(stream, "cuda_stream")) {
     handle = stream.attr("cuda_stream");
   } else if (nb::hasattr(stream, "ptr")) {

@@ -78,12 +78,54 @@ flashmoe_device home_of(flashmoe_device device) {
   raise_value_error(std::string(name) + ": it is read-only, accepted is a writable tensor");
 }
 
+// What a producer says of its tensor that makes it none for us.
+void check_managed(const char* name, const dlpack::ManagedTensor& managed, Access access) {
+  if (managed.version.major != dlpack::kMajorVersion) {
+    raise_type_error(std::string(name) + ": got a tensor of DLPack " +
+                     std::to_string(managed.version.major) + "." +
+                     std::to_string(managed.version.minor) + ", accepted is major version 1");
+  }
+  if (access == Access::kWrite && (managed.flags & dlpack::kIsCopied) != 0) {
+    raise_value_error(std::string(name) +
+                      ": DLPack gives a copy of it, accepted is a tensor that shares its memory");
+  }
+}
+
+// The object's DLPack capsule: with the flags of a versioned one where it is to be written to. No
+// object where there is none.
+nb::object capsule_of(nb::handle object, Access access) {
+  static PyObject* const method = PyUnicode_InternFromString("__dlpack__");
+  static PyObject* const none = nb::make_tuple().release().ptr();
+  static PyObject* const version = [] {
+    nb::dict keywords;
+    keywords["max_version"] = nb::make_tuple(dlpack::kMajorVersion, 0);
+    return keywords.release().ptr();
+  }();
+  const nb::object exporter = nb::steal(PyObject_GetAttr(object.ptr(), method));
+  for (int attempt = 0; attempt < 2 && exporter.is_valid(); ++attempt) {
+    // What cannot be read-only may be refused without a version, and old producers know none.
+    const bool versioned = (access == Access::kWrite) == (attempt == 0);
+    nb::object capsule =
+        nb::steal(PyObject_Call(exporter.ptr(), none, versioned ? version : nullptr));
+    if (capsule.is_valid()) {
+      return PyCapsule_CheckExact(capsule.ptr()) ? capsule : nb::object();
+    }
+    if (PyErr_ExceptionMatches(PyExc_BufferError) == 0 &&
+        PyErr_ExceptionMatches(PyExc_TypeError) == 0) {
+      break;
+    }
+    PyErr_Clear();
+  }
+  PyErr_Clear();
+  return {};
+}
+
 // Takes the producer's exception, if there is one.
 [[noreturn]] void refuse_without_view(const char* name, nb::handle object) {
   std::string reason = "it gives no reason";
   if (PyErr_Occurred() != nullptr) {
     const nb::python_error error;
-    reason = nb::str(error.value()).c_str();
+    reason = utf8(nb::str(error.value()));
     reason = reason.substr(0, reason.find('\n'));  // torch appends its C++ stack
   }
   raise_type_error(std::string(name) + ": " + name_of_type(object) +
@@ -137,6 +179,30 @@ bool requires_grad(const TensorType& type, nb::handle tensor) {
   return value.ptr() == Py_True;
 }
 
+void refuse_negated(const TensorType& type, const char* name, nb::handle tensor) {
+  if (type.torch == nullptr || !type.torch->is_neg(tensor)) return;
+  raise_value_error(std::string(name) +
+                    ": its negative bit is set, accepted is a tensor without; pass " + name +
+                    ".resolve_neg()");
+}
+
+void refuse_masked(const char* name, nb::handle object) {
+  static const nb::object* masked = nullptr;
+  if (masked == nullptr) {
+    const nb::object module = loaded_module("numpy.ma");
+    const nb::object type = nb::getattr(module, "MaskedArray", nb::none());
+    if (!PyType_Check(type.ptr())) return;  // nobody has one
+    masked = new nb::object(type);
+  }
+  if (PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(object.type().ptr()),
+                       reinterpret_cast<PyTypeObject*>(masked->ptr())) == 0) {
+    return;
+  }
+  raise_type_error(std::string(name) + ": got " + name_of_type(object) +
+                   ", of which the mask would be ignored, accepted is an array without; pass " +
+                   name + ".filled() or " + name + ".data");
+}
+
 bool records_gradients(const TensorType& type) {
   if (type.torch != nullptr) return torch_records_gradients(*type.torch);
   return !type.is_grad_enabled.is_valid() || type.is_grad_enabled().ptr() != Py_False;
@@ -164,6 +230,7 @@ void TensorView::borrow(const TensorType& type, const char* name, nb::handle obj
   } else {
     failed = type.api->managed_from_object(object.ptr(), &managed_);
     if (failed == 0) {
+      check_managed(name, *managed_, access);
       std::memcpy(&tensor_, &managed_->tensor, sizeof tensor_);
       if (access == Access::kWrite && (managed_->flags & dlpack::kReadOnly) != 0) {
         refuse_to_write(name);
@@ -174,7 +241,17 @@ void TensorView::borrow(const TensorType& type, const char* name, nb::handle obj
   take();
 }
 
-bool TensorView::borrow_array(nb::handle object, Access access) {
+bool TensorView::borrow_array(const char* name, nb::handle given, Access access) {
+  // Taken here, since nb::ndarray looks neither at the version nor at all flags. It knows more than
+  // DLPack, which is what it is left with where there is no capsule.
+  nb::object object =
+      PyCapsule_CheckExact(given.ptr()) ? nb::borrow(given) : capsule_of(given, access);
+  constexpr char kVersioned[] = "dltensor_versioned";
+  if (object.is_valid() && PyCapsule_IsValid(object.ptr(), kVersioned) != 0) {
+    const void* managed = PyCapsule_GetPointer(object.ptr(), kVersioned);
+    check_managed(name, *static_cast<const dlpack::ManagedTensor*>(managed), access);
+  }
+  if (!object.is_valid()) object = nb::borrow(given);
   if (access == Access::kWrite) {
     nb::ndarray<> writable;
     if (!nb::try_cast(object, writable)) return false;
@@ -197,10 +274,10 @@ bool TensorView::borrow_array(nb::handle object, Access access) {
 }
 
 // NumPy's DLPack and buffer protocol know no bf16: there the same memory is seen as integers.
-bool TensorView::borrow_bfloat16(nb::handle object, Access access) {
-  nb::object dtype = nb::getattr(object, "dtype", nb::none());
-  if (std::strcmp(nb::str(dtype).c_str(), "bfloat16") != 0 || !nb::hasattr(object, "view") ||
-      !borrow_array(object.attr("view")("uint16"), access)) {
+bool TensorView::borrow_bfloat16(const char* name, nb::handle object, Access access) {
+  const nb::str dtype(nb::getattr(object, "dtype", nb::none()));
+  if (PyUnicode_CompareWithASCIIString(dtype.ptr(), "bfloat16") != 0 ||
+      !nb::hasattr(object, "view") || !borrow_array(name, object.attr("view")("uint16"), access)) {
     return false;
   }
   tensor_.dtype = kBFloat16;
@@ -209,9 +286,13 @@ bool TensorView::borrow_bfloat16(nb::handle object, Access access) {
 
 void TensorView::borrow(const char* name, nb::handle object, Access access) {
   const TensorType* type = tensor_type(object);
-  if (type != nullptr) return borrow(*type, name, object, access);
+  if (type != nullptr) {
+    borrow(*type, name, object, access);
+    return refuse_negated(*type, name, object);
+  }
+  refuse_masked(name, object);
   const auto borrow_as = [&](Access wanted) {
-    return borrow_array(object, wanted) || borrow_bfloat16(object, wanted);
+    return borrow_array(name, object, wanted) || borrow_bfloat16(name, object, wanted);
   };
   if (borrow_as(access)) return;
   if (access == Access::kWrite && borrow_as(Access::kRead)) refuse_to_write(name);

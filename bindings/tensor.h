@@ -40,6 +40,13 @@ bool requires_grad(const TensorType& type, nb::handle tensor);
 // Whether its framework records gradients now; true where nobody can say.
 bool records_gradients(const TensorType& type);
 
+// Raises a ValueError where torch has set the tensor's negative bit: what is in memory then has the
+// other sign.
+void refuse_negated(const TensorType& type, const char* name, nb::handle tensor);
+
+// Raises a TypeError for an array of numpy.ma, whose mask nothing here would see.
+void refuse_masked(const char* name, nb::handle object);
+
 enum class Access { kRead, kWrite };
 
 // A view of one argument, valid while the argument lives. Shape and strides are copied: another
@@ -91,8 +98,8 @@ class TensorView {
  private:
   void take();
   void give_back();
-  bool borrow_array(nb::handle object, Access access);
-  bool borrow_bfloat16(nb::handle object, Access access);
+  bool borrow_array(const char* name, nb::handle object, Access access);
+  bool borrow_bfloat16(const char* name, nb::handle object, Access access);
 
   flashmoe_tensor tensor_ = {};
   bool set_ = false;

@@ -90,6 +90,22 @@ nb::object TorchFunction::operator()(nb::handle argument) const {
   return nb::steal(made);
 }
 
+bool TorchMethod::operator()(nb::handle tensor) const {
+  if (!known_) {
+    const nb::object bound = method_.attr("__get__")(tensor);
+    if (PyCFunction_CheckExact(bound.ptr()) && PyCFunction_GetFlags(bound.ptr()) == METH_NOARGS) {
+      native_ = PyCFunction_GetFunction(bound.ptr());
+    }
+    known_ = true;
+  }
+  const nb::object answer =
+      nb::steal(native_ != nullptr ? native_(tensor.ptr(), nullptr)
+                                   : PyObject_CallFunctionObjArgs(method_.ptr(), tensor.ptr(),
+                                                                  static_cast<PyObject*>(nullptr)));
+  if (!answer.is_valid()) nb::raise_python_error();
+  return answer.ptr() == Py_True;
+}
+
 const TorchFunctions& torch_functions(const nb::object& torch) {
   // Leaked on purpose: at exit the interpreter is gone before static destructors run.
   static const TorchFunctions* functions = nullptr;
@@ -113,6 +129,12 @@ const TorchFunctions& torch_functions(const nb::object& torch) {
         {attribute_or_none(internals, {"_functorch", "maybe_current_level"}), METH_NOARGS},
         {attribute_or_none(internals, {"_cuda_cudaCachingAllocator_raw_alloc"}), METH_VARARGS},
         {attribute_or_none(internals, {"_cuda_cudaCachingAllocator_raw_delete"}), METH_O},
+        TorchMethod(torch.attr("Tensor").attr("is_neg")),
+        TorchMethod(torch.attr("Tensor").attr("is_inference")),
+        {torch.attr("is_inference_mode_enabled"), METH_NOARGS},
+        {nb::getattr(internals, "_increment_version",
+                     attribute_or_none(torch, {"autograd", "graph", "increment_version"})),
+         METH_O},
     };
   }
   return *functions;
@@ -162,8 +184,22 @@ bool torch_has_tangents(const TorchFunctions& torch) {
 }
 
 bool has_tangent(const TorchFunctions& torch, nb::handle tensor) {
-  if (tensor.attr("is_inference")().ptr() == Py_True) return false;  // which torch does not unpack
+  if (torch.is_inference(tensor)) return false;  // which torch does not unpack
   return !torch.unpack_dual(tensor).attr("tangent").is_none();
+}
+
+bool refuses_writes(const TorchFunctions& torch, nb::handle tensor) {
+  return torch.is_inference(tensor) && torch.is_inference_mode_enabled(nullptr).ptr() != Py_True;
+}
+
+void count_writes(const TorchFunctions& torch, const nb::handle* tensors, size_t count) {
+  const nb::object tuple = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(count)));
+  if (!tuple.is_valid()) nb::raise_python_error();
+  for (size_t i = 0; i < count; ++i) {
+    PyTuple_SetItem(tuple.ptr(), static_cast<Py_ssize_t>(i),
+                    nb::borrow(tensors[i]).release().ptr());
+  }
+  torch.increment_version(tuple);
 }
 
 bool torch_transforms(const TorchFunctions& torch) {

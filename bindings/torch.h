@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "flashmoe/flashmoe.h"
 
@@ -30,6 +31,20 @@ class TorchFunction {
   int takes_ = 0;
   PyCFunction native_ = nullptr;
   PyObject* self_ = nullptr;
+};
+
+// A method without arguments of torch's tensors that answers yes or no, in the same way.
+class TorchMethod {
+ public:
+  // `method` is what torch.Tensor has under its name.
+  explicit TorchMethod(nb::object method) : method_(std::move(method)) {}
+
+  bool operator()(nb::handle tensor) const;
+
+ private:
+  nb::object method_;
+  mutable bool known_ = false;  // whether it is native
+  mutable PyCFunction native_ = nullptr;
 };
 
 // What is used of torch, looked up once.
@@ -57,6 +72,10 @@ struct TorchFunctions {
   // tensor costs half of one.
   TorchFunction cuda_allocate;
   TorchFunction cuda_free;
+  TorchMethod is_neg;
+  TorchMethod is_inference;
+  TorchFunction is_inference_mode_enabled;
+  TorchFunction increment_version;  // of a tuple of tensors
 };
 
 const TorchFunctions& torch_functions(const nb::object& torch);
@@ -76,6 +95,13 @@ bool torch_records_gradients(const TorchFunctions& torch);
 // Whether there may be tensors with tangents: forward-mode differentiation is at work.
 bool torch_has_tangents(const TorchFunctions& torch);
 bool has_tangent(const TorchFunctions& torch, nb::handle tensor);
+
+// Whether torch allows no write to `tensor` now: it was made in inference mode, which is off.
+bool refuses_writes(const TorchFunctions& torch, nb::handle tensor);
+
+// Tells torch's autograd that `tensors` have been written to, as its own in-place operations do: a
+// backward pass that has saved one of them then fails, where it would use the new values.
+void count_writes(const TorchFunctions& torch, const nb::handle* tensors, size_t count);
 
 // Whether a transform of torch.func is at work.
 bool torch_transforms(const TorchFunctions& torch);

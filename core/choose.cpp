@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 #include "core/backends.h"
+#include "core/log.h"
 
 namespace flashmoe {
 
@@ -48,7 +49,10 @@ flashmoe_status check_family_device(int32_t device_type, flashmoe_device device,
 
 void append_rejection(char (&rejected)[kRejectedBytes], const char* family, const char* reason) {
   const size_t used = std::strlen(rejected);
-  std::snprintf(rejected + used, sizeof rejected - used, "%s: %s\n", family, reason);
+  std::snprintf(rejected + used, sizeof rejected - used, "%s: %s", family, reason);
+  make_readable(rejected + used);
+  const size_t end = std::strlen(rejected);
+  std::snprintf(rejected + end, sizeof rejected - end, "\n");
 }
 
 }  // namespace flashmoe

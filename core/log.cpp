@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
@@ -101,14 +102,49 @@ int32_t level_now() {
   return level != kUnread ? level : read_level();
 }
 
+// A character of UTF-8: its bytes, none where there is no character, and whether all of them are there.
+struct Character {
+  size_t bytes;
+  bool whole;
+};
+
+// Of a text that is not empty.
+Character first_character(const unsigned char* text) {
+  const unsigned char lead = text[0];
+  if (lead < 0x80) return {1, true};
+  if (lead < 0xc2 || lead > 0xf4) return {0, false};
+  const size_t length = lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
+  // The second byte's range leaves out longer forms of what is short, surrogates, and what is beyond
+  // Unicode.
+  unsigned char low = lead == 0xe0 ? 0xa0 : lead == 0xf0 ? 0x90 : 0x80;
+  unsigned char high = lead == 0xed ? 0x9f : lead == 0xf4 ? 0x8f : 0xbf;
+  for (size_t i = 1; i < length; ++i) {
+    if (text[i] < low || text[i] > high) return {i, false};
+    low = 0x80;
+    high = 0xbf;
+  }
+  return {length, true};
+}
+
 }  // namespace
 
 bool log_enabled(int32_t level) { return level <= level_now(); }
 
-void make_one_line(char* text) {
-  for (; *text != '\0'; ++text) {
-    if (static_cast<unsigned char>(*text) < ' ') *text = ' ';
+void make_readable(char* text) {
+  char* to = text;
+  while (*text != '\0') {
+    const Character character = first_character(reinterpret_cast<const unsigned char*>(text));
+    if (character.whole && static_cast<unsigned char>(*text) < ' ') {
+      *to++ = ' ';
+    } else if (character.whole) {
+      std::memmove(to, text, character.bytes);
+      to += character.bytes;
+    } else if (character.bytes == 0) {
+      *to++ = '?';
+    }
+    text += std::max<size_t>(character.bytes, 1);
   }
+  *to = '\0';
 }
 
 void log_line(int32_t level, const char* format, ...) {
@@ -117,7 +153,7 @@ void log_line(int32_t level, const char* format, ...) {
   va_start(arguments, format);
   std::vsnprintf(line, sizeof line, format, arguments);
   va_end(arguments);
-  make_one_line(line);
+  make_readable(line);
   flashmoe_log_callback callback = nullptr;
   void* user = nullptr;
   {

@@ -33,7 +33,7 @@ flashmoe_status fail(flashmoe_status status, const char* format, ...) {
   va_start(arguments, format);
   std::vsnprintf(sentence, sizeof sentence, format, arguments);
   va_end(arguments);
-  make_one_line(sentence);
+  make_readable(sentence);
   keep(sentence);
   if (log_enabled(FLASHMOE_LOG_ERROR)) {
     log_line(FLASHMOE_LOG_ERROR, "%s: %s", flashmoe_status_name(status), sentence);

@@ -10,7 +10,7 @@ import numpy as np
 
 CPU, CUDA, CUDA_HOST, ROCM, CUDA_MANAGED = 1, 2, 3, 10, 13
 FP32, FP16, INT32 = (2, 32, 1), (2, 16, 1), (0, 32, 1)
-READ_ONLY = 1
+READ_ONLY, IS_COPIED = 1, 2
 
 
 class DLTensor(c.Structure):
@@ -110,16 +110,18 @@ class HandMade:
         flags: int = 0,
         keeps: Any = None,
         answer: Callable[[], Any] | None = None,
+        version: tuple[int, int] = (1, 0),
     ) -> None:
         """strides in elements. Only a `versioned` one takes a consumer's max_version. What answer()
-        returns is given in place of a capsule."""
+        returns is given in place of a capsule. A `version` other than 1.0 is that of every capsule,
+        whatever is asked for."""
         self.data, self.dtype, self.device = data, dtype, device
         self._shape = (c.c_int64 * len(shape))(*shape)
         self._strides = None if strides is None else (c.c_int64 * len(strides))(*strides)
         self.byte_offset, self.versioned, self.flags, self.keeps = (
             byte_offset, versioned, flags, keeps
         )  # fmt: skip
-        self.answer = answer
+        self.answer, self.version = answer, version
         self.exported = self.deleted = 0
         self.streams: list[Any] = []
 
@@ -156,8 +158,8 @@ class HandMade:
         if self.flags & READ_ONLY and options.get("max_version") is None:
             raise BufferError("a read-only tensor has no old capsule")
         made: Any
-        if options.get("max_version") is not None:
-            made = Managed(1, 0, None, _delete, self.flags, self._tensor())
+        if options.get("max_version") is not None or self.version != (1, 0):
+            made = Managed(*self.version, None, _delete, self.flags, self._tensor())
             name, drop = _NEW_NAME, _drop
         else:
             made = Unversioned(self._tensor(), None, _delete_old)

@@ -25,6 +25,11 @@ _NO_DERIVATIVE = (
     "{0}: has a tangent of forward-mode differentiation, but {1} has no derivative yet; pass "
     "{0}.detach()"
 )
+NEGATED = "{0}: its negative bit is set, accepted is a tensor without; pass {0}.resolve_neg()"
+_INFERENCE = (
+    "{0}: it is an inference tensor, accepted outside of torch.inference_mode() are others, such "
+    "as its clone()"
+)
 _LEGACY_STREAM = 1  # cudaStreamLegacy, which DLPack's protocol also calls 1
 _DLPACK = (1, 0)  # the newest that capsules may be of
 # DLPack's kCUDAHost and kCUDAManaged: memory that one of our devices reads as its own.
@@ -59,6 +64,12 @@ class Framework:
 
     def check(self, name: str, tensor: Any, words: Words) -> None:
         """Raises what only this framework knows to be wrong with an argument."""
+
+    def check_output(self, name: str, tensor: Any) -> None:
+        """The same of one that is to be written to."""
+
+    def finish(self, *outputs: Any) -> None:
+        """That these have been written to."""
 
     def view(self, tensor: Any, stream: int | None) -> Any:
         """What the native side can read: the tensor, or a DLPack capsule ordered on `stream`."""
@@ -135,6 +146,9 @@ class NumPy(Framework):
     def device(self, tensor: Any) -> Device:
         return Device(1, 0)
 
+    def check(self, name: str, tensor: Any, words: Words) -> None:
+        _core.check_unmasked(name, tensor)
+
     def out(self, q: Any, shape: tuple[int, ...]) -> Any:
         import numpy
 
@@ -172,6 +186,20 @@ def refuse_derivatives(name: str, tensor: Any, operation: str) -> None:
 class Torch(Framework):
     def check(self, name: str, tensor: Any, words: Words) -> None:
         refuse_derivatives(name, tensor, words.name)
+        if tensor.is_neg():
+            raise InvalidArgumentError(NEGATED.format(name))
+
+    def check_output(self, name: str, tensor: Any) -> None:
+        import torch
+
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise InvalidArgumentError(_INFERENCE.format(name))
+
+    def finish(self, *outputs: Any) -> None:
+        import torch
+
+        for tensor in outputs:
+            torch.autograd.graph.increment_version(tensor)
 
     def view(self, tensor: Any, stream: int | None) -> Any:
         tensor = tensor.detach()
@@ -364,6 +392,7 @@ def through_numpy(arguments: dict[str, Any], words: Words = ATTENTION) -> dict[s
 
     made = {}
     for name, tensor in arguments.items():
+        _core.check_readable(name, tensor)
         try:
             made[name] = numpy.from_dlpack(tensor)
         except (BufferError, RuntimeError) as error:
@@ -413,7 +442,10 @@ def flash_attention(
         given["out"] = out
     if lse is not None:
         given["lse"] = lse
+    outputs = {name: tensor for name, tensor in given.items() if name in ("out", "lse")}
     framework = common_framework(given)
+    for name, tensor in outputs.items():
+        framework.check_output(name, tensor)
     if framework is JAX:
         from flashmoe_science import jax
 
@@ -460,4 +492,5 @@ def flash_attention(
     if needed > 0:
         assert handle is not None
         call(framework.view(framework.empty(q, (needed,), "uint8", handle), handle))
+    framework.finish(*outputs.values())
     return (given["out"], given["lse"]) if return_lse else given["out"]

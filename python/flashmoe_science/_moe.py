@@ -71,6 +71,9 @@ class _Calls:
         Of outputs those that are None are not given."""
         outputs = _present(**(outputs or {}))
         self.framework = _framework(tensors | outputs)
+        self._outputs = tuple(outputs.values())
+        for name, tensor in outputs.items():
+            self.framework.check_output(name, tensor)
         self._first = next(iter(tensors.values()))
         device = self.framework.device(self._first)
         if self.framework is _JAX:
@@ -109,6 +112,8 @@ class _Calls:
 
         views = {n: self.framework.view(t, self.stream) for n, t in tensors.items()}
         _core.moe_call(operation, views, options, allocate, self.stream)
+        if not passing:
+            self.framework.finish(*self._outputs)
         return tensors | made
 
     def _empty(self, name: str, shape: tuple[int, ...], dtype: str, stream: int | None) -> Any:

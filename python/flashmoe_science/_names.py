@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
 
@@ -41,7 +42,8 @@ def parse_dtype(dtype: object, name: str = "dtype") -> Dtype:
     """From "bf16", "bfloat16", or an object that prints as one, such as torch.bfloat16."""
     found = _DTYPES.get(str(dtype).rpartition(".")[2])
     if found is None:
-        raise ArgumentTypeError(f"{name}: got dtype {dtype}, accepted are fp16, bf16 and fp32")
+        given = printable(str(dtype))
+        raise ArgumentTypeError(f"{name}: got dtype {given}, accepted are fp16, bf16 and fp32")
     return found
 
 
@@ -50,12 +52,37 @@ def parse_device(device: object) -> Device:
     text = str(device)
     if text in ("cpu", "cpu:0"):
         return Device(CPU, 0)
-    match = re.fullmatch(r"(?:cuda|gpu)(?::(\d{1,4}))?", text)
+    match = re.fullmatch(r"(?:cuda|gpu)(?::([0-9]{1,4}))?", text)
     if match is None:
         raise InvalidArgumentError(
             f"device: got {device!r}, accepted are 'cpu', 'cuda' and 'cuda:N'"
         )
     return Device(CUDA, int(match[1] or 0))
+
+
+def printable(text: str) -> str:
+    """Escapes surrogates, which no encoding has."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def parse_extent(name: str, extent: Any, end: int, accepted: str) -> int:
+    """From an int, or what stands for one, of 0 to end - 1; `accepted` says so in words."""
+    if isinstance(extent, bool) or not hasattr(type(extent), "__index__"):
+        raise ArgumentTypeError(
+            f"{name}: got {extent!r} of type {type(extent).__name__}, accepted are {accepted}"
+        )
+    number = operator.index(extent)
+    if not 0 <= number < end:
+        raise InvalidArgumentError(f"{name}: got {number}, accepted are {accepted}")
+    return number
+
+
+def parse_flag(name: str, flag: Any) -> bool:
+    if not isinstance(flag, bool):
+        raise ArgumentTypeError(
+            f"{name}: got {flag!r} of type {type(flag).__name__}, accepted are False and True"
+        )
+    return flag
 
 
 def device_name(device: Device) -> str:

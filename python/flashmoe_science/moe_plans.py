@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashmoe_science import _core
-from flashmoe_science._names import Dtype, parse_device, parse_dtype
-from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
+from flashmoe_science._names import Dtype, parse_device, parse_dtype, parse_extent, parse_flag
+from flashmoe_science.errors import ArgumentTypeError
 from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
 
 _INT32 = Dtype(0, 32)
@@ -89,7 +89,7 @@ def moe_route_plan(
         {
             "top_k": top_k, "scoring": scoring, "renormalize": renormalize,
             "num_groups": num_groups, "top_groups": top_groups, "scale": scale,
-            "return_lse": return_lse,
+            "return_lse": parse_flag("return_lse", return_lse),
         },
     )  # fmt: skip
 
@@ -133,7 +133,7 @@ def moe_plan(
     options = {
         "gate": gate, "activation": activation, "alpha": alpha, "limit": limit,
         "up_offset": up_offset, "weight_on_input": weight_on_input, "kernel": kernel,
-        "return_pre_activation": return_pre_activation,
+        "return_pre_activation": parse_flag("return_pre_activation", return_pre_activation),
     }  # fmt: skip
     return _plan("forward", tensors, options)
 
@@ -174,7 +174,7 @@ def moe_route_plan_for(
 
     Raises what moe_route would raise for such logits.
     """
-    _check_extents(tokens=tokens, experts=experts)
+    tokens, experts = _parse_extents(tokens=tokens, experts=experts)
     logits = ((tokens, experts), parse_dtype(dtype), parse_device(device), None)
     return moe_route_plan(logits, top_k, scoring=scoring, renormalize=renormalize)
 
@@ -206,7 +206,11 @@ def moe_plan_for(
 
     Raises what moe_forward would raise for such tensors.
     """
-    _check_extents(tokens=tokens, hidden=hidden, inner=inner, experts=experts, top_k=top_k)
+    tokens, hidden, inner, experts, top_k = _parse_extents(
+        tokens=tokens, hidden=hidden, inner=inner, experts=experts, top_k=top_k
+    )
+    parse_flag("transposed", transposed)
+    parse_flag("bias", bias)
     where, numbers = parse_device(device), parse_dtype(dtype)
 
     def tensor(*shape: int, of: Dtype = numbers, turned: bool = False) -> Any:
@@ -240,8 +244,6 @@ def moe_plan_for(
     )
 
 
-def _check_extents(**extents: int) -> None:
-    """That sizes of tensors made of these fit 64 bits."""
-    for name, extent in extents.items():
-        if not 0 <= extent < 2**31:
-            raise InvalidArgumentError(f"{name}: got {extent}, accepted are 0 to 2^31 - 1")
+def _parse_extents(**extents: Any) -> list[int]:
+    """Of which sizes of tensors fit 64 bits."""
+    return [parse_extent(name, extent, 2**31, "0 to 2^31 - 1") for name, extent in extents.items()]

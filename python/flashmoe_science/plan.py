@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flashmoe_science import _core
-from flashmoe_science._names import parse_device, parse_dtype
-from flashmoe_science.errors import InvalidArgumentError
+from flashmoe_science._names import parse_device, parse_dtype, parse_extent, parse_flag
 
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]
@@ -71,7 +70,8 @@ def attention_plan(
     Raises what flash_attention would raise for its arguments.
     """
     options: dict[str, Any] = {"causal": causal, "window": window, "layout": layout}
-    options |= {"scale": scale, "softcap": softcap, "kernel": kernel, "return_lse": return_lse}
+    options |= {"scale": scale, "softcap": softcap, "kernel": kernel}
+    options["return_lse"] = parse_flag("return_lse", return_lse)
     from flashmoe_science import _dispatch
 
     if any(_dispatch.is_jax(tensor) for tensor in (q, k, v)):
@@ -109,9 +109,18 @@ def attention_plan_for(
 
     Raises what flash_attention would raise for such tensors.
     """
-    seq_k = seq_q if seq_k is None else seq_k
-    heads_kv = heads_q if heads_kv is None else heads_kv
-    dim_v = dim if dim_v is None else dim_v
+    given: dict[str, Any] = {
+        "batch": batch,
+        "seq_q": seq_q,
+        "heads_q": heads_q,
+        "dim": dim,
+        "seq_k": seq_q if seq_k is None else seq_k,
+        "heads_kv": heads_q if heads_kv is None else heads_kv,
+        "dim_v": dim if dim_v is None else dim_v,
+    }
+    batch, seq_q, heads_q, dim, seq_k, heads_kv, dim_v = (
+        parse_extent(name, extent, 2**63, "0 to 2^63 - 1") for name, extent in given.items()
+    )
 
     def shape(seq: int, heads: int, last: int) -> Sequence[int]:
         return (batch, heads, seq, last) if layout == "bhsd" else (batch, seq, heads, last)
@@ -121,10 +130,6 @@ def attention_plan_for(
         shape(seq_k, heads_kv, dim),
         shape(seq_k, heads_kv, dim_v),
     )
-    for extents in shapes:
-        for extent in extents:
-            if not -(2**63) <= extent < 2**63:
-                raise InvalidArgumentError(f"shape: got extent {extent}, it does not fit 64 bits")
     numbers = parse_dtype(dtype)
     fields = _core.attention_plan_for(
         *shapes,
@@ -136,6 +141,6 @@ def attention_plan_for(
         softcap=softcap,
         layout=layout,
         kernel=kernel,
-        return_lse=return_lse,
+        return_lse=parse_flag("return_lse", return_lse),
     )
     return AttentionPlan(**fields)

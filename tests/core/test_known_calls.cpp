@@ -507,6 +507,17 @@ void a_kernels_name_is_the_callers() {
   CHECK(launched.kernel == call.kernel);
   call.kernel = std::string(100, 'x');  // longer than any kernel's
   for (int i = 0; i < 2; ++i) CHECK(failure(call).find("kernel: got \"xxxx") == 0);
+  // Cut between characters, and made of characters.
+  call.kernel = "x";
+  std::string shown = "kernel: got \"x";
+  for (int i = 0; i < 40; ++i) call.kernel += "\xc3\xa9";
+  for (int i = 0; i < 31; ++i) shown += "\xc3\xa9";
+  CHECK(failure(call).find(shown + "\", built in") == 0);
+  for (const char* broken : {"sm\xff", "sm\x80", "sm\xc0\xed\xa0", "sm\xf8\xf0\x80\xf4\xa0\xa9"}) {
+    call.kernel = broken;
+    CHECK(failure(call).find("kernel: got \"sm?") == 0);
+    CHECK(failure(call).find_first_of("\x80\xa0\xc0\xed\xf0\xf4\xf8\xff") == std::string::npos);
+  }
   call.kernel.clear();
   planned(call);
   call.ready();

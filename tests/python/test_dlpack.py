@@ -87,15 +87,19 @@ READABLE = [
     Case("byte offset", with_offset),
     Case("rows apart", spaced),
     Case("backwards", backwards),
+    Case("a later minor version", of(version=(1, 7))),
+    Case("copied", of(flags=d.IS_COPIED)),
     Case("pinned for CUDA", of(device=(d.CUDA_HOST, 0))),
     Case("pinned for another GPU", of(device=(d.CUDA_HOST, 3))),
 ]
-WRITABLE = [case for case in READABLE if case.name != "read-only"]
+WRITABLE = [case for case in READABLE if case.name not in ("read-only", "copied")]
 REFUSED = [
     Case("raises", RAISES, TypeError,
          ".*HandMade gives no view of its memory: the memory is elsewhere$"),
     Case("no capsule", of(answer=lambda: 7), TypeError,
          "got .*HandMade, accepted is a tensor of NumPy"),
+    Case("a later major version", of(version=(2, 1)), TypeError,
+         r"got a tensor of DLPack 2\.1, accepted is major version 1$"),
     Case("no dimensions", of(shape=()), ValueError, "got 0 dimensions, accepted are 4"),
     Case("five dimensions", of(shape=(1, *SHAPE), strides=None), ValueError, "got 5 dimensions"),
     Case("forty dimensions", of(shape=(1,) * 40, strides=None), (TypeError, ValueError), "got "),
@@ -185,6 +189,35 @@ def test_attention_refuses_to_write_to_what_is_read_only() -> None:
         fm.flash_attention(values(), values(), values(), out=frozen)
 
 
+def test_outputs_that_are_copied_are_refused() -> None:
+    given = [HandMade.of(values()) for _ in range(3)]
+    for name, shape in {"out": SHAPE, "lse": (2, 4, 9)}.items():
+        outputs = {
+            "out": HandMade.of(values()),
+            "lse": HandMade.of(np.zeros((2, 4, 9), np.float32)),
+        }
+        outputs[name] = HandMade.of(np.zeros(shape, np.float32), flags=d.IS_COPIED)
+        match = f"^{name}: DLPack gives a copy of it, accepted is a tensor that shares its memory$"
+        with pytest.raises(ValueError, match=match):
+            fm.flash_attention(*given, **outputs)
+        assert not outputs[name].keeps.any()
+    arrays = layer()
+    tensors = [HandMade.of(x) for x in arrays.values()]
+    with pytest.raises(ValueError, match=r"^out: DLPack gives a copy of it"):
+        fm.fused_moe(*tensors, 2, out=HandMade.of(np.zeros((TOKENS, HIDDEN), np.float32), flags=2))
+
+
+def test_a_later_major_version_is_refused_without_outputs() -> None:
+    """Where NumPy makes them, which holds the tensors for that."""
+    given = [HandMade.of(values()) for _ in range(2)]
+    for order in ((2, 0, 1), (0, 2, 1), (0, 1, 2)):
+        tensors = [(*given, HandMade.of(values(), version=(2, 0)))[i] for i in order]
+        with pytest.raises(
+            TypeError, match=r"^[qkv]: got a tensor of DLPack 2\.0, accepted is major version 1$"
+        ):
+            fm.flash_attention(*tensors)
+
+
 @pytest.mark.parametrize("versioned", [True, False])
 @pytest.mark.parametrize("shape", [(0, 9, 4, 16), (2, 0, 4, 16)])
 def test_attention_on_nothing(shape: tuple[int, ...], versioned: bool) -> None:
@@ -258,6 +291,7 @@ def test_experts_are_refused(name: str) -> None:
     for make, error, sentence in (
         (RAISES, TypeError, ".*HandMade gives no view of its memory: the memory is elsewhere$"),
         (of(dtype=d.INT32), TypeError, "got dtype int32"),
+        (of(version=(2, 0)), TypeError, r"got a tensor of DLPack 2\.0"),
         (of(device=(d.ROCM, 0)), ValueError, "got device type 10, accepted are"),
     ):
         given = [make(arrays[n]) if n == name else HandMade.of(arrays[n]) for n in arguments]

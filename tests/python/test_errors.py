@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import flashmoe_science as fm
@@ -22,6 +23,29 @@ WINDOW = (
     "accepted is None or a pair (left, right) of numbers of keys, each 0 or more, or None for no "
     "bound (FlashAttention's -1)"
 )
+
+
+@dataclass(frozen=True, repr=False)
+class Unprintable:
+    text: str | None
+
+    def __repr__(self) -> str:
+        if self.text is None:
+            raise RuntimeError("no text")
+        return self.text
+
+
+@dataclass(frozen=True, repr=False)
+class Stream:
+    answer: Any
+
+    def __cuda_stream__(self) -> Any:
+        return self.answer
+
+    def __repr__(self) -> str:
+        return "a stream"
+
+
 OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "causal": (
         {"causal": "left"},
@@ -129,6 +153,47 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         "return_lse: got 1 of type int, accepted are False and True",
     ),
+    "scale-bool": (
+        {"scale": True},
+        TypeError,
+        "scale: got True of type bool, accepted is a number, or None for 1 / sqrt(dim)",
+    ),
+    "scale-huge": (
+        {"scale": 10**400},
+        ValueError,
+        f"scale: got 1{'0' * 59}..., accepted is a number, or None for 1 / sqrt(dim)",
+    ),
+    "softcap-bool": (
+        {"softcap": True},
+        TypeError,
+        "softcap: got True of type bool, accepted is a number, or None for no cap",
+    ),
+    "layout-long": (
+        {"layout": "x" + "é" * 80},
+        ValueError,
+        f"layout: got 'x{'é' * 58}..., accepted are 'bshd' and 'bhsd'",
+    ),
+    "layout-surrogates": (
+        {"layout": Unprintable("\ud800\0")},
+        TypeError,
+        f"layout: got \\ud800\0 of type {__name__}.Unprintable, accepted are 'bshd' and 'bhsd'",
+    ),
+    "layout-without-repr": (
+        {"layout": Unprintable(None)},
+        TypeError,
+        f"layout: got one without a repr of type {__name__}.Unprintable, accepted are 'bshd' and "
+        "'bhsd'",
+    ),
+    "kernel-null": (
+        {"kernel": "cpu\0x"},
+        ValueError,
+        r"kernel: got 'cpu\x00x', accepted is the name of a kernel family, or None",
+    ),
+    "kernel-surrogate": (
+        {"kernel": "\ud800"},
+        ValueError,
+        r"kernel: got '\ud800', accepted is the name of a kernel family, or None",
+    ),
     "kernel-type": (
         {"kernel": 89},
         TypeError,
@@ -145,6 +210,18 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         "stream: got True of type bool, accepted is a cudaStream_t as an int, or an object with "
         "__cuda_stream__(), cuda_stream or ptr",
+    ),
+    "stream-protocol": (
+        {"stream": Stream(3)},
+        TypeError,
+        f"stream: got a stream of type {__name__}.Stream, accepted is a cudaStream_t as an int, or "
+        "an object with __cuda_stream__(), cuda_stream or ptr",
+    ),
+    "stream-protocol-short": (
+        {"stream": Stream((0,))},
+        TypeError,
+        f"stream: got a stream of type {__name__}.Stream, accepted is a cudaStream_t as an int, or "
+        "an object with __cuda_stream__(), cuda_stream or ptr",
     ),
     "stream-wide": (
         {"stream": 1 << 70},
@@ -317,6 +394,56 @@ def test_kernel_names_what_is_built_in() -> None:
     for family in built:
         assert (family in str(caught.value)) == (family in ("cpu", *kernels.FAMILIES))
     assert caught.value.status == "FLASHMOE_ERROR_INVALID_ARGUMENT"
+
+
+def test_long_kernel_names_are_cut_between_characters() -> None:
+    for start in range(4):
+        name = "x" * start + "\u20ac" * 40  # three bytes each
+        kept = "x" * start + "\u20ac" * ((64 - start) // 3)
+        with pytest.raises(ValueError, match=f'^kernel: got "{kept}", built in are '):
+            fm.flash_attention(Q, K, K, kernel=name)
+        assert fm.attention_plan(Q, K, K).family == "cpu"
+
+
+def test_masked_arrays_are_refused() -> None:
+    """Whose masks would be ignored."""
+
+    def masked(array: Any) -> Any:
+        return np.ma.masked_array(array, mask=np.zeros(array.shape, bool))
+
+    def refused(name: str) -> Any:
+        return pytest.raises(
+            TypeError,
+            match=rf"^{name}: got numpy\.ma\.MaskedArray, of which the mask would be ignored, "
+            rf"accepted is an array without; pass {name}\.filled\(\) or {name}\.data$",
+        )
+
+    outputs = {"out": np.zeros_like(Q), "lse": np.zeros((2, 4, 16), np.float32)}
+    for name, array in {**BY_NAME, **outputs}.items():
+        with refused(name):
+            fm.flash_attention(**{**BY_NAME, **outputs, name: masked(array)})
+    with refused("k"):
+        fm.attention_plan(Q, masked(K), K)
+    for experts in (7, 8):
+        layer = {
+            "tokens": np.zeros((4, 16), np.float32),
+            "router_weights": np.zeros((experts, 16), np.float32),
+            "w_gate_up": np.zeros((experts, 16, 16), np.float32),
+            "w_down": np.zeros((experts, 16, 8), np.float32),
+        }
+        for name, array in layer.items():
+            with refused(name):
+                fm.fused_moe(**{**layer, name: masked(array)}, top_k=2)
+        with refused("out"):
+            fm.fused_moe(**layer, top_k=2, out=masked(layer["tokens"].copy()))
+    logits = np.zeros((4, 8), np.float32)
+    with refused("logits"):
+        fm.moe_route(masked(logits), 2)
+    with refused("logits"):
+        fm.moe_route_plan(masked(logits), 2)
+    part = fm.moe_route(logits, 2)
+    with refused("out.weights"):
+        fm.moe_route(logits, 2, out=part._replace(weights=masked(part.weights)))
 
 
 def test_unsupported_is_a_not_implemented_error() -> None:

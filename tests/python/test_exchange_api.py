@@ -189,6 +189,42 @@ def test_a_type_without_an_allocator_needs_outputs() -> None:
     assert_accurate(out.array, None, *inputs)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "refused", "sentence"),
+    [
+        ("major", 2, "kout", r"got a tensor of DLPack 2\.3, accepted is major version 1$"),
+        (
+            "flags",
+            2,
+            "out",
+            "DLPack gives a copy of it, accepted is a tensor that shares its memory",
+        ),
+    ],
+)
+def test_what_a_managed_tensor_says_of_itself(
+    field: str, value: int, refused: str, sentence: str
+) -> None:
+    @FROM_OBJECT
+    def saying(tensor: Any, out: Any) -> int:
+        made = manage(tensor)
+        if tensor.array[0, 0, 0, 0] == 7:
+            setattr(made.contents, field, value)
+        out[0] = made
+        return 0
+
+    kind = tensor_type(table(view=VIEW(0), from_object=saying))
+    for name in ("k", "out"):
+        given = dict(zip("qkv", arrays(), strict=True)) | {"out": np.zeros((2, 9, 4, 16), "f4")}
+        given[name][0, 0, 0, 0] = 7
+        tensors = {n: kind(x) for n, x in given.items()}
+        if name in refused:
+            with pytest.raises(fm.FlashMoEError, match=f"^{name}: {sentence}"):
+                fm.flash_attention(**tensors)
+        else:
+            fm.flash_attention(**tensors)
+    assert not alive, "every managed tensor was given back"
+
+
 def test_read_only_tensors_are_not_written_to() -> None:
     """Where a producer can say so: a view of borrowed memory does not."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import flashmoe_science as fm
@@ -141,13 +142,67 @@ def test_bad_plans() -> None:
             ValueError,
             "^q: its head dimension is 264, accepted are multiples of 8 from",
         ),
-        ({"seq_q": -5}, ValueError, r"^q: got shape \[1, -5, 4, 16\], extents cannot be negative$"),
-        ({"seq_k": 1 << 80}, ValueError, "^shape: got extent 1208925819614629174706176"),
+        ({"seq_q": -5}, ValueError, r"^seq_q: got -5, accepted are 0 to 2\^63 - 1$"),
+        ({"seq_k": 1 << 80}, ValueError, "^seq_k: got 1208925819614629174706176, accepted are 0"),
+        ({"dtype": "\ud800"}, TypeError, r"^dtype: got dtype \\ud800, accepted"),
+        ({"device": "cuda:\u0663"}, ValueError, "^device: got 'cuda:\u0663'"),
+        ({"return_lse": 1}, TypeError, "^return_lse: got 1 of type int, accepted are False and"),
         ({"layout": "x"}, ValueError, "^layout: got 'x'"),
         ({"kernel": "sm12"}, ValueError, '^kernel: got "sm12"'),
     ):
         with pytest.raises(kind, match=match):
             fm.attention_plan_for(**{**good, **change})
+
+
+_PLANS: dict[Callable[..., Any], dict[str, int]] = {
+    fm.attention_plan_for: {
+        "batch": 1, "seq_q": 8, "heads_q": 4, "dim": 16, "seq_k": 8, "heads_kv": 4, "dim_v": 16,
+    },
+    fm.moe_plan_for: {"tokens": 4, "hidden": 16, "inner": 16, "experts": 8, "top_k": 2},
+    fm.moe_route_plan_for: {"tokens": 4, "experts": 8, "top_k": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", _PLANS)
+def test_extents_are_integers(plan: Callable[..., Any]) -> None:
+    good = _PLANS[plan]
+    assert plan(**{name: np.int64(extent) for name, extent in good.items()}) == plan(**good)
+    for name in good:
+        for wrong in (1.5, 8.0, np.float32(8), float("nan"), "8", True, [8]):
+            kind = type(wrong).__name__
+            with pytest.raises(TypeError, match=rf"^{name}: got .* of type (numpy\.)?{kind}, "):
+                plan(**good | {name: wrong})
+        for wrong in (-1, 1 << 70):
+            with pytest.raises(ValueError, match=rf"^{name}: got {wrong}, accepted are "):
+                plan(**good | {name: wrong})
+
+
+@pytest.mark.parametrize("name", ["transposed", "bias", "return_pre_activation"])
+def test_flags_of_plans_are_bools(name: str) -> None:
+    for wrong in (1, "no", None):
+        with pytest.raises(TypeError, match=rf"^{name}: got .*, accepted are False and True$"):
+            fm.moe_plan_for(**_PLANS[fm.moe_plan_for], **{name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(fm.set_num_threads, "n"), (fm.set_log, "level")], ids=["threads", "log"]
+)
+def test_settings_are_integers(function: Callable[[Any], None], name: str) -> None:
+    for wrong in (1.5, None, True, [1]):
+        with pytest.raises(
+            fm.ArgumentTypeError, match=rf"^{name}: got .* of type .*, accepted are"
+        ):
+            function(wrong)
+    for wrong in (-1, 1 << 20, 1 << 70):
+        with pytest.raises(fm.InvalidArgumentError, match=rf"^{name}: got {wrong}.*, accepted are"):
+            function(wrong)
+
+
+def test_a_log_callback_is_a_function() -> None:
+    with pytest.raises(
+        fm.ArgumentTypeError, match=r"^callback: got int, accepted is a function of"
+    ):
+        fm.set_log("off", 1)  # type: ignore[arg-type]
 
 
 _LOG = """

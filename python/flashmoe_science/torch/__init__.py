@@ -9,7 +9,8 @@ here, and modules with the weights of those people have.
         out = model(x)
 
 Importing this module registers the operators torch.ops.flashmoe.*, and tells torch.compile that the
-functions of flashmoe_science are these. There is no backward pass yet: a gradient that is asked for
+functions of flashmoe_science are these; where that package is imported, torch.compile imports this
+one by itself. There is no backward pass yet: a gradient that is asked for
 is an error.
 """
 

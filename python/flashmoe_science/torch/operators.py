@@ -15,7 +15,7 @@ import torch
 
 import flashmoe_science as fm
 from flashmoe_science import _core
-from flashmoe_science._dispatch import refuse_derivatives
+from flashmoe_science._dispatch import NEGATED, refuse_derivatives
 from flashmoe_science._names import CPU, CUDA, Device, Dtype
 from flashmoe_science.errors import DeviceError, InvalidArgumentError, UnsupportedError
 from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
@@ -71,6 +71,14 @@ def _define(
         return overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **options)
 
     _LIBRARY.impl(name, differentiate, "Autograd", with_keyset=True)
+
+    def refuse_negated(*arguments: Any) -> None:
+        """In place of torch's rule, which copies: of that copy Inductor makes one of the memory."""
+        for argument, value in zip(names, arguments, strict=False):
+            if isinstance(value, torch.Tensor) and value.is_neg():
+                raise InvalidArgumentError(NEGATED.format(argument))
+
+    _LIBRARY.impl(name, refuse_negated, "Negative")
     rule = _batching_rule(overload, fold)
     torch.library.register_vmap(f"flashmoe::{name}", rule, lib=_LIBRARY)
     return overload
