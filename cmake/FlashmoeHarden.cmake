@@ -5,8 +5,10 @@ include(CheckCXXCompilerFlag)
 include(CheckCXXSourceCompiles)
 
 # Canaries behind arrays; a stack that grows page by page and so meets its guard page; marks where
-# indirect calls may lead, for which x86-64 and aarch64 have a flag each. Compilers know some of them.
+# indirect calls may lead, for which x86-64 and aarch64 have a flag each. Compilers know some of them; of
+# one for another processor Clang merely warns.
 set(flashmoe_hardening "")
+set(CMAKE_REQUIRED_FLAGS -Werror)
 foreach(flag -fstack-protector-strong -fstack-clash-protection -fcf-protection=full
     -mbranch-protection=standard)
   string(MAKE_C_IDENTIFIER "flashmoe_compiler_has${flag}" has)
@@ -15,6 +17,7 @@ foreach(flag -fstack-protector-strong -fstack-clash-protection -fcf-protection=f
     list(APPEND flashmoe_hardening "${flag}")
   endif()
 endforeach()
+unset(CMAKE_REQUIRED_FLAGS)
 
 # The C library's checked functions: compilers that optimise alone can check, and sanitizers look at
 # the plain functions. Where level 3 is not known glibc would warn of it.
