@@ -1,7 +1,5 @@
 # How every object of libflashmoe is compiled.
 
-include(FlashmoeHarden)
-
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
 endif()
@@ -22,9 +20,6 @@ function(flashmoe_compile target)
     FLASHMOE_BUILDING FLASHMOE_WITH_CUDA=$<BOOL:${FLASHMOE_CUDA}>
     FLASHMOE_WITH_SM90=$<BOOL:${FLASHMOE_SM90}>)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${FLASHMOE_WARNINGS}>)
-  if(FLASHMOE_HARDEN)
-    flashmoe_harden(${target})
-  endif()
   if(FLASHMOE_SANITIZE)
     target_compile_options(${target} PRIVATE
       $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${FLASHMOE_SANITIZE} -fno-omit-frame-pointer

@@ -37,6 +37,9 @@ endif()
 # The host code in CUDA's sources, too, but for the checked functions: nvcc reads their declarations
 # for the device as well.
 function(flashmoe_harden target)
+  if(NOT FLASHMOE_HARDEN)
+    return()
+  endif()
   target_compile_options(${target} PRIVATE
     "$<$<COMPILE_LANGUAGE:CXX>:${flashmoe_hardening}>"
     "$<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CONFIG:Release,RelWithDebInfo,MinSizeRel>>:${flashmoe_fortified}>")
