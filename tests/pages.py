@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted(DOCS.rglob("*.md")),
 ]
 
@@ -45,8 +45,9 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The lines of a shell block, without comments."""
-        lines = (re.sub(r"(^|\s+)#.*", "", line).strip() for line in self.text.splitlines())
+        """The lines of a shell block, without comments; what ends in && goes on in the next."""
+        text = re.sub(r"&&\n\s*", "&& ", self.text)
+        lines = (re.sub(r"(^|\s+)#.*", "", line).strip() for line in text.splitlines())
         return [line for line in lines if line]
 
 
@@ -59,6 +60,15 @@ def blocks(*languages: str, page: Path | None = None) -> list[Block]:
             line = text.count("\n", 0, match.start()) + 1
             found.append(Block(path, line, match[1].strip(), match[2]))
     return [block for block in found if not languages or block.language in languages]
+
+
+def link_targets(text: str) -> list[str]:
+    """Of Markdown's links, its definitions of links, and of HTML in it."""
+    return [
+        *re.findall(r"\]\(([^)\s]+)\)", text),
+        *re.findall(r"^\[[^]\n]+\]: (\S+)", text, re.MULTILINE),
+        *re.findall(r'(?:href|src|srcset)="([^"\s]+)"', text),
+    ]
 
 
 def run(program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -146,6 +146,7 @@ SMALL_CHECKOUT: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
     "include/flashmoe/flashmoe.h": ([], set()),
     "cmake/FlashmoeCompile.cmake": ([], ALL),
     "cmake/FlashmoeCuda.cmake": ([], {ATTENTION_CUDA, MOE_CUDA}),
+    "cmake/FlashmoeHarden.cmake": ([], {ATTENTION_CPU, MOE_CPU}),
 }
 
 

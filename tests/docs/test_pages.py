@@ -14,7 +14,18 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from pages import BUILDS_A_PROGRAM, DOCS, PAGES, ROOT, Block, blocks, run, says, sentences
+from pages import (
+    BUILDS_A_PROGRAM,
+    DOCS,
+    PAGES,
+    ROOT,
+    Block,
+    blocks,
+    link_targets,
+    run,
+    says,
+    sentences,
+)
 
 LANGUAGES = {"", "python", "sh", "c", "cpp", "cuda", "cmake", "{toctree}", "{eval-rst}"}
 TROUBLESHOOTING = DOCS / "troubleshooting.md"
@@ -139,6 +150,9 @@ def check_pip(words: list[str]) -> None:
         for extra in re.findall(r"^\.\[(.*)\]$", word):
             pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
             assert re.search(rf"^{extra} = \[", pyproject, re.MULTILINE), extra
+        if "==" in word:  # another place says the same
+            said = (path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py"))
+            assert any(f'"{word}"' in text for text in said), word
         for option in re.findall(r"^-Ccmake\.define\.(FLASHMOE_\w+)=", word):
             cmake = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
             assert f"option({option} " in cmake, option
@@ -216,13 +230,12 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+LINKING = [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    targets = re.findall(r"\]\(([^)\s]+)\)", text)
-    targets += re.findall(r"^\[[^]\n]+\]: (\S+)", text, re.MULTILINE)
-    targets += re.findall(r'(?:href|src|srcset)="([^"\s]+)"', text)
-    for target in targets:
+    for target in link_targets(page.read_text(encoding="utf-8")):
         if re.match(r"[a-z]+:", target):
             continue
         name, _, anchor = target.partition("#")
@@ -230,6 +243,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert path.exists(), f"{page.name}: {target}"
         if anchor:
             assert anchor in anchors(path), f"{page.name}: {target}"
+
+
+def test_sources_name_pages_that_are_there() -> None:
+    folders = ("core", "cpu", "cuda", "bindings", "include", "python", "cmake", "examples")
+    files = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml"]
+    files += [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    named = {}
+    for path in files:
+        if path.suffix != ".pyc":
+            text = path.read_text(encoding="utf-8", errors="replace")
+            named |= dict.fromkeys(re.findall(r"\bdocs/[\w/]+\.md\b", text), path)
+    assert len(named) > 5
+    assert {page: by for page, by in named.items() if not (ROOT / page).exists()} == {}
 
 
 def test_the_map_of_the_sources_is_true() -> None:

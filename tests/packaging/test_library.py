@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import re
 from pathlib import Path
 
+import pytest
 from installations import ROOT, Installation, checked, require_tool
 
 # The C and C++ runtimes. glibc before 2.34 keeps threads, dlopen and clocks in files of their own.
@@ -19,6 +22,8 @@ RUNTIMES = {
     "libdl.so.2",
     "librt.so.1",
 }
+
+ENDBR64 = b"\xf3\x0f\x1e\xfa"  # where indirect calls may lead
 
 
 def dynamic_section(installation: Installation) -> dict[str, list[str]]:
@@ -55,10 +60,34 @@ def test_soname_is_the_abi_and_no_path_is_baked_in(installation: Installation) -
     assert "RPATH" not in section and "RUNPATH" not in section
 
 
-def test_stripped_and_without_executable_stack(installation: Installation) -> None:
+def test_is_stripped(installation: Installation) -> None:
+    assert ".symtab" not in checked([require_tool("readelf"), "-SW", installation.library])
+
+
+@pytest.fixture(params=["system library", "wheel library", "wheel extension"])
+def loaded(request: pytest.FixtureRequest) -> Path:
+    """A file of ours that is loaded into a process of somebody else."""
+    kind, _, part = request.param.partition(" ")
+    found: Installation = request.getfixturevalue(f"{kind}_installation")
+    return found.library if part == "library" else found.libdir.parent / "_core.abi3.so"
+
+
+def imported_symbols(library: Path) -> set[str]:
+    text = checked([require_tool("nm"), "-D", "--undefined-only", library])
+    return {line.split()[-1].partition("@")[0] for line in text.splitlines()}
+
+
+def test_relocations_are_read_only(loaded: Path) -> None:
+    """Full RELRO: everything is bound when the file is loaded, and then protected."""
     readelf = require_tool("readelf")
-    assert ".symtab" not in checked([readelf, "-SW", installation.library])
-    segments = checked([readelf, "-lW", installation.library])
+    assert "GNU_RELRO" in checked([readelf, "-lW", loaded])
+    flags = re.findall(r"\((FLAGS(?:_1)?)\)\s+(.*)", checked([readelf, "-dW", loaded]))
+    assert any("BIND_NOW" in value or "NOW" in value.split() for _, value in flags), flags
+
+
+def test_stack_is_protected_and_not_executable(loaded: Path) -> None:
+    assert "__stack_chk_fail" in imported_symbols(loaded)
+    segments = checked([require_tool("readelf"), "-lW", loaded])
     [stack] = [line for line in segments.splitlines() if "GNU_STACK" in line]
     assert "RWE" not in stack
 
@@ -78,6 +107,21 @@ def test_thread_local_storage_is_small(installation: Installation) -> None:
     if b"cudaLaunchKernelExC" in installation.library.read_bytes():
         most += CUDA_RUNTIME_BYTES
     assert sum(sizes) <= most
+
+
+def test_copies_are_checked(installation: Installation) -> None:
+    """Of the extension's calls the compiler knows that all fit, or not how much does."""
+    checks = {name for name in imported_symbols(installation.library) if name.endswith("_chk")}
+    assert "__vsnprintf_chk" in checks or "__snprintf_chk" in checks, checks
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 knows these")
+def test_functions_may_be_called_indirectly(installation: Installation) -> None:
+    library = ctypes.CDLL(str(installation.library))
+    for name in listed_symbols():
+        address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+        assert address is not None
+        assert ctypes.string_at(address, 4) == ENDBR64, name
 
 
 def test_system_links(system_installation: Installation) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from installations import ROOT, checked, require_tool
+from pages import link_targets
 
 pytest.importorskip("scikit_build_core")
 
@@ -60,12 +63,50 @@ def test_holds_what_the_build_reads(archive: Path) -> None:
         "pyproject.toml",
         "README.md",
         "LICENSE",
+        "SECURITY.md",
+        "CITATION.cff",
+        "cmake/flashmoe_description.py",
         "cmake/flashmoe_build.py",
         "cmake/strict_nvcc.sh",
         "include/flashmoe/flashmoe.h",
         "include/flashmoe/flashmoe.hpp",
     ):
         assert path in found
+
+
+def test_has_the_description_of_the_wheel(archive: Path) -> None:
+    with tarfile.open(archive) as tar:
+        [name] = [name for name in tar.getnames() if name.count("/") == 1 and "PKG-INFO" in name]
+        file = tar.extractfile(name)
+        assert file is not None
+        metadata = email.message_from_bytes(file.read())
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    text = str(metadata.get_payload())
+    assert "fm.flash_attention(" in text
+    assert [target for target in link_targets(text) if not target.startswith("https://")] == []
+
+
+def header_version() -> tuple[str, ...]:
+    header = (ROOT / "include/flashmoe/flashmoe.h").read_text(encoding="utf-8")
+    return tuple(re.findall(r"#define FLASHMOE_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header))
+
+
+def test_the_citation_is_of_this_version() -> None:
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    # What the format requires, and of what it allows the kinds that are used.
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["message"] and citation["title"].startswith("FlashMoE")
+    assert citation["type"] == "software"
+    assert all(set(author) == {"name"} for author in citation["authors"])
+    assert citation["version"] == ".".join(header_version())
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'license = "{citation["license"]}"' in pyproject
+
+
+def test_fixes_are_promised_for_this_version() -> None:
+    page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    assert f"| {'.'.join(header_version()[:2])} | yes" in page
 
 
 def test_is_small(archive: Path) -> None:

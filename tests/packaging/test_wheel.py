@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from installations import ROOT, TOO_NEW, checked, required_versions
+from pages import link_targets
 
 MAX_WHEEL_BYTES = 30 * 2**20
 MAX_IMPORT_SECONDS = 0.100
@@ -60,6 +61,39 @@ def required(distribution: importlib.metadata.Distribution, extra: str = "") -> 
 
 def test_few_dependencies(distribution: importlib.metadata.Distribution) -> None:
     assert required(distribution) == {"nanobind-backend", "numpy"}
+
+
+def test_the_backend_is_the_one_that_the_extension_asks_for(
+    distribution: importlib.metadata.Distribution,
+) -> None:
+    """Of nanobind's headers, by which it was built, to be told when pip resolves, not on import."""
+    nanobind = pytest.importorskip("nanobind")
+    header = Path(nanobind.include_dir(), "nanobind/nb_backend.h").read_text(encoding="utf-8")
+    major, minor = re.findall(r"#define NB_BACKEND_ABI_(?:MAJOR|MINOR) (\d+)", header)
+    [wanted] = [line for line in distribution.requires or [] if line.startswith("nanobind-backend")]
+    assert wanted == f"nanobind-backend>={major}.{minor}"
+
+
+def test_what_an_index_shows_leads_nowhere_wrong(
+    distribution: importlib.metadata.Distribution,
+) -> None:
+    """There is no repository beside it, and a placeholder of a project's address is no address."""
+    assert distribution.metadata["Description-Content-Type"] == "text/markdown"
+    text = str(distribution.metadata.json["description"])
+    for kept in ("# FlashMoE", "## Install and run", "fm.flash_attention(", "docs/building.md"):
+        assert kept in text
+    urls = distribution.metadata.get_all("Project-URL") or []
+    targets = link_targets(text) + [line.partition(", ")[2] for line in urls]
+    assert any("arxiv.org" in target for target in targets)
+    wrong = r"(?!https://)|.*(example\.|your|owner|todo|[<>{}])"
+    assert [target for target in targets if re.match(wrong, target, re.IGNORECASE)] == []
+
+
+def test_the_main_job_needs_two_frameworks(
+    distribution: importlib.metadata.Distribution,
+) -> None:
+    """Not those that the package of the encoder's weights asks for."""
+    assert required(distribution, "examples") == {"torch", "transformers"}
 
 
 def test_the_extra_docs_has_what_the_reference_imports(

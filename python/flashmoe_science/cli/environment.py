@@ -263,7 +263,7 @@ _CHOICE = {
 }
 _COMPILATION = {
     "cuda": ("cmake/FlashmoeCompile.cmake", "cmake/FlashmoeCuda.cmake"),
-    "cpu": ("cmake/FlashmoeCompile.cmake",),
+    "cpu": ("cmake/FlashmoeCompile.cmake", "cmake/FlashmoeHarden.cmake"),
 }
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
