@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "core/status.h"
+#include "cuda/gpu_models.h"
 
 namespace flashmoe {
 namespace {
@@ -134,6 +135,29 @@ flashmoe_status read_launch(const LaunchRecord& record, flashmoe_launch* launch)
   return FLASHMOE_OK;
 }
 
+cudaError_t load_on_device(const Kernel& kernel, int device_id, const DeviceFacts& facts,
+                           AfterLoading after, cudaFuncAttributes* attributes,
+                           const void** handle) {
+  const DeviceGuard guard(device_id);
+  cudaError_t error = guard.error();
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(attributes, kernel.function);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 kernel.shared_bytes);
+  }
+  if (error == cudaSuccess && after != nullptr) {
+    error = after(kernel, device_id, facts, *attributes);
+  }
+  if (error == cudaSuccess) *handle = driver_handle(kernel);
+  return error;
+}
+
+cudaError_t load_on_model(const Kernel& kernel, int device_id, const DeviceFacts& facts,
+                          AfterLoading after, cudaFuncAttributes* attributes) {
+  if (!read_code_for_model(kernel, device_id, attributes)) return cudaErrorNoKernelImageForDevice;
+  return after != nullptr ? after(kernel, device_id, facts, *attributes) : cudaSuccess;
+}
+
 }  // namespace
 
 flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFacts& facts,
@@ -145,21 +169,18 @@ flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFac
   const std::lock_guard<std::mutex> lock(mutex);
   *arch = loaded.arch.load(std::memory_order_relaxed);
   if (*arch != 0) return FLASHMOE_OK;
-  const DeviceGuard guard(device_id);
-  cudaError_t error = guard.error();
   cudaFuncAttributes attributes = {};
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel.function);
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 kernel.shared_bytes);
-  }
-  if (error == cudaSuccess && after != nullptr) error = after(kernel, device_id, facts, attributes);
+  const void* handle = nullptr;
+  const cudaError_t error =
+      is_gpu_model(device_id)
+          ? load_on_model(kernel, device_id, facts, after, &attributes)
+          : load_on_device(kernel, device_id, facts, after, &attributes, &handle);
   if (error == cudaSuccess) {
     *arch = attributes.binaryVersion;
     loaded.ptx.store(attributes.ptxVersion, std::memory_order_relaxed);
     loaded.static_shared_bytes.store(static_cast<int>(attributes.sharedSizeBytes),
                                      std::memory_order_relaxed);
-    loaded.handle.store(driver_handle(kernel), std::memory_order_relaxed);
+    loaded.handle.store(handle, std::memory_order_relaxed);
     loaded.arch.store(*arch, std::memory_order_release);
     return FLASHMOE_OK;
   }
@@ -168,10 +189,10 @@ flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFac
       error == cudaErrorUnsupportedPtxVersion) {
     return reason.refuse(
         FLASHMOE_ERROR_ARCH_NOT_BUILT,
-        "no code for compute capability %d.%d of cuda:%d is built in (built in: %s); rebuild with "
+        "no code for compute capability %d.%d of %s is built in (built in: %s); rebuild with "
         "CMAKE_CUDA_ARCHITECTURES naming it",
-        facts.compute_capability / 10, facts.compute_capability % 10, device_id,
-        FLASHMOE_CUDA_ARCHITECTURES);
+        facts.compute_capability / 10, facts.compute_capability % 10,
+        DeviceName::cuda(device_id).text, FLASHMOE_CUDA_ARCHITECTURES);
   }
   return reason.refuse(FLASHMOE_ERROR_CUDA, "loading %s on cuda:%d: %s", kernel.name, device_id,
                        cudaGetErrorString(error));

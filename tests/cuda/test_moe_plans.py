@@ -26,7 +26,7 @@ _HOST = ("fake_cuda", "moe_kernels")
 _OPTIONS = (
     *("-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-pthread"),
     *("-Wl,-Bsymbolic", "-DFLASHMOE_WITH_CUDA=1", "-DFLASHMOE_WITH_SM90=1"),
-    '-DFLASHMOE_CUDA_ARCHITECTURES="made up"',
+    '-DFLASHMOE_CUDA_ARCHITECTURES="89-real 90a-real 89-virtual"',
 )
 _CODES = {"fp16": (2, 16), "bf16": (4, 16), "fp32": (2, 32), "int32": (0, 32), "int64": (0, 64)}
 
