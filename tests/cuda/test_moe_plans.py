@@ -20,7 +20,7 @@ from moe_kernels import ELEMENTS
 
 _CORE = ("checks", "choose", "dtype", "grouped_product", "known_calls", "launch", "log",
          "moe_checks", "moe_families", "moe_forward", "moe_route", "overlap", "status")  # fmt: skip
-_CUDA = ("device", "launch", "moe/launch", "moe/combine/stage",
+_CUDA = ("device", "gpu_models", "launch", "moe/launch", "moe/combine/stage",
          *(f"moe/{family}/family" for family in ("route", "sm89", "sm90", "stream")))  # fmt: skip
 _HOST = ("fake_cuda", "moe_kernels")
 _OPTIONS = (
