@@ -49,8 +49,8 @@ def parse_dtype(dtype: object, name: str = "dtype") -> Dtype:
 
 
 def parse_device(device: object) -> Device:
-    """From "cpu", "cuda", "cuda:1", a model of GPUs such as "h200", or an object that prints as one,
-    such as a torch.device."""
+    """From "cpu", "cuda", "cuda:1", a model of GPUs such as "h200", or an object that prints as
+    one, such as a torch.device."""
     text = str(device)
     if text in ("cpu", "cpu:0"):
         return Device(CPU, 0)

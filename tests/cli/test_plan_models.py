@@ -38,9 +38,7 @@ def as_planned_now(document: dict[str, Any], cell: dict[str, Any]) -> dict[str, 
     if document["operation"] != MOE:
         return as_dict(plan_for(flashmoe_science, shape, "h200", kernel=kernel))
     extents = {n: getattr(shape, n) for n in ("tokens", "hidden", "inner", "experts", "top_k")}
-    plan = flashmoe_science.moe_plan_for(
-        **extents, dtype=shape.dtype, device="h200", kernel=kernel
-    )
+    plan = flashmoe_science.moe_plan_for(**extents, dtype=shape.dtype, device="h200", kernel=kernel)
     return as_dict(plan)
 
 

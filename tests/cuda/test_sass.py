@@ -264,8 +264,9 @@ def test_no_atomics_and_no_fences(instructions: dict[Code, Counter[str]]) -> Non
         )
 
 
-# What cuda/gpu_models.cpp says of kernels, for plans without a driver: static shared memory, and the warps
-# of a multiprocessor that there are registers for. A driver counts what it reserves on Hopper as well.
+# What cuda/gpu_models.cpp says of kernels, for plans without a driver: static shared memory, and
+# the warps of a multiprocessor that there are registers for. On Hopper cuobjdump counts what the
+# system reserves as well.
 _STATIC_SHARED = {
     "route_once_kernel": 144, "route_choose_kernel": 0, "route_place_kernel": 41232,
     "moe_up_kernel": 64, "moe_down_kernel": 80, "moe_up_bulk_kernel": 256,

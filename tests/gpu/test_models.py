@@ -51,7 +51,11 @@ def test_attention(model: str, dim: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 100, 1000, 20000])
 def test_experts(model: str, tokens: int) -> None:
-    for experts, top_k, hidden, inner in ((128, 8, 2048, 768), (8, 2, 4096, 14336), (64, 6, 512, 8)):
+    for experts, top_k, hidden, inner in (
+        (128, 8, 2048, 768),
+        (8, 2, 4096, 14336),
+        (64, 6, 512, 8),
+    ):
         routes = [
             fm.moe_route_plan_for(tokens=tokens, experts=experts, top_k=top_k, device=device)
             for device in ("cuda", model)

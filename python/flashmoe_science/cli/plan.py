@@ -81,7 +81,8 @@ def chosen_device(flashmoe: Any, arguments: argparse.Namespace) -> str:
         flashmoe.device_info(device)
     except flashmoe.DeviceError as error:
         models = f"; --gpu plans for one that is not here: {', '.join(GPU_MODELS)}"
-        raise CommandError(f"{error}{models if flashmoe.build_info().cuda_architectures else ''}"
+        raise CommandError(
+            f"{error}{models if flashmoe.build_info().cuda_architectures else ''}"
         ) from error
     return device
 
