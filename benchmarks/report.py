@@ -40,6 +40,7 @@ from flashmoe_science.cli.plotting import charts
 from flashmoe_science.cli.plotting import record as rec
 from flashmoe_science.cli.plotting.record import Record
 from flashmoe_science.cli.plotting.theme import THEMES, Theme
+from flashmoe_science.cli.records import withheld_words
 from flashmoe_science.cli.suites import ATTENTION, MOE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,11 +141,17 @@ def _caption(source: Source) -> str:
 
 
 def _means(document: dict[str, Any]) -> str:
-    means = [
-        f"{s['geometric_mean']:.2f} over {peer} (from {s['least']:.2f} to {s['most']:.2f}; faster "
-        f"in {s['faster']}, tied in {s['tie']}, slower in {s['slower']} of {s['rows']})"
-        for peer, s in document["summary"].items()
-    ]
+    means = []
+    for peer, s in document["summary"].items():
+        withheld = f"; {withheld_words(s['withheld'])}" if s.get("withheld") else ""
+        if s["rows"]:
+            means.append(
+                f"{s['geometric_mean']:.2f} over {peer} (from {s['least']:.2f} to {s['most']:.2f}; "
+                f"faster in {s['faster']}, tied in {s['tie']}, slower in {s['slower']} of "
+                f"{s['rows']}{withheld})"
+            )
+        else:
+            means.append(f"none over {peer}{withheld}")
     return f"Geometric mean of the ratios: {'; '.join(means)}." if means else ""
 
 
@@ -164,7 +171,8 @@ def _ratio_cell(cell: dict[str, Any], peer: str) -> str:
     against = rec.against(cell, peer)
     if against is None:
         return "-"
-    return f"{against['ratio']:.2f}{' (tie)' if against['verdict'] == 'tie' else ''}"
+    note = {"tie": " (tie)", "withheld": " (noisy)"}.get(against["verdict"], "")
+    return f"{against['ratio']:.2f}{note}"
 
 
 def _of_ours(cell: dict[str, Any], words: Callable[[dict[str, Any]], str]) -> str:

@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <utility>
 
+#include "core/gpu_model.h"
+
 namespace flashmoe {
 namespace {
 
@@ -242,8 +244,22 @@ flashmoe_status refuse_dtype(const char* name, flashmoe_dtype got, const char* a
               got.lanes, accepted);
 }
 
-const char* device_name(flashmoe_device device) {
-  return device.device_type == FLASHMOE_DEVICE_CUDA ? "cuda" : "cpu";
+flashmoe_status check_gpu_model(const char* name, int32_t model, flashmoe_device* device) {
+  if (model < 0 || model >= kGpuModels) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got the GPU model %d, accepted are 0 to %d",
+                name, model, kGpuModels - 1);
+  }
+#if FLASHMOE_WITH_CUDA
+  *device = {FLASHMOE_DEVICE_CUDA, kFirstGpuModel + model};
+  return FLASHMOE_OK;
+#else
+  (void)device;
+  return fail(
+      FLASHMOE_ERROR_ARCH_NOT_BUILT,
+      "%s: got the GPU model %s, but this library was built without CUDA and has no plans of "
+      "GPUs; a build with CUDA has, on machines without a GPU too",
+      name, kGpuModelNames[model]);
+#endif
 }
 
 }  // namespace
@@ -257,11 +273,10 @@ flashmoe_status check_first_dtype(const char* name, const flashmoe_tensor& tenso
                                   flashmoe_device device, Dtype* dtype) {
   FLASHMOE_TRY(check_dtype(name, tensor, dtype));
   if (*dtype != Dtype::kFloat32 || device.device_type != FLASHMOE_DEVICE_CUDA) return FLASHMOE_OK;
-  return fail(
-      FLASHMOE_ERROR_UNSUPPORTED,
-      "%s: it is on cuda:%d and of dtype fp32, accepted on a GPU are fp16 and bf16, on the CPU "
-      "also fp32",
-      name, device.device_id);
+  return fail(FLASHMOE_ERROR_UNSUPPORTED,
+              "%s: it is on %s and of dtype fp32, accepted on a GPU are fp16 and bf16, on the CPU "
+              "also fp32",
+              name, DeviceName(device).text);
 }
 
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
@@ -289,14 +304,26 @@ flashmoe_status check_index_dtype(const char* name, const flashmoe_tensor& tenso
 
 flashmoe_status check_device(const char* name, const flashmoe_tensor& tensor,
                              flashmoe_device* device) {
-  switch (tensor.device.device_type) {
+  return check_device(name, tensor.device, device);
+}
+
+flashmoe_status check_device(const char* name, flashmoe_device given, flashmoe_device* device) {
+  switch (given.device_type) {
     case FLASHMOE_DEVICE_CPU:
     case FLASHMOE_DEVICE_CUDA_HOST: *device = {FLASHMOE_DEVICE_CPU, 0}; return FLASHMOE_OK;
-    case FLASHMOE_DEVICE_CUDA: *device = tensor.device; return FLASHMOE_OK;
+    case FLASHMOE_DEVICE_CUDA:
+      if (is_gpu_model(given.device_id)) {
+        return fail(FLASHMOE_ERROR_NO_DEVICE, "%s: got cuda:%d, accepted are ids below %d", name,
+                    given.device_id, kFirstGpuModel);
+      }
+      *device = given;
+      return FLASHMOE_OK;
+    case FLASHMOE_DEVICE_GPU_MODEL: return check_gpu_model(name, given.device_id, device);
     default:
       return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "%s: got device type %d, accepted are 1 (CPU), 2 (CUDA) and 3 (CUDA host)", name,
-                  tensor.device.device_type);
+                  "%s: got device type %d, accepted are 1 (CPU), 2 (CUDA), 3 (CUDA host) and 256 "
+                  "(GPU model)",
+                  name, given.device_type);
   }
 }
 
@@ -308,8 +335,8 @@ flashmoe_status check_same_device(const char* name, const flashmoe_tensor& tenso
     return FLASHMOE_OK;
   }
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-              "%s: it is on %s:%d but %s is on %s:%d; all tensors must be on one device", name,
-              device_name(device), device.device_id, of, device_name(want), want.device_id);
+              "%s: it is on %s but %s is on %s; all tensors must be on one device", name,
+              DeviceName(device).text, of, DeviceName(want).text);
 }
 
 flashmoe_status check_workspace(uint64_t needed, const void* workspace, size_t workspace_size,

@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 #include "core/backends.h"
+#include "core/gpu_model.h"
 #include "core/log.h"
 
 namespace flashmoe {
@@ -41,7 +42,8 @@ flashmoe_status check_family_device(int32_t device_type, flashmoe_device device,
   if (device_type == device.device_type) return FLASHMOE_OK;
   if (device.device_type == FLASHMOE_DEVICE_CUDA) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "the tensors are on cuda:%d, it computes on the CPU", device.device_id);
+                         "the tensors are on %s, it computes on the CPU%s", DeviceName(device).text,
+                         FLASHMOE_WITH_CUDA ? "" : "; this library was built without CUDA");
   }
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
                        "the tensors are on the CPU, it computes on a GPU");

@@ -25,6 +25,7 @@
 #include <type_traits>
 
 #include "core/checks.h"
+#include "core/gpu_model.h"
 #include "core/log.h"
 #include "core/overlap.h"
 #include "core/per_thread.h"
@@ -235,6 +236,21 @@ flashmoe_status with_call(const typename Operation::Params* params, const Work& 
   return work(call, logged);
 }
 
+// Plans are made for models of GPUs, and nothing is launched on one.
+template <class Operation>
+flashmoe_status check_runs_here(const typename Operation::Params& params, flashmoe_device device) {
+  if (device.device_type != FLASHMOE_DEVICE_CUDA || !is_gpu_model(device.device_id)) {
+    return FLASHMOE_OK;
+  }
+  const char* name = nullptr;
+  for (const auto& each : Operation::kTensors) {
+    if (name == nullptr && params.*each.member != nullptr) name = each.name;
+  }
+  return fail(FLASHMOE_ERROR_NO_DEVICE,
+              "%s: it is on %s, which is a model of GPUs and no device: accepted in plans alone",
+              name, DeviceName(device).text);
+}
+
 // What launches check of the memory that a call writes: its workspace is there, `query` tells how much,
 // and nothing is written to that the call has another use for. On the CPU a smaller workspace may do, by
 // fewer threads.
@@ -242,6 +258,7 @@ template <class Operation>
 flashmoe_status check_memory(const typename Operation::Params& params,
                              const PlannedCall<Operation>& call, const void* workspace,
                              size_t workspace_size, size_t alignment, const char* query) {
+  FLASHMOE_TRY(check_runs_here<Operation>(params, call.problem.device));
   fit_threads(call.plan.room, workspace_size, &call.plan.info);
   const uint64_t needed = call.plan.info.workspace_bytes;
   FLASHMOE_TRY(check_workspace(needed, workspace, workspace_size, alignment, query));

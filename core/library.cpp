@@ -50,23 +50,18 @@ flashmoe_status flashmoe_get_device_info(flashmoe_device device, flashmoe_device
   flashmoe_status status = flashmoe::check_struct_size("flashmoe_device_info", info->struct_size,
                                                        sizeof *info, sizeof *info);
   if (status != FLASHMOE_OK) return status;
+  FLASHMOE_TRY(status);
+  FLASHMOE_TRY(flashmoe::check_device("device", device, &device));
   flashmoe_device_info filled = flashmoe_device_info_init();
-  switch (device.device_type) {
-    case FLASHMOE_DEVICE_CPU:
-    case FLASHMOE_DEVICE_CUDA_HOST: status = flashmoe::cpu_device_info(&filled); break;
-    case FLASHMOE_DEVICE_CUDA:
+  if (device.device_type == FLASHMOE_DEVICE_CPU) {
+    status = flashmoe::cpu_device_info(&filled);
+  } else {
 #if FLASHMOE_WITH_CUDA
-      status = flashmoe::cuda_device_info(device.device_id, &filled);
+    status = flashmoe::cuda_device_info(device.device_id, &filled);
 #else
-      status =
-          fail(FLASHMOE_ERROR_NO_DEVICE,
-               "device: got cuda:%d, but this library was built without CUDA", device.device_id);
+    status = fail(FLASHMOE_ERROR_NO_DEVICE,
+                  "device: got cuda:%d, but this library was built without CUDA", device.device_id);
 #endif
-      break;
-    default:
-      status = fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                    "device: got device type %d, accepted are 1 (CPU), 2 (CUDA) and 3 (CUDA host)",
-                    device.device_type);
   }
   if (status == FLASHMOE_OK) flashmoe::copy_out(filled, info);
   return status;

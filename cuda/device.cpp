@@ -7,6 +7,7 @@
 
 #include "core/backends.h"
 #include "core/status.h"
+#include "cuda/gpu_models.h"
 #include "cuda/runtime.h"
 
 namespace flashmoe {
@@ -49,6 +50,7 @@ flashmoe_status read_device_facts(int device_id, const DeviceFacts** found, cons
   static DeviceFacts facts[kMaxDevices];
   static std::atomic<bool> known[kMaxDevices];
   static std::mutex mutex;
+  if (is_gpu_model(device_id)) return *found = &facts_of_model(device_id), FLASHMOE_OK;
   const int count =
       device_id >= 0 && device_id < kMaxDevices && known[device_id].load(std::memory_order_acquire)
           ? kMaxDevices
@@ -151,13 +153,19 @@ flashmoe_status cuda_device_info(int32_t device_id, flashmoe_device_info* info) 
   const DeviceFacts* facts = nullptr;
   const flashmoe_status status = read_device_facts(device_id, &facts, Reason(reason));
   if (status != FLASHMOE_OK) return fail(status, "device: %s", reason);
-  cudaDeviceProp properties;
-  const cudaError_t error = cudaGetDeviceProperties(&properties, device_id);
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    return fail(FLASHMOE_ERROR_CUDA, "device: cuda:%d: %s", device_id, cudaGetErrorString(error));
+  if (is_gpu_model(device_id)) {
+    describe_model(device_id, info);
+  } else {
+    cudaDeviceProp properties;
+    const cudaError_t error = cudaGetDeviceProperties(&properties, device_id);
+    if (error != cudaSuccess) {
+      cudaGetLastError();
+      return fail(FLASHMOE_ERROR_CUDA, "device: cuda:%d: %s", device_id, cudaGetErrorString(error));
+    }
+    std::snprintf(info->name, sizeof info->name, "%s", properties.name);
+    info->memory_bytes = properties.totalGlobalMem;
+    cudaDriverGetVersion(&info->driver_version);
   }
-  std::snprintf(info->name, sizeof info->name, "%s", properties.name);
   std::snprintf(info->isa, sizeof info->isa, "sm_%d", facts->compute_capability);
   std::snprintf(info->kernel_family, sizeof info->kernel_family, "%s",
                 FLASHMOE_WITH_SM90 && facts->compute_capability == 90   ? "sm90"
@@ -165,10 +173,8 @@ flashmoe_status cuda_device_info(int32_t device_id, flashmoe_device_info* info) 
                                                                         : "");
   info->compute_capability = facts->compute_capability;
   info->multiprocessors = facts->multiprocessors;
-  cudaDriverGetVersion(&info->driver_version);
   info->shared_bytes_per_block = static_cast<uint64_t>(facts->shared_bytes_per_block);
   info->l2_bytes = static_cast<uint64_t>(facts->l2_bytes);
-  info->memory_bytes = properties.totalGlobalMem;
   return FLASHMOE_OK;
 }
 

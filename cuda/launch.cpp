@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "core/status.h"
+#include "cuda/gpu_models.h"
 
 namespace flashmoe {
 namespace {
@@ -152,6 +153,14 @@ bool is_loaded_in(const LoadedKernel& loaded, uint64_t context) {
   return false;
 }
 
+// From here on the kernel counts as loaded.
+void publish(const cudaFuncAttributes& attributes, LoadedKernel* loaded) {
+  loaded->ptx.store(attributes.ptxVersion, std::memory_order_relaxed);
+  loaded->static_shared_bytes.store(static_cast<int>(attributes.sharedSizeBytes),
+                                    std::memory_order_relaxed);
+  loaded->arch.store(attributes.binaryVersion, std::memory_order_release);
+}
+
 // Loads a kernel in the current context, or in that which the runtime makes where there is none.
 cudaError_t load_here(const Kernel& kernel, int device_id, const DeviceFacts& facts,
                       AfterLoading after) {
@@ -176,13 +185,21 @@ cudaError_t load_here(const Kernel& kernel, int device_id, const DeviceFacts& fa
     loaded.contexts[0].store(context, std::memory_order_release);
   }
   if (first) {
-    loaded.ptx.store(attributes.ptxVersion, std::memory_order_relaxed);
-    loaded.static_shared_bytes.store(static_cast<int>(attributes.sharedSizeBytes),
-                                     std::memory_order_relaxed);
     loaded.after = after;
-    loaded.arch.store(attributes.binaryVersion, std::memory_order_release);
+    publish(attributes, &loaded);
   }
   return cudaSuccess;
+}
+
+// Reads what a kernel's code says of itself: nothing is loaded.
+cudaError_t load_for_model(const Kernel& kernel, int device_id, const DeviceFacts& facts,
+                           AfterLoading after) {
+  cudaFuncAttributes attributes = {};
+  if (!read_code_for_model(kernel, device_id, &attributes)) return cudaErrorNoKernelImageForDevice;
+  const cudaError_t error =
+      after != nullptr ? after(kernel, device_id, facts, attributes, true) : cudaSuccess;
+  if (error == cudaSuccess) publish(attributes, &kernel.loaded[device_id]);
+  return error;
 }
 
 // Loads a kernel that is planned in the current context, if it is not there.
@@ -221,9 +238,14 @@ flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFac
   const std::lock_guard<std::mutex> lock(loading);
   *arch = loaded.arch.load(std::memory_order_relaxed);
   if (*arch != 0) return FLASHMOE_OK;
-  const DeviceGuard guard(device_id);
-  cudaError_t error = guard.error();
-  if (error == cudaSuccess) error = load_here(kernel, device_id, facts, after);
+  cudaError_t error = cudaSuccess;
+  if (is_gpu_model(device_id)) {
+    error = load_for_model(kernel, device_id, facts, after);
+  } else {
+    const DeviceGuard guard(device_id);
+    error = guard.error();
+    if (error == cudaSuccess) error = load_here(kernel, device_id, facts, after);
+  }
   if (error == cudaSuccess) {
     *arch = loaded.arch.load(std::memory_order_relaxed);
     return FLASHMOE_OK;
@@ -233,10 +255,10 @@ flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFac
       error == cudaErrorUnsupportedPtxVersion) {
     return reason.refuse(
         FLASHMOE_ERROR_ARCH_NOT_BUILT,
-        "no code for compute capability %d.%d of cuda:%d is built in (built in: %s); rebuild with "
+        "no code for compute capability %d.%d of %s is built in (built in: %s); rebuild with "
         "CMAKE_CUDA_ARCHITECTURES naming it",
-        facts.compute_capability / 10, facts.compute_capability % 10, device_id,
-        FLASHMOE_CUDA_ARCHITECTURES);
+        facts.compute_capability / 10, facts.compute_capability % 10,
+        DeviceName::cuda(device_id).text, FLASHMOE_CUDA_ARCHITECTURES);
   }
   return reason.refuse(FLASHMOE_ERROR_CUDA, "loading %s on cuda:%d: %s", kernel.name, device_id,
                        cudaGetErrorString(error));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/gpu_model.h"
 #include "cuda/runtime.h"
 
 namespace flashmoe {
@@ -42,7 +43,7 @@ flashmoe_status check_walkable(const AttentionProblem& problem, const Reason& re
         "a stride that is negative, 2^40 bytes or more, or 0 along the sequence, which the copy "
         "engine cannot walk");
   }
-  if (encode_function() == nullptr) {
+  if (encode_function() == nullptr && !is_gpu_model(problem.device.device_id)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
   }
   return FLASHMOE_OK;

@@ -85,16 +85,27 @@ typedef struct flashmoe_build_info {
 /* Fills *info. Errors: FLASHMOE_ERROR_INVALID_ARGUMENT (info is NULL, struct_size unknown). */
 FLASHMOE_API flashmoe_status flashmoe_get_build_info(flashmoe_build_info* info);
 
-/* Device types, equal to DLPack's. */
+/* Device types, equal to DLPack's but for the last. */
 typedef enum flashmoe_device_type {
-  FLASHMOE_DEVICE_CPU = 1,      /* kDLCPU */
-  FLASHMOE_DEVICE_CUDA = 2,     /* kDLCUDA */
-  FLASHMOE_DEVICE_CUDA_HOST = 3 /* kDLCUDAHost: pinned host memory, computed on the CPU */
+  FLASHMOE_DEVICE_CPU = 1,        /* kDLCPU */
+  FLASHMOE_DEVICE_CUDA = 2,       /* kDLCUDA */
+  FLASHMOE_DEVICE_CUDA_HOST = 3,  /* kDLCUDAHost: pinned host memory, computed on the CPU */
+  FLASHMOE_DEVICE_GPU_MODEL = 256 /* a flashmoe_gpu_model, to plan for */
 } flashmoe_device_type;
+
+/* Models of GPUs. Plans, workspace sizes and flashmoe_get_device_info() are had of one without there
+ * being any, or a driver: they are those that a device of the model would give. Nothing runs on one.
+ * A CPU-only build has no plans of GPUs, and refuses models with FLASHMOE_ERROR_ARCH_NOT_BUILT. */
+typedef enum flashmoe_gpu_model {
+  FLASHMOE_GPU_H100 = 0, /* of 80 GB, SXM */
+  FLASHMOE_GPU_H200 = 1,
+  FLASHMOE_GPU_L4 = 2,
+  FLASHMOE_GPU_RTX_4090 = 3
+} flashmoe_gpu_model;
 
 typedef struct flashmoe_device {
   int32_t device_type; /* flashmoe_device_type */
-  int32_t device_id;
+  int32_t device_id;   /* of a model: flashmoe_gpu_model */
 } flashmoe_device;
 
 typedef struct flashmoe_device_info {
@@ -115,7 +126,7 @@ typedef struct flashmoe_device_info {
  * build. Never fails. */
 FLASHMOE_API int32_t flashmoe_cuda_device_count(void);
 
-/* Describes a device. Errors: INVALID_ARGUMENT, NO_DEVICE. */
+/* Describes a device, or a model of GPUs. Errors: INVALID_ARGUMENT, NO_DEVICE, ARCH_NOT_BUILT. */
 FLASHMOE_API flashmoe_status flashmoe_get_device_info(flashmoe_device device,
                                                       flashmoe_device_info* info);
 

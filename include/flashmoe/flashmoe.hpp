@@ -179,6 +179,10 @@ class Device {
   static constexpr Device cuda(int32_t id = 0) noexcept { return Device(FLASHMOE_DEVICE_CUDA, id); }
   // Pinned memory of the host, computed on the CPU.
   static constexpr Device cuda_host() noexcept { return Device(FLASHMOE_DEVICE_CUDA_HOST, 0); }
+  // No device: a model of GPUs, to plan for.
+  static constexpr Device model(flashmoe_gpu_model model) noexcept {
+    return Device(FLASHMOE_DEVICE_GPU_MODEL, model);
+  }
 
   constexpr explicit Device(flashmoe_device device) noexcept : device_(device) {}
   constexpr flashmoe_device c() const noexcept { return device_; }

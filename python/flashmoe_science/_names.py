@@ -11,6 +11,9 @@ from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
 CPU = 1  # DLPack's device types
 CUDA = 2
 CUDA_HOST = 3
+GPU_MODEL = 256  # of the C ABI alone; the ordinal is that of the model
+
+GPU_MODELS = ("h100", "h200", "l4", "rtx4090")  # in the order of flashmoe_gpu_model
 
 
 class Dtype(NamedTuple):
@@ -48,14 +51,18 @@ def parse_dtype(dtype: object, name: str = "dtype") -> Dtype:
 
 
 def parse_device(device: object) -> Device:
-    """From "cpu", "cuda", "cuda:1", or an object that prints as one, such as a torch.device."""
+    """From "cpu", "cuda", "cuda:1", a model of GPUs such as "h200", or an object that prints as
+    one, such as a torch.device."""
     text = str(device)
     if text in ("cpu", "cpu:0"):
         return Device(CPU, 0)
+    if text in GPU_MODELS:
+        return Device(GPU_MODEL, GPU_MODELS.index(text))
     match = re.fullmatch(r"(?:cuda|gpu)(?::([0-9]{1,4}))?", text)
     if match is None:
         raise InvalidArgumentError(
-            f"device: got {device!r}, accepted are 'cpu', 'cuda' and 'cuda:N'"
+            f"device: got {device!r}, accepted are 'cpu', 'cuda', 'cuda:N' and the models of GPUs "
+            f"{', '.join(map(repr, GPU_MODELS))}"
         )
     return Device(CUDA, int(match[1] or 0))
 

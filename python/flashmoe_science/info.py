@@ -79,7 +79,8 @@ def device_info(device: object = "cpu") -> DeviceInfo:
     """Describes a device.
 
     Args:
-        device: "cpu", "cuda", "cuda:N", or an object that prints as one (a torch.device).
+        device: "cpu", "cuda", "cuda:N", an object that prints as one (a torch.device), or a model
+            of GPUs that need not be here: "h100", "h200", "l4", "rtx4090".
 
     Raises:
         ValueError: Not the name of a device.

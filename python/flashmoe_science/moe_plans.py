@@ -170,7 +170,8 @@ def moe_route_plan_for(
 
     Args:
         dtype: Of the logits: "fp16", "bf16", "fp32", or an object that prints as one.
-        device: "cpu", "cuda", "cuda:N", or an object that prints as one (a torch.device).
+        device: "cpu", "cuda", "cuda:N", an object that prints as one (a torch.device), or a model
+            of GPUs that need not be here: "h100", "h200", "l4", "rtx4090".
 
     Raises what moe_route would raise for such logits.
     """
@@ -200,7 +201,8 @@ def moe_plan_for(
     Args:
         tokens, hidden, inner, experts, top_k: T, H, I, E and K of moe_forward.
         dtype: "fp16", "bf16", "fp32", or an object that prints as one (torch.bfloat16).
-        device: "cpu", "cuda", "cuda:N", or an object that prints as one (a torch.device).
+        device: "cpu", "cuda", "cuda:N", an object that prints as one (a torch.device), or a model
+            of GPUs that need not be here: "h100", "h200", "l4", "rtx4090".
         transposed: Whether weights are stored as [E, H, 2I] and [E, I, H].
         bias: Whether experts have biases.
 

@@ -105,7 +105,8 @@ def attention_plan_for(
     Args:
         seq_k, heads_kv, dim_v: seq_q, heads_q and dim when None.
         dtype: "fp16", "bf16", "fp32", or an object that prints as one (torch.bfloat16).
-        device: "cpu", "cuda", "cuda:N", or an object that prints as one (a torch.device).
+        device: "cpu", "cuda", "cuda:N", an object that prints as one (a torch.device), or a model
+            of GPUs that need not be here: "h100", "h200", "l4", "rtx4090".
 
     Raises what flash_attention would raise for such tensors.
     """

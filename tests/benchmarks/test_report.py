@@ -157,6 +157,20 @@ def test_a_list() -> None:
     assert few.endswith("| 5.0 | 2.5 | 1.02 (tie) |")
 
 
+def test_noisy_rows_have_no_verdict() -> None:
+    document = bench_records.a_list()
+    document["cells"][2]["contenders"]["torch-flash"]["against"]["verdict"] = "withheld"
+    of_peer = document["summary"]["torch-flash"]
+    of_peer |= {"rows": 2, "withheld": 1}
+    said = report.render_list(source(document))
+    assert "1.02 (noisy) |" in said
+    assert "slower in 0 of 2; no verdict in 1: quartiles spread over more than 25 %" in said
+    of_peer |= {"rows": 0, "withheld": 3, "geometric_mean": None}
+    assert "none over torch-flash; no verdict in 3: quartiles" in report.render_list(
+        source(document)
+    )
+
+
 def test_an_older_record_reads_the_same() -> None:
     older = bench_records.grid(schema=1)
     for key in ("command", "source", "ceilings", "machine_before", "machine_after", "peers"):

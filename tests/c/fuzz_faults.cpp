@@ -92,8 +92,12 @@ void wrong_dtype(Random* random, Call* call) {
 }
 
 void wrong_device(Random* random, Call* call) {
-  any_argument(random, call).tensor.device.device_type =
-      random->one_of({-1, 0, 2, 4, 7, 10, 13, 14, INT32_MAX, INT32_MIN});
+  flashmoe_device& device = any_argument(random, call).tensor.device;
+  device.device_type = random->one_of(
+      {-1, 0, 2, 4, 7, 10, 13, 14, int{FLASHMOE_DEVICE_GPU_MODEL}, INT32_MAX, INT32_MIN});
+  if (device.device_type == FLASHMOE_DEVICE_GPU_MODEL) {
+    device.device_id = random->one_of({-1, FLASHMOE_GPU_RTX_4090 + 1, INT32_MAX});
+  }
 }
 
 void all_on_cuda(Random* random, Call* call) {

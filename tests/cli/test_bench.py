@@ -20,6 +20,7 @@ from flashmoe_science.cli.arrays import choose_arrays
 from flashmoe_science.cli.bench_table import BenchTable
 from flashmoe_science.cli.output import Output
 from flashmoe_science.cli.shapes import Shape
+from flashmoe_science.cli.stats import compare
 from flashmoe_science.cli.suites import load_suite, suite_names
 from flashmoe_science.cli.timing import Sampling
 
@@ -104,13 +105,132 @@ def test_a_ceiling_is_null_where_there_is_no_such_product() -> None:
     assert found["copy_bytes_per_s"] > 1e8
 
 
+@pytest.mark.parametrize(
+    ("seconds", "calls"), [(60.0, 1), (2.1, 1), (0.9, 3), (0.5, 3), (0.1, 3), (1e-4, 30)]
+)
+def test_a_ceiling_takes_no_longer_than_its_budget(
+    seconds: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a slow product one call is all; a quick one is measured for as long as a contender."""
+    passed = [0.0, 0.0]  # time, calls
+
+    class Clock:
+        def time(self, call: Any) -> float:
+            passed[0] += seconds
+            passed[1] += 1
+            return seconds
+
+    monkeypatch.setattr(ceilings, "make_clock", lambda arrays: Clock())
+    monkeypatch.setattr(time, "monotonic", lambda: passed[0])
+    found = ceilings.measure_ceilings(choose_arrays("cpu"), [], Sampling(seconds=0.25))
+    assert passed[1] == calls
+    assert found["copy_bytes_per_s"] == pytest.approx(2.0 * 2**16 / seconds)
+
+
+def test_the_header_comes_before_what_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "measure_ceilings", interrupted)
+    assert main(["bench", *SMALL]) == 130
+    printed = capsys.readouterr().out
+    assert printed.startswith("Attention forward, one shape, on cpu (")
+    assert "On the CPU backend" in printed
+    assert "First the ceilings" in printed
+
+
+def mixed_suite(monkeypatch: pytest.MonkeyPatch, *dtypes: str) -> list[str]:
+    """The command that runs a suite of a tiny row of each type, on a device that has only fp32."""
+    row = Shape(1, 16, 16, 1, 1, 64, 64, "fp32", "none")
+    shapes = tuple(dataclasses.replace(row, dtype=dtype) for dtype in dtypes)
+    suite = dataclasses.replace(load_suite("cpu"), shapes=shapes)
+    monkeypatch.setattr(bench, "load_suite", lambda name: suite)
+    monkeypatch.setattr(bench, "native_dtypes", lambda device, served: ("fp32",))
+    return ["bench", "--suite", "cpu", "--seconds", "0.01", "--peer", "none"]
+
+
+def test_rows_that_the_device_does_not_multiply_are_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = mixed_suite(monkeypatch, "fp32", "fp16")
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "1 rows of fp16 are left out: this device has no instruction that multip" in printed
+    assert "--dtype fp16 measures those of that type" in printed
+    assert "fp16 B1" not in printed
+    assert main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [c["shape"]["dtype"] for c in document["cells"]] == ["fp32"]
+    assert document["skipped"]["rows"] == 1
+    assert document["skipped"]["dtypes"] == ["fp16"]
+    assert list(document["ceilings"]["matmul_flops_per_s"]) == ["fp32"]
+    assert records.schema_violations(document) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"), [(["fp32", "fp16"], ["--dtype", "fp16"]), (["fp16"], [])]
+)
+def test_what_is_asked_for_by_name_is_measured(
+    rows: list[str],
+    options: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its type, or by a suite that has no other."""
+    assert main([*mixed_suite(monkeypatch, *rows), *options, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [c["shape"]["dtype"] for c in document["cells"]] == ["fp16"]
+    assert "skipped" not in document
+
+
+def test_what_a_device_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = ("fp32", "fp16", "bf16")
+    for isa, native in (("avx512", ("fp32",)), ("amx", ("fp32", "bf16"))):
+        info = dataclasses.replace(flashmoe_science.device_info("cpu"), isa=isa)
+        monkeypatch.setattr(flashmoe_science, "device_info", lambda device, info=info: info)
+        assert ceilings.native_dtypes("cpu", served) == native
+    assert ceilings.native_dtypes("cuda:0", ("fp16", "bf16")) == ("fp16", "bf16")
+
+
+def test_noisy_rows_have_no_verdict(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    real = bench.measure
+
+    def noisy(*arguments: Any) -> Any:
+        cell = real(*arguments)
+        samples = [1.0, 2.0, 3.0, 4.0]
+        entry = cell["contenders"]["torch-sdpa"]
+        entry["against"] = compare(samples, samples)
+        return cell
+
+    monkeypatch.setattr(bench, "measure", noisy)
+    assert main(["bench", *SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert "1.00 noisy" in printed
+    assert "torch-sdpa: no verdict in 1: quartiles spread over more than 25 %" in printed
+    assert "geometric mean" not in printed
+    _, document, _ = run_bench(capsys)
+    assert records.schema_violations(document) == []
+    assert document["summary"]["torch-sdpa"] | {"least": 0} == {
+        "rows": 0, "withheld": 1, "geometric_mean": None, "least": 0, "most": None,
+        "faster": 0, "tie": 0, "slower": 0,
+    }  # fmt: skip
+    assert main(["bench", *SMALL, "--fail-below", "0.01"]) == 1
+    assert "--fail-below: nothing can be judged, no verdict in 1" in capsys.readouterr().err
+
+
 def test_torch_is_timed_beside_us(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     _, document, cell = run_bench(capsys)
     against = cell["contenders"]["torch-sdpa"]["against"]
     assert against["low"] <= against["ratio"] <= against["high"]
-    assert against["verdict"] in ("faster", "tie", "slower")
-    assert document["summary"]["torch-sdpa"]["rows"] == 1
+    assert against["verdict"] in ("faster", "tie", "slower", "withheld")
+    summary = document["summary"]["torch-sdpa"]
+    assert (summary["rows"], summary["withheld"]) in ((1, 0), (0, 1))
 
 
 def test_a_peer_that_does_not_serve_a_mask_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +290,8 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert document["complete"] is False
     assert document["cells"]
     assert all(cell["contenders"]["flashmoe"]["samples_s"] for cell in document["cells"])
-    assert f"interrupted after {len(document['cells'])} of 24 shapes" in printed
+    rows = 24 - document.get("skipped", {"rows": 0})["rows"]
+    assert f"interrupted after {len(document['cells'])} of {rows} shapes" in printed
 
 
 class Suite:
@@ -213,7 +334,8 @@ def test_a_run_that_was_interrupted_goes_on(
     assert [c["status"] for c in second["cells"]] == ["ok"] * 6
     assert second["complete"] is True
     assert second["kept"] == {"rows": 2, "since": first["date"]}
-    assert second["summary"]["torch-sdpa"]["rows"] == 6
+    summary = second["summary"]["torch-sdpa"]
+    assert summary["rows"] + summary["withheld"] == 6
     assert "--resume" not in second["command"]
     assert "2 of 6 rows are kept" in capsys.readouterr().out
     assert records.schema_violations(second) == []
@@ -380,6 +502,7 @@ def test_the_table_keeps_the_clocks_of_a_gpu_apart(capsys: pytest.CaptureFixture
         (["--suite", "seeds", "--dim", "64"], "a suite has its own shapes"),
         (["--suite", "seeds", "--batch", "2", "--causal"], "either it or --batch --causal"),
         (["--compare", "a.json", "b.json", "--dtype", "fp16"], "neither a suite nor a shape"),
+        (["--suite", "seeds", "--dtype", "bf16"], "accepted for the suite seeds are fp16"),
         ([], "--suite: give one of attention-between"),
         (["--dim", "64", "--seq", "8"], "--heads is missing"),
         ([*SMALL, "--seq", "0"], "nothing to time in fp32 B1 S0"),

@@ -248,6 +248,24 @@ def test_points_have_every_ratio_and_mark_ties(a_list: record.Record) -> None:
     assert "Hollow: in a CUDA graph." in " ".join(words)
 
 
+def test_a_withheld_verdict_is_noisy_and_in_no_mean(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    nothing = {"rows": 0, "withheld": 1, "geometric_mean": None, "least": None, "most": None}
+    for name, made in (("grid", bench_records.grid()), ("list", bench_records.a_list())):
+        made["cells"][0]["contenders"]["torch-flash"]["against"]["verdict"] = "withheld"
+        made["summary"]["torch-flash"] |= nothing
+        assert schema_violations(made) == []
+        drawn = record.read_record(bench_records.write(tmp_path / f"{name}.json", made))
+        words = svg_words(charts.draw(drawn, "ratio", theme.LIGHT, "svg"))
+        assert {"noisy", "1.21 noisy"} & set(words)
+        assert "1.21" not in words
+        assert not any(word.startswith("mean ") for word in words)
+        assert "no verdict in 1: quartiles" in " ".join(words)
+        shown = page.page([drawn], {}, {})
+        assert "1.21 [1.10, 1.30] noisy" in shown
+        assert "over <b>torch-flash</b>: no verdict in 1: quartiles" in shown
+
+
 def test_lines_follow_the_numbers(grid: record.Record) -> None:
     pytest.importorskip("matplotlib")
     figure = charts.CHARTS["speed"](grid, theme.LIGHT)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from flashmoe_science.cli.output import CommandError, Output, write_json
-from flashmoe_science.cli.stats import compare, geometric_mean, summary
+from flashmoe_science.cli.stats import MOST_SPREAD, compare, geometric_mean, summary, verdicts
 from flashmoe_science.cli.timing import Contender, CpuClock, CudaClock, Sampling, interleave
 
 
@@ -28,6 +28,30 @@ def test_a_ratio_has_a_verdict(peer: float, verdict: str) -> None:
     assert found["verdict"] == verdict
     assert found["low"] <= found["ratio"] <= found["high"]
     assert found["ratio"] == pytest.approx(peer, rel=0.05)
+
+
+@pytest.mark.parametrize("who", ["ours", "the peer"])
+def test_quartiles_that_spread_too_far_have_no_verdict(who: str) -> None:
+    """Half of the samples beside other work: however clear the medians are, nobody is ahead."""
+    quiet = [1.0] * 20
+    for excess, withheld in ((MOST_SPREAD * 0.9, False), (MOST_SPREAD * 1.1, True)):
+        half = [5.0 * (1 - excess / 2)] * 10 + [5.0] + [5.0 * (1 + excess / 2)] * 10
+        given = (half, quiet) if who == "ours" else (quiet, half)
+        found = compare(*given)
+        assert (found["verdict"] == "withheld") is withheld
+        assert found["ratio"] == pytest.approx(0.2 if who == "ours" else 5.0)
+
+
+def test_means_and_counts_leave_out_what_is_withheld() -> None:
+    ratios = [{"ratio": r, "verdict": v} for r, v in
+              ((2.0, "faster"), (8.0, "faster"), (100.0, "withheld"), (1.0, "tie"))]  # fmt: skip
+    assert verdicts(ratios) == {
+        "rows": 3, "withheld": 1, "geometric_mean": pytest.approx(16 ** (1 / 3)),
+        "faster": 2, "tie": 1, "slower": 0,
+    }  # fmt: skip
+    assert verdicts(ratios[2:3]) | {"rows": 0} == {
+        "rows": 0, "withheld": 1, "geometric_mean": None, "faster": 0, "tie": 0, "slower": 0,
+    }  # fmt: skip
 
 
 def test_summary_is_median_and_quartiles() -> None:

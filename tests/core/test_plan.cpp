@@ -302,6 +302,34 @@ void a_named_kernel_runs_or_fails() {
   }
 }
 
+void models_of_gpus_are_planned_for_where_there_are_kernels_for_them() {
+  flashmoe_build_info build = flashmoe_build_info_init();
+  CHECK(flashmoe_get_build_info(&build) == FLASHMOE_OK);
+  const bool cuda = *build.cuda_architectures != '\0';
+  Call c = {};
+  c.batch = c.seq_q = c.seq_k = c.heads_q = c.heads_kv = 1, c.dim = c.dim_v = 8;
+  alignas(16) float data[8] = {};
+  finish(&c, data);
+  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
+  size_t bytes = 0;
+  for (flashmoe_tensor* tensor : {&c.q, &c.k, &c.v, &c.out}) {
+    tensor->dtype = {FLASHMOE_DTYPE_BFLOAT, 16, 1};
+    tensor->device = {FLASHMOE_DEVICE_GPU_MODEL, FLASHMOE_GPU_L4};
+  }
+  const flashmoe_status expected = cuda ? FLASHMOE_OK : FLASHMOE_ERROR_ARCH_NOT_BUILT;
+  CHECK(flashmoe_attention_forward_plan(&c.params, &plan) == expected);
+  CHECK(flashmoe_attention_forward_workspace_size(&c.params, &bytes) == expected);
+  CHECK(flashmoe_attention_forward(&c.params, nullptr, 0, nullptr) ==
+        (cuda ? FLASHMOE_ERROR_NO_DEVICE : FLASHMOE_ERROR_ARCH_NOT_BUILT));
+  CHECK(std::string(flashmoe_last_error()).find("q: ") == 0);
+  CHECK(std::string(flashmoe_last_error()).find("l4") != std::string::npos);
+  flashmoe_device_info info = flashmoe_device_info_init();
+  CHECK(flashmoe_get_device_info(c.q.device, &info) == expected);
+  CHECK(flashmoe_get_device_info({FLASHMOE_DEVICE_GPU_MODEL, 4}, &info) ==
+        FLASHMOE_ERROR_INVALID_ARGUMENT);
+  CHECK(flashmoe_get_device_info({FLASHMOE_DEVICE_CUDA, 60}, &info) == FLASHMOE_ERROR_NO_DEVICE);
+}
+
 }  // namespace
 
 int main() {
@@ -312,5 +340,6 @@ int main() {
   windows_and_softcaps_are_checked();
   the_plan_is_the_launch();
   a_named_kernel_runs_or_fails();
+  models_of_gpus_are_planned_for_where_there_are_kernels_for_them();
   return 0;
 }

@@ -33,6 +33,7 @@ SOURCES = {
     "test_launch": (
         *(f"core/{name}.cpp" for name in CORE),
         "cuda/device.cpp",
+        "cuda/gpu_models.cpp",
         "cuda/launch.cpp",
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "launch", "tensor_map")),
         *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90", "split")),
@@ -54,21 +55,21 @@ SOURCES = {
     ),
     "test_moe": (
         *(f"core/{name}.cpp" for name in MOE_CORE),
-        *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
+        *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "moe/launch")),
         "cuda/moe/route/family.cpp",
         "cuda/moe/combine/stage.cpp",
         "tests/cuda/host/fake_cuda.cpp",
     ),
     "test_moe_limits": (
         *(f"core/{name}.cpp" for name in MOE_CORE),
-        *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
+        *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "moe/launch")),
         *(f"cuda/moe/{family}/family.cpp" for family in ("sm89", "sm90")),
         "cuda/moe/combine/stage.cpp",
         "tests/cuda/host/fake_cuda.cpp",
     ),
     "test_moe_few": (
         *(f"core/{name}.cpp" for name in MOE_CORE),
-        *(f"cuda/{name}.cpp" for name in ("device", "launch", "moe/launch")),
+        *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "moe/launch")),
         "cuda/moe/stream/family.cpp",
         "tests/cuda/host/fake_cuda.cpp",
     ),
@@ -77,7 +78,7 @@ OPTIONS = (
     *("-std=c++17", "-g", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     *("-DFLASHMOE_WITH_CUDA=1", "-DFLASHMOE_WITH_SM90=1"),
-    '-DFLASHMOE_CUDA_ARCHITECTURES="made up"',
+    '-DFLASHMOE_CUDA_ARCHITECTURES="89-real 90a-real 89-virtual"',
 )
 
 

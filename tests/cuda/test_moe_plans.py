@@ -21,13 +21,13 @@ from moe_kernels import ELEMENTS
 _CORE = ("checks", "choose", "dtype", "grouped_product", "known_calls", "launch", "log",
          "moe_checks", "moe_families", "moe_forward", "moe_route", "overlap", "per_thread",
          "status")  # fmt: skip
-_CUDA = ("device", "launch", "moe/launch", "moe/combine/stage",
+_CUDA = ("device", "gpu_models", "launch", "moe/launch", "moe/combine/stage",
          *(f"moe/{family}/family" for family in ("route", "sm89", "sm90", "stream")))  # fmt: skip
 _HOST = ("fake_cuda", "moe_kernels")
 _OPTIONS = (
     *("-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-pthread"),
     *("-Wl,-Bsymbolic", "-DFLASHMOE_WITH_CUDA=1", "-DFLASHMOE_WITH_SM90=1"),
-    '-DFLASHMOE_CUDA_ARCHITECTURES="made up"',
+    '-DFLASHMOE_CUDA_ARCHITECTURES="89-real 90a-real 89-virtual"',
 )
 _CODES = {"fp16": (2, 16), "bf16": (4, 16), "fp32": (2, 32), "int32": (0, 32), "int64": (0, 64)}
 

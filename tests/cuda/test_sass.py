@@ -262,3 +262,37 @@ def test_no_atomics_and_no_fences(instructions: dict[Code, Counter[str]]) -> Non
         assert sum(opcodes[name] for name in fences) <= (code.kernel.family == "sm90"), (
             f"{code}: {fences}"
         )
+
+
+# What cuda/gpu_models.cpp says of kernels, for plans without a driver: static shared memory, and
+# the warps of a multiprocessor that there are registers for. On Hopper cuobjdump counts what the
+# system reserves as well.
+_STATIC_SHARED = {
+    "route_once_kernel": 144, "route_choose_kernel": 0, "route_place_kernel": 41232,
+    "moe_up_kernel": 64, "moe_down_kernel": 80, "moe_up_bulk_kernel": 256,
+    "moe_down_bulk_kernel": 256, "moe_combine_kernel": 0, "grouped_product_kernel": 0,
+}  # fmt: skip
+_RESERVED = 1024
+_MOE_FUNCTION = re.compile(r"\d((?:route_\w+?|moe_\w+?|grouped_product)_kernel)(?=I|P|N|E)")
+
+
+def _moe_kernel_of(function: str) -> str | None:
+    found = _MOE_FUNCTION.search(function)
+    return found[1] if found else None
+
+
+def test_plans_for_models_know_the_static_shared_memory(architectures: list[str]) -> None:
+    resources = sass.resources(_moe_kernel_of)
+    assert {kernel for _, kernel in resources} == set(_STATIC_SHARED)
+    for (arch, kernel), used in resources.items():
+        reserved = _RESERVED if sass.is_hopper(arch) else 0
+        assert used["SHARED"] - reserved == _STATIC_SHARED[kernel], (arch, kernel)
+
+
+def test_plans_for_models_know_how_many_short_blocks_fit(
+    resources: dict[Code, dict[str, int]],
+) -> None:
+    for code, used in resources.items():
+        if code.kernel.family == "short":
+            twelve = (code.kernel.dim, code.kernel.tuning) == (64, "8")
+            assert 16384 // (-(-used["REG"] * 32 // 256) * 256) == (3 if twelve else 2), code

@@ -9,6 +9,7 @@
 #include "cuda/attention/short/entry.h"
 #include "cuda/attention/short/params.h"
 #include "cuda/attention/sum_parts.h"
+#include "cuda/gpu_models.h"
 
 namespace flashmoe::short_rows {
 
@@ -28,9 +29,14 @@ const Entry* const kEntries[] = {
 };
 
 // Clusters of `cluster` blocks of `warps` warps that can run at a time; 0 where none can.
-cudaError_t count_resident(const Entry& entry, int warps, int cluster, int multiprocessors,
-                           int* count) {
+cudaError_t count_resident(const Entry& entry, int device_id, const cudaFuncAttributes& attributes,
+                           int warps, int cluster, int multiprocessors, int* count) {
   const auto shared = static_cast<size_t>(entry.shared_bytes_of(warps, cluster));
+  if (is_gpu_model(device_id)) {
+    *count =
+        resident_on_model(device_id, attributes, 32 * warps, static_cast<int>(shared), cluster);
+    return cudaSuccess;
+  }
   if (cluster == 1) {
     const cudaError_t error =
         cudaOccupancyMaxActiveBlocksPerMultiprocessor(count, entry.function, 32 * warps, shared);
@@ -60,7 +66,7 @@ cudaError_t explore(const Kernel& kernel, int device_id, const DeviceFacts& fact
   Abilities& abilities = entry.abilities[device_id];
   const bool clusters = attributes.ptxVersion >= kClusterPtx;
   cudaError_t error = cudaSuccess;
-  if (clusters) {
+  if (clusters && !is_gpu_model(device_id)) {
     error = cudaFuncSetAttribute(entry.function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
   }
@@ -68,8 +74,8 @@ cudaError_t explore(const Kernel& kernel, int device_id, const DeviceFacts& fact
   abilities.clusters = clusters;
   for (int w = 0; w < kWarpChoices; ++w) {
     for (int c = 0; c < (clusters ? kClusterChoices : 1); ++c) {
-      error =
-          count_resident(entry, 1 << w, 1 << c, facts.multiprocessors, &abilities.resident[w][c]);
+      error = count_resident(entry, device_id, attributes, 1 << w, 1 << c, facts.multiprocessors,
+                             &abilities.resident[w][c]);
       if (error != cudaSuccess) return error;
     }
   }
@@ -167,8 +173,9 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
   if (facts->compute_capability < kOldestComputeCapability) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "cuda:%d has compute capability %d.%d, accepted are 8.9 and newer",
-                         device_id, facts->compute_capability / 10, facts->compute_capability % 10);
+                         "%s has compute capability %d.%d, accepted are 8.9 and newer",
+                         DeviceName::cuda(device_id).text, facts->compute_capability / 10,
+                         facts->compute_capability % 10);
   }
   const int64_t group = problem.heads_q / problem.heads_kv;
   if (problem.seq_k > kMaxRows || group > kMaxRows || problem.seq_q > kMaxRows / group) {

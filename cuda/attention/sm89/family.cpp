@@ -2,6 +2,7 @@
 #include <climits>
 
 #include "core/backends.h"
+#include "core/gpu_model.h"
 #include "core/status.h"
 #include "cuda/attention/sm89/entry.h"
 #include "cuda/attention/sm89/params.h"
@@ -48,8 +49,9 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
   if (facts->compute_capability < kOldestComputeCapability) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "cuda:%d has compute capability %d.%d, accepted are 8.9 and newer",
-                         device_id, facts->compute_capability / 10, facts->compute_capability % 10);
+                         "%s has compute capability %d.%d, accepted are 8.9 and newer",
+                         DeviceName::cuda(device_id).text, facts->compute_capability / 10,
+                         facts->compute_capability % 10);
   }
   const Entry* entry = find_entry(
       kEntries, problem, [](const Entry&) { return true; },

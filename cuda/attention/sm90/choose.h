@@ -1,6 +1,7 @@
 // Which kernel of a Hopper family serves a problem: those of sm90 and split are chosen alike.
 #pragma once
 
+#include "core/gpu_model.h"
 #include "core/status.h"
 #include "cuda/attention/launch.h"
 #include "cuda/attention/tensor_map.h"
@@ -21,8 +22,8 @@ flashmoe_status choose_entry(const Entry* const (&entries)[kCount], const Attent
   const int capability = (*facts)->compute_capability;
   if (capability != kComputeCapability) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "cuda:%d has compute capability %d.%d, accepted is 9.0", device_id,
-                         capability / 10, capability % 10);
+                         "%s has compute capability %d.%d, accepted is 9.0",
+                         DeviceName::cuda(device_id).text, capability / 10, capability % 10);
   }
   const bool capped = problem.softcap != 0.0f;
   *entry = find_entry(

@@ -5,6 +5,7 @@
 
 #include "core/backends.h"
 #include "core/status.h"
+#include "cuda/gpu_models.h"
 #include "cuda/moe/launch.h"
 #include "cuda/moe/route/entry.h"
 #include "cuda/moe/route/params.h"
@@ -91,6 +92,14 @@ cudaError_t allow_clusters(const Kernel& kernel, int device_id, const DeviceFact
   int& most = entry.most_blocks[device_id];
   if (first) most = 1;
   if (attributes.ptxVersion < kClusterPtx) return cudaSuccess;
+  if (is_gpu_model(device_id)) {
+    most = kMaxCluster;
+    while (most > 1 &&
+           resident_on_model(device_id, attributes, entry.threads, kMaxSharedBytes, most) == 0) {
+      most /= 2;
+    }
+    return cudaSuccess;
+  }
   // A layer's next kernel comes while this one is there, and wants all the shared memory of a
   // multiprocessor: divided otherwise, that of this one would not take its block.
   cudaError_t error =
@@ -140,8 +149,9 @@ flashmoe_status plan(const MoeRouteProblem& problem, MoePlan* plan, const Reason
   FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
   if (facts->compute_capability < kOldestComputeCapability) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "cuda:%d has compute capability %d.%d, accepted are 8.9 and newer",
-                         device_id, facts->compute_capability / 10, facts->compute_capability % 10);
+                         "%s has compute capability %d.%d, accepted are 8.9 and newer",
+                         DeviceName::cuda(device_id).text, facts->compute_capability / 10,
+                         facts->compute_capability % 10);
   }
   const Entry& entry = find_entry(problem);
   int arch = 0;
@@ -170,9 +180,9 @@ flashmoe_status plan(const MoeRouteProblem& problem, MoePlan* plan, const Reason
   const int64_t most_tokens = INT_MAX - warp_tokens(problem, block_tokens, warps);
   if (problem.tokens > most_tokens) {
     return reason.refuse(
-        FLASHMOE_ERROR_UNSUPPORTED, "%s: got %lld tokens, accepted on cuda:%d are at most %lld",
+        FLASHMOE_ERROR_UNSUPPORTED, "%s: got %lld tokens, accepted on %s are at most %lld",
         problem.logits != nullptr ? "logits" : "given_ids", static_cast<long long>(problem.tokens),
-        device_id, static_cast<long long>(most_tokens));
+        DeviceName::cuda(device_id).text, static_cast<long long>(most_tokens));
   }
   flashmoe_moe_stage* stage =
       add(entry.choose, blocks, warps,

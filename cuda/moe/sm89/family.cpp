@@ -4,6 +4,7 @@
 #include <climits>
 
 #include "core/backends.h"
+#include "core/gpu_model.h"
 #include "core/status.h"
 #include "cuda/moe/combine/stage.h"
 #include "cuda/moe/launch.h"
@@ -68,8 +69,8 @@ flashmoe_status check_device(flashmoe_device device, const DeviceFacts** facts,
   const int capability = (*facts)->compute_capability;
   if (capability < kOldestComputeCapability) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "cuda:%d has compute capability %d.%d, accepted are 8.9 and newer",
-                         device.device_id, capability / 10, capability % 10);
+                         "%s has compute capability %d.%d, accepted are 8.9 and newer",
+                         DeviceName(device).text, capability / 10, capability % 10);
   }
   return FLASHMOE_OK;
 }

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/backends.h"
+#include "core/gpu_model.h"
 #include "core/per_thread.h"
 #include "core/status.h"
 #include "cuda/moe/combine/stage.h"
@@ -199,10 +200,10 @@ flashmoe_status check_device(flashmoe_device device, const DeviceFacts** facts,
   const int capability = (*facts)->compute_capability;
   if (capability != kComputeCapability) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "cuda:%d has compute capability %d.%d, accepted is 9.0", device.device_id,
-                         capability / 10, capability % 10);
+                         "%s has compute capability %d.%d, accepted is 9.0",
+                         DeviceName(device).text, capability / 10, capability % 10);
   }
-  if (encode_function() == nullptr) {
+  if (encode_function() == nullptr && !is_gpu_model(device.device_id)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
   }
   return FLASHMOE_OK;

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "core/backends.h"
+#include "core/gpu_model.h"
 #include "core/status.h"
 #include "cuda/moe/launch.h"
 #include "cuda/moe/stream/cost.h"
@@ -36,8 +37,9 @@ const Entry* const kEntries[] = {
 
 // Allows a kernel all the shared memory of a block, and asks for a multiprocessor's to be as large as
 // it gets: two kernels share it.
-cudaError_t allow_shared_memory(const Kernel& kernel, int, const DeviceFacts& facts,
+cudaError_t allow_shared_memory(const Kernel& kernel, int device_id, const DeviceFacts& facts,
                                 const cudaFuncAttributes& attributes, bool) {
+  if (is_gpu_model(device_id)) return cudaSuccess;
   const cudaError_t error = cudaFuncSetAttribute(
       kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
       facts.shared_bytes_per_block - static_cast<int>(attributes.sharedSizeBytes));
@@ -238,8 +240,9 @@ flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reas
   FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
   if (facts->compute_capability < kOldestComputeCapability) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "cuda:%d has compute capability %d.%d, accepted are 8.9 and newer",
-                         device_id, facts->compute_capability / 10, facts->compute_capability % 10);
+                         "%s has compute capability %d.%d, accepted are 8.9 and newer",
+                         DeviceName::cuda(device_id).text, facts->compute_capability / 10,
+                         facts->compute_capability % 10);
   }
   FLASHMOE_TRY(check_layer(problem, reason));
   const bool hopper = FLASHMOE_WITH_SM90 && facts->compute_capability == 90;

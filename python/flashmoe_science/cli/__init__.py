@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from flashmoe_science.cli import bench, check, config, info, plan, plan_moe, plot, profile
+from flashmoe_science.cli.environment import build_info, package_version
 from flashmoe_science.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, CommandError
 from flashmoe_science.errors import FlashMoEError
 
@@ -32,12 +33,30 @@ exit codes
 examples
   flashmoe check
   flashmoe plan --batch 1 --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal
+  flashmoe plan --seq 4096 --heads 32 --dim 128 --gpu h200
   flashmoe plan-moe --tokens 4096 --hidden 2048 --inner 768 --experts 128 --top-k 8
   flashmoe bench --suite cpu --json results.json
   flashmoe plot results.json --html report.html
   flashmoe profile --seq 4096 --heads 16 --dim 128 --causal
   cmake -B build -DCMAKE_PREFIX_PATH="$(flashmoe config --cmakedir)"
 """
+
+
+class _Version(argparse.Action):
+    """Prints the versions of the package and the library, and what is built in, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        try:
+            build = build_info()
+        except CommandError as error:
+            parser.exit(EXIT_FAILED, f"flashmoe-science {package_version()}: {error}\n")
+        cuda = build["cuda_architectures"]
+        print(
+            f"flashmoe-science {package_version()}, libflashmoe {build['version']}, "
+            f"{f'CUDA {cuda}' if cuda else 'without CUDA'}; kernel families: "
+            f"{build['kernel_families'].replace(' ', ', ')}"
+        )
+        parser.exit(EXIT_OK)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,6 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="versions and kernel families, in a line"
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (info, check, plan, plan_moe, bench, plot, profile, config):

@@ -13,7 +13,7 @@ from typing import Any
 from flashmoe_science.cli import environment, peers
 from flashmoe_science.cli.arrays import Arrays, choose_arrays, normal_device, usable_device
 from flashmoe_science.cli.bench_table import BenchTable, print_summary
-from flashmoe_science.cli.ceilings import measure_ceilings
+from flashmoe_science.cli.ceilings import measure_ceilings, native_dtypes
 from flashmoe_science.cli.compare import failures_below, print_gate, run_compare
 from flashmoe_science.cli.measure import describe, measure
 from flashmoe_science.cli.measure_moe import measure_moe
@@ -42,7 +42,7 @@ from flashmoe_science.cli.shapes import (
     given_shape_options,
     shape_from_options,
 )
-from flashmoe_science.cli.stats import geometric_mean
+from flashmoe_science.cli.stats import verdicts
 from flashmoe_science.cli.suites import (
     ATTENTION,
     MOE,
@@ -65,7 +65,8 @@ float64 (docs/accuracy.md). A row of ours that fails is void: it has a reason an
 calls alternate in random order. On a GPU the L2 cache is flushed before each call and time is
 taken between CUDA events; for short calls the time in a CUDA graph and the host's time stand
 beside it. A ratio is the peer's median over ours (above 1: ours is faster) with its 95 %
-bootstrap interval; an interval that holds 1 is a tie.
+bootstrap interval; an interval that holds 1 is a tie. Where quartiles spread too far there is no
+verdict, and the row is in no mean.
 
   flashmoe bench --suite attention-forward --json results.json
   flashmoe bench --compare before.json results.json --fail-below 0.97
@@ -182,7 +183,7 @@ def _shapes(
                 "and --dim, or by --tokens, --hidden, --inner, --experts and --top-k"
             )
         return (_one_shape(arguments, "fp32" if device == "cpu" else "bf16"),)
-    if given:
+    if given := [name for name in given if name != "--dtype"]:
         raise CommandError(
             f"--suite: a suite has its own shapes; give either it or {' '.join(given)}"
         )
@@ -191,7 +192,31 @@ def _shapes(
             f"--suite: {suite.name} is for a GPU and would take hours on the CPU; there the suites "
             f"are {', '.join(n for n in suite_names() if load_suite(n).device != 'cuda')}"
         )
-    return suite.shapes
+    if arguments.dtype is None:
+        return suite.shapes
+    shapes = tuple(s for s in suite.shapes if s.dtype == arguments.dtype)
+    if not shapes:
+        raise CommandError(
+            f"--dtype: got {arguments.dtype}, accepted for the suite {suite.name} are "
+            f"{', '.join(sorted({s.dtype for s in suite.shapes}))}"
+        )
+    return shapes
+
+
+def _skip_emulated(
+    shapes: tuple[AnyShape, ...], native: Sequence[str], arguments: argparse.Namespace
+) -> tuple[tuple[AnyShape, ...], dict[str, Any] | None]:
+    """The shapes to measure, and what a record says of those that are left out: of element types
+    that the device does not multiply, unless they were asked for by name or there are no others."""
+    kept = tuple(s for s in shapes if s.dtype in native)
+    if arguments.dtype is not None or not kept or len(kept) == len(shapes):
+        return shapes, None
+    dtypes = sorted({s.dtype for s in shapes} - set(native))
+    return kept, {
+        "rows": len(shapes) - len(kept),
+        "dtypes": dtypes,
+        "reason": f"this device has no instruction that multiplies {' or '.join(dtypes)}",
+    }
 
 
 def _set_threads(flashmoe: Any, arrays: Arrays, threads: int | None) -> None:
@@ -207,8 +232,8 @@ def _set_threads(flashmoe: Any, arrays: Arrays, threads: int | None) -> None:
 
 
 def summarise(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over all valid rows, for each peer: geometric mean, extremes and verdicts of the ratio that
-    counts for the row's operation."""
+    """For each peer geometric mean, extremes and verdicts of the ratio that counts for the row's
+    operation, over all valid rows whose verdict is not withheld."""
     ratios: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
         for name, entry in cell.get("contenders", {}).items():
@@ -216,12 +241,10 @@ def summarise(cells: list[dict[str, Any]]) -> dict[str, Any]:
             if against is not None:
                 ratios.setdefault(name, []).append(against)
     return {
-        name: {
-            "rows": len(found),
-            "geometric_mean": geometric_mean([a["ratio"] for a in found]),
-            "least": min(a["ratio"] for a in found),
-            "most": max(a["ratio"] for a in found),
-            **{v: sum(a["verdict"] == v for a in found) for v in ("faster", "tie", "slower")},
+        name: verdicts(found)
+        | {
+            "least": min((a["ratio"] for a in found if a["verdict"] != "withheld"), default=None),
+            "most": max((a["ratio"] for a in found if a["verdict"] != "withheld"), default=None),
         }
         for name, found in ratios.items()
     }
@@ -277,7 +300,6 @@ def _document(
         "sampling": dataclasses.asdict(sampling),
         "environment": environment.for_record(),
         "peers": peers.describe(chosen),
-        "ceilings": measure_ceilings(arrays, {s.dtype for s in shapes}, sampling),
         "machine_before": environment.guarded(environment.nvidia_smi),
         "complete": False,
         "cells": [],
@@ -324,6 +346,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         check_writable(arguments.json)
     _set_threads(flashmoe, arrays, arguments.threads)
+    shapes, skipped = _skip_emulated(shapes, native_dtypes(arrays.device, arrays.dtypes), arguments)
+    output = Output(silent=arguments.json == "-")
+    title = suite.title if suite else _TITLES[operation_of(shapes[0])]
+    output.heading(f"{title}, on {device} ({flashmoe.device_info(device).name})")
+    if device == "cpu":
+        output.line(f"On the CPU backend, {flashmoe.get_num_threads()} threads.")
+    if skipped:
+        output.line(
+            f"{skipped['rows']} rows of {' and '.join(skipped['dtypes'])} are left out: "
+            f"{skipped['reason']}. --dtype {skipped['dtypes'][0]} measures those of that type."
+        )
     chosen = peers.choose_peers(arrays, arguments.peer, operation_of(shapes[0]))
     # One that was asked for by name is shown in every row, missing or not.
     shown = [p for p in chosen if arguments.peer or isinstance(p, peers.Peer)]
@@ -335,15 +368,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     document = _document(flashmoe, arrays, suite, shapes, chosen, sampling, arguments)
-    output = Output(silent=arguments.json == "-")
-    output.heading(f"{document['title']}, on {device} ({document['device']['name']})")
-    if device == "cpu":
-        output.line(f"On the CPU backend, {flashmoe.get_num_threads()} threads.")
-        if document["load_average"] > 0.5:
-            output.line(
-                f"The load average is {document['load_average']:.1f}: other programs are running, "
-                "and the times are of a shared machine."
-            )
+    document |= {"skipped": skipped} if skipped else {}
+    if device == "cpu" and document["load_average"] > 0.5:
+        output.line(
+            f"The load average is {document['load_average']:.1f}: other programs are running, "
+            "and the times are of a shared machine."
+        )
+    output.line("First the ceilings: a copy, and a matrix product of each element type.")
+    document["ceilings"] = measure_ceilings(arrays, {s.dtype for s in shapes}, sampling)
     if not names:
         output.line("No peer is timed: none is installed here, or --peer leaves none.")
     kept = kept_rows(arguments.json, document, shapes) if arguments.resume else Kept({})

@@ -7,12 +7,14 @@ from typing import Any
 
 from flashmoe_science.cli.measure import OURS
 from flashmoe_science.cli.output import Output, Table
-from flashmoe_science.cli.stats import summary
+from flashmoe_science.cli.records import summary_words
+from flashmoe_science.cli.stats import MOST_SPREAD, summary
 
 _SHAPE_WIDTH = 36  # at least
 _PEER_WIDTH = 20
-_RATIO_LEGEND = """\
-A peer's column is its time over ours, with the 95 % interval: above 1, ours is faster."""
+_RATIO_LEGEND = f"""\
+A peer's column is its time over ours, with the 95 % interval: above 1, ours is faster. noisy:
+the quartiles of one of the two spread over more than {MOST_SPREAD * 100:g} % of its median."""
 _ROOF_LEGEND = """\
 of roof: the least time that its products and its traffic take at the speed of the matrix product
 and the copy measured in this run, over the time it took."""
@@ -32,7 +34,9 @@ those of experts that have tokens, over the time (in a graph where there is one)
 
 
 def ratio_text(against: dict[str, Any]) -> str:
-    """A ratio with its interval, and whether it is a tie."""
+    """A ratio with its interval, and whether it is a tie; of a withheld verdict the ratio alone."""
+    if against["verdict"] == "withheld":
+        return f"{against['ratio']:.2f} noisy"
     tie = " tie" if against["verdict"] == "tie" else ""
     return f"{against['ratio']:.2f} ({against['low']:.2f}-{against['high']:.2f}){tie}"
 
@@ -147,11 +151,7 @@ class BenchTable:
 def print_summary(document: dict[str, Any], output: Output) -> None:
     """Means over all rows, and why a peer is not in them."""
     for name, s in document["summary"].items():
-        output.line(
-            f"{name}: geometric mean {s['geometric_mean']:.2f}, from {s['least']:.2f} to "
-            f"{s['most']:.2f}; faster in {s['faster']}, tied in {s['tie']}, slower in "
-            f"{s['slower']} of {s['rows']}"
-        )
+        output.line(f"{name}: {summary_words(s)}")
     reasons: dict[str, set[str]] = {}
     for cell in document["cells"]:
         for name, entry in cell.get("contenders", {}).items():

@@ -3,38 +3,46 @@
 Two ceilings: bytes a second of a copy, and FLOP/s of one large matrix product, both by the arrays'
 own library (on a GPU torch, and so cuBLAS), each the fastest of its samples: what slows one down
 is no part of a ceiling. They are no theoretical peaks: clocks, power and cooling are those of the
-run.
+run. Where one call takes longer than the time for all samples, it is the only one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flashmoe_science as fm
 from flashmoe_science.cli.arrays import Arrays
-from flashmoe_science.cli.timing import Contender, Sampling, interleave, make_clock
+from flashmoe_science.cli.timing import CpuClock, CudaClock, Sampling, make_clock
 
 # Extents of the square product, and bytes of the array that is copied: far beyond every cache, and
 # long beside a launch.
 _MATMUL_EXTENT = {"cpu": 2048, "cuda": 8192}
 _COPY_BYTES = {"cpu": 2**27, "cuda": 2**29}
 
-_LEAST_SAMPLES = 3
+_LEAST_SAMPLES = 3  # if they take no longer than this:
+_BUDGET_S = 2.0
 
 # With these a CPU multiplies bf16. Without, torch's product takes seconds to minutes and is no
 # ceiling, as its product of fp16 is on any, and NumPy's of either.
 _NATIVE_BF16 = ("avx512bf16", "amx")
 
 
+def native_dtypes(device: str, served: Sequence[str]) -> tuple[str, ...]:
+    """Those of the element types served on a device that it has instructions to multiply."""
+    if device != "cpu":
+        return tuple(served)
+    native = ("fp32", "bf16") if fm.device_info("cpu").isa in _NATIVE_BF16 else ("fp32",)
+    return tuple(dtype for dtype in native if dtype in served)
+
+
 def measure_ceilings(arrays: Arrays, dtypes: Iterable[str], sampling: Sampling) -> dict[str, Any]:
     """Bytes/s of a copy and FLOP/s of a product for each dtype; null where one fails."""
     kind = "cpu" if arrays.device == "cpu" else "cuda"
-    sampling = dataclasses.replace(sampling, least=_LEAST_SAMPLES)
-    served = _cpu_products(arrays) if kind == "cpu" else arrays.dtypes
+    served = native_dtypes(arrays.device, ("fp32",) if arrays.name == "numpy" else arrays.dtypes)
     size, extent = _COPY_BYTES[kind], _MATMUL_EXTENT[kind]
     return {
         "copy_bytes_per_s": _rate(2.0 * size, arrays, lambda: _copy(arrays, size), sampling),
@@ -49,21 +57,28 @@ def measure_ceilings(arrays: Arrays, dtypes: Iterable[str], sampling: Sampling) 
     }
 
 
-def _cpu_products(arrays: Arrays) -> tuple[str, ...]:
-    native = arrays.name == "torch" and fm.device_info("cpu").isa in _NATIVE_BF16
-    return ("fp32", "bf16") if native else ("fp32",)
-
-
 def _rate(
     work: float, arrays: Arrays, make: Callable[[], Callable[[], Any]], sampling: Sampling
 ) -> float | None:
     try:
-        contender = Contender("ceiling", make())
-        samples = interleave([contender], make_clock(arrays), sampling)[contender.name]
+        fastest = _fastest(make(), make_clock(arrays), sampling)
     except (RuntimeError, MemoryError, TypeError):  # no memory for it, or no such product here
         return None
-    rate = work / min(samples)
+    rate = work / fastest
     return rate if math.isfinite(rate) else None
+
+
+def _fastest(call: Callable[[], Any], clock: CpuClock | CudaClock, sampling: Sampling) -> float:
+    """The least of as many samples as the time of one contender allows, or of a few."""
+    begin = time.monotonic()
+    samples: list[float] = []
+    while len(samples) < sampling.most:
+        samples.append(clock.time(call))
+        passed = time.monotonic() - begin
+        enough = len(samples) >= _LEAST_SAMPLES and passed >= sampling.seconds
+        if enough or passed >= max(_BUDGET_S, sampling.seconds):
+            break
+    return min(samples)
 
 
 def _copy(arrays: Arrays, size: int) -> Callable[[], Any]:

@@ -10,7 +10,8 @@ peer the ratio is A's time over B's, which says something on one machine only.
 
 Every ratio has a bootstrap interval over the samples of all that is in it. The intervals hold for
 all shapes at once with 95 % confidence (Bonferroni's), so that among many shapes none is said to
-have moved by chance.
+have moved by chance. Where quartiles spread too far (stats.MOST_SPREAD) there is no verdict: such a
+row is in no mean, and no gate judges it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from flashmoe_science.cli.output import (
     Table,
     write_json,
 )
-from flashmoe_science.cli.records import is_moe, ratio_of, read_record
-from flashmoe_science.cli.stats import geometric_mean, ratio_of_medians
+from flashmoe_science.cli.records import is_moe, ratio_of, read_record, withheld_words
+from flashmoe_science.cli.stats import ratio_of_medians, verdicts
 from flashmoe_science.cli.suites import shape_of
 
 _CONFIDENCE = 0.95
@@ -61,9 +62,15 @@ def failures_below(least: float, cells: list[dict[str, Any]]) -> dict[str, Any]:
     return _gate(least, judged)
 
 
-def _gate(least: float, judged: list[dict[str, Any]]) -> dict[str, Any]:
+def _gate(least: float, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Raises CommandError where all verdicts are withheld: nothing judged is nothing passed."""
+    judged = [entry for entry in entries if entry["ratio"]["verdict"] != "withheld"]
+    withheld = len(entries) - len(judged)
+    if entries and not judged:
+        raise CommandError(f"--fail-below: nothing can be judged, {withheld_words(withheld)}")
     failed = [entry for entry in judged if entry["ratio"]["high"] < least]
-    return {"fail_below": least, "judged": len(judged), "failed": failed}
+    gate = {"fail_below": least, "judged": len(judged), "withheld": withheld, "failed": failed}
+    return gate
 
 
 def print_gate(gate: dict[str, Any], output: Output) -> None:
@@ -75,6 +82,8 @@ def print_gate(gate: dict[str, Any], output: Output) -> None:
         f"{len(gate['failed'])} of {gate['judged']} shapes are below {gate['fail_below']:g} with "
         "their whole interval"
     )
+    if gate["withheld"]:
+        output.line(withheld_words(gate["withheld"]))
 
 
 def _clock(entries: list[dict[str, Any]], moe: bool) -> str:
@@ -154,14 +163,7 @@ def compare_records(
         ],
         "confidence": _CONFIDENCE,
         "cells": cells,
-        "summary": {
-            "rows": len(moved),
-            "geometric_mean": geometric_mean([cell["ratio"]["ratio"] for cell in moved]),
-            **{
-                verdict: sum(cell["ratio"]["verdict"] == verdict for cell in moved)
-                for verdict in ("faster", "tie", "slower")
-            },
-        },
+        "summary": verdicts([cell["ratio"] for cell in moved]),
     }
 
 
@@ -191,13 +193,16 @@ def _print(document: dict[str, Any], files: list[str], output: Output) -> None:
         style = {"faster": "green", "slower": "red"}.get(verdict, "")
         numbers = [_plain(cell.get(key)) for key in ("ratio", "drift", "time")]
         beside = cell["peer"] or "-"
-        verdict = "same" if verdict == "tie" else verdict
+        verdict = {"tie": "same", "withheld": "-"}.get(verdict, verdict)
         table.row([label, numbers[0], verdict, beside, *numbers[1:]], style=style)
     s = document["summary"]
-    output.line(
-        f"geometric mean {s['geometric_mean']:.3f}; faster in {s['faster']}, slower in "
-        f"{s['slower']}, the same in {s['tie']} of {s['rows']}"
-    )
+    if s["rows"]:
+        output.line(
+            f"geometric mean {s['geometric_mean']:.3f}; faster in {s['faster']}, slower in "
+            f"{s['slower']}, the same in {s['tie']} of {s['rows']}"
+        )
+    if s["withheld"]:
+        output.line(withheld_words(s["withheld"]))
 
 
 def _plain(ratio: dict[str, Any] | None) -> str:

@@ -6,10 +6,12 @@ import argparse
 import math
 from typing import Any
 
+from flashmoe_science._names import GPU_MODELS
 from flashmoe_science.cli import environment
 from flashmoe_science.cli.arrays import normal_device
 from flashmoe_science.cli.output import (
     EXIT_OK,
+    CommandError,
     Output,
     add_json_option,
     write_json,
@@ -19,11 +21,13 @@ from flashmoe_science.cli.shapes import Shape, add_shape_options, shape_from_opt
 _DESCRIPTION = """\
 Explains one attention call without making it: the kernel that would serve it, its tile, threads,
 shared memory, grid and workspace, the work in it, and why the other kernel families are not used.
-Needs no tensors, and for --device cpu no GPU.
+Needs no tensors, and for --device cpu and --gpu no GPU: --gpu plans for a model that is not here,
+from a table of facts, and gives the plan that such a device would get.
 
   flashmoe plan --batch 1 --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal
   flashmoe plan --seq-q 1 --seq-k 8192 --heads 32 --kv-heads 8 --dim 128 --dtype fp16 --device cpu
   flashmoe plan --seq 16384 --heads 16 --dim 128 --causal --window 1023,none --softcap 50
+  flashmoe plan --seq 4096 --heads 32 --dim 128 --gpu h200
 """
 
 # Most threads and, beside a block's own shared memory, bytes the system keeps for it, on an SM
@@ -41,11 +45,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_shape_options(parser, required=True)
-    parser.add_argument(
-        "--device",
-        metavar="NAME",
-        help="cpu, cuda or cuda:N (default: the first GPU the library can use, else cpu)",
-    )
+    add_device_options(parser)
     parser.add_argument(
         "--kernel",
         metavar="FAMILY",
@@ -56,8 +56,35 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def default_device(flashmoe: Any) -> str:
-    return "cuda:0" if flashmoe.cuda_device_count() > 0 else "cpu"
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """A device, or a model of GPUs that need not be here."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda or cuda:N (default: the first GPU the library can use, else cpu)",
+    )
+    group.add_argument(
+        "--gpu", choices=GPU_MODELS, help="plan for this model, whatever GPU is here or not"
+    )
+
+
+def chosen_device(flashmoe: Any, arguments: argparse.Namespace) -> str:
+    """The name of the device, or of the model, to plan for; one that is not here is refused with
+    what can be planned for nevertheless."""
+    if arguments.gpu:
+        return str(arguments.gpu)
+    if not arguments.device:
+        return "cuda:0" if flashmoe.cuda_device_count() > 0 else "cpu"
+    device = normal_device(arguments.device)
+    try:
+        flashmoe.device_info(device)
+    except flashmoe.DeviceError as error:
+        models = f"; --gpu plans for one that is not here: {', '.join(GPU_MODELS)}"
+        raise CommandError(
+            f"{error}{models if flashmoe.build_info().cuda_architectures else ''}"
+        ) from error
+    return device
 
 
 def plan_for(
@@ -137,7 +164,7 @@ def _print(document: dict[str, Any], shape: Shape, output: Output) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     flashmoe = environment.package()
-    device = normal_device(arguments.device) if arguments.device else default_device(flashmoe)
+    device = chosen_device(flashmoe, arguments)
     shape = shape_from_options(arguments, "fp32" if device == "cpu" else "bf16")
     fields = environment.as_dict(
         plan_for(flashmoe, shape, device, arguments.layout, arguments.kernel)

@@ -6,17 +6,16 @@ import argparse
 from typing import Any
 
 from flashmoe_science.cli import environment
-from flashmoe_science.cli.arrays import normal_device
 from flashmoe_science.cli.output import EXIT_OK, Output, add_json_option, write_json
-from flashmoe_science.cli.plan import default_device
+from flashmoe_science.cli.plan import add_device_options, chosen_device
 
 _DESCRIPTION = """\
 Explains one layer of a mixture of experts without computing it: the launches of its routing and of
 its products in order, their tiles, threads, shared memory and grids, the workspace, the work, and
-why the other kernel families are not used. Needs no tensors, and for --device cpu no GPU.
+why the other kernel families are not used. Needs no tensors, and for --device cpu and --gpu no GPU.
 
   flashmoe plan-moe --tokens 4096 --hidden 2048 --inner 768 --experts 128 --top-k 8
-  flashmoe plan-moe --tokens 1 --hidden 4096 --inner 14336 --experts 8 --top-k 2 --kernel stream
+  flashmoe plan-moe --tokens 1 --hidden 4096 --inner 14336 --experts 8 --top-k 2 --gpu h100
 """
 
 _EXTENTS = {
@@ -63,11 +62,7 @@ def add_parser(subparsers: Any) -> None:
         "--transposed", action="store_true", help="weights are stored as [E, H, 2I] and [E, I, H]"
     )
     parser.add_argument("--bias", action="store_true", help="experts have biases")
-    parser.add_argument(
-        "--device",
-        metavar="NAME",
-        help="cpu, cuda or cuda:N (default: the first GPU the library can use, else cpu)",
-    )
+    add_device_options(parser)
     parser.add_argument(
         "--kernel", metavar="FAMILY", help="ask for this kernel family: stream, sm90, sm89 or cpu"
     )
@@ -112,7 +107,7 @@ def _print(document: dict[str, Any], output: Output) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     flashmoe = environment.package()
-    device = normal_device(arguments.device) if arguments.device else default_device(flashmoe)
+    device = chosen_device(flashmoe, arguments)
     dtype = arguments.dtype or ("fp32" if device == "cpu" else "bf16")
     extents = {name: getattr(arguments, name) for name in _EXTENTS}
     layer = flashmoe.moe_plan_for(

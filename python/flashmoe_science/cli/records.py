@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe_science.cli.output import CommandError
+from flashmoe_science.cli.stats import MOST_SPREAD
 
 SCHEMA = 2
 _READABLE = (1, 2)  # a record of schema 1 lacks fields of 2; what both have means the same
@@ -31,6 +32,25 @@ def ratio_of(cell: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any] | No
         found = entry.get("graph_against", found)
     ratio: dict[str, Any] | None = found
     return ratio
+
+
+def withheld_words(number: int) -> str:
+    """Why so many ratios have no verdict."""
+    spread = f"{MOST_SPREAD * 100:g} %"
+    return f"no verdict in {number}: quartiles spread over more than {spread} of a median"
+
+
+def summary_words(of_peer: dict[str, Any]) -> str:
+    """What a record's summary says of a peer."""
+    s = of_peer
+    parts = []
+    if s["rows"]:
+        parts = [
+            f"geometric mean {s['geometric_mean']:.2f}, from {s['least']:.2f} to {s['most']:.2f}",
+            f"faster in {s['faster']}, tied in {s['tie']}, slower in {s['slower']} of {s['rows']}",
+        ]
+    withheld = s.get("withheld", 0)  # a record of before there were any has no such field
+    return "; ".join([*parts, withheld_words(withheld)] if withheld else parts)
 
 
 def record_schema() -> dict[str, Any]:

@@ -7,6 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+# Quartiles further apart than this share of the median say nothing of who is faster: whatever else
+# ran on the machine took much of the time, and need not come to all contenders alike. On quiet
+# machines they are within a tenth.
+MOST_SPREAD = 0.25
+
 _RESAMPLES = 2000
 
 
@@ -22,6 +27,12 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def spreads_too_far(samples: Sequence[float]) -> bool:
+    """Whether the quartiles lie too far apart for a verdict."""
+    found = summary(samples)
+    return bool(found["q3_s"] - found["q1_s"] > MOST_SPREAD * found["median_s"])
+
+
 def ratio_of_medians(
     numerators: Sequence[Sequence[float]],
     denominators: Sequence[Sequence[float]],
@@ -32,7 +43,8 @@ def ratio_of_medians(
     """Product of the medians of the numerators over that of the denominators, with its bootstrap
     interval: every list of samples is drawn anew by itself.
 
-    The verdict is "faster" or "slower" where the whole interval is above or below 1, else "tie".
+    The verdict is "faster" or "slower" where the whole interval is above or below 1, else "tie"; it
+    is "withheld" where the quartiles of some list spread too far.
     """
     numpy = importlib.import_module("numpy")
     rng = numpy.random.default_rng(seed)
@@ -49,12 +61,26 @@ def ratio_of_medians(
     tail = (1 - confidence) / 2 * 100
     low, high = (float(x) for x in numpy.percentile(ratios[1:], [tail, 100 - tail]))
     verdict = "faster" if low > 1 else "slower" if high < 1 else "tie"
+    if any(map(spreads_too_far, (*numerators, *denominators))):
+        verdict = "withheld"
     return {"ratio": float(ratios[0]), "low": low, "high": high, "verdict": verdict}
 
 
 def compare(ours: Sequence[float], peer: Sequence[float], seed: int = 0) -> dict[str, Any]:
     """Median of the peer over ours (above 1: ours is faster) with its 95 % bootstrap interval."""
     return ratio_of_medians([peer], [ours], seed=seed)
+
+
+def verdicts(ratios: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How many ratios have which verdict, and the geometric mean of those that have one, None
+    without any: `rows` counts these, and `withheld` the others."""
+    judged = [r for r in ratios if r["verdict"] != "withheld"]
+    return {
+        "rows": len(judged),
+        "withheld": len(ratios) - len(judged),
+        "geometric_mean": geometric_mean([r["ratio"] for r in judged]) if judged else None,
+        **{v: sum(r["verdict"] == v for r in judged) for v in ("faster", "tie", "slower")},
+    }
 
 
 def geometric_mean(values: Sequence[float]) -> float:

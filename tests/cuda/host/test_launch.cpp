@@ -175,6 +175,44 @@ flashmoe_launch read_back() {
 
 // ---- tests ---------------------------------------------------------------------------------------
 
+// Nothing is asked of the runtime, which has no such device.
+void models_are_planned_for_and_run_nothing() {
+  const auto put_on = [](Call* call, flashmoe_device device) {
+    for (flashmoe_tensor& tensor : call->tensors) tensor.device = device;
+  };
+  fake::on_launch = [](const void*) { CHECK(false); };
+  const int loads = fake::state.loads;
+  const int set_devices = fake::state.set_devices;
+  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
+  for (const char* kernel : {"sm90", "sm89"}) {
+    for (const int32_t model : {FLASHMOE_GPU_H200, FLASHMOE_GPU_L4}) {
+      Call call(kernel, 2, 60, 1000, 6, 2);
+      put_on(&call, {FLASHMOE_DEVICE_GPU_MODEL, model});
+      const bool hopper = model == FLASHMOE_GPU_H200;
+      const bool serves = hopper || std::strcmp(kernel, "sm89") == 0;
+      const flashmoe_status status = flashmoe_attention_forward_plan(&call.params, &plan);
+      CHECK(status == (serves ? FLASHMOE_OK : FLASHMOE_ERROR_UNSUPPORTED));
+      if (!serves) {
+        CHECK(std::strstr(flashmoe_last_error(), "l4 has compute capability 8.9") != nullptr);
+        continue;
+      }
+      CHECK(std::strncmp(plan.isa, hopper ? "sm_90" : "sm_89", 5) == 0);
+      CHECK(call.run() == FLASHMOE_ERROR_NO_DEVICE);
+      CHECK(std::strstr(flashmoe_last_error(), hopper ? "q: it is on h200" : "q: it is on l4") ==
+            flashmoe_last_error());
+    }
+  }
+  CHECK(fake::state.loads == loads && fake::state.set_devices == set_devices);
+  Call call("sm89", 2, 60, 1000, 6, 2);
+  for (const int32_t model : {-1, 4}) {
+    put_on(&call, {FLASHMOE_DEVICE_GPU_MODEL, model});
+    CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
+    CHECK(std::strstr(flashmoe_last_error(), "q: got the GPU model") == flashmoe_last_error());
+  }
+  put_on(&call, {FLASHMOE_DEVICE_CUDA, 61});  // what the model h200 is within the library
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_NO_DEVICE);
+}
+
 sm89::Params seen89;
 sm90::Params seen90;
 
@@ -758,6 +796,7 @@ int main(int argc, char** argv) {
   calls_go_where_they_are_fastest();
   a_device_may_be_reset();
   contexts_of_one_device_take_turns();
+  models_are_planned_for_and_run_nothing();
   a_kernel_is_loaded_once_whoever_comes_first();
   empty_problems_have_plans();
   return 0;

@@ -15,6 +15,7 @@ from flashmoe_science.cli.measure import OURS
 from flashmoe_science.cli.plotting import record as rec
 from flashmoe_science.cli.plotting.record import Record
 from flashmoe_science.cli.plotting.theme import DARK, LIGHT, Theme
+from flashmoe_science.cli.records import summary_words
 
 _MEBI = 2**20
 
@@ -59,7 +60,7 @@ tbody th{{font-weight:600;position:sticky;left:0;background:var(--surface)}}
 td.words{{white-space:normal;min-width:16rem;overflow-wrap:anywhere}}
 .faster{{color:var(--faster)}}
 .slower,.void{{color:var(--slower)}}
-.tie,.none{{color:var(--muted)}}
+.tie,.withheld,.none{{color:var(--muted)}}
 .void{{font-weight:600}}
 summary{{cursor:pointer;margin:1.5rem 0 .5rem;font-weight:600}}
 """
@@ -126,8 +127,8 @@ def _us(seconds: float | None) -> str:
 def _ratio_words(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return ""
-    tie = " tie" if found["verdict"] == "tie" else ""
-    return f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]{tie}"
+    mark = {"tie": " tie", "withheld": " noisy"}.get(found["verdict"], "")
+    return f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]{mark}"
 
 
 def _ratio_td(found: Mapping[str, Any] | None) -> str:
@@ -217,9 +218,7 @@ def _details_table(record: Record) -> str:
 
 def _summary(record: Record) -> str:
     lines = [
-        f"<li>over <b>{_text(peer)}</b>: geometric mean {s['geometric_mean']:.2f}, from "
-        f"{s['least']:.2f} to {s['most']:.2f}; faster in {s['faster']}, tied in {s['tie']}, slower "
-        f"in {s['slower']} of {s['rows']}</li>"
+        f"<li>over <b>{_text(peer)}</b>: {summary_words(s)}</li>"
         for peer, s in record.document["summary"].items()
     ]
     return f"<ul>\n{chr(10).join(lines)}\n</ul>" if lines else "<p>No peer was timed beside us.</p>"
@@ -254,7 +253,8 @@ def _readings(document: Mapping[str, Any]) -> str:
 
 _HOW_TO_READ = """\
 <p>A ratio is the peer's median time over ours, with its 95 % bootstrap interval: above 1, ours is
-faster; where the interval holds 1 it is a tie. A row of ours that was wrong, or was not run by the
+faster; where the interval holds 1 it is a tie. It is noisy, and in no mean, where quartiles spread
+too far for a verdict. A row of ours that was wrong, or was not run by the
 planned kernel, is void and has no times.</p>"""
 _SHOWN_ELSEWHERE = (
     "cells", "summary", "title", "machine_before", "machine_after", "nvidia_smi_after", "command",

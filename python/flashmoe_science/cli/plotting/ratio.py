@@ -20,6 +20,7 @@ from flashmoe_science.cli.plotting.sheet import (
     short,
 )
 from flashmoe_science.cli.plotting.theme import Style, Theme, styles
+from flashmoe_science.cli.records import withheld_words
 
 _ROOM = 9.4  # inches for panels beside each other
 _LEAST_WIDTH = 6.0
@@ -40,7 +41,14 @@ def _text(value: float) -> str:
 
 def _mean(record: Record, peer: str) -> str:
     summary = record.document["summary"].get(peer)
-    return f"mean {_text(summary['geometric_mean'])}" if summary else ""
+    return f"mean {_text(summary['geometric_mean'])}" if summary and summary["rows"] else ""
+
+
+def _noisy_words(record: Record, peers: Sequence[str]) -> str:
+    """How many ratios have no verdict, "" where all have one."""
+    summaries = [record.document["summary"].get(peer, {}) for peer in peers]
+    number = sum(summary.get("withheld", 0) for summary in summaries)
+    return f" Noisy: {withheld_words(number)}." if number else ""
 
 
 def _heading_width(record: Record, peers: Sequence[str]) -> float:
@@ -75,7 +83,7 @@ def _map(record: Record, theme: Theme) -> Figure:
     words = [
         "The peer's time over ours. Blue, above 1: ours is faster; orange, below 1: slower; full "
         f"colour from {_END:g} and {1 / _END:g}. Framed: a tie, its 95 % interval holds 1. Means "
-        "are geometric.",
+        f"are geometric.{_noisy_words(record, peers)}",
         rec.provenance(record.document),
     ]
     sheet = Sheet(theme, record.document["title"], words, width, 0.22 + rows * step)
@@ -112,6 +120,9 @@ def _square(
         void = cell is not None and cell["status"] != "ok"
         words = "void" if void else "-"
         axes.text(x + 0.5, y + 0.5, words, color=theme.muted, style="italic", **middle)
+        return
+    if entry["verdict"] == "withheld":
+        axes.text(x + 0.5, y + 0.5, "noisy", color=theme.muted, style="italic", **middle)
         return
     position = math.log(entry["ratio"]) / math.log(_END)
     colour = scale(0.5 + 0.5 * min(1.0, max(-1.0, position)))
@@ -182,7 +193,8 @@ def _points(record: Record, theme: Theme) -> Figure:
     step = panel_h + 0.68
     sign = "The peer's time over ours with its 95 % interval; right of the line, ours is faster."
     sign += " Hollow: in a CUDA graph." if graphs else ""
-    words = [f"{sign} Means are geometric.", f"All rows: {shared}." if shared else ""]
+    sign += f" Means are geometric.{_noisy_words(record, peers)}"
+    words = [sign, f"All rows: {shared}." if shared else ""]
     words.append(rec.provenance(record.document))
     sheet = Sheet(theme, record.document["title"], words, width, 0.24 + rows * step)
     marked = ticks(low, high, panel_w)
@@ -223,9 +235,9 @@ def _row(axes: Axes, theme: Theme, style: Style, y: float, cell: dict[str, Any],
     low, high = axes.get_xlim()
     for found, at, fill in points:
         value = found["ratio"]
-        tie = found["verdict"] == "tie"
-        words = f"{_text(value)}{' tie' if tie else ''}"
-        axes.annotate(words, (1, at), color=theme.muted if tie else theme.ink, **edge)
+        note = {"tie": " tie", "withheld": " noisy"}.get(found["verdict"], "")
+        words = f"{_text(value)}{note}"
+        axes.annotate(words, (1, at), color=theme.muted if note else theme.ink, **edge)
         if not low <= value <= high:  # beyond the axis: an arrow at its end, the number beside it
             mark, x = (">", 0.98) if value > high else ("<", 0.02)
             axes.plot([x], [at], mark, color=style.colour, markersize=6, zorder=3,

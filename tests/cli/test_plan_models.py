@@ -1,0 +1,181 @@
+"""Plans for GPUs that are not here: those that such devices were given, from a table of facts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import flashmoe_science
+import pytest
+from flashmoe_science._names import GPU_MODELS
+from flashmoe_science.cli import main
+from flashmoe_science.cli.environment import as_dict
+from flashmoe_science.cli.plan import plan_for
+from flashmoe_science.cli.suites import MOE, shape_of
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ARCHITECTURES = flashmoe_science.build_info().cuda_architectures
+SHAPE = ["--seq", "4096", "--heads", "32", "--kv-heads", "8", "--dim", "128", "--causal"]
+LAYER = ["--tokens", "64", "--hidden", "2048", "--inner", "768", "--experts", "128", "--top-k", "8"]
+
+with_cuda = pytest.mark.skipif(not ARCHITECTURES, reason="built without CUDA")
+without_cuda = pytest.mark.skipif(bool(ARCHITECTURES), reason="built with CUDA")
+
+
+def recorded() -> list[Any]:
+    """Every record of an H200 that has plans, by its file's name."""
+    found = []
+    for path in sorted(RESULTS.glob("*_h200.json")):
+        document = json.loads(path.read_text())
+        if any("plan" in cell for cell in document.get("cells", [])):
+            found.append(pytest.param(document, id=path.stem))
+    return found
+
+
+def as_planned_now(document: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
+    shape, kernel = shape_of(cell["shape"]), document["kernel"]
+    if document["operation"] != MOE:
+        return as_dict(plan_for(flashmoe_science, shape, "h200", kernel=kernel))
+    extents = {n: getattr(shape, n) for n in ("tokens", "hidden", "inner", "experts", "top_k")}
+    plan = flashmoe_science.moe_plan_for(**extents, dtype=shape.dtype, device="h200", kernel=kernel)
+    return as_dict(plan)
+
+
+@with_cuda
+@pytest.mark.parametrize("document", recorded())
+def test_plans_are_those_that_an_h200_was_given(document: dict[str, Any]) -> None:
+    built = document["environment"]["library"]["cuda_architectures"]
+    if built.split() != ARCHITECTURES.replace(";", " ").split():
+        pytest.skip(f"the record is of a build for {built}, this one is for {ARCHITECTURES}")
+    cells = [cell for cell in document["cells"] if "plan" in cell]
+    for cell in cells:
+        found = json.loads(json.dumps(as_planned_now(document, cell)))
+        assert found == cell["plan"], cell["shape"]
+
+
+@with_cuda
+def test_an_h200_is_what_was_recorded() -> None:
+    document = json.loads((RESULTS / "gqa_h200.json").read_text())
+    info = as_dict(flashmoe_science.device_info("h200"))
+    own = ("device", "driver_version")  # of the machine
+    assert info | {"driver_version": 0} == {
+        name: value for name, value in document["device"].items() if name not in own
+    } | {"driver_version": 0}
+    assert info["driver_version"] == 0
+
+
+@with_cuda
+@pytest.mark.parametrize(
+    ("model", "capability", "multiprocessors", "block_kib", "l2_mib"),
+    [("h100", 90, 132, 227, 50), ("h200", 90, 132, 227, 60),
+     ("l4", 89, 58, 99, 48), ("rtx4090", 89, 128, 99, 72)],
+)  # fmt: skip
+def test_facts(
+    model: str, capability: int, multiprocessors: int, block_kib: int, l2_mib: int
+) -> None:
+    info = flashmoe_science.device_info(model)
+    assert (info.compute_capability, info.multiprocessors) == (capability, multiprocessors)
+    assert (info.shared_bytes_per_block, info.l2_bytes) == (block_kib << 10, l2_mib << 20)
+
+
+@with_cuda
+@pytest.mark.parametrize("model", GPU_MODELS)
+def test_the_command_plans_for_a_model(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hopper = model.startswith("h")
+    assert main(["plan", *SHAPE, "--gpu", model, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    plan = document["plan"]
+    assert document["device"]["device"] == model
+    assert plan["family"] == ("sm90" if hopper else "sm89")
+    assert plan["isa"] == ("sm_90a" if hopper else "sm_89")
+    assert plan["shared_bytes"] <= document["device"]["shared_bytes_per_block"]
+    assert f"cpu: {plan['family']} comes first" in plan["rejected"]
+    if not hopper:
+        assert f"sm90: {model} has compute capability 8.9, accepted is 9.0" in plan["rejected"]
+    assert main(["plan", *SHAPE, "--gpu", model]) == 0
+    assert f"on {model} (NVIDIA " in capsys.readouterr().out
+
+
+@with_cuda
+@pytest.mark.parametrize("model", GPU_MODELS)
+def test_the_command_plans_layers_for_a_model(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan-moe", *LAYER, "--gpu", model, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    for part in ("routing", "layer"):
+        for launch in document[part]["launches"]:
+            assert launch["shared_bytes"] <= document["device"]["shared_bytes_per_block"]
+            assert model.startswith("h") or launch["cluster"] <= 1
+    kernels = [launch["kernel"] for launch in document["layer"]["launches"]]
+    assert any("sm90" in name or "bulk" in name for name in kernels) == model.startswith("h")
+
+
+@with_cuda
+def test_a_device_that_is_not_here_names_the_models(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["plan", *SHAPE], ["plan-moe", *LAYER]):
+        assert main([*command, "--device", "cuda:59"]) == 1
+        said = capsys.readouterr().err
+        assert "device cuda:59 does not exist" in said
+        assert "--gpu plans for one that is not here: h100, h200, l4, rtx4090" in said
+
+
+def test_no_device_has_the_id_of_a_model() -> None:
+    with pytest.raises(flashmoe_science.DeviceError, match="cuda:60"):
+        flashmoe_science.device_info("cuda:60")
+
+
+@without_cuda
+def test_a_build_without_cuda_says_that_it_has_no_plans_of_gpus(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in (["plan", *SHAPE], ["plan-moe", *LAYER]):
+        assert main([*command, "--gpu", "h200"]) == 1
+        said = capsys.readouterr().err
+        assert "got the GPU model h200, but this library was built without CUDA" in said
+        assert main([*command, "--device", "cuda"]) == 1
+        assert "cuda:0, but this library was built without CUDA" in capsys.readouterr().err
+    with pytest.raises(flashmoe_science.UnsupportedError, match="was built without CUDA"):
+        flashmoe_science.attention_plan_for(
+            batch=1, seq_q=8, heads_q=1, dim=64, dtype="bf16", device="cuda"
+        )
+
+
+def test_a_model_and_a_device_are_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *SHAPE, "--gpu", "l4", "--device", "cpu"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *SHAPE, "--gpu", "b200"])
+    assert "invalid choice: 'b200'" in capsys.readouterr().err
+    with pytest.raises(flashmoe_science.InvalidArgumentError, match="models of GPUs 'h100', 'h200"):
+        flashmoe_science.device_info("b200")
+
+
+def test_the_version_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    build = flashmoe_science.build_info()
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert f"libflashmoe {build.version}, " in said
+    assert said.endswith(f"kernel families: {build.kernel_families.replace(' ', ', ')}\n")
+    assert ("without CUDA" in said) == (not ARCHITECTURES)
+
+
+def test_the_version_of_a_broken_installation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> Any:
+        raise OSError("libflashmoe.so.0: cannot open shared object file")
+
+    monkeypatch.setattr(flashmoe_science, "cuda_device_count", broken)
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 1
+    assert "the package does not load: libflashmoe.so.0" in capsys.readouterr().err
