@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from flashmoe_science.cli.output import CommandError, Output, write_json
-from flashmoe_science.cli.stats import compare, geometric_mean, summary
+from flashmoe_science.cli.stats import compare, geometric_mean, ratio_of_medians, summary
 from flashmoe_science.cli.timing import Contender, CpuClock, CudaClock, Sampling, interleave
 
 
@@ -28,6 +28,19 @@ def test_a_ratio_has_a_verdict(peer: float, verdict: str) -> None:
     assert found["verdict"] == verdict
     assert found["low"] <= found["ratio"] <= found["high"]
     assert found["ratio"] == pytest.approx(peer, rel=0.05)
+
+
+def test_an_interval_leaves_out_as_much_on_either_side() -> None:
+    """Of two samples, 1 and 2, a quarter of the resamples have the median 1, and another 2."""
+    for confidence, ends in ((0.6, (1.0, 2.0)), (0.4, (1.5, 1.5))):
+        found = ratio_of_medians([[1.0, 2.0]], [[1.0]], confidence)
+        assert (found["low"], found["high"]) == ends
+
+
+def test_a_verdict_needs_the_whole_interval() -> None:
+    unsure = compare([1.0] * 20, [0.8] * 8 + [1.1] * 12)
+    assert unsure["ratio"] > 1 > unsure["low"]
+    assert unsure["verdict"] == "tie"
 
 
 def test_summary_is_median_and_quartiles() -> None:

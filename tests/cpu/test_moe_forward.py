@@ -100,6 +100,15 @@ def test_activations(
 
 
 @pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("alpha", [-1.0, 0.25])
+def test_any_alpha(isa_library: ctypes.CDLL, dtype: str, alpha: float) -> None:
+    rng = np.random.default_rng(21)
+    layer = make_layer(rng, 4, 64, 48, capi.DTYPES[dtype])
+    x = capi.normal(rng, (33, 64), capi.DTYPES[dtype])
+    run_and_check(x, layer, random_routing(rng, 33, 4, 2), lib=isa_library, alpha=alpha)
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
 def test_gpt_oss(isa_library: ctypes.CDLL, dtype: str) -> None:
     rng = np.random.default_rng(20)
     layer = make_layer(rng, 5, 96, 72, capi.DTYPES[dtype], gate="interleaved",
@@ -145,7 +154,7 @@ def test_tiles_of_many_rows(
 
 
 @pytest.mark.parametrize("dtype", capi.DTYPES)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 17, 24, 25, 191, 193, 400])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 17, 24, 25, 191, 193, 601])
 @pytest.mark.parametrize("orientation", ["rows", "columns"])
 def test_all_tokens_to_one_expert(dtype: str, tokens: int, orientation: str) -> None:
     rng = np.random.default_rng(tokens)

@@ -7,7 +7,7 @@ A fault is a patch, tests/mutation/<part>/<name>.patch: a sentence or two of wha
 diff. Nothing happens in this tree: copies of it are built and patched, without CUDA. The named
 tests must pass on an unpatched copy. Then a fault is
 
-    killed           every one of its tests fails, or runs longer than --timeout
+    killed           every one of its tests fails, crashes, or runs longer than --timeout
     survived         one of them passes, or skips: a test is missing
     does not apply   the sources have changed: the patch wants writing anew
     does not build   a compiler sees it: no fault for a test
@@ -161,10 +161,11 @@ class Copy:
             except subprocess.TimeoutExpired:
                 return False, "timed out"
             said += done.stdout
-            if done.returncode not in (_PYTEST_PASSED, _PYTEST_FAILED):
-                return None, said
-            if done.returncode == _PYTEST_FAILED:
+            crashed = done.returncode < 0
+            if crashed or done.returncode == _PYTEST_FAILED:
                 return False, said
+            if done.returncode != _PYTEST_PASSED:
+                return None, said
         return True, said
 
     def _run(
