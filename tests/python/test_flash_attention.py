@@ -192,6 +192,10 @@ def test_results_keep_qs_order_in_memory() -> None:
     q = torch.randn(2, 9, 3, 16).transpose(1, 2)
     out = fm.flash_attention(q, q, q, layout="bhsd")
     assert out.stride() == q.stride()
+    q = q.contiguous()  # of the same shape: what was made before is no example
+    assert fm.flash_attention(q, q, q, layout="bhsd").is_contiguous()
+    q = torch.randn(2, 3, 9, 32)[..., :16]
+    assert fm.flash_attention(q, q, q, layout="bhsd").is_contiguous()
     q = np.ones((2, 9, 3, 16), np.float32).swapaxes(1, 2)
     assert fm.flash_attention(q, q, q, layout="bhsd").strides == q.strides
 
