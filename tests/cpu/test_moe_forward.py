@@ -240,6 +240,22 @@ def test_bad_numbers_reach_those_that_meet_them(
                 np.testing.assert_array_equal(made[t], clean[t])
 
 
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7FFF8000, 0xFFC00001])
+def test_a_nan_stays_one_when_it_is_rounded(
+    isa_library: ctypes.CDLL, dtype: str, bits: int
+) -> None:
+    """Whatever its payload: as a number it would round to the next, and to 0 from the last."""
+    rng = np.random.default_rng(14)
+    layer = make_layer(rng, 3, 40, 24, capi.DTYPES[dtype], bias="fp32")
+    layer.arguments["b_down"].view(np.uint32)[:, 5] = bits
+    for tokens in (4, 60):
+        x = capi.normal(rng, (tokens, 40), capi.DTYPES[dtype])
+        made = run_forward(x, layer, random_routing(rng, tokens, 3, 2), lib=isa_library).out
+        nan = np.isnan(made.astype(np.float32))
+        assert nan[:, 5].all() and not np.delete(nan, 5, axis=1).any()
+
+
 def test_a_weight_of_a_pair_that_is_not_mine_is_not_read() -> None:
     rng = np.random.default_rng(12)
     layer = make_layer(rng, 3, 16, 8, capi.DTYPES["fp32"])

@@ -180,6 +180,8 @@ class Copy:
         if shutil.which("ccache"):
             for language in ("C", "CXX"):
                 environment[f"CMAKE_{language}_COMPILER_LAUNCHER"] = "ccache"
+            # What one copy has compiled is not compiled anew for another one, or the next run.
+            environment |= {"CCACHE_BASEDIR": str(self._tree.parent), "CCACHE_NOHASHDIR": "1"}
         return subprocess.run(
             command,
             cwd=self._tree,
