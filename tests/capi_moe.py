@@ -155,17 +155,20 @@ def plan_of(params: Any, lib: c.CDLL | None = None) -> MoePlan:
 
 
 def run(params: Any, lib: c.CDLL | None = None, poison: int = 0xFF) -> None:
-    """Runs a call in a workspace of its own, full of `poison`, behind which nothing may change."""
+    """Runs a call in a workspace of its own, full of `poison`, around which nothing may change, and
+    which begins on a multiple of 16 bytes and of no more, as the library allows."""
     lib = lib or capi.load()
     call, _, workspace_size = functions(params, lib)
     size = c.c_size_t()
     capi.check(workspace_size(params, size), lib)
     guard = 256
-    workspace = capi.aligned_empty((size.value + guard,), np.dtype(np.uint8))
+    memory = capi.aligned_empty((guard + 16 + size.value + guard,), np.dtype(np.uint8))
+    workspace = memory[guard + 16 : guard + 16 + size.value]
+    memory[...] = 0xA5
     workspace[...] = poison
-    workspace[size.value :] = 0xA5
     capi.check(call(params, workspace.ctypes.data, size.value, None), lib)
-    assert (workspace[size.value :] == 0xA5).all(), "wrote behind its workspace"
+    assert (memory[: guard + 16] == 0xA5).all(), "wrote before its workspace"
+    assert (memory[guard + 16 + size.value :] == 0xA5).all(), "wrote behind its workspace"
 
 
 @dataclasses.dataclass

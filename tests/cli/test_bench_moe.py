@@ -208,6 +208,18 @@ def test_one_wrong_element_is_seen(spoil: float, reason: str) -> None:
     assert reason in judge_moe(arrays, shape, inputs, {"x": out})["x"].reason
 
 
+def test_the_bound_is_twice_the_plain_error_and_an_ulp() -> None:
+    arrays, shape = Arrays(), SHAPES[0]
+    inputs = make_moe_inputs(arrays, shape)
+    exact = by_loops(shape, inputs)
+    plain_error = judge_moe(arrays, shape, inputs, {"x": exact})["x"].plain_error
+    ulp = 2.0 ** (math.floor(math.log2(abs(exact).max())) - 23)
+    for times, passes in ((0.9, True), (1.1, False)):
+        out = exact.copy()
+        out[12, 7] += times * (2 * plain_error + ulp)
+        assert judge_moe(arrays, shape, inputs, {"x": out})["x"].passed == passes
+
+
 def test_many_tokens_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays, shape = Arrays(), SHAPES[0]
     monkeypatch.setattr(moe_reference, "_FLOP_BUDGET", {"cpu": 5 * shape.flops / shape.tokens})
@@ -426,12 +438,17 @@ def test_peers_are_of_one_operation() -> None:
 
 
 def prepared(peer: Peer, shape: MoeShape) -> str:
-    """Prepares the peer on the CPU and holds its first output to the accuracy rule."""
+    """Prepares the peer on the CPU and holds its first outputs, of one logits after the other, to
+    the accuracy rule."""
     arrays = choose_arrays("cpu")
     inputs = make_moe_inputs(arrays, shape)
     contender, output = peer.contender(arrays, shape, inputs)
-    contender.call()  # and it takes the next logits
-    return judge_moe(arrays, shape, inputs, {"peer": output})["peer"].reason
+    reasons = []
+    for logits in inputs.logits[:3]:
+        here = dataclasses.replace(inputs, logits=(logits,))
+        reasons.append(judge_moe(arrays, shape, here, {"peer": output})["peer"].reason)
+        output = contender.call()
+    return "; ".join(filter(None, reasons))
 
 
 PEER_SHAPES = [

@@ -174,6 +174,28 @@ def test_another_kernel_than_planned_fails(
 
 
 @pytest.mark.usefixtures("small")
+def test_another_kernel_of_a_family_that_is_named_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best kernel, which users get, is right."""
+    real_call, real_launch = flashmoe_science.moe_forward, flashmoe_science.last_launch
+    named: list[str | None] = [None]
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        named[0] = options.get("kernel")
+        return real_call(*arguments, **options)
+
+    def launch() -> Any:
+        return dataclasses.replace(real_launch(), **({"kernel": "another"} if named[0] else {}))
+
+    monkeypatch.setattr(flashmoe_science, "moe_forward", call)
+    monkeypatch.setattr(flashmoe_science, "last_launch", launch)
+    code, document = run_check(capsys)
+    assert code == 1
+    assert "launched another" in document["by_name"]["experts"]["text"]
+
+
+@pytest.mark.usefixtures("small")
 def test_a_version_that_differs_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

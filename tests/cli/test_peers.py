@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 from flashmoe_science.cli import main, peers
-from flashmoe_science.cli.arrays import choose_arrays
+from flashmoe_science.cli.arrays import Arrays, choose_arrays
 from flashmoe_science.cli.measure import OURS, make_inputs
 from flashmoe_science.cli.peers import flash_attention, flashinfer, jax_cudnn, torch_sdpa
-from flashmoe_science.cli.peers.peer import Peer, Refused, is_installed
+from flashmoe_science.cli.peers.peer import Peer, Refused, is_causal, is_installed
 from flashmoe_science.cli.reference import judge
 from flashmoe_science.cli.shapes import Shape
+from flashmoe_science.cli.timing import Contender
 
 SMALL = ["--seq", "32", "--heads", "2", "--dim", "64", "--device", "cpu", "--seconds", "0.01"]
 
@@ -218,6 +220,76 @@ WINDOWS = [
 ]
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dataclasses.replace(s, dtype=dtype, dim_v=32)
+        for s in SHAPES
+        for dtype in ("fp32", "bf16")
+        if s.window is None and s.softcap is None and s.causal != "bottom_right"
+    ],
+    ids=str,
+)
+def test_torchs_attention_works_on_our_memory(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On views of it: what is copied or converted before is not the peer's time."""
+    torch = pytest.importorskip("torch")
+    arrays = choose_arrays("cpu")
+    inputs = make_inputs(arrays, shape)
+    seen: list[Any] = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*tensors: Any, **options: Any) -> Any:
+        seen.append((tensors, options))
+        return real(*tensors, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    _, output = torch_sdpa.PEERS[0].contender(arrays, shape, inputs)
+    assert judge(arrays, shape, inputs, {"peer": output})["peer"].reason == ""
+    [(tensors, options)] = seen
+    for given, ours in zip(tensors, inputs, strict=True):
+        assert (given.data_ptr(), given.dtype) == (ours.data_ptr(), ours.dtype)
+        assert given.swapaxes(1, 2).stride() == ours.stride()
+    assert options.get("scale") is None
+
+
+def test_torchs_mask_is_aligned_top_left() -> None:
+    pytest.importorskip("torch")
+    shape = Shape(1, 4, 8, 2, 2, 64, 64, "fp32", "bottom_right")
+    with pytest.raises(Refused, match="torch's causal mask is aligned top left"):
+        prepared(torch_sdpa.PEERS[0], shape)
+    assert prepared(torch_sdpa.PEERS[0], dataclasses.replace(shape, seq_q=1)) == ""
+
+
+def test_one_query_is_masked_where_it_does_not_see_every_key() -> None:
+    one = Shape(1, 1, 8, 2, 2, 64, 64, "fp32", "top_left")
+    with pytest.raises(Refused, match="aligned bottom right; this mask is top left"):
+        is_causal(one, "bottom_right", "who")
+    assert is_causal(one, "top_left", "who")
+    assert not is_causal(dataclasses.replace(one, causal="bottom_right"), "bottom_right", "who")
+
+
+def test_a_peers_output_is_waited_for() -> None:
+    """Before another stream, or the host, looks at it; and what fails on the way is its own."""
+    events: list[str] = []
+
+    class Late(Arrays):
+        def synchronize(self) -> None:
+            events.append("synchronize")
+
+    def prepare(*_: Any) -> Contender:
+        def call() -> Any:
+            events.append("call")
+            return Arrays().array([[[[0.0] * 8]]])
+
+        return Contender("", call)
+
+    late = Peer("late", ("cpu",), ("numpy",), "numpy", "", prepare)
+    late.contender(Late(), Shape(1, 1, 1, 1, 1, 8, 8, "fp32"), None)
+    assert events == ["call", "synchronize"]
+
+
 @pytest.mark.parametrize("shape", [*SHAPES, *WINDOWS], ids=str)
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
 def test_flash_attention_is_called_as_it_wants(packages: Packages, name: str, shape: Shape) -> None:
@@ -228,19 +300,21 @@ from plain_attention import attend
 def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size={unbounded},
                     softcap=0.0, {options}):
     assert all({absent} or end >= 0 for end in window_size)
+    assert {fair}
     return {answer}
 """
     answer = "attend(q, k, v, causal, window_size, softcap)"
-    by_minus_one = {"unbounded": "(-1, -1)", "absent": "end == -1"}
+    by_minus_one = {"unbounded": "(-1, -1)", "absent": "end == -1", "fair": "True"}
     if name == "fa2":
         packages.write("flash_attn_2_cuda.py")
         text = package.format(options="dropout_p=0.0", answer=answer, **by_minus_one)
         packages.write("flash_attn/__init__.py", text)
     elif name == "fa3":
+        by_minus_one["fair"] = "num_splits != 1, 'it may not split keys'"
         text = package.format(options="num_splits=1", answer=answer, **by_minus_one)
         packages.write("flash_attn_interface.py", text)
     else:
-        by_none = {"unbounded": "(None, None)", "absent": "end is None"}
+        by_none = {"unbounded": "(None, None)", "absent": "end is None", "fair": "True"}
         text = package.format(options="num_splits=1", answer=f"({answer}, None)", **by_none)
         packages.write("flash_attn/cute/__init__.py", text)
     found = {p.name: p for p in flash_attention.PEERS}
@@ -282,10 +356,12 @@ class BatchPrefillWithRaggedKVCacheWrapper:
 class BatchDecodeWithPagedKVCacheWrapper:
     def __init__(self, workspace, kv_layout, use_tensor_cores):
         assert (workspace.dtype, kv_layout) == (torch.uint8, "NHD")
+        self.use_tensor_cores = use_tensor_cores
 
     def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
              q_data_type, kv_data_type, window_left=-1, logits_soft_cap=None):
         self.logits = (window_left, -1), logits_soft_cap or 0.0
+        assert self.use_tensor_cores == (num_qo_heads > num_kv_heads)
         assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
         self.indptr, self.indices, self.last, self.page = indptr, indices, last_page_len, page_size
 

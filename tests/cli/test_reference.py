@@ -107,6 +107,32 @@ def test_one_wrong_element_is_seen(spoil: float, reason: str) -> None:
     assert reason in verdict.reason
 
 
+def test_the_bound_is_twice_the_plain_error_and_an_ulp() -> None:
+    shape = SHAPES[0]
+    arrays = Arrays()
+    inputs = make_inputs(arrays, shape)
+    exact, _ = by_loops(shape, *inputs)
+    plain_error = reference.judge(arrays, shape, inputs, {"x": exact})["x"].plain_error
+    ulp = 2.0 ** (math.floor(math.log2(abs(exact).max())) - 23)
+    for times, passes in ((0.9, True), (1.1, False)):
+        out = exact.copy()
+        out[1, 8, 3, 15] += times * (2 * plain_error + ulp)
+        assert reference.judge(arrays, shape, inputs, {"x": out})["x"].passed == passes
+
+
+@pytest.mark.parametrize("place", [(0, 0, 0), (0, 3, 8), (1, 3, 8)])
+def test_every_block_counts(monkeypatch: pytest.MonkeyPatch, place: tuple[int, int, int]) -> None:
+    monkeypatch.setattr(reference, "_SCORE_BLOCK", {"cpu": 23})
+    shape, (b, h, i) = SHAPES[0], place
+    arrays = Arrays()
+    inputs = make_inputs(arrays, shape)
+    out, lse = by_loops(shape, *inputs)
+    lse[b, h, i] += 0.01
+    assert "max|lse" in reference.judge(arrays, shape, inputs, {"x": out}, lse)["x"].reason
+    out[b, i, h, 0] += 0.5
+    assert "max|out" in reference.judge(arrays, shape, inputs, {"x": out}, lse)["x"].reason
+
+
 @pytest.mark.parametrize("spoil", [math.nan, 0.01])
 def test_a_wrong_lse_is_seen(spoil: float) -> None:
     shape = SHAPES[0]

@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 from flashmoe_science.cli.output import CommandError, Output, write_json
-from flashmoe_science.cli.stats import MOST_SPREAD, compare, geometric_mean, summary, verdicts
+from flashmoe_science.cli.stats import (
+    MOST_SPREAD,
+    compare,
+    geometric_mean,
+    ratio_of_medians,
+    summary,
+    verdicts,
+)
 from flashmoe_science.cli.timing import Contender, CpuClock, CudaClock, Sampling, interleave
 
 
@@ -54,6 +61,19 @@ def test_means_and_counts_leave_out_what_is_withheld() -> None:
     }  # fmt: skip
 
 
+def test_an_interval_leaves_out_as_much_on_either_side() -> None:
+    """Of two samples, 1 and 2, a quarter of the resamples have the median 1, and another 2."""
+    for confidence, ends in ((0.6, (1.0, 2.0)), (0.4, (1.5, 1.5))):
+        found = ratio_of_medians([[1.0, 2.0]], [[1.0]], confidence)
+        assert (found["low"], found["high"]) == ends
+
+
+def test_a_verdict_needs_the_whole_interval() -> None:
+    unsure = compare([1.0] * 20, [0.8] * 8 + [1.1] * 12)
+    assert unsure["ratio"] > 1 > unsure["low"]
+    assert unsure["verdict"] == "tie"
+
+
 def test_summary_is_median_and_quartiles() -> None:
     found = summary([4.0, 1.0, 2.0, 3.0, 5.0])
     assert (found["q1_s"], found["median_s"], found["q3_s"]) == (2.0, 3.0, 4.0)
@@ -88,8 +108,8 @@ def test_contenders_take_turns() -> None:
     ]
     samples = interleave(contenders, CpuClock(), Sampling(seconds=10, least=3, most=8))
     assert {name: len(s) for name, s in samples.items()} == {"a": 8, "b": 8}
-    assert len(set(order[-16:])) == 2
-    assert any(order[i] == order[i + 2] for i in range(len(order) - 2))
+    turns = order[-32::2]  # a sample is a call that is not timed, and one that is
+    assert set(zip(turns[::2], turns[1::2], strict=True)) == {("a", "b"), ("b", "a")}
 
 
 def test_a_slow_contender_gets_fewer_samples() -> None:

@@ -3,6 +3,7 @@
 // comes to on a thread that has called nothing yet.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -505,6 +506,10 @@ void a_kernels_name_is_the_callers() {
   }
   CHECK(!planned(call));
   CHECK(launched.kernel == call.kernel);
+  Call alike = call;
+  alike.kernel = "attention_forward_sm90_fp16";
+  CHECK(planned(alike));
+  CHECK(launched.family == &kSm90Attention);
   call.kernel = std::string(100, 'x');  // longer than any kernel's
   for (int i = 0; i < 2; ++i) CHECK(failure(call).find("kernel: got \"xxxx") == 0);
   // Cut between characters, and made of characters.
@@ -524,6 +529,26 @@ void a_kernels_name_is_the_callers() {
   const int before = plans;
   call.params.kernel = "";
   CHECK(forward(&call.params) == FLASHMOE_OK && plans == before);  // no name, in other words
+}
+
+// Those that bend no logit: kernels multiply a softcap by log2(e), and divide by it.
+void softcaps_that_change_nothing_are_left_out() {
+  struct Case {
+    float softcap, scale;
+    bool kept;
+  };
+  const Case cases[] = {{50.0f, 1.0f, true},   {9e37f, 4.0f, true},   {2e38f, 4.0f, false},
+                        {3e38f, 4.0f, false},  {1e37f, 1e-3f, false}, {1e-45f, 1e38f, true},
+                        {1e30f, 1e-30f, false}};
+  for (const Case& one : cases) {
+    Call call(100, 200);
+    call.params.softcap = one.softcap;
+    call.params.scale = one.scale;
+    CHECK(forward(call.ready()) == FLASHMOE_OK);
+    CHECK(launched.problem.softcap == (one.kept ? one.softcap : 0.0f));
+    CHECK((launched.problem.cap_ratio > 0.0f) == one.kept);
+    CHECK(std::isfinite(launched.problem.cap_ratio));
+  }
 }
 
 void calls_on_the_cpu_are_planned_every_time() {
@@ -697,6 +722,7 @@ int main() {
       the_sentence_is_that_of_the_least_particular_family,
       fp32_is_for_the_cpu,
       a_kernels_name_is_the_callers,
+      softcaps_that_change_nothing_are_left_out,
       calls_on_the_cpu_are_planned_every_time,
       empty_calls_launch_nothing,
       callbacks_may_call,

@@ -390,6 +390,54 @@ void a_call_is_planned_once() {
   CHECK(same(Call::problem(launched), before));
 }
 
+// Each of a call's tensors by itself, while the others stay where they were.
+template <class Call>
+void tensors_move_one_by_one(const Call& call) {
+  planned(call);
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    if (!call.tensors[i].given) continue;
+    Call moved = call;
+    moved.at(i, reinterpret_cast<uintptr_t>(call.tensors[i].view.data) + 4096);
+    Launched alone;
+    std::thread([&] {
+      planned(moved);
+      alone = launched;
+    }).join();
+    CHECK(!planned(moved));
+    CHECK(same(Call::problem(launched), Call::problem(alone)));
+  }
+}
+
+void tensors_of_every_kind_move_one_by_one() {
+  Route route;
+  route.params.scoring = FLASHMOE_MOE_SIGMOID;
+  route.tensors[Route::kBias].set({8}, kFloat);
+  route.tensors[Route::kLse].set({100}, kFloat);
+  tensors_move_one_by_one(route);
+  Route given;
+  given.tensors[Route::kLogits].given = false;
+  given.tensors[Route::kGivenIds].set({100, 2}, kInteger);
+  given.tensors[Route::kGivenWeights].set({100, 2}, kHalf);
+  given.tensors[Route::kMap].set({12}, kInteger);
+  tensors_move_one_by_one(given);
+
+  Forward layer;
+  layer.tensors[Forward::kPre].set({200, 32}, kHalf);
+  layer.tensors[Forward::kGateUpBias].set({8, 32}, kFloat);
+  layer.tensors[Forward::kDownBias].set({8, 64}, kHalf);
+  tensors_move_one_by_one(layer);
+  layer.params.gate = FLASHMOE_MOE_SEPARATE;
+  layer.tensors[Forward::kGateUp].set({8, 16, 64}, kHalf);
+  layer.tensors[Forward::kUp].set({8, 16, 64}, kHalf);
+  layer.tensors[Forward::kGateUpBias].set({8, 16}, kFloat);
+  layer.tensors[Forward::kUpBias].set({8, 16}, kFloat);
+  tensors_move_one_by_one(layer);
+
+  Product product;
+  product.tensors[Product::kBias].set({8, 16}, kFloat);
+  tensors_move_one_by_one(product);
+}
+
 template <class Call>
 void its_workspace_is_known_too() {
   Call call(70);
@@ -916,6 +964,7 @@ int main() {
       a_call_is_planned_once<Route>,
       a_call_is_planned_once<Forward>,
       a_call_is_planned_once<Product>,
+      tensors_of_every_kind_move_one_by_one,
       its_workspace_is_known_too<Route>,
       its_workspace_is_known_too<Forward>,
       its_workspace_is_known_too<Product>,

@@ -415,7 +415,7 @@ def test_minus_infinity_scores(isa_library: ctypes.CDLL, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_outputs_round_to_nearest_even(isa_library: ctypes.CDLL, dtype: str) -> None:
+def test_outputs_are_stored_to_the_bit(isa_library: ctypes.CDLL, dtype: str) -> None:
     """A single key passes V through unchanged: denormals, the largest numbers, signed zeros."""
     bits = {"fp32": np.uint32, "fp16": np.uint16, "bf16": np.uint16}[dtype]
     width = 8 * np.dtype(bits).itemsize
@@ -427,3 +427,19 @@ def test_outputs_round_to_nearest_even(isa_library: ctypes.CDLL, dtype: str) -> 
     out, lse = capi.attention(q, q, np.ascontiguousarray(v), lib=isa_library)
     np.testing.assert_array_equal(out.view(bits), v.view(bits))
     assert lse[0, 0, 0] == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_outputs_halfway_between_two_numbers_are_rounded_to_the_even_one(
+    isa_library: ctypes.CDLL, dtype: str
+) -> None:
+    """Two equal logits average neighbours: fp32 holds what comes out exactly."""
+    # fp16's smallest are normal numbers in fp32; from bf16's largest the sum would be infinite.
+    first, end = {"fp16": (0x0001, 0x7BFF), "bf16": (0x0100, 0x7F00)}[dtype]
+    low = np.linspace(first, end - 1, 128).astype(np.uint16)
+    low = np.concatenate([low, low | 0x8000])
+    v = np.stack([low, low + np.uint16(1)]).view(capi.DTYPES[dtype]).reshape(1, 2, 1, 256)
+    q = np.zeros((1, 1, 1, 8), v.dtype)
+    out, _ = capi.attention(q, np.zeros((1, 2, 1, 8), v.dtype), v, lib=isa_library)
+    np.testing.assert_array_equal(out.view(np.uint16).reshape(-1), low + (low & 1))
+    assert set(low & 1) == {0, 1}

@@ -100,6 +100,15 @@ def test_activations(
 
 
 @pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("alpha", [-1.0, 0.25])
+def test_any_alpha(isa_library: ctypes.CDLL, dtype: str, alpha: float) -> None:
+    rng = np.random.default_rng(21)
+    layer = make_layer(rng, 4, 64, 48, capi.DTYPES[dtype])
+    x = capi.normal(rng, (33, 64), capi.DTYPES[dtype])
+    run_and_check(x, layer, random_routing(rng, 33, 4, 2), lib=isa_library, alpha=alpha)
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
 def test_gpt_oss(isa_library: ctypes.CDLL, dtype: str) -> None:
     rng = np.random.default_rng(20)
     layer = make_layer(rng, 5, 96, 72, capi.DTYPES[dtype], gate="interleaved",
@@ -145,7 +154,7 @@ def test_tiles_of_many_rows(
 
 
 @pytest.mark.parametrize("dtype", capi.DTYPES)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 17, 24, 25, 191, 193, 400])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 17, 24, 25, 191, 193, 601])
 @pytest.mark.parametrize("orientation", ["rows", "columns"])
 def test_all_tokens_to_one_expert(dtype: str, tokens: int, orientation: str) -> None:
     rng = np.random.default_rng(tokens)
@@ -229,6 +238,22 @@ def test_bad_numbers_reach_those_that_meet_them(
                 np.testing.assert_array_equal(np.delete(made[t], 5), np.delete(clean[t], 5))
             else:
                 np.testing.assert_array_equal(made[t], clean[t])
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7FFF8000, 0xFFC00001])
+def test_a_nan_stays_one_when_it_is_rounded(
+    isa_library: ctypes.CDLL, dtype: str, bits: int
+) -> None:
+    """Whatever its payload: as a number it would round to the next, and to 0 from the last."""
+    rng = np.random.default_rng(14)
+    layer = make_layer(rng, 3, 40, 24, capi.DTYPES[dtype], bias="fp32")
+    layer.arguments["b_down"].view(np.uint32)[:, 5] = bits
+    for tokens in (4, 60):
+        x = capi.normal(rng, (tokens, 40), capi.DTYPES[dtype])
+        made = run_forward(x, layer, random_routing(rng, tokens, 3, 2), lib=isa_library).out
+        nan = np.isnan(made.astype(np.float32))
+        assert nan[:, 5].all() and not np.delete(nan, 5, axis=1).any()
 
 
 def test_a_weight_of_a_pair_that_is_not_mine_is_not_read() -> None:

@@ -111,6 +111,33 @@ def test_nan_in_groups() -> None:
         check_layout(routing, 8)
 
 
+def test_a_group_whose_sum_is_no_number_comes_last() -> None:
+    logits = np.zeros((1, 6), np.float32)
+    for opposite in range(3):  # the group that has both infinities
+        bias = np.zeros(6, np.float32)
+        bias[2 * opposite : 2 * opposite + 2] = np.inf, -np.inf
+        how = {"scoring": "sigmoid", "selection_bias": bias, "num_groups": 3, "top_groups": 2}
+        chosen = capi_moe.route(logits, top_k=4, **how).ids
+        assert not {2 * opposite, 2 * opposite + 1} & set(chosen[0].tolist())
+
+
+def test_lse_of_large_logits() -> None:
+    rng = np.random.default_rng(9)
+    near = rng.standard_normal((4, 12)).astype(np.float32)
+    check(near + np.array([[90], [-110], [3e4], [-3e4]], np.float32), 3)
+
+
+@pytest.mark.parametrize("renormalize", [0, 1])
+def test_weights_whose_sum_is_zero(renormalize: int) -> None:
+    """Too small for fp32, they stay 0."""
+    logits = np.full((3, 8), -200, np.float32)
+    made = capi_moe.route(logits, top_k=2, scoring="sigmoid", renormalize=renormalize)
+    assert (made.weights == 0).all()
+    ids, weights = np.array([[0, 1], [2, 3]], np.int32), np.array([[0, 0], [1, -1]], np.float32)
+    given = {"given_ids": ids, "given_weights": weights, "experts": 4, "top_k": 2}
+    np.testing.assert_array_equal(capi_moe.route(**given, renormalize=renormalize).weights, weights)
+
+
 def test_logits_with_gaps_between_rows() -> None:
     rng = np.random.default_rng(3)
     wide = rng.standard_normal((20, 40)).astype(np.float32)

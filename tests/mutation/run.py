@@ -7,7 +7,7 @@ A fault is a patch, tests/mutation/<part>/<name>.patch: a sentence or two of wha
 diff. Nothing happens in this tree: copies of it are built and patched, without CUDA. The named
 tests must pass on an unpatched copy. Then a fault is
 
-    killed           every one of its tests fails, or runs longer than --timeout
+    killed           every one of its tests fails, crashes, or runs longer than --timeout
     survived         one of them passes, or skips: a test is missing
     does not apply   the sources have changed: the patch wants writing anew
     does not build   a compiler sees it: no fault for a test
@@ -136,7 +136,7 @@ class Copy:
         for file in (file for file in fault.files if file.parts[0] == "python"):
             shutil.copyfile(tree / file, self._site / file.relative_to("python"))
 
-    def test(self, *tests: str) -> tuple[bool | None, str]:
+    def test(self, *tests: str, timeout: float | None = -1) -> tuple[bool | None, str]:
         """Whether all pass (None: they cannot be run), and what the run said."""
         by_ctest = [test for test in tests if ".py" not in test]
         said = ""
@@ -144,7 +144,7 @@ class Copy:
             pattern = f"^({'|'.join(map(re.escape, by_ctest))})$"
             ctest = ["ctest", "--test-dir", str(self._build), "--output-on-failure"]
             try:
-                done = self._run([*ctest, "--no-tests=error", "-R", pattern])
+                done = self._run([*ctest, "--no-tests=error", "-R", pattern], timeout=timeout)
             except subprocess.TimeoutExpired:
                 return False, "timed out"
             said = done.stdout
@@ -157,14 +157,15 @@ class Copy:
         if by_pytest:
             pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
             try:
-                done = self._run([*pytest, *by_pytest])
+                done = self._run([*pytest, *by_pytest], timeout=timeout)
             except subprocess.TimeoutExpired:
                 return False, "timed out"
             said += done.stdout
-            if done.returncode not in (_PYTEST_PASSED, _PYTEST_FAILED):
-                return None, said
-            if done.returncode == _PYTEST_FAILED:
+            crashed = done.returncode < 0
+            if crashed or done.returncode == _PYTEST_FAILED:
                 return False, said
+            if done.returncode != _PYTEST_PASSED:
+                return None, said
         return True, said
 
     def _run(
@@ -179,6 +180,8 @@ class Copy:
         if shutil.which("ccache"):
             for language in ("C", "CXX"):
                 environment[f"CMAKE_{language}_COMPILER_LAUNCHER"] = "ccache"
+            # What one copy has compiled is not compiled anew for another one, or the next run.
+            environment |= {"CCACHE_BASEDIR": str(self._tree.parent), "CCACHE_NOHASHDIR": "1"}
         return subprocess.run(
             command,
             cwd=self._tree,
@@ -230,12 +233,20 @@ def main() -> int:
 
         tests = list(dict.fromkeys(test for fault in chosen for test in fault.tests))
         print(f"{len(tests)} tests without a fault", flush=True)
-        copy = copies.get()
-        passed, said = copy.test(*tests)
-        copies.put(copy)
-        if not passed:
-            print(said)
-            return 2
+        jobs = copies.qsize()
+
+        def pass_unpatched(share: list[str]) -> tuple[bool | None, str]:
+            copy = copies.get()
+            try:
+                return copy.test(*share, timeout=None)
+            finally:
+                copies.put(copy)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            for passed, said in pool.map(pass_unpatched, [tests[i::jobs] for i in range(jobs)]):
+                if not passed:
+                    print(said)
+                    return 2
 
         print_lock = threading.Lock()
 
@@ -256,7 +267,7 @@ def main() -> int:
 
         # Those of Python first: a build after a build is of little that changed.
         ordered = sorted(chosen, key=lambda fault: (fault.needs_build, fault.name))
-        with ThreadPoolExecutor(options.jobs) as pool:
+        with ThreadPoolExecutor(jobs) as pool:
             judged = dict(zip([f.name for f in ordered], pool.map(judge, ordered), strict=True))
 
     print_table(chosen, {name: kind for name, (kind, _) in judged.items()})

@@ -256,3 +256,25 @@ def test_dlpack_alone_on_a_gpu_needs_outputs() -> None:
 def test_devices_are_numbers() -> None:
     framework = _dispatch.framework_of("q", OnGpu(np.zeros(1)))
     assert framework.device(OnGpu(np.zeros(1))) == Device(2, 0)
+
+
+@pytest.mark.parametrize("axis", range(3))
+def test_negative_strides_of_cupy_are_refused(axis: int) -> None:
+    """Which it exports as huge ones."""
+    framework = _dispatch.CuPy("cupy")
+    steps = [96, 32, 4]
+    framework.check("q", types.SimpleNamespace(strides=tuple(steps)), _dispatch.ATTENTION)
+    framework.check("q", types.SimpleNamespace(strides=()), _dispatch.ATTENTION)
+    steps[axis] *= -1
+    with pytest.raises(ValueError, match=r"^q: got a CuPy array with strides .*ascontiguousarray"):
+        framework.check("q", types.SimpleNamespace(strides=tuple(steps)), _dispatch.ATTENTION)
+
+
+def test_rows_of_the_array_api_are_reshaped_in_place_or_not_at_all() -> None:
+    xp = pytest.importorskip("array_api_strict")
+    framework = _dispatch.Framework("array_api_strict")
+    whole = np.arange(48, dtype=np.float32).reshape(2, 3, 8)
+    flat = framework.reshaped(xp.asarray(whole, copy=False), (6, 8))
+    assert np.shares_memory(np.asarray(flat), whole)
+    assert framework.reshaped(xp.asarray(whole[:, :2], copy=False), (4, 8)) is None
+    assert framework.reshaped(xp.asarray(whole[:, :0], copy=False), (0, 8)).shape == (0, 8)

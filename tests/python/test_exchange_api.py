@@ -56,7 +56,8 @@ alive: dict[int, Any] = {}
 def fill(tensor: Tensor, view: Any) -> None:
     view.data = tensor.array.ctypes.data
     view.device_type, view.device_id, view.ndim = 1, 0, tensor.array.ndim
-    view.code, view.bits, view.lanes = 2, 8 * tensor.array.itemsize, 1
+    view.code = {"f": 2, "i": 0}[tensor.array.dtype.kind]
+    view.bits, view.lanes = 8 * tensor.array.itemsize, 1
     view.shape, view.strides, view.byte_offset = tensor.shape, tensor.strides, 0
 
 
@@ -225,24 +226,55 @@ def test_what_a_managed_tensor_says_of_itself(
     assert not alive, "every managed tensor was given back"
 
 
+@FROM_OBJECT
+def frozen(tensor: Any, out: Any) -> int:
+    """Tensors whose array is read-only say so: a view of borrowed memory cannot."""
+    out[0] = manage(tensor)
+    out[0].contents.flags = 0 if tensor.array.flags.writeable else 1
+    return 0
+
+
 def test_read_only_tensors_are_not_written_to() -> None:
-    """Where a producer can say so: a view of borrowed memory does not."""
+    kind = tensor_type(table(view=VIEW(0), from_object=frozen))
 
-    @FROM_OBJECT
-    def frozen(tensor: Any, out: Any) -> int:
-        made = manage(tensor)
-        made.contents.flags = 1
-        out[0] = made
-        return 0
+    def zeros(*shape: int, dtype: Any = np.float32, writable: bool = True) -> Any:
+        array = np.zeros(shape, dtype)
+        array.setflags(write=writable)
+        return kind(array)
 
-    kind = tensor_type(table(view=VIEW(0), from_object=frozen, allocate=ALLOCATE(0)))
-    kept.append(frozen)
-    inputs = arrays()
-    out = kind(np.zeros((2, 9, 4, 16), np.float32))
-    with pytest.raises(ValueError, match=r"^out: it is read-only, accepted"):
-        fm.flash_attention(*(kind(x) for x in inputs), out=out)
-    assert not out.array.any()
-    assert not alive, "every managed tensor was given back"
+    def refused(name: str, call: Callable[[Any], object], *shape: int, dtype: Any = None) -> None:
+        output = zeros(*shape, dtype=dtype or np.float32, writable=False)
+        with pytest.raises(ValueError, match=rf"^{name}: it is read-only, accepted"):
+            call(output)
+        assert not output.array.any()
+        assert not alive, "every managed tensor was given back"
+
+    q, k, v = (kind(x) for x in arrays())
+    refused("out", lambda out: fm.flash_attention(q, k, v, out=out), 2, 9, 4, 16)
+    refused("lse", lambda lse: fm.flash_attention(q, k, v, lse=lse), 2, 4, 9)
+    x, router, *experts = (kind(x) for x in layer(8))
+    refused("out", lambda out: fm.fused_moe(x, router, *experts, 2, out=out), 5, 40)
+    logits = kind(np.zeros((5, 8), np.float32))
+    shapes = {"ids": (5, 2), "weights": (5, 2), "offsets": (9,), "pairs": (10,), "slots": (5, 2),
+              "lse": (5,)}  # fmt: skip
+    parts = {n: (s, np.float32 if n in ("weights", "lse") else np.int32) for n, s in shapes.items()}
+    routing = fm.MoeRouting(*(zeros(*s, dtype=dtype) for s, dtype in parts.values()))
+    for part, (shape, dtype) in parts.items():
+
+        def route(output: Any, part: str = part) -> object:
+            return fm.moe_route(logits, 2, out=routing._replace(**{part: output}))
+
+        refused(f"out.{part}", route, *shape, dtype=dtype)
+    fm.moe_route(logits, 2, out=routing)
+
+    def run(**output: Any) -> object:
+        return fm.moe_forward(x, *experts, routing, **output)
+
+    refused("out", lambda out: run(out=out), 5, 40)
+    refused("pre_activation", lambda output: run(pre_activation=output), 10, 48)
+    offsets = kind(np.array([0, 5] + [5] * 7, np.int32))
+    product = {"offsets": offsets}
+    refused("out", lambda out: fm.grouped_product(x, experts[0], **product, out=out), 5, 48)
 
 
 def layer(experts: int) -> list[np.ndarray]:

@@ -192,8 +192,25 @@ def test_results_keep_qs_order_in_memory() -> None:
     q = torch.randn(2, 9, 3, 16).transpose(1, 2)
     out = fm.flash_attention(q, q, q, layout="bhsd")
     assert out.stride() == q.stride()
+    q = q.contiguous()  # of the same shape: what was made before is no example
+    assert fm.flash_attention(q, q, q, layout="bhsd").is_contiguous()
+    q = torch.randn(2, 3, 9, 32)[..., :16]
+    assert fm.flash_attention(q, q, q, layout="bhsd").is_contiguous()
     q = np.ones((2, 9, 3, 16), np.float32).swapaxes(1, 2)
     assert fm.flash_attention(q, q, q, layout="bhsd").strides == q.strides
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 2), (0, 1, 2)])
+def test_a_query_may_be_repeated(axes: tuple[int, ...]) -> None:
+    """Rows of the new output lie as rows do, though q's axes have no order in memory."""
+    shape = (2, 9, 3, 16)
+    one = tuple(1 if axis in axes else n for axis, n in enumerate(shape))
+    rng = np.random.default_rng(3)
+    q = np.broadcast_to(rng.standard_normal(one, np.float32), shape)
+    k = rng.standard_normal(shape, np.float32)
+    out = fm.flash_attention(q, k, k)
+    assert out.strides[-1] == out.itemsize
+    np.testing.assert_array_equal(out, fm.flash_attention(q.copy(), k, k))
 
 
 def test_torch_parameters_and_grad_mode() -> None:

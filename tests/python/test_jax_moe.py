@@ -85,6 +85,17 @@ def test_route_given() -> None:
     moe_oracle.assert_routed(host(plain), moe_oracle.route_given(ids, None, num_experts=4))
 
 
+def test_route_given_by_int64() -> None:
+    where = jax if hasattr(jax, "enable_x64") else jax.experimental  # before JAX 0.8
+    with where.enable_x64(True):
+        ids = jax.numpy.asarray(np.array([[3, 0], [2**32, 2**32 + 1], [-1, 2]], np.int64))
+        assert ids.dtype == np.int64
+        routed = host(jax.jit(lambda ids: fm.moe_route_given(ids, num_experts=4))(ids))
+    want = moe_oracle.route_given(np.asarray(ids), None, num_experts=4)
+    moe_oracle.assert_routed(routed, want)
+    assert (routed.ids[1] == -1).all()
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward(case: Case, dtype: str) -> None:

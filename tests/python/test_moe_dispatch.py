@@ -147,6 +147,18 @@ def test_what_is_made_while_a_graph_is_captured_is_not_kept(cupy: Any) -> None:
     assert _moe._kept_rows_of_cupy.cache_info().currsize == 0
 
 
+@pytest.mark.parametrize("capturing", [False, True])
+def test_what_torch_makes_while_a_graph_is_captured_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, capturing: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    like = types.SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
+    made, may_be_kept = _moe.torch_all_rows(like)
+    assert made.tolist() == [0, 2**31 - 1]
+    assert may_be_kept != capturing
+
+
 def test_a_stream_that_is_given_wins(cupy: Any, handed: list[Any]) -> None:
     logits = cupy.ndarray(np.zeros((3, 4), np.float32))
     fm.moe_route(logits, 2, stream=types.SimpleNamespace(ptr=0x1230))

@@ -14,9 +14,24 @@ import numpy as np
 import pytest
 
 
-def test_other_threads_run_meanwhile() -> None:
+def attend() -> Callable[[], object]:
+    q = np.random.default_rng(0).standard_normal((1, 2048, 8, 64), np.float32)
+    return lambda: fm.flash_attention(q, q, q)
+
+
+def compute_experts() -> Callable[[], object]:
     rng = np.random.default_rng(0)
-    q = rng.standard_normal((1, 2048, 8, 64), np.float32)
+    x, logits = (rng.standard_normal((2048, n), np.float32) for n in (512, 8))
+    w_gate_up, w_down = (
+        rng.standard_normal(s, np.float32) for s in ((8, 1024, 512), (8, 512, 512))
+    )
+    routing = fm.moe_route(logits, 4)
+    return lambda: fm.moe_forward(x, w_gate_up, w_down, routing)
+
+
+@pytest.mark.parametrize("prepare", [attend, compute_experts], ids=lambda f: f.__name__)
+def test_other_threads_run_meanwhile(prepare: Callable[[], Callable[[], object]]) -> None:
+    call = prepare()
     ticks: list[float] = []
     stop = threading.Event()
 
@@ -31,7 +46,7 @@ def test_other_threads_run_meanwhile() -> None:
     try:
         fm.set_num_threads(1)
         begin = time.perf_counter()
-        fm.flash_attention(q, q, q)
+        call()
         end = time.perf_counter()
     finally:
         stop.set()

@@ -222,6 +222,8 @@ def test_tensors_of_single_experts_are_stacked(
     want = fm.moe_forward(x, gate, down, routing, gate="separate", w_up=up)
     with torch.no_grad():
         torch.testing.assert_close(model["block"](x), want)
+    with pytest.raises(ValueError, match=r"^state_dict: got tensors of the experts .* all 6$"):
+        torch.nn.ModuleDict({"block": fmt.FlashMoELayer(32, 24, 6, 2)}).load_state_dict(dict(state))
     del state[f"block.experts.3.{names[2]}.weight"]
     with pytest.raises(ValueError, match=r"^state_dict: got tensors of the experts \[0, 1, 2, 4"):
         fmt.FlashMoELayer(32, 24, 8, 2).load_state_dict(

@@ -73,6 +73,9 @@ def test_grouped_heads() -> None:
     want = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     got = fmt.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(got, want)
+    v = normal(2, 3, 12, 16, seed=1)  # in groups of its own
+    want = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(fmt.scaled_dot_product_attention(q, k, v, enable_gqa=True), want)
     with pytest.raises(
         ValueError, match=r"^key: got 2 heads, but query has 6; with enable_gqa=True"
     ):
