@@ -273,7 +273,7 @@ _STATIC_SHARED = {
     "moe_down_bulk_kernel": 256, "moe_combine_kernel": 0, "grouped_product_kernel": 0,
 }  # fmt: skip
 _RESERVED = 1024
-_MOE_FUNCTION = re.compile(r"\d((?:route_\w+?|moe_\w+?|grouped_product)_kernel)(?=I|P|N|E)")
+_MOE_FUNCTION = re.compile(rf"\d({'|'.join(_STATIC_SHARED)})")
 
 
 def _moe_kernel_of(function: str) -> str | None:
