@@ -286,7 +286,8 @@ def test_plans_for_models_know_the_static_shared_memory(architectures: list[str]
     assert {kernel for _, kernel in resources} == set(_STATIC_SHARED)
     for (arch, kernel), used in resources.items():
         reserved = _RESERVED if sass.is_hopper(arch) else 0
-        assert used["SHARED"] - reserved == _STATIC_SHARED[kernel], (arch, kernel)
+        static = max(0, used["SHARED"] - reserved)  # nothing is reserved where there is none
+        assert static == _STATIC_SHARED[kernel], (arch, kernel)
 
 
 def test_plans_for_models_know_how_many_short_blocks_fit(
