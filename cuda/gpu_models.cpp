@@ -8,7 +8,9 @@
 namespace flashmoe {
 namespace {
 
-// Multiprocessors come in groups, to one of which a cluster is confined.
+// Multiprocessors come in groups, to one of which a cluster is confined. Chips of a model differ in which
+// groups lack some: these have room for 7 clusters of 16 blocks that fill a multiprocessor, as an H200
+// that was measured has.
 struct Groups {
   int count;
   int multiprocessors;  // of each
@@ -18,7 +20,7 @@ struct Model {
   const char* name;
   DeviceFacts facts;
   uint64_t memory_bytes;
-  Groups groups[2];  // of cards as they are mostly sold; none without clusters
+  Groups groups[3];  // none without clusters
 };
 
 constexpr double peak(double memory_khz, int memory_bits) {
@@ -37,11 +39,11 @@ const Model kModels[kGpuModels] = {
     {"NVIDIA H100 80GB HBM3",
      {90, 132, kHopperBlock, kHopperMultiprocessor, kReserved, 50 << 20, peak(2619e3, 5120)},
      uint64_t{81559} << 20,
-     {{6, 16}, {2, 18}}},
+     {{3, 18}, {4, 16}, {1, 14}}},
     {"NVIDIA H200",
      {90, 132, kHopperBlock, kHopperMultiprocessor, kReserved, 60 << 20, peak(3201e3, 6144)},
      150109880320,
-     {{6, 16}, {2, 18}}},
+     {{3, 18}, {4, 16}, {1, 14}}},
     {"NVIDIA L4",
      {89, 58, kAdaBlock, kAdaMultiprocessor, kReserved, 48 << 20, peak(6251e3, 192)},
      uint64_t{23034} << 20,
@@ -136,7 +138,10 @@ int resident_on_model(int device_id, const cudaFuncAttributes& attributes, int t
   const int most_blocks = hopper ? 32 : 24;
   const auto round_up = [](int n, int unit) { return (n + unit - 1) / unit * unit; };
   const int warps = (threads + kWarp - 1) / kWarp;
-  const int registers = round_up(attributes.numRegs * kWarp, kRegisterUnit);
+  // Every kernel is compiled so that one of its largest blocks has room.
+  const int most_registers = kRegisters * kPartitions / warps / kRegisterUnit * kRegisterUnit;
+  const int registers =
+      std::min(round_up(attributes.numRegs * kWarp, kRegisterUnit), most_registers);
   const int shared = round_up(shared_bytes + static_cast<int>(attributes.sharedSizeBytes) +
                                   model.facts.reserved_shared_bytes_per_block,
                               kSharedUnit);

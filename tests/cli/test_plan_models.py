@@ -113,6 +113,15 @@ def test_the_command_plans_layers_for_a_model(
 
 
 @with_cuda
+def test_few_tokens_are_routed_by_one_cluster_on_hopper() -> None:
+    """What a device can run of the largest blocks is asked of the driver, where there is one."""
+    for model, launches, cluster in (("h100", 1, 16), ("h200", 1, 16), ("l4", 2, 0)):
+        plan = flashmoe_science.moe_route_plan_for(tokens=256, experts=128, top_k=8, device=model)
+        assert len(plan.launches) == launches
+        assert plan.launches[0].cluster == cluster
+
+
+@with_cuda
 def test_a_device_that_is_not_here_names_the_models(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["plan", *SHAPE], ["plan-moe", *LAYER]):
         assert main([*command, "--device", "cuda:59"]) == 1

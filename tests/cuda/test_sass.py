@@ -273,7 +273,7 @@ _STATIC_SHARED = {
     "moe_down_bulk_kernel": 256, "moe_combine_kernel": 0, "grouped_product_kernel": 0,
 }  # fmt: skip
 _RESERVED = 1024
-_MOE_FUNCTION = re.compile(r"\d((?:route_\w+?|moe_\w+?|grouped_product)_kernel)(?=I|P|N|E)")
+_MOE_FUNCTION = re.compile(rf"\d({'|'.join(_STATIC_SHARED)})")
 
 
 def _moe_kernel_of(function: str) -> str | None:
@@ -286,7 +286,8 @@ def test_plans_for_models_know_the_static_shared_memory(architectures: list[str]
     assert {kernel for _, kernel in resources} == set(_STATIC_SHARED)
     for (arch, kernel), used in resources.items():
         reserved = _RESERVED if sass.is_hopper(arch) else 0
-        assert used["SHARED"] - reserved == _STATIC_SHARED[kernel], (arch, kernel)
+        static = max(0, used["SHARED"] - reserved)  # nothing is reserved where there is none
+        assert static == _STATIC_SHARED[kernel], (arch, kernel)
 
 
 def test_plans_for_models_know_how_many_short_blocks_fit(
