@@ -69,7 +69,7 @@ def test_an_interval_leaves_out_as_much_on_either_side() -> None:
 
 
 def test_a_verdict_needs_the_whole_interval() -> None:
-    unsure = compare([1.0] * 20, [0.8] * 8 + [1.1] * 12)
+    unsure = compare([1.0] * 20, [0.9] * 8 + [1.1] * 12)
     assert unsure["ratio"] > 1 > unsure["low"]
     assert unsure["verdict"] == "tie"
 
