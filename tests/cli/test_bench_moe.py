@@ -319,7 +319,8 @@ def test_many_tokens_have_a_dense_bound(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_loop_of_torch_is_timed_beside_us(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     _, document = run(capsys)
-    assert document["summary"]["torch-loop"]["rows"] == 1
+    summary = document["summary"]["torch-loop"]
+    assert summary["rows"] + summary["withheld"] == 1
     peer = document["cells"][0]["contenders"]["torch-loop"]
     assert peer["accuracy"]["passed"] is True
     assert peer["against"]["low"] <= peer["against"]["ratio"] <= peer["against"]["high"]
