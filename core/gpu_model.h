@@ -17,7 +17,9 @@ static_assert(kGpuModels == FLASHMOE_GPU_RTX_4090 + 1);
 // The id of model 0. Devices have ids below.
 inline constexpr int32_t kFirstGpuModel = 60;
 
-inline bool is_gpu_model(int32_t cuda_id) { return cuda_id >= kFirstGpuModel; }
+inline bool is_gpu_model(int32_t cuda_id) {
+  return cuda_id >= kFirstGpuModel && cuda_id < kFirstGpuModel + kGpuModels;
+}
 
 // A device in messages: "cpu", "cuda:1", "h200".
 struct DeviceName {
