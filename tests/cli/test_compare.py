@@ -93,6 +93,20 @@ def test_noise_is_no_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["summary"]["rows"] == found["summary"]["tie"] == 40
 
 
+def test_intervals_hold_for_all_shapes_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same samples among forty shapes are less sure than alone."""
+    times = {8 * seq: {"flashmoe": 1.0, "p": 1.5} for seq in range(1, 41)}
+    ratios = []
+    for some in (times, {8: times[8]}):
+        _, found = ask(tmp_path, capsys, record(some, 1), record(some, 2))
+        ratios.append(found["cells"][0]["ratio"])
+    among, alone = ratios
+    assert among["ratio"] == alone["ratio"]
+    assert among["low"] < alone["low"] < alone["high"] < among["high"]
+
+
 def test_another_version_is_no_yardstick(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
