@@ -116,7 +116,9 @@ class FewRowsComputer : AttentionRows<Product> {
       Simd::store(s_.step + i, Simd::zero());
     }
     int64_t block = seen.begin;
-    for (; block + kBlockKeys <= seen.end; block += kBlockKeys) add_block(key, block);
+    for (; block + kBlockKeys <= seen.end; block += kBlockKeys) {
+      add_block(key, block, block + 2 * kBlockKeys <= seen.end ? kBlockKeys : 0);
+    }
     for (int64_t r = 0; r < tile_.rows; ++r) {
       add_block_of_row(key, block, r, {block, seen.end});
       // Where a row does not see a key its weight is 0, which is as good as leaving the key out,
@@ -126,29 +128,31 @@ class FewRowsComputer : AttentionRows<Product> {
     }
   }
 
-  // A whole block, of all rows.
-  FLASHMOE_NOINLINE void add_block(int64_t key, int64_t block) {
+  // A whole block, of all rows. The one `ahead` keys behind it is fetched.
+  FLASHMOE_NOINLINE void add_block(int64_t key, int64_t block, int64_t ahead) {
     constexpr int64_t kWide = kBlockVectors * kLanes;
     int64_t column = 0;
     // A constant number of columns: the masks are constant too.
-    for (; column + kWide <= p_.dim_v; column += kWide) add_columns(key, block, column, kWide);
-    if (column < p_.dim_v) add_columns(key, block, column, p_.dim_v - column);
+    for (; column + kWide <= p_.dim_v; column += kWide) {
+      add_columns(key + block, ahead, column, kWide);
+    }
+    if (column < p_.dim_v) add_columns(key + block, ahead, column, p_.dim_v - column);
   }
 
-  FLASHMOE_INLINE void add_columns(int64_t key, int64_t block, int64_t column, int64_t n) {
+  FLASHMOE_INLINE void add_columns(int64_t key, int64_t ahead, int64_t column, int64_t n) {
     const int64_t next = p_.v_strides.seq;
-    const Element* from = v_ + (key + block) * next + column;
+    const Element* const first = v_ + key * next + column;
     Vector v[kBlockWords][kBlockVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < kBlockWords; ++i) {
+      const Element* const from = first + i * kPack * next;
       Product::template load_columns<kBlockVectors>(from, from + (kPack - 1) * next, n, v[i]);
       // Rows are read a vector at a time, which a processor does not foresee as it does K's.
 #pragma GCC unroll 2
-      for (int j = 0; j < kPack; ++j) __builtin_prefetch(from + (kBlockKeys + j) * next);
-      from += kPack * next;
+      for (int j = 0; j < kPack; ++j) __builtin_prefetch(from + (ahead + j) * next);
     }
     for (int64_t r = 0; r < tile_.rows; ++r) {
-      const float* weights = scores_.scores + r * kScoreStride + block / kPack;
+      const float* weights = scores_.scores + r * kScoreStride + key % tile_k_ / kPack;
 #pragma GCC unroll 2
       for (int j = 0; j < kBlockVectors; ++j) {
         Vector parts[2] = {Simd::zero(), Simd::zero()};
@@ -173,8 +177,8 @@ class FewRowsComputer : AttentionRows<Product> {
       Vector parts[2] = {Simd::zero(), Simd::zero()};
       for (int64_t word = begin / kPack; word * kPack < end; ++word) {
         const Element* first = v_ + (key + word * kPack) * next + column;
-        const bool one = (word + 1) * kPack > end;
-        Vector v = Product::load_values(first, one ? nullptr : first + next, p_.dim_v - column);
+        const bool two = kPack == 2 && (word + 1) * kPack <= end;
+        Vector v = Product::load_values(first, two ? first + next : nullptr, p_.dim_v - column);
         if (word * kPack < begin) v = Product::keep_second_of_pair(v);
         Vector& part = parts[word % 2];
         part = Product::multiply_add(Simd::broadcast(weights[word]), v, part);
