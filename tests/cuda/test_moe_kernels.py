@@ -37,7 +37,8 @@ def test_names_are_those_of_the_list() -> None:
     expected = set(_expected())
     data = capi.library_path().read_bytes()
     kinds = rb"moe_route_(?:once|choose|place)\w*|moe_(?:up|down|combine)_\w+|grouped_product_sm\w+"
-    found = {name.decode() for name in re.findall(rb"\0(" + kinds + rb")(?=\0)", data)}
+    # Beginnings of names, which plans for models of GPUs look kernels up by, end in an underscore.
+    found = {name.decode() for name in re.findall(rb"\0(" + kinds + rb")(?<!_)(?=\0)", data)}
     assert found == expected
 
 
