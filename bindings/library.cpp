@@ -129,8 +129,6 @@ void define_library(nb::module_& module) {
   module.def("check_writable", &check_writable, nb::arg("name"), nb::arg("tensor"),
              "Raises a ValueError for a tensor that is known to be read-only, and a TypeError for "
              "what is none.");
-  module.def("check_unmasked", &refuse_masked, nb::arg("name"), nb::arg("array"),
-             "Raises a TypeError for an array of numpy.ma.");
   module.def("set_log", &set_log, nb::arg("level").none(), nb::arg("callback").none(),
              nb::sig("def set_log(level: int, callback: object | None) -> None"),
              "flashmoe_set_log; callback is called with (level, line).");

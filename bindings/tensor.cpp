@@ -36,18 +36,20 @@ nb::object loaded_module(const char* name) {
   return nb::borrow(nb::module_::import_("sys").attr("modules")).attr("get")(name);
 }
 
-// That module, if somebody has imported it and `type` is one of its tensors; else no object.
-nb::object module_of_tensors(const char* name, nb::handle type) {
+// That module, if somebody has imported it and `type` is one of its tensors, whose class has that name;
+// else no object.
+nb::object module_of_tensors(const char* name, nb::handle type, const char* tensors = "Tensor") {
   const nb::object module = loaded_module(name);
   if (module.is_none()) return {};
-  const nb::object tensor = nb::getattr(module, "Tensor", nb::none());
+  const nb::object tensor = nb::getattr(module, tensors, nb::none());
   const bool of_it =
       PyType_Check(tensor.ptr()) && PyObject_IsSubclass(type.ptr(), tensor.ptr()) == 1;
   return of_it ? module : nb::object();
 }
 
 TensorType describe_type(nb::handle type, const dlpack::ExchangeApi* api) {
-  TensorType made{nb::borrow(type), api, false, nb::object(), nullptr, nullptr, nullptr, {}};
+  TensorType made{nb::borrow(type), false, api, false, nb::object(), nullptr, nullptr, nullptr, {}};
+  made.is_masked = module_of_tensors("numpy.ma", type, "MaskedArray").is_valid();
   if (api == nullptr) return made;
   made.has_requires_grad = nb::hasattr(type, kRequiresGrad);
   if (made.has_requires_grad) {
@@ -150,9 +152,7 @@ void* address_of_nothing(const int64_t* shape, int32_t rank, flashmoe_dtype dtyp
   return address;
 }
 
-}  // namespace
-
-const TensorType* tensor_type(nb::handle object) {
+const TensorType& type_of(nb::handle object) {
   // The GIL guards both; the map never shrinks and its nodes never move. Leaked on purpose: at exit
   // the interpreter is gone before static destructors run.
   static auto* const types = new std::unordered_map<PyObject*, TensorType>();
@@ -165,7 +165,21 @@ const TensorType* tensor_type(nb::handle object) {
     }
     last = &found->second;
   }
-  return last->api != nullptr ? last : nullptr;
+  return *last;
+}
+
+// An array of numpy.ma has a mask, which nothing here would see.
+[[noreturn]] void refuse_mask(const char* name, nb::handle object) {
+  raise_type_error(std::string(name) + ": got " + name_of_type(object) +
+                   ", of which the mask would be ignored, accepted is an array without; pass " +
+                   name + ".filled() or " + name + ".data");
+}
+
+}  // namespace
+
+const TensorType* tensor_type(nb::handle object) {
+  const TensorType& type = type_of(object);
+  return type.api != nullptr ? &type : nullptr;
 }
 
 bool requires_grad(const TensorType& type, nb::handle tensor) {
@@ -184,23 +198,6 @@ void refuse_negated(const TensorType& type, const char* name, nb::handle tensor)
   raise_value_error(std::string(name) +
                     ": its negative bit is set, accepted is a tensor without; pass " + name +
                     ".resolve_neg()");
-}
-
-void refuse_masked(const char* name, nb::handle object) {
-  static const nb::object* masked = nullptr;
-  if (masked == nullptr) {
-    const nb::object module = loaded_module("numpy.ma");
-    const nb::object type = nb::getattr(module, "MaskedArray", nb::none());
-    if (!PyType_Check(type.ptr())) return;  // nobody has one
-    masked = new nb::object(type);
-  }
-  if (PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(object.type().ptr()),
-                       reinterpret_cast<PyTypeObject*>(masked->ptr())) == 0) {
-    return;
-  }
-  raise_type_error(std::string(name) + ": got " + name_of_type(object) +
-                   ", of which the mask would be ignored, accepted is an array without; pass " +
-                   name + ".filled() or " + name + ".data");
 }
 
 bool records_gradients(const TensorType& type) {
@@ -285,12 +282,12 @@ bool TensorView::borrow_bfloat16(const char* name, nb::handle object, Access acc
 }
 
 void TensorView::borrow(const char* name, nb::handle object, Access access) {
-  const TensorType* type = tensor_type(object);
-  if (type != nullptr) {
-    borrow(*type, name, object, access);
-    return refuse_negated(*type, name, object);
+  const TensorType& type = type_of(object);
+  if (type.api != nullptr) {
+    borrow(type, name, object, access);
+    return refuse_negated(type, name, object);
   }
-  refuse_masked(name, object);
+  if (type.is_masked) refuse_mask(name, object);
   const auto borrow_as = [&](Access wanted) {
     return borrow_array(name, object, wanted) || borrow_bfloat16(name, object, wanted);
   };

@@ -19,6 +19,7 @@ namespace nb = nanobind;
 // What is known of a type. Kept for the life of the process, one per type that was ever passed.
 struct TensorType {
   nb::object type;
+  bool is_masked;                  // an array of numpy.ma
   const dlpack::ExchangeApi* api;  // nullptr: it has none, and the rest is unset
   bool has_requires_grad;
   // Its descriptor and what reads it, where that is native code: the look-up by name on every tensor
@@ -43,9 +44,6 @@ bool records_gradients(const TensorType& type);
 // Raises a ValueError where torch has set the tensor's negative bit: what is in memory then has the
 // other sign.
 void refuse_negated(const TensorType& type, const char* name, nb::handle tensor);
-
-// Raises a TypeError for an array of numpy.ma, whose mask nothing here would see.
-void refuse_masked(const char* name, nb::handle object);
 
 enum class Access { kRead, kWrite };
 

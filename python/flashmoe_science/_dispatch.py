@@ -146,9 +146,6 @@ class NumPy(Framework):
     def device(self, tensor: Any) -> Device:
         return Device(1, 0)
 
-    def check(self, name: str, tensor: Any, words: Words) -> None:
-        _core.check_unmasked(name, tensor)
-
     def out(self, q: Any, shape: tuple[int, ...]) -> Any:
         import numpy
 

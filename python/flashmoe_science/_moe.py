@@ -446,6 +446,10 @@ def _router_product(calls: _Calls, rows: Any, router: Any, bias: Any) -> Any:
     if bias is not None:
         _check_rank("router_bias", bias, 1)
     if router.shape[0] % _ROUTER_MULTIPLE:
+        if calls.framework is _dispatch.NUMPY:  # whose product knows masked arrays, as we do not
+            operands = {"tokens": rows, "router_weights": router} | _present(router_bias=bias)
+            for name, tensor in operands.items():
+                _core.check_readable(name, tensor)
         return router_product(rows, router, bias, calls.given_stream)
     product = {"x": rows, "w": router[None, ...], "offsets": _all_rows(calls.framework, rows)}
     product |= _present(bias=None if bias is None else bias[None, ...])
