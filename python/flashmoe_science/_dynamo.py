@@ -19,8 +19,11 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _COMPILER:
             return None
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            spec = finder.find_spec(name, path, target)
+        for finder in sys.meta_path:
+            find_spec = getattr(finder, "find_spec", None)  # old finders have none
+            if finder is self or find_spec is None:
+                continue
+            spec = find_spec(name, path, target)
             if spec is not None:
                 self._act_after(spec.loader)
                 return spec
@@ -31,8 +34,8 @@ class _Finder:
 
         def exec_module(module: Any) -> None:
             execute(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
+            # A list of its own: other threads' imports go through the one that there was.
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
             _register()
 
         loader.exec_module = exec_module

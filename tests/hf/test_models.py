@@ -274,6 +274,21 @@ def test_a_refused_part_names_the_choice_by_part() -> None:
     assert hf.report().ours == 4
 
 
+def test_names_may_be_given_as_keywords() -> None:
+    """Of models, which never meet FlashMoE, too."""
+    model = make("llama", moe=False)
+    model.set_attn_implementation(attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation(attn_implementation="flashmoe")
+    assert model.config._attn_implementation == "fmoe"
+    assert model.get_correct_attn_implementation(requested_attention="sdpa") == "sdpa"
+    experts = make("mixtral", moe=True)
+    experts.set_experts_implementation(experts_implementation="eager")
+    assert experts.config._experts_implementation == "eager"
+    with pytest.raises(TypeError, match="missing a required argument: 'attn_implementation'"):
+        model.set_attn_implementation()
+
+
 @pytest.mark.parametrize("name", ["paged|flashmoe", "paged|fmoe"])
 def test_paged_attention_is_refused(name: str) -> None:
     sentence = re.escape(

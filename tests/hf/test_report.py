@@ -105,10 +105,22 @@ def test_calls_of_models_that_are_gone_are_kept_until_a_reset() -> None:
 
 def test_layers_that_come_and_go_take_no_memory() -> None:
     """As the replicas of torch.nn.DataParallel."""
+    there = len(_report._calls)
     for _ in range(5000):
         _report.note_ours(torch.nn.Identity(), "attention")
     assert hf.report().ours == 5000
-    assert len(_report._calls) <= _report._MOST_GONE + 1
+    assert len(_report._calls) <= there + _report._MOST_GONE + 1
+
+
+def test_layers_that_are_gone_are_joined_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many names there are of them, which cannot be joined."""
+    joins = []
+    join = _report._join_gone
+    monkeypatch.setattr(_report, "_join_gone", lambda: [joins.append(1), join()])
+    for i in range(3 * _report._MOST_GONE):
+        kind = type(f"Layer{i}", (torch.nn.Identity,), {})
+        _report.note_ours(kind(), "attention")
+    assert 1 <= len(joins) <= 4
 
 
 def test_layers_of_a_copy_are_apart() -> None:

@@ -215,7 +215,7 @@ def _skip_emulated(
     return kept, {
         "rows": len(shapes) - len(kept),
         "dtypes": dtypes,
-        "reason": f"this device has no instruction that multiplies {' or '.join(dtypes)}",
+        "reason": f"the kernels of this device multiply {' and '.join(dtypes)} as fp32",
     }
 
 

@@ -32,7 +32,7 @@ _NATIVE_BF16 = ("avx512bf16", "amx")
 
 
 def native_dtypes(device: str, served: Sequence[str]) -> tuple[str, ...]:
-    """Those of the element types served on a device that it has instructions to multiply."""
+    """Those of the element types served on a device that kernels there do not multiply as fp32."""
     if device != "cpu":
         return tuple(served)
     native = ("fp32", "bf16") if fm.device_info("cpu").isa in _NATIVE_BF16 else ("fp32",)

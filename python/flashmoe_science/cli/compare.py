@@ -63,12 +63,13 @@ def failures_below(least: float, cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _gate(least: float, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Raises CommandError where all verdicts are withheld: nothing judged is nothing passed."""
-    judged = [entry for entry in entries if entry["ratio"]["verdict"] != "withheld"]
+    """What is below with its whole interval fails, however noisy. Raises CommandError where nothing
+    fails and all verdicts are withheld: nothing judged is nothing passed."""
+    failed = [entry for entry in entries if entry["ratio"]["high"] < least]
+    judged = [e for e in entries if e in failed or e["ratio"]["verdict"] != "withheld"]
     withheld = len(entries) - len(judged)
     if entries and not judged:
         raise CommandError(f"--fail-below: nothing can be judged, {withheld_words(withheld)}")
-    failed = [entry for entry in judged if entry["ratio"]["high"] < least]
     gate = {"fail_below": least, "judged": len(judged), "withheld": withheld, "failed": failed}
     return gate
 

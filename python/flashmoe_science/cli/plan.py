@@ -76,10 +76,10 @@ def chosen_device(flashmoe: Any, arguments: argparse.Namespace) -> str:
         return str(arguments.gpu)
     if not arguments.device:
         return "cuda:0" if flashmoe.cuda_device_count() > 0 else "cpu"
-    device = normal_device(arguments.device)
     try:
+        device = normal_device(arguments.device)
         flashmoe.device_info(device)
-    except flashmoe.DeviceError as error:
+    except (CommandError, flashmoe.DeviceError) as error:
         models = f"; --gpu plans for one that is not here: {', '.join(GPU_MODELS)}"
         raise CommandError(
             f"{error}{models if flashmoe.build_info().cuda_architectures else ''}"

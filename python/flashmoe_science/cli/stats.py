@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 # Quartiles further apart than this share of the median say nothing of who is faster: whatever else
-# ran on the machine took much of the time, and need not come to all contenders alike. On quiet
-# machines they are within a tenth.
+# ran on the machine took much of the time, and need not come to all contenders alike. In
+# most rows of the recorded results they are within a tenth.
 MOST_SPREAD = 0.25
 
 _RESAMPLES = 2000

@@ -22,6 +22,7 @@ clamped gate, expert parallelism, inference.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -78,13 +79,25 @@ def register(*, strict: bool = False) -> str:
 def _checking_names(theirs: Callable[..., str]) -> Callable[..., str]:
     """A method by which models check the name of an attention, and that knows ours."""
 
-    def check(self: PreTrainedModel, name: str | None, *arguments: Any, **options: Any) -> str:
+    signature = inspect.signature(theirs)
+    parameter = _first_parameter(signature)
+
+    def check(self: PreTrainedModel, *arguments: Any, **options: Any) -> str:
+        bound = signature.bind(self, *arguments, **options)
+        name = bound.arguments.get(parameter)
         _keep_our_name(self.config)
         _models.refuse_paged(self, name)
         _models.refuse_built_by_table(self, name)
-        return theirs(self, KEPT_NAME if name == NAME else name, *arguments, **options)
+        if name == NAME:
+            bound.arguments[parameter] = KEPT_NAME
+        return theirs(*bound.args, **bound.kwargs)
 
     return check
+
+
+def _first_parameter(method: inspect.Signature) -> str:
+    """Its name, behind self: a caller may give the argument by position or by name."""
+    return list(method.parameters)[1]
 
 
 def _keep_our_name(config: Any) -> None:
@@ -113,12 +126,17 @@ def _setting(choice: Choice) -> Callable[[Callable[..., None]], Callable[..., No
     """A method that changes the implementation of a model and of those within it."""
 
     def checking(theirs: Callable[..., None]) -> Callable[..., None]:
-        def change(self: PreTrainedModel, given: Any, *arguments: Any, **options: Any) -> None:
-            _models.refuse_paged(self, given)
+        signature = inspect.signature(theirs)
+        parameter = _first_parameter(signature)
+
+        def change(self: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+            given = signature.bind(self, *arguments, **options).arguments.get(parameter)
+            if choice is ATTENTION:
+                _models.refuse_paged(self, given)
             takers = list(_models.chosen(self, given))
             for model, whole in takers:
                 _models.refuse_model(model, choice, whole=whole)
-            theirs(self, given, *arguments, **options)
+            theirs(self, *arguments, **options)
             for model, _ in reversed(takers):
                 _name_layers(model, choice)
 

@@ -45,8 +45,9 @@ class Report:
 
     Attributes:
         layers: One entry for each layer of the models that take FlashMoE, also those not called.
-        compiled: What torch.compile and torch.export traced: how often they put a call into a
-            graph, by the class of the layer. How often a graph runs is not counted.
+        compiled: What torch.compile and torch.export traced: how often, by the class of the layer.
+            What they begin anew, as at a graph break, they trace again. How often a graph runs is
+            not counted.
         without_choice: Layers that compute by themselves and ask for no implementation, as
             "model: class".
     """
@@ -127,7 +128,8 @@ class _Alone(NamedTuple):
 
 _lock = threading.Lock()
 _calls: list[_Calls] = []  # of layers that are gone, too
-_MOST_GONE = 1000  # layers that are gone before those of one name become one
+_MOST_GONE = 1000  # layers that may come before those that are gone and of one name become one
+_next_join = _MOST_GONE
 _by_module: weakref.WeakKeyDictionary[torch.nn.Module, _Calls] = weakref.WeakKeyDictionary()
 _traced: dict[str, _Calls] = {}  # by the class of the layer
 _without_choice: weakref.WeakKeyDictionary[torch.nn.Module, _Alone] = weakref.WeakKeyDictionary()
@@ -170,12 +172,14 @@ def _note(module: torch.nn.Module, operation: str, reason: str) -> None:
 
 
 def _calls_of(module: torch.nn.Module) -> _Calls:
+    global _next_join
     calls = _by_module.get(module)
     if calls is None:
         calls = _by_module[module] = _Calls(type(module).__name__, weakref.ref(module))
         _calls.append(calls)
-        if len(_calls) > len(_by_module) + _MOST_GONE:
+        if len(_calls) > _next_join:
             _join_gone()
+            _next_join = len(_calls) + _MOST_GONE
     return calls
 
 
