@@ -91,6 +91,7 @@ void Caller::borrow(const char* name, nb::handle tensor, TensorView* view, Acces
                         ": it is an inference tensor, accepted outside of torch.inference_mode() "
                         "are others, such as its clone()");
     }
+    if (written_count_ == kMostOutputs) raise_value_error("more outputs than a call has");
     written_[written_count_++] = tensor;
   }
 }

@@ -120,7 +120,8 @@ void define_library(nb::module_& module) {
              nb::sig("def set_num_threads(n: int) -> None"),
              "Sets the threads the CPU backend uses, the caller's included.\n\n"
              "0 restores the default: FLASHMOE_NUM_THREADS if set, else the processors this "
-             "process may run on.\n\nRaises:\n    ValueError: n < 0 or n > 4096.\n"
+             "process may run on, as far as its control groups pay for them.\n\nRaises:\n    "
+             "ValueError: n < 0 or n > 4096.\n"
              "    TypeError: Not an int.");
   module.def("get_num_threads", &flashmoe_get_num_threads,
              "Threads the CPU backend uses, the caller's included.");

@@ -118,6 +118,9 @@ nb::object capsule_of(nb::handle object, Access access) {
     }
     PyErr_Clear();
   }
+  if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(PyExc_Exception) == 0) {
+    nb::raise_python_error();  // such as KeyboardInterrupt: no answer of the producer
+  }
   PyErr_Clear();
   return {};
 }

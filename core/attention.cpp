@@ -12,6 +12,7 @@
 #include "core/backends.h"
 #include "core/checks.h"
 #include "core/choose.h"
+#include "core/gpu_model.h"
 #include "core/known_calls.h"
 #include "core/log.h"
 #include "core/overlap.h"
@@ -339,7 +340,7 @@ void log_call(const AttentionProblem& p, const AttentionPlan& plan, const void* 
   const flashmoe_attention_plan& info = plan.info;
   log_line(FLASHMOE_LOG_INFO,
            "attention_forward batch=%lld seq_q=%lld seq_k=%lld heads=%lld/%lld dim=%lld/%lld %s "
-           "window=%s..%s softcap=%g lse=%s device=%s:%d stream=%p -> %s grid=%ux%ux%u block=%u "
+           "window=%s..%s softcap=%g lse=%s device=%s stream=%p -> %s grid=%ux%ux%u block=%u "
            "shared=%llu",
            static_cast<long long>(p.batch), static_cast<long long>(p.seq_q),
            static_cast<long long>(p.seq_k), static_cast<long long>(p.heads_q),
@@ -347,9 +348,8 @@ void log_call(const AttentionProblem& p, const AttentionPlan& plan, const void* 
            static_cast<long long>(p.dim_v), dtype_name(p.dtype),
            BoundText(p.bounded_left, p.left_offset, "0").text,
            BoundText(p.bounded_right, p.right_offset, "end").text, static_cast<double>(p.softcap),
-           p.lse != nullptr ? "yes" : "no",
-           p.device.device_type == FLASHMOE_DEVICE_CUDA ? "cuda" : "cpu", p.device.device_id,
-           stream, info.kernel, info.grid[0], info.grid[1], info.grid[2], info.block[0],
+           p.lse != nullptr ? "yes" : "no", DeviceName(p.device).text, stream, info.kernel,
+           info.grid[0], info.grid[1], info.grid[2], info.block[0],
            static_cast<unsigned long long>(info.shared_bytes));
   if (log_enabled(FLASHMOE_LOG_DEBUG) && info.rejected[0] != '\0') {
     log_line(FLASHMOE_LOG_DEBUG, "rejected: %s", info.rejected);

@@ -13,6 +13,9 @@
 
 namespace flashmoe {
 
+inline constexpr int64_t kMaxHeadDim = 256;
+inline constexpr int64_t kHeadDimMultiple = 8;
+
 // Element strides of a [batch, seq, heads, dim] view; the last one is 1.
 struct RowStrides {
   int64_t batch;
@@ -21,7 +24,7 @@ struct RowStrides {
 };
 
 // A validated call. Every extent and every reachable byte offset fits in int64; batch, seq_q and
-// seq_k may be 0; dim and dim_v are multiples of 8 in [8, 256]; heads_q % heads_kv == 0.
+// seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim; heads_q % heads_kv == 0.
 struct AttentionProblem {
   Dtype dtype;
   flashmoe_device device;

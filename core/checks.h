@@ -11,8 +11,6 @@
 namespace flashmoe {
 
 inline constexpr int64_t kRowAlignment = 16;  // bytes
-inline constexpr int64_t kMaxHeadDim = 256;
-inline constexpr int64_t kHeadDimMultiple = 8;
 inline constexpr int kMaxRank = 4;
 
 // A validated rank-N view: host-order strides, data already advanced by byte_offset.

@@ -47,12 +47,11 @@ int32_t flashmoe_cuda_device_count(void) {
 
 flashmoe_status flashmoe_get_device_info(flashmoe_device device, flashmoe_device_info* info) {
   if (info == nullptr) return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "info: got a null pointer");
-  flashmoe_status status = flashmoe::check_struct_size("flashmoe_device_info", info->struct_size,
-                                                       sizeof *info, sizeof *info);
-  if (status != FLASHMOE_OK) return status;
-  FLASHMOE_TRY(status);
+  FLASHMOE_TRY(flashmoe::check_struct_size("flashmoe_device_info", info->struct_size, sizeof *info,
+                                           sizeof *info));
   FLASHMOE_TRY(flashmoe::check_device("device", device, &device));
   flashmoe_device_info filled = flashmoe_device_info_init();
+  flashmoe_status status;
   if (device.device_type == FLASHMOE_DEVICE_CPU) {
     status = flashmoe::cpu_device_info(&filled);
   } else {

@@ -18,6 +18,7 @@
 
 #include "core/checks.h"
 #include "core/choose.h"
+#include "core/gpu_model.h"
 #include "core/known_calls.h"
 #include "core/log.h"
 #include "core/moe.h"
@@ -108,9 +109,8 @@ void log_moe(const PlannedCall<Operation>& call, const void* stream) {
         stage.block[0], static_cast<unsigned long long>(stage.shared_bytes));
     used += static_cast<size_t>(wrote);
   }
-  log_line(FLASHMOE_LOG_INFO, "%s device=%s:%d stream=%p -> %s", text,
-           call.problem.device.device_type == FLASHMOE_DEVICE_CUDA ? "cuda" : "cpu",
-           call.problem.device.device_id, stream, stages);
+  log_line(FLASHMOE_LOG_INFO, "%s device=%s stream=%p -> %s", text,
+           DeviceName(call.problem.device).text, stream, stages);
   if (info.rejected[0] != '\0') log_line(FLASHMOE_LOG_DEBUG, "rejected: %s", info.rejected);
 }
 

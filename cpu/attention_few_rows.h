@@ -10,9 +10,8 @@
 //
 // Included after cpu/attention_rows.h and cpu/dot_rows.h.
 
-constexpr int64_t kMostDim = 256;
 // One vector more than a power of two, so that rows do not share cache sets.
-constexpr int kQueryStride = kMostDim + kLanes;
+constexpr int kQueryStride = kMaxHeadDim + kLanes;
 
 // The scratch of one thread for up to `rows` rows.
 struct FewRowsScratch {

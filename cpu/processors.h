@@ -15,7 +15,7 @@ int32_t count_processors();
 #ifdef __linux__
 
 // Where threads of the process may run, whatever the calling one is bound to. Two system calls, but for the
-// first time.
+// first time, which where OpenMP binds asks its runtime for its places: one that has not begun may begin then.
 cpu_set_t processors_of_process();
 
 // Parts of the above, which read the files of a system under `root`, "" for this one, and values of

@@ -39,8 +39,7 @@ cudaError_t read_facts(int device_id, DeviceFacts* facts) {
   }
   facts->compute_capability = 10 * major + minor;
   facts->l2_bytes = l2;
-  // Twice a clock.
-  facts->memory_bytes_per_microsecond = 2e-3 * memory_khz * (memory_bits / 8);
+  facts->memory_bytes_per_microsecond = bytes_per_microsecond(memory_khz, memory_bits);
   return cudaSuccess;
 }
 
@@ -50,7 +49,10 @@ flashmoe_status read_device_facts(int device_id, const DeviceFacts** found, cons
   static DeviceFacts facts[kMaxDevices];
   static std::atomic<bool> known[kMaxDevices];
   static std::mutex mutex;
-  if (is_gpu_model(device_id)) return *found = &facts_of_model(device_id), FLASHMOE_OK;
+  if (is_gpu_model(device_id)) {
+    *found = &facts_of_model(device_id);
+    return FLASHMOE_OK;
+  }
   const int count =
       device_id >= 0 && device_id < kMaxDevices && known[device_id].load(std::memory_order_acquire)
           ? kMaxDevices

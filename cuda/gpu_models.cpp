@@ -23,10 +23,6 @@ struct Model {
   Groups groups[3];  // none without clusters
 };
 
-constexpr double peak(double memory_khz, int memory_bits) {
-  return 2e-3 * memory_khz * (memory_bits / 8);  // as device.cpp reads it: twice a clock
-}
-
 // Of Hopper and of Ada: shared memory of a block, of a multiprocessor, and what a block costs beside its own.
 constexpr int kHopperBlock = 227 << 10;
 constexpr int kHopperMultiprocessor = 228 << 10;
@@ -37,19 +33,23 @@ constexpr int kReserved = 1 << 10;
 // In the order of flashmoe_gpu_model; what a driver reports. Some of the memory it keeps for itself.
 const Model kModels[kGpuModels] = {
     {"NVIDIA H100 80GB HBM3",
-     {90, 132, kHopperBlock, kHopperMultiprocessor, kReserved, 50 << 20, peak(2619e3, 5120)},
+     {90, 132, kHopperBlock, kHopperMultiprocessor, kReserved, 50 << 20,
+      bytes_per_microsecond(2619e3, 5120)},
      uint64_t{81559} << 20,
      {{3, 18}, {4, 16}, {1, 14}}},
     {"NVIDIA H200",
-     {90, 132, kHopperBlock, kHopperMultiprocessor, kReserved, 60 << 20, peak(3201e3, 6144)},
+     {90, 132, kHopperBlock, kHopperMultiprocessor, kReserved, 60 << 20,
+      bytes_per_microsecond(3201e3, 6144)},
      150109880320,
      {{3, 18}, {4, 16}, {1, 14}}},
     {"NVIDIA L4",
-     {89, 58, kAdaBlock, kAdaMultiprocessor, kReserved, 48 << 20, peak(6251e3, 192)},
+     {89, 58, kAdaBlock, kAdaMultiprocessor, kReserved, 48 << 20,
+      bytes_per_microsecond(6251e3, 192)},
      uint64_t{23034} << 20,
      {}},
     {"NVIDIA GeForce RTX 4090",
-     {89, 128, kAdaBlock, kAdaMultiprocessor, kReserved, 72 << 20, peak(10501e3, 384)},
+     {89, 128, kAdaBlock, kAdaMultiprocessor, kReserved, 72 << 20,
+      bytes_per_microsecond(10501e3, 384)},
      uint64_t{24564} << 20,
      {}},
 };
@@ -96,7 +96,6 @@ bool choose_code(int capability, int* arch, int* ptx) {
     if (virtual_too && fits) newest_ptx = std::max(newest_ptx, number);
     at = end + length;
     at += std::strspn(at, "; ");
-    if (end == at) break;  // no number
   }
   *arch = machine_code != 0 ? machine_code : capability;
   *ptx = machine_code != 0 ? machine_code : newest_ptx;

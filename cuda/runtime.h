@@ -13,6 +13,11 @@ namespace flashmoe {
 
 inline constexpr int kMaxDevices = 64;
 
+// What memory gives at most: twice a clock.
+constexpr double bytes_per_microsecond(double memory_khz, int memory_bits) {
+  return 2e-3 * memory_khz * (memory_bits / 8);
+}
+
 // The oldest compute capability that the sm89 kernels, the oldest family here, run on.
 inline constexpr int kOldestComputeCapability = 89;
 

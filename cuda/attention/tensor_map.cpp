@@ -43,7 +43,7 @@ flashmoe_status check_walkable(const AttentionProblem& problem, const Reason& re
         "a stride that is negative, 2^40 bytes or more, or 0 along the sequence, which the copy "
         "engine cannot walk");
   }
-  if (encode_function() == nullptr && !is_gpu_model(problem.device.device_id)) {
+  if (!is_gpu_model(problem.device.device_id) && encode_function() == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
   }
   return FLASHMOE_OK;

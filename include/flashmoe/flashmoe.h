@@ -94,7 +94,7 @@ typedef enum flashmoe_device_type {
 } flashmoe_device_type;
 
 /* Models of GPUs. Plans, workspace sizes and flashmoe_get_device_info() are had of one without there
- * being any, or a driver: they are those that a device of the model would give. Nothing runs on one.
+ * being any, or a driver, from a table of what a driver says of the model. Nothing runs on one.
  * A CPU-only build has no plans of GPUs, and refuses models with FLASHMOE_ERROR_ARCH_NOT_BUILT. */
 typedef enum flashmoe_gpu_model {
   FLASHMOE_GPU_H100 = 0, /* of 80 GB, SXM */

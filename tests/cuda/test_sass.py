@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 import kernels
@@ -264,16 +265,35 @@ def test_no_atomics_and_no_fences(instructions: dict[Code, Counter[str]]) -> Non
         )
 
 
-# What cuda/gpu_models.cpp says of kernels, for plans without a driver: static shared memory, and
-# the warps of a multiprocessor that there are registers for. On Hopper cuobjdump counts what the
-# system reserves as well.
-_STATIC_SHARED = {
-    "route_once_kernel": 144, "route_choose_kernel": 0, "route_place_kernel": 41232,
-    "moe_up_kernel": 64, "moe_down_kernel": 80, "moe_up_bulk_kernel": 256,
-    "moe_down_bulk_kernel": 256, "moe_combine_kernel": 0, "grouped_product_kernel": 0,
-}  # fmt: skip
+_MODELS = (Path(__file__).parents[2] / "cuda/gpu_models.cpp").read_text(encoding="utf-8")
+
+
+def _stated(kernel: str) -> tuple[int, int]:
+    """What cuda/gpu_models.cpp has of a kernel, for plans without a driver: static shared memory
+    and registers, of the first row whose name its own begins with."""
+    table = _MODELS[_MODELS.index("kCompiled[] = {") :]
+    rows = re.findall(r'{"(\w*)", (\d+), (\w+)}', table[: table.index("};")])
+    most = re.search(r"kMostRegisters = (\d+);", _MODELS)
+    assert most is not None and len(rows) > 5
+    shared, registers = next(row[1:] for row in rows if kernel.startswith(row[0]))
+    return int(shared), int(most[1] if registers == "kMostRegisters" else registers)
+
+
+# Names of those kernels, by that of their function.
+_MOE_KERNELS = {
+    "route_once_kernel": ["moe_route_once_key32_e128"],
+    "route_choose_kernel": ["moe_route_choose_key32_e128"],
+    "route_place_kernel": ["moe_route_place"],
+    "moe_up_kernel": ["moe_up_stream_fp16_gated", "moe_up_stream_bf16_gated"],
+    "moe_down_kernel": ["moe_down_stream_fp16", "moe_down_stream_bf16"],
+    "moe_up_bulk_kernel": ["moe_up_stream_fp16_bulk_gated", "moe_up_stream_bf16_bulk_gated"],
+    "moe_down_bulk_kernel": ["moe_down_stream_fp16_bulk", "moe_down_stream_bf16_bulk"],
+    "moe_combine_kernel": ["moe_combine_fp16"],
+    "grouped_product_kernel": ["grouped_product_sm89_fp16"],
+}
+# On Hopper cuobjdump counts what the system reserves as well.
 _RESERVED = 1024
-_MOE_FUNCTION = re.compile(rf"\d({'|'.join(_STATIC_SHARED)})")
+_MOE_FUNCTION = re.compile(rf"\d({'|'.join(_MOE_KERNELS)})")
 
 
 def _moe_kernel_of(function: str) -> str | None:
@@ -283,17 +303,23 @@ def _moe_kernel_of(function: str) -> str | None:
 
 def test_plans_for_models_know_the_static_shared_memory(architectures: list[str]) -> None:
     resources = sass.resources(_moe_kernel_of)
-    assert {kernel for _, kernel in resources} == set(_STATIC_SHARED)
+    assert {kernel for _, kernel in resources} == set(_MOE_KERNELS)
     for (arch, kernel), used in resources.items():
         reserved = _RESERVED if sass.is_hopper(arch) else 0
         static = max(0, used["SHARED"] - reserved)  # nothing is reserved where there is none
-        assert static == _STATIC_SHARED[kernel], (arch, kernel)
+        assert {_stated(name)[0] for name in _MOE_KERNELS[kernel]} == {static}, (arch, kernel)
 
 
 def test_plans_for_models_know_how_many_short_blocks_fit(
     resources: dict[Code, dict[str, int]],
 ) -> None:
+    """Of a quarter of a multiprocessor, which has registers for so many warps."""
+
+    def warps(registers: int) -> int:
+        return 16384 // (-(-registers * 32 // 256) * 256)
+
     for code, used in resources.items():
-        if code.kernel.family == "short":
-            twelve = (code.kernel.dim, code.kernel.tuning) == (64, "8")
-            assert 16384 // (-(-used["REG"] * 32 // 256) * 256) == (3 if twelve else 2), code
+        kernel = code.kernel
+        if kernel.family == "short":
+            name = f"attention_forward_short_{kernel.dtype}_d{kernel.dim}_dv{kernel.dim_v}"
+            assert warps(used["REG"]) == warps(_stated(f"{name}_r{kernel.tuning}")[1]), code

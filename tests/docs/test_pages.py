@@ -180,6 +180,9 @@ def check_flashmoe(words: list[str], command: str) -> None:
         program = [sys.executable, "-m", "flashmoe_science", *words[1:]]
         result = subprocess.run(program, capture_output=True, text=True, check=False)
         if "--gpu" in words and result.returncode != 0:
+            import flashmoe_science
+
+            assert not flashmoe_science.build_info().cuda_architectures
             assert "this library was built without CUDA and has no plans" in result.stderr
             return
         assert result.returncode == 0, result.stderr

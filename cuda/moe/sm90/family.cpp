@@ -203,7 +203,7 @@ flashmoe_status check_device(flashmoe_device device, const DeviceFacts** facts,
                          "%s has compute capability %d.%d, accepted is 9.0",
                          DeviceName(device).text, capability / 10, capability % 10);
   }
-  if (encode_function() == nullptr && !is_gpu_model(device.device_id)) {
+  if (!is_gpu_model(device.device_id) && encode_function() == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
   }
   return FLASHMOE_OK;
