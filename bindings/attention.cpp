@@ -16,6 +16,7 @@
 #include "bindings/fields.h"
 #include "bindings/native_function.h"
 #include "bindings/options.h"
+#include "bindings/plan.h"
 #include "bindings/tensor.h"
 #include "bindings/workspace.h"
 #include "flashmoe/flashmoe.h"
@@ -224,26 +225,6 @@ size_t attention_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle ou
   return 0;
 }
 
-Fields describe(const flashmoe_attention_plan& plan) {
-  Fields fields;
-  fields["kernel"] = nb::str(plan.kernel);
-  fields["family"] = nb::str(plan.family);
-  fields["isa"] = nb::str(plan.isa);
-  fields["tile_q"] = nb::int_(plan.tile_q);
-  fields["tile_k"] = nb::int_(plan.tile_k);
-  fields["dim"] = nb::int_(plan.dim);
-  fields["dim_v"] = nb::int_(plan.dim_v);
-  fields["stages"] = nb::int_(plan.stages);
-  fields["cluster"] = nb::int_(plan.cluster);
-  fields["grid"] = nb::make_tuple(plan.grid[0], plan.grid[1], plan.grid[2]);
-  fields["block"] = nb::make_tuple(plan.block[0], plan.block[1], plan.block[2]);
-  fields["shared_bytes"] = nb::int_(plan.shared_bytes);
-  fields["workspace_bytes"] = nb::int_(plan.workspace_bytes);
-  fields["flops"] = nb::float_(plan.flops);
-  fields["rejected"] = nb::str(plan.rejected);
-  return fields;
-}
-
 Fields plan(Call* call, bool return_lse) {
   int64_t shape[kRank];
   if (call->out.get() == nullptr && call->describes_outputs()) {
@@ -254,7 +235,7 @@ Fields plan(Call* call, bool return_lse) {
     call->shape_of_lse(shape);
     call->lse.describe(shape, kRank - 1, {FLASHMOE_DTYPE_FLOAT, 32, 1}, call->q.device());
   }
-  flashmoe_attention_plan made = flashmoe_attention_plan_init();
+  flashmoe_plan made = flashmoe_plan_init();
   check(flashmoe_attention_forward_plan(&call->ready(), &made));
   return describe(made);
 }

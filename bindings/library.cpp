@@ -5,6 +5,7 @@
 #include "bindings/errors.h"
 #include "bindings/fields.h"
 #include "bindings/options.h"
+#include "bindings/plan.h"
 #include "bindings/tensor.h"
 #include "flashmoe/flashmoe.h"
 
@@ -40,20 +41,13 @@ Fields device_info(int32_t device_type, int32_t device_id) {
   return fields;
 }
 
-Fields last_launch() {
-  flashmoe_launch launch = flashmoe_launch_init();
-  check(flashmoe_last_launch(&launch));
-  Fields fields;
-  fields["kernel"] = nb::str(launch.kernel);
-  fields["device"] = nb::make_tuple(launch.device.device_type, launch.device.device_id);
-  fields["grid"] = nb::make_tuple(launch.grid[0], launch.grid[1], launch.grid[2]);
-  fields["block"] = nb::make_tuple(launch.block[0], launch.block[1], launch.block[2]);
-  fields["shared_bytes"] = nb::int_(launch.shared_bytes);
-  fields["registers"] = nb::int_(launch.registers);
-  fields["local_bytes"] = nb::int_(launch.local_bytes);
-  fields["binary_arch"] = nb::int_(launch.binary_arch);
-  fields["cluster"] = nb::int_(launch.cluster);
-  return fields;
+nb::typed<nb::list, Fields> last_launches() {
+  flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES];
+  int32_t count = 0;
+  check(flashmoe_last_launches(launches, &count));
+  nb::list described;
+  for (int32_t i = 0; i < count; ++i) described.append(describe(launches[i]));
+  return nb::borrow<nb::typed<nb::list, Fields>>(described);
 }
 
 // Calls the Python function behind `user`. May come on any thread, with or without the GIL, and
@@ -115,7 +109,7 @@ void define_library(nb::module_& module) {
   module.def("cuda_device_count", &flashmoe_cuda_device_count,
              "Number of CUDA devices that can be used: 0 without a GPU, without a driver or in a "
              "CPU-only build. Never fails.");
-  module.def("last_launch", &last_launch, "The fields of flashmoe_launch.");
+  module.def("last_launches", &last_launches, "The fields of flashmoe_launch, of each.");
   module.def("set_num_threads", &set_num_threads, nb::arg("n").none(),
              nb::sig("def set_num_threads(n: int) -> None"),
              "Sets the threads the CPU backend uses, the caller's included.\n\n"

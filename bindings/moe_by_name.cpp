@@ -11,6 +11,7 @@
 #include "bindings/moe.h"
 #include "bindings/moe_calls.h"
 #include "bindings/moe_numbers.h"
+#include "bindings/plan.h"
 
 namespace flashmoe {
 namespace {
@@ -111,34 +112,6 @@ void make_outputs(const nb::dict&, ProductCall* call, const Make& make) {
   call->make_outputs(make);
 }
 
-nb::object describe(const flashmoe_moe_stage& stage) {
-  nb::dict fields;
-  fields["kernel"] = nb::str(stage.kernel);
-  fields["grid"] = nb::make_tuple(stage.grid[0], stage.grid[1], stage.grid[2]);
-  fields["block"] = nb::make_tuple(stage.block[0], stage.block[1], stage.block[2]);
-  fields["shared_bytes"] = nb::int_(stage.shared_bytes);
-  fields["cluster"] = nb::int_(stage.cluster);
-  fields["tile_rows"] = nb::int_(stage.tile_rows);
-  fields["tile_tokens"] = nb::int_(stage.tile_tokens);
-  fields["stages"] = nb::int_(stage.stages);
-  return fields;
-}
-
-Fields describe(const flashmoe_moe_plan& plan) {
-  nb::list launches;
-  for (int32_t i = 0; i < plan.launches && i < FLASHMOE_MOE_MAX_STAGES; ++i) {
-    launches.append(describe(plan.stage[i]));
-  }
-  Fields fields;
-  fields["family"] = nb::str(plan.family);
-  fields["isa"] = nb::str(plan.isa);
-  fields["launches"] = launches;
-  fields["workspace_bytes"] = nb::int_(plan.workspace_bytes);
-  fields["flops"] = nb::float_(plan.flops);
-  fields["rejected"] = nb::str(plan.rejected);
-  return fields;
-}
-
 // Does `work` with an empty call of the operation of that name.
 template <class Work>
 auto with_operation(const std::string& operation, const Work& work) {
@@ -205,7 +178,7 @@ Fields moe_plan(const std::string& operation, Named tensors, Named options) {
                    [&](const char*, TensorView* view, flashmoe_dtype dtype, int rank,
                        const int64_t* shape) { view->describe(shape, rank, dtype, device); });
     }
-    flashmoe_moe_plan made = flashmoe_moe_plan_init();
+    flashmoe_plan made = flashmoe_plan_init();
     check_renamed(Call::kPlan(&ready(&call), &made), names_of(call));
     return describe(made);
   };
@@ -235,7 +208,7 @@ void define_moe_by_name(nb::module_& module) {
              "any kind by the C ABI's names. Outputs that are not among them, and a GPU's "
              "workspace, are what allocate(name, shape, name of dtype) returns.");
   module.def("moe_plan", &moe_plan, nb::arg("operation"), nb::arg("tensors"), nb::arg("options"),
-             "The fields of flashmoe_moe_plan for these tensors. Outputs may be absent, and in "
+             "The fields of flashmoe_plan for these tensors. Outputs may be absent, and in "
              "place of a tensor a tuple (shape, dtype's code and bits, device's type and id, "
              "strides or None) will do.");
   module.def("moe_option_numbers", &moe_option_numbers, nb::arg("operation"), nb::arg("options"),

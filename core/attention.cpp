@@ -1,4 +1,4 @@
-// Attention forward: validate -> problem -> plan -> launch.
+// Attention forward: its options, its checks and its families. See core/operation.h for the rest.
 #include "core/attention.h"
 
 #include <algorithm>
@@ -7,15 +7,11 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <iterator>
 
 #include "core/backends.h"
 #include "core/checks.h"
-#include "core/choose.h"
-#include "core/gpu_model.h"
-#include "core/known_calls.h"
-#include "core/log.h"
-#include "core/overlap.h"
+#include "core/operation.h"
+#include "core/option.h"
 #include "core/status.h"
 
 namespace flashmoe {
@@ -45,55 +41,18 @@ double attention_flops(const AttentionProblem& p) {
 
 namespace {
 
-constexpr char kKernelPrefix[] = "attention_forward_";
-constexpr size_t kWorkspaceAlignment = 16;
+using Params = flashmoe_attention_forward_params;
 
-struct AttentionOperation {
-  using Params = flashmoe_attention_forward_params;
-  using Problem = AttentionProblem;
-  using Plan = AttentionPlan;
-  using Family = AttentionFamily;
+constexpr const char* kLayouts[] = {"bshd", "bhsd"};
+constexpr const char* kCausals[] = {"none", "bottom_right", "top_left"};
 
-  // See core/known_calls.h.
-  static constexpr std::array<KnownTensor<Params>, 5> kTensors = {{
-      {"q", &Params::q, true},
-      {"k", &Params::k, true},
-      {"v", &Params::v, true},
-      {"out", &Params::out, true},
-      {"lse", &Params::lse, false},
-  }};
-  static constexpr size_t kFirstOutput = 3;
-  static constexpr size_t kOptions = offsetof(Params, layout);
-  static constexpr size_t kKernel = offsetof(Params, kernel);
-
-  template <class Visit>
-  static void address(const Params&, Problem* p, const Visit& visit) {
-    visit(&p->q, 0);
-    visit(&p->k, 1);
-    visit(&p->v, 2);
-    visit(&p->out, 3);
-    visit(&p->lse, 4);
-  }
-  static const char** kernel_text(Problem* p) { return &p->kernel; }
-
-  static flashmoe_status make_call(const Params* given, bool explain,
-                                   PlannedCall<AttentionOperation>* call);
-};
-
-using AttentionCall = PlannedCall<AttentionOperation>;
-
-// Every family, best first for its devices.
-const AttentionFamily* const kFamilies[] = {
-#if FLASHMOE_WITH_CUDA
-    &kShortAttention,
-#endif
-#if FLASHMOE_WITH_SM90
-    &kSplitAttention, &kSm90Attention,
-#endif
-#if FLASHMOE_WITH_CUDA
-    &kSm89Attention,
-#endif
-    &kCpuAttention,
+// In this order they are checked, and logged.
+constexpr Option<Params> kOptions[] = {
+    Option<Params>::choice("layout", &Params::layout, kLayouts),
+    Option<Params>::choice("causal", &Params::causal, kCausals),
+    Option<Params>::positive("scale", &Params::scale, "1 / sqrt(dim)"),
+    Option<Params>::positive("softcap", &Params::softcap, "none"),
+    Option<Params>::reserved("reserved", &Params::reserved),
 };
 
 RowStrides row_strides(const View& view, bool bhsd) {
@@ -176,32 +135,26 @@ void set_bounds(const flashmoe_attention_forward_params* params, AttentionProble
   p.right_offset = p.bounded_right ? std::max(p.right_offset, -p.seq_q) : 0;
 }
 
+// What the ABI has a place for, and no kernel computes.
+flashmoe_status check_unserved(const flashmoe_attention_forward_params* params) {
+  const auto absent = [](const char* name, const void* given, const char* why) {
+    if (given == nullptr) return FLASHMOE_OK;
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got one, accepted is a null pointer: %s",
+                name, why);
+  };
+  constexpr char kNoScales[] = "tensors of fp16, bf16 and fp32 have no scales";
+  FLASHMOE_TRY(absent("q_scale", params->q_scale, kNoScales));
+  FLASHMOE_TRY(absent("k_scale", params->k_scale, kNoScales));
+  FLASHMOE_TRY(absent("v_scale", params->v_scale, kNoScales));
+  return absent("sequences", params->sequences,
+                "ragged, padded and paged batches are not computed by this version");
+}
+
 flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
                              AttentionProblem* problem) {
-  if (params->layout != FLASHMOE_LAYOUT_BSHD && params->layout != FLASHMOE_LAYOUT_BHSD) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "layout: got %d, accepted are 0 (bshd) and 1 (bhsd)", params->layout);
-  }
-  if (params->causal < FLASHMOE_CAUSAL_NONE || params->causal > FLASHMOE_CAUSAL_TOP_LEFT) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "causal: got %d, accepted are 0 (none), 1 (bottom_right) and 2 (top_left)",
-                params->causal);
-  }
-  if (!(params->scale >= 0.0f) || !std::isfinite(params->scale)) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "scale: got %g, accepted is a finite positive number, or 0 for 1 / sqrt(dim)",
-                static_cast<double>(params->scale));
-  }
-  if (!(params->softcap >= 0.0f) || !std::isfinite(params->softcap)) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "softcap: got %g, accepted is a finite positive number, or 0 for none",
-                static_cast<double>(params->softcap));
-  }
+  FLASHMOE_TRY(check_options(kOptions, *params));
   FLASHMOE_TRY(check_window(params));
-  if (params->reserved != 0) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "reserved: got %u, accepted is 0",
-                params->reserved);
-  }
+  FLASHMOE_TRY(check_unserved(params));
 
   AttentionProblem& p = *problem;
   const bool bhsd = params->layout == FLASHMOE_LAYOUT_BHSD;
@@ -250,8 +203,6 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
   }
   FLASHMOE_TRY(check_no_overlap("out", out, 4));
 
-  p.lse = nullptr;
-  p.lse_strides = {0, 0, 0};
   if (params->lse != nullptr) {
     View lse;
     FLASHMOE_TRY(check_view("lse", params->lse, 3, &lse));
@@ -276,50 +227,10 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
   p.out_strides = row_strides(out, bhsd);
   p.scale = params->scale != 0.0f ? params->scale
                                   : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim)));
+  copy_kernel_name(params->kernel, &p.kernel);
   set_softcap(params->softcap, &p);
   set_bounds(params, &p);
   return FLASHMOE_OK;
-}
-
-// The first family that serves the problem, or the one that the caller asks for. With `explain` also
-// says in plan->info.rejected why the others do not.
-flashmoe_status choose(const Wanted& wanted, bool explain, const AttentionProblem& problem,
-                       AttentionPlan* plan, const AttentionFamily** chosen) {
-  const auto ask = [&problem, plan](const AttentionFamily& family, const Reason& reason) {
-    *plan = {};
-    FLASHMOE_TRY(family.plan(problem, plan, reason));
-    if (problem.kernel != nullptr && std::strcmp(problem.kernel, plan->info.kernel) != 0) {
-      return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s serves this call, not %.64s",
-                           plan->info.kernel, problem.kernel);
-    }
-    return FLASHMOE_OK;
-  };
-  const auto yields = [](const AttentionFamily&) -> const char* { return nullptr; };
-  Choice choice(kFamilies, std::size(kFamilies), wanted, kKernelPrefix, problem.device, ask,
-                yields);
-  if (!explain) return choice.choose(chosen);
-  char rejected[kRejectedBytes];
-  FLASHMOE_TRY(choice.choose_and_explain(chosen, rejected));
-  std::memcpy(plan->info.rejected, rejected, sizeof rejected);
-  return FLASHMOE_OK;
-}
-
-flashmoe_status AttentionOperation::make_call(const Params* given, bool explain,
-                                              AttentionCall* call) {
-  AttentionProblem* const problem = &call->problem;
-  flashmoe_attention_forward_params params;
-  FLASHMOE_TRY(read_params("flashmoe_attention_forward_params", given,
-                           offsetof(flashmoe_attention_forward_params, window), &params));
-  FLASHMOE_TRY(make_problem(&params, problem));
-  set_reaches(params, call);
-  const Wanted wanted = wanted_of(kFamilies, std::size(kFamilies), params.kernel, problem->device);
-  problem->named = wanted.name != nullptr;
-  problem->kernel = nullptr;
-  if (wanted.name != nullptr &&
-      std::strncmp(wanted.name, kKernelPrefix, sizeof kKernelPrefix - 1) == 0) {
-    problem->kernel = wanted.name;
-  }
-  return choose(wanted, explain, *problem, &call->plan, &call->family);
 }
 
 // One end of the keys that row i sees: "i-255", or `unbounded`.
@@ -335,77 +246,75 @@ struct BoundText {
   }
 };
 
-void log_call(const AttentionProblem& p, const AttentionPlan& plan, const void* stream) {
-  if (!log_enabled(FLASHMOE_LOG_INFO)) return;
-  const flashmoe_attention_plan& info = plan.info;
-  log_line(FLASHMOE_LOG_INFO,
-           "attention_forward batch=%lld seq_q=%lld seq_k=%lld heads=%lld/%lld dim=%lld/%lld %s "
-           "window=%s..%s softcap=%g lse=%s device=%s stream=%p -> %s grid=%ux%ux%u block=%u "
-           "shared=%llu",
-           static_cast<long long>(p.batch), static_cast<long long>(p.seq_q),
-           static_cast<long long>(p.seq_k), static_cast<long long>(p.heads_q),
-           static_cast<long long>(p.heads_kv), static_cast<long long>(p.dim),
-           static_cast<long long>(p.dim_v), dtype_name(p.dtype),
-           BoundText(p.bounded_left, p.left_offset, "0").text,
-           BoundText(p.bounded_right, p.right_offset, "end").text, static_cast<double>(p.softcap),
-           p.lse != nullptr ? "yes" : "no", DeviceName(p.device).text, stream, info.kernel,
-           info.grid[0], info.grid[1], info.grid[2], info.block[0],
-           static_cast<unsigned long long>(info.shared_bytes));
-  if (log_enabled(FLASHMOE_LOG_DEBUG) && info.rejected[0] != '\0') {
-    log_line(FLASHMOE_LOG_DEBUG, "rejected: %s", info.rejected);
-  }
-}
+struct AttentionForward {
+  using Params = flashmoe_attention_forward_params;
+  using Problem = AttentionProblem;
+  static constexpr char kName[] = "attention_forward";
+  static constexpr char kParams[] = "flashmoe_attention_forward_params";
+  static constexpr char kSizeFunction[] = "flashmoe_attention_forward_workspace_size";
+  static constexpr size_t kOldestParams = offsetof(Params, window);
+  static constexpr std::array<TensorMember<Params>, 5> kTensors = {{
+      {"q", &Params::q},
+      {"k", &Params::k},
+      {"v", &Params::v},
+      {"out", &Params::out},
+      {"lse", &Params::lse},
+  }};
+  static constexpr size_t kFirstOutput = 3;
+  static constexpr size_t kGpuAlignment = 16;
+  static constexpr const char* kKernelPrefix = "attention_forward_";
+  static constexpr const AttentionFamily* kFamilies[] = {
+#if FLASHMOE_WITH_CUDA
+      &kShortAttention,
+#endif
+#if FLASHMOE_WITH_SM90
+      &kSplitAttention, &kSm90Attention,
+#endif
+#if FLASHMOE_WITH_CUDA
+      &kSm89Attention,
+#endif
+      &kCpuAttention,
+  };
 
-flashmoe_status run(const AttentionCall& call, bool logged, void* workspace, void* stream) {
-  const AttentionProblem& problem = call.problem;
-  const AttentionPlan& plan = call.plan;
-  if (logged) log_call(problem, plan, stream);
-  if (problem.batch == 0 || problem.seq_q == 0) return FLASHMOE_OK;
-  return call.family->launch(problem, plan, workspace, stream);
-}
+  static flashmoe_status make_problem(const Params& params, Problem* problem) {
+    return flashmoe::make_problem(&params, problem);
+  }
+  static double flops(const Problem& p) { return attention_flops(p); }
+  static bool is_empty(const Problem& p) { return p.batch == 0 || p.seq_q == 0; }
+
+  static void print(const Params& params, const Problem& p, char* text, size_t size) {
+    char options[128];
+    print_options(kOptions, params, options, sizeof options);
+    std::snprintf(
+        text, size,
+        "batch=%lld seq_q=%lld seq_k=%lld heads=%lld/%lld dim=%lld/%lld %s window=%s..%s%s "
+        "lse=%s",
+        static_cast<long long>(p.batch), static_cast<long long>(p.seq_q),
+        static_cast<long long>(p.seq_k), static_cast<long long>(p.heads_q),
+        static_cast<long long>(p.heads_kv), static_cast<long long>(p.dim),
+        static_cast<long long>(p.dim_v), dtype_name(p.dtype),
+        BoundText(p.bounded_left, p.left_offset, "0").text,
+        BoundText(p.bounded_right, p.right_offset, "end").text, options,
+        p.lse != nullptr ? "yes" : "no");
+  }
+};
 
 }  // namespace
 }  // namespace flashmoe
 
-using flashmoe::AttentionCall;
-using flashmoe::AttentionOperation;
-using flashmoe::fail;
+using flashmoe::AttentionForward;
 
 flashmoe_status flashmoe_attention_forward_plan(const flashmoe_attention_forward_params* params,
-                                                flashmoe_attention_plan* plan) {
-  if (plan == nullptr) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "plan: got a null pointer");
-  }
-  FLASHMOE_TRY(flashmoe::check_struct_size("flashmoe_attention_plan", plan->struct_size,
-                                           sizeof *plan, sizeof *plan));
-  flashmoe::AttentionCall call;
-  FLASHMOE_TRY(AttentionOperation::make_call(params, true, &call));
-  flashmoe_attention_plan& made = call.plan.info;
-  made.struct_size = sizeof made;
-  std::snprintf(made.family, sizeof made.family, "%s", call.family->name);
-  made.flops = flashmoe::attention_flops(call.problem);
-  flashmoe::copy_out(made, plan);
-  return FLASHMOE_OK;
+                                                flashmoe_plan* plan) {
+  return flashmoe::plan_operation<AttentionForward>(params, plan);
 }
 
 flashmoe_status flashmoe_attention_forward_workspace_size(
     const flashmoe_attention_forward_params* params, size_t* bytes) {
-  if (bytes == nullptr) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "bytes: got a null pointer");
-  }
-  return flashmoe::with_call<AttentionOperation>(params, [bytes](const AttentionCall& call, bool) {
-    *bytes = static_cast<size_t>(call.plan.info.workspace_bytes);
-    return FLASHMOE_OK;
-  });
+  return flashmoe::workspace_size_of<AttentionForward>(params, bytes);
 }
 
 flashmoe_status flashmoe_attention_forward(const flashmoe_attention_forward_params* params,
                                            void* workspace, size_t workspace_size, void* stream) {
-  return flashmoe::with_call<AttentionOperation>(
-      params, [&](const AttentionCall& call, bool logged) {
-        FLASHMOE_TRY(flashmoe::check_memory(*params, call, workspace, workspace_size,
-                                            flashmoe::kWorkspaceAlignment,
-                                            "flashmoe_attention_forward_workspace_size"));
-        return flashmoe::run(call, logged, workspace, stream);
-      });
+  return flashmoe::run_operation<AttentionForward>(params, workspace, workspace_size, stream);
 }

@@ -6,9 +6,6 @@
 #include <cstdint>
 
 #include "core/dtype.h"
-#include "core/launch.h"
-#include "core/status.h"
-#include "core/thread_room.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -49,11 +46,10 @@ struct AttentionProblem {
   int64_t dim;
   int64_t dim_v;
 
-  const char* kernel;  // the kernel asked for by its full name, or nullptr
-  bool named;          // a kernel or a family was asked for: it serves what it can, fast or not
-  float scale;         // finite and > 0
-  float softcap;       // finite and > 0, or 0 for none: logits are softcap * tanh(cap_ratio * q.k)
-  float cap_ratio;     // scale / softcap, normal and finite; 0 without a softcap
+  KernelName kernel;  // the kernel or family that the call asks for, or ""
+  float scale;        // finite and > 0
+  float softcap;      // finite and > 0, or 0 for none: logits are softcap * tanh(cap_ratio * q.k)
+  float cap_ratio;    // scale / softcap, normal and finite; 0 without a softcap
 
   // Query i sees the keys j >= i + left_offset and j <= i + right_offset, as far as bounded. A
   // bound that hides no key of any row is not set. Offsets lie in [-seq_q, seq_k], 0 where not
@@ -64,33 +60,17 @@ struct AttentionProblem {
   int64_t right_offset;
 };
 
-// How a backend will compute a problem. What follows `info` is the backend's own, handed back at
-// launch.
-struct AttentionPlan {
-  flashmoe_attention_plan info;  // what the caller may read
-  const void* entry;
-  ThreadRoom room;            // CPU
-  int32_t tiles_per_head;     // GPU: tiles of query rows
-  int32_t heads_per_section;  // GPU: heads whose tiles are mixed, as their K and V share the L2
-  int32_t parts;      // GPU: blocks of a tile that leave their parts in the workspace; 0: none do
-  bool programmatic;  // GPU: it may begin before what is ahead of it in the stream has ended
-};
-
 // Multiply-adds of the two products count as two; pairs of a query and a key that it does not see
 // do not count.
 double attention_flops(const AttentionProblem& problem);
 
-// A kernel family. `plan` fills a zeroed plan; when the family cannot serve the problem it returns
-// reason.refuse(status, sentence), without touching the last error. On a GPU it depends on nothing
-// but the device and what is in the problem beside addresses, so that a plan can be kept for the
-// next such call (core/known_calls.h).
-struct AttentionFamily {
-  const char* name;
-  int32_t device_type;  // flashmoe_device_type it computes on; `plan` sees no other
-  flashmoe_status (*plan)(const AttentionProblem& problem, AttentionPlan* plan,
-                          const Reason& reason);
-  flashmoe_status (*launch)(const AttentionProblem& problem, const AttentionPlan& plan,
-                            void* workspace, void* stream);
-};
+template <class Visit>
+void visit_addresses(AttentionProblem* p, const Visit& visit) {
+  visit(&p->q);
+  visit(&p->k);
+  visit(&p->v);
+  visit(&p->out);
+  visit(&p->lse);
+}
 
 }  // namespace flashmoe

@@ -4,8 +4,14 @@
 
 #include "core/attention.h"
 #include "core/moe.h"
+#include "core/plan.h"
 
 namespace flashmoe {
+
+using AttentionFamily = Family<AttentionProblem>;
+using MoeRouteFamily = Family<MoeRouteProblem>;
+using MoeForwardFamily = Family<MoeForwardProblem>;
+using GroupedProductFamily = Family<GroupedProductProblem>;
 
 // What the `kernel` of a call may name, whichever the operation.
 inline constexpr char kFamilyNames[] =
@@ -19,7 +25,9 @@ inline constexpr char kFamilyNames[] =
 
 // cpu/
 extern const AttentionFamily kCpuAttention;
-extern const MoeFamily kCpuMoe;
+extern const MoeRouteFamily kCpuMoeRoute;
+extern const MoeForwardFamily kCpuMoeForward;
+extern const GroupedProductFamily kCpuGroupedProduct;
 flashmoe_status cpu_device_info(flashmoe_device_info* info);
 int32_t cpu_set_num_threads(int32_t n);  // n = 0: default; returns the number in use
 int32_t cpu_get_num_threads();
@@ -28,13 +36,15 @@ int32_t cpu_get_num_threads();
 #if FLASHMOE_WITH_CUDA
 extern const AttentionFamily kShortAttention;
 extern const AttentionFamily kSm89Attention;
-extern const MoeFamily kRouteMoe;  // route alone, for every GPU
-extern const MoeFamily kSm89Moe;
-extern const MoeFamily kStreamMoe;
+extern const MoeRouteFamily kCudaMoeRoute;  // for every GPU
+extern const MoeForwardFamily kStreamMoeForward;
+extern const MoeForwardFamily kSm89MoeForward;
+extern const GroupedProductFamily kSm89GroupedProduct;
 #if FLASHMOE_WITH_SM90  // built for sm_90a
 extern const AttentionFamily kSplitAttention;
 extern const AttentionFamily kSm90Attention;
-extern const MoeFamily kSm90Moe;
+extern const MoeForwardFamily kSm90MoeForward;
+extern const GroupedProductFamily kSm90GroupedProduct;
 #endif
 int32_t cuda_device_count();
 int32_t cuda_runtime_version();

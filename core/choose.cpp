@@ -8,6 +8,10 @@
 
 namespace flashmoe {
 
+void copy_kernel_name(const char* kernel, KernelName* name) {
+  std::snprintf(*name, sizeof *name, "%s", kernel != nullptr ? kernel : "");
+}
+
 bool names_family(const char* wanted, const char* family, const char* prefix) {
   if (std::strcmp(wanted, family) == 0) return true;
   if (prefix == nullptr) return false;

@@ -1,13 +1,12 @@
-// Which kernel family computes a problem: the same for every operation.
-//
-// A family has a `name` and the `device_type` it computes on. Those of an operation are asked in
-// order of preference.
+// Which kernel family computes a problem: of those that can, the one whose plan takes the least time.
 #pragma once
 
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
 
+#include "core/dtype.h"
+#include "core/plan.h"
 #include "core/status.h"
 #include "flashmoe/flashmoe.h"
 
@@ -15,14 +14,16 @@ namespace flashmoe {
 
 inline constexpr size_t kMostFamilies = 16;  // of one operation
 inline constexpr size_t kRejectedBytes = 512;
-static_assert(sizeof flashmoe_attention_plan::rejected == kRejectedBytes);
-static_assert(sizeof flashmoe_moe_plan::rejected == kRejectedBytes);
+static_assert(sizeof flashmoe_plan::rejected == kRejectedBytes);
 
 // The family, or the kernel, that a call must be served by.
 struct Wanted {
   const char* name;  // nullptr: any
   const char* by;    // what asks for it: "kernel" or "FLASHMOE_ARCH"
 };
+
+// Copies the caller's `kernel`, which may be nullptr. What does not fit is no kernel's name, cut or not.
+void copy_kernel_name(const char* kernel, KernelName* name);
 
 // Whether `wanted` is a family's name or, with a prefix, the full name of a kernel of it: the
 // prefix, the family's name, and what follows an underscore.
@@ -41,145 +42,117 @@ flashmoe_status check_family_device(int32_t device_type, flashmoe_device device,
 // One line of a plan's `rejected`.
 void append_rejection(char (&rejected)[kRejectedBytes], const char* family, const char* reason);
 
-// What a call that gave `kernel` (may be nullptr or "") wants. An operation leaves the environment's
-// wish aside if it has no such family and another operation has.
-template <class Family>
-Wanted wanted_of(const Family* const* families, size_t count, const char* kernel,
+// What a call that gave `kernel` (may be "") wants. An operation leaves the environment's wish aside if it
+// has no such family and another operation has.
+template <class Problem, size_t kCount>
+Wanted wanted_of(const Family<Problem>* const (&families)[kCount], const char* kernel,
                  flashmoe_device device) {
-  if (kernel != nullptr && *kernel != '\0') return {kernel, "kernel"};
+  if (*kernel != '\0') return {kernel, "kernel"};
   const char* name =
       device.device_type == FLASHMOE_DEVICE_CUDA ? family_from_environment() : nullptr;
   if (name == nullptr) return {nullptr, nullptr};
   bool known_here = false;
-  for (size_t i = 0; i < count; ++i) {
-    known_here = known_here || std::strcmp(name, families[i]->name) == 0;
+  for (const Family<Problem>* family : families) {
+    known_here = known_here || std::strcmp(name, family->name) == 0;
   }
   if (!known_here && is_family_name(name)) return {nullptr, nullptr};
   return {name, "FLASHMOE_ARCH"};
 }
 
-// One choice among the families of an operation. `ask(family, reason)` is a family's plan for the
-// problem or its refusal; `yields(family)` why it is asked behind those that do not yield, or nullptr.
-template <class Family, class Ask, class Yields>
+// The plans of one problem by the families of its operation.
+template <class Problem>
 class Choice {
  public:
-  Choice(const Family* const* families, size_t count, Wanted wanted, const char* prefix,
-         flashmoe_device device, Ask ask, Yields yields)
-      : families_(families),
-        count_(count < kMostFamilies ? count : kMostFamilies),
-        wanted_(wanted),
-        prefix_(prefix),
-        device_(device),
-        ask_(ask),
-        yields_(yields) {}
-
-  // The first family that serves the problem, or the one that is wanted; without a word, unless
-  // there is none: nobody reads why a family comes second.
-  flashmoe_status choose(const Family** chosen) {
-    const Family* yielding[kMostFamilies];
-    size_t yielding_count = 0;
-    flashmoe_status status = FLASHMOE_ERROR_UNSUPPORTED;
-    for (size_t i = 0; i < count_ && status != FLASHMOE_ERROR_CUDA; ++i) {
-      const Family* family = families_[i];
-      if (!may_serve(*family)) continue;
-      if (why_yields(*family) != nullptr) {
-        yielding[yielding_count++] = family;
-        continue;
-      }
-      status = ask(*family, Reason());
-      if (status == FLASHMOE_OK) return *chosen = family, FLASHMOE_OK;
-    }
-    for (size_t i = 0; i < yielding_count && status != FLASHMOE_ERROR_CUDA; ++i) {
-      status = ask(*yielding[i], Reason());
-      if (status == FLASHMOE_OK) return *chosen = yielding[i], FLASHMOE_OK;
-    }
-    char rejected[kRejectedBytes];
-    return choose_and_explain(chosen, rejected);
+  // `prefix` of kernels' full names; nullptr: only families can be named.
+  template <size_t kCount>
+  Choice(const Family<Problem>* const (&families)[kCount], const char* prefix, const Wanted& wanted,
+         const Problem& problem)
+      : families_(families), count_(kCount), prefix_(prefix), wanted_(wanted), problem_(problem) {
+    static_assert(kCount <= kMostFamilies);
   }
 
-  // The same choice. Also says in `rejected` why the others do not serve it, which takes longer than
-  // a launch may.
-  flashmoe_status choose_and_explain(const Family** chosen, char (&rejected)[kRejectedBytes]) {
+  // The family that takes the least time, and its plan; the first among equals. Without a word, unless
+  // there is none: nobody reads why a family comes second.
+  flashmoe_status choose(const Family<Problem>** chosen, Plan* plan) {
     *chosen = nullptr;
-    bool known = wanted_.name == nullptr;
-    Failure failure;
-    char reasons[kMostFamilies][384];
-    const char* yield[kMostFamilies] = {};
+    Plan candidate;
     for (size_t i = 0; i < count_; ++i) {
-      const Family* family = families_[i];
-      if (*chosen != nullptr) {
-        std::snprintf(reasons[i], sizeof reasons[i], "%s comes first", (*chosen)->name);
-        continue;
-      }
-      if (!may_serve(*family)) {
-        std::snprintf(reasons[i], sizeof reasons[i], "%s asks for %s", wanted_.by, wanted_.name);
-        continue;
-      }
-      known = true;
-      yield[i] = why_yields(*family);
-      if (yield[i] != nullptr) continue;
-      const flashmoe_status status = ask(*family, Reason(reasons[i]));
-      if (status == FLASHMOE_ERROR_CUDA) return failure.end(*family, status, reasons[i]);
-      if (status == FLASHMOE_OK) {
-        *chosen = family;
-      } else if (failure.status == FLASHMOE_OK || family->device_type == device_.device_type) {
-        // The last of a device's families is the least particular: what it cannot serve, none can.
-        failure.set(*family, status, reasons[i]);
-      }
+      if (!may_serve(*families_[i])) continue;
+      // The first that serves is planned in place, as all are where there is one.
+      Plan* const into = *chosen == nullptr ? plan : &candidate;
+      const flashmoe_status status = ask(*families_[i], into, Reason());
+      if (status == FLASHMOE_ERROR_CUDA) return explain_failure();
+      if (status != FLASHMOE_OK) continue;
+      if (*chosen != nullptr && candidate.info.microseconds >= plan->info.microseconds) continue;
+      if (*chosen != nullptr) *plan = candidate;
+      *chosen = families_[i];
     }
+    return *chosen != nullptr ? FLASHMOE_OK : explain_failure();
+  }
+
+  // The same choice. Also says in plan->info.rejected why it is not another, which takes longer than a
+  // launch may.
+  flashmoe_status choose_and_explain(const Family<Problem>** chosen, Plan* plan) {
+    FLASHMOE_TRY(choose(chosen, plan));
+    char (&rejected)[kRejectedBytes] = plan->info.rejected;
     for (size_t i = 0; i < count_; ++i) {
-      if (yield[i] == nullptr) continue;
-      const Family* family = families_[i];
-      if (*chosen != nullptr) {
-        std::snprintf(reasons[i], sizeof reasons[i], "%s", yield[i]);
-        continue;
+      const Family<Problem>& family = *families_[i];
+      if (&family == *chosen) continue;
+      char reason[384];
+      Plan other;
+      if (!may_serve(family)) {
+        std::snprintf(reason, sizeof reason, "%s asks for %s", wanted_.by, wanted_.name);
+      } else if (ask(family, &other, Reason(reason)) == FLASHMOE_OK) {
+        std::snprintf(reason, sizeof reason, "takes %.1f us by its estimate, %s %.1f us",
+                      other.info.microseconds, (*chosen)->name, plan->info.microseconds);
       }
-      const flashmoe_status status = ask(*family, Reason(reasons[i]));
-      if (status == FLASHMOE_ERROR_CUDA) return failure.end(*family, status, reasons[i]);
-      if (status == FLASHMOE_OK) {
-        *chosen = family;
-      } else if (failure.status == FLASHMOE_OK) {
-        failure.set(*family, status, reasons[i]);
-      }
+      append_rejection(rejected, family.name, reason);
     }
-    rejected[0] = '\0';
-    for (size_t i = 0; i < count_; ++i) {
-      if (families_[i] != *chosen) append_rejection(rejected, families_[i]->name, reasons[i]);
-    }
-    if (!known) return fail_unknown();
-    if (*chosen != nullptr) return FLASHMOE_OK;
-    if (wanted_.name == nullptr) return fail(failure.status, "%s", failure.sentence);
-    return fail(failure.status, "%s: cannot be served: %s", wanted_.by, failure.sentence);
+    return FLASHMOE_OK;
   }
 
  private:
-  // What to say where no family serves the problem.
-  struct Failure {
-    flashmoe_status status = FLASHMOE_OK;
-    char sentence[448] = "";
-
-    void set(const Family& family, flashmoe_status why, const char* reason) {
-      status = Reason(sentence).refuse(why, "%s: %s", family.name, reason);
-    }
-    // Another family's bits would depend on what went wrong in this one.
-    flashmoe_status end(const Family& family, flashmoe_status why, const char* reason) {
-      set(family, why, reason);
-      return fail(status, "%s", sentence);
-    }
-  };
-
-  bool may_serve(const Family& family) const {
+  bool may_serve(const Family<Problem>& family) const {
     return wanted_.name == nullptr || names_family(wanted_.name, family.name, prefix_);
   }
 
-  const char* why_yields(const Family& family) const {
-    if (wanted_.name != nullptr || family.device_type != device_.device_type) return nullptr;
-    return yields_(family);
+  flashmoe_status ask(const Family<Problem>& family, Plan* plan, const Reason& reason) const {
+    std::memset(static_cast<void*>(plan), 0, sizeof *plan);
+    FLASHMOE_TRY(check_family_device(family.device_type, problem_.device, reason));
+    FLASHMOE_TRY(family.plan(problem_, plan, reason));
+    const bool full_name = prefix_ != nullptr && wanted_.name != nullptr &&
+                           std::strncmp(wanted_.name, prefix_, std::strlen(prefix_)) == 0;
+    if (!full_name || std::strcmp(wanted_.name, plan->info.launches[0].kernel) == 0) {
+      return FLASHMOE_OK;
+    }
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s serves this call, not %.64s",
+                         plan->info.launches[0].kernel, wanted_.name);
   }
 
-  flashmoe_status ask(const Family& family, const Reason& reason) {
-    FLASHMOE_TRY(check_family_device(family.device_type, device_, reason));
-    return ask_(family, reason);
+  // Why no family serves the problem.
+  flashmoe_status explain_failure() {
+    bool known = false;
+    flashmoe_status why = FLASHMOE_OK;
+    char sentence[448] = "";
+    for (size_t i = 0; i < count_; ++i) {
+      const Family<Problem>& family = *families_[i];
+      if (!may_serve(family)) continue;
+      known = true;
+      Plan plan;
+      char reason[384];
+      const flashmoe_status status = ask(family, &plan, Reason(reason));
+      if (status == FLASHMOE_OK) continue;
+      // The last of a device's families is the least particular: what it cannot serve, none can. But what
+      // went wrong in one is not for another to hide, whose bits would differ.
+      if (status == FLASHMOE_ERROR_CUDA || why == FLASHMOE_OK ||
+          family.device_type == problem_.device.device_type) {
+        why = Reason(sentence).refuse(status, "%s: %s", family.name, reason);
+      }
+      if (status == FLASHMOE_ERROR_CUDA) return fail(why, "%s", sentence);
+    }
+    if (!known) return fail_unknown();
+    if (wanted_.name == nullptr) return fail(why, "%s", sentence);
+    return fail(why, "%s: cannot be served: %s", wanted_.by, sentence);
   }
 
   flashmoe_status fail_unknown() const {
@@ -193,13 +166,11 @@ class Choice {
                 wanted_.name, names);
   }
 
-  const Family* const* families_;
+  const Family<Problem>* const* families_;
   size_t count_;
+  const char* prefix_;
   Wanted wanted_;
-  const char* prefix_;  // of kernels' full names; nullptr: only families can be named
-  flashmoe_device device_;
-  Ask ask_;
-  Yields yields_;
+  const Problem& problem_;
 };
 
 }  // namespace flashmoe

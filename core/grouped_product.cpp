@@ -1,55 +1,47 @@
-// The grouped product: validate -> problem. See core/moe_dispatch.h for the rest.
+// The grouped product: its checks and its families. See core/operation.h for the rest.
 #include <array>
 #include <cstdio>
 
+#include "core/backends.h"
 #include "core/moe_checks.h"
-#include "core/moe_dispatch.h"
+#include "core/operation.h"
 
 namespace flashmoe {
 namespace {
 
-struct ProductOperation {
+struct GroupedProduct {
   using Params = flashmoe_grouped_product_params;
   using Problem = GroupedProductProblem;
-  using Plan = MoePlan;
-  using Family = MoeFamily;
+  static constexpr char kName[] = "grouped_product";
   static constexpr char kParams[] = "flashmoe_grouped_product_params";
   static constexpr char kSizeFunction[] = "flashmoe_grouped_product_workspace_size";
   static constexpr size_t kOldestParams = sizeof(Params);
-  static constexpr auto kMember = &MoeFamily::grouped_product;
 
-  static constexpr std::array<KnownTensor<Params>, 6> kTensors = {{
-      {"x", &Params::x, true},
-      {"w", &Params::w, true},
-      {"bias", &Params::bias, false},
-      {"offsets", &Params::offsets, false},
-      {"counts", &Params::counts, false},
-      {"out", &Params::out, true},
+  static constexpr std::array<TensorMember<Params>, 6> kTensors = {{
+      {"x", &Params::x},
+      {"w", &Params::w},
+      {"bias", &Params::bias},
+      {"offsets", &Params::offsets},
+      {"counts", &Params::counts},
+      {"out", &Params::out},
   }};
   static constexpr size_t kFirstOutput = 5;
-  static constexpr size_t kOptions = offsetof(Params, kernel);
-  static constexpr size_t kKernel = offsetof(Params, kernel);
-
-  template <class Visit>
-  static void address(const Params&, Problem* p, const Visit& visit) {
-    visit(&p->x, 0);
-    visit(&p->w.data, 1);
-    visit(&p->bias.data, 2);
-    visit(&p->offsets, 3);
-    visit(&p->counts, 4);
-    visit(&p->out, 5);
-  }
-  static const char** kernel_text(Problem* p) { return &p->kernel; }
+  static constexpr size_t kGpuAlignment = 256;
+  static constexpr const char* kKernelPrefix = nullptr;
+  static constexpr const GroupedProductFamily* kFamilies[] = {
+#if FLASHMOE_WITH_SM90
+      &kSm90GroupedProduct,
+#endif
+#if FLASHMOE_WITH_CUDA
+      &kSm89GroupedProduct,
+#endif
+      &kCpuGroupedProduct,
+  };
 
   static flashmoe_status make_problem(const Params& params, Problem* problem);
-  static flashmoe_status make_call(const Params* given, bool explain,
-                                   PlannedCall<ProductOperation>* call) {
-    return make_moe_call(given, explain, call);
-  }
-  static const char* kernel(const Params& params) { return params.kernel; }
   static double flops(const Problem& p);
   static bool is_empty(const Problem& p) { return p.rows == 0; }
-  static void log(const Problem& p, char* text, size_t size);
+  static void print(const Params& params, const Problem& p, char* text, size_t size);
 };
 
 // Which rows are whose: offsets with a rank 2 x, counts with a rank 3 one.
@@ -64,9 +56,8 @@ flashmoe_status read_rows(const flashmoe_grouped_product_params& params, int* ra
   return check_absent("offsets", params.offsets, "with a rank 3 x");
 }
 
-flashmoe_status ProductOperation::make_problem(const Params& params, Problem* problem) {
+flashmoe_status GroupedProduct::make_problem(const Params& params, Problem* problem) {
   Problem& p = *problem;
-  p = {};
   int rank = 0;
   FLASHMOE_TRY(read_rows(params, &rank));
   const int row_axis = rank - 2;
@@ -127,18 +118,18 @@ flashmoe_status ProductOperation::make_problem(const Params& params, Problem* pr
   p.out_stride = out.strides[row_axis];
   p.out_expert_stride = rank == 3 ? out.strides[0] : 0;
   p.w = rows_of(w, p.dtype, 0, 1);
-  p.kernel = params.kernel;
+  copy_kernel_name(params.kernel, &p.kernel);
   return FLASHMOE_OK;
 }
 
-double ProductOperation::flops(const Problem& p) {
+double GroupedProduct::flops(const Problem& p) {
   const double rows =
       static_cast<double>(p.rows) * (p.counts != nullptr ? static_cast<double>(p.experts) : 1.0);
   return 2.0 * rows * static_cast<double>(p.columns) * static_cast<double>(p.out_columns);
 }
 
-void ProductOperation::log(const Problem& p, char* text, size_t size) {
-  std::snprintf(text, size, "grouped_product rows=%lld%s columns=%lld/%lld experts=%d %s bias=%s",
+void GroupedProduct::print(const Params&, const Problem& p, char* text, size_t size) {
+  std::snprintf(text, size, "rows=%lld%s columns=%lld/%lld experts=%d %s bias=%s",
                 static_cast<long long>(p.rows), p.counts != nullptr ? " each" : "",
                 static_cast<long long>(p.columns), static_cast<long long>(p.out_columns), p.experts,
                 dtype_name(p.dtype), p.bias.data != nullptr ? "yes" : "no");
@@ -147,19 +138,19 @@ void ProductOperation::log(const Problem& p, char* text, size_t size) {
 }  // namespace
 }  // namespace flashmoe
 
-using flashmoe::ProductOperation;
+using flashmoe::GroupedProduct;
 
 flashmoe_status flashmoe_grouped_product_plan(const flashmoe_grouped_product_params* params,
-                                              flashmoe_moe_plan* plan) {
-  return flashmoe::plan_moe<ProductOperation>(params, plan);
+                                              flashmoe_plan* plan) {
+  return flashmoe::plan_operation<GroupedProduct>(params, plan);
 }
 
 flashmoe_status flashmoe_grouped_product_workspace_size(
     const flashmoe_grouped_product_params* params, size_t* bytes) {
-  return flashmoe::moe_workspace_size<ProductOperation>(params, bytes);
+  return flashmoe::workspace_size_of<GroupedProduct>(params, bytes);
 }
 
 flashmoe_status flashmoe_grouped_product(const flashmoe_grouped_product_params* params,
                                          void* workspace, size_t workspace_size, void* stream) {
-  return flashmoe::launch_moe<ProductOperation>(params, workspace, workspace_size, stream);
+  return flashmoe::run_operation<GroupedProduct>(params, workspace, workspace_size, stream);
 }

@@ -1,31 +1,57 @@
 #include "core/launch.h"
 
 #include "core/checks.h"
+#include "core/per_thread.h"
 #include "core/status.h"
 
 namespace flashmoe {
+namespace {
 
-LaunchRecord& last_launch_record() {
-  thread_local LaunchRecord record = {};
-  return record;
+struct LaunchList {
+  bool begun;  // a call has begun and launched nothing yet
+  int32_t count;
+  LaunchRecord records[FLASHMOE_MAX_LAUNCHES];
+};
+
+}  // namespace
+
+void begin_launches() {
+  LaunchList* const list = PerThread<LaunchList>::get();
+  if (list != nullptr) list->begun = true;
+}
+
+void record_launch(const LaunchRecord& record) {
+  LaunchList* const list = PerThread<LaunchList>::existing();
+  if (list == nullptr) return;
+  if (list->begun) list->count = 0;
+  list->begun = false;
+  if (list->count < FLASHMOE_MAX_LAUNCHES) list->records[list->count++] = record;
 }
 
 }  // namespace flashmoe
 
 using flashmoe::fail;
 
-flashmoe_status flashmoe_last_launch(flashmoe_launch* launch) {
-  if (launch == nullptr) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "launch: got a null pointer");
+flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES],
+                                       int32_t* count) {
+  if (launches == nullptr) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "launches: got a null pointer");
   }
-  FLASHMOE_TRY(flashmoe::check_struct_size("flashmoe_launch", launch->struct_size, sizeof *launch,
-                                           sizeof *launch));
-  const flashmoe::LaunchRecord& record = flashmoe::last_launch_record();
-  if (record.info.kernel[0] == '\0') {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "launch: nothing was launched on this thread yet");
+  if (count == nullptr) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "count: got a null pointer");
   }
-  flashmoe_launch filled = record.info;
-  if (record.read != nullptr) FLASHMOE_TRY(record.read(record, &filled));
-  flashmoe::copy_out(filled, launch);
+  const flashmoe::LaunchList* const list = flashmoe::PerThread<flashmoe::LaunchList>::existing();
+  if (list == nullptr || list->count == 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "launches: nothing was launched on this thread yet");
+  }
+  flashmoe_launch filled[FLASHMOE_MAX_LAUNCHES];
+  for (int32_t i = 0; i < list->count; ++i) {
+    const flashmoe::LaunchRecord& record = list->records[i];
+    filled[i] = record.info;
+    if (record.read != nullptr) FLASHMOE_TRY(record.read(record, &filled[i]));
+  }
+  for (int32_t i = 0; i < list->count; ++i) launches[i] = filled[i];
+  *count = list->count;
   return FLASHMOE_OK;
 }

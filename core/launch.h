@@ -1,4 +1,4 @@
-// What was launched last, by whatever backend.
+// What this thread's last call launched, by whatever backend.
 #pragma once
 
 #include "core/status.h"
@@ -6,13 +6,23 @@
 
 namespace flashmoe {
 
-// The last launch of this thread. The GPU part is read back from the runtime when it is asked for.
+// A launch. The GPU part is read back from the runtime when it is asked for.
 struct LaunchRecord {
   flashmoe_launch info;
-  const void* function;  // GPU: handle for LaunchReader; CPU: nullptr
+  const void* function;  // GPU: handle for `read`; CPU: nullptr
   flashmoe_status (*read)(const LaunchRecord& record, flashmoe_launch* launch);
 };
 
-LaunchRecord& last_launch_record();
+// The next launch that is recorded is the first of its call.
+void begin_launches();
+
+// Keeps a launch, in the order of calls; without memory for it, and beyond FLASHMOE_MAX_LAUNCHES of a
+// call, it is not kept.
+void record_launch(const LaunchRecord& record);
+
+// Of the CPU, which has nothing to read back.
+inline void record_launch(const flashmoe_launch& launch) {
+  record_launch(LaunchRecord{launch, nullptr, nullptr});
+}
 
 }  // namespace flashmoe

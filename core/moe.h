@@ -5,8 +5,6 @@
 #include <cstdint>
 
 #include "core/dtype.h"
-#include "core/status.h"
-#include "core/thread_room.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -45,7 +43,8 @@ struct MoeRouteProblem {
   bool renormalize;
   int32_t num_groups;  // 1: no groups
   int32_t top_groups;
-  float scale;  // finite
+  float scale;        // finite
+  KernelName kernel;  // "": routing has one family for each device
 };
 
 // An [experts, rows, columns] view of weights, strides in elements. One of row_stride and
@@ -61,9 +60,10 @@ struct ExpertMatrix {
 // [experts, rows]; data is nullptr where there is none.
 struct ExpertBias {
   const void* data;
-  Dtype dtype;
   int64_t expert_stride;
   int64_t row_stride;  // 1, or 2 of an interleaved gate and up
+  Dtype dtype;
+  int32_t gap;  // 0: the bytes of problems are compared (core/plan_cache.h)
 };
 
 // A validated call of flashmoe_moe_forward. T * K <= 2^31 - 2^16; hidden and inner are multiples of 8.
@@ -101,7 +101,7 @@ struct MoeForwardProblem {
   float limit;  // infinity: none
   float up_offset;
   bool weight_on_input;
-  const char* kernel;  // the family asked for, or nullptr
+  KernelName kernel;  // the family asked for, or ""
 };
 
 // A validated call of flashmoe_grouped_product.
@@ -123,34 +123,49 @@ struct GroupedProductProblem {
   ExpertBias bias;
   const int32_t* offsets;  // [experts + 1] or nullptr
   const int32_t* counts;   // [experts] or nullptr
-  const char* kernel;
+  KernelName kernel;
 };
 
-// How a backend will compute a problem. `entry` is the backend's own, one for each launch.
-struct MoePlan {
-  flashmoe_moe_plan info;
-  const void* entry[FLASHMOE_MOE_MAX_STAGES];
-  ThreadRoom room;  // CPU
-};
+template <class Visit>
+void visit_addresses(MoeRouteProblem* p, const Visit& visit) {
+  visit(&p->logits);
+  visit(&p->selection_bias);
+  visit(&p->given_ids);
+  visit(&p->given_weights);
+  visit(&p->expert_map);
+  visit(&p->ids);
+  visit(&p->weights);
+  visit(&p->offsets);
+  visit(&p->pairs);
+  visit(&p->slots);
+  visit(&p->lse);
+}
 
-// A kernel family for one kind of problem; see AttentionFamily (core/attention.h). Families that
-// serve no such problem have a nullptr there.
-template <class Problem>
-struct MoeOperation {
-  flashmoe_status (*plan)(const Problem& problem, MoePlan* plan, const Reason& reason);
-  flashmoe_status (*launch)(const Problem& problem, const MoePlan& plan, void* workspace,
-                            void* stream);
-  // Why other families are better for a call and this one serves it only where they do not; nullptr if
-  // they are not. Asked about calls on its own kind of device that name no family.
-  const char* (*yields)(const Problem& problem) = nullptr;
-};
+template <class Visit>
+void visit_addresses(MoeForwardProblem* p, const Visit& visit) {
+  visit(&p->x);
+  visit(&p->out);
+  visit(&p->pre_activation);
+  visit(&p->gate.data);
+  visit(&p->up.data);
+  visit(&p->down.data);
+  visit(&p->gate_bias.data);
+  visit(&p->up_bias.data);
+  visit(&p->down_bias.data);
+  visit(&p->weights);
+  visit(&p->offsets);
+  visit(&p->pairs);
+  visit(&p->slots);
+}
 
-struct MoeFamily {
-  const char* name;
-  int32_t device_type;  // flashmoe_device_type it computes on; `plan` sees no other
-  MoeOperation<MoeRouteProblem> route;
-  MoeOperation<MoeForwardProblem> forward;
-  MoeOperation<GroupedProductProblem> grouped_product;
-};
+template <class Visit>
+void visit_addresses(GroupedProductProblem* p, const Visit& visit) {
+  visit(&p->x);
+  visit(&p->out);
+  visit(&p->w.data);
+  visit(&p->bias.data);
+  visit(&p->offsets);
+  visit(&p->counts);
+}
 
 }  // namespace flashmoe

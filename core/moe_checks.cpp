@@ -117,8 +117,8 @@ flashmoe_status check_bias(const char* name, const flashmoe_tensor* tensor, cons
 }
 
 ExpertBias rows_of_bias(const View& bias, Dtype dtype, int64_t first, int64_t step) {
-  return {static_cast<const char*>(bias.data) + first * dtype_bytes(dtype), dtype, bias.strides[0],
-          step};
+  return {static_cast<const char*>(bias.data) + first * dtype_bytes(dtype), bias.strides[0], step,
+          dtype, 0};
 }
 
 }  // namespace flashmoe

@@ -1,113 +1,87 @@
-// The layer, forward: validate -> problem. See core/moe_dispatch.h for the rest.
+// The layer, forward: its options, its checks and its families. See core/operation.h for the rest.
 #include <array>
 #include <cmath>
 #include <cstdio>
 #include <limits>
 
+#include "core/backends.h"
 #include "core/moe_checks.h"
-#include "core/moe_dispatch.h"
+#include "core/operation.h"
+#include "core/option.h"
 
 namespace flashmoe {
 namespace {
 
-struct ForwardOperation {
+using Params = flashmoe_moe_forward_params;
+
+constexpr const char* kGates[] = {"gate_up", "up_gate", "interleaved", "separate", "no gate"};
+constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu", "relu2"};
+
+constexpr Option<Params> kOptions[] = {
+    Option<Params>::choice("gate", &Params::gate, kGates),
+    Option<Params>::choice("activation", &Params::activation, kActivations),
+    Option<Params>::finite("alpha", &Params::alpha),
+    Option<Params>::positive("limit", &Params::limit, "none"),
+    Option<Params>::finite("up_offset", &Params::up_offset),
+    Option<Params>::flag("weight_on_input", &Params::weight_on_input),
+};
+
+struct MoeForward {
   using Params = flashmoe_moe_forward_params;
   using Problem = MoeForwardProblem;
-  using Plan = MoePlan;
-  using Family = MoeFamily;
+  static constexpr char kName[] = "moe_forward";
   static constexpr char kParams[] = "flashmoe_moe_forward_params";
   static constexpr char kSizeFunction[] = "flashmoe_moe_forward_workspace_size";
   static constexpr size_t kOldestParams = sizeof(Params);
-  static constexpr auto kMember = &MoeFamily::forward;
 
-  static constexpr std::array<KnownTensor<Params>, 13> kTensors = {{
-      {"x", &Params::x, true},
-      {"w_gate_up", &Params::w_gate_up, true},
-      {"w_up", &Params::w_up, true},
-      {"w_down", &Params::w_down, true},
-      {"b_gate_up", &Params::b_gate_up, false},
-      {"b_up", &Params::b_up, false},
-      {"b_down", &Params::b_down, false},
-      {"weights", &Params::weights, false},
-      {"offsets", &Params::offsets, false},
-      {"pairs", &Params::pairs, false},
-      {"slots", &Params::slots, false},
-      {"out", &Params::out, true},
-      {"pre_activation", &Params::pre_activation, true},
+  static constexpr std::array<TensorMember<Params>, 13> kTensors = {{
+      {"x", &Params::x},
+      {"w_gate_up", &Params::w_gate_up},
+      {"w_up", &Params::w_up},
+      {"w_down", &Params::w_down},
+      {"b_gate_up", &Params::b_gate_up},
+      {"b_up", &Params::b_up},
+      {"b_down", &Params::b_down},
+      {"weights", &Params::weights},
+      {"offsets", &Params::offsets},
+      {"pairs", &Params::pairs},
+      {"slots", &Params::slots},
+      {"out", &Params::out},
+      {"pre_activation", &Params::pre_activation},
   }};
   static constexpr size_t kFirstOutput = 11;
-  static constexpr size_t kOptions = offsetof(Params, gate);
-  static constexpr size_t kKernel = offsetof(Params, kernel);
-
-  template <class Visit>
-  static void address(const Params& params, Problem* p, const Visit& visit) {
-    const bool two = params.gate == FLASHMOE_MOE_SEPARATE;
-    visit(&p->x, 0);
-    visit(&p->gate.data, 1);
-    visit(&p->up.data, two ? 2 : 1);
-    visit(&p->down.data, 3);
-    visit(&p->gate_bias.data, 4);
-    visit(&p->up_bias.data, two ? 5 : 4);
-    visit(&p->down_bias.data, 6);
-    visit(&p->weights, 7);
-    visit(&p->offsets, 8);
-    visit(&p->pairs, 9);
-    visit(&p->slots, 10);
-    visit(&p->out, 11);
-    visit(&p->pre_activation, 12);
-  }
-  static const char** kernel_text(Problem* p) { return &p->kernel; }
+  static constexpr size_t kGpuAlignment = 256;
+  static constexpr const char* kKernelPrefix = nullptr;
+  static constexpr const MoeForwardFamily* kFamilies[] = {
+#if FLASHMOE_WITH_CUDA
+      &kStreamMoeForward,
+#endif
+#if FLASHMOE_WITH_SM90
+      &kSm90MoeForward,
+#endif
+#if FLASHMOE_WITH_CUDA
+      &kSm89MoeForward,
+#endif
+      &kCpuMoeForward,
+  };
 
   static flashmoe_status make_problem(const Params& params, Problem* problem);
-  static flashmoe_status make_call(const Params* given, bool explain,
-                                   PlannedCall<ForwardOperation>* call) {
-    return make_moe_call(given, explain, call);
-  }
-  static const char* kernel(const Params& params) { return params.kernel; }
   static double flops(const Problem& p);
   static bool is_empty(const Problem& p) { return p.tokens == 0; }
-  static void log(const Problem& p, char* text, size_t size);
+  static void print(const Params& params, const Problem& p, char* text, size_t size);
 };
 
-flashmoe_status check_activation(const flashmoe_moe_forward_params& params) {
-  const bool gated = params.gate != FLASHMOE_MOE_NO_GATE;
-  if (params.activation < FLASHMOE_ACTIVATION_SILU ||
-      params.activation > FLASHMOE_ACTIVATION_RELU2) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "activation: got %d, accepted are 0 (silu), 1 (gelu), 2 (gelu_tanh), 3 (relu) and "
-                "4 (relu2)",
-                params.activation);
-  }
-  FLASHMOE_TRY(check_finite("alpha", params.alpha));
+flashmoe_status check_together(const flashmoe_moe_forward_params& params) {
   if (params.alpha != 0.0f && params.activation != FLASHMOE_ACTIVATION_SILU) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
                 "alpha: got %g, accepted is 0 unless activation "
                 "is 0 (silu)",
                 static_cast<double>(params.alpha));
   }
-  if (!(params.limit >= 0.0f) || !std::isfinite(params.limit)) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "limit: got %g, accepted is a finite positive number, or 0 for none",
-                static_cast<double>(params.limit));
-  }
-  FLASHMOE_TRY(check_finite("up_offset", params.up_offset));
-  if (params.up_offset != 0.0f && !gated) {
+  if (params.up_offset != 0.0f && params.gate == FLASHMOE_MOE_NO_GATE) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "up_offset: got %g, accepted without a gate is 0",
                 static_cast<double>(params.up_offset));
   }
-  return FLASHMOE_OK;
-}
-
-flashmoe_status check_options(const flashmoe_moe_forward_params& params) {
-  if (params.gate < FLASHMOE_MOE_GATE_UP || params.gate > FLASHMOE_MOE_NO_GATE) {
-    return fail(
-        FLASHMOE_ERROR_INVALID_ARGUMENT,
-        "gate: got %d, accepted are 0 (gate_up), 1 (up_gate), 2 (interleaved), 3 (separate) "
-        "and 4 (no gate)",
-        params.gate);
-  }
-  FLASHMOE_TRY(check_activation(params));
-  FLASHMOE_TRY(check_flag("weight_on_input", params.weight_on_input));
   if (params.gate == FLASHMOE_MOE_SEPARATE) return FLASHMOE_OK;
   FLASHMOE_TRY(check_absent("w_up", params.w_up, "unless gate is 3 (separate)"));
   return check_absent("b_up", params.b_up, "unless gate is 3 (separate)");
@@ -249,10 +223,10 @@ flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, MoeForwa
   return FLASHMOE_OK;
 }
 
-flashmoe_status ForwardOperation::make_problem(const Params& params, Problem* problem) {
+flashmoe_status MoeForward::make_problem(const Params& params, Problem* problem) {
   Problem& p = *problem;
-  p = {};
-  FLASHMOE_TRY(check_options(params));
+  FLASHMOE_TRY(check_options(kOptions, params));
+  FLASHMOE_TRY(check_together(params));
   View x;
   FLASHMOE_TRY(check_view("x", params.x, 2, &x));
   FLASHMOE_TRY(check_device("x", *params.x, &p.device));
@@ -283,45 +257,45 @@ flashmoe_status ForwardOperation::make_problem(const Params& params, Problem* pr
   p.limit = params.limit != 0.0f ? params.limit : std::numeric_limits<float>::infinity();
   p.up_offset = params.up_offset;
   p.weight_on_input = params.weight_on_input != 0;
-  p.kernel = params.kernel;
+  copy_kernel_name(params.kernel, &p.kernel);
   return FLASHMOE_OK;
 }
 
-double ForwardOperation::flops(const Problem& p) {
+double MoeForward::flops(const Problem& p) {
   const double products = p.gated ? 3.0 : 2.0;
   return 2.0 * products * static_cast<double>(p.tokens * p.top_k) * static_cast<double>(p.hidden) *
          static_cast<double>(p.inner);
 }
 
-void ForwardOperation::log(const Problem& p, char* text, size_t size) {
-  static const char* const kActivations[] = {"silu", "gelu", "gelu_tanh", "relu", "relu2"};
+void MoeForward::print(const Params& params, const Problem& p, char* text, size_t size) {
   const bool biased =
       p.gate_bias.data != nullptr || p.up_bias.data != nullptr || p.down_bias.data != nullptr;
+  char options[160];
+  print_options(kOptions, params, options, sizeof options);
   std::snprintf(text, size,
-                "moe_forward tokens=%lld hidden=%lld inner=%lld experts=%d top_k=%d %s gated=%s "
-                "activation=%s bias=%s pre_activation=%s",
+                "tokens=%lld hidden=%lld inner=%lld experts=%d top_k=%d %s%s bias=%s "
+                "pre_activation=%s",
                 static_cast<long long>(p.tokens), static_cast<long long>(p.hidden),
-                static_cast<long long>(p.inner), p.experts, p.top_k, dtype_name(p.dtype),
-                p.gated ? "yes" : "no", kActivations[p.activation], biased ? "yes" : "no",
-                p.pre_activation != nullptr ? "yes" : "no");
+                static_cast<long long>(p.inner), p.experts, p.top_k, dtype_name(p.dtype), options,
+                biased ? "yes" : "no", p.pre_activation != nullptr ? "yes" : "no");
 }
 
 }  // namespace
 }  // namespace flashmoe
 
-using flashmoe::ForwardOperation;
+using flashmoe::MoeForward;
 
 flashmoe_status flashmoe_moe_forward_plan(const flashmoe_moe_forward_params* params,
-                                          flashmoe_moe_plan* plan) {
-  return flashmoe::plan_moe<ForwardOperation>(params, plan);
+                                          flashmoe_plan* plan) {
+  return flashmoe::plan_operation<MoeForward>(params, plan);
 }
 
 flashmoe_status flashmoe_moe_forward_workspace_size(const flashmoe_moe_forward_params* params,
                                                     size_t* bytes) {
-  return flashmoe::moe_workspace_size<ForwardOperation>(params, bytes);
+  return flashmoe::workspace_size_of<MoeForward>(params, bytes);
 }
 
 flashmoe_status flashmoe_moe_forward(const flashmoe_moe_forward_params* params, void* workspace,
                                      size_t workspace_size, void* stream) {
-  return flashmoe::launch_moe<ForwardOperation>(params, workspace, workspace_size, stream);
+  return flashmoe::run_operation<MoeForward>(params, workspace, workspace_size, stream);
 }

@@ -1,86 +1,71 @@
-// Routing: validate -> problem. See core/moe_dispatch.h for the rest.
+// Routing: its options, its checks and its families. See core/operation.h for the rest.
 #include <array>
 #include <cmath>
 #include <cstdio>
 
+#include "core/backends.h"
 #include "core/moe_checks.h"
-#include "core/moe_dispatch.h"
+#include "core/operation.h"
+#include "core/option.h"
 
 namespace flashmoe {
 namespace {
 
-struct RouteOperation {
+using Params = flashmoe_moe_route_params;
+
+constexpr const char* kScorings[] = {"softmax", "topk_softmax", "sigmoid"};
+
+constexpr Option<Params> kOptions[] = {
+    Option<Params>::choice("scoring", &Params::scoring, kScorings),
+    Option<Params>::flag("renormalize", &Params::renormalize),
+    Option<Params>::finite("scale", &Params::scale),
+    Option<Params>::reserved("reserved", &Params::reserved),
+};
+
+struct MoeRoute {
   using Params = flashmoe_moe_route_params;
   using Problem = MoeRouteProblem;
-  using Plan = MoePlan;
-  using Family = MoeFamily;
+  static constexpr char kName[] = "moe_route";
   static constexpr char kParams[] = "flashmoe_moe_route_params";
   static constexpr char kSizeFunction[] = "flashmoe_moe_route_workspace_size";
   static constexpr size_t kOldestParams = sizeof(Params);
-  static constexpr auto kMember = &MoeFamily::route;
 
-  static constexpr std::array<KnownTensor<Params>, 11> kTensors = {{
-      {"logits", &Params::logits, false},
-      {"selection_bias", &Params::selection_bias, false},
-      {"given_ids", &Params::given_ids, false},
-      {"given_weights", &Params::given_weights, false},
-      {"expert_map", &Params::expert_map, false},
-      {"ids", &Params::ids, false},
-      {"weights", &Params::weights, false},
-      {"offsets", &Params::offsets, false},
-      {"pairs", &Params::pairs, false},
-      {"slots", &Params::slots, false},
-      {"lse", &Params::lse, false},
+  static constexpr std::array<TensorMember<Params>, 11> kTensors = {{
+      {"logits", &Params::logits},
+      {"selection_bias", &Params::selection_bias},
+      {"given_ids", &Params::given_ids},
+      {"given_weights", &Params::given_weights},
+      {"expert_map", &Params::expert_map},
+      {"ids", &Params::ids},
+      {"weights", &Params::weights},
+      {"offsets", &Params::offsets},
+      {"pairs", &Params::pairs},
+      {"slots", &Params::slots},
+      {"lse", &Params::lse},
   }};
   static constexpr size_t kFirstOutput = 5;
-  static constexpr size_t kOptions = offsetof(Params, scoring);
-  static constexpr size_t kKernel = sizeof(Params);
-
-  template <class Visit>
-  static void address(const Params&, Problem* p, const Visit& visit) {
-    visit(&p->logits, 0);
-    visit(&p->selection_bias, 1);
-    visit(&p->given_ids, 2);
-    visit(&p->given_weights, 3);
-    if (p->expert_map_size > 0) visit(&p->expert_map, 4);
-    visit(&p->ids, 5);
-    visit(&p->weights, 6);
-    visit(&p->offsets, 7);
-    visit(&p->pairs, 8);
-    visit(&p->slots, 9);
-    visit(&p->lse, 10);
-  }
-  static const char** kernel_text(Problem*) { return nullptr; }
+  static constexpr size_t kGpuAlignment = 256;
+  static constexpr const char* kKernelPrefix = nullptr;
+  static constexpr const MoeRouteFamily* kFamilies[] = {
+#if FLASHMOE_WITH_CUDA
+      &kCudaMoeRoute,
+#endif
+      &kCpuMoeRoute,
+  };
 
   static flashmoe_status make_problem(const Params& params, Problem* problem);
-  static flashmoe_status make_call(const Params* given, bool explain,
-                                   PlannedCall<RouteOperation>* call) {
-    return make_moe_call(given, explain, call);
-  }
-  static const char* kernel(const Params&) { return nullptr; }
   static double flops(const Problem&) { return 0.0; }
   static bool is_empty(const Problem&) { return false; }  // offsets are written without tokens too
-  static void log(const Problem& p, char* text, size_t size);
+  static void print(const Params& params, const Problem& p, char* text, size_t size);
 };
 
-flashmoe_status check_options(const flashmoe_moe_route_params& params) {
-  if (params.scoring < FLASHMOE_MOE_SOFTMAX || params.scoring > FLASHMOE_MOE_SIGMOID) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "scoring: got %d, accepted are 0 (softmax), 1 (topk_softmax) and 2 (sigmoid)",
-                params.scoring);
-  }
-  if (params.given_ids != nullptr && params.scoring != 0) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "scoring: got %d, accepted with given_ids is 0, as there are no logits to score",
-                params.scoring);
-  }
-  FLASHMOE_TRY(check_flag("renormalize", params.renormalize));
-  FLASHMOE_TRY(check_finite("scale", params.scale));
-  if (params.reserved != 0) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "reserved: got %u, accepted is 0",
-                params.reserved);
-  }
-  return FLASHMOE_OK;
+// With given ids there are no logits to score.
+flashmoe_status check_scoring(const flashmoe_moe_route_params& params) {
+  FLASHMOE_TRY(check_options(kOptions, params));
+  if (params.given_ids == nullptr || params.scoring == 0) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+              "scoring: got %d, accepted with given_ids is 0, as there are no logits to score",
+              params.scoring);
 }
 
 // Logits or the choice itself, and what goes with either.
@@ -246,9 +231,8 @@ flashmoe_status read_groups(const flashmoe_moe_route_params& params, MoeRoutePro
   return FLASHMOE_OK;
 }
 
-flashmoe_status RouteOperation::make_problem(const Params& params, Problem* problem) {
-  *problem = {};
-  FLASHMOE_TRY(check_options(params));
+flashmoe_status MoeRoute::make_problem(const Params& params, Problem* problem) {
+  FLASHMOE_TRY(check_scoring(params));
   FLASHMOE_TRY(check_sources(params));
   FLASHMOE_TRY(params.logits != nullptr ? read_logits(params, problem)
                                         : read_given(params, problem));
@@ -260,38 +244,35 @@ flashmoe_status RouteOperation::make_problem(const Params& params, Problem* prob
   return FLASHMOE_OK;
 }
 
-void RouteOperation::log(const Problem& p, char* text, size_t size) {
-  static const char* const kScorings[] = {"softmax", "topk_softmax", "sigmoid"};
+void MoeRoute::print(const Params& params, const Problem& p, char* text, size_t size) {
   const char* source = p.logits != nullptr  ? dtype_name(p.logits_dtype)
                        : p.given_ids_are_64 ? "int64"
                                             : "int32";
-  std::snprintf(text, size,
-                "moe_route tokens=%lld experts=%d top_k=%d %s=%s scoring=%s renormalize=%d "
-                "groups=%d/%d scale=%g bias=%s map=%s lse=%s",
-                static_cast<long long>(p.tokens), p.experts, p.top_k,
-                p.logits != nullptr ? "logits" : "ids", source,
-                p.logits != nullptr ? kScorings[p.scoring] : "given", p.renormalize ? 1 : 0,
-                p.top_groups, p.num_groups, static_cast<double>(p.scale),
-                p.selection_bias != nullptr ? "yes" : "no", p.expert_map != nullptr ? "yes" : "no",
-                p.lse != nullptr ? "yes" : "no");
+  char options[96];
+  print_options(kOptions, params, options, sizeof options);
+  std::snprintf(
+      text, size, "tokens=%lld experts=%d top_k=%d %s=%s%s groups=%d/%d bias=%s map=%s lse=%s",
+      static_cast<long long>(p.tokens), p.experts, p.top_k, p.logits != nullptr ? "logits" : "ids",
+      source, options, p.top_groups, p.num_groups, p.selection_bias != nullptr ? "yes" : "no",
+      p.expert_map != nullptr ? "yes" : "no", p.lse != nullptr ? "yes" : "no");
 }
 
 }  // namespace
 }  // namespace flashmoe
 
-using flashmoe::RouteOperation;
+using flashmoe::MoeRoute;
 
 flashmoe_status flashmoe_moe_route_plan(const flashmoe_moe_route_params* params,
-                                        flashmoe_moe_plan* plan) {
-  return flashmoe::plan_moe<RouteOperation>(params, plan);
+                                        flashmoe_plan* plan) {
+  return flashmoe::plan_operation<MoeRoute>(params, plan);
 }
 
 flashmoe_status flashmoe_moe_route_workspace_size(const flashmoe_moe_route_params* params,
                                                   size_t* bytes) {
-  return flashmoe::moe_workspace_size<RouteOperation>(params, bytes);
+  return flashmoe::workspace_size_of<MoeRoute>(params, bytes);
 }
 
 flashmoe_status flashmoe_moe_route(const flashmoe_moe_route_params* params, void* workspace,
                                    size_t workspace_size, void* stream) {
-  return flashmoe::launch_moe<RouteOperation>(params, workspace, workspace_size, stream);
+  return flashmoe::run_operation<MoeRoute>(params, workspace, workspace_size, stream);
 }

@@ -57,16 +57,17 @@ struct Memory {
 // any axis, are told apart; of stranger layouts that only interleave some are refused.
 flashmoe_status check_written_memory(const Memory* memory, size_t count, size_t first_written);
 
-// That the outputs of `params` and the workspace share no byte with one another or with any other tensor.
-// `reaches` are those of Operation::kTensors, outputs from kFirstOutput on.
+// That the outputs of `params` and the workspace share no byte with one another or with any other tensor:
+// those of Operation::kTensors, outputs from kFirstOutput on.
 template <class Operation>
-flashmoe_status check_apart(const typename Operation::Params& params, const Reach* reaches,
-                            const void* workspace, uint64_t workspace_bytes) {
+flashmoe_status check_apart(const typename Operation::Params& params, const void* workspace,
+                            uint64_t workspace_bytes) {
   constexpr size_t kTensors = Operation::kTensors.size();
   Region regions[kTensors + 1];
   bool doubtful = false;
   for (size_t i = 0; i < kTensors; ++i) {
-    regions[i] = Region::of(params.*Operation::kTensors[i].member, reaches[i]);
+    const flashmoe_tensor* const tensor = params.*Operation::kTensors[i].member;
+    regions[i] = Region::of(tensor, Reach::of(tensor));
     doubtful |= regions[i].is_outside();
     const size_t before = i >= Operation::kFirstOutput ? i : 0;
     for (size_t j = 0; j < before; ++j) doubtful |= regions[i].meets(regions[j]);
@@ -78,8 +79,8 @@ flashmoe_status check_apart(const typename Operation::Params& params, const Reac
   if (!doubtful) return FLASHMOE_OK;
   Memory memory[kTensors + 1];
   for (size_t i = 0; i < kTensors; ++i) {
-    const auto& tensor = Operation::kTensors[i];
-    memory[i] = {tensor.name, params.*tensor.member, regions[i]};
+    const auto& each = Operation::kTensors[i];
+    memory[i] = {each.name, params.*each.member, regions[i]};
   }
   memory[kTensors] = {"workspace", nullptr, regions[kTensors]};
   return check_written_memory(memory, kTensors + 1, Operation::kFirstOutput);

@@ -9,6 +9,7 @@
 #include <cstdio>
 
 #include "core/backends.h"
+#include "core/launch.h"
 #include "cpu/attention_kernel.h"
 #include "cpu/isa.h"
 #include "cpu/thread_pool.h"
@@ -80,7 +81,7 @@ size_t scratch_bytes(const AttentionProblem& p, const AttentionKernel& kernel, i
   return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
 }
 
-flashmoe_status plan(const AttentionProblem& p, AttentionPlan* plan, const Reason& reason) {
+flashmoe_status plan(const AttentionProblem& p, Plan* plan, const Reason& reason) {
   cpu::Isa isa;
   FLASHMOE_TRY(cpu::chosen_isa(&isa, reason));
   const AttentionKernel& kernel = kernel_for(isa, p.dtype);
@@ -94,26 +95,24 @@ flashmoe_status plan(const AttentionProblem& p, AttentionPlan* plan, const Reaso
   }
   const int32_t threads =
       tiles < most_threads ? static_cast<int32_t>(tiles < 1 ? 1 : tiles) : most_threads;
-  flashmoe_attention_plan& info = plan->info;
-  std::snprintf(info.kernel, sizeof info.kernel, "attention_forward_cpu_%s_%s_d%d_dv%d", kernel.isa,
+  char name[sizeof flashmoe_launch::kernel];
+  std::snprintf(name, sizeof name, "attention_forward_cpu_%s_%s_d%d_dv%d", kernel.isa,
                 dtype_name(p.dtype), static_cast<int>(p.dim), static_cast<int>(p.dim_v));
-  std::snprintf(info.isa, sizeof info.isa, "%s", kernel.isa);
-  info.tile_q = static_cast<int32_t>(tile_q);
-  info.tile_k = kernel.tile_k(p);
-  info.dim = static_cast<int32_t>(p.dim);
-  info.dim_v = static_cast<int32_t>(p.dim_v);
-  info.stages = 1;
-  info.grid[0] = static_cast<uint32_t>(tiles);
-  info.grid[1] = info.grid[2] = 1;
-  info.block[0] = static_cast<uint32_t>(threads);
-  info.block[1] = info.block[2] = 1;
+  plan->set_isa(kernel.isa);
+  flashmoe_launch& launch = plan->add_launch(name, &kernel, p.device, static_cast<uint32_t>(tiles),
+                                             static_cast<uint32_t>(threads));
+  launch.tile_m = static_cast<int32_t>(tile_q);
+  launch.tile_n = kernel.tile_k(p);
+  launch.dim = static_cast<int32_t>(p.dim);
+  launch.dim_v = static_cast<int32_t>(p.dim_v);
+  launch.stages = 1;
   // The core promises 16-byte alignment; the kernels want whole cache lines. A single thread has the
   // largest tiles, and may have to make do with a workspace for several.
   const uint64_t per_thread = scratch_bytes(p, kernel, tile_q);
   const uint64_t of_one = scratch_bytes(p, kernel, choose_tile_q(p, kernel, 1));
-  info.workspace_bytes = std::max(static_cast<uint64_t>(threads) * per_thread, of_one) + kCacheLine;
+  plan->info.workspace_bytes =
+      std::max(static_cast<uint64_t>(threads) * per_thread, of_one) + kCacheLine;
   plan->room = {per_thread + kCacheLine, per_thread};
-  plan->entry = &kernel;
   return FLASHMOE_OK;
 }
 
@@ -149,30 +148,21 @@ void work(void* context, int32_t worker) {
   }
 }
 
-flashmoe_status launch(const AttentionProblem& p, const AttentionPlan& plan, void* workspace,
+flashmoe_status launch(const AttentionProblem& p, const Plan& plan, void* workspace,
                        void* /*stream*/) {
-  const flashmoe_attention_plan& info = plan.info;
-  const AttentionKernel& kernel = *static_cast<const AttentionKernel*>(plan.entry);
+  const flashmoe_launch& planned = plan.info.launches[0];
+  const AttentionKernel& kernel = *static_cast<const AttentionKernel*>(plan.entries[0]);
   const uintptr_t base = reinterpret_cast<uintptr_t>(workspace);
   const uintptr_t aligned = (base + kCacheLine - 1) / kCacheLine * kCacheLine;
   Launch launch = {p,
                    kernel,
-                   info.tile_q,
-                   info.grid[0],
-                   ceil_divide(rows_of(p), info.tile_q),
+                   planned.tile_m,
+                   planned.grid[0],
+                   ceil_divide(rows_of(p), planned.tile_m),
                    reinterpret_cast<unsigned char*>(aligned),
-                   scratch_bytes(p, kernel, info.tile_q)};
-  cpu::parallel_run(static_cast<int32_t>(info.block[0]), work, &launch);
-
-  LaunchRecord& record = last_launch_record();
-  record = {};
-  record.info.struct_size = sizeof record.info;
-  std::snprintf(record.info.kernel, sizeof record.info.kernel, "%s", info.kernel);
-  record.info.device = p.device;
-  for (int axis = 0; axis < 3; ++axis) {
-    record.info.grid[axis] = info.grid[axis];
-    record.info.block[axis] = info.block[axis];
-  }
+                   scratch_bytes(p, kernel, planned.tile_m)};
+  cpu::parallel_run(static_cast<int32_t>(planned.block[0]), work, &launch);
+  record_launch(planned);
   return FLASHMOE_OK;
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "core/launch.h"
 #include "cpu/moe.h"
 #include "cpu/moe_tiles.h"
 #include "cpu/thread_pool.h"
@@ -69,7 +70,7 @@ void multiply(void* context, int32_t worker) {
 
 }  // namespace
 
-flashmoe_status plan_grouped_product(const GroupedProductProblem& p, MoePlan* plan,
+flashmoe_status plan_grouped_product(const GroupedProductProblem& p, Plan* plan,
                                      const Reason& reason) {
   Isa isa;
   FLASHMOE_TRY(chosen_isa(&isa, reason));
@@ -78,27 +79,25 @@ flashmoe_status plan_grouped_product(const GroupedProductProblem& p, MoePlan* pl
   const Tiling tiling = choose_tiling(
       kernel, {rows, rows <= 1, p.experts, p.columns, p.out_columns, 1, p.w.column_stride != 1},
       num_threads());
-  flashmoe_moe_plan& info = plan->info;
-  std::snprintf(info.isa, sizeof info.isa, "%s", kernel.isa);
-  add_product_stage("grouped_product", kernel, p.dtype, tiling, &info);
-  info.workspace_bytes = Workspace(nullptr, p, kernel, tiling.threads).bytes;
+  plan->set_isa(kernel.isa);
+  add_product("grouped_product", kernel, p.dtype, tiling, plan);
+  plan->info.workspace_bytes = Workspace(nullptr, p, kernel, tiling.threads).bytes;
   plan->room = {Workspace(nullptr, p, kernel, 1).bytes, ThreadScratch::bytes(kernel)};
-  plan->entry[0] = &kernel;
   return FLASHMOE_OK;
 }
 
-flashmoe_status launch_grouped_product(const GroupedProductProblem& p, const MoePlan& plan,
+flashmoe_status launch_grouped_product(const GroupedProductProblem& p, const Plan& plan,
                                        void* memory, void* /*stream*/) {
-  const MoeKernel& kernel = *static_cast<const MoeKernel*>(plan.entry[0]);
-  const flashmoe_moe_stage& stage = plan.info.stage[0];
-  const int32_t threads = static_cast<int32_t>(stage.block[0]);
+  const MoeKernel& kernel = *static_cast<const MoeKernel*>(plan.entries[0]);
+  const flashmoe_launch& planned = plan.info.launches[0];
+  const int32_t threads = static_cast<int32_t>(planned.block[0]);
   const Workspace workspace(memory, p, kernel, threads);
   Launch launch = {p,
                    kernel,
                    workspace,
                    ExpertTiles(workspace.tiles, p.experts),
-                   stage.tile_rows,
-                   ceil_divide(p.out_columns, stage.tile_rows),
+                   planned.tile_m,
+                   ceil_divide(p.out_columns, planned.tile_m),
                    0,
                    large_cache(),
                    {}};
@@ -107,9 +106,9 @@ flashmoe_status launch_grouped_product(const GroupedProductProblem& p, const Moe
   } else {
     launch.experts.from_offsets(p.offsets, p.rows);
   }
-  launch.tiles = launch.experts.cut(stage.tile_tokens) * launch.column_tiles;
+  launch.tiles = launch.experts.cut(planned.tile_n) * launch.column_tiles;
   parallel_run(threads, multiply, &launch);
-  record_launch(stage, p.device);
+  record_launch(planned);
   return FLASHMOE_OK;
 }
 

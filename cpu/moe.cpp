@@ -1,10 +1,6 @@
 #include "cpu/moe.h"
 
-#include <cstdio>
-#include <cstring>
-
 #include "core/backends.h"
-#include "core/launch.h"
 
 namespace flashmoe {
 namespace cpu {
@@ -24,29 +20,20 @@ const MoeKernel& moe_kernel_for(Isa isa, Dtype dtype) {
   }
 }
 
-void add_stage(const char* kernel, int64_t tiles, int64_t threads, flashmoe_moe_stage* stage) {
-  std::snprintf(stage->kernel, sizeof stage->kernel, "%s", kernel);
-  stage->grid[0] = static_cast<uint32_t>(tiles < UINT32_MAX ? tiles : UINT32_MAX);
-  stage->block[0] = static_cast<uint32_t>(threads);
-  stage->grid[1] = stage->grid[2] = stage->block[1] = stage->block[2] = 1;
-}
-
-void record_launch(const flashmoe_moe_stage& stage, flashmoe_device device) {
-  LaunchRecord& record = last_launch_record();
-  record = {};
-  record.info = flashmoe_launch_init();
-  std::memcpy(record.info.kernel, stage.kernel, sizeof record.info.kernel);
-  record.info.device = device;
-  std::memcpy(record.info.grid, stage.grid, sizeof record.info.grid);
-  std::memcpy(record.info.block, stage.block, sizeof record.info.block);
+flashmoe_launch& add_launch(const char* kernel, const MoeKernel* entry, int64_t tiles,
+                            int64_t threads, Plan* plan) {
+  return plan->add_launch(kernel, entry, {FLASHMOE_DEVICE_CPU, 0},
+                          static_cast<uint32_t>(tiles < UINT32_MAX ? tiles : UINT32_MAX),
+                          static_cast<uint32_t>(threads));
 }
 
 }  // namespace cpu
 
-const MoeFamily kCpuMoe = {"cpu",
-                           FLASHMOE_DEVICE_CPU,
-                           {cpu::plan_route, cpu::launch_route},
-                           {cpu::plan_forward, cpu::launch_forward},
-                           {cpu::plan_grouped_product, cpu::launch_grouped_product}};
+const MoeRouteFamily kCpuMoeRoute = {"cpu", FLASHMOE_DEVICE_CPU, cpu::plan_route,
+                                     cpu::launch_route};
+const MoeForwardFamily kCpuMoeForward = {"cpu", FLASHMOE_DEVICE_CPU, cpu::plan_forward,
+                                         cpu::launch_forward};
+const GroupedProductFamily kCpuGroupedProduct = {
+    "cpu", FLASHMOE_DEVICE_CPU, cpu::plan_grouped_product, cpu::launch_grouped_product};
 
 }  // namespace flashmoe

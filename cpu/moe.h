@@ -5,20 +5,21 @@
 #include <cstdint>
 
 #include "core/moe.h"
+#include "core/plan.h"
 #include "cpu/isa.h"
 #include "cpu/moe_kernel.h"
 
 namespace flashmoe::cpu {
 
-flashmoe_status plan_route(const MoeRouteProblem& problem, MoePlan* plan, const Reason& reason);
-flashmoe_status launch_route(const MoeRouteProblem& problem, const MoePlan& plan, void* workspace,
+flashmoe_status plan_route(const MoeRouteProblem& problem, Plan* plan, const Reason& reason);
+flashmoe_status launch_route(const MoeRouteProblem& problem, const Plan& plan, void* workspace,
                              void* stream);
-flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan, const Reason& reason);
-flashmoe_status launch_forward(const MoeForwardProblem& problem, const MoePlan& plan,
-                               void* workspace, void* stream);
-flashmoe_status plan_grouped_product(const GroupedProductProblem& problem, MoePlan* plan,
+flashmoe_status plan_forward(const MoeForwardProblem& problem, Plan* plan, const Reason& reason);
+flashmoe_status launch_forward(const MoeForwardProblem& problem, const Plan& plan, void* workspace,
+                               void* stream);
+flashmoe_status plan_grouped_product(const GroupedProductProblem& problem, Plan* plan,
                                      const Reason& reason);
-flashmoe_status launch_grouped_product(const GroupedProductProblem& problem, const MoePlan& plan,
+flashmoe_status launch_grouped_product(const GroupedProductProblem& problem, const Plan& plan,
                                        void* workspace, void* stream);
 
 inline int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
@@ -35,10 +36,8 @@ class Counter {
 
 const MoeKernel& moe_kernel_for(Isa isa, Dtype dtype);
 
-// Fills a zeroed stage.
-void add_stage(const char* kernel, int64_t tiles, int64_t threads, flashmoe_moe_stage* stage);
-
-// The record that flashmoe_last_launch reads.
-void record_launch(const flashmoe_moe_stage& stage, flashmoe_device device);
+// Appends a launch on the CPU to a plan. `entry`: nullptr where there is one kernel for all.
+flashmoe_launch& add_launch(const char* kernel, const MoeKernel* entry, int64_t tiles,
+                            int64_t threads, Plan* plan);
 
 }  // namespace flashmoe::cpu

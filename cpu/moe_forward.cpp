@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "core/launch.h"
 #include "cpu/moe.h"
 #include "cpu/moe_tiles.h"
 #include "cpu/thread_pool.h"
@@ -192,35 +193,34 @@ void combine(void* context, int32_t /*worker*/) {
 
 }  // namespace
 
-flashmoe_status plan_forward(const MoeForwardProblem& p, MoePlan* plan, const Reason& reason) {
+flashmoe_status plan_forward(const MoeForwardProblem& p, Plan* plan, const Reason& reason) {
   Isa isa;
   FLASHMOE_TRY(chosen_isa(&isa, reason));
   const MoeKernel& kernel = moe_kernel_for(isa, p.dtype);
   const int32_t available = num_threads();
   const Tiling up = up_tiling(p, kernel, available);
   const Tiling down = down_tiling(p, kernel, available);
-  flashmoe_moe_plan& info = plan->info;
-  std::snprintf(info.isa, sizeof info.isa, "%s", kernel.isa);
-  add_product_stage("moe_up", kernel, p.dtype, up, &info);
-  add_product_stage("moe_down", kernel, p.dtype, down, &info);
-  char text[sizeof flashmoe_moe_stage::kernel];
+  plan->set_isa(kernel.isa);
+  add_product("moe_up", kernel, p.dtype, up, plan);
+  add_product("moe_down", kernel, p.dtype, down, plan);
+  char text[sizeof flashmoe_launch::kernel];
   std::snprintf(text, sizeof text, "moe_combine_cpu_%s_%s", kernel.isa, dtype_name(p.dtype));
-  flashmoe_moe_stage& stage = info.stage[info.launches++];
-  add_stage(text, ceil_divide(p.tokens, kTokensPerSum), combine_threads(p, available), &stage);
-  stage.tile_tokens = static_cast<int32_t>(kTokensPerSum);
-  info.workspace_bytes = Workspace(nullptr, p, kernel, std::max(up.threads, down.threads)).bytes;
+  flashmoe_launch& launch = add_launch(text, &kernel, ceil_divide(p.tokens, kTokensPerSum),
+                                       combine_threads(p, available), plan);
+  launch.tile_n = static_cast<int32_t>(kTokensPerSum);
+  plan->info.workspace_bytes =
+      Workspace(nullptr, p, kernel, std::max(up.threads, down.threads)).bytes;
   plan->room = {Workspace(nullptr, p, kernel, 1).bytes, ThreadScratch::bytes(kernel)};
-  plan->entry[0] = &kernel;
   return FLASHMOE_OK;
 }
 
-flashmoe_status launch_forward(const MoeForwardProblem& p, const MoePlan& plan, void* memory,
+flashmoe_status launch_forward(const MoeForwardProblem& p, const Plan& plan, void* memory,
                                void* /*stream*/) {
-  const MoeKernel& kernel = *static_cast<const MoeKernel*>(plan.entry[0]);
-  const flashmoe_moe_stage(&stages)[FLASHMOE_MOE_MAX_STAGES] = plan.info.stage;
-  const int32_t threads[] = {static_cast<int32_t>(stages[0].block[0]),
-                             static_cast<int32_t>(stages[1].block[0]),
-                             static_cast<int32_t>(stages[2].block[0])};
+  const MoeKernel& kernel = *static_cast<const MoeKernel*>(plan.entries[0]);
+  const flashmoe_launch* const planned = plan.info.launches;
+  const int32_t threads[] = {static_cast<int32_t>(planned[0].block[0]),
+                             static_cast<int32_t>(planned[1].block[0]),
+                             static_cast<int32_t>(planned[2].block[0])};
   const Workspace workspace(memory, p, kernel, std::max(threads[0], threads[1]));
   Launch launch = {p,
                    kernel,
@@ -232,19 +232,19 @@ flashmoe_status launch_forward(const MoeForwardProblem& p, const MoePlan& plan, 
                    large_cache(),
                    {}};
   launch.experts.from_offsets(p.offsets, p.tokens * p.top_k);
-  const auto tile = [&launch](int64_t columns, const flashmoe_moe_stage& stage) {
-    launch.tiling.tile_columns = stage.tile_rows;
-    launch.tiling.column_tiles = ceil_divide(columns, stage.tile_rows);
-    launch.tiles = launch.experts.cut(stage.tile_tokens) * launch.tiling.column_tiles;
+  const auto tile = [&launch](int64_t columns, const flashmoe_launch& product) {
+    launch.tiling.tile_columns = product.tile_m;
+    launch.tiling.column_tiles = ceil_divide(columns, product.tile_m);
+    launch.tiles = launch.experts.cut(product.tile_n) * launch.tiling.column_tiles;
     launch.next.reset();
   };
-  tile(p.inner, stages[0]);
+  tile(p.inner, planned[0]);
   parallel_run(threads[0], multiply<&Worker::up>, &launch);
-  tile(p.hidden, stages[1]);
+  tile(p.hidden, planned[1]);
   parallel_run(threads[1], multiply<&Worker::down>, &launch);
   launch.next.reset();
   parallel_run(threads[2], combine, &launch);
-  record_launch(stages[2], p.device);
+  for (int i = 0; i < plan.info.launch_count; ++i) record_launch(planned[i]);
   return FLASHMOE_OK;
 }
 

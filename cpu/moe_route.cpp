@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <limits>
 
+#include "core/launch.h"
 #include "cpu/moe.h"
 #include "cpu/thread_pool.h"
 
@@ -268,26 +269,26 @@ void place(void* context, int32_t /*worker*/) {
 
 }  // namespace
 
-flashmoe_status plan_route(const MoeRouteProblem& p, MoePlan* plan, const Reason& /*reason*/) {
+flashmoe_status plan_route(const MoeRouteProblem& p, Plan* plan, const Reason& /*reason*/) {
   const int64_t chunks = chunks_of(p);
-  flashmoe_moe_plan& info = plan->info;
-  std::snprintf(info.isa, sizeof info.isa, "%s", isa_name(Isa::kScalar));
-  info.launches = 1;
-  add_stage("moe_route_cpu", chunks, std::min<int64_t>(chunks, num_threads()), &info.stage[0]);
-  info.stage[0].tile_tokens = static_cast<int32_t>(ceil_divide(p.tokens, chunks));
-  info.workspace_bytes = static_cast<uint64_t>(chunks * p.experts) * sizeof(int32_t);
+  plan->set_isa(isa_name(Isa::kScalar));
+  flashmoe_launch& launch =
+      add_launch("moe_route_cpu", nullptr, chunks, std::min<int64_t>(chunks, num_threads()), plan);
+  launch.tile_n = static_cast<int32_t>(ceil_divide(p.tokens, chunks));
+  plan->info.workspace_bytes = static_cast<uint64_t>(chunks * p.experts) * sizeof(int32_t);
   return FLASHMOE_OK;
 }
 
-flashmoe_status launch_route(const MoeRouteProblem& p, const MoePlan& plan, void* workspace,
+flashmoe_status launch_route(const MoeRouteProblem& p, const Plan& plan, void* workspace,
                              void* /*stream*/) {
-  const int32_t threads = static_cast<int32_t>(plan.info.stage[0].block[0]);
-  Launch launch = {p, plan.info.stage[0].grid[0], static_cast<int32_t*>(workspace), {}};
+  const flashmoe_launch& planned = plan.info.launches[0];
+  const int32_t threads = static_cast<int32_t>(planned.block[0]);
+  Launch launch = {p, planned.grid[0], static_cast<int32_t*>(workspace), {}};
   parallel_run(threads, score, &launch);
   sum_counts(&launch);
   launch.next.reset();
   parallel_run(threads, place, &launch);
-  record_launch(plan.info.stage[0], p.device);
+  record_launch(planned);
   return FLASHMOE_OK;
 }
 

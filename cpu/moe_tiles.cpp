@@ -126,15 +126,14 @@ MoeWeights weights_of(const ExpertMatrix& matrix, const ExpertBias& bias, Dtype 
   return weights;
 }
 
-void add_product_stage(const char* name, const MoeKernel& kernel, Dtype dtype, const Tiling& tiling,
-                       flashmoe_moe_plan* info) {
-  char text[sizeof flashmoe_moe_stage::kernel];
+void add_product(const char* name, const MoeKernel& kernel, Dtype dtype, const Tiling& tiling,
+                 Plan* plan) {
+  char text[sizeof flashmoe_launch::kernel];
   std::snprintf(text, sizeof text, "%s_cpu_%s_%s", name, kernel.isa, dtype_name(dtype));
-  flashmoe_moe_stage& stage = info->stage[info->launches++];
-  add_stage(text, tiling.most_tiles, tiling.threads, &stage);
-  stage.tile_rows = static_cast<int32_t>(tiling.tile_columns);
-  stage.tile_tokens = static_cast<int32_t>(tiling.tile_rows);
-  stage.stages = 1;
+  flashmoe_launch& launch = add_launch(text, &kernel, tiling.most_tiles, tiling.threads, plan);
+  launch.tile_m = static_cast<int32_t>(tiling.tile_columns);
+  launch.tile_n = static_cast<int32_t>(tiling.tile_rows);
+  launch.stages = 1;
 }
 
 }  // namespace flashmoe::cpu

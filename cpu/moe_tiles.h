@@ -138,8 +138,8 @@ class Carver {
 MoeWeights weights_of(const ExpertMatrix& matrix, const ExpertBias& bias, Dtype dtype,
                       int32_t expert, int64_t row);
 
-// Appends the stage of a product to a plan.
-void add_product_stage(const char* name, const MoeKernel& kernel, Dtype dtype, const Tiling& tiling,
-                       flashmoe_moe_plan* info);
+// Appends the launch of a product to a plan.
+void add_product(const char* name, const MoeKernel& kernel, Dtype dtype, const Tiling& tiling,
+                 Plan* plan);
 
 }  // namespace flashmoe::cpu

@@ -188,6 +188,70 @@ typedef struct flashmoe_tensor {
 } flashmoe_tensor;
 
 /* ------------------------------------------------------------------------------------------------
+ * Plans and launches, of every operation
+ *
+ * flashmoe_..._plan() tells how a call will be computed, and launches nothing. flashmoe_last_launches()
+ * reads back what this thread's last call launched. Both give the same list, in the order of the launches.
+ * ---------------------------------------------------------------------------------------------- */
+
+/* The most launches of one call. */
+#define FLASHMOE_MAX_LAUNCHES 16
+
+/* One launch. On the CPU, grid[0] counts independent tiles and block[0] the threads that share them. */
+typedef struct flashmoe_launch {
+  char kernel[64]; /* "attention_forward_sm89_bf16_d128_dv128" */
+  flashmoe_device device;
+  uint32_t grid[3];
+  uint32_t block[3];
+  int32_t cluster;       /* blocks of a cluster; 0 or 1: there are none */
+  int32_t stages;        /* pipeline depth of the main loop's loads; 0 where that says nothing */
+  uint64_t shared_bytes; /* shared memory of one block, static and dynamic */
+  /* The tile of a block, or of a cluster that shares one; 0 where that says nothing. Attention: tile_m
+   * query rows ("short" and "split": of all query heads that share keys) meet tile_n keys a step
+   * ("short": of a warp), with dim and dim_v head dimensions, to which the call's are padded. Products of
+   * experts: tile_m rows of an expert's weights meet at most tile_n tokens. */
+  int32_t tile_m;
+  int32_t tile_n;
+  int32_t dim;
+  int32_t dim_v;
+  /* Read back by flashmoe_last_launches() from the loaded code; 0 in plans and on the CPU. */
+  int32_t registers;   /* of a thread */
+  int32_t local_bytes; /* local memory of a thread, spills included */
+  int32_t binary_arch; /* architecture of the loaded code, 90 for sm_90 */
+  int32_t reserved[3];
+} flashmoe_launch;
+
+typedef struct flashmoe_plan {
+  size_t struct_size;
+  char operation[32];  /* "attention_forward", "moe_forward" */
+  char family[16];     /* "sm90", "cpu"; of several operations in one, that of the last */
+  char isa[16];        /* the code that runs: "sm_90a", "avx512" */
+  double microseconds; /* the family's estimate, by which it is chosen; 0: it has none */
+  double flops;        /* of the products, a multiply-add counting as two: of attention, pairs that
+                             causal or the window hides do not count; of experts, as if every pair had
+                             one here */
+  double bytes;        /* of the tensors that the call reads and writes, each counted once */
+  uint64_t workspace_bytes;
+  int32_t launch_count;
+  int32_t reserved;
+  char rejected[512]; /* why the other families do not serve it: "family: reason\n"... */
+  flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES]; /* [launch_count] */
+} flashmoe_plan;
+
+static inline flashmoe_plan flashmoe_plan_init(void) {
+  flashmoe_plan plan;
+  memset(&plan, 0, sizeof plan);
+  plan.struct_size = sizeof plan;
+  return plan;
+}
+
+/* Fills launches[0] to launches[*count - 1] with the launches of this thread's last call that launched
+ * something. Errors: INVALID_ARGUMENT (launches or count is NULL, or nothing was launched yet on this
+ * thread), CUDA. */
+FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES],
+                                                    int32_t* count);
+
+/* ------------------------------------------------------------------------------------------------
  * Attention, forward
  *
  *   out[b,i,h,:] = sum_j softmax_j(logit[b,i,j,h]) v[b,j,g,:]
@@ -234,6 +298,22 @@ typedef enum flashmoe_window {
   FLASHMOE_WINDOW_RIGHT = 2 /* j <= i + A + window_right */
 } flashmoe_window;
 
+/* Lengths, offsets and page tables of ragged, padded and paged batches: device tensors that every
+ * attention operation shares. No operation of this version takes them: they are refused. */
+typedef struct flashmoe_attention_sequences {
+  size_t struct_size;
+  const flashmoe_tensor*
+      cu_seqlens_q; /* [batch + 1] int32: row b has q's rows [b] to [b + 1] - 1 */
+  const flashmoe_tensor* cu_seqlens_k; /* [batch + 1] int32: the same of k and v */
+  const flashmoe_tensor* seqused_q;    /* [batch] int32: queries of a row of the batch */
+  const flashmoe_tensor* seqused_k;    /* [batch] int32: keys of a row of the batch */
+  const flashmoe_tensor* k_begin;      /* [batch] int32: its first key */
+  const flashmoe_tensor* batch_index;  /* [batch] int32: the row of k and v that it reads */
+  const flashmoe_tensor* page_table;   /* [batch, pages] int32: pages of k and v */
+  int64_t max_seqlen_q;                /* bounds, which may be loose; 0: those of the tensors */
+  int64_t max_seqlen_k;
+} flashmoe_attention_sequences;
+
 typedef struct flashmoe_attention_forward_params {
   size_t struct_size;
   const flashmoe_tensor* q;
@@ -253,6 +333,11 @@ typedef struct flashmoe_attention_forward_params {
   int64_t window_left;        /* keys before the query's, >= 0; 0 without FLASHMOE_WINDOW_LEFT */
   int64_t window_right;       /* keys behind the query's, >= 0; 0 without FLASHMOE_WINDOW_RIGHT, and
                                  with causal */
+  const flashmoe_tensor* q_scale; /* of tensors of 8 bits, which this version does not take: NULL */
+  const flashmoe_tensor* k_scale;
+  const flashmoe_tensor* v_scale;
+  const flashmoe_attention_sequences*
+      sequences; /* NULL: every row of the batch has all of its tensors */
 } flashmoe_attention_forward_params;
 
 static inline flashmoe_attention_forward_params flashmoe_attention_forward_params_init(void) {
@@ -262,33 +347,10 @@ static inline flashmoe_attention_forward_params flashmoe_attention_forward_param
   return params;
 }
 
-/* How a call will be computed. On the CPU, grid[0] counts independent tiles and block[0] the
- * threads that share them. A call of "short" or "split" with workspace_bytes has a second launch,
- * which adds up what the planned kernel left there. */
-typedef struct flashmoe_attention_plan {
-  size_t struct_size;
-  char kernel[64]; /* "attention_forward_sm89_bf16_d128_dv128" */
-  char family[16]; /* "sm89", "cpu" */
-  char isa[16];    /* the code that runs: "sm_90", "avx512" */
-  int32_t tile_q; /* query rows of one tile: of a CUDA block or cluster; "short" and "split": of all
-                    * query heads that share keys */
-  int32_t tile_k; /* keys of one step of the main loop; "short": of a warp */
-  int32_t dim;    /* head dimensions the kernel was compiled for; the call's are padded */
-  int32_t dim_v;
-  int32_t stages;  /* depth of the K/V pipeline */
-  int32_t cluster; /* blocks of a cluster, which share the keys of a tile; 0 or 1: none do */
-  uint32_t grid[3];
-  uint32_t block[3];
-  uint64_t shared_bytes; /* shared memory of one block */
-  uint64_t workspace_bytes;
-  double flops;       /* of the two products; pairs that causal or the window hides do not count */
-  char rejected[512]; /* why the other families do not serve it: "family: reason\n"... */
-} flashmoe_attention_plan;
-
 /* Fills *plan with what flashmoe_attention_forward would do with these arguments; launches
  * nothing, reads no tensor data. Errors: those of flashmoe_attention_forward, but for its memory. */
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_plan(
-    const flashmoe_attention_forward_params* params, flashmoe_attention_plan* plan);
+    const flashmoe_attention_forward_params* params, flashmoe_plan* plan);
 
 /* Bytes of workspace the call needs, at most 16 MiB on a GPU; 0 is common. On the CPU they depend on
  * the number of threads, of every operation: what was told stays enough when that number changes,
@@ -309,29 +371,6 @@ FLASHMOE_API flashmoe_status
 flashmoe_attention_forward(const flashmoe_attention_forward_params* params, void* workspace,
                            size_t workspace_size, void* stream);
 
-/* ------------------------------------------------------------------------------------------------
- * What ran
- * ---------------------------------------------------------------------------------------------- */
-
-/* The last kernel this thread launched, read back from the launch itself; not the one that adds up
- * what a planned kernel left in a workspace. */
-typedef struct flashmoe_launch {
-  size_t struct_size;
-  char kernel[64]; /* as in the plan */
-  flashmoe_device device;
-  uint32_t grid[3];
-  uint32_t block[3];
-  uint64_t shared_bytes; /* shared memory of one block, static and dynamic */
-  int32_t registers;     /* per thread, from the loaded code; CPU: 0 */
-  int32_t local_bytes;   /* local memory per thread, spills included; CPU: 0 */
-  int32_t binary_arch;   /* architecture of the loaded code, 90 for sm_90; CPU: 0 */
-  int32_t cluster;       /* blocks of a cluster; 0 or 1: there are none */
-} flashmoe_launch;
-
-/* Errors: INVALID_ARGUMENT (launch is NULL, struct_size unknown, or nothing was launched yet on
- * this thread), CUDA. */
-FLASHMOE_API flashmoe_status flashmoe_last_launch(flashmoe_launch* launch);
-
 /* Initialisers of the structs that calls fill. */
 static inline flashmoe_build_info flashmoe_build_info_init(void) {
   flashmoe_build_info info;
@@ -345,20 +384,6 @@ static inline flashmoe_device_info flashmoe_device_info_init(void) {
   memset(&info, 0, sizeof info);
   info.struct_size = sizeof info;
   return info;
-}
-
-static inline flashmoe_attention_plan flashmoe_attention_plan_init(void) {
-  flashmoe_attention_plan plan;
-  memset(&plan, 0, sizeof plan);
-  plan.struct_size = sizeof plan;
-  return plan;
-}
-
-static inline flashmoe_launch flashmoe_launch_init(void) {
-  flashmoe_launch launch;
-  memset(&launch, 0, sizeof launch);
-  launch.struct_size = sizeof launch;
-  return launch;
 }
 
 #ifdef __cplusplus

@@ -510,9 +510,7 @@ struct Bound;
 
 template <>
 struct Bound<AttentionForward> {
-  using Plan = flashmoe_attention_plan;
   static constexpr auto plan = flashmoe_attention_forward_plan;
-  static constexpr auto plan_init = flashmoe_attention_plan_init;
   static constexpr auto workspace_size = flashmoe_attention_forward_workspace_size;
   static constexpr auto run = flashmoe_attention_forward;
 
@@ -540,9 +538,7 @@ struct Bound<AttentionForward> {
 
 template <>
 struct Bound<MoeRoute> {
-  using Plan = flashmoe_moe_plan;
   static constexpr auto plan = flashmoe_moe_route_plan;
-  static constexpr auto plan_init = flashmoe_moe_plan_init;
   static constexpr auto workspace_size = flashmoe_moe_route_workspace_size;
   static constexpr auto run = flashmoe_moe_route;
 
@@ -583,9 +579,7 @@ struct Bound<MoeRoute> {
 
 template <>
 struct Bound<MoeForward> {
-  using Plan = flashmoe_moe_plan;
   static constexpr auto plan = flashmoe_moe_forward_plan;
-  static constexpr auto plan_init = flashmoe_moe_plan_init;
   static constexpr auto workspace_size = flashmoe_moe_forward_workspace_size;
   static constexpr auto run = flashmoe_moe_forward;
 
@@ -632,9 +626,7 @@ struct Bound<MoeForward> {
 
 template <>
 struct Bound<GroupedProduct> {
-  using Plan = flashmoe_moe_plan;
   static constexpr auto plan = flashmoe_grouped_product_plan;
-  static constexpr auto plan_init = flashmoe_moe_plan_init;
   static constexpr auto workspace_size = flashmoe_grouped_product_workspace_size;
   static constexpr auto run = flashmoe_grouped_product;
 
@@ -660,12 +652,11 @@ struct Bound<GroupedProduct> {
 
 }  // namespace detail
 
-// How a call would be computed, as flashmoe_attention_plan or flashmoe_moe_plan. Launches nothing
-// and reads no tensor data.
+// How a call would be computed. Launches nothing and reads no tensor data.
 template <class Call>
-Result<typename detail::Bound<Call>::Plan> plan(const Call& call) {
+Result<flashmoe_plan> plan(const Call& call) {
   const detail::Bound<Call> bound(call);
-  auto plan = detail::Bound<Call>::plan_init();
+  flashmoe_plan plan = flashmoe_plan_init();
   const detail::Outcome outcome = detail::Bound<Call>::plan(&bound.params, &plan);
   return detail::result(outcome, plan);
 }
@@ -862,11 +853,21 @@ inline Result<flashmoe_device_info> device_info(Device device) {
   return detail::result(outcome, info);
 }
 
-// The last kernel that this thread launched.
-inline Result<flashmoe_launch> last_launch() {
-  flashmoe_launch launch = flashmoe_launch_init();
-  const detail::Outcome outcome = flashmoe_last_launch(&launch);
-  return detail::result(outcome, launch);
+// The launches of this thread's last call that launched something, in their order.
+struct Launches {
+  flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES];
+  int32_t count;
+
+  const flashmoe_launch* begin() const noexcept { return launches; }
+  const flashmoe_launch* end() const noexcept { return launches + count; }
+  std::size_t size() const noexcept { return static_cast<std::size_t>(count); }
+  const flashmoe_launch& operator[](std::size_t i) const noexcept { return launches[i]; }
+};
+
+inline Result<Launches> last_launches() {
+  Launches launches = {};
+  const detail::Outcome outcome = flashmoe_last_launches(launches.launches, &launches.count);
+  return detail::result(outcome, launches);
 }
 
 // Threads of the CPU backend; 0 restores the default.

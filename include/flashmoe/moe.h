@@ -19,34 +19,6 @@
 extern "C" {
 #endif
 
-/* One launch of a plan. */
-typedef struct flashmoe_moe_stage {
-  char kernel[64]; /* "grouped_product_sm90_bf16_swiglu_up" */
-  uint32_t grid[3];
-  uint32_t block[3];
-  uint64_t shared_bytes; /* shared memory of one block */
-  int32_t cluster;       /* blocks of a cluster; 0 or 1: there are none */
-  int32_t tile_rows;     /* rows of an expert's weights in one tile; 0 where that says nothing */
-  int32_t tile_tokens;   /* the most tokens of one tile */
-  int32_t stages;        /* depth of the pipeline that loads them */
-} flashmoe_moe_stage;
-
-#define FLASHMOE_MOE_MAX_STAGES 4
-
-/* How a call will be computed: what is launched, in order. On the CPU, grid[0] counts independent
- * tiles and block[0] the threads that share them. */
-typedef struct flashmoe_moe_plan {
-  size_t struct_size;
-  char family[16]; /* "sm90", "cpu" */
-  char isa[16];    /* the code that runs: "sm_90a", "avx512" */
-  int32_t launches;
-  int32_t reserved;
-  flashmoe_moe_stage stage[FLASHMOE_MOE_MAX_STAGES]; /* [launches] */
-  uint64_t workspace_bytes;
-  double flops;       /* of the products, as if every pair had an expert here */
-  char rejected[512]; /* why the other families do not serve it: "family: reason\n"... */
-} flashmoe_moe_plan;
-
 /* ------------------------------------------------------------------------------------------------
  * Routing
  *
@@ -114,7 +86,7 @@ static inline flashmoe_moe_route_params flashmoe_moe_route_params_init(void) {
 
 /* Fills *plan with what flashmoe_moe_route would do; launches nothing, reads no tensor data. */
 FLASHMOE_API flashmoe_status flashmoe_moe_route_plan(const flashmoe_moe_route_params* params,
-                                                     flashmoe_moe_plan* plan);
+                                                     flashmoe_plan* plan);
 FLASHMOE_API flashmoe_status
 flashmoe_moe_route_workspace_size(const flashmoe_moe_route_params* params, size_t* bytes);
 
@@ -208,7 +180,7 @@ static inline flashmoe_moe_forward_params flashmoe_moe_forward_params_init(void)
 }
 
 FLASHMOE_API flashmoe_status flashmoe_moe_forward_plan(const flashmoe_moe_forward_params* params,
-                                                       flashmoe_moe_plan* plan);
+                                                       flashmoe_plan* plan);
 FLASHMOE_API flashmoe_status
 flashmoe_moe_forward_workspace_size(const flashmoe_moe_forward_params* params, size_t* bytes);
 
@@ -249,20 +221,13 @@ static inline flashmoe_grouped_product_params flashmoe_grouped_product_params_in
   return params;
 }
 
-FLASHMOE_API flashmoe_status flashmoe_grouped_product_plan(
-    const flashmoe_grouped_product_params* params, flashmoe_moe_plan* plan);
+FLASHMOE_API flashmoe_status
+flashmoe_grouped_product_plan(const flashmoe_grouped_product_params* params, flashmoe_plan* plan);
 FLASHMOE_API flashmoe_status flashmoe_grouped_product_workspace_size(
     const flashmoe_grouped_product_params* params, size_t* bytes);
 FLASHMOE_API flashmoe_status flashmoe_grouped_product(const flashmoe_grouped_product_params* params,
                                                       void* workspace, size_t workspace_size,
                                                       void* stream);
-
-static inline flashmoe_moe_plan flashmoe_moe_plan_init(void) {
-  flashmoe_moe_plan plan;
-  memset(&plan, 0, sizeof plan);
-  plan.struct_size = sizeof plan;
-  return plan;
-}
 
 #ifdef __cplusplus
 } /* extern "C" */

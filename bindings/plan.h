@@ -1,0 +1,12 @@
+// Plans and launches as Python sees them.
+#pragma once
+
+#include "bindings/fields.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+
+Fields describe(const flashmoe_launch& launch);
+Fields describe(const flashmoe_plan& plan);
+
+}  // namespace flashmoe

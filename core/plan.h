@@ -1,0 +1,110 @@
+// The plan of a call, the same for every operation, and the kernel families that make plans.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <type_traits>
+
+#include "core/status.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+
+// Workspaces of the CPU, of which every thread has a part of its own. The number of threads may change
+// between a query and the call that it was for, so what a query told stays enough: a call uses as many
+// threads as its workspace has room for. Zeros: a call cannot make do with less than was planned.
+struct ThreadRoom {
+  uint64_t least;  // bytes for a call by one thread; no query tells less, by any number of threads
+  uint64_t per_thread;  // for each further thread
+};
+
+// What a family prepares once for every call of a plan, such as a kernel's parameters but for addresses.
+// It lies beside a plan that is kept, and is the family's own.
+struct PlanDetail {
+  static constexpr size_t kBytes = 8192;
+
+  bool ready;  // a family's launch has filled it
+  alignas(128) unsigned char bytes[kBytes];
+};
+
+// How a backend computes a problem. `info` is what the caller may read.
+struct Plan {
+  flashmoe_plan info;
+  const void* entries[FLASHMOE_MAX_LAUNCHES];  // the backend's kernel of each launch
+  ThreadRoom room;                             // CPU
+  PlanDetail* detail;                          // nullptr: this plan is not kept
+
+  // Appends a launch of grid[0] blocks of block[0] threads. Families fill the rest.
+  flashmoe_launch& add_launch(const char* kernel, const void* entry, flashmoe_device device,
+                              uint32_t blocks, uint32_t threads) {
+    entries[info.launch_count] = entry;
+    flashmoe_launch& launch = info.launches[info.launch_count++];
+    std::snprintf(launch.kernel, sizeof launch.kernel, "%s", kernel);
+    launch.device = device;
+    launch.grid[0] = blocks;
+    launch.block[0] = threads;
+    launch.grid[1] = launch.grid[2] = launch.block[1] = launch.block[2] = 1;
+    return launch;
+  }
+
+  void set_isa(const char* isa) { std::snprintf(info.isa, sizeof info.isa, "%s", isa); }
+
+  // Has the CPU make do with a workspace that is smaller than planned, if one thread can.
+  void fit_threads(uint64_t workspace_bytes) {
+    if (room.least == 0 || workspace_bytes < room.least ||
+        workspace_bytes >= info.workspace_bytes) {
+      return;
+    }
+    const uint64_t further =
+        std::min<uint64_t>((workspace_bytes - room.least) / room.per_thread, UINT32_MAX - 1);
+    for (int32_t i = 0; i < info.launch_count; ++i) {
+      uint32_t& threads = info.launches[i].block[0];
+      threads = std::min(threads, static_cast<uint32_t>(1 + further));
+    }
+    info.workspace_bytes = workspace_bytes;
+  }
+};
+
+// What a family prepares for a plan: beside the plan where that is kept, else here.
+template <class T>
+class Prepared {
+ public:
+  explicit Prepared(PlanDetail* detail) {
+    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= PlanDetail::kBytes &&
+                  alignof(T) <= 128);
+    kept_ = detail;
+    value_ = detail != nullptr ? reinterpret_cast<T*>(detail->bytes) : &local_;
+  }
+
+  bool ready() const { return kept_ != nullptr && kept_->ready; }
+  void set_ready() {
+    if (kept_ != nullptr) kept_->ready = true;
+  }
+  T& operator*() { return *value_; }
+  T* operator->() { return value_; }
+
+ private:
+  PlanDetail* kept_;
+  T* value_;
+  T local_;
+};
+
+// A kernel family of one operation. `plan` fills a zeroed plan, with an estimate of its time: core takes
+// the family with the smallest. A family refuses only what it cannot compute, by reason.refuse(status,
+// sentence), and without touching the last error. On a GPU a plan depends on nothing but the device and
+// what is in the problem beside addresses, so that it can be kept for the next such call
+// (core/plan_cache.h). `launch` may prepare what is kept with the plan.
+template <class Problem>
+struct Family {
+  const char* name;
+  int32_t device_type;  // flashmoe_device_type it computes on; `plan` sees no other
+  flashmoe_status (*plan)(const Problem& problem, Plan* plan, const Reason& reason);
+  flashmoe_status (*launch)(const Problem& problem, const Plan& plan, void* workspace,
+                            void* stream);
+};
+
+}  // namespace flashmoe
