@@ -73,7 +73,7 @@ endfunction()
 #     model with many columns, for more.
 #   stream/bulk: Hopper's, for few tokens.
 #   sm90: rows of x, gathered, with a gate and an up or with one matrix, or rows as they lie; and which
-#     stride of the weights is 1, or that a transposed gate and up lie in turns.
+#     stride of the weights is 1, or that a transposed gate and up are interleaved.
 set(FLASHMOE_MOE_SM89_KERNELS
   "Rows::kPlain,Major::kColumns," "Rows::kPlain,Major::kRows,_trans"
   "Rows::kGated,Major::kColumns,_gated" "Rows::kGated,Major::kRows,_gated_trans")
@@ -84,7 +84,7 @@ set(FLASHMOE_MOE_SM90_KERNELS
   "kGatedUp,kColumns,_gated_up" "kUp,kColumns,_up" "kDown,kColumns,_down"
   "kShortDown,kColumns,_down_short" "kMiddleDown,kColumns,_down_middle"
   "kGatedUp,kRows,_gated_up_trans" "kUp,kRows,_up_trans" "kDown,kRows,_down_trans"
-  "kGatedUp,kRowsInTurns,_gated_up_turns")
+  "kGatedUp,kRowsInterleaved,_gated_up_turns")
 
 # The names of the template's variables follow the family's.
 function(flashmoe_instantiate_moe target family)

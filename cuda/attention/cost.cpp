@@ -3,7 +3,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "cuda/attention/sum_parts.h"
+#include "cuda/attention/combine.h"
 
 namespace flashmoe {
 namespace {
@@ -111,8 +111,9 @@ KeySplit best_key_split(const Work& work, const PackedTiles& tiles, const SplitK
       best = {static_cast<int64_t>(tile_count * parts), microseconds};
     }
   }
-  if (ceil_of(tile_count, facts.multiprocessors) > kMostWavesShared) return best;
-  // Every block but the last cuts a tile, unless it ends where one does. A tile has a part more than cuts.
+  if (ceil_of(tile_count, facts.multiprocessors) > kMostStreamKWaves) return best;
+  // Every block but the last cuts a tile, unless it ends where one does. A tile has a part more
+  // than cuts.
   const bool alike = work.keys == work.most_keys;
   const auto cuts_of = [&](int64_t blocks) {
     return static_cast<double>(blocks - (alike ? std::gcd(tiles.tiles, blocks) : 1));
@@ -132,8 +133,8 @@ KeySplit best_key_split(const Work& work, const PackedTiles& tiles, const SplitK
   const double padding = std::max(1.0, kernel.dims / work.dims);
   const double more_parts = std::max(0.0, places / static_cast<double>(blocks) - 1);
   const double microseconds =
-      kSharesDoubt * (times.of(share * times.step * padding, places / tile_count) +
-                      kSharesMoreParts * kernel.dims * more_parts);
+      kStreamKDoubt * (times.of(share * times.step * padding, places / tile_count) +
+                       kStreamKMoreParts * kernel.dims * more_parts);
   if (microseconds < best.microseconds) best = {blocks, microseconds};
   return best;
 }

@@ -1,5 +1,5 @@
-// What a call would take by kernels with tiles of many rows: estimates, by which families choose among their
-// kernels and whether to take a call that names none.
+// What a call would take by kernels with tiles of many rows: estimates, by which families choose
+// among their kernels and whether to take a call that names none.
 #pragma once
 
 #include <algorithm>
@@ -24,9 +24,9 @@ struct Work {
 
 Work work_of(const AttentionProblem& problem);
 
-// Times in microseconds, rates per microsecond, of one multiprocessor where not said otherwise. On compute
-// capability 9.0 they are fitted to measurements on an H200 (docs/kernels/attention_short.md and
-// attention_sm90.md), on others they are estimates.
+// Times in microseconds, rates per microsecond, of one multiprocessor where not said otherwise. On
+// compute capability 9.0 they are fitted to measurements on an H200
+// (docs/kernels/attention_short.md and attention_sm90.md), on others they are estimates.
 inline constexpr double kMemoryShare = 0.88;  // of the memory's peak
 inline constexpr double kUnhidden = 0.1;      // of what goes on beside something longer
 
@@ -45,8 +45,8 @@ inline double memory_microseconds(const Work& work, const DeviceFacts& facts,
          (facts.memory_bytes_per_microsecond * share);
 }
 
-// What a multiprocessor does in a microsecond with the tensor cores: the short kernels, and those with tiles
-// of many rows, whose start takes longer.
+// What a multiprocessor does in a microsecond with the tensor cores: the short kernels, and those
+// with tiles of many rows, whose start takes longer.
 struct Products {
   double short_rate;
   double tile_rate;
@@ -54,15 +54,15 @@ struct Products {
   double tile_rows;
 };
 
-// What a step of a tile takes where only some of its groups of rows exist, of what it takes with all: softmax
-// and products of one run one after the other.
+// What a step of a tile takes where only some of its groups of rows exist, of what it takes with
+// all: softmax and products of one run one after the other.
 inline double share_of_step(double groups, double all) {
   constexpr double kOfAny = 0.5;
   return kOfAny + (1 - kOfAny) * groups / all;
 }
 
-// What a step takes where not all multiprocessors have a tile, of what it takes where all do: it takes less,
-// presumably since they share the power, and with it the clock.
+// What a step takes where not all multiprocessors have a tile, of what it takes where all do: it
+// takes less, presumably since they share the power, and with it the clock.
 inline double share_of_clock(double tiles, const DeviceFacts& facts) {
   constexpr double kOfPower = 0.09;
   return 1 - kOfPower * (1 - std::min(1.0, tiles / facts.multiprocessors));
@@ -76,7 +76,8 @@ inline Products products(const DeviceFacts& facts, int dim) {
   return {0.7e6, 1.2e6, 3.0, 128.0};
 }
 
-// Tiles of many rows of one query head: where there are several, rows that are not there cost as much.
+// Tiles of many rows of one query head: where there are several, rows that are not there cost as
+// much.
 inline double tile_microseconds(const Work& work, const Products& speed, const DeviceFacts& facts) {
   const double tiles = work.heads_q * ceil_of(work.seq_q, speed.tile_rows);
   const double waves = ceil_of(tiles, facts.multiprocessors);
@@ -92,8 +93,8 @@ inline double tile_microseconds(const Work& work, const Products& speed, const D
   return speed.tile_start + std::max(run, memory) + kUnhidden * std::min(run, memory);
 }
 
-// Tiles of the rows of all query heads of a KV head, as the sm90 kernels have them whose keys are split over
-// blocks: groups of 64 rows, each some queries of some heads.
+// Tiles of the rows of all query heads of a KV head, as the sm90 kernels have them whose keys are
+// split over blocks: groups of 64 rows, each some queries of some heads.
 struct PackedTiles {
   int64_t packed_heads;  // query heads of a KV head in a group
   int64_t chunks;        // of so many heads, of a KV head
@@ -107,26 +108,28 @@ struct PackedTiles {
 // Of kernels whose tiles have at most so many groups.
 PackedTiles packed_tiles(const AttentionProblem& problem, int64_t most_groups);
 
-// Times of split keys, as those above. A part begins and ends with no other of its block's beside it.
+// Times of split keys, as those above. A part begins and ends with no other of its block's beside
+// it.
 inline constexpr double kSplitStart = -0.6;      // beside that of tiles of one head
 inline constexpr double kSplitSteps = 0.9;       // of a part, beside its own
 inline constexpr double kSplitSecond = 1.8;      // a second kernel
 inline constexpr double kSplitPartRate = 4.4e6;  // bytes of parts, written and read, of the device
 inline constexpr double kSplitMemoryShare = 1.0;
 inline constexpr double kSplitUnhidden = 0.31;
-// By how much they have to be faster than one launch of another family: a second one costs the host, too.
+// By how much they have to be faster than one launch of another family: a second one costs the
+// host, too.
 inline constexpr double kSplitDoubt = 1.1;
 
-// Of shares, for each dimension and part that a block leaves beyond one: more than its bytes, presumably since
-// blocks that begin anywhere in their tiles do not read the same keys at a time.
-inline constexpr double kSharesMoreParts = 0.05;
-// By how much shares of about as many steps as a tile has must be better: they take a workspace and a second
-// launch, and the estimates are off by as much.
-inline constexpr double kSharesDoubt = 1.03;
+// Of stream-K, for each dimension and part that a block leaves beyond one: more than its bytes,
+// presumably since blocks that begin anywhere in their tiles do not read the same keys at a time.
+inline constexpr double kStreamKMoreParts = 0.05;
+// By how much stream-K, of about as many steps a block as a tile has must be better: it takes a
+// workspace and a second launch, and the estimates are off by as much.
+inline constexpr double kStreamKDoubt = 1.03;
 // By how much tiles of fewer groups must be better, that read more keys for each row.
 inline constexpr double kFewerGroupsDoubt = 1.02;
-// Waves of tiles beyond which shares are not considered: a part of one is little then.
-inline constexpr double kMostWavesShared = 8;
+// Waves of tiles beyond which stream-K is not considered: a part of one is little then.
+inline constexpr double kMostStreamKWaves = 8;
 
 // A kernel with such tiles.
 struct SplitKernel {
@@ -140,8 +143,9 @@ struct KeySplit {
   double microseconds;
 };
 
-// The best number of blocks: by shapes and what the device is, nothing else. Either each tile is split over as
-// many, or tiles are laid end to end and blocks take equal shares of their steps.
+// The best number of blocks: by shapes and what the device is, nothing else. Either each tile is
+// split over as many, or tiles are laid end to end and blocks take equal ranges of their steps:
+// stream-K.
 KeySplit best_key_split(const Work& work, const PackedTiles& tiles, const SplitKernel& kernel,
                         const Products& speed, const DeviceFacts& facts);
 
@@ -154,8 +158,8 @@ TileSplit best_tile_split(const AttentionProblem& problem, const Work& work, int
                           const SplitKernel& kernel, const Products& speed,
                           const DeviceFacts& facts);
 
-// The least of what the families with tiles of many rows take, as far as this build has them, to be compared
-// with one launch of another.
+// The least of what the families with tiles of many rows take, as far as this build has them, to be
+// compared with one launch of another.
 double many_rows_microseconds(const AttentionProblem& problem, const Work& work,
                               const Products& speed, const DeviceFacts& facts);
 

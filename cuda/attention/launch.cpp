@@ -2,7 +2,7 @@
 
 #include <cstdio>
 
-#include "cuda/attention/sum_parts.h"
+#include "cuda/attention/combine.h"
 
 namespace flashmoe {
 
@@ -41,15 +41,15 @@ flashmoe_status launch_kernel(const Kernel& kernel, const AttentionProblem& prob
   return launch_kernel(kernel, problem.device, shape, params, stream);
 }
 
-flashmoe_status launch_sum(const Kernel& kernel, const AttentionProblem& problem,
-                           const AttentionPlan& plan, const PartsToSum& parts, const void* params,
-                           void* stream) {
-  const int rows_per_block = sum_rows_per_block(parts.workers_log2, parts.units);
+flashmoe_status launch_combine(const Kernel& kernel, const AttentionProblem& problem,
+                               const AttentionPlan& plan, const PartsToCombine& parts,
+                               const void* params, void* stream) {
+  const int rows_per_block = combine_rows_per_block(parts.workers_log2, parts.units);
   LaunchShape shape = {};
   shape.grid[0] = static_cast<uint32_t>((parts.rows + rows_per_block - 1) / rows_per_block);
   shape.grid[1] = static_cast<uint32_t>(parts.count);
   shape.grid[2] = 1;
-  shape.block[0] = kSumThreads;
+  shape.block[0] = kCombineThreads;
   shape.block[1] = shape.block[2] = 1;
   shape.programmatic = plan.programmatic;
   const LaunchRecord first = last_launch_record();

@@ -18,8 +18,8 @@ inline constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + offset + 1 f
 inline constexpr int32_t kNoLeftOffset = -(1 << 30);
 inline constexpr int32_t kNoRightOffset = (1 << 30) - 1;
 
-// What scores, or with a softcap capped ones, are multiplied by before 2^x. Finite: a scale may be as large
-// as fp32 holds.
+// What scores, or with a softcap capped ones, are multiplied by before 2^x. Finite: a scale may be
+// as large as fp32 holds.
 inline float scale_log2(const AttentionProblem& problem) {
   constexpr double kLog2E = 1.4426950408889634;
   const double factor = problem.softcap != 0.0f ? problem.softcap : problem.scale;
@@ -86,17 +86,19 @@ void plan_launch(const AttentionKernel& kernel, int arch, const char* suffix, in
 flashmoe_status launch_kernel(const Kernel& kernel, const AttentionProblem& problem,
                               const AttentionPlan& plan, const void* params, void* stream);
 
-// What a second kernel adds the parts of up (cuda/attention/sum_parts.h): rows, of KV heads or of tiles.
-struct PartsToSum {
+// What a second kernel adds the parts of up (cuda/attention/combine.h): rows, of KV heads or of
+// tiles.
+struct PartsToCombine {
   int32_t rows;   // of each
   int64_t count;  // of KV heads or tiles
   int units;      // of a row
   int workers_log2;
 };
 
-// Launches that kernel behind the one that left the parts, which stays the one that was launched last.
-flashmoe_status launch_sum(const Kernel& kernel, const AttentionProblem& problem,
-                           const AttentionPlan& plan, const PartsToSum& parts, const void* params,
-                           void* stream);
+// Launches that kernel behind the one that left the parts, which stays the one that was launched
+// last.
+flashmoe_status launch_combine(const Kernel& kernel, const AttentionProblem& problem,
+                               const AttentionPlan& plan, const PartsToCombine& parts,
+                               const void* params, void* stream);
 
 }  // namespace flashmoe

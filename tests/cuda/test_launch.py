@@ -37,21 +37,21 @@ SOURCES = {
         "cuda/launch.cpp",
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "launch", "tensor_map")),
         *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90", "split")),
-        "cuda/attention/sm90/sections.cpp",
-        "cuda/attention/split/shares.cpp",
+        "cuda/attention/sm90/l2_swizzle.cpp",
+        "cuda/attention/split/stream_k.cpp",
         "tests/cuda/host/fake_cuda.cpp",
     ),
-    "test_sections": (
+    "test_l2_swizzle": (
         *(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status")),
-        "cuda/attention/sm90/sections.cpp",
+        "cuda/attention/sm90/l2_swizzle.cpp",
     ),
     "test_cost": (
         *(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status")),
         "cuda/attention/cost.cpp",
     ),
-    "test_shares": (
+    "test_stream_k": (
         *(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status")),
-        *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/sections", "split/shares")),
+        *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/l2_swizzle", "split/stream_k")),
     ),
     "test_moe": (
         *(f"core/{name}.cpp" for name in MOE_CORE),
@@ -110,16 +110,16 @@ def test_launch(program: Path, without: str) -> None:
     checked([program, *([without] if without else [])])
 
 
-def test_sections(tmp_path: Path) -> None:
-    checked([_compile("test_sections", tmp_path)])
+def test_l2_swizzle(tmp_path: Path) -> None:
+    checked([_compile("test_l2_swizzle", tmp_path)])
 
 
 def test_cost(tmp_path: Path) -> None:
     checked([_compile("test_cost", tmp_path)])
 
 
-def test_shares(tmp_path: Path) -> None:
-    checked([_compile("test_shares", tmp_path)])
+def test_stream_k(tmp_path: Path) -> None:
+    checked([_compile("test_stream_k", tmp_path)])
 
 
 def test_routing_and_combining(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ _FUNCTION = re.compile(
 )
 # The second kernel of the families that split keys, of which each kernel has its own.
 _SUM = re.compile(
-    r"\dsum_parts_kernelINS_\d+(split|short)(?:_rows)?8SplitRowI.*?Traits"
+    r"\dattention_combine_kernelINS_\d+(split|short)(?:_rows)?8SplitRowI.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
 )
 _ANYWHERE = ("sm89", "short")  # families that are compiled for every architecture
@@ -202,7 +202,7 @@ def test_short_keys_and_values_go_straight_to_registers(
     for code, opcodes in _of(instructions, "short").items():
         for name in ("LDGSTS", "LDSM", "UTMALDG", "UBLKCP"):
             assert sass.count(opcodes, name) == 0, f"{code}: {name}"
-        # 16 bytes each; smaller ones are of compute_row_alone, an element at a time.
+        # 16 bytes each; smaller ones are of masked_row_fallback, an element at a time.
         loads = {name: n for name, n in opcodes.items() if name.startswith("LDG")}
         streamed = sum(n for name, n in loads.items() if ".NA." in name)
         kernel = code.kernel
@@ -236,11 +236,11 @@ def test_kernels_that_split_keys_have_another_for_the_parts(
             assert sass.count(opcodes, name) == 0, f"{code}: {name}"
 
 
-@pytest.mark.parametrize("family", [*kernels.FAMILIES, "sum_parts"])
+@pytest.mark.parametrize("family", [*kernels.FAMILIES, "combine"])
 def test_launches_wait_for_what_is_ahead_of_them(
     family: str, instructions: dict[Code, Counter[str]], sums: dict[Code, Counter[str]]
 ) -> None:
-    codes = sums if family == "sum_parts" else _of(instructions, family)
+    codes = sums if family == "combine" else _of(instructions, family)
     for code, opcodes in codes.items():
         sass.check_launches_wait(code, opcodes)
 

@@ -12,7 +12,7 @@ import sass
 
 # In the order of the enumeration.
 _USES = ("swiglu_up", "gated_up", "up", "down", "narrow_up", "short_down", "middle_down")
-_MAJORS = ("columns", "rows", "rows in turns")  # and so here
+_MAJORS = ("columns", "rows", "rows interleaved")  # and so here
 _KEPT_STEPS = {"short_down": 4, "middle_down": 8}  # of 64 columns, of weights in registers
 _COLUMNS = ("swiglu_up", "narrow_up", *_KEPT_STEPS)  # whose weights have contiguous columns
 _DOWN = ("down", *_KEPT_STEPS)  # which take rows as they lie
@@ -61,7 +61,7 @@ def test_every_kernel_is_there_for_its_architecture_alone(
         for use in _USES
         for major in _MAJORS
         if major == "columns" or use not in _COLUMNS
-        if major != "rows in turns" or use == "gated_up"
+        if major != "rows interleaved" or use == "gated_up"
     }
 
 

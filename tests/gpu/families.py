@@ -45,7 +45,7 @@ def blocks(case: Case, plan: fm.AttentionPlan) -> int:
         return tiles * (parts(case, plan) or plan.cluster)
     resident = torch.cuda.get_device_properties(0).multi_processor_count
     if plan.family == "split":
-        return min(_blocks_of_shares(case, plan), resident)
+        return min(_stream_k_blocks(case, plan), resident)
     tiles = -(-case.seq_q // plan.tile_q) * case.batch * case.heads_q
     return min(tiles, resident) if plan.family == "sm90" else tiles
 
@@ -86,7 +86,7 @@ def is_uneven(case: Case, plan: fm.AttentionPlan) -> bool:
     return _places(plan) > 0 and plan.grid[0] % packed_tiles(case, plan.tile_q) != 0
 
 
-def _blocks_of_shares(case: Case, plan: fm.AttentionPlan) -> int:
+def _stream_k_blocks(case: Case, plan: fm.AttentionPlan) -> int:
     """As many as the tiles, or as the plan says if that goes with its workspace: a cut makes one
     part of its tile more, and another one if the tile has no other cut."""
     tiles = packed_tiles(case, plan.tile_q)

@@ -104,7 +104,7 @@ def test_parts_of_tiles(dtype: str, dim: int, dim_v: int) -> None:
 
 @pytest.mark.parametrize("causal", cases.CAUSAL)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_shares_begin_and_end_within_tiles(dim: int, causal: str) -> None:
+def test_stream_k_begins_and_ends_within_tiles(dim: int, causal: str) -> None:
     """A few tiles less and more than blocks, and more again, of all sizes of groups: whole ones and
     parts of others are the same block's. Twice the same bits. (From the top left rows of many heads
     would see too few keys for tiles to be cut.)"""
@@ -138,7 +138,7 @@ def test_shares_begin_and_end_within_tiles(dim: int, causal: str) -> None:
 
 
 @pytest.mark.parametrize("window", [None, (300, 0), (2000, None), (64, 40)])
-def test_shares_of_tiles_of_unequal_length(window: tuple[int, int | None] | None) -> None:
+def test_stream_k_of_tiles_of_unequal_length(window: tuple[int, int | None] | None) -> None:
     """From none to all of the keys, and rows that see none."""
     uneven = 0
     for i, (heads_q, heads_kv, seq_q, seq_k, dim, batch) in enumerate(

@@ -1,10 +1,10 @@
-// From the parts of the warps to the output: parts of a row are added up under their common offset,
-// first those of a block's warps, then, in a cluster, those of its blocks. Always in the same
-// order. Blocks of a tile that are no cluster leave their parts in the workspace.
+// From the parts of the warps to the output: parts of a row are added up under their common row
+// maximum, first those of a block's warps, then, in a cluster, those of its blocks. Always in the
+// same order. Blocks of a tile that are no cluster leave their parts in the workspace.
 #pragma once
 
+#include "cuda/attention/combine.cuh"
 #include "cuda/attention/short/products.cuh"
-#include "cuda/attention/sum_parts.cuh"
 
 #if __CUDA_ARCH__ >= 900
 #include "cuda/ptx/cluster.cuh"
@@ -37,7 +37,7 @@ __device__ __forceinline__ void store_part(const Accumulators<Traits>& out,
       for (int mask = 4; mask < kLanes; mask *= 2) sum += __shfl_xor_sync(kFullWarp, sum, mask);
       if (lane < 4) {
         shared.warp_statistics()[warp * Traits::kRows + row] =
-            make_float2(statistics.offset[n][e], sum);
+            make_float2(statistics.row_max[n][e], sum);
       }
 #pragma unroll
       for (int c = 0; c < Traits::kVChunks; ++c) {
@@ -62,8 +62,8 @@ __device__ __forceinline__ Sum add_warps(const Shared<Traits>& shared, int row, 
       [&](int i) { return parts[i * Traits::kUnits]; });
 }
 
-// Writes four columns of one row, and lse with the first ones. Returns whether something among them is
-// suspect.
+// Writes four columns of one row, and lse with the first ones. Returns whether something among them
+// is suspect.
 template <class Element>
 __device__ __forceinline__ bool write_unit(const Sum& total, const Params& params, const Tile& tile,
                                            const Keys& keys, int row, int unit) {
@@ -85,26 +85,26 @@ struct Units {
   int end;
 };
 
-// A row of a tile, computed again by a warp: only units from `first` to the one before `end` of it, and lse
-// with the first one.
+// A row of a tile, computed again by a warp: only units from `first` to the one before `end` of it,
+// and lse with the first one.
 template <class Traits>
 __device__ __forceinline__ void compute_row_again(const Params& params, const Tile& tile,
                                                   const Keys& keys, int row, int first, int end) {
   const Row where = Row::of(params, tile, row);
   uint16_t* out = params.out + where.offset(params.out_strides, tile.batch);
-  LoneRow lone;
-  lone.q = params.q + where.offset(params.q_strides, tile.batch);
-  lone.k = tile.k(params);
-  lone.v = tile.v(params);
-  lone.k_stride = params.k_strides.seq;
-  lone.v_stride = params.v_strides.seq;
-  lone.dim = params.dim;
-  lone.dim_v = params.dim_v;
-  lone.cap_ratio = params.cap_ratio;
-  lone.first_key = keys.first;
-  lone.keys = keys.end;
-  const float lse = compute_row_alone<typename Traits::Element, Traits::kDimV>(
-      lone, params.scale_log2, [&](int column, uint16_t element) {
+  FallbackRow fallback;
+  fallback.q = params.q + where.offset(params.q_strides, tile.batch);
+  fallback.k = tile.k(params);
+  fallback.v = tile.v(params);
+  fallback.k_stride = params.k_strides.seq;
+  fallback.v_stride = params.v_strides.seq;
+  fallback.dim = params.dim;
+  fallback.dim_v = params.dim_v;
+  fallback.cap_ratio = params.cap_ratio;
+  fallback.first_key = keys.first;
+  fallback.keys = keys.end;
+  const float lse = masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+      fallback, params.scale_log2, [&](int column, uint16_t element) {
         if (column / 4 >= first && column / 4 < end) out[column] = element;
       });
   if (params.lse != nullptr && first <= 0 && lane_index() == 0) {
@@ -112,11 +112,11 @@ __device__ __forceinline__ void compute_row_again(const Params& params, const Ti
   }
 }
 
-// The rows of a tile with suspects, computed again: only the units that this block wrote, lest two blocks
-// disagree.
+// The rows of a tile with suspects, computed again: only the units that this block wrote, lest two
+// blocks disagree.
 template <class Traits>
-__device__ __noinline__ void compute_rows_alone(const Params& params, const Tile tile,
-                                                const Shared<Traits> shared, const Units units) {
+__device__ __noinline__ void masked_rows_fallback(const Params& params, const Tile tile,
+                                                  const Shared<Traits> shared, const Units units) {
   for (int row = warp_index(); row < tile.rows; row += warp_count()) {
     const int first = units.first - row * Traits::kUnitsPerRow;
     const int end = units.end - row * Traits::kUnitsPerRow;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void send_part(const Params& params, const Tile& tile
     const Sum part = add_warps(shared, row, 0);
     const int slot = tile.rank * Traits::kRows + row;
     ptx::store_async(ptx::map_to_rank(statistics + 8 * slot, rank),
-                     make_float2(part.offset, part.sum), ptx::map_to_rank(barrier, rank));
+                     make_float2(part.row_max, part.sum), ptx::map_to_rank(barrier, rank));
   }
 }
 
@@ -220,7 +220,7 @@ __device__ __forceinline__ void write_tile(const Params& params, const Tile& til
     suspect |= write_unit<typename Traits::Element>(total, params, tile, keys, row, unit);
   }
   if (__syncthreads_or(suspect)) {
-    compute_rows_alone(params, tile, shared, units);
+    masked_rows_fallback(params, tile, shared, units);
   }
 }
 
@@ -235,7 +235,7 @@ __device__ __forceinline__ void leave_part(const Params& params, const Tile& til
     const Sum part = add_warps(shared, row, unit);
     params.parts[block * Traits::kUnits + i] = part.out;
     if (unit == 0) {
-      params.statistics[block * Traits::kRows + row] = make_float2(part.offset, part.sum);
+      params.statistics[block * Traits::kRows + row] = make_float2(part.row_max, part.sum);
     }
   }
 }

@@ -24,8 +24,8 @@ struct Entry : Kernel {
   int step_keys;
   int (*shared_bytes_of)(int warps, int cluster);  // dynamic, of a block
   Abilities* abilities;                            // [kMaxDevices]
-  int part_bytes;    // of the workspace, for each block that leaves a part
-  Kernel sum_parts;  // the second kernel
+  int part_bytes;  // of the workspace, for each block that leaves a part
+  Kernel combine;  // the second kernel
 };
 
 }  // namespace flashmoe::short_rows

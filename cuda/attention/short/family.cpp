@@ -1,14 +1,15 @@
-// The short family: which kernel and split serve a problem, and with what parameters it is launched.
+// The short family: which kernel and split serve a problem, and with what parameters it is
+// launched.
 #include <algorithm>
 #include <climits>
 #include <cstring>
 
 #include "core/backends.h"
 #include "core/status.h"
+#include "cuda/attention/combine.h"
 #include "cuda/attention/short/cost.h"
 #include "cuda/attention/short/entry.h"
 #include "cuda/attention/short/params.h"
-#include "cuda/attention/sum_parts.h"
 #include "cuda/gpu_models.h"
 
 namespace flashmoe::short_rows {
@@ -97,8 +98,9 @@ int log2_at_least(double n, int most) {
   return log2;
 }
 
-// Puts the best split of a call for this kernel into `best` if it beats what is there. A tile's keys
-// are split over the blocks of a cluster, or over as many as the device holds, which leave parts.
+// Puts the best split of a call for this kernel into `best` if it beats what is there. A tile's
+// keys are split over the blocks of a cluster, or over as many as the device holds, which leave
+// parts.
 void consider(const Entry& entry, int arch, const Abilities& abilities, const Work& work,
               const Products& speed, const DeviceFacts& facts, Choice* best) {
   const double steps = ceil_of(work.most_keys, entry.step_keys);
@@ -204,7 +206,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
               entry.shared_bytes_of(best.warps, best.cluster), plan);
   if (best.parts > 1) {
     int arch = 0;
-    FLASHMOE_TRY(load_kernel(entry.sum_parts, device_id, *facts, &arch, reason));
+    FLASHMOE_TRY(load_kernel(entry.combine, device_id, *facts, &arch, reason));
     plan->parts = best.parts;
     plan->info.workspace_bytes = static_cast<uint64_t>(blocks * entry.part_bytes);
   }
@@ -238,14 +240,14 @@ Params make_params(const AttentionProblem& p, const AttentionPlan& plan, void* w
   params.blocks_per_tile = Divisor::of(static_cast<uint32_t>(blocks_per_tile));
   params.parts = nullptr;
   params.statistics = nullptr;
-  params.sum_workers_log2 = 0;
+  params.combine_workers_log2 = 0;
   if (plan.parts > 0) {
     const Entry& entry = *static_cast<const Entry*>(plan.entry);
     const int64_t part = entry.rows * entry.dim_v / 4;  // in fours of its floats
     params.parts = static_cast<float4*>(workspace);
     params.statistics = reinterpret_cast<float2*>(params.parts + plan.info.grid[0] * part);
-    params.sum_workers_log2 =
-        sum_workers_log2(plan.parts, p.batch * p.heads_kv * rows, entry.dim_v / 4);
+    params.combine_workers_log2 =
+        combine_workers_log2(plan.parts, p.batch * p.heads_kv * rows, entry.dim_v / 4);
   }
   return params;
 }
@@ -258,9 +260,9 @@ flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& pla
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
   FLASHMOE_TRY(launch_kernel(entry, problem, plan, &params, stream));
   if (plan.parts == 0) return FLASHMOE_OK;
-  return launch_sum(
-      entry.sum_parts, problem, plan,
-      {params.rows, problem.batch * problem.heads_kv, entry.dim_v / 4, params.sum_workers_log2},
+  return launch_combine(
+      entry.combine, problem, plan,
+      {params.rows, problem.batch * problem.heads_kv, entry.dim_v / 4, params.combine_workers_log2},
       &params, stream);
 }
 

@@ -2,14 +2,14 @@
 //
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
 //
-// A tile is kRows packed query rows of one KV head. A number of blocks takes it, and each block has 1
-// to 8 warps; all warps of these blocks take steps of kStepKeys keys in turn, each with an online
+// A tile is kRows packed query rows of one KV head. A number of blocks takes it, and each block has
+// 1 to 8 warps; all warps of these blocks take steps of kStepKeys keys in turn, each with an online
 // softmax of its own (products.cuh). K and V go from global memory to registers without a stop: a
-// step's loads are on their way while the step before it is computed, 8 to 16 KiB of them a warp. At
-// the end the parts are added up, a block's through shared memory, then those of a tile's blocks
+// step's loads are on their way while the step before it is computed, 8 to 16 KiB of them a warp.
+// At the end the parts are added up, a block's through shared memory, then those of a tile's blocks
 // (combine.cuh): a cluster's, of up to 16, through each other's shared memory, each block writing a
-// share of the tile; those of more blocks, or without clusters, by a second kernel from the workspace
-// (sum_parts.cuh). No atomics.
+// share of the tile; those of more blocks, or without clusters, by a second kernel from the
+// workspace (combine.cuh). No atomics.
 //
 // Clusters are of sm_90 code.
 #pragma once
@@ -97,7 +97,7 @@ __device__ __forceinline__ void compute_part(const Params& params, const Tile& t
     if (key < tile.all.first || key + Traits::kStepKeys > tile.all.end) {
       mask_scores<Traits>(scores, params, shared, key);
     }
-    statistics.raise(scores, params.scale_log2, out);
+    statistics.rescale(scores, params.scale_log2, out);
     Probabilities<Traits> p;
     statistics.exponentiate(p, scores, params.scale_log2);
     multiply_v<Traits>(out, v_now, p);

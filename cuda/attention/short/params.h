@@ -35,8 +35,9 @@ struct Params {
   Divisor blocks_per_tile;  // that share its keys: a cluster, or as many as leave parts
   int32_t cluster_log2;     // log2 of the blocks of a cluster; 0: there are none
 
-  // The workspace, where a tile's blocks are no cluster: what each has of the output, [blocks, rows of
-  // a tile, kernel's dim_v], with offset and sum of each row, [blocks, rows of a tile]. Else nullptr.
+  // The workspace, where a tile's blocks are no cluster: what each has of the output, [blocks, rows
+  // of a tile, kernel's dim_v], with row maximum and sum of each row, [blocks, rows of a tile].
+  // Else nullptr.
   float4* parts;
   float2* statistics;
 
@@ -49,7 +50,7 @@ struct Params {
   float scale_log2;  // scale * log2(e); with a softcap softcap * log2(e)
   float cap_ratio;   // scale / softcap; 0 without
 
-  int32_t sum_workers_log2;  // of the second kernel
+  int32_t combine_workers_log2;  // of the second kernel
 };
 
 }  // namespace flashmoe::short_rows

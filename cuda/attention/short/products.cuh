@@ -16,7 +16,7 @@
 // (movmatrix).
 #pragma once
 
-#include "cuda/attention/row_alone.cuh"
+#include "cuda/attention/masked_row_fallback.cuh"
 #include "cuda/attention/short/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/numeric/tanh.cuh"
@@ -26,7 +26,7 @@
 
 namespace flashmoe::short_rows {
 
-// A row's offset is raised when a score exceeds it by more than this power of two. Until then
+// A row's maximum is raised when a score exceeds it by more than this power of two. Until then
 // probabilities reach at most 2^8 instead of 1, which neither fp16 nor bf16 nor the fp32 sums mind,
 // and the step costs one vote instead of shuffles and a rescale.
 inline constexpr float kLazyBits = 8.0f;
@@ -219,8 +219,8 @@ __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params
 // Online softmax of the rows of a tile over the keys of one warp.
 template <class Traits>
 struct RowStatistics {
-  float sum[Traits::kRowBlocks][2];     // of this lane's keys; row 8n + 2t + e
-  float offset[Traits::kRowBlocks][2];  // log2
+  float sum[Traits::kRowBlocks][2];      // of this lane's keys; row 8n + 2t + e
+  float row_max[Traits::kRowBlocks][2];  // log2
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -228,14 +228,14 @@ struct RowStatistics {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         sum[n][e] = 0.0f;
-        offset[n][e] = kNoOffset;
+        row_max[n][e] = kNoRowMax;
       }
     }
   }
 
-  // Raises the offsets that the scores have outgrown, and rescales what was added up under them.
-  __device__ __forceinline__ void raise(const Scores<Traits>& scores, float scale_log2,
-                                        Accumulators<Traits>& out) {
+  // Raises the row maxima that the scores have outgrown, and rescales what was added up under them.
+  __device__ __forceinline__ void rescale(const Scores<Traits>& scores, float scale_log2,
+                                          Accumulators<Traits>& out) {
     float highest[Traits::kRowBlocks][2];
     bool outgrown = false;
 #pragma unroll
@@ -248,7 +248,7 @@ struct RowStatistics {
           top = fmaxf(top, fmaxf(scores[m][n][e], scores[m][n][2 + e]));
         }
         highest[n][e] = top;
-        outgrown = outgrown || excess(top, scale_log2, offset[n][e]) > kLazyBits;
+        outgrown = outgrown || excess(top, scale_log2, row_max[n][e]) > kLazyBits;
       }
     }
     if (!__any_sync(kFullWarp, outgrown)) return;
@@ -261,10 +261,10 @@ struct RowStatistics {
         for (int mask = 4; mask < kLanes; mask *= 2) {  // lanes of the same rows
           top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, mask));
         }
-        const float raised = offset_of(top, scale_log2);
-        const bool raises = excess(top, scale_log2, offset[n][e]) > kLazyBits;
-        const float factor = raises ? numeric::exp2_approx(offset[n][e] - raised) : 1.0f;
-        offset[n][e] = raises ? raised : offset[n][e];
+        const float new_max = row_max_of(top, scale_log2);
+        const bool grows = excess(top, scale_log2, row_max[n][e]) > kLazyBits;
+        const float factor = grows ? numeric::exp2_approx(row_max[n][e] - new_max) : 1.0f;
+        row_max[n][e] = grows ? new_max : row_max[n][e];
         sum[n][e] *= factor;
 #pragma unroll
         for (int j = 0; j < Traits::kDimV / 16; ++j) {
@@ -275,7 +275,7 @@ struct RowStatistics {
     }
   }
 
-  // p = 2^(scores * scale_log2 - offset), rounded, as B fragments.
+  // p = 2^(scores * scale_log2 - row_max), rounded, as B fragments.
   __device__ __forceinline__ void exponentiate(Probabilities<Traits>& p,
                                                const Scores<Traits>& scores, float scale_log2) {
 #pragma unroll
@@ -288,7 +288,7 @@ struct RowStatistics {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             row[e] =
-                numeric::exp2_approx(excess(scores[m][n][2 * h + e], scale_log2, offset[n][e]));
+                numeric::exp2_approx(excess(scores[m][n][2 * h + e], scale_log2, row_max[n][e]));
             sum[n][e] += row[e];
           }
           p[m][n][h] = ptx::transpose_8x8(

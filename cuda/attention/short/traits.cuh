@@ -43,7 +43,7 @@ struct Traits {
 
   // Shared memory, in bytes.
   static constexpr int kPartialBytes = kUnits * 16;   // one part of the output
-  static constexpr int kStatisticsBytes = kRows * 8;  // its offsets and sums
+  static constexpr int kStatisticsBytes = kRows * 8;  // its row maxima and sums
   static constexpr int kPartBytes = kPartialBytes + kStatisticsBytes;
   static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRowBlocks * kKChunks * kLanes * 16;
   static constexpr int kLimitBytes = kRows * 8;  // first and end key of each row

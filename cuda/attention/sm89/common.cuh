@@ -2,7 +2,7 @@
 // the online softmax, and the path for tiles that the tensor cores cannot compute.
 #pragma once
 
-#include "cuda/attention/row_alone.cuh"
+#include "cuda/attention/masked_row_fallback.cuh"
 #include "cuda/attention/sm89/params.h"
 #include "cuda/attention/sm89/traits.cuh"
 #include "cuda/numeric/dtype.cuh"
@@ -14,7 +14,7 @@
 namespace flashmoe::sm89 {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
-// A row's offset is raised when a score exceeds it by more than this power of two. Until then
+// A row's maximum is raised when a score exceeds it by more than this power of two. Until then
 // probabilities reach at most 2^8 instead of 1, which neither fp16 nor bf16 nor the fp32 sums mind,
 // and the step costs one vote instead of shuffles and a rescale.
 inline constexpr float kLazyBits = 8.0f;
@@ -38,7 +38,8 @@ __device__ __forceinline__ int warp_index() {
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 // The query tile of this block. Worked out once, then kept in shared memory. Tiles of unequal
-// length come longest first, inside sections of heads whose keys and values fit the L2 together.
+// length come longest first, inside groups of heads whose keys and values fit the L2 together (L2
+// swizzle).
 struct Tile {
   int batch;
   int head;
@@ -47,12 +48,12 @@ struct Tile {
 
   template <class Traits>
   static __device__ __forceinline__ Tile of_block(const Params& params) {
-    const int section_tiles = params.heads_per_section * params.tiles_per_head;
+    const int swizzle_tiles = params.heads_per_swizzle * params.tiles_per_head;
     const int block = static_cast<int>(blockIdx.x);
-    const int section = block / section_tiles;
-    const int rank = block % section_tiles;
-    const int first_head = section * params.heads_per_section;
-    const int heads = min(params.heads_per_section, params.heads - first_head);
+    const int swizzle = block / swizzle_tiles;
+    const int rank = block % swizzle_tiles;
+    const int first_head = swizzle * params.heads_per_swizzle;
+    const int heads = min(params.heads_per_swizzle, params.heads - first_head);
     const int tile = rank / heads;
     const int head = first_head + rank % heads;
     Tile result;
@@ -60,7 +61,7 @@ struct Tile {
     result.head = head % params.heads_q;
     result.head_kv = result.head / params.heads_per_kv;
     result.first_row =
-        (params.last_tiles_first ? params.tiles_per_head - 1 - tile : tile) * Traits::kTileQ;
+        (params.longest_tiles_first ? params.tiles_per_head - 1 - tile : tile) * Traits::kTileQ;
     return result;
   }
 
@@ -104,8 +105,9 @@ struct TileSteps {
   }
 };
 
-// Copies kRows consecutive rows of a [rows, dim] matrix into a tile, all threads of the block taking
-// part, and moves on to the next kRows. Rows past the end and columns from `dim` on become zero.
+// Copies kRows consecutive rows of a [rows, dim] matrix into a tile, all threads of the block
+// taking part, and moves on to the next kRows. Rows past the end and columns from `dim` on become
+// zero.
 template <class Layout, int kRows, int kThreads>
 class TileLoader {
  public:
@@ -155,7 +157,8 @@ class TileLoader {
   static constexpr int kRowsPerPass = kThreads / kLanesPerRow;
   static constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
   static constexpr uint32_t kPassBytes = static_cast<uint32_t>(kRowsPerPass * Layout::kRowBytes);
-  // What a pass changes in the swizzle of a thread's chunk: nothing, or one bit with every odd pass.
+  // What a pass changes in the swizzle of a thread's chunk: nothing, or one bit with every odd
+  // pass.
   static constexpr uint32_t kOddPassBit =
       kRowsPerPass % 8 == 0 ? 0 : Layout::kSwizzleChunks / 2 * kBytesPerChunk;
   static_assert(kRowsPerPass % 8 == 0 || kRowsPerPass == 4);
@@ -347,13 +350,13 @@ __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params
   if (step >= steps.right_steps) mask_side<Traits, Side::kRight>(scores, params, shared, key);
 }
 
-inline constexpr float kComputeAlone = INFINITY;  // which no sum of other rows explains
+inline constexpr float kNeedsFallback = INFINITY;  // which no sum of other rows explains
 
 // Online softmax of the rows of a warp: what their probabilities are divided by, and their sums.
 template <class Traits>
 struct RowStatistics {
-  float sum[Traits::kRowAtoms][2];     // of this lane's columns
-  float offset[Traits::kRowAtoms][2];  // log2
+  float sum[Traits::kRowAtoms][2];      // of this lane's columns
+  float row_max[Traits::kRowAtoms][2];  // log2
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -361,17 +364,17 @@ struct RowStatistics {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sum[a][half] = 0.0f;
-        offset[a][half] = kNoOffset;
+        row_max[a][half] = kNoRowMax;
       }
     }
   }
 
-  // Raises the offsets that the scores have outgrown. False, warp-uniformly, if there are none;
-  // else calls rescale(a, half, factor) for every row: what its accumulators are to be multiplied
-  // by, 1 if its offset stays. One row after another, since registers are short here.
-  template <class Rescale>
-  __device__ __forceinline__ bool raise(const Scores<Traits>& scores, float scale_log2,
-                                        Rescale rescale) {
+  // Raises the row maxima that the scores have outgrown. False, warp-uniformly, if there are none;
+  // else calls apply(a, half, factor) for every row: what its accumulators are to be multiplied
+  // by, 1 if its maximum stays. One row after another, since registers are short here.
+  template <class Apply>
+  __device__ __forceinline__ bool rescale(const Scores<Traits>& scores, float scale_log2,
+                                          Apply apply) {
     float highest[Traits::kRowAtoms][2];
     bool outgrown = false;
 #pragma unroll
@@ -384,7 +387,7 @@ struct RowStatistics {
           top = fmaxf(top, fmaxf(scores[a][n][2 * half], scores[a][n][2 * half + 1]));
         }
         highest[a][half] = top;
-        outgrown = outgrown || excess(top, scale_log2, offset[a][half]) > kLazyBits;
+        outgrown = outgrown || excess(top, scale_log2, row_max[a][half]) > kLazyBits;
       }
     }
     if (!__any_sync(kFullWarp, outgrown)) return false;
@@ -395,12 +398,12 @@ struct RowStatistics {
         float top = highest[a][half];
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
-        const float raised = offset_of(top, scale_log2);
-        const bool raises = excess(top, scale_log2, offset[a][half]) > kLazyBits;
-        const float factor = raises ? numeric::exp2_approx(offset[a][half] - raised) : 1.0f;
-        offset[a][half] = raises ? raised : offset[a][half];
+        const float new_max = row_max_of(top, scale_log2);
+        const bool grows = excess(top, scale_log2, row_max[a][half]) > kLazyBits;
+        const float factor = grows ? numeric::exp2_approx(row_max[a][half] - new_max) : 1.0f;
+        row_max[a][half] = grows ? new_max : row_max[a][half];
         sum[a][half] *= factor;
-        rescale(a, half, factor);
+        apply(a, half, factor);
       }
     }
     return true;
@@ -409,15 +412,15 @@ struct RowStatistics {
   // Probabilities of a pair of scores, rounded and packed.
   __device__ __forceinline__ uint32_t exponentiate(const float (&scores)[4], float scale_log2,
                                                    int a, int half) {
-    const float low = numeric::exp2_approx(excess(scores[2 * half], scale_log2, offset[a][half]));
+    const float low = numeric::exp2_approx(excess(scores[2 * half], scale_log2, row_max[a][half]));
     const float high =
-        numeric::exp2_approx(excess(scores[2 * half + 1], scale_log2, offset[a][half]));
+        numeric::exp2_approx(excess(scores[2 * half + 1], scale_log2, row_max[a][half]));
     sum[a][half] += low + high;
     return numeric::ElementTraits<typename Traits::Element>::pack(low, high);
   }
 
   // Adds up the sums of a row's lanes, writes lse if wanted, and returns what the row's
-  // accumulators are to be multiplied by: kComputeAlone if the row is to be computed alone.
+  // accumulators are to be multiplied by: kNeedsFallback if the row needs the fallback.
   __device__ __forceinline__ float finish(const Params& params, const Tile& tile, int row, int a,
                                           int half) {
     float total = sum[a][half];
@@ -428,11 +431,11 @@ struct RowStatistics {
     if (params.lse != nullptr && lane_index() % 4 == 0 && row < params.seq_q) {
       params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
                  row * params.lse_strides.seq] =
-          sees_keys ? (offset[a][half] + log2f(total)) * kLn2 : -INFINITY;
+          sees_keys ? (row_max[a][half] + log2f(total)) * kLn2 : -INFINITY;
     }
     // A row that sees no key is 0 by definition.
     if (!sees_keys) return 0.0f;
-    return is_rounded_away(offset[a][half], total) ? kComputeAlone : 1.0f / total;
+    return is_rounded_away(row_max[a][half], total) ? kNeedsFallback : 1.0f / total;
   }
 };
 
@@ -454,30 +457,31 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
   }
 }
 
-// Rows of a tile computed alone, one at a time. For whole warps; this one takes `first_row`, `first_row + stride`, ... before `end_row`.
+// Rows of a tile by the fallback, one at a time. For whole warps; this one takes `first_row`,
+// `first_row + stride`, ... before `end_row`.
 template <class Traits>
-__device__ __noinline__ void compute_rows_alone(const Params& params, const Tile tile,
-                                                int first_row, int stride, int end_row) {
+__device__ __noinline__ void masked_rows_fallback(const Params& params, const Tile tile,
+                                                  int first_row, int stride, int end_row) {
   const auto* q = static_cast<const uint16_t*>(params.q) + tile.batch * params.q_strides.batch +
                   tile.head * params.q_strides.head;
   auto* out = static_cast<uint16_t*>(params.out) + tile.batch * params.out_strides.batch +
               tile.head * params.out_strides.head;
-  LoneRow lone;
-  lone.k = static_cast<const uint16_t*>(params.k) + tile.batch * params.k_strides.batch +
-           tile.head_kv * params.k_strides.head;
-  lone.v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
-           tile.head_kv * params.v_strides.head;
-  lone.k_stride = params.k_strides.seq;
-  lone.v_stride = params.v_strides.seq;
-  lone.dim = params.dim;
-  lone.dim_v = params.dim_v;
-  lone.cap_ratio = params.cap_ratio;
+  FallbackRow fallback;
+  fallback.k = static_cast<const uint16_t*>(params.k) + tile.batch * params.k_strides.batch +
+               tile.head_kv * params.k_strides.head;
+  fallback.v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
+               tile.head_kv * params.v_strides.head;
+  fallback.k_stride = params.k_strides.seq;
+  fallback.v_stride = params.v_strides.seq;
+  fallback.dim = params.dim;
+  fallback.dim_v = params.dim_v;
+  fallback.cap_ratio = params.cap_ratio;
   for (int row = first_row; row < min(end_row, params.seq_q); row += stride) {
-    lone.q = q + row * params.q_strides.seq;
-    lone.first_key = first_key(params, row);
-    lone.keys = end_key(params, row);
-    const float lse = compute_row_alone<typename Traits::Element, Traits::kDimV>(
-        lone, params.scale_log2, [&](int column, uint16_t element) {
+    fallback.q = q + row * params.q_strides.seq;
+    fallback.first_key = first_key(params, row);
+    fallback.keys = end_key(params, row);
+    const float lse = masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+        fallback, params.scale_log2, [&](int column, uint16_t element) {
           out[row * params.out_strides.seq + column] = element;
         });
     if (params.lse != nullptr && lane_index() == 0) {

@@ -27,10 +27,10 @@ bool fits(const Entry& entry, const DeviceFacts& facts) {
          facts.shared_bytes_per_multiprocessor;
 }
 
-// Tiles of a section run longest first, so its keys and values should fit the L2 beside the traffic of
-// queries and outputs. Without a mask, or with one at either side, all tiles are alike and heads go
-// one by one.
-int32_t heads_per_section(const AttentionProblem& problem, int64_t l2_bytes) {
+// Tiles of a swizzle group run longest first, so its keys and values should fit the L2 beside the
+// traffic of queries and outputs. Without a mask, or with one at either side, all tiles are alike
+// and heads go one by one.
+int32_t heads_per_swizzle(const AttentionProblem& problem, int64_t l2_bytes) {
   if (problem.bounded_left == problem.bounded_right) return 1;
   const int64_t heads = problem.batch * problem.heads_q;
   const int64_t group = problem.heads_q / problem.heads_kv;
@@ -73,7 +73,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   plan->entry = entry;
   plan->programmatic = has_clusters(*entry, device_id);
   plan->tiles_per_head = static_cast<int32_t>(tiles_per_head);
-  plan->heads_per_section = heads_per_section(problem, facts->l2_bytes);
+  plan->heads_per_section = heads_per_swizzle(problem, facts->l2_bytes);
   return FLASHMOE_OK;
 }
 
@@ -87,10 +87,10 @@ Params make_params(const AttentionProblem& p, const AttentionPlan& plan) {
   params.seq_q = static_cast<int32_t>(p.seq_q);
   params.heads_q = static_cast<int32_t>(p.heads_q);
   params.heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
-  params.last_tiles_first = p.bounded_right && !p.bounded_left ? 1 : 0;
+  params.longest_tiles_first = p.bounded_right && !p.bounded_left ? 1 : 0;
   params.heads = static_cast<int32_t>(p.batch * p.heads_q);
   params.tiles_per_head = plan.tiles_per_head;
-  params.heads_per_section = plan.heads_per_section;
+  params.heads_per_swizzle = plan.heads_per_section;
   return params;
 }
 

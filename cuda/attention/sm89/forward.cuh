@@ -2,8 +2,8 @@
 // rows.cuh and columns.cuh. Both use an online softmax with a lazy maximum.
 #pragma once
 
-#include "cuda/attention/sm89/columns.cuh"
-#include "cuda/attention/sm89/rows.cuh"
+#include "cuda/attention/sm89/split_dim_v.cuh"
+#include "cuda/attention/sm89/split_q.cuh"
 #include "cuda/ptx/pdl.cuh"
 
 namespace flashmoe::sm89 {
@@ -16,10 +16,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 #endif
-  if constexpr (Traits::kScheme == Scheme::kRows) {
-    rows::compute_tile<Traits>(params, shared);
+  if constexpr (Traits::kScheme == Scheme::kSplitQ) {
+    split_q::compute_tile<Traits>(params, shared);
   } else {
-    columns::compute_tile<Traits>(params, shared);
+    split_dim_v::compute_tile<Traits>(params, shared);
   }
 }
 

@@ -32,10 +32,10 @@ struct Params {
   float scale_log2;  // scale * log2(e); with a softcap softcap * log2(e)
   float cap_ratio;   // scale / softcap; 0 without
 
-  int32_t tiles_per_head;     // query tiles
-  int32_t last_tiles_first;   // they are the longest
-  int32_t heads;              // batch * heads_q
-  int32_t heads_per_section;  // heads whose K and V share the L2
+  int32_t tiles_per_head;       // query tiles
+  int32_t longest_tiles_first;  // they are the longest
+  int32_t heads;                // batch * heads_q
+  int32_t heads_per_swizzle;    // heads whose K and V share the L2
 };
 
 }  // namespace flashmoe::sm89

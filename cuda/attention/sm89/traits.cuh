@@ -14,8 +14,8 @@ inline constexpr int kTileInfoBytes = 16;  // a Tile in shared memory
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
-// What a warp owns: see rows.cuh and columns.cuh.
-enum class Scheme { kRows, kColumns };
+// What a warp owns: see split_q.cuh and split_dim_v.cuh.
+enum class Scheme { kSplitQ, kSplitDimV };
 
 // The choices that differ from one head dimension to the next; docs/kernels/attention_sm89.md has
 // the measurements behind the table.
@@ -32,11 +32,11 @@ struct Tuning {
 
 constexpr Tuning tuning(int dim, int dim_v) {
   const int widest = dim > dim_v ? dim : dim_v;
-  if (widest <= 32) return {Scheme::kRows, 4, 2, 64, 3, 32, 1, 3};
-  if (widest <= 64) return {Scheme::kRows, 4, 2, 64, 2, 64, 1, 2};
-  if (widest <= 96) return {Scheme::kRows, 4, 2, 48, 2, 64, 1, 2};
-  if (widest <= 128) return {Scheme::kRows, 4, 2, 48, 2, 0, 1, 2};
-  return {Scheme::kColumns, 4, 1, 64, 1, 64, 4, 2};
+  if (widest <= 32) return {Scheme::kSplitQ, 4, 2, 64, 3, 32, 1, 3};
+  if (widest <= 64) return {Scheme::kSplitQ, 4, 2, 64, 2, 64, 1, 2};
+  if (widest <= 96) return {Scheme::kSplitQ, 4, 2, 48, 2, 64, 1, 2};
+  if (widest <= 128) return {Scheme::kSplitQ, 4, 2, 48, 2, 0, 1, 2};
+  return {Scheme::kSplitDimV, 4, 1, 64, 1, 64, 4, 2};
 }
 
 template <int kDim, int kDimV>
@@ -49,7 +49,7 @@ struct TableTuning {
 template <int kDim, int kDimV>
 struct EightWarpTuning {
   static_assert(kDim == 128 && kDimV == 128);
-  static constexpr Tuning value = {Scheme::kRows, 8, 2, 32, 2, 32, 1, 1};
+  static constexpr Tuning value = {Scheme::kSplitQ, 8, 2, 32, 2, 32, 1, 1};
 };
 
 // A [rows, kDim] tile of 16-bit elements in shared memory. The 16-byte chunks of a row are permuted
@@ -125,7 +125,7 @@ template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kD
 struct Traits;
 
 template <class Element_, int kDim_, int kDimV_, class TuningOf>
-struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kRows>
+struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kSplitQ>
     : CommonTraits<Element_, kDim_, kDimV_, TuningOf> {
   using Common = CommonTraits<Element_, kDim_, kDimV_, TuningOf>;
   using Common::kKBytes;
@@ -152,7 +152,7 @@ struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kRows>
 };
 
 template <class Element_, int kDim_, int kDimV_, class TuningOf>
-struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kColumns>
+struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kSplitDimV>
     : CommonTraits<Element_, kDim_, kDimV_, TuningOf> {
   using Common = CommonTraits<Element_, kDim_, kDimV_, TuningOf>;
   using Common::kKBytes;

@@ -7,8 +7,8 @@
 #include "cuda/attention/sm90/choose.h"
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/fill.h"
+#include "cuda/attention/sm90/l2_swizzle.h"
 #include "cuda/attention/sm90/params.h"
-#include "cuda/attention/sm90/sections.h"
 #include "cuda/attention/tensor_map.h"
 
 namespace flashmoe::sm90 {
@@ -46,7 +46,7 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   plan_launch(*entry, arch, "a", blocks, plan);
   plan->entry = entry;
   plan->tiles_per_head = static_cast<int32_t>(tiles_per_head);
-  plan->heads_per_section = heads_per_section(problem, *entry, tiles_per_head, *facts);
+  plan->heads_per_section = heads_per_swizzle(problem, *entry, tiles_per_head, *facts);
   plan->programmatic = true;  // sm_90a has it whatever made the code
   return FLASHMOE_OK;
 }
@@ -69,24 +69,24 @@ bool encode_maps(const AttentionProblem& p, const Entry& entry, TileParams* para
 void fill_params(const AttentionProblem& p, const AttentionPlan& plan, TileParams* params) {
   fill_tensors(p, params);
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
-  const bool ramp = last_tiles_first(p);
+  const bool ramp = longest_tiles_first(p);
   params->first_row = ramp ? -static_cast<int32_t>(spare_rows(p, entry, plan.tiles_per_head)) : 0;
-  params->last_tiles_first = ramp ? 1 : 0;
-  params->step_shift =
-      static_cast<int32_t>(step_shift(p, entry.tile_k, params->first_row, entry.tile_q));
+  params->longest_tiles_first = ramp ? 1 : 0;
+  params->kv_block_alignment =
+      static_cast<int32_t>(kv_block_alignment(p, entry.tile_k, params->first_row, entry.tile_q));
   const auto divisor = [](int64_t value) { return Divisor::of(static_cast<uint32_t>(value)); };
   const int64_t heads = p.batch * p.heads_q;
-  const int64_t section_heads = plan.heads_per_section;
-  const int64_t section_tiles = section_heads * plan.tiles_per_head;
+  const int64_t swizzle_heads = plan.heads_per_section;
+  const int64_t swizzle_tiles = swizzle_heads * plan.tiles_per_head;
   params->heads = static_cast<int32_t>(heads);
   params->tiles_per_head = plan.tiles_per_head;
-  params->heads_per_section = plan.heads_per_section;
+  params->heads_per_swizzle = plan.heads_per_section;
   params->by_heads_q = divisor(p.heads_q);
   params->by_heads_per_kv = divisor(p.heads_q / p.heads_kv);
-  params->by_heads_per_section = divisor(section_heads);
-  params->by_heads_of_last_section = divisor(heads - (heads - 1) / section_heads * section_heads);
-  params->by_tiles_per_section = divisor(section_tiles);
-  params->turns_per_section = static_cast<int32_t>(section_tiles % plan.info.grid[0]);
+  params->by_heads_per_swizzle = divisor(swizzle_heads);
+  params->by_heads_of_last_swizzle = divisor(heads - (heads - 1) / swizzle_heads * swizzle_heads);
+  params->by_tiles_per_swizzle = divisor(swizzle_tiles);
+  params->slots_per_swizzle = static_cast<int32_t>(swizzle_tiles % plan.info.grid[0]);
 }
 
 flashmoe_status find_params(const AttentionProblem& problem, const AttentionPlan& plan,

@@ -2,17 +2,17 @@
 //
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
 //
-// A block is one producer warpgroup, of which one thread issues the loads, and two or three consumer
-// warpgroups of 64 query rows each. Blocks walk tiles of one head, kTileQ rows at a time, keys from
-// the last to the first: masks are all in the first steps. In a step a consumer issues Q K^T of this
-// step and P V of the one before, and does the softmax of this step while P V runs; consumers take
-// turns in issuing, so that one's softmax also runs under the other's products.
+// A block is one producer warpgroup, of which one thread issues the loads, and two or three
+// consumer warpgroups of 64 query rows each. Blocks walk tiles of one head, kTileQ rows at a time,
+// keys from the last to the first: masks are all in the first steps. In a step a consumer issues Q
+// K^T of this step and P V of the one before, and does the softmax of this step while P V runs;
+// consumers take turns in issuing, so that one's softmax also runs under the other's products.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/attention/row_alone.cuh"
+#include "cuda/attention/masked_row_fallback.cuh"
 #include "cuda/attention/sm90/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/numeric/tanh.cuh"
@@ -29,11 +29,11 @@
 namespace flashmoe::sm90 {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
-// Where offsets are looked at, one is raised if a score exceeds it by more than this power of two: less
-// is not worth touching the accumulators.
+// Where row maxima are looked at, one is raised if a score exceeds it by more than this power of
+// two: less is not worth touching the accumulators.
 inline constexpr float kLazyBits = 8.0f;
-// What the probabilities of a step that a lane holds of a row may add up to under an offset from before:
-// more, and one of them may be beyond what fp16 holds.
+// What the probabilities of a step that a lane holds of a row may add up to under a maximum from
+// before: more, and one of them may be beyond what fp16 holds.
 inline constexpr float kMostOfAStep = 16384.0f;
 inline constexpr int kOrderBarrier = 1;  // named barriers: one for each consumer
 inline constexpr int kStoreBarrier = 5;  // and another
@@ -83,7 +83,8 @@ struct Cursor {
   }
 };
 
-// Begins to load the keys or values of the step that begins at `key`. Those before key 0 come as zeros.
+// Begins to load the keys or values of the step that begins at `key`. Those before key 0 come as
+// zeros.
 template <class Traits, int kBoxes>
 __device__ __forceinline__ void load_step(const CUtensorMap& map, const Repeats& repeats,
                                           const TileOf<Traits>& tile, int key, uint32_t to,
@@ -96,8 +97,8 @@ __device__ __forceinline__ void load_step(const CUtensorMap& map, const Repeats&
   }
 }
 
-// Begins to load the rows of a portion's groups, as far as these have any, for each query those of all its
-// packed heads.
+// Begins to load the rows of a portion's groups, as far as these have any, for each query those of
+// all its packed heads.
 template <class Traits>
 __device__ __forceinline__ void load_packed_q(const SplitParams& params, const TilePart& tile,
                                               int portion, uint32_t to, uint32_t full) {
@@ -161,9 +162,9 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
   const auto wait_for_room = [&](int portion) {
     ptx::mbarrier_wait(barriers.q_empty(q_cursor.stage, portion), q_cursor.parity ^ 1);
   };
-  // In the order of use: V of a step after K of the next, be that another tile's. Where there is one Q, it
-  // waits longer than K.
-  WalkOf<Traits> walk(params);
+  // In the order of use: V of a step after K of the next, be that another tile's. Where there is
+  // one Q, it waits longer than K.
+  SchedulerOf<Traits> scheduler(params);
   Tile last_tile;
   int last_key = 0;
   bool pending = false;  // V of last_tile's last step
@@ -172,7 +173,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
     if (pending) load_v(last_tile, last_key);
     pending = false;
   };
-  for (Tile tile; walk.next(&tile);) {
+  for (Tile tile; scheduler.next(&tile);) {
     const Steps<Traits> steps = steps_of_tile<Traits>(params, tile);
     const bool any = steps.end > 0;
     const int begin = steps.end - Traits::kStepKeys;
@@ -203,21 +204,23 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
   }
 }
 
-// One row of the scores' statistics for each half of a thread's fragment: rows lane / 4 and eight on.
+// One row of the scores' statistics for each half of a thread's fragment: rows lane / 4 and eight
+// on.
 struct RowStatistics {
-  float sum[2];     // of this lane's columns
-  float offset[2];  // log2
+  float sum[2];      // of this lane's columns
+  float row_max[2];  // log2
 
   __device__ __forceinline__ void reset() {
     sum[0] = sum[1] = 0.0f;
-    offset[0] = offset[1] = kNoOffset;
+    row_max[0] = row_max[1] = kNoRowMax;
   }
 
-  // Raises the offsets that the scores have outgrown. `factor` is what the accumulators of a row are to
-  // be multiplied by. A NaN among the scores raises the offset to NaN, and with it the whole row.
+  // Raises the row maxima that the scores have outgrown. `factor` is what the accumulators of a row
+  // are to be multiplied by. A NaN among the scores raises the maximum to NaN, and with it the
+  // whole row.
   template <int kScores>
-  __device__ __forceinline__ void raise(const float (&scores)[kScores], float scale_log2,
-                                        float (&factor)[2]) {
+  __device__ __forceinline__ void rescale(const float (&scores)[kScores], float scale_log2,
+                                          float (&factor)[2]) {
     constexpr int kChains = 4;  // of dependent maxima
     float tops[2][kChains];
 #pragma unroll
@@ -235,10 +238,10 @@ struct RowStatistics {
                                    numeric::max_nan(tops[half][2], tops[half][3]));
       top = numeric::max_nan(top, __shfl_xor_sync(kFullWarp, top, 1));
       top = numeric::max_nan(top, __shfl_xor_sync(kFullWarp, top, 2));
-      const bool stays = excess(top, scale_log2, offset[half]) <= kLazyBits;
-      const float raised = stays ? offset[half] : offset_of(top, scale_log2);
-      factor[half] = numeric::exp2_approx(offset[half] - raised);
-      offset[half] = raised;
+      const bool stays = excess(top, scale_log2, row_max[half]) <= kLazyBits;
+      const float new_max = stays ? row_max[half] : row_max_of(top, scale_log2);
+      factor[half] = numeric::exp2_approx(row_max[half] - new_max);
+      row_max[half] = new_max;
       sum[half] *= factor[half];
     }
   }
@@ -251,7 +254,7 @@ struct RowStatistics {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const int half = (i / 2) % 2;
-      scores[i] = numeric::exp2_approx(excess(scores[i], scale_log2, offset[half]));
+      scores[i] = numeric::exp2_approx(excess(scores[i], scale_log2, row_max[half]));
       sums[half][i % 2] += scores[i];
     }
     step[0] = sums[0][0] + sums[0][1];
@@ -263,35 +266,36 @@ struct RowStatistics {
     sum[1] += step[1];
   }
 
-  // Whether the offsets are too low for probabilities with these sums. A row whose offset is NaN stays as
-  // it is.
+  // Whether the maxima are too low for probabilities with these sums. A row whose maximum is NaN
+  // stays as it is.
   __device__ __forceinline__ bool outgrown(const float (&step)[2]) const {
-    return (!(step[0] <= kMostOfAStep) && offset[0] == offset[0]) ||
-           (!(step[1] <= kMostOfAStep) && offset[1] == offset[1]);
+    return (!(step[0] <= kMostOfAStep) && row_max[0] == row_max[0]) ||
+           (!(step[1] <= kMostOfAStep) && row_max[1] == row_max[1]);
   }
 };
 
 // Computes a row of the output anew, by a warp; its log-sum-exp.
 template <class Traits>
-__device__ __forceinline__ float compute_lone_row(const SplitParams& params, int batch, int head,
-                                                  int query) {
+__device__ __forceinline__ float masked_row_fallback_of(const SplitParams& params, int batch,
+                                                        int head, int query) {
   const int head_kv = head / params.heads_per_kv;
-  LoneRow lone;
-  lone.q = params.q_data + batch * params.q_strides.batch + head * params.q_strides.head +
-           query * params.q_strides.seq;
-  lone.k = params.k_data + batch * params.k_strides.batch + head_kv * params.k_strides.head;
-  lone.v = params.v_data + batch * params.v_strides.batch + head_kv * params.v_strides.head;
-  lone.k_stride = params.k_strides.seq;
-  lone.v_stride = params.v_strides.seq;
-  lone.dim = params.dim;
-  lone.dim_v = params.dim_v;
-  lone.cap_ratio = params.cap_ratio;
-  lone.first_key = first_key(params, query);
-  lone.keys = end_key(params, query);
+  FallbackRow fallback;
+  fallback.q = params.q_data + batch * params.q_strides.batch + head * params.q_strides.head +
+               query * params.q_strides.seq;
+  fallback.k = params.k_data + batch * params.k_strides.batch + head_kv * params.k_strides.head;
+  fallback.v = params.v_data + batch * params.v_strides.batch + head_kv * params.v_strides.head;
+  fallback.k_stride = params.k_strides.seq;
+  fallback.v_stride = params.v_strides.seq;
+  fallback.dim = params.dim;
+  fallback.dim_v = params.dim_v;
+  fallback.cap_ratio = params.cap_ratio;
+  fallback.first_key = first_key(params, query);
+  fallback.keys = end_key(params, query);
   uint16_t* out_row = params.out_data + batch * params.out_strides.batch +
                       head * params.out_strides.head + query * params.out_strides.seq;
-  return compute_row_alone<typename Traits::Element, Traits::kDimV>(
-      lone, params.scale_log2, [&](int column, uint16_t element) { out_row[column] = element; });
+  return masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+      fallback, params.scale_log2,
+      [&](int column, uint16_t element) { out_row[column] = element; });
 }
 
 // The state of a consumer warpgroup.
@@ -325,7 +329,7 @@ struct Consumer {
   uint32_t p[kSlices][4];
   float out[kOutputs];
   bool add = false;  // out holds something
-  // This warp has written rows that are to be computed alone. They hold an infinity or a NaN.
+  // This warp has written rows that need the fallback. They hold an infinity or a NaN.
   bool suspect = false;
 
   __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
@@ -383,8 +387,8 @@ struct Consumer {
     }
   }
 
-  // Of this thread's keys of a step, 2 (lane % 4) + 8 i and the one behind it, as many as lie before
-  // `end`, as the lowest bits.
+  // Of this thread's keys of a step, 2 (lane % 4) + 8 i and the one behind it, as many as lie
+  // before `end`, as the lowest bits.
   static __device__ __forceinline__ uint32_t keys_before(int end, int lane) {
     const int within = max(0, end - 2 * (lane % 4));
     const int keys = within / 8 * 2 + min(within % 8, 2);
@@ -484,8 +488,9 @@ struct Consumer {
     }
   }
 
-  // Waits for P V. ptxas would have this wait before the exponentials, which should run under P V: it
-  // does not move across a branch that depends on all of them, through their sums, and is never taken.
+  // Waits for P V. ptxas would have this wait before the exponentials, which should run under P V:
+  // it does not move across a branch that depends on all of them, through their sums, and is never
+  // taken.
   __device__ __forceinline__ void wait_for_values(const float (&sums)[2]) {
     if (__any_sync(kFullWarp, sums[0] + sums[1] < 0.0f)) __trap();
     ptx::wgmma_wait<0>();
@@ -493,9 +498,9 @@ struct Consumer {
     release_v();
   }
 
-  // Q K^T of the first kKeys keys of a tile's first step, of which no row of the group sees more, and with
-  // kClose the last P V of the tile before it. Who calls chooses kKeys by a branch around all of the
-  // step's products: one between them makes ptxas serialise them.
+  // Q K^T of the first kKeys keys of a tile's first step, of which no row of the group sees more,
+  // and with kClose the last P V of the tile before it. Who calls chooses kKeys by a branch around
+  // all of the step's products: one between them makes ptxas serialise them.
   template <bool kClose, int kKeys>
   __device__ __forceinline__ void first_products() {
     float of_keys[kKeys / 2];
@@ -511,8 +516,8 @@ struct Consumer {
     for (int i = 0; i < kScores; ++i) scores[i] = i < kKeys / 2 ? of_keys[i] : -INFINITY;
   }
 
-  // The first step of a tile. With kClose, the last P V of the tile before it runs under the softmax, and
-  // that tile is written out.
+  // The first step of a tile. With kClose, the last P V of the tile before it runs under the
+  // softmax, and that tile is written out.
   template <bool kClose>
   __device__ __forceinline__ void first_step(int group_row, int key, bool masked, bool last,
                                              bool narrow) {
@@ -531,7 +536,7 @@ struct Consumer {
     float sums[2];
     cap_and_mask(group_row, key, masked);
     statistics.reset();
-    statistics.raise(scores, params.scale_log2, factor);
+    statistics.rescale(scores, params.scale_log2, factor);
     statistics.exponentiate(scores, params.scale_log2, sums);
     statistics.add(sums);
     if (kClose) {
@@ -542,8 +547,8 @@ struct Consumer {
     open = true;
   }
 
-  // Q K^T of a step, P V of the one before, and the softmax of this one under it. Offsets are taken to
-  // hold; the sums show where they do not, and the scores are computed again then.
+  // Q K^T of a step, P V of the one before, and the softmax of this one under it. Row maxima are
+  // taken to hold; the sums show where they do not, and the scores are computed again then.
   __device__ __forceinline__ void next_step(int group_row, int key, bool masked, bool last) {
     wait_for_k();
     take_turn();
@@ -563,7 +568,7 @@ struct Consumer {
       float factor[2];
       compute_scores_again();
       cap_and_mask(group_row, key, masked);
-      statistics.raise(scores, params.scale_log2, factor);
+      statistics.rescale(scores, params.scale_log2, factor);
       statistics.exponentiate(scores, params.scale_log2, sums);
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) out[i] *= factor[(i / 2) % 2];
@@ -604,7 +609,8 @@ struct Consumer {
       if (open && at_once) close(tile - 1);
       if (first_row == kNoTile) break;
       compute(group_row, steps, own);
-      // A block has few tiles: that the next one's products run meanwhile is not worth its registers.
+      // A block has few tiles: that the next one's products run meanwhile is not worth its
+      // registers.
       if (Traits::kSplit && open) close(tile);
       q_cursor.step();
       ++tile;
@@ -614,15 +620,16 @@ struct Consumer {
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
       if (suspect) {
         ptx::fence_proxy_async();
-        TileWalk<Traits> walk(params);
-        for (Tile written; walk.next(&written);) repair(written);
+        TileScheduler<Traits> scheduler(params);
+        for (Tile written; scheduler.next(&written);) repair(written);
       }
     } else {
-      // Without a barrier here, and one after what only some lanes store, ptxas serialises the products.
+      // Without a barrier here, and one after what only some lanes store, ptxas serialises the
+      // products.
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
       if (suspect) {
-        PartWalk<Traits> walk(params);
-        for (Tile written; walk.next(&written);) {
+        SplitTileScheduler<Traits> scheduler(params);
+        for (Tile written; scheduler.next(&written);) {
           if (written.place == kWholeTile) repair_packed(written);
         }
       }
@@ -631,7 +638,7 @@ struct Consumer {
 
   __device__ __forceinline__ Steps<Traits> own_steps(int first_row, int group_row,
                                                      const Steps<Traits>& steps) const {
-    const int shift = step_shift_of_tile<Traits>(params, first_row);
+    const int shift = kv_block_alignment_of_tile<Traits>(params, first_row);
     if constexpr (Traits::kSplit) {
       Steps<Traits> own(params, group_row, params.queries_per_group, shift);
       own.end = group < params.groups_per_tile ? min(own.end, steps.end) : 0;
@@ -719,21 +726,22 @@ struct Consumer {
            row * params.lse_strides.seq;
   }
 
-  // Computes the rows of this warp that came out with an infinity or a NaN alone, one at a time. After the
-  // last tile, when the accumulators' registers are free: inside the loop this would make it spill.
+  // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time.
+  // After the last tile, when the accumulators' registers are free: inside the loop this would make
+  // it spill.
   __device__ __forceinline__ void repair(const Tile& tile) const {
     const int lane = lane_index();
     const int first_row = tile.first_row + group * kRowsPerGroup + warp_of_group() * 16;
-    LoneRow lone;
-    lone.k =
+    FallbackRow fallback;
+    fallback.k =
         params.k_data + tile.batch * params.k_strides.batch + tile.head_kv * params.k_strides.head;
-    lone.v =
+    fallback.v =
         params.v_data + tile.batch * params.v_strides.batch + tile.head_kv * params.v_strides.head;
-    lone.k_stride = params.k_strides.seq;
-    lone.v_stride = params.v_strides.seq;
-    lone.dim = params.dim;
-    lone.dim_v = params.dim_v;
-    lone.cap_ratio = params.cap_ratio;
+    fallback.k_stride = params.k_strides.seq;
+    fallback.v_stride = params.v_strides.seq;
+    fallback.dim = params.dim;
+    fallback.dim_v = params.dim_v;
+    fallback.cap_ratio = params.cap_ratio;
     for (int row = max(first_row, 0); row < min(first_row + 16, params.seq_q); ++row) {
       uint16_t* out_row = params.out_data + tile.batch * params.out_strides.batch +
                           tile.head * params.out_strides.head + row * params.out_strides.seq;
@@ -742,12 +750,12 @@ struct Consumer {
         wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
       }
       if (!__any_sync(kFullWarp, wrong)) continue;
-      lone.q = params.q_data + tile.batch * params.q_strides.batch +
-               tile.head * params.q_strides.head + row * params.q_strides.seq;
-      lone.first_key = first_key(params, row);
-      lone.keys = end_key(params, row);
-      const float lse = compute_row_alone<Element, Traits::kDimV>(
-          lone, params.scale_log2,
+      fallback.q = params.q_data + tile.batch * params.q_strides.batch +
+                   tile.head * params.q_strides.head + row * params.q_strides.seq;
+      fallback.first_key = first_key(params, row);
+      fallback.keys = end_key(params, row);
+      const float lse = masked_row_fallback<Element, Traits::kDimV>(
+          fallback, params.scale_log2,
           [&](int column, uint16_t element) { out_row[column] = element; });
       if (params.lse != nullptr && lane == 0) *lse_of(tile, row) = lse;
     }
@@ -767,7 +775,7 @@ struct Consumer {
         wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
       }
       if (!__any_sync(kFullWarp, wrong)) continue;
-      const float lse = compute_lone_row<Traits>(params, of.batch, row.head, row.query);
+      const float lse = masked_row_fallback_of<Traits>(params, of.batch, row.head, row.query);
       if (params.lse != nullptr && lane == 0) {
         params.lse[of.batch * params.lse_strides.batch + row.head * params.lse_strides.head +
                    row.query * params.lse_strides.seq] = lse;
@@ -789,8 +797,8 @@ struct Consumer {
     return static_cast<int64_t>(of.place) * Traits::kTileQ + group * kRowsPerGroup + row;
   }
 
-  // Leaves this warp's part of the tile in the workspace. Two columns at a time: stores of four, of whatever
-  // columns, would want the accumulators in other registers than wgmma does.
+  // Leaves this warp's part of the tile in the workspace. Two columns at a time: stores of four, of
+  // whatever columns, would want the accumulators in other registers than wgmma does.
   __device__ __forceinline__ void leave_part(const Tile& of,
                                              const RowStatistics& statistics_of_tile) {
     const int lane = lane_index();
@@ -801,7 +809,7 @@ struct Consumer {
       if (!packed_row(of, row).exists) continue;
       const int64_t place = place_of(of, row);
       if (lane % 4 == 0) {
-        params.part_statistics[place] = make_float2(statistics_of_tile.offset[half], total);
+        params.part_statistics[place] = make_float2(statistics_of_tile.row_max[half], total);
       }
       auto* part =
           reinterpret_cast<float2*>(params.part_outs + place * Traits::kUnitsPerRow) + lane % 4;
@@ -813,9 +821,9 @@ struct Consumer {
     __syncwarp();
   }
 
-  // What the accumulators of a row with this sum are to be multiplied by. A row that sees no key is 0 by
-  // definition, one of nothing but -inf scores 0 / 0 = NaN. One that was rounded away is left with infinities
-  // and NaNs, by which `repair` finds it.
+  // What the accumulators of a row with this sum are to be multiplied by. A row that sees no key is
+  // 0 by definition, one of nothing but -inf scores 0 / 0 = NaN. One that was rounded away is left
+  // with infinities and NaNs, by which `repair` finds it.
   __device__ __forceinline__ static float factor_of(bool sees_keys, bool rounded_away,
                                                     float total) {
     if (!sees_keys) return 0.0f;
@@ -826,7 +834,7 @@ struct Consumer {
   __device__ __forceinline__ void write_rows(const Tile& of,
                                              const RowStatistics& statistics_of_tile) {
     const int lane = lane_index();
-    bool alone = false;
+    bool fallback = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float total = add_lanes(statistics_of_tile.sum[half]);
@@ -836,10 +844,10 @@ struct Consumer {
       if (params.lse != nullptr && lane % 4 == 0) {
         params.lse[of.batch * params.lse_strides.batch + row.head * params.lse_strides.head +
                    row.query * params.lse_strides.seq] =
-            sees_keys ? (statistics_of_tile.offset[half] + __log2f(total)) * kLn2 : -INFINITY;
+            sees_keys ? (statistics_of_tile.row_max[half] + __log2f(total)) * kLn2 : -INFINITY;
       }
       const bool rounded_away =
-          sees_keys && is_rounded_away(statistics_of_tile.offset[half], total);
+          sees_keys && is_rounded_away(statistics_of_tile.row_max[half], total);
       const float factor = factor_of(sees_keys, rounded_away, total);
       uint16_t* out_row = params.out_data + of.batch * params.out_strides.batch +
                           row.head * params.out_strides.head + row.query * params.out_strides.seq +
@@ -854,11 +862,11 @@ struct Consumer {
         *reinterpret_cast<uint32_t*>(out_row + 8 * j) = packed;
       }
       // A NaN of the sum is one of the keys that the row sees.
-      alone = alone || rounded_away ||
-              (params.masked && total == total && numeric::any_nonfinite<Element>(gathered));
+      fallback = fallback || rounded_away ||
+                 (params.masked && total == total && numeric::any_nonfinite<Element>(gathered));
     }
     __syncwarp();
-    suspect = suspect || __any_sync(kFullWarp, alone);
+    suspect = suspect || __any_sync(kFullWarp, fallback);
   }
 
   // The rows of this warp see no key of the part.
@@ -903,7 +911,7 @@ struct Consumer {
     const int group_row = tile.first_row + group * kRowsPerGroup;
     float factor[2];
     bool expected[2];  // to be finite, if V is
-    bool alone = false;
+    bool fallback = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = group_row + warp * 16 + lane / 4 + 8 * half;
@@ -914,12 +922,12 @@ struct Consumer {
       const bool exists = row < params.seq_q;
       if (params.lse != nullptr && lane % 4 == 0 && exists) {
         *lse_of(tile, row) =
-            sees_keys ? (statistics_of_tile.offset[half] + __log2f(total)) * kLn2 : -INFINITY;
+            sees_keys ? (statistics_of_tile.row_max[half] + __log2f(total)) * kLn2 : -INFINITY;
       }
       const bool rounded_away =
-          sees_keys && exists && is_rounded_away(statistics_of_tile.offset[half], total);
+          sees_keys && exists && is_rounded_away(statistics_of_tile.row_max[half], total);
       factor[half] = factor_of(sees_keys, rounded_away, total);
-      alone = alone || rounded_away;
+      fallback = fallback || rounded_away;
       // A NaN of the sum is one of the keys that the row sees.
       expected[half] = params.masked && exists && total == total;
     }
@@ -962,14 +970,14 @@ struct Consumer {
         ptx::tma_store_commit();
       }
     }
-    alone = alone || (expected[0] && numeric::any_nonfinite<Element>(gathered[0])) ||
-            (expected[1] && numeric::any_nonfinite<Element>(gathered[1]));
-    suspect = suspect || __any_sync(kFullWarp, alone);
+    fallback = fallback || (expected[0] && numeric::any_nonfinite<Element>(gathered[0])) ||
+               (expected[1] && numeric::any_nonfinite<Element>(gathered[1]));
+    suspect = suspect || __any_sync(kFullWarp, fallback);
   }
 };
 
-// Rows of Q that do not exist, nor are loaded, are 0: with anything else their scores might be computed again
-// and again.
+// Rows of Q that do not exist, nor are loaded, are 0: with anything else their scores might be
+// computed again and again.
 template <class Traits>
 __device__ __forceinline__ void clear_missing_rows(const SplitParams& params,
                                                    unsigned char* memory) {
@@ -1022,14 +1030,15 @@ __device__ __forceinline__ void compute_tiles(const ParamsOf<Traits>& params) {
   if constexpr (Traits::kSplit)
     clear_missing_rows<Traits>(params, raw + (shared - shared_of_block));
   __syncthreads();
-  // No tensor has been touched so far. The next kernel's blocks may start as soon as this one's leave
-  // them room.
+  // No tensor has been touched so far. The next kernel's blocks may start as soon as this one's
+  // leave them room.
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 
   const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
-  // Asked by the thread, ptxas puts the producer's code first: nothing starts without its loads, and behind
-  // other kernels code has to come from the memory. With split keys the producer would then spill.
+  // Asked by the thread, ptxas puts the producer's code first: nothing starts without its loads,
+  // and behind other kernels code has to come from the memory. With split keys the producer would
+  // then spill.
   const bool consumes = Traits::kSplit ? group != 0 : thread >= kThreadsPerGroup;
   if (consumes) {
     ptx::take_registers<Traits::kConsumerRegisters>();

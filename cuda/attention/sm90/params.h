@@ -8,8 +8,8 @@
 
 namespace flashmoe::sm90 {
 
-// What a coordinate of a batch or head is multiplied by: 0 where the view repeats one of them, which its
-// map then holds once.
+// What a coordinate of a batch or head is multiplied by: 0 where the view repeats one of them,
+// which its map then holds once.
 struct Repeats {
   int32_t batch;
   int32_t head;
@@ -30,7 +30,7 @@ struct Params {
   float* lse;  // [batch, heads_q, seq_q] or nullptr
   RowStrides lse_strides;
 
-  // What the maps are of, for rows that are computed alone.
+  // What the maps are of, for rows that need the fallback.
   const uint16_t* q_data;
   const uint16_t* k_data;
   const uint16_t* v_data;
@@ -46,67 +46,66 @@ struct Params {
   int32_t seq_k;
   int32_t heads_q;
   int32_t heads_per_kv;
-  // Query i sees the keys from i + left_offset to i + right_offset, as far as there are such keys. An
-  // absent bound lies beyond all of them; row + offset + 1 fits.
+  // Query i sees the keys from i + left_offset to i + right_offset, as far as there are such keys.
+  // An absent bound lies beyond all of them; row + offset + 1 fits.
   int32_t left_offset;
   int32_t right_offset;
-  int32_t masked;         // some row does not see every key
-  int32_t bounded_right;  // right_offset is a bound
-  int32_t
-      step_shift;  // of all tiles, where steps have as many keys as groups have rows, or twice that
-  float scale_log2;  // scale * log2(e); with a softcap softcap * log2(e)
-  float cap_ratio;   // scale / softcap; 0 without
+  int32_t masked;              // some row does not see every key
+  int32_t bounded_right;       // right_offset is a bound
+  int32_t kv_block_alignment;  // of all tiles, where steps have as many keys as groups have rows,
+                               // or twice that
+  float scale_log2;            // scale * log2(e); with a softcap softcap * log2(e)
+  float cap_ratio;             // scale / softcap; 0 without
 
-  int32_t tiles_per_head;     // query tiles
-  int32_t first_row;          // of the first tile: 0, or whole groups of rows before it
-  int32_t last_tiles_first;   // they are the longest
-  int32_t heads;              // batch * heads_q
-  int32_t heads_per_section;  // heads whose tiles are taken together
+  int32_t tiles_per_head;       // query tiles
+  int32_t first_row;            // of the first tile: 0, or whole groups of rows before it
+  int32_t longest_tiles_first;  // they are the longest
+  int32_t heads;                // batch * heads_q
+  int32_t heads_per_swizzle;    // heads whose tiles are taken together: the L2 swizzle
 };
 
-// Those of a kernel whose blocks walk tiles of one head: what these are found by, from their positions. The
-// first loads wait for it.
+// Those of a kernel whose blocks walk tiles of one head: what these are found by, from their
+// positions. The first loads wait for it.
 struct TileParams : Params {
   Divisor by_heads_q;
   Divisor by_heads_per_kv;
-  Divisor by_heads_per_section;
-  Divisor by_heads_of_last_section;
-  Divisor by_tiles_per_section;
-  int32_t turns_per_section;  // its tiles modulo the number of blocks
+  Divisor by_heads_per_swizzle;
+  Divisor by_heads_of_last_swizzle;
+  Divisor by_tiles_per_swizzle;
+  int32_t slots_per_swizzle;  // its tiles modulo the number of blocks
 };
 
-// Where a block's share of the steps of all tiles begins, with the tiles of a head laid end to end, and the
-// heads.
-struct ShareStart {
+// Where a block's range of the steps of all tiles begins, with the tiles of a head laid end to end,
+// and the heads.
+struct StreamKStart {
   int32_t tile;
   int32_t step;   // behind the tile's first one: above 0 the block before has the others
   int32_t place;  // in the workspace, in parts, of what begins here; only of steps above 0
 };
 
 // A GH100 has no more multiprocessors.
-inline constexpr int kMostShares = 144;
+inline constexpr int kMostStreamKBlocks = 144;
 
-// Those of a kernel whose tiles hold rows of all query heads of a KV head, and whose blocks take shares of all
-// tiles' steps. A warpgroup has queries_per_group queries of packed_heads heads each: row r is query
-// r / packed_heads and head r % packed_heads of them; what is left of its 64 rows does not exist. A KV head
-// of more query heads has several chunks of packed_heads.
+// Those of a kernel whose tiles hold rows of all query heads of a KV head, and whose blocks take
+// ranges of all tiles' steps (stream-K). A warpgroup has queries_per_group queries of packed_heads
+// heads each: row r is query r / packed_heads and head r % packed_heads of them; what is left of
+// its 64 rows does not exist. A KV head of more query heads has several chunks of packed_heads.
 //
-// In Params q is then a map over [dim, query heads of a KV head, seq, KV heads, batch], in boxes of a
-// warpgroup's rows, out is not used, and `heads` are those whose rows tiles hold, batch * heads_kv * chunks,
-// each with `tiles_per_head` tiles of their queries.
+// In Params q is then a map over [dim, query heads of a KV head, seq, KV heads, batch], in boxes of
+// a warpgroup's rows, out is not used, and `heads` are those whose rows tiles hold, batch *
+// heads_kv * chunks, each with `tiles_per_head` tiles of their queries.
 struct SplitParams : Params {
-  // The workspace: what each part of a tile that several blocks share has of the output, [places, rows of a
-  // tile, units], and offset and sum of each row, [places, rows]. A tile's parts follow one another. An
-  // offset of -inf: none of the output was written, as no key of the part is seen. Of rows that do not exist
-  // neither is written.
+  // The workspace: what each part of a tile that several blocks share has of the output, [places,
+  // rows of a tile, units], and row maximum and sum of each row, [places, rows]. A tile's parts
+  // follow one another. A row maximum of -inf: none of the output was written, as no key of the
+  // part is seen. Of rows that do not exist neither is written.
   float4* part_outs;
   float2* part_statistics;
 
-  int32_t
-      shares;  // blocks, of which `starts` has the shares; 0: blocks take whole tiles, in rounds
+  // Blocks of which `starts` has the ranges; 0: blocks take whole tiles, in rounds.
+  int32_t stream_k_blocks;
   int32_t packed_heads;
-  int32_t
-      packed_heads_reciprocal;  // 2^16 / packed_heads, rounded up: exact for the rows of a group
+  int32_t packed_heads_reciprocal;  // 2^16 / packed_heads, up: exact for the rows of a group
   int32_t queries_per_group;
   int32_t groups_per_tile;  // warpgroups that have rows
   int32_t heads_kv;
@@ -118,12 +117,12 @@ struct SplitParams : Params {
   // Of the second kernel, which takes the tiles that have parts, row by row.
   int32_t cut_tiles;
   int32_t rows;  // of each
-  int32_t sum_workers_log2;
+  int32_t combine_workers_log2;
 
-  ShareStart
-      starts[kMostShares + 1];  // behind the last the end of all tiles, and one place too many
-  // Of each tile that has parts the first start inside it; behind the last, `shares`.
-  int16_t cuts[kMostShares + 1];
+  // Behind the last the end of all tiles, and one place too many.
+  StreamKStart starts[kMostStreamKBlocks + 1];
+  // Of each tile that has parts the first start inside it; behind the last, `stream_k_blocks`.
+  int16_t cuts[kMostStreamKBlocks + 1];
 };
 
 static_assert(sizeof(SplitParams) <= 4096, "a kernel has 4 KiB of parameters everywhere");

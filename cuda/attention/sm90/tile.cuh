@@ -3,16 +3,17 @@
 
 #include <type_traits>
 
+#include "cuda/attention/sm90/kv_block_alignment.h"
 #include "cuda/attention/sm90/params.h"
-#include "cuda/attention/sm90/step_shift.h"
 #include "cuda/attention/sm90/traits.cuh"
 
 namespace flashmoe::sm90 {
 
 inline constexpr int kNoTile = -(1 << 30);
 
-// A query tile. The producer works it out and leaves it in shared memory with its Q. Tiles of unequal
-// length come longest first, inside sections of heads whose keys and values fit the L2 together.
+// A query tile. The producer works it out and leaves it in shared memory with its Q. Tiles of
+// unequal length come longest first, inside groups of heads whose keys and values fit the L2
+// together (L2 swizzle).
 struct alignas(16) Tile {
   int batch;
   int head;
@@ -21,18 +22,18 @@ struct alignas(16) Tile {
 
   template <class Traits>
   static __device__ __forceinline__ Tile at(const TileParams& params, int position) {
-    const int section = params.by_tiles_per_section.quotient(position);
-    const int rank = position - section * params.by_tiles_per_section.number();
-    const int first_head = section * params.heads_per_section;
-    const bool last = params.heads - first_head <= params.heads_per_section;
-    const Divisor& heads = last ? params.by_heads_of_last_section : params.by_heads_per_section;
+    const int swizzle = params.by_tiles_per_swizzle.quotient(position);
+    const int rank = position - swizzle * params.by_tiles_per_swizzle.number();
+    const int first_head = swizzle * params.heads_per_swizzle;
+    const bool last = params.heads - first_head <= params.heads_per_swizzle;
+    const Divisor& heads = last ? params.by_heads_of_last_swizzle : params.by_heads_per_swizzle;
     const int tile = heads.quotient(rank);
     const int head = first_head + rank - tile * heads.number();
     Tile result;
     result.batch = params.by_heads_q.quotient(head);
     result.head = head - result.batch * params.heads_q;
     result.head_kv = params.by_heads_per_kv.quotient(result.head);
-    const int tile_of_head = params.last_tiles_first ? params.tiles_per_head - 1 - tile : tile;
+    const int tile_of_head = params.longest_tiles_first ? params.tiles_per_head - 1 - tile : tile;
     result.first_row = params.first_row + tile_of_head * Traits::kTileQ;
     return result;
   }
@@ -40,8 +41,8 @@ struct alignas(16) Tile {
 
 static_assert(sizeof(Tile) == kTileInfoBytes);
 
-// Query row `row` sees the keys from first_key to before end_key, none if that is not behind. Neither
-// decreases with the row.
+// Query row `row` sees the keys from first_key to before end_key, none if that is not behind.
+// Neither decreases with the row.
 __device__ __forceinline__ int first_key(const Params& params, int row) {
   return max(0, row + params.left_offset);
 }
@@ -49,19 +50,19 @@ __device__ __forceinline__ int end_key(const Params& params, int row) {
   return max(0, min(params.seq_k, row + params.right_offset + 1));
 }
 
-// step_shift of a tile of so many queries.
+// kv_block_alignment of a tile of so many queries.
 template <class Traits>
-__device__ __forceinline__ int step_shift(const Params& params, int first_row, int rows) {
+__device__ __forceinline__ int kv_block_alignment(const Params& params, int first_row, int rows) {
   constexpr int kKeys = Traits::kStepKeys;
   constexpr bool kWholeGroups = kKeys % kRowsPerGroup == 0;
-  if constexpr (kWholeGroups && !Traits::kSplit) return params.step_shift;
+  if constexpr (kWholeGroups && !Traits::kSplit) return params.kv_block_alignment;
   static_assert(kWholeGroups ||
                 (kKeys > kRowsPerGroup && Traits::kConsumers == 2 && !Traits::kSplit));
-  return step_shift(kKeys, first_row, rows, params.bounded_right != 0, params.right_offset);
+  return kv_block_alignment(kKeys, first_row, rows, params.bounded_right != 0, params.right_offset);
 }
 
-// The steps that some rows need, by their keys: from the first step's first one to behind the last one's last.
-// Both 0 where there are no such rows, or where they see no key.
+// The steps that some rows need, by their keys: from the first step's first one to behind the last
+// one's last. Both 0 where there are no such rows, or where they see no key.
 template <class Traits>
 struct Steps {
   int first;  // may be below 0, where there are no keys
@@ -79,23 +80,23 @@ struct Steps {
   }
 };
 
-// The tiles of this block, one after another. Blocks take tiles in rounds, and every other round runs
-// backwards: whoever had the longest tile of one has the shortest of the next. Where they differ that
-// begins anew with each section, whose tiles get shorter and shorter.
+// The tiles of this block, one after another. Blocks take tiles in rounds, and every other round
+// runs backwards: whoever had the longest tile of one has the shortest of the next. Where they
+// differ that begins anew with each swizzle group, whose tiles get shorter and shorter.
 template <class Traits>
-class TileWalk {
+class TileScheduler {
  public:
-  explicit __device__ __forceinline__ TileWalk(const TileParams& params) : params_(params) {}
+  explicit __device__ __forceinline__ TileScheduler(const TileParams& params) : params_(params) {}
 
   // False when there are no more.
   __device__ __forceinline__ bool next(Tile* tile) {
     const int blocks = static_cast<int>(gridDim.x);
     const int tiles = params_.tiles_per_head * params_.heads;
-    const int section = params_.last_tiles_first ? params_.by_tiles_per_section.number() : tiles;
+    const int swizzle = params_.longest_tiles_first ? params_.by_tiles_per_swizzle.number() : tiles;
     while (first_ < tiles) {
-      const int end = min(first_ + section, tiles);
+      const int end = min(first_ + swizzle, tiles);
       while (round_ < end) {
-        const int position = round_ + (forwards_ ? turn_ : blocks - 1 - turn_);
+        const int position = round_ + (forwards_ ? slot_ : blocks - 1 - slot_);
         round_ += blocks;
         forwards_ = !forwards_;
         if (position < end) {
@@ -103,30 +104,32 @@ class TileWalk {
           return true;
         }
       }
-      first_ += section;
+      first_ += swizzle;
       round_ = first_;
       forwards_ = true;
-      // Behind the block that had this one's end: sections may hold fewer tiles than there are blocks.
-      turn_ -= params_.turns_per_section;
-      if (turn_ < 0) turn_ += blocks;
+      // Behind the block that had this one's end: swizzle groups may hold fewer tiles than there
+      // are blocks.
+      slot_ -= params_.slots_per_swizzle;
+      if (slot_ < 0) slot_ += blocks;
     }
     return false;
   }
 
  private:
   const TileParams& params_;
-  int turn_ = static_cast<int>(blockIdx.x);  // of this block in a round of the section
-  int first_ = 0;                            // position of the section
+  int slot_ = static_cast<int>(blockIdx.x);  // of this block in a round of the swizzle group
+  int first_ = 0;                            // position of the swizzle group
   int round_ = 0;                            // position of the round
   bool forwards_ = true;
 };
 
-// ---- tiles of a kernel whose keys are split ---------------------------------------------------------
+// ---- tiles of a kernel whose keys are split
+// ---------------------------------------------------------
 
 inline constexpr int kWholeTile = -1;
 
-// A tile or a part of one, with the steps that its block takes, as in Steps: from the last to the first, or
-// none.
+// A tile or a part of one, with the steps that its block takes, as in Steps: from the last to the
+// first, or none.
 struct alignas(16) TilePart {
   int batch;
   int head;  // of the KV head's query heads the first
@@ -141,7 +144,7 @@ struct alignas(16) TilePart {
   static __device__ __forceinline__ TilePart at(const SplitParams& params, int position) {
     const int head = params.by_tiles_per_head.quotient(position);
     const int rank = position - head * params.tiles_per_head;
-    const int tile = params.last_tiles_first ? params.tiles_per_head - 1 - rank : rank;
+    const int tile = params.longest_tiles_first ? params.tiles_per_head - 1 - rank : rank;
     const int queries = params.groups_per_tile * params.queries_per_group;
     const int head_kv = params.by_chunks.quotient(head);
     TilePart result;
@@ -149,7 +152,7 @@ struct alignas(16) TilePart {
     result.head_kv = head_kv - result.batch * params.heads_kv;
     result.head = (head - head_kv * params.chunks) * params.packed_heads;
     result.first_row = tile * queries;
-    const int shift = step_shift<Traits>(params, result.first_row, queries);
+    const int shift = kv_block_alignment<Traits>(params, result.first_row, queries);
     const Steps<Traits> steps(params, result.first_row, queries, shift);
     result.first_key = steps.first;
     result.end_key = steps.end;
@@ -180,25 +183,27 @@ struct PackedRow {
   }
 };
 
-// What this block takes: its share, or whole tiles in rounds, every other one backwards.
+// What this block takes: its range of steps (stream-K), or whole tiles in rounds, every other one
+// backwards.
 template <class Traits>
-class PartWalk {
+class SplitTileScheduler {
  public:
-  explicit __device__ __forceinline__ PartWalk(const SplitParams& params) : params_(params) {
-    if (params.shares == 0) return;
-    const ShareStart& start = params.starts[blockIdx.x];
+  explicit __device__ __forceinline__ SplitTileScheduler(const SplitParams& params)
+      : params_(params) {
+    if (params.stream_k_blocks == 0) return;
+    const StreamKStart& start = params.starts[blockIdx.x];
     next_ = start.tile;
     first_step_ = start.step;
   }
 
   // False when there are no more.
   __device__ __forceinline__ bool next(TilePart* part) {
-    return params_.shares > 0 ? next_of_share(part) : next_of_rounds(part);
+    return params_.stream_k_blocks > 0 ? next_of_stream_k(part) : next_of_rounds(part);
   }
 
  private:
-  __device__ __forceinline__ bool next_of_share(TilePart* part) {
-    const ShareStart& end = params_.starts[blockIdx.x + 1];
+  __device__ __forceinline__ bool next_of_stream_k(TilePart* part) {
+    const StreamKStart& end = params_.starts[blockIdx.x + 1];
     const bool cut = next_ == end.tile;  // the next block has the rest
     if (next_ > end.tile || (cut && first_step_ >= end.step)) return false;
     *part = TilePart::at<Traits>(params_, next_);
@@ -227,19 +232,21 @@ class PartWalk {
   }
 
   const SplitParams& params_;
-  int next_ = 0;  // tile of the share, or position of the round
+  int next_ = 0;  // tile of the range, or position of the round
   int first_step_ = 0;
   bool forwards_ = true;
 };
 
-// ---- either -----------------------------------------------------------------------------------------
+// ---- either
+// -----------------------------------------------------------------------------------------
 
 template <class Traits>
 using ParamsOf = std::conditional_t<Traits::kSplit, SplitParams, TileParams>;
 template <class Traits>
 using TileOf = std::conditional_t<Traits::kSplit, TilePart, Tile>;
 template <class Traits>
-using WalkOf = std::conditional_t<Traits::kSplit, PartWalk<Traits>, TileWalk<Traits>>;
+using SchedulerOf =
+    std::conditional_t<Traits::kSplit, SplitTileScheduler<Traits>, TileScheduler<Traits>>;
 
 // Queries of a warpgroup, all of whose rows are of one head where keys are not split.
 template <class Traits>
@@ -262,11 +269,13 @@ __device__ __forceinline__ int query_of(const ParamsOf<Traits>& params, int firs
 }
 
 template <class Traits>
-__device__ __forceinline__ int step_shift_of_tile(const ParamsOf<Traits>& params, int first_row) {
+__device__ __forceinline__ int kv_block_alignment_of_tile(const ParamsOf<Traits>& params,
+                                                          int first_row) {
   if constexpr (Traits::kSplit) {
-    return step_shift<Traits>(params, first_row, params.groups_per_tile * params.queries_per_group);
+    return kv_block_alignment<Traits>(params, first_row,
+                                      params.groups_per_tile * params.queries_per_group);
   } else {
-    return step_shift<Traits>(params, first_row, Traits::kTileQ);
+    return kv_block_alignment<Traits>(params, first_row, Traits::kTileQ);
   }
 }
 
@@ -277,7 +286,7 @@ __device__ __forceinline__ Steps<Traits> steps_of_tile(const ParamsOf<Traits>& p
     return {tile.first_key, tile.end_key};
   } else {
     return {params, tile.first_row, Traits::kTileQ,
-            step_shift_of_tile<Traits>(params, tile.first_row)};
+            kv_block_alignment_of_tile<Traits>(params, tile.first_row)};
   }
 }
 

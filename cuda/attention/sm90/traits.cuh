@@ -1,7 +1,7 @@
 // Compile-time description of one sm_90 attention kernel: tile, roles, stages, shared memory.
 #pragma once
 
-#include "cuda/attention/sm90/step_shift.h"
+#include "cuda/attention/sm90/kv_block_alignment.h"
 #include "cuda/numeric/dtype.cuh"
 
 namespace flashmoe::sm90 {
@@ -14,22 +14,22 @@ inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kTileInfoBytes = 16;  // a Tile in shared memory
 inline constexpr int kTilePartBytes = 32;  // a TilePart
-// Tiles in flight: those whose Q is there, the one before them that is being written out, and the one
-// behind them whose first portion of Q is there.
+// Tiles in flight: those whose Q is there, the one before them that is being written out, and the
+// one behind them whose first portion of Q is there.
 inline constexpr int kTileSlots = 4;
 
 constexpr int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// The choices that differ from one head dimension to the next; docs/kernels/attention_sm90.md has the
-// measurements behind the table.
+// The choices that differ from one head dimension to the next; docs/kernels/attention_sm90.md has
+// the measurements behind the table.
 struct Tuning {
   int consumers;        // warpgroups of 64 query rows
   int step_keys;        // keys of one step of the main loop
   int stages;           // steps of K, and of V, in flight or in use
   int q_stages;         // tiles of Q
-  bool ordered;         // consumers issue the products of a step in turns
+  bool ordered;         // consumers issue the products of a step one after another
   int output_boxes;     // of 64 columns of a group's output that leave at a time
   bool capped = false;  // logits have a softcap
   bool split = false;  // keys are split over blocks, rows are those of all query heads of a KV head
@@ -48,8 +48,8 @@ struct TableTuning {
   static constexpr Tuning value = tuning(kDim, kDimV);
 };
 
-// With a softcap, in kernels of their own: in the others its code would take registers and cache lines
-// from the main loop.
+// With a softcap, in kernels of their own: in the others its code would take registers and cache
+// lines from the main loop.
 template <int kDim, int kDimV>
 struct CappedTuning {
   static constexpr Tuning value = [] {
@@ -119,7 +119,7 @@ struct Traits {
   static constexpr int kOutputParts = (kBoxesV + kOutputBoxes - 1) / kOutputBoxes;
   static constexpr int kOBytesPerGroup = kOutputBoxes * kRowBoxBytes;
   static constexpr int kOBytes = kSplit ? 0 : kConsumers * kOBytesPerGroup;
-  // What a part leaves: units of four floats of each row, and its offset and sum.
+  // What a part leaves: units of four floats of each row, and its maximum and sum.
   static constexpr int kUnitsPerRow = kDimV / 4;
   static constexpr int kPartBytes = kSplit ? kTileQ * (kUnitsPerRow * 16 + 8) : 0;
   // A single tile of Q is given back group by group.
@@ -133,8 +133,8 @@ struct Traits {
   static constexpr int kTilesOffset = kOOffset + kOBytes;
   static constexpr int kTileBytes = kSplit ? kTilePartBytes : kTileInfoBytes;
   static constexpr int kBarriersOffset = kTilesOffset + kTileSlots * kTileBytes;
-  // Barriers: K full, K empty, V full, V empty, Q full, Q empty, each for all stages; those of Q for
-  // all portions of a stage.
+  // Barriers: K full, K empty, V full, V empty, Q full, Q empty, each for all stages; those of Q
+  // for all portions of a stage.
   static constexpr int kBarriers = 4 * kStages + 2 * kQStages * kQPortions;
   static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSharedAlignment;
 

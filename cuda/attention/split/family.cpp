@@ -1,18 +1,18 @@
-// The split family: which kernel and split of the keys serve a problem, and with what parameters it is
-// launched.
+// The split family: which kernel and split of the keys serve a problem, and with what parameters it
+// is launched.
 #include <algorithm>
 #include <climits>
 
 #include "core/backends.h"
 #include "core/status.h"
+#include "cuda/attention/combine.h"
 #include "cuda/attention/cost.h"
 #include "cuda/attention/sm90/choose.h"
 #include "cuda/attention/sm90/fill.h"
+#include "cuda/attention/sm90/l2_swizzle.h"
 #include "cuda/attention/sm90/params.h"
-#include "cuda/attention/sm90/sections.h"
 #include "cuda/attention/split/entry.h"
-#include "cuda/attention/split/shares.h"
-#include "cuda/attention/sum_parts.h"
+#include "cuda/attention/split/stream_k.h"
 #include "cuda/attention/tensor_map.h"
 
 namespace flashmoe::split {
@@ -31,23 +31,25 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-// Shares of so many blocks. Where these do not split tiles evenly, of all that the device holds if the workspace
-// takes their parts: the estimate counts two for every block, and cuts that fall between tiles make none. Dealt to
-// as many blocks as have some, which is all that a plan keeps, they come out the same, and the launch finds them.
-Shares shares_within(const AttentionProblem& problem, const PackedTiles& tiles, const Entry& entry,
-                     int64_t blocks, const DeviceFacts& facts) {
+// Stream-K over so many blocks. Where these do not split tiles evenly, of all that the device holds
+// if the workspace takes their parts: the estimate counts two for every block, and cuts that fall
+// between tiles make none. Dealt to as many blocks as have some, which is all that a plan keeps,
+// they come out the same, and the launch finds them.
+StreamK stream_k_within(const AttentionProblem& problem, const PackedTiles& tiles,
+                        const Entry& entry, int64_t blocks, const DeviceFacts& facts) {
   const auto deal = [&](int64_t most) {
-    Shares shares = known_shares(problem, tiles, entry.tile_k, most);
-    while (shares.blocks < most) {
-      most = shares.blocks;
-      shares = known_shares(problem, tiles, entry.tile_k, most);
+    StreamK stream_k = known_stream_k(problem, tiles, entry.tile_k, most);
+    while (stream_k.blocks < most) {
+      most = stream_k.blocks;
+      stream_k = known_stream_k(problem, tiles, entry.tile_k, most);
     }
-    return shares;
+    return stream_k;
   };
-  const int64_t most = std::min<int64_t>(facts.multiprocessors, sm90::kMostShares);
+  const int64_t most = std::min<int64_t>(facts.multiprocessors, sm90::kMostStreamKBlocks);
   if (blocks % tiles.tiles != 0) {
-    const Shares shares = deal(most);
-    if (static_cast<double>(shares.places) * entry.part_bytes <= kMostWorkspaceBytes) return shares;
+    const StreamK stream_k = deal(most);
+    if (static_cast<double>(stream_k.places) * entry.part_bytes <= kMostWorkspaceBytes)
+      return stream_k;
   }
   return deal(std::min(blocks, most));
 }
@@ -83,13 +85,13 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   // Persistent: no more blocks than multiprocessors, each of which holds one.
   int64_t blocks = std::min<int64_t>(tiles.tiles, facts->multiprocessors);
   if (split.blocks > 0) {
-    const Shares shares = shares_within(problem, tiles, *entry, split.blocks, *facts);
-    if (shares.places > 0) {
-      FLASHMOE_TRY(load_kernel(entry->sum_parts, device_id, *facts, &arch, reason));
-      blocks = shares.blocks;
-      plan->parts = shares.places;
+    const StreamK stream_k = stream_k_within(problem, tiles, *entry, split.blocks, *facts);
+    if (stream_k.places > 0) {
+      FLASHMOE_TRY(load_kernel(entry->combine, device_id, *facts, &arch, reason));
+      blocks = stream_k.blocks;
+      plan->parts = stream_k.places;
       plan->info.workspace_bytes =
-          static_cast<uint64_t>(shares.places) * static_cast<uint64_t>(entry->part_bytes);
+          static_cast<uint64_t>(stream_k.places) * static_cast<uint64_t>(entry->part_bytes);
     }
   }
   FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
@@ -126,11 +128,11 @@ void fill_params(const AttentionProblem& p, const AttentionPlan& plan, const Pac
                  Params* params) {
   sm90::fill_tensors(p, params);
   params->first_row = 0;
-  params->last_tiles_first = sm90::last_tiles_first(p) ? 1 : 0;
-  params->step_shift = 0;  // each tile has its own
+  params->longest_tiles_first = sm90::longest_tiles_first(p) ? 1 : 0;
+  params->kv_block_alignment = 0;  // each tile has its own
   params->heads = static_cast<int32_t>(tiles.heads);
   params->tiles_per_head = plan.tiles_per_head;
-  params->heads_per_section = 1;
+  params->heads_per_swizzle = 1;
   params->packed_heads = static_cast<int32_t>(tiles.packed_heads);
   params->packed_heads_reciprocal = (65536 + params->packed_heads - 1) / params->packed_heads;
   params->queries_per_group = static_cast<int32_t>(tiles.queries_per_group);
@@ -140,17 +142,17 @@ void fill_params(const AttentionProblem& p, const AttentionPlan& plan, const Pac
   params->by_tiles_per_head = Divisor::of(static_cast<uint32_t>(plan.tiles_per_head));
   params->by_heads_kv = Divisor::of(static_cast<uint32_t>(p.heads_kv));
   params->by_chunks = Divisor::of(static_cast<uint32_t>(tiles.chunks));
-  params->shares = 0;
+  params->stream_k_blocks = 0;
   if (plan.parts == 0) return;
   const Entry& entry = *static_cast<const Entry*>(plan.entry);
-  const Shares shares = known_shares(p, tiles, entry.tile_k, plan.info.grid[0]);
-  params->shares = shares.blocks;
-  std::copy(shares.starts.begin(), shares.starts.end(), params->starts);
-  std::copy(shares.cuts.begin(), shares.cuts.end(), params->cuts);
-  params->cut_tiles = shares.cut_tiles;
+  const StreamK stream_k = known_stream_k(p, tiles, entry.tile_k, plan.info.grid[0]);
+  params->stream_k_blocks = stream_k.blocks;
+  std::copy(stream_k.starts.begin(), stream_k.starts.end(), params->starts);
+  std::copy(stream_k.cuts.begin(), stream_k.cuts.end(), params->cuts);
+  params->cut_tiles = stream_k.cut_tiles;
   params->rows = params->groups_per_tile * kRowsPerGroup;
-  params->sum_workers_log2 = sum_workers_log2(
-      shares.most_parts, int64_t{shares.cut_tiles} * params->rows, entry.dim_v / 4);
+  params->combine_workers_log2 = combine_workers_log2(
+      stream_k.most_parts, int64_t{stream_k.cut_tiles} * params->rows, entry.dim_v / 4);
 }
 
 flashmoe_status find_params(const AttentionProblem& problem, const AttentionPlan& plan,
@@ -179,8 +181,9 @@ flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& pla
       reinterpret_cast<float2*>(params->part_outs + part_rows * static_cast<uint64_t>(units));
   FLASHMOE_TRY(launch_kernel(entry, problem, plan, params, stream));
   if (plan.parts == 0) return FLASHMOE_OK;
-  const PartsToSum parts = {params->rows, params->cut_tiles, units, params->sum_workers_log2};
-  return launch_sum(entry.sum_parts, problem, plan, parts, params, stream);
+  const PartsToCombine parts = {params->rows, params->cut_tiles, units,
+                                params->combine_workers_log2};
+  return launch_combine(entry.combine, problem, plan, parts, params, stream);
 }
 
 }  // namespace

@@ -2,14 +2,15 @@
 //
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
 //
-// The kernel of cuda/attention/sm90/forward.cuh, which see, on tiles that hold the rows of all query heads of
-// a KV head, and with the steps of all tiles, laid end to end, dealt to the blocks in shares. A tile within one
-// share is written out by its block. Of others each block leaves its part of the output in the workspace,
-// relative to its own offsets, and a second kernel adds the parts up (cuda/attention/sum_parts.cuh).
+// The kernel of cuda/attention/sm90/forward.cuh, on tiles that hold the rows of all query heads of
+// a KV head, and with the steps of all tiles, laid end to end, dealt to the blocks in equal ranges
+// (stream-K). A tile within one range is written out by its block. Of others each block leaves its
+// part of the output in the workspace, relative to its own row maxima, and a second kernel adds the
+// parts up (cuda/attention/combine.cuh).
 #pragma once
 
+#include "cuda/attention/combine.cuh"
 #include "cuda/attention/sm90/forward.cuh"
-#include "cuda/attention/sum_parts.cuh"
 
 namespace flashmoe::split {
 
@@ -63,8 +64,8 @@ class SplitRow {
 
   static __device__ __forceinline__ void compute_again(const Params& params, int row, int tile) {
     const SplitRow again(params, row, tile);
-    const float lse =
-        sm90::compute_lone_row<Traits>(params, again.batch_, again.row_.head, again.row_.query);
+    const float lse = sm90::masked_row_fallback_of<Traits>(params, again.batch_, again.row_.head,
+                                                           again.row_.query);
     if (params.lse != nullptr && threadIdx.x % sm90::kThreadsPerWarp == 0) {
       params.lse[again.offset(params.lse_strides)] = lse;
     }

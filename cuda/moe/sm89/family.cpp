@@ -150,7 +150,7 @@ void fill_extents(const Extents& extents, int experts, flashmoe_device device, c
     l2_bytes = facts->l2_bytes;
   const int64_t tile_bytes = entry.tile_tokens * extents.columns * kElementBytes;
   const int64_t most = INT_MAX / params->weight_tiles;
-  params->section_token_tiles =
+  params->swizzle_token_tiles =
       static_cast<int32_t>(std::min(std::max(l2_bytes / 3 / tile_bytes, kSquareTiles), most));
 }
 

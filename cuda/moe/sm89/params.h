@@ -48,7 +48,7 @@ struct Params {
   int32_t experts;
   int32_t top_k;
   int32_t weight_tiles;         // that cover out_columns
-  int32_t section_token_tiles;  // whose rows of x fit the L2 together
+  int32_t swizzle_token_tiles;  // whose rows of x fit the L2 together
   int32_t interleaved;          // transposed gate and up whose columns alternate
   int32_t activation;           // flashmoe_activation, or kNoActivation
   float alpha;

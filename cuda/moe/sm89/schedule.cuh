@@ -6,7 +6,7 @@
 // the experts' last ones, those with more tokens first. Every block has as many as any other of
 // each kind, but for one.
 //
-// Of full tiles, all token tiles of a section meet one weight tile after the other, so that what
+// Of full tiles, all token tiles of a swizzle group meet one weight tile after the other, so that what
 // the blocks read at a time are few rows of x and of the weights, each for many.
 #pragma once
 
@@ -218,12 +218,12 @@ class Schedule {
             tile.rows = count - tile.first_row;
           }
         } else {
-          const int section = entry_tile / params.section_token_tiles;
-          const int section_first = section * params.section_token_tiles;
-          const int width = min(params.section_token_tiles, entry_tiles - section_first);
-          const int rank = (entry_tile - section_first) * params.weight_tiles + weight_tile_;
+          const int swizzle = entry_tile / params.swizzle_token_tiles;
+          const int swizzle_first = swizzle * params.swizzle_token_tiles;
+          const int width = min(params.swizzle_token_tiles, entry_tiles - swizzle_first);
+          const int rank = (entry_tile - swizzle_first) * params.weight_tiles + weight_tile_;
           tile.weight_tile = rank / width;
-          tile.first_row = (section_first + rank % width) * Traits::kTileTokens;
+          tile.first_row = (swizzle_first + rank % width) * Traits::kTileTokens;
           tile.rows = Traits::kTileTokens;
         }
         tile.first_row += __shfl_sync(kFullWarp, rows.first, owner);

@@ -17,9 +17,9 @@ enum class Use {
   kMiddleDown      // the same for at most 512 columns: narrower tiles
 };
 
-// Which stride of the weights is 1; or, of kRowsInTurns, that of rows is 2: a gate's and an up's rows lie
-// in turns, in one tensor.
-enum class Major { kColumns, kRows, kRowsInTurns };
+// Which stride of the weights is 1; or, of kRowsInterleaved, that of rows is 2: a gate's and an up's rows are
+// interleaved in one tensor.
+enum class Major { kColumns, kRows, kRowsInterleaved };
 
 struct Entry : Kernel {
   Dtype dtype;

@@ -191,7 +191,7 @@ const Entry* find_entry(const Product& product) {
 
 Major major_of(const ExpertMatrix& matrix) {
   if (matrix.column_stride == 1) return Major::kColumns;
-  return matrix.row_stride == 1 ? Major::kRows : Major::kRowsInTurns;
+  return matrix.row_stride == 1 ? Major::kRows : Major::kRowsInterleaved;
 }
 
 flashmoe_status check_device(flashmoe_device device, const DeviceFacts** facts,
@@ -229,7 +229,7 @@ flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int6
         name, static_cast<long long>(matrix.expert_stride),
         static_cast<long long>(matrix.row_stride), static_cast<long long>(matrix.column_stride));
   }
-  if (major_of(matrix) == Major::kRowsInTurns) rows *= kHalves;  // of the tensor
+  if (major_of(matrix) == Major::kRowsInterleaved) rows *= kHalves;  // of the tensor
   if (rows > kMaxColumns || columns > kMaxColumns) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
                          "%s: got %lld rows of %lld columns, accepted are at most 2^30 of each",
@@ -320,7 +320,7 @@ bool fill_product(const Product& product, const ExpertMatrix& first, const Exper
       view.row_stride = halves[i]->column_stride;
     }
     if (product.major ==
-        Major::kRowsInTurns) {  // of both halves, which begin with the gate's first
+        Major::kRowsInterleaved) {  // of both halves, which begin with the gate's first
       view.data = first.data;
       view.columns *= kHalves;
     }

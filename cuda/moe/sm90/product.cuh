@@ -13,7 +13,7 @@
 // The first warpgroup loads: one warp issues the copies of weights (and in `down` of tokens) by TMA,
 // three gather the rows of tokens by cp.async. Both end at the stage's mbarrier.
 //
-// Weights whose rows of gate and up lie in turns come in boxes of 64 rows, 32 of either, of which
+// Weights whose rows of gate and up are interleaved come in boxes of 64 rows, 32 of either, of which
 // neighbouring ones are each other's other half: a thread has gates of one and a thread four lanes on the
 // ups of the same rows, and they exchange what the other needs when products are over (take_apart).
 //
@@ -1152,7 +1152,7 @@ struct Consumer {
   static __device__ __forceinline__ int row_of(int index) {
     const int warp = warp_of_group();
     const int lane = lane_index();
-    if (Traits::kInTurns) return lane / 4 % 2 * 32 + warp * 8 + lane / 8 + 4 * index;
+    if (Traits::kInterleaved) return lane / 4 % 2 * 32 + warp * 8 + lane / 8 + 4 * index;
     return warp * 16 + lane / 4 + 8 * index;
   }
 
@@ -1169,7 +1169,7 @@ struct Consumer {
     second = upper ? a : b;
   }
 
-  // Of products with rows of gate and up in turns, makes the gates (first) and the ups (second) of the
+  // Of products with rows of gate and up interleaved, makes the gates (first) and the ups (second) of the
   // rows of row_of: lanes whose row was a gate's keep those of the first 64 rows and get their ups, the
   // others keep the ups of the next 64 and get their gates.
   template <int kTokens>
@@ -1195,7 +1195,7 @@ struct Consumer {
     const int warp = warp_of_group();
     const bool leader = warp == 0 && lane == 0;
     const int matrix_row = lane % 8;
-    const int chunk = Traits::kInTurns ? warp + 4 * (lane / 8 % 2) : 2 * warp + lane / 8 % 2;
+    const int chunk = Traits::kInterleaved ? warp + 4 * (lane / 8 % 2) : 2 * warp + lane / 8 % 2;
     const uint32_t lane_offset =
         (lane / 16 * 8 + matrix_row) * kBoxRowBytes + ((chunk ^ matrix_row) * 16);
     const int batch = params.counts != nullptr ? tile.expert : 0;
@@ -1222,7 +1222,7 @@ struct Consumer {
           values(2 * (part * kPairs + i) + block, v);
           packed[2 * block] = Numeric::pack(v[0], v[1]);
           packed[2 * block + 1] = Numeric::pack(v[2], v[3]);
-          if (Traits::kInTurns) gather_rows(packed[2 * block], packed[2 * block + 1]);
+          if (Traits::kInterleaved) gather_rows(packed[2 * block], packed[2 * block + 1]);
         }
         ptx::stmatrix_x4_trans(to + lane_offset + i * 16 * kBoxRowBytes, packed[0], packed[1],
                                packed[2], packed[3]);
@@ -1403,7 +1403,7 @@ struct Consumer {
   // What becomes of a tile's products.
   template <int kTokens>
   __device__ __forceinline__ void finish(const Tile& tile, Products<kTokens>& products) {
-    if (Traits::kInTurns) take_apart(products);
+    if (Traits::kInterleaved) take_apart(products);
     // Of this group's rows of the first half.
     const int row = tile.row_tile * Traits::kOutRows + rows_before();
     if (Traits::kGathers) sent = 0;

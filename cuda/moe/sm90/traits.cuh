@@ -20,7 +20,7 @@ struct Traits {
   using Element = Element_;
   static constexpr Use kUse = kUse_;
   static constexpr bool kTransposed = kMajor_ != Major::kColumns;
-  static constexpr bool kInTurns = kMajor_ == Major::kRowsInTurns;  // rows of gate and up
+  static constexpr bool kInterleaved = kMajor_ == Major::kRowsInterleaved;  // rows of gate and up
   static constexpr bool kNarrow = kUse == Use::kNarrowGatedUp;
   static constexpr bool kPlain = kUse == Use::kPlainGatedUp || kNarrow;
   static constexpr bool kGated = kUse == Use::kGatedUp || kPlain;
@@ -28,7 +28,7 @@ struct Traits {
   static constexpr bool kKeepsMore = kUse == Use::kMiddleDown;  // and in narrower tiles
   static constexpr bool kKeeps = kUse == Use::kShortDown || kKeepsMore;
   static constexpr bool kGathers = kUse != Use::kDown && !kKeeps;
-  static_assert(kGated || !kInTurns);
+  static_assert(kGated || !kInterleaved);
   static_assert(!kKeeps || !kTransposed);
 
   // Consumers have a tile each, and one's products are computed while the other writes out what it has;
@@ -67,11 +67,11 @@ struct Traits {
   static constexpr int kBoxRows = kTransposed ? kBoxColumns : 128;  // of weights, in one copy
   static constexpr int kBoxBytes = kBoxRows * kBoxRowBytes;
   static_assert(kStep == kBoxColumns && (kGathers ? kHalfRows : kTileRows) % kBoxRows == 0);
-  static_assert(!kInTurns || kBoxRows == kConsumerRows);
+  static_assert(!kInterleaved || kBoxRows == kConsumerRows);
   // How many rows of the weights' tensor lie between tiles, halves of a tile and boxes of a half.
-  static constexpr int kRowsToTile = (kInTurns ? kHalves : 1) * kOutRows;
-  static constexpr int kRowsToHalf = kInTurns ? kBoxRows : kGated ? 0 : kHalfRows;
-  static constexpr int kRowsToBox = (kInTurns ? kHalves : 1) * kBoxRows;
+  static constexpr int kRowsToTile = (kInterleaved ? kHalves : 1) * kOutRows;
+  static constexpr int kRowsToHalf = kInterleaved ? kBoxRows : kGated ? 0 : kHalfRows;
+  static constexpr int kRowsToBox = (kInterleaved ? kHalves : 1) * kBoxRows;
   static constexpr int kTokenBytes = kTileTokens * kBoxRowBytes;
   static constexpr int kTokensOffset = kKeeps ? 0 : kWeightBytes;  // in a stage
   static constexpr int kStageBytes =

@@ -2,7 +2,7 @@
 //
 // A stripe is kStripeRows rows of all experts' w_down, hence columns of out. Its work is a sequence of
 // steps, over the columns of one entry (an expert and up to kTokens of its slots) after another.
-// Blocks take equal shares of the steps of all stripes, the warps of a block equal shares of what it
+// Stream-K: blocks take equal shares of the steps of all stripes, the warps of a block equal shares of what it
 // has of a stripe. A warp adds what it finds, weighted, to sums of its own for every token; these are
 // added up in the order of warps when a stripe ends, and in the order of blocks where some share it:
 // the last to come does that. So the order of additions is fixed, and y is never written.

@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "core/backends.h"
+#include "cuda/attention/combine.h"
 #include "cuda/attention/short/entry.h"
 #include "cuda/attention/short/params.h"
 #include "cuda/attention/sm89/entry.h"
@@ -19,7 +20,6 @@
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/split/entry.h"
-#include "cuda/attention/sum_parts.h"
 #include "cuda/host/fake_cuda.h"
 #include "flashmoe/flashmoe.h"
 
@@ -39,7 +39,7 @@ void* __wrap_aligned_alloc(size_t alignment, size_t bytes) {
 
 namespace flashmoe::short_rows {
 static LoadedKernel loaded[kMaxDevices];
-static LoadedKernel loaded_sum[kMaxDevices];
+static LoadedKernel loaded_combine[kMaxDevices];
 static Abilities abilities[kMaxDevices];
 static int shared_bytes_of(int warps, int cluster) { return 1024 * warps + cluster; }
 extern const Entry entry_fp16_d64_dv64_r8;
@@ -53,7 +53,8 @@ const Entry entry_fp16_d64_dv64_r8 = {
     &shared_bytes_of,
     abilities,
     8 * (64 * 4 + 8),
-    {"sum_parts_short_fp16_d64_dv64_r8", reinterpret_cast<const void*>(0x56), 0, loaded_sum},
+    {"attention_combine_short_fp16_d64_dv64_r8", reinterpret_cast<const void*>(0x56), 0,
+     loaded_combine},
 };
 }  // namespace flashmoe::short_rows
 
@@ -93,7 +94,7 @@ const Entry entry_fp16_d64_dv64 = {
 
 namespace flashmoe::split {
 static LoadedKernel loaded[kMaxDevices];
-static LoadedKernel loaded_sum[kMaxDevices];
+static LoadedKernel loaded_combine[kMaxDevices];
 extern const Entry entry_fp16_d64_dv64;
 const Entry entry_fp16_d64_dv64 = {
     {{"attention_forward_split_fp16_d64_dv64", reinterpret_cast<const void*>(0x91), 170000, loaded},
@@ -108,7 +109,8 @@ const Entry entry_fp16_d64_dv64 = {
     32,
     3,
     192 * (64 * 4 + 8),
-    {"sum_parts_split_fp16_d64_dv64", reinterpret_cast<const void*>(0x92), 0, loaded_sum},
+    {"attention_combine_split_fp16_d64_dv64", reinterpret_cast<const void*>(0x92), 0,
+     loaded_combine},
 };
 }  // namespace flashmoe::split
 
@@ -254,7 +256,7 @@ void sm90_encodes_its_maps_once() {
     CHECK(call.run(fake::stream_of(0)) == FLASHMOE_OK);
     CHECK(fake::last.by == whoever() && fake::last.stream == fake::stream_of(0));
     CHECK(fake::last.grid.x == 48 && fake::last.block.x == 512);
-    CHECK(seen90.tiles_per_head == 4 && seen90.heads == 12 && seen90.heads_per_section == 1);
+    CHECK(seen90.tiles_per_head == 4 && seen90.heads == 12 && seen90.heads_per_swizzle == 1);
     CHECK(fake::maps.size() == 4);
   }
   const int64_t rows[] = {48, 128, 128, 48};
@@ -280,7 +282,7 @@ void sm90_encodes_its_maps_once() {
   CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 12);
   call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
   CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 16);
-  CHECK(seen90.heads_per_section == 12);
+  CHECK(seen90.heads_per_swizzle == 12);
   CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 16);
 
   fake::state.refuse_maps = true;
@@ -569,7 +571,7 @@ void parts_go_through_the_workspace() {
   const void* function = reinterpret_cast<const void*>(0x56);
   CHECK(fake::last.kernel == (driver_launches ? fake::handle_of(function) : function));
   CHECK(fake::last.grid.x == 12 && fake::last.grid.y == 2 && fake::last.grid.z == 1);
-  CHECK(fake::last.block.x == kSumThreads && fake::last.shared_bytes == 0);
+  CHECK(fake::last.block.x == kCombineThreads && fake::last.shared_bytes == 0);
   CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1);
   CHECK(std::strcmp(read_back().kernel, plan.kernel) == 0);
   CHECK(read_back().grid[0] == plan.grid[0]);
@@ -620,8 +622,8 @@ void split_packs_query_heads() {
     CHECK(map.rank == 4 && map.data == call.tensors[i].data);
     CHECK((map.box == std::array<cuuint32_t, 5>{32, 128, 1, 1, 0}));
   }
-  CHECK(seen_split.shares == static_cast<int32_t>(plan.grid[0]) && seen_split.heads == 2);
-  for (int32_t block = 0; block <= seen_split.shares; ++block) {
+  CHECK(seen_split.stream_k_blocks == static_cast<int32_t>(plan.grid[0]) && seen_split.heads == 2);
+  for (int32_t block = 0; block <= seen_split.stream_k_blocks; ++block) {
     const auto count = static_cast<int32_t>(parts);
     CHECK(seen_split.starts[block].tile == block / count);
     CHECK(seen_split.starts[block].step == 8192 / 128 * (block % count) / count);
@@ -634,9 +636,9 @@ void split_packs_query_heads() {
         workspace + kTiles * parts * 192 * 64 * 4);
   const void* function = reinterpret_cast<const void*>(0x92);
   CHECK(fake::last.kernel == (driver_launches ? fake::handle_of(function) : function));
-  const int rows = sum_rows_per_block(seen_split.sum_workers_log2, 16);
+  const int rows = combine_rows_per_block(seen_split.combine_workers_log2, 16);
   CHECK(fake::last.grid.x == static_cast<unsigned>((2 * 64 + rows - 1) / rows));
-  CHECK(fake::last.grid.y == kTiles && fake::last.block.x == kSumThreads);
+  CHECK(fake::last.grid.y == kTiles && fake::last.block.x == kCombineThreads);
   CHECK(std::strcmp(read_back().kernel, "attention_forward_split_fp16_d64_dv64") == 0);
 
   // Another workspace is not another call.

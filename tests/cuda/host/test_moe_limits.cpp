@@ -79,7 +79,8 @@ const Entry entry_bf16_up = entry_of("up", Use::kUp, Major::kColumns, 4);
 const Entry entry_bf16_up_t = entry_of("up_t", Use::kUp, Major::kRows, 5);
 const Entry entry_bf16_down = entry_of("down", Use::kDown, Major::kColumns, 6);
 const Entry entry_bf16_down_t = entry_of("down_t", Use::kDown, Major::kRows, 7);
-const Entry entry_bf16_gated_turns = entry_of("gated_turns", Use::kGatedUp, Major::kRowsInTurns, 8);
+const Entry entry_bf16_gated_turns =
+    entry_of("gated_turns", Use::kGatedUp, Major::kRowsInterleaved, 8);
 const Entry entry_bf16_down_short = entry_of("down_short", Use::kShortDown, Major::kColumns, 9);
 const Entry entry_bf16_down_middle = entry_of("down_middle", Use::kMiddleDown, Major::kColumns, 10);
 
@@ -205,7 +206,7 @@ void mixed_transposition() {
       }
     }
   }
-  // Gate and up in turns.
+  // Gate and up interleaved.
   Layer turns;
   turns.gate = turns.up = {nullptr, 2 * turns.inner * turns.hidden, 2, 2 * turns.inner};
   EXPECT_SM89(turns, "");

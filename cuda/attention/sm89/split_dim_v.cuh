@@ -1,17 +1,17 @@
-// Attention forward for head dimensions above 128, with mma.sync: a warp owns rows of the scores and
-// columns of the output.
+// Attention forward for head dimensions above 128, with mma.sync: a warp owns rows of the scores
+// and columns of the output.
 //
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
 //
 // One block computes kTileQ = 16 * kWarps query rows of one head. At these dimensions a warp has
 // registers for the output of 16 rows only, and a fragment of V read from shared memory would then
-// feed but two products: shared memory, not the tensor cores, would set the pace. So a warp computes
-// the scores and probabilities of its 16 rows, leaves the probabilities in shared memory, and
-// multiplies those of all rows by its 1 / kWarps of V's columns: a fragment of V feeds
-// kTileQ / 8 products. Per step of 64 keys at dimension 256 a warp reads 64 fragments of K, 16 of P and
-// 16 of V where 64 and 64 would be read otherwise.
+// feed but two products: shared memory, not the tensor cores, would set the pace. So a warp
+// computes the scores and probabilities of its 16 rows, leaves the probabilities in shared memory,
+// and multiplies those of all rows by its 1 / kWarps of V's columns: a fragment of V feeds kTileQ /
+// 8 products. Per step of 64 keys at dimension 256 a warp reads 64 fragments of K, 16 of P and 16
+// of V where 64 and 64 would be read otherwise.
 //
-// A step: Q K^T while V arrives; softmax; barrier, with a vote on whether any row's offset was
+// A step: Q K^T while V arrives; softmax; barrier, with a vote on whether any row's maximum was
 // raised; P V while the next K arrives. Part of Q lies where P will and moves to
 // registers first.
 //
@@ -20,7 +20,7 @@
 
 #include "cuda/attention/sm89/common.cuh"
 
-namespace flashmoe::sm89::columns {
+namespace flashmoe::sm89::split_dim_v {
 
 // A warp owns every kWarps-th group of 16 columns, so that its fragments of V are a constant apart
 // under the swizzle. Element [a][n][e]: row 16a + lane / 4 + 8 (e / 2) of the tile, column
@@ -53,7 +53,7 @@ __device__ __forceinline__ void publish(float* factors, const float (&factor)[2]
   }
 }
 
-// P = 2^(scores * scale_log2 - offset) of this warp's rows, to shared memory.
+// P = 2^(scores * scale_log2 - row_max) of this warp's rows, to shared memory.
 template <class Traits>
 __device__ __forceinline__ void write_probabilities(unsigned char* p_tile,
                                                     RowStatistics<Traits>& statistics,
@@ -125,14 +125,14 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out, c
   const int lane = lane_index();
   const int warp = warp_index();
   uint32_t largest = 0;
-  bool alone = false;
+  bool fallback = false;
 #pragma unroll
   for (int a = 0; a < Traits::kTileQ / 16; ++a) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * a + lane / 4 + 8 * half;
       const float factor = factors[row];
-      alone = alone || factor == kComputeAlone;
+      fallback = fallback || factor == kNeedsFallback;
 #pragma unroll
       for (int n = 0; n < Traits::kColumnsPerWarp / 8; ++n) {
         const int chunk = 2 * (warp + Traits::kWarps * (n / 2)) + n % 2;
@@ -146,10 +146,10 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out, c
   }
   const Tile tile = Tile::in<Traits>(shared);
   const bool nonfinite = numeric::any_nonfinite<typename Traits::Element>(largest);
-  alone = alone || (params.masked && nonfinite);
-  if (__syncthreads_or(alone)) {
-    compute_rows_alone<Traits>(params, tile, tile.first_row + warp, Traits::kWarps,
-                               tile.first_row + Traits::kTileQ);
+  fallback = fallback || (params.masked && nonfinite);
+  if (__syncthreads_or(fallback)) {
+    masked_rows_fallback<Traits>(params, tile, tile.first_row + warp, Traits::kWarps,
+                                 tile.first_row + Traits::kTileQ);
   } else {
     store_rows<Layout, Traits::kTileQ, Traits::kThreads>(shared, params, tile, tile.first_row,
                                                          thread_index());
@@ -225,17 +225,16 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
     if (params.cap_ratio != 0.0f) cap_scores<Traits>(scores, params.cap_ratio);
     mask_scores<Traits>(scores, params, steps, shared, step);
     float factor[2] = {1.0f, 1.0f};
-    const bool raised =
-        statistics.raise(scores, params.scale_log2,
-                         [&](int, int half, float raised_by) { factor[half] = raised_by; });
+    const bool rescaled = statistics.rescale(scores, params.scale_log2,
+                                             [&](int, int half, float by) { factor[half] = by; });
     publish<Traits>(factors, factor);
     write_probabilities<Traits>(shared + Traits::kPOffset, statistics, scores, params.scale_log2);
     ptx::cp_async_wait<0>();
-    const bool any_raised = __syncthreads_or(raised) != 0;  // V, P are there; K has been read
+    const bool any_rescaled = __syncthreads_or(rescaled) != 0;  // V, P are there; K has been read
     const int keys = params.seq_k - steps.first - (step + 1) * kStep;
     if (step + 1 < steps.count) k_loader.load_next(0, params.k_strides.seq, keys, params.dim);
     ptx::cp_async_commit();
-    if (any_raised && step > 0) rescale<Traits>(accumulators, factors);
+    if (any_rescaled && step > 0) rescale<Traits>(accumulators, factors);
     multiply_values<Traits>(accumulators, p_lane, v_lane);
     ptx::cp_async_wait<0>();
     __syncthreads();  // K is there; V, P and the factors have been read
@@ -255,4 +254,4 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   store_results<Traits>(accumulators, factors, params, shared);
 }
 
-}  // namespace flashmoe::sm89::columns
+}  // namespace flashmoe::sm89::split_dim_v

@@ -1,9 +1,9 @@
-#include "cuda/attention/sm90/sections.h"
+#include "cuda/attention/sm90/l2_swizzle.h"
 
 #include <algorithm>
 
 #include "cuda/attention/cost.h"
-#include "cuda/attention/sm90/step_shift.h"
+#include "cuda/attention/sm90/kv_block_alignment.h"
 
 namespace flashmoe::sm90 {
 namespace {
@@ -17,12 +17,13 @@ int64_t steps_of_tile(const AttentionProblem& problem, const Entry& entry, int64
   const int64_t end_row = std::min(problem.seq_q, first_row + entry.tile_q);
   const int64_t keys = std::clamp<int64_t>(end_row + problem.right_offset, 0, problem.seq_k);
   if (keys == 0) return kStepsOfAStart;
-  const int64_t shift = step_shift(problem, entry.tile_k, first_row, entry.tile_q);
+  const int64_t shift = kv_block_alignment(problem, entry.tile_k, first_row, entry.tile_q);
   return kStepsOfAStart + (keys + shift + entry.tile_k - 1) / entry.tile_k;
 }
 
-// Steps of each turn of a section of `heads` heads. Tiles of one length come one after another, so that
-// a round is a few runs of them: what changes from one turn to the next is noted, and summed up.
+// Steps of each turn of a swizzle group of `heads` heads. Tiles of one length come one after
+// another, so that a round is a few runs of them: what changes from one turn to the next is noted,
+// and summed up.
 void deal(const AttentionProblem& problem, const Entry& entry, int64_t tiles_per_head,
           int64_t blocks, int64_t heads, int64_t* steps_of_turn) {
   int64_t change[kMostBlocks + 1] = {};
@@ -49,13 +50,13 @@ void deal(const AttentionProblem& problem, const Entry& entry, int64_t tiles_per
 
 }  // namespace
 
-int64_t step_shift(const AttentionProblem& problem, int step_keys, int64_t first_row,
-                   int64_t rows) {
-  return step_shift(step_keys, static_cast<int32_t>(first_row), static_cast<int32_t>(rows),
-                    problem.bounded_right, static_cast<int32_t>(problem.right_offset));
+int64_t kv_block_alignment(const AttentionProblem& problem, int step_keys, int64_t first_row,
+                           int64_t rows) {
+  return kv_block_alignment(step_keys, static_cast<int32_t>(first_row), static_cast<int32_t>(rows),
+                            problem.bounded_right, static_cast<int32_t>(problem.right_offset));
 }
 
-bool last_tiles_first(const AttentionProblem& problem) {
+bool longest_tiles_first(const AttentionProblem& problem) {
   return problem.bounded_right && !problem.bounded_left;
 }
 
@@ -64,29 +65,30 @@ int64_t spare_rows(const AttentionProblem& problem, const Entry& entry, int64_t 
 }
 
 int64_t most_steps(const AttentionProblem& problem, const Entry& entry, int64_t tiles_per_head,
-                   int64_t blocks, int64_t heads_per_section) {
+                   int64_t blocks, int64_t heads_per_swizzle) {
   int64_t steps[kMostBlocks] = {};
-  int64_t of_section[kMostBlocks];
+  int64_t of_swizzle[kMostBlocks];
   const int64_t heads = problem.batch * problem.heads_q;
-  for (int64_t first = 0; first < heads; first += heads_per_section) {
-    const int64_t held = std::min(heads_per_section, heads - first);
+  for (int64_t first = 0; first < heads; first += heads_per_swizzle) {
+    const int64_t held = std::min(heads_per_swizzle, heads - first);
     // All but the last are like the first.
-    if (first == 0 || held < heads_per_section) {
-      deal(problem, entry, tiles_per_head, blocks, held, of_section);
+    if (first == 0 || held < heads_per_swizzle) {
+      deal(problem, entry, tiles_per_head, blocks, held, of_swizzle);
     }
-    // A section begins behind the block that had the end of the one before.
+    // A swizzle group begins behind the block that had the end of the one before.
     const int64_t begin = first * tiles_per_head % blocks;
-    for (int64_t i = begin; i < blocks; ++i) steps[i] += of_section[i - begin];
-    for (int64_t i = 0; i < begin; ++i) steps[i] += of_section[i + blocks - begin];
+    for (int64_t i = begin; i < blocks; ++i) steps[i] += of_swizzle[i - begin];
+    for (int64_t i = 0; i < begin; ++i) steps[i] += of_swizzle[i + blocks - begin];
   }
   return *std::max_element(steps, steps + blocks);
 }
 
-// Sections are as short as they can be without leaving blocks idle, since the first tiles of one read
-// all of its keys and values: rounds of tiles enough to even out their lengths, while keys and values
-// fit the L2 beside the traffic of queries and outputs. Of these and the next shorter ones, of half as
-// many heads at least, those are taken that leave the least to the block with the most.
-int32_t heads_per_section(const AttentionProblem& problem, const Entry& entry,
+// Swizzle groups are as small as they can be without leaving blocks idle, since the first tiles of
+// one read all of its keys and values: rounds of tiles enough to even out their lengths, while keys
+// and values fit the L2 beside the traffic of queries and outputs. Of these and the next shorter
+// ones, of half as many heads at least, those are taken that leave the least to the block with the
+// most.
+int32_t heads_per_swizzle(const AttentionProblem& problem, const Entry& entry,
                           int64_t tiles_per_head, const DeviceFacts& facts) {
   constexpr int64_t kLeastRounds = 2;
   constexpr int64_t kStepsPerRound = 4;
@@ -95,17 +97,17 @@ int32_t heads_per_section(const AttentionProblem& problem, const Entry& entry,
   constexpr int kMostChoices = 5;
   const int64_t group = problem.heads_q / problem.heads_kv;
   const int64_t heads_kv = problem.batch * problem.heads_kv;
-  if (!last_tiles_first(problem) || heads_kv == 0 || tiles_per_head == 0) return 1;
+  if (!longest_tiles_first(problem) || heads_kv == 0 || tiles_per_head == 0) return 1;
   const int64_t steps = (problem.seq_k + entry.tile_k - 1) / entry.tile_k;
   const int64_t rounds = std::max(kLeastRounds, steps / kStepsPerRound);
   const int64_t group_tiles = group * tiles_per_head;
   const int64_t wanted = (rounds * facts.multiprocessors + group_tiles - 1) / group_tiles;
   const int64_t bytes = problem.seq_k * (problem.dim + problem.dim_v) * dtype_bytes(problem.dtype);
   const int64_t fitting = bytes > 0 ? std::max<int64_t>(1, facts.l2_bytes * 3 / 4 / bytes) : wanted;
-  // KV heads of a section, at most so many, where all sections are of about one size.
+  // KV heads of a swizzle group, at most so many, where all groups are of about one size.
   const auto even = [&](int64_t most) {
-    const int64_t sections = (heads_kv + most - 1) / most;
-    return (heads_kv + sections - 1) / sections;
+    const int64_t groups = (heads_kv + most - 1) / most;
+    return (heads_kv + groups - 1) / groups;
   };
   const int64_t longest = even(std::min({wanted, fitting, heads_kv}));
 

@@ -1,9 +1,9 @@
-// A row whose parts the blocks of its tile left in the workspace, [blocks, rows, units] with offsets and
-// sums [blocks, rows], as the second kernel takes it.
+// A row whose parts the blocks of its tile left in the workspace, [blocks, rows, units] with row
+// maxima and sums [blocks, rows], as the second kernel takes it.
 #pragma once
 
+#include "cuda/attention/combine.cuh"
 #include "cuda/attention/short/combine.cuh"
-#include "cuda/attention/sum_parts.cuh"
 
 namespace flashmoe::short_rows {
 

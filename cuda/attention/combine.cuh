@@ -1,14 +1,15 @@
-// Parts of a row's output, of some of its keys each, and their sum under a common offset. The second kernel
-// of a call whose tiles' keys are split over blocks: it adds up the parts that these left in the workspace,
-// and writes out and lse.
+// Parts of a row's output, of some of its keys each, and their sum under a common row maximum. The
+// second kernel of a call whose tiles' keys are split over blocks: it adds up the parts that these
+// left in the workspace, and writes out and lse.
 //
-// A block takes one row or several. Each has one thread or more for every unit of four columns; a thread
-// adds up every so many-th part, kSumBatch at a time, whose loads are all on their way together, and then
-// the sums of a unit's threads are added up through shared memory. The order is fixed.
+// A block takes one row or several. Each has one thread or more for every unit of four columns; a
+// thread adds up every so many-th part, kCombineBatch at a time, whose loads are all on their way
+// together, and then the sums of a unit's threads are added up through shared memory. The order is
+// fixed.
 #pragma once
 
-#include "cuda/attention/row_alone.cuh"
-#include "cuda/attention/sum_parts.h"
+#include "cuda/attention/combine.h"
+#include "cuda/attention/masked_row_fallback.cuh"
 #include "cuda/numeric/dtype.cuh"
 
 #if __CUDA_ARCH__ >= 900
@@ -17,14 +18,14 @@
 
 namespace flashmoe {
 
-// Four columns of one row, relative to an offset.
+// Four columns of one row, relative to a row maximum.
 struct Sum {
   float4 out;
-  float offset;
+  float row_max;
   float sum;
 
   static __device__ __forceinline__ Sum none() {
-    return {make_float4(0.0f, 0.0f, 0.0f, 0.0f), kNoOffset, 0.0f};
+    return {make_float4(0.0f, 0.0f, 0.0f, 0.0f), kNoRowMax, 0.0f};
   }
 };
 
@@ -33,12 +34,12 @@ template <class Statistics, class Unit>
 __device__ __forceinline__ Sum add_parts(int parts, Statistics statistics, Unit unit) {
   Sum total = Sum::none();
 #pragma unroll 8
-  for (int i = 0; i < parts; ++i) total.offset = fmaxf(total.offset, statistics(i).x);
+  for (int i = 0; i < parts; ++i) total.row_max = fmaxf(total.row_max, statistics(i).x);
 #pragma unroll 8
   for (int i = 0; i < parts; ++i) {
     const float2 part = statistics(i);
     const float4 out = unit(i);
-    const float factor = numeric::exp2_approx(part.x - total.offset);
+    const float factor = numeric::exp2_approx(part.x - total.row_max);
     total.sum = fmaf(part.y, factor, total.sum);
     total.out.x = fmaf(out.x, factor, total.out.x);
     total.out.y = fmaf(out.y, factor, total.out.y);
@@ -58,26 +59,26 @@ __device__ __forceinline__ uint2 output_of(const Sum& total, bool sees_keys) {
 }
 
 __device__ __forceinline__ float lse_of(const Sum& total, bool sees_keys) {
-  return sees_keys ? (total.offset + log2f(total.sum)) * kLn2 : -INFINITY;
+  return sees_keys ? (total.row_max + log2f(total.sum)) * kLn2 : -INFINITY;
 }
 
-// Whether a row is to be computed alone (cuda/attention/row_alone.cuh): rounded away, or with a mask, an
-// infinity or a NaN among outputs that the sum does not explain. A NaN of it is one of the keys that the row
-// sees.
+// Whether a row needs the fallback (cuda/attention/masked_row_fallback.cuh): rounded away, or with
+// a mask, an infinity or a NaN among outputs that the sum does not explain. A NaN of it is one of
+// the keys that the row sees.
 template <class Element>
 __device__ __forceinline__ bool is_suspect(const Sum& total, bool sees_keys, bool masked,
                                            uint2 output) {
   const bool nonfinite =
       numeric::any_nonfinite<Element>(output.x) || numeric::any_nonfinite<Element>(output.y);
-  return (sees_keys && is_rounded_away(total.offset, total.sum)) ||
+  return (sees_keys && is_rounded_away(total.row_max, total.sum)) ||
          (masked && nonfinite && total.sum == total.sum);
 }
 
-// A row's parts in the workspace: `first` is the place of the first, in rows, from which the others are
-// `step` each on. All are within kMostWorkspaceBytes.
+// A row's parts in the workspace: `first` is the place of the first, in rows, from which the others
+// are `step` each on. All are within kMostWorkspaceBytes.
 struct RowParts {
   const float4* outs;        // [places][units]
-  const float2* statistics;  // [places]: offset and sum. An offset of -inf: there is no output
+  const float2* statistics;  // [places]: row maximum and sum; -inf: there is no output
   int first;
   int step;
   int count;
@@ -86,7 +87,7 @@ struct RowParts {
 __device__ __forceinline__ Sum add_sums(const Sum& first, const Sum& second) {
   const Sum both[2] = {first, second};
   return add_parts(
-      2, [&](int i) { return make_float2(both[i].offset, both[i].sum); },
+      2, [&](int i) { return make_float2(both[i].row_max, both[i].sum); },
       [&](int i) { return both[i].out; });
 }
 
@@ -95,10 +96,10 @@ template <int kUnitsPerRow>
 __device__ __forceinline__ Sum add_own_parts(const RowParts& parts, int worker, int workers,
                                              int unit) {
   Sum total = Sum::none();
-  for (int first = worker; first < parts.count; first += kSumBatch * workers) {
-    Sum batch[kSumBatch];
+  for (int first = worker; first < parts.count; first += kCombineBatch * workers) {
+    Sum batch[kCombineBatch];
 #pragma unroll
-    for (int j = 0; j < kSumBatch; ++j) {
+    for (int j = 0; j < kCombineBatch; ++j) {
       batch[j] = Sum::none();
       const int part = first + j * workers;
       if (part >= parts.count) continue;
@@ -107,38 +108,38 @@ __device__ __forceinline__ Sum add_own_parts(const RowParts& parts, int worker, 
       const float4 out = parts.outs[at * kUnitsPerRow + unit];
       if (statistics.x != -INFINITY) batch[j] = {out, statistics.x, statistics.y};
     }
-    total = add_sums(
-        total, add_parts(
-                   kSumBatch, [&](int j) { return make_float2(batch[j].offset, batch[j].sum); },
-                   [&](int j) { return batch[j].out; }));
+    total = add_sums(total, add_parts(
+                                kCombineBatch,
+                                [&](int j) { return make_float2(batch[j].row_max, batch[j].sum); },
+                                [&](int j) { return batch[j].out; }));
   }
   return total;
 }
 
-// Grid: blocks of packed rows of a KV head, KV heads of all batches. A family's `Row` is one of the rows
-// of its kernels' Params, in which it has kUnitsPerRow units:
+// Grid: blocks of packed rows of a KV head, KV heads of all batches. A family's `Row` is one of the
+// rows of its kernels' Params, in which it has kUnitsPerRow units:
 //   Row(params, packed, head)
 //   parts(params)             RowParts
 //   write(params, total, unit)  writes a unit, and lse with the first; whether it is suspect
 //   Row::compute_again(params, packed, head)  writes it anew, by a warp
 template <class Row>
-__global__ void __launch_bounds__(kSumThreads, kSumBlocks)
-    sum_parts_kernel(const __grid_constant__ typename Row::Params params) {
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
+    attention_combine_kernel(const __grid_constant__ typename Row::Params params) {
   constexpr int kUnitsPerRow = Row::kUnitsPerRow;
-  constexpr int kMostRows = kSumThreads / kUnitsPerRow;
+  constexpr int kMostRows = kCombineThreads / kUnitsPerRow;
   constexpr int kWarpThreads = 32;
-  constexpr int kWarps = kSumThreads / kWarpThreads;
-  static_assert(kSumThreads % kUnitsPerRow == 0);
-  __shared__ float4 outs[kSumThreads];
+  constexpr int kWarps = kCombineThreads / kWarpThreads;
+  static_assert(kCombineThreads % kUnitsPerRow == 0);
+  __shared__ float4 outs[kCombineThreads];
   __shared__ float2 statistics[kMostRows];  // of each thread of a unit
   __shared__ int suspects[kMostRows];       // rows of this block
   const int thread = static_cast<int>(threadIdx.x);
   const int unit = thread % kUnitsPerRow;
   const int slot = thread / kUnitsPerRow;
-  const int workers = 1 << params.sum_workers_log2;
+  const int workers = 1 << params.combine_workers_log2;
   const int worker = slot % workers;
-  const int row_of_block = slot >> params.sum_workers_log2;
-  const int rows = kMostRows >> params.sum_workers_log2;
+  const int row_of_block = slot >> params.combine_workers_log2;
+  const int rows = kMostRows >> params.combine_workers_log2;
   const int first_row = static_cast<int>(blockIdx.x) * rows;
   const int head = static_cast<int>(blockIdx.y);
   const bool exists = first_row + row_of_block < params.rows;
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kSumThreads, kSumBlocks)
   Sum total = add_own_parts<kUnitsPerRow>(parts, worker, workers, unit);
   if (workers > 1) {
     outs[thread] = total.out;
-    if (unit == 0) statistics[slot] = make_float2(total.offset, total.sum);
+    if (unit == 0) statistics[slot] = make_float2(total.row_max, total.sum);
     __syncthreads();
     if (worker == 0) {
       total = add_parts(

@@ -1,12 +1,12 @@
-// The shares of split's launches, walked as the kernel and the one behind it do.
-#include "cuda/attention/split/shares.h"
+// Stream-K of split's launches, walked as the kernel and the one behind it do.
+#include "cuda/attention/split/stream_k.h"
 
 #include <algorithm>
 #include <random>
 #include <vector>
 
 #include "check.h"
-#include "cuda/attention/sm90/sections.h"
+#include "cuda/attention/sm90/l2_swizzle.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -64,7 +64,7 @@ int64_t needed_steps(const AttentionProblem& p, const PackedTiles& tiles, int64_
                      int step_keys) {
   const int64_t queries = tiles.groups_per_tile * tiles.queries_per_group;
   const int64_t first_query = tile_of_head(p, tiles, position) * queries;
-  const int64_t shift = sm90::step_shift(p, step_keys, first_query, queries);
+  const int64_t shift = sm90::kv_block_alignment(p, step_keys, first_query, queries);
   CHECK(shift >= 0 && shift < step_keys && (p.bounded_right || shift == 0));
   int64_t begin = p.seq_k;
   int64_t behind = 0;
@@ -83,10 +83,10 @@ int64_t needed_steps(const AttentionProblem& p, const PackedTiles& tiles, int64_
   return (behind - 1 + shift) / step_keys - (begin + shift) / step_keys + 1;
 }
 
-// By PartWalk.
-std::vector<Part> walk(const Shares& shares, const std::vector<int64_t>& steps, size_t block) {
-  const sm90::ShareStart& start = shares.starts[block];
-  const sm90::ShareStart& end = shares.starts[block + 1];
+// By SplitTileScheduler.
+std::vector<Part> walk(const StreamK& stream_k, const std::vector<int64_t>& steps, size_t block) {
+  const sm90::StreamKStart& start = stream_k.starts[block];
+  const sm90::StreamKStart& end = stream_k.starts[block + 1];
   std::vector<Part> parts;
   int64_t first = start.step;
   for (int64_t tile = start.tile;; ++tile, first = 0) {
@@ -104,14 +104,14 @@ std::vector<Part> walk(const Shares& shares, const std::vector<int64_t>& steps, 
 
 // Every step is one block's; parts of a tile lie one behind the other, where the second kernel looks for them.
 // What the block with the most takes, with a step for each part.
-int64_t check(const Shares& shares, const std::vector<int64_t>& steps) {
-  const auto blocks = static_cast<size_t>(shares.blocks);
-  CHECK(blocks >= 1 && blocks <= sm90::kMostShares);
+int64_t check(const StreamK& stream_k, const std::vector<int64_t>& steps) {
+  const auto blocks = static_cast<size_t>(stream_k.blocks);
+  CHECK(blocks >= 1 && blocks <= sm90::kMostStreamKBlocks);
   std::vector<std::vector<Part>> of_tile(steps.size());
   int64_t most = 0;
   for (size_t block = 0; block < blocks; ++block) {
     int64_t taken = 0;
-    for (const Part& part : walk(shares, steps, block)) {
+    for (const Part& part : walk(stream_k, steps, block)) {
       of_tile[static_cast<size_t>(part.tile)].push_back(part);
       taken += part.end - part.first + 1;
     }
@@ -133,21 +133,21 @@ int64_t check(const Shares& shares, const std::vector<int64_t>& steps) {
       CHECK(parts[0].place == kWholeTile);
       continue;
     }
-    const auto cut = static_cast<size_t>(shares.cuts[static_cast<size_t>(cut_tiles)]);
-    const auto next_cut = static_cast<size_t>(shares.cuts[static_cast<size_t>(++cut_tiles)]);
-    CHECK(shares.starts[cut].tile == static_cast<int32_t>(tile));
-    CHECK(shares.starts[cut].place - 1 == places);
+    const auto cut = static_cast<size_t>(stream_k.cuts[static_cast<size_t>(cut_tiles)]);
+    const auto next_cut = static_cast<size_t>(stream_k.cuts[static_cast<size_t>(++cut_tiles)]);
+    CHECK(stream_k.starts[cut].tile == static_cast<int32_t>(tile));
+    CHECK(stream_k.starts[cut].place - 1 == places);
     for (const Part& part : parts) CHECK(part.place == places++);
-    CHECK(shares.starts[next_cut].place - 1 == places);
+    CHECK(stream_k.starts[next_cut].place - 1 == places);
     most_parts = std::max(most_parts, static_cast<int32_t>(parts.size()));
   }
-  CHECK(places == shares.places && cut_tiles == shares.cut_tiles);
-  CHECK(most_parts == shares.most_parts);
+  CHECK(places == stream_k.places && cut_tiles == stream_k.cut_tiles);
+  CHECK(most_parts == stream_k.most_parts);
   return most;
 }
 
-bool same(const Shares& a, const Shares& b) {
-  const auto same_start = [](const sm90::ShareStart& x, const sm90::ShareStart& y) {
+bool same(const StreamK& a, const StreamK& b) {
+  const auto same_start = [](const sm90::StreamKStart& x, const sm90::StreamKStart& y) {
     return x.tile == y.tile && x.step == y.step && x.place == y.place;
   };
   return a.blocks == b.blocks && a.places == b.places &&
@@ -182,26 +182,26 @@ void every_step_is_dealt_once() {
       steps.push_back(needed_steps(problem, tiles, tile, step_keys));
       all += steps.back() + 1;
     }
-    const int64_t blocks = from(1, sm90::kMostShares);
-    const Shares shares = deal_shares(problem, tiles, step_keys, blocks);
-    CHECK(shares.blocks <= blocks);
-    const int64_t most = check(shares, steps);
-    with_parts += shares.places > 0 ? 1 : 0;
+    const int64_t blocks = from(1, sm90::kMostStreamKBlocks);
+    const StreamK stream_k = deal_stream_k(problem, tiles, step_keys, blocks);
+    CHECK(stream_k.blocks <= blocks);
+    const int64_t most = check(stream_k, steps);
+    with_parts += stream_k.places > 0 ? 1 : 0;
     if (blocks % tiles.tiles == 0) {
       const int64_t parts = blocks / tiles.tiles;
       const int64_t longest = *std::max_element(steps.begin(), steps.end());
-      CHECK(shares.blocks == blocks && most == (longest + parts - 1) / parts + 1);
+      CHECK(stream_k.blocks == blocks && most == (longest + parts - 1) / parts + 1);
     } else {
       // Each cut costs a step more, and room for less than two steps is left.
       CHECK(most <= std::max<int64_t>(2, (all + blocks - 1) / blocks + 3));
     }
-    CHECK(same(shares, deal_shares(problem, tiles, step_keys, blocks)));
-    CHECK(same(shares, known_shares(problem, tiles, step_keys, blocks)));
-    CHECK(same(shares, known_shares(problem, tiles, step_keys, blocks)));
+    CHECK(same(stream_k, deal_stream_k(problem, tiles, step_keys, blocks)));
+    CHECK(same(stream_k, known_stream_k(problem, tiles, step_keys, blocks)));
+    CHECK(same(stream_k, known_stream_k(problem, tiles, step_keys, blocks)));
     AttentionProblem longer = problem;
     longer.seq_k += step_keys;
-    CHECK(same(known_shares(longer, tiles, step_keys, blocks),
-               deal_shares(longer, tiles, step_keys, blocks)));
+    CHECK(same(known_stream_k(longer, tiles, step_keys, blocks),
+               deal_stream_k(longer, tiles, step_keys, blocks)));
   }
   CHECK(with_parts > 1500);
 }
@@ -211,10 +211,10 @@ void tiles_a_little_more_than_blocks() {
   const AttentionProblem problem = problem_of({1, 512, 8192, 40, 8});
   const PackedTiles tiles = packed_tiles(problem, 2);
   CHECK(tiles.tiles == 176);
-  const Shares shares = deal_shares(problem, tiles, 128, 132);
-  CHECK(shares.blocks == 132 && shares.cut_tiles == 88 && shares.places == 176);
+  const StreamK stream_k = deal_stream_k(problem, tiles, 128, 132);
+  CHECK(stream_k.blocks == 132 && stream_k.cut_tiles == 88 && stream_k.places == 176);
   const std::vector<int64_t> steps(176, 64);
-  CHECK(check(shares, steps) == 88);
+  CHECK(check(stream_k, steps) == 88);
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
-#include "cuda/attention/split/shares.h"
+#include "cuda/attention/split/stream_k.h"
 
 #include <algorithm>
 
 #include "core/per_thread.h"
-#include "cuda/attention/sm90/sections.h"
+#include "cuda/attention/sm90/l2_swizzle.h"
 
 namespace flashmoe::split {
 namespace {
@@ -26,7 +26,7 @@ class Row {
   int64_t steps(int64_t position) const {
     if (!masked_) return steps_of_first_;
     const int64_t rank = position % tiles_.tiles_per_head;
-    const bool last_first = sm90::last_tiles_first(problem_);
+    const bool last_first = sm90::longest_tiles_first(problem_);
     const int64_t tile = last_first ? tiles_.tiles_per_head - 1 - rank : rank;
     return steps_of_tile(problem_, tiles_, tile, step_keys_);
   }
@@ -46,64 +46,64 @@ class Row {
   int64_t steps_of_first_;
 };
 
-void begin(int64_t block, int64_t tile, int64_t step, Shares* shares) {
-  shares->starts[static_cast<size_t>(block)] = {static_cast<int32_t>(tile),
-                                                static_cast<int32_t>(step), 0};
+void begin(int64_t block, int64_t tile, int64_t step, StreamK* stream_k) {
+  stream_k->starts[static_cast<size_t>(block)] = {static_cast<int32_t>(tile),
+                                                  static_cast<int32_t>(step), 0};
 }
 
 // Each tile's steps to as many blocks.
-void deal_evenly(const Row& row, int64_t blocks, Shares* shares) {
+void deal_evenly(const Row& row, int64_t blocks, StreamK* stream_k) {
   const int64_t parts = blocks / row.tiles();
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t tile = block / parts;
-    begin(block, tile, row.steps(tile) * (block % parts) / parts, shares);
+    begin(block, tile, row.steps(tile) * (block % parts) / parts, stream_k);
   }
-  shares->blocks = static_cast<int32_t>(blocks);
+  stream_k->blocks = static_cast<int32_t>(blocks);
 }
 
 // To one block after another what it can take with at most so many steps; false if steps are left.
-bool deal_up_to(const Row& row, int64_t most, int64_t blocks, Shares* shares) {
+bool deal_up_to(const Row& row, int64_t most, int64_t blocks, StreamK* stream_k) {
   const int64_t least = std::min(kLeastSteps, most - kStepsOfAPart);
   int64_t block = 0;
   int64_t room = most;
-  begin(0, 0, 0, shares);
+  begin(0, 0, 0, stream_k);
   for (int64_t tile = 0; tile < row.tiles(); ++tile) {
     const int64_t steps = row.steps(tile);
     int64_t left = steps;
     while (left + kStepsOfAPart > room) {
       if (room - kStepsOfAPart >= least) left -= room - kStepsOfAPart;
       if (++block == blocks) return false;
-      begin(block, tile, steps - left, shares);
+      begin(block, tile, steps - left, stream_k);
       room = most;
     }
     room -= left + kStepsOfAPart;
   }
-  shares->blocks = static_cast<int32_t>(block + 1);
+  stream_k->blocks = static_cast<int32_t>(block + 1);
   return true;
 }
 
 // Gives the parts of tiles that several blocks share their places.
-void place_parts(int64_t tiles, Shares* shares) {
-  const auto blocks = static_cast<size_t>(shares->blocks);
-  begin(shares->blocks, tiles, 0, shares);
+void place_parts(int64_t tiles, StreamK* stream_k) {
+  const auto blocks = static_cast<size_t>(stream_k->blocks);
+  begin(stream_k->blocks, tiles, 0, stream_k);
   int32_t first = 0;  // place of the tile's first part
-  shares->places = shares->cut_tiles = shares->most_parts = 0;
+  stream_k->places = stream_k->cut_tiles = stream_k->most_parts = 0;
   for (size_t block = 1; block < blocks; ++block) {
-    sm90::ShareStart& start = shares->starts[block];
-    const sm90::ShareStart& before = shares->starts[block - 1];
+    sm90::StreamKStart& start = stream_k->starts[block];
+    const sm90::StreamKStart& before = stream_k->starts[block - 1];
     if (start.step == 0) continue;
     if (before.tile != start.tile || before.step == 0) {
-      shares->cuts[static_cast<size_t>(shares->cut_tiles++)] = static_cast<int16_t>(block);
-      first = shares->places;
+      stream_k->cuts[static_cast<size_t>(stream_k->cut_tiles++)] = static_cast<int16_t>(block);
+      first = stream_k->places;
       start.place = first + 1;
     } else {
       start.place = before.place + (start.step > before.step ? 1 : 0);
     }
-    shares->places = start.place + 1;
-    shares->most_parts = std::max(shares->most_parts, shares->places - first);
+    stream_k->places = start.place + 1;
+    stream_k->most_parts = std::max(stream_k->most_parts, stream_k->places - first);
   }
-  shares->starts[blocks].place = shares->places + 1;
-  shares->cuts[static_cast<size_t>(shares->cut_tiles)] = static_cast<int16_t>(blocks);
+  stream_k->starts[blocks].place = stream_k->places + 1;
+  stream_k->cuts[static_cast<size_t>(stream_k->cut_tiles)] = static_cast<int16_t>(blocks);
 }
 
 }  // namespace
@@ -118,27 +118,27 @@ int64_t steps_of_tile(const AttentionProblem& problem, const PackedTiles& tiles,
   const int64_t end = problem.bounded_right
                           ? std::min(problem.seq_k, last_query + problem.right_offset + 1)
                           : problem.seq_k;
-  const int64_t shift = sm90::step_shift(problem, step_keys, first_query, queries);
+  const int64_t shift = sm90::kv_block_alignment(problem, step_keys, first_query, queries);
   return first < end ? (end + shift + step_keys - 1) / step_keys - (first + shift) / step_keys : 0;
 }
 
-Shares deal_shares(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
-                   int64_t blocks) {
-  Shares shares;
+StreamK deal_stream_k(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
+                      int64_t blocks) {
+  StreamK stream_k;
   const Row row(problem, tiles, step_keys);
   if (blocks % tiles.tiles == 0) {
-    deal_evenly(row, blocks, &shares);
+    deal_evenly(row, blocks, &stream_k);
   } else {
     const int64_t steps = row.all_steps() + tiles.tiles * kStepsOfAPart;
     int64_t most = std::max((steps + blocks - 1) / blocks, kStepsOfAPart + 1);
-    while (!deal_up_to(row, most, blocks, &shares)) ++most;
+    while (!deal_up_to(row, most, blocks, &stream_k)) ++most;
   }
-  place_parts(tiles.tiles, &shares);
-  return shares;
+  place_parts(tiles.tiles, &stream_k);
+  return stream_k;
 }
 
-Shares known_shares(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
-                    int64_t blocks) {
+StreamK known_stream_k(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
+                       int64_t blocks) {
   // All that a deal depends on.
   const std::array<int64_t, 13> call = {tiles.tiles,
                                         tiles.tiles_per_head,
@@ -155,12 +155,12 @@ Shares known_shares(const AttentionProblem& problem, const PackedTiles& tiles, i
                                         blocks};
   struct Known {
     std::array<int64_t, 13> call;  // of no call at first: there is no deal to 0 blocks
-    Shares shares;
+    StreamK stream_k;
   };
   Known* const known = PerThread<Known>::get();
-  if (known == nullptr) return deal_shares(problem, tiles, step_keys, blocks);
-  if (known->call != call) *known = {call, deal_shares(problem, tiles, step_keys, blocks)};
-  return known->shares;
+  if (known == nullptr) return deal_stream_k(problem, tiles, step_keys, blocks);
+  if (known->call != call) *known = {call, deal_stream_k(problem, tiles, step_keys, blocks)};
+  return known->stream_k;
 }
 
 }  // namespace flashmoe::split

@@ -1,9 +1,9 @@
-// One row of attention with plain arithmetic, for rows that the tensor cores' arithmetic cannot serve:
+// One row of attention by plain arithmetic, for rows that the tensor cores cannot serve:
 //
-// - Rows of a mask that came out with an infinity or a NaN. Where a step holds keys that some row does
-//   not see, the tensor cores spread one in V to that row, since they multiply it by a masked
+// - Rows of a mask that came out with an infinity or a NaN. Where a step holds keys that some row
+//   does not see, the tensor cores spread one in V to that row, since they multiply it by a masked
 //   probability and 0 * NaN is NaN. Here a row reads its visible keys only.
-// - Rows with logits beyond kMostOffset. Here scores are subtracted from each other before they are
+// - Rows with logits beyond kMostRowMax. Here scores are subtracted from each other before they are
 //   scaled, so that no rounding comes between them.
 #pragma once
 
@@ -15,34 +15,34 @@
 
 namespace flashmoe {
 
-// Below every offset of a row's scores, yet finite: masked scores less it are -inf, not NaN.
-inline constexpr float kNoOffset = -1.0e38f;
+// Below every maximum of a row's scores, yet finite: masked scores less it are -inf, not NaN.
+inline constexpr float kNoRowMax = -1.0e38f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
-// The kernels' probabilities are 2^(score * scale_log2 - offset). The FMA rounds their difference alone, but
-// the offset is a product that was rounded. It is rounded up, so that no probability of the scores that it
-// was made of exceeds 1 and overflows, and up to this magnitude by less than 4, so that none of a row's
-// highest ones vanishes.
-inline constexpr float kMostOffset = 67108864.0f;  // 2^26
+// The kernels' probabilities are 2^(score * scale_log2 - row_max). The FMA rounds their difference
+// alone, but row_max is a product that was rounded. It is rounded up, so that no probability of the
+// scores that it was made of exceeds 1 and overflows, and up to this magnitude by less than 4, so
+// that none of a row's highest ones vanishes.
+inline constexpr float kMostRowMax = 67108864.0f;  // 2^26
 
-__device__ __forceinline__ float offset_of(float top, float scale_log2) {
+__device__ __forceinline__ float row_max_of(float top, float scale_log2) {
   return __fmul_ru(top, scale_log2);
 }
 
-// How much a score exceeds an offset, in powers of two.
-__device__ __forceinline__ float excess(float score, float scale_log2, float offset) {
-  return fmaf(score, scale_log2, -offset);
+// How much a score exceeds a row's maximum, in powers of two.
+__device__ __forceinline__ float excess(float score, float scale_log2, float row_max) {
+  return fmaf(score, scale_log2, -row_max);
 }
 
-// Whether a row that sees keys may have lost all of its probabilities to the rounding of its offset. A NaN of
-// its scores is no such loss.
-__device__ __forceinline__ bool is_rounded_away(float offset, float sum) {
-  return fabsf(offset) > kMostOffset && sum == sum;
+// Whether a row that sees keys may have lost all of its probabilities to the rounding of row_max. A
+// NaN of its scores is no such loss.
+__device__ __forceinline__ bool is_rounded_away(float row_max, float sum) {
+  return fabsf(row_max) > kMostRowMax && sum == sum;
 }
 
 // The row's tensors: one query row, and its keys and values, of which it sees those from first_key
 // to before `keys`.
-struct LoneRow {
+struct FallbackRow {
   const uint16_t* q;
   const uint16_t* k;
   const uint16_t* v;
@@ -55,11 +55,11 @@ struct LoneRow {
   float cap_ratio = 0.0f;  // with a softcap scale / softcap, and scale_log2 is of softcap
 };
 
-// For a whole warp. Calls store(column, element) for every column of the output, and returns the row's
-// log-sum-exp. scale_log2 multiplies the scores, or the capped ones.
+// For a whole warp. Calls store(column, element) for every column of the output, and returns the
+// row's log-sum-exp. scale_log2 multiplies the scores, or the capped ones.
 template <class Element, int kDimV, class Store>
-__device__ __forceinline__ float compute_row_alone(const LoneRow& row, float scale_log2,
-                                                   Store store) {
+__device__ __forceinline__ float masked_row_fallback(const FallbackRow& row, float scale_log2,
+                                                     Store store) {
   using Numeric = numeric::ElementTraits<Element>;
   constexpr uint32_t kFullWarp = 0xffffffffu;
   constexpr int kLanes = 32;
@@ -68,7 +68,8 @@ __device__ __forceinline__ float compute_row_alone(const LoneRow& row, float sca
   float acc[kColumnsPerLane] = {};
   float sum = 0.0f;
   float top = -FLT_MAX;
-  // 2^((score - other) * scale_log2). Halves, since the difference of two finite scores may overflow.
+  // 2^((score - other) * scale_log2). Halves, since the difference of two finite scores may
+  // overflow.
   const auto power = [&](float score, float other) {
     const float half = (0.5f * score - 0.5f * other) * scale_log2;
     return numeric::exp2_approx(half + half);

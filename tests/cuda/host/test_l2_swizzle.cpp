@@ -1,5 +1,5 @@
-// The sections of sm_90's launches, beside a walk over every tile as the kernel makes it.
-#include "cuda/attention/sm90/sections.h"
+// The L2 swizzle of sm_90's launches, beside a walk over every tile as the kernel makes it.
+#include "cuda/attention/sm90/l2_swizzle.h"
 
 #include <algorithm>
 #include <cmath>
@@ -47,10 +47,10 @@ struct Launch {
   int64_t blocks() const {
     return std::min<int64_t>(tiles_per_head * heads(), facts.multiprocessors);
   }
-  int64_t most(int64_t section) const {
-    return most_steps(problem, entry, tiles_per_head, blocks(), section);
+  int64_t most(int64_t swizzle) const {
+    return most_steps(problem, entry, tiles_per_head, blocks(), swizzle);
   }
-  int64_t choice() const { return heads_per_section(problem, entry, tiles_per_head, facts); }
+  int64_t choice() const { return heads_per_swizzle(problem, entry, tiles_per_head, facts); }
 };
 
 // By the kernel's Steps: those of a tile, row by row. The first step of a group, from the right, is that of each
@@ -59,7 +59,7 @@ int64_t steps_of_tile(const Launch& launch, int64_t first_row) {
   constexpr int64_t kGroup = 64;
   const AttentionProblem& p = launch.problem;
   const int64_t keys = launch.entry.tile_k;
-  const int64_t shift = step_shift(p, launch.entry.tile_k, first_row, launch.entry.tile_q);
+  const int64_t shift = kv_block_alignment(p, launch.entry.tile_k, first_row, launch.entry.tile_q);
   CHECK(shift >= 0 && shift < keys);
   int64_t steps = 0;
   int64_t step_of_group = -1;
@@ -77,17 +77,17 @@ int64_t steps_of_tile(const Launch& launch, int64_t first_row) {
   return steps;
 }
 
-// Steps of each block and a start for each of its tiles, by the kernel's TileWalk, Tile::at and Steps.
-std::vector<int64_t> walk(const Launch& launch, int64_t heads_per_section) {
+// Steps of each block and a start for each of its tiles, by the kernel's TileScheduler, Tile::at and Steps.
+std::vector<int64_t> walk(const Launch& launch, int64_t heads_per_swizzle) {
   const int64_t blocks = launch.blocks();
   const int64_t tiles = launch.tiles_per_head * launch.heads();
-  const int64_t section = launch.tiles_per_head * heads_per_section;
+  const int64_t swizzle = launch.tiles_per_head * heads_per_swizzle;
   const int64_t first_row = -spare_rows(launch.problem, launch.entry, launch.tiles_per_head);
   std::vector<int64_t> steps(static_cast<size_t>(blocks), 0);
   std::vector<int> walked(static_cast<size_t>(tiles), 0);
   for (int64_t block = 0; block < blocks; ++block) {
-    for (int64_t first = 0; first < tiles; first += section) {
-      const int64_t end = std::min(first + section, tiles);
+    for (int64_t first = 0; first < tiles; first += swizzle) {
+      const int64_t end = std::min(first + swizzle, tiles);
       const int64_t turn = (block + blocks - first % blocks) % blocks;
       bool forwards = true;
       for (int64_t round = first; round < end; round += blocks, forwards = !forwards) {
@@ -110,8 +110,8 @@ int64_t longest_of(const std::vector<int64_t>& steps) {
 }
 
 // What blocks wait for the one with the most, of the time that it takes.
-double idle(const Launch& launch, int64_t heads_per_section) {
-  const std::vector<int64_t> steps = walk(launch, heads_per_section);
+double idle(const Launch& launch, int64_t heads_per_swizzle) {
+  const std::vector<int64_t> steps = walk(launch, heads_per_swizzle);
   int64_t sum = 0;
   for (const int64_t each : steps) sum += each;
   return 1.0 - static_cast<double>(sum) / static_cast<double>(steps.size()) /
@@ -131,15 +131,15 @@ void the_deal_is_the_kernels_walk() {
         from(1, 5), from(1, 2500), from(0, 2500), group * heads_kv, heads_kv, dims[from(0, 3)], 0};
     shape.right_offset = from(-shape.seq_q, shape.seq_k);
     const Launch launch(shape, static_cast<int>(from(1, kMostBlocks)));
-    const int64_t section = group * from(1, shape.batch * heads_kv);
-    CHECK(launch.most(section) == longest_of(walk(launch, section)));
+    const int64_t swizzle = group * from(1, shape.batch * heads_kv);
+    CHECK(launch.most(swizzle) == longest_of(walk(launch, swizzle)));
     const int64_t chosen = launch.choice();
     CHECK(chosen >= group && chosen % group == 0 && chosen <= launch.heads());
     CHECK(launch.choice() == chosen);
   }
 }
 
-// Shapes of which the longest sections that even out lengths left blocks idle: heads of those sections,
+// Shapes of which the largest swizzle groups that even out lengths left blocks idle: heads of those groups,
 // and the part of the time that was idle.
 void blocks_are_left_with_about_the_same() {
   struct Better {

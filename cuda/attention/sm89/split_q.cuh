@@ -2,18 +2,18 @@
 //
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
 //
-// One block computes kTileQ query rows of one head. A warp owns 16 * kRowAtoms of them from scores to
-// output, so scores, probabilities and accumulators never leave its registers. All warps walk the
-// keys together, kStepKeys at a time, from the first to the last one visible to the tile; K and V
-// arrive by cp.async in a ring of kStages steps, with one block barrier per step. The exponentials of
-// the next 16 keys are computed between the products of these.
+// One block computes kTileQ query rows of one head. A warp owns 16 * kRowAtoms of them from scores
+// to output, so scores, probabilities and accumulators never leave its registers. All warps walk
+// the keys together, kStepKeys at a time, from the first to the last one visible to the tile; K and
+// V arrive by cp.async in a ring of kStages steps, with one block barrier per step. The
+// exponentials of the next 16 keys are computed between the products of these.
 //
 // Dimensions padded to the compiled ones are zero-filled on load and never stored.
 #pragma once
 
 #include "cuda/attention/sm89/common.cuh"
 
-namespace flashmoe::sm89::rows {
+namespace flashmoe::sm89::split_q {
 
 template <class Traits>
 using Accumulators = float[Traits::kRowAtoms][Traits::kDimV / 8][4];
@@ -34,7 +34,7 @@ __device__ __forceinline__ bool lies_left(const Params& params, const TileSteps<
   return block.first + (step + 1) * Traits::kStepKeys <= first_key(params, row);
 }
 
-// out += P V of one step, with P = 2^(scores * scale_log2 - offset).
+// out += P V of one step, with P = 2^(scores * scale_log2 - row_max).
 template <class Traits>
 __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out,
                                                 RowStatistics<Traits>& statistics,
@@ -96,7 +96,7 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
   const int warp_row = warp_index() * Traits::kRowsPerWarp;
   unsigned char* warp_tile = shared + warp_row * Layout::kRowBytes;
   uint32_t largest = 0;
-  bool alone = false;
+  bool fallback = false;
 #pragma unroll
   for (int a = 0; a < Traits::kRowAtoms; ++a) {
 #pragma unroll
@@ -104,7 +104,7 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
       const int row = 16 * a + lane / 4 + 8 * half;
       const float factor =
           statistics.finish(params, tile, tile.first_row + warp_row + row, a, half);
-      alone = alone || factor == kComputeAlone;
+      fallback = fallback || factor == kNeedsFallback;
 #pragma unroll
       for (int n = 0; n < Traits::kDimV / 8; ++n) {
         const uint32_t pair =
@@ -118,9 +118,9 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
   __syncwarp();
   const int first_row = tile.first_row + warp_row;
   const bool nonfinite = numeric::any_nonfinite<typename Traits::Element>(largest);
-  alone = alone || (params.masked && nonfinite);
-  if (__any_sync(kFullWarp, alone)) {
-    compute_rows_alone<Traits>(params, tile, first_row, 1, first_row + Traits::kRowsPerWarp);
+  fallback = fallback || (params.masked && nonfinite);
+  if (__any_sync(kFullWarp, fallback)) {
+    masked_rows_fallback<Traits>(params, tile, first_row, 1, first_row + Traits::kRowsPerWarp);
   } else {
     store_rows<Layout, Traits::kRowsPerWarp, kThreadsPerWarp>(warp_tile, params, tile, first_row,
                                                               lane);
@@ -217,7 +217,7 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
       multiply_scores<Traits>(scores, q_registers, q_lane, k_lane + stage);
       if (params.cap_ratio != 0.0f) cap_scores<Traits>(scores, params.cap_ratio);
       mask_scores<Traits>(scores, params, block, shared, step);
-      statistics.raise(scores, params.scale_log2, [&](int a, int half, float factor) {
+      statistics.rescale(scores, params.scale_log2, [&](int a, int half, float factor) {
 #pragma unroll
         for (int n = 0; n < Traits::kDimV / 8; ++n) {
           accumulators[a][n][2 * half] *= factor;
@@ -233,4 +233,4 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   store_results<Traits>(accumulators, statistics, params, shared);
 }
 
-}  // namespace flashmoe::sm89::rows
+}  // namespace flashmoe::sm89::split_q
