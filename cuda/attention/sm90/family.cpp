@@ -102,12 +102,13 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void*,
   FLASHMOE_TRY(guard.status());
   Prepared<Kept<TileParams>> kept(plan.detail);
   if (!kept.ready() || !move_maps(problem, &*kept)) {
+    kept.set_ready(false);  // unless the driver takes every map
     const DeviceFacts* facts = nullptr;
     FLASHMOE_TRY(read_device_facts(device_id, &facts, Reason()));
     FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,
                                        [&] { return sm90::encode_maps(problem, entry, &*kept); }));
     fill_params(problem, entry, plan.info.launches[0].grid[0], *facts, &kept->params);
-    kept.set_ready();
+    kept.set_ready(true);
   }
   return launch_planned(plan, 0, &kept->params, stream);
 }
