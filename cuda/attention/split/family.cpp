@@ -76,7 +76,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
                   "cannot walk");
   }
   const Work work = work_of(problem);
-  const TileSpeed speed = sm90::tile_speed(problem.dim);
+  const TileSpeed speed = sm90::tile_speed(entry->dim);
   const SplitKernel kernel = {entry->tile_k, entry->part_bytes, entry->dim + entry->dim_v};
   const auto [groups, split] = best_tile_split(problem, work, entry->groups, kernel, speed, *facts);
   const PackedTiles tiles = packed_tiles(problem, groups);
