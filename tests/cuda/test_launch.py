@@ -106,7 +106,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _compile("test_launch", tmp_path_factory.mktemp("host"))
 
 
-@pytest.mark.parametrize("without", ["", "no-driver", "no-handles", "no-shared-attributes"])
+@pytest.mark.parametrize(
+    "without", ["", "no-driver", "no-handles", "no-shared-attributes", "no-map-moves"]
+)
 def test_launch(program: Path, without: str) -> None:
     checked([program, *([without] if without else [])])
 
