@@ -155,4 +155,3 @@ if not TYPE_CHECKING:  # whose eyes would otherwise see every name in this modul
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
-

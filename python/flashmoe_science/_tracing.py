@@ -7,6 +7,6 @@ import sys
 
 
 def is_traced() -> bool:
-    """Imports nothing: whoever traces has imported torch, which another thread may just be doing."""
+    """Imports nothing: who traces has imported torch, which another thread may be about to do."""
     compiling = getattr(sys.modules.get("torch.compiler"), "is_dynamo_compiling", None)
     return compiling is not None and compiling()

@@ -6,10 +6,9 @@ have memory, which is the shorter one, and the operators' for those that stand f
 torch.compile, torch.export and fake tensors.
 """
 
-# ruff: noqa: SIM105 (contextlib.suppress costs each call a third of a microsecond)
-
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -164,13 +163,44 @@ def _is_plain(tensor: Any) -> bool:
     )
 
 
-def _refuse_outputs(**given: Any) -> None:
+_TRACED = "{}: got one in a call that is traced, accepted is None: the graph makes its own"
+
+
+def _first_given(given: dict[str, Any]) -> str | None:
     for name, value in given.items():
         if value is not None:
-            raise InvalidArgumentError(
-                f"{name}: got one in a call that is traced, accepted is None: the graph makes its "
-                "own"
-            )
+            return name
+    return None
+
+
+def _refuse_outputs(**given: Any) -> None:
+    name = _first_given(given)
+    if name is not None:
+        raise InvalidArgumentError(_TRACED.format(name))
+
+
+def _outside_of_graphs(name: str) -> Callable[[Any], bool]:
+    """_is_plain, breaking the graph for a call that is given such an argument."""
+    reason = {"reason": _TRACED.format(name)}
+    if "reason" not in inspect.signature(torch.compiler.disable).parameters:  # before torch 2.7
+        reason = {}
+    made: Callable[[Any], bool] = torch.compiler.disable(_is_plain, **reason)
+    return made
+
+
+_OUTSIDE_OF_GRAPHS = {
+    name: _outside_of_graphs(name) for name in ("out", "lse", "pre_activation", "stream")
+}
+
+
+def _leaves_graph(tensor: Any, **given: Any) -> bool:
+    """Of a call that is not plain: whether outputs have it leave its graph of torch.compile, to be
+    plain. Raises where there is no leaving."""
+    name = _first_given(given)
+    if name is not None and torch.compiler.is_dynamo_compiling():
+        return _OUTSIDE_OF_GRAPHS[name](tensor)
+    _refuse_outputs(**given)
+    return False
 
 
 def _check_rank(name: str, tensor: torch.Tensor, *accepted: int) -> None:
@@ -288,15 +318,14 @@ def flash_attention(
 ) -> Any:
     """flashmoe_science.flash_attention, which see. In a graph, out, lse and stream are None, and
     what is returned is token by token in memory in either layout."""
-    if _is_plain(q):
+    if _is_plain(q) or _leaves_graph(q, out=out, lse=lse, stream=stream):
         try:
             return _core.flash_attention(
                 q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel,
                 stream,
             )  # fmt: skip
         except _TransformedError:
-            pass
-    _refuse_outputs(out=out, lse=lse, stream=stream)
+            _refuse_outputs(out=out, lse=lse, stream=stream)
     name = {True: "bottom_right", False: "none"}[causal] if isinstance(causal, bool) else causal
     left, right = (None, None) if window is None else window
     operator = _attention_with_lse if return_lse else _attention
@@ -407,15 +436,14 @@ def moe_route(
     stream: object = None,
 ) -> MoeRouting:
     """flashmoe_science.moe_route, which see. In a graph, out and stream are None."""
-    if _is_plain(logits):
+    if _is_plain(logits) or _leaves_graph(logits, out=out, stream=stream):
         try:
             return _core.moe_route(  # type: ignore[return-value]
                 logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
                 return_lse, out, stream,
             )  # fmt: skip
         except _TransformedError:
-            pass
-    _refuse_outputs(out=out, stream=stream)
+            _refuse_outputs(out=out, stream=stream)
     operator = _route_with_lse if return_lse else _route
     parts = operator(
         logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale
@@ -435,14 +463,13 @@ def moe_route_given(
     stream: object = None,
 ) -> MoeRouting:
     """flashmoe_science.moe_route_given, which see. In a graph, out and stream are None."""
-    if _is_plain(ids):
+    if _is_plain(ids) or _leaves_graph(ids, out=out, stream=stream):
         try:
             return _core.moe_route_given(  # type: ignore[return-value]
                 ids, weights, num_experts, renormalize, scale, expert_map, out, stream
             )
         except _TransformedError:
-            pass
-    _refuse_outputs(out=out, stream=stream)
+            _refuse_outputs(out=out, stream=stream)
     parts = _route_given(ids, weights, num_experts, renormalize, scale, expert_map)
     return MoeRouting(*parts)
 
@@ -548,7 +575,7 @@ def moe_forward(
 ) -> Any:
     """flashmoe_science.moe_forward, which see. In a graph, out, pre_activation and stream are
     None."""
-    if _is_plain(x):
+    if _is_plain(x) or _leaves_graph(x, out=out, pre_activation=pre_activation, stream=stream):
         try:
             return _core.moe_forward(
                 x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up, b_up, b_down,
@@ -556,8 +583,7 @@ def moe_forward(
                 return_pre_activation, kernel, stream,
             )  # fmt: skip
         except _TransformedError:
-            pass
-    _refuse_outputs(out=out, pre_activation=pre_activation, stream=stream)
+            _refuse_outputs(out=out, pre_activation=pre_activation, stream=stream)
     operator = _forward_with_pre_activation if return_pre_activation else _forward
     _, weights, offsets, pairs, slots, _ = routing
     return operator(
@@ -605,12 +631,11 @@ def grouped_product(
     stream: object = None,
 ) -> torch.Tensor:
     """flashmoe_science.grouped_product, which see. In a graph, out and stream are None."""
-    if _is_plain(x):
+    if _is_plain(x) or _leaves_graph(x, out=out, stream=stream):
         try:
             return _core.grouped_product(x, w, offsets, counts, bias, out, kernel, stream)
         except _TransformedError:
-            pass
-    _refuse_outputs(out=out, stream=stream)
+            _refuse_outputs(out=out, stream=stream)
     made: torch.Tensor = _product(x, w, offsets, counts, bias, kernel)
     return made
 
@@ -675,7 +700,7 @@ def fused_moe(
     stream: object = None,
 ) -> torch.Tensor:
     """flashmoe_science.fused_moe, which see. In a graph, out and stream are None."""
-    if _is_plain(tokens):
+    if _is_plain(tokens) or _leaves_graph(tokens, out=out, stream=stream):
         try:
             return _core.fused_moe(
                 tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
@@ -684,8 +709,7 @@ def fused_moe(
                 stream,
             )  # fmt: skip
         except _TransformedError:
-            pass
-    _refuse_outputs(out=out, stream=stream)
+            _refuse_outputs(out=out, stream=stream)
     made: torch.Tensor = _fused(
         tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
         renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
