@@ -8,7 +8,6 @@
 #include "bindings/errors.h"
 #include "bindings/moe.h"
 #include "bindings/moe_calls.h"
-#include "bindings/native_function.h"
 
 namespace flashmoe {
 namespace {
@@ -150,13 +149,11 @@ class FusedCall {
       caller_.borrow("router_bias", router_bias, &product_.bias);
       check_rank("router_bias", product_.bias, 1);
     }
-    const bool has_offsets = !on_gpu() || caller_.type().torch != nullptr;
+    const bool has_offsets = !on_gpu() || caller_.type().is_torch;
     if (has_offsets && product_.w.extent(0) % kRouterMultiple == 0) {
       multiply_by_router(tokens);
     } else {
-      static nb::object* multiply = nullptr;
-      made_logits_ =
-          dispatch(&multiply, "router_product", tokens, router_weights, router_bias, stream);
+      made_logits_ = dispatch("router_product", tokens, router_weights, router_bias, stream);
       take_logits(made_logits_);
     }
   }
@@ -298,14 +295,13 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
                      nb::handle b_up, nb::handle b_down, nb::handle alpha, nb::handle limit,
                      nb::handle up_offset, nb::handle weight_on_input, nb::handle out,
                      nb::handle kernel, nb::handle stream) {
-  static nb::object* otherwise = nullptr;
   const int64_t k = parse_top_k(top_k);
   const TensorType* type = tensor_type(tokens);
   if (type == nullptr) {
-    return dispatch(&otherwise, "fused_moe", tokens, router_weights, w_gate_up, w_down, k, logits,
-                    router_bias, scoring, renormalize, selection_bias, num_groups, top_groups,
-                    scale, w_up, gate, activation, b_gate_up, b_up, b_down, alpha, limit, up_offset,
-                    weight_on_input, out, kernel, stream);
+    return dispatch("fused_moe", tokens, router_weights, w_gate_up, w_down, k, logits, router_bias,
+                    scoring, renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate,
+                    activation, b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input,
+                    out, kernel, stream);
   }
   if (router_weights.is_none() == logits.is_none()) {
     raise_value_error(std::string("router_weights: got ") +
@@ -332,12 +328,6 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
 }  // namespace
 
 void define_fused_moe(nb::module_& module) {
-  module.def("bind_fused_moe", &NativeFunction<&fused_moe>::like, nb::arg("function"),
-             "fused_moe with the signature of a Python function: see bind_flash_attention.");
-  module.def("bind_torch_fused_moe",
-             &NativeFunction<&fused_moe, &is_plain_torch_tensor, &may_be_for_torch_operators>::like,
-             nb::arg("function"),
-             "The same, of plain torch tensors; a call with others goes to the Python function.");
   module.def("fused_moe", &fused_moe, nb::arg("tokens").none(), nb::arg("router_weights").none(),
              nb::arg("w_gate_up").none(), nb::arg("w_down").none(), nb::arg("top_k").none(),
              nb::arg("logits").none(), nb::arg("router_bias").none(), nb::arg("scoring").none(),

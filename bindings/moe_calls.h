@@ -312,14 +312,10 @@ void launch(Call* call, const Caller& caller, nb::handle stream) {
   caller.finish();
 }
 
-// The function of flashmoe_science._moe of that name. Kept in *function, which is one for each name;
-// see dispatch of bindings/attention.cpp for why it is not initialised in a declaration.
+// The function of flashmoe_science._moe of that name.
 template <class... Arguments>
-nb::object dispatch(nb::object** function, const char* name, const Arguments&... arguments) {
-  if (*function == nullptr) {
-    *function = new nb::object(nb::module_::import_("flashmoe_science._moe").attr(name));  // leaked
-  }
-  return (**function)(arguments...);
+nb::object dispatch(const char* name, const Arguments&... arguments) {
+  return nb::module_::import_("flashmoe_science._moe").attr(name)(arguments...);
 }
 
 // ---- arguments ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 from flashmoe_science import _core, _dispatch
 from flashmoe_science._dispatch import NUMPY, Framework, Words
-from flashmoe_science._names import CPU, CUDA, Device
+from flashmoe_science._dtypes import CPU, CUDA, Device
 from flashmoe_science.errors import (
     ArgumentTypeError,
     FlashMoEError,

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flashmoe_science import _core
-from flashmoe_science._names import CPU, CUDA, Device, Dtype, parse_dtype
+from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype, parse_dtype
 from flashmoe_science.errors import (
     ArgumentTypeError,
     DeviceError,

@@ -8,7 +8,7 @@ from typing import Any
 
 import flashmoe_science
 import pytest
-from flashmoe_science._names import GPU_MODELS
+from flashmoe_science._dtypes import GPU_MODELS
 from flashmoe_science.cli import main
 from flashmoe_science.cli.environment import as_dict
 from flashmoe_science.cli.plan import plan_for
