@@ -277,8 +277,10 @@ flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFac
 flashmoe_launch& plan_launch(const Kernel& kernel, int device_id, const char* suffix,
                              int64_t blocks, int threads, int shared_bytes, Plan* plan) {
   const LoadedKernel& loaded = kernel.loaded[device_id];
-  std::snprintf(plan->info.isa, sizeof plan->info.isa, "sm_%d%s",
-                loaded.arch.load(std::memory_order_relaxed), suffix);
+  if (plan->info.launch_count == 0) {
+    std::snprintf(plan->info.isa, sizeof plan->info.isa, "sm_%d%s",
+                  loaded.arch.load(std::memory_order_relaxed), suffix);
+  }
   flashmoe_launch& launch =
       plan->add_launch(kernel.name, &kernel, {FLASHMOE_DEVICE_CUDA, device_id},
                        static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads));

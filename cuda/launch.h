@@ -61,7 +61,7 @@ inline bool has_clusters(const Kernel& kernel, int device_id) {
 
 // Appends a launch of `blocks` blocks of a kernel, which load_kernel has loaded on the device, to a plan;
 // `shared_bytes` are dynamic ones. More dimensions of the grid, a cluster and tiles are the caller's to
-// say. `suffix` is that of the code's architecture: "a" for sm_90a, or "".
+// say. The first launch's code is the plan's; `suffix` is that of its architecture: "a" for sm_90a, or "".
 flashmoe_launch& plan_launch(const Kernel& kernel, int device_id, const char* suffix,
                              int64_t blocks, int threads, int shared_bytes, Plan* plan);
 

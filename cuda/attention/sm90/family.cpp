@@ -46,7 +46,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   // Persistent: no more blocks than multiprocessors, each of which holds one.
   const int64_t blocks = std::min<int64_t>(tiles_per_head * heads, facts->multiprocessors);
   plan_launch(*entry, device_id, "a", blocks, plan);
-  plan->info.microseconds = tile_microseconds(work_of(problem), tile_speed(problem.dim), *facts);
+  plan->info.microseconds = tile_microseconds(work_of(problem), tile_speed(entry->dim), *facts);
   return FLASHMOE_OK;
 }
 
@@ -102,12 +102,13 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void*,
   FLASHMOE_TRY(guard.status());
   Prepared<Kept<TileParams>> kept(plan.detail);
   if (!kept.ready() || !move_maps(problem, &*kept)) {
+    kept.set_ready(false);  // unless the driver takes every map
     const DeviceFacts* facts = nullptr;
     FLASHMOE_TRY(read_device_facts(device_id, &facts, Reason()));
     FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,
                                        [&] { return sm90::encode_maps(problem, entry, &*kept); }));
     fill_params(problem, entry, plan.info.launches[0].grid[0], *facts, &kept->params);
-    kept.set_ready();
+    kept.set_ready(true);
   }
   return launch_planned(plan, 0, &kept->params, stream);
 }

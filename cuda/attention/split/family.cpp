@@ -76,7 +76,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
                   "cannot walk");
   }
   const Work work = work_of(problem);
-  const TileSpeed speed = sm90::tile_speed(problem.dim);
+  const TileSpeed speed = sm90::tile_speed(entry->dim);
   const SplitKernel kernel = {entry->tile_k, entry->part_bytes, entry->dim + entry->dim_v};
   const auto [groups, split] = best_tile_split(problem, work, entry->groups, kernel, speed, *facts);
   const PackedTiles tiles = packed_tiles(problem, groups);
@@ -168,11 +168,12 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* 
   FLASHMOE_TRY(guard.status());
   Prepared<sm90::Kept<Params>> kept(plan.detail);
   if (!kept.ready() || !sm90::move_inputs(problem, &*kept)) {
+    kept.set_ready(false);  // unless the driver takes every map
     const PackedTiles tiles = packed_tiles(problem, plan.info.launches[0].tile_m / kRowsPerGroup);
     FLASHMOE_TRY(flashmoe::encode_maps(
         entry.name, device_id, [&] { return split::encode_maps(problem, entry, tiles, &*kept); }));
     fill_params(problem, plan, tiles, &kept->params);
-    kept.set_ready();
+    kept.set_ready(true);
   }
   const uint64_t part_rows = plan.info.workspace_bytes / static_cast<uint64_t>(entry.part_bytes) *
                              static_cast<uint64_t>(entry.tile_q);

@@ -123,7 +123,7 @@ int64_t steps_of_tile(const AttentionProblem& problem, const PackedTiles& tiles,
 
 StreamK deal_stream_k(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
                       int64_t blocks) {
-  StreamK stream_k;
+  StreamK stream_k = {};
   const Row row(problem, tiles, step_keys);
   if (blocks % tiles.tiles == 0) {
     deal_evenly(row, blocks, &stream_k);

@@ -483,7 +483,9 @@ flashmoe_status prepare(const Plan& plan, int index, Prepared<Kept>* kept, const
   return encode_maps(planned.kernel, planned.device.device_id, [&] {
     if (!kept->ready()) params = {};
     Maps maps(kept->ready(), (*kept)->mapped[index]);
-    return fill(&maps, &params);
+    if (fill(&maps, &params)) return true;
+    kept->set_ready(false);  // some maps are of other memory than `mapped` says
+    return false;
   });
 }
 
@@ -502,7 +504,7 @@ flashmoe_status launch_forward(const MoeForwardProblem& problem, const Plan& pla
   FLASHMOE_TRY(prepare(plan, 1, &kept, [&](Maps* maps, Params* params) {
     return fill_down(problem, plan, activated, y, progress, maps, params);
   }));
-  kept.set_ready();
+  kept.set_ready(true);
   FLASHMOE_TRY(launch_planned(plan, 0, &kept->params[0], stream));
   FLASHMOE_TRY(launch_planned(plan, 1, &kept->params[1], stream));
   return launch_combine(problem, plan, 2, y, problem.hidden, stream);
@@ -567,7 +569,7 @@ flashmoe_status launch_product(const GroupedProductProblem& p, const Plan& plan,
   FLASHMOE_TRY(prepare(plan, 0, &kept, [&](Maps* maps, Params* params) {
     return fill_alone(p, plan, maps, params);
   }));
-  kept.set_ready();
+  kept.set_ready(true);
   return launch_planned(plan, 0, &kept->params[0], stream);
 }
 
