@@ -14,7 +14,6 @@
 #include "bindings/caller.h"
 #include "bindings/errors.h"
 #include "bindings/fields.h"
-#include "bindings/native_function.h"
 #include "bindings/options.h"
 #include "bindings/plan.h"
 #include "bindings/tensor.h"
@@ -139,20 +138,6 @@ nb::object allocate_lse(const Caller& caller, Call* call) {
 
 // ---- entry points -------------------------------------------------------------------------------
 
-nb::object dispatch(nb::handle q, nb::handle k, nb::handle v, nb::handle causal, nb::handle window,
-                    nb::handle scale, nb::handle softcap, nb::handle layout, nb::handle return_lse,
-                    nb::handle out, nb::handle lse, nb::handle kernel, nb::handle stream) {
-  // Not initialised in its declaration: the import can pass the GIL to a thread that would then wait
-  // for this initialisation with the GIL in hand. Two threads may both import; one object is leaked.
-  static nb::object* function = nullptr;
-  if (function == nullptr) {
-    nb::module_ module = nb::module_::import_("flashmoe_science._dispatch");
-    function = new nb::object(module.attr("flash_attention"));
-  }
-  return (*function)(q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel,
-                     stream);
-}
-
 nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle causal,
                            nb::handle window, nb::handle scale, nb::handle softcap,
                            nb::handle layout, nb::handle return_lse, nb::handle out, nb::handle lse,
@@ -160,8 +145,9 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   const bool want_lse = parse_flag("return_lse", return_lse);
   const TensorType* type = tensor_type(q);
   if (type == nullptr) {
-    return dispatch(q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel,
-                    stream);
+    return nb::module_::import_("flashmoe_science._dispatch")
+        .attr("flash_attention")(q, k, v, causal, window, scale, softcap, layout, return_lse, out,
+                                 lse, kernel, stream);
   }
   Call call(causal, window, scale, softcap, layout, kernel);
   Caller caller(kWords, *type, "q", q);
@@ -300,21 +286,12 @@ std::optional<uintptr_t> stream_handle(nb::handle stream) {
 }  // namespace
 
 void define_attention(nb::module_& module) {
-  // The public signature is that of the Python function which is given to bind_flash_attention.
   module.def("flash_attention", &flash_attention, nb::arg("q").none(), nb::arg("k").none(),
              nb::arg("v").none(), nb::arg("causal").none(), nb::arg("window").none(),
              nb::arg("scale").none(), nb::arg("softcap").none(), nb::arg("layout").none(),
              nb::arg("return_lse").none(), nb::arg("out").none(), nb::arg("lse").none(),
              nb::arg("kernel").none(), nb::arg("stream").none(),
              "flashmoe_science.flash_attention with all of its arguments.");
-  module.def("bind_flash_attention", &NativeFunction<&flash_attention>::like, nb::arg("function"),
-             "flash_attention with the name, signature and docstring of a Python function, without "
-             "its frame. What is not bound here goes to that function.");
-  module.def(
-      "bind_torch_flash_attention",
-      &NativeFunction<&flash_attention, &is_plain_torch_tensor, &may_be_for_torch_operators>::like,
-      nb::arg("function"),
-      "The same, of plain torch tensors; a call with others goes to the Python function.");
   module.def(
       "attention_forward", &attention_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
       nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal").none(),

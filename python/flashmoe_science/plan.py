@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flashmoe_science import _core
-from flashmoe_science._names import parse_device, parse_dtype, parse_extent, parse_flag
+from flashmoe_science._dtypes import parse_device, parse_dtype, parse_extent, parse_flag
 
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]
