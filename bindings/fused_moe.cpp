@@ -126,8 +126,8 @@ class FusedCall {
         raise_value_error("out: got another shape than that of tokens, accepted is the same");
       }
     } else if (is_float(dtype_) && rank >= 1 && rank <= TensorView::kMaxRank) {
-      result = caller_.allocate("out", device_, dtype_, rank, forward_.x.tensor().shape, nullptr,
-                                &forward_.out);
+      result =
+          caller_.allocate("out", device_, dtype_, rank, forward_.x.tensor().shape, &forward_.out);
     }
     if (forward_.out.get() != nullptr) flatten("out", &forward_.out);
     flatten("tokens", &forward_.x);

@@ -98,10 +98,11 @@ def moe_route(
             num_groups=num_groups, top_groups=top_groups, scale=scale, return_lse=return_lse,
             out=out, stream=stream,
         )  # fmt: skip
-    return _core.moe_route(  # type: ignore[return-value]
+    made: Any = _core.moe_route(
         logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
         return_lse, out, stream,
     )  # fmt: skip
+    return MoeRouting(*made) if out is None else out
 
 
 def moe_route_given(
@@ -144,9 +145,10 @@ def moe_route_given(
             ids, weights, num_experts=num_experts, renormalize=renormalize, scale=scale,
             expert_map=expert_map, out=out, stream=stream,
         )  # fmt: skip
-    return _core.moe_route_given(  # type: ignore[return-value]
+    made: Any = _core.moe_route_given(
         ids, weights, num_experts, renormalize, scale, expert_map, out, stream
     )
+    return MoeRouting(*made) if out is None else out
 
 
 @overload

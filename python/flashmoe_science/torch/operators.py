@@ -364,11 +364,11 @@ def _route_kernel(return_lse: bool) -> Callable[..., Any]:
         logits: Any, top_k: int, scoring: Any, renormalize: bool, selection_bias: Any,
         num_groups: int, top_groups: Any, scale: float,
     ) -> Any:  # fmt: skip
-        routing: Any = _core.moe_route(
+        parts: Any = _core.moe_route(
             logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
             return_lse, None, None,
         )  # fmt: skip
-        return tuple(routing) if return_lse else tuple(routing)[:-1]
+        return parts if return_lse else parts[:-1]
 
     return kernel_of
 
@@ -407,10 +407,10 @@ def _route_given_fake(
 def _route_given_kernel(
     ids: Any, weights: Any, num_experts: int, renormalize: bool, scale: float, expert_map: Any
 ) -> Any:
-    routing: Any = _core.moe_route_given(
+    parts: Any = _core.moe_route_given(
         ids, weights, num_experts, renormalize, scale, expert_map, None, None
     )
-    return tuple(routing)[:-1]
+    return parts[:-1]
 
 
 _route_given = _define(
@@ -438,10 +438,11 @@ def moe_route(
     """flashmoe_science.moe_route, which see. In a graph, out and stream are None."""
     if _is_plain(logits) or _leaves_graph(logits, out=out, stream=stream):
         try:
-            return _core.moe_route(  # type: ignore[return-value]
+            made: Any = _core.moe_route(
                 logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
                 return_lse, out, stream,
             )  # fmt: skip
+            return MoeRouting(*made) if out is None else out
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
     operator = _route_with_lse if return_lse else _route
@@ -465,9 +466,10 @@ def moe_route_given(
     """flashmoe_science.moe_route_given, which see. In a graph, out and stream are None."""
     if _is_plain(ids) or _leaves_graph(ids, out=out, stream=stream):
         try:
-            return _core.moe_route_given(  # type: ignore[return-value]
+            made: Any = _core.moe_route_given(
                 ids, weights, num_experts, renormalize, scale, expert_map, out, stream
             )
+            return MoeRouting(*made) if out is None else out
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
     parts = _route_given(ids, weights, num_experts, renormalize, scale, expert_map)
