@@ -1,7 +1,7 @@
 """Makes the tables and pictures of README.md and docs/ from the recorded results, or checks them.
 
 A table or picture stands between two marker lines that name its kind and its file, or a pattern of
-files, from the root of the checkout:
+files, or several of either with commas between them, from the root of the checkout:
 
     <!-- results: attention-grid benchmarks/results/attention_forward_*.json -->
     <!-- results: end -->
@@ -223,6 +223,34 @@ def render_grid(source: Source) -> str:
     return "\n\n".join(filter(None, parts))
 
 
+def _mean_cell(of_peer: dict[str, Any] | None) -> str:
+    if of_peer is None or not of_peer["rows"]:
+        return "-"
+    slower = f" ({of_peer['slower']} slower)" if of_peer["slower"] else ""
+    return f"{of_peer['geometric_mean']:.2f}{slower}"
+
+
+def render_summary(sources: list[Source]) -> str:
+    """Of several suites: one row a record, the geometric mean over each peer."""
+    summaries = [source.document["summary"] for source in sources]
+    peers = [p for p in dict.fromkeys(p for s in summaries for p in s) if p not in _NOT_IN_GRID]
+    rows = [
+        [
+            f"[{source.document['title']}]({source.link})",
+            str(len(source.document["cells"])),
+            *(_mean_cell(summary.get(peer)) for peer in peers),
+        ]
+        for source, summary in zip(sources, summaries, strict=True)
+    ]
+    measured = dict.fromkeys(rec.provenance(s.document, s.outdated) for s in sources)
+    caption = (
+        "The peer's median time over ours, geometric mean of all shapes: above 1, ours is faster. "
+        "In brackets: the shapes in which ours is slower. A dash: the peer does not serve them, "
+        f"or was not in the run. {'; '.join(measured)}."
+    )
+    return f"{caption}\n\n{_table(['', 'shapes', *(f'over {p}' for p in peers)], rows)}"
+
+
 def render_list(source: Source) -> str:
     """Of any suite: one row a shape."""
     document = source.document
@@ -419,6 +447,8 @@ TABLES: dict[str, Callable[[Source], str]] = {
     "moe-list": render_moe,
 }
 
+SUMMARY = "summary"  # one table of all files of a block; the others make one of each
+
 
 # ---- pictures --------------------------------------------------------------------------------
 
@@ -518,17 +548,20 @@ class Report:
 
     def _block(self, path: Path, match: re.Match[str]) -> str:
         kind, pattern, body = match["kind"], match["file"], match["body"]
-        if kind not in TABLES and kind not in PICTURES:
-            known = ", ".join([*TABLES, *PICTURES])
+        if kind not in TABLES and kind not in PICTURES and kind != SUMMARY:
+            known = ", ".join([*TABLES, *PICTURES, SUMMARY])
             raise CommandError(f"{self._name(path)}: results of kind {kind}, known are {known}")
-        parts = []
+        files = [file for one in pattern.split(",") for file in sorted(self.root.glob(one))]
+        sources = [self._source(file, path.parent, body) for file in files]
         unsaid = ""
-        for file in sorted(self.root.glob(pattern)):
-            source = self._source(file, path.parent, body)
+        for source in sources:
             said = f"measured at {_commit_of(source.document)}"
             if source.outdated and said not in body:
                 unsaid = f": the kernels have changed and it does not say {said}"
-            parts.append(self._part(source, kind, path.parent))
+        if kind == SUMMARY:
+            parts = [render_summary(sources)] if sources else []
+        else:
+            parts = [self._part(source, kind, path.parent) for source in sources]
         made = "".join(f"\n{part}\n" for part in parts) + ("\n" if parts else "")
         if made != body:
             self.complaints.append(
@@ -539,6 +572,8 @@ class Report:
     def _source(self, file: Path, folder: Path, body: str) -> Source:
         """A record; where no one can tell whether it is outdated, it is what the block says."""
         document = json.loads(file.read_text(encoding="utf-8"))
+        if "schema" in document:  # held to its schema where jsonschema is installed
+            rec.read_record(file)
         changed = outdated(document, self.root)
         if changed is None:
             changed = f"measured at {_commit_of(document)}" in body
@@ -546,8 +581,6 @@ class Report:
 
     def _part(self, source: Source, kind: str, folder: Path) -> str:
         if kind in TABLES:
-            if "schema" in source.document:  # held to its schema where jsonschema is installed
-                rec.read_record(source.path)
             return TABLES[kind](source)
         pictures = pictures_of(source, kind, self.root)
         self.pictures |= {picture.path: picture for picture in pictures}

@@ -14,7 +14,6 @@
 #include "bindings/caller.h"
 #include "bindings/errors.h"
 #include "bindings/fields.h"
-#include "bindings/native_function.h"
 #include "bindings/options.h"
 #include "bindings/plan.h"
 #include "bindings/tensor.h"
@@ -96,62 +95,23 @@ flashmoe_status run(const flashmoe_attention_forward_params& params, void* works
   return flashmoe_attention_forward(&params, workspace, bytes, stream);
 }
 
-// Strides for out of `shape`: q's order in memory where q is dense and of that shape, else packed.
-void strides_of_out(const Call& call, const int64_t shape[kRank], int64_t strides[kRank]) {
-  packed_strides(shape, kRank, strides);
-  const flashmoe_tensor& q = call.q.tensor();
-  if (q.strides == nullptr || shape[kRank - 1] != call.q.extent(kRank - 1)) return;
-  int64_t extents[kRank];  // of q's axes from the innermost outwards
-  int64_t steps[kRank];
-  for (int axis = 0; axis < kRank; ++axis) {
-    int at = axis;
-    for (; at > 0 && steps[at - 1] > q.strides[axis]; --at) {
-      extents[at] = extents[at - 1];
-      steps[at] = steps[at - 1];
-    }
-    extents[at] = shape[axis];
-    steps[at] = q.strides[axis];
-  }
-  int64_t packed = 1;
-  for (int i = 0; i < kRank; ++i) {
-    if (extents[i] == 1) continue;
-    if (extents[i] == 0 || steps[i] != packed) return;
-    packed *= extents[i];
-  }
-  for (int axis = 0; axis < kRank; ++axis) strides[axis] = q.strides[axis];
-}
-
 nb::object allocate_out(const Caller& caller, Call* call) {
   int64_t shape[kRank];
-  int64_t strides[kRank];
   call->shape_of_out(shape);
-  strides_of_out(*call, shape, strides);
-  return caller.allocate("out", call->q.device(), call->q.tensor().dtype, kRank, shape, strides,
-                         &call->out);
+  if (shape[kRank - 1] == call->q.extent(kRank - 1)) {
+    return caller.allocate_like_first("out", call->q, &call->out);
+  }
+  return caller.allocate("out", call->q.device(), call->q.tensor().dtype, kRank, shape, &call->out);
 }
 
 nb::object allocate_lse(const Caller& caller, Call* call) {
   constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
   int64_t shape[kRank - 1];
   call->shape_of_lse(shape);
-  return caller.allocate("lse", call->q.device(), kFloat32, kRank - 1, shape, nullptr, &call->lse);
+  return caller.allocate("lse", call->q.device(), kFloat32, kRank - 1, shape, &call->lse);
 }
 
 // ---- entry points -------------------------------------------------------------------------------
-
-nb::object dispatch(nb::handle q, nb::handle k, nb::handle v, nb::handle causal, nb::handle window,
-                    nb::handle scale, nb::handle softcap, nb::handle layout, nb::handle return_lse,
-                    nb::handle out, nb::handle lse, nb::handle kernel, nb::handle stream) {
-  // Not initialised in its declaration: the import can pass the GIL to a thread that would then wait
-  // for this initialisation with the GIL in hand. Two threads may both import; one object is leaked.
-  static nb::object* function = nullptr;
-  if (function == nullptr) {
-    nb::module_ module = nb::module_::import_("flashmoe_science._dispatch");
-    function = new nb::object(module.attr("flash_attention"));
-  }
-  return (*function)(q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel,
-                     stream);
-}
 
 nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle causal,
                            nb::handle window, nb::handle scale, nb::handle softcap,
@@ -160,8 +120,9 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   const bool want_lse = parse_flag("return_lse", return_lse);
   const TensorType* type = tensor_type(q);
   if (type == nullptr) {
-    return dispatch(q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel,
-                    stream);
+    return nb::module_::import_("flashmoe_science._dispatch")
+        .attr("flash_attention")(q, k, v, causal, window, scale, softcap, layout, return_lse, out,
+                                 lse, kernel, stream);
   }
   Call call(causal, window, scale, softcap, layout, kernel);
   Caller caller(kWords, *type, "q", q);
@@ -300,21 +261,12 @@ std::optional<uintptr_t> stream_handle(nb::handle stream) {
 }  // namespace
 
 void define_attention(nb::module_& module) {
-  // The public signature is that of the Python function which is given to bind_flash_attention.
   module.def("flash_attention", &flash_attention, nb::arg("q").none(), nb::arg("k").none(),
              nb::arg("v").none(), nb::arg("causal").none(), nb::arg("window").none(),
              nb::arg("scale").none(), nb::arg("softcap").none(), nb::arg("layout").none(),
              nb::arg("return_lse").none(), nb::arg("out").none(), nb::arg("lse").none(),
              nb::arg("kernel").none(), nb::arg("stream").none(),
              "flashmoe_science.flash_attention with all of its arguments.");
-  module.def("bind_flash_attention", &NativeFunction<&flash_attention>::like, nb::arg("function"),
-             "flash_attention with the name, signature and docstring of a Python function, without "
-             "its frame. What is not bound here goes to that function.");
-  module.def(
-      "bind_torch_flash_attention",
-      &NativeFunction<&flash_attention, &is_plain_torch_tensor, &may_be_for_torch_operators>::like,
-      nb::arg("function"),
-      "The same, of plain torch tensors; a call with others goes to the Python function.");
   module.def(
       "attention_forward", &attention_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
       nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(), nb::arg("causal").none(),

@@ -35,9 +35,12 @@ class Caller {
   // That the tensors viewed for writing have been written to.
   void finish() const;
 
-  // A new tensor beside the first one, and its view. strides: elements; nullptr is contiguous.
+  // A new contiguous tensor beside the first one, and its view.
   nb::object allocate(const char* name, flashmoe_device device, flashmoe_dtype dtype, int rank,
-                      const int64_t* shape, const int64_t* strides, TensorView* view) const;
+                      const int64_t* shape, TensorView* view) const;
+  // One of the first tensor's shape and dtype, with that one's order in memory where its framework
+  // can make such.
+  nb::object allocate_like_first(const char* name, const TensorView& first, TensorView* view) const;
 
   // The stream to launch on: `stream`, or the framework's current one on a CUDA device. Sets
   // *named to whether it was given.
@@ -55,20 +58,18 @@ class Caller {
 
   const TensorType& same_framework(const char* name, nb::handle tensor) const;
   void refuse_gradients(const TensorType& type, const char* name, nb::handle tensor) const;
-  void refuse_tangents(const char* name, nb::handle tensor) const;
-  bool makes_tensors() const {
-    return type_.api->allocate != nullptr && type_.api->object_from_managed != nullptr;
-  }
-  // That the exchange API can make workspace for work on `stream`.
-  void check_makes_workspace(size_t bytes, flashmoe_device device, void* stream, bool named) const;
-  nb::object allocate_by_exchange(const char* name, flashmoe_device device, flashmoe_dtype dtype,
-                                  int rank, const int64_t* shape) const;
+  void refuse_tangents(const char* name, nb::handle tensor);
+  // Memory of the exchange API's allocator, made on the framework's current stream.
+  dlpack::ManagedTensor* allocate_by_exchange(flashmoe_device device, flashmoe_dtype dtype,
+                                              int rank, const int64_t* shape) const;
+  // Views what was made, and returns it.
+  nb::object with_view(const char* name, nb::object made, TensorView* view) const;
 
   const OperationWords& words_;
   const TensorType& type_;
   const char* name_;
   nb::handle first_;
-  bool may_require_grad_;
+  bool records_gradients_;
   bool may_have_tangents_;
   size_t written_count_ = 0;
   nb::handle written_[kMostOutputs];
@@ -81,9 +82,7 @@ class DeviceWorkspace {
   DeviceWorkspace() = default;
   DeviceWorkspace(const DeviceWorkspace&) = delete;
   DeviceWorkspace& operator=(const DeviceWorkspace&) = delete;
-  ~DeviceWorkspace() {
-    if (allocator_ != nullptr) torch_free_cuda(*allocator_, data_);
-  }
+  ~DeviceWorkspace() { dlpack::give_back(managed_); }
 
   void allocate(const Caller& caller, size_t bytes, flashmoe_device device, void* stream,
                 bool named);
@@ -92,11 +91,8 @@ class DeviceWorkspace {
 
  private:
   void* data_ = nullptr;
-  const TorchFunctions* allocator_ = nullptr;  // whose data_ is; nullptr: it is tensor_'s
-  nb::object tensor_;
+  dlpack::ManagedTensor* managed_ = nullptr;
+  nb::object tensor_;  // in place of managed_ where the stream is not the current one
 };
-
-// Strides of a contiguous tensor. May wrap round where the shape is beyond all memory.
-void packed_strides(const int64_t* shape, int rank, int64_t* strides);
 
 }  // namespace flashmoe

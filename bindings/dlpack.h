@@ -53,6 +53,11 @@ struct ManagedTensor {
   Tensor tensor;
 };
 
+// Calls the deleter of a tensor, if there are both.
+inline void give_back(ManagedTensor* tensor) {
+  if (tensor != nullptr && tensor->deleter != nullptr) tensor->deleter(tensor);
+}
+
 // DLPackExchangeAPIHeader. `previous` leads to the table of an older major version, or is nullptr.
 struct ExchangeHeader {
   Version version;

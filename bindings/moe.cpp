@@ -9,7 +9,6 @@
 
 #include "bindings/errors.h"
 #include "bindings/moe_calls.h"
-#include "bindings/native_function.h"
 
 namespace flashmoe {
 namespace {
@@ -34,20 +33,7 @@ struct Routing {
     return {part(0), part(1), part(2), part(3), part(4), part(5)};
   }
 
-  nb::object pack() const {
-    static nb::object* type = nullptr;
-    if (type == nullptr) {
-      type = new nb::object(nb::module_::import_("flashmoe_science.moe").attr("MoeRouting"));
-    }
-    // What the constructor of a NamedTuple does, which is written in Python and takes three times as
-    // long.
-    static const auto make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyTuple_Type, Py_tp_new));
-    const nb::object arguments =
-        nb::make_tuple(nb::make_tuple(ids, weights, offsets, pairs, slots, lse));
-    PyObject* made = make(reinterpret_cast<PyTypeObject*>(type->ptr()), arguments.ptr(), nullptr);
-    if (made == nullptr) nb::raise_python_error();
-    return nb::steal(made);
-  }
+  nb::object pack() const { return nb::make_tuple(ids, weights, offsets, pairs, slots, lse); }
 };
 
 // New outputs of a routing.
@@ -60,8 +46,7 @@ Routing allocate(const Caller& caller, const RouteExtents& extents, bool want_ls
   call->make_outputs(extents, want_lse,
                      [&](const char* name, TensorView* view, flashmoe_dtype dtype, int rank,
                          const int64_t* shape) {
-                       parts[count++] =
-                           caller.allocate(name, device, dtype, rank, shape, nullptr, view);
+                       parts[count++] = caller.allocate(name, device, dtype, rank, shape, view);
                      });
   return {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5]};
 }
@@ -83,13 +68,12 @@ nb::object moe_route(nb::handle logits, nb::handle top_k, nb::handle scoring,
                      nb::handle renormalize, nb::handle selection_bias, nb::handle num_groups,
                      nb::handle top_groups, nb::handle scale, nb::handle return_lse, nb::handle out,
                      nb::handle stream) {
-  static nb::object* otherwise = nullptr;
   const bool want_lse = parse_flag("return_lse", return_lse);
   const int64_t k = parse_top_k(top_k);
   const TensorType* type = tensor_type(logits);
   if (type == nullptr) {
-    return dispatch(&otherwise, "moe_route", logits, k, scoring, renormalize, selection_bias,
-                    num_groups, top_groups, scale, return_lse, out, stream);
+    return dispatch("moe_route", logits, k, scoring, renormalize, selection_bias, num_groups,
+                    top_groups, scale, return_lse, out, stream);
   }
   RouteCall call;
   call.parse({scoring, renormalize, num_groups, top_groups, scale});
@@ -110,13 +94,12 @@ nb::object moe_route(nb::handle logits, nb::handle top_k, nb::handle scoring,
 nb::object moe_route_given(nb::handle ids, nb::handle weights, nb::handle num_experts,
                            nb::handle renormalize, nb::handle scale, nb::handle expert_map,
                            nb::handle out, nb::handle stream) {
-  static nb::object* otherwise = nullptr;
   const int64_t experts =
       parse_integer("num_experts", num_experts, 1, kMaxExperts, "are 1 to 1024");
   const TensorType* type = tensor_type(ids);
   if (type == nullptr) {
-    return dispatch(&otherwise, "moe_route_given", ids, weights, experts, renormalize, scale,
-                    expert_map, out, stream);
+    return dispatch("moe_route_given", ids, weights, experts, renormalize, scale, expert_map, out,
+                    stream);
   }
   RouteCall call;
   call.parse_weights(renormalize, scale);
@@ -141,13 +124,12 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
                        nb::handle limit, nb::handle up_offset, nb::handle weight_on_input,
                        nb::handle out, nb::handle pre_activation, nb::handle return_pre_activation,
                        nb::handle kernel, nb::handle stream) {
-  static nb::object* otherwise = nullptr;
   const bool want_pre_activation = parse_flag("return_pre_activation", return_pre_activation);
   const TensorType* type = tensor_type(x);
   if (type == nullptr) {
-    return dispatch(&otherwise, "moe_forward", x, w_gate_up, w_down, routing, w_up, gate,
-                    activation, b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input,
-                    out, pre_activation, return_pre_activation, kernel, stream);
+    return dispatch("moe_forward", x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up,
+                    b_up, b_down, alpha, limit, up_offset, weight_on_input, out, pre_activation,
+                    return_pre_activation, kernel, stream);
   }
   ForwardCall call;
   call.parse({gate, activation, alpha, limit, up_offset, weight_on_input, kernel});
@@ -167,7 +149,7 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
   call.make_outputs(want_pre_activation, [&](const char* name, TensorView* view,
                                              flashmoe_dtype dtype, int rank, const int64_t* shape) {
     nb::object& made = view == &call.out ? result : saved;
-    made = caller.allocate(name, call.x.device(), dtype, rank, shape, nullptr, view);
+    made = caller.allocate(name, call.x.device(), dtype, rank, shape, view);
   });
   launch(&call, caller, stream);
   return want_pre_activation ? nb::make_tuple(result, saved) : result;
@@ -175,11 +157,9 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
 
 nb::object grouped_product(nb::handle x, nb::handle w, nb::handle offsets, nb::handle counts,
                            nb::handle bias, nb::handle out, nb::handle kernel, nb::handle stream) {
-  static nb::object* otherwise = nullptr;
   const TensorType* type = tensor_type(x);
   if (type == nullptr) {
-    return dispatch(&otherwise, "grouped_product", x, w, offsets, counts, bias, out, kernel,
-                    stream);
+    return dispatch("grouped_product", x, w, offsets, counts, bias, out, kernel, stream);
   }
   ProductCall call;
   call.params.kernel = parse_kernel(kernel);
@@ -193,7 +173,7 @@ nb::object grouped_product(nb::handle x, nb::handle w, nb::handle offsets, nb::h
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
   call.make_outputs([&](const char* name, TensorView* view, flashmoe_dtype dtype, int rank,
                         const int64_t* shape) {
-    result = caller.allocate(name, call.x.device(), dtype, rank, shape, nullptr, view);
+    result = caller.allocate(name, call.x.device(), dtype, rank, shape, view);
   });
   launch(&call, caller, stream);
   return result;
@@ -202,29 +182,17 @@ nb::object grouped_product(nb::handle x, nb::handle w, nb::handle offsets, nb::h
 }  // namespace
 
 void define_moe(nb::module_& module) {
-  module.def("bind_moe_route", &NativeFunction<&moe_route>::like, nb::arg("function"),
-             "moe_route with the signature of a Python function: see bind_flash_attention.");
-  module.def("bind_torch_moe_route",
-             &NativeFunction<&moe_route, &is_plain_torch_tensor, &may_be_for_torch_operators>::like,
-             nb::arg("function"),
-             "The same, of plain torch tensors; a call with others goes to the Python function.");
   module.def("moe_route", &moe_route, nb::arg("logits").none(), nb::arg("top_k").none(),
              nb::arg("scoring").none(), nb::arg("renormalize").none(),
              nb::arg("selection_bias").none(), nb::arg("num_groups").none(),
              nb::arg("top_groups").none(), nb::arg("scale").none(), nb::arg("return_lse").none(),
              nb::arg("out").none(), nb::arg("stream").none(),
-             "flashmoe_science.moe_route with all of its arguments.");
+             "flashmoe_science.moe_route with all of its arguments. Returns `out`, or the parts of "
+             "a routing.");
   module.def("moe_route_given", &moe_route_given, nb::arg("ids").none(), nb::arg("weights").none(),
              nb::arg("num_experts").none(), nb::arg("renormalize").none(), nb::arg("scale").none(),
              nb::arg("expert_map").none(), nb::arg("out").none(), nb::arg("stream").none(),
-             "flashmoe_science.moe_route_given with all of its arguments.");
-  module.def("bind_moe_forward", &NativeFunction<&moe_forward>::like, nb::arg("function"),
-             "moe_forward with the signature of a Python function: see bind_flash_attention.");
-  module.def(
-      "bind_torch_moe_forward",
-      &NativeFunction<&moe_forward, &is_plain_torch_tensor, &may_be_for_torch_operators>::like,
-      nb::arg("function"),
-      "The same, of plain torch tensors; a call with others goes to the Python function.");
+             "The same of moe_route_given.");
   module.def("moe_forward", &moe_forward, nb::arg("x").none(), nb::arg("w_gate_up").none(),
              nb::arg("w_down").none(), nb::arg("routing").none(), nb::arg("w_up").none(),
              nb::arg("gate").none(), nb::arg("activation").none(), nb::arg("b_gate_up").none(),
@@ -234,13 +202,6 @@ void define_moe(nb::module_& module) {
              nb::arg("pre_activation").none(), nb::arg("return_pre_activation").none(),
              nb::arg("kernel").none(), nb::arg("stream").none(),
              "flashmoe_science.moe_forward with all of its arguments.");
-  module.def("bind_grouped_product", &NativeFunction<&grouped_product>::like, nb::arg("function"),
-             "grouped_product with the signature of a Python function: see bind_flash_attention.");
-  module.def(
-      "bind_torch_grouped_product",
-      &NativeFunction<&grouped_product, &is_plain_torch_tensor, &may_be_for_torch_operators>::like,
-      nb::arg("function"),
-      "The same, of plain torch tensors; a call with others goes to the Python function.");
   module.def("grouped_product", &grouped_product, nb::arg("x").none(), nb::arg("w").none(),
              nb::arg("offsets").none(), nb::arg("counts").none(), nb::arg("bias").none(),
              nb::arg("out").none(), nb::arg("kernel").none(), nb::arg("stream").none(),

@@ -56,31 +56,59 @@ void view_arguments(const nb::dict& tensors, Call* call) {
   }
 }
 
+// What options hold alive: `call` keeps no more than handles of them.
+struct RouteObjects {
+  nb::object scoring, renormalize, num_groups, top_groups, scale;
+
+  explicit RouteObjects(const nb::dict& options)
+      : scoring(item(options, "scoring")),
+        renormalize(item(options, "renormalize")),
+        num_groups(item(options, "num_groups")),
+        top_groups(item(options, "top_groups")),
+        scale(item(options, "scale")) {}
+
+  RouteOptions get() const { return {scoring, renormalize, num_groups, top_groups, scale}; }
+};
+
+struct ForwardObjects {
+  nb::object gate, activation, alpha, limit, up_offset, weight_on_input, kernel;
+
+  explicit ForwardObjects(const nb::dict& options)
+      : gate(item(options, "gate")),
+        activation(item(options, "activation")),
+        alpha(item(options, "alpha")),
+        limit(item(options, "limit")),
+        up_offset(item(options, "up_offset")),
+        weight_on_input(item(options, "weight_on_input")),
+        kernel(item(options, "kernel")) {}
+
+  ForwardOptions get() const {
+    return {gate, activation, alpha, limit, up_offset, weight_on_input, kernel};
+  }
+};
+
 // The kernel's name stays that of the string in `options`.
 void parse_options(const nb::dict& options, RouteCall* call) {
-  const nb::object renormalize = item(options, "renormalize");
-  const nb::object scale = item(options, "scale");
-  const bool ids_are_given = !item(options, "num_experts").is_none();
-  if (ids_are_given) return call->parse_weights(renormalize, scale);
-  const nb::object scoring = item(options, "scoring");
-  const nb::object num_groups = item(options, "num_groups");
-  const nb::object top_groups = item(options, "top_groups");
-  call->parse({scoring, renormalize, num_groups, top_groups, scale});
+  const RouteObjects objects(options);
+  if (item(options, "num_experts").is_none()) {
+    call->parse(objects.get());
+  } else {
+    call->parse_weights(objects.renormalize, objects.scale);
+  }
 }
 
 void parse_options(const nb::dict& options, ForwardCall* call) {
-  const nb::object gate = item(options, "gate");
-  const nb::object activation = item(options, "activation");
-  const nb::object alpha = item(options, "alpha");
-  const nb::object limit = item(options, "limit");
-  const nb::object up_offset = item(options, "up_offset");
-  const nb::object weight_on_input = item(options, "weight_on_input");
-  const nb::object kernel = item(options, "kernel");
-  call->parse({gate, activation, alpha, limit, up_offset, weight_on_input, kernel});
+  call->parse(ForwardObjects(options).get());
 }
 
 void parse_options(const nb::dict& options, ProductCall* call) {
   call->params.kernel = parse_kernel(item(options, "kernel"));
+}
+
+void parse_options(const nb::dict& options, FusedCall* call) {
+  const RouteObjects route(options);
+  const ForwardObjects forward(options);
+  call->parse(parse_top_k(item(options, "top_k")), route.get(), forward.get());
 }
 
 bool wants(const nb::dict& options, const char* name) {
@@ -112,14 +140,20 @@ void make_outputs(const nb::dict&, ProductCall* call, const Make& make) {
   call->make_outputs(make);
 }
 
+template <class Make>
+void make_outputs(const nb::dict&, FusedCall* call, const Make& make) {
+  call->make_outputs(make);
+}
+
 // Does `work` with an empty call of the operation of that name.
 template <class Work>
 auto with_operation(const std::string& operation, const Work& work) {
   if (operation == "route") return work(RouteCall());
   if (operation == "forward") return work(ForwardCall());
   if (operation == "grouped_product") return work(ProductCall());
+  if (operation == "fused") return work(FusedCall());
   raise_value_error("operation: got '" + operation +
-                    "', accepted are 'route', 'forward' and 'grouped_product'");
+                    "', accepted are 'route', 'forward', 'grouped_product' and 'fused'");
 }
 
 using Named = nb::typed<nb::dict, nb::str, nb::any>;
@@ -202,11 +236,12 @@ Fields moe_option_numbers(const std::string& operation, Named options) {
 }  // namespace
 
 void define_moe_by_name(nb::module_& module) {
-  module.def("moe_call", &moe_call, nb::arg("operation"), nb::arg("tensors"), nb::arg("options"),
-             nb::arg("allocate"), nb::arg("stream").none(),
-             "An operation of the C ABI, 'route', 'forward' or 'grouped_product', on tensors of "
-             "any kind by the C ABI's names. Outputs that are not among them, and a GPU's "
-             "workspace, are what allocate(name, shape, name of dtype) returns.");
+  module.def(
+      "moe_call", &moe_call, nb::arg("operation"), nb::arg("tensors"), nb::arg("options"),
+      nb::arg("allocate"), nb::arg("stream").none(),
+      "An operation of the C ABI, 'route', 'forward', 'grouped_product' or 'fused', on tensors "
+      "of any kind by the C ABI's names. Outputs that are not among them, and a GPU's "
+      "workspace, are what allocate(name, shape, name of dtype) returns.");
   module.def("moe_plan", &moe_plan, nb::arg("operation"), nb::arg("tensors"), nb::arg("options"),
              "The fields of flashmoe_plan for these tensors. Outputs may be absent, and in "
              "place of a tensor a tuple (shape, dtype's code and bits, device's type and id, "

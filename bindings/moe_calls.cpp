@@ -92,6 +92,11 @@ const Renames& names_of(const ProductCall&) {
   return renames;
 }
 
+const Renames& names_of(const FusedCall&) {
+  static const Renames renames;
+  return renames;
+}
+
 bool extents_of_logits(const TensorView& logits, int64_t top_k, RouteExtents* extents) {
   if (logits.rank() != 2) return false;
   *extents = {logits.extent(0), logits.extent(1), top_k};
@@ -130,15 +135,6 @@ void check_given_outputs(const RouteCall& call, const RouteExtents& extents) {
     check_extent("out.offsets", "num_experts", call.offsets, 1, extents.experts + 1,
                  extents.experts);
   }
-}
-
-void borrow_weights(Caller& caller, const ForwardTensors& tensors, ForwardCall* call) {
-  caller.borrow("w_gate_up", tensors.w_gate_up, &call->w_gate_up);
-  caller.borrow_optional("w_up", tensors.w_up, &call->w_up);
-  caller.borrow("w_down", tensors.w_down, &call->w_down);
-  caller.borrow_optional("b_gate_up", tensors.b_gate_up, &call->b_gate_up);
-  caller.borrow_optional("b_up", tensors.b_up, &call->b_up);
-  caller.borrow_optional("b_down", tensors.b_down, &call->b_down);
 }
 
 }  // namespace flashmoe

@@ -247,9 +247,78 @@ inline constexpr Field<ProductCall> kProductFields[] = {
     {"out", &ProductCall::out, &ProductCall::Params::out, Access::kWrite},
 };
 
+// Arguments have the same names in C and in Python.
+struct FusedCall {
+  using Params = flashmoe_fused_moe_params;
+  static constexpr auto kPlan = &flashmoe_fused_moe_plan;
+  static constexpr auto kWorkspaceSize = &flashmoe_fused_moe_workspace_size;
+  static constexpr auto kRun = &flashmoe_fused_moe;
+
+  Params params = flashmoe_fused_moe_params_init();
+  TensorView tokens;
+  TensorView router_weights;
+  TensorView router_bias;
+  TensorView logits;
+  TensorView selection_bias;
+  TensorView w_gate_up;
+  TensorView w_up;
+  TensorView w_down;
+  TensorView b_gate_up;
+  TensorView b_up;
+  TensorView b_down;
+  TensorView out;
+
+  void parse(int64_t top_k, const RouteOptions& route, const ForwardOptions& forward) {
+    RouteCall of_route;
+    ForwardCall of_forward;
+    of_route.parse(route);
+    of_forward.parse(forward);
+    params.top_k = static_cast<int32_t>(top_k);
+    params.scoring = of_route.params.scoring;
+    params.renormalize = of_route.params.renormalize;
+    params.num_groups = of_route.params.num_groups;
+    params.top_groups = of_route.params.top_groups;
+    params.scale = of_route.params.scale;
+    params.gate = of_forward.params.gate;
+    params.activation = of_forward.params.activation;
+    params.alpha = of_forward.params.alpha;
+    params.limit = of_forward.params.limit;
+    params.up_offset = of_forward.params.up_offset;
+    params.weight_on_input = of_forward.params.weight_on_input;
+    params.kernel = of_forward.params.kernel;
+  }
+
+  const TensorView& first() const { return tokens; }
+
+  template <class Make>
+  void make_outputs(const Make& make) {
+    if (out.get() != nullptr || tokens.rank() != 2 || !is_float(tokens.tensor().dtype)) return;
+    const int64_t shape[] = {tokens.extent(0), tokens.extent(1)};
+    make("out", &out, tokens.tensor().dtype, 2, shape);
+  }
+};
+
+inline constexpr Field<FusedCall> kFusedFields[] = {
+    {"tokens", &FusedCall::tokens, &FusedCall::Params::tokens, Access::kRead},
+    {"router_weights", &FusedCall::router_weights, &FusedCall::Params::router_weights,
+     Access::kRead},
+    {"router_bias", &FusedCall::router_bias, &FusedCall::Params::router_bias, Access::kRead},
+    {"logits", &FusedCall::logits, &FusedCall::Params::logits, Access::kRead},
+    {"selection_bias", &FusedCall::selection_bias, &FusedCall::Params::selection_bias,
+     Access::kRead},
+    {"w_gate_up", &FusedCall::w_gate_up, &FusedCall::Params::w_gate_up, Access::kRead},
+    {"w_up", &FusedCall::w_up, &FusedCall::Params::w_up, Access::kRead},
+    {"w_down", &FusedCall::w_down, &FusedCall::Params::w_down, Access::kRead},
+    {"b_gate_up", &FusedCall::b_gate_up, &FusedCall::Params::b_gate_up, Access::kRead},
+    {"b_up", &FusedCall::b_up, &FusedCall::Params::b_up, Access::kRead},
+    {"b_down", &FusedCall::b_down, &FusedCall::Params::b_down, Access::kRead},
+    {"out", &FusedCall::out, &FusedCall::Params::out, Access::kWrite},
+};
+
 constexpr const auto& fields_of(const RouteCall&) { return kRouteFields; }
 constexpr const auto& fields_of(const ForwardCall&) { return kForwardFields; }
 constexpr const auto& fields_of(const ProductCall&) { return kProductFields; }
+constexpr const auto& fields_of(const FusedCall&) { return kFusedFields; }
 
 template <class Call>
 const typename Call::Params& ready(Call* call) {
@@ -281,6 +350,7 @@ void check_renamed(flashmoe_status status, const Renames& renames);
 const Renames& names_of(const RouteCall& call);
 const Renames& names_of(const ForwardCall& call);
 const Renames& names_of(const ProductCall& call);
+const Renames& names_of(const FusedCall& call);
 
 // ---- running one operation ----------------------------------------------------------------------
 
@@ -312,14 +382,10 @@ void launch(Call* call, const Caller& caller, nb::handle stream) {
   caller.finish();
 }
 
-// The function of flashmoe_science._moe of that name. Kept in *function, which is one for each name;
-// see dispatch of bindings/attention.cpp for why it is not initialised in a declaration.
+// The function of flashmoe_science._moe of that name.
 template <class... Arguments>
-nb::object dispatch(nb::object** function, const char* name, const Arguments&... arguments) {
-  if (*function == nullptr) {
-    *function = new nb::object(nb::module_::import_("flashmoe_science._moe").attr(name));  // leaked
-  }
-  return (**function)(arguments...);
+nb::object dispatch(const char* name, const Arguments&... arguments) {
+  return nb::module_::import_("flashmoe_science._moe").attr(name)(arguments...);
 }
 
 // ---- arguments ----------------------------------------------------------------------------------
@@ -342,7 +408,15 @@ struct ForwardTensors {
   nb::handle b_down;
 };
 
-// Views all but x.
-void borrow_weights(Caller& caller, const ForwardTensors& tensors, ForwardCall* call);
+// Views all but the tokens.
+template <class Call>
+void borrow_weights(Caller& caller, const ForwardTensors& tensors, Call* call) {
+  caller.borrow("w_gate_up", tensors.w_gate_up, &call->w_gate_up);
+  caller.borrow_optional("w_up", tensors.w_up, &call->w_up);
+  caller.borrow("w_down", tensors.w_down, &call->w_down);
+  caller.borrow_optional("b_gate_up", tensors.b_gate_up, &call->b_gate_up);
+  caller.borrow_optional("b_up", tensors.b_up, &call->b_up);
+  caller.borrow_optional("b_down", tensors.b_down, &call->b_down);
+}
 
 }  // namespace flashmoe

@@ -46,9 +46,27 @@ void for_each_number(const flashmoe_moe_forward_params&, const Work& work) {
 template <class Work>
 void for_each_number(const flashmoe_grouped_product_params&, const Work&) {}
 
+template <class Work>
+void for_each_number(const flashmoe_fused_moe_params&, const Work& work) {
+  using Params = flashmoe_fused_moe_params;
+  work(IntegerOption<Params>{"top_k", &Params::top_k});
+  work(IntegerOption<Params>{"scoring", &Params::scoring});
+  work(IntegerOption<Params>{"renormalize", &Params::renormalize});
+  work(IntegerOption<Params>{"num_groups", &Params::num_groups});
+  work(IntegerOption<Params>{"top_groups", &Params::top_groups});
+  work(RealOption<Params>{"scale", &Params::scale});
+  work(IntegerOption<Params>{"gate", &Params::gate});
+  work(IntegerOption<Params>{"activation", &Params::activation});
+  work(IntegerOption<Params>{"weight_on_input", &Params::weight_on_input});
+  work(RealOption<Params>{"alpha", &Params::alpha});
+  work(RealOption<Params>{"limit", &Params::limit});
+  work(RealOption<Params>{"up_offset", &Params::up_offset});
+}
+
 // Where the kernel's name goes; nullptr for an operation that takes none.
 inline const char** kernel_of(flashmoe_moe_route_params*) { return nullptr; }
 inline const char** kernel_of(flashmoe_moe_forward_params* params) { return &params->kernel; }
 inline const char** kernel_of(flashmoe_grouped_product_params* params) { return &params->kernel; }
+inline const char** kernel_of(flashmoe_fused_moe_params* params) { return &params->kernel; }
 
 }  // namespace flashmoe

@@ -51,23 +51,13 @@ float parse_positive(const char* name, nb::handle number, const char* accepted) 
 struct Choice {
   const char* name;
   int32_t value;
-  PyObject* seen;  // the string by which it was chosen last, which most calls give again; kept
 };
 
 template <size_t kCount>
-int32_t parse_choice(const char* name, nb::handle chosen, Choice (&choices)[kCount]) {
-  for (const Choice& choice : choices) {
-    if (chosen.ptr() == choice.seen) return choice.value;
-  }
+int32_t parse_choice(const char* name, nb::handle chosen, const Choice (&choices)[kCount]) {
   if (is_string(chosen)) {
-    for (Choice& choice : choices) {
-      if (!equals(chosen, choice.name)) continue;
-      if (PyUnicode_CheckExact(chosen.ptr())) {
-        PyObject* const before = choice.seen;
-        choice.seen = nb::borrow(chosen).release().ptr();
-        Py_XDECREF(before);
-      }
-      return choice.value;
+    for (const Choice& choice : choices) {
+      if (equals(chosen, choice.name)) return choice.value;
     }
   }
   std::string accepted = "are ";
@@ -107,13 +97,8 @@ bool parse_flag(const char* name, nb::handle flag) {
 }
 
 int32_t parse_layout(nb::handle layout) {
-  static PyObject* const usual = PyUnicode_InternFromString("bshd");
-  if (layout.ptr() == usual) return FLASHMOE_LAYOUT_BSHD;
-  if (is_string(layout)) {
-    if (equals(layout, "bshd")) return FLASHMOE_LAYOUT_BSHD;
-    if (equals(layout, "bhsd")) return FLASHMOE_LAYOUT_BHSD;
-  }
-  refuse("layout", layout, "are 'bshd' and 'bhsd'", is_string(layout));
+  constexpr Choice choices[] = {{"bshd", FLASHMOE_LAYOUT_BSHD}, {"bhsd", FLASHMOE_LAYOUT_BHSD}};
+  return parse_choice("layout", layout, choices);
 }
 
 int32_t parse_causal(nb::handle causal) {
@@ -132,27 +117,27 @@ float parse_scale(nb::handle scale) { return parse_positive("scale", scale, "1 /
 float parse_softcap(nb::handle softcap) { return parse_positive("softcap", softcap, "no cap"); }
 
 int32_t parse_scoring(nb::handle scoring) {
-  static Choice choices[] = {{"softmax", FLASHMOE_MOE_SOFTMAX, nullptr},
-                             {"topk_softmax", FLASHMOE_MOE_TOPK_SOFTMAX, nullptr},
-                             {"sigmoid", FLASHMOE_MOE_SIGMOID, nullptr}};
+  constexpr Choice choices[] = {{"softmax", FLASHMOE_MOE_SOFTMAX},
+                                {"topk_softmax", FLASHMOE_MOE_TOPK_SOFTMAX},
+                                {"sigmoid", FLASHMOE_MOE_SIGMOID}};
   return parse_choice("scoring", scoring, choices);
 }
 
 int32_t parse_gate(nb::handle gate) {
-  static Choice choices[] = {{"gate_up", FLASHMOE_MOE_GATE_UP, nullptr},
-                             {"up_gate", FLASHMOE_MOE_UP_GATE, nullptr},
-                             {"interleaved", FLASHMOE_MOE_INTERLEAVED, nullptr},
-                             {"separate", FLASHMOE_MOE_SEPARATE, nullptr},
-                             {"none", FLASHMOE_MOE_NO_GATE, nullptr}};
+  constexpr Choice choices[] = {{"gate_up", FLASHMOE_MOE_GATE_UP},
+                                {"up_gate", FLASHMOE_MOE_UP_GATE},
+                                {"interleaved", FLASHMOE_MOE_INTERLEAVED},
+                                {"separate", FLASHMOE_MOE_SEPARATE},
+                                {"none", FLASHMOE_MOE_NO_GATE}};
   return parse_choice("gate", gate, choices);
 }
 
 int32_t parse_activation(nb::handle activation) {
-  static Choice choices[] = {{"silu", FLASHMOE_ACTIVATION_SILU, nullptr},
-                             {"gelu", FLASHMOE_ACTIVATION_GELU, nullptr},
-                             {"gelu_tanh", FLASHMOE_ACTIVATION_GELU_TANH, nullptr},
-                             {"relu", FLASHMOE_ACTIVATION_RELU, nullptr},
-                             {"relu2", FLASHMOE_ACTIVATION_RELU2, nullptr}};
+  constexpr Choice choices[] = {{"silu", FLASHMOE_ACTIVATION_SILU},
+                                {"gelu", FLASHMOE_ACTIVATION_GELU},
+                                {"gelu_tanh", FLASHMOE_ACTIVATION_GELU_TANH},
+                                {"relu", FLASHMOE_ACTIVATION_RELU},
+                                {"relu2", FLASHMOE_ACTIVATION_RELU2}};
   return parse_choice("activation", activation, choices);
 }
 

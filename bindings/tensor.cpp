@@ -9,7 +9,6 @@
 namespace flashmoe {
 namespace {
 
-constexpr char kRequiresGrad[] = "requires_grad";
 constexpr flashmoe_dtype kBFloat16 = {FLASHMOE_DTYPE_BFLOAT, 16, 1};
 
 const dlpack::ExchangeApi* exchange_api(nb::handle type) {
@@ -48,19 +47,12 @@ nb::object module_of_tensors(const char* name, nb::handle type, const char* tens
 }
 
 TensorType describe_type(nb::handle type, const dlpack::ExchangeApi* api) {
-  TensorType made{nb::borrow(type), false, api, false, nb::object(), nullptr, nullptr, nullptr, {}};
+  TensorType made{nb::borrow(type), false, api, false, false, nullptr, {}};
   made.is_masked = module_of_tensors("numpy.ma", type, "MaskedArray").is_valid();
   if (api == nullptr) return made;
-  made.has_requires_grad = nb::hasattr(type, kRequiresGrad);
-  if (made.has_requires_grad) {
-    made.grad_descriptor = type.attr(kRequiresGrad);
-    if (made.grad_descriptor.type().ptr() == reinterpret_cast<PyObject*>(&PyGetSetDescr_Type)) {
-      made.grad_getter =
-          reinterpret_cast<descrgetfunc>(PyType_GetSlot(&PyGetSetDescr_Type, Py_tp_descr_get));
-    }
-  }
-  if (const nb::object torch = module_of_tensors("torch", type); torch.is_valid()) {
-    made.torch = &torch_functions(torch);
+  made.has_requires_grad = nb::hasattr(type, "requires_grad");
+  if (module_of_tensors("torch", type).is_valid()) {
+    made.is_torch = true;
     made.grad_framework = "torch";
   } else if (const nb::object paddle = module_of_tensors("paddle", type); paddle.is_valid()) {
     made.is_grad_enabled = paddle.attr("is_grad_enabled");
@@ -186,25 +178,18 @@ const TensorType* tensor_type(nb::handle object) {
 }
 
 bool requires_grad(const TensorType& type, nb::handle tensor) {
-  if (!type.has_requires_grad) return false;
-  static PyObject* const attribute = PyUnicode_InternFromString(kRequiresGrad);
-  const nb::object value =
-      nb::steal(type.grad_getter != nullptr
-                    ? type.grad_getter(type.grad_descriptor.ptr(), tensor.ptr(), type.type.ptr())
-                    : PyObject_GetAttr(tensor.ptr(), attribute));
-  if (!value.is_valid()) nb::raise_python_error();
-  return value.ptr() == Py_True;
+  return type.has_requires_grad && nb::object(tensor.attr("requires_grad")).ptr() == Py_True;
 }
 
 void refuse_negated(const TensorType& type, const char* name, nb::handle tensor) {
-  if (type.torch == nullptr || !type.torch->is_neg(tensor)) return;
+  if (!type.is_torch || !is_negated(tensor)) return;
   raise_value_error(std::string(name) +
                     ": its negative bit is set, accepted is a tensor without; pass " + name +
                     ".resolve_neg()");
 }
 
 bool records_gradients(const TensorType& type) {
-  if (type.torch != nullptr) return torch_records_gradients(*type.torch);
+  if (type.is_torch) return torch_records_gradients();
   return !type.is_grad_enabled.is_valid() || type.is_grad_enabled().ptr() != Py_False;
 }
 
@@ -239,6 +224,15 @@ void TensorView::borrow(const TensorType& type, const char* name, nb::handle obj
   }
   if (failed != 0) refuse_without_view(name, object);
   take();
+  // What torch puts in a tensor's place may have an address of nothing.
+  if (type.is_torch && tensor_.data == nullptr && !is_empty()) refuse_without_view(name, object);
+}
+
+bool TensorView::is_empty() const {
+  for (int axis = 0; axis < tensor_.ndim && axis < kMaxRank; ++axis) {
+    if (shape_[axis] == 0) return true;
+  }
+  return false;
 }
 
 bool TensorView::borrow_array(const char* name, nb::handle given, Access access) {
@@ -364,8 +358,7 @@ bool TensorView::add_leading_extent() {
 }
 
 void TensorView::give_back() {
-  if (managed_ == nullptr) return;
-  if (managed_->deleter != nullptr) managed_->deleter(managed_);
+  dlpack::give_back(managed_);
   managed_ = nullptr;
 }
 

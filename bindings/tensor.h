@@ -21,13 +21,9 @@ struct TensorType {
   nb::object type;
   bool is_masked;                  // an array of numpy.ma
   const dlpack::ExchangeApi* api;  // nullptr: it has none, and the rest is unset
+  bool is_torch;
   bool has_requires_grad;
-  // Its descriptor and what reads it, where that is native code: the look-up by name on every tensor
-  // costs more than the answer.
-  nb::object grad_descriptor;
-  descrgetfunc grad_getter;
-  const TorchFunctions* torch;  // nullptr for other frameworks
-  // Where another framework is known to have a grad mode: its name, and what tells the mode.
+  // Where a framework is known to have a grad mode: its name, and, but for torch, what tells it.
   const char* grad_framework;
   nb::object is_grad_enabled;
 };
@@ -96,6 +92,7 @@ class TensorView {
  private:
   void take();
   void give_back();
+  bool is_empty() const;
   bool borrow_array(const char* name, nb::handle object, Access access);
   bool borrow_bfloat16(const char* name, nb::handle object, Access access);
 

@@ -72,6 +72,7 @@ Fields xla_ffi_handlers() {
   handlers["flashmoe_moe_route_v1"] = by_platform<&xla::moe_route>();
   handlers["flashmoe_moe_forward_v1"] = by_platform<&xla::moe_forward>();
   handlers["flashmoe_grouped_product_v1"] = by_platform<&xla::grouped_product>();
+  handlers["flashmoe_fused_moe_v1"] = by_platform<&xla::fused_moe>();
   return handlers;
 }
 

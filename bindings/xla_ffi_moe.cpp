@@ -79,4 +79,8 @@ Error* grouped_product(const CallFrame& frame, flashmoe_device device) {
   return call(frame, device, kProductFields, flashmoe_grouped_product_params_init());
 }
 
+Error* fused_moe(const CallFrame& frame, flashmoe_device device) {
+  return call(frame, device, kFusedFields, flashmoe_fused_moe_params_init());
+}
+
 }  // namespace flashmoe::xla

@@ -9,5 +9,6 @@ namespace flashmoe::xla {
 Error* moe_route(const CallFrame& frame, flashmoe_device device);
 Error* moe_forward(const CallFrame& frame, flashmoe_device device);
 Error* grouped_product(const CallFrame& frame, flashmoe_device device);
+Error* fused_moe(const CallFrame& frame, flashmoe_device device);
 
 }  // namespace flashmoe::xla

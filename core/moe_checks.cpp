@@ -74,6 +74,10 @@ flashmoe_status check_absent(const char* name, const flashmoe_tensor* tensor, co
               name, why);
 }
 
+flashmoe_status check_no_scale(const char* name, const flashmoe_tensor* scale) {
+  return check_absent(name, scale, "with tensors of fp16, bf16 and fp32, which have no scales");
+}
+
 flashmoe_status check_matrix(const char* name, const flashmoe_tensor* tensor, const char* of,
                              Dtype dtype, flashmoe_device device, View* view) {
   FLASHMOE_TRY(check_view(name, tensor, 3, view));

@@ -36,6 +36,9 @@ flashmoe_status check_finite(const char* name, float got);
 // An argument that must be null: "selection_bias: got a tensor, accepted is NULL without ...".
 flashmoe_status check_absent(const char* name, const flashmoe_tensor* tensor, const char* why);
 
+// Scales have a place in the ABI, and no kernel reads them.
+flashmoe_status check_no_scale(const char* name, const flashmoe_tensor* scale);
+
 // Weights [experts, rows, columns] of `dtype`: one of the last two strides is 1, the others and the
 // beginning are multiples of 16 bytes.
 flashmoe_status check_matrix(const char* name, const flashmoe_tensor* tensor, const char* of,

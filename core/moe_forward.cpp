@@ -1,12 +1,10 @@
 // The layer, forward: its options, its checks and its families. See core/operation.h for the rest.
-#include <array>
 #include <cmath>
 #include <cstdio>
 #include <limits>
 
-#include "core/backends.h"
 #include "core/moe_checks.h"
-#include "core/operation.h"
+#include "core/moe_operations.h"
 #include "core/option.h"
 
 namespace flashmoe {
@@ -24,51 +22,6 @@ constexpr Option<Params> kOptions[] = {
     Option<Params>::positive("limit", &Params::limit, "none"),
     Option<Params>::finite("up_offset", &Params::up_offset),
     Option<Params>::flag("weight_on_input", &Params::weight_on_input),
-};
-
-struct MoeForward {
-  using Params = flashmoe_moe_forward_params;
-  using Problem = MoeForwardProblem;
-  static constexpr char kName[] = "moe_forward";
-  static constexpr char kParams[] = "flashmoe_moe_forward_params";
-  static constexpr char kSizeFunction[] = "flashmoe_moe_forward_workspace_size";
-  static constexpr size_t kOldestParams = sizeof(Params);
-
-  static constexpr std::array<TensorMember<Params>, 13> kTensors = {{
-      {"x", &Params::x},
-      {"w_gate_up", &Params::w_gate_up},
-      {"w_up", &Params::w_up},
-      {"w_down", &Params::w_down},
-      {"b_gate_up", &Params::b_gate_up},
-      {"b_up", &Params::b_up},
-      {"b_down", &Params::b_down},
-      {"weights", &Params::weights},
-      {"offsets", &Params::offsets},
-      {"pairs", &Params::pairs},
-      {"slots", &Params::slots},
-      {"out", &Params::out},
-      {"pre_activation", &Params::pre_activation},
-  }};
-  static constexpr size_t kFirstOutput = 11;
-  static constexpr size_t kGpuAlignment = 256;
-  static constexpr const char* kKernelPrefix = nullptr;
-  static constexpr const MoeForwardFamily* kFamilies[] = {
-#if FLASHMOE_WITH_CUDA
-      &kStreamMoeForward,
-#endif
-#if FLASHMOE_WITH_SM90
-      &kSm90MoeForward,
-#endif
-#if FLASHMOE_WITH_CUDA
-      &kSm89MoeForward,
-#endif
-      &kCpuMoeForward,
-  };
-
-  static flashmoe_status make_problem(const Params& params, Problem* problem);
-  static double flops(const Problem& p);
-  static bool is_empty(const Problem& p) { return p.tokens == 0; }
-  static void print(const Params& params, const Problem& p, char* text, size_t size);
 };
 
 flashmoe_status check_together(const flashmoe_moe_forward_params& params) {
@@ -93,12 +46,12 @@ struct Matrices {
   View down;
 };
 
-flashmoe_status read_matrices(const flashmoe_moe_forward_params& params, MoeForwardProblem* p,
-                              Matrices* m) {
+flashmoe_status read_matrices(const flashmoe_moe_forward_params& params, const char* x_name,
+                              MoeForwardProblem* p, Matrices* m) {
   const bool two = params.gate == FLASHMOE_MOE_SEPARATE;
   const bool stacked = !two && params.gate != FLASHMOE_MOE_NO_GATE;
-  const auto check = [p](const char* name, const flashmoe_tensor* tensor, View* view) {
-    return check_matrix(name, tensor, "x", p->dtype, p->device, view);
+  const auto check = [=](const char* name, const flashmoe_tensor* tensor, View* view) {
+    return check_matrix(name, tensor, x_name, p->dtype, p->device, view);
   };
   FLASHMOE_TRY(check("w_gate_up", params.w_gate_up, &m->gate_up));
   const int64_t rows = m->gate_up.shape[1];
@@ -110,18 +63,19 @@ flashmoe_status read_matrices(const flashmoe_moe_forward_params& params, MoeForw
   }
   p->experts = static_cast<int32_t>(m->gate_up.shape[0]);
   p->inner = stacked ? rows / 2 : rows;
-  FLASHMOE_TRY(check_extent("w_gate_up", "number of columns", m->gate_up.shape[2], "x", p->hidden));
+  FLASHMOE_TRY(
+      check_extent("w_gate_up", "number of columns", m->gate_up.shape[2], x_name, p->hidden));
   if (two) {
     FLASHMOE_TRY(check("w_up", params.w_up, &m->up));
     FLASHMOE_TRY(
         check_extent("w_up", "number of experts", m->up.shape[0], "w_gate_up", p->experts));
     FLASHMOE_TRY(check_extent("w_up", "number of rows", m->up.shape[1], "w_gate_up", rows));
-    FLASHMOE_TRY(check_extent("w_up", "number of columns", m->up.shape[2], "x", p->hidden));
+    FLASHMOE_TRY(check_extent("w_up", "number of columns", m->up.shape[2], x_name, p->hidden));
   }
   FLASHMOE_TRY(check("w_down", params.w_down, &m->down));
   FLASHMOE_TRY(
       check_extent("w_down", "number of experts", m->down.shape[0], "w_gate_up", p->experts));
-  FLASHMOE_TRY(check_extent("w_down", "number of rows", m->down.shape[1], "x", p->hidden));
+  FLASHMOE_TRY(check_extent("w_down", "number of rows", m->down.shape[1], x_name, p->hidden));
   FLASHMOE_TRY(check_extent("w_down", "number of columns", m->down.shape[2],
                             stacked ? "half of w_gate_up's rows" : "w_gate_up's rows", p->inner));
   return FLASHMOE_OK;
@@ -143,12 +97,12 @@ RowOrder row_order(int32_t gate, int64_t inner) {
   }
 }
 
-flashmoe_status read_biases(const flashmoe_moe_forward_params& params, const RowOrder& order,
-                            const Matrices& m, MoeForwardProblem* p) {
+flashmoe_status read_biases(const flashmoe_moe_forward_params& params, const char* x_name,
+                            const RowOrder& order, const Matrices& m, MoeForwardProblem* p) {
   const bool two = params.gate == FLASHMOE_MOE_SEPARATE;
-  const auto check = [p](const char* name, const flashmoe_tensor* tensor, const char* matrix,
+  const auto check = [=](const char* name, const flashmoe_tensor* tensor, const char* matrix,
                          int64_t rows, View* view, Dtype* dtype) {
-    return check_bias(name, tensor, "x", p->dtype, p->device, p->experts, rows, matrix, view,
+    return check_bias(name, tensor, x_name, p->dtype, p->device, p->experts, rows, matrix, view,
                       dtype);
   };
   View view;
@@ -170,21 +124,22 @@ flashmoe_status read_biases(const flashmoe_moe_forward_params& params, const Row
   return FLASHMOE_OK;
 }
 
-flashmoe_status read_routing(const flashmoe_moe_forward_params& params, MoeForwardProblem* p) {
+flashmoe_status read_routing(const flashmoe_moe_forward_params& params, const char* x_name,
+                             MoeForwardProblem* p) {
   View weights, offsets, pairs, slots;
-  FLASHMOE_TRY(check_fp32_tensor("weights", params.weights, 2, "x", p->device, &weights));
-  FLASHMOE_TRY(check_extent("weights", "number of tokens", weights.shape[0], "x", p->tokens));
+  FLASHMOE_TRY(check_fp32_tensor("weights", params.weights, 2, x_name, p->device, &weights));
+  FLASHMOE_TRY(check_extent("weights", "number of tokens", weights.shape[0], x_name, p->tokens));
   FLASHMOE_TRY(check_top_k("weights", weights.shape[1]));
   p->top_k = static_cast<int32_t>(weights.shape[1]);
   FLASHMOE_TRY(check_pairs("weights", p->tokens, p->top_k));
-  FLASHMOE_TRY(check_int32_tensor("offsets", params.offsets, 1, "x", p->device, &offsets));
+  FLASHMOE_TRY(check_int32_tensor("offsets", params.offsets, 1, x_name, p->device, &offsets));
   FLASHMOE_TRY(check_extent("offsets", "number of experts and one more", offsets.shape[0],
                             "w_gate_up", int64_t{p->experts} + 1));
-  FLASHMOE_TRY(check_int32_tensor("pairs", params.pairs, 1, "x", p->device, &pairs));
+  FLASHMOE_TRY(check_int32_tensor("pairs", params.pairs, 1, x_name, p->device, &pairs));
   FLASHMOE_TRY(
       check_extent("pairs", "number of pairs", pairs.shape[0], "weights", p->tokens * p->top_k));
-  FLASHMOE_TRY(check_int32_tensor("slots", params.slots, 2, "x", p->device, &slots));
-  FLASHMOE_TRY(check_extent("slots", "number of tokens", slots.shape[0], "x", p->tokens));
+  FLASHMOE_TRY(check_int32_tensor("slots", params.slots, 2, x_name, p->device, &slots));
+  FLASHMOE_TRY(check_extent("slots", "number of tokens", slots.shape[0], x_name, p->tokens));
   FLASHMOE_TRY(
       check_extent("slots", "number of experts of a token", slots.shape[1], "weights", p->top_k));
   p->weights = static_cast<const float*>(weights.data);
@@ -194,23 +149,24 @@ flashmoe_status read_routing(const flashmoe_moe_forward_params& params, MoeForwa
   return FLASHMOE_OK;
 }
 
-flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, MoeForwardProblem* p) {
+flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, const char* x_name,
+                             MoeForwardProblem* p) {
   const int64_t bytes = dtype_bytes(p->dtype);
   View out;
   FLASHMOE_TRY(check_view("out", params.out, 2, &out));
-  FLASHMOE_TRY(check_same_device("out", *params.out, "x", p->device));
-  FLASHMOE_TRY(check_same_dtype("out", *params.out, "x", p->dtype));
+  FLASHMOE_TRY(check_same_device("out", *params.out, x_name, p->device));
+  FLASHMOE_TRY(check_same_dtype("out", *params.out, x_name, p->dtype));
   FLASHMOE_TRY(check_rows("out", out, 2, bytes));
-  FLASHMOE_TRY(check_extent("out", "number of tokens", out.shape[0], "x", p->tokens));
-  FLASHMOE_TRY(check_extent("out", "hidden size", out.shape[1], "x", p->hidden));
+  FLASHMOE_TRY(check_extent("out", "number of tokens", out.shape[0], x_name, p->tokens));
+  FLASHMOE_TRY(check_extent("out", "hidden size", out.shape[1], x_name, p->hidden));
   FLASHMOE_TRY(check_no_overlap("out", out, 2));
   p->out = out.data;
   p->out_stride = out.strides[0];
   if (params.pre_activation == nullptr) return FLASHMOE_OK;
   View pre;
   FLASHMOE_TRY(check_view("pre_activation", params.pre_activation, 2, &pre));
-  FLASHMOE_TRY(check_same_device("pre_activation", *params.pre_activation, "x", p->device));
-  FLASHMOE_TRY(check_same_dtype("pre_activation", *params.pre_activation, "x", p->dtype));
+  FLASHMOE_TRY(check_same_device("pre_activation", *params.pre_activation, x_name, p->device));
+  FLASHMOE_TRY(check_same_dtype("pre_activation", *params.pre_activation, x_name, p->dtype));
   FLASHMOE_TRY(check_rows("pre_activation", pre, 2, bytes));
   FLASHMOE_TRY(check_extent("pre_activation", "number of pairs", pre.shape[0], "weights",
                             p->tokens * p->top_k));
@@ -223,16 +179,23 @@ flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, MoeForwa
   return FLASHMOE_OK;
 }
 
-flashmoe_status MoeForward::make_problem(const Params& params, Problem* problem) {
+}  // namespace
+
+flashmoe_status MoeForward::make_problem(const Params& params, Problem* problem,
+                                         const char* x_name) {
   Problem& p = *problem;
   FLASHMOE_TRY(check_options(kOptions, params));
   FLASHMOE_TRY(check_together(params));
+  FLASHMOE_TRY(check_no_scale("x_scale", params.x_scale));
+  FLASHMOE_TRY(check_no_scale("w_gate_up_scale", params.w_gate_up_scale));
+  FLASHMOE_TRY(check_no_scale("w_up_scale", params.w_up_scale));
+  FLASHMOE_TRY(check_no_scale("w_down_scale", params.w_down_scale));
   View x;
-  FLASHMOE_TRY(check_view("x", params.x, 2, &x));
-  FLASHMOE_TRY(check_device("x", *params.x, &p.device));
-  FLASHMOE_TRY(check_first_dtype("x", *params.x, p.device, &p.dtype));
-  FLASHMOE_TRY(check_multiple("x", "hidden size", x.shape[1]));
-  FLASHMOE_TRY(check_rows("x", x, 2, dtype_bytes(p.dtype)));
+  FLASHMOE_TRY(check_view(x_name, params.x, 2, &x));
+  FLASHMOE_TRY(check_device(x_name, *params.x, &p.device));
+  FLASHMOE_TRY(check_first_dtype(x_name, *params.x, p.device, &p.dtype));
+  FLASHMOE_TRY(check_multiple(x_name, "hidden size", x.shape[1]));
+  FLASHMOE_TRY(check_rows(x_name, x, 2, dtype_bytes(p.dtype)));
   p.tokens = x.shape[0];
   p.hidden = x.shape[1];
   p.x = x.data;
@@ -240,17 +203,17 @@ flashmoe_status MoeForward::make_problem(const Params& params, Problem* problem)
 
   p.gated = params.gate != FLASHMOE_MOE_NO_GATE;
   Matrices m = {};
-  FLASHMOE_TRY(read_matrices(params, &p, &m));
+  FLASHMOE_TRY(read_matrices(params, x_name, &p, &m));
   const RowOrder order = row_order(params.gate, p.inner);
   if (p.gated) p.gate = rows_of(m.gate_up, p.dtype, order.gate, order.step);
   const View& up = params.gate == FLASHMOE_MOE_SEPARATE ? m.up : m.gate_up;
   p.up = rows_of(up, p.dtype, order.up, order.step);
   p.down = rows_of(m.down, p.dtype, 0, 1);
-  FLASHMOE_TRY(read_biases(params, order, m, &p));
-  FLASHMOE_TRY(read_routing(params, &p));
-  FLASHMOE_TRY(check_pair_rows("x", p.tokens * p.top_k, p.hidden));
+  FLASHMOE_TRY(read_biases(params, x_name, order, m, &p));
+  FLASHMOE_TRY(read_routing(params, x_name, &p));
+  FLASHMOE_TRY(check_pair_rows(x_name, p.tokens * p.top_k, p.hidden));
   FLASHMOE_TRY(check_pair_rows("w_gate_up", p.tokens * p.top_k, p.inner));
-  FLASHMOE_TRY(read_outputs(params, &p));
+  FLASHMOE_TRY(read_outputs(params, x_name, &p));
 
   p.activation = static_cast<flashmoe_activation>(params.activation);
   p.alpha = params.alpha != 0.0f ? params.alpha : 1.0f;
@@ -280,7 +243,6 @@ void MoeForward::print(const Params& params, const Problem& p, char* text, size_
                 biased ? "yes" : "no", p.pre_activation != nullptr ? "yes" : "no");
 }
 
-}  // namespace
 }  // namespace flashmoe
 
 using flashmoe::MoeForward;

@@ -1,11 +1,9 @@
 // Routing: its options, its checks and its families. See core/operation.h for the rest.
-#include <array>
 #include <cmath>
 #include <cstdio>
 
-#include "core/backends.h"
 #include "core/moe_checks.h"
-#include "core/operation.h"
+#include "core/moe_operations.h"
 #include "core/option.h"
 
 namespace flashmoe {
@@ -20,43 +18,6 @@ constexpr Option<Params> kOptions[] = {
     Option<Params>::flag("renormalize", &Params::renormalize),
     Option<Params>::finite("scale", &Params::scale),
     Option<Params>::reserved("reserved", &Params::reserved),
-};
-
-struct MoeRoute {
-  using Params = flashmoe_moe_route_params;
-  using Problem = MoeRouteProblem;
-  static constexpr char kName[] = "moe_route";
-  static constexpr char kParams[] = "flashmoe_moe_route_params";
-  static constexpr char kSizeFunction[] = "flashmoe_moe_route_workspace_size";
-  static constexpr size_t kOldestParams = sizeof(Params);
-
-  static constexpr std::array<TensorMember<Params>, 11> kTensors = {{
-      {"logits", &Params::logits},
-      {"selection_bias", &Params::selection_bias},
-      {"given_ids", &Params::given_ids},
-      {"given_weights", &Params::given_weights},
-      {"expert_map", &Params::expert_map},
-      {"ids", &Params::ids},
-      {"weights", &Params::weights},
-      {"offsets", &Params::offsets},
-      {"pairs", &Params::pairs},
-      {"slots", &Params::slots},
-      {"lse", &Params::lse},
-  }};
-  static constexpr size_t kFirstOutput = 5;
-  static constexpr size_t kGpuAlignment = 256;
-  static constexpr const char* kKernelPrefix = nullptr;
-  static constexpr const MoeRouteFamily* kFamilies[] = {
-#if FLASHMOE_WITH_CUDA
-      &kCudaMoeRoute,
-#endif
-      &kCpuMoeRoute,
-  };
-
-  static flashmoe_status make_problem(const Params& params, Problem* problem);
-  static double flops(const Problem&) { return 0.0; }
-  static bool is_empty(const Problem&) { return false; }  // offsets are written without tokens too
-  static void print(const Params& params, const Problem& p, char* text, size_t size);
 };
 
 // With given ids there are no logits to score.
@@ -88,15 +49,15 @@ flashmoe_status check_sources(const flashmoe_moe_route_params& params) {
   return check_absent("lse", params.lse, "with given_ids");
 }
 
-flashmoe_status read_logits(const flashmoe_moe_route_params& params, MoeRouteProblem* p) {
+flashmoe_status read_logits(const flashmoe_moe_route_params& params, const char* name,
+                            MoeRouteProblem* p) {
   View logits;
-  FLASHMOE_TRY(check_view("logits", params.logits, 2, &logits));
-  FLASHMOE_TRY(check_device("logits", *params.logits, &p->device));
-  FLASHMOE_TRY(check_dtype("logits", *params.logits, &p->logits_dtype));
-  FLASHMOE_TRY(check_last_stride("logits", logits, 2));
-  FLASHMOE_TRY(
-      check_alignment("logits", logits, static_cast<size_t>(dtype_bytes(p->logits_dtype))));
-  FLASHMOE_TRY(check_experts("logits", logits.shape[1]));
+  FLASHMOE_TRY(check_view(name, params.logits, 2, &logits));
+  FLASHMOE_TRY(check_device(name, *params.logits, &p->device));
+  FLASHMOE_TRY(check_dtype(name, *params.logits, &p->logits_dtype));
+  FLASHMOE_TRY(check_last_stride(name, logits, 2));
+  FLASHMOE_TRY(check_alignment(name, logits, static_cast<size_t>(dtype_bytes(p->logits_dtype))));
+  FLASHMOE_TRY(check_experts(name, logits.shape[1]));
   p->tokens = logits.shape[0];
   p->experts = static_cast<int32_t>(logits.shape[1]);
   p->logits = logits.data;
@@ -104,9 +65,9 @@ flashmoe_status read_logits(const flashmoe_moe_route_params& params, MoeRoutePro
   if (params.selection_bias != nullptr) {
     View bias;
     FLASHMOE_TRY(
-        check_fp32_tensor("selection_bias", params.selection_bias, 1, "logits", p->device, &bias));
+        check_fp32_tensor("selection_bias", params.selection_bias, 1, name, p->device, &bias));
     FLASHMOE_TRY(
-        check_extent("selection_bias", "number of experts", bias.shape[0], "logits", p->experts));
+        check_extent("selection_bias", "number of experts", bias.shape[0], name, p->experts));
     p->selection_bias = static_cast<const float*>(bias.data);
   }
   return FLASHMOE_OK;
@@ -149,9 +110,10 @@ flashmoe_status read_given(const flashmoe_moe_route_params& params, MoeRouteProb
   return FLASHMOE_OK;
 }
 
-flashmoe_status read_outputs(const flashmoe_moe_route_params& params, MoeRouteProblem* p) {
+flashmoe_status read_outputs(const flashmoe_moe_route_params& params, const char* logits,
+                             MoeRouteProblem* p) {
   const bool from_logits = params.logits != nullptr;  // which of no tokens may have no data
-  const char* const of = from_logits ? "logits" : "given_ids";
+  const char* const of = from_logits ? logits : "given_ids";
   const auto has_pairs = [p, of](const char* name, const View& view) {
     FLASHMOE_TRY(check_extent(name, "number of tokens", view.shape[0], of, p->tokens));
     return check_extent(name, "number of experts of a token", view.shape[1], "ids", p->top_k);
@@ -231,12 +193,14 @@ flashmoe_status read_groups(const flashmoe_moe_route_params& params, MoeRoutePro
   return FLASHMOE_OK;
 }
 
-flashmoe_status MoeRoute::make_problem(const Params& params, Problem* problem) {
+}  // namespace
+
+flashmoe_status MoeRoute::make_problem(const Params& params, Problem* problem, const char* logits) {
   FLASHMOE_TRY(check_scoring(params));
   FLASHMOE_TRY(check_sources(params));
-  FLASHMOE_TRY(params.logits != nullptr ? read_logits(params, problem)
+  FLASHMOE_TRY(params.logits != nullptr ? read_logits(params, logits, problem)
                                         : read_given(params, problem));
-  FLASHMOE_TRY(read_outputs(params, problem));
+  FLASHMOE_TRY(read_outputs(params, logits, problem));
   FLASHMOE_TRY(read_groups(params, problem));
   problem->scoring = static_cast<flashmoe_moe_scoring>(params.scoring);
   problem->renormalize = params.renormalize != 0;
@@ -257,7 +221,6 @@ void MoeRoute::print(const Params& params, const Problem& p, char* text, size_t 
       p.expert_map != nullptr ? "yes" : "no", p.lse != nullptr ? "yes" : "no");
 }
 
-}  // namespace
 }  // namespace flashmoe
 
 using flashmoe::MoeRoute;

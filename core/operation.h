@@ -166,26 +166,8 @@ flashmoe_status check_memory(const typename Operation::Params& params, flashmoe_
 }
 
 // "attention_forward batch=... device=cpu:0 stream=... -> attention_forward_... grid=..., ..."
-template <class Operation>
-void log_call(const typename Operation::Params& params, const typename Operation::Problem& problem,
-              const Plan& plan, const void* stream) {
-  char text[512];
-  Operation::print(params, problem, text, sizeof text);
-  char launches[1536] = "";
-  size_t used = 0;
-  for (int32_t i = 0; i < plan.info.launch_count && used < sizeof launches; ++i) {
-    const flashmoe_launch& launch = plan.info.launches[i];
-    used += static_cast<size_t>(std::snprintf(
-        launches + used, sizeof launches - used, "%s%s grid=%ux%ux%u block=%u shared=%llu",
-        i == 0 ? "" : ", ", launch.kernel, launch.grid[0], launch.grid[1], launch.grid[2],
-        launch.block[0], static_cast<unsigned long long>(launch.shared_bytes)));
-  }
-  log_line(FLASHMOE_LOG_INFO, "%s %s device=%s stream=%p -> %s", Operation::kName, text,
-           DeviceName(problem.device).text, stream, launches);
-  if (plan.info.rejected[0] != '\0') {
-    log_line(FLASHMOE_LOG_DEBUG, "rejected: %s", plan.info.rejected);
-  }
-}
+void log_call(const char* operation, const char* call, flashmoe_device device,
+              const flashmoe_plan& plan, const void* stream);
 
 template <class Operation>
 flashmoe_status run_operation(const typename Operation::Params* given, void* workspace,
@@ -197,7 +179,11 @@ flashmoe_status run_operation(const typename Operation::Params* given, void* wor
   const auto launch = [&](const auto& family, const Plan& plan) {
     FLASHMOE_TRY(check_memory<Operation>(params, problem.device, plan.info.workspace_bytes,
                                          workspace, workspace_size));
-    if (log_enabled(FLASHMOE_LOG_INFO)) log_call<Operation>(params, problem, plan, stream);
+    if (log_enabled(FLASHMOE_LOG_INFO)) {
+      char text[512];
+      Operation::print(params, problem, text, sizeof text);
+      log_call(Operation::kName, text, problem.device, plan.info, stream);
+    }
     if (Operation::is_empty(problem)) return FLASHMOE_OK;
     begin_launches();
     return family.launch(problem, plan, workspace, stream);

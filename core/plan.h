@@ -81,8 +81,8 @@ class Prepared {
   }
 
   bool ready() const { return kept_ != nullptr && kept_->ready; }
-  void set_ready() {
-    if (kept_ != nullptr) kept_->ready = true;
+  void set_ready(bool ready) {
+    if (kept_ != nullptr) kept_->ready = ready;
   }
   T& operator*() { return *value_; }
   T* operator->() { return value_; }

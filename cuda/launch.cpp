@@ -2,14 +2,24 @@
 
 #include <cuda.h>
 
-#include <cstring>
+#include <cstdio>
 #include <mutex>
 
+#include "core/launch.h"
 #include "core/status.h"
 #include "cuda/gpu_models.h"
 
 namespace flashmoe {
 namespace {
+
+// How a kernel is launched.
+struct LaunchShape {
+  uint32_t grid[3];
+  uint32_t block[3];
+  uint64_t shared_bytes;  // dynamic, of a block
+  int32_t cluster;        // blocks of a cluster, along x; 0 or 1: there are none
+  bool programmatic;      // it may begin before what is ahead of it in the stream has ended
+};
 
 // The driver's launch, without the runtime's look-ups before it, and what must be asked first.
 struct Driver {
@@ -136,7 +146,7 @@ flashmoe_status read_launch(const LaunchRecord& record, flashmoe_launch* launch)
     return fail(FLASHMOE_ERROR_CUDA, "launch: reading %s back: %s", record.info.kernel,
                 cudaGetErrorString(error));
   }
-  launch->shared_bytes += attributes.sharedSizeBytes;
+  launch->shared_bytes += attributes.sharedSizeBytes;  // beside the launch's own
   launch->registers = attributes.numRegs;
   launch->local_bytes = static_cast<int32_t>(attributes.localSizeBytes);
   launch->binary_arch = attributes.binaryVersion;
@@ -264,27 +274,46 @@ flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFac
                        cudaGetErrorString(error));
 }
 
-flashmoe_status launch_kernel(const Kernel& kernel, flashmoe_device device,
-                              const LaunchShape& shape, const void* params, void* stream) {
-  cudaError_t error = load_where_missing(kernel, device.device_id);
+flashmoe_launch& plan_launch(const Kernel& kernel, int device_id, const char* suffix,
+                             int64_t blocks, int threads, int shared_bytes, Plan* plan) {
+  const LoadedKernel& loaded = kernel.loaded[device_id];
+  if (plan->info.launch_count == 0) {
+    std::snprintf(plan->info.isa, sizeof plan->info.isa, "sm_%d%s",
+                  loaded.arch.load(std::memory_order_relaxed), suffix);
+  }
+  flashmoe_launch& launch =
+      plan->add_launch(kernel.name, &kernel, {FLASHMOE_DEVICE_CUDA, device_id},
+                       static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads));
+  launch.shared_bytes = static_cast<uint64_t>(
+      shared_bytes + loaded.static_shared_bytes.load(std::memory_order_relaxed));
+  return launch;
+}
+
+flashmoe_status launch_planned(const Plan& plan, int index, const void* params, void* stream,
+                               bool early) {
+  const Kernel& kernel = *static_cast<const Kernel*>(plan.entries[index]);
+  const flashmoe_launch& planned = plan.info.launches[index];
+  const int device_id = planned.device.device_id;
+  cudaError_t error = load_where_missing(kernel, device_id);
   if (error != cudaSuccess) return fail_to_launch(kernel, error);
+  const LoadedKernel& loaded = kernel.loaded[device_id];
+  const LaunchShape shape = {
+      {planned.grid[0], planned.grid[1], planned.grid[2]},
+      {planned.block[0], planned.block[1], planned.block[2]},
+      planned.shared_bytes -
+          static_cast<uint64_t>(loaded.static_shared_bytes.load(std::memory_order_relaxed)),
+      planned.cluster,
+      early && has_clusters(kernel, device_id)};
   void* arguments[] = {const_cast<void*>(params)};
-  const void* handle = kernel.loaded[device.device_id].handle.load(std::memory_order_relaxed);
+  const void* handle = loaded.handle.load(std::memory_order_relaxed);
   // What the driver refuses, the runtime gets to launch, or to refuse in its own words.
   if (!launch_by_driver(handle, shape, arguments, stream)) {
     error = launch_by_runtime(kernel.function, shape, arguments, stream);
     if (error != cudaSuccess) return fail_to_launch(kernel, error);
   }
-  LaunchRecord& record = last_launch_record();
-  record.info = flashmoe_launch_init();
-  std::strncpy(record.info.kernel, kernel.name, sizeof record.info.kernel - 1);
-  record.info.device = device;
-  std::memcpy(record.info.grid, shape.grid, sizeof record.info.grid);
-  std::memcpy(record.info.block, shape.block, sizeof record.info.block);
+  LaunchRecord record = {planned, kernel.function, &read_launch};
   record.info.shared_bytes = shape.shared_bytes;
-  record.info.cluster = shape.cluster;
-  record.function = kernel.function;
-  record.read = &read_launch;
+  record_launch(record);
   return FLASHMOE_OK;
 }
 

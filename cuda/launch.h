@@ -5,20 +5,11 @@
 #include <atomic>
 #include <cstdint>
 
-#include "core/launch.h"
+#include "core/plan.h"
 #include "core/status.h"
 #include "cuda/runtime.h"
 
 namespace flashmoe {
-
-// How a kernel is launched.
-struct LaunchShape {
-  uint32_t grid[3];
-  uint32_t block[3];
-  uint64_t shared_bytes;  // dynamic, of a block
-  int32_t cluster;        // blocks of a cluster, along x; 0 or 1: there are none
-  bool programmatic;      // it may begin before what is ahead of it in the stream has ended
-};
 
 // The oldest PTX that has clusters and programmatic launches.
 inline constexpr int kClusterPtx = 90;
@@ -68,9 +59,17 @@ inline bool has_clusters(const Kernel& kernel, int device_id) {
   return kernel.loaded[device_id].ptx.load(std::memory_order_relaxed) >= kClusterPtx;
 }
 
-// Launches a kernel that was loaded on the device with its one argument, which is copied, on `device`, which is
-// current, and records the launch as this thread's last. In a context that it was not loaded in it is before.
-flashmoe_status launch_kernel(const Kernel& kernel, flashmoe_device device,
-                              const LaunchShape& shape, const void* params, void* stream);
+// Appends a launch of `blocks` blocks of a kernel, which load_kernel has loaded on the device, to a plan;
+// `shared_bytes` are dynamic ones. More dimensions of the grid, a cluster and tiles are the caller's to
+// say. The first launch's code is the plan's; `suffix` is that of its architecture: "a" for sm_90a, or "".
+flashmoe_launch& plan_launch(const Kernel& kernel, int device_id, const char* suffix,
+                             int64_t blocks, int threads, int shared_bytes, Plan* plan);
+
+// Launches launch `index` of a plan with its kernel's one argument, which is copied, on the plan's
+// device, which is current, and records it. In a context that the kernel was not loaded in it is before.
+// Where the code has programmatic launches it may begin before what is ahead of it has ended, if it is
+// `early`: every kernel here waits (cuda/ptx/pdl.cuh).
+flashmoe_status launch_planned(const Plan& plan, int index, const void* params, void* stream,
+                               bool early = true);
 
 }  // namespace flashmoe

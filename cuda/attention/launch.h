@@ -68,26 +68,18 @@ const Entry* find_entry(const Entry* const (&entries)[kCount], const AttentionPr
         !serves(*entry)) {
       continue;
     }
-    if (problem.kernel != nullptr && std::strcmp(problem.kernel, entry->name) == 0) return entry;
+    if (std::strcmp(problem.kernel, entry->name) == 0) return entry;
     const int padding = best == nullptr ? -1 : entry->dim + entry->dim_v - best->dim - best->dim_v;
     if (padding < 0 || (padding == 0 && !fits(*best) && fits(*entry))) best = entry;
   }
   return best;
 }
 
-// Fills what a plan says of a kernel, its code and its grid of `blocks` blocks. `suffix` is that of
-// the code's architecture: "a" for sm_90a, or "".
-void plan_launch(const Kernel& kernel, int arch, const char* suffix, int64_t blocks, int threads,
-                 int shared_bytes, AttentionPlan* plan);
-void plan_launch(const AttentionKernel& kernel, int arch, const char* suffix, int64_t blocks,
-                 AttentionPlan* plan);
+// Appends the launch of `blocks` blocks of a kernel, as cuda/launch.h says, and what it says of tiles.
+flashmoe_launch& plan_launch(const AttentionKernel& kernel, int device_id, const char* suffix,
+                             int64_t blocks, Plan* plan);
 
-// Launches a planned kernel with its one argument, which is copied, on the current device.
-flashmoe_status launch_kernel(const Kernel& kernel, const AttentionProblem& problem,
-                              const AttentionPlan& plan, const void* params, void* stream);
-
-// What a second kernel adds the parts of up (cuda/attention/combine.h): rows, of KV heads or of
-// tiles.
+// What a second kernel combines the parts of (cuda/attention/combine.h): rows, of KV heads or of tiles.
 struct PartsToCombine {
   int32_t rows;   // of each
   int64_t count;  // of KV heads or tiles
@@ -95,10 +87,8 @@ struct PartsToCombine {
   int workers_log2;
 };
 
-// Launches that kernel behind the one that left the parts, which stays the one that was launched
-// last.
-flashmoe_status launch_combine(const Kernel& kernel, const AttentionProblem& problem,
-                               const AttentionPlan& plan, const PartsToCombine& parts,
-                               const void* params, void* stream);
+// Appends the launch of that kernel, behind the one that leaves the parts. It is loaded.
+void plan_combine(const Kernel& kernel, int device_id, const char* suffix,
+                  const PartsToCombine& parts, Plan* plan);
 
 }  // namespace flashmoe

@@ -26,7 +26,7 @@
 #include <string.h>
 
 #define FLASHMOE_VERSION_MAJOR 0
-#define FLASHMOE_VERSION_MINOR 1
+#define FLASHMOE_VERSION_MINOR 2
 #define FLASHMOE_VERSION_PATCH 0
 
 #if defined(FLASHMOE_BUILDING) && defined(__GNUC__)

@@ -474,6 +474,35 @@ struct MoeForward {
   const char* kernel = nullptr;  // nullptr: the best here
 };
 
+// The router, routing and the layer in one call: flashmoe_fused_moe.
+struct FusedMoe {
+  ConstTensorView tokens;          // [T, H]
+  ConstTensorView router_weights;  // [E, H]; absent with logits
+  ConstTensorView router_bias;     // [E]; absent: none
+  ConstTensorView logits;          // [T, E]; absent with router_weights
+  ConstTensorView selection_bias;  // [E] fp32; absent: none
+  ConstTensorView w_gate_up;       // as in MoeForward, like the next five
+  ConstTensorView w_up;
+  ConstTensorView w_down;
+  ConstTensorView b_gate_up;
+  ConstTensorView b_up;
+  ConstTensorView b_down;
+  TensorView out;     // [T, H]
+  int32_t top_k = 0;  // 1 or more
+  Scoring scoring = Scoring::softmax;
+  bool renormalize = false;
+  int32_t num_groups = 0;  // 0: no groups
+  int32_t top_groups = 0;
+  float scale = 0;  // 0: 1
+  Gate gate = Gate::gate_up;
+  Activation activation = Activation::silu;
+  float alpha = 0;  // 0: 1
+  float limit = 0;  // 0: none
+  float up_offset = 0;
+  bool weight_on_input = false;
+  const char* kernel = nullptr;  // nullptr: the best here
+};
+
 // One product an expert: flashmoe_grouped_product.
 struct GroupedProduct {
   ConstTensorView x;        // [rows, K] with offsets, or [E, M, K] with counts
@@ -614,6 +643,57 @@ struct Bound<MoeForward> {
     params.slots = slots;
     params.out = out;
     params.pre_activation = pre_activation;
+    params.gate = static_cast<int32_t>(call.gate);
+    params.activation = static_cast<int32_t>(call.activation);
+    params.alpha = call.alpha;
+    params.limit = call.limit;
+    params.up_offset = call.up_offset;
+    params.weight_on_input = call.weight_on_input ? 1 : 0;
+    params.kernel = call.kernel;
+  }
+};
+
+template <>
+struct Bound<FusedMoe> {
+  static constexpr auto plan = flashmoe_fused_moe_plan;
+  static constexpr auto workspace_size = flashmoe_fused_moe_workspace_size;
+  static constexpr auto run = flashmoe_fused_moe;
+
+  Argument tokens, router_weights, router_bias, logits, selection_bias;
+  Argument w_gate_up, w_up, w_down, b_gate_up, b_up, b_down, out;
+  flashmoe_fused_moe_params params = flashmoe_fused_moe_params_init();
+
+  explicit Bound(const FusedMoe& call) noexcept
+      : tokens(call.tokens),
+        router_weights(call.router_weights),
+        router_bias(call.router_bias),
+        logits(call.logits),
+        selection_bias(call.selection_bias),
+        w_gate_up(call.w_gate_up),
+        w_up(call.w_up),
+        w_down(call.w_down),
+        b_gate_up(call.b_gate_up),
+        b_up(call.b_up),
+        b_down(call.b_down),
+        out(call.out) {
+    params.tokens = tokens;
+    params.router_weights = router_weights;
+    params.router_bias = router_bias;
+    params.logits = logits;
+    params.selection_bias = selection_bias;
+    params.w_gate_up = w_gate_up;
+    params.w_up = w_up;
+    params.w_down = w_down;
+    params.b_gate_up = b_gate_up;
+    params.b_up = b_up;
+    params.b_down = b_down;
+    params.out = out;
+    params.top_k = call.top_k;
+    params.scoring = static_cast<int32_t>(call.scoring);
+    params.renormalize = call.renormalize ? 1 : 0;
+    params.num_groups = call.num_groups;
+    params.top_groups = call.top_groups;
+    params.scale = call.scale;
     params.gate = static_cast<int32_t>(call.gate);
     params.activation = static_cast<int32_t>(call.activation);
     params.alpha = call.alpha;

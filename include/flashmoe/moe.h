@@ -4,6 +4,7 @@
  *
  *   flashmoe_moe_route      logits [T, E] -> which experts, with what weights, in what order
  *   flashmoe_moe_forward    x [T, H], that, and the experts' weights -> out [T, H]
+ *   flashmoe_fused_moe      x and a router's weights, or logits -> out: all of it
  *   flashmoe_grouped_product   the products alone, for rows that are sorted already
  *
  * Words: a *pair* is one token with one of its experts, numbered t * K + k. A *slot* is a place in
@@ -163,13 +164,17 @@ typedef struct flashmoe_moe_forward_params {
   /* Out [T * K, 2I] (g, then u), without a gate [T * K, I], x's dtype, last stride 1, by slot: what
    * act was applied to, before `limit`; rows without a pair are not written. NULL: not wanted */
   const flashmoe_tensor* pre_activation;
-  int32_t gate;            /* flashmoe_moe_gate */
-  int32_t activation;      /* flashmoe_activation */
-  float alpha;             /* SILU only; finite; 0 = 1 */
-  float limit;             /* finite and positive; 0: none */
-  float up_offset;         /* finite; 0 without a gate */
-  int32_t weight_on_input; /* 0 or 1 */
-  const char* kernel;      /* NULL: the best here. Else a kernel family, as in attention */
+  int32_t gate;                   /* flashmoe_moe_gate */
+  int32_t activation;             /* flashmoe_activation */
+  float alpha;                    /* SILU only; finite; 0 = 1 */
+  float limit;                    /* finite and positive; 0: none */
+  float up_offset;                /* finite; 0 without a gate */
+  int32_t weight_on_input;        /* 0 or 1 */
+  const char* kernel;             /* NULL: the best here. Else a kernel family, as in attention */
+  const flashmoe_tensor* x_scale; /* of tensors of 8 bits, which this version does not take: NULL */
+  const flashmoe_tensor* w_gate_up_scale;
+  const flashmoe_tensor* w_up_scale;
+  const flashmoe_tensor* w_down_scale;
 } flashmoe_moe_forward_params;
 
 static inline flashmoe_moe_forward_params flashmoe_moe_forward_params_init(void) {
@@ -212,6 +217,8 @@ typedef struct flashmoe_grouped_product_params {
   const flashmoe_tensor* counts;  /* [E] int32, with a rank 3 x */
   const flashmoe_tensor* out;
   const char* kernel;
+  const flashmoe_tensor* x_scale; /* of tensors of 8 bits, which this version does not take: NULL */
+  const flashmoe_tensor* w_scale;
 } flashmoe_grouped_product_params;
 
 static inline flashmoe_grouped_product_params flashmoe_grouped_product_params_init(void) {
@@ -228,6 +235,66 @@ FLASHMOE_API flashmoe_status flashmoe_grouped_product_workspace_size(
 FLASHMOE_API flashmoe_status flashmoe_grouped_product(const flashmoe_grouped_product_params* params,
                                                       void* workspace, size_t workspace_size,
                                                       void* stream);
+
+/* ------------------------------------------------------------------------------------------------
+ * Router, routing and layer in one call
+ *
+ *   logits = router_weights tokens[t] + router_bias, in the dtype of tokens, or given
+ *   out    = flashmoe_moe_forward(tokens, flashmoe_moe_route(logits))
+ *
+ * with all that lies between in the workspace. Arguments are those of the two, but for:
+ *
+ *   tokens          [T, H]  x of the layer
+ *   router_weights  [E, H]  dtype of tokens, rows multiples of 16 bytes apart, last stride 1; E is a
+ *                           multiple of 8 (of other E's give logits); NULL with logits
+ *   router_bias     [E]     fp32 or the dtype of tokens; NULL: none, and with logits
+ *   logits          [T, E]  fp16, bf16, fp32; NULL with router_weights
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef struct flashmoe_fused_moe_params {
+  size_t struct_size;
+  const flashmoe_tensor* tokens;
+  const flashmoe_tensor* router_weights;
+  const flashmoe_tensor* router_bias;
+  const flashmoe_tensor* logits;
+  const flashmoe_tensor* selection_bias;
+  const flashmoe_tensor* w_gate_up;
+  const flashmoe_tensor* w_up;
+  const flashmoe_tensor* w_down;
+  const flashmoe_tensor* b_gate_up;
+  const flashmoe_tensor* b_up;
+  const flashmoe_tensor* b_down;
+  const flashmoe_tensor* out;
+  int32_t top_k;       /* K */
+  int32_t scoring;     /* flashmoe_moe_scoring */
+  int32_t renormalize; /* 0 or 1 */
+  int32_t num_groups;  /* as in flashmoe_moe_route */
+  int32_t top_groups;
+  float scale;        /* finite; 0 = 1 */
+  int32_t gate;       /* flashmoe_moe_gate */
+  int32_t activation; /* flashmoe_activation */
+  float alpha;        /* as in flashmoe_moe_forward */
+  float limit;
+  float up_offset;
+  int32_t weight_on_input; /* 0 or 1 */
+  const char* kernel;      /* NULL: the best here. Else a kernel family of the layer */
+} flashmoe_fused_moe_params;
+
+static inline flashmoe_fused_moe_params flashmoe_fused_moe_params_init(void) {
+  flashmoe_fused_moe_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+/* The plan has the launches of all three, in order. */
+FLASHMOE_API flashmoe_status flashmoe_fused_moe_plan(const flashmoe_fused_moe_params* params,
+                                                     flashmoe_plan* plan);
+FLASHMOE_API flashmoe_status
+flashmoe_fused_moe_workspace_size(const flashmoe_fused_moe_params* params, size_t* bytes);
+FLASHMOE_API flashmoe_status flashmoe_fused_moe(const flashmoe_fused_moe_params* params,
+                                                void* workspace, size_t workspace_size,
+                                                void* stream);
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -7,15 +7,12 @@
 
 takes NumPy, torch, JAX and CuPy tensors, or any with DLPack, and returns the same kind. Names are
 loaded when they are first used: importing this package loads neither the library nor a framework.
-Where torch's compiler is loaded, so is flashmoe_science.torch, by which it knows these names.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
-
-from flashmoe_science import _dynamo
 
 if TYPE_CHECKING:
     from flashmoe_science._core import cuda_device_count, get_num_threads, set_num_threads
@@ -172,6 +169,3 @@ if not TYPE_CHECKING:  # whose eyes would otherwise see every name in this modul
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
-
-
-_dynamo.serve()

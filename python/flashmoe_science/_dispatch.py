@@ -14,8 +14,12 @@ import sys
 from typing import Any, NamedTuple
 
 from flashmoe_science import _core
-from flashmoe_science._names import CPU, CUDA, Device
-from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
+from flashmoe_science._dtypes import CPU, CUDA, Device
+from flashmoe_science.errors import (
+    ArgumentTypeError,
+    InvalidArgumentError,
+    _TransformedError,
+)
 
 _NO_BACKWARD = (
     "{0}: requires grad, but {1} has no backward pass yet; call under torch.no_grad() or pass "
@@ -172,16 +176,49 @@ def refuse_derivatives(name: str, tensor: Any, operation: str) -> None:
 
     if tensor.requires_grad and torch.is_grad_enabled():
         raise InvalidArgumentError(_NO_BACKWARD.format(name, operation))
-    forward_ad: Any = torch.autograd.forward_ad
-    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
-        return
-    # An inference tensor has none, and torch does not unpack it.
-    if not tensor.is_inference() and forward_ad.unpack_dual(tensor).tangent is not None:
+    if _has_tangent(tensor):
         raise InvalidArgumentError(_NO_DERIVATIVE.format(name, operation))
+
+
+def _has_tangent(tensor: Any) -> bool:
+    import torch
+
+    forward_ad: Any = torch.autograd.forward_ad
+    try:
+        return forward_ad.unpack_dual(tensor).tangent is not None
+    except RuntimeError:
+        # Older versions unpack neither inference tensors nor, inside an operator, any: there are
+        # no tangents there.
+        return False
+
+
+def refuse_transformed(name: str, tensor: Any, operation: str) -> None:
+    """Raises of a tensor without memory if it is so as one of a transform of torch.func."""
+    import torch
+
+    if (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_nested)
+    ):
+        raise _TransformedError(
+            f"{name}: got a tensor of a transform of torch.func, accepted is one with memory: "
+            f"{operation} has no derivative yet, and for torch.func.vmap there are the functions "
+            "of flashmoe_science.torch"
+        )
+
+
+def _has_memory(tensor: Any) -> bool:
+    try:
+        return bool(tensor.data_ptr() != 0 or tensor.numel() == 0)
+    except RuntimeError:
+        return False
 
 
 class Torch(Framework):
     def check(self, name: str, tensor: Any, words: Words) -> None:
+        if not _has_memory(tensor):
+            refuse_transformed(name, tensor, words.name)
         refuse_derivatives(name, tensor, words.name)
         if tensor.is_neg():
             raise InvalidArgumentError(NEGATED.format(name))

@@ -5,19 +5,14 @@ The functions of the same names are called by the native ones with all of their 
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-import re
-from collections.abc import Iterator
 from typing import Any
 
 from flashmoe_science import _core, _dispatch
 from flashmoe_science._dispatch import NUMPY, Framework, Words
-from flashmoe_science._names import CPU, CUDA, Device
+from flashmoe_science._dtypes import CPU, CUDA, Device
 from flashmoe_science.errors import (
     ArgumentTypeError,
-    FlashMoEError,
     InvalidArgumentError,
 )
 from flashmoe_science.moe import MoeRouting
@@ -25,8 +20,6 @@ from flashmoe_science.moe import MoeRouting
 WORDS = Words("the mixture of experts", "all tensors of a call", "out")
 
 _ROUTER_MULTIPLE = 8  # of experts, for the router's product
-_MAX_EXPERTS = 1024
-_ALL_ROWS = (0, 2**31 - 1)  # offsets of one group that has every row: they end at the rows
 
 
 class Jax(Framework):
@@ -95,10 +88,8 @@ class _Calls:
         operation: str,
         tensors: dict[str, Any],
         options: dict[str, Any],
-        passing: bool = False,
     ) -> dict[str, Any]:
-        """Outputs by the C ABI's names: those among `tensors`, and new ones. `passing`: these are
-        read by a later operation of the call alone."""
+        """Outputs by the C ABI's names: those among `tensors`, and new ones."""
         if self.framework is _JAX:
             from flashmoe_science import jax
 
@@ -106,14 +97,13 @@ class _Calls:
         made: dict[str, Any] = {}
 
         def allocate(name: str, shape: tuple[int, ...], dtype: str) -> Any:
-            alone = self.stream if passing or name == "workspace" else None
+            alone = self.stream if name == "workspace" else None
             made[name] = self._empty(name, shape, dtype, alone)
             return self.framework.view(made[name], self.stream)
 
         views = {n: self.framework.view(t, self.stream) for n, t in tensors.items()}
         _core.moe_call(operation, views, options, allocate, self.stream)
-        if not passing:
-            self.framework.finish(*self._outputs)
+        self.framework.finish(*self._outputs)
         return tensors | made
 
     def _empty(self, name: str, shape: tuple[int, ...], dtype: str, stream: int | None) -> Any:
@@ -130,8 +120,8 @@ class _Calls:
         return framework.empty(like, shape, dtype, stream)
 
 
-def _routing(made: dict[str, Any]) -> MoeRouting:
-    return MoeRouting(*(made.get(name) for name in MoeRouting._fields))
+def _routing(made: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(made.get(name) for name in MoeRouting._fields)
 
 
 def moe_route(
@@ -146,7 +136,7 @@ def moe_route(
     return_lse: bool,
     out: Any,
     stream: Any,
-) -> MoeRouting:
+) -> tuple[Any, ...]:
     outputs = _present(**_parts("out", out)) if out is not None else {}
     if out is not None and return_lse and "lse" not in outputs:
         raise InvalidArgumentError("out: its lse is None, accepted with return_lse is a tensor")
@@ -169,7 +159,7 @@ def moe_route_given(
     expert_map: Any,
     out: Any,
     stream: Any,
-) -> MoeRouting:
+) -> tuple[Any, ...]:
     outputs = _present(**_parts("out", out)) if out is not None else {}
     inputs = {"ids": ids} | _present(weights=weights, expert_map=expert_map)
     calls = _Calls(inputs, stream, {f"out.{name}": part for name, part in outputs.items()})
@@ -233,54 +223,7 @@ def grouped_product(
     return calls.run("grouped_product", inputs | outputs, {"kernel": kernel})["out"]
 
 
-# ---- fused_moe, a step at a time -----------------------------------------------------------------
-
-
-def torch_all_rows(like: Any) -> tuple[Any, bool]:
-    """Offsets of one group that has every row, beside `like`, and whether they may be kept: what is
-    made during the capture of a graph is written only when the graph runs."""
-    import torch
-
-    if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
-        # Waits for the copy, so that any stream may read it.
-        return torch.tensor(_ALL_ROWS, dtype=torch.int32, device=like.device), True
-    made = torch.full((2,), _ALL_ROWS[1], dtype=torch.int32, device=like.device)
-    made[:1].zero_()
-    return made, False
-
-
-def _all_rows_of_cupy(like: Any) -> Any:
-    import cupy
-
-    with like.device:
-        if not cupy.cuda.get_current_stream().is_capturing():
-            return _kept_rows_of_cupy(like.device.id)
-        made = cupy.full((2,), _ALL_ROWS[1], dtype=cupy.int32)
-        made[:1].fill(_ALL_ROWS[0])
-        return made
-
-
-@functools.cache
-def _kept_rows_of_cupy(device_id: int) -> Any:
-    import cupy
-
-    with cupy.cuda.Device(device_id):
-        made = cupy.asarray(_ALL_ROWS, dtype=cupy.int32)
-        cupy.cuda.get_current_stream().synchronize()  # once: any stream may read it
-        return made
-
-
-def _all_rows(framework: Framework, like: Any) -> Any:
-    if framework.name == "torch":
-        return torch_all_rows(like)[0]
-    if framework.name == "cupy":
-        return _all_rows_of_cupy(like)
-    if framework.name in ("numpy", "jax"):
-        import numpy
-
-        return numpy.array(_ALL_ROWS, numpy.int32)
-    xp = framework.namespace(like, WORDS)
-    return xp.asarray(_ALL_ROWS, dtype=xp.int32, device=like.device)
+# ---- fused_moe -----------------------------------------------------------------------------------
 
 
 def _rows(framework: Framework, name: str, tensor: Any) -> Any:
@@ -311,25 +254,6 @@ def router_product(tokens: Any, router_weights: Any, router_bias: Any, stream: A
         return logits if router_bias is None else logits + router_bias
 
 
-@contextlib.contextmanager
-def _renamed(**names: str) -> Iterator[None]:
-    """Messages with the C ABI's names of arguments replaced by the caller's."""
-    try:
-        yield
-    except FlashMoEError as error:
-        pattern = rf"(?<!\w)({'|'.join(names)})(?!\w)"
-        made = type(error)(re.sub(pattern, lambda match: names[match[1]], str(error)))
-        made.status = error.status
-        raise made from None
-
-
-def _check_rank(name: str, tensor: Any, rank: int) -> None:
-    if len(tensor.shape) != rank:
-        raise InvalidArgumentError(
-            f"{name}: got {len(tensor.shape)} dimensions, accepted are {rank}"
-        )
-
-
 def fused_moe(
     tokens: Any,
     router_weights: Any,
@@ -358,13 +282,6 @@ def fused_moe(
     kernel: Any,
     stream: Any,
 ) -> Any:
-    if (router_weights is None) == (logits is None):
-        got = "neither it nor logits" if logits is None else "both it and logits"
-        raise InvalidArgumentError(f"router_weights: got {got}, accepted is one of the two")
-    if logits is not None and router_bias is not None:
-        raise InvalidArgumentError(
-            "router_bias: got one beside logits, accepted with router_weights alone"
-        )
     given = {"tokens": tokens, "w_gate_up": w_gate_up, "w_down": w_down} | _present(
         router_weights=router_weights, logits=logits, router_bias=router_bias,
         selection_bias=selection_bias, w_up=w_up, b_gate_up=b_gate_up, b_up=b_up, b_down=b_down,
@@ -378,7 +295,7 @@ def fused_moe(
     if calls.framework is _JAX:
         from flashmoe_science import jax
 
-        return jax.fused_moe(_in_steps_of_jax, given, options)
+        return jax.fused_moe(_fused_of_jax, given, options)
     given_out = out
     if type(calls.framework) is Framework and not _dispatch.makes_tensors(tokens):
         if calls.on_gpu:
@@ -387,71 +304,41 @@ def fused_moe(
         if out is not None:
             given_out = _dispatch.output_through_numpy("out", out, WORDS)
         calls = _Calls(given, stream)
-    made = _in_steps(calls, given, options, given_out)
+    made = _fused(calls, given, options, given_out)
     return made if out is None else out
 
 
-def _in_steps_of_jax(given: dict[str, Any], options: dict[str, Any]) -> Any:
-    return _in_steps(_Calls(given, None), given, options, None)
+def _fused_of_jax(given: dict[str, Any], options: dict[str, Any]) -> Any:
+    return _fused(_Calls(given, None), given, options, None)
 
 
-def _in_steps(calls: _Calls, given: dict[str, Any], options: dict[str, Any], given_out: Any) -> Any:
+def _fused(calls: _Calls, given: dict[str, Any], options: dict[str, Any], given_out: Any) -> Any:
     """out, of the shape of tokens; given_out where there is one."""
     framework = calls.framework
-    rows = _rows(framework, "tokens", given["tokens"])
-    outputs = {}
+    shape = tuple(given["tokens"].shape)
+    tensors = given | {"tokens": _rows(framework, "tokens", given["tokens"])}
     if given_out is not None:
-        if tuple(given_out.shape) != tuple(given["tokens"].shape):
+        if tuple(given_out.shape) != shape:
             raise InvalidArgumentError(
                 "out: got another shape than that of tokens, accepted is the same"
             )
-        outputs["out"] = _rows(framework, "out", given_out)
-
-    source = "logits" if "logits" in given else "router_weights"
-    if source == "router_weights":
-        _check_rank(source, given[source], 2)
-    experts = int(given[source].shape[0 if source == "router_weights" else -1])
-    if not 1 <= experts <= _MAX_EXPERTS:
-        raise InvalidArgumentError(f"{source}: got {experts} experts, accepted are 1 to 1024")
-    held = given["w_gate_up"].shape
-    if len(held) == 3 and held[0] != experts:
-        raise InvalidArgumentError(
-            f"{source}: its number of experts is {experts}, but w_gate_up has {held[0]}"
-        )
-    if source == "logits":
-        made_logits = _rows(framework, "logits", given["logits"])
-        if made_logits.shape[0] != rows.shape[0]:
-            raise InvalidArgumentError(
-                f"logits: got those of {made_logits.shape[0]} tokens, but tokens has "
-                f"{rows.shape[0]}"
-            )
-    else:
-        made_logits = _router_product(
-            calls, rows, given["router_weights"], given.get("router_bias")
-        )
-
-    route = {"logits": made_logits} | _present(selection_bias=given.get("selection_bias"))
-    routing = calls.run("route", route, options | {"return_lse": False}, True)
-    layer = {
-        "x": rows, "w_gate_up": given["w_gate_up"], "w_down": given["w_down"],
-        **_present(**{n: given.get(n) for n in ("w_up", "b_gate_up", "b_up", "b_down")}),
-        **{name: routing[name] for name in ("weights", "offsets", "pairs", "slots")},
-    }  # fmt: skip
-    with _renamed(x="tokens"):
-        out = calls.run("forward", layer | outputs, options | {"return_pre_activation": False})
-    return framework.reshaped(out["out"], tuple(given["tokens"].shape))
-
-
-def _router_product(calls: _Calls, rows: Any, router: Any, bias: Any) -> Any:
-    if bias is not None:
-        _check_rank("router_bias", bias, 1)
-    if router.shape[0] % _ROUTER_MULTIPLE:
-        if calls.framework is _dispatch.NUMPY:  # whose product knows masked arrays, as we do not
-            operands = {"tokens": rows, "router_weights": router} | _present(router_bias=bias)
-            for name, tensor in operands.items():
-                _core.check_readable(name, tensor)
-        return router_product(rows, router, bias, calls.given_stream)
-    product = {"x": rows, "w": router[None, ...], "offsets": _all_rows(calls.framework, rows)}
-    product |= _present(bias=None if bias is None else bias[None, ...])
-    with _renamed(x="tokens", w="router_weights", bias="router_bias"):
-        return calls.run("grouped_product", product, {"kernel": None}, True)["out"]
+        tensors["out"] = _rows(framework, "out", given_out)
+    router = given.get("router_weights")
+    own_product = (
+        router is not None
+        and "logits" not in given
+        and len(router.shape) == 2
+        and router.shape[0] % _ROUTER_MULTIPLE
+    )
+    if own_product:  # for which the library has none
+        bias = given.get("router_bias")
+        if framework is _dispatch.NUMPY:  # whose product knows masked arrays, as we do not
+            for name in {"tokens", "router_weights", "router_bias"} & given.keys():
+                _core.check_readable(name, given[name])
+        for name in ("router_weights", "router_bias"):
+            tensors.pop(name, None)
+        tensors["logits"] = router_product(tensors["tokens"], router, bias, calls.given_stream)
+    elif "logits" in given:
+        tensors["logits"] = _rows(framework, "logits", given["logits"])
+    out = calls.run("fused", tensors, options)["out"]
+    return framework.reshaped(out, shape)

@@ -1,10 +1,11 @@
-"""flash_attention itself: the public signature of the native function."""
+"""flash_attention itself."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from flashmoe_science import _core
+from flashmoe_science._tracing import is_traced, operators
 
 _T = TypeVar("_T")
 
@@ -108,11 +109,11 @@ def flash_attention(
         RuntimeError: The device cannot be used, or CUDA reported an error.
         MemoryError: The host is out of memory.
     """
+    if is_traced():
+        return operators().flash_attention(
+            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, layout=layout,
+            return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
+        )  # fmt: skip
     return _core.flash_attention(
         q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel, stream
     )
-
-
-if not TYPE_CHECKING:
-    # The same function without this frame, which is a fifth of what a short call costs the host.
-    flash_attention = _core.bind_flash_attention(flash_attention)

@@ -24,6 +24,10 @@ class InvalidArgumentError(FlashMoEError, ValueError):
     status = "FLASHMOE_ERROR_INVALID_ARGUMENT"
 
 
+class _TransformedError(InvalidArgumentError):
+    """An argument is a tensor of a transform of torch.func, which operators of torch take."""
+
+
 class ArgumentTypeError(FlashMoEError, TypeError):
     """An argument is no tensor, has a dtype that is not accepted, or is of another library."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashmoe_science import _core
-from flashmoe_science._names import parse_device
+from flashmoe_science._dtypes import parse_device
 from flashmoe_science.errors import InvalidArgumentError
 from flashmoe_science.plan import Launch, launches_of
 

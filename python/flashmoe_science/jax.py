@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flashmoe_science import _core
-from flashmoe_science._names import CPU, CUDA, Device, Dtype, parse_dtype
+from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype, parse_dtype
 from flashmoe_science.errors import (
     ArgumentTypeError,
     DeviceError,
@@ -41,6 +41,7 @@ _MOE_TARGETS = {
     "route": "flashmoe_moe_route_v1",
     "forward": "flashmoe_moe_forward_v1",
     "grouped_product": "flashmoe_grouped_product_v1",
+    "fused": "flashmoe_fused_moe_v1",
 }
 
 
@@ -427,6 +428,8 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
             "slots": ((t, k), _INT32),
         }
         return made | ({"lse": ((t,), _FP32)} if options.get("return_lse") else {})
+    if call.operation == "fused":
+        return {"out": (tensors["tokens"].shape, tensors["tokens"].dtype)}
     x = tensors["x"]
     if call.operation == "grouped_product":
         return {"out": ((*x.shape[:-1], tensors["w"].shape[1]), x.dtype)}
@@ -508,7 +511,7 @@ def _key(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def run(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """An operation of the C ABI, "route", "forward" or "grouped_product", on JAX arrays and options
+    """An operation of the C ABI, one of _MOE_TARGETS, on JAX arrays and options
     by the C ABI's names: its outputs, likewise. Raises what is wrong with the call. `device` among
     the options tells where tracers will be."""
     _core.moe_option_numbers(operation, options)  # raises before anything is cached
@@ -548,8 +551,7 @@ def fused_moe(
     options: dict[str, Any],
 ) -> Any:
     """steps(tensors, options), which calls run() and operations of JAX, as one compiled program."""
-    for operation in ("route", "forward"):
-        _core.moe_option_numbers(operation, options)  # raises before anything is cached
+    _core.moe_option_numbers("fused", options)  # raises before anything is cached
     arrays = _arrays(tensors.values())
     options = options | {"device": _device("tokens", arrays)}
     return _compiled_fused_moe(steps, tuple(tensors), _key(options))(*arrays)

@@ -1,4 +1,4 @@
-"""The mixture of experts: the public signatures of the native functions.
+"""The mixture of experts.
 
 A layer of E experts over T tokens of which each takes K: `moe_route` chooses and sorts,
 `moe_forward` computes, `grouped_product` is the products alone, and `fused_moe` all of it in one
@@ -8,9 +8,10 @@ in the order by expert.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from flashmoe_science import _core
+from flashmoe_science._tracing import is_traced, operators
 
 _T = TypeVar("_T")
 
@@ -89,10 +90,18 @@ def moe_route(
 
     Raises: What flash_attention raises. A message names the argument, or the tensor of `out`.
     """
-    return _core.moe_route(  # type: ignore[return-value]
+    if is_traced():
+        traced: MoeRouting = operators().moe_route(
+            logits, top_k, scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
+            num_groups=num_groups, top_groups=top_groups, scale=scale, return_lse=return_lse,
+            out=out, stream=stream,
+        )  # fmt: skip
+        return traced
+    made: Any = _core.moe_route(
         logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
         return_lse, out, stream,
     )  # fmt: skip
+    return MoeRouting(*made) if out is None else out
 
 
 def moe_route_given(
@@ -128,9 +137,16 @@ def moe_route_given(
 
     Raises: What flash_attention raises. A message names the argument, or the tensor of `out`.
     """
-    return _core.moe_route_given(  # type: ignore[return-value]
+    if is_traced():
+        traced: MoeRouting = operators().moe_route_given(
+            ids, weights, num_experts=num_experts, renormalize=renormalize, scale=scale,
+            expert_map=expert_map, out=out, stream=stream,
+        )  # fmt: skip
+        return traced
+    made: Any = _core.moe_route_given(
         ids, weights, num_experts, renormalize, scale, expert_map, out, stream
     )
+    return MoeRouting(*made) if out is None else out
 
 
 @overload
@@ -255,6 +271,14 @@ def moe_forward(
 
     Raises: What flash_attention raises. A message names the argument, or the tensor of `routing`.
     """
+    if is_traced():
+        return operators().moe_forward(
+            x, w_gate_up, w_down, routing, w_up=w_up, gate=gate, activation=activation,
+            b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha, limit=limit,
+            up_offset=up_offset, weight_on_input=weight_on_input, out=out,
+            pre_activation=pre_activation, return_pre_activation=return_pre_activation,
+            kernel=kernel, stream=stream,
+        )  # fmt: skip
     return _core.moe_forward(
         x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up, b_up, b_down, alpha,
         limit, up_offset, weight_on_input, out, pre_activation, return_pre_activation, kernel,
@@ -295,6 +319,11 @@ def grouped_product(
 
     Raises: What flash_attention raises. A message names the argument.
     """
+    if is_traced():
+        traced: _T = operators().grouped_product(
+            x, w, offsets=offsets, counts=counts, bias=bias, out=out, kernel=kernel, stream=stream
+        )
+        return traced
     return _core.grouped_product(  # type: ignore[return-value]
         x, w, offsets, counts, bias, out, kernel, stream
     )
@@ -355,17 +384,19 @@ def fused_moe(
 
     Raises: What flash_attention raises. A message names the argument.
     """
+    if is_traced():
+        traced: _T = operators().fused_moe(
+            tokens, router_weights, w_gate_up, w_down, top_k, logits=logits,
+            router_bias=router_bias, scoring=scoring, renormalize=renormalize,
+            selection_bias=selection_bias, num_groups=num_groups, top_groups=top_groups,
+            scale=scale, w_up=w_up, gate=gate, activation=activation, b_gate_up=b_gate_up,
+            b_up=b_up, b_down=b_down, alpha=alpha, limit=limit, up_offset=up_offset,
+            weight_on_input=weight_on_input, out=out, kernel=kernel, stream=stream,
+        )  # fmt: skip
+        return traced
     return _core.fused_moe(  # type: ignore[return-value]
         tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
         renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
         b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, out, kernel,
         stream,
     )  # fmt: skip
-
-
-if not TYPE_CHECKING:
-    # The same functions without these frames.
-    moe_route = _core.bind_moe_route(moe_route)
-    moe_forward = _core.bind_moe_forward(moe_forward)
-    grouped_product = _core.bind_grouped_product(grouped_product)
-    fused_moe = _core.bind_fused_moe(fused_moe)

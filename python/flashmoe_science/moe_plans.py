@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashmoe_science import _core
-from flashmoe_science._names import Dtype, parse_device, parse_dtype, parse_extent, parse_flag
+from flashmoe_science._dtypes import Dtype, parse_device, parse_dtype, parse_extent, parse_flag
 from flashmoe_science.errors import ArgumentTypeError
 from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
 from flashmoe_science.plan import Launch, Plan

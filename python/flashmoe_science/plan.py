@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from flashmoe_science import _core
-from flashmoe_science._names import (
+from flashmoe_science._dtypes import (
     Device,
     device_name,
     parse_device,

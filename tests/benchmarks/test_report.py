@@ -157,6 +157,22 @@ def test_a_list() -> None:
     assert few.endswith("| 5.0 | 2.5 | 1.02 (tie) |")
 
 
+def test_a_summary_of_several_suites() -> None:
+    grid, layers = bench_records.grid(), bench_records.moe_grid()
+    assert grid["summary"]["torch-flash"]["slower"] == 1
+    layers["summary"]["torch-grouped"] |= {"rows": 0, "geometric_mean": None}
+    caption, _, *table = report.render_summary(
+        [source(grid, outdated=True), source(layers)]
+    ).splitlines()
+    assert "measured at 0123456789ab (the kernels have changed since), torch 2.13.0; " in caption
+    assert table == [
+        "|  | shapes | over torch-flash | over torch-grouped |",
+        "| --- | ---: | ---: | ---: |",
+        f"| [{grid['title']}](results/x.json) | {len(grid['cells'])} | 1.10 (1 slower) | - |",
+        f"| [{layers['title']}](results/x.json) | {len(layers['cells'])} | - | - |",
+    ]
+
+
 def test_noisy_rows_have_no_verdict() -> None:
     document = bench_records.a_list()
     document["cells"][2]["contenders"]["torch-flash"]["against"]["verdict"] = "withheld"
@@ -321,6 +337,31 @@ class Checkout:
 def checkout(tmp_path: Path) -> Checkout:
     pytest.importorskip("matplotlib")
     return Checkout(tmp_path)
+
+
+def test_one_summary_stands_for_all_its_files(
+    checkout: Checkout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = checkout.root / "r" / "y.json"
+    bench_records.write(other, bench_records.moe_grid())
+    checkout.readme.write_text(
+        "<!-- results: summary r/x.json,r/y.json -->\n<!-- results: end -->\n"
+    )
+    checkout.make()
+    text = checkout.readme.read_text()
+    assert text.count("| --- |") == 1 and "](r/x.json)" in text and "](r/y.json)" in text
+    assert checkout.complaints(capsys) == ""
+    changed = bench_records.moe_grid()
+    changed["summary"]["torch-grouped"]["geometric_mean"] = 9.0
+    bench_records.write(other, changed)
+    words = checkout.complaints(capsys)
+    assert "README.md: summary r/x.json,r/y.json does not match its record" in words
+    other.unlink()
+    (checkout.root / "r" / "x.json").unlink()
+    checkout.make()
+    assert checkout.readme.read_text() == (
+        "<!-- results: summary r/x.json,r/y.json -->\n<!-- results: end -->\n"
+    )
 
 
 def test_what_it_makes_it_accepts(checkout: Checkout, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import flashmoe_science
 import pytest
-from flashmoe_science._names import GPU_MODELS
+from flashmoe_science._dtypes import GPU_MODELS
 from flashmoe_science.cli import main
 from flashmoe_science.cli.environment import as_dict
 from flashmoe_science.cli.plan import plan_for
@@ -183,10 +183,10 @@ def test_the_version_of_a_broken_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> Any:
-        raise OSError("libflashmoe.so.0: cannot open shared object file")
+        raise OSError("libflashmoe.so.1: cannot open shared object file")
 
     monkeypatch.setattr(flashmoe_science, "cuda_device_count", broken)
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
     assert stop.value.code == 1
-    assert "the package does not load: libflashmoe.so.0" in capsys.readouterr().err
+    assert "the package does not load: libflashmoe.so.1" in capsys.readouterr().err

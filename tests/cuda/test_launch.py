@@ -18,60 +18,61 @@ ENTRIES = {
     "moe/sm89": ("bf16_gated", "bf16_gated_t", "bf16", "bf16_t"),
     "moe/sm90": (
         *("bf16_gated_plain", "bf16_gated_narrow", "bf16_gated", "bf16_gated_t"),
-        *("bf16_gated_turns", "bf16_up", "bf16_up_t", "bf16_down", "bf16_down_t"),
+        *("bf16_gated_interleaved", "bf16_up", "bf16_up_t", "bf16_down", "bf16_down_t"),
         *("bf16_down_short", "bf16_down_middle"),
     ),
     "moe/stream": ("bf16_t1_n8", "bf16_t2_n16"),
     "moe/stream/bulk": ("bf16_bulk",),
 }
 CORE = (
-    *("attention", "checks", "choose", "dtype", "known_calls", "launch", "log", "overlap"),
+    *("attention", "checks", "choose", "dtype", "launch", "log", "operation", "overlap"),
     *("per_thread", "status"),
 )
-MOE_CORE = ("checks", "dtype", "launch", "log", "per_thread", "status")
+BASE = tuple(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status"))
+MOE_CORE = (*BASE, *(f"core/{name}.cpp" for name in ("checks", "launch")))
+MOE_CUDA = (
+    *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch")),
+    "tests/cuda/host/fake_cuda.cpp",
+)
+MOE_FAMILIES = (
+    *(f"cuda/moe/{family}/family.cpp" for family in ("sm89", "sm90")),
+    "cuda/moe/combine/stage.cpp",
+    "cuda/tensor_map.cpp",
+    "tests/cuda/host/made_up_moe.cpp",
+)
+MOE_STREAM = ("cuda/moe/stream/family.cpp", "tests/cuda/host/made_up_stream.cpp")
 SOURCES = {
     "test_launch": (
         *(f"core/{name}.cpp" for name in CORE),
-        "cuda/device.cpp",
-        "cuda/gpu_models.cpp",
-        "cuda/launch.cpp",
-        *(f"cuda/attention/{name}.cpp" for name in ("cost", "launch", "tensor_map")),
+        *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "tensor_map")),
+        *(f"cuda/attention/{name}.cpp" for name in ("cost", "launch", "walkable")),
         *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90", "split")),
         "cuda/attention/sm90/l2_swizzle.cpp",
-        "cuda/attention/split/stream_k.cpp",
+        *(f"cuda/attention/split/{name}.cpp" for name in ("cost", "stream_k")),
         "tests/cuda/host/fake_cuda.cpp",
     ),
-    "test_l2_swizzle": (
-        *(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status")),
-        "cuda/attention/sm90/l2_swizzle.cpp",
-    ),
-    "test_cost": (
-        *(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status")),
-        "cuda/attention/cost.cpp",
-    ),
+    "test_l2_swizzle": (*BASE, "cuda/attention/sm90/l2_swizzle.cpp"),
+    "test_cost": (*BASE, *(f"cuda/attention/{name}.cpp" for name in ("cost", "split/cost"))),
     "test_stream_k": (
-        *(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status")),
-        *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/l2_swizzle", "split/stream_k")),
+        *BASE,
+        *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/l2_swizzle")),
+        *(f"cuda/attention/split/{name}.cpp" for name in ("cost", "stream_k")),
     ),
     "test_moe": (
-        *(f"core/{name}.cpp" for name in MOE_CORE),
-        *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "moe/launch")),
+        *MOE_CORE,
+        *MOE_CUDA,
         "cuda/moe/route/family.cpp",
         "cuda/moe/combine/stage.cpp",
-        "tests/cuda/host/fake_cuda.cpp",
     ),
-    "test_moe_limits": (
-        *(f"core/{name}.cpp" for name in MOE_CORE),
-        *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "moe/launch")),
-        *(f"cuda/moe/{family}/family.cpp" for family in ("sm89", "sm90")),
-        "cuda/moe/combine/stage.cpp",
-        "tests/cuda/host/fake_cuda.cpp",
-    ),
-    "test_moe_few": (
-        *(f"core/{name}.cpp" for name in MOE_CORE),
-        *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "moe/launch")),
-        "cuda/moe/stream/family.cpp",
-        "tests/cuda/host/fake_cuda.cpp",
+    "test_moe_limits": (*MOE_CORE, *MOE_CUDA, *MOE_FAMILIES),
+    "test_moe_few": (*MOE_CORE, *MOE_CUDA, *MOE_STREAM),
+    "test_moe_calls": (
+        *MOE_CORE,
+        *(f"core/{name}.cpp" for name in ("choose", "grouped_product", "moe_checks")),
+        *(f"core/{name}.cpp" for name in ("moe_forward", "operation", "overlap")),
+        *MOE_CUDA,
+        *MOE_FAMILIES,
+        *MOE_STREAM,
     ),
 }
 OPTIONS = (
@@ -105,7 +106,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _compile("test_launch", tmp_path_factory.mktemp("host"))
 
 
-@pytest.mark.parametrize("without", ["", "no-driver", "no-handles", "no-shared-attributes"])
+@pytest.fixture(scope="module")
+def experts_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _compile("test_moe_calls", tmp_path_factory.mktemp("host"))
+
+
+@pytest.mark.parametrize(
+    "without", ["", "no-driver", "no-handles", "no-shared-attributes", "no-map-moves"]
+)
 def test_launch(program: Path, without: str) -> None:
     checked([program, *([without] if without else [])])
 
@@ -128,6 +136,11 @@ def test_routing_and_combining(tmp_path: Path) -> None:
 
 def test_what_layers_and_products_refuse(tmp_path: Path) -> None:
     checked([_compile("test_moe_limits", tmp_path)])
+
+
+@pytest.mark.parametrize("without", ["", "no-map-moves"])
+def test_calls_of_experts(experts_program: Path, without: str) -> None:
+    checked([experts_program, *([without] if without else [])])
 
 
 def test_who_serves_few_tokens(tmp_path: Path) -> None:

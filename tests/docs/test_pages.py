@@ -47,7 +47,7 @@ def test_the_beginnings_have_a_program_each() -> None:
     of = {page.name: len(blocks("python", page=page)) for page in (DOCS / "start").glob("*.md")}
     assert of["torch.md"] == 2 and of["jax.md"] == 2 and of["huggingface.md"] == 1
     assert of["numpy.md"] == 3
-    assert len(blocks("python", page=ROOT / "README.md")) == 3
+    assert len(blocks("python", page=ROOT / "README.md")) == 1
     assert len(blocks("python", page=DOCS / "moe.md")) == 5
     assert len(blocks("python", page=DOCS / "producers.md")) == 4
     assert len(blocks("c", page=ROOT / "README.md")) == 1

@@ -13,11 +13,11 @@ def registered() -> Generator[None, None, None]:
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         yield
         return
-    from flashmoe_science import _say, hf
+    from flashmoe_science import _warn_once, hf
     from flashmoe_science.hf import _report
 
     hf.register()
-    _say.forget()
+    _warn_once.forget()
     # Also layers of models that earlier tests have left in graphs of torch.compile.
     for known in (_report._calls, _report._by_module, _report._traced, _report._without_choice):
         known.clear()

@@ -46,7 +46,7 @@ def wheel_root() -> Path:
     """The folder of the installed package, which holds the library, headers and CMake files."""
     spec = importlib.util.find_spec("flashmoe_science")
     root = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
-    if root is None or not (root / "lib" / "libflashmoe.so.0").exists():
+    if root is None or not (root / "lib" / "libflashmoe.so.1").exists():
         pytest.skip("flashmoe-science is not installed as a wheel in this environment")
     return root
 
@@ -55,7 +55,7 @@ def wheel_root() -> Path:
 def wheel_installation(wheel_root: Path) -> Installation:
     lib = wheel_root / "lib"
     return Installation(
-        "wheel", lib / "cmake" / "flashmoe", lib / "pkgconfig", lib, lib / "libflashmoe.so.0"
+        "wheel", lib / "cmake" / "flashmoe", lib / "pkgconfig", lib, lib / "libflashmoe.so.1"
     )
 
 

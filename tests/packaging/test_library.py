@@ -56,7 +56,7 @@ def test_needs_nothing_but_the_runtimes(installation: Installation) -> None:
 
 def test_soname_is_the_abi_and_no_path_is_baked_in(installation: Installation) -> None:
     section = dynamic_section(installation)
-    assert section["SONAME"] == ["libflashmoe.so.0"]
+    assert section["SONAME"] == ["libflashmoe.so.1"]
     assert "RPATH" not in section and "RUNPATH" not in section
 
 
@@ -128,10 +128,10 @@ def test_system_links(system_installation: Installation) -> None:
     lib = system_installation.libdir
     version = re.sub(r".*libflashmoe\.so\.", "", str((lib / "libflashmoe.so").resolve()))
     assert re.fullmatch(r"\d+\.\d+\.\d+", version)
-    assert (lib / "libflashmoe.so").is_symlink() and (lib / "libflashmoe.so.0").is_symlink()
+    assert (lib / "libflashmoe.so").is_symlink() and (lib / "libflashmoe.so.1").is_symlink()
     assert (lib / "libflashmoe.a").is_file()
 
 
 def test_wheel_holds_one_library_file(wheel_installation: Installation) -> None:
     files = sorted(path.name for path in wheel_installation.libdir.glob("libflashmoe*"))
-    assert files == ["libflashmoe.so.0"]
+    assert files == ["libflashmoe.so.1"]

@@ -47,7 +47,7 @@ def test_needs_nothing_newer_than_its_tag(
 ) -> None:
     if "manylinux" not in (distribution.read_text("WHEEL") or ""):
         pytest.skip("a wheel of this machine alone: .ci/wheel makes one to give away")
-    for library in (wheel_root / "lib/libflashmoe.so.0", wheel_root / "_core.abi3.so"):
+    for library in (wheel_root / "lib/libflashmoe.so.1", wheel_root / "_core.abi3.so"):
         for kind, version in required_versions(library).items():
             assert version < TOO_NEW[kind], f"{library.name}: {kind} {version}"
 

@@ -14,7 +14,7 @@ import flashmoe_science as fm
 import numpy as np
 import pytest
 from flashmoe_science import _core, _dispatch
-from flashmoe_science._names import Device
+from flashmoe_science._dtypes import Device
 from reference import assert_accurate
 
 STREAM = 0x7E0

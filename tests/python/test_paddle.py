@@ -8,7 +8,7 @@ import flashmoe_science as fm
 import numpy as np
 import pytest
 from flashmoe_science import _core, _dispatch
-from flashmoe_science._names import Device
+from flashmoe_science._dtypes import Device
 
 paddle: Any = pytest.importorskip("paddle")
 

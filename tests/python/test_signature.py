@@ -1,4 +1,4 @@
-"""How flash_attention is called: a native function that passes for the Python one in its source."""
+"""How flash_attention is called, and what it asks of torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ RNG = np.random.default_rng(0)
 Q = RNG.standard_normal((1, 6, 2, 16), np.float32)
 K = RNG.standard_normal((1, 9, 2, 16), np.float32)
 V = RNG.standard_normal((1, 9, 2, 16), np.float32)
-SIGNATURE = (
-    "(q, k, v, *, causal=False, window=None, scale=None, softcap=None, layout='bshd', "
-    "return_lse=False, out=None, lse=None, kernel=None, stream=None)"
-)
 OPTIONS = {
     name: parameter
     for name, parameter in inspect.signature(fm.flash_attention).parameters.items()
@@ -30,25 +26,18 @@ OPTIONS = {
 }
 
 
-def define(signature: str) -> Any:
-    """A Python function of that signature."""
-    names: dict[str, Any] = {"__name__": __name__}
-    body = '"""A docstring."""; return "the Python function", causal'
-    exec(f"def python_twin{signature}: {body}", names)
-    return names["python_twin"]
-
-
-python_twin = define(SIGNATURE)
-
-
 def test_it_looks_like_a_function_of_the_package() -> None:
     function: Any = fm.flash_attention
-    assert inspect.isbuiltin(function)
-    assert str(inspect.signature(function)) == SIGNATURE
-    assert (function.__name__, function.__qualname__) == ("flash_attention", "flash_attention")
-    assert function.__module__ == "flashmoe_science.attention"
+    parameters = inspect.signature(function).parameters
+    assert ", ".join(str(p.replace(annotation=p.empty)) for p in parameters.values()) == (
+        "q, k, v, causal=False, window=None, scale=None, softcap=None, layout='bshd', "
+        "return_lse=False, out=None, lse=None, kernel=None, stream=None"
+    )
+    assert list(OPTIONS) == list(parameters)[3:]
+    assert (function.__name__, function.__module__) == (
+        "flash_attention", "flashmoe_science.attention",
+    )  # fmt: skip
     assert function.__doc__.startswith("Exact attention: out = softmax(scale * q k^T) v")
-    assert "Raises:" in function.__doc__
     assert pickle.loads(pickle.dumps(function)) is function
 
 
@@ -111,110 +100,33 @@ def test_every_option_reaches_its_parameter() -> None:
             fm.flash_attention(Q, K, V, **{name: value})
 
 
-WRONG_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-    ((), {}),
-    ((Q,), {}),
-    ((Q, K), {"causal": True}),
-    ((Q, K, V, False), {}),
-    ((Q, K, V, False, None), {"layout": "bshd"}),
-    ((Q, K, V), {"q": Q}),
-    ((Q, K), {"q": Q}),
-    ((Q, K, V), {"softmax_scale": 1.0}),
-    ((Q, K), {"v": V, "Causal": True}),
-]
-
-
-@pytest.mark.parametrize(("arguments", "options"), WRONG_CALLS)
-def test_wrong_calls_raise_what_python_raises(
-    arguments: tuple[Any, ...], options: dict[str, Any]
-) -> None:
-    with pytest.raises(TypeError) as want:
-        python_twin(*arguments, **options)
-    with pytest.raises(TypeError) as got:
-        fm.flash_attention(*arguments, **options)
-    assert str(got.value) == str(want.value).replace("python_twin", "flash_attention")
-
-
-@pytest.mark.parametrize(
-    "signature",
-    [
-        SIGNATURE.replace(")", ", more=None)"),
-        SIGNATURE.replace(", stream=None", ""),
-        SIGNATURE.replace("causal=False", "causal"),
-        SIGNATURE.replace("*,", "*rest,"),
-        SIGNATURE.replace(")", ", **rest)"),
-        SIGNATURE.replace("v,", "v=None,"),
-        SIGNATURE.replace("v,", "v, /,"),
-    ],
-)
-def test_a_function_with_other_parameters_is_refused(signature: str) -> None:
-    assert signature != SIGNATURE
-    with pytest.raises(TypeError, match=r"^function: .* has other parameters than the native"):
-        _core.bind_flash_attention(define(signature))
-
-
-_TWO_FUNCTIONS = """
-import inspect
-import numpy as np
-from flashmoe_science import _core
-from python.test_signature import SIGNATURE, python_twin
-
-bound = _core.bind_flash_attention(python_twin)
-assert str(inspect.signature(bound)) == SIGNATURE
-assert (bound.__name__, bound.__doc__) == ("python_twin", "A docstring.")
-assert bound.__module__ == python_twin.__module__
-x = np.ones((1, 2, 1, 8), np.float32)
-assert bound(x, x, x).shape == x.shape
-name = "".join(("cau", "sal"))
-assert bound(x, x, x, **{name: 5}) == ("the Python function", 5)
-"""
-
-
-def test_what_native_code_does_not_bind_goes_to_the_python_function() -> None:
-    """In a process of its own: the native function follows the one that was bound last."""
-    import subprocess
-    from pathlib import Path
-
-    done = subprocess.run(
-        [sys.executable, "-c", _TWO_FUNCTIONS], cwd=Path(__file__).parents[1],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
-def test_nothing_leaks_either_way() -> None:
-    composed = {"".join(("cau", "sal")): True}
+def test_nothing_leaks() -> None:
     scale = 0.123456
-    for call in (
-        lambda: fm.flash_attention(Q, K, V, scale=scale),
-        lambda: fm.flash_attention(Q, K, V, scale=scale, **composed),
-    ):
-        call()
-        before = [sys.getrefcount(x) for x in (Q, K, V, scale, composed)]
-        for _ in range(100):
-            call()
-        gc.collect()
-        assert [sys.getrefcount(x) for x in (Q, K, V, scale, composed)] == before
+    fm.flash_attention(Q, K, V, scale=scale)
+    before = [sys.getrefcount(x) for x in (Q, K, V, scale)]
+    for _ in range(100):
+        fm.flash_attention(Q, K, V, scale=scale)
+    gc.collect()
+    assert [sys.getrefcount(x) for x in (Q, K, V, scale)] == before
     with pytest.raises(ValueError, match=r"^scale: "):
         fm.flash_attention(Q, K, V, scale=-1.0)
-    before = sys.getrefcount(Q)
+    references = sys.getrefcount(Q)
     for _ in range(100):
         with pytest.raises(ValueError, match=r"^scale: "):
             fm.flash_attention(Q, K, V, scale=-1.0)
         with pytest.raises(TypeError):
             fm.flash_attention(Q, K, V, Q)
     gc.collect()
-    assert sys.getrefcount(Q) == before
+    assert sys.getrefcount(Q) == references
 
 
 def test_gradients_are_refused_whatever_the_calls_before_found() -> None:
-    """The native side remembers whether grad mode was off: it may only save a question by that."""
     torch = pytest.importorskip("torch")
     q, k, v = (torch.from_numpy(x.copy()) for x in (Q, K, V))
     graded = {"q": q.clone().requires_grad_(), "k": k.clone().requires_grad_(),
               "v": torch.nn.Parameter(v.clone())}  # fmt: skip
     want = fm.flash_attention(q, k, v)
-    for calls_between in (0, 1, 2, 15, 16, 17, 33):
+    for calls_between in (0, 1, 2, 16):
         for name, tensor in graded.items():
             tensors = {"q": q, "k": k, "v": v, name: tensor}
             for mode in (torch.no_grad(), torch.inference_mode()):

@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch", minversion="2.6")
 
 import flashmoe_science.torch as fmt  # noqa: E402
-from flashmoe_science import _say  # noqa: E402
+from flashmoe_science import _warn_once  # noqa: E402
 from flashmoe_science.torch import sdpa  # noqa: E402
 
 F = torch.nn.functional
@@ -46,9 +46,9 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
         return real(q, *rest, **options)
 
     monkeypatch.setattr(sdpa, "flash_attention", spy)
-    _say.forget()
+    _warn_once.forget()
     yield calls
-    _say.forget()
+    _warn_once.forget()
 
 
 # ---- the function ----

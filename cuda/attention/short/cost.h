@@ -1,5 +1,4 @@
-// What a call would take by the kernels of this family, an estimate by which plan() chooses a split, and,
-// beside those of cuda/attention/cost.h, whether to take a call that names no kernel.
+// What a call takes by the short kernels, an estimate by which plan() chooses a split of its keys too.
 #pragma once
 
 #include <algorithm>
@@ -37,10 +36,14 @@ inline constexpr double kAloneRate = 60e3;  // bytes, when the L2 serves few oth
 inline constexpr double kColdRate = 44e3;   // the same of bytes that no other tile reads
 inline constexpr double kSharedRate = 40e3;  // bytes, when it serves all
 
+// Floating-point operations.
+inline double product_rate(const DeviceFacts& facts) {
+  return facts.compute_capability == 90 ? 1.5e6 : 0.7e6;
+}
+
 // The time of this family: its blocks all read their tile's keys from the L2 to registers, at a
 // rate that they share, and cannot be faster than the memory.
-inline double short_microseconds(const Work& work, const Split& split, const Products& speed,
-                                 const DeviceFacts& facts) {
+inline double short_microseconds(const Work& work, const Split& split, const DeviceFacts& facts) {
   const double whole_tiles = work.heads_kv * ceil_of(work.rows, split.rows);
   const double tiles = whole_tiles * split.parts;
   const double waves = ceil_of(tiles, split.resident);
@@ -56,7 +59,7 @@ inline double short_microseconds(const Work& work, const Split& split, const Pro
   const double alone = work.rows <= split.rows ? kColdRate : kAloneRate;
   const double rate = std::min(alone / crowd, kSharedRate * facts.multiprocessors / blocks);
   const double load = block_keys * work.dims * 2 / rate;
-  const double product = block_keys * work.dims * 2 * split.rows / (speed.short_rate / crowd);
+  const double product = block_keys * work.dims * 2 * split.rows / (product_rate(facts) / crowd);
   const bool many = whole_tiles > facts.multiprocessors && work.rows > split.rows;
   const double run = waves * std::max({load, product, steps * kStep}) * (many ? kManyTiles : 1) +
                      (waves - 1) * kTurn / crowd;

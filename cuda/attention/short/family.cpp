@@ -85,7 +85,6 @@ cudaError_t explore(const Kernel& kernel, int device_id, const DeviceFacts& fact
 
 struct Choice {
   const Entry* entry;
-  int arch;
   int warps;
   int cluster;
   int parts;
@@ -101,17 +100,17 @@ int log2_at_least(double n, int most) {
 // Puts the best split of a call for this kernel into `best` if it beats what is there. A tile's
 // keys are split over the blocks of a cluster, or over as many as the device holds, which leave
 // parts.
-void consider(const Entry& entry, int arch, const Abilities& abilities, const Work& work,
-              const Products& speed, const DeviceFacts& facts, Choice* best) {
+void consider(const Entry& entry, const Abilities& abilities, const Work& work,
+              const DeviceFacts& facts, Choice* best) {
   const double steps = ceil_of(work.most_keys, entry.step_keys);
   const double tiles = work.heads_kv * ceil_of(work.rows, entry.rows);
   const auto take = [&](int warps, int cluster, int resident, double parts) {
     const Split split = {entry.rows, entry.step_keys,         warps,           cluster,
                          resident,   static_cast<int>(parts), entry.part_bytes};
     if (resident == 0) return;
-    const double microseconds = short_microseconds(work, split, speed, facts);
+    const double microseconds = short_microseconds(work, split, facts);
     if (best->entry == nullptr || microseconds < best->microseconds) {
-      *best = {&entry, arch, warps, cluster, split.parts, microseconds};
+      *best = {&entry, warps, cluster, split.parts, microseconds};
     }
   };
   for (int c = 0; c < kClusterChoices; ++c) {
@@ -143,15 +142,14 @@ bool serves(const Entry& entry, const AttentionProblem& problem) {
 
 // The kernel that the problem names, else among those of its dtype with the least padding the one
 // of the least time, each with its best split.
-flashmoe_status choose(const AttentionProblem& problem, const Work& work, const Products& speed,
-                       int device_id, const DeviceFacts& facts, Choice* best,
-                       const Reason& reason) {
+flashmoe_status choose(const AttentionProblem& problem, const Work& work, int device_id,
+                       const DeviceFacts& facts, Choice* best, const Reason& reason) {
   const Entry* named = nullptr;
   int least = INT_MAX;
   for (const Entry* entry : kEntries) {
     if (!serves(*entry, problem)) continue;
     least = std::min(least, entry->dim + entry->dim_v);
-    if (problem.kernel != nullptr && std::strcmp(problem.kernel, entry->name) == 0) named = entry;
+    if (std::strcmp(problem.kernel, entry->name) == 0) named = entry;
   }
   for (const Entry* entry : kEntries) {
     if (!serves(*entry, problem) ||
@@ -160,13 +158,21 @@ flashmoe_status choose(const AttentionProblem& problem, const Work& work, const 
     }
     int arch = 0;
     FLASHMOE_TRY(load_kernel(*entry, device_id, facts, &arch, reason, explore));
-    consider(*entry, arch, entry->abilities[device_id], work, speed, facts, best);
+    consider(*entry, entry->abilities[device_id], work, facts, best);
   }
   if (best->entry != nullptr) return FLASHMOE_OK;
   return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
 }
 
-flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const Reason& reason) {
+PartsToCombine parts_of(const AttentionProblem& p, const Entry& entry, int parts) {
+  const int64_t heads = p.batch * p.heads_kv;
+  const int64_t rows = p.seq_q * (p.heads_q / p.heads_kv);
+  const int units = entry.dim_v / 4;
+  return {static_cast<int32_t>(rows), heads, units,
+          combine_workers_log2(parts, heads * rows, units)};
+}
+
+flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& reason) {
   const auto refuse = [&](flashmoe_status status, const char* sentence) {
     return reason.refuse(status, "%s", sentence);
   };
@@ -185,14 +191,9 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
                   "more than 2^30 keys, or queries of one KV head, all its query heads counted");
   }
   const Work work = work_of(problem);
-  const Products speed = products(*facts, static_cast<int>(problem.dim));
   Choice best = {};
-  FLASHMOE_TRY(choose(problem, work, speed, device_id, *facts, &best, reason));
+  FLASHMOE_TRY(choose(problem, work, device_id, *facts, &best, reason));
   const Entry& entry = *best.entry;
-  if (!problem.named && best.microseconds > many_rows_microseconds(problem, work, speed, *facts)) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                  "many rows, at which tiles of more rows are faster (named, it serves them)");
-  }
   const int64_t tiles_per_head = (problem.seq_q * group + entry.rows - 1) / entry.rows;
   const int64_t heads = problem.batch * problem.heads_kv;
   const int64_t blocks_per_tile = best.cluster * best.parts;
@@ -202,27 +203,27 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   }
 
   const int64_t blocks = tiles_per_head * heads * blocks_per_tile;
-  plan_launch(entry, best.arch, "", blocks, 32 * best.warps,
-              entry.shared_bytes_of(best.warps, best.cluster), plan);
+  flashmoe_launch& launch = plan_launch(entry, device_id, "", blocks, 32 * best.warps,
+                                        entry.shared_bytes_of(best.warps, best.cluster), plan);
+  launch.tile_m = entry.rows;
+  launch.tile_n = entry.step_keys;
+  launch.dim = entry.dim;
+  launch.dim_v = entry.dim_v;
+  launch.stages = 1;
+  launch.cluster = best.cluster;
+  plan->info.microseconds = best.microseconds;
   if (best.parts > 1) {
     int arch = 0;
     FLASHMOE_TRY(load_kernel(entry.combine, device_id, *facts, &arch, reason));
-    plan->parts = best.parts;
+    plan_combine(entry.combine, device_id, "", parts_of(problem, entry, best.parts), plan);
     plan->info.workspace_bytes = static_cast<uint64_t>(blocks * entry.part_bytes);
   }
-  plan->info.tile_q = entry.rows;
-  plan->info.tile_k = entry.step_keys;
-  plan->info.dim = entry.dim;
-  plan->info.dim_v = entry.dim_v;
-  plan->info.stages = 1;
-  plan->info.cluster = best.cluster;
-  plan->entry = &entry;
-  plan->tiles_per_head = static_cast<int32_t>(tiles_per_head);
-  plan->programmatic = entry.abilities[device_id].clusters;
   return FLASHMOE_OK;
 }
 
-Params make_params(const AttentionProblem& p, const AttentionPlan& plan, void* workspace) {
+Params make_params(const AttentionProblem& p, const Plan& plan, void* workspace) {
+  const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
+  const flashmoe_launch& planned = plan.info.launches[0];
   Params params;
   fill_common(p, &params);
   params.q = static_cast<const uint16_t*>(p.q);
@@ -231,39 +232,36 @@ Params make_params(const AttentionProblem& p, const AttentionPlan& plan, void* w
   params.out = static_cast<uint16_t*>(p.out);
   const int64_t group = p.heads_q / p.heads_kv;
   const int64_t rows = p.seq_q * group;
+  const int64_t tiles_per_head = (rows + entry.rows - 1) / entry.rows;
   params.rows = static_cast<int32_t>(rows);
   params.heads_per_kv = Divisor::of(static_cast<uint32_t>(group));
-  params.tiles_per_head = Divisor::of(static_cast<uint32_t>(plan.tiles_per_head));
+  params.tiles_per_head = Divisor::of(static_cast<uint32_t>(tiles_per_head));
   params.heads_kv = Divisor::of(static_cast<uint32_t>(p.heads_kv));
-  params.cluster_log2 = log2_at_least(plan.info.cluster, kClusterChoices - 1);
-  const int32_t blocks_per_tile = plan.parts > 0 ? plan.parts : plan.info.cluster;
+  params.cluster_log2 = log2_at_least(planned.cluster, kClusterChoices - 1);
+  const int64_t blocks_per_tile = planned.grid[0] / (tiles_per_head * p.batch * p.heads_kv);
   params.blocks_per_tile = Divisor::of(static_cast<uint32_t>(blocks_per_tile));
   params.parts = nullptr;
   params.statistics = nullptr;
   params.combine_workers_log2 = 0;
-  if (plan.parts > 0) {
-    const Entry& entry = *static_cast<const Entry*>(plan.entry);
+  if (plan.info.launch_count > 1) {
     const int64_t part = entry.rows * entry.dim_v / 4;  // in fours of its floats
     params.parts = static_cast<float4*>(workspace);
-    params.statistics = reinterpret_cast<float2*>(params.parts + plan.info.grid[0] * part);
+    params.statistics = reinterpret_cast<float2*>(params.parts + planned.grid[0] * part);
     params.combine_workers_log2 =
-        combine_workers_log2(plan.parts, p.batch * p.heads_kv * rows, entry.dim_v / 4);
+        parts_of(p, entry, static_cast<int>(blocks_per_tile)).workers_log2;
   }
   return params;
 }
 
-flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& plan, void* workspace,
+flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* workspace,
                        void* stream) {
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
   const Params params = make_params(problem, plan, workspace);
-  const Entry& entry = *static_cast<const Entry*>(plan.entry);
-  FLASHMOE_TRY(launch_kernel(entry, problem, plan, &params, stream));
-  if (plan.parts == 0) return FLASHMOE_OK;
-  return launch_combine(
-      entry.combine, problem, plan,
-      {params.rows, problem.batch * problem.heads_kv, entry.dim_v / 4, params.combine_workers_log2},
-      &params, stream);
+  for (int32_t i = 0; i < plan.info.launch_count; ++i) {
+    FLASHMOE_TRY(launch_planned(plan, i, &params, stream));
+  }
+  return FLASHMOE_OK;
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include "core/backends.h"
 #include "core/gpu_model.h"
 #include "core/status.h"
+#include "cuda/attention/sm89/cost.h"
 #include "cuda/attention/sm89/entry.h"
 #include "cuda/attention/sm89/params.h"
 
@@ -40,7 +41,7 @@ int32_t heads_per_swizzle(const AttentionProblem& problem, int64_t l2_bytes) {
                                          : (groups > heads / group ? heads : groups * group));
 }
 
-flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const Reason& reason) {
+flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& reason) {
   const auto refuse = [&](flashmoe_status status, const char* sentence) {
     return reason.refuse(status, "%s", sentence);
   };
@@ -69,15 +70,12 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
   }
   int arch = 0;
   FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
-  plan_launch(*entry, arch, "", tiles_per_head * heads, plan);
-  plan->entry = entry;
-  plan->programmatic = has_clusters(*entry, device_id);
-  plan->tiles_per_head = static_cast<int32_t>(tiles_per_head);
-  plan->heads_per_section = heads_per_swizzle(problem, facts->l2_bytes);
+  plan_launch(*entry, device_id, "", tiles_per_head * heads, plan);
+  plan->info.microseconds = tile_microseconds(work_of(problem), *facts);
   return FLASHMOE_OK;
 }
 
-Params make_params(const AttentionProblem& p, const AttentionPlan& plan) {
+Params make_params(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
   Params params;
   fill_common(p, &params);
   params.q = p.q;
@@ -89,17 +87,19 @@ Params make_params(const AttentionProblem& p, const AttentionPlan& plan) {
   params.heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
   params.longest_tiles_first = p.bounded_right && !p.bounded_left ? 1 : 0;
   params.heads = static_cast<int32_t>(p.batch * p.heads_q);
-  params.tiles_per_head = plan.tiles_per_head;
-  params.heads_per_swizzle = plan.heads_per_section;
+  params.tiles_per_head = static_cast<int32_t>((p.seq_q + entry.tile_q - 1) / entry.tile_q);
+  params.heads_per_swizzle = heads_per_swizzle(p, facts.l2_bytes);
   return params;
 }
 
-flashmoe_status launch(const AttentionProblem& problem, const AttentionPlan& plan, void*,
-                       void* stream) {
-  const DeviceGuard guard(problem.device.device_id);
+flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void*, void* stream) {
+  const int device_id = problem.device.device_id;
+  const DeviceGuard guard(device_id);
   FLASHMOE_TRY(guard.status());
-  const Params params = make_params(problem, plan);
-  return launch_kernel(*static_cast<const Entry*>(plan.entry), problem, plan, &params, stream);
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(read_device_facts(device_id, &facts, Reason()));
+  const Params params = make_params(problem, *static_cast<const Entry*>(plan.entries[0]), *facts);
+  return launch_planned(plan, 0, &params, stream);
 }
 
 }  // namespace

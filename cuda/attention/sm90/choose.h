@@ -4,7 +4,7 @@
 #include "core/gpu_model.h"
 #include "core/status.h"
 #include "cuda/attention/launch.h"
-#include "cuda/attention/tensor_map.h"
+#include "cuda/attention/walkable.h"
 
 namespace flashmoe::sm90 {
 

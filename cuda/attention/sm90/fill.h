@@ -3,6 +3,7 @@
 
 #include "cuda/attention/launch.h"
 #include "cuda/attention/sm90/params.h"
+#include "cuda/attention/walkable.h"
 
 namespace flashmoe::sm90 {
 
@@ -10,19 +11,46 @@ inline Repeats repeats(const RowStrides& strides) {
   return {strides.batch == 0 ? 0 : 1, strides.head == 0 ? 0 : 1};
 }
 
+inline void fill_addresses(const AttentionProblem& p, Params* params) {
+  params->q_data = static_cast<const uint16_t*>(p.q);
+  params->k_data = static_cast<const uint16_t*>(p.k);
+  params->v_data = static_cast<const uint16_t*>(p.v);
+  params->out_data = static_cast<uint16_t*>(p.out);
+  params->lse = p.lse;
+}
+
 inline void fill_tensors(const AttentionProblem& p, Params* params) {
   fill_common(p, params);
   params->q_repeats = repeats(p.q_strides);
   params->k_repeats = repeats(p.k_strides);
   params->v_repeats = repeats(p.v_strides);
-  params->q_data = static_cast<const uint16_t*>(p.q);
-  params->k_data = static_cast<const uint16_t*>(p.k);
-  params->v_data = static_cast<const uint16_t*>(p.v);
-  params->out_data = static_cast<uint16_t*>(p.out);
+  fill_addresses(p, params);
   params->bounded_right = p.bounded_right ? 1 : 0;
   params->seq_q = static_cast<int32_t>(p.seq_q);
   params->heads_q = static_cast<int32_t>(p.heads_q);
   params->heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
+}
+
+// What is kept with a plan: the parameters of its launches, and what their maps are of: q, k, v and, for
+// tiles of one head, out. A call at other addresses moves them.
+template <class AnyParams>
+struct Kept {
+  AnyParams params;
+  const void* mapped[4];
+};
+
+// Of k or v. Without keys their tensors may be null, which a map is not; none is read then.
+inline const void* mapped_keys(const AttentionProblem& p, const void* data) {
+  return p.seq_k > 0 ? data : p.q;
+}
+
+template <class AnyParams>
+bool move_inputs(const AttentionProblem& p, Kept<AnyParams>* kept) {
+  AnyParams& params = kept->params;
+  fill_addresses(p, &params);
+  return move_map(&params.q, &kept->mapped[0], p.q) &&
+         move_map(&params.k, &kept->mapped[1], mapped_keys(p, p.k)) &&
+         move_map(&params.v, &kept->mapped[2], mapped_keys(p, p.v));
 }
 
 }  // namespace flashmoe::sm90

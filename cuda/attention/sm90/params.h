@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <vector_types.h>
 
 #include "core/attention.h"
 #include "cuda/divisor.h"

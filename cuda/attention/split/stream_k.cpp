@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "core/per_thread.h"
 #include "cuda/attention/sm90/l2_swizzle.h"
 
 namespace flashmoe::split {
@@ -124,7 +123,7 @@ int64_t steps_of_tile(const AttentionProblem& problem, const PackedTiles& tiles,
 
 StreamK deal_stream_k(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
                       int64_t blocks) {
-  StreamK stream_k;
+  StreamK stream_k = {};
   const Row row(problem, tiles, step_keys);
   if (blocks % tiles.tiles == 0) {
     deal_evenly(row, blocks, &stream_k);
@@ -135,32 +134,6 @@ StreamK deal_stream_k(const AttentionProblem& problem, const PackedTiles& tiles,
   }
   place_parts(tiles.tiles, &stream_k);
   return stream_k;
-}
-
-StreamK known_stream_k(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
-                       int64_t blocks) {
-  // All that a deal depends on.
-  const std::array<int64_t, 13> call = {tiles.tiles,
-                                        tiles.tiles_per_head,
-                                        tiles.heads,
-                                        tiles.groups_per_tile,
-                                        tiles.queries_per_group,
-                                        problem.seq_q,
-                                        problem.seq_k,
-                                        problem.bounded_left ? 1 : 0,
-                                        problem.left_offset,
-                                        problem.bounded_right ? 1 : 0,
-                                        problem.right_offset,
-                                        step_keys,
-                                        blocks};
-  struct Known {
-    std::array<int64_t, 13> call;  // of no call at first: there is no deal to 0 blocks
-    StreamK stream_k;
-  };
-  Known* const known = PerThread<Known>::get();
-  if (known == nullptr) return deal_stream_k(problem, tiles, step_keys, blocks);
-  if (known->call != call) *known = {call, deal_stream_k(problem, tiles, step_keys, blocks)};
-  return known->stream_k;
 }
 
 }  // namespace flashmoe::split

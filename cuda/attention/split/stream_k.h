@@ -6,8 +6,8 @@
 #include <cstdint>
 
 #include "core/attention.h"
-#include "cuda/attention/cost.h"
 #include "cuda/attention/sm90/params.h"
+#include "cuda/attention/split/cost.h"
 
 namespace flashmoe::split {
 
@@ -30,9 +30,5 @@ int64_t steps_of_tile(const AttentionProblem& problem, const PackedTiles& tiles,
 // beside its steps.
 StreamK deal_stream_k(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
                       int64_t blocks);
-
-// The same, kept from this thread's last call: layer after layer asks for one deal.
-StreamK known_stream_k(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
-                       int64_t blocks);
 
 }  // namespace flashmoe::split

@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "core/status.h"
+#include "cuda/launch.h"
 #include "cuda/moe/combine/entry.h"
 #include "cuda/moe/combine/params.h"
-#include "cuda/moe/launch.h"
 
 namespace flashmoe {
 namespace {
@@ -27,8 +27,8 @@ const moe_combine::Entry& find_entry(const MoeForwardProblem& p) {
 
 }  // namespace
 
-flashmoe_status add_combine(const MoeForwardProblem& problem, const DeviceFacts& facts,
-                            MoePlan* plan, const Reason& reason) {
+flashmoe_status add_combine(const MoeForwardProblem& problem, const DeviceFacts& facts, Plan* plan,
+                            const Reason& reason) {
   const Kernel& kernel = find_entry(problem).kernel;
   int arch = 0;
   FLASHMOE_TRY(load_kernel(kernel, problem.device.device_id, facts, &arch, reason));
@@ -46,16 +46,16 @@ flashmoe_status add_combine(const MoeForwardProblem& problem, const DeviceFacts&
   const int64_t row_threads = std::max<int64_t>(1, (pieces + row_blocks - 1) / row_blocks);
   const int64_t block_rows = std::max<int64_t>(1, most / row_threads);
   const int64_t blocks = std::max<int64_t>(1, (problem.tokens + block_rows - 1) / block_rows);
-  flashmoe_moe_stage* stage = add_stage(kernel, problem.device.device_id, "", blocks,
+  flashmoe_launch& launch = plan_launch(kernel, problem.device.device_id, "", blocks,
                                         static_cast<int>(row_threads), 0, plan);
-  stage->grid[1] = static_cast<uint32_t>(row_blocks);
-  stage->block[1] = static_cast<uint32_t>(block_rows);
-  stage->tile_tokens = static_cast<int32_t>(block_rows);
-  stage->stages = 1;
+  launch.grid[1] = static_cast<uint32_t>(row_blocks);
+  launch.block[1] = static_cast<uint32_t>(block_rows);
+  launch.tile_n = static_cast<int32_t>(block_rows);
+  launch.stages = 1;
   return FLASHMOE_OK;
 }
 
-flashmoe_status launch_combine(const MoeForwardProblem& problem, const MoePlan& plan, int index,
+flashmoe_status launch_combine(const MoeForwardProblem& problem, const Plan& plan, int index,
                                const void* y, int64_t y_stride, void* stream) {
   moe_combine::Params params;
   params.y = static_cast<const uint16_t*>(y);
@@ -68,7 +68,7 @@ flashmoe_status launch_combine(const MoeForwardProblem& problem, const MoePlan& 
   params.tokens = static_cast<int32_t>(problem.tokens);
   params.top_k = problem.top_k;
   params.pieces = static_cast<int32_t>(problem.hidden / kPiece);
-  return launch_stage(plan, index, problem.device, &params, stream);
+  return launch_planned(plan, index, &params, stream);
 }
 
 }  // namespace flashmoe

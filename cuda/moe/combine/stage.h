@@ -5,17 +5,18 @@
 #include <cstdint>
 
 #include "core/moe.h"
+#include "core/plan.h"
 #include "cuda/runtime.h"
 
 namespace flashmoe {
 
 // Appends the stage to a plan; fp16 and bf16.
-flashmoe_status add_combine(const MoeForwardProblem& problem, const DeviceFacts& facts,
-                            MoePlan* plan, const Reason& reason);
+flashmoe_status add_combine(const MoeForwardProblem& problem, const DeviceFacts& facts, Plan* plan,
+                            const Reason& reason);
 
 // Launches stage `index` of the plan on the current device, which is the problem's. y: [tokens *
 // top_k, hidden] of the problem's dtype, its rows y_stride elements apart and 16-byte aligned.
-flashmoe_status launch_combine(const MoeForwardProblem& problem, const MoePlan& plan, int index,
+flashmoe_status launch_combine(const MoeForwardProblem& problem, const Plan& plan, int index,
                                const void* y, int64_t y_stride, void* stream);
 
 }  // namespace flashmoe

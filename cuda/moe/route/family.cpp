@@ -6,7 +6,7 @@
 #include "core/backends.h"
 #include "core/status.h"
 #include "cuda/gpu_models.h"
-#include "cuda/moe/launch.h"
+#include "cuda/launch.h"
 #include "cuda/moe/route/entry.h"
 #include "cuda/moe/route/params.h"
 
@@ -33,6 +33,7 @@ constexpr int64_t kOnceTokens = 32;
 constexpr int64_t kOnceTokensOfCluster = 32;  // and block
 constexpr int64_t kOnceTokensOfBlock = 16;    // above which there are more blocks
 constexpr int64_t kListPairs = 8192;
+constexpr double kMicroseconds = 5;  // nobody chooses by it
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -143,7 +144,7 @@ int64_t warp_tokens(const MoeRouteProblem& p, int64_t block_tokens, int64_t warp
   return ceil_div(ceil_div(block_tokens, step), warps) * step;
 }
 
-flashmoe_status plan(const MoeRouteProblem& problem, MoePlan* plan, const Reason& reason) {
+flashmoe_status plan(const MoeRouteProblem& problem, Plan* plan, const Reason& reason) {
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
@@ -156,19 +157,21 @@ flashmoe_status plan(const MoeRouteProblem& problem, MoePlan* plan, const Reason
   const Entry& entry = find_entry(problem);
   int arch = 0;
   FLASHMOE_TRY(load_kernel(entry, device_id, *facts, &arch, reason, allow_clusters));
+  plan->info.microseconds = kMicroseconds;
   const int cluster = blocks_of_once(problem, entry, entry.most_blocks[device_id]);
-  const auto add = [&](const Kernel& kernel, int64_t blocks, int warps, int shared_bytes) {
-    return add_stage(kernel, device_id, "", blocks, kWarpThreads * warps, shared_bytes, plan);
+  const auto add = [&](const Kernel& kernel, int64_t blocks, int warps,
+                       int shared_bytes) -> flashmoe_launch& {
+    return plan_launch(kernel, device_id, "", blocks, kWarpThreads * warps, shared_bytes, plan);
   };
   if (cluster > 0) {
     const int64_t block_tokens = ceil_div(problem.tokens, cluster);
     const int warps = warps_of_block(problem, entry, true, cluster, block_tokens);
-    flashmoe_moe_stage* stage =
+    flashmoe_launch& launch =
         add(entry, cluster, warps,
             entry.once_bytes(shared_shape(problem, warps, cluster, block_tokens)));
-    stage->cluster = cluster;
-    stage->tile_tokens = static_cast<int32_t>(block_tokens);
-    stage->stages = 1;
+    launch.cluster = cluster;
+    launch.tile_n = static_cast<int32_t>(block_tokens);
+    launch.stages = 1;
     return FLASHMOE_OK;
   }
   FLASHMOE_TRY(load_kernel(entry.choose, device_id, *facts, &arch, reason));
@@ -184,14 +187,13 @@ flashmoe_status plan(const MoeRouteProblem& problem, MoePlan* plan, const Reason
         problem.logits != nullptr ? "logits" : "given_ids", static_cast<long long>(problem.tokens),
         DeviceName::cuda(device_id).text, static_cast<long long>(most_tokens));
   }
-  flashmoe_moe_stage* stage =
-      add(entry.choose, blocks, warps,
-          entry.choose_bytes(shared_shape(problem, warps, 1, block_tokens)));
-  stage->tile_tokens = static_cast<int32_t>(block_tokens);
-  stage->stages = 1;
-  stage = add(kernel_place, blocks, kPlaceThreads / kWarpThreads, 0);
-  stage->tile_tokens = static_cast<int32_t>(block_tokens);
-  stage->stages = 1;
+  add(entry.choose, blocks, warps,
+      entry.choose_bytes(shared_shape(problem, warps, 1, block_tokens)));
+  add(kernel_place, blocks, kPlaceThreads / kWarpThreads, 0);
+  for (int i = 0; i < 2; ++i) {
+    plan->info.launches[i].tile_n = static_cast<int32_t>(block_tokens);
+    plan->info.launches[i].stages = 1;
+  }
   plan->info.workspace_bytes =
       static_cast<uint64_t>(blocks) * sizeof(int32_t) *
       static_cast<uint64_t>(ceil_div(problem.experts, kHistogramColumns) * kHistogramColumns);
@@ -206,7 +208,7 @@ bool loads_vectors(const MoeRouteProblem& p) {
          (p.tokens <= 1 || row_bytes % kVectorBytes == 0);
 }
 
-Params make_params(const MoeRouteProblem& p, const MoePlan& plan, void* workspace) {
+Params make_params(const MoeRouteProblem& p, const Plan& plan, void* workspace) {
   Params params = {};
   params.logits = p.logits;
   params.logits_stride = p.logits_stride;
@@ -244,15 +246,16 @@ Params make_params(const MoeRouteProblem& p, const MoePlan& plan, void* workspac
   }
   params.group_steps = params.group_experts / lanes;
   params.into_groups = SmallDivisor::of(params.group_experts);
-  const flashmoe_moe_stage& stage = plan.info.stage[0];
-  const auto warps = static_cast<int32_t>(stage.block[0] / kWarpThreads);
+  const flashmoe_launch& planned = plan.info.launches[0];
+  const auto warps = static_cast<int32_t>(planned.block[0] / kWarpThreads);
   const int step = warp_step(p);
   params.warp_step = step;
-  params.block_tokens = std::max(1, stage.tile_tokens);
+  params.block_tokens = std::max(1, planned.tile_n);
   params.warp_tokens = static_cast<int32_t>(warp_tokens(p, params.block_tokens, warps));
   params.used_warps = static_cast<int32_t>(ceil_div(params.block_tokens, params.warp_tokens));
-  params.cluster = std::max(1, stage.cluster);
-  params.few = plan.info.launches == 1 && params.cluster == 1 && p.tokens * p.top_k <= kMaxFewPairs;
+  params.cluster = std::max(1, planned.cluster);
+  params.few =
+      plan.info.launch_count == 1 && params.cluster == 1 && p.tokens * p.top_k <= kMaxFewPairs;
   params.thread_experts = static_cast<int32_t>(ceil_div(p.experts, warps * kWarpThreads));
   params.keeps_list = keeps_list(p, params.block_tokens) ? 1 : 0;
   params.histogram_stride =
@@ -261,13 +264,13 @@ Params make_params(const MoeRouteProblem& p, const MoePlan& plan, void* workspac
   return params;
 }
 
-flashmoe_status launch(const MoeRouteProblem& problem, const MoePlan& plan, void* workspace,
+flashmoe_status launch(const MoeRouteProblem& problem, const Plan& plan, void* workspace,
                        void* stream) {
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
   const Params params = make_params(problem, plan, workspace);
-  for (int32_t i = 0; i < plan.info.launches; ++i) {
-    FLASHMOE_TRY(launch_stage(plan, i, problem.device, &params, stream));
+  for (int32_t i = 0; i < plan.info.launch_count; ++i) {
+    FLASHMOE_TRY(launch_planned(plan, i, &params, stream));
   }
   return FLASHMOE_OK;
 }
@@ -278,7 +281,7 @@ flashmoe_status launch(const MoeRouteProblem& problem, const MoePlan& plan, void
 namespace flashmoe {
 
 // Named as the oldest GPU family: routing is the same on all.
-const MoeFamily kRouteMoe = {
-    "sm89", FLASHMOE_DEVICE_CUDA, {&moe_route::plan, &moe_route::launch}, {}, {}};
+const MoeRouteFamily kCudaMoeRoute = {"sm89", FLASHMOE_DEVICE_CUDA, &moe_route::plan,
+                                      &moe_route::launch};
 
 }  // namespace flashmoe

@@ -6,8 +6,9 @@
 #include "core/backends.h"
 #include "core/gpu_model.h"
 #include "core/status.h"
+#include "cuda/launch.h"
 #include "cuda/moe/combine/stage.h"
-#include "cuda/moe/launch.h"
+#include "cuda/moe/cost.h"
 #include "cuda/moe/sm89/entry.h"
 #include "cuda/moe/sm89/params.h"
 
@@ -78,7 +79,7 @@ flashmoe_status check_device(flashmoe_device device, const DeviceFacts** facts,
 // Appends a product to the plan: as many blocks as run at once, or as there can be tiles.
 flashmoe_status add_product(const DeviceFacts& facts, flashmoe_device device, Dtype dtype,
                             bool gated, bool transposed, const Names& names, const Extents& extents,
-                            int experts, MoePlan* plan, const Reason& reason) {
+                            int experts, Plan* plan, const Reason& reason) {
   const Entry* entry = find_entry(dtype, gated, transposed);
   if (entry == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these weights");
@@ -113,11 +114,11 @@ flashmoe_status add_product(const DeviceFacts& facts, flashmoe_device device, Dt
   const int64_t most = int64_t{facts.multiprocessors} * entry->blocks_per_sm;
   const int64_t weight_tiles = ceil_div(extents.out_columns, entry->out_rows);
   const int64_t blocks = token_tiles > most ? most : std::min(most, token_tiles * weight_tiles);
-  flashmoe_moe_stage* stage = add_stage(*entry, device.device_id, "", std::max<int64_t>(blocks, 1),
+  flashmoe_launch& launch = plan_launch(*entry, device.device_id, "", std::max<int64_t>(blocks, 1),
                                         entry->threads, entry->shared_bytes, plan);
-  stage->tile_rows = entry->tile_rows;
-  stage->tile_tokens = entry->tile_tokens;
-  stage->stages = entry->stages;
+  launch.tile_m = entry->tile_rows;
+  launch.tile_n = entry->tile_tokens;
+  launch.stages = entry->stages;
   return FLASHMOE_OK;
 }
 
@@ -131,10 +132,22 @@ Bias bias_of(const ExpertBias& bias) {
           bias.dtype == Dtype::kFloat32 ? 1 : 0};
 }
 
-// What follows from the extents and from the kernel of stage `index`.
-void fill_extents(const Extents& extents, int experts, flashmoe_device device, const MoePlan& plan,
+// On compute capability 9.0 fitted to measurements on an H200 (docs/kernels/moe.md), elsewhere estimates:
+// with fewer bytes a clock more of the memory's peak is reached.
+Speed layer_speed(const DeviceFacts& facts) {
+  if (facts.compute_capability == 90) return {21, 0.45, 2.6e6};
+  return {14, 0.8, 1e6};
+}
+Speed product_speed(const DeviceFacts& facts) {
+  Speed speed = layer_speed(facts);
+  speed.start = 8;
+  return speed;
+}
+
+// What follows from the extents and from the kernel of launch `index`.
+void fill_extents(const Extents& extents, int experts, flashmoe_device device, const Plan& plan,
                   int index, Params* params) {
-  const Entry& entry = *static_cast<const Entry*>(plan.entry[index]);
+  const Entry& entry = *static_cast<const Entry*>(plan.entries[index]);
   params->rows = static_cast<int32_t>(extents.rows);
   params->columns = static_cast<int32_t>(extents.columns);
   params->out_columns = static_cast<int32_t>(extents.out_columns);
@@ -167,8 +180,7 @@ int64_t activated_bytes(const MoeForwardProblem& p) {
          kWorkspaceAlignment;
 }
 
-flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
-                             const Reason& reason) {
+flashmoe_status plan_forward(const MoeForwardProblem& problem, Plan* plan, const Reason& reason) {
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_device(problem.device, &facts, reason));
   if (problem.gated && is_transposed(problem.gate) != is_transposed(problem.up)) {
@@ -184,12 +196,13 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
                            is_transposed(problem.down), {"w_down", "weights"},
                            extents_of_down(problem), problem.experts, plan, reason));
   FLASHMOE_TRY(add_combine(problem, *facts, plan, reason));
+  plan->info.microseconds = microseconds(work_of(problem), layer_speed(*facts), *facts);
   plan->info.workspace_bytes = static_cast<uint64_t>(
       activated_bytes(problem) + problem.tokens * problem.top_k * problem.hidden * kElementBytes);
   return FLASHMOE_OK;
 }
 
-Params up_params(const MoeForwardProblem& p, const MoePlan& plan, void* activated) {
+Params up_params(const MoeForwardProblem& p, const Plan& plan, void* activated) {
   Params params = {};
   fill_extents(extents_of_up(p), p.experts, p.device, plan, 0, &params);
   params.x = static_cast<const uint16_t*>(p.x);
@@ -219,8 +232,7 @@ Params up_params(const MoeForwardProblem& p, const MoePlan& plan, void* activate
   return params;
 }
 
-Params down_params(const MoeForwardProblem& p, const MoePlan& plan, const void* activated,
-                   void* y) {
+Params down_params(const MoeForwardProblem& p, const Plan& plan, const void* activated, void* y) {
   Params params = {};
   fill_extents(extents_of_down(p), p.experts, p.device, plan, 1, &params);
   params.x = static_cast<const uint16_t*>(activated);
@@ -235,16 +247,16 @@ Params down_params(const MoeForwardProblem& p, const MoePlan& plan, const void* 
   return params;
 }
 
-flashmoe_status launch_forward(const MoeForwardProblem& problem, const MoePlan& plan,
-                               void* workspace, void* stream) {
+flashmoe_status launch_forward(const MoeForwardProblem& problem, const Plan& plan, void* workspace,
+                               void* stream) {
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
   unsigned char* const activated = static_cast<unsigned char*>(workspace);
   unsigned char* const y = activated + activated_bytes(problem);
   const Params up = up_params(problem, plan, activated);
-  FLASHMOE_TRY(launch_stage(plan, 0, problem.device, &up, stream));
+  FLASHMOE_TRY(launch_planned(plan, 0, &up, stream));
   const Params down = down_params(problem, plan, activated, y);
-  FLASHMOE_TRY(launch_stage(plan, 1, problem.device, &down, stream));
+  FLASHMOE_TRY(launch_planned(plan, 1, &down, stream));
   return launch_combine(problem, plan, 2, y, problem.hidden, stream);
 }
 
@@ -253,15 +265,16 @@ Extents extents_of(const GroupedProductProblem& p) {
           p.x_stride};
 }
 
-flashmoe_status plan_product(const GroupedProductProblem& problem, MoePlan* plan,
+flashmoe_status plan_product(const GroupedProductProblem& problem, Plan* plan,
                              const Reason& reason) {
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_device(problem.device, &facts, reason));
+  plan->info.microseconds = microseconds(work_of(problem), product_speed(*facts), *facts);
   return add_product(*facts, problem.device, problem.dtype, false, is_transposed(problem.w),
                      {"w", "x"}, extents_of(problem), problem.experts, plan, reason);
 }
 
-flashmoe_status launch_product(const GroupedProductProblem& problem, const MoePlan& plan, void*,
+flashmoe_status launch_product(const GroupedProductProblem& problem, const Plan& plan, void*,
                                void* stream) {
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
@@ -279,7 +292,7 @@ flashmoe_status launch_product(const GroupedProductProblem& problem, const MoePl
   params.counts = problem.counts;
   params.top_k = 1;
   params.activation = kNoActivation;
-  return launch_stage(plan, 0, problem.device, &params, stream);
+  return launch_planned(plan, 0, &params, stream);
 }
 
 }  // namespace
@@ -287,10 +300,9 @@ flashmoe_status launch_product(const GroupedProductProblem& problem, const MoePl
 
 namespace flashmoe {
 
-const MoeFamily kSm89Moe = {"sm89",
-                            FLASHMOE_DEVICE_CUDA,
-                            {},
-                            {&moe::sm89::plan_forward, &moe::sm89::launch_forward},
-                            {&moe::sm89::plan_product, &moe::sm89::launch_product}};
+const MoeForwardFamily kSm89MoeForward = {"sm89", FLASHMOE_DEVICE_CUDA, &moe::sm89::plan_forward,
+                                          &moe::sm89::launch_forward};
+const GroupedProductFamily kSm89GroupedProduct = {
+    "sm89", FLASHMOE_DEVICE_CUDA, &moe::sm89::plan_product, &moe::sm89::launch_product};
 
 }  // namespace flashmoe

@@ -1,7 +1,5 @@
 // The sm_90 family: which layers and grouped products its kernels serve, and with what parameters they
 // are launched.
-#include <cuda.h>
-
 #include <algorithm>
 #include <climits>
 #include <cmath>
@@ -11,12 +9,13 @@
 
 #include "core/backends.h"
 #include "core/gpu_model.h"
-#include "core/per_thread.h"
 #include "core/status.h"
+#include "cuda/launch.h"
 #include "cuda/moe/combine/stage.h"
-#include "cuda/moe/launch.h"
+#include "cuda/moe/cost.h"
 #include "cuda/moe/sm90/entry.h"
 #include "cuda/moe/sm90/params.h"
+#include "cuda/tensor_map.h"
 
 namespace flashmoe::moe::sm90 {
 
@@ -35,8 +34,7 @@ const Entry* const kEntries[] = {
 constexpr int kComputeCapability = 90;
 constexpr int64_t kElementBytes = 2;
 constexpr int64_t kWorkspaceAlignment = 256;
-constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;  // of a tensor map
-constexpr int64_t kMaxRows = int64_t{1} << 30;         // row + tile fits in int32
+constexpr int64_t kMaxRows = int64_t{1} << 30;     // row + tile fits in int32
 constexpr int64_t kMaxColumns = int64_t{1} << 30;  // so does column + tile, of coordinates of a map
 constexpr int64_t kMaxItems = int64_t{1} << 30;
 // Where the weights of some experts fit in the L2 at once it pays to let them pass by fewer tokens.
@@ -59,15 +57,6 @@ int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 // ---- tensor maps
 
-// The driver is not linked: this one function of it is asked for.
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-EncodeTiled encode_function() {
-  static const auto function =
-      reinterpret_cast<EncodeTiled>(driver_function("cuTensorMapEncodeTiled"));
-  return function;
-}
-
 // [batches, rows, columns], columns next to each other, in boxes of 64 columns by some rows of a batch.
 struct View {
   const void* data;
@@ -77,94 +66,62 @@ struct View {
   int64_t row_stride;    // elements
   int64_t batch_stride;  // elements
   int32_t box_rows;
-  int32_t dtype;
+  Dtype dtype;
 };
 
-bool same(const View& a, const View& b) {
-  return a.data == b.data && a.columns == b.columns && a.rows == b.rows && a.batches == b.batches &&
-         a.row_stride == b.row_stride && a.batch_stride == b.batch_stride &&
-         a.box_rows == b.box_rows && a.dtype == b.dtype;
-}
+// What is kept with a plan: the parameters of its products, and what their maps are of.
+inline constexpr int kMostMaps = kHalves + kTokenBoxes + kOutHeights + kHalves * kOutHeights;
+struct Kept {
+  Params params[2];
+  const void* mapped[2][kMostMaps];
+};
 
-bool encode(const View& view, CUtensorMap* map) {
-  const auto bytes = [](int64_t stride, int64_t extent) {
-    return static_cast<cuuint64_t>(extent > 1 ? kElementBytes * stride : 16);  // never taken
-  };
-  const auto extent = [](int64_t n) { return static_cast<cuuint64_t>(std::max<int64_t>(n, 1)); };
-  const cuuint64_t extents[4] = {extent(view.columns), extent(view.rows), extent(view.batches), 1};
-  const cuuint64_t steps[3] = {bytes(view.row_stride, view.rows),
-                               bytes(view.batch_stride, view.batches), 16};
-  const cuuint32_t box[4] = {kBoxColumns, static_cast<cuuint32_t>(view.box_rows), 1, 1};
-  const cuuint32_t ones[4] = {1, 1, 1, 1};
-  return encode_function()(
-             map,
-             static_cast<Dtype>(view.dtype) == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-             4, const_cast<void*>(view.data), extents, steps, box, ones,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
+// Sets the maps of one product, the same ones in the same order for every call of a plan: encodes them
+// for the first, and moves them for the next.
+class Maps {
+ public:
+  Maps(bool encoded, const void** mapped) : encoded_(encoded), mapped_(mapped) {}
 
-// False if the driver refuses the map.
-bool make_map(const View& view, CUtensorMap* map) {
-  if (encode(view, map)) return true;
-  // A thread that has not used CUDA yet has no context, which the runtime makes on demand but the driver
-  // does not.
-  int device = 0;
-  if (cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess &&
-      encode(view, map)) {
+  // False if the driver refuses it.
+  bool set(const View& view, CUtensorMap* map) {
+    const void** const mapped = mapped_++;
+    if (encoded_ && move_map(map, mapped, view.data)) return true;
+    *mapped = view.data;
+    return encode_map(map, view.dtype, view.data,
+                      {4,
+                       {view.columns, view.rows, view.batches, 1},
+                       {1, view.row_stride, view.batch_stride, 0},
+                       {kBoxColumns, view.box_rows, 1, 1}});
+  }
+
+  // Of what is written, by boxes of all heights.
+  bool set_out(View view, CUtensorMap (*maps)[kOutHeights]) {
+    for (int i = 0; i < kOutHeights; ++i) {
+      view.box_rows = kOutBoxRows[i];
+      if (!set(view, &(*maps)[i])) return false;
+    }
     return true;
   }
-  cudaGetLastError();
-  return false;
-}
 
-struct KnownMaps {
-  static constexpr int kBits = 7;
+  // Of rows as they lie, by boxes of all heights.
+  bool set_tokens(View view, Params* params) {
+    for (int units = 1; units <= kTokenBoxes; ++units) {
+      view.box_rows = units * kUnitTokens / kCluster;
+      if (!set(view, &params->tokens[units - 1])) return false;
+    }
+    return true;
+  }
 
-  struct {
-    View view;
-    CUtensorMap map;
-  } maps[1 << kBits];
+ private:
+  bool encoded_;
+  const void** mapped_;
 };
 
-// The map of a view; kept by each thread that has memory for it, since programs use the same tensors again
-// and again and a layer has up to fourteen maps. False if the driver refuses it.
-bool find_map(const View& view, CUtensorMap* map) {
-  KnownMaps* const known = PerThread<KnownMaps>::get();
-  if (known == nullptr) return make_map(view, map);
-  const uint64_t place = reinterpret_cast<uintptr_t>(view.data) / 64 +
-                         static_cast<uint64_t>(view.box_rows) * 7 +
-                         static_cast<uint64_t>(view.columns);
-  auto& candidate = known->maps[place * 0x9E3779B97F4A7C15u >> (64 - KnownMaps::kBits)];
-  if (!same(candidate.view, view)) {
-    candidate.view.data = nullptr;
-    if (!make_map(view, &candidate.map)) return false;
-    candidate.view = view;
-  }
-  *map = candidate.map;
-  return true;
-}
-
-// Of what is written, by boxes of all heights.
-bool find_out_maps(View view, CUtensorMap (*maps)[kOutHeights]) {
-  for (int i = 0; i < kOutHeights; ++i) {
-    view.box_rows = kOutBoxRows[i];
-    if (!find_map(view, &(*maps)[i])) return false;
-  }
-  return true;
-}
-
-// Of rows as they lie, by boxes of all heights.
-bool find_token_maps(View view, Params* params) {
-  for (int units = 1; units <= kTokenBoxes; ++units) {
-    view.box_rows = units * kUnitTokens / kCluster;
-    if (!find_map(view, &params->tokens[units - 1])) return false;
-  }
-  return true;
-}
-
 // ---- plan
+
+// Fitted to measurements on an H200 (docs/kernels/moe.md).
+constexpr Speed kLayerSpeed = {20, 0.875, 5e6};
+constexpr Speed kProductSpeed = {7, 0.875, 5e6};
 
 // One product, of tokens' rows with the matrix of their expert.
 struct Product {
@@ -203,7 +160,7 @@ flashmoe_status check_device(flashmoe_device device, const DeviceFacts** facts,
                          "%s has compute capability %d.%d, accepted is 9.0",
                          DeviceName(device).text, capability / 10, capability % 10);
   }
-  if (!is_gpu_model(device.device_id) && encode_function() == nullptr) {
+  if (!is_gpu_model(device.device_id) && !has_tensor_maps()) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
   }
   return FLASHMOE_OK;
@@ -256,7 +213,7 @@ flashmoe_status check_rows(const char* name, int64_t row_stride, int64_t rows, i
 
 // `name`: the argument that tells the number of rows.
 flashmoe_status add_product(const char* name, const DeviceFacts& facts, const Product& product,
-                            MoePlan* plan, const Reason& reason) {
+                            Plan* plan, const Reason& reason) {
   const Entry* entry = find_entry(product);
   if (entry == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these weights");
@@ -278,12 +235,12 @@ flashmoe_status add_product(const char* name, const DeviceFacts& facts, const Pr
   }
   const int64_t clusters =
       std::clamp<int64_t>(pairs * row_tiles, 1, facts.multiprocessors / kCluster);
-  flashmoe_moe_stage* stage = add_stage(*entry, product.device.device_id, "a", clusters * kCluster,
+  flashmoe_launch& launch = plan_launch(*entry, product.device.device_id, "a", clusters * kCluster,
                                         entry->threads, entry->shared_bytes, plan);
-  stage->cluster = kCluster;
-  stage->tile_rows = entry->tile_rows;
-  stage->tile_tokens = entry->tile_tokens;
-  stage->stages = entry->stages;
+  launch.cluster = kCluster;
+  launch.tile_m = entry->tile_rows;
+  launch.tile_n = entry->tile_tokens;
+  launch.stages = entry->stages;
   return FLASHMOE_OK;
 }
 
@@ -303,18 +260,17 @@ bool keeps_weights(Use use) { return use == Use::kShortDown || use == Use::kMidd
 // ---- parameters
 
 // The clusters of blocks of a stage.
-int64_t clusters_of(const MoePlan& plan, int stage) {
-  return plan.info.stage[stage].grid[0] / kCluster;
+int64_t clusters_of(const Plan& plan, int stage) {
+  return plan.info.launches[stage].grid[0] / kCluster;
 }
 
 // Of what parameters have in common; the maps of outputs and tokens are the caller's.
 bool fill_product(const Product& product, const ExpertMatrix& first, const ExpertMatrix& second,
-                  const Entry& entry, int64_t clusters, Params* params) {
-  const int32_t dtype = static_cast<int32_t>(product.dtype);
+                  const Entry& entry, int64_t clusters, Maps* maps, Params* params) {
   const ExpertMatrix* const halves[kHalves] = {&first, &second};
   for (int i = 0; i < kHalves; ++i) {
     View view = {halves[i]->data,       product.columns,          product.out_rows, product.experts,
-                 halves[i]->row_stride, halves[i]->expert_stride, entry.box_rows,   dtype};
+                 halves[i]->row_stride, halves[i]->expert_stride, entry.box_rows,   product.dtype};
     if (product.major != Major::kColumns) {
       std::swap(view.columns, view.rows);
       view.row_stride = halves[i]->column_stride;
@@ -324,7 +280,7 @@ bool fill_product(const Product& product, const ExpertMatrix& first, const Exper
       view.data = first.data;
       view.columns *= kHalves;
     }
-    if (!find_map(view, &params->weights[i])) return false;
+    if (!maps->set(view, &params->weights[i])) return false;
   }
   params->rows = static_cast<int32_t>(product.rows);
   params->experts = static_cast<int32_t>(product.experts);
@@ -410,7 +366,7 @@ struct Layout {
   int64_t bytes;
 };
 
-Layout lay_out(const MoeForwardProblem& p, const MoePlan& plan) {
+Layout lay_out(const MoeForwardProblem& p, const Plan& plan) {
   const auto align = [](int64_t bytes) {
     return ceil_div(bytes, kWorkspaceAlignment) * kWorkspaceAlignment;
   };
@@ -420,12 +376,11 @@ Layout lay_out(const MoeForwardProblem& p, const MoePlan& plan) {
   layout.y = align(pairs * p.inner * kElementBytes);
   layout.progress = layout.y + align(pairs * p.hidden * kElementBytes);
   layout.bytes =
-      layout.progress + (int64_t{plan.info.stage[0].grid[0]} * kConsumers + 1) * kWordBytes;
+      layout.progress + (int64_t{plan.info.launches[0].grid[0]} * kConsumers + 1) * kWordBytes;
   return layout;
 }
 
-flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
-                             const Reason& reason) {
+flashmoe_status plan_forward(const MoeForwardProblem& problem, Plan* plan, const Reason& reason) {
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_device(problem.device, &facts, reason));
   const int64_t pairs = problem.tokens * problem.top_k;
@@ -465,25 +420,27 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, MoePlan* plan,
   FLASHMOE_TRY(add_product("weights", *facts, up_of(problem), plan, reason));
   FLASHMOE_TRY(add_product("weights", *facts, down_of(problem), plan, reason));
   FLASHMOE_TRY(add_combine(problem, *facts, plan, reason));
+  plan->info.microseconds = microseconds(work_of(problem), kLayerSpeed, *facts);
   plan->info.workspace_bytes = static_cast<uint64_t>(lay_out(problem, *plan).bytes);
   return FLASHMOE_OK;
 }
 
-bool fill_up(const MoeForwardProblem& p, const MoePlan& plan, void* activated, uint32_t* progress,
-             Params* params) {
+bool fill_up(const MoeForwardProblem& p, const Plan& plan, void* activated, uint32_t* progress,
+             Maps* maps, Params* params) {
   const Product product = up_of(p);
-  const int32_t dtype = static_cast<int32_t>(p.dtype);
   if (!fill_product(product, p.gated ? p.gate : p.up, p.up,
-                    *static_cast<const Entry*>(plan.entry[0]), clusters_of(plan, 0), params) ||
-      !find_out_maps({activated, p.inner, product.rows, 1, p.inner, 0, 0, dtype}, &params->out)) {
+                    *static_cast<const Entry*>(plan.entries[0]), clusters_of(plan, 0), maps,
+                    params) ||
+      !maps->set_out({activated, p.inner, product.rows, 1, p.inner, 0, 0, p.dtype}, &params->out)) {
     return false;
   }
   if (p.pre_activation != nullptr) {
-    View view = {p.pre_activation, p.inner, product.rows, 1, p.pre_activation_stride, 0, 0, dtype};
-    if (!find_out_maps(view, &params->pre_activation[0])) return false;
+    View view = {p.pre_activation, p.inner, product.rows, 1, p.pre_activation_stride, 0, 0,
+                 p.dtype};
+    if (!maps->set_out(view, &params->pre_activation[0])) return false;
     if (p.gated) {
       view.data = static_cast<const uint16_t*>(p.pre_activation) + p.inner;
-      if (!find_out_maps(view, &params->pre_activation[1])) return false;
+      if (!maps->set_out(view, &params->pre_activation[1])) return false;
     }
   }
   params->x = static_cast<const uint16_t*>(p.x);
@@ -499,45 +456,57 @@ bool fill_up(const MoeForwardProblem& p, const MoePlan& plan, void* activated, u
   return true;
 }
 
-bool fill_down(const MoeForwardProblem& p, const MoePlan& plan, const void* activated, void* y,
-               uint32_t* progress, Params* params) {
+bool fill_down(const MoeForwardProblem& p, const Plan& plan, const void* activated, void* y,
+               uint32_t* progress, Maps* maps, Params* params) {
   const Product product = down_of(p);
-  const int32_t dtype = static_cast<int32_t>(p.dtype);
-  if (!fill_product(product, p.down, p.down, *static_cast<const Entry*>(plan.entry[1]),
-                    clusters_of(plan, 1), params) ||
-      !find_token_maps({activated, p.inner, product.rows, 1, p.inner, 0, 0, dtype}, params) ||
-      !find_out_maps({y, p.hidden, product.rows, 1, p.hidden, 0, 0, dtype}, &params->out)) {
+  if (!fill_product(product, p.down, p.down, *static_cast<const Entry*>(plan.entries[1]),
+                    clusters_of(plan, 1), maps, params) ||
+      !maps->set_tokens({activated, p.inner, product.rows, 1, p.inner, 0, 0, p.dtype}, params) ||
+      !maps->set_out({y, p.hidden, product.rows, 1, p.hidden, 0, 0, p.dtype}, &params->out)) {
     return false;
   }
   params->offsets = p.offsets;
   params->progress = progress;
   params->up_clusters = static_cast<int32_t>(clusters_of(plan, 0));
-  const Entry& up = *static_cast<const Entry*>(plan.entry[0]);
+  const Entry& up = *static_cast<const Entry*>(plan.entries[0]);
   params->up_row_tiles = static_cast<int32_t>(ceil_div(p.inner, up.out_rows));
   params->up_tile_units = up.tile_tokens / kUnitTokens;
   params->bias[0] = bias_of(p.down_bias);
   return true;
 }
 
-flashmoe_status refuse_map(const MoePlan& plan, int index) {
-  return fail(FLASHMOE_ERROR_CUDA, "launching %s: the driver refused a tensor map",
-              static_cast<const Entry*>(plan.entry[index])->name);
+// The parameters of launch `index`, by fill(maps, params), where the plan keeps them.
+template <class Fill>
+flashmoe_status prepare(const Plan& plan, int index, Prepared<Kept>* kept, const Fill& fill) {
+  const flashmoe_launch& planned = plan.info.launches[index];
+  Params& params = (*kept)->params[index];
+  return encode_maps(planned.kernel, planned.device.device_id, [&] {
+    if (!kept->ready()) params = {};
+    Maps maps(kept->ready(), (*kept)->mapped[index]);
+    if (fill(&maps, &params)) return true;
+    kept->set_ready(false);  // some maps are of other memory than `mapped` says
+    return false;
+  });
 }
 
-flashmoe_status launch_forward(const MoeForwardProblem& problem, const MoePlan& plan,
-                               void* workspace, void* stream) {
+flashmoe_status launch_forward(const MoeForwardProblem& problem, const Plan& plan, void* workspace,
+                               void* stream) {
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
   unsigned char* const activated = static_cast<unsigned char*>(workspace);
   const Layout layout = lay_out(problem, plan);
   unsigned char* const y = activated + layout.y;
   uint32_t* const progress = reinterpret_cast<uint32_t*>(activated + layout.progress);
-  Params params = {};
-  if (!fill_up(problem, plan, activated, progress, &params)) return refuse_map(plan, 0);
-  FLASHMOE_TRY(launch_stage(plan, 0, problem.device, &params, stream));
-  params = {};
-  if (!fill_down(problem, plan, activated, y, progress, &params)) return refuse_map(plan, 1);
-  FLASHMOE_TRY(launch_stage(plan, 1, problem.device, &params, stream));
+  Prepared<Kept> kept(plan.detail);
+  FLASHMOE_TRY(prepare(plan, 0, &kept, [&](Maps* maps, Params* params) {
+    return fill_up(problem, plan, activated, progress, maps, params);
+  }));
+  FLASHMOE_TRY(prepare(plan, 1, &kept, [&](Maps* maps, Params* params) {
+    return fill_down(problem, plan, activated, y, progress, maps, params);
+  }));
+  kept.set_ready(true);
+  FLASHMOE_TRY(launch_planned(plan, 0, &kept->params[0], stream));
+  FLASHMOE_TRY(launch_planned(plan, 1, &kept->params[1], stream));
   return launch_combine(problem, plan, 2, y, problem.hidden, stream);
 }
 
@@ -559,7 +528,7 @@ Product product_of(const GroupedProductProblem& p) {
           major};
 }
 
-flashmoe_status plan_product(const GroupedProductProblem& problem, MoePlan* plan,
+flashmoe_status plan_product(const GroupedProductProblem& problem, Plan* plan,
                              const Reason& reason) {
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_device(problem.device, &facts, reason));
@@ -570,30 +539,38 @@ flashmoe_status plan_product(const GroupedProductProblem& problem, MoePlan* plan
                           product.batches, reason));
   FLASHMOE_TRY(check_rows("out", problem.out_stride, product.rows, problem.out_expert_stride,
                           product.batches, reason));
+  plan->info.microseconds = microseconds(work_of(problem), kProductSpeed, *facts);
   return add_product("x", *facts, product, plan, reason);
 }
 
-flashmoe_status launch_product(const GroupedProductProblem& p, const MoePlan& plan, void*,
+bool fill_alone(const GroupedProductProblem& p, const Plan& plan, Maps* maps, Params* params) {
+  const Product product = product_of(p);
+  if (!fill_product(product, p.w, p.w, *static_cast<const Entry*>(plan.entries[0]),
+                    clusters_of(plan, 0), maps, params) ||
+      !maps->set_tokens({p.x, p.columns, product.rows, product.batches, p.x_stride,
+                         p.x_expert_stride, 0, p.dtype},
+                        params) ||
+      !maps->set_out({p.out, p.out_columns, product.rows, product.batches, p.out_stride,
+                      p.out_expert_stride, 0, p.dtype},
+                     &params->out)) {
+    return false;
+  }
+  params->offsets = p.offsets;
+  params->counts = p.counts;
+  params->bias[0] = bias_of(p.bias);
+  return true;
+}
+
+flashmoe_status launch_product(const GroupedProductProblem& p, const Plan& plan, void*,
                                void* stream) {
   const DeviceGuard guard(p.device.device_id);
   FLASHMOE_TRY(guard.status());
-  const Product product = product_of(p);
-  const int32_t dtype = static_cast<int32_t>(p.dtype);
-  Params params = {};
-  if (!fill_product(product, p.w, p.w, *static_cast<const Entry*>(plan.entry[0]),
-                    clusters_of(plan, 0), &params) ||
-      !find_token_maps(
-          {p.x, p.columns, product.rows, product.batches, p.x_stride, p.x_expert_stride, 0, dtype},
-          &params) ||
-      !find_out_maps({p.out, p.out_columns, product.rows, product.batches, p.out_stride,
-                      p.out_expert_stride, 0, dtype},
-                     &params.out)) {
-    return refuse_map(plan, 0);
-  }
-  params.offsets = p.offsets;
-  params.counts = p.counts;
-  params.bias[0] = bias_of(p.bias);
-  return launch_stage(plan, 0, p.device, &params, stream);
+  Prepared<Kept> kept(plan.detail);
+  FLASHMOE_TRY(prepare(plan, 0, &kept, [&](Maps* maps, Params* params) {
+    return fill_alone(p, plan, maps, params);
+  }));
+  kept.set_ready(true);
+  return launch_planned(plan, 0, &kept->params[0], stream);
 }
 
 }  // namespace
@@ -601,10 +578,9 @@ flashmoe_status launch_product(const GroupedProductProblem& p, const MoePlan& pl
 
 namespace flashmoe {
 
-const MoeFamily kSm90Moe = {"sm90",
-                            FLASHMOE_DEVICE_CUDA,
-                            {},
-                            {&moe::sm90::plan_forward, &moe::sm90::launch_forward},
-                            {&moe::sm90::plan_product, &moe::sm90::launch_product}};
+const MoeForwardFamily kSm90MoeForward = {"sm90", FLASHMOE_DEVICE_CUDA, &moe::sm90::plan_forward,
+                                          &moe::sm90::launch_forward};
+const GroupedProductFamily kSm90GroupedProduct = {
+    "sm90", FLASHMOE_DEVICE_CUDA, &moe::sm90::plan_product, &moe::sm90::launch_product};
 
 }  // namespace flashmoe

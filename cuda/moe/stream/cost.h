@@ -1,19 +1,15 @@
-// Which calls are for few-token kernels, and with what tiles, stages and blocks. The figures are of an
+// What a call takes by the few-token kernels, and with what tiles, stages and blocks. The figures are of an
 // H200 (docs/kernels/moe.md).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/moe/cost.h"
+
 namespace flashmoe::moe::stream {
 
-// The family comes before the others up to so many tokens, fewer where sm90 would serve the call, and up
-// to so many for an expert on average: with more, an expert's weights would be read twice.
-inline constexpr int64_t kMostTokens = 64;
-inline constexpr int64_t kMostTokensBesideSm90 = 8;
-inline constexpr int64_t kFewTokensBesideSm90 = 4;  // whatever else
-inline constexpr int64_t kMostTokensPerExpert = 8;
-// Named, and behind the others, it serves up to so many: sums of every token are in shared memory.
+// More tokens it does not serve: sums of every token are in shared memory.
 inline constexpr int64_t kMostTokensServed = 128;
 
 // Steps that a warp has under way, with one and with two products' rows a step: 64 KiB of weights a
@@ -81,16 +77,18 @@ inline Tile choose_tile(int64_t tokens, int64_t hidden, int64_t inner, int64_t m
   return {blocks_of_whole_stripes(ceil_div(hidden, 32), multiprocessors) > 0 ? 2 : 1, 8, false};
 }
 
-// Where sm90 is not faster, which reads an expert's weights once however many tokens it has.
-inline bool serves_better_than_sm90(int64_t tokens, int64_t pairs, int64_t experts, int64_t hidden,
-                                    int64_t inner) {
-  if (tokens <= kFewTokensBesideSm90) return true;
-  return tokens <= kMostTokensBesideSm90 && has_long_rows(hidden, inner) &&
-         2 * pairs <= 3 * experts;
-}
-
-inline bool serves_well(int64_t tokens, int64_t pairs, int64_t experts) {
-  return tokens <= kMostTokens && pairs <= kMostTokensPerExpert * experts;
+// What a layer takes, fitted to measurements on an H200 (docs/kernels/moe.md). With more tokens of an
+// expert than a tile takes its weights are read again, and with many tokens the products are longer
+// than the loads.
+inline double stream_microseconds(const MoeForwardProblem& p, bool bulk, const DeviceFacts& facts) {
+  constexpr double kTokensPerExpert = 8;
+  constexpr double kTokens = 64;
+  const Speed speed = {7.5, bulk ? 0.82 : 0.74, 0.6e6};
+  const auto tokens = static_cast<double>(p.tokens);
+  Work work = work_of(p);
+  work.weight_bytes *=
+      std::max({1.0, tokens * p.top_k / (kTokensPerExpert * p.experts), tokens / kTokens});
+  return microseconds(work, speed, facts);
 }
 
 }  // namespace flashmoe::moe::stream

@@ -7,7 +7,7 @@
 #include "core/backends.h"
 #include "core/gpu_model.h"
 #include "core/status.h"
-#include "cuda/moe/launch.h"
+#include "cuda/launch.h"
 #include "cuda/moe/stream/cost.h"
 #include "cuda/moe/stream/entry.h"
 #include "cuda/moe/stream/params.h"
@@ -58,9 +58,9 @@ const Entry* find_entry(Dtype dtype, const Tile& tile) {
   return nullptr;
 }
 
-const Entry& entry_of(const MoePlan& plan) {
+const Entry& entry_of(const Plan& plan) {
   for (const Entry* entry : kEntries) {
-    if (&entry->up == plan.entry[0]) return *entry;
+    if (&entry->up == plan.entries[0]) return *entry;
   }
   return *kEntries[0];
 }
@@ -183,28 +183,6 @@ SharedShape shared_shape(const MoeForwardProblem& p, const Entry& entry) {
   return shape;
 }
 
-// Whether sm90 serves a call. So it does one of which it has to say that something went wrong.
-bool is_for_sm90(const MoeForwardProblem& problem) {
-#if FLASHMOE_WITH_SM90
-  MoePlan plan = {};
-  return kSm90Moe.forward.plan(problem, &plan, Reason()) != FLASHMOE_ERROR_UNSUPPORTED;
-#else
-  static_cast<void>(problem);
-  return false;
-#endif
-}
-
-const char* yields(const MoeForwardProblem& p) {
-  const int64_t pairs = p.tokens * p.top_k;
-  if (!serves_well(p.tokens, pairs, p.experts)) {
-    return "many tokens, for which tiles of more tokens are faster (named, it serves them)";
-  }
-  if (!serves_better_than_sm90(p.tokens, pairs, p.experts, p.hidden, p.inner) && is_for_sm90(p)) {
-    return "many tokens, for which sm90 is faster (named, it serves them)";
-  }
-  return nullptr;
-}
-
 flashmoe_status check_row_major(const char* name, const ExpertMatrix& matrix,
                                 const Reason& reason) {
   if (matrix.column_stride == 1) return FLASHMOE_OK;
@@ -234,7 +212,7 @@ flashmoe_status check_layer(const MoeForwardProblem& p, const Reason& reason) {
   return check_columns("w_down", "number of columns", p.inner, reason);
 }
 
-flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reason& reason) {
+flashmoe_status plan(const MoeForwardProblem& problem, Plan* plan, const Reason& reason) {
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
@@ -268,14 +246,15 @@ flashmoe_status plan(const MoeForwardProblem& problem, MoePlan* plan, const Reas
   const int64_t whole = blocks_of_whole_stripes(stripes_of(problem, *entry), multiprocessors);
   const int64_t down_blocks = whole > 0 ? whole : multiprocessors;
   const auto add = [&](const Kernel& kernel, int64_t blocks, int64_t bytes, int stages) {
-    flashmoe_moe_stage* stage =
-        add_stage(kernel, device_id, "", blocks, entry->threads, static_cast<int>(bytes), plan);
-    stage->tile_rows = 16 * entry->tiles;
-    stage->tile_tokens = shape.entry_tokens;
-    stage->stages = stages;
+    flashmoe_launch& launch =
+        plan_launch(kernel, device_id, "", blocks, entry->threads, static_cast<int>(bytes), plan);
+    launch.tile_m = 16 * entry->tiles;
+    launch.tile_n = shape.entry_tokens;
+    launch.stages = stages;
   };
   add(entry->up, multiprocessors, depths.up_bytes, depths.up_stages);
   add(entry->down, down_blocks, depths.down_bytes, depths.down_stages);
+  plan->info.microseconds = stream_microseconds(problem, entry->bulk, *facts);
   plan->info.workspace_bytes = static_cast<uint64_t>(lay_out(problem, *entry, down_blocks).bytes);
   return FLASHMOE_OK;
 }
@@ -310,27 +289,27 @@ Bias bias_of(const ExpertBias& bias) {
 }
 
 // Of a product that sums over `summed` columns, so many of which are a stage.
-Schedule schedule_of(const flashmoe_moe_stage& stage, int lead, int columns, int64_t summed,
+Schedule schedule_of(const flashmoe_launch& planned, int lead, int columns, int64_t summed,
                      const Weights& weights) {
   const auto by = [](int64_t value) { return Divisor::of(static_cast<uint32_t>(value)); };
-  return {stage.stages,
-          stage.tile_tokens,
+  return {planned.stages,
+          planned.tile_n,
           lead,
           columns,
-          groups_of(stage.stages),
-          by(stage.tile_tokens),
+          groups_of(planned.stages),
+          by(planned.tile_n),
           by(ceil_div(summed, columns)),
           by(ceil_div(weights.rows, weights.tile_rows))};
 }
 
-flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* workspace,
+flashmoe_status launch(const MoeForwardProblem& p, const Plan& plan, void* workspace,
                        void* stream) {
   const DeviceGuard guard(p.device.device_id);
   FLASHMOE_TRY(guard.status());
-  const flashmoe_moe_stage& up_stage = plan.info.stage[0];
-  const flashmoe_moe_stage& down_stage = plan.info.stage[1];
+  const flashmoe_launch& planned_up = plan.info.launches[0];
+  const flashmoe_launch& planned_down = plan.info.launches[1];
   const Entry& entry = entry_of(plan);
-  const Workspace layout = lay_out(p, entry, down_stage.grid[0]);
+  const Workspace layout = lay_out(p, entry, planned_down.grid[0]);
   auto* const base = static_cast<unsigned char*>(workspace);
   auto* const a = reinterpret_cast<uint16_t*>(base);
   auto* const counters = reinterpret_cast<uint32_t*>(base + layout.counters);
@@ -352,7 +331,7 @@ flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* wo
   up.routing = routing;
   up.weights =
       p.gated ? pair_of(p.gate, p.up, p.inner, p.hidden) : halves_of(p.up, p.inner, p.hidden);
-  up.schedule = schedule_of(up_stage, lead, columns.up, p.hidden, up.weights);
+  up.schedule = schedule_of(planned_up, lead, columns.up, p.hidden, up.weights);
   up.bias[0] = bias_of(p.gated ? p.gate_bias : p.up_bias);
   up.bias[1] = bias_of(p.up_bias);
   up.x = static_cast<const uint16_t*>(p.x);
@@ -370,12 +349,12 @@ flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* wo
   up.limit = p.limit;
   up.up_offset = p.up_offset;
   // Early beside routing, the others are up to 17 % slower (docs/kernels/moe.md).
-  FLASHMOE_TRY(launch_stage(plan, 0, p.device, &up, stream, /*early=*/entry.bulk));
+  FLASHMOE_TRY(launch_planned(plan, 0, &up, stream, /*early=*/entry.bulk));
 
   DownParams down = {};
   down.routing = routing;
   down.weights = halves_of(p.down, p.hidden, p.inner);
-  down.schedule = schedule_of(down_stage, 0, columns.down, p.inner, down.weights);
+  down.schedule = schedule_of(planned_down, 0, columns.down, p.inner, down.weights);
   down.bias = bias_of(p.down_bias);
   down.a = a;
   down.a_stride = p.inner;
@@ -384,7 +363,7 @@ flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* wo
   down.parts = reinterpret_cast<float*>(base + layout.parts);
   down.counters = counters;
   down.weight_on_input = up.weight_on_input;
-  return launch_stage(plan, 1, p.device, &down, stream);
+  return launch_planned(plan, 1, &down, stream);
 }
 
 }  // namespace
@@ -392,10 +371,7 @@ flashmoe_status launch(const MoeForwardProblem& p, const MoePlan& plan, void* wo
 
 namespace flashmoe {
 
-const MoeFamily kStreamMoe = {
-    "stream", FLASHMOE_DEVICE_CUDA,
-    {},       {&moe::stream::plan, &moe::stream::launch, &moe::stream::yields},
-    {},
-};
+const MoeForwardFamily kStreamMoeForward = {"stream", FLASHMOE_DEVICE_CUDA, &moe::stream::plan,
+                                            &moe::stream::launch};
 
 }  // namespace flashmoe

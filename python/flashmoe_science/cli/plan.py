@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from flashmoe_science._names import GPU_MODELS
+from flashmoe_science._dtypes import GPU_MODELS
 from flashmoe_science.cli import environment
 from flashmoe_science.cli.arrays import normal_device
 from flashmoe_science.cli.output import (

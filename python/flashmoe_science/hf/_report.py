@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashmoe_science import _say
+from flashmoe_science import _warn_once
 from flashmoe_science.errors import UnsupportedError
 from flashmoe_science.hf._models import ATTENTION, EXPERTS, Choice
 
@@ -159,7 +159,7 @@ def note_stock(module: torch.nn.Module, operation: str, reason: str) -> None:
             "leaves no call to transformers' own implementation"
         )
     _note(module, operation, reason)
-    _say_stock(operation, reason)
+    _warn_of_stock(operation, reason)
 
 
 def _note(module: torch.nn.Module, operation: str, reason: str) -> None:
@@ -217,11 +217,11 @@ def name_layers(
             calls.by_reason[choice.operation]  # an entry, though without calls
         _without_choice.update({modules[path]: alone for path in without_choice})
     for layer in sorted({type(modules[path]).__name__ for path in without_choice}):
-        _say_stock(choice.operation, f"{layer} asks for no implementation")
+        _warn_of_stock(choice.operation, f"{layer} asks for no implementation")
 
 
-def _say_stock(operation: str, reason: str) -> None:
-    _say.say_once(_LOGGER, f"{operation} by transformers' own implementation: {reason}")
+def _warn_of_stock(operation: str, reason: str) -> None:
+    _warn_once.warn_once(_LOGGER, f"{operation} by transformers' own implementation: {reason}")
 
 
 def report() -> Report:

@@ -8,19 +8,25 @@ torch.compile, torch.export and fake tensors.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.utils import _python_dispatch
 
 import flashmoe_science as fm
 from flashmoe_science import _core
 from flashmoe_science._dispatch import NEGATED, refuse_derivatives
-from flashmoe_science._names import CPU, CUDA, Device, Dtype
-from flashmoe_science.errors import DeviceError, InvalidArgumentError, UnsupportedError
+from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype
+from flashmoe_science.errors import (
+    DeviceError,
+    InvalidArgumentError,
+    UnsupportedError,
+    _TransformedError,
+)
 from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
 
-_forward_ad: Any = torch.autograd.forward_ad
 _Library: Any = torch.library.Library
 _LIBRARY = _Library("flashmoe", "DEF")
 _TAGS = (
@@ -49,15 +55,8 @@ def _define(
     """
     _LIBRARY.define(name + schema, tags=_TAGS)
 
-    def compute(*arguments: Any) -> Any:
-        # Tangents are refused above; here, below autograd, torch cannot be asked for them.
-        if _forward_ad._current_level < 0:
-            return kernel(*arguments)
-        with _forward_ad._set_fwd_grad_enabled(False):
-            return kernel(*arguments)
-
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, compute, key)
+        _LIBRARY.impl(name, kernel, key)
     checked = fake if check is None else _checked(fake, check)
     torch.library.register_fake(f"flashmoe::{name}", checked, lib=_LIBRARY)
     packet: Any = getattr(torch.ops.flashmoe, name)
@@ -153,24 +152,56 @@ def _batching_rule(overload: Any, fold: Callable[..., Any] | None) -> Callable[.
     return rule
 
 
-def _has_memory(tensor: Any) -> bool:
-    """Whether this is a plain tensor that the native functions can read, in a plain call."""
+def _is_plain(tensor: Any) -> bool:
+    """Whether this is a tensor as it is, in a call that neither a graph nor a mode looks at. It may
+    be one of a transform of torch.func all the same, which is found when it is read."""
     return (
-        not torch.compiler.is_compiling()
+        not torch.compiler.is_dynamo_compiling()
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and not tensor.is_meta
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.maybe_current_level() is None
+        and not _python_dispatch.is_in_torch_dispatch_mode()
     )
 
 
-def _refuse_outputs(**given: Any) -> None:
+_TRACED = "{}: got one in a call that is traced, accepted is None: the graph makes its own"
+
+
+def _first_given(given: dict[str, Any]) -> str | None:
     for name, value in given.items():
         if value is not None:
-            raise InvalidArgumentError(
-                f"{name}: got one in a call that is traced, accepted is None: the graph makes its "
-                "own"
-            )
+            return name
+    return None
+
+
+def _refuse_outputs(**given: Any) -> None:
+    name = _first_given(given)
+    if name is not None:
+        raise InvalidArgumentError(_TRACED.format(name))
+
+
+def _outside_of_graphs(name: str) -> Callable[[Any], bool]:
+    """_is_plain, breaking the graph for a call that is given such an argument."""
+    reason = {"reason": _TRACED.format(name)}
+    if "reason" not in inspect.signature(torch.compiler.disable).parameters:  # of an older torch
+        reason = {}
+    disable: Any = torch.compiler.disable
+    made: Callable[[Any], bool] = disable(_is_plain, **reason)
+    return made
+
+
+_OUTSIDE_OF_GRAPHS = {
+    name: _outside_of_graphs(name) for name in ("out", "lse", "pre_activation", "stream")
+}
+
+
+def _leaves_graph(tensor: Any, **given: Any) -> bool:
+    """Of a call that is not plain: whether outputs have it leave its graph of torch.compile, to be
+    plain. Raises where there is no leaving."""
+    name = _first_given(given)
+    if name is not None and torch.compiler.is_dynamo_compiling():
+        return _OUTSIDE_OF_GRAPHS[name](tensor)
+    _refuse_outputs(**given)
+    return False
 
 
 def _check_rank(name: str, tensor: torch.Tensor, *accepted: int) -> None:
@@ -224,11 +255,9 @@ def _attention_kernel(return_lse: bool) -> Callable[..., Any]:
         layout: str, kernel: Any,
     ) -> Any:  # fmt: skip
         bounded = left is not None or right is not None
-        call: Any = fm.flash_attention
-        return call(
-            q, k, v, causal=False if causal == "none" else causal,
-            window=(left, right) if bounded else None, scale=scale, softcap=softcap, layout=layout,
-            return_lse=return_lse, out=_empty_out(q, v, layout), kernel=kernel,
+        return _core.flash_attention(
+            q, k, v, False if causal == "none" else causal, (left, right) if bounded else None,
+            scale, softcap, layout, return_lse, _empty_out(q, v, layout), None, kernel, None,
         )  # fmt: skip
 
     return kernel_of
@@ -290,13 +319,14 @@ def flash_attention(
 ) -> Any:
     """flashmoe_science.flash_attention, which see. In a graph, out, lse and stream are None, and
     what is returned is token by token in memory in either layout."""
-    if _has_memory(q):
-        call: Any = fm.flash_attention
-        return call(
-            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, layout=layout,
-            return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
-        )  # fmt: skip
-    _refuse_outputs(out=out, lse=lse, stream=stream)
+    if _is_plain(q) or _leaves_graph(q, out=out, lse=lse, stream=stream):
+        try:
+            return _core.flash_attention(
+                q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel,
+                stream,
+            )  # fmt: skip
+        except _TransformedError:
+            _refuse_outputs(out=out, lse=lse, stream=stream)
     name = {True: "bottom_right", False: "none"}[causal] if isinstance(causal, bool) else causal
     left, right = (None, None) if window is None else window
     operator = _attention_with_lse if return_lse else _attention
@@ -335,11 +365,11 @@ def _route_kernel(return_lse: bool) -> Callable[..., Any]:
         logits: Any, top_k: int, scoring: Any, renormalize: bool, selection_bias: Any,
         num_groups: int, top_groups: Any, scale: float,
     ) -> Any:  # fmt: skip
-        routing = fm.moe_route(
-            logits, top_k, scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
-            num_groups=num_groups, top_groups=top_groups, scale=scale, return_lse=return_lse,
+        parts: Any = _core.moe_route(
+            logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
+            return_lse, None, None,
         )  # fmt: skip
-        return tuple(routing) if return_lse else tuple(routing)[:-1]
+        return parts if return_lse else parts[:-1]
 
     return kernel_of
 
@@ -378,11 +408,10 @@ def _route_given_fake(
 def _route_given_kernel(
     ids: Any, weights: Any, num_experts: int, renormalize: bool, scale: float, expert_map: Any
 ) -> Any:
-    routing = fm.moe_route_given(
-        ids, weights, num_experts=num_experts, renormalize=renormalize, scale=scale,
-        expert_map=expert_map,
-    )  # fmt: skip
-    return tuple(routing)[:-1]
+    parts: Any = _core.moe_route_given(
+        ids, weights, num_experts, renormalize, scale, expert_map, None, None
+    )
+    return parts[:-1]
 
 
 _route_given = _define(
@@ -408,13 +437,15 @@ def moe_route(
     stream: object = None,
 ) -> MoeRouting:
     """flashmoe_science.moe_route, which see. In a graph, out and stream are None."""
-    if _has_memory(logits):
-        return fm.moe_route(
-            logits, top_k, scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
-            num_groups=num_groups, top_groups=top_groups, scale=scale, return_lse=return_lse,
-            out=out, stream=stream,
-        )  # fmt: skip
-    _refuse_outputs(out=out, stream=stream)
+    if _is_plain(logits) or _leaves_graph(logits, out=out, stream=stream):
+        try:
+            made: Any = _core.moe_route(
+                logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
+                return_lse, out, stream,
+            )  # fmt: skip
+            return MoeRouting(*made) if out is None else out
+        except _TransformedError:
+            _refuse_outputs(out=out, stream=stream)
     operator = _route_with_lse if return_lse else _route
     parts = operator(
         logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale
@@ -434,12 +465,14 @@ def moe_route_given(
     stream: object = None,
 ) -> MoeRouting:
     """flashmoe_science.moe_route_given, which see. In a graph, out and stream are None."""
-    if _has_memory(ids):
-        return fm.moe_route_given(
-            ids, weights, num_experts=num_experts, renormalize=renormalize, scale=scale,
-            expert_map=expert_map, out=out, stream=stream,
-        )  # fmt: skip
-    _refuse_outputs(out=out, stream=stream)
+    if _is_plain(ids) or _leaves_graph(ids, out=out, stream=stream):
+        try:
+            made: Any = _core.moe_route_given(
+                ids, weights, num_experts, renormalize, scale, expert_map, out, stream
+            )
+            return MoeRouting(*made) if out is None else out
+        except _TransformedError:
+            _refuse_outputs(out=out, stream=stream)
     parts = _route_given(ids, weights, num_experts, renormalize, scale, expert_map)
     return MoeRouting(*parts)
 
@@ -487,11 +520,11 @@ def _forward_kernel(return_pre_activation: bool) -> Callable[..., Any]:
         *options: Any,
     ) -> Any:  # fmt: skip
         routing = MoeRouting(None, weights, offsets, pairs, slots)
-        call: Any = fm.moe_forward
+        *layer, kernel = options
+        call: Any = _core.moe_forward
         return call(
-            x, w_gate_up, w_down, routing, **_layer_options(*options),
-            return_pre_activation=return_pre_activation,
-        )  # fmt: skip
+            x, w_gate_up, w_down, routing, *layer, None, None, return_pre_activation, kernel, None
+        )
 
     return kernel_of
 
@@ -546,16 +579,15 @@ def moe_forward(
 ) -> Any:
     """flashmoe_science.moe_forward, which see. In a graph, out, pre_activation and stream are
     None."""
-    if _has_memory(x):
-        call: Any = fm.moe_forward
-        return call(
-            x, w_gate_up, w_down, routing, w_up=w_up, gate=gate, activation=activation,
-            b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha, limit=limit,
-            up_offset=up_offset, weight_on_input=weight_on_input, out=out,
-            pre_activation=pre_activation, return_pre_activation=return_pre_activation,
-            kernel=kernel, stream=stream,
-        )  # fmt: skip
-    _refuse_outputs(out=out, pre_activation=pre_activation, stream=stream)
+    if _is_plain(x) or _leaves_graph(x, out=out, pre_activation=pre_activation, stream=stream):
+        try:
+            return _core.moe_forward(
+                x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up, b_up, b_down,
+                alpha, limit, up_offset, weight_on_input, out, pre_activation,
+                return_pre_activation, kernel, stream,
+            )  # fmt: skip
+        except _TransformedError:
+            _refuse_outputs(out=out, pre_activation=pre_activation, stream=stream)
     operator = _forward_with_pre_activation if return_pre_activation else _forward
     _, weights, offsets, pairs, slots, _ = routing
     return operator(
@@ -574,7 +606,7 @@ def _product_fake(x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel: 
 
 
 def _product_kernel(x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel: Any) -> Any:
-    return fm.grouped_product(x, w, offsets=offsets, counts=counts, bias=bias, kernel=kernel)
+    return _core.grouped_product(x, w, offsets, counts, bias, None, kernel, None)
 
 
 def _product_check(x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel: Any) -> None:
@@ -603,11 +635,13 @@ def grouped_product(
     stream: object = None,
 ) -> torch.Tensor:
     """flashmoe_science.grouped_product, which see. In a graph, out and stream are None."""
-    if _has_memory(x):
-        return fm.grouped_product(
-            x, w, offsets=offsets, counts=counts, bias=bias, out=out, kernel=kernel, stream=stream
-        )
-    _refuse_outputs(out=out, stream=stream)
+    if _is_plain(x) or _leaves_graph(x, out=out, stream=stream):
+        try:
+            return _core.grouped_product(  # type: ignore[return-value]
+                x, w, offsets, counts, bias, out, kernel, stream
+            )
+        except _TransformedError:
+            _refuse_outputs(out=out, stream=stream)
     made: torch.Tensor = _product(x, w, offsets, counts, bias, kernel)
     return made
 
@@ -616,16 +650,10 @@ def _fused_fake(tokens: Any, *arguments: Any) -> Any:
     return tokens.new_empty(tokens.shape)
 
 
-def _fused_kernel(
-    tokens: Any, router_weights: Any, w_gate_up: Any, w_down: Any, top_k: int, logits: Any,
-    router_bias: Any, scoring: Any, renormalize: bool, selection_bias: Any, num_groups: int,
-    top_groups: Any, scale: float, *options: Any,
-) -> Any:  # fmt: skip
-    return fm.fused_moe(
-        tokens, router_weights, w_gate_up, w_down, top_k, logits=logits, router_bias=router_bias,
-        scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
-        num_groups=num_groups, top_groups=top_groups, scale=scale, **_layer_options(*options),
-    )  # fmt: skip
+def _fused_kernel(*arguments: Any) -> Any:
+    *layer, kernel = arguments
+    call: Any = _core.fused_moe
+    return call(*layer, None, kernel, None)
 
 
 def _fused_fold(
@@ -679,53 +707,19 @@ def fused_moe(
     stream: object = None,
 ) -> torch.Tensor:
     """flashmoe_science.fused_moe, which see. In a graph, out and stream are None."""
-    if _has_memory(tokens):
-        return fm.fused_moe(
-            tokens, router_weights, w_gate_up, w_down, top_k, logits=logits,
-            router_bias=router_bias, scoring=scoring, renormalize=renormalize,
-            selection_bias=selection_bias, num_groups=num_groups, top_groups=top_groups,
-            scale=scale, w_up=w_up, gate=gate, activation=activation, b_gate_up=b_gate_up,
-            b_up=b_up, b_down=b_down, alpha=alpha, limit=limit, up_offset=up_offset,
-            weight_on_input=weight_on_input, out=out, kernel=kernel, stream=stream,
-        )  # fmt: skip
-    _refuse_outputs(out=out, stream=stream)
+    if _is_plain(tokens) or _leaves_graph(tokens, out=out, stream=stream):
+        try:
+            return _core.fused_moe(  # type: ignore[return-value]
+                tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
+                renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
+                b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, out, kernel,
+                stream,
+            )  # fmt: skip
+        except _TransformedError:
+            _refuse_outputs(out=out, stream=stream)
     made: torch.Tensor = _fused(
         tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
         renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
         b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, kernel,
     )  # fmt: skip
     return made
-
-
-def _tell_dynamo() -> None:
-    """That in a graph the native functions, which it cannot look into, are these."""
-    substitute = getattr(torch.compiler, "substitute_in_graph", None)
-    if substitute is None:  # before torch 2.6: call the functions of this module
-        return
-    for function in (
-        flash_attention,
-        moe_route,
-        moe_route_given,
-        moe_forward,
-        grouped_product,
-        fused_moe,
-    ):
-        native: Any = getattr(fm, function.__name__)
-        substitute(native, skip_signature_check=True)(function)
-
-
-def _without_a_frame(function: Any, bind: Any) -> Any:
-    """The same function, natively for tensors that have memory: see bindings/native_function.h."""
-    native = bind(function)
-    torch.compiler.substitute_in_graph(native, skip_signature_check=True)(function)
-    return native
-
-
-_tell_dynamo()
-# Type checkers cannot look into the native functions, nor can Dynamo before torch 2.6.
-if not TYPE_CHECKING and hasattr(torch.compiler, "substitute_in_graph"):
-    flash_attention = _without_a_frame(flash_attention, _core.bind_torch_flash_attention)
-    moe_route = _without_a_frame(moe_route, _core.bind_torch_moe_route)
-    moe_forward = _without_a_frame(moe_forward, _core.bind_torch_moe_forward)
-    grouped_product = _without_a_frame(grouped_product, _core.bind_torch_grouped_product)
-    fused_moe = _without_a_frame(fused_moe, _core.bind_torch_fused_moe)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from flashmoe_science import _say
+from flashmoe_science import _warn_once
 from flashmoe_science.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
@@ -289,7 +289,9 @@ def _route(strict: bool, arguments: tuple[Any, ...], options: dict[str, Any]) ->
         return out
     if strict:
         raise UnsupportedError(reason)
-    _say.say_once(_LOGGER, f"scaled_dot_product_attention by torch's own implementation: {reason}")
+    _warn_once.warn_once(
+        _LOGGER, f"scaled_dot_product_attention by torch's own implementation: {reason}"
+    )
     return _STOCK(*arguments, **options)
 
 

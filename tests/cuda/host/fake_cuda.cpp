@@ -13,6 +13,7 @@ namespace fake {
 State state;
 thread_local Launch last;
 thread_local std::vector<Map> maps;
+thread_local std::vector<Move> moves;
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local void (*on_launch)(const void*) = nullptr;
 
@@ -148,11 +149,33 @@ CUresult id_of_context(CUcontext context, unsigned long long* id) {
   return *id != 0 ? CUDA_SUCCESS : CUDA_ERROR_CONTEXT_IS_DESTROYED;
 }
 
-CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
+constexpr uintptr_t kMapAlignment = 64;
+constexpr uintptr_t kMappedAlignment = 16;
+
+bool is_aligned(const void* data, uintptr_t alignment) {
+  return reinterpret_cast<uintptr_t>(data) % alignment == 0;
+}
+
+// What can be told of a map goes into its bytes, the address first: maps of one view are the same, as the
+// driver's are, and one that was moved is the same as one that was encoded there.
+void write_map(const Map& made, CUtensorMapDataType type, CUtensorMap* map) {
+  cuuint64_t* word = map->opaque;
+  *word++ = reinterpret_cast<uintptr_t>(made.data);
+  *word++ = made.rank | static_cast<cuuint64_t>(type) << 32;
+  word = std::copy(made.box.begin(), made.box.end(), word);
+  word = std::copy(made.extents.begin(), made.extents.end(), word);
+  std::copy(made.steps.begin(), made.steps.end(), word);
+}
+
+CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
                 const cuuint64_t* extents, const cuuint64_t* steps, const cuuint32_t* box,
                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  if (state.refuse_maps || rank < 1 || rank > 5) return CUDA_ERROR_INVALID_VALUE;
+  if (current_id() == 0) return CUDA_ERROR_INVALID_CONTEXT;
+  if (maps.size() >= state.most_maps || rank < 1 || rank > 5 || !is_aligned(map, kMapAlignment) ||
+      !is_aligned(data, kMappedAlignment)) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
   Map made = {};
   made.rank = rank;
   std::copy_n(box, rank, made.box.begin());
@@ -160,7 +183,18 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* da
   std::copy_n(steps, rank - 1, made.steps.begin());
   made.data = data;
   maps.push_back(made);
-  std::memset(static_cast<void*>(map), static_cast<int>(maps.size()), sizeof *map);
+  write_map(made, type, map);
+  return CUDA_SUCCESS;
+}
+
+CUresult replace_address(CUtensorMap* map, void* data) {
+  if (current_id() == 0) return CUDA_ERROR_INVALID_CONTEXT;
+  if (state.refuse_moves || data == nullptr || !is_aligned(map, kMapAlignment) ||
+      !is_aligned(data, kMappedAlignment)) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  moves.push_back({map, mapped_by(*map), data});
+  map->opaque[0] = reinterpret_cast<uintptr_t>(data);
   return CUDA_SUCCESS;
 }
 
@@ -181,6 +215,10 @@ CUcontext context_in_use() {
   CUcontext context = nullptr;
   current_context(&context);
   return context;
+}
+
+const void* mapped_by(const CUtensorMap& map) {
+  return reinterpret_cast<const void*>(static_cast<uintptr_t>(map.opaque[0]));
 }
 
 void forget_context() {
@@ -335,19 +373,20 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   const struct {
     const char* name;
     void* function;
-    bool always;
+    bool found;
   } functions[] = {
       {"cuTensorMapEncodeTiled", reinterpret_cast<void*>(&encode), true},
-      {"cuLaunchKernelEx", reinterpret_cast<void*>(&launch_by_driver), false},
-      {"cuStreamGetCtx", reinterpret_cast<void*>(&context_of_stream), false},
-      {"cuCtxGetCurrent", reinterpret_cast<void*>(&current_context), false},
-      {"cuCtxSetCurrent", reinterpret_cast<void*>(&set_current_context), false},
-      {"cuCtxGetDevice", reinterpret_cast<void*>(&device_of_context), false},
-      {"cuCtxGetId", reinterpret_cast<void*>(&id_of_context), false},
+      {"cuTensorMapReplaceAddress", reinterpret_cast<void*>(&replace_address), state.has_map_moves},
+      {"cuLaunchKernelEx", reinterpret_cast<void*>(&launch_by_driver), state.has_driver},
+      {"cuStreamGetCtx", reinterpret_cast<void*>(&context_of_stream), state.has_driver},
+      {"cuCtxGetCurrent", reinterpret_cast<void*>(&current_context), state.has_driver},
+      {"cuCtxSetCurrent", reinterpret_cast<void*>(&set_current_context), state.has_driver},
+      {"cuCtxGetDevice", reinterpret_cast<void*>(&device_of_context), state.has_driver},
+      {"cuCtxGetId", reinterpret_cast<void*>(&id_of_context), state.has_driver},
   };
   for (const auto& one : functions) {
     if (std::strcmp(name, one.name) != 0 || version != 12000) continue;
-    if (!one.always && !state.has_driver) continue;
+    if (!one.found) continue;
     *function = one.function;
     *result = cudaDriverEntryPointSuccess;
   }

@@ -37,16 +37,25 @@ struct Map {
   const void* data;
 };
 
+// Of a map to other memory.
+struct Move {
+  const CUtensorMap* map;
+  const void* from;
+  const void* to;
+};
+
 struct State {
   // What is asked of it.
   bool has_driver = true;                // its entry points are found
+  bool has_map_moves = true;             // cuTensorMapReplaceAddress among them
   bool has_kernel_handles = true;        // cudaGetKernel works
   bool handles_share_attributes = true;  // what a function is allowed, its handle is too
   std::atomic<CUresult> driver_launch{CUDA_SUCCESS};  // what a launch by the driver returns
   std::atomic<cudaError_t> runtime_launch{cudaSuccess};
   std::atomic<cudaError_t> load{cudaSuccess};  // what cudaFuncGetAttributes returns
   std::atomic<cudaError_t> set_device{cudaSuccess};
-  std::atomic<bool> refuse_maps{false};
+  std::atomic<size_t> most_maps{SIZE_MAX};  // in `maps`, beyond which none is encoded
+  std::atomic<bool> refuse_moves{false};    // of maps to another address
 
   // What was asked for.
   std::atomic<int> loads{0};
@@ -59,7 +68,8 @@ struct State {
 
 extern State state;
 extern thread_local Launch last;            // that succeeded, of this thread
-extern thread_local std::vector<Map> maps;  // encoded by this thread
+extern thread_local std::vector<Map> maps;    // encoded by this thread
+extern thread_local std::vector<Move> moves;  // made by this thread
 extern thread_local cudaError_t last_error;
 extern thread_local void (*on_launch)(const void* params);
 
@@ -79,6 +89,9 @@ void reset(int device);
 
 // The thread's current one.
 CUcontext context_in_use();
+
+// What a map is of.
+const void* mapped_by(const CUtensorMap& map);
 
 // The handle of a runtime's function, since the last reset.
 const void* handle_of(const void* function);

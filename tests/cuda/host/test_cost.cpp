@@ -1,10 +1,11 @@
-// The estimates of cost.h beside what an H200 took, and the choice that follows from them.
-#include "cuda/attention/cost.h"
+// The estimates of the families beside what an H200 took, and the choice that follows from them.
+#include "cuda/attention/split/cost.h"
 
 #include <cmath>
 #include <cstdio>
 
 #include "check.h"
+#include "cuda/attention/sm90/cost.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -96,11 +97,12 @@ Estimates estimates_of(const Measured& m) {
   problem.right_offset = m.seq_k - m.seq_q;
   const Work work = work_of(problem);
   const int dim = static_cast<int>(m.dim);
-  const Products speed = products(h200, dim);
-  const int rows = static_cast<int>(speed.tile_rows);
-  const SplitKernel kernel = {dim <= 128 ? 128 : 64, rows * (4 * dim + 8), 2 * dim};
-  const TileSplit split = best_tile_split(problem, work, rows / kRowsPerGroup, kernel, speed, h200);
-  return {split.split.microseconds, tile_microseconds(work, speed, h200)};
+  const TileSpeed speed = sm90::tile_speed(dim);
+  const int rows = static_cast<int>(speed.rows);
+  const split::SplitKernel kernel = {dim <= 128 ? 128 : 64, rows * (4 * dim + 8), 2 * dim};
+  const split::TileSplit tiles =
+      split::best_tile_split(problem, work, rows / sm90::kRowsPerGroup, kernel, speed, h200);
+  return {tiles.split.microseconds, sm90::tile_microseconds(work, speed, h200)};
 }
 
 void the_faster_is_estimated_less() {

@@ -106,20 +106,20 @@ MoeRouteProblem problem_of(int64_t tokens, int32_t experts, int32_t top_k, Dtype
   return p;
 }
 
-MoePlan plan_of(const MoeRouteProblem& problem) {
-  MoePlan plan = {};
+Plan plan_of(const MoeRouteProblem& problem) {
+  Plan plan = {};
   char reason[256];
-  CHECK(kRouteMoe.route.plan(problem, &plan, Reason(reason)) == FLASHMOE_OK);
+  CHECK(kCudaMoeRoute.plan(problem, &plan, Reason(reason)) == FLASHMOE_OK);
   return plan;
 }
 
 moe_route::Params seen;
 
-moe_route::Params launch(const MoeRouteProblem& problem, const MoePlan& plan) {
+moe_route::Params launch(const MoeRouteProblem& problem, const Plan& plan) {
   fake::on_launch = [](const void* params) { std::memcpy(&seen, params, sizeof seen); };
   fake::last = {};
-  CHECK(kRouteMoe.route.launch(problem, plan, address<void>(6), nullptr) == FLASHMOE_OK);
-  const flashmoe_moe_stage& last = plan.info.stage[plan.info.launches - 1];
+  CHECK(kCudaMoeRoute.launch(problem, plan, address<void>(6), nullptr) == FLASHMOE_OK);
+  const flashmoe_launch& last = plan.info.launches[plan.info.launch_count - 1];
   CHECK(fake::last.grid.x == last.grid[0] && fake::last.grid.y == 1);
   CHECK(fake::last.block.x == last.block[0]);
   CHECK(fake::last.shared_bytes + fake::kStaticSharedBytes == last.shared_bytes);
@@ -129,22 +129,22 @@ moe_route::Params launch(const MoeRouteProblem& problem, const MoePlan& plan) {
 
 // Every token is some block's and some warp's, and shared memory has room for what they say.
 void tokens_are_all_somebodys(const MoeRouteProblem& p) {
-  const MoePlan plan = plan_of(p);
+  const Plan plan = plan_of(p);
   const moe_route::Params params = launch(p, plan);
-  const flashmoe_moe_stage& stage = plan.info.stage[0];
+  const flashmoe_launch& stage = plan.info.launches[0];
   CHECK(stage.shared_bytes <= moe_route::kMaxSharedBytes);
   CHECK(int64_t{params.block_tokens} * stage.grid[0] >= p.tokens);
   CHECK(int64_t{params.warp_tokens} * (stage.block[0] / 32) >= params.block_tokens);
   CHECK(int64_t{params.warp_tokens} * params.used_warps >= params.block_tokens);
   CHECK(params.used_warps <= static_cast<int32_t>(stage.block[0] / 32));
   CHECK(int64_t{params.thread_experts} * stage.block[0] >= p.experts);
-  if (plan.info.launches == 1) {
+  if (plan.info.launch_count == 1) {
     CHECK(plan.info.workspace_bytes == 0 && params.keeps_list == 1);
     CHECK(params.cluster == static_cast<int32_t>(stage.grid[0]));
     CHECK(fake::last.cluster == (params.cluster > 1 ? stage.grid[0] : 0));
   } else {
-    CHECK(plan.info.launches == 2 && params.few == 0 && fake::last.cluster == 0);
-    CHECK(plan.info.stage[1].grid[0] == stage.grid[0]);
+    CHECK(plan.info.launch_count == 2 && params.few == 0 && fake::last.cluster == 0);
+    CHECK(plan.info.launches[1].grid[0] == stage.grid[0]);
     CHECK(plan.info.workspace_bytes ==
           uint64_t{stage.grid[0]} * 4 * static_cast<uint64_t>(params.histogram_stride));
     CHECK(params.histogram_stride >= p.experts && params.histogram_stride % 4 == 0);
@@ -168,11 +168,11 @@ void routing_plans() {
       }
     }
   }
-  const MoePlan one = plan_of(problem_of(1, 128, 8, Dtype::kBFloat16));
-  CHECK(one.info.launches == 1 && one.info.stage[0].grid[0] == 1);
-  CHECK(std::strcmp(one.info.stage[0].kernel, "once_key32_e128") == 0);
-  const MoePlan many = plan_of(problem_of(8192, 128, 8, Dtype::kBFloat16));
-  CHECK(many.info.launches == 2 && std::strcmp(many.info.stage[1].kernel, "place") == 0);
+  const Plan one = plan_of(problem_of(1, 128, 8, Dtype::kBFloat16));
+  CHECK(one.info.launch_count == 1 && one.info.launches[0].grid[0] == 1);
+  CHECK(std::strcmp(one.info.launches[0].kernel, "once_key32_e128") == 0);
+  const Plan many = plan_of(problem_of(8192, 128, 8, Dtype::kBFloat16));
+  CHECK(many.info.launch_count == 2 && std::strcmp(many.info.launches[1].kernel, "place") == 0);
 }
 
 // A warp's share of the tokens is added to the number of the last of them, in 32 bits.
@@ -182,8 +182,8 @@ void routing_has_a_limit() {
   const DeviceFacts* facts = nullptr;
   char reason[256] = "";
   CHECK(read_device_facts(0, &facts, Reason(reason)) == FLASHMOE_OK);
-  MoePlan plan = {};
-  CHECK(kRouteMoe.route.plan(problem_of(kMost, 1, 1, Dtype::kBFloat16), &plan, Reason(reason)) ==
+  Plan plan = {};
+  CHECK(kCudaMoeRoute.plan(problem_of(kMost, 1, 1, Dtype::kBFloat16), &plan, Reason(reason)) ==
         FLASHMOE_ERROR_UNSUPPORTED);
   long long most = 0;
   CHECK(std::sscanf(reason, "logits: got 2147418112 tokens, accepted on cuda:0 are at most %lld",
@@ -195,15 +195,15 @@ void routing_has_a_limit() {
   given.logits = nullptr;
   given.given_ids = address<const void>(7);
   plan = {};
-  CHECK(kRouteMoe.route.plan(given, &plan, Reason(reason)) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(kCudaMoeRoute.plan(given, &plan, Reason(reason)) == FLASHMOE_ERROR_UNSUPPORTED);
   CHECK(std::strstr(reason, "given_ids: got 2147418112 tokens") == reason);
 }
 
 void the_kernel_fits_the_choice() {
   const auto name = [](const MoeRouteProblem& p) {
-    static MoePlan plan;
+    static Plan plan;
     plan = plan_of(p);
-    return plan.info.stage[0].kernel;
+    return plan.info.launches[0].kernel;
   };
   MoeRouteProblem p = problem_of(1, 128, 8, Dtype::kFloat16);
   CHECK(std::strcmp(name(p), "once_key32_e128") == 0);
@@ -237,14 +237,14 @@ void combining(int64_t tokens, int64_t hidden, int32_t top_k, bool weight_on_inp
   p.out_stride = hidden + 8;
   p.slots = address<const int32_t>(2);
   p.weights = address<const float>(3);
-  MoePlan plan = {};
-  plan.info.launches = 1;  // behind what makes the rows
+  Plan plan = {};
+  plan.add_launch("up", nullptr, p.device, 1, 32);  // behind what makes the rows
   char reason[256];
   const DeviceFacts* facts = nullptr;
   CHECK(read_device_facts(0, &facts, Reason(reason)) == FLASHMOE_OK);
   CHECK(add_combine(p, *facts, &plan, Reason(reason)) == FLASHMOE_OK);
-  CHECK(plan.info.launches == 2);
-  const flashmoe_moe_stage& stage = plan.info.stage[1];
+  CHECK(plan.info.launch_count == 2);
+  const flashmoe_launch& stage = plan.info.launches[1];
   CHECK(std::strcmp(stage.kernel, top_k > 4   ? "combine_bf16_k8"
                                   : top_k > 2 ? "combine_bf16_k4"
                                               : "combine_bf16_k2") == 0);

@@ -1,5 +1,5 @@
 // What the sm89 and sm90 families of layers and grouped products refuse, on a made-up CUDA with made-up
-// kernels: extents and strides that their 32-bit numbers and tensor maps do not hold, and layouts of
+// kernels (made_up_moe.cpp): extents and strides that their 32-bit numbers and tensor maps do not hold, and layouts of
 // weights that they have no kernel for. Each sentence names the argument.
 #include <cstdint>
 #include <string>
@@ -7,99 +7,7 @@
 #include "check.h"
 #include "core/backends.h"
 #include "cuda/host/fake_cuda.h"
-#include "cuda/moe/combine/entry.h"
-#include "cuda/moe/sm89/entry.h"
-#include "cuda/moe/sm90/entry.h"
 #include "flashmoe/flashmoe.h"
-
-// ---- made-up kernels -----------------------------------------------------------------------------
-
-namespace flashmoe::moe::sm89 {
-
-static LoadedKernel loaded[4][kMaxDevices];
-
-static Entry entry_of(const char* name, bool gated, bool transposed, int index) {
-  Entry entry = {};
-  entry.name = name;
-  entry.function = reinterpret_cast<const void*>(intptr_t{0x100} + index);
-  entry.shared_bytes = 1024;
-  entry.loaded = loaded[index];
-  entry.dtype = Dtype::kBFloat16;
-  entry.gated = gated;
-  entry.transposed = transposed;
-  entry.tile_rows = entry.tile_tokens = 128;
-  entry.out_rows = gated ? 64 : 128;
-  entry.stages = 4;
-  entry.threads = 256;
-  entry.blocks_per_sm = 1;
-  return entry;
-}
-
-extern const Entry entry_bf16_gated, entry_bf16_gated_t, entry_bf16, entry_bf16_t;
-const Entry entry_bf16_gated = entry_of("gated", true, false, 0);
-const Entry entry_bf16_gated_t = entry_of("gated_t", true, true, 1);
-const Entry entry_bf16 = entry_of("plain", false, false, 2);
-const Entry entry_bf16_t = entry_of("plain_t", false, true, 3);
-
-}  // namespace flashmoe::moe::sm89
-
-namespace flashmoe::moe::sm90 {
-
-static LoadedKernel loaded[11][kMaxDevices];
-
-static Entry entry_of(const char* name, Use use, Major major, int index) {
-  Entry entry = {};
-  entry.name = name;
-  entry.function = reinterpret_cast<const void*>(intptr_t{0x200} + index);
-  entry.shared_bytes = 1024;
-  entry.loaded = loaded[index];
-  entry.dtype = Dtype::kBFloat16;
-  entry.use = use;
-  entry.major = major;
-  entry.tile_rows = 256;
-  entry.box_rows = 64;
-  entry.out_rows = use == Use::kUp || use == Use::kDown ? 256 : 128;
-  entry.tile_tokens = use == Use::kNarrowGatedUp ? 96 : 192;
-  entry.columns_per_group = 4;
-  entry.stages = 4;
-  entry.threads = 384;
-  return entry;
-}
-
-extern const Entry entry_bf16_gated_plain, entry_bf16_gated_narrow, entry_bf16_gated,
-    entry_bf16_gated_t, entry_bf16_gated_turns, entry_bf16_up, entry_bf16_up_t, entry_bf16_down,
-    entry_bf16_down_t, entry_bf16_down_short, entry_bf16_down_middle;
-const Entry entry_bf16_gated_plain =
-    entry_of("gated_plain", Use::kPlainGatedUp, Major::kColumns, 0);
-const Entry entry_bf16_gated_narrow =
-    entry_of("gated_narrow", Use::kNarrowGatedUp, Major::kColumns, 1);
-const Entry entry_bf16_gated = entry_of("gated", Use::kGatedUp, Major::kColumns, 2);
-const Entry entry_bf16_gated_t = entry_of("gated_t", Use::kGatedUp, Major::kRows, 3);
-const Entry entry_bf16_up = entry_of("up", Use::kUp, Major::kColumns, 4);
-const Entry entry_bf16_up_t = entry_of("up_t", Use::kUp, Major::kRows, 5);
-const Entry entry_bf16_down = entry_of("down", Use::kDown, Major::kColumns, 6);
-const Entry entry_bf16_down_t = entry_of("down_t", Use::kDown, Major::kRows, 7);
-const Entry entry_bf16_gated_turns =
-    entry_of("gated_turns", Use::kGatedUp, Major::kRowsInterleaved, 8);
-const Entry entry_bf16_down_short = entry_of("down_short", Use::kShortDown, Major::kColumns, 9);
-const Entry entry_bf16_down_middle = entry_of("down_middle", Use::kMiddleDown, Major::kColumns, 10);
-
-}  // namespace flashmoe::moe::sm90
-
-namespace flashmoe::moe_combine {
-
-static LoadedKernel loaded[kEntries][kMaxDevices];
-static Entry entry_of(Dtype dtype, int batch, int index) {
-  return {{"combine", reinterpret_cast<const void*>(intptr_t{0x300} + index), 0, loaded[index]},
-          dtype,
-          batch};
-}
-const Entry entries[kEntries] = {
-    entry_of(Dtype::kFloat16, 2, 0),  entry_of(Dtype::kFloat16, 4, 1),
-    entry_of(Dtype::kFloat16, 8, 2),  entry_of(Dtype::kBFloat16, 2, 3),
-    entry_of(Dtype::kBFloat16, 4, 4), entry_of(Dtype::kBFloat16, 8, 5)};
-
-}  // namespace flashmoe::moe_combine
 
 namespace flashmoe {
 namespace {
@@ -152,32 +60,32 @@ struct Product : GroupedProductProblem {
 };
 
 // A family's sentence, "" where it serves the call.
-std::string refusal_of(const MoeFamily& family, const MoeForwardProblem& problem) {
-  MoePlan plan = {};
+template <class Problem>
+std::string refusal_of(const Family<Problem>& family, const Problem& problem) {
+  Plan plan = {};
   char reason[384] = "";
-  const flashmoe_status status = family.forward.plan(problem, &plan, Reason(reason));
+  const flashmoe_status status = family.plan(problem, &plan, Reason(reason));
   CHECK(status == FLASHMOE_OK || status == FLASHMOE_ERROR_UNSUPPORTED);
   CHECK((status == FLASHMOE_OK) == (reason[0] == '\0'));
+  CHECK(status != FLASHMOE_OK || plan.info.microseconds > 0);
   return reason;
 }
-std::string refusal_of(const MoeFamily& family, const GroupedProductProblem& problem) {
-  MoePlan plan = {};
-  char reason[384] = "";
-  const flashmoe_status status = family.grouped_product.plan(problem, &plan, Reason(reason));
-  CHECK(status == FLASHMOE_OK || status == FLASHMOE_ERROR_UNSUPPORTED);
-  CHECK((status == FLASHMOE_OK) == (reason[0] == '\0'));
-  return reason;
+std::string refusal_by_sm89(const MoeForwardProblem& p) { return refusal_of(kSm89MoeForward, p); }
+std::string refusal_by_sm90(const MoeForwardProblem& p) { return refusal_of(kSm90MoeForward, p); }
+std::string refusal_by_sm89(const GroupedProductProblem& p) {
+  return refusal_of(kSm89GroupedProduct, p);
+}
+std::string refusal_by_sm90(const GroupedProductProblem& p) {
+  return refusal_of(kSm90GroupedProduct, p);
 }
 
-template <class Problem>
-void check(const MoeFamily& family, const Problem& problem, const char* wanted, int line) {
-  const std::string got = refusal_of(family, problem);
+void check(const std::string& got, const char* wanted, int line) {
   if (got == wanted) return;
   std::fprintf(stderr, "line %d: wanted \"%s\"\n     got \"%s\"\n", line, wanted, got.c_str());
   std::exit(1);
 }
-#define EXPECT_SM89(problem, wanted) check(kSm89Moe, problem, wanted, __LINE__)
-#define EXPECT_SM90(problem, wanted) check(kSm90Moe, problem, wanted, __LINE__)
+#define EXPECT_SM89(problem, wanted) check(refusal_by_sm89(problem), wanted, __LINE__)
+#define EXPECT_SM90(problem, wanted) check(refusal_by_sm90(problem), wanted, __LINE__)
 
 // Every combination, of which a family has a kernel or says which it lacks. The strides say what is
 // transposed, so that nothing is read otherwise than it lies.
@@ -207,13 +115,13 @@ void mixed_transposition() {
     }
   }
   // Gate and up interleaved.
-  Layer turns;
-  turns.gate = turns.up = {nullptr, 2 * turns.inner * turns.hidden, 2, 2 * turns.inner};
-  EXPECT_SM89(turns, "");
-  EXPECT_SM90(turns, "");
-  turns.gate = turns.up = {nullptr, 2 * turns.inner * turns.hidden, 2 * turns.hidden, 1};
-  EXPECT_SM89(turns, "");
-  EXPECT_SM90(turns, "");
+  Layer interleaved;
+  interleaved.gate = interleaved.up = {nullptr, 2 * interleaved.inner * interleaved.hidden, 2, 2 * interleaved.inner};
+  EXPECT_SM89(interleaved, "");
+  EXPECT_SM90(interleaved, "");
+  interleaved.gate = interleaved.up = {nullptr, 2 * interleaved.inner * interleaved.hidden, 2 * interleaved.hidden, 1};
+  EXPECT_SM89(interleaved, "");
+  EXPECT_SM90(interleaved, "");
 }
 
 void strides_of_weights() {

@@ -11,30 +11,30 @@ import pytest
 
 torch = pytest.importorskip("torch", minversion="2.6")
 
-from flashmoe_science import _say  # noqa: E402
+from flashmoe_science import _warn_once  # noqa: E402
 
 NAME = "flashmoe_science.test"
 
 
 @pytest.fixture
 def heard(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    _say.forget()
+    _warn_once.forget()
     with caplog.at_level(logging.WARNING, NAME):
         yield lambda: [r.getMessage() for r in caplog.records if r.name == NAME]
-    _say.forget()
+    _warn_once.forget()
 
 
 def test_a_sentence_is_said_once_by_each_logger(
     heard: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        _say.say_once(NAME, "100 %s")
-        _say.say_once(NAME + ".other", "100 %s")
-        _say.say_once(NAME, "another")
+        _warn_once.warn_once(NAME, "100 %s")
+        _warn_once.warn_once(NAME + ".other", "100 %s")
+        _warn_once.warn_once(NAME, "another")
     assert heard() == ["100 %s", "another"]
     assert len(caplog.records) == 3
-    _say.forget()
-    _say.say_once(NAME, "another")
+    _warn_once.forget()
+    _warn_once.warn_once(NAME, "another")
     assert heard() == ["100 %s", "another", "another"]
 
 
@@ -44,7 +44,7 @@ def test_threads_that_meet_say_it_once(heard: Callable[[], list[str]]) -> None:
     def say() -> None:
         for i in range(200):
             together.wait()
-            _say.say_once(NAME, str(i))
+            _warn_once.warn_once(NAME, str(i))
 
     threads = [threading.Thread(target=say) for _ in range(8)]
     for thread in threads:
@@ -56,7 +56,7 @@ def test_threads_that_meet_say_it_once(heard: Callable[[], list[str]]) -> None:
 
 def program(x: Any) -> Any:
     if x.shape[-1] % 8:
-        _say.say_once(NAME, f"x: its head dimension is {x.shape[-1]}")
+        _warn_once.warn_once(NAME, f"x: its head dimension is {x.shape[-1]}")
     return x.sin()
 
 

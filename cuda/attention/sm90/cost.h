@@ -1,0 +1,42 @@
+// What a call takes by the sm90 kernels. Fitted to measurements on an H200
+// (docs/kernels/attention_sm90.md).
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/cost.h"
+
+namespace flashmoe::sm90 {
+
+inline constexpr int64_t kRowsPerGroup = 64;  // of a warpgroup
+
+// Of kernels for keys of so many dimensions.
+inline TileSpeed tile_speed(int dim) {
+  if (dim <= 64) return {4.85e6, 3.6, 192.0};
+  return {6.3e6, 4.2, 128.0};
+}
+
+// What a step of a tile takes where only some of its groups of rows exist, of what it takes with
+// all: softmax and products of one run one after the other.
+inline double share_of_step(double groups, double all) {
+  constexpr double kOfAny = 0.5;
+  return kOfAny + (1 - kOfAny) * groups / all;
+}
+
+// What a step takes where not all multiprocessors have a tile, of what it takes where all do: it
+// takes less, presumably since they share the power, and with it the clock.
+inline double share_of_clock(double tiles, const DeviceFacts& facts) {
+  constexpr double kOfPower = 0.09;
+  return 1 - kOfPower * (1 - std::min(1.0, tiles / facts.multiprocessors));
+}
+
+inline double tile_microseconds(const Work& work, const TileSpeed& speed,
+                                const DeviceFacts& facts) {
+  double share = share_of_clock(work.heads_q * ceil_of(work.seq_q, speed.rows), facts);
+  if (work.seq_q < speed.rows) {
+    share *= share_of_step(ceil_of(work.seq_q, kRowsPerGroup), speed.rows / kRowsPerGroup);
+  }
+  return flashmoe::tile_microseconds(work, speed, share, facts);
+}
+
+}  // namespace flashmoe::sm90

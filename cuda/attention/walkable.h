@@ -1,0 +1,20 @@
+// What the attention families whose kernels load by the copy engine share on the host: which views it can
+// walk, and the maps of rows.
+#pragma once
+
+#include <cstdint>
+
+#include "core/attention.h"
+#include "core/status.h"
+#include "cuda/tensor_map.h"
+
+namespace flashmoe {
+
+// Whether the copy engine can walk the views of a problem, and the driver can tell it of them.
+flashmoe_status check_walkable(const AttentionProblem& problem, const Reason& reason);
+
+// Of a [batch, seq, heads, dim] view in boxes of so many columns and rows of one head.
+MapShape rows_map(const RowStrides& strides, int64_t dim, int64_t seq, int64_t heads, int64_t batch,
+                  int columns, int rows);
+
+}  // namespace flashmoe

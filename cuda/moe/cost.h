@@ -1,0 +1,55 @@
+// What layers of experts and grouped products take: work that every family shares, and a time from a
+// family's own speed.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "core/moe.h"
+#include "cuda/runtime.h"
+
+namespace flashmoe::moe {
+
+// A call, as far as its time depends on it.
+struct Work {
+  double weight_bytes;  // of the experts that tokens are expected to take
+  double flops;
+};
+
+// Experts that are taken if tokens choose theirs evenly.
+inline double experts_taken(double tokens, double top_k, double experts) {
+  return experts * (1 - std::pow(1 - std::min(1.0, top_k / experts), tokens));
+}
+
+inline Work work_of(const MoeForwardProblem& p) {
+  const double matrices = p.gated ? 3 : 2;
+  const double expert = matrices * static_cast<double>(p.hidden) * static_cast<double>(p.inner);
+  const double taken = experts_taken(static_cast<double>(p.tokens), p.top_k, p.experts);
+  const double element_bytes = static_cast<double>(dtype_bytes(p.dtype));
+  return {taken * expert * element_bytes, 2 * static_cast<double>(p.tokens * p.top_k) * expert};
+}
+
+inline Work work_of(const GroupedProductProblem& p) {
+  const double matrix = static_cast<double>(p.columns) * static_cast<double>(p.out_columns);
+  const double rows = static_cast<double>(p.rows) * (p.counts != nullptr ? p.experts : 1);
+  const double taken = p.counts != nullptr ? p.experts : experts_taken(rows, 1, p.experts);
+  return {taken * matrix * static_cast<double>(dtype_bytes(p.dtype)), 2 * rows * matrix};
+}
+
+// How fast a family is. Times in microseconds.
+struct Speed {
+  double start;         // launches, and what no load hides
+  double memory_share;  // of the memory's peak, at which weights come
+  double rate;          // floating-point operations of a multiprocessor
+};
+
+inline double microseconds(const Work& work, const Speed& speed, const DeviceFacts& facts) {
+  const double memory =
+      facts.memory_bytes_per_microsecond > 0
+          ? work.weight_bytes / (facts.memory_bytes_per_microsecond * speed.memory_share)
+          : 0;
+  return speed.start + std::max(memory, work.flops / (speed.rate * facts.multiprocessors));
+}
+
+}  // namespace flashmoe::moe

@@ -1,0 +1,68 @@
+#include "cuda/tensor_map.h"
+
+#include "cuda/runtime.h"
+
+namespace flashmoe {
+namespace {
+
+// The driver is not linked: these functions of it are asked for.
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+EncodeTiled encode_function() {
+  static const auto function =
+      reinterpret_cast<EncodeTiled>(driver_function("cuTensorMapEncodeTiled"));
+  return function;
+}
+
+using ReplaceAddress = decltype(&cuTensorMapReplaceAddress);
+
+ReplaceAddress replace_function() {
+  static const auto function =
+      reinterpret_cast<ReplaceAddress>(driver_function("cuTensorMapReplaceAddress"));
+  return function;
+}
+
+}  // namespace
+
+bool has_tensor_maps() { return encode_function() != nullptr; }
+
+bool encode_map(CUtensorMap* map, Dtype dtype, const void* data, const MapShape& shape) {
+  cuuint64_t extents[5] = {};
+  cuuint64_t steps[4] = {};
+  cuuint32_t box[5] = {};
+  const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
+  for (int i = 0; i < shape.rank; ++i) {
+    // No rows: nothing is read, but a map of nothing is refused.
+    const bool one = shape.extents[i] <= 1 || shape.strides[i] == 0;
+    extents[i] = one ? 1 : static_cast<cuuint64_t>(shape.extents[i]);
+    // A step that is never taken: any will do.
+    if (i > 0)
+      steps[i - 1] = one ? 16 : static_cast<cuuint64_t>(dtype_bytes(dtype) * shape.strides[i]);
+    box[i] = static_cast<cuuint32_t>(shape.box[i]);
+  }
+  return encode_function()(map,
+                           dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                           static_cast<cuuint32_t>(shape.rank), const_cast<void*>(data), extents,
+                           steps, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                           CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+bool move_map(CUtensorMap* map, const void** mapped, const void* data) {
+  if (*mapped == data) return true;
+  if (replace_function() == nullptr ||
+      replace_function()(map, const_cast<void*>(data)) != CUDA_SUCCESS) {
+    return false;
+  }
+  *mapped = data;
+  return true;
+}
+
+bool make_context(int device_id) {
+  if (cudaSetDevice(device_id) == cudaSuccess) return true;
+  cudaGetLastError();  // nothing is left behind for the next
+  return false;
+}
+
+}  // namespace flashmoe

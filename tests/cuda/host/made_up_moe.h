@@ -1,0 +1,8 @@
+// What tests tell the made-up kernels of experts.
+#pragma once
+
+namespace flashmoe::made_up {
+
+extern int stream_bytes_more;  // of shared memory that a block of the stream family wants
+
+}  // namespace flashmoe::made_up
