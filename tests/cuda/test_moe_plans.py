@@ -91,7 +91,7 @@ class Tensors:
 
 def _planned(params: Any, planner: ctypes.CDLL) -> tuple[str, tuple[str, ...]]:
     plan = capi_moe.plan_of(params, planner)
-    launches = (plan.stage[i].kernel.decode() for i in range(plan.launches))
+    launches = (launch.kernel.decode() for launch in plan.launches)
     return plan.family.decode(), tuple(launches)
 
 
