@@ -382,7 +382,9 @@ void a_call_at_other_addresses_moves_maps() {
     Call call(m.family, m.batch, m.seq_q, m.seq_k, m.heads_q, m.heads_kv);
     call.params.causal = m.causal;
     if (m.lse) call.params.lse = &call.tensors[4];
-    const auto keep = [&] { keep_params(split ? sizeof(sm90::SplitParams) : sizeof(sm90::TileParams)); };
+    const auto keep = [&] {
+      keep_params(split ? sizeof(sm90::SplitParams) : sizeof(sm90::TileParams));
+    };
     std::vector<Bytes> moved;
     std::thread([&] {
       const auto run = [&] {
@@ -395,7 +397,8 @@ void a_call_at_other_addresses_moves_maps() {
       };
       // So many of the maps have another address than that of the call before.
       const auto check_moves = [&](int changed) {
-        const auto again = static_cast<size_t>(fake::state.has_map_moves || changed == 0 ? 0 : map_count);
+        const auto again =
+            static_cast<size_t>(fake::state.has_map_moves || changed == 0 ? 0 : map_count);
         CHECK(fake::maps.size() == again);
         CHECK(fake::moves.size() == static_cast<size_t>(fake::state.has_map_moves ? changed : 0));
         for (const fake::Move& move : fake::moves) CHECK(move.from != move.to);
