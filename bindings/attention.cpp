@@ -95,45 +95,20 @@ flashmoe_status run(const flashmoe_attention_forward_params& params, void* works
   return flashmoe_attention_forward(&params, workspace, bytes, stream);
 }
 
-// Strides for out of `shape`: q's order in memory where q is dense and of that shape, else packed.
-void strides_of_out(const Call& call, const int64_t shape[kRank], int64_t strides[kRank]) {
-  packed_strides(shape, kRank, strides);
-  const flashmoe_tensor& q = call.q.tensor();
-  if (q.strides == nullptr || shape[kRank - 1] != call.q.extent(kRank - 1)) return;
-  int64_t extents[kRank];  // of q's axes from the innermost outwards
-  int64_t steps[kRank];
-  for (int axis = 0; axis < kRank; ++axis) {
-    int at = axis;
-    for (; at > 0 && steps[at - 1] > q.strides[axis]; --at) {
-      extents[at] = extents[at - 1];
-      steps[at] = steps[at - 1];
-    }
-    extents[at] = shape[axis];
-    steps[at] = q.strides[axis];
-  }
-  int64_t packed = 1;
-  for (int i = 0; i < kRank; ++i) {
-    if (extents[i] == 1) continue;
-    if (extents[i] == 0 || steps[i] != packed) return;
-    packed *= extents[i];
-  }
-  for (int axis = 0; axis < kRank; ++axis) strides[axis] = q.strides[axis];
-}
-
 nb::object allocate_out(const Caller& caller, Call* call) {
   int64_t shape[kRank];
-  int64_t strides[kRank];
   call->shape_of_out(shape);
-  strides_of_out(*call, shape, strides);
-  return caller.allocate("out", call->q.device(), call->q.tensor().dtype, kRank, shape, strides,
-                         &call->out);
+  if (shape[kRank - 1] == call->q.extent(kRank - 1)) {
+    return caller.allocate_like_first("out", call->q, &call->out);
+  }
+  return caller.allocate("out", call->q.device(), call->q.tensor().dtype, kRank, shape, &call->out);
 }
 
 nb::object allocate_lse(const Caller& caller, Call* call) {
   constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
   int64_t shape[kRank - 1];
   call->shape_of_lse(shape);
-  return caller.allocate("lse", call->q.device(), kFloat32, kRank - 1, shape, nullptr, &call->lse);
+  return caller.allocate("lse", call->q.device(), kFloat32, kRank - 1, shape, &call->lse);
 }
 
 // ---- entry points -------------------------------------------------------------------------------

@@ -15,14 +15,6 @@ void remember_error(void* context, const char* kind, const char* message) {
 
 }  // namespace
 
-void packed_strides(const int64_t* shape, int rank, int64_t* strides) {
-  uint64_t packed = 1;
-  for (int axis = rank - 1; axis >= 0; --axis) {
-    strides[axis] = static_cast<int64_t>(packed);
-    packed *= static_cast<uint64_t>(shape[axis] > 1 ? shape[axis] : 1);
-  }
-}
-
 Caller::Caller(const OperationWords& words, const TensorType& type, const char* name,
                nb::handle first)
     : words_(words),
@@ -109,28 +101,28 @@ dlpack::ManagedTensor* Caller::allocate_by_exchange(flashmoe_device device, flas
 }
 
 nb::object Caller::allocate(const char* name, flashmoe_device device, flashmoe_dtype dtype,
-                            int rank, const int64_t* shape, const int64_t* strides,
-                            TensorView* view) const {
-  nb::object made;
-  if (type_.is_torch) {
-    int64_t packed[TensorView::kMaxRank];
-    if (strides == nullptr) {
-      packed_strides(shape, rank, packed);
-      strides = packed;
-    }
-    made = torch_empty(first_, dtype, rank, shape, strides);
-  } else {
-    if (type_.api->allocate == nullptr || type_.api->object_from_managed == nullptr) {
-      raise_type_error(std::string(name) + ": " + nb::str(type_.type.attr("__qualname__")).c_str() +
-                       " offers no allocator; pass " + words_.outputs);
-    }
-    void* object = nullptr;
-    if (type_.api->object_from_managed(allocate_by_exchange(device, dtype, rank, shape), &object) !=
-        0) {
-      nb::raise_python_error();
-    }
-    made = nb::steal(static_cast<PyObject*>(object));
+                            int rank, const int64_t* shape, TensorView* view) const {
+  if (type_.is_torch) return with_view(name, torch_empty(first_, dtype, rank, shape), view);
+  if (type_.api->allocate == nullptr || type_.api->object_from_managed == nullptr) {
+    raise_type_error(std::string(name) + ": " + nb::str(type_.type.attr("__qualname__")).c_str() +
+                     " offers no allocator; pass " + words_.outputs);
   }
+  void* object = nullptr;
+  if (type_.api->object_from_managed(allocate_by_exchange(device, dtype, rank, shape), &object) !=
+      0) {
+    nb::raise_python_error();
+  }
+  return with_view(name, nb::steal(static_cast<PyObject*>(object)), view);
+}
+
+nb::object Caller::allocate_like_first(const char* name, const TensorView& first,
+                                       TensorView* view) const {
+  if (type_.is_torch) return with_view(name, torch_empty_like(first_), view);
+  const flashmoe_tensor& like = first.tensor();
+  return allocate(name, like.device, like.dtype, like.ndim, like.shape, view);
+}
+
+nb::object Caller::with_view(const char* name, nb::object made, TensorView* view) const {
   view->borrow(same_framework(name, made), name, made);
   return made;
 }

@@ -35,9 +35,12 @@ class Caller {
   // That the tensors viewed for writing have been written to.
   void finish() const;
 
-  // A new tensor beside the first one, and its view. strides: elements; nullptr is contiguous.
+  // A new contiguous tensor beside the first one, and its view.
   nb::object allocate(const char* name, flashmoe_device device, flashmoe_dtype dtype, int rank,
-                      const int64_t* shape, const int64_t* strides, TensorView* view) const;
+                      const int64_t* shape, TensorView* view) const;
+  // One of the first tensor's shape and dtype, with that one's order in memory where its framework
+  // can make such.
+  nb::object allocate_like_first(const char* name, const TensorView& first, TensorView* view) const;
 
   // The stream to launch on: `stream`, or the framework's current one on a CUDA device. Sets
   // *named to whether it was given.
@@ -59,6 +62,8 @@ class Caller {
   // Memory of the exchange API's allocator, made on the framework's current stream.
   dlpack::ManagedTensor* allocate_by_exchange(flashmoe_device device, flashmoe_dtype dtype,
                                               int rank, const int64_t* shape) const;
+  // Views what was made, and returns it.
+  nb::object with_view(const char* name, nb::object made, TensorView* view) const;
 
   const OperationWords& words_;
   const TensorType& type_;
@@ -89,8 +94,5 @@ class DeviceWorkspace {
   dlpack::ManagedTensor* managed_ = nullptr;
   nb::object tensor_;  // in place of managed_ where the stream is not the current one
 };
-
-// Strides of a contiguous tensor. May wrap round where the shape is beyond all memory.
-void packed_strides(const int64_t* shape, int rank, int64_t* strides);
 
 }  // namespace flashmoe

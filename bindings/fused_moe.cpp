@@ -61,7 +61,7 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
     }
   } else if (is_float(dtype) && rank >= 1 && rank <= TensorView::kMaxRank) {
     result = caller.allocate("out", call.tokens.device(), dtype, rank, call.tokens.tensor().shape,
-                             nullptr, &call.out);
+                             &call.out);
   }
   if (call.out.get() != nullptr) flatten("out", &call.out);
   flatten("tokens", &call.tokens);

@@ -33,10 +33,7 @@ struct Routing {
     return {part(0), part(1), part(2), part(3), part(4), part(5)};
   }
 
-  nb::object pack() const {
-    return nb::module_::import_("flashmoe_science.moe")
-        .attr("MoeRouting")(ids, weights, offsets, pairs, slots, lse);
-  }
+  nb::object pack() const { return nb::make_tuple(ids, weights, offsets, pairs, slots, lse); }
 };
 
 // New outputs of a routing.
@@ -49,8 +46,7 @@ Routing allocate(const Caller& caller, const RouteExtents& extents, bool want_ls
   call->make_outputs(extents, want_lse,
                      [&](const char* name, TensorView* view, flashmoe_dtype dtype, int rank,
                          const int64_t* shape) {
-                       parts[count++] =
-                           caller.allocate(name, device, dtype, rank, shape, nullptr, view);
+                       parts[count++] = caller.allocate(name, device, dtype, rank, shape, view);
                      });
   return {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5]};
 }
@@ -153,7 +149,7 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
   call.make_outputs(want_pre_activation, [&](const char* name, TensorView* view,
                                              flashmoe_dtype dtype, int rank, const int64_t* shape) {
     nb::object& made = view == &call.out ? result : saved;
-    made = caller.allocate(name, call.x.device(), dtype, rank, shape, nullptr, view);
+    made = caller.allocate(name, call.x.device(), dtype, rank, shape, view);
   });
   launch(&call, caller, stream);
   return want_pre_activation ? nb::make_tuple(result, saved) : result;
@@ -177,7 +173,7 @@ nb::object grouped_product(nb::handle x, nb::handle w, nb::handle offsets, nb::h
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
   call.make_outputs([&](const char* name, TensorView* view, flashmoe_dtype dtype, int rank,
                         const int64_t* shape) {
-    result = caller.allocate(name, call.x.device(), dtype, rank, shape, nullptr, view);
+    result = caller.allocate(name, call.x.device(), dtype, rank, shape, view);
   });
   launch(&call, caller, stream);
   return result;
@@ -191,11 +187,12 @@ void define_moe(nb::module_& module) {
              nb::arg("selection_bias").none(), nb::arg("num_groups").none(),
              nb::arg("top_groups").none(), nb::arg("scale").none(), nb::arg("return_lse").none(),
              nb::arg("out").none(), nb::arg("stream").none(),
-             "flashmoe_science.moe_route with all of its arguments.");
+             "flashmoe_science.moe_route with all of its arguments. Returns `out`, or the parts of "
+             "a routing.");
   module.def("moe_route_given", &moe_route_given, nb::arg("ids").none(), nb::arg("weights").none(),
              nb::arg("num_experts").none(), nb::arg("renormalize").none(), nb::arg("scale").none(),
              nb::arg("expert_map").none(), nb::arg("out").none(), nb::arg("stream").none(),
-             "flashmoe_science.moe_route_given with all of its arguments.");
+             "The same of moe_route_given.");
   module.def("moe_forward", &moe_forward, nb::arg("x").none(), nb::arg("w_gate_up").none(),
              nb::arg("w_down").none(), nb::arg("routing").none(), nb::arg("w_up").none(),
              nb::arg("gate").none(), nb::arg("activation").none(), nb::arg("b_gate_up").none(),

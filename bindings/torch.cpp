@@ -1,6 +1,7 @@
 #include "bindings/torch.h"
 
 #include "bindings/dlpack.h"
+#include "bindings/tensor.h"
 
 namespace flashmoe {
 namespace {
@@ -68,10 +69,18 @@ void count_writes(const nb::handle* tensors, size_t count) {
   torch().attr("autograd").attr("graph").attr("increment_version")(written);
 }
 
-nb::object torch_empty(nb::handle like, flashmoe_dtype dtype, int rank, const int64_t* shape,
-                       const int64_t* strides) {
+nb::object torch_empty(nb::handle like, flashmoe_dtype dtype, int rank, const int64_t* shape) {
+  int64_t strides[TensorView::kMaxRank];
+  uint64_t packed = 1;  // unsigned: it may wrap round where the shape is beyond all memory
+  for (int axis = rank - 1; axis >= 0; --axis) {
+    strides[axis] = static_cast<int64_t>(packed);
+    packed *= static_cast<uint64_t>(shape[axis] > 1 ? shape[axis] : 1);
+  }
+  // With strides it takes torch two thirds of the time.
   return like.attr("new_empty_strided")(tuple_of(shape, rank), tuple_of(strides, rank),
                                         nb::arg("dtype") = element_type(dtype));
 }
+
+nb::object torch_empty_like(nb::handle like) { return torch().attr("empty_like")(like); }
 
 }  // namespace flashmoe

@@ -29,10 +29,10 @@ bool refuses_writes(nb::handle tensor);
 // backward pass that has saved one of them then fails, where it would use the new values.
 void count_writes(const nb::handle* tensors, size_t count);
 
-// A new tensor of fp16, bf16, fp32 or int32 beside `like`. `strides` in elements. By torch's own
-// function: a tensor of its exchange allocator holds foreign storage, for which Tensor.record_stream
-// silently does nothing.
-nb::object torch_empty(nb::handle like, flashmoe_dtype dtype, int rank, const int64_t* shape,
-                       const int64_t* strides);
+// New tensors: a contiguous one of fp16, bf16, fp32 or int32 beside `like`, and one with the shape,
+// dtype and order in memory of `like`. By torch's own functions: a tensor of its exchange allocator
+// holds foreign storage, for which Tensor.record_stream silently does nothing.
+nb::object torch_empty(nb::handle like, flashmoe_dtype dtype, int rank, const int64_t* shape);
+nb::object torch_empty_like(nb::handle like);
 
 }  // namespace flashmoe

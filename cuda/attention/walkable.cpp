@@ -12,7 +12,7 @@ namespace {
 // heads, whose map then holds one.
 bool can_walk(const RowStrides& strides, int64_t batch, int64_t seq, int64_t heads,
               int64_t element_bytes) {
-  const auto fits = [](int64_t stride, int64_t extent, int64_t least) {
+  const auto fits = [=](int64_t stride, int64_t extent, int64_t least) {
     return extent <= 1 || (stride >= least && stride < kMaxStrideBytes / element_bytes);
   };
   return fits(strides.batch, batch, 0) && fits(strides.seq, seq, 1) && fits(strides.head, heads, 0);

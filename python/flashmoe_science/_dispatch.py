@@ -181,8 +181,9 @@ def refuse_derivatives(name: str, tensor: Any, operation: str) -> None:
 
 
 def _has_tangent(tensor: Any) -> bool:
-    from torch.autograd import forward_ad
+    import torch
 
+    forward_ad: Any = torch.autograd.forward_ad
     try:
         return forward_ad.unpack_dual(tensor).tangent is not None
     except RuntimeError:
@@ -209,7 +210,7 @@ def refuse_transformed(name: str, tensor: Any, operation: str) -> None:
 
 def _has_memory(tensor: Any) -> bool:
     try:
-        return tensor.data_ptr() != 0 or tensor.numel() == 0
+        return bool(tensor.data_ptr() != 0 or tensor.numel() == 0)
     except RuntimeError:
         return False
 

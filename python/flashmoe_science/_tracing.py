@@ -4,9 +4,17 @@ operators of flashmoe_science.torch."""
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 
 def is_traced() -> bool:
     """Imports nothing: who traces has imported torch, which another thread may be about to do."""
     compiling = getattr(sys.modules.get("torch.compiler"), "is_dynamo_compiling", None)
     return compiling is not None and compiling()
+
+
+def operators() -> Any:
+    """flashmoe_science.torch.operators, which imports torch's compiler."""
+    from flashmoe_science.torch import operators
+
+    return operators

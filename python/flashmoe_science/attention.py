@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeVar, overload
 
 from flashmoe_science import _core
-from flashmoe_science._tracing import is_traced
+from flashmoe_science._tracing import is_traced, operators
 
 _T = TypeVar("_T")
 
@@ -110,9 +110,7 @@ def flash_attention(
         MemoryError: The host is out of memory.
     """
     if is_traced():
-        from flashmoe_science.torch import operators
-
-        return operators.flash_attention(
+        return operators().flash_attention(
             q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, layout=layout,
             return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
         )  # fmt: skip

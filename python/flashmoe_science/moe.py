@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from flashmoe_science import _core
-from flashmoe_science._tracing import is_traced
+from flashmoe_science._tracing import is_traced, operators
 
 _T = TypeVar("_T")
 
@@ -91,17 +91,17 @@ def moe_route(
     Raises: What flash_attention raises. A message names the argument, or the tensor of `out`.
     """
     if is_traced():
-        from flashmoe_science.torch import operators
-
-        return operators.moe_route(
+        traced: MoeRouting = operators().moe_route(
             logits, top_k, scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
             num_groups=num_groups, top_groups=top_groups, scale=scale, return_lse=return_lse,
             out=out, stream=stream,
         )  # fmt: skip
-    return _core.moe_route(  # type: ignore[return-value]
+        return traced
+    made: Any = _core.moe_route(
         logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
         return_lse, out, stream,
     )  # fmt: skip
+    return MoeRouting(*made) if out is None else out
 
 
 def moe_route_given(
@@ -138,15 +138,15 @@ def moe_route_given(
     Raises: What flash_attention raises. A message names the argument, or the tensor of `out`.
     """
     if is_traced():
-        from flashmoe_science.torch import operators
-
-        return operators.moe_route_given(
+        traced: MoeRouting = operators().moe_route_given(
             ids, weights, num_experts=num_experts, renormalize=renormalize, scale=scale,
             expert_map=expert_map, out=out, stream=stream,
         )  # fmt: skip
-    return _core.moe_route_given(  # type: ignore[return-value]
+        return traced
+    made: Any = _core.moe_route_given(
         ids, weights, num_experts, renormalize, scale, expert_map, out, stream
     )
+    return MoeRouting(*made) if out is None else out
 
 
 @overload
@@ -272,9 +272,7 @@ def moe_forward(
     Raises: What flash_attention raises. A message names the argument, or the tensor of `routing`.
     """
     if is_traced():
-        from flashmoe_science.torch import operators
-
-        return operators.moe_forward(
+        return operators().moe_forward(
             x, w_gate_up, w_down, routing, w_up=w_up, gate=gate, activation=activation,
             b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha, limit=limit,
             up_offset=up_offset, weight_on_input=weight_on_input, out=out,
@@ -322,11 +320,10 @@ def grouped_product(
     Raises: What flash_attention raises. A message names the argument.
     """
     if is_traced():
-        from flashmoe_science.torch import operators
-
-        return operators.grouped_product(  # type: ignore[return-value]
+        traced: _T = operators().grouped_product(
             x, w, offsets=offsets, counts=counts, bias=bias, out=out, kernel=kernel, stream=stream
-        )  # type: ignore[type-var]
+        )
+        return traced
     return _core.grouped_product(  # type: ignore[return-value]
         x, w, offsets, counts, bias, out, kernel, stream
     )
@@ -388,9 +385,7 @@ def fused_moe(
     Raises: What flash_attention raises. A message names the argument.
     """
     if is_traced():
-        from flashmoe_science.torch import operators
-
-        return operators.fused_moe(
+        traced: _T = operators().fused_moe(
             tokens, router_weights, w_gate_up, w_down, top_k, logits=logits,
             router_bias=router_bias, scoring=scoring, renormalize=renormalize,
             selection_bias=selection_bias, num_groups=num_groups, top_groups=top_groups,
@@ -398,6 +393,7 @@ def fused_moe(
             b_up=b_up, b_down=b_down, alpha=alpha, limit=limit, up_offset=up_offset,
             weight_on_input=weight_on_input, out=out, kernel=kernel, stream=stream,
         )  # fmt: skip
+        return traced
     return _core.fused_moe(  # type: ignore[return-value]
         tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
         renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,

@@ -25,8 +25,8 @@ ENTRIES = {
     "moe/stream/bulk": ("bf16_bulk",),
 }
 CORE = (
-    *("attention", "checks", "choose", "dtype", "launch", "log", "overlap", "per_thread"),
-    "status",
+    *("attention", "checks", "choose", "dtype", "launch", "log", "operation", "overlap"),
+    *("per_thread", "status"),
 )
 BASE = tuple(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status"))
 MOE_CORE = (*BASE, *(f"core/{name}.cpp" for name in ("checks", "launch")))
@@ -69,7 +69,7 @@ SOURCES = {
     "test_moe_calls": (
         *MOE_CORE,
         *(f"core/{name}.cpp" for name in ("choose", "grouped_product", "moe_checks")),
-        *(f"core/{name}.cpp" for name in ("moe_forward", "overlap")),
+        *(f"core/{name}.cpp" for name in ("moe_forward", "operation", "overlap")),
         *MOE_CUDA,
         *MOE_FAMILIES,
         *MOE_STREAM,
@@ -106,7 +106,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _compile("test_launch", tmp_path_factory.mktemp("host"))
 
 
-@pytest.mark.parametrize("without", ["", "no-driver", "no-handles", "no-shared-attributes"])
+@pytest.fixture(scope="module")
+def experts_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _compile("test_moe_calls", tmp_path_factory.mktemp("host"))
+
+
+@pytest.mark.parametrize(
+    "without", ["", "no-driver", "no-handles", "no-shared-attributes", "no-map-moves"]
+)
 def test_launch(program: Path, without: str) -> None:
     checked([program, *([without] if without else [])])
 
@@ -129,6 +136,11 @@ def test_routing_and_combining(tmp_path: Path) -> None:
 
 def test_what_layers_and_products_refuse(tmp_path: Path) -> None:
     checked([_compile("test_moe_limits", tmp_path)])
+
+
+@pytest.mark.parametrize("without", ["", "no-map-moves"])
+def test_calls_of_experts(experts_program: Path, without: str) -> None:
+    checked([experts_program, *([without] if without else [])])
 
 
 def test_who_serves_few_tokens(tmp_path: Path) -> None:

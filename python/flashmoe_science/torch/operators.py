@@ -182,9 +182,10 @@ def _refuse_outputs(**given: Any) -> None:
 def _outside_of_graphs(name: str) -> Callable[[Any], bool]:
     """_is_plain, breaking the graph for a call that is given such an argument."""
     reason = {"reason": _TRACED.format(name)}
-    if "reason" not in inspect.signature(torch.compiler.disable).parameters:  # before torch 2.7
+    if "reason" not in inspect.signature(torch.compiler.disable).parameters:  # of an older torch
         reason = {}
-    made: Callable[[Any], bool] = torch.compiler.disable(_is_plain, **reason)
+    disable: Any = torch.compiler.disable
+    made: Callable[[Any], bool] = disable(_is_plain, **reason)
     return made
 
 
@@ -364,11 +365,11 @@ def _route_kernel(return_lse: bool) -> Callable[..., Any]:
         logits: Any, top_k: int, scoring: Any, renormalize: bool, selection_bias: Any,
         num_groups: int, top_groups: Any, scale: float,
     ) -> Any:  # fmt: skip
-        routing: Any = _core.moe_route(
+        parts: Any = _core.moe_route(
             logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
             return_lse, None, None,
         )  # fmt: skip
-        return tuple(routing) if return_lse else tuple(routing)[:-1]
+        return parts if return_lse else parts[:-1]
 
     return kernel_of
 
@@ -407,10 +408,10 @@ def _route_given_fake(
 def _route_given_kernel(
     ids: Any, weights: Any, num_experts: int, renormalize: bool, scale: float, expert_map: Any
 ) -> Any:
-    routing: Any = _core.moe_route_given(
+    parts: Any = _core.moe_route_given(
         ids, weights, num_experts, renormalize, scale, expert_map, None, None
     )
-    return tuple(routing)[:-1]
+    return parts[:-1]
 
 
 _route_given = _define(
@@ -438,10 +439,11 @@ def moe_route(
     """flashmoe_science.moe_route, which see. In a graph, out and stream are None."""
     if _is_plain(logits) or _leaves_graph(logits, out=out, stream=stream):
         try:
-            return _core.moe_route(  # type: ignore[return-value]
+            made: Any = _core.moe_route(
                 logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
                 return_lse, out, stream,
             )  # fmt: skip
+            return MoeRouting(*made) if out is None else out
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
     operator = _route_with_lse if return_lse else _route
@@ -465,9 +467,10 @@ def moe_route_given(
     """flashmoe_science.moe_route_given, which see. In a graph, out and stream are None."""
     if _is_plain(ids) or _leaves_graph(ids, out=out, stream=stream):
         try:
-            return _core.moe_route_given(  # type: ignore[return-value]
+            made: Any = _core.moe_route_given(
                 ids, weights, num_experts, renormalize, scale, expert_map, out, stream
             )
+            return MoeRouting(*made) if out is None else out
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
     parts = _route_given(ids, weights, num_experts, renormalize, scale, expert_map)
@@ -518,7 +521,8 @@ def _forward_kernel(return_pre_activation: bool) -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         routing = MoeRouting(None, weights, offsets, pairs, slots)
         *layer, kernel = options
-        return _core.moe_forward(
+        call: Any = _core.moe_forward
+        return call(
             x, w_gate_up, w_down, routing, *layer, None, None, return_pre_activation, kernel, None
         )
 
@@ -633,7 +637,9 @@ def grouped_product(
     """flashmoe_science.grouped_product, which see. In a graph, out and stream are None."""
     if _is_plain(x) or _leaves_graph(x, out=out, stream=stream):
         try:
-            return _core.grouped_product(x, w, offsets, counts, bias, out, kernel, stream)
+            return _core.grouped_product(  # type: ignore[return-value]
+                x, w, offsets, counts, bias, out, kernel, stream
+            )
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
     made: torch.Tensor = _product(x, w, offsets, counts, bias, kernel)
@@ -646,7 +652,8 @@ def _fused_fake(tokens: Any, *arguments: Any) -> Any:
 
 def _fused_kernel(*arguments: Any) -> Any:
     *layer, kernel = arguments
-    return _core.fused_moe(*layer, None, kernel, None)
+    call: Any = _core.fused_moe
+    return call(*layer, None, kernel, None)
 
 
 def _fused_fold(
@@ -702,7 +709,7 @@ def fused_moe(
     """flashmoe_science.fused_moe, which see. In a graph, out and stream are None."""
     if _is_plain(tokens) or _leaves_graph(tokens, out=out, stream=stream):
         try:
-            return _core.fused_moe(
+            return _core.fused_moe(  # type: ignore[return-value]
                 tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
                 renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
                 b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, out, kernel,

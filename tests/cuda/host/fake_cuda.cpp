@@ -172,7 +172,7 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   if (current_id() == 0) return CUDA_ERROR_INVALID_CONTEXT;
-  if (state.refuse_maps || rank < 1 || rank > 5 || !is_aligned(map, kMapAlignment) ||
+  if (maps.size() >= state.most_maps || rank < 1 || rank > 5 || !is_aligned(map, kMapAlignment) ||
       !is_aligned(data, kMappedAlignment)) {
     return CUDA_ERROR_INVALID_VALUE;
   }

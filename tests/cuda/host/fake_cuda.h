@@ -54,8 +54,8 @@ struct State {
   std::atomic<cudaError_t> runtime_launch{cudaSuccess};
   std::atomic<cudaError_t> load{cudaSuccess};  // what cudaFuncGetAttributes returns
   std::atomic<cudaError_t> set_device{cudaSuccess};
-  std::atomic<bool> refuse_maps{false};   // to encode them
-  std::atomic<bool> refuse_moves{false};  // to give them another address
+  std::atomic<size_t> most_maps{SIZE_MAX};  // in `maps`, beyond which none is encoded
+  std::atomic<bool> refuse_moves{false};    // of maps to another address
 
   // What was asked for.
   std::atomic<int> loads{0};

@@ -1,6 +1,6 @@
 // The host side of the GPU families on a made-up CUDA: what is loaded, planned and launched, by whom,
-// and what is left when that fails. test_launch [no-driver | no-handles |
-// no-shared-attributes]: without those parts of CUDA.
+// and what is left when that fails. test_launch [no-driver | no-handles | no-shared-attributes |
+// no-map-moves]: without those parts of CUDA.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -116,7 +116,7 @@ const Entry entry_fp16_d64_dv64 = {
 
 namespace flashmoe {
 
-static flashmoe_status no_cpu(const AttentionProblem&, AttentionPlan*, const Reason& reason) {
+static flashmoe_status no_cpu(const AttentionProblem&, Plan*, const Reason& reason) {
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "not here");
 }
 const AttentionFamily kCpuAttention = {"cpu", FLASHMOE_DEVICE_CPU, no_cpu, nullptr};
@@ -124,13 +124,14 @@ const AttentionFamily kCpuAttention = {"cpu", FLASHMOE_DEVICE_CPU, no_cpu, nullp
 namespace {
 
 bool driver_launches = true;
+alignas(16) char workspace[16];  // of any size: the fake's launches touch none
 
 // ---- calls ---------------------------------------------------------------------------------------
 
 struct Call {
   int64_t batch, seq_q, seq_k, heads_q, heads_kv;
-  int64_t shapes[4][4], strides[4][4];
-  flashmoe_tensor tensors[4];
+  int64_t shapes[5][4], strides[5][4];
+  flashmoe_tensor tensors[5];  // q, k, v, out, lse
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
 
   Call(const char* family, int64_t batch_, int64_t seq_q_, int64_t seq_k_, int64_t heads_q_,
@@ -153,6 +154,15 @@ struct Call {
                     strides[i],
                     0};
     }
+    const int64_t lse_shape[] = {batch, heads_q, seq_q};
+    std::copy(std::begin(lse_shape), std::end(lse_shape), shapes[4]);
+    tensors[4] = {reinterpret_cast<void*>((int64_t{1} << 40) + (int64_t{4} << 32)),
+                  {FLASHMOE_DEVICE_CUDA, device},
+                  3,
+                  {FLASHMOE_DTYPE_FLOAT, 32, 1},
+                  shapes[4],
+                  nullptr,
+                  0};
     params.q = &tensors[0];
     params.k = &tensors[1];
     params.v = &tensors[2];
@@ -162,17 +172,45 @@ struct Call {
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
+  // To other memory, of the same alignment.
+  void move(int tensor) {
+    tensors[tensor].data = static_cast<char*>(tensors[tensor].data) + (1 << 20);
+  }
+
   flashmoe_status run(void* stream = nullptr) const {
     return flashmoe_attention_forward(&params, nullptr, 0, stream);
+  }
+  flashmoe_status run_in_workspace() const {
+    return flashmoe_attention_forward(&params, workspace, 16 << 20, nullptr);
   }
 };
 
 fake::By whoever() { return driver_launches ? fake::By::kDriver : fake::By::kRuntime; }
 
-flashmoe_launch read_back() {
-  flashmoe_launch launch = flashmoe_launch_init();
-  CHECK(flashmoe_last_launch(&launch) == FLASHMOE_OK);
-  return launch;
+flashmoe_plan plan_of(const Call& call) {
+  flashmoe_plan plan = flashmoe_plan_init();
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+  return plan;
+}
+
+std::vector<flashmoe_launch> read_back() {
+  flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES];
+  int32_t count = 0;
+  CHECK(flashmoe_last_launches(launches, &count) == FLASHMOE_OK);
+  return {launches, launches + count};
+}
+
+// What was launched last is what a plan says, in its order.
+void check_read_back(const flashmoe_plan& plan) {
+  const std::vector<flashmoe_launch> launches = read_back();
+  CHECK(launches.size() == static_cast<size_t>(plan.launch_count));
+  for (size_t i = 0; i < launches.size(); ++i) {
+    const flashmoe_launch& planned = plan.launches[i];
+    CHECK(launches[i].registers == 168 && launches[i].binary_arch == 90);
+    flashmoe_launch as_planned = launches[i];
+    as_planned.registers = as_planned.local_bytes = as_planned.binary_arch = 0;
+    CHECK(std::memcmp(&as_planned, &planned, sizeof planned) == 0);
+  }
 }
 
 // ---- tests ---------------------------------------------------------------------------------------
@@ -185,7 +223,7 @@ void models_are_planned_for_and_run_nothing() {
   fake::on_launch = [](const void*) { CHECK(false); };
   const int loads = fake::state.loads;
   const int set_devices = fake::state.set_devices;
-  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
+  flashmoe_plan plan = flashmoe_plan_init();
   for (const char* kernel : {"sm90", "sm89"}) {
     for (const int32_t model : {FLASHMOE_GPU_H200, FLASHMOE_GPU_L4}) {
       Call call(kernel, 2, 60, 1000, 6, 2);
@@ -216,13 +254,13 @@ void models_are_planned_for_and_run_nothing() {
 }
 
 sm89::Params seen89;
-sm90::Params seen90;
+sm90::TileParams seen90;
 
 void the_plan_is_what_the_launch_gets() {
   fake::on_launch = [](const void* params) { std::memcpy(&seen89, params, sizeof seen89); };
   const Call call("sm89", 2, 60, 1000, 6, 2);
-  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
-  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+  const flashmoe_plan plan = plan_of(call);
+  const flashmoe_launch& first = plan.launches[0];
   CHECK(std::strcmp(plan.family, "sm89") == 0 && std::strcmp(plan.isa, "sm_90") == 0);
   CHECK(fake::state.allowed_shared_bytes[0] == 32784);
   for (int i = 0; i < 3; ++i) {
@@ -231,19 +269,18 @@ void the_plan_is_what_the_launch_gets() {
     CHECK(fake::last.by == whoever() && fake::last.device == 0);
     const void* function = reinterpret_cast<const void*>(0x89);
     CHECK(fake::last.kernel == (driver_launches ? fake::handle_of(function) : function));
-    CHECK(fake::last.grid.x == plan.grid[0] && plan.grid[0] == 12);
+    CHECK(fake::last.grid.x == first.grid[0] && first.grid[0] == 12);
     CHECK(fake::last.grid.y == 1 && fake::last.grid.z == 1);
-    CHECK(fake::last.block.x == plan.block[0] && plan.block[0] == 128);
+    CHECK(fake::last.block.x == first.block[0] && first.block[0] == 128);
     CHECK(fake::last.block.y == 1 && fake::last.block.z == 1);
-    CHECK(fake::last.shared_bytes == plan.shared_bytes && plan.shared_bytes == 32784);
+    CHECK(fake::last.shared_bytes == 32784);
+    CHECK(first.shared_bytes == 32784 + fake::kStaticSharedBytes);
     CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1);
     CHECK(seen89.q == call.tensors[0].data && seen89.out == call.tensors[3].data);
     CHECK(seen89.tiles_per_head == 1 && seen89.heads == 12 && seen89.heads_per_kv == 3);
-    const flashmoe_launch launch = read_back();
-    CHECK(std::strcmp(launch.kernel, plan.kernel) == 0 && launch.device.device_id == 0);
-    CHECK(launch.grid[0] == 12 && launch.block[0] == 128 &&
-          launch.shared_bytes == 32784 + fake::kStaticSharedBytes);
-    CHECK(launch.registers == 168 && launch.binary_arch == 90);
+    CHECK(std::strcmp(first.kernel, "attention_forward_sm89_fp16_d64_dv64") == 0);
+    CHECK(first.device.device_type == FLASHMOE_DEVICE_CUDA && first.device.device_id == 0);
+    check_read_back(plan);
   }
 }
 
@@ -274,46 +311,183 @@ void sm90_encodes_its_maps_once() {
   CHECK(seen90.v_repeats.batch == 0 && seen90.v_repeats.head == 0);
   CHECK(seen90.k_repeats.batch == 1 && seen90.k_repeats.head == 1);
 
-  // Another address, another scale or another mask is another call.
-  call.tensors[1].data = static_cast<char*>(call.tensors[1].data) + 4096;
-  CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 8);
-  CHECK(seen90.k_data == call.tensors[1].data);
+  // Another scale or another mask is another call.
   call.params.scale = 0.5f;
-  CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 12);
+  CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 8);
   call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
-  CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 16);
+  CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 12);
   CHECK(seen90.heads_per_swizzle == 12);
-  CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 16);
-
-  fake::state.refuse_maps = true;
-  call.tensors[0].data = static_cast<char*>(call.tensors[0].data) + 4096;
-  CHECK(call.run() == FLASHMOE_ERROR_CUDA);
-  CHECK(std::strstr(flashmoe_last_error(), "the driver refused a tensor map") != nullptr);
-  fake::state.refuse_maps = false;
-  CHECK(call.run() == FLASHMOE_OK && seen90.q_data == call.tensors[0].data);
+  CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 12);
+  CHECK(fake::moves.empty());
 }
 
-// On a thread that has none of its own yet.
-void without_memory_for_maps_nothing_is_launched() {
-  fake::on_launch = nullptr;
-  for (const char* family : {"sm90", "split"}) {
-    const Call call(family, 1, 1024, 1024, 32, 8);
+// ---- calls at other addresses
+
+// The parameters of all launches of this thread's calls.
+using Bytes = std::vector<unsigned char>;
+thread_local std::vector<Bytes> seen_params;
+thread_local size_t params_bytes = 0;
+
+void keep_params(size_t bytes) {
+  params_bytes = bytes;
+  seen_params.clear();
+  fake::on_launch = [](const void* params) {
+    const auto* const first = static_cast<const unsigned char*>(params);
+    seen_params.emplace_back(first, first + params_bytes);
+  };
+}
+
+template <class Params>
+Params last_params() {
+  Params params;
+  std::memcpy(static_cast<void*>(&params), seen_params.back().data(), sizeof params);
+  return params;
+}
+
+void check_maps_are_of(const Call& call) {
+  const auto params = last_params<sm90::Params>();
+  const bool keys = call.seq_k > 0;
+  CHECK(fake::mapped_by(params.q) == call.tensors[0].data);
+  CHECK(fake::mapped_by(params.k) == call.tensors[keys ? 1 : 0].data);
+  CHECK(fake::mapped_by(params.v) == call.tensors[keys ? 2 : 0].data);
+  if (std::strcmp(call.params.kernel, "sm90") == 0) {
+    CHECK(fake::mapped_by(params.out) == call.tensors[3].data);
+  }
+}
+
+struct Moving {
+  const char* family;
+  int64_t batch, seq_q, seq_k, heads_q, heads_kv;
+  int32_t causal;
+  bool lse;
+  int launches;
+};
+
+constexpr Moving kMoving[] = {
+    {"sm90", 2, 700, 1000, 6, 2, 0, false, 1},
+    {"sm90", 2, 700, 1000, 6, 2, FLASHMOE_CAUSAL_BOTTOM_RIGHT, true, 1},
+    {"sm90", 2, 700, 0, 6, 2, 0, true, 1},
+    {"split", 1, 64, 8192, 8, 2, 0, true, 2},       // each tile's keys to as many blocks
+    {"split", 1, 1024, 8192, 32, 8, 0, false, 2},   // stream-K
+    {"split", 4, 4096, 4096, 16, 16, 0, false, 1},  // whole tiles
+    {"split", 1, 64, 0, 8, 2, 0, true, 1},
+};
+
+// Encodes nothing again, moves the maps whose addresses changed and no others, and its launches get the same
+// parameters, byte for byte, as those of a call that is the first of its thread.
+void a_call_at_other_addresses_moves_maps() {
+  for (const Moving& m : kMoving) {
+    const bool split = std::strcmp(m.family, "split") == 0;
+    const int map_count = split ? 3 : 4;
+    Call call(m.family, m.batch, m.seq_q, m.seq_k, m.heads_q, m.heads_kv);
+    call.params.causal = m.causal;
+    if (m.lse) call.params.lse = &call.tensors[4];
+    const auto keep = [&] { keep_params(split ? sizeof(sm90::SplitParams) : sizeof(sm90::TileParams)); };
+    std::vector<Bytes> moved;
     std::thread([&] {
-      // So that there is room for a sentence.
-      CHECK(flashmoe_attention_forward(nullptr, nullptr, 0, nullptr) != FLASHMOE_OK);
-      static char workspace[16];
       const auto run = [&] {
-        return flashmoe_attention_forward(&call.params, workspace, 16 << 20, nullptr);
+        keep();
+        fake::maps.clear();
+        fake::moves.clear();
+        CHECK(call.run_in_workspace() == FLASHMOE_OK);
+        CHECK(seen_params.size() == static_cast<size_t>(m.launches));
+        check_maps_are_of(call);
       };
+      // So many of the maps have another address than that of the call before.
+      const auto check_moves = [&](int changed) {
+        const auto again = static_cast<size_t>(fake::state.has_map_moves || changed == 0 ? 0 : map_count);
+        CHECK(fake::maps.size() == again);
+        CHECK(fake::moves.size() == static_cast<size_t>(fake::state.has_map_moves ? changed : 0));
+        for (const fake::Move& move : fake::moves) CHECK(move.from != move.to);
+      };
+      run();
+      CHECK(fake::maps.size() == static_cast<size_t>(map_count) && fake::moves.empty());
+      run();
+      check_moves(0);
+      for (int tensor = 0; tensor < (m.lse ? 5 : 4); ++tensor) {
+        // Without keys the maps of k and v are of q.
+        const int of_q = m.seq_k > 0 ? 1 : 3;
+        const int of_keys = m.seq_k > 0 ? 1 : 0;
+        const int changed[] = {of_q, of_keys, of_keys, split ? 0 : 1, 0};
+        call.move(tensor);
+        run();
+        check_moves(changed[tensor]);
+        CHECK(fake::moves.empty() || fake::moves.back().to == call.tensors[tensor].data);
+      }
+      for (int tensor = 0; tensor < 5; ++tensor) call.move(tensor);
+      run();
+      check_moves(map_count);
+      moved = seen_params;
+      check_read_back(plan_of(call));
+    }).join();
+    std::thread([&] {
+      keep();
+      CHECK(call.run_in_workspace() == FLASHMOE_OK);
+      CHECK(seen_params == moved);
+    }).join();
+  }
+}
+
+// Whatever the driver refuses, a call is made with maps of its own addresses or not at all.
+void no_map_is_of_another_call() {
+  for (const char* family : {"sm90", "split"}) {
+    std::thread([&] {
+      Call call(family, 1, 1024, 8192, 32, 8);
+      const auto run = [&](flashmoe_status status) {
+        keep_params(sizeof(sm90::Params));
+        CHECK(call.run_in_workspace() == status);
+        CHECK(seen_params.empty() == (status != FLASHMOE_OK));
+        if (status == FLASHMOE_OK) return check_maps_are_of(call);
+        CHECK(std::strstr(flashmoe_last_error(), "the driver refused a tensor map") != nullptr);
+      };
+      run(FLASHMOE_OK);
+      fake::state.refuse_moves = true;
+      call.move(1);
+      run(FLASHMOE_OK);  // encoded again
+      fake::state.most_maps = 0;
+      for (const int tensor : {0, 2}) {
+        call.move(tensor);
+        for (int i = 0; i < 2; ++i) run(FLASHMOE_ERROR_CUDA);
+      }
+      fake::state.most_maps = SIZE_MAX;
+      fake::state.refuse_moves = false;
+      run(FLASHMOE_OK);
+      // Its context is taken from the thread, or goes: the driver makes no map until there is another.
+      call.move(0);
+      fake::forget_context();
+      run(FLASHMOE_OK);
+      if (!fake::state.has_driver) return;  // kernels are not loaded again
+      call.move(2);
+      fake::reset(0);
+      run(FLASHMOE_OK);
+    }).join();
+  }
+}
+
+// On a thread that has none of its own yet. Nothing is kept, and nothing can be read back.
+void without_memory_every_call_is_planned() {
+  for (const char* family : {"sm90", "split"}) {
+    Call call(family, 1, 1024, 1024, 32, 8);
+    std::thread([&] {
       out_of_memory = true;
       for (int i = 0; i < 2; ++i) {
-        fake::last = {};
-        CHECK(run() == FLASHMOE_ERROR_OUT_OF_MEMORY);
-        CHECK(std::strstr(flashmoe_last_error(), "there is no memory for the") != nullptr);
-        CHECK(fake::last.by == fake::By::kNobody);
+        keep_params(sizeof(sm90::Params));
+        fake::maps.clear();
+        CHECK(call.run_in_workspace() == FLASHMOE_OK);
+        CHECK(fake::maps.size() == (std::strcmp(family, "sm90") == 0 ? 4 : 3));
+        check_maps_are_of(call);
+        call.move(i);
       }
+      flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES];
+      int32_t count = 0;
+      CHECK(flashmoe_last_launches(launches, &count) == FLASHMOE_ERROR_INVALID_ARGUMENT);
       out_of_memory = false;
-      CHECK(run() == FLASHMOE_OK && fake::last.by != fake::By::kNobody);
+      for (int i = 0; i < 2; ++i) {
+        CHECK(call.run_in_workspace() == FLASHMOE_OK);
+        check_maps_are_of(call);
+      }
+      CHECK(fake::maps.size() == (std::strcmp(family, "sm90") == 0 ? 8 : 6));
+      check_read_back(plan_of(call));
     }).join();
   }
 }
@@ -330,7 +504,7 @@ void each_device_has_its_own_plan_and_stays_current() {
     for (int i = 0; i < 3; ++i) {
       CHECK(there.run(fake::stream_of(1)) == FLASHMOE_OK);
       CHECK(fake::last.device == 1 && fake::last.grid.x == 10 && fake::last.by == whoever());
-      CHECK(read_back().device.device_id == 1);
+      CHECK(read_back()[0].device.device_id == 1);
       CHECK(few_there.run() == FLASHMOE_OK);
       CHECK(fake::last.device == 1 && fake::last.block.x == 128 && fake::last.by == whoever());
       CHECK(here.run(fake::stream_of(0)) == FLASHMOE_OK);
@@ -408,7 +582,7 @@ void a_new_thread_gets_a_context() {
   }).join();
 }
 
-// With it goes what kernels were allowed in its context, and their handles, but no plan of a known call.
+// With it goes what kernels were allowed in its context, and their handles, but no plan that is kept.
 // Without the driver, contexts cannot be told apart.
 void a_device_may_be_reset() {
   if (!fake::state.has_driver) return;
@@ -419,12 +593,10 @@ void a_device_may_be_reset() {
   const void* const functions[] = {
       reinterpret_cast<const void*>(0x89), reinterpret_cast<const void*>(0x90),
       reinterpret_cast<const void*>(0x55), reinterpret_cast<const void*>(0x92)};
-  alignas(16) static char workspace[16];  // the fake's launches touch none
   const auto run_all = [&] {
     for (int i = 0; i < 4; ++i) {
       fake::last = {};
-      CHECK(flashmoe_attention_forward(&calls[i].params, workspace, 16 << 20, nullptr) ==
-            FLASHMOE_OK);
+      CHECK(calls[i].run_in_workspace() == FLASHMOE_OK);
       CHECK(fake::last.by == whoever() && fake::last.device == 0);
       CHECK(fake::last.kernel == (driver_launches ? fake::handle_of(functions[i]) : functions[i]));
     }
@@ -450,7 +622,7 @@ void a_device_may_be_reset() {
     CHECK(reloads > 0);
     run_all();
     CHECK(fake::state.loads == loads + reloads);  // once
-    CHECK(read_back().registers == 168);
+    CHECK(read_back()[0].registers == 168);
   }
   CHECK(fake::state.stale_launches == 0);
 }
@@ -485,14 +657,14 @@ void what_the_driver_refuses_the_runtime_decides() {
     CHECK(fake::last.kernel == reinterpret_cast<const void*>(0x90));
   }
   CHECK(fake::state.tries_by_driver == tries + (driver_launches ? 2 : 0));
-  const flashmoe_launch before = read_back();
+  const flashmoe_launch before = read_back()[0];
   fake::state.runtime_launch = cudaErrorLaunchFailure;
   fake::last = {};
   const Call other("sm89", 2, 60, 1000, 6, 2);
   CHECK(other.run() == FLASHMOE_ERROR_CUDA);
   CHECK(std::strstr(flashmoe_last_error(), "launching attention_forward_sm89_fp16") != nullptr);
   CHECK(fake::last.by == fake::By::kNobody && fake::last_error == cudaSuccess);
-  CHECK(std::strcmp(read_back().kernel, before.kernel) == 0);
+  CHECK(std::strcmp(read_back()[0].kernel, before.kernel) == 0);
   fake::state.runtime_launch = cudaSuccess;
   fake::state.driver_launch = CUDA_SUCCESS;
   CHECK(other.run() == FLASHMOE_OK && fake::last.by == whoever());
@@ -504,22 +676,23 @@ void clusters_and_programmatic_launches_are_planned() {
   static short_rows::Params seen;
   fake::on_launch = [](const void* params) { std::memcpy(&seen, params, sizeof seen); };
   Call call("short", 1, 1, 4000, 8, 1);
-  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
-  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
-  CHECK(plan.cluster == 8 || plan.cluster == 16);
-  CHECK(plan.grid[0] == static_cast<uint32_t>(plan.cluster) && plan.tile_q == 8);
+  const flashmoe_plan plan = plan_of(call);
+  const flashmoe_launch& first = plan.launches[0];
+  CHECK(first.cluster == 8 || first.cluster == 16);
+  CHECK(first.grid[0] == static_cast<uint32_t>(first.cluster) && first.tile_m == 8);
+  CHECK(plan.launch_count == 1 && plan.workspace_bytes == 0);
   CHECK(fake::state.allowed_shared_bytes[0] == 8208);
   CHECK(fake::state.large_clusters_allowed[0] && !fake::state.large_clusters_allowed[1]);
   for (const CUresult result : {CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE}) {
     fake::state.driver_launch = result;
     CHECK(call.run() == FLASHMOE_OK);
     CHECK(fake::last.by == (result == CUDA_SUCCESS ? whoever() : fake::By::kRuntime));
-    CHECK(fake::last.cluster == static_cast<unsigned>(plan.cluster));
+    CHECK(fake::last.cluster == static_cast<unsigned>(first.cluster));
     CHECK(fake::last.programmatic == 1);
-    CHECK(fake::last.grid.x == plan.grid[0] && fake::last.block.x == plan.block[0]);
-    CHECK(fake::last.shared_bytes == plan.shared_bytes);
-    CHECK((1 << seen.cluster_log2) == plan.cluster && seen.tiles_per_head.value == 1);
-    CHECK(read_back().cluster == plan.cluster);
+    CHECK(fake::last.grid.x == first.grid[0] && fake::last.block.x == first.block[0]);
+    CHECK(fake::last.shared_bytes + fake::kStaticSharedBytes == first.shared_bytes);
+    CHECK((1 << seen.cluster_log2) == first.cluster && seen.tiles_per_head.value == 1);
+    check_read_back(plan);
   }
   fake::state.driver_launch = CUDA_SUCCESS;
   fake::on_launch = nullptr;
@@ -529,7 +702,8 @@ void clusters_and_programmatic_launches_are_planned() {
       fake::state.driver_launch = result;
       CHECK(tiles.run() == FLASHMOE_OK);
       CHECK(fake::last.by == (result == CUDA_SUCCESS ? whoever() : fake::By::kRuntime));
-      CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1 && read_back().cluster == 0);
+      CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1);
+      CHECK(read_back()[0].cluster == 0);
     }
   }
   fake::state.driver_launch = CUDA_SUCCESS;
@@ -543,38 +717,38 @@ void parts_go_through_the_workspace() {
     seen.push_back(*static_cast<const short_rows::Params*>(params));
   };
   Call call("short", 1, 3, 1 << 20, 8, 2);
-  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
-  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+  const flashmoe_plan plan = plan_of(call);
+  const flashmoe_launch& first = plan.launches[0];
   constexpr uint64_t kPart = 8 * (64 * 4 + 8);
   constexpr uint32_t kTiles = 2 * 2;  // 12 packed rows of each of 2 heads
-  CHECK(plan.cluster == 1 && plan.grid[0] % kTiles == 0);
-  const uint32_t parts = plan.grid[0] / kTiles;
-  CHECK(parts > 1 && plan.workspace_bytes == plan.grid[0] * kPart);
+  CHECK(first.cluster == 1 && first.grid[0] % kTiles == 0);
+  const uint32_t parts = first.grid[0] / kTiles;
+  CHECK(parts > 1 && plan.launch_count == 2 && plan.workspace_bytes == first.grid[0] * kPart);
   CHECK(plan.workspace_bytes <= 16 << 20);
-  alignas(16) static char workspace[16];  // the fake's launches touch none
   size_t bytes = 0;
   CHECK(flashmoe_attention_forward_workspace_size(&call.params, &bytes) == FLASHMOE_OK);
   CHECK(bytes == plan.workspace_bytes);
   CHECK(call.run() == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL && seen.empty());
   CHECK(flashmoe_attention_forward_workspace_size(&call.params, &bytes) == FLASHMOE_OK);
-  CHECK(bytes == plan.workspace_bytes);  // of the known call
+  CHECK(bytes == plan.workspace_bytes);  // of the plan that is kept
   CHECK(flashmoe_attention_forward(&call.params, workspace, bytes - 1, nullptr) ==
         FLASHMOE_ERROR_WORKSPACE_TOO_SMALL);
   CHECK(flashmoe_attention_forward(&call.params, workspace, bytes, nullptr) == FLASHMOE_OK);
   CHECK(seen.size() == 2);
   for (const short_rows::Params& params : seen) {
     CHECK(static_cast<void*>(params.parts) == workspace);
-    CHECK(reinterpret_cast<char*>(params.statistics) == workspace + plan.grid[0] * 8 * 64 * 4);
+    CHECK(reinterpret_cast<char*>(params.statistics) == workspace + first.grid[0] * 8 * 64 * 4);
+    CHECK(reinterpret_cast<char*>(params.statistics + first.grid[0] * 8) == workspace + bytes);
     CHECK(params.blocks_per_tile.value == parts && params.cluster_log2 == 0);
   }
-  // The second one, of a block for each row, since parts are many; what is read back is the first.
+  // The second one, of a block for each row, since parts are many.
   const void* function = reinterpret_cast<const void*>(0x56);
   CHECK(fake::last.kernel == (driver_launches ? fake::handle_of(function) : function));
   CHECK(fake::last.grid.x == 12 && fake::last.grid.y == 2 && fake::last.grid.z == 1);
   CHECK(fake::last.block.x == kCombineThreads && fake::last.shared_bytes == 0);
   CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1);
-  CHECK(std::strcmp(read_back().kernel, plan.kernel) == 0);
-  CHECK(read_back().grid[0] == plan.grid[0]);
+  CHECK(std::strcmp(plan.launches[1].kernel, "attention_combine_short_fp16_d64_dv64_r8") == 0);
+  check_read_back(plan);
   // Where the first fails, the second is not launched.
   seen.clear();
   fake::state.driver_launch = CUDA_ERROR_INVALID_VALUE;
@@ -588,24 +762,18 @@ void parts_go_through_the_workspace() {
 
 sm90::SplitParams seen_split;
 
-flashmoe_attention_plan plan_of(const Call& call) {
-  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
-  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
-  return plan;
-}
-
 // Tiles of the rows of all query heads of a KV head, whose keys several blocks take.
 void split_packs_query_heads() {
   fake::on_launch = [](const void* params) { std::memcpy(&seen_split, params, sizeof seen_split); };
   Call call("split", 1, 64, 8192, 8, 2);
-  const flashmoe_attention_plan plan = plan_of(call);
+  const flashmoe_plan plan = plan_of(call);
   constexpr uint64_t kPart = 192 * (64 * 4 + 8);
   constexpr uint64_t kTiles = 2 * 2;  // 4 groups of 16 queries of 4 heads: 2 tiles of each KV head
   CHECK(plan.workspace_bytes % (kTiles * kPart) == 0 && plan.workspace_bytes <= 16 << 20);
   const uint64_t parts = plan.workspace_bytes / (kTiles * kPart);  // of each tile as many
-  CHECK(parts > 1 && plan.grid[0] == kTiles * parts && plan.grid[0] <= 132);
-  CHECK(plan.tile_q == 192 && plan.cluster == 0);
-  alignas(16) static char workspace[16];  // the fake's launches touch none
+  const flashmoe_launch& first = plan.launches[0];
+  CHECK(parts > 1 && first.grid[0] == kTiles * parts && first.grid[0] <= 132);
+  CHECK(first.tile_m == 192 && first.cluster == 0 && plan.launch_count == 2);
   fake::maps.clear();
   for (int i = 0; i < 3; ++i) {
     CHECK(flashmoe_attention_forward(&call.params, workspace, plan.workspace_bytes, nullptr) ==
@@ -622,7 +790,7 @@ void split_packs_query_heads() {
     CHECK(map.rank == 4 && map.data == call.tensors[i].data);
     CHECK((map.box == std::array<cuuint32_t, 5>{32, 128, 1, 1, 0}));
   }
-  CHECK(seen_split.stream_k_blocks == static_cast<int32_t>(plan.grid[0]) && seen_split.heads == 2);
+  CHECK(seen_split.stream_k_blocks == static_cast<int32_t>(first.grid[0]) && seen_split.heads == 2);
   for (int32_t block = 0; block <= seen_split.stream_k_blocks; ++block) {
     const auto count = static_cast<int32_t>(parts);
     CHECK(seen_split.starts[block].tile == block / count);
@@ -634,12 +802,16 @@ void split_packs_query_heads() {
   CHECK(static_cast<void*>(seen_split.part_outs) == workspace);
   CHECK(reinterpret_cast<char*>(seen_split.part_statistics) ==
         workspace + kTiles * parts * 192 * 64 * 4);
+  CHECK(reinterpret_cast<char*>(seen_split.part_statistics + kTiles * parts * 192) ==
+        workspace + plan.workspace_bytes);
   const void* function = reinterpret_cast<const void*>(0x92);
   CHECK(fake::last.kernel == (driver_launches ? fake::handle_of(function) : function));
   const int rows = combine_rows_per_block(seen_split.combine_workers_log2, 16);
   CHECK(fake::last.grid.x == static_cast<unsigned>((2 * 64 + rows - 1) / rows));
   CHECK(fake::last.grid.y == kTiles && fake::last.block.x == kCombineThreads);
-  CHECK(std::strcmp(read_back().kernel, "attention_forward_split_fp16_d64_dv64") == 0);
+  CHECK(std::strcmp(plan.launches[1].kernel, "attention_combine_split_fp16_d64_dv64") == 0);
+  CHECK(std::strcmp(plan.isa, "sm_90a") == 0);
+  check_read_back(plan);
 
   // Another workspace is not another call.
   alignas(16) static char other[16];
@@ -651,7 +823,7 @@ void split_packs_query_heads() {
   call.strides[0][2] = 0;
   CHECK(flashmoe_attention_forward(&call.params, workspace, sizeof workspace, nullptr) ==
         FLASHMOE_ERROR_WORKSPACE_TOO_SMALL);
-  CHECK(flashmoe_attention_forward(&call.params, workspace, 16 << 20, nullptr) == FLASHMOE_OK);
+  CHECK(call.run_in_workspace() == FLASHMOE_OK);
   CHECK(seen_split.packed_heads == 1 && seen_split.chunks == 4 && seen_split.heads == 8);
   CHECK(seen_split.queries_per_group == 64 && seen_split.q_repeats.head == 0);
   CHECK(fake::maps[3].extents[1] == 1 && fake::maps[3].extents[3] == 1);
@@ -661,7 +833,6 @@ void split_packs_query_heads() {
 // Query heads of a KV head that do not divide a group's rows, or that are more.
 void split_packs_any_number_of_heads() {
   fake::on_launch = [](const void* params) { std::memcpy(&seen_split, params, sizeof seen_split); };
-  alignas(16) static char workspace[16];
   struct Packed {
     int64_t heads;
     int32_t packed, queries, chunks;
@@ -669,7 +840,7 @@ void split_packs_any_number_of_heads() {
   for (const Packed& want : {Packed{1, 1, 64, 1}, Packed{3, 3, 21, 1}, Packed{7, 7, 9, 1},
                              Packed{48, 48, 1, 1}, Packed{64, 64, 1, 1}, Packed{71, 36, 1, 2}}) {
     const Call call("split", 1, 30, 4096, want.heads, 1);
-    CHECK(flashmoe_attention_forward(&call.params, workspace, 16 << 20, nullptr) == FLASHMOE_OK);
+    CHECK(call.run_in_workspace() == FLASHMOE_OK);
     CHECK(seen_split.packed_heads == want.packed && seen_split.chunks == want.chunks);
     CHECK(seen_split.queries_per_group == want.queries);
     for (int row = 0; row < want.packed * want.queries; ++row) {
@@ -688,16 +859,16 @@ void calls_go_where_they_are_fastest() {
   for (const int64_t keys : {8192, 32768, 131072}) {
     for (const int64_t queries : {64, 128, 256}) {
       const Call call(nullptr, 1, queries, keys, 32, 8);
-      const flashmoe_attention_plan plan = plan_of(call);
+      const flashmoe_plan plan = plan_of(call);
       CHECK(std::strcmp(plan.family, "split") == 0);
       CHECK(plan.workspace_bytes > 0 && plan.workspace_bytes <= 16 << 20);
-      CHECK(2 * plan.grid[0] > 132);
+      CHECK(2 * plan.launches[0].grid[0] > 132);
     }
   }
   // A wave and a third of tiles: equal shares of their steps, each block the end of a tile, and a beginning.
   for (const int64_t keys : {8192, 32768}) {
-    const flashmoe_attention_plan plan = plan_of(Call(nullptr, 1, 1024, keys, 32, 8));
-    CHECK(std::strcmp(plan.family, "split") == 0 && plan.grid[0] == 132);
+    const flashmoe_plan plan = plan_of(Call(nullptr, 1, 1024, keys, 32, 8));
+    CHECK(std::strcmp(plan.family, "split") == 0 && plan.launches[0].grid[0] == 132);
     CHECK(plan.workspace_bytes > uint64_t{132} * 192 * (64 * 4 + 8));
     CHECK(plan.workspace_bytes <= 16 << 20);
   }
@@ -782,10 +953,13 @@ int main(int argc, char** argv) {
   fake::state.has_driver = without != "no-driver";
   fake::state.has_kernel_handles = without != "no-handles";
   fake::state.handles_share_attributes = without != "no-shared-attributes";
-  driver_launches = without.empty();
+  fake::state.has_map_moves = without != "no-map-moves";
+  driver_launches = without.empty() || without == "no-map-moves";
   the_plan_is_what_the_launch_gets();
   sm90_encodes_its_maps_once();
-  without_memory_for_maps_nothing_is_launched();
+  a_call_at_other_addresses_moves_maps();
+  no_map_is_of_another_call();
+  without_memory_every_call_is_planned();
   each_device_has_its_own_plan_and_stays_current();
   the_callers_context_stays_current();
   a_stream_of_another_device_is_refused();
