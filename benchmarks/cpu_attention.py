@@ -64,7 +64,7 @@ def our_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) ->
         layout="bhsd",
         causal="top_left" if causal else "none",
     )
-    return call, capi.attention_plan(params).kernel.decode()
+    return call, capi.attention_plan(params).launches[0].kernel.decode()
 
 
 def check_against_float64(

@@ -90,7 +90,7 @@ class Layer:
                 capi.check(run(params, workspace.data_ptr(), size.value, None), lib)
             return out
 
-        kernel = capi_moe.plan_of(forward).stage[0].kernel.decode()
+        kernel = capi_moe.plan_of(forward).launches[0].kernel.decode()
         return call, kernel
 
     def theirs(self) -> torch.Tensor:

@@ -280,12 +280,12 @@ void define_attention(nb::module_& module) {
              nb::arg("v").none(), nb::arg("out").none(), nb::arg("lse").none(), nb::kw_only(),
              nb::arg("causal").none(), nb::arg("window").none(), nb::arg("scale").none(),
              nb::arg("softcap").none(), nb::arg("layout").none(), nb::arg("kernel").none(),
-             nb::arg("return_lse"), "The fields of flashmoe_attention_plan for these tensors.");
+             nb::arg("return_lse"), "The fields of flashmoe_plan for these tensors.");
   module.def("attention_plan_for", &attention_plan_for, nb::arg("q"), nb::arg("k"), nb::arg("v"),
              nb::kw_only(), nb::arg("dtypes"), nb::arg("device"), nb::arg("causal").none(),
              nb::arg("window").none(), nb::arg("scale").none(), nb::arg("softcap").none(),
              nb::arg("layout").none(), nb::arg("kernel").none(), nb::arg("return_lse"),
-             "The fields of flashmoe_attention_plan for contiguous tensors of these shapes, with "
+             "The fields of flashmoe_plan for contiguous tensors of these shapes, with "
              "DLPack's numbers for the three dtypes (code, bits) and the device (type, id).");
   module.def(
       "option_numbers", &option_numbers, nb::arg("causal").none(), nb::arg("window").none(),

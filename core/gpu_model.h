@@ -21,6 +21,12 @@ inline bool is_gpu_model(int32_t cuda_id) {
   return cuda_id >= kFirstGpuModel && cuda_id < kFirstGpuModel + kGpuModels;
 }
 
+// As a caller knows it.
+inline flashmoe_device given_device(flashmoe_device device) {
+  if (device.device_type != FLASHMOE_DEVICE_CUDA || !is_gpu_model(device.device_id)) return device;
+  return {FLASHMOE_DEVICE_GPU_MODEL, device.device_id - kFirstGpuModel};
+}
+
 // A device in messages: "cpu", "cuda:1", "h200".
 struct DeviceName {
   char text[24];

@@ -12,7 +12,7 @@ namespace {
 
 using Params = flashmoe_moe_forward_params;
 
-constexpr const char* kGates[] = {"gate_up", "up_gate", "interleaved", "separate", "no gate"};
+constexpr const char* kGates[] = {"gate_up", "up_gate", "interleaved", "separate", "none"};
 constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu", "relu2"};
 
 constexpr Option<Params> kOptions[] = {

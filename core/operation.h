@@ -120,6 +120,9 @@ flashmoe_status plan_operation(const typename Operation::Params* given, flashmoe
   FLASHMOE_TRY(make_plan<Operation>(problem, true, &family, &plan));
   plan.info.flops = Operation::flops(problem);
   plan.info.bytes = bytes_of<Operation>(params);
+  for (int32_t i = 0; i < plan.info.launch_count; ++i) {
+    plan.info.launches[i].device = given_device(plan.info.launches[i].device);
+  }
   copy_out(plan.info, filled);
   return FLASHMOE_OK;
 }

@@ -47,7 +47,7 @@ def cell(
                               accuracy=accuracy, version="2.13.0"),
         "torch-cudnn": {"status": "refused", "reason": refused},
     }  # fmt: skip
-    return work | {"status": "ok", "plan": dict(launch), "launch": launch, "accuracy": accuracy,
+    return work | {"status": "ok", "plan": dict(launch), "launches": [launch], "accuracy": accuracy,
                    "contenders": contenders}  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def moe_cell(
     ours = _timed(flops, tflops, peak_bytes=3 * 2**20, weight_bytes_per_s=3.5e12)
     peer = _timed(flops, tflops / ratio["ratio"], against=ratio, accuracy=accuracy,
                   version="2.13.0", weight_bytes_per_s=1e12)  # fmt: skip
-    row = work | {"status": "ok", "plan": {"launches": [launch]}, "launch": launch,
+    row = work | {"status": "ok", "plan": {"launches": [launch]}, "launches": [launch],
                   "accuracy": accuracy, "routing": {"active_experts": 16, "most_tokens": 9},
                   "contenders": {"flashmoe": ours, "torch-grouped": peer}}  # fmt: skip
     if in_graph is None:

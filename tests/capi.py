@@ -71,43 +71,61 @@ class AttentionForwardParams(c.Structure):
         ("softcap", c.c_float),
         ("window_left", c.c_int64),
         ("window_right", c.c_int64),
+        ("q_scale", c.POINTER(Tensor)),
+        ("k_scale", c.POINTER(Tensor)),
+        ("v_scale", c.POINTER(Tensor)),
+        ("sequences", c.c_void_p),
     ]
 
 
-class AttentionPlan(c.Structure):
-    _fields_ = [
-        ("struct_size", c.c_size_t),
-        ("kernel", c.c_char * 64),
-        ("family", c.c_char * 16),
-        ("isa", c.c_char * 16),
-        ("tile_q", c.c_int32),
-        ("tile_k", c.c_int32),
-        ("dim", c.c_int32),
-        ("dim_v", c.c_int32),
-        ("stages", c.c_int32),
-        ("cluster", c.c_int32),
-        ("grid", c.c_uint32 * 3),
-        ("block", c.c_uint32 * 3),
-        ("shared_bytes", c.c_uint64),
-        ("workspace_bytes", c.c_uint64),
-        ("flops", c.c_double),
-        ("rejected", c.c_char * 512),
-    ]
+MAX_LAUNCHES = 16
 
 
 class Launch(c.Structure):
     _fields_ = [
-        ("struct_size", c.c_size_t),
         ("kernel", c.c_char * 64),
         ("device", Device),
         ("grid", c.c_uint32 * 3),
         ("block", c.c_uint32 * 3),
+        ("cluster", c.c_int32),
+        ("stages", c.c_int32),
         ("shared_bytes", c.c_uint64),
+        ("tile_m", c.c_int32),
+        ("tile_n", c.c_int32),
+        ("dim", c.c_int32),
+        ("dim_v", c.c_int32),
         ("registers", c.c_int32),
         ("local_bytes", c.c_int32),
         ("binary_arch", c.c_int32),
-        ("cluster", c.c_int32),
+        ("reserved", c.c_int32 * 3),
     ]
+
+    def planned(self) -> bytes:
+        """Without what is read back from the loaded code, which no plan has."""
+        copy = Launch.from_buffer_copy(self)
+        copy.registers = copy.local_bytes = copy.binary_arch = 0
+        return bytes(copy)
+
+
+class Plan(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("operation", c.c_char * 32),
+        ("family", c.c_char * 16),
+        ("isa", c.c_char * 16),
+        ("microseconds", c.c_double),
+        ("flops", c.c_double),
+        ("bytes", c.c_double),
+        ("workspace_bytes", c.c_uint64),
+        ("launch_count", c.c_int32),
+        ("reserved", c.c_int32),
+        ("rejected", c.c_char * 512),
+        ("all_launches", Launch * MAX_LAUNCHES),
+    ]
+
+    @property
+    def launches(self) -> list[Launch]:
+        return list(self.all_launches[: self.launch_count])
 
 
 class DeviceInfo(c.Structure):
@@ -171,10 +189,10 @@ def _declare(lib: c.CDLL) -> c.CDLL:
         "flashmoe_cuda_device_count": (c.c_int32, []),
         "flashmoe_set_num_threads": (c.c_int, [c.c_int32]),
         "flashmoe_get_num_threads": (c.c_int32, []),
-        "flashmoe_attention_forward_plan": (c.c_int, [params, c.POINTER(AttentionPlan)]),
+        "flashmoe_attention_forward_plan": (c.c_int, [params, c.POINTER(Plan)]),
         "flashmoe_attention_forward_workspace_size": (c.c_int, [params, c.POINTER(c.c_size_t)]),
         "flashmoe_attention_forward": (c.c_int, [params, c.c_void_p, c.c_size_t, c.c_void_p]),
-        "flashmoe_last_launch": (c.c_int, [c.POINTER(Launch)]),
+        "flashmoe_last_launches": (c.c_int, [c.POINTER(Launch), c.POINTER(c.c_int32)]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
@@ -287,9 +305,22 @@ def check(status: int, lib: c.CDLL) -> None:
         raise FlashmoeError(status, lib.flashmoe_last_error().decode())
 
 
-def attention_plan(params: AttentionForwardParams, lib: c.CDLL | None = None) -> AttentionPlan:
+def last_launches(lib: c.CDLL | None = None) -> list[Launch]:
+    """Of this thread's last call that launched something."""
     lib = lib or load()
-    plan = AttentionPlan(struct_size=c.sizeof(AttentionPlan))
+    launches, count = (Launch * MAX_LAUNCHES)(), c.c_int32()
+    check(lib.flashmoe_last_launches(launches, count), lib)
+    return list(launches[: count.value])
+
+
+def is_planned(plan: Plan, launches: list[Launch]) -> bool:
+    """Whether these launches are the plan's."""
+    return [one.planned() for one in launches] == [one.planned() for one in plan.launches]
+
+
+def attention_plan(params: AttentionForwardParams, lib: c.CDLL | None = None) -> Plan:
+    lib = lib or load()
+    plan = Plan(struct_size=c.sizeof(Plan))
     check(lib.flashmoe_attention_forward_plan(params, plan), lib)
     return plan
 

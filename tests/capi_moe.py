@@ -12,7 +12,6 @@ import numpy as np
 SCORINGS = {"softmax": 0, "topk_softmax": 1, "sigmoid": 2}
 GATES = {"gate_up": 0, "up_gate": 1, "interleaved": 2, "separate": 3, "no_gate": 4}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-MAX_STAGES = 4
 POISON_INDEX = -(2**30) - 7
 
 TensorPointer = c.POINTER(capi.Tensor)
@@ -80,33 +79,6 @@ class ProductParams(c.Structure):
     ]
 
 
-class Stage(c.Structure):
-    _fields_ = [
-        ("kernel", c.c_char * 64),
-        ("grid", c.c_uint32 * 3),
-        ("block", c.c_uint32 * 3),
-        ("shared_bytes", c.c_uint64),
-        ("cluster", c.c_int32),
-        ("tile_rows", c.c_int32),
-        ("tile_tokens", c.c_int32),
-        ("stages", c.c_int32),
-    ]
-
-
-class MoePlan(c.Structure):
-    _fields_ = [
-        ("struct_size", c.c_size_t),
-        ("family", c.c_char * 16),
-        ("isa", c.c_char * 16),
-        ("launches", c.c_int32),
-        ("reserved", c.c_int32),
-        ("stage", Stage * MAX_STAGES),
-        ("workspace_bytes", c.c_uint64),
-        ("flops", c.c_double),
-        ("rejected", c.c_char * 512),
-    ]
-
-
 FUNCTIONS = {
     RouteParams: "flashmoe_moe_route",
     ForwardParams: "flashmoe_moe_forward",
@@ -120,7 +92,7 @@ def functions(params: Any, lib: c.CDLL) -> tuple[Any, Any, Any]:
     name = FUNCTIONS[type(params)]
     run, plan, size = (getattr(lib, name + suffix) for suffix in ("", "_plan", "_workspace_size"))
     run.argtypes = [kind, c.c_void_p, c.c_size_t, c.c_void_p]
-    plan.argtypes = [kind, c.POINTER(MoePlan)]
+    plan.argtypes = [kind, c.POINTER(capi.Plan)]
     size.argtypes = [kind, c.POINTER(c.c_size_t)]
     return run, plan, size
 
@@ -147,9 +119,9 @@ def make_params(kind: type, **values: Any) -> Any:
     return params
 
 
-def plan_of(params: Any, lib: c.CDLL | None = None) -> MoePlan:
+def plan_of(params: Any, lib: c.CDLL | None = None) -> capi.Plan:
     lib = lib or capi.load()
-    plan = MoePlan(struct_size=c.sizeof(MoePlan))
+    plan = capi.Plan(struct_size=c.sizeof(capi.Plan))
     capi.check(functions(params, lib)[1](params, plan), lib)
     return plan
 

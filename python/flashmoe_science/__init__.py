@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from flashmoe_science.info import (
         BuildInfo,
         DeviceInfo,
-        Launch,
         build_info,
         device_info,
         last_launch,
+        last_launches,
         set_log,
     )
     from flashmoe_science.moe import (
@@ -53,7 +53,13 @@ if TYPE_CHECKING:
         moe_route_plan,
         moe_route_plan_for,
     )
-    from flashmoe_science.plan import AttentionPlan, attention_plan, attention_plan_for
+    from flashmoe_science.plan import (
+        AttentionPlan,
+        Launch,
+        Plan,
+        attention_plan,
+        attention_plan_for,
+    )
 
     __version__: str
 
@@ -71,6 +77,7 @@ __all__ = [
     "MoePlan",
     "MoeRouting",
     "OutOfMemoryError",
+    "Plan",
     "UnsupportedError",
     "__version__",
     "attention_plan",
@@ -86,6 +93,7 @@ __all__ = [
     "grouped_product",
     "grouped_product_plan",
     "last_launch",
+    "last_launches",
     "moe_forward",
     "moe_plan",
     "moe_plan_for",
@@ -113,10 +121,10 @@ _MODULES = {
     "flashmoe_science.info": (
         "BuildInfo",
         "DeviceInfo",
-        "Launch",
         "build_info",
         "device_info",
         "last_launch",
+        "last_launches",
         "set_log",
     ),
     "flashmoe_science.moe": (
@@ -136,7 +144,13 @@ _MODULES = {
         "moe_route_plan",
         "moe_route_plan_for",
     ),
-    "flashmoe_science.plan": ("AttentionPlan", "attention_plan", "attention_plan_for"),
+    "flashmoe_science.plan": (
+        "AttentionPlan",
+        "Launch",
+        "Plan",
+        "attention_plan",
+        "attention_plan_for",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

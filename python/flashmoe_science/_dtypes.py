@@ -93,4 +93,7 @@ def parse_flag(name: str, flag: Any) -> bool:
 
 
 def device_name(device: Device) -> str:
+    """What parse_device takes."""
+    if device.type == GPU_MODEL:
+        return GPU_MODELS[device.id]
     return f"cuda:{device.id}" if device.type == CUDA else "cpu"

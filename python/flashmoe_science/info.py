@@ -1,4 +1,4 @@
-"""What the library says about itself: build, devices, log, last launch."""
+"""What the library says about itself: build, devices, log, last launches."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashmoe_science import _core
-from flashmoe_science._dtypes import Device, device_name, parse_device
+from flashmoe_science._dtypes import parse_device
 from flashmoe_science.errors import InvalidArgumentError
+from flashmoe_science.plan import Launch, launches_of
 
 
 @dataclass(frozen=True)
@@ -47,29 +48,6 @@ class DeviceInfo:
     memory_bytes: int
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The last kernel of a thread, read back from the launch itself."""
-
-    kernel: str
-    device: str
-    """"cpu" or "cuda:N"."""
-    grid: tuple[int, int, int]
-    """On the CPU grid[0] counts the tiles."""
-    block: tuple[int, int, int]
-    """On the CPU block[0] counts the threads that share the tiles."""
-    shared_bytes: int
-    """Shared memory of one block, static and dynamic."""
-    registers: int
-    """Per thread, from the loaded code; CPU: 0."""
-    local_bytes: int
-    """Local memory per thread, spills included; CPU: 0."""
-    binary_arch: int
-    """Architecture of the loaded code, 90 for sm_90; CPU: 0."""
-    cluster: int
-    """Blocks of a cluster; 0 or 1: there are none."""
-
-
 def build_info() -> BuildInfo:
     """What is in the library: version, architectures, compilers, kernel families."""
     return BuildInfo(**_core.build_info())
@@ -89,16 +67,22 @@ def device_info(device: object = "cpu") -> DeviceInfo:
     return DeviceInfo(**_core.device_info(*parse_device(device)))
 
 
-def last_launch() -> Launch:
-    """The last kernel this thread launched; not the one that adds up what a planned kernel left
-    in a workspace.
+def last_launches() -> tuple[Launch, ...]:
+    """The launches of this thread's last call that launched something, in order, read back.
 
     Raises:
         ValueError: Nothing was launched on this thread yet.
     """
-    fields = _core.last_launch()
-    fields["device"] = device_name(Device(*fields["device"]))
-    return Launch(**fields)
+    return launches_of(_core.last_launches())
+
+
+def last_launch() -> Launch:
+    """The last of last_launches().
+
+    Raises:
+        ValueError: Nothing was launched on this thread yet.
+    """
+    return last_launches()[-1]
 
 
 _LEVELS = {"off": 0, "error": 1, "info": 2, "debug": 3}

@@ -9,48 +9,19 @@ from flashmoe_science import _core
 from flashmoe_science._dtypes import Dtype, parse_device, parse_dtype, parse_extent, parse_flag
 from flashmoe_science.errors import ArgumentTypeError
 from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
+from flashmoe_science.plan import Launch, Plan
 
 _INT32 = Dtype(0, 32)
 _FP32 = Dtype(2, 32)
 
 
-@dataclass(frozen=True)
-class MoeLaunch:
-    """One launch of a plan."""
-
-    kernel: str
-    """Such as "moe_up_sm90_bf16_n128"."""
-    grid: tuple[int, int, int]
-    """On the CPU grid[0] counts independent tiles."""
-    block: tuple[int, int, int]
-    """Threads of a block; on the CPU block[0] counts the threads that share the tiles."""
-    shared_bytes: int
-    """Shared memory of one block."""
-    cluster: int
-    """Blocks of a cluster; 0 or 1: there are none."""
-    tile_rows: int
-    """Rows of an expert's weights in one tile; 0 where that says nothing."""
-    tile_tokens: int
-    """The most tokens of one tile."""
-    stages: int
-    """Depth of the pipeline that loads them."""
+MoeLaunch = Launch
+"""What launches of a MoePlan are."""
 
 
 @dataclass(frozen=True)
-class MoePlan:
-    """How one call is computed. The launches are made from this very plan."""
-
-    family: str
-    """Kernel family: "sm90", "cpu"."""
-    isa: str
-    """The code that runs: "sm_90a", "avx512"."""
-    launches: tuple[MoeLaunch, ...]
-    """In order."""
-    workspace_bytes: int
-    flops: float
-    """Of the products, as if every pair had an expert here; a multiply-add counts as two."""
-    rejected: str
-    """Why the other families do not serve the call: lines of "family: reason"."""
+class MoePlan(Plan):
+    """The plan of one call of the mixture of experts."""
 
 
 def _plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> MoePlan:
@@ -63,8 +34,7 @@ def _plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> M
         fields = jax.moe_plan(operation, given, options)
     else:
         fields = _core.moe_plan(operation, given, options)
-    fields["launches"] = tuple(MoeLaunch(**launch) for launch in fields["launches"])
-    return MoePlan(**fields)
+    return MoePlan.of(fields)
 
 
 def moe_route_plan(

@@ -3,51 +3,161 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from flashmoe_science import _core
-from flashmoe_science._dtypes import parse_device, parse_dtype, parse_extent, parse_flag
+from flashmoe_science._dtypes import (
+    Device,
+    device_name,
+    parse_device,
+    parse_dtype,
+    parse_extent,
+    parse_flag,
+)
 
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]
 Layout = Literal["bshd", "bhsd"]
 
+_AnyPlan = TypeVar("_AnyPlan", bound="Plan")
+
 
 @dataclass(frozen=True)
-class AttentionPlan:
-    """How one attention call is computed. The launch is made from this very plan."""
+class Launch:
+    """One launch, planned or read back.
+
+    Launches that differ in nothing but what is read from the loaded code are equal:
+    `plan.launches == last_launches()` says that what ran was planned.
+    """
 
     kernel: str
     """Such as "attention_forward_sm90_bf16_d128_dv128"."""
-    family: str
-    """Kernel family: "short", "split", "sm90", "sm89", "cpu"."""
-    isa: str
-    """The code that runs: "sm_90a", "avx512"."""
-    tile_q: int
-    """Query rows of one tile, which a block computes alone, one after another, or with others of a
-    cluster. The rows of "short" and "split" are of all query heads that share keys."""
-    tile_k: int
-    """Keys of one step of the main loop."""
-    dim: int
-    """Head dimensions the kernel was compiled for; the call's are padded to it."""
-    dim_v: int
-    stages: int
-    """Depth of the pipeline of keys and values."""
-    cluster: int
-    """Blocks of a cluster, which share the keys of a tile; 0 or 1: none do."""
+    device: str
+    """"cpu", "cuda:N", or in plans a model of GPUs, such as "h200"."""
     grid: tuple[int, int, int]
     """Blocks, of which sm90 and split launch no more than are resident; on the CPU grid[0] counts
-    tiles."""
+    independent tiles."""
     block: tuple[int, int, int]
     """Threads of a block; on the CPU block[0] counts the threads that share the tiles."""
+    cluster: int
+    """Blocks of a cluster, which share a tile; 0 or 1: there are none."""
+    stages: int
+    """Pipeline depth of the main loop's loads; 0 where that says nothing."""
     shared_bytes: int
-    """Shared memory of one block."""
-    workspace_bytes: int
+    """Shared memory of one block, static and dynamic."""
+    tile_m: int
+    """Of a block, or of a cluster that shares one; 0 where that says nothing. Attention: query rows
+    ("short" and "split": of all query heads that share keys). Products of experts: rows of an
+    expert's weights."""
+    tile_n: int
+    """Attention: keys of one step ("short": of a warp). Products of experts: the most tokens."""
+    dim: int
+    """Attention: head dimensions the kernel was compiled for; the call's are padded to them."""
+    dim_v: int
+    registers: int = field(compare=False)
+    """Of a thread, from the loaded code; 0 in plans and on the CPU."""
+    local_bytes: int = field(compare=False)
+    """Local memory of a thread, spills included; 0 in plans and on the CPU."""
+    binary_arch: int = field(compare=False)
+    """Architecture of the loaded code, 90 for sm_90; 0 in plans and on the CPU."""
+
+    @property
+    def tile_rows(self) -> int:
+        """tile_m, of products of experts."""
+        return self.tile_m
+
+    @property
+    def tile_tokens(self) -> int:
+        """tile_n, of products of experts."""
+        return self.tile_n
+
+
+def launches_of(described: Sequence[dict[str, Any]]) -> tuple[Launch, ...]:
+    """From the fields of each, in which a device is DLPack's two numbers."""
+    return tuple(
+        Launch(**(fields | {"device": device_name(Device(*fields["device"]))}))
+        for fields in described
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call is computed. Its launches are made from this very plan."""
+
+    operation: str
+    """Such as "attention_forward"."""
+    family: str
+    """Kernel family: "short", "split", "stream", "sm90", "sm89", "cpu"."""
+    isa: str
+    """The code that runs: "sm_90a", "avx512"."""
+    microseconds: float
+    """The family's estimate, by which it is chosen; 0: it has none."""
     flops: float
-    """Of the two products, a multiply-add counting as two; pairs the mask hides do not count."""
+    """Of the products, a multiply-add counting as two: of attention, pairs the mask hides do not
+    count; of experts, as if every pair had one here."""
+    bytes: float
+    """Of the tensors that the call reads and writes, each counted once."""
+    workspace_bytes: int
+    launches: tuple[Launch, ...]
+    """All launches of the call, in order."""
     rejected: str
     """Why the other families do not serve the call: lines of "family: reason"."""
+
+    @classmethod
+    def of(cls: type[_AnyPlan], fields: dict[str, Any]) -> _AnyPlan:
+        """From what _core describes."""
+        return cls(**(fields | {"launches": launches_of(fields["launches"])}))
+
+
+@dataclass(frozen=True)
+class AttentionPlan(Plan):
+    """The plan of one attention call. Beside its launches it has the attributes of the first, which
+    computes the products; a second one adds up what it left in the workspace."""
+
+    @property
+    def kernel(self) -> str:
+        """Such as "attention_forward_sm90_bf16_d128_dv128"."""
+        return self.launches[0].kernel
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.launches[0].grid
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        return self.launches[0].block
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.launches[0].shared_bytes
+
+    @property
+    def cluster(self) -> int:
+        return self.launches[0].cluster
+
+    @property
+    def stages(self) -> int:
+        return self.launches[0].stages
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows of one tile, which a block computes alone, one after another, or with others
+        of a cluster."""
+        return self.launches[0].tile_m
+
+    @property
+    def tile_k(self) -> int:
+        """Keys of one step of the main loop."""
+        return self.launches[0].tile_n
+
+    @property
+    def dim(self) -> int:
+        return self.launches[0].dim
+
+    @property
+    def dim_v(self) -> int:
+        return self.launches[0].dim_v
 
 
 def attention_plan(
@@ -78,8 +188,8 @@ def attention_plan(
         _dispatch.common_framework({"q": q, "k": k, "v": v})
         from flashmoe_science import jax
 
-        return AttentionPlan(**jax.plan(q, k, v, **options))
-    return AttentionPlan(**_core.attention_plan(q, k, v, out, lse, **options))
+        return AttentionPlan.of(jax.plan(q, k, v, **options))
+    return AttentionPlan.of(_core.attention_plan(q, k, v, out, lse, **options))
 
 
 def attention_plan_for(
@@ -144,4 +254,4 @@ def attention_plan_for(
         kernel=kernel,
         return_lse=parse_flag("return_lse", return_lse),
     )
-    return AttentionPlan(**fields)
+    return AttentionPlan.of(fields)

@@ -302,6 +302,10 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
     judgement.invalid("window_right");
   }
   if (params->reserved != 0) judgement.invalid("reserved");
+  if (params->q_scale != nullptr) judgement.invalid("q_scale");
+  if (params->k_scale != nullptr) judgement.invalid("k_scale");
+  if (params->v_scale != nullptr) judgement.invalid("v_scale");
+  if (params->sequences != nullptr) judgement.invalid("sequences");
   if (params->kernel != nullptr && *params->kernel != '\0' &&
       std::strcmp(params->kernel, "cpu") != 0) {
     judgement.invalid("kernel");

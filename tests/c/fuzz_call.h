@@ -77,6 +77,7 @@ struct Call {
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
   bool null_params = false;
   Argument q, k, v, out, lse;
+  flashmoe_attention_sequences sequences = {};
   std::string kernel;
   std::string faults;
 

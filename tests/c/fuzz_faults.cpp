@@ -29,8 +29,8 @@ void null_params(Random*, Call* call) { call->null_params = true; }
 void struct_size(Random* random, Call* call) {
   const size_t real = sizeof call->params;
   call->params.struct_size =
-      random->one_of({size_t{0}, size_t{1}, real - 1, real - 8, real - 24, real - 25, real - 32,
-                      real + 1, real + 8, real * 2, SIZE_MAX});
+      random->one_of({size_t{0}, size_t{1}, real - 1, real - 8, real - 32, real - 56, real - 57,
+                      real - 64, real + 1, real + 8, real * 2, SIZE_MAX});
 }
 
 void wrong_layout(Random* random, Call* call) {
@@ -64,6 +64,17 @@ void wrong_window(Random* random, Call* call) {
 
 void reserved_set(Random* random, Call* call) {
   call->params.reserved = random->one_of({1u, 2u, 0x80000000u, 0xffffffffu});
+}
+
+// What no kernel of this version takes, whatever it says.
+void unserved(Random* random, Call* call) {
+  const flashmoe_tensor* const given = &any_argument(random, call).tensor;
+  switch (random->below(4)) {
+    case 0: call->params.q_scale = given; break;
+    case 1: call->params.k_scale = given; break;
+    case 2: call->params.v_scale = given; break;
+    default: call->params.sequences = &call->sequences;
+  }
 }
 
 void unknown_kernel(Random* random, Call* call) {
@@ -209,6 +220,7 @@ constexpr Fault kFaults[] = {
     {"wrong_softcap", wrong_softcap},
     {"wrong_window", wrong_window},
     {"reserved_set", reserved_set},
+    {"unserved", unserved},
     {"unknown_kernel", unknown_kernel},
     {"wrong_rank", wrong_rank},
     {"null_shape", null_shape},

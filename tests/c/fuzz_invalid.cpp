@@ -41,8 +41,11 @@ void describe(const Call& call) {
   std::fprintf(stderr, "  params=%s struct_size=%zu layout=%d causal=%d scale=%g reserved=%u",
                call.null_params ? "null" : "given", p.struct_size, p.layout, p.causal,
                static_cast<double>(p.scale), p.reserved);
-  std::fprintf(stderr, " window=%u,%" PRId64 ",%" PRId64 " softcap=%g\n", p.window, p.window_left,
+  std::fprintf(stderr, " window=%u,%" PRId64 ",%" PRId64 " softcap=%g", p.window, p.window_left,
                p.window_right, static_cast<double>(p.softcap));
+  std::fprintf(stderr, " q_scale=%p k_scale=%p v_scale=%p sequences=%p\n",
+               static_cast<const void*>(p.q_scale), static_cast<const void*>(p.k_scale),
+               static_cast<const void*>(p.v_scale), static_cast<const void*>(p.sequences));
   for (int i = 0; i < 5; ++i) {
     const flashmoe_tensor* t = *call.slots[i];
     std::fprintf(stderr, "  %-3s", call.arguments[i]->name);
@@ -233,10 +236,10 @@ void expect_launch_refusal(const Call& call, const Judgement& judgement, size_t 
 void run(Random* random, Call* call) {
   const Judgement judgement = judge(call->given());
 
-  flashmoe_attention_plan plan;
+  flashmoe_plan plan;
   std::memset(static_cast<void*>(&plan), kPoison, sizeof plan);
   plan.struct_size = sizeof plan;
-  flashmoe_attention_plan plan_before;
+  flashmoe_plan plan_before;
   std::memcpy(static_cast<void*>(&plan_before), &plan, sizeof plan);
   const flashmoe_status planned = flashmoe_attention_forward_plan(call->given(), &plan);
   if (planned != FLASHMOE_OK) {
@@ -302,9 +305,9 @@ void run_other(Random* random) {
     ++tally.blamed[name];
   };
   // A buffer as large as any of the structs, with a wrong struct_size first; must stay as it is.
-  alignas(8) unsigned char words[2048];
+  alignas(8) unsigned char words[sizeof(flashmoe_plan) + 64];
   std::memset(words, kPoison, sizeof words);
-  const size_t wrong_size = random->one_of({size_t{0}, size_t{7}, size_t{2000}, SIZE_MAX});
+  const size_t wrong_size = random->one_of({size_t{0}, size_t{7}, sizeof words, SIZE_MAX});
   std::memcpy(words, &wrong_size, sizeof wrong_size);
   unsigned char before[sizeof words];
   std::memcpy(before, words, sizeof words);
@@ -333,13 +336,15 @@ void run_other(Random* random) {
       refuse(flashmoe_get_device_info({FLASHMOE_DEVICE_CUDA, 1000}, &info), "device");
       break;
     }
-    case 5:
-      refuse(flashmoe_last_launch(static_cast<flashmoe_launch*>(target)),
-             null ? "launch:" : "struct_size");
+    case 5: {
+      int32_t count = 0;
+      refuse(flashmoe_last_launches(nullptr, &count), "launches:");
+      refuse(flashmoe_last_launches(reinterpret_cast<flashmoe_launch*>(words), nullptr), "count:");
+      CHECK(count == 0);
       break;
+    }
     case 6:
-      refuse(flashmoe_attention_forward_plan(call.given(),
-                                             static_cast<flashmoe_attention_plan*>(target)),
+      refuse(flashmoe_attention_forward_plan(call.given(), static_cast<flashmoe_plan*>(target)),
              null ? "plan:" : "struct_size");
       break;
     default: refuse(flashmoe_attention_forward_workspace_size(call.given(), nullptr), "bytes:");

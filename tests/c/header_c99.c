@@ -14,18 +14,16 @@ typedef char byte_offset_at_40[offsetof(flashmoe_tensor, byte_offset) == 40 ? 1 
 
 int main(void) {
   const flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
-  const flashmoe_attention_plan plan = flashmoe_attention_plan_init();
-  const flashmoe_launch launch = flashmoe_launch_init();
+  const flashmoe_plan plan = flashmoe_plan_init();
   const flashmoe_device_info device = flashmoe_device_info_init();
   const flashmoe_moe_route_params route = flashmoe_moe_route_params_init();
   const flashmoe_moe_forward_params layer = flashmoe_moe_forward_params_init();
   const flashmoe_grouped_product_params product = flashmoe_grouped_product_params_init();
-  const flashmoe_moe_plan moe = flashmoe_moe_plan_init();
   flashmoe_build_info build = flashmoe_build_info_init();
   CHECK(route.struct_size == sizeof route && layer.struct_size == sizeof layer);
-  CHECK(product.struct_size == sizeof product && moe.struct_size == sizeof moe);
+  CHECK(product.struct_size == sizeof product);
   CHECK(params.struct_size == sizeof params && plan.struct_size == sizeof plan);
-  CHECK(launch.struct_size == sizeof launch && device.struct_size == sizeof device);
+  CHECK(plan.launch_count == 0 && device.struct_size == sizeof device);
 
   CHECK(flashmoe_version() ==
         FLASHMOE_VERSION_MAJOR * 10000 + FLASHMOE_VERSION_MINOR * 100 + FLASHMOE_VERSION_PATCH);

@@ -6,18 +6,17 @@
 #include "check.h"
 
 static_assert(std::is_trivially_copyable<flashmoe_attention_forward_params>::value, "POD");
-static_assert(std::is_standard_layout<flashmoe_attention_plan>::value, "POD");
+static_assert(std::is_standard_layout<flashmoe_plan>::value, "POD");
 static_assert(offsetof(flashmoe_attention_forward_params, struct_size) == 0, "struct_size first");
-static_assert(offsetof(flashmoe_attention_plan, struct_size) == 0, "struct_size first");
-static_assert(offsetof(flashmoe_launch, struct_size) == 0, "struct_size first");
+static_assert(offsetof(flashmoe_plan, struct_size) == 0, "struct_size first");
+static_assert(std::is_standard_layout<flashmoe_launch>::value, "POD");
 static_assert(offsetof(flashmoe_device_info, struct_size) == 0, "struct_size first");
 static_assert(offsetof(flashmoe_build_info, struct_size) == 0, "struct_size first");
 static_assert(std::is_trivially_copyable<flashmoe_moe_forward_params>::value, "POD");
-static_assert(std::is_standard_layout<flashmoe_moe_plan>::value, "POD");
 static_assert(offsetof(flashmoe_moe_route_params, struct_size) == 0, "struct_size first");
 static_assert(offsetof(flashmoe_moe_forward_params, struct_size) == 0, "struct_size first");
 static_assert(offsetof(flashmoe_grouped_product_params, struct_size) == 0, "struct_size first");
-static_assert(offsetof(flashmoe_moe_plan, struct_size) == 0, "struct_size first");
+static_assert(offsetof(flashmoe_attention_sequences, struct_size) == 0, "struct_size first");
 
 int main() {
   flashmoe_build_info build = flashmoe_build_info_init();

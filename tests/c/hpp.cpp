@@ -193,9 +193,12 @@ void attention() {
 
   const size_t bytes = get(fm::workspace_size(call));
   CHECK(workspace.size() >= bytes);
-  const flashmoe_attention_plan plan = get(fm::plan(call));
+  const flashmoe_plan plan = get(fm::plan(call));
   CHECK(plan.workspace_bytes == bytes);
-  CHECK(std::strcmp(plan.kernel, get(fm::last_launch()).kernel) == 0);
+  const fm::Launches launches = get(fm::last_launches());
+  CHECK(launches.size() == 1 && plan.launch_count == 1);
+  CHECK(std::strcmp(plan.launches[0].kernel, launches[0].kernel) == 0);
+  CHECK(launches.end() - launches.begin() == 1);
 
   const std::vector<float> out = test.out;
   test.out.assign(out.size(), NAN);
@@ -341,7 +344,7 @@ void experts() {
   route.logits = fm::ConstTensorView(layer.logits.data(), {kTokens, kExperts});
   route.renormalize = true;
   routing.attach(route);
-  CHECK(get(fm::plan(route)).launches >= 1);
+  CHECK(get(fm::plan(route)).launch_count >= 1);
   done(fm::run(route, workspace));
   const auto* offsets = static_cast<const int32_t*>(routing.offsets().data());
   CHECK(offsets[0] == 0 && offsets[kExperts] == kTokens * kTopK);
@@ -393,7 +396,7 @@ void given_experts_and_grouped_product() {
   product.offsets = fm::ConstTensorView(offsets, {3});
   product.out = fm::TensorView(out.data(), {4, 8});
   done(fm::run(product, workspace));
-  CHECK(get(fm::plan(product)).launches == 1);
+  CHECK(get(fm::plan(product)).launch_count == 1);
   for (size_t r = 0; r < 4; ++r) {
     for (size_t n = 0; n < 8; ++n) {
       double expected = 0.25;

@@ -30,7 +30,9 @@ static void attend(void) {
   const flashmoe_dtype fp32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
   flashmoe_tensor tensors[4];
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
-  flashmoe_attention_plan plan = flashmoe_attention_plan_init();
+  flashmoe_plan plan = flashmoe_plan_init();
+  flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES];
+  int32_t launched = 0;
   size_t bytes = 0;
   int i;
   for (i = 0; i < 4; ++i) tensors[i] = tensor(values[i], 4, shape, fp32);
@@ -44,6 +46,8 @@ static void attend(void) {
   CHECK(bytes <= sizeof workspace);
   CHECK(flashmoe_attention_forward(&params, workspace, sizeof workspace, NULL) == FLASHMOE_OK);
   for (i = 0; i < 80; ++i) CHECK(fabsf(values[3][i] - 3.0f) < 1e-5f);
+  CHECK(flashmoe_last_launches(launches, &launched) == FLASHMOE_OK);
+  CHECK(launched == 1 && memcmp(launches, plan.launches, sizeof launches[0]) == 0);
   params.k = NULL;
   CHECK(flashmoe_attention_forward(&params, NULL, 0, NULL) == FLASHMOE_ERROR_INVALID_ARGUMENT);
   CHECK(strstr(flashmoe_last_error(), "k: ") == flashmoe_last_error());

@@ -160,11 +160,13 @@ def test_a_wrong_lse_fails(
 def test_another_kernel_than_planned_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = flashmoe_science.last_launch
+    real = flashmoe_science.last_launches
     monkeypatch.setattr(
         flashmoe_science,
-        "last_launch",
-        lambda: dataclasses.replace(real(), kernel="attention_forward_of_another"),
+        "last_launches",
+        lambda: tuple(
+            dataclasses.replace(launch, kernel="attention_forward_of_another") for launch in real()
+        ),
     )
     code, document = run_check(capsys)
     assert code == 1
@@ -178,18 +180,22 @@ def test_another_kernel_of_a_family_that_is_named_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best kernel, which users get, is right."""
-    real_call, real_launch = flashmoe_science.moe_forward, flashmoe_science.last_launch
+    real_call, real_launches = flashmoe_science.moe_forward, flashmoe_science.last_launches
     named: list[str | None] = [None]
 
     def call(*arguments: Any, **options: Any) -> Any:
         named[0] = options.get("kernel")
         return real_call(*arguments, **options)
 
-    def launch() -> Any:
-        return dataclasses.replace(real_launch(), **({"kernel": "another"} if named[0] else {}))
+    def launches() -> Any:
+        first, *others = real_launches()
+        return (
+            dataclasses.replace(first, **({"kernel": "another"} if named[0] else {})),
+            *others,
+        )
 
     monkeypatch.setattr(flashmoe_science, "moe_forward", call)
-    monkeypatch.setattr(flashmoe_science, "last_launch", launch)
+    monkeypatch.setattr(flashmoe_science, "last_launches", launches)
     code, document = run_check(capsys)
     assert code == 1
     assert "launched another" in document["by_name"]["experts"]["text"]
@@ -237,8 +243,8 @@ def test_passes_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--device", "cuda:0", "--json"]) == 0
     assert time.monotonic() - begin < 30
     document = json.loads(capsys.readouterr().out)
-    launch = document["checks"][2]["details"]["launch"]
-    assert "cpu" not in launch["kernel"]
+    for launch in document["checks"][2]["details"]["launches"]:
+        assert "cpu" not in launch["kernel"]
     cases = document["checks"][4]["details"]["cases"]
     named = {c["kernel"] for c in cases} - {""}
     assert {"stream", "sm89"} <= named | set(document["checks"][4]["details"]["refused"])

@@ -13,7 +13,7 @@ from typing import Any
 import flashmoe_science
 import pytest
 from flashmoe_science.cli import main
-from flashmoe_science.cli.measure import OURS
+from flashmoe_science.cli.measure import OURS, launch_mismatch
 
 SMALL = ["--seq", "32", "--heads", "2", "--dim", "64", "--device", "cpu", "--seconds", "0.01"]
 
@@ -97,17 +97,44 @@ def test_a_call_that_is_right_only_when_it_is_checked(
 
 @pytest.mark.parametrize(
     "change",
-    [{"grid": (1, 2, 3)}, {"kernel": "another"}, {"block": (7, 1, 1)}, {"shared_bytes": 9}],
+    [
+        {"grid": (1, 2, 3)},
+        {"kernel": "another"},
+        {"block": (7, 1, 1)},
+        {"shared_bytes": 9},
+        {"cluster": 2},
+        {"device": "cuda:7"},
+    ],
 )
 def test_a_wrong_route(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     real = flashmoe_science.last_launch
     monkeypatch.setattr(
-        flashmoe_science, "last_launch", lambda: dataclasses.replace(real(), **change)
+        flashmoe_science, "last_launches", lambda: (dataclasses.replace(real(), **change),)
     )
     [field] = change
     assert f"the launched kernel is not the planned one: {field}: planned" in void_reason(capsys)
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_more_launches_than_planned_or_fewer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    real = flashmoe_science.last_launch
+    monkeypatch.setattr(flashmoe_science, "last_launches", lambda: (real(),) * times)
+    reason = void_reason(capsys)
+    assert reason.startswith("the launched kernel is not the planned one: planned attention_")
+    assert reason.partition("launched attention_")[2].count("attention_") == max(times - 1, 0)
+
+
+def test_what_is_read_from_the_loaded_code_is_not_planned() -> None:
+    plan: dict[str, Any] = {"launches": [{"kernel": "a", "registers": 0}, {"kernel": "b"}]}
+    read = [{"kernel": "a", "registers": 168}, {"kernel": "b"}]
+    assert launch_mismatch(plan, read) == ""
+    assert launch_mismatch(plan, [{"kernel": "a"}, {"kernel": "c"}]) == (
+        "kernel: planned b, launched c"
+    )
 
 
 def test_a_wrong_route_of_the_timed_call(
@@ -119,9 +146,9 @@ def test_a_wrong_route_of_the_timed_call(
     def second_differs() -> Any:
         calls.append(1)
         launch = real()
-        return launch if len(calls) % 2 else dataclasses.replace(launch, kernel="another")
+        return (launch if len(calls) % 2 else dataclasses.replace(launch, kernel="another"),)
 
-    monkeypatch.setattr(flashmoe_science, "last_launch", second_differs)
+    monkeypatch.setattr(flashmoe_science, "last_launches", second_differs)
     assert "launched by the timed call is not the planned one: kernel" in void_reason(capsys)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import flashmoe_science
@@ -28,9 +29,20 @@ def test_json_is_the_plan_of_the_library(capsys: pytest.CaptureFixture[str]) -> 
         device="cpu",
         causal="bottom_right",
     )
-    assert document["plan"]["kernel"] == plan.kernel
-    assert tuple(document["plan"]["grid"]) == tuple(plan.grid)
-    assert document["plan"]["flops"] == plan.flops
+    of_first_launch = ("kernel", "grid", "block", "shared_bytes", "cluster", "stages", "tile_q",
+                       "tile_k", "dim", "dim_v")  # fmt: skip
+    for name in (*of_first_launch, *(field.name for field in dataclasses.fields(plan))):
+        if name != "launches":
+            value = getattr(plan, name)
+            assert document["plan"][name] == (list(value) if isinstance(value, tuple) else value)
+    assert document["plan"]["launches"] == [
+        {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in vars(la).items()
+        }
+        for la in plan.launches
+    ]
+    assert document["plan"]["operation"] == "attention_forward"
     assert document["shape"]["causal"] == "bottom_right"
 
 
@@ -61,7 +73,8 @@ def test_what_is_no_window_is_explained(capsys: pytest.CaptureFixture[str], wind
 def test_people_read_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SHAPE]) == 0
     printed = capsys.readouterr().out
-    for word in ("fp32 B1 S512 H8/2 D64 on cpu", "kernel", "tile", "waves", "GFLOP", "Not used"):
+    for word in ("fp32 B1 S512 H8/2 D64 on cpu", "kernel", "tile", "waves", "GFLOP",
+                 "workspace", "traffic", "Not used"):  # fmt: skip
         assert word in printed
 
 

@@ -90,7 +90,9 @@ def test_the_command_plans_for_a_model(model: str, capsys: pytest.CaptureFixture
     assert plan["family"] == ("sm90" if hopper else "sm89")
     assert plan["isa"] == ("sm_90a" if hopper else "sm_89")
     assert plan["shared_bytes"] <= document["device"]["shared_bytes_per_block"]
-    assert f"cpu: {plan['family']} comes first" in plan["rejected"]
+    assert [launch["device"] for launch in plan["launches"]] == [model] * len(plan["launches"])
+    assert "cpu: the tensors are on " + model in plan["rejected"]
+    assert plan["microseconds"] > 0
     if not hopper:
         assert f"sm90: {model} has compute capability 8.9, accepted is 9.0" in plan["rejected"]
     assert main(["plan", *SHAPE, "--gpu", model]) == 0

@@ -32,7 +32,10 @@ pathlib.Path(sys.argv[sys.argv.index("--log-file") + 1]).write_text(answer["log"
 sys.exit(answer["code"])
 """
 
-CALL = {"launch": {"kernel": "attention_forward_sm89_bf16", "local_bytes": 0}, "plan": {}}
+CALL: dict[str, Any] = {
+    "launches": [{"kernel": "attention_forward_sm89_bf16", "local_bytes": 0}],
+    "plan": {},
+}
 VALUES = {
     "tensor_percent": ("%", "61.25"),
     "mufu_percent": ("%", "33.1"),
@@ -46,14 +49,17 @@ VALUES = {
 }
 
 
-def table(without: str = "") -> str:
-    """What ncu --csv --page raw writes for one kernel."""
+def table(without: str = "", kernels: int = 1) -> str:
+    """What ncu --csv --page raw writes."""
     names = [n for n in profile.METRICS if n != without]
     rows = [
         ["ID", "Process ID", "Kernel Name", *(profile.METRICS[n] for n in names)],
         ["", "", "", *(VALUES[n][0] for n in names)],
-        ["0", "77", "void flashmoe::sm89::attention_forward_kernel<T>(P)",
-         *(VALUES[n][1] for n in names)],
+        *(
+            [str(i), "77", "void flashmoe::sm89::attention_forward_kernel<T>(P)",
+             *(VALUES[n][1] for n in names)]
+            for i in range(kernels)
+        ),
     ]  # fmt: skip
     body = "\n".join(",".join(f'"{word}"' for word in row) for row in rows)
     return f"==PROF== Connected to process 77\n==PROF== Disconnected\n{body}\n"
@@ -102,7 +108,21 @@ def test_json(ncu: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert kernel["figures"]["dram_bytes_per_s"] == 512e9
     assert kernel["figures"]["registers"] == 255
     assert document["shape"]["causal"] == "bottom_right"
-    assert document["launch"] == CALL["launch"]
+    assert document["launches"] == CALL["launches"]
+
+
+def test_figures_of_every_launch(ncu: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    launches = [{"kernel": "main", "local_bytes": 0}, {"kernel": "combine", "local_bytes": 48}]
+    ncu(table(kernels=2), CALL | {"launches": launches})
+    assert main(["profile", *SHAPE]) == 0
+    printed = capsys.readouterr().out
+    first, second = printed.split("combine: void")
+    assert "main: void" in first
+    assert "0 bytes a thread" in first
+    assert "48 bytes a thread" in second
+    ncu(table(kernels=1), CALL | {"launches": launches})
+    assert main(["profile", *SHAPE]) == 1
+    assert "has figures of 1 kernels, the call launched 2" in capsys.readouterr().err
 
 
 def test_the_command(ncu: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,11 +205,11 @@ def test_the_profiled_call_is_checked(tmp_path: Path, monkeypatch: pytest.Monkey
     command = [sys.executable, "-m", module, json.dumps(vars(shape)), "cpu", "", str(file)]
     subprocess.run(command, check=True)
     about = json.loads(file.read_text())
-    assert about["launch"]["kernel"] == about["plan"]["kernel"]
+    assert about["launches"] == about["plan"]["launches"]
     assert about["accuracy"]["passed"] is True
     real = flashmoe_science.last_launch
     monkeypatch.setattr(
-        flashmoe_science, "last_launch", lambda: dataclasses.replace(real(), grid=(1, 2, 3))
+        flashmoe_science, "last_launches", lambda: (dataclasses.replace(real(), grid=(1, 2, 3)),)
     )
     reason = profiled_call(shape, "cpu", None)["reason"]
     assert reason.startswith("the launched kernel is not the planned one: grid: planned")

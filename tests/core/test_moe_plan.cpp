@@ -74,9 +74,7 @@ struct Route {
     params.logits = nullptr;
     params.given_ids = &given_ids.view;
   }
-  flashmoe_status plan(flashmoe_moe_plan* plan) const {
-    return flashmoe_moe_route_plan(&params, plan);
-  }
+  flashmoe_status plan(flashmoe_plan* plan) const { return flashmoe_moe_route_plan(&params, plan); }
 };
 
 struct Forward {
@@ -116,7 +114,7 @@ struct Forward {
     w_gate_up.set({4, 16, 32}, kBf16);
     params.w_up = &w_up.view;
   }
-  flashmoe_status plan(flashmoe_moe_plan* plan) const {
+  flashmoe_status plan(flashmoe_plan* plan) const {
     return flashmoe_moe_forward_plan(&params, plan);
   }
 };
@@ -145,7 +143,7 @@ struct Product {
     params.offsets = nullptr;
     params.counts = &counts.view;
   }
-  flashmoe_status plan(flashmoe_moe_plan* plan) const {
+  flashmoe_status plan(flashmoe_plan* plan) const {
     return flashmoe_grouped_product_plan(&params, plan);
   }
 };
@@ -162,7 +160,7 @@ void check(const std::vector<Case<Call>>& cases) {
   for (const Case<Call>& one : cases) {
     Call call;
     one.change(&call);
-    flashmoe_moe_plan plan = flashmoe_moe_plan_init();
+    flashmoe_plan plan = flashmoe_plan_init();
     const flashmoe_status status = call.plan(&plan);
     const std::string sentence = status == FLASHMOE_OK ? "" : flashmoe_last_error();
     const bool right = one.sentence == nullptr ? status == FLASHMOE_OK
@@ -231,7 +229,7 @@ void routes_are_checked() {
   });
   // More pairs than int32 counts; no memory holds them, and none is needed to say so.
   Route large(int64_t{1} << 30, 8, 2);
-  flashmoe_moe_plan plan = flashmoe_moe_plan_init();
+  flashmoe_plan plan = flashmoe_plan_init();
   CHECK(large.plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
   CHECK(std::string(flashmoe_last_error()).find("ids: got 1073741824 tokens with 2") == 0);
   Route wide(3, 4, 5);
@@ -262,7 +260,7 @@ void groups_are_checked() {
   });
   Route call(6, 8, 5);
   grouped(2, 4, 2)(&call);
-  flashmoe_moe_plan plan = flashmoe_moe_plan_init();
+  flashmoe_plan plan = flashmoe_plan_init();
   CHECK(call.plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
   CHECK(std::string(flashmoe_last_error()).find("top_groups: got 2 groups of 2 experts, too few") ==
         0);
@@ -309,7 +307,7 @@ void given_ids_are_checked() {
   // A token may name more experts than this call has.
   Route many(3, 4, 20);
   many.give();
-  flashmoe_moe_plan plan = flashmoe_moe_plan_init();
+  flashmoe_plan plan = flashmoe_plan_init();
   CHECK(many.plan(&plan) == FLASHMOE_OK);
 }
 
@@ -504,15 +502,18 @@ void products_are_checked() {
 }
 
 void plans_say_what_will_run() {
-  flashmoe_moe_plan plan = flashmoe_moe_plan_init();
+  flashmoe_plan plan = flashmoe_plan_init();
   Forward layer;
   CHECK(layer.plan(&plan) == FLASHMOE_OK);
   CHECK(plan.struct_size == sizeof plan && std::strcmp(plan.family, "cpu") == 0);
-  CHECK(plan.launches == 3 && plan.flops == 2.0 * 3 * 12 * 32 * 16);
+  CHECK(std::strcmp(plan.operation, "moe_forward") == 0);
+  CHECK(plan.bytes ==
+        2.0 * (6 * 32 + 4 * 32 * 32 + 4 * 32 * 16 + 6 * 32) + 4.0 * (12 + 5 + 12 + 12));
+  CHECK(plan.launch_count == 3 && plan.flops == 2.0 * 3 * 12 * 32 * 16);
   const char* const names[] = {"moe_up_cpu_", "moe_down_cpu_", "moe_combine_cpu_"};
   for (int i = 0; i < 3; ++i) {
-    CHECK(std::strstr(plan.stage[i].kernel, names[i]) == plan.stage[i].kernel);
-    CHECK(plan.stage[i].grid[0] > 0 && plan.stage[i].block[0] > 0);
+    CHECK(std::strstr(plan.launches[i].kernel, names[i]) == plan.launches[i].kernel);
+    CHECK(plan.launches[i].grid[0] > 0 && plan.launches[i].block[0] > 0);
   }
   size_t bytes = 0;
   CHECK(flashmoe_moe_forward_workspace_size(&layer.params, &bytes) == FLASHMOE_OK);
@@ -523,12 +524,101 @@ void plans_say_what_will_run() {
 
   Product product;
   CHECK(product.plan(&plan) == FLASHMOE_OK && plan.flops == 2.0 * 30 * 16 * 24);
-  CHECK(plan.launches == 1);
+  CHECK(plan.launch_count == 1);
   product.count();
   CHECK(product.plan(&plan) == FLASHMOE_OK && plan.flops == 2.0 * 4 * 30 * 16 * 24);
 
   Route route;
-  CHECK(route.plan(&plan) == FLASHMOE_OK && plan.launches == 1 && plan.flops == 0);
+  CHECK(route.plan(&plan) == FLASHMOE_OK && plan.launch_count == 1 && plan.flops == 0);
+}
+
+// Zeros for a tensor to lie in.
+struct Memory {
+  struct alignas(64) Line {
+    unsigned char bytes[64];
+  };
+  std::vector<std::vector<Line>> blocks;
+
+  void place(Tensor* tensor) {
+    size_t bytes = tensor->view.dtype.bits / 8;
+    for (const int64_t extent : tensor->shape) bytes *= static_cast<size_t>(extent);
+    tensor->view.data = block(bytes);
+  }
+  void* block(size_t bytes) {
+    blocks.emplace_back(bytes / sizeof(Line) + 1);
+    return blocks.back().data();
+  }
+};
+
+struct Ready : Forward {
+  Memory memory;
+  size_t bytes = 0;
+  void* workspace = nullptr;
+
+  Ready() {
+    for (Tensor* tensor : {&x, &w_gate_up, &w_down, &weights, &offsets, &pairs, &slots, &out}) {
+      memory.place(tensor);
+    }
+    CHECK(flashmoe_moe_forward_workspace_size(&params, &bytes) == FLASHMOE_OK);
+    workspace = memory.block(bytes);
+  }
+  void run() const {
+    CHECK(flashmoe_moe_forward(&params, workspace, bytes, nullptr) == FLASHMOE_OK);
+  }
+};
+
+// Every launch of a call, and only of the last one that launched something.
+void every_launch_is_read_back() {
+  const Ready layer;
+  flashmoe_plan plan = flashmoe_plan_init();
+  CHECK(layer.plan(&plan) == FLASHMOE_OK);
+  flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES];
+  int32_t count = 0;
+  const auto launched_as_planned = [&] {
+    CHECK(flashmoe_last_launches(launches, &count) == FLASHMOE_OK);
+    return count == plan.launch_count &&
+           std::memcmp(launches, plan.launches, static_cast<size_t>(count) * sizeof launches[0]) ==
+               0;
+  };
+  for (int i = 0; i < 2; ++i) {
+    layer.run();
+    CHECK(launched_as_planned() && count == 3);
+  }
+  // Neither a call that fails nor an empty one launches anything.
+  CHECK(flashmoe_moe_forward(&layer.params, nullptr, 0, nullptr) != FLASHMOE_OK);
+  CHECK(launched_as_planned());
+  Forward empty(0, 32, 16, 4, 2);
+  CHECK(flashmoe_moe_forward(&empty.params, layer.workspace, layer.bytes, nullptr) == FLASHMOE_OK);
+  CHECK(launched_as_planned());
+
+  // What a log's callback calls comes before the call that it tells of.
+  struct Inner {
+    Product product;
+    Memory memory;
+    int depth = 0;
+  } inner;
+  for (Tensor* tensor :
+       {&inner.product.x, &inner.product.w, &inner.product.offsets, &inner.product.out}) {
+    inner.memory.place(tensor);
+  }
+  size_t bytes = 0;
+  CHECK(flashmoe_grouped_product_workspace_size(&inner.product.params, &bytes) == FLASHMOE_OK);
+  inner.memory.block(bytes);
+  const auto reenter = [](int32_t, const char*, void* user) {
+    Inner& self = *static_cast<Inner*>(user);
+    if (self.depth++ != 0) return;
+    CHECK(flashmoe_grouped_product(&self.product.params, self.memory.blocks.back().data(),
+                                   self.memory.blocks.back().size() * sizeof(Memory::Line),
+                                   nullptr) == FLASHMOE_OK);
+    flashmoe_launch own[FLASHMOE_MAX_LAUNCHES];
+    int32_t own_count = 0;
+    CHECK(flashmoe_last_launches(own, &own_count) == FLASHMOE_OK && own_count == 1);
+    CHECK(std::strstr(own[0].kernel, "grouped_product_cpu_") == own[0].kernel);
+  };
+  CHECK(flashmoe_set_log(FLASHMOE_LOG_INFO, reenter, &inner) == FLASHMOE_OK);
+  layer.run();
+  CHECK(flashmoe_set_log(FLASHMOE_LOG_OFF, nullptr, nullptr) == FLASHMOE_OK);
+  CHECK(inner.depth == 2 && launched_as_planned());
 }
 
 // As many pairs, or rows, as kernels can round up to tiles in 32 bits, and not one more.
@@ -537,7 +627,7 @@ void pairs_have_a_limit() {
   const auto ends_so = [](const char* sentence) {
     return std::string(flashmoe_last_error()).find(sentence) == 0;
   };
-  flashmoe_moe_plan plan = flashmoe_moe_plan_init();
+  flashmoe_plan plan = flashmoe_plan_init();
   for (const int64_t top_k : {1, 8, 32}) {
     CHECK(Route(kMost / top_k, 32, top_k).plan(&plan) == FLASHMOE_OK);
     CHECK(Route(kMost / top_k + 1, 32, top_k).plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
@@ -566,7 +656,7 @@ void pairs_have_a_limit() {
 
 // Extents whose products leave 64 bits; no memory holds them, and none is needed to say so.
 void extents_that_no_memory_holds_are_refused() {
-  flashmoe_moe_plan plan = flashmoe_moe_plan_init();
+  flashmoe_plan plan = flashmoe_plan_init();
   Forward layer(int64_t{1} << 3, int64_t{1} << 54, 8, 1, 32);
   CHECK(layer.plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
   CHECK(std::string(flashmoe_last_error()).find("x: got 18014398509481984 columns for 256 pairs") ==
@@ -579,7 +669,7 @@ void extents_that_no_memory_holds_are_refused() {
 
 void other_arguments_are_checked() {
   Forward layer;
-  flashmoe_moe_plan plan = flashmoe_moe_plan_init();
+  flashmoe_plan plan = flashmoe_plan_init();
   const auto refused = [](flashmoe_status status, const char* sentence) {
     return status == FLASHMOE_ERROR_INVALID_ARGUMENT &&
            std::string(flashmoe_last_error()).find(sentence) == 0;
@@ -589,7 +679,7 @@ void other_arguments_are_checked() {
   CHECK(refused(flashmoe_moe_forward_workspace_size(&layer.params, nullptr),
                 "bytes: got a null pointer"));
   plan.struct_size = 8;
-  CHECK(refused(flashmoe_moe_forward_plan(&layer.params, &plan), "flashmoe_moe_plan.struct_size"));
+  CHECK(refused(flashmoe_moe_forward_plan(&layer.params, &plan), "flashmoe_plan.struct_size"));
   CHECK(refused(flashmoe_moe_route(nullptr, nullptr, 0, nullptr), "params: got a null pointer"));
   CHECK(refused(flashmoe_grouped_product(nullptr, nullptr, 0, nullptr),
                 "params: got a null pointer"));
@@ -640,6 +730,7 @@ int main() {
   other_gates_are_checked();
   products_are_checked();
   plans_say_what_will_run();
+  every_launch_is_read_back();
   pairs_have_a_limit();
   extents_that_no_memory_holds_are_refused();
   other_arguments_are_checked();

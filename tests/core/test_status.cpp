@@ -1,4 +1,4 @@
-// Status names, the thread-local last error, and the last launch of a thread that launched nothing.
+// Status names, the thread-local last error, struct sizes, and devices that are not there.
 #include <cstring>
 #include <set>
 #include <string>
@@ -36,15 +36,6 @@ void last_error_belongs_to_the_thread() {
   CHECK(mine == flashmoe_last_error());
 }
 
-void last_launch_before_any_launch() {
-  flashmoe_launch launch = flashmoe_launch_init();
-  launch.registers = 77;
-  CHECK(flashmoe_last_launch(&launch) == FLASHMOE_ERROR_INVALID_ARGUMENT);
-  CHECK(std::strstr(flashmoe_last_error(), "launch") != nullptr);
-  CHECK(launch.registers == 77);
-  CHECK(flashmoe_last_launch(nullptr) == FLASHMOE_ERROR_INVALID_ARGUMENT);
-}
-
 void struct_sizes_are_checked() {
   flashmoe_build_info build = flashmoe_build_info_init();
   flashmoe_device_info device = flashmoe_device_info_init();
@@ -77,7 +68,6 @@ void devices_that_are_not_there() {
 }  // namespace
 
 int main() {
-  last_launch_before_any_launch();
   names_are_distinct();
   // On a thread of its own: its last error must still be empty.
   std::thread(last_error_belongs_to_the_thread).join();

@@ -42,7 +42,7 @@ def test_bits_do_not_depend_on_threads(
         plan = capi.attention_plan(
             capi.attention_params(q, k, v, np.empty_like(q), **mask), isa_library
         )
-        tiles.add(plan.tile_q)
+        tiles.add(plan.launches[0].tile_m)
         results += [capi.attention(q, k, v, **mask, lib=isa_library) for _ in range(2)]
     isa_library.flashmoe_set_num_threads(0)
     assert len(tiles) > 1, "the test should cover several tile sizes"

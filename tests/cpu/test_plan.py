@@ -26,17 +26,18 @@ def test_plan_is_the_launch(isa_library: ctypes.CDLL, dtype: str) -> None:
     params = params_of(dtype)
     plan = capi.attention_plan(params, isa_library)
     capi.run_attention(params, isa_library)
-    launch = capi.Launch(struct_size=ctypes.sizeof(capi.Launch))
-    capi.check(isa_library.flashmoe_last_launch(launch), isa_library)
+    launches = capi.last_launches(isa_library)
     isa_library.flashmoe_set_num_threads(0)
     isa = plan.isa.decode()
-    assert launch.kernel == plan.kernel
-    assert plan.kernel.decode() == f"attention_forward_cpu_{isa}_{dtype}_d64_dv64"
+    assert capi.is_planned(plan, launches)
+    [launch] = launches
+    assert launch.kernel.decode() == f"attention_forward_cpu_{isa}_{dtype}_d64_dv64"
     assert (launch.device.device_type, launch.device.device_id) == (capi.CPU, 0)
-    assert list(launch.grid) == list(plan.grid) and list(launch.block) == list(plan.block)
-    assert plan.grid[0] == 4 * -(-300 // plan.tile_q)
-    assert plan.block[0] == 2
-    assert plan.family == b"cpu"
+    assert launch.grid[0] == 4 * -(-300 // launch.tile_m)
+    assert launch.block[0] == 2
+    assert (launch.dim, launch.dim_v) == (64, 64)
+    assert (plan.operation, plan.family) == (b"attention_forward", b"cpu")
+    assert plan.bytes == 4 * 4 * 300 * 64 * capi.DTYPES[dtype].itemsize
     assert plan.flops == 4 * 4 * 300 * 300 * 64
 
 

@@ -69,14 +69,38 @@ def test_the_plan_is_the_launch(producer: producers.Producer) -> None:
     q, k, v = (producer.make(x, "fp32") for x in (Q, K, V))
     plan = fm.attention_plan(q, k, v, causal=True, return_lse=True)
     out = fm.flash_attention(q, k, v, causal=True)
-    np.asarray(out)  # JAX computes on a thread of its own: last_launch is that thread's
+    np.asarray(out)  # JAX computes on a thread of its own: last_launches() is that thread's
     assert plan.family == "cpu"
     assert "fp32_d32_dv64" in plan.kernel
     if producer.name != "jax":
-        launch = fm.last_launch()
-        assert launch.kernel == plan.kernel
-        assert launch.device == "cpu"
-        assert (launch.grid, launch.block) == (plan.grid, plan.block)
+        assert fm.last_launches() == plan.launches
+        assert fm.last_launch() == plan.launches[-1]
+        assert fm.last_launch().device == "cpu"
+
+
+def test_attention_plans_have_the_attributes_of_their_first_launch() -> None:
+    plan = fm.attention_plan_for(batch=1, seq_q=64, heads_q=2, dim=32, dim_v=64)
+    assert isinstance(plan, fm.AttentionPlan)
+    assert isinstance(plan, fm.Plan)
+    [first] = plan.launches
+    for name in ("kernel", "grid", "block", "shared_bytes", "cluster", "stages", "dim", "dim_v"):
+        assert getattr(plan, name) == getattr(first, name)
+    assert (plan.tile_q, plan.tile_k) == (first.tile_m, first.tile_n)
+    assert (plan.tile_q > 0, plan.dim, plan.dim_v) == (True, 32, 64)
+    assert plan.operation == "attention_forward"
+    assert plan.bytes == 2 * (64 * 2 * (2 * 32 + 2 * 64))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.family = "another"  # type: ignore[misc]
+
+
+def test_launches_are_equal_but_for_what_the_loaded_code_says() -> None:
+    [planned] = fm.attention_plan_for(batch=1, seq_q=64, heads_q=2, dim=32).launches
+    read = dataclasses.replace(planned, registers=168, local_bytes=16, binary_arch=90)
+    assert read == planned
+    for name in ("cluster", "stages", "shared_bytes", "tile_m", "tile_n", "dim", "dim_v"):
+        assert dataclasses.replace(planned, **{name: 7}) != planned
+    for other in ({"kernel": "a"}, {"device": "h200"}, {"grid": (1, 2, 3)}, {"block": (1, 2, 3)}):
+        assert dataclasses.replace(planned, **other) != planned  # type: ignore[arg-type]
 
 
 def test_plans_of_shapes_equal_plans_of_tensors() -> None:
@@ -271,14 +295,14 @@ def test_log_of_experts() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "moe_route tokens=3 experts=8 top_k=2 logits=fp32 scoring=sigmoid renormalize=1 groups=2/4 "
-        "scale=2.5 bias=yes map=no lse=no",
+        "moe_route tokens=3 experts=8 top_k=2 logits=fp32 scoring=sigmoid renormalize=1 scale=2.5 "
+        "groups=2/4 bias=yes map=no lse=no",
         "moe_route tokens=3 experts=8 top_k=4 logits=fp32 scoring=topk_softmax renormalize=0 "
-        "groups=1/1 scale=1 bias=no map=no lse=yes",
-        "moe_route tokens=3 experts=8 top_k=2 ids=int64 scoring=given renormalize=0 groups=1/1 "
-        "scale=1 bias=no map=yes lse=no",
-        "moe_forward tokens=3 hidden=16 inner=24 experts=8 top_k=2 fp32 gated=no activation=relu2 "
-        "bias=no pre_activation=no",
+        "scale=0 groups=1/1 bias=no map=no lse=yes",
+        "moe_route tokens=3 experts=8 top_k=2 ids=int64 scoring=softmax renormalize=0 scale=0 "
+        "groups=1/1 bias=no map=yes lse=no",
+        "moe_forward tokens=3 hidden=16 inner=24 experts=8 top_k=2 fp32 gate=none activation=relu2 "
+        "alpha=0 limit=0 up_offset=0 weight_on_input=0 bias=no pre_activation=no",
         "grouped_product rows=3 columns=16/24 experts=8 fp32 bias=no",
     ]
 
@@ -286,14 +310,14 @@ def test_log_of_experts() -> None:
 _NOTHING_YET = """
 import flashmoe_science as fm
 try:
-    fm.last_launch()
+    fm.last_launches()
 except ValueError as error:
     print(error)
 """
 
 
-def test_last_launch_before_any() -> None:
+def test_last_launches_before_any() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _NOTHING_YET], capture_output=True, text=True, check=True
     )
-    assert done.stdout == "launch: nothing was launched on this thread yet\n"
+    assert done.stdout == "launches: nothing was launched on this thread yet\n"

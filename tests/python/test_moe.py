@@ -534,9 +534,15 @@ def test_launches_are_the_planned_ones() -> None:
     plan = fm.moe_plan(**arguments)
     assert plan.family == "cpu"
     fm.moe_forward(**arguments)
-    launch = fm.last_launch()
-    last = plan.launches[-1]
-    assert (launch.kernel, launch.grid, launch.block) == (last.kernel, last.grid, last.block)
+    assert len(plan.launches) == 3
+    assert fm.last_launches() == plan.launches
+    assert fm.last_launch() == plan.launches[-1]
+    up, down, combine = plan.launches
+    assert (up.tile_rows, up.tile_tokens) == (up.tile_m, up.tile_n)
+    assert (down.tile_rows > 0, combine.tile_rows) == (True, 0)
+    assert isinstance(plan, fm.MoePlan)
+    assert isinstance(plan, fm.Plan)
+    assert plan.operation == "moe_forward"
     assert plan.flops == 6.0 * 37 * 2 * 40 * 24
     described = fm.moe_plan_for(tokens=37, hidden=40, inner=24, experts=6, top_k=2, dtype="fp32")
     assert described == plan

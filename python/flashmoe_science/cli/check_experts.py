@@ -8,7 +8,7 @@ import types
 from typing import Any
 
 from flashmoe_science.cli.arrays import Arrays
-from flashmoe_science.cli.environment import as_dict
+from flashmoe_science.cli.environment import last_launches, plan_as_dict
 from flashmoe_science.cli.measure import launch_mismatch
 from flashmoe_science.cli.moe_inputs import MoeInputs, make_moe_inputs
 from flashmoe_science.cli.moe_reference import judge_moe, routing_fault
@@ -112,11 +112,11 @@ def _call(
     weights, options = _stored(arrays.xp, inputs, layout)
     options["kernel"] = kernel or None
     out = arrays.poisoned(shape.output_extents, shape.dtype)
-    plan = as_dict(flashmoe.moe_plan(inputs.x, *weights, routing, **options))
+    plan = plan_as_dict(flashmoe.moe_plan(inputs.x, *weights, routing, **options))
     flashmoe.moe_forward(inputs.x, *weights, routing, **options, out=out)
-    launch = as_dict(flashmoe.last_launch())
+    launches = last_launches(flashmoe)
     arrays.synchronize()
-    return _Call(out, plan["family"], launch_mismatch(plan["launches"][-1], launch))
+    return _Call(out, plan["family"], launch_mismatch(plan, launches))
 
 
 def _judge(

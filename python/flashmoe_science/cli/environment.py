@@ -84,6 +84,25 @@ def as_dict(value: Any) -> dict[str, Any]:
     return {name: _lists(field) for name, field in dataclasses.asdict(value).items()}
 
 
+# Of an AttentionPlan, beside its fields: those of its first launch. Records that are older than
+# lists of launches have the same names.
+_OF_FIRST_LAUNCH = (
+    "kernel", "grid", "block", "shared_bytes", "cluster", "stages", "tile_q", "tile_k", "dim",
+    "dim_v",
+)  # fmt: skip
+
+
+def plan_as_dict(plan: Any) -> dict[str, Any]:
+    """The fields of a plan, and of one of attention what it says of its first launch."""
+    first = {name: _lists(getattr(plan, name)) for name in _OF_FIRST_LAUNCH if hasattr(plan, name)}
+    return first | as_dict(plan)
+
+
+def last_launches(flashmoe: Any) -> list[dict[str, Any]]:
+    """What this thread's last call launched, read back."""
+    return [as_dict(launch) for launch in flashmoe.last_launches()]
+
+
 def _lists(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _lists(item) for name, item in value.items()}
@@ -252,13 +271,13 @@ _KERNELS = {
     ("moe_forward", "cpu"): ("cpu/moe*", "cpu/grouped_product*"),
 }
 _CHOICE = {
-    "attention_forward": ("core/attention.cpp", "core/choose.cpp"),
+    "attention_forward": ("core/attention.cpp", "core/choose.cpp", "core/choose.h"),
     "moe_forward": (
-        "core/moe_families.cpp",
         "core/moe_forward.cpp",
         "core/moe_route.cpp",
         "core/grouped_product.cpp",
         "core/choose.cpp",
+        "core/choose.h",
     ),
 }
 _COMPILATION = {

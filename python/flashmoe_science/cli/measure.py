@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from flashmoe_science.cli.arrays import Arrays
-from flashmoe_science.cli.environment import as_dict
+from flashmoe_science.cli.environment import last_launches, plan_as_dict
 from flashmoe_science.cli.peers.peer import Inputs, Missing, Peer, Refused
 from flashmoe_science.cli.reference import Accuracy, judge
 from flashmoe_science.cli.shapes import Shape
@@ -21,15 +21,21 @@ from flashmoe_science.cli.suites import AnyShape
 from flashmoe_science.cli.timing import Contender, Sampling, interleave, make_clock
 
 OURS = "flashmoe"
-_LAUNCH_FIELDS = ("kernel", "grid", "block", "shared_bytes")
+_FROM_CODE = ("registers", "local_bytes", "binary_arch")  # of a launch, and of no plan
 
 
-def launch_mismatch(plan: dict[str, Any], launch: dict[str, Any]) -> str:
-    """How the launch that was read back differs from the plan, of several launches from the last of
-    them; "" when it does not."""
-    planned = plan["launches"][-1] if "launches" in plan else plan
-    differing = [f for f in _LAUNCH_FIELDS if planned[f] != launch[f]]
-    return "; ".join(f"{f}: planned {planned[f]}, launched {launch[f]}" for f in differing)
+def launch_mismatch(plan: dict[str, Any], launches: list[dict[str, Any]]) -> str:
+    """How the launches that were read back differ from the plan's, "" when they do not."""
+    planned = plan["launches"]
+    if len(planned) != len(launches):
+        names = (", ".join(launch["kernel"] for launch in those) for those in (planned, launches))
+        return "planned {}, launched {}".format(*names)
+    return "; ".join(
+        f"{field}: planned {of_plan[field]}, launched {launch[field]}"
+        for of_plan, launch in zip(planned, launches, strict=True)
+        for field in of_plan
+        if field not in _FROM_CODE and of_plan[field] != launch[field]
+    )
 
 
 def describe(shape: AnyShape) -> dict[str, Any]:
@@ -44,11 +50,11 @@ def describe(shape: AnyShape) -> dict[str, Any]:
 
 
 class Checked(Protocol):
-    """Our call on poisoned outputs, with its plan and the launch read back."""
+    """Our call on poisoned outputs, with its plan and the launches read back."""
 
     out: Any
     plan: dict[str, Any]
-    launch: dict[str, Any]
+    launches: list[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +129,8 @@ def _check(
         ours: Checked = procedure.checked()
     except (flashmoe.FlashMoEError, ValueError, TypeError, RuntimeError) as error:
         raise _Void(f"the call failed: {error}") from error
-    record |= {"plan": ours.plan, "launch": ours.launch}
-    if mismatch := launch_mismatch(ours.plan, ours.launch):
+    record |= {"plan": ours.plan, "launches": ours.launches}
+    if mismatch := launch_mismatch(ours.plan, ours.launches):
         raise _Void(f"the launched kernel is not the planned one: {mismatch}")
     if fault := procedure.fault(ours):
         raise _Void(fault)
@@ -157,11 +163,11 @@ def _check(
 def _another_call(flashmoe: Any, arrays: Arrays, again: Callable[[], Any], checked: Checked) -> str:
     """How the call that is to be timed differs from the one that was checked, "" when it does not.
 
-    The one writes into an output of its own making, the other into ours; both must be the planned
-    launch, and give the same bits.
+    The one writes into an output of its own making, the other into ours; both must be launched as
+    planned, and give the same bits.
     """
     out = again()
-    mismatch = launch_mismatch(checked.plan, as_dict(flashmoe.last_launch()))
+    mismatch = launch_mismatch(checked.plan, last_launches(flashmoe))
     arrays.synchronize()
     if mismatch:
         return f"the kernel launched by the timed call is not the planned one: {mismatch}"
@@ -213,12 +219,12 @@ def make_inputs(arrays: Arrays, shape: Shape, seed: int = 0) -> Inputs:
 
 @dataclasses.dataclass
 class OurCall:
-    """Our call on poisoned outputs, with its plan and the launch read back."""
+    """Our call on poisoned outputs, with its plan and the launches read back."""
 
     out: Any
     lse: Any
     plan: dict[str, Any]
-    launch: dict[str, Any]
+    launches: list[dict[str, Any]]
 
 
 def call_ours(
@@ -228,11 +234,11 @@ def call_ours(
     out = arrays.poisoned((shape.batch, shape.seq_q, shape.heads_q, shape.dim_v), shape.dtype)
     lse = arrays.poisoned((shape.batch, shape.heads_q, shape.seq_q), "fp32")
     options = shape.options | {"layout": "bshd", "kernel": kernel}
-    plan = as_dict(flashmoe.attention_plan(*inputs, **options))
+    plan = plan_as_dict(flashmoe.attention_plan(*inputs, **options))
     out, lse = flashmoe.flash_attention(*inputs, **options, out=out, lse=lse, return_lse=True)
-    launch = as_dict(flashmoe.last_launch())
+    launches = last_launches(flashmoe)
     arrays.synchronize()
-    return OurCall(out, lse, plan, launch)
+    return OurCall(out, lse, plan, launches)
 
 
 def measure(

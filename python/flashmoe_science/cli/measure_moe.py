@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashmoe_science.cli.arrays import Arrays
-from flashmoe_science.cli.environment import as_dict
+from flashmoe_science.cli.environment import last_launches, plan_as_dict
 from flashmoe_science.cli.measure import Procedure, describe, measure_row
 from flashmoe_science.cli.moe_inputs import MoeInputs, make_moe_inputs
 from flashmoe_science.cli.moe_reference import judge_moe, loads, routing_fault
@@ -22,12 +22,12 @@ _BOUND_TOKENS = 512  # from here up products bound the time, and not the weights
 
 @dataclasses.dataclass
 class OurCall:
-    """Our call on a poisoned output, with its plan and the last of its launches read back."""
+    """Our call on a poisoned output, with the plan of its layer and the launches read back."""
 
     routing: Any
     out: Any
     plan: dict[str, Any]
-    launch: dict[str, Any]
+    launches: list[dict[str, Any]]
 
 
 def our_call(
@@ -51,11 +51,11 @@ def call_ours(
     out = arrays.poisoned(shape.output_extents, shape.dtype)
     layer = (inputs.x, inputs.w_gate_up, inputs.w_down)
     routing = flashmoe.moe_route(inputs.logits[0], shape.top_k, renormalize=True)
-    plan = as_dict(flashmoe.moe_plan(*layer, routing, kernel=kernel))
+    plan = plan_as_dict(flashmoe.moe_plan(*layer, routing, kernel=kernel))
     out = flashmoe.moe_forward(*layer, routing, out=out, kernel=kernel)
-    launch = as_dict(flashmoe.last_launch())
+    launches = last_launches(flashmoe)
     arrays.synchronize()
-    return OurCall(routing, out, plan, launch)
+    return OurCall(routing, out, plan, launches)
 
 
 def dense_bound(arrays: Arrays, shape: MoeShape, seed: int) -> Contender:

@@ -129,6 +129,30 @@ def _rejected(plan: dict[str, Any]) -> list[tuple[str, str]]:
     return [(family, reason.strip()) for family, _, reason in (li.partition(":") for li in lines)]
 
 
+def launch_words(launch: dict[str, Any], gpu: bool) -> str:
+    """How a kernel is launched, in a line."""
+    if not gpu:
+        return f"{launch['grid'][0]} tiles over {launch['block'][0]} threads"
+    parts = [f"grid {_extent(launch['grid'])}", f"block {_extent(launch['block'])}"]
+    parts.append(f"{launch['shared_bytes']} bytes shared")
+    if launch["cluster"] > 1:
+        parts.append(f"clusters of {launch['cluster']}")
+    if launch["stages"]:
+        parts.append(f"{launch['stages']} stages")
+    return ", ".join(parts)
+
+
+def work_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    """Workspace, work and time of a whole call."""
+    rows = [("workspace", f"{plan['workspace_bytes']} bytes")]
+    if plan["flops"]:
+        rows.append(("work", f"{plan['flops'] / 1e9:.4g} GFLOP in the products"))
+    rows.append(("traffic", f"{plan['bytes'] / 1e6:.4g} MB, every tensor once"))
+    if plan["microseconds"]:
+        rows.append(("estimate", f"{plan['microseconds']:.1f} us, by which families are chosen"))
+    return rows
+
+
 def _extent(values: list[int]) -> str:
     return " x ".join(str(v) for v in values)
 
@@ -152,12 +176,9 @@ def _print(document: dict[str, Any], shape: Shape, output: Output) -> None:
         if plan["cluster"] > 1:
             rows.append(("cluster", f"{plan['cluster']} blocks share the keys of a tile"))
         rows.append(("shared memory", f"{plan['shared_bytes']} bytes a block"))
-    rows += [
-        ("workspace", f"{plan['workspace_bytes']} bytes"),
-        ("waves", waves),
-        ("work", f"{plan['flops'] / 1e9:.4g} GFLOP in the two products"),
-    ]
-    output.pairs(rows)
+    rows.append(("waves", waves))
+    rows += [("then", f"{la['kernel']}, {launch_words(la, gpu)}") for la in plan["launches"][1:]]
+    output.pairs(rows + work_rows(plan))
     output.heading("Not used")
     output.pairs(_rejected(plan) or [("none", "every other family is absent from this build")])
 
@@ -166,7 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
     flashmoe = environment.package()
     device = chosen_device(flashmoe, arguments)
     shape = shape_from_options(arguments, "fp32" if device == "cpu" else "bf16")
-    fields = environment.as_dict(
+    fields = environment.plan_as_dict(
         plan_for(flashmoe, shape, device, arguments.layout, arguments.kernel)
     )
     described = {"device": device, **environment.as_dict(flashmoe.device_info(device))}

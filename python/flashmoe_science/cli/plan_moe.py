@@ -7,7 +7,7 @@ from typing import Any
 
 from flashmoe_science.cli import environment
 from flashmoe_science.cli.output import EXIT_OK, Output, add_json_option, write_json
-from flashmoe_science.cli.plan import add_device_options, chosen_device
+from flashmoe_science.cli.plan import add_device_options, chosen_device, launch_words, work_rows
 
 _DESCRIPTION = """\
 Explains one layer of a mixture of experts without computing it: the launches of its routing and of
@@ -71,17 +71,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _launch(launch: dict[str, Any], gpu: bool) -> str:
-    grid, block = (" x ".join(map(str, launch[name])) for name in ("grid", "block"))
-    if not gpu:
-        return f"{launch['grid'][0]} tiles over {launch['block'][0]} threads"
-    parts = [f"grid {grid}", f"block {block}", f"{launch['shared_bytes']} bytes shared"]
-    if launch["cluster"] > 1:
-        parts.append(f"clusters of {launch['cluster']}")
-    if launch["tile_rows"]:
-        parts.append(f"tile {launch['tile_rows']} rows x {launch['tile_tokens']} tokens")
-    if launch["stages"]:
-        parts.append(f"{launch['stages']} stages")
-    return ", ".join(parts)
+    words = launch_words(launch, gpu)
+    if gpu and launch["tile_m"]:
+        words += f", tile {launch['tile_m']} rows x {launch['tile_n']} tokens"
+    return words
 
 
 def _print(document: dict[str, Any], output: Output) -> None:
@@ -93,10 +86,7 @@ def _print(document: dict[str, Any], output: Output) -> None:
         plan = document[part]
         output.heading(f"{part.capitalize()}: {plan['family']} ({plan['isa']})")
         output.pairs([(launch["kernel"], _launch(launch, gpu)) for launch in plan["launches"]])
-        rows = [("workspace", f"{plan['workspace_bytes']} bytes")]
-        if plan["flops"]:
-            rows.append(("work", f"{plan['flops'] / 1e9:.4g} GFLOP in the products"))
-        output.pairs(rows)
+        output.pairs(work_rows(plan))
     output.heading("Not used for the layer")
     rejected = [line.partition(":") for line in document["layer"]["rejected"].splitlines() if line]
     output.pairs(
@@ -136,8 +126,8 @@ def run(arguments: argparse.Namespace) -> int:
             **{name: getattr(arguments, name) for name in options},
         },
         "device": {"device": device, **environment.as_dict(flashmoe.device_info(device))},
-        "routing": environment.as_dict(routing),
-        "layer": environment.as_dict(layer),
+        "routing": environment.plan_as_dict(routing),
+        "layer": environment.plan_as_dict(layer),
     }
     if arguments.json != "-":
         _print(document, Output())

@@ -164,6 +164,11 @@ def _profile(
         if about.get("reason"):
             raise CommandError(f"void: {about['reason']}")
         kernels = parse_csv(text)
+        if kernels and about and len(kernels) != len(about["launches"]):
+            raise CommandError(
+                f"{ncu} has figures of {len(kernels)} kernels, the call launched "
+                f"{len(about['launches'])}"
+            )
         if done.returncode != 0 or not about or not kernels:
             last = " ".join(said.strip().splitlines()[-3:])[:500] or "it said nothing"
             raise CommandError(f"{ncu} exited with {done.returncode} and no figures: {last}")
@@ -214,9 +219,9 @@ def run(arguments: argparse.Namespace) -> int:
     about, kernels = _profile(ncu, shape, device, arguments.kernel)
     output = Output(silent=arguments.json == "-")
     output.heading(f"{shape}, on {device} ({flashmoe.device_info(device).name})")
-    for kernel in kernels:
-        output.line(f"{about['launch']['kernel']}: {kernel['name'].partition('(')[0][:200]}")
-        output.pairs(_lines(kernel["figures"], about["launch"]["local_bytes"]))
+    for kernel, launch in zip(kernels, about["launches"], strict=True):
+        output.line(f"{launch['kernel']}: {kernel['name'].partition('(')[0][:200]}")
+        output.pairs(_lines(kernel["figures"], launch["local_bytes"]))
     if arguments.json is not None:
         document = {"operation": "attention_forward", "shape": vars(shape), "device": device}
         write_json(document | about | {"kernels": kernels}, arguments.json)

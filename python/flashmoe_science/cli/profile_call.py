@@ -3,8 +3,8 @@
     python -m flashmoe_science.cli.profile_call SHAPE DEVICE KERNEL FILE
 
 SHAPE is a JSON object of shapes.Shape's fields, KERNEL a family or "". The profiler is on during
-the second call only: the first loads the kernel. FILE gets plan, launch and accuracy, or the reason
-why the call is void.
+the second call only: the first loads the kernel. FILE gets plan, launches and accuracy, or the
+reason why the call is void.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _profiler(arrays: Arrays) -> Any:
 
 
 def profiled_call(shape: Shape, device: str, kernel: str | None) -> dict[str, Any]:
-    """Plan, launch and accuracy of the profiled call, or {"reason": why it is void}."""
+    """Plan, launches and accuracy of the profiled call, or {"reason": why it is void}."""
     flashmoe = environment.package()
     arrays = choose_arrays(device)
     inputs = make_inputs(arrays, shape)
@@ -46,13 +46,14 @@ def profiled_call(shape: Shape, device: str, kernel: str | None) -> dict[str, An
             ours = call_ours(flashmoe, arrays, shape, inputs, kernel)
     except (flashmoe.FlashMoEError, ValueError, TypeError, RuntimeError) as error:
         return {"reason": f"the call failed: {error}"}
-    mismatch = launch_mismatch(ours.plan, ours.launch)
+    mismatch = launch_mismatch(ours.plan, ours.launches)
     if mismatch:
         return {"reason": f"the launched kernel is not the planned one: {mismatch}"}
     verdict = judge(arrays, shape, inputs, {OURS: ours.out}, ours.lse)[OURS]
     if not verdict.passed:
         return {"reason": verdict.reason}
-    return {"plan": ours.plan, "launch": ours.launch, "accuracy": dataclasses.asdict(verdict)}
+    about = {"plan": ours.plan, "launches": ours.launches}
+    return about | {"accuracy": dataclasses.asdict(verdict)}
 
 
 def main(argv: list[str]) -> None:

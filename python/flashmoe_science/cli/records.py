@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ def ratio_of(cell: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any] | No
         found = entry.get("graph_against", found)
     ratio: dict[str, Any] | None = found
     return ratio
+
+
+def launches_of(cell: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What our call of a row launched; an older record has one launch of it."""
+    launches: list[dict[str, Any]] = cell.get("launches") or [cell["launch"]]
+    return launches
 
 
 def withheld_words(number: int) -> str:

@@ -15,7 +15,7 @@ from flashmoe_science.cli.measure import OURS
 from flashmoe_science.cli.plotting import record as rec
 from flashmoe_science.cli.plotting.record import Record
 from flashmoe_science.cli.plotting.theme import DARK, LIGHT, Theme
-from flashmoe_science.cli.records import summary_words
+from flashmoe_science.cli.records import launches_of, summary_words
 
 _MEBI = 2**20
 
@@ -167,9 +167,11 @@ def _note(cell: Mapping[str, Any], name: str, entry: Mapping[str, Any]) -> str:
         return str(entry["reason"])
     if name != OURS:
         return str(entry.get("version", ""))
-    launch = cell["launch"]
-    grid, block = ("x".join(map(str, launch[key])) for key in ("grid", "block"))
-    return f"{launch['kernel']}, grid {grid}, block {block}"
+    words = []
+    for launch in launches_of(cell):
+        grid, block = ("x".join(map(str, launch[key])) for key in ("grid", "block"))
+        words.append(f"{launch['kernel']}, grid {grid}, block {block}")
+    return "; ".join(words)
 
 
 def _error_words(accuracy: Mapping[str, Any] | None) -> str:
