@@ -1,6 +1,6 @@
 """Calls of the mixture of experts on both sides of every boundary of the planners' choices, with
-the kernels that they are made of on a GPU of compute capability 9.0: what core/moe_families.cpp,
-and cost.h and family.cpp of each family, are to choose.
+the kernels that they are made of on a GPU of compute capability 9.0: what cost.h and family.cpp of
+each family are to choose.
 
 tests/gpu/test_moe_chains.py runs the calls there, tests/cpu/test_moe_chains.py on the CPU.
 """
@@ -309,25 +309,22 @@ def _sm89_chains() -> list[LayerChain]:
 
 
 def _unnamed_chains() -> list[LayerChain]:
-    """Who serves a call that names no kernel."""
+    """Who serves a call that names no kernel: the family whose estimate is least. Of layers with so
+    few weights that is the one with the fewest launches, of those that can."""
     in_turns = {"gate": "interleaved", "transposed": True}
     made = [
         stream("4 tokens", _with(_SHORT, tokens=4), "r16_n8"),
-        sm90("5 tokens of short rows", _with(_SHORT, tokens=5), "swiglu_up_narrow"),
-        stream("6 tokens, 1.5 an expert", _with(_LONG, tokens=6), "bulk"),
-        sm90("7 tokens, more than 1.5 an expert", _with(_LONG, tokens=7), "swiglu_up_narrow"),
+        stream("9 tokens", _with(_LONG, tokens=9, experts=64), "r32_n16"),
         stream("8 tokens", _with(_LONG, tokens=8, experts=11), "bulk"),
-        sm90("8 tokens of fewer experts", _with(_LONG, tokens=8, experts=10), "swiglu_up_narrow"),
-        sm90("9 tokens", _with(_LONG, tokens=9, experts=64), "swiglu_up_narrow"),
+        stream("128 tokens", _with(_SHORT, tokens=128), "r32_n16"),
+        sm90("129 tokens", _with(_SHORT, tokens=129), "swiglu_up_narrow"),
         sm90("1 token of transposed weights", _with(_LONG, tokens=1, transposed=True),
               "gated_up_trans", "down_trans"),
         sm90("1 token of rows in turns", _with(_SHORT, tokens=1, **in_turns), "gated_up_turns",
               "down_trans"),
-        stream("64 tokens, 8 an expert, that sm90 cannot walk",
+        stream("64 tokens that sm90 cannot walk",
                 _with(_SHORT, tokens=64, experts=32, top_k=4), "r32_n16", shared=True),
-        sm89("64 tokens, more than 8 an expert, that sm90 cannot walk",
-              _with(_SHORT, tokens=64, experts=31, top_k=4), shared=True),
-        sm89("65 tokens that sm90 cannot walk", _with(_SHORT, tokens=65, experts=64, top_k=4),
+        sm89("129 tokens that sm90 cannot walk", _with(_SHORT, tokens=129, experts=64, top_k=4),
               shared=True),
     ]  # fmt: skip
     return [dataclasses.replace(chain, named=False) for chain in made]

@@ -41,16 +41,18 @@ MOE_FAMILIES = (
     "tests/cuda/host/made_up_moe.cpp",
 )
 MOE_STREAM = ("cuda/moe/stream/family.cpp", "tests/cuda/host/made_up_stream.cpp")
+ATTENTION = (
+    *(f"core/{name}.cpp" for name in CORE),
+    *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "tensor_map")),
+    *(f"cuda/attention/{name}.cpp" for name in ("cost", "launch", "walkable")),
+    *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90", "split")),
+    "cuda/attention/sm90/l2_swizzle.cpp",
+    *(f"cuda/attention/split/{name}.cpp" for name in ("cost", "stream_k")),
+    "tests/cuda/host/fake_cuda.cpp",
+)
 SOURCES = {
-    "test_launch": (
-        *(f"core/{name}.cpp" for name in CORE),
-        *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "tensor_map")),
-        *(f"cuda/attention/{name}.cpp" for name in ("cost", "launch", "walkable")),
-        *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90", "split")),
-        "cuda/attention/sm90/l2_swizzle.cpp",
-        *(f"cuda/attention/split/{name}.cpp" for name in ("cost", "stream_k")),
-        "tests/cuda/host/fake_cuda.cpp",
-    ),
+    "test_launch": ATTENTION,
+    "test_choice": ATTENTION,
     "test_l2_swizzle": (*BASE, "cuda/attention/sm90/l2_swizzle.cpp"),
     "test_cost": (*BASE, *(f"cuda/attention/{name}.cpp" for name in ("cost", "split/cost"))),
     "test_stream_k": (
@@ -87,9 +89,22 @@ OPTIONS = (
 LINK = {"test_launch": ("-Wl,--wrap=aligned_alloc",)}
 
 
+# Those of test_choice, where they are others.
+CHOICE_ENTRIES = {
+    "attention/short": (
+        "bf16_d64_r8",
+        "bf16_d64_r16",
+        "bf16_d64_r32",
+        "bf16_d128_r8",
+        "bf16_d128_r16",
+    ),
+    **{f"attention/{family}": ("bf16_d64", "bf16_d128") for family in ("sm89", "sm90", "split")},
+}
+
+
 def _compile(name: str, build: Path) -> Path:
     headers = require_cuda_headers()
-    for family, names in ENTRIES.items():
+    for family, names in (ENTRIES | (CHOICE_ENTRIES if name == "test_choice" else {})).items():
         entries = build / "cuda" / family / "entries.inc"
         entries.parent.mkdir(parents=True)
         entries.write_text("".join(f"FLASHMOE_ENTRY({name})\n" for name in names))
@@ -120,6 +135,10 @@ def test_launch(program: Path, without: str) -> None:
 
 def test_l2_swizzle(tmp_path: Path) -> None:
     checked([_compile("test_l2_swizzle", tmp_path)])
+
+
+def test_attention_choice(tmp_path: Path) -> None:
+    checked([_compile("test_choice", tmp_path)])
 
 
 def test_cost(tmp_path: Path) -> None:

@@ -18,10 +18,9 @@ from installations import ROOT, checked, require_cuda_headers, require_tool
 from moe_chains import LayerChain, RouteChain
 from moe_kernels import ELEMENTS
 
-_CORE = ("checks", "choose", "dtype", "grouped_product", "known_calls", "launch", "log",
-         "moe_checks", "moe_families", "moe_forward", "moe_route", "overlap", "per_thread",
-         "status")  # fmt: skip
-_CUDA = ("device", "gpu_models", "launch", "moe/launch", "moe/combine/stage",
+_CORE = ("checks", "choose", "dtype", "grouped_product", "launch", "log", "moe_checks",
+         "moe_forward", "moe_route", "operation", "overlap", "per_thread", "status")  # fmt: skip
+_CUDA = ("device", "gpu_models", "launch", "tensor_map", "moe/combine/stage",
          *(f"moe/{family}/family" for family in ("route", "sm89", "sm90", "stream")))  # fmt: skip
 _HOST = ("fake_cuda", "moe_kernels")
 _OPTIONS = (
@@ -91,8 +90,7 @@ class Tensors:
 
 def _planned(params: Any, planner: ctypes.CDLL) -> tuple[str, tuple[str, ...]]:
     plan = capi_moe.plan_of(params, planner)
-    launches = (launch.kernel.decode() for launch in plan.launches)
-    return plan.family.decode(), tuple(launches)
+    return plan.family.decode(), tuple(launch.kernel.decode() for launch in plan.launches)
 
 
 def _route_params(chain: RouteChain) -> Any:

@@ -35,6 +35,8 @@ inline constexpr double kManyTiles = 3.0;   // that read the same keys, more tha
 inline constexpr double kAloneRate = 60e3;  // bytes, when the L2 serves few others
 inline constexpr double kColdRate = 44e3;   // the same of bytes that no other tile reads
 inline constexpr double kSharedRate = 40e3;  // bytes, when it serves all
+// Of the memory's peak, beside what is not hidden: fitted to decoding, where nothing else bounds it.
+inline constexpr double kShortMemoryShare = 0.98;
 
 // Floating-point operations.
 inline double product_rate(const DeviceFacts& facts) {
@@ -63,7 +65,7 @@ inline double short_microseconds(const Work& work, const Split& split, const Dev
   const bool many = whole_tiles > facts.multiprocessors && work.rows > split.rows;
   const double run = waves * std::max({load, product, steps * kStep}) * (many ? kManyTiles : 1) +
                      (waves - 1) * kTurn / crowd;
-  const double memory = memory_microseconds(work, facts);
+  const double memory = memory_microseconds(work, facts, kShortMemoryShare);
   const double second = split.parts > 1 ? kSecond + 2 * tiles * split.part_bytes / kPartRate : 0;
   return kStart + kEnd / split.warps + kExchange * std::log2(split.cluster) + second +
          std::max(run, memory) + kUnhidden * std::min(run, memory);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "cuda/moe/cost.h"
@@ -77,18 +78,43 @@ inline Tile choose_tile(int64_t tokens, int64_t hidden, int64_t inner, int64_t m
   return {blocks_of_whole_stripes(ceil_div(hidden, 32), multiprocessors) > 0 ? 2 : 1, 8, false};
 }
 
+// How often an expert that is taken has its weights read, with room for so many of its tokens at a time, if
+// each of them takes it with this probability.
+inline double expected_reads(int64_t tokens, double probability, int room) {
+  if (tokens == 0 || probability >= 1)
+    return static_cast<double>(ceil_div(std::max<int64_t>(tokens, 1), room));
+  double of_count =
+      std::pow(1 - probability, static_cast<double>(tokens));  // that it has so many tokens
+  const double taken = 1 - of_count;
+  double reads = 0;
+  for (int64_t count = 1; count <= tokens; ++count) {
+    of_count *= static_cast<double>(tokens - count + 1) / static_cast<double>(count) * probability /
+                (1 - probability);
+    reads += static_cast<double>(ceil_div(count, room)) * of_count;
+  }
+  return reads / taken;
+}
+
 // What a layer takes, fitted to measurements on an H200 (docs/kernels/moe.md). With more tokens of an
-// expert than a tile takes its weights are read again, and with many tokens the products are longer
+// expert than there is room for its weights are read again, and with many tokens the products are longer
 // than the loads.
 inline double stream_microseconds(const MoeForwardProblem& p, bool bulk, const DeviceFacts& facts) {
+  constexpr double kStart = 7.5;
+  constexpr double kRate = 0.6e6;
   constexpr double kTokensPerExpert = 8;
   constexpr double kTokens = 64;
-  const Speed speed = {7.5, bulk ? 0.82 : 0.74, 0.6e6};
-  const auto tokens = static_cast<double>(p.tokens);
   Work work = work_of(p);
+  if (bulk) {
+    constexpr double kMemoryShare = 0.865;
+    work.weight_bytes *=
+        expected_reads(p.tokens, static_cast<double>(p.top_k) / p.experts, kBulkEntryTokens);
+    return microseconds(work, {kStart, kMemoryShare, kRate}, facts);
+  }
+  constexpr double kMemoryShare = 0.74;
+  const auto tokens = static_cast<double>(p.tokens);
   work.weight_bytes *=
       std::max({1.0, tokens * p.top_k / (kTokensPerExpert * p.experts), tokens / kTokens});
-  return microseconds(work, speed, facts);
+  return microseconds(work, {kStart, kMemoryShare, kRate}, facts);
 }
 
 }  // namespace flashmoe::moe::stream

@@ -67,7 +67,7 @@ struct State {
 };
 
 extern State state;
-extern thread_local Launch last;            // that succeeded, of this thread
+extern thread_local Launch last;              // that succeeded, of this thread
 extern thread_local std::vector<Map> maps;    // encoded by this thread
 extern thread_local std::vector<Move> moves;  // made by this thread
 extern thread_local cudaError_t last_error;

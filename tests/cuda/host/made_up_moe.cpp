@@ -56,8 +56,8 @@ static Entry entry_of(const char* name, Use use, Major major, int index) {
 }
 
 extern const Entry entry_bf16_gated_plain, entry_bf16_gated_narrow, entry_bf16_gated,
-    entry_bf16_gated_t, entry_bf16_gated_interleaved, entry_bf16_up, entry_bf16_up_t, entry_bf16_down,
-    entry_bf16_down_t, entry_bf16_down_short, entry_bf16_down_middle;
+    entry_bf16_gated_t, entry_bf16_gated_interleaved, entry_bf16_up, entry_bf16_up_t,
+    entry_bf16_down, entry_bf16_down_t, entry_bf16_down_short, entry_bf16_down_middle;
 const Entry entry_bf16_gated_plain =
     entry_of("gated_plain", Use::kPlainGatedUp, Major::kColumns, 0);
 const Entry entry_bf16_gated_narrow =

@@ -8,7 +8,9 @@ int stream_bytes_more = 0;
 
 namespace flashmoe::moe::stream {
 
-static int bytes_of(const SharedShape& shape) { return 4096 * shape.stages + made_up::stream_bytes_more; }
+static int bytes_of(const SharedShape& shape) {
+  return 4096 * shape.stages + made_up::stream_bytes_more;
+}
 static LoadedKernel loaded[6][kMaxDevices];
 
 static Entry entry_of(int tiles, int tokens, bool bulk, int first) {

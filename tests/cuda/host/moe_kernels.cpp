@@ -33,7 +33,9 @@ Kernel kernel_of(const char* name, int shared_bytes) {
 }  // namespace
 
 // There is no CPU among these devices.
-const MoeFamily kCpuMoe = {"cpu", FLASHMOE_DEVICE_CPU, {}, {}, {}};
+const MoeRouteFamily kCpuMoeRoute = {"cpu", FLASHMOE_DEVICE_CPU, nullptr, nullptr};
+const MoeForwardFamily kCpuMoeForward = {"cpu", FLASHMOE_DEVICE_CPU, nullptr, nullptr};
+const GroupedProductFamily kCpuGroupedProduct = {"cpu", FLASHMOE_DEVICE_CPU, nullptr, nullptr};
 
 // ---- routing ------------------------------------------------------------------------------------
 

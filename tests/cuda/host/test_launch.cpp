@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <string>
 #include <thread>
@@ -382,7 +383,9 @@ void a_call_at_other_addresses_moves_maps() {
     Call call(m.family, m.batch, m.seq_q, m.seq_k, m.heads_q, m.heads_kv);
     call.params.causal = m.causal;
     if (m.lse) call.params.lse = &call.tensors[4];
-    const auto keep = [&] { keep_params(split ? sizeof(sm90::SplitParams) : sizeof(sm90::TileParams)); };
+    const auto keep = [&] {
+      keep_params(split ? sizeof(sm90::SplitParams) : sizeof(sm90::TileParams));
+    };
     std::vector<Bytes> moved;
     std::thread([&] {
       const auto run = [&] {
@@ -395,7 +398,8 @@ void a_call_at_other_addresses_moves_maps() {
       };
       // So many of the maps have another address than that of the call before.
       const auto check_moves = [&](int changed) {
-        const auto again = static_cast<size_t>(fake::state.has_map_moves || changed == 0 ? 0 : map_count);
+        const auto again =
+            static_cast<size_t>(fake::state.has_map_moves || changed == 0 ? 0 : map_count);
         CHECK(fake::maps.size() == again);
         CHECK(fake::moves.size() == static_cast<size_t>(fake::state.has_map_moves ? changed : 0));
         for (const fake::Move& move : fake::moves) CHECK(move.from != move.to);
@@ -757,7 +761,20 @@ void parts_go_through_the_workspace() {
   CHECK(seen.empty());
   fake::state.driver_launch = CUDA_SUCCESS;
   fake::state.runtime_launch = cudaSuccess;
+  // Where the second fails, the first is what was launched.
+  fake::on_launch = [](const void*) {
+    fake::state.driver_launch = CUDA_ERROR_INVALID_VALUE;
+    fake::state.runtime_launch = cudaErrorInvalidValue;
+  };
+  CHECK(flashmoe_attention_forward(&call.params, workspace, bytes, nullptr) == FLASHMOE_ERROR_CUDA);
+  CHECK(std::strstr(flashmoe_last_error(), "launching attention_combine_short_fp16") != nullptr);
+  CHECK(fake::last_error == cudaSuccess && read_back().size() == 1);
+  CHECK(std::strcmp(read_back()[0].kernel, first.kernel) == 0);
+  fake::state.driver_launch = CUDA_SUCCESS;
+  fake::state.runtime_launch = cudaSuccess;
   fake::on_launch = nullptr;
+  CHECK(flashmoe_attention_forward(&call.params, workspace, bytes, nullptr) == FLASHMOE_OK);
+  check_read_back(plan);
 }
 
 sm90::SplitParams seen_split;
@@ -879,6 +896,46 @@ void calls_go_where_they_are_fastest() {
   CHECK(plan_of(Call("split", 1, 64, 0, 8, 2)).workspace_bytes == 0);
 }
 
+// Of the families that serve a call that whose plan takes the least time; one that is named always.
+void the_least_time_wins() {
+  constexpr const char* kFamilies[] = {"short", "split", "sm90", "sm89"};
+  std::array<int, 4> won = {};
+  for (const int64_t heads : {1, 8, 32}) {
+    for (const int64_t queries : {1, 16, 100, 700, 2048}) {
+      for (const int64_t keys : {0, 64, 1000, 8192, 100000}) {
+        for (const int32_t causal : {0, int32_t{FLASHMOE_CAUSAL_BOTTOM_RIGHT}}) {
+          Call call(nullptr, 1, queries, keys, heads, heads % 8 == 0 ? heads / 8 : 1);
+          call.params.causal = causal;
+          size_t least = 0;
+          std::array<double, 4> microseconds;
+          for (size_t i = 0; i < 4; ++i) {
+            call.params.kernel = kFamilies[i];
+            const flashmoe_plan plan = plan_of(call);
+            CHECK(std::strcmp(plan.family, kFamilies[i]) == 0 && plan.microseconds > 0);
+            microseconds[i] = plan.microseconds;
+            if (microseconds[i] < microseconds[least]) least = i;
+          }
+          call.params.kernel = nullptr;
+          const flashmoe_plan plan = plan_of(call);
+          CHECK(std::strcmp(plan.family, kFamilies[least]) == 0);
+          CHECK(plan.microseconds == microseconds[least]);
+          ++won[least];
+          // Both times are told of each of the others.
+          for (size_t i = 0; i < 4; ++i) {
+            char sentence[128];
+            std::snprintf(sentence, sizeof sentence,
+                          "%s: takes %.1f us by its estimate, %s %.1f us\n", kFamilies[i],
+                          microseconds[i], kFamilies[least], microseconds[least]);
+            CHECK((std::strstr(plan.rejected, sentence) != nullptr) == (i != least));
+          }
+        }
+      }
+    }
+  }
+  CHECK(won[0] > 0 && won[1] > 0 && won[2] > 0);
+  CHECK(won[3] == 0);  // which Hopper's own kernels always beat
+}
+
 std::atomic<int> after_loading{0};
 
 void a_kernel_is_loaded_once_whoever_comes_first() {
@@ -970,6 +1027,7 @@ int main(int argc, char** argv) {
   split_packs_query_heads();
   split_packs_any_number_of_heads();
   calls_go_where_they_are_fastest();
+  the_least_time_wins();
   a_device_may_be_reset();
   contexts_of_one_device_take_turns();
   models_are_planned_for_and_run_nothing();

@@ -116,10 +116,12 @@ void mixed_transposition() {
   }
   // Gate and up interleaved.
   Layer interleaved;
-  interleaved.gate = interleaved.up = {nullptr, 2 * interleaved.inner * interleaved.hidden, 2, 2 * interleaved.inner};
+  interleaved.gate = interleaved.up = {nullptr, 2 * interleaved.inner * interleaved.hidden, 2,
+                                       2 * interleaved.inner};
   EXPECT_SM89(interleaved, "");
   EXPECT_SM90(interleaved, "");
-  interleaved.gate = interleaved.up = {nullptr, 2 * interleaved.inner * interleaved.hidden, 2 * interleaved.hidden, 1};
+  interleaved.gate = interleaved.up = {nullptr, 2 * interleaved.inner * interleaved.hidden,
+                                       2 * interleaved.hidden, 1};
   EXPECT_SM89(interleaved, "");
   EXPECT_SM90(interleaved, "");
 }
