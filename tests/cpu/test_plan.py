@@ -52,14 +52,14 @@ def test_tiny_calls_take_one_thread(library: ctypes.CDLL) -> None:
     library.flashmoe_set_num_threads(8)
     plan = capi.attention_plan(params_of(seq=16, heads=2), library)
     library.flashmoe_set_num_threads(0)
-    assert plan.block[0] == 1
+    assert plan.launches[0].block[0] == 1
 
 
 def test_tiles_shrink_to_occupy_the_threads(library: ctypes.CDLL) -> None:
     library.flashmoe_set_num_threads(16)
     plan = capi.attention_plan(params_of(seq=1000, heads=1), library)
     library.flashmoe_set_num_threads(0)
-    assert plan.grid[0] >= 16
+    assert plan.launches[0].grid[0] >= 16
 
 
 def test_heads_of_a_group_share_a_tile(library: ctypes.CDLL) -> None:
@@ -69,7 +69,7 @@ def test_heads_of_a_group_share_a_tile(library: ctypes.CDLL) -> None:
     library.flashmoe_set_num_threads(2)  # more would share a group's heads out
     plan = capi.attention_plan(capi.attention_params(q, k, v, np.empty_like(q)), library)
     library.flashmoe_set_num_threads(0)
-    assert plan.grid[0] == 2 * 4
+    assert plan.launches[0].grid[0] == 2 * 4
 
 
 def test_workspace_does_not_grow_with_the_sequence(library: ctypes.CDLL) -> None:

@@ -112,7 +112,7 @@ def test_every_name_of_c(entries: set[tuple[str, str]]) -> None:
     inline = re.findall(r"^static inline \w+ (\w+)\(", headers, re.MULTILINE)
     macros = re.findall(r"^#define (FLASHMOE_\w+) \S", headers, re.MULTILINE)
     hidden = {"FLASHMOE_API"}  # marks what is exported
-    assert len(types) > 15 and len(pointers) == 1 and len(inline) >= 9 and len(macros) >= 4
+    assert len(types) > 15 and len(pointers) == 1 and len(inline) >= 8 and len(macros) >= 4
     wanted = {*symbols, *types, *pointers, *inline, *macros} - hidden
     assert wanted - names(entries, "c") == set(), "docs/reference/c.md lacks them"
 
