@@ -70,7 +70,8 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
   TensorView router;
   caller.borrow_optional("router_weights", router_weights, &router);
   if (logits.is_none() && router.rank() == 2 && router.extent(0) % kRouterMultiple != 0) {
-    made_logits = dispatch("router_product", tokens, router_weights, router_bias, stream);
+    made_logits =
+        dispatch("router_product", tokens, router_weights, router_bias, w_gate_up, stream);
   } else {
     caller.borrow_optional("router_weights", router_weights, &call.router_weights);
     caller.borrow_optional("router_bias", router_bias, &call.router_bias);

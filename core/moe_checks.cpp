@@ -78,6 +78,23 @@ flashmoe_status check_no_scale(const char* name, const flashmoe_tensor* scale) {
   return check_absent(name, scale, "with tensors of fp16, bf16 and fp32, which have no scales");
 }
 
+flashmoe_status check_matrix_layout(const char* name, const View& view, int rank,
+                                    int64_t element_bytes) {
+  const int unit_axis = view.strides[rank - 1] == 1 ? rank - 1 : rank - 2;
+  if (view.strides[unit_axis] != 1) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: its last two dimensions have strides %lld and %lld, accepted is 1 for one of "
+                "them",
+                name, static_cast<long long>(view.strides[rank - 2]),
+                static_cast<long long>(view.strides[rank - 1]));
+  }
+  FLASHMOE_TRY(check_alignment(name, view, kRowAlignment));
+  for (int axis = 0; axis < rank; ++axis) {
+    if (axis != unit_axis) FLASHMOE_TRY(check_aligned_stride(name, view, axis, element_bytes));
+  }
+  return FLASHMOE_OK;
+}
+
 flashmoe_status check_matrix(const char* name, const flashmoe_tensor* tensor, const char* of,
                              Dtype dtype, flashmoe_device device, View* view) {
   FLASHMOE_TRY(check_view(name, tensor, 3, view));
@@ -86,17 +103,7 @@ flashmoe_status check_matrix(const char* name, const flashmoe_tensor* tensor, co
   FLASHMOE_TRY(check_experts(name, view->shape[0]));
   FLASHMOE_TRY(check_multiple(name, "number of rows", view->shape[1]));
   FLASHMOE_TRY(check_multiple(name, "number of columns", view->shape[2]));
-  const int unit_axis = view->strides[2] == 1 ? 2 : 1;
-  if (view->strides[unit_axis] != 1) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "%s: its last two dimensions have strides %lld and %lld, accepted is 1 for one of "
-                "them",
-                name, static_cast<long long>(view->strides[1]),
-                static_cast<long long>(view->strides[2]));
-  }
-  FLASHMOE_TRY(check_alignment(name, *view, kRowAlignment));
-  FLASHMOE_TRY(check_aligned_stride(name, *view, 0, dtype_bytes(dtype)));
-  return check_aligned_stride(name, *view, 3 - unit_axis, dtype_bytes(dtype));
+  return check_matrix_layout(name, *view, 3, dtype_bytes(dtype));
 }
 
 ExpertMatrix rows_of(const View& matrix, Dtype dtype, int64_t first, int64_t step) {

@@ -39,8 +39,12 @@ flashmoe_status check_absent(const char* name, const flashmoe_tensor* tensor, co
 // Scales have a place in the ABI, and no kernel reads them.
 flashmoe_status check_no_scale(const char* name, const flashmoe_tensor* scale);
 
-// Weights [experts, rows, columns] of `dtype`: one of the last two strides is 1, the others and the
-// beginning are multiples of 16 bytes.
+// Of weights that are not empty: one of the last two strides is 1, the others and the beginning are
+// multiples of 16 bytes.
+flashmoe_status check_matrix_layout(const char* name, const View& view, int rank,
+                                    int64_t element_bytes);
+
+// Weights [experts, rows, columns] of `dtype`, laid out so.
 flashmoe_status check_matrix(const char* name, const flashmoe_tensor* tensor, const char* of,
                              Dtype dtype, flashmoe_device device, View* view);
 

@@ -20,6 +20,7 @@ from flashmoe_science.moe import MoeRouting
 WORDS = Words("the mixture of experts", "all tensors of a call", "out")
 
 _ROUTER_MULTIPLE = 8  # of experts, for the router's product
+_MAX_EXPERTS = 1024
 
 
 class Jax(Framework):
@@ -242,13 +243,44 @@ def _rows(framework: Framework, name: str, tensor: Any) -> Any:
     return flat
 
 
-def router_product(tokens: Any, router_weights: Any, router_bias: Any, stream: Any) -> Any:
-    """Logits by the tensors' own library."""
+def _check_router(tokens: Any, router_weights: Any, router_bias: Any, w_gate_up: Any) -> None:
+    """In the library's words, which it has for logits that are made of these alone."""
+    name = "router_weights"
+    experts, columns = router_weights.shape
+    if experts > _MAX_EXPERTS:
+        raise InvalidArgumentError(f"{name}: got {experts} experts, accepted are 1 to 1024")
+    if columns != tokens.shape[-1]:
+        raise InvalidArgumentError(
+            f"{name}: its number of columns is {columns}, but tokens has {tokens.shape[-1]}"
+        )
+    held = getattr(w_gate_up, "shape", ())
+    if len(held) == 3 and held[0] != experts:
+        raise InvalidArgumentError(
+            f"{name}: its number of experts is {experts}, but w_gate_up has {held[0]}"
+        )
+    if router_bias is None:
+        return
+    if len(router_bias.shape) != 1:
+        raise InvalidArgumentError(
+            f"router_bias: got {len(router_bias.shape)} dimensions, accepted are 1"
+        )
+    if router_bias.shape[0] != experts:
+        raise InvalidArgumentError(
+            f"router_bias: its number of experts is {router_bias.shape[0]}, but {name} has "
+            f"{experts}"
+        )
+
+
+def router_product(
+    tokens: Any, router_weights: Any, router_bias: Any, w_gate_up: Any, stream: Any
+) -> Any:
+    """Logits by the tensors' own library. Of w_gate_up the shape tells the experts."""
     if not (hasattr(tokens, "__matmul__") and hasattr(router_weights, "T")):
         raise ArgumentTypeError(
             f"router_weights: {_dispatch.type_name(tokens)} knows no product of matrices, and here "
             "it would have to make this one; pass logits"
         )
+    _check_router(tokens, router_weights, router_bias, w_gate_up)
     with _dispatch.on_stream(tokens, _core.stream_handle(stream)):
         logits = tokens @ router_weights.T
         return logits if router_bias is None else logits + router_bias
@@ -337,7 +369,9 @@ def _fused(calls: _Calls, given: dict[str, Any], options: dict[str, Any], given_
                 _core.check_readable(name, given[name])
         for name in ("router_weights", "router_bias"):
             tensors.pop(name, None)
-        tensors["logits"] = router_product(tensors["tokens"], router, bias, calls.given_stream)
+        tensors["logits"] = router_product(
+            tensors["tokens"], router, bias, given["w_gate_up"], calls.given_stream
+        )
     elif "logits" in given:
         tensors["logits"] = _rows(framework, "logits", given["logits"])
     out = calls.run("fused", tensors, options)["out"]

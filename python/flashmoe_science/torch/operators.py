@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _python_dispatch
 
 import flashmoe_science as fm
 from flashmoe_science import _core
@@ -64,6 +63,7 @@ def _define(
     names = [argument.name for argument in overload._schema.arguments]
 
     def differentiate(keys: Any, *arguments: Any, **options: Any) -> Any:
+        # By hand, since torch.library.register_autograd drops tangents without a word.
         for argument, value in (*zip(names, arguments, strict=False), *options.items()):
             if isinstance(value, torch.Tensor):
                 refuse_derivatives(argument, value, words)
@@ -159,7 +159,8 @@ def _is_plain(tensor: Any) -> bool:
         not torch.compiler.is_dynamo_compiling()
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and not tensor.is_meta
-        and not _python_dispatch.is_in_torch_dispatch_mode()
+        # torch has no public function for the modes of this thread.
+        and torch._C._len_torch_dispatch_stack() == 0
     )
 
 
