@@ -55,6 +55,9 @@ flashmoe_status make_plan(const typename Operation::Problem& problem, bool expla
   FLASHMOE_TRY(explain ? choice.choose_and_explain(family, plan) : choice.choose(family, plan));
   std::snprintf(plan->info.operation, sizeof plan->info.operation, "%s", Operation::kName);
   std::snprintf(plan->info.family, sizeof plan->info.family, "%s", (*family)->name);
+  for (int32_t i = 0; i < plan->info.launch_count; ++i) {
+    plan->info.launches[i].device = given_device(plan->info.launches[i].device);
+  }
   return FLASHMOE_OK;
 }
 
@@ -120,9 +123,6 @@ flashmoe_status plan_operation(const typename Operation::Params* given, flashmoe
   FLASHMOE_TRY(make_plan<Operation>(problem, true, &family, &plan));
   plan.info.flops = Operation::flops(problem);
   plan.info.bytes = bytes_of<Operation>(params);
-  for (int32_t i = 0; i < plan.info.launch_count; ++i) {
-    plan.info.launches[i].device = given_device(plan.info.launches[i].device);
-  }
   copy_out(plan.info, filled);
   return FLASHMOE_OK;
 }

@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     begin = time.perf_counter()
     sentences, asked = encoder.embed(SENTENCES), encoder.embed(queries)
     seconds = time.perf_counter() - begin
-    kernel = flashmoe_science.last_launch().kernel
+    kernel = flashmoe_science.last_launches()[0].kernel
     found = nearest(asked, sentences, min(arguments.neighbours, len(SENTENCES)))
     for query, neighbours in zip(queries, found, strict=True):
         print(query)

@@ -63,6 +63,10 @@ class ForwardParams(c.Structure):
         ("up_offset", c.c_float),
         ("weight_on_input", c.c_int32),
         ("kernel", c.c_char_p),
+        ("x_scale", TensorPointer),
+        ("w_gate_up_scale", TensorPointer),
+        ("w_up_scale", TensorPointer),
+        ("w_down_scale", TensorPointer),
     ]
 
 
@@ -76,6 +80,8 @@ class ProductParams(c.Structure):
         ("counts", TensorPointer),
         ("out", TensorPointer),
         ("kernel", c.c_char_p),
+        ("x_scale", TensorPointer),
+        ("w_scale", TensorPointer),
     ]
 
 

@@ -120,7 +120,8 @@ int main(void) {
   const flashmoe_tensor v_view = view(v, kv_shape);
   const flashmoe_tensor out_view = view(out, q_shape);
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
-  flashmoe_launch launch = flashmoe_launch_init();
+  flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES];
+  int32_t launched = 0;
   size_t workspace_size = 0;
   void* workspace;
   double difference;
@@ -134,11 +135,11 @@ int main(void) {
   check(flashmoe_attention_forward_workspace_size(&params, &workspace_size), "workspace_size");
   workspace = allocate(workspace_size);
   check(flashmoe_attention_forward(&params, workspace, workspace_size, NULL), "forward");
-  check(flashmoe_last_launch(&launch), "last_launch");
+  check(flashmoe_last_launches(launches, &launched), "last_launches");
 
   difference = largest_difference(q, k, v, out);
   printf("flashmoe %u: %s, workspace %lu bytes, largest difference %.1e\n", flashmoe_version(),
-         launch.kernel, (unsigned long)workspace_size, difference);
+         launches[0].kernel, (unsigned long)workspace_size, difference);
   free(workspace);
   free(out);
   free(v);

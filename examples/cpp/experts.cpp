@@ -150,8 +150,11 @@ int run() {
 
   const double whole_error = difference(model, whole);
   const double sum_error = difference(model, sum);
-  std::printf("flashmoe %u: %s, largest difference %.1e at once, %.1e in two parts\n",
-              flashmoe::version(), flashmoe::last_launch().kernel, whole_error, sum_error);
+  std::printf("flashmoe %u: ", flashmoe::version());
+  for (const flashmoe_launch& launch : flashmoe::last_launches()) {
+    std::printf("%s, ", launch.kernel);
+  }
+  std::printf("largest difference %.1e at once, %.1e in two parts\n", whole_error, sum_error);
   if (!(whole_error <= kTolerance && sum_error <= kTolerance)) {
     std::fprintf(stderr, "the result is wrong: accepted are differences up to %.1e\n", kTolerance);
     return 1;

@@ -74,7 +74,7 @@ FLASHMOE_API uint32_t flashmoe_version(void);
 /* What is in this library. The strings are static. */
 typedef struct flashmoe_build_info {
   size_t struct_size;
-  const char* version;            /* "0.1.0" */
+  const char* version;            /* "0.2.0" */
   const char* cuda_architectures; /* "89-real 90a-real 89-virtual", or "" for a CPU-only build */
   const char* cuda_compiler;      /* "13.0.88", or "" */
   const char* host_compiler;      /* "GNU 12.2.0" */

@@ -148,6 +148,34 @@ struct Product {
   }
 };
 
+struct Fused {
+  Tensor tokens, router_weights, router_bias, logits, w_gate_up, w_down, out;
+  flashmoe_fused_moe_params params = flashmoe_fused_moe_params_init();
+
+  Fused() {
+    tokens.set({6, 32}, kBf16);
+    router_weights.set({8, 32}, kBf16);
+    router_bias.set({8}, kFp32);
+    logits.set({6, 8}, kFp32);
+    w_gate_up.set({8, 32, 32}, kBf16);
+    w_down.set({8, 32, 16}, kBf16);
+    out.set({6, 32}, kBf16);
+    params.tokens = &tokens.view;
+    params.router_weights = &router_weights.view;
+    params.w_gate_up = &w_gate_up.view;
+    params.w_down = &w_down.view;
+    params.out = &out.view;
+    params.top_k = 2;
+  }
+  Fused(const Fused&) = delete;
+
+  void give_logits() {
+    params.router_weights = nullptr;
+    params.logits = &logits.view;
+  }
+  flashmoe_status plan(flashmoe_plan* plan) const { return flashmoe_fused_moe_plan(&params, plan); }
+};
+
 template <class Call>
 struct Case {
   const char* sentence;  // how it begins; nullptr: accepted
@@ -501,6 +529,35 @@ void products_are_checked() {
   });
 }
 
+// Places for what later versions compute.
+void scales_are_refused() {
+  const auto ends_so = [](const char* name) {
+    return std::string(flashmoe_last_error()) ==
+           std::string(name) +
+               ": got a tensor, accepted is a null pointer with tensors of fp16, bf16 and fp32, "
+               "which have no scales";
+  };
+  flashmoe_plan plan = flashmoe_plan_init();
+  struct Member {
+    const char* name;
+    const flashmoe_tensor* flashmoe_moe_forward_params::* field;
+  };
+  const Member members[] = {{"x_scale", &flashmoe_moe_forward_params::x_scale},
+                            {"w_gate_up_scale", &flashmoe_moe_forward_params::w_gate_up_scale},
+                            {"w_up_scale", &flashmoe_moe_forward_params::w_up_scale},
+                            {"w_down_scale", &flashmoe_moe_forward_params::w_down_scale}};
+  for (const Member& member : members) {
+    Forward layer;
+    layer.params.*member.field = &layer.weights.view;
+    CHECK(layer.plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT && ends_so(member.name));
+  }
+  Product of_x, of_w;
+  of_x.params.x_scale = &of_x.x.view;
+  CHECK(of_x.plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT && ends_so("x_scale"));
+  of_w.params.w_scale = &of_w.w.view;
+  CHECK(of_w.plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT && ends_so("w_scale"));
+}
+
 void plans_say_what_will_run() {
   flashmoe_plan plan = flashmoe_plan_init();
   Forward layer;
@@ -621,6 +678,75 @@ void every_launch_is_read_back() {
   CHECK(inner.depth == 2 && launched_as_planned());
 }
 
+// The router's product, routing and layer, of which the first is absent where logits are given.
+void a_fused_call_has_the_launches_of_all() {
+  const char* const kernels[] = {"grouped_product_cpu_", "moe_route_cpu", "moe_up_cpu_",
+                                 "moe_down_cpu_", "moe_combine_cpu_"};
+  for (const bool with_logits : {false, true}) {
+    Fused call;
+    if (with_logits) call.give_logits();
+    Memory memory;
+    for (Tensor* tensor : {&call.tokens, &call.router_weights, &call.logits, &call.w_gate_up,
+                           &call.w_down, &call.out}) {
+      memory.place(tensor);
+    }
+    flashmoe_plan plan = flashmoe_plan_init();
+    CHECK(call.plan(&plan) == FLASHMOE_OK);
+    const int32_t absent = with_logits ? 1 : 0;
+    CHECK(std::strcmp(plan.operation, "fused_moe") == 0 && plan.launch_count == 5 - absent);
+    for (int32_t i = 0; i < plan.launch_count; ++i) {
+      CHECK(std::strstr(plan.launches[i].kernel, kernels[i + absent]) == plan.launches[i].kernel);
+    }
+    CHECK(plan.flops == 2.0 * 3 * 12 * 32 * 16 + (with_logits ? 0.0 : 2.0 * 6 * 32 * 8));
+    size_t bytes = 0;
+    CHECK(flashmoe_fused_moe_workspace_size(&call.params, &bytes) == FLASHMOE_OK);
+    CHECK(bytes == plan.workspace_bytes);
+    void* const workspace = memory.block(bytes);
+    CHECK(flashmoe_fused_moe(&call.params, workspace, bytes, nullptr) == FLASHMOE_OK);
+    flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES];
+    int32_t count = 0;
+    CHECK(flashmoe_last_launches(launches, &count) == FLASHMOE_OK && count == plan.launch_count);
+    CHECK(std::memcmp(launches, plan.launches, static_cast<size_t>(count) * sizeof launches[0]) ==
+          0);
+  }
+}
+
+void fused_calls_are_checked_by_their_own_names() {
+  check<Fused>({
+      {nullptr, [](Fused*) {}},
+      {nullptr, [](Fused* c) { c->give_logits(); }},
+      {nullptr, [](Fused* c) { c->params.router_bias = &c->router_bias.view; }},
+      {"tokens: got a null", [](Fused* c) { c->params.tokens = nullptr; }},
+      {"tokens: dimension 0 has stride 28", [](Fused* c) { c->tokens.set({6, 28}, kBf16); }},
+      {"router_weights: ", [](Fused* c) { c->params.router_weights = nullptr; }},
+      {"router_weights: ", [](Fused* c) { c->router_weights.set({8, 24}, kBf16); }},
+      {"router_weights: ", [](Fused* c) { c->router_weights.view.dtype = kFp16; }},
+      {"router_bias: ",
+       [](Fused* c) {
+         c->params.router_bias = &c->router_bias.view;
+         c->router_bias.set({7}, kFp32);
+       }},
+      {"router_bias: ",
+       [](Fused* c) {
+         c->give_logits();
+         c->params.router_bias = &c->router_bias.view;
+       }},
+      {"router_weights: got both it and logits",
+       [](Fused* c) { c->params.logits = &c->logits.view; }},
+      {"logits: ",
+       [](Fused* c) {
+         c->give_logits();
+         c->logits.set({5, 8}, kFp32);
+       }},
+      {"top_k: got 0", [](Fused* c) { c->params.top_k = 0; }},
+      {"top_k: got 9", [](Fused* c) { c->params.top_k = 9; }},
+      {"router_weights: its number of experts is 8, but w_gate_up has 7",
+       [](Fused* c) { c->w_gate_up.set({7, 32, 32}, kBf16); }},
+      {"out: its number of tokens is 5", [](Fused* c) { c->out.set({5, 32}, kBf16); }},
+      {"kernel: got \"sm90_\"", [](Fused* c) { c->params.kernel = "sm90_"; }},
+  });
+}
+
 // As many pairs, or rows, as kernels can round up to tiles in 32 bits, and not one more.
 void pairs_have_a_limit() {
   constexpr int64_t kMost = (int64_t{1} << 31) - (int64_t{1} << 16);
@@ -729,8 +855,11 @@ int main() {
   layers_are_checked();
   other_gates_are_checked();
   products_are_checked();
+  scales_are_refused();
   plans_say_what_will_run();
   every_launch_is_read_back();
+  a_fused_call_has_the_launches_of_all();
+  fused_calls_are_checked_by_their_own_names();
   pairs_have_a_limit();
   extents_that_no_memory_holds_are_refused();
   other_arguments_are_checked();

@@ -123,7 +123,7 @@ def _run(driver: Driver, arrays: dict[str, np.ndarray], **options: Any) -> str:
         arrays[name][...] = driver.download(addresses[name], arrays[name])
     for address in addresses.values():
         driver.free(address)
-    return plan.kernel.decode()
+    return plan.launches[0].kernel.decode()
 
 
 def serves(family: str) -> bool:

@@ -177,7 +177,7 @@ class Runner:
             array[...] = self.driver.download(address, array)
             self.driver.free(address)
         self.driver.free(scratch)
-        return [plan.stage[i].kernel.decode() for i in range(plan.launches)]
+        return [launch.kernel.decode() for launch in plan.launches]
 
 
 def storage_of(array: np.ndarray) -> np.ndarray:

@@ -241,7 +241,7 @@ def test_bad_params_of_the_c_abi(entry: tuple[str, Any, int, str], family: str) 
     lib = capi.load()
     assert lib.flashmoe_attention_forward(params, None, 0, None) == status
     assert sentence in lib.flashmoe_last_error().decode()
-    plan = capi.AttentionPlan(struct_size=c.sizeof(capi.AttentionPlan))
+    plan = capi.Plan(struct_size=c.sizeof(capi.Plan))
     assert lib.flashmoe_attention_forward_plan(params, plan) == status
     torch.cuda.synchronize()
     for name, want in before.items():

@@ -34,7 +34,7 @@ def test_random_call_that_names_no_kernel(case: Case) -> None:
     expected = {family, "short", "split"} & set(families.serving())
     if not cases.is_walkable(case):
         expected = {"sm89", "short"}
-    ran = fm.last_launch().kernel
+    ran = fm.last_launches()[0].kernel
     assert ran.startswith(tuple(f"attention_forward_{each}_{case.dtype}_" for each in expected))
 
 
@@ -152,7 +152,7 @@ def test_broadcast_keys_and_values(dtype: str, family: str) -> None:
         # TMA cannot stand still along keys.
         served = "sm89" if family in kernels.COPY_ENGINE and shape[1] == 1 else family
         out, lse = fm.flash_attention(q, k, v, causal=True, return_lse=True, kernel=served)
-        ran = fm.last_launch().kernel
+        ran = fm.last_launches()[0].kernel
         assert f"_{served}_" in ran
         oracle.assert_accurate(out, lse, q, k, v, True)
         copies = (x.contiguous() for x in (k, v))
@@ -178,7 +178,7 @@ def test_repeated_batches_and_heads(
         tensors[name] = x
     options = {"causal": True, "layout": layout, "return_lse": True, "kernel": family}
     out, lse = fm.flash_attention(**tensors, **options)
-    assert fm.last_launch().kernel.startswith(f"attention_forward_{family}_")
+    assert fm.last_launches()[0].kernel.startswith(f"attention_forward_{family}_")
     oracle.assert_accurate(out, lse, **tensors, causal=True, layout=layout)
     copies = {name: x.contiguous() for name, x in tensors.items()}
     again, lse_again = fm.flash_attention(**copies, **options)

@@ -70,7 +70,7 @@ def test_host_cost_of_attention(
         return fm.flash_attention(q, k, v, causal=causal, kernel=kernel)
 
     call()
-    assert f"_{family}_" in fm.last_launch().kernel
+    assert f"_{family}_" in fm.last_launches()[0].kernel
     name = f"{family}_{dtype}_{causal}"
     _check("flash_attention", name, call, record_testsuite_property)
 

@@ -107,13 +107,13 @@ def test_a_profiler_sees_every_kernel_of_routing(given: bool, tmp_path: Path) ->
 
 def _check_profile(calls: list[Call], path: Path) -> None:
     functions = moe_kernels.every()
-    planned = [(name, stage) for call in calls
-               for name, stage in zip(call.kernels, call.plan.stage, strict=False)]  # fmt: skip
+    planned = [(name, launch) for call in calls
+               for name, launch in zip(call.kernels, call.plan.launches, strict=True)]  # fmt: skip
     work = _profiled(calls, path)
     got = [moe_kernels.function_of(event["name"]) for event in work]
     assert got == [functions[name] for name, _ in planned]
-    for event, (name, stage) in zip(work, planned, strict=True):
+    for event, (name, launch) in zip(work, planned, strict=True):
         arguments = event["args"]
-        assert arguments["grid"] == list(stage.grid), name
-        assert arguments["block"] == list(stage.block), name
-        assert arguments["shared memory"] == stage.shared_bytes, name
+        assert arguments["grid"] == list(launch.grid), name
+        assert arguments["block"] == list(launch.block), name
+        assert arguments["shared memory"] == launch.shared_bytes, name

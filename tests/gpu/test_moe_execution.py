@@ -91,7 +91,7 @@ def work_of(path: Path, call: Callable[[], object]) -> list[dict[str, Any]]:
     return sorted((e for e in events if e.get("cat") in kinds), key=lambda e: e["ts"])
 
 
-def assert_planned(work: list[dict[str, Any]], launches: tuple[fm.MoeLaunch, ...]) -> None:
+def assert_planned(work: list[dict[str, Any]], launches: tuple[fm.Launch, ...]) -> None:
     assert [e["cat"] for e in work] == ["kernel"] * len(launches), [e["name"] for e in work]
     for event, launch in zip(work, launches, strict=True):
         assert "flashmoe::" in event["name"]
@@ -112,12 +112,8 @@ def test_a_profiler_sees_the_planned_layer(layer: Layer, moe_family: str, tmp_pa
         return fm.moe_forward(**layer.arguments, kernel=moe_family)
 
     call()
-    last = fm.last_launch()
-    assert (last.kernel, last.grid, last.block, last.shared_bytes) == (
-        plan.launches[-1].kernel, plan.launches[-1].grid, plan.launches[-1].block,
-        plan.launches[-1].shared_bytes,
-    )  # fmt: skip
-    assert last.local_bytes == 0
+    assert fm.last_launches() == plan.launches
+    assert all(launch.local_bytes == 0 for launch in fm.last_launches())
     torch.cuda.synchronize()
     assert_planned(work_of(tmp_path / "trace.json", call), plan.launches)
 
@@ -149,7 +145,7 @@ def test_a_profiler_sees_nothing_else_in_a_fused_call(tmp_path: Path) -> None:
         torch.cuda.synchronize()
         work = work_of(tmp_path / "trace.json", call)
         assert 3 <= len(work) <= 7
-        assert all(e["cat"] == "kernel" and "flashmoe::" in e["name"] for e in work), work
+        assert_planned(work, fm.last_launches())
 
 
 Product = Callable[[], torch.Tensor]
@@ -181,8 +177,7 @@ def test_a_profiler_sees_the_planned_product(
     plan = fm.grouped_product_plan(**arguments, kernel=moe_family)
     assert plan.family == moe_family and len(plan.launches) == 1
     call()
-    last, launch = fm.last_launch(), plan.launches[0]
-    assert (last.kernel, last.grid, last.block) == (launch.kernel, launch.grid, launch.block)
+    assert fm.last_launches() == plan.launches
     assert_planned(work_of(tmp_path / "trace.json", call), plan.launches)
 
 
@@ -473,19 +468,19 @@ def test_threads_with_streams_of_their_own() -> None:
             plan = moe_layers.plan_or_none(layer, family)
             if plan is not None:
                 want = fm.moe_forward(**layer.arguments, kernel=family)
-                wants.append((layer, family, want, plan.launches[-1].kernel))
+                wants.append((layer, family, want, plan.launches))
     torch.cuda.synchronize()
     failures: list[str] = []
     start = threading.Barrier(len(wants))
 
-    def work(layer: Layer, family: str, want: torch.Tensor, kernel: str) -> None:
+    def work(layer: Layer, family: str, want: torch.Tensor, planned: tuple[fm.Launch, ...]) -> None:
         try:
             start.wait()
             with torch.cuda.stream(torch.cuda.Stream()):
                 for run in range(40):
                     got = fm.moe_forward(**layer.arguments, kernel=family)
-                    if fm.last_launch().kernel != kernel:
-                        failures.append(f"{family}: last launch {fm.last_launch().kernel}")
+                    if fm.last_launches() != planned:
+                        failures.append(f"{family}: launched {fm.last_launches()}, not {planned}")
                     if not same_bits(got, want):
                         failures.append(f"{family} {layer.case}: run {run} differs")
         except Exception as error:

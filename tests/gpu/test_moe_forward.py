@@ -491,7 +491,7 @@ def test_rows_of_x_that_run_backwards(tokens: int) -> None:
     for name, view in views.items():
         setattr(params, name, c.pointer(view))
     run, plan_of, size_of = capi_moe.functions(params, lib)
-    plan = capi_moe.MoePlan(struct_size=c.sizeof(capi_moe.MoePlan))
+    plan = capi.Plan(struct_size=c.sizeof(capi.Plan))
     status = plan_of(params, plan)
     if tokens > 128 or moe_layers.why_not("stream") is not None:
         assert status != 0

@@ -39,7 +39,7 @@ def _check(case: Case) -> None:
     except AssertionError as error:
         raise AssertionError(f"{case}: {error}") from error
     assert case.kernel is not None
-    launch = fm.last_launch()
+    launch = fm.last_launches()[0]
     assert launch.kernel.startswith(f"attention_forward_{case.kernel}_")
     assert launch.grid == (families.blocks(case, _plan(case)), 1, 1)
 
