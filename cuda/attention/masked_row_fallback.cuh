@@ -12,33 +12,9 @@
 #include "core/attention.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/numeric/tanh.cuh"
+#include "cuda/tile/softmax.cuh"
 
 namespace flashmoe {
-
-// Below every maximum of a row's scores, yet finite: masked scores less it are -inf, not NaN.
-inline constexpr float kNoRowMax = -1.0e38f;
-inline constexpr float kLn2 = 0.69314718055994530942f;
-
-// The kernels' probabilities are 2^(score * scale_log2 - row_max). The FMA rounds their difference
-// alone, but row_max is a product that was rounded. It is rounded up, so that no probability of the
-// scores that it was made of exceeds 1 and overflows, and up to this magnitude by less than 4, so
-// that none of a row's highest ones vanishes.
-inline constexpr float kMostRowMax = 67108864.0f;  // 2^26
-
-__device__ __forceinline__ float row_max_of(float top, float scale_log2) {
-  return __fmul_ru(top, scale_log2);
-}
-
-// How much a score exceeds a row's maximum, in powers of two.
-__device__ __forceinline__ float excess(float score, float scale_log2, float row_max) {
-  return fmaf(score, scale_log2, -row_max);
-}
-
-// Whether a row that sees keys may have lost all of its probabilities to the rounding of row_max. A
-// NaN of its scores is no such loss.
-__device__ __forceinline__ bool is_rounded_away(float row_max, float sum) {
-  return fabsf(row_max) > kMostRowMax && sum == sum;
-}
 
 // The row's tensors: one query row, and its keys and values, of which it sees those from first_key
 // to before `keys`.
@@ -61,9 +37,8 @@ template <class Element, int kDimV, class Store>
 __device__ __forceinline__ float masked_row_fallback(const FallbackRow& row, float scale_log2,
                                                      Store store) {
   using Numeric = numeric::ElementTraits<Element>;
-  constexpr uint32_t kFullWarp = 0xffffffffu;
-  constexpr int kLanes = 32;
-  constexpr int kColumnsPerLane = (kDimV + kLanes - 1) / kLanes;
+  constexpr int kLanes = kThreadsPerWarp;
+  constexpr int kColumnsPerLane = ceil_div(kDimV, kLanes);
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   float acc[kColumnsPerLane] = {};
   float sum = 0.0f;

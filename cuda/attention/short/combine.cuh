@@ -34,7 +34,8 @@ __device__ __forceinline__ void store_part(const Accumulators<Traits>& out,
       const int row = 8 * n + 2 * (lane % 4) + e;
       float sum = statistics.sum[n][e];
 #pragma unroll
-      for (int mask = 4; mask < kLanes; mask *= 2) sum += __shfl_xor_sync(kFullWarp, sum, mask);
+      for (int mask = 4; mask < kThreadsPerWarp; mask *= 2)
+        sum += __shfl_xor_sync(kFullWarp, sum, mask);
       if (lane < 4) {
         shared.warp_statistics()[warp * Traits::kRows + row] =
             make_float2(statistics.row_max[n][e], sum);
@@ -70,7 +71,8 @@ __device__ __forceinline__ bool write_unit(const Sum& total, const Params& param
   const bool sees_keys = keys.end > keys.first;
   const Row where = Row::of(params, tile, row);
   if (unit == 0 && params.lse != nullptr) {
-    params.lse[where.offset(params.lse_strides, tile.batch)] = lse_of(total, sees_keys);
+    params.lse[where.offset(params.lse_strides, tile.batch)] =
+        sees_keys ? log_sum_exp(total.row_max, total.sum) : -INFINITY;
   }
   if (4 * unit >= params.dim_v) return false;
   const uint2 packed = output_of<Element>(total, sees_keys);

@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_q(QFragments<Traits>& q, const Params& para
       load_q_block<Traits>(q[0], params, tile, n);
 #pragma unroll
       for (int c = 0; c < Traits::kKChunks; ++c) {
-        shared.queries()[(n * Traits::kKChunks + c) * kLanes + lane_index()] =
+        shared.queries()[(n * Traits::kKChunks + c) * kThreadsPerWarp + lane_index()] =
             make_uint4(q[0][c][0], q[0][c][1], q[0][c][2], q[0][c][3]);
       }
     }
@@ -109,7 +109,7 @@ __device__ __forceinline__ void compute_part(const Params& params, const Tile& t
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(kMaxWarps* kLanes, 1)
+__global__ void __launch_bounds__(kMaxWarps* kThreadsPerWarp, 1)
     attention_forward_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(16) unsigned char memory[];
   const Shared<Traits> shared = {memory};

@@ -2,19 +2,9 @@
 #pragma once
 
 #include "cuda/attention/short/traits.cuh"
+#include "cuda/tile/thread.cuh"
 
 namespace flashmoe::short_rows {
-
-inline constexpr uint32_t kFullWarp = 0xffffffffu;
-
-__device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
-__device__ __forceinline__ int thread_count() { return static_cast<int>(blockDim.x); }
-__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kLanes); }
-__device__ __forceinline__ int warp_count() { return static_cast<int>(blockDim.x / kLanes); }
-// For whole warps: it shuffles, so that the compiler knows the result to be uniform.
-__device__ __forceinline__ int warp_index() {
-  return static_cast<int>(__shfl_sync(kFullWarp, threadIdx.x / kLanes, 0));
-}
 
 // The keys that a row sees: from `first` to the one before `end`, none where end <= first.
 struct Keys {

@@ -10,32 +10,14 @@
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/tile/softmax.cuh"
+#include "cuda/tile/thread.cuh"
 
 namespace flashmoe::sm89 {
 
-inline constexpr uint32_t kFullWarp = 0xffffffffu;
-// A row's maximum is raised when a score exceeds it by more than this power of two. Until then
-// probabilities reach at most 2^8 instead of 1, which neither fp16 nor bf16 nor the fp32 sums mind,
-// and the step costs one vote instead of shuffles and a rescale.
-inline constexpr float kLazyBits = 8.0f;
-
-// Read anew where it is used: kept across the main loop it would cost registers that the
-// accumulators need.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
-__device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
-// To be called by whole warps: it shuffles, so that the compiler knows the result to be uniform.
-__device__ __forceinline__ int warp_index() {
-  return __shfl_sync(kFullWarp, thread_index() / kThreadsPerWarp, 0);
-}
-
-// Keeps a value in its register: without this, ptxas computes addresses again at every step, from
-// the thread index on.
-__device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
+using reread::lane_index;
+using reread::thread_index;
+using reread::warp_index;
 
 // The query tile of this block. Worked out once, then kept in shared memory. Tiles of unequal
 // length come longest first, inside groups of heads whose keys and values fit the L2 together (L2
@@ -395,15 +377,8 @@ struct RowStatistics {
     for (int a = 0; a < Traits::kRowAtoms; ++a) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float top = highest[a][half];
-        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
-        const float new_max = row_max_of(top, scale_log2);
-        const bool grows = excess(top, scale_log2, row_max[a][half]) > kLazyBits;
-        const float factor = grows ? numeric::exp2_approx(row_max[a][half] - new_max) : 1.0f;
-        row_max[a][half] = grows ? new_max : row_max[a][half];
-        sum[a][half] *= factor;
-        apply(a, half, factor);
+        const float top = max_of_quad(highest[a][half]);
+        apply(a, half, rescale_row(top, scale_log2, row_max[a][half], sum[a][half]));
       }
     }
     return true;
@@ -412,9 +387,8 @@ struct RowStatistics {
   // Probabilities of a pair of scores, rounded and packed.
   __device__ __forceinline__ uint32_t exponentiate(const float (&scores)[4], float scale_log2,
                                                    int a, int half) {
-    const float low = numeric::exp2_approx(excess(scores[2 * half], scale_log2, row_max[a][half]));
-    const float high =
-        numeric::exp2_approx(excess(scores[2 * half + 1], scale_log2, row_max[a][half]));
+    const float low = probability(scores[2 * half], scale_log2, row_max[a][half]);
+    const float high = probability(scores[2 * half + 1], scale_log2, row_max[a][half]);
     sum[a][half] += low + high;
     return numeric::ElementTraits<typename Traits::Element>::pack(low, high);
   }
@@ -423,15 +397,13 @@ struct RowStatistics {
   // accumulators are to be multiplied by: kNeedsFallback if the row needs the fallback.
   __device__ __forceinline__ float finish(const Params& params, const Tile& tile, int row, int a,
                                           int half) {
-    float total = sum[a][half];
-    total += __shfl_xor_sync(kFullWarp, total, 1);
-    total += __shfl_xor_sync(kFullWarp, total, 2);
+    const float total = sum_of_quad(sum[a][half]);
     // Rows past the last have summed nothing: what is not written must not look like a NaN.
     const bool sees_keys = row < params.seq_q && first_key(params, row) < end_key(params, row);
     if (params.lse != nullptr && lane_index() % 4 == 0 && row < params.seq_q) {
       params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
                  row * params.lse_strides.seq] =
-          sees_keys ? (row_max[a][half] + log2f(total)) * kLn2 : -INFINITY;
+          sees_keys ? log_sum_exp(row_max[a][half], total) : -INFINITY;
     }
     // A row that sees no key is 0 by definition.
     if (!sees_keys) return 0.0f;

@@ -25,27 +25,21 @@
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/tile/pipeline.cuh"
+#include "cuda/tile/softmax.cuh"
+#include "cuda/tile/thread.cuh"
 
 namespace flashmoe::sm90 {
 
-inline constexpr uint32_t kFullWarp = 0xffffffffu;
-// Where row maxima are looked at, one is raised if a score exceeds it by more than this power of
-// two: less is not worth touching the accumulators.
-inline constexpr float kLazyBits = 8.0f;
 // What the probabilities of a step that a lane holds of a row may add up to under a maximum from
 // before: more, and one of them may be beyond what fp16 holds.
 inline constexpr float kMostOfAStep = 16384.0f;
 inline constexpr int kOrderBarrier = 1;  // named barriers: one for each consumer
 inline constexpr int kStoreBarrier = 5;  // and another
 
-// Read anew where they are used: kept across the main loop they would cost registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-__device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
-__device__ __forceinline__ int warp_of_group() { return thread_index() / kThreadsPerWarp % 4; }
+using reread::lane_index;
+using reread::thread_index;
+using reread::warp_of_group;
 
 // Addresses of the barriers, and which stage and parity a running count of uses means.
 template <class Traits>
@@ -66,20 +60,6 @@ struct Barriers {
  private:
   __device__ __forceinline__ uint32_t of(int kind, int stage) const {
     return base + 8 * (kind * Traits::kStages + stage);
-  }
-};
-
-// A place in a ring of stages.
-template <int kStages>
-struct Cursor {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void step() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
   }
 };
 
@@ -122,27 +102,27 @@ template <class Traits>
 __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t shared,
                                         TileOf<Traits>* tiles, const Barriers<Traits>& barriers) {
   using Tile = TileOf<Traits>;
-  Cursor<Traits::kStages> k_cursor;
-  Cursor<Traits::kStages> v_cursor;
-  Cursor<Traits::kQStages> q_cursor;
+  PipelineState<Traits::kStages> k_pipe;
+  PipelineState<Traits::kStages> v_pipe;
+  PipelineState<Traits::kQStages> q_pipe;
   const auto load_k = [&](const Tile& tile, int key) {
-    const uint32_t full = barriers.k_full(k_cursor.stage);
-    const uint32_t to = shared + Traits::kKOffset + k_cursor.stage * Traits::kKBytes;
-    ptx::mbarrier_wait(barriers.k_empty(k_cursor.stage), k_cursor.parity ^ 1);
+    const uint32_t full = barriers.k_full(k_pipe.stage);
+    const uint32_t to = shared + Traits::kKOffset + k_pipe.stage * Traits::kKBytes;
+    ptx::mbarrier_wait(barriers.k_empty(k_pipe.stage), k_pipe.parity ^ 1);
     load_step<Traits, Traits::kBoxes>(params.k, params.k_repeats, tile, key, to, full);
-    k_cursor.step();
+    k_pipe.advance();
   };
   const auto load_v = [&](const Tile& tile, int key) {
-    const uint32_t full = barriers.v_full(v_cursor.stage);
-    const uint32_t to = shared + Traits::kVOffset + v_cursor.stage * Traits::kVBytes;
-    ptx::mbarrier_wait(barriers.v_empty(v_cursor.stage), v_cursor.parity ^ 1);
+    const uint32_t full = barriers.v_full(v_pipe.stage);
+    const uint32_t to = shared + Traits::kVOffset + v_pipe.stage * Traits::kVBytes;
+    ptx::mbarrier_wait(barriers.v_empty(v_pipe.stage), v_pipe.parity ^ 1);
     load_step<Traits, Traits::kBoxesV>(params.v, params.v_repeats, tile, key, to, full);
-    v_cursor.step();
+    v_pipe.advance();
   };
   const auto load_q = [&](const Tile& tile, int portion) {
     constexpr int kGroups = Traits::kGroupsPerPortion;
-    const uint32_t full = barriers.q_full(q_cursor.stage, portion);
-    const uint32_t to = shared + Traits::kQOffset + q_cursor.stage * Traits::kQBytes;
+    const uint32_t full = barriers.q_full(q_pipe.stage, portion);
+    const uint32_t to = shared + Traits::kQOffset + q_pipe.stage * Traits::kQBytes;
     if constexpr (Traits::kSplit) {
       load_packed_q<Traits>(params, tile, portion, to, full);
     } else {
@@ -160,7 +140,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
   };
   // Waits until a portion of Q is free for the next tile.
   const auto wait_for_room = [&](int portion) {
-    ptx::mbarrier_wait(barriers.q_empty(q_cursor.stage, portion), q_cursor.parity ^ 1);
+    ptx::mbarrier_wait(barriers.q_empty(q_pipe.stage, portion), q_pipe.parity ^ 1);
   };
   // In the order of use: V of a step after K of the next, be that another tile's. Where there is
   // one Q, it waits longer than K.
@@ -184,7 +164,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
       if (portion == 0) tiles[sent++ % kTileSlots] = tile;
       load_q(tile, portion);
     }
-    q_cursor.step();
+    q_pipe.advance();
     if (Traits::kQStages > 1 && any) load_k(tile, begin);
     load_pending();
     for (int key = begin; key > steps.first; key -= Traits::kStepKeys) {
@@ -200,7 +180,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
   for (int portion = 0; portion < Traits::kQPortions; ++portion) {
     wait_for_room(portion);
     if (portion == 0) tiles[sent % kTileSlots].first_row = kNoTile;
-    ptx::mbarrier_arrive(barriers.q_full(q_cursor.stage, portion));
+    ptx::mbarrier_arrive(barriers.q_full(q_pipe.stage, portion));
   }
 }
 
@@ -234,15 +214,10 @@ struct RowStatistics {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float top = numeric::max_nan(numeric::max_nan(tops[half][0], tops[half][1]),
-                                   numeric::max_nan(tops[half][2], tops[half][3]));
-      top = numeric::max_nan(top, __shfl_xor_sync(kFullWarp, top, 1));
-      top = numeric::max_nan(top, __shfl_xor_sync(kFullWarp, top, 2));
-      const bool stays = excess(top, scale_log2, row_max[half]) <= kLazyBits;
-      const float new_max = stays ? row_max[half] : row_max_of(top, scale_log2);
-      factor[half] = numeric::exp2_approx(row_max[half] - new_max);
-      row_max[half] = new_max;
-      sum[half] *= factor[half];
+      const float top =
+          max_nan_of_quad(numeric::max_nan(numeric::max_nan(tops[half][0], tops[half][1]),
+                                           numeric::max_nan(tops[half][2], tops[half][3])));
+      factor[half] = rescale_row_nan(top, scale_log2, row_max[half], sum[half]);
     }
   }
 
@@ -254,7 +229,7 @@ struct RowStatistics {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const int half = (i / 2) % 2;
-      scores[i] = numeric::exp2_approx(excess(scores[i], scale_log2, row_max[half]));
+      scores[i] = probability(scores[i], scale_log2, row_max[half]);
       sums[half][i % 2] += scores[i];
     }
     step[0] = sums[0][0] + sums[0][1];
@@ -318,9 +293,9 @@ struct Consumer {
   uint64_t q_descriptor;
   uint64_t k_descriptor;
   uint64_t v_descriptor;
-  Cursor<Traits::kStages> k_cursor;
-  Cursor<Traits::kStages> v_cursor;
-  Cursor<Traits::kQStages> q_cursor;
+  PipelineState<Traits::kStages> k_pipe;
+  PipelineState<Traits::kStages> v_pipe;
+  PipelineState<Traits::kQStages> q_pipe;
 
   uint32_t tile = 0;  // running count: the tile that steps belong to
   bool open = false;  // the last P V of the tile before it, or of it, is still to be done
@@ -351,8 +326,8 @@ struct Consumer {
   // Issues scores = Q K^T, of the first kKeys keys of a step.
   template <int kKeys>
   __device__ __forceinline__ void issue_scores(float (&of_keys)[kKeys / 2]) {
-    const uint64_t q = ptx::advance(q_descriptor, q_cursor.stage * Traits::kQBytes);
-    const uint64_t k = ptx::advance(k_descriptor, k_cursor.stage * Traits::kKBytes);
+    const uint64_t q = ptx::advance(q_descriptor, q_pipe.stage * Traits::kQBytes);
+    const uint64_t k = ptx::advance(k_descriptor, k_pipe.stage * Traits::kKBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < Traits::kDim / 16; ++slice) {
@@ -367,7 +342,7 @@ struct Consumer {
 
   // Issues out += P V, or out = P V.
   __device__ __forceinline__ void issue_values() {
-    const uint64_t v = ptx::advance(v_descriptor, v_cursor.stage * Traits::kVBytes);
+    const uint64_t v = ptx::advance(v_descriptor, v_pipe.stage * Traits::kVBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
@@ -436,21 +411,21 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void wait_for_k() const {
-    ptx::mbarrier_wait(barriers.k_full(k_cursor.stage), k_cursor.parity);
+    ptx::mbarrier_wait(barriers.k_full(k_pipe.stage), k_pipe.parity);
   }
   __device__ __forceinline__ void wait_for_v() const {
-    ptx::mbarrier_wait(barriers.v_full(v_cursor.stage), v_cursor.parity);
+    ptx::mbarrier_wait(barriers.v_full(v_pipe.stage), v_pipe.parity);
   }
   __device__ __forceinline__ void release_k() {
-    release(barriers.k_empty(k_cursor.stage));
-    k_cursor.step();
+    release(barriers.k_empty(k_pipe.stage));
+    k_pipe.advance();
   }
   __device__ __forceinline__ void release_v() {
-    release(barriers.v_empty(v_cursor.stage));
-    v_cursor.step();
+    release(barriers.v_empty(v_pipe.stage));
+    v_pipe.advance();
   }
   __device__ __forceinline__ void release_q() {
-    release(barriers.q_empty(q_cursor.stage, portion()));
+    release(barriers.q_empty(q_pipe.stage, portion()));
   }
 
   // Computes the scores of this warp's rows again, in a warp alone.
@@ -458,9 +433,9 @@ struct Consumer {
     const int lane = lane_index();
     const int q_row = warp_of_group() * 16 + lane % 16;
     const int k_row = lane / 16 * 8 + lane % 8;
-    const uint32_t q = shared + Traits::kQOffset + q_cursor.stage * Traits::kQBytes +
+    const uint32_t q = shared + Traits::kQOffset + q_pipe.stage * Traits::kQBytes +
                        group * Traits::kQBytesPerGroup;
-    const uint32_t k = shared + Traits::kKOffset + k_cursor.stage * Traits::kKBytes;
+    const uint32_t k = shared + Traits::kKOffset + k_pipe.stage * Traits::kKBytes;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = 0.0f;
 #pragma unroll 1
@@ -593,7 +568,7 @@ struct Consumer {
   // Computes the tiles that the producer sends.
   __device__ __forceinline__ void run() {
     for (;;) {
-      ptx::mbarrier_wait(barriers.q_full(q_cursor.stage, portion()), q_cursor.parity);
+      ptx::mbarrier_wait(barriers.q_full(q_pipe.stage, portion()), q_pipe.parity);
       int first_row = tiles[tile % kTileSlots].first_row;
       Steps<Traits> steps = steps_of_tile<Traits>(params, tiles[tile % kTileSlots]);
       if constexpr (Traits::kSplit) {
@@ -612,7 +587,7 @@ struct Consumer {
       // A block has few tiles: that the next one's products run meanwhile is not worth its
       // registers.
       if (Traits::kSplit && open) close(tile);
-      q_cursor.step();
+      q_pipe.advance();
       ++tile;
     }
     if constexpr (!Traits::kSplit) {
@@ -783,12 +758,6 @@ struct Consumer {
     }
   }
 
-  // The sums of a row over all of its lanes.
-  __device__ __forceinline__ static float add_lanes(float sum) {
-    sum += __shfl_xor_sync(kFullWarp, sum, 1);
-    return sum + __shfl_xor_sync(kFullWarp, sum, 2);
-  }
-
   __device__ __forceinline__ PackedRow packed_row(const Tile& of, int row) const {
     return PackedRow::of(params, of, group, row);
   }
@@ -805,7 +774,7 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warp_of_group() * 16 + lane / 4 + 8 * half;
-      const float total = add_lanes(statistics_of_tile.sum[half]);
+      const float total = sum_of_quad(statistics_of_tile.sum[half]);
       if (!packed_row(of, row).exists) continue;
       const int64_t place = place_of(of, row);
       if (lane % 4 == 0) {
@@ -837,14 +806,14 @@ struct Consumer {
     bool fallback = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float total = add_lanes(statistics_of_tile.sum[half]);
+      const float total = sum_of_quad(statistics_of_tile.sum[half]);
       const PackedRow row = packed_row(of, warp_of_group() * 16 + lane / 4 + 8 * half);
       if (!row.exists) continue;
       const bool sees_keys = first_key(params, row.query) < end_key(params, row.query);
       if (params.lse != nullptr && lane % 4 == 0) {
         params.lse[of.batch * params.lse_strides.batch + row.head * params.lse_strides.head +
                    row.query * params.lse_strides.seq] =
-            sees_keys ? (statistics_of_tile.row_max[half] + __log2f(total)) * kLn2 : -INFINITY;
+            sees_keys ? log_sum_exp_approx(statistics_of_tile.row_max[half], total) : -INFINITY;
       }
       const bool rounded_away =
           sees_keys && is_rounded_away(statistics_of_tile.row_max[half], total);
@@ -915,14 +884,12 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = group_row + warp * 16 + lane / 4 + 8 * half;
-      float total = statistics_of_tile.sum[half];
-      total += __shfl_xor_sync(kFullWarp, total, 1);
-      total += __shfl_xor_sync(kFullWarp, total, 2);
+      const float total = sum_of_quad(statistics_of_tile.sum[half]);
       const bool sees_keys = first_key(params, row) < end_key(params, row);
       const bool exists = row < params.seq_q;
       if (params.lse != nullptr && lane % 4 == 0 && exists) {
         *lse_of(tile, row) =
-            sees_keys ? (statistics_of_tile.row_max[half] + __log2f(total)) * kLn2 : -INFINITY;
+            sees_keys ? log_sum_exp_approx(statistics_of_tile.row_max[half], total) : -INFINITY;
       }
       const bool rounded_away =
           sees_keys && exists && is_rounded_away(statistics_of_tile.row_max[half], total);

@@ -54,7 +54,8 @@ class SplitRow {
     if (!row_.exists) return false;
     const bool sees_keys = sm90::first_key(params, row_.query) < sm90::end_key(params, row_.query);
     if (unit == 0 && params.lse != nullptr) {
-      params.lse[offset(params.lse_strides)] = lse_of(total, sees_keys);
+      params.lse[offset(params.lse_strides)] =
+          sees_keys ? log_sum_exp(total.row_max, total.sum) : -INFINITY;
     }
     if (4 * unit >= params.dim_v) return false;
     const uint2 packed = output_of<Element>(total, sees_keys);
@@ -66,7 +67,7 @@ class SplitRow {
     const SplitRow again(params, row, tile);
     const float lse = sm90::masked_row_fallback_of<Traits>(params, again.batch_, again.row_.head,
                                                            again.row_.query);
-    if (params.lse != nullptr && threadIdx.x % sm90::kThreadsPerWarp == 0) {
+    if (params.lse != nullptr && threadIdx.x % kThreadsPerWarp == 0) {
       params.lse[again.offset(params.lse_strides)] = lse;
     }
   }
