@@ -15,7 +15,15 @@ inline constexpr int kThreadsPerWarp = 32;
 inline constexpr int kThreadsPerGroup = 128;  // a warpgroup
 
 // a / b, rounded up: a is not negative, b positive, and their sum within range.
-FLASHMOE_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+template <class A, class B>
+FLASHMOE_HOST_DEVICE constexpr auto ceil_div(A a, B b) {
+  return (a + b - 1) / b;
+}
+// By a constant, for kernels: the compiler folds b - 1 into the sum from the start.
+template <int kB>
+FLASHMOE_HOST_DEVICE constexpr int ceil_div(int a) {
+  return (a + kB - 1) / kB;
+}
 FLASHMOE_HOST_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }

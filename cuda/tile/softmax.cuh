@@ -1,6 +1,7 @@
 // The online softmax of a row, whose probabilities are 2^(score * scale_log2 - row_max).
 #pragma once
 
+#include "cuda/numeric/constants.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/thread.cuh"
 
@@ -8,7 +9,6 @@ namespace flashmoe {
 
 // Below every maximum of a row's scores, yet finite: masked scores less it are -inf, not NaN.
 inline constexpr float kNoRowMax = -1.0e38f;
-inline constexpr float kLn2 = 0.69314718055994530942f;
 
 // The FMA of a probability rounds the difference alone, but row_max is a product that was rounded.
 // It is rounded up, so that no probability of the scores that it was made of exceeds 1 and

@@ -3,32 +3,35 @@
 //   up     a[s] = act(w_gate[e] x[t]) * (w_up[e] x[t])     slot s of expert e, of token t
 //   down   y[s] = w_down[e] a[s] + bias[e]
 //
-// Weights are the M side of wgmma and tokens the N side, up to 192 of an expert, in steps of 64 columns. So
-// the width of a tile, which is chosen on the device for each expert, may be any multiple of 8, and a
-// thread holds gate and up of the same element. A consumer warpgroup has 128 rows of weights, 64 of either
-// half, and all tokens of a tile: up to 192 accumulators a thread. In `up` its two consumers share a tile
-// of 256 rows (128 of the gate and the same 128 of up); in `down` each has a tile of its own and they
-// alternate, so that one's products are computed while the other writes out what it has.
+// Weights are the M side of wgmma and tokens the N side, up to 192 of an expert, in steps of 64
+// columns. So the width of a tile, which is chosen on the device for each expert, may be any
+// multiple of 8, and a thread holds gate and up of the same element. A consumer warpgroup has 128
+// rows of weights, 64 of either half, and all tokens of a tile: up to 192 accumulators a thread. In
+// `up` its two consumers share a tile of 256 rows (128 of the gate and the same 128 of up); in
+// `down` each has a tile of its own and they alternate, so that one's products are computed while
+// the other writes out what it has.
 //
-// The first warpgroup loads: one warp issues the copies of weights (and in `down` of tokens) by TMA,
-// three gather the rows of tokens by cp.async. Both end at the stage's mbarrier.
+// The first warpgroup loads: one warp issues the copies of weights (and in `down` of tokens) by
+// TMA, three gather the rows of tokens by cp.async. Both end at the stage's mbarrier.
 //
-// Weights whose rows of gate and up are interleaved come in boxes of 64 rows, 32 of either, of which
-// neighbouring ones are each other's other half: a thread has gates of one and a thread four lanes on the
-// ups of the same rows, and they exchange what the other needs when products are over (take_apart).
+// Weights whose rows of gate and up are interleaved come in boxes of 64 rows, 32 of either, of
+// which neighbouring ones are each other's other half: a thread has gates of one and a thread four
+// lanes on the ups of the same rows, and they exchange what the other needs when products are over
+// (take_apart).
 //
-// Blocks come in clusters of two, which take the same steps. In `up` the two have neighbouring token tiles
-// of the same weights, and each loads one half of these for both; or, of the last of an odd number of
-// token tiles, and in `down` always, neighbouring weight rows of the same tokens, of which in `down` each
-// loads one half for both.
+// Blocks come in clusters of two, which take the same steps. In `up` the two have neighbouring
+// token tiles of the same weights, and each loads one half of these for both; or, of the last of an
+// odd number of token tiles, and in `down` always, neighbouring weight rows of the same tokens, of
+// which in `down` each loads one half for both.
 //
-// Where rows of `down` are short a tile's output takes longer to leave than its products to be computed. There
-// (Use::kShortDown) a consumer keeps the weights of 64 rows in registers while a run of token tiles of the
-// expert passes by, of which both consumers multiply each by turns, and two warps of the first warpgroup
-// send what these leave in shared memory.
+// Where rows of `down` are short a tile's output takes longer to leave than its products to be
+// computed. There (Use::kShortDown) a consumer keeps the weights of 64 rows in registers while a
+// run of token tiles of the expert passes by, of which both consumers multiply each by turns, and
+// two warps of the first warpgroup send what these leave in shared memory.
 //
-// A layer's `down` begins while `up` still runs: its blocks come to multiprocessors as those of `up` leave
-// them, wait for the tokens of an expert at a time (Progress), and take items one by one (Deal).
+// A layer's `down` begins while `up` still runs: its blocks come to multiprocessors as those of
+// `up` leave them, wait for the tokens of an expert at a time (Progress), and take items one by one
+// (Deal).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -49,10 +52,17 @@
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/tile/activation.cuh"
+#include "cuda/tile/bias.h"
+#include "cuda/tile/pipeline.cuh"
+#include "cuda/tile/thread.cuh"
 
 namespace flashmoe::moe::sm90 {
 
-inline constexpr uint32_t kFullWarp = 0xffffffffu;
+using reread::lane_index;
+using reread::thread_index;
+using reread::warp_of_group;
+
 inline constexpr uint16_t kWholeCluster = (1 << kCluster) - 1;
 inline constexpr int kNone = -1;
 // Named barriers: of each consumer its own, and its turn; or the second's to begin.
@@ -60,7 +70,8 @@ inline constexpr int kStoreBarrier = 1;
 inline constexpr int kTurnBarrier = 3;
 inline constexpr int kLagBarrier = 3;
 inline constexpr int kGatherBarrier = 4;
-// Of each buffer of the output of a consumer whose output another warp sends: it is filled, it is drained.
+// Of each buffer of the output of a consumer whose output another warp sends: it is filled, it is
+// drained.
 inline constexpr int kFilledBarrier = 5;
 inline constexpr int kDrainedBarrier = 9;
 inline constexpr int kFillingThreads = kThreadsPerGroup + kThreadsPerWarp;
@@ -71,8 +82,8 @@ inline constexpr int kTakeSteps = 6;
 inline constexpr int kTellSteps = 2;
 inline constexpr uint32_t kNoRow = 0xffffffffu;
 
-// What a block, or of one whose consumers alternate one of them, computes in one pass of the main loop.
-// The producer works it out and leaves it in shared memory.
+// What a block, or of one whose consumers alternate one of them, computes in one pass of the main
+// loop. The producer works it out and leaves it in shared memory.
 struct alignas(16) Tile {
   int expert;
   int first_slot;  // of its tokens; with counts from the start of the batch
@@ -86,8 +97,8 @@ struct alignas(16) Tile {
 
 static_assert(sizeof(Tile) == kTileInfoBytes);
 
-// Token tiles of an expert, one after another, by the same rows of the weights: an item where these are
-// kept.
+// Token tiles of an expert, one after another, by the same rows of the weights: an item where these
+// are kept.
 struct Run {
   int expert;
   int first_slot;  // of the expert's tokens
@@ -97,9 +108,9 @@ struct Run {
   int end;   // behind the last one
 };
 
-// The work, one item of a cluster after another: experts in order, within one groups of columns of items,
-// that is of token tiles or pairs of them, for each of which all weight rows pass by. A warp has 32 experts
-// in view, one a lane. All its lanes call.
+// The work, one item of a cluster after another: experts in order, within one groups of columns of
+// items, that is of token tiles or pairs of them, for each of which all weight rows pass by. A warp
+// has 32 experts in view, one a lane. All its lanes call.
 template <class Traits>
 class Schedule {
  public:
@@ -133,7 +144,7 @@ class Schedule {
     const int runs = runs_of(tiles);
     const int rows = row_pairs(params_.row_tiles);
     const int index = item - (__shfl_sync(kFullWarp, end_, owner) - runs * rows);
-    const int most = (tiles + runs - 1) / runs;
+    const int most = ceil_div(tiles, runs);
     run->row_tile = 2 * (index % rows) + rank;
     run->next = index / rows * most;
     run->end = min(run->next + most, tiles);
@@ -156,7 +167,7 @@ class Schedule {
   // The tile of an item if all experts had as many tokens. False if there is none then.
   static __device__ __forceinline__ bool guess(const Params& params, int item, int rank,
                                                Tile* tile) {
-    const int tokens = (params.rows + params.experts - 1) / params.experts;
+    const int tokens = ceil_div(params.rows, params.experts);
     const int items = items_of<kShares>(tokens, params.row_tiles, Traits::kTileUnits);
     if (items == 0 || item / items >= params.experts) return false;
     place(params, item % items, rank, tokens, tile);
@@ -164,7 +175,8 @@ class Schedule {
     return true;
   }
 
-  // How many items of `up`, from the first on, give the rows of tokens that the last tile found has.
+  // How many items of `up`, from the first on, give the rows of tokens that the last tile found
+  // has.
   __device__ __forceinline__ int needed() const { return needed_; }
 
  private:
@@ -188,13 +200,13 @@ class Schedule {
     return !Traits::kGathers && params_.progress != nullptr;
   }
   static __device__ __forceinline__ int units_of(int tokens) {
-    return (tokens + kUnitTokens - 1) / kUnitTokens;
+    return ceil_div<kUnitTokens>(tokens);
   }
-  // Token tiles, as few as can be. Where that is odd one more goes by itself, which costs more traffic,
-  // but of many tiles it is as well to have an even number, a little narrower.
+  // Token tiles, as few as can be. Where that is odd one more goes by itself, which costs more
+  // traffic, but of many tiles it is as well to have an even number, a little narrower.
   template <bool kPairs>
   static __device__ __forceinline__ int tiles_of(int units, int tile_units) {
-    const int tiles = (units + tile_units - 1) / tile_units;
+    const int tiles = ceil_div(units, tile_units);
     return kPairs && tiles > Traits::kMostOddTiles ? (tiles + 1) / 2 * 2 : tiles;
   }
   // Columns of items with two token tiles each, of the same weights.
@@ -214,7 +226,7 @@ class Schedule {
 
   // Runs that so many token tiles are cut into.
   __device__ __forceinline__ int runs_of(int tiles) const {
-    return (tiles + params_.tiles_per_run - 1) / params_.tiles_per_run;
+    return ceil_div(tiles, params_.tiles_per_run);
   }
   // Of an expert with so many tokens, as this kernel deals them out.
   __device__ __forceinline__ int items_here(int tokens) const {
@@ -223,7 +235,8 @@ class Schedule {
            row_pairs(params_.row_tiles);
   }
 
-  // More items than there are, unless offsets give rows to several experts: sums end there, as they must not wrap.
+  // More items than there are, unless offsets give rows to several experts: sums end there, as they
+  // must not wrap.
   static constexpr int kMostItems = (1 << 30) - 1;
 
   // The sum of what the lanes up to this one have, and of what is in front of all.
@@ -236,8 +249,8 @@ class Schedule {
     return min(in_front + value, kMostItems);
   }
 
-  // Brings the experts from `first` on into view, in front of which there are so many items, here and in
-  // `up`. Whatever offsets say, slots are such that there are.
+  // Brings the experts from `first` on into view, in front of which there are so many items, here
+  // and in `up`. Whatever offsets say, slots are such that there are.
   __device__ __forceinline__ void view(int first, int items, int up_items) {
     first_ = first;
     const int expert = first + lane_;
@@ -268,8 +281,8 @@ class Schedule {
     if (!shared) index -= shared_columns * params.row_tiles;
     const int columns = shared ? shared_columns : tiles - 2 * shared_columns;
     const int rows = shared ? params.row_tiles : row_pairs(params.row_tiles);
-    const int groups = (columns + params.columns_per_group - 1) / params.columns_per_group;
-    const int most = (columns + groups - 1) / groups;
+    const int groups = ceil_div(columns, params.columns_per_group);
+    const int most = ceil_div(columns, groups);
     const int first_column = index / (most * rows) * most;
     const int columns_here = min(most, columns - first_column);
     index -= first_column * rows;
@@ -283,8 +296,8 @@ class Schedule {
     tile->edge = 0;
   }
 
-  // Which of an expert's tokens, so many units of them, one of its token tiles has, if anything is to come
-  // of it. The first tiles are a unit wider than the others, if they are not all alike.
+  // Which of an expert's tokens, so many units of them, one of its token tiles has, if anything is
+  // to come of it. The first tiles are a unit wider than the others, if they are not all alike.
   static __device__ __forceinline__ void cut(int units, int tiles, int token_tile, int tokens,
                                              bool counts, Tile* tile) {
     const int narrow = units / tiles;
@@ -303,25 +316,6 @@ class Schedule {
   int end_;         // of its items
   int up_end_ = 0;  // of those of `up`
   int needed_ = 0;
-};
-
-// A place in the ring of stages.
-template <int kStages>
-struct Cursor {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void step() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void skip(int steps) {
-    stage += steps;
-    parity ^= stage / kStages & 1;
-    stage %= kStages;
-  }
 };
 
 // Where things are in shared memory.
@@ -360,8 +354,8 @@ struct Shared {
 __device__ __forceinline__ int first_item() { return static_cast<int>(blockIdx.x) / kCluster; }
 __device__ __forceinline__ int item_stride() { return static_cast<int>(gridDim.x) / kCluster; }
 
-// Leaves a tile where consumers look for the one of that number. The one that was there is done with:
-// stages are fewer than places.
+// Leaves a tile where consumers look for the one of that number. The one that was there is done
+// with: stages are fewer than places.
 template <class Traits>
 __device__ __forceinline__ void publish(const Shared<Traits>& shared, int number,
                                         const Tile& tile) {
@@ -370,8 +364,8 @@ __device__ __forceinline__ void publish(const Shared<Traits>& shared, int number
   ptx::mbarrier_arrive(shared.known(slot));
 }
 
-// The copies by TMA for one tile, and what of them all steps have in common: what happens between a stage
-// that is given back and the copy to it is time that consumers may have to wait.
+// The copies by TMA for one tile, and what of them all steps have in common: what happens between a
+// stage that is given back and the copy to it is time that consumers may have to wait.
 template <class Traits>
 struct TileCopies {
   const Params& params;
@@ -467,9 +461,9 @@ struct TileCopies {
   }
 };
 
-// `up` of a layer, one thread of each block, before it lets `down` begin: says that no tile is stored.
-// Every block of `up` has done so when there is a block of `down`, which so never sees what was there
-// before; nobody else looks.
+// `up` of a layer, one thread of each block, before it lets `down` begin: says that no tile is
+// stored. Every block of `up` has done so when there is a block of `down`, which so never sees what
+// was there before; nobody else looks.
 __device__ __forceinline__ void begin_progress(const Params& params) {
   uint32_t* const words = params.progress + blockIdx.x * kConsumers;
   for (int group = 0; group < kConsumers; ++group) words[group] = 0;
@@ -481,9 +475,10 @@ __device__ __forceinline__ void begin_progress(const Params& params) {
 struct Progress {
   int known = 0;  // items from the first on that are stored
 
-  // Waits until so many are stored and the copy engine may load what they gave; a whole warp. This ends:
-  // when there is a block of `down`, all of `up` have begun, each has its multiprocessor until it ends, and
-  // they wait for nothing that `down` does. Items here are those that they take: both read the same offsets.
+  // Waits until so many are stored and the copy engine may load what they gave; a whole warp. This
+  // ends: when there is a block of `down`, all of `up` have begun, each has its multiprocessor
+  // until it ends, and they wait for nothing that `down` does. Items here are those that they take:
+  // both read the same offsets.
   __device__ __forceinline__ void wait_for(const Params& params, int needed) {
     if (needed <= known) return;
     do {
@@ -503,10 +498,10 @@ struct Progress {
   }
 };
 
-// Which items a cluster takes. Those of a layer's `down` are taken as clusters get to them: where `up`
-// ends early `down` begins early. The first block of a cluster takes one while it loads the tile before,
-// or where tiles are short the one before that, and tells the other. What an item gives does not depend
-// on who takes it.
+// Which items a cluster takes. Those of a layer's `down` are taken as clusters get to them: where
+// `up` ends early `down` begins early. The first block of a cluster takes one while it loads the
+// tile before, or where tiles are short the one before that, and tells the other. What an item
+// gives does not depend on who takes it.
 template <class Traits>
 struct Deal {
   const Params& params;
@@ -530,8 +525,8 @@ struct Deal {
     }
   }
 
-  // Some steps later, or in the next tile: says what follows tile `number`. What was in the same place
-  // has been read, in both blocks: stages are fewer than places.
+  // Some steps later, or in the next tile: says what follows tile `number`. What was in the same
+  // place has been read, in both blocks: stages are fewer than places.
   __device__ __forceinline__ void tell(int number) const {
     static_assert(kCluster == 2);
     if (!taken() || rank != 0 || !leader) return;
@@ -556,9 +551,9 @@ struct Deal {
   }
 };
 
-// While `up` waits for routing: begins to fetch into the L2 the weights that this block will probably
-// begin with. Routing may turn out otherwise, and then that was in vain; with fewer tokens than these for
-// an expert some are likely to have none. One thread.
+// While `up` waits for routing: begins to fetch into the L2 the weights that this block will
+// probably begin with. Routing may turn out otherwise, and then that was in vain; with fewer tokens
+// than these for an expert some are likely to have none. One thread.
 template <class Traits>
 __device__ __forceinline__ void fetch_ahead(const Params& params) {
   constexpr int kFewTokens = 4;
@@ -567,7 +562,7 @@ __device__ __forceinline__ void fetch_ahead(const Params& params) {
   const int rank = static_cast<int>(ptx::cluster_rank());
   Tile tile;
   if (!Schedule<Traits>::guess(params, first_item(), rank, &tile)) return;
-  const int steps = min((params.columns + Traits::kStep - 1) / Traits::kStep, kStepsAhead);
+  const int steps = min(ceil_div<Traits::kStep>(params.columns), kStepsAhead);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     for (int half = 0; half < kHalves; ++half) {
@@ -583,25 +578,25 @@ __device__ __forceinline__ void fetch_ahead(const Params& params) {
   }
 }
 
-// Behind all copies: waits until stages have been given back by both blocks of the cluster. A block must not
-// end before what the other one says to its barriers has come. `up` keeps its last stage.
+// Behind all copies: waits until stages have been given back by both blocks of the cluster. A block
+// must not end before what the other one says to its barriers has come. `up` keeps its last stage.
 template <class Traits>
 __device__ __forceinline__ void wait_given_back(const Shared<Traits>& shared,
-                                                Cursor<Traits::kStages> cursor) {
+                                                PipelineState<Traits::kStages> pipe) {
 #pragma unroll 1
   for (int stage = Traits::kGathers ? 1 : 0; stage < Traits::kStages; ++stage) {
-    ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
-    cursor.step();
+    ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
+    pipe.advance();
   }
 }
 
-// Issues the copies by TMA, one warp. A layer's `down` begins while `up` still runs: what is ahead of
-// that is over, since `up` waited for it before it let this kernel begin.
+// Issues the copies by TMA, one warp. A layer's `down` begins while `up` still runs: what is ahead
+// of that is over, since `up` waited for it before it let this kernel begin.
 template <class Traits>
 __device__ __forceinline__ void produce(const Params& params, const Shared<Traits>& shared) {
   const int rank = static_cast<int>(ptx::cluster_rank());
   const bool leader = threadIdx.x == 0;
-  const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
+  const int steps = ceil_div<Traits::kStep>(params.columns);
   const bool follows = !Traits::kGathers && params.progress != nullptr;
   if (!Traits::kGathers && !follows) ptx::wait_for_dependencies();
   // Of so short a tile what is taken in it would come too late.
@@ -610,7 +605,7 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   if (few_steps) deal.take();
   Schedule<Traits> schedule(params);
   Progress progress;
-  Cursor<Traits::kStages> cursor;
+  PipelineState<Traits::kStages> pipe;
   Tile tile = {};
   int sent = 0;
   int item = first_item();
@@ -629,7 +624,7 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
       for (int i = 0; i < step; ++i) copies.load_tokens(i, i);
     }
     __syncwarp();
-    cursor.skip(step);
+    pipe.advance(step);
   }
   while (more) {
     const TileCopies<Traits> copies(params, shared, tile, rank);
@@ -638,13 +633,13 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
     const auto load_until = [&](int end) {
 #pragma unroll 1
       for (; step < end; ++step) {
-        ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
+        ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
         if (leader) {
-          copies.load_weights(cursor.stage, step);
-          copies.load_tokens(cursor.stage, step);
+          copies.load_weights(pipe.stage, step);
+          copies.load_tokens(pipe.stage, step);
         }
         __syncwarp();
-        cursor.step();
+        pipe.advance();
       }
     };
     if (few_steps) {
@@ -670,11 +665,11 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
     }
   }
   __syncwarp();
-  wait_given_back(shared, cursor);
+  wait_given_back(shared, pipe);
 }
 
-// The same where weights are kept: a run's come first, in stages of their own, then the tokens of one of its
-// tiles after another.
+// The same where weights are kept: a run's come first, in stages of their own, then the tokens of
+// one of its tiles after another.
 template <class Traits>
 __device__ __forceinline__ void produce_runs(const Params& params, const Shared<Traits>& shared) {
   constexpr int kSteps = Traits::kKeptSteps;
@@ -686,7 +681,7 @@ __device__ __forceinline__ void produce_runs(const Params& params, const Shared<
   Deal<Traits> deal(params, shared, rank);
   Schedule<Traits> schedule(params);
   Progress progress;
-  Cursor<Traits::kStages> cursor;
+  PipelineState<Traits::kStages> pipe;
   Tile tile = {};
   Run run;
   int sent = 0;
@@ -700,10 +695,10 @@ __device__ __forceinline__ void produce_runs(const Params& params, const Shared<
         const TileCopies<Traits> copies(params, shared, tile, rank);
 #pragma unroll 1
         for (int step = 0; step < kSteps; ++step) {
-          ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
-          if (leader) copies.load_kept_weights(cursor.stage, step);
+          ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
+          if (leader) copies.load_kept_weights(pipe.stage, step);
           __syncwarp();
-          cursor.step();
+          pipe.advance();
         }
         if (follows) progress.wait_for(params, schedule.needed());
       }
@@ -713,10 +708,10 @@ __device__ __forceinline__ void produce_runs(const Params& params, const Shared<
 #pragma unroll 1
       for (int step = 0; step < kSteps; ++step) {
         if (last && step == kTellStep) deal.tell(number);
-        ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
-        if (leader) copies.load_only_tokens(cursor.stage, step);
+        ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
+        if (leader) copies.load_only_tokens(pipe.stage, step);
         __syncwarp();
-        cursor.step();
+        pipe.advance();
       }
     }
     const int item = first_item() + number * item_stride();  // where they are not taken
@@ -727,19 +722,19 @@ __device__ __forceinline__ void produce_runs(const Params& params, const Shared<
     publish(shared, sent, tile);
   }
   __syncwarp();
-  wait_given_back(shared, cursor);
+  wait_given_back(shared, pipe);
 }
 
-// Where the chunk of 16 bytes lies that is so many behind `base`. Worked out anew for every step: the
-// compiler would keep 64 bits for each row.
+// Where the chunk of 16 bytes lies that is so many behind `base`. Worked out anew for every step:
+// the compiler would keep 64 bits for each row.
 __device__ __forceinline__ const uint16_t* chunk_at(const uint16_t* base, uint32_t chunks) {
   const uint16_t* address;
   asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(address) : "r"(chunks), "l"(base));
   return address;
 }
 
-// Where rows of x begin, in chunks of 16 bytes, or kNoRow: for the tile that gathering threads come to
-// next. The table is in shared memory.
+// Where rows of x begin, in chunks of 16 bytes, or kNoRow: for the tile that gathering threads come
+// to next. The table is in shared memory.
 template <class Traits>
 struct NextRows {
   static constexpr int kRows = Traits::kTileTokens / Traits::kGatherThreads;  // of a thread
@@ -767,8 +762,9 @@ struct NextRows {
   }
 };
 
-// Gathers rows of x: threads 0 to kGatherThreads - 1 of some whole warps. Eight threads copy the 128
-// bytes that a step takes of a row. Which rows the next tile has is found out while this one is copied.
+// Gathers rows of x: threads 0 to kGatherThreads - 1 of some whole warps. Eight threads copy the
+// 128 bytes that a step takes of a row. Which rows the next tile has is found out while this one is
+// copied.
 template <class Traits>
 __device__ __forceinline__ void gather(const Params& params, const Shared<Traits>& shared,
                                        int thread) {
@@ -779,7 +775,7 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
   constexpr int kStoreStep = 2;  // by which what was requested after the first one has come
   static_assert(kRowsApart % 8 == 4, "every second row of a thread has the same swizzle");
   const int rank = static_cast<int>(ptx::cluster_rank());
-  const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
+  const int steps = ceil_div<Traits::kStep>(params.columns);
   const int store_step = min(kStoreStep, steps - 1);
   const int chunk = thread % kThreadsPerRow;
   const int first_row = thread / kThreadsPerRow;
@@ -788,7 +784,7 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
       static_cast<uint32_t>(first_row * kBoxRowBytes + (chunk ^ ((first_row + 4) % 8)) * 16)};
   const uint32_t table = shared.base + Traits::kRowsOffset;
   Schedule<Traits> schedule(params);
-  Cursor<Traits::kStages> cursor;
+  PipelineState<Traits::kStages> pipe;
   NextRows<Traits> next;
   Tile tile;
   int item = first_item();
@@ -801,8 +797,8 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
     ptx::named_barrier_sync(kGatherBarrier, Traits::kGatherThreads);
     uint32_t offsets[kRows];  // of the rows of x, in chunks
     uint32_t known = 0;       // a bit for each row that has a token
-    // Where a tile is wider than its tokens zeros follow them: what is computed of two columns at once
-    // must not depend on what was there before.
+    // Where a tile is wider than its tokens zeros follow them: what is computed of two columns at
+    // once must not depend on what was there before.
     const int rows = tile.units * kUnitTokens - first_row;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -819,8 +815,8 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
       const int column = step * Traits::kStep + chunk * kChunk;
       const uint32_t valid = column < params.columns ? known : 0;
       const uint16_t* const source = params.x + column;
-      const uint32_t destination = shared.tokens(cursor.stage);
-      ptx::mbarrier_wait(shared.empty(cursor.stage), cursor.parity ^ 1);
+      const uint32_t destination = shared.tokens(pipe.stage);
+      ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (i * kRowsApart < rows) {
@@ -828,8 +824,8 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
                                    chunk_at(source, offsets[i]), (valid & (1u << i)) != 0);
         }
       }
-      ptx::cp_async_arrive(shared.full(cursor.stage));
-      cursor.step();
+      ptx::cp_async_arrive(shared.full(pipe.stage));
+      pipe.advance();
       if (step == 0) {
         item += item_stride();
         more = schedule.find(item, rank, &tile);
@@ -840,26 +836,9 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
   }
 }
 
-__device__ __forceinline__ float reciprocal(float x) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
-  return inverse;
-}
-
-__device__ __forceinline__ float min_nan(float a, float b) {
-  float smaller;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
-  return smaller;
-}
-
-__device__ __forceinline__ float cut(float z, float limit) {
-  return numeric::max_nan(min_nan(z, limit), -limit);
-}
-
-// 1 + e^-z, or so much that the product of two is finite and z divided by it is as good as 0; of a NaN
-// that too, so that z has to be a factor of what it is for.
+// 1 + e^-z, or so much that the product of two is finite and z divided by it is as good as 0; of a
+// NaN that too, so that z has to be a factor of what it is for.
 __device__ __forceinline__ float sigmoid_divisor(float z) {
-  constexpr float kLog2E = 1.4426950408889634f;
   constexpr float kMost = 62.0f;
   return 1.0f + numeric::exp2_approx(fminf(-kLog2E * z, kMost));
 }
@@ -871,41 +850,31 @@ __device__ __forceinline__ float activate(const Params& params, float z) {
     return z;
   } else if constexpr (kCurve == kSwish) {
     const float exponent = z * fmaf(params.swish_cube, z * z, params.swish_scale);
-    return z * reciprocal(1.0f + numeric::exp2_approx(exponent));
+    return times_sigmoid(z, -exponent);
   } else if constexpr (kCurve == kGeluErf) {
-    constexpr float kHalfSqrt2 = 0.70710678118654752440f;
-    return 0.5f * z * (1.0f + erff(z * kHalfSqrt2));
+    return gelu(z);
   } else {
-    const float positive = numeric::max_nan(z, 0.0f);
-    return params.curve == kRelu2 ? positive * positive : positive;
+    return relu(z, params.curve == kRelu2);
   }
 }
 
-// Read anew where they are used: kept across the main loop they would cost registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-__device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
-__device__ __forceinline__ int warp_of_group() { return thread_index() / kThreadsPerWarp % 4; }
-
-// A value that all lanes of the warp agree on, so that the compiler knows: it keeps what follows from it
-// in uniform registers, of which wgmma takes its descriptors.
+// A value that all lanes of the warp agree on, so that the compiler knows: it keeps what follows
+// from it in uniform registers, of which wgmma takes its descriptors.
 __device__ __forceinline__ int uniform(int value) {
   return static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(value)));
 }
 
-// The products of a tile of kTokens tokens that a thread of a consumer has: of 64 rows of each half.
+// The products of a tile of kTokens tokens that a thread of a consumer has: of 64 rows of each
+// half.
 template <int kTokens>
 struct Products {
   float first[kTokens / 2];
   float second[kTokens / 2];
 };
 
-// The state of a consumer warpgroup. A main loop and what follows it are compiled for every width of a
-// tile: if they had the latter in common, ptxas would have to bring the accumulators of all main loops
-// to the same registers, and lets products wait for each other rather than that (C7511).
+// The state of a consumer warpgroup. A main loop and what follows it are compiled for every width
+// of a tile: if they had the latter in common, ptxas would have to bring the accumulators of all
+// main loops to the same registers, and lets products wait for each other rather than that (C7511).
 template <class Traits>
 struct Consumer {
   using Element = typename Traits::Element;
@@ -914,7 +883,7 @@ struct Consumer {
   const Params& params;
   const Shared<Traits>& shared;
   int group;
-  Cursor<Traits::kStages> cursor;
+  PipelineState<Traits::kStages> pipe;
   int held = kNone;  // the last stage of the tile before, by way of which its output leaves
   int sent = 0;      // parts of the output: of this tile in `up`, else of all
 
@@ -966,9 +935,9 @@ struct Consumer {
     constexpr int kSliceBytes =
         Traits::kTransposed ? 16 * kBoxRowBytes : 32;  // 16 columns of weights
     const uint64_t a =
-        ptx::swizzled_descriptor(shared.weights(cursor.stage) + rows_before() * kBoxRowBytes, 16);
-    const uint64_t b = ptx::swizzled_descriptor(shared.tokens(cursor.stage), 16);
-    ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
+        ptx::swizzled_descriptor(shared.weights(pipe.stage) + rows_before() * kBoxRowBytes, 16);
+    const uint64_t b = ptx::swizzled_descriptor(shared.tokens(pipe.stage), 16);
+    ptx::mbarrier_wait(shared.full(pipe.stage), pipe.parity);
     if (Traits::kGathers) ptx::fence_proxy_async_shared();
     ptx::wgmma_fence();
 #pragma unroll
@@ -989,14 +958,15 @@ struct Consumer {
   }
 
   // The main loop. Consumers that alternate do so by turns, which end when all products are begun.
-  // Otherwise the second begins a tile a step later than the first, so that one's products go on while
-  // the other writes out what it has.
+  // Otherwise the second begins a tile a step later than the first, so that one's products go on
+  // while the other writes out what it has.
   template <int kTokens>
   __device__ __forceinline__ void multiply(Products<kTokens>& products) {
-    const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
+    const int steps = ceil_div<Traits::kStep>(params.columns);
     const bool lets_lag = !Traits::kAlternates && group == 0;
-    // The first consumer may not come to the barrier for the next tile before the second has come for this
-    // one. It needs a stage for that which the second still has; but not of tiles so short.
+    // The first consumer may not come to the barrier for the next tile before the second has come
+    // for this one. It needs a stage for that which the second still has; but not of tiles so
+    // short.
     const bool meets = steps + 1 < Traits::kStages;
     const auto let_lag = [&] {
       if (meets) {
@@ -1012,15 +982,15 @@ struct Consumer {
     }
     issue(products, true);
     if (!Traits::kAlternates) give_back();
-    int last_stage = cursor.stage;
-    cursor.step();
+    int last_stage = pipe.stage;
+    pipe.advance();
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
-      // Where memory is what all wait for, a stage is given back before the next one has come. What all
-      // warps say, as they have to wait for products alike.
+      // Where memory is what all wait for, a stage is given back before the next one has come. What
+      // all warps say, as they have to wait for products alike.
       const bool come =
           ptx::named_barrier_all(kStoreBarrier + group, kThreadsPerGroup,
-                                 ptx::mbarrier_test(shared.full(cursor.stage), cursor.parity));
+                                 ptx::mbarrier_test(shared.full(pipe.stage), pipe.parity));
       if (!come) {
         ptx::wgmma_wait<0>();
         release(last_stage);
@@ -1033,8 +1003,8 @@ struct Consumer {
         ptx::wgmma_wait<1>();
         release(last_stage);
       }
-      last_stage = cursor.stage;
-      cursor.step();
+      last_stage = pipe.stage;
+      pipe.advance();
     }
     if (Traits::kAlternates) {
       ptx::named_barrier_arrive(kTurnBarrier + 1 - group, 2 * kThreadsPerGroup);
@@ -1061,29 +1031,29 @@ struct Consumer {
     const int lane = lane_index();
     const int row = group * kConsumerRows + warp_of_group() * 16 + lane % 16;
     const int chunk = lane / 16;
-    Cursor<Traits::kStages> first = cursor;
+    PipelineState<Traits::kStages> first = pipe;
 #pragma unroll
     for (int step = 0; step < Traits::kKeptSteps; ++step) {
-      ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
-      const uint32_t from = shared.weights(cursor.stage) + row * kBoxRowBytes;
+      ptx::mbarrier_wait(shared.full(pipe.stage), pipe.parity);
+      const uint32_t from = shared.weights(pipe.stage) + row * kBoxRowBytes;
 #pragma unroll
       for (int slice = 0; slice < Kept::kSlices; ++slice) {
         ptx::ldmatrix_x4(kept->values[step * Kept::kSlices + slice],
                          from + ((2 * slice + chunk) ^ (row % 8)) * 16);
       }
-      cursor.step();
+      pipe.advance();
     }
     // What was read by threads is loaded anew by the copy engine, this block's or the other one's.
     ptx::fence_proxy_async_shared();
     __syncwarp();
     for (int step = 0; step < Traits::kKeptSteps; ++step) {
       release(first.stage);
-      first.step();
+      first.advance();
     }
   }
 
-  // The main loop with weights that are kept. Consumers take turns, which end when all products of a tile are
-  // begun.
+  // The main loop with weights that are kept. Consumers take turns, which end when all products of
+  // a tile are begun.
   template <int kTokens>
   __device__ __forceinline__ void multiply_kept(float (&products)[kTokens / 2], const Kept& kept) {
     using Mma = ptx::Wgmma<Element, kTokens>;
@@ -1091,8 +1061,8 @@ struct Consumer {
     int last_stage = 0;
 #pragma unroll
     for (int step = 0; step < Traits::kKeptSteps; ++step) {
-      const uint64_t tokens = ptx::swizzled_descriptor(shared.tokens(cursor.stage), 16);
-      ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
+      const uint64_t tokens = ptx::swizzled_descriptor(shared.tokens(pipe.stage), 16);
+      ptx::mbarrier_wait(shared.full(pipe.stage), pipe.parity);
       ptx::wgmma_fence();
 #pragma unroll
       for (int slice = 0; slice < Kept::kSlices; ++slice) {
@@ -1104,8 +1074,8 @@ struct Consumer {
         ptx::wgmma_wait<1>();
         release(last_stage);
       }
-      last_stage = cursor.stage;
-      cursor.step();
+      last_stage = pipe.stage;
+      pipe.advance();
     }
     ptx::named_barrier_arrive(kTurnBarrier + 1 - group, 2 * kThreadsPerGroup);
     ptx::wgmma_wait<0>();
@@ -1115,9 +1085,7 @@ struct Consumer {
 
   __device__ __forceinline__ float bias_of(const Bias& bias, int expert, int row) const {
     if (row >= params.out_rows) return 0.0f;
-    const int64_t index = expert * bias.expert_stride + row * bias.row_stride;
-    if (bias.is_float != 0) return static_cast<const float*>(bias.data)[index];
-    return Numeric::to_float(static_cast<const uint16_t*>(bias.data)[index]);
+    return load_bias<Element>(bias, expert, row);
   }
 
   // Puts the weights of the tile's pairs, or ones, into shared memory.
@@ -1156,8 +1124,8 @@ struct Consumer {
     return warp * 16 + lane / 4 + 8 * index;
   }
 
-  // Makes two 8x8 matrices for stmatrix of pairs of tokens, from the values of both of a thread's rows
-  // (row_of): of a warp's rows 8 w to 8 w + 7 and of those 32 further on.
+  // Makes two 8x8 matrices for stmatrix of pairs of tokens, from the values of both of a thread's
+  // rows (row_of): of a warp's rows 8 w to 8 w + 7 and of those 32 further on.
   static __device__ __forceinline__ void gather_rows(uint32_t& first, uint32_t& second) {
     const int lane = lane_index();
     const bool odd = lane / 4 % 2 != 0;
@@ -1169,9 +1137,9 @@ struct Consumer {
     second = upper ? a : b;
   }
 
-  // Of products with rows of gate and up interleaved, makes the gates (first) and the ups (second) of the
-  // rows of row_of: lanes whose row was a gate's keep those of the first 64 rows and get their ups, the
-  // others keep the ups of the next 64 and get their gates.
+  // Of products with rows of gate and up interleaved, makes the gates (first) and the ups (second)
+  // of the rows of row_of: lanes whose row was a gate's keep those of the first 64 rows and get
+  // their ups, the others keep the ups of the next 64 and get their gates.
   template <int kTokens>
   static __device__ __forceinline__ void take_apart(Products<kTokens>& products) {
     const bool odd = lane_index() / 4 % 2 != 0;
@@ -1190,7 +1158,7 @@ struct Consumer {
   __device__ __forceinline__ void store(const Tile& tile, const CUtensorMap (&maps)[kOutHeights],
                                         int column, int* sent, const Values& values) const {
     constexpr int kPairs = Traits::kOutTokens / 16;  // of blocks of 8 tokens: what stmatrix stores
-    constexpr int kParts = (kTokens + Traits::kOutTokens - 1) / Traits::kOutTokens;
+    constexpr int kParts = ceil_div(kTokens, Traits::kOutTokens);
     const int lane = lane_index();
     const int warp = warp_of_group();
     const bool leader = warp == 0 && lane == 0;
@@ -1251,8 +1219,8 @@ struct Consumer {
     ptx::named_barrier_sync(drained(buffer), kFillingThreads);
   }
 
-  // Sends what this consumer leaves in its buffers, part after part of its tiles: one warp of the first
-  // warpgroup, so that the consumer waits for nothing but the buffer that it comes to next.
+  // Sends what this consumer leaves in its buffers, part after part of its tiles: one warp of the
+  // first warpgroup, so that the consumer waits for nothing but the buffer that it comes to next.
   __device__ __forceinline__ void send_all() {
     const bool leader = lane_index() == 0;
     for (int number = 0;; ++number) {
@@ -1364,7 +1332,7 @@ struct Consumer {
       up(block, factors);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        v[e] = activate<kCurve>(params, min_nan(v[e], params.limit)) *
+        v[e] = activate<kCurve>(params, cut_above(v[e], params.limit)) *
                (cut(factors[e], params.limit) + params.up_offset);
       }
     });
@@ -1455,7 +1423,7 @@ struct Consumer {
       ptx::mbarrier_wait(shared.known(slot), number / Traits::kTileSlots % 2);
       const int units = uniform(shared.tiles[slot].units);
       if (units == 0) break;
-      cursor.stage = uniform(cursor.stage);
+      pipe.stage = uniform(pipe.stage);
       if (uniform(shared.tiles[slot].edge) != 0) keep(&kept);
       compute_kept<Traits::kUnitSteps>(units, shared.tiles[slot], kept);
     }
@@ -1477,11 +1445,11 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    const int steps = (params.columns + Traits::kStep - 1) / Traits::kStep;
+    const int steps = ceil_div<Traits::kStep>(params.columns);
     const int stride = Traits::kAlternates ? kConsumers : 1;
     int number = Traits::kAlternates ? group : 0;  // of the tile
     if (Traits::kAlternates && group == 1) {
-      cursor.skip(steps);
+      pipe.advance(steps);
       ptx::named_barrier_arrive(kTurnBarrier, 2 * kThreadsPerGroup);
     }
     for (;; number += stride) {
@@ -1489,10 +1457,10 @@ struct Consumer {
       ptx::mbarrier_wait(shared.known(slot), number / Traits::kTileSlots % 2);
       const int units = uniform(shared.tiles[slot].units);
       if (units == 0) break;
-      cursor.stage = uniform(cursor.stage);
+      pipe.stage = uniform(pipe.stage);
       if (!Traits::kAlternates && steps <= kAnnounceStep && held != kNone) announce();
       compute_within<Traits::kUnitSteps>(units, shared.tiles[slot]);
-      if (Traits::kAlternates) cursor.skip(steps);
+      if (Traits::kAlternates) pipe.advance(steps);
     }
     // Nobody else takes the turn that the last tile's products left.
     if (Traits::kAlternates && shared.tiles[number % Traits::kTileSlots].edge != 0) {
@@ -1512,8 +1480,8 @@ __device__ __forceinline__ void consume(const Params& params, const Shared<Trait
                                         int group) {
   ptx::take_registers<Traits::kConsumerRegisters>();
   if (Traits::kGathers) {
-    // No thread but this one lets `down` begin. The second consumer announces nothing before it has waited
-    // for the first one (kLagBarrier), and so for this.
+    // No thread but this one lets `down` begin. The second consumer announces nothing before it has
+    // waited for the first one (kLagBarrier), and so for this.
     if (threadIdx.x == kThreadsPerGroup) {
       begin_progress(params);
       ptx::launch_dependents();
@@ -1548,8 +1516,8 @@ __device__ __forceinline__ void load(const Params& params, const Shared<Traits>&
         return;
       }
     }
-    // Of a layer's `down` no others wait for all of `up`: it does not end before that, nor lets the next
-    // kernel begin.
+    // Of a layer's `down` no others wait for all of `up`: it does not end before that, nor lets the
+    // next kernel begin.
     ptx::wait_for_dependencies();
     ptx::launch_dependents();
   }
@@ -1588,8 +1556,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 
   const int warp = __shfl_sync(kFullWarp, thread / kThreadsPerWarp, 0);
-  // Asked so, and not whether it is 0, ptxas puts the code that loads first: nothing starts without it, and
-  // behind other kernels code has to come from the memory.
+  // Asked so, and not whether it is 0, ptxas puts the code that loads first: nothing starts without
+  // it, and behind other kernels code has to come from the memory.
   if (warp >= 4) {
     consume<Traits>(params, shared, warp / 4 - 1);
   } else {
