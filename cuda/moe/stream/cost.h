@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/tile/extents.h"
+
 namespace flashmoe::moe::stream {
 
 // The family comes before the others up to so many tokens, fewer where sm90 would serve the call,
