@@ -225,10 +225,6 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
 Params make_params(const AttentionProblem& p, const AttentionPlan& plan, void* workspace) {
   Params params;
   fill_common(p, &params);
-  params.q = static_cast<const uint16_t*>(p.q);
-  params.k = static_cast<const uint16_t*>(p.k);
-  params.v = static_cast<const uint16_t*>(p.v);
-  params.out = static_cast<uint16_t*>(p.out);
   const int64_t group = p.heads_q / p.heads_kv;
   const int64_t rows = p.seq_q * group;
   params.rows = static_cast<int32_t>(rows);

@@ -61,20 +61,21 @@ __device__ __forceinline__ void compute_part(const Params& params, const Tile& t
       warp_count() * params.blocks_per_tile.number() * Traits::kStepKeys;  // to the next step
   int key = tile.some.first + part * Traits::kStepKeys;
   const int end = tile.some.end;
-  const uint16_t* k = tile.k(params) + (key + lane / 4) * params.k_strides.seq + 8 * (lane % 4);
+  const uint16_t* k =
+      tile.k(params) + (key + lane / 4) * params.tensors.k_strides.seq + 8 * (lane % 4);
   const uint16_t* v =
-      tile.v(params) + (key + 2 * (lane % 4)) * params.v_strides.seq + 8 * (lane / 4);
+      tile.v(params) + (key + 2 * (lane % 4)) * params.tensors.v_strides.seq + 8 * (lane / 4);
 
   KFragments<Traits> k_now;
   VFragments<Traits> v_now;
   QFragments<Traits> q;
   if (key < end) {
-    load_k<Traits>(k_now, k, params.k_strides.seq, end - key, params.dim);
-    load_v<Traits>(v_now, v, params.v_strides.seq, end - key, params.dim_v);
+    load_k<Traits>(k_now, k, params.tensors.k_strides.seq, end - key, params.tensors.dim);
+    load_v<Traits>(v_now, v, params.tensors.v_strides.seq, end - key, params.tensors.dim_v);
   }
   load_q<Traits>(q, params, tile, shared);
-  if (params.masked) note_rows(params, tile, shared);
-  if (!Traits::kQueriesInRegisters || params.masked) __syncthreads();
+  if (params.score.masked) note_rows(params, tile, shared);
+  if (!Traits::kQueriesInRegisters || params.score.masked) __syncthreads();
 
   RowStatistics<Traits> statistics;
   statistics.reset();
@@ -91,18 +92,20 @@ __device__ __forceinline__ void compute_part(const Params& params, const Tile& t
     const int next = key + jump;
     Scores<Traits> scores;
     multiply_k<Traits>(scores, k_now, q, shared);
-    k += jump * params.k_strides.seq;
-    if (next < end) load_k<Traits>(k_now, k, params.k_strides.seq, end - next, params.dim);
-    if (params.cap_ratio != 0.0f) cap_scores<Traits>(scores, params.cap_ratio);
+    k += jump * params.tensors.k_strides.seq;
+    if (next < end)
+      load_k<Traits>(k_now, k, params.tensors.k_strides.seq, end - next, params.tensors.dim);
+    if (params.score.capped()) params.score.cap(scores);
     if (key < tile.all.first || key + Traits::kStepKeys > tile.all.end) {
       mask_scores<Traits>(scores, params, shared, key);
     }
-    statistics.rescale(scores, params.scale_log2, out);
+    statistics.rescale(scores, params.score.scale_log2, out);
     Probabilities<Traits> p;
-    statistics.exponentiate(p, scores, params.scale_log2);
+    statistics.exponentiate(p, scores, params.score.scale_log2);
     multiply_v<Traits>(out, v_now, p);
-    v += jump * params.v_strides.seq;
-    if (next < end) load_v<Traits>(v_now, v, params.v_strides.seq, end - next, params.dim_v);
+    v += jump * params.tensors.v_strides.seq;
+    if (next < end)
+      load_v<Traits>(v_now, v, params.tensors.v_strides.seq, end - next, params.tensors.dim_v);
     key = next;
   }
   store_part<Traits>(out, statistics, shared, warp);

@@ -19,7 +19,6 @@
 #include "cuda/attention/masked_row_fallback.cuh"
 #include "cuda/attention/short/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
-#include "cuda/numeric/tanh.cuh"
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/movmatrix.cuh"
@@ -102,12 +101,13 @@ __device__ __forceinline__ void load_q_block(uint32_t (&fragments)[Traits::kKChu
                                              const Params& params, const Tile& tile, int n) {
   const int lane = lane_index();
   const int row = 8 * n + lane / 4;
-  const uint16_t* q =
-      params.q + Row::of(params, tile, row).offset(params.q_strides, tile.batch) + 8 * (lane % 4);
+  const uint16_t* q = params.tensors.q +
+                      Row::of(params, tile, row).offset(params.tensors.q_strides, tile.batch) +
+                      8 * (lane % 4);
 #pragma unroll
   for (int c = 0; c < Traits::kKChunks; ++c) {
     ptx::load_or_zero(fragments[c], q + 32 * c,
-                      row < tile.rows && 32 * c + 8 * (lane % 4) < params.dim);
+                      row < tile.rows && 32 * c + 8 * (lane % 4) < params.tensors.dim);
   }
 }
 
@@ -178,19 +178,6 @@ __device__ __forceinline__ void multiply_v(Accumulators<Traits>& out, const VFra
   }
 }
 
-// scores = tanh(cap_ratio * scores)
-template <class Traits>
-__device__ __forceinline__ void cap_scores(Scores<Traits>& scores, float cap_ratio) {
-#pragma unroll
-  for (int m = 0; m < Traits::kKeyBlocks; ++m) {
-#pragma unroll
-    for (int n = 0; n < Traits::kRowBlocks; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[m][n][e] = numeric::tanh(scores[m][n][e] * cap_ratio);
-    }
-  }
-}
-
 // Hides the keys that a row does not see. `first_key` is the step's.
 template <class Traits>
 __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params& params,
@@ -202,7 +189,7 @@ __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       Keys keys = {0, params.seq_k};
-      if (params.masked) keys = shared.keys()[8 * n + 2 * (lane % 4) + e];
+      if (params.score.masked) keys = shared.keys()[8 * n + 2 * (lane % 4) + e];
 #pragma unroll
       for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
         if (key + 8 * i < keys.first || key + 8 * i >= keys.end) {

@@ -6,7 +6,6 @@
 #include "cuda/attention/sm89/params.h"
 #include "cuda/attention/sm89/traits.cuh"
 #include "cuda/numeric/dtype.cuh"
-#include "cuda/numeric/tanh.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -60,12 +59,11 @@ struct Tile {
 static_assert(sizeof(Tile) == kTileInfoBytes);
 
 // Query row `row` sees the keys from first_key to before end_key, none if that is not behind.
-// Neither decreases with the row.
 __device__ __forceinline__ int first_key(const Params& params, int row) {
-  return max(0, row + params.left_offset);
+  return params.score.first_key(row);
 }
 __device__ __forceinline__ int end_key(const Params& params, int row) {
-  return max(0, min(params.seq_k, row + params.right_offset + 1));
+  return params.score.end_key(row, params.seq_k);
 }
 
 // The steps that a tile needs of the keys, counted from the first: those before `left_steps` and
@@ -170,9 +168,9 @@ __device__ __forceinline__ VLoader<Traits> make_v_loader(const uint16_t* v, cons
                                                          const KLoader<Traits>& k_loader,
                                                          uint32_t k_tile, uint32_t v_tile) {
   if constexpr (Traits::kDim == Traits::kDimV) {
-    return VLoader<Traits>(v, params.v_strides.seq, k_loader, v_tile - k_tile);
+    return VLoader<Traits>(v, params.tensors.v_strides.seq, k_loader, v_tile - k_tile);
   } else {
-    return VLoader<Traits>(v, params.v_strides.seq, v_tile);
+    return VLoader<Traits>(v, params.tensors.v_strides.seq, v_tile);
   }
 }
 
@@ -212,18 +210,21 @@ __device__ __forceinline__ void load_q(uint32_t (&q)[kAtoms][4], uint32_t q_lane
 // Copies the Q of a tile, both parts, to shared memory.
 template <class Traits>
 __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, uint32_t shared) {
-  const uint16_t* q = static_cast<const uint16_t*>(params.q) + tile.batch * params.q_strides.batch +
-                      tile.head * params.q_strides.head + tile.first_row * params.q_strides.seq;
+  const uint16_t* q = params.tensors.q + tile.batch * params.tensors.q_strides.batch +
+                      tile.head * params.tensors.q_strides.head +
+                      tile.first_row * params.tensors.q_strides.seq;
   const int rows = params.seq_q - tile.first_row;
   if constexpr (Traits::kQRegisterDims > 0) {
     TileLoader<typename Traits::QRegisterLayout, Traits::kTileQ, Traits::kThreads>(
-        q, params.q_strides.seq, shared + Traits::kQRegisterOffset)
-        .load_next(0, params.q_strides.seq, rows, min(params.dim, Traits::kQRegisterDims));
+        q, params.tensors.q_strides.seq, shared + Traits::kQRegisterOffset)
+        .load_next(0, params.tensors.q_strides.seq, rows,
+                   min(params.tensors.dim, Traits::kQRegisterDims));
   }
   if constexpr (Traits::kQSharedDims > 0) {
     TileLoader<typename Traits::QSharedLayout, Traits::kTileQ, Traits::kThreads>(
-        q + Traits::kQRegisterDims, params.q_strides.seq, shared + Traits::kQSharedOffset)
-        .load_next(0, params.q_strides.seq, rows, params.dim - Traits::kQRegisterDims);
+        q + Traits::kQRegisterDims, params.tensors.q_strides.seq, shared + Traits::kQSharedOffset)
+        .load_next(0, params.tensors.q_strides.seq, rows,
+                   params.tensors.dim - Traits::kQRegisterDims);
   }
 }
 
@@ -278,19 +279,6 @@ __device__ __forceinline__ void multiply_scores(Scores<Traits>& scores,
       ptx::mma_m16n8k16<typename Traits::Element>(scores[a][2 * n + 1], q_now, k_now[2], k_now[3]);
       // Q of the next pair takes the place of this one's after its last product.
       if (n == kColumns - 1 && pair + 1 >= kQPairs && pair + 1 < kPairs) load_q_atom(pair + 1, a);
-    }
-  }
-}
-
-// scores = tanh(cap_ratio * scores).
-template <class Traits>
-__device__ __forceinline__ void cap_scores(Scores<Traits>& scores, float cap_ratio) {
-#pragma unroll
-  for (int a = 0; a < Traits::kRowAtoms; ++a) {
-#pragma unroll
-    for (int n = 0; n < Traits::kStepKeys / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[a][n][e] = numeric::tanh(scores[a][n][e] * cap_ratio);
     }
   }
 }
@@ -400,9 +388,10 @@ struct RowStatistics {
     const float total = sum_of_quad(sum[a][half]);
     // Rows past the last have summed nothing: what is not written must not look like a NaN.
     const bool sees_keys = row < params.seq_q && first_key(params, row) < end_key(params, row);
-    if (params.lse != nullptr && lane_index() % 4 == 0 && row < params.seq_q) {
-      params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
-                 row * params.lse_strides.seq] =
+    if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < params.seq_q) {
+      params.tensors
+          .lse[tile.batch * params.tensors.lse_strides.batch +
+               tile.head * params.tensors.lse_strides.head + row * params.tensors.lse_strides.seq] =
           sees_keys ? log_sum_exp(row_max[a][half], total) : -INFINITY;
     }
     // A row that sees no key is 0 by definition.
@@ -415,14 +404,14 @@ struct RowStatistics {
 template <class Layout, int kRows, int kThreads>
 __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, const Params& params,
                                            const Tile& tile, int first_row, int thread) {
-  uint16_t* out = static_cast<uint16_t*>(params.out) + tile.batch * params.out_strides.batch +
-                  tile.head * params.out_strides.head;
+  uint16_t* out = params.tensors.out + tile.batch * params.tensors.out_strides.batch +
+                  tile.head * params.tensors.out_strides.head;
 #pragma unroll 4
   for (int index = thread; index < kRows * Layout::kChunksPerRow; index += kThreads) {
     const int row = index / Layout::kChunksPerRow;
     const int chunk = index % Layout::kChunksPerRow;
-    if (first_row + row < params.seq_q && chunk * kElementsPerChunk < params.dim_v) {
-      *reinterpret_cast<uint4*>(out + (first_row + row) * params.out_strides.seq +
+    if (first_row + row < params.seq_q && chunk * kElementsPerChunk < params.tensors.dim_v) {
+      *reinterpret_cast<uint4*>(out + (first_row + row) * params.tensors.out_strides.seq +
                                 chunk * kElementsPerChunk) =
           *reinterpret_cast<const uint4*>(tile_bytes + Layout::chunk_offset(row, chunk));
     }
@@ -434,31 +423,33 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
 template <class Traits>
 __device__ __noinline__ void masked_rows_fallback(const Params& params, const Tile tile,
                                                   int first_row, int stride, int end_row) {
-  const auto* q = static_cast<const uint16_t*>(params.q) + tile.batch * params.q_strides.batch +
-                  tile.head * params.q_strides.head;
-  auto* out = static_cast<uint16_t*>(params.out) + tile.batch * params.out_strides.batch +
-              tile.head * params.out_strides.head;
+  const auto* q = params.tensors.q + tile.batch * params.tensors.q_strides.batch +
+                  tile.head * params.tensors.q_strides.head;
+  auto* out = params.tensors.out + tile.batch * params.tensors.out_strides.batch +
+              tile.head * params.tensors.out_strides.head;
   FallbackRow fallback;
-  fallback.k = static_cast<const uint16_t*>(params.k) + tile.batch * params.k_strides.batch +
-               tile.head_kv * params.k_strides.head;
-  fallback.v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
-               tile.head_kv * params.v_strides.head;
-  fallback.k_stride = params.k_strides.seq;
-  fallback.v_stride = params.v_strides.seq;
-  fallback.dim = params.dim;
-  fallback.dim_v = params.dim_v;
-  fallback.cap_ratio = params.cap_ratio;
+  fallback.k = params.tensors.k + tile.batch * params.tensors.k_strides.batch +
+               tile.head_kv * params.tensors.k_strides.head;
+  fallback.v = params.tensors.v + tile.batch * params.tensors.v_strides.batch +
+               tile.head_kv * params.tensors.v_strides.head;
+  fallback.k_stride = params.tensors.k_strides.seq;
+  fallback.v_stride = params.tensors.v_strides.seq;
+  fallback.dim = params.tensors.dim;
+  fallback.dim_v = params.tensors.dim_v;
+  fallback.cap_ratio = params.score.cap_ratio;
   for (int row = first_row; row < min(end_row, params.seq_q); row += stride) {
-    fallback.q = q + row * params.q_strides.seq;
+    fallback.q = q + row * params.tensors.q_strides.seq;
     fallback.first_key = first_key(params, row);
     fallback.keys = end_key(params, row);
     const float lse = masked_row_fallback<typename Traits::Element, Traits::kDimV>(
-        fallback, params.scale_log2, [&](int column, uint16_t element) {
-          out[row * params.out_strides.seq + column] = element;
+        fallback, params.score.scale_log2, [&](int column, uint16_t element) {
+          out[row * params.tensors.out_strides.seq + column] = element;
         });
-    if (params.lse != nullptr && lane_index() == 0) {
-      params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
-                 row * params.lse_strides.seq] = lse;
+    if (params.tensors.lse != nullptr && lane_index() == 0) {
+      params.tensors
+          .lse[tile.batch * params.tensors.lse_strides.batch +
+               tile.head * params.tensors.lse_strides.head + row * params.tensors.lse_strides.seq] =
+          lse;
     }
   }
 }

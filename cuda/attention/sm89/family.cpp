@@ -80,10 +80,6 @@ flashmoe_status plan(const AttentionProblem& problem, AttentionPlan* plan, const
 Params make_params(const AttentionProblem& p, const AttentionPlan& plan) {
   Params params;
   fill_common(p, &params);
-  params.q = p.q;
-  params.k = p.k;
-  params.v = p.v;
-  params.out = p.out;
   params.seq_q = static_cast<int32_t>(p.seq_q);
   params.heads_q = static_cast<int32_t>(p.heads_q);
   params.heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);

@@ -15,7 +15,6 @@
 #include "cuda/attention/masked_row_fallback.cuh"
 #include "cuda/attention/sm90/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
-#include "cuda/numeric/tanh.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -255,21 +254,24 @@ __device__ __forceinline__ float masked_row_fallback_of(const SplitParams& param
                                                         int head, int query) {
   const int head_kv = head / params.heads_per_kv;
   FallbackRow fallback;
-  fallback.q = params.q_data + batch * params.q_strides.batch + head * params.q_strides.head +
-               query * params.q_strides.seq;
-  fallback.k = params.k_data + batch * params.k_strides.batch + head_kv * params.k_strides.head;
-  fallback.v = params.v_data + batch * params.v_strides.batch + head_kv * params.v_strides.head;
-  fallback.k_stride = params.k_strides.seq;
-  fallback.v_stride = params.v_strides.seq;
-  fallback.dim = params.dim;
-  fallback.dim_v = params.dim_v;
-  fallback.cap_ratio = params.cap_ratio;
+  fallback.q = params.tensors.q + batch * params.tensors.q_strides.batch +
+               head * params.tensors.q_strides.head + query * params.tensors.q_strides.seq;
+  fallback.k = params.tensors.k + batch * params.tensors.k_strides.batch +
+               head_kv * params.tensors.k_strides.head;
+  fallback.v = params.tensors.v + batch * params.tensors.v_strides.batch +
+               head_kv * params.tensors.v_strides.head;
+  fallback.k_stride = params.tensors.k_strides.seq;
+  fallback.v_stride = params.tensors.v_strides.seq;
+  fallback.dim = params.tensors.dim;
+  fallback.dim_v = params.tensors.dim_v;
+  fallback.cap_ratio = params.score.cap_ratio;
   fallback.first_key = first_key(params, query);
   fallback.keys = end_key(params, query);
-  uint16_t* out_row = params.out_data + batch * params.out_strides.batch +
-                      head * params.out_strides.head + query * params.out_strides.seq;
+  uint16_t* out_row = params.tensors.out + batch * params.tensors.out_strides.batch +
+                      head * params.tensors.out_strides.head +
+                      query * params.tensors.out_strides.seq;
   return masked_row_fallback<typename Traits::Element, Traits::kDimV>(
-      fallback, params.scale_log2,
+      fallback, params.score.scale_log2,
       [&](int column, uint16_t element) { out_row[column] = element; });
 }
 
@@ -390,11 +392,7 @@ struct Consumer {
 
   // What softcap and mask make of Q K^T.
   __device__ __forceinline__ void cap_and_mask(int group_row, int key, bool masked) {
-    if (Traits::kCapped) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i)
-        scores[i] = numeric::tanh_brief(scores[i] * params.cap_ratio);
-    }
+    if constexpr (Traits::kCapped) params.score.template cap<Softcap::kBrief>(scores);
     if (masked) mask(group_row, key);
   }
 
@@ -511,8 +509,8 @@ struct Consumer {
     float sums[2];
     cap_and_mask(group_row, key, masked);
     statistics.reset();
-    statistics.rescale(scores, params.scale_log2, factor);
-    statistics.exponentiate(scores, params.scale_log2, sums);
+    statistics.rescale(scores, params.score.scale_log2, factor);
+    statistics.exponentiate(scores, params.score.scale_log2, sums);
     statistics.add(sums);
     if (kClose) {
       wait_for_values(sums);
@@ -537,14 +535,14 @@ struct Consumer {
     ptx::pin(scores);
     float sums[2];
     cap_and_mask(group_row, key, masked);
-    statistics.exponentiate(scores, params.scale_log2, sums);
+    statistics.exponentiate(scores, params.score.scale_log2, sums);
     wait_for_values(sums);
     if (__builtin_expect(__any_sync(kFullWarp, statistics.outgrown(sums)), false)) {
       float factor[2];
       compute_scores_again();
       cap_and_mask(group_row, key, masked);
-      statistics.rescale(scores, params.scale_log2, factor);
-      statistics.exponentiate(scores, params.scale_log2, sums);
+      statistics.rescale(scores, params.score.scale_log2, factor);
+      statistics.exponentiate(scores, params.score.scale_log2, sums);
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) out[i] *= factor[(i / 2) % 2];
     }
@@ -672,33 +670,36 @@ struct Consumer {
     const int first_row = here.first_row + group * kRowsPerGroup + warp_of_group() * 16;
 #pragma unroll 1
     for (int row = max(first_row, 0); row < min(first_row + 16, params.seq_q); ++row) {
-      uint16_t* out_row = params.out_data + here.batch * params.out_strides.batch +
-                          here.head * params.out_strides.head + row * params.out_strides.seq;
+      uint16_t* out_row = params.tensors.out + here.batch * params.tensors.out_strides.batch +
+                          here.head * params.tensors.out_strides.head +
+                          row * params.tensors.out_strides.seq;
 #pragma unroll 1
-      for (int column = lane_index(); column < params.dim_v; column += kThreadsPerWarp) {
+      for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
         out_row[column] = 0;
       }
-      if (params.lse != nullptr && lane_index() == 0) *lse_of(here, row) = -INFINITY;
+      if (params.tensors.lse != nullptr && lane_index() == 0) *lse_of(here, row) = -INFINITY;
     }
   }
 
   // The same for one row.
   __device__ __forceinline__ void write_nothing_to(int batch, int head, int query) const {
-    uint16_t* out_row = params.out_data + batch * params.out_strides.batch +
-                        head * params.out_strides.head + query * params.out_strides.seq;
+    uint16_t* out_row = params.tensors.out + batch * params.tensors.out_strides.batch +
+                        head * params.tensors.out_strides.head +
+                        query * params.tensors.out_strides.seq;
 #pragma unroll 1
-    for (int column = lane_index(); column < params.dim_v; column += kThreadsPerWarp) {
+    for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
       out_row[column] = 0;
     }
-    if (params.lse != nullptr && lane_index() == 0) {
-      params.lse[batch * params.lse_strides.batch + head * params.lse_strides.head +
-                 query * params.lse_strides.seq] = -INFINITY;
+    if (params.tensors.lse != nullptr && lane_index() == 0) {
+      params.tensors
+          .lse[batch * params.tensors.lse_strides.batch + head * params.tensors.lse_strides.head +
+               query * params.tensors.lse_strides.seq] = -INFINITY;
     }
   }
 
   __device__ __forceinline__ float* lse_of(const Tile& of, int row) const {
-    return params.lse + of.batch * params.lse_strides.batch + of.head * params.lse_strides.head +
-           row * params.lse_strides.seq;
+    return params.tensors.lse + of.batch * params.tensors.lse_strides.batch +
+           of.head * params.tensors.lse_strides.head + row * params.tensors.lse_strides.seq;
   }
 
   // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time.
@@ -708,31 +709,32 @@ struct Consumer {
     const int lane = lane_index();
     const int first_row = tile.first_row + group * kRowsPerGroup + warp_of_group() * 16;
     FallbackRow fallback;
-    fallback.k =
-        params.k_data + tile.batch * params.k_strides.batch + tile.head_kv * params.k_strides.head;
-    fallback.v =
-        params.v_data + tile.batch * params.v_strides.batch + tile.head_kv * params.v_strides.head;
-    fallback.k_stride = params.k_strides.seq;
-    fallback.v_stride = params.v_strides.seq;
-    fallback.dim = params.dim;
-    fallback.dim_v = params.dim_v;
-    fallback.cap_ratio = params.cap_ratio;
+    fallback.k = params.tensors.k + tile.batch * params.tensors.k_strides.batch +
+                 tile.head_kv * params.tensors.k_strides.head;
+    fallback.v = params.tensors.v + tile.batch * params.tensors.v_strides.batch +
+                 tile.head_kv * params.tensors.v_strides.head;
+    fallback.k_stride = params.tensors.k_strides.seq;
+    fallback.v_stride = params.tensors.v_strides.seq;
+    fallback.dim = params.tensors.dim;
+    fallback.dim_v = params.tensors.dim_v;
+    fallback.cap_ratio = params.score.cap_ratio;
     for (int row = max(first_row, 0); row < min(first_row + 16, params.seq_q); ++row) {
-      uint16_t* out_row = params.out_data + tile.batch * params.out_strides.batch +
-                          tile.head * params.out_strides.head + row * params.out_strides.seq;
+      uint16_t* out_row = params.tensors.out + tile.batch * params.tensors.out_strides.batch +
+                          tile.head * params.tensors.out_strides.head +
+                          row * params.tensors.out_strides.seq;
       bool wrong = false;
-      for (int column = lane; column < params.dim_v; column += kThreadsPerWarp) {
+      for (int column = lane; column < params.tensors.dim_v; column += kThreadsPerWarp) {
         wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
       }
       if (!__any_sync(kFullWarp, wrong)) continue;
-      fallback.q = params.q_data + tile.batch * params.q_strides.batch +
-                   tile.head * params.q_strides.head + row * params.q_strides.seq;
+      fallback.q = params.tensors.q + tile.batch * params.tensors.q_strides.batch +
+                   tile.head * params.tensors.q_strides.head + row * params.tensors.q_strides.seq;
       fallback.first_key = first_key(params, row);
       fallback.keys = end_key(params, row);
       const float lse = masked_row_fallback<Element, Traits::kDimV>(
-          fallback, params.scale_log2,
+          fallback, params.score.scale_log2,
           [&](int column, uint16_t element) { out_row[column] = element; });
-      if (params.lse != nullptr && lane == 0) *lse_of(tile, row) = lse;
+      if (params.tensors.lse != nullptr && lane == 0) *lse_of(tile, row) = lse;
     }
   }
 
@@ -743,17 +745,19 @@ struct Consumer {
     for (int i = 0; i < 16; ++i) {
       const PackedRow row = packed_row(of, warp_of_group() * 16 + i);
       if (!row.exists) continue;
-      uint16_t* out_row = params.out_data + of.batch * params.out_strides.batch +
-                          row.head * params.out_strides.head + row.query * params.out_strides.seq;
+      uint16_t* out_row = params.tensors.out + of.batch * params.tensors.out_strides.batch +
+                          row.head * params.tensors.out_strides.head +
+                          row.query * params.tensors.out_strides.seq;
       bool wrong = false;
-      for (int column = lane; column < params.dim_v; column += kThreadsPerWarp) {
+      for (int column = lane; column < params.tensors.dim_v; column += kThreadsPerWarp) {
         wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
       }
       if (!__any_sync(kFullWarp, wrong)) continue;
       const float lse = masked_row_fallback_of<Traits>(params, of.batch, row.head, row.query);
-      if (params.lse != nullptr && lane == 0) {
-        params.lse[of.batch * params.lse_strides.batch + row.head * params.lse_strides.head +
-                   row.query * params.lse_strides.seq] = lse;
+      if (params.tensors.lse != nullptr && lane == 0) {
+        params.tensors.lse[of.batch * params.tensors.lse_strides.batch +
+                           row.head * params.tensors.lse_strides.head +
+                           row.query * params.tensors.lse_strides.seq] = lse;
       }
     }
   }
@@ -810,29 +814,31 @@ struct Consumer {
       const PackedRow row = packed_row(of, warp_of_group() * 16 + lane / 4 + 8 * half);
       if (!row.exists) continue;
       const bool sees_keys = first_key(params, row.query) < end_key(params, row.query);
-      if (params.lse != nullptr && lane % 4 == 0) {
-        params.lse[of.batch * params.lse_strides.batch + row.head * params.lse_strides.head +
-                   row.query * params.lse_strides.seq] =
+      if (params.tensors.lse != nullptr && lane % 4 == 0) {
+        params.tensors.lse[of.batch * params.tensors.lse_strides.batch +
+                           row.head * params.tensors.lse_strides.head +
+                           row.query * params.tensors.lse_strides.seq] =
             sees_keys ? log_sum_exp_approx(statistics_of_tile.row_max[half], total) : -INFINITY;
       }
       const bool rounded_away =
           sees_keys && is_rounded_away(statistics_of_tile.row_max[half], total);
       const float factor = factor_of(sees_keys, rounded_away, total);
-      uint16_t* out_row = params.out_data + of.batch * params.out_strides.batch +
-                          row.head * params.out_strides.head + row.query * params.out_strides.seq +
-                          2 * (lane % 4);
+      uint16_t* out_row = params.tensors.out + of.batch * params.tensors.out_strides.batch +
+                          row.head * params.tensors.out_strides.head +
+                          row.query * params.tensors.out_strides.seq + 2 * (lane % 4);
       uint32_t gathered = 0;
 #pragma unroll
       for (int j = 0; j < Traits::kDimV / 8; ++j) {
-        if (8 * j >= params.dim_v) break;
+        if (8 * j >= params.tensors.dim_v) break;
         const uint32_t packed =
             Numeric::pack(out[4 * j + 2 * half] * factor, out[4 * j + 2 * half + 1] * factor);
         gathered = numeric::gather_nonfinite<Element>(gathered, packed);
         *reinterpret_cast<uint32_t*>(out_row + 8 * j) = packed;
       }
       // A NaN of the sum is one of the keys that the row sees.
-      fallback = fallback || rounded_away ||
-                 (params.masked && total == total && numeric::any_nonfinite<Element>(gathered));
+      fallback =
+          fallback || rounded_away ||
+          (params.score.masked && total == total && numeric::any_nonfinite<Element>(gathered));
     }
     __syncwarp();
     suspect = suspect || __any_sync(kFullWarp, fallback);
@@ -887,7 +893,7 @@ struct Consumer {
       const float total = sum_of_quad(statistics_of_tile.sum[half]);
       const bool sees_keys = first_key(params, row) < end_key(params, row);
       const bool exists = row < params.seq_q;
-      if (params.lse != nullptr && lane % 4 == 0 && exists) {
+      if (params.tensors.lse != nullptr && lane % 4 == 0 && exists) {
         *lse_of(tile, row) =
             sees_keys ? log_sum_exp_approx(statistics_of_tile.row_max[half], total) : -INFINITY;
       }
@@ -896,7 +902,7 @@ struct Consumer {
       factor[half] = factor_of(sees_keys, rounded_away, total);
       fallback = fallback || rounded_away;
       // A NaN of the sum is one of the keys that the row sees.
-      expected[half] = params.masked && exists && total == total;
+      expected[half] = params.score.masked && exists && total == total;
     }
     const uint32_t tile_out = shared + Traits::kOOffset + group * Traits::kOBytesPerGroup;
     const bool leader = warp == 0 && lane == 0;

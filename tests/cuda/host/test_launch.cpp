@@ -237,7 +237,7 @@ void the_plan_is_what_the_launch_gets() {
     CHECK(fake::last.block.y == 1 && fake::last.block.z == 1);
     CHECK(fake::last.shared_bytes == plan.shared_bytes && plan.shared_bytes == 32784);
     CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1);
-    CHECK(seen89.q == call.tensors[0].data && seen89.out == call.tensors[3].data);
+    CHECK(seen89.tensors.q == call.tensors[0].data && seen89.tensors.out == call.tensors[3].data);
     CHECK(seen89.tiles_per_head == 1 && seen89.heads == 12 && seen89.heads_per_kv == 3);
     const flashmoe_launch launch = read_back();
     CHECK(std::strcmp(launch.kernel, plan.kernel) == 0 && launch.device.device_id == 0);
@@ -277,7 +277,7 @@ void sm90_encodes_its_maps_once() {
   // Another address, another scale or another mask is another call.
   call.tensors[1].data = static_cast<char*>(call.tensors[1].data) + 4096;
   CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 8);
-  CHECK(seen90.k_data == call.tensors[1].data);
+  CHECK(seen90.tensors.k == call.tensors[1].data);
   call.params.scale = 0.5f;
   CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 12);
   call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
@@ -290,7 +290,7 @@ void sm90_encodes_its_maps_once() {
   CHECK(call.run() == FLASHMOE_ERROR_CUDA);
   CHECK(std::strstr(flashmoe_last_error(), "the driver refused a tensor map") != nullptr);
   fake::state.refuse_maps = false;
-  CHECK(call.run() == FLASHMOE_OK && seen90.q_data == call.tensors[0].data);
+  CHECK(call.run() == FLASHMOE_OK && seen90.tensors.q == call.tensors[0].data);
 }
 
 // On a thread that has none of its own yet.
