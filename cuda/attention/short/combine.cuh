@@ -94,25 +94,9 @@ template <class Traits>
 __device__ __forceinline__ void compute_row_again(const Params& params, const Tile& tile,
                                                   const Keys& keys, int row, int first, int end) {
   const Row where = Row::of(params, tile, row);
-  uint16_t* out = params.tensors.out + where.offset(params.tensors.out_strides, tile.batch);
-  FallbackRow fallback;
-  fallback.q = params.tensors.q + where.offset(params.tensors.q_strides, tile.batch);
-  fallback.k = tile.k(params);
-  fallback.v = tile.v(params);
-  fallback.k_stride = params.tensors.k_strides.seq;
-  fallback.v_stride = params.tensors.v_strides.seq;
-  fallback.dim = params.tensors.dim;
-  fallback.dim_v = params.tensors.dim_v;
-  fallback.cap_ratio = params.score.cap_ratio;
-  fallback.first_key = keys.first;
-  fallback.keys = keys.end;
-  const float lse = masked_row_fallback<typename Traits::Element, Traits::kDimV>(
-      fallback, params.score.scale_log2, [&](int column, uint16_t element) {
-        if (column / 4 >= first && column / 4 < end) out[column] = element;
-      });
-  if (params.tensors.lse != nullptr && first <= 0 && lane_index() == 0) {
-    params.tensors.lse[where.offset(params.tensors.lse_strides, tile.batch)] = lse;
-  }
+  masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+      params.tensors, params.score, {tile.batch, where.head, tile.head_kv, where.query, keys},
+      [&](int column) { return column / 4 >= first && column / 4 < end; });
 }
 
 // The rows of a tile with suspects, computed again: only the units that this block wrote, lest two

@@ -423,34 +423,10 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
 template <class Traits>
 __device__ __noinline__ void masked_rows_fallback(const Params& params, const Tile tile,
                                                   int first_row, int stride, int end_row) {
-  const auto* q = params.tensors.q + tile.batch * params.tensors.q_strides.batch +
-                  tile.head * params.tensors.q_strides.head;
-  auto* out = params.tensors.out + tile.batch * params.tensors.out_strides.batch +
-              tile.head * params.tensors.out_strides.head;
-  FallbackRow fallback;
-  fallback.k = params.tensors.k + tile.batch * params.tensors.k_strides.batch +
-               tile.head_kv * params.tensors.k_strides.head;
-  fallback.v = params.tensors.v + tile.batch * params.tensors.v_strides.batch +
-               tile.head_kv * params.tensors.v_strides.head;
-  fallback.k_stride = params.tensors.k_strides.seq;
-  fallback.v_stride = params.tensors.v_strides.seq;
-  fallback.dim = params.tensors.dim;
-  fallback.dim_v = params.tensors.dim_v;
-  fallback.cap_ratio = params.score.cap_ratio;
   for (int row = first_row; row < min(end_row, params.seq_q); row += stride) {
-    fallback.q = q + row * params.tensors.q_strides.seq;
-    fallback.first_key = first_key(params, row);
-    fallback.keys = end_key(params, row);
-    const float lse = masked_row_fallback<typename Traits::Element, Traits::kDimV>(
-        fallback, params.score.scale_log2, [&](int column, uint16_t element) {
-          out[row * params.tensors.out_strides.seq + column] = element;
-        });
-    if (params.tensors.lse != nullptr && lane_index() == 0) {
-      params.tensors
-          .lse[tile.batch * params.tensors.lse_strides.batch +
-               tile.head * params.tensors.lse_strides.head + row * params.tensors.lse_strides.seq] =
-          lse;
-    }
+    masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+        params.tensors, params.score,
+        {tile.batch, tile.head, tile.head_kv, row, {first_key(params, row), end_key(params, row)}});
   }
 }
 

@@ -248,31 +248,13 @@ struct RowStatistics {
   }
 };
 
-// Computes a row of the output anew, by a warp; its log-sum-exp.
+// Computes a row of the output anew, by a warp.
 template <class Traits>
-__device__ __forceinline__ float masked_row_fallback_of(const SplitParams& params, int batch,
-                                                        int head, int query) {
-  const int head_kv = head / params.heads_per_kv;
-  FallbackRow fallback;
-  fallback.q = params.tensors.q + batch * params.tensors.q_strides.batch +
-               head * params.tensors.q_strides.head + query * params.tensors.q_strides.seq;
-  fallback.k = params.tensors.k + batch * params.tensors.k_strides.batch +
-               head_kv * params.tensors.k_strides.head;
-  fallback.v = params.tensors.v + batch * params.tensors.v_strides.batch +
-               head_kv * params.tensors.v_strides.head;
-  fallback.k_stride = params.tensors.k_strides.seq;
-  fallback.v_stride = params.tensors.v_strides.seq;
-  fallback.dim = params.tensors.dim;
-  fallback.dim_v = params.tensors.dim_v;
-  fallback.cap_ratio = params.score.cap_ratio;
-  fallback.first_key = first_key(params, query);
-  fallback.keys = end_key(params, query);
-  uint16_t* out_row = params.tensors.out + batch * params.tensors.out_strides.batch +
-                      head * params.tensors.out_strides.head +
-                      query * params.tensors.out_strides.seq;
-  return masked_row_fallback<typename Traits::Element, Traits::kDimV>(
-      fallback, params.score.scale_log2,
-      [&](int column, uint16_t element) { out_row[column] = element; });
+__device__ __forceinline__ void compute_again(const Params& params, int batch, int head,
+                                              int head_kv, int query) {
+  masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+      params.tensors, params.score,
+      {batch, head, head_kv, query, {first_key(params, query), end_key(params, query)}});
 }
 
 // The state of a consumer warpgroup.
@@ -603,7 +585,7 @@ struct Consumer {
       if (suspect) {
         SplitTileScheduler<Traits> scheduler(params);
         for (Tile written; scheduler.next(&written);) {
-          if (written.place == kWholeTile) repair_packed(written);
+          if (written.place == kWholeTile) repair(written);
         }
       }
     }
@@ -705,61 +687,29 @@ struct Consumer {
   // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time.
   // After the last tile, when the accumulators' registers are free: inside the loop this would make
   // it spill.
-  __device__ __forceinline__ void repair(const Tile& tile) const {
-    const int lane = lane_index();
-    const int first_row = tile.first_row + group * kRowsPerGroup + warp_of_group() * 16;
-    FallbackRow fallback;
-    fallback.k = params.tensors.k + tile.batch * params.tensors.k_strides.batch +
-                 tile.head_kv * params.tensors.k_strides.head;
-    fallback.v = params.tensors.v + tile.batch * params.tensors.v_strides.batch +
-                 tile.head_kv * params.tensors.v_strides.head;
-    fallback.k_stride = params.tensors.k_strides.seq;
-    fallback.v_stride = params.tensors.v_strides.seq;
-    fallback.dim = params.tensors.dim;
-    fallback.dim_v = params.tensors.dim_v;
-    fallback.cap_ratio = params.score.cap_ratio;
-    for (int row = max(first_row, 0); row < min(first_row + 16, params.seq_q); ++row) {
-      uint16_t* out_row = params.tensors.out + tile.batch * params.tensors.out_strides.batch +
-                          tile.head * params.tensors.out_strides.head +
-                          row * params.tensors.out_strides.seq;
-      bool wrong = false;
-      for (int column = lane; column < params.tensors.dim_v; column += kThreadsPerWarp) {
-        wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
+  __device__ __forceinline__ void repair(const Tile& of) const {
+    if constexpr (Traits::kSplit) {
+#pragma unroll 1
+      for (int i = 0; i < 16; ++i) {
+        const PackedRow row = packed_row(of, warp_of_group() * 16 + i);
+        if (row.exists) repair_row(of.batch, row.head, of.head_kv, row.query);
       }
-      if (!__any_sync(kFullWarp, wrong)) continue;
-      fallback.q = params.tensors.q + tile.batch * params.tensors.q_strides.batch +
-                   tile.head * params.tensors.q_strides.head + row * params.tensors.q_strides.seq;
-      fallback.first_key = first_key(params, row);
-      fallback.keys = end_key(params, row);
-      const float lse = masked_row_fallback<Element, Traits::kDimV>(
-          fallback, params.score.scale_log2,
-          [&](int column, uint16_t element) { out_row[column] = element; });
-      if (params.tensors.lse != nullptr && lane == 0) *lse_of(tile, row) = lse;
+    } else {
+      const int first_row = of.first_row + group * kRowsPerGroup + warp_of_group() * 16;
+      for (int row = max(first_row, 0); row < min(first_row + 16, params.seq_q); ++row) {
+        repair_row(of.batch, of.head, of.head_kv, row);
+      }
     }
   }
-
-  // `repair` of a tile that holds all query heads of a KV head.
-  __device__ __forceinline__ void repair_packed(const Tile& of) const {
-    const int lane = lane_index();
-#pragma unroll 1
-    for (int i = 0; i < 16; ++i) {
-      const PackedRow row = packed_row(of, warp_of_group() * 16 + i);
-      if (!row.exists) continue;
-      uint16_t* out_row = params.tensors.out + of.batch * params.tensors.out_strides.batch +
-                          row.head * params.tensors.out_strides.head +
-                          row.query * params.tensors.out_strides.seq;
-      bool wrong = false;
-      for (int column = lane; column < params.tensors.dim_v; column += kThreadsPerWarp) {
-        wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
-      }
-      if (!__any_sync(kFullWarp, wrong)) continue;
-      const float lse = masked_row_fallback_of<Traits>(params, of.batch, row.head, row.query);
-      if (params.tensors.lse != nullptr && lane == 0) {
-        params.tensors.lse[of.batch * params.tensors.lse_strides.batch +
-                           row.head * params.tensors.lse_strides.head +
-                           row.query * params.tensors.lse_strides.seq] = lse;
-      }
+  __device__ __forceinline__ void repair_row(int batch, int head, int head_kv, int query) const {
+    const RowStrides& strides = params.tensors.out_strides;
+    const uint16_t* const out_row =
+        params.tensors.out + batch * strides.batch + head * strides.head + query * strides.seq;
+    bool wrong = false;
+    for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
+      wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
     }
+    if (__any_sync(kFullWarp, wrong)) compute_again<Traits>(params, batch, head, head_kv, query);
   }
 
   __device__ __forceinline__ PackedRow packed_row(const Tile& of, int row) const {

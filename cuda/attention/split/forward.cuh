@@ -39,6 +39,7 @@ class SplitRow {
       : row_of_tile_(row), cut_(tile) {
     const TilePart whole = TilePart::at<Traits>(params, params.starts[params.cuts[tile]].tile);
     batch_ = whole.batch;
+    head_kv_ = whole.head_kv;
     row_ = PackedRow::of(params, whole, row / sm90::kRowsPerGroup, row % sm90::kRowsPerGroup);
   }
 
@@ -66,11 +67,8 @@ class SplitRow {
 
   static __device__ __forceinline__ void compute_again(const Params& params, int row, int tile) {
     const SplitRow again(params, row, tile);
-    const float lse = sm90::masked_row_fallback_of<Traits>(params, again.batch_, again.row_.head,
-                                                           again.row_.query);
-    if (params.tensors.lse != nullptr && threadIdx.x % kThreadsPerWarp == 0) {
-      params.tensors.lse[again.offset(params.tensors.lse_strides)] = lse;
-    }
+    sm90::compute_again<Traits>(params, again.batch_, again.row_.head, again.head_kv_,
+                                again.row_.query);
   }
 
  private:
@@ -81,6 +79,7 @@ class SplitRow {
   int row_of_tile_;
   int cut_;
   int batch_;
+  int head_kv_;
   PackedRow row_;
 };
 
