@@ -42,12 +42,11 @@ struct alignas(16) Tile {
 static_assert(sizeof(Tile) == kTileInfoBytes);
 
 // Query row `row` sees the keys from first_key to before end_key, none if that is not behind.
-// Neither decreases with the row.
 __device__ __forceinline__ int first_key(const Params& params, int row) {
-  return max(0, row + params.left_offset);
+  return params.score.first_key(row);
 }
 __device__ __forceinline__ int end_key(const Params& params, int row) {
-  return max(0, min(params.seq_k, row + params.right_offset + 1));
+  return params.score.end_key(row, params.seq_k);
 }
 
 // kv_block_alignment of a tile of so many queries.
@@ -58,7 +57,8 @@ __device__ __forceinline__ int kv_block_alignment(const Params& params, int firs
   if constexpr (kWholeGroups && !Traits::kSplit) return params.kv_block_alignment;
   static_assert(kWholeGroups ||
                 (kKeys > kRowsPerGroup && Traits::kConsumers == 2 && !Traits::kSplit));
-  return kv_block_alignment(kKeys, first_row, rows, params.bounded_right != 0, params.right_offset);
+  return kv_block_alignment(kKeys, first_row, rows, params.score.bounded_right != 0,
+                            params.score.right_offset);
 }
 
 // The steps that some rows need, by their keys: from the first step's first one to behind the last
