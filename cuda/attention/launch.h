@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
 #include "cuda/attention/tensors.h"
 #include "cuda/launch.h"
 #include "cuda/tile/score_options.h"

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
 
 namespace flashmoe {
 

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
 
 namespace flashmoe::numeric {
 

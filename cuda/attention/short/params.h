@@ -3,7 +3,7 @@
 
 #include <vector_types.h>
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
 #include "cuda/attention/tensors.h"
 #include "cuda/divisor.h"
 #include "cuda/tile/score_options.h"

@@ -1,7 +1,7 @@
 // Arguments of the sm_89 attention kernel, as the device sees them.
 #pragma once
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
 #include "cuda/attention/tensors.h"
 #include "cuda/tile/score_options.h"
 

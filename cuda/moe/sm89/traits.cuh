@@ -1,7 +1,7 @@
 // Compile-time description of one sm_89 grouped-product kernel: tile, warps, stages, shared memory.
 #pragma once
 
-#include "core/moe.h"
+#include "core/ops/moe/problem.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
 
