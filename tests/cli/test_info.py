@@ -187,6 +187,6 @@ def test_no_kernel_of_this_checkout_is_left_out() -> None:
         assert there - of[OPERATIONS[0], kind] - of[OPERATIONS[1], kind] == {f"{kind}/device.cpp"}
     for (operation, _), names in of.items():
         other = "moe" if operation == "attention_forward" else "attention"
-        assert not [n for n in names if n.startswith((f"cuda/{other}/", f"core/{other}"))]
+        assert not [n for n in names if n.startswith((f"cuda/{other}/", f"core/ops/{other}"))]
         for pattern in environment._CHOICE[operation]:
             assert pattern in names  # each of them is still called so

@@ -276,6 +276,7 @@ _CHOICE = {
         "core/ops/moe/forward.cpp",
         "core/ops/moe/route.cpp",
         "core/ops/moe/grouped_product.cpp",
+        "core/ops/moe/fused.cpp",
         "core/choose.cpp",
         "core/choose.h",
     ),
