@@ -4,6 +4,7 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -678,6 +679,27 @@ void every_launch_is_read_back() {
   CHECK(inner.depth == 2 && launched_as_planned());
 }
 
+// The first and the last byte of another tensor that a workspace may not have.
+void a_workspace_lies_apart() {
+  Forward layer;
+  uintptr_t place = uintptr_t{1} << 40;  // far from one another, and never read
+  for (Tensor* tensor : {&layer.x, &layer.w_gate_up, &layer.w_down, &layer.weights, &layer.offsets,
+                         &layer.pairs, &layer.slots, &layer.out}) {
+    tensor->view.data = reinterpret_cast<void*>(place += uintptr_t{1} << 32);
+  }
+  size_t bytes = 0;
+  CHECK(flashmoe_moe_forward_workspace_size(&layer.params, &bytes) == FLASHMOE_OK);
+  for (const auto& [tensor, name] : {std::pair{&layer.x, "x"}, std::pair{&layer.out, "out"}}) {
+    char* const data = static_cast<char*>(tensor->view.data);
+    for (void* const where : {data, data + 6 * 32 * 2 - 16, data + 16 - bytes / 16 * 16}) {
+      CHECK(flashmoe_moe_forward(&layer.params, where, bytes, nullptr) ==
+            FLASHMOE_ERROR_INVALID_ARGUMENT);
+      CHECK(std::string(flashmoe_last_error())
+                .find(std::string("workspace: it shares memory with ") + name) == 0);
+    }
+  }
+}
+
 // The router's product, routing and layer, of which the first is absent where logits are given.
 void a_fused_call_has_the_launches_of_all() {
   const char* const kernels[] = {"grouped_product_cpu_", "moe_route_cpu", "moe_up_cpu_",
@@ -717,7 +739,7 @@ void fused_calls_are_checked_by_their_own_names() {
       {nullptr, [](Fused* c) { c->give_logits(); }},
       {nullptr, [](Fused* c) { c->params.router_bias = &c->router_bias.view; }},
       {"tokens: got a null", [](Fused* c) { c->params.tokens = nullptr; }},
-      {"tokens: dimension 0 has stride 28", [](Fused* c) { c->tokens.set({6, 28}, kBf16); }},
+      {"tokens: its hidden size is 28", [](Fused* c) { c->tokens.set({6, 28}, kBf16); }},
       {"router_weights: ", [](Fused* c) { c->params.router_weights = nullptr; }},
       {"router_weights: ", [](Fused* c) { c->router_weights.set({8, 24}, kBf16); }},
       {"router_weights: ", [](Fused* c) { c->router_weights.view.dtype = kFp16; }},
@@ -858,6 +880,7 @@ int main() {
   scales_are_refused();
   plans_say_what_will_run();
   every_launch_is_read_back();
+  a_workspace_lies_apart();
   a_fused_call_has_the_launches_of_all();
   fused_calls_are_checked_by_their_own_names();
   pairs_have_a_limit();

@@ -80,6 +80,8 @@ def test_the_plan_is_the_launch(producer: producers.Producer) -> None:
 
 def test_attention_plans_have_the_attributes_of_their_first_launch() -> None:
     plan = fm.attention_plan_for(batch=1, seq_q=64, heads_q=2, dim=32, dim_v=64)
+    assert plan.block == (1, 1, 1)  # so little work is one thread's
+    assert plan.grid[0] > 1
     assert isinstance(plan, fm.AttentionPlan)
     assert isinstance(plan, fm.Plan)
     [first] = plan.launches
