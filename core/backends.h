@@ -2,8 +2,8 @@
 // each is defined once, in cpu/ or cuda/.
 #pragma once
 
-#include "core/attention.h"
-#include "core/moe.h"
+#include "core/ops/attention/problem.h"
+#include "core/ops/moe/problem.h"
 #include "core/plan.h"
 
 namespace flashmoe {

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
 
 namespace flashmoe::cpu {
 

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "core/moe.h"
+#include "core/ops/moe/problem.h"
 #include "core/plan.h"
 #include "cpu/isa.h"
 #include "cpu/moe_kernel.h"

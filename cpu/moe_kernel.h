@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/moe.h"
+#include "core/ops/moe/problem.h"
 
 namespace flashmoe::cpu {
 

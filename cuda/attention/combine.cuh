@@ -58,10 +58,6 @@ __device__ __forceinline__ uint2 output_of(const Sum& total, bool sees_keys) {
                     Numeric::pack(total.out.z * factor, total.out.w * factor));
 }
 
-__device__ __forceinline__ float lse_of(const Sum& total, bool sees_keys) {
-  return sees_keys ? (total.row_max + log2f(total.sum)) * kLn2 : -INFINITY;
-}
-
 // Whether a row needs the fallback (cuda/attention/masked_row_fallback.cuh): rounded away, or with
 // a mask, an infinity or a NaN among outputs that the sum does not explain. A NaN of it is one of
 // the keys that the row sees.
@@ -127,13 +123,12 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
     attention_combine_kernel(const __grid_constant__ typename Row::Params params) {
   constexpr int kUnitsPerRow = Row::kUnitsPerRow;
   constexpr int kMostRows = kCombineThreads / kUnitsPerRow;
-  constexpr int kWarpThreads = 32;
-  constexpr int kWarps = kCombineThreads / kWarpThreads;
+  constexpr int kWarps = kCombineThreads / kThreadsPerWarp;
   static_assert(kCombineThreads % kUnitsPerRow == 0);
   __shared__ float4 outs[kCombineThreads];
   __shared__ float2 statistics[kMostRows];  // of each thread of a unit
   __shared__ int suspects[kMostRows];       // rows of this block
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = thread_index();
   const int unit = thread % kUnitsPerRow;
   const int slot = thread / kUnitsPerRow;
   const int workers = 1 << params.combine_workers_log2;
@@ -167,7 +162,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
   __syncthreads();
 #pragma unroll
   for (int first = 0; first < kMostRows; first += kWarps) {
-    const int i = first + thread / kWarpThreads;
+    const int i = first + thread / kThreadsPerWarp;
     if (i < rows && suspects[i] != 0) Row::compute_again(params, first_row + i, head);
   }
 }

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
 #include "cuda/runtime.h"
 
 namespace flashmoe {

@@ -8,8 +8,10 @@
 #include <cstring>
 #include <limits>
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
+#include "cuda/attention/tensors.h"
 #include "cuda/launch.h"
+#include "cuda/tile/score_options.h"
 
 namespace flashmoe {
 
@@ -18,31 +20,40 @@ inline constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + offset + 1 f
 inline constexpr int32_t kNoLeftOffset = -(1 << 30);
 inline constexpr int32_t kNoRightOffset = (1 << 30) - 1;
 
-// What scores, or with a softcap capped ones, are multiplied by before 2^x. Finite: a scale may be
-// as large as fp32 holds.
-inline float scale_log2(const AttentionProblem& problem) {
+// What the kernels make of a problem's scores. The scale is finite: it may be as large as fp32
+// holds.
+inline ScoreOptions score_options(const AttentionProblem& p) {
   constexpr double kLog2E = 1.4426950408889634;
-  const double factor = problem.softcap != 0.0f ? problem.softcap : problem.scale;
-  return static_cast<float>(std::min(factor * kLog2E, double{std::numeric_limits<float>::max()}));
+  const double factor = p.softcap != 0.0f ? p.softcap : p.scale;
+  ScoreOptions score;
+  score.left_offset = p.bounded_left ? static_cast<int32_t>(p.left_offset) : kNoLeftOffset;
+  score.right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
+  score.masked = p.bounded_left || p.bounded_right ? 1 : 0;
+  score.bounded_right = p.bounded_right ? 1 : 0;
+  score.scale_log2 =
+      static_cast<float>(std::min(factor * kLog2E, double{std::numeric_limits<float>::max()}));
+  score.cap_ratio = p.cap_ratio;
+  return score;
 }
 
 // What the parameters of every family have in common.
 template <class Params>
 void fill_common(const AttentionProblem& p, Params* params) {
-  params->lse = p.lse;
-  params->q_strides = p.q_strides;
-  params->k_strides = p.k_strides;
-  params->v_strides = p.v_strides;
-  params->out_strides = p.out_strides;
-  params->lse_strides = p.lse_strides;
+  AttentionTensors& tensors = params->tensors;
+  tensors.lse = p.lse;
+  tensors.lse_strides = p.lse_strides;
+  tensors.q = static_cast<const uint16_t*>(p.q);
+  tensors.k = static_cast<const uint16_t*>(p.k);
+  tensors.v = static_cast<const uint16_t*>(p.v);
+  tensors.out = static_cast<uint16_t*>(p.out);
+  tensors.q_strides = p.q_strides;
+  tensors.k_strides = p.k_strides;
+  tensors.v_strides = p.v_strides;
+  tensors.out_strides = p.out_strides;
+  tensors.dim = static_cast<int32_t>(p.dim);
+  tensors.dim_v = static_cast<int32_t>(p.dim_v);
   params->seq_k = static_cast<int32_t>(p.seq_k);
-  params->dim = static_cast<int32_t>(p.dim);
-  params->dim_v = static_cast<int32_t>(p.dim_v);
-  params->left_offset = p.bounded_left ? static_cast<int32_t>(p.left_offset) : kNoLeftOffset;
-  params->right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
-  params->masked = p.bounded_left || p.bounded_right ? 1 : 0;
-  params->scale_log2 = scale_log2(p);
-  params->cap_ratio = p.cap_ratio;
+  params->score = score_options(p);
 }
 
 // A kernel whose blocks are all alike. Families add their own.

@@ -9,62 +9,48 @@
 
 #include <cfloat>
 
-#include "core/attention.h"
+#include "cuda/attention/tensors.h"
 #include "cuda/numeric/dtype.cuh"
-#include "cuda/numeric/tanh.cuh"
+#include "cuda/tile/score_options.h"
+#include "cuda/tile/softmax.cuh"
 
 namespace flashmoe {
 
-// Below every maximum of a row's scores, yet finite: masked scores less it are -inf, not NaN.
-inline constexpr float kNoRowMax = -1.0e38f;
-inline constexpr float kLn2 = 0.69314718055994530942f;
-
-// The kernels' probabilities are 2^(score * scale_log2 - row_max). The FMA rounds their difference
-// alone, but row_max is a product that was rounded. It is rounded up, so that no probability of the
-// scores that it was made of exceeds 1 and overflows, and up to this magnitude by less than 4, so
-// that none of a row's highest ones vanishes.
-inline constexpr float kMostRowMax = 67108864.0f;  // 2^26
-
-__device__ __forceinline__ float row_max_of(float top, float scale_log2) {
-  return __fmul_ru(top, scale_log2);
-}
-
-// How much a score exceeds a row's maximum, in powers of two.
-__device__ __forceinline__ float excess(float score, float scale_log2, float row_max) {
-  return fmaf(score, scale_log2, -row_max);
-}
-
-// Whether a row that sees keys may have lost all of its probabilities to the rounding of row_max. A
-// NaN of its scores is no such loss.
-__device__ __forceinline__ bool is_rounded_away(float row_max, float sum) {
-  return fabsf(row_max) > kMostRowMax && sum == sum;
-}
-
-// The row's tensors: one query row, and its keys and values, of which it sees those from first_key
-// to before `keys`.
-struct FallbackRow {
-  const uint16_t* q;
-  const uint16_t* k;
-  const uint16_t* v;
-  int64_t k_stride;  // elements
-  int64_t v_stride;
-  int keys;
-  int dim;
-  int dim_v;
-  int first_key = 0;
-  float cap_ratio = 0.0f;  // with a softcap scale / softcap, and scale_log2 is of softcap
+// A query row of one head, and the keys that it sees.
+struct MaskedRow {
+  int batch;
+  int head;
+  int head_kv;
+  int query;
+  KeyRange keys;
 };
 
-// For a whole warp. Calls store(column, element) for every column of the output, and returns the
-// row's log-sum-exp. scale_log2 multiplies the scores, or the capped ones.
-template <class Element, int kDimV, class Store>
-__device__ __forceinline__ float masked_row_fallback(const FallbackRow& row, float scale_log2,
-                                                     Store store) {
+__device__ __forceinline__ int64_t row_offset(const RowStrides& strides, const MaskedRow& row) {
+  return row.batch * strides.batch + row.head * strides.head + row.query * strides.seq;
+}
+
+// Computes a row and writes its output and log-sum-exp; a whole warp. `writes(column)` says which
+// columns are to be written; the log-sum-exp goes with column 0.
+template <class Element, int kDimV, class Writes>
+__device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tensors,
+                                                    const ScoreOptions& options,
+                                                    const MaskedRow& row, const Writes& writes) {
   using Numeric = numeric::ElementTraits<Element>;
-  constexpr uint32_t kFullWarp = 0xffffffffu;
-  constexpr int kLanes = 32;
-  constexpr int kColumnsPerLane = (kDimV + kLanes - 1) / kLanes;
+  constexpr int kLanes = kThreadsPerWarp;
+  constexpr int kColumnsPerLane = ceil_div(kDimV, kLanes);
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const uint16_t* const q = tensors.q + row_offset(tensors.q_strides, row);
+  const uint16_t* const k =
+      tensors.k + row.batch * tensors.k_strides.batch + row.head_kv * tensors.k_strides.head;
+  const uint16_t* const v =
+      tensors.v + row.batch * tensors.v_strides.batch + row.head_kv * tensors.v_strides.head;
+  uint16_t* const out = tensors.out + row_offset(tensors.out_strides, row);
+  const int64_t k_stride = tensors.k_strides.seq;
+  const int64_t v_stride = tensors.v_strides.seq;
+  const float scale_log2 = options.scale_log2;
+  const int dim = tensors.dim;
+  const int dim_v = tensors.dim_v;
+  const int end_key = row.keys.end;
   float acc[kColumnsPerLane] = {};
   float sum = 0.0f;
   float top = -FLT_MAX;
@@ -74,15 +60,15 @@ __device__ __forceinline__ float masked_row_fallback(const FallbackRow& row, flo
     const float half = (0.5f * score - 0.5f * other) * scale_log2;
     return numeric::exp2_approx(half + half);
   };
-  for (int first = row.first_key; first < row.keys; first += kLanes) {
+  for (int first = row.keys.first; first < end_key; first += kLanes) {
     const int key = first + lane;
     float score = -INFINITY;
-    if (key < row.keys) {
+    if (key < end_key) {
       score = 0.0f;
-      for (int d = 0; d < row.dim; ++d) {
-        score += Numeric::to_float(row.q[d]) * Numeric::to_float(row.k[key * row.k_stride + d]);
+      for (int d = 0; d < dim; ++d) {
+        score += Numeric::to_float(q[d]) * Numeric::to_float(k[key * k_stride + d]);
       }
-      if (row.cap_ratio != 0.0f) score = numeric::tanh(score * row.cap_ratio);
+      if (options.capped()) options.cap(score);
     }
     float highest = fmaxf(score, top);
 #pragma unroll
@@ -95,13 +81,13 @@ __device__ __forceinline__ float masked_row_fallback(const FallbackRow& row, flo
     sum = sum * factor + p;
 #pragma unroll
     for (int c = 0; c < kColumnsPerLane; ++c) acc[c] *= factor;
-    for (int i = 0; i < kLanes && first + i < row.keys; ++i) {
+    for (int i = 0; i < kLanes && first + i < end_key; ++i) {
       const float p_i = __shfl_sync(kFullWarp, p, i);
 #pragma unroll
       for (int c = 0; c < kColumnsPerLane; ++c) {
         const int column = c * kLanes + lane;
-        if (column < row.dim_v) {
-          acc[c] += p_i * Numeric::to_float(row.v[(first + i) * row.v_stride + column]);
+        if (column < dim_v) {
+          acc[c] += p_i * Numeric::to_float(v[(first + i) * v_stride + column]);
         }
       }
     }
@@ -111,13 +97,22 @@ __device__ __forceinline__ float masked_row_fallback(const FallbackRow& row, flo
 #pragma unroll
   for (int c = 0; c < kColumnsPerLane; ++c) {
     const int column = c * kLanes + lane;
-    if (column < row.dim_v) {
-      const float value = row.keys > row.first_key ? acc[c] / sum : 0.0f;
-      store(column, static_cast<uint16_t>(Numeric::pack(value, 0.0f)));
+    if (column < dim_v) {
+      const float value = row.keys.first < end_key ? acc[c] / sum : 0.0f;
+      if (writes(column)) out[column] = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
     }
   }
-  if (row.keys <= row.first_key) return -INFINITY;
-  return fmaf(log2f(sum), kLn2, top * (scale_log2 * kLn2));
+  if (tensors.lse == nullptr || lane != 0 || !writes(0)) return;
+  float& lse = tensors.lse[row_offset(tensors.lse_strides, row)];
+  lse = row.keys.first < end_key ? fmaf(log2f(sum), kLn2, top * (scale_log2 * kLn2)) : -INFINITY;
+}
+
+// The same where the warp writes all of the row.
+template <class Element, int kDimV>
+__device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tensors,
+                                                    const ScoreOptions& options,
+                                                    const MaskedRow& row) {
+  masked_row_fallback<Element, kDimV>(tensors, options, row, [](int) { return true; });
 }
 
 }  // namespace flashmoe

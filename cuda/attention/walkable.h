@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
 #include "core/status.h"
 #include "cuda/tensor_map.h"
 

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "core/moe.h"
+#include "core/ops/moe/problem.h"
 #include "cuda/runtime.h"
 
 namespace flashmoe::moe {

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
 
 namespace flashmoe::numeric {
 
@@ -54,8 +54,8 @@ __device__ __forceinline__ uint32_t max_magnitude(uint32_t a, uint32_t b) {
   return *reinterpret_cast<const uint32_t*>(&larger);
 }
 
-// Remembers whether one of many pairs of elements was not finite: each half of what is gathered is a
-// zero until the first infinity or NaN in that half, and NaN from there on. One FMA a pair, where
+// Remembers whether one of many pairs of elements was not finite: each half of what is gathered is
+// a zero until the first infinity or NaN in that half, and NaN from there on. One FMA a pair, where
 // max_magnitude is slower.
 template <class Element>
 __device__ __forceinline__ uint32_t gather_nonfinite(uint32_t gathered, uint32_t pair) {
@@ -82,11 +82,16 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// The larger of two values, NaN if one is.
+// The larger and the smaller of two values, NaN if one is.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
   return larger;
+}
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float smaller;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
+  return smaller;
 }
 
 }  // namespace flashmoe::numeric

@@ -21,8 +21,8 @@ __device__ __forceinline__ float tanh(float x) {
   return x * p * inverse;
 }
 
-// The same in fewer registers, by two of the MUFU unit: 1 - 2 / (1 + e^2x), and x - x^3 / 3 where that
-// would lose digits. The absolute error is below 3e-7, the relative one below 5e-6.
+// The same in fewer registers, by two of the MUFU unit: 1 - 2 / (1 + e^2x), and x - x^3 / 3 where
+// that would lose digits. The absolute error is below 3e-7, the relative one below 5e-6.
 __device__ __forceinline__ float tanh_brief(float x) {
   constexpr float kLog2ESquared = 2.8853900817779268f;  // 2^(2 log2(e) x) is e^2x
   constexpr float kSmall = 0.05f;

@@ -253,7 +253,7 @@ def _check_router(tokens: Any, router_weights: Any, router_bias: Any, w_gate_up:
         raise InvalidArgumentError(
             f"{name}: its number of columns is {columns}, but tokens has {tokens.shape[-1]}"
         )
-    held = getattr(w_gate_up, "shape", ())
+    held: Any = getattr(w_gate_up, "shape", ())
     if len(held) == 3 and held[0] != experts:
         raise InvalidArgumentError(
             f"{name}: its number of experts is {experts}, but w_gate_up has {held[0]}"

@@ -571,7 +571,7 @@ def test_the_cost_on_the_host_is_held_to_the_hosts_code(tmp_path: Path) -> None:
 
 def test_cpu_records_are_held_to_the_cpu_kernels(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
-    names = ("cpu/attention.cpp", "cpu/moe.cpp", "core/attention.cpp", "core/log.cpp")
+    names = ("cpu/attention.cpp", "cpu/moe.cpp", "core/ops/attention/forward.cpp", "core/log.cpp")
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("// one\n")
@@ -588,7 +588,7 @@ def test_cpu_records_are_held_to_the_cpu_kernels(tmp_path: Path) -> None:
         assert report.outdated(document, tmp_path) is False
     assert report.outdated(bench | {"operation": "moe_forward"}, tmp_path) is True
     assert report.outdated(script | {"layers": {}}, tmp_path) is True
-    (tmp_path / "core/attention.cpp").write_text("// two\n")
+    (tmp_path / "core/ops/attention/forward.cpp").write_text("// two\n")
     for document in (bench, script):
         assert report.outdated(document, tmp_path) is True
     assert report.outdated({"environment": {"commit": "f" * 40}}, tmp_path) is None

@@ -122,7 +122,7 @@ ATTENTION_CUDA, MOE_CUDA = ("attention_forward", "cuda"), ("moe_forward", "cuda"
 ATTENTION_CPU, MOE_CPU = ("attention_forward", "cpu"), ("moe_forward", "cpu")
 ALL = {ATTENTION_CUDA, MOE_CUDA, ATTENTION_CPU, MOE_CPU}
 SMALL_CHECKOUT: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
-    "cuda/attention/sm89/forward.cuh": (["cuda/ptx/mma.cuh", "core/attention.h"], {ATTENTION_CUDA}),
+    "cuda/attention/sm89/forward.cuh": (["cuda/ptx/mma.cuh", "core/ops/attention/problem.h"], {ATTENTION_CUDA}),
     "cuda/attention/launch.cpp": (["cuda/launch.h"], {ATTENTION_CUDA}),
     "cuda/moe/route/route.cuh": (["cuda/ptx/mma.cuh", "cuda/ptx/tma.cuh"], {MOE_CUDA}),
     "cuda/ptx/mma.cuh": (["cuda/numeric/dtype.cuh"], {ATTENTION_CUDA, MOE_CUDA}),
@@ -137,10 +137,10 @@ SMALL_CHECKOUT: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
     "cpu/moe_forward.cpp": (["cpu/products.h"], {MOE_CPU}),
     "cpu/grouped_product.cpp": ([], {MOE_CPU}),
     "cpu/products.h": ([], {ATTENTION_CPU, MOE_CPU}),
-    "core/attention.cpp": (["core/log.h"], {ATTENTION_CUDA, ATTENTION_CPU}),
-    "core/attention.h": ([], set()),
+    "core/ops/attention/forward.cpp": (["core/log.h"], {ATTENTION_CUDA, ATTENTION_CPU}),
+    "core/ops/attention/problem.h": ([], set()),
     "core/log.h": ([], set()),
-    "core/moe_forward.cpp": ([], {MOE_CUDA, MOE_CPU}),
+    "core/ops/moe/forward.cpp": ([], {MOE_CUDA, MOE_CPU}),
     "core/choose.cpp": ([], ALL),
     "bindings/attention.cpp": (["cuda/ptx/tma.cuh"], set()),
     "include/flashmoe/flashmoe.h": ([], set()),
@@ -187,6 +187,6 @@ def test_no_kernel_of_this_checkout_is_left_out() -> None:
         assert there - of[OPERATIONS[0], kind] - of[OPERATIONS[1], kind] == {f"{kind}/device.cpp"}
     for (operation, _), names in of.items():
         other = "moe" if operation == "attention_forward" else "attention"
-        assert not [n for n in names if n.startswith((f"cuda/{other}/", f"core/{other}"))]
+        assert not [n for n in names if n.startswith((f"cuda/{other}/", f"core/ops/{other}"))]
         for pattern in environment._CHOICE[operation]:
             assert pattern in names  # each of them is still called so

@@ -25,8 +25,8 @@ ENTRIES = {
     "moe/stream/bulk": ("bf16_bulk",),
 }
 CORE = (
-    *("attention", "checks", "choose", "dtype", "launch", "log", "operation", "overlap"),
-    *("per_thread", "status"),
+    *("checks", "choose", "dtype", "launch", "log", "operation", "ops/attention/forward"),
+    *("overlap", "per_thread", "status"),
 )
 BASE = tuple(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status"))
 MOE_CORE = (*BASE, *(f"core/{name}.cpp" for name in ("checks", "launch")))
@@ -70,8 +70,8 @@ SOURCES = {
     "test_moe_few": (*MOE_CORE, *MOE_CUDA, *MOE_STREAM),
     "test_moe_calls": (
         *MOE_CORE,
-        *(f"core/{name}.cpp" for name in ("choose", "grouped_product", "moe_checks")),
-        *(f"core/{name}.cpp" for name in ("moe_forward", "operation", "overlap")),
+        *(f"core/{name}.cpp" for name in ("choose", "ops/moe/grouped_product", "ops/moe/checks")),
+        *(f"core/{name}.cpp" for name in ("ops/moe/forward", "operation", "overlap")),
         *MOE_CUDA,
         *MOE_FAMILIES,
         *MOE_STREAM,

@@ -23,6 +23,7 @@ TARGETS = (
     "flashmoe_moe_route_v1",
     "flashmoe_moe_forward_v1",
     "flashmoe_grouped_product_v1",
+    "flashmoe_fused_moe_v1",
 )
 ALLOWED = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 needs_cuda_build = pytest.mark.skipif(
@@ -35,9 +36,13 @@ def attend(q: Any, k: Any, v: Any) -> Any:
 
 
 def block(x: Any, router: Any, up: Any, down: Any) -> Any:
-    """Attention of one head, then experts: each target once."""
+    """Attention of one head, then experts in one call and in steps: each target once."""
     x = x + fm.flash_attention(x[:, :, None], x[:, :, None], x[:, :, None], causal=True)[:, :, 0]
-    return x + fm.fused_moe(x, router, up, down, 2)
+    rows = x.reshape((x.shape[0] * x.shape[1], x.shape[2]))
+    all_rows = jnp.asarray([0, 2**31 - 1], jnp.int32)
+    routing = fm.moe_route(fm.grouped_product(rows, router[None], offsets=all_rows), 2)
+    steps = fm.moe_forward(rows, up, down, routing)
+    return fm.fused_moe(x, router, up, down, 2) + steps.reshape(x.shape)
 
 
 def qkv(batch: int, seq: int, dtype: Any = "float32") -> list[Any]:

@@ -34,7 +34,8 @@ __device__ __forceinline__ void store_part(const Accumulators<Traits>& out,
       const int row = 8 * n + 2 * (lane % 4) + e;
       float sum = statistics.sum[n][e];
 #pragma unroll
-      for (int mask = 4; mask < kLanes; mask *= 2) sum += __shfl_xor_sync(kFullWarp, sum, mask);
+      for (int mask = 4; mask < kThreadsPerWarp; mask *= 2)
+        sum += __shfl_xor_sync(kFullWarp, sum, mask);
       if (lane < 4) {
         shared.warp_statistics()[warp * Traits::kRows + row] =
             make_float2(statistics.row_max[n][e], sum);
@@ -69,14 +70,16 @@ __device__ __forceinline__ bool write_unit(const Sum& total, const Params& param
                                            const Keys& keys, int row, int unit) {
   const bool sees_keys = keys.end > keys.first;
   const Row where = Row::of(params, tile, row);
-  if (unit == 0 && params.lse != nullptr) {
-    params.lse[where.offset(params.lse_strides, tile.batch)] = lse_of(total, sees_keys);
+  if (unit == 0 && params.tensors.lse != nullptr) {
+    params.tensors.lse[where.offset(params.tensors.lse_strides, tile.batch)] =
+        sees_keys ? log_sum_exp(total.row_max, total.sum) : -INFINITY;
   }
-  if (4 * unit >= params.dim_v) return false;
+  if (4 * unit >= params.tensors.dim_v) return false;
   const uint2 packed = output_of<Element>(total, sees_keys);
-  *reinterpret_cast<uint2*>(params.out + where.offset(params.out_strides, tile.batch) + 4 * unit) =
+  *reinterpret_cast<uint2*>(params.tensors.out +
+                            where.offset(params.tensors.out_strides, tile.batch) + 4 * unit) =
       packed;
-  return is_suspect<Element>(total, sees_keys, params.masked != 0, packed);
+  return is_suspect<Element>(total, sees_keys, params.score.masked != 0, packed);
 }
 
 // Units of a tile, a row after another: those from `first` to the one before `end`.
@@ -91,25 +94,9 @@ template <class Traits>
 __device__ __forceinline__ void compute_row_again(const Params& params, const Tile& tile,
                                                   const Keys& keys, int row, int first, int end) {
   const Row where = Row::of(params, tile, row);
-  uint16_t* out = params.out + where.offset(params.out_strides, tile.batch);
-  FallbackRow fallback;
-  fallback.q = params.q + where.offset(params.q_strides, tile.batch);
-  fallback.k = tile.k(params);
-  fallback.v = tile.v(params);
-  fallback.k_stride = params.k_strides.seq;
-  fallback.v_stride = params.v_strides.seq;
-  fallback.dim = params.dim;
-  fallback.dim_v = params.dim_v;
-  fallback.cap_ratio = params.cap_ratio;
-  fallback.first_key = keys.first;
-  fallback.keys = keys.end;
-  const float lse = masked_row_fallback<typename Traits::Element, Traits::kDimV>(
-      fallback, params.scale_log2, [&](int column, uint16_t element) {
-        if (column / 4 >= first && column / 4 < end) out[column] = element;
-      });
-  if (params.lse != nullptr && first <= 0 && lane_index() == 0) {
-    params.lse[where.offset(params.lse_strides, tile.batch)] = lse;
-  }
+  masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+      params.tensors, params.score, {tile.batch, where.head, tile.head_kv, where.query, keys},
+      [&](int column) { return column / 4 >= first && column / 4 < end; });
 }
 
 // The rows of a tile with suspects, computed again: only the units that this block wrote, lest two
@@ -122,7 +109,7 @@ __device__ __noinline__ void masked_rows_fallback(const Params& params, const Ti
     const int end = units.end - row * Traits::kUnitsPerRow;
     if (first >= Traits::kUnitsPerRow || end <= 0) continue;
     Keys keys = {0, params.seq_k};
-    if (params.masked) keys = shared.keys()[row];
+    if (params.score.masked) keys = shared.keys()[row];
     compute_row_again<Traits>(params, tile, keys, row, first, end);
   }
 }
@@ -216,7 +203,7 @@ __device__ __forceinline__ void write_tile(const Params& params, const Tile& til
     const Sum total = add_warps(shared, row, unit);
 #endif
     Keys keys = {0, params.seq_k};
-    if (params.masked) keys = shared.keys()[row];
+    if (params.score.masked) keys = shared.keys()[row];
     suspect |= write_unit<typename Traits::Element>(total, params, tile, keys, row, unit);
   }
   if (__syncthreads_or(suspect)) {

@@ -226,10 +226,6 @@ Params make_params(const AttentionProblem& p, const Plan& plan, void* workspace)
   const flashmoe_launch& planned = plan.info.launches[0];
   Params params;
   fill_common(p, &params);
-  params.q = static_cast<const uint16_t*>(p.q);
-  params.k = static_cast<const uint16_t*>(p.k);
-  params.v = static_cast<const uint16_t*>(p.v);
-  params.out = static_cast<uint16_t*>(p.out);
   const int64_t group = p.heads_q / p.heads_kv;
   const int64_t rows = p.seq_q * group;
   const int64_t tiles_per_head = (rows + entry.rows - 1) / entry.rows;

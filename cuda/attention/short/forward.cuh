@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_q(QFragments<Traits>& q, const Params& para
       load_q_block<Traits>(q[0], params, tile, n);
 #pragma unroll
       for (int c = 0; c < Traits::kKChunks; ++c) {
-        shared.queries()[(n * Traits::kKChunks + c) * kLanes + lane_index()] =
+        shared.queries()[(n * Traits::kKChunks + c) * kThreadsPerWarp + lane_index()] =
             make_uint4(q[0][c][0], q[0][c][1], q[0][c][2], q[0][c][3]);
       }
     }
@@ -61,20 +61,21 @@ __device__ __forceinline__ void compute_part(const Params& params, const Tile& t
       warp_count() * params.blocks_per_tile.number() * Traits::kStepKeys;  // to the next step
   int key = tile.some.first + part * Traits::kStepKeys;
   const int end = tile.some.end;
-  const uint16_t* k = tile.k(params) + (key + lane / 4) * params.k_strides.seq + 8 * (lane % 4);
+  const uint16_t* k =
+      tile.k(params) + (key + lane / 4) * params.tensors.k_strides.seq + 8 * (lane % 4);
   const uint16_t* v =
-      tile.v(params) + (key + 2 * (lane % 4)) * params.v_strides.seq + 8 * (lane / 4);
+      tile.v(params) + (key + 2 * (lane % 4)) * params.tensors.v_strides.seq + 8 * (lane / 4);
 
   KFragments<Traits> k_now;
   VFragments<Traits> v_now;
   QFragments<Traits> q;
   if (key < end) {
-    load_k<Traits>(k_now, k, params.k_strides.seq, end - key, params.dim);
-    load_v<Traits>(v_now, v, params.v_strides.seq, end - key, params.dim_v);
+    load_k<Traits>(k_now, k, params.tensors.k_strides.seq, end - key, params.tensors.dim);
+    load_v<Traits>(v_now, v, params.tensors.v_strides.seq, end - key, params.tensors.dim_v);
   }
   load_q<Traits>(q, params, tile, shared);
-  if (params.masked) note_rows(params, tile, shared);
-  if (!Traits::kQueriesInRegisters || params.masked) __syncthreads();
+  if (params.score.masked) note_rows(params, tile, shared);
+  if (!Traits::kQueriesInRegisters || params.score.masked) __syncthreads();
 
   RowStatistics<Traits> statistics;
   statistics.reset();
@@ -91,25 +92,27 @@ __device__ __forceinline__ void compute_part(const Params& params, const Tile& t
     const int next = key + jump;
     Scores<Traits> scores;
     multiply_k<Traits>(scores, k_now, q, shared);
-    k += jump * params.k_strides.seq;
-    if (next < end) load_k<Traits>(k_now, k, params.k_strides.seq, end - next, params.dim);
-    if (params.cap_ratio != 0.0f) cap_scores<Traits>(scores, params.cap_ratio);
+    k += jump * params.tensors.k_strides.seq;
+    if (next < end)
+      load_k<Traits>(k_now, k, params.tensors.k_strides.seq, end - next, params.tensors.dim);
+    if (params.score.capped()) params.score.cap(scores);
     if (key < tile.all.first || key + Traits::kStepKeys > tile.all.end) {
       mask_scores<Traits>(scores, params, shared, key);
     }
-    statistics.rescale(scores, params.scale_log2, out);
+    statistics.rescale(scores, params.score.scale_log2, out);
     Probabilities<Traits> p;
-    statistics.exponentiate(p, scores, params.scale_log2);
+    statistics.exponentiate(p, scores, params.score.scale_log2);
     multiply_v<Traits>(out, v_now, p);
-    v += jump * params.v_strides.seq;
-    if (next < end) load_v<Traits>(v_now, v, params.v_strides.seq, end - next, params.dim_v);
+    v += jump * params.tensors.v_strides.seq;
+    if (next < end)
+      load_v<Traits>(v_now, v, params.tensors.v_strides.seq, end - next, params.tensors.dim_v);
     key = next;
   }
   store_part<Traits>(out, statistics, shared, warp);
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(kMaxWarps* kLanes, 1)
+__global__ void __launch_bounds__(kMaxWarps* kThreadsPerWarp, 1)
     attention_forward_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(16) unsigned char memory[];
   const Shared<Traits> shared = {memory};

@@ -3,8 +3,10 @@
 
 #include <vector_types.h>
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
+#include "cuda/attention/tensors.h"
 #include "cuda/divisor.h"
+#include "cuda/tile/score_options.h"
 
 namespace flashmoe::short_rows {
 
@@ -12,22 +14,11 @@ inline constexpr int kMaxWarps = 8;     // of a block
 inline constexpr int kMaxCluster = 16;  // blocks of a cluster: powers of two up to this
 
 struct Params {
-  const uint16_t* q;  // [batch, seq_q, heads_q, dim]
-  const uint16_t* k;  // [batch, seq_k, heads_kv, dim]
-  const uint16_t* v;  // [batch, seq_k, heads_kv, dim_v]
-  uint16_t* out;      // [batch, seq_q, heads_q, dim_v]
-  float* lse;         // [batch, heads_q, seq_q] or nullptr
-
-  RowStrides q_strides;  // elements
-  RowStrides k_strides;
-  RowStrides v_strides;
-  RowStrides out_strides;
-  RowStrides lse_strides;
+  AttentionTensors tensors;
 
   int32_t rows;  // packed rows of a KV head: seq_q times its query heads
   int32_t seq_k;
-  int32_t dim;
-  int32_t dim_v;
+  ScoreOptions score;
 
   Divisor heads_per_kv;
   Divisor tiles_per_head;  // of a KV head
@@ -40,15 +31,6 @@ struct Params {
   // Else nullptr.
   float4* parts;
   float2* statistics;
-
-  // Query i sees the keys from i + left_offset to i + right_offset, as far as there are such keys.
-  // An absent bound lies beyond all of them; query + offset + 1 fits.
-  int32_t left_offset;
-  int32_t right_offset;
-  int32_t masked;  // some row does not see every key
-
-  float scale_log2;  // scale * log2(e); with a softcap softcap * log2(e)
-  float cap_ratio;   // scale / softcap; 0 without
 
   int32_t combine_workers_log2;  // of the second kernel
 };

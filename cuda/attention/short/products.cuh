@@ -19,17 +19,12 @@
 #include "cuda/attention/masked_row_fallback.cuh"
 #include "cuda/attention/short/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
-#include "cuda/numeric/tanh.cuh"
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/movmatrix.cuh"
+#include "cuda/tile/softmax.cuh"
 
 namespace flashmoe::short_rows {
-
-// A row's maximum is raised when a score exceeds it by more than this power of two. Until then
-// probabilities reach at most 2^8 instead of 1, which neither fp16 nor bf16 nor the fp32 sums mind,
-// and the step costs one vote instead of shuffles and a rescale.
-inline constexpr float kLazyBits = 8.0f;
 
 template <class Traits>
 using KFragments = uint32_t[Traits::kStepKeys / 8][Traits::kKChunks][4];  // of keys 8i + g
@@ -106,12 +101,13 @@ __device__ __forceinline__ void load_q_block(uint32_t (&fragments)[Traits::kKChu
                                              const Params& params, const Tile& tile, int n) {
   const int lane = lane_index();
   const int row = 8 * n + lane / 4;
-  const uint16_t* q =
-      params.q + Row::of(params, tile, row).offset(params.q_strides, tile.batch) + 8 * (lane % 4);
+  const uint16_t* q = params.tensors.q +
+                      Row::of(params, tile, row).offset(params.tensors.q_strides, tile.batch) +
+                      8 * (lane % 4);
 #pragma unroll
   for (int c = 0; c < Traits::kKChunks; ++c) {
     ptx::load_or_zero(fragments[c], q + 32 * c,
-                      row < tile.rows && 32 * c + 8 * (lane % 4) < params.dim);
+                      row < tile.rows && 32 * c + 8 * (lane % 4) < params.tensors.dim);
   }
 }
 
@@ -137,7 +133,8 @@ __device__ __forceinline__ void multiply_k(Scores<Traits>& scores, const KFragme
 #pragma unroll
         for (int e = 0; e < 4; ++e) b[e] = q[n][c][e];
       } else {
-        const uint4 chunk = shared.queries()[(n * Traits::kKChunks + c) * kLanes + lane_index()];
+        const uint4 chunk =
+            shared.queries()[(n * Traits::kKChunks + c) * kThreadsPerWarp + lane_index()];
         b[0] = chunk.x, b[1] = chunk.y, b[2] = chunk.z, b[3] = chunk.w;
       }
 #pragma unroll
@@ -181,19 +178,6 @@ __device__ __forceinline__ void multiply_v(Accumulators<Traits>& out, const VFra
   }
 }
 
-// scores = tanh(cap_ratio * scores)
-template <class Traits>
-__device__ __forceinline__ void cap_scores(Scores<Traits>& scores, float cap_ratio) {
-#pragma unroll
-  for (int m = 0; m < Traits::kKeyBlocks; ++m) {
-#pragma unroll
-    for (int n = 0; n < Traits::kRowBlocks; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[m][n][e] = numeric::tanh(scores[m][n][e] * cap_ratio);
-    }
-  }
-}
-
 // Hides the keys that a row does not see. `first_key` is the step's.
 template <class Traits>
 __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params& params,
@@ -205,7 +189,7 @@ __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       Keys keys = {0, params.seq_k};
-      if (params.masked) keys = shared.keys()[8 * n + 2 * (lane % 4) + e];
+      if (params.score.masked) keys = shared.keys()[8 * n + 2 * (lane % 4) + e];
 #pragma unroll
       for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
         if (key + 8 * i < keys.first || key + 8 * i >= keys.end) {
@@ -258,14 +242,10 @@ struct RowStatistics {
       for (int e = 0; e < 2; ++e) {
         float top = highest[n][e];
 #pragma unroll
-        for (int mask = 4; mask < kLanes; mask *= 2) {  // lanes of the same rows
+        for (int mask = 4; mask < kThreadsPerWarp; mask *= 2) {  // lanes of the same rows
           top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, mask));
         }
-        const float new_max = row_max_of(top, scale_log2);
-        const bool grows = excess(top, scale_log2, row_max[n][e]) > kLazyBits;
-        const float factor = grows ? numeric::exp2_approx(row_max[n][e] - new_max) : 1.0f;
-        row_max[n][e] = grows ? new_max : row_max[n][e];
-        sum[n][e] *= factor;
+        const float factor = rescale_row(top, scale_log2, row_max[n][e], sum[n][e]);
 #pragma unroll
         for (int j = 0; j < Traits::kDimV / 16; ++j) {
           out[n][j][e] *= factor;
@@ -287,8 +267,7 @@ struct RowStatistics {
           float row[2];
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            row[e] =
-                numeric::exp2_approx(excess(scores[m][n][2 * h + e], scale_log2, row_max[n][e]));
+            row[e] = probability(scores[m][n][2 * h + e], scale_log2, row_max[n][e]);
             sum[n][e] += row[e];
           }
           p[m][n][h] = ptx::transpose_8x8(

@@ -35,7 +35,7 @@ class SplitRow {
 
  private:
   __device__ __forceinline__ Keys keys(const Params& params) const {
-    if (!params.masked) return {0, params.seq_k};
+    if (!params.score.masked) return {0, params.seq_k};
     return keys_of_query(params, Row::of(params, tile_, row_).query);
   }
 

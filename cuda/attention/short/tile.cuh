@@ -2,28 +2,14 @@
 #pragma once
 
 #include "cuda/attention/short/traits.cuh"
+#include "cuda/tile/thread.cuh"
 
 namespace flashmoe::short_rows {
 
-inline constexpr uint32_t kFullWarp = 0xffffffffu;
-
-__device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
-__device__ __forceinline__ int thread_count() { return static_cast<int>(blockDim.x); }
-__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kLanes); }
-__device__ __forceinline__ int warp_count() { return static_cast<int>(blockDim.x / kLanes); }
-// For whole warps: it shuffles, so that the compiler knows the result to be uniform.
-__device__ __forceinline__ int warp_index() {
-  return static_cast<int>(__shfl_sync(kFullWarp, threadIdx.x / kLanes, 0));
-}
-
-// The keys that a row sees: from `first` to the one before `end`, none where end <= first.
-struct Keys {
-  int first;
-  int end;
-};
+using Keys = KeyRange;
 
 __device__ __forceinline__ Keys keys_of_query(const Params& params, int query) {
-  return {max(0, query + params.left_offset), min(params.seq_k, query + params.right_offset + 1)};
+  return params.score.keys(query, params.seq_k);
 }
 
 // Row r of a KV head is query r / heads_per_kv of its query head r % heads_per_kv, so that the
@@ -44,7 +30,7 @@ struct Tile {
     const int head = params.tiles_per_head.quotient(tile);
     Tile result = of_rows<Traits>(params, head, tile - head * params.tiles_per_head.number());
     result.rank = block - tile * params.blocks_per_tile.number();
-    if (params.masked) {
+    if (params.score.masked) {
       const int last_row = result.first_row + result.rows - 1;
       const Keys first = keys_of_query(params, params.heads_per_kv.quotient(result.first_row));
       const Keys last = keys_of_query(params, params.heads_per_kv.quotient(last_row));
@@ -68,10 +54,12 @@ struct Tile {
   }
 
   __device__ __forceinline__ const uint16_t* k(const Params& params) const {
-    return params.k + batch * params.k_strides.batch + head_kv * params.k_strides.head;
+    return params.tensors.k + batch * params.tensors.k_strides.batch +
+           head_kv * params.tensors.k_strides.head;
   }
   __device__ __forceinline__ const uint16_t* v(const Params& params) const {
-    return params.v + batch * params.v_strides.batch + head_kv * params.v_strides.head;
+    return params.tensors.v + batch * params.tensors.v_strides.batch +
+           head_kv * params.tensors.v_strides.head;
   }
 };
 

@@ -5,10 +5,9 @@
 #include <cstdint>
 
 #include "cuda/attention/short/params.h"
+#include "cuda/tile/extents.h"
 
 namespace flashmoe::short_rows {
-
-inline constexpr int kLanes = 32;
 
 // Registers that a lane needs for so many keys a step: K and V, Q and the accumulators, and scores.
 constexpr int lane_registers(int keys, int rows, int dim, int dim_v, bool queries_in_registers) {
@@ -45,7 +44,8 @@ struct Traits {
   static constexpr int kPartialBytes = kUnits * 16;   // one part of the output
   static constexpr int kStatisticsBytes = kRows * 8;  // its row maxima and sums
   static constexpr int kPartBytes = kPartialBytes + kStatisticsBytes;
-  static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRowBlocks * kKChunks * kLanes * 16;
+  static constexpr int kQueryBytes =
+      kQueriesInRegisters ? 0 : kRowBlocks * kKChunks * kThreadsPerWarp * 16;
   static constexpr int kLimitBytes = kRows * 8;  // first and end key of each row
   static constexpr int kBarrierBytes = 16;
   static constexpr int kFixedBytes = kQueryBytes + kLimitBytes + kBarrierBytes;
@@ -60,7 +60,7 @@ struct Traits {
   static_assert(kDim % 32 == 0 && kDimV % 64 == 0, "a lane takes whole chunks of 16 bytes");
   static_assert(1 << kUnitsLog2 == kUnits && kUnits >= kMaxCluster,
                 "the blocks of a cluster take equal slices");
-  static_assert(kRows % 8 == 0 && kRows <= kLanes);
+  static_assert(kRows % 8 == 0 && kRows <= kThreadsPerWarp);
   static_assert(lane_registers(kStepKeys, kRows, kDim, kDimV, kQueriesInRegisters) <=
                 kRegisterBudget);
   static_assert(shared_bytes(kMaxWarps, kMaxCluster) <= 99 * 1024, "of an sm_89 block");

@@ -6,36 +6,17 @@
 #include "cuda/attention/sm89/params.h"
 #include "cuda/attention/sm89/traits.cuh"
 #include "cuda/numeric/dtype.cuh"
-#include "cuda/numeric/tanh.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/tile/softmax.cuh"
+#include "cuda/tile/thread.cuh"
 
 namespace flashmoe::sm89 {
 
-inline constexpr uint32_t kFullWarp = 0xffffffffu;
-// A row's maximum is raised when a score exceeds it by more than this power of two. Until then
-// probabilities reach at most 2^8 instead of 1, which neither fp16 nor bf16 nor the fp32 sums mind,
-// and the step costs one vote instead of shuffles and a rescale.
-inline constexpr float kLazyBits = 8.0f;
-
-// Read anew where it is used: kept across the main loop it would cost registers that the
-// accumulators need.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
-__device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
-// To be called by whole warps: it shuffles, so that the compiler knows the result to be uniform.
-__device__ __forceinline__ int warp_index() {
-  return __shfl_sync(kFullWarp, thread_index() / kThreadsPerWarp, 0);
-}
-
-// Keeps a value in its register: without this, ptxas computes addresses again at every step, from
-// the thread index on.
-__device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
+using reread::lane_index;
+using reread::thread_index;
+using reread::warp_index;
 
 // The query tile of this block. Worked out once, then kept in shared memory. Tiles of unequal
 // length come longest first, inside groups of heads whose keys and values fit the L2 together (L2
@@ -78,12 +59,11 @@ struct Tile {
 static_assert(sizeof(Tile) == kTileInfoBytes);
 
 // Query row `row` sees the keys from first_key to before end_key, none if that is not behind.
-// Neither decreases with the row.
 __device__ __forceinline__ int first_key(const Params& params, int row) {
-  return max(0, row + params.left_offset);
+  return params.score.first_key(row);
 }
 __device__ __forceinline__ int end_key(const Params& params, int row) {
-  return max(0, min(params.seq_k, row + params.right_offset + 1));
+  return params.score.end_key(row, params.seq_k);
 }
 
 // The steps that a tile needs of the keys, counted from the first: those before `left_steps` and
@@ -188,9 +168,9 @@ __device__ __forceinline__ VLoader<Traits> make_v_loader(const uint16_t* v, cons
                                                          const KLoader<Traits>& k_loader,
                                                          uint32_t k_tile, uint32_t v_tile) {
   if constexpr (Traits::kDim == Traits::kDimV) {
-    return VLoader<Traits>(v, params.v_strides.seq, k_loader, v_tile - k_tile);
+    return VLoader<Traits>(v, params.tensors.v_strides.seq, k_loader, v_tile - k_tile);
   } else {
-    return VLoader<Traits>(v, params.v_strides.seq, v_tile);
+    return VLoader<Traits>(v, params.tensors.v_strides.seq, v_tile);
   }
 }
 
@@ -230,18 +210,21 @@ __device__ __forceinline__ void load_q(uint32_t (&q)[kAtoms][4], uint32_t q_lane
 // Copies the Q of a tile, both parts, to shared memory.
 template <class Traits>
 __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, uint32_t shared) {
-  const uint16_t* q = static_cast<const uint16_t*>(params.q) + tile.batch * params.q_strides.batch +
-                      tile.head * params.q_strides.head + tile.first_row * params.q_strides.seq;
+  const uint16_t* q = params.tensors.q + tile.batch * params.tensors.q_strides.batch +
+                      tile.head * params.tensors.q_strides.head +
+                      tile.first_row * params.tensors.q_strides.seq;
   const int rows = params.seq_q - tile.first_row;
   if constexpr (Traits::kQRegisterDims > 0) {
     TileLoader<typename Traits::QRegisterLayout, Traits::kTileQ, Traits::kThreads>(
-        q, params.q_strides.seq, shared + Traits::kQRegisterOffset)
-        .load_next(0, params.q_strides.seq, rows, min(params.dim, Traits::kQRegisterDims));
+        q, params.tensors.q_strides.seq, shared + Traits::kQRegisterOffset)
+        .load_next(0, params.tensors.q_strides.seq, rows,
+                   min(params.tensors.dim, Traits::kQRegisterDims));
   }
   if constexpr (Traits::kQSharedDims > 0) {
     TileLoader<typename Traits::QSharedLayout, Traits::kTileQ, Traits::kThreads>(
-        q + Traits::kQRegisterDims, params.q_strides.seq, shared + Traits::kQSharedOffset)
-        .load_next(0, params.q_strides.seq, rows, params.dim - Traits::kQRegisterDims);
+        q + Traits::kQRegisterDims, params.tensors.q_strides.seq, shared + Traits::kQSharedOffset)
+        .load_next(0, params.tensors.q_strides.seq, rows,
+                   params.tensors.dim - Traits::kQRegisterDims);
   }
 }
 
@@ -296,19 +279,6 @@ __device__ __forceinline__ void multiply_scores(Scores<Traits>& scores,
       ptx::mma_m16n8k16<typename Traits::Element>(scores[a][2 * n + 1], q_now, k_now[2], k_now[3]);
       // Q of the next pair takes the place of this one's after its last product.
       if (n == kColumns - 1 && pair + 1 >= kQPairs && pair + 1 < kPairs) load_q_atom(pair + 1, a);
-    }
-  }
-}
-
-// scores = tanh(cap_ratio * scores).
-template <class Traits>
-__device__ __forceinline__ void cap_scores(Scores<Traits>& scores, float cap_ratio) {
-#pragma unroll
-  for (int a = 0; a < Traits::kRowAtoms; ++a) {
-#pragma unroll
-    for (int n = 0; n < Traits::kStepKeys / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[a][n][e] = numeric::tanh(scores[a][n][e] * cap_ratio);
     }
   }
 }
@@ -395,15 +365,8 @@ struct RowStatistics {
     for (int a = 0; a < Traits::kRowAtoms; ++a) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float top = highest[a][half];
-        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
-        const float new_max = row_max_of(top, scale_log2);
-        const bool grows = excess(top, scale_log2, row_max[a][half]) > kLazyBits;
-        const float factor = grows ? numeric::exp2_approx(row_max[a][half] - new_max) : 1.0f;
-        row_max[a][half] = grows ? new_max : row_max[a][half];
-        sum[a][half] *= factor;
-        apply(a, half, factor);
+        const float top = max_of_quad(highest[a][half]);
+        apply(a, half, rescale_row(top, scale_log2, row_max[a][half], sum[a][half]));
       }
     }
     return true;
@@ -412,9 +375,8 @@ struct RowStatistics {
   // Probabilities of a pair of scores, rounded and packed.
   __device__ __forceinline__ uint32_t exponentiate(const float (&scores)[4], float scale_log2,
                                                    int a, int half) {
-    const float low = numeric::exp2_approx(excess(scores[2 * half], scale_log2, row_max[a][half]));
-    const float high =
-        numeric::exp2_approx(excess(scores[2 * half + 1], scale_log2, row_max[a][half]));
+    const float low = probability(scores[2 * half], scale_log2, row_max[a][half]);
+    const float high = probability(scores[2 * half + 1], scale_log2, row_max[a][half]);
     sum[a][half] += low + high;
     return numeric::ElementTraits<typename Traits::Element>::pack(low, high);
   }
@@ -423,15 +385,14 @@ struct RowStatistics {
   // accumulators are to be multiplied by: kNeedsFallback if the row needs the fallback.
   __device__ __forceinline__ float finish(const Params& params, const Tile& tile, int row, int a,
                                           int half) {
-    float total = sum[a][half];
-    total += __shfl_xor_sync(kFullWarp, total, 1);
-    total += __shfl_xor_sync(kFullWarp, total, 2);
+    const float total = sum_of_quad(sum[a][half]);
     // Rows past the last have summed nothing: what is not written must not look like a NaN.
     const bool sees_keys = row < params.seq_q && first_key(params, row) < end_key(params, row);
-    if (params.lse != nullptr && lane_index() % 4 == 0 && row < params.seq_q) {
-      params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
-                 row * params.lse_strides.seq] =
-          sees_keys ? (row_max[a][half] + log2f(total)) * kLn2 : -INFINITY;
+    if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < params.seq_q) {
+      params.tensors
+          .lse[tile.batch * params.tensors.lse_strides.batch +
+               tile.head * params.tensors.lse_strides.head + row * params.tensors.lse_strides.seq] =
+          sees_keys ? log_sum_exp(row_max[a][half], total) : -INFINITY;
     }
     // A row that sees no key is 0 by definition.
     if (!sees_keys) return 0.0f;
@@ -443,14 +404,14 @@ struct RowStatistics {
 template <class Layout, int kRows, int kThreads>
 __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, const Params& params,
                                            const Tile& tile, int first_row, int thread) {
-  uint16_t* out = static_cast<uint16_t*>(params.out) + tile.batch * params.out_strides.batch +
-                  tile.head * params.out_strides.head;
+  uint16_t* out = params.tensors.out + tile.batch * params.tensors.out_strides.batch +
+                  tile.head * params.tensors.out_strides.head;
 #pragma unroll 4
   for (int index = thread; index < kRows * Layout::kChunksPerRow; index += kThreads) {
     const int row = index / Layout::kChunksPerRow;
     const int chunk = index % Layout::kChunksPerRow;
-    if (first_row + row < params.seq_q && chunk * kElementsPerChunk < params.dim_v) {
-      *reinterpret_cast<uint4*>(out + (first_row + row) * params.out_strides.seq +
+    if (first_row + row < params.seq_q && chunk * kElementsPerChunk < params.tensors.dim_v) {
+      *reinterpret_cast<uint4*>(out + (first_row + row) * params.tensors.out_strides.seq +
                                 chunk * kElementsPerChunk) =
           *reinterpret_cast<const uint4*>(tile_bytes + Layout::chunk_offset(row, chunk));
     }
@@ -462,32 +423,10 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
 template <class Traits>
 __device__ __noinline__ void masked_rows_fallback(const Params& params, const Tile tile,
                                                   int first_row, int stride, int end_row) {
-  const auto* q = static_cast<const uint16_t*>(params.q) + tile.batch * params.q_strides.batch +
-                  tile.head * params.q_strides.head;
-  auto* out = static_cast<uint16_t*>(params.out) + tile.batch * params.out_strides.batch +
-              tile.head * params.out_strides.head;
-  FallbackRow fallback;
-  fallback.k = static_cast<const uint16_t*>(params.k) + tile.batch * params.k_strides.batch +
-               tile.head_kv * params.k_strides.head;
-  fallback.v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
-               tile.head_kv * params.v_strides.head;
-  fallback.k_stride = params.k_strides.seq;
-  fallback.v_stride = params.v_strides.seq;
-  fallback.dim = params.dim;
-  fallback.dim_v = params.dim_v;
-  fallback.cap_ratio = params.cap_ratio;
   for (int row = first_row; row < min(end_row, params.seq_q); row += stride) {
-    fallback.q = q + row * params.q_strides.seq;
-    fallback.first_key = first_key(params, row);
-    fallback.keys = end_key(params, row);
-    const float lse = masked_row_fallback<typename Traits::Element, Traits::kDimV>(
-        fallback, params.scale_log2, [&](int column, uint16_t element) {
-          out[row * params.out_strides.seq + column] = element;
-        });
-    if (params.lse != nullptr && lane_index() == 0) {
-      params.lse[tile.batch * params.lse_strides.batch + tile.head * params.lse_strides.head +
-                 row * params.lse_strides.seq] = lse;
-    }
+    masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+        params.tensors, params.score,
+        {tile.batch, tile.head, tile.head_kv, row, {first_key(params, row), end_key(params, row)}});
   }
 }
 

@@ -78,10 +78,6 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
 Params make_params(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
   Params params;
   fill_common(p, &params);
-  params.q = p.q;
-  params.k = p.k;
-  params.v = p.v;
-  params.out = p.out;
   params.seq_q = static_cast<int32_t>(p.seq_q);
   params.heads_q = static_cast<int32_t>(p.heads_q);
   params.heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);

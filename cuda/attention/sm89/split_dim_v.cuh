@@ -146,7 +146,7 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out, c
   }
   const Tile tile = Tile::in<Traits>(shared);
   const bool nonfinite = numeric::any_nonfinite<typename Traits::Element>(largest);
-  fallback = fallback || (params.masked && nonfinite);
+  fallback = fallback || (params.score.masked && nonfinite);
   if (__syncthreads_or(fallback)) {
     masked_rows_fallback<Traits>(params, tile, tile.first_row + warp, Traits::kWarps,
                                  tile.first_row + Traits::kTileQ);
@@ -165,17 +165,17 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   const uint32_t shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   float* factors = reinterpret_cast<float*>(shared + Traits::kFactorsOffset);  // [kTileQ]
 
-  const uint16_t* k = static_cast<const uint16_t*>(params.k) + tile.batch * params.k_strides.batch +
-                      tile.head_kv * params.k_strides.head;
-  const uint16_t* v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
-                      tile.head_kv * params.v_strides.head;
+  const uint16_t* k = params.tensors.k + tile.batch * params.tensors.k_strides.batch +
+                      tile.head_kv * params.tensors.k_strides.head;
+  const uint16_t* v = params.tensors.v + tile.batch * params.tensors.v_strides.batch +
+                      tile.head_kv * params.tensors.v_strides.head;
 
   const TileSteps<Traits> steps(params, tile.first_row);
 
-  KLoader<Traits> k_loader(k + steps.first * params.k_strides.seq, params.k_strides.seq,
-                           shared_address + Traits::kKOffset);
+  KLoader<Traits> k_loader(k + steps.first * params.tensors.k_strides.seq,
+                           params.tensors.k_strides.seq, shared_address + Traits::kKOffset);
   VLoader<Traits> v_loader =
-      make_v_loader<Traits>(v + steps.first * params.v_strides.seq, params, k_loader,
+      make_v_loader<Traits>(v + steps.first * params.tensors.v_strides.seq, params, k_loader,
                             shared_address + Traits::kKOffset, shared_address + Traits::kVOffset);
   uint32_t q_lane = a_fragments<typename Traits::QSharedLayout>(
       shared_address + Traits::kQSharedOffset, warp * Traits::kRowsPerWarp);
@@ -191,9 +191,11 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   copy_q<Traits>(params, tile, shared_address);
   ptx::cp_async_commit();
   const int keys_left = params.seq_k - steps.first;
-  if (steps.count > 0) k_loader.load_next(0, params.k_strides.seq, keys_left, params.dim);
+  if (steps.count > 0)
+    k_loader.load_next(0, params.tensors.k_strides.seq, keys_left, params.tensors.dim);
   ptx::cp_async_commit();
-  if (steps.count > 0) v_loader.load_next(0, params.v_strides.seq, keys_left, params.dim_v);
+  if (steps.count > 0)
+    v_loader.load_next(0, params.tensors.v_strides.seq, keys_left, params.tensors.dim_v);
   ptx::cp_async_commit();
   ptx::cp_async_wait<2>();
   __syncthreads();
@@ -222,23 +224,26 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   for (int step = 0; step < steps.count; ++step) {
     Scores<Traits> scores;
     multiply_scores<Traits>(scores, q_registers, q_lane, k_lane);
-    if (params.cap_ratio != 0.0f) cap_scores<Traits>(scores, params.cap_ratio);
+    if (params.score.capped()) params.score.cap(scores);
     mask_scores<Traits>(scores, params, steps, shared, step);
     float factor[2] = {1.0f, 1.0f};
-    const bool rescaled = statistics.rescale(scores, params.scale_log2,
+    const bool rescaled = statistics.rescale(scores, params.score.scale_log2,
                                              [&](int, int half, float by) { factor[half] = by; });
     publish<Traits>(factors, factor);
-    write_probabilities<Traits>(shared + Traits::kPOffset, statistics, scores, params.scale_log2);
+    write_probabilities<Traits>(shared + Traits::kPOffset, statistics, scores,
+                                params.score.scale_log2);
     ptx::cp_async_wait<0>();
     const bool any_rescaled = __syncthreads_or(rescaled) != 0;  // V, P are there; K has been read
     const int keys = params.seq_k - steps.first - (step + 1) * kStep;
-    if (step + 1 < steps.count) k_loader.load_next(0, params.k_strides.seq, keys, params.dim);
+    if (step + 1 < steps.count)
+      k_loader.load_next(0, params.tensors.k_strides.seq, keys, params.tensors.dim);
     ptx::cp_async_commit();
     if (any_rescaled && step > 0) rescale<Traits>(accumulators, factors);
     multiply_values<Traits>(accumulators, p_lane, v_lane);
     ptx::cp_async_wait<0>();
     __syncthreads();  // K is there; V, P and the factors have been read
-    if (step + 1 < steps.count) v_loader.load_next(0, params.v_strides.seq, keys, params.dim_v);
+    if (step + 1 < steps.count)
+      v_loader.load_next(0, params.tensors.v_strides.seq, keys, params.tensors.dim_v);
     ptx::cp_async_commit();
   }
 

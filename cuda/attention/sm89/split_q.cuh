@@ -118,7 +118,7 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
   __syncwarp();
   const int first_row = tile.first_row + warp_row;
   const bool nonfinite = numeric::any_nonfinite<typename Traits::Element>(largest);
-  fallback = fallback || (params.masked && nonfinite);
+  fallback = fallback || (params.score.masked && nonfinite);
   if (__any_sync(kFullWarp, fallback)) {
     masked_rows_fallback<Traits>(params, tile, first_row, 1, first_row + Traits::kRowsPerWarp);
   } else {
@@ -136,10 +136,10 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   const int warp = warp_index();
   const uint32_t shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 
-  const uint16_t* k = static_cast<const uint16_t*>(params.k) + tile.batch * params.k_strides.batch +
-                      tile.head_kv * params.k_strides.head;
-  const uint16_t* v = static_cast<const uint16_t*>(params.v) + tile.batch * params.v_strides.batch +
-                      tile.head_kv * params.v_strides.head;
+  const uint16_t* k = params.tensors.k + tile.batch * params.tensors.k_strides.batch +
+                      tile.head_kv * params.tensors.k_strides.head;
+  const uint16_t* v = params.tensors.v + tile.batch * params.tensors.v_strides.batch +
+                      tile.head_kv * params.tensors.v_strides.head;
 
   // Steps that the block loads, of which this warp computes those before `steps` that it needs.
   const TileSteps<Traits> block(params, tile.first_row);
@@ -148,18 +148,18 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   const int steps =
       warp_row <= last_row ? (end_key(params, last_row) - block.first + kStep - 1) / kStep : 0;
 
-  KLoader<Traits> k_loader(k + block.first * params.k_strides.seq, params.k_strides.seq,
-                           shared_address);
+  KLoader<Traits> k_loader(k + block.first * params.tensors.k_strides.seq,
+                           params.tensors.k_strides.seq, shared_address);
   VLoader<Traits> v_loader =
-      make_v_loader<Traits>(v + block.first * params.v_strides.seq, params, k_loader,
+      make_v_loader<Traits>(v + block.first * params.tensors.v_strides.seq, params, k_loader,
                             shared_address, shared_address + Traits::kKBytes);
   // One group per step, empty ones included, so that waiting by count stays right.
   const auto load_step = [&](int step) {
     const uint32_t stage = stage_of<Traits>(step);
     if (step < block.count) {
       const int keys = params.seq_k - block.first - step * kStep;
-      k_loader.load_next(stage, params.k_strides.seq, keys, params.dim);
-      v_loader.load_next(stage, params.v_strides.seq, keys, params.dim_v);
+      k_loader.load_next(stage, params.tensors.k_strides.seq, keys, params.tensors.dim);
+      v_loader.load_next(stage, params.tensors.v_strides.seq, keys, params.tensors.dim_v);
     }
     ptx::cp_async_commit();
   };
@@ -215,16 +215,17 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
     if (step < steps && !lies_left<Traits>(params, block, shared, step)) {
       Scores<Traits> scores;
       multiply_scores<Traits>(scores, q_registers, q_lane, k_lane + stage);
-      if (params.cap_ratio != 0.0f) cap_scores<Traits>(scores, params.cap_ratio);
+      if (params.score.capped()) params.score.cap(scores);
       mask_scores<Traits>(scores, params, block, shared, step);
-      statistics.rescale(scores, params.scale_log2, [&](int a, int half, float factor) {
+      statistics.rescale(scores, params.score.scale_log2, [&](int a, int half, float factor) {
 #pragma unroll
         for (int n = 0; n < Traits::kDimV / 8; ++n) {
           accumulators[a][n][2 * half] *= factor;
           accumulators[a][n][2 * half + 1] *= factor;
         }
       });
-      multiply_values<Traits>(accumulators, statistics, scores, v_lane + stage, params.scale_log2);
+      multiply_values<Traits>(accumulators, statistics, scores, v_lane + stage,
+                              params.score.scale_log2);
     }
   }
 

@@ -2,17 +2,14 @@
 #pragma once
 
 #include "cuda/numeric/dtype.cuh"
+#include "cuda/tile/extents.h"
 
 namespace flashmoe::sm89 {
 
-inline constexpr int kThreadsPerWarp = 32;
 inline constexpr int kMaxSharedBytesPerBlock = 99 * 1024;  // sm_86, sm_89: 100 KiB less 1 reserved
 inline constexpr int kBytesPerChunk = 16;                  // one cp.async, one ldmatrix row
 inline constexpr int kElementsPerChunk = 8;
 inline constexpr int kTileInfoBytes = 16;  // a Tile in shared memory
-
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
 // What a warp owns: see split_q.cuh and split_dim_v.cuh.
 enum class Scheme { kSplitQ, kSplitDimV };

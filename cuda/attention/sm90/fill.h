@@ -12,11 +12,11 @@ inline Repeats repeats(const RowStrides& strides) {
 }
 
 inline void fill_addresses(const AttentionProblem& p, Params* params) {
-  params->q_data = static_cast<const uint16_t*>(p.q);
-  params->k_data = static_cast<const uint16_t*>(p.k);
-  params->v_data = static_cast<const uint16_t*>(p.v);
-  params->out_data = static_cast<uint16_t*>(p.out);
-  params->lse = p.lse;
+  params->tensors.q = static_cast<const uint16_t*>(p.q);
+  params->tensors.k = static_cast<const uint16_t*>(p.k);
+  params->tensors.v = static_cast<const uint16_t*>(p.v);
+  params->tensors.out = static_cast<uint16_t*>(p.out);
+  params->tensors.lse = p.lse;
 }
 
 inline void fill_tensors(const AttentionProblem& p, Params* params) {
@@ -24,8 +24,6 @@ inline void fill_tensors(const AttentionProblem& p, Params* params) {
   params->q_repeats = repeats(p.q_strides);
   params->k_repeats = repeats(p.k_strides);
   params->v_repeats = repeats(p.v_strides);
-  fill_addresses(p, params);
-  params->bounded_right = p.bounded_right ? 1 : 0;
   params->seq_q = static_cast<int32_t>(p.seq_q);
   params->heads_q = static_cast<int32_t>(p.heads_q);
   params->heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);

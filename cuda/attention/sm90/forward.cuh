@@ -15,7 +15,6 @@
 #include "cuda/attention/masked_row_fallback.cuh"
 #include "cuda/attention/sm90/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
-#include "cuda/numeric/tanh.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -25,27 +24,21 @@
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/tile/pipeline.cuh"
+#include "cuda/tile/softmax.cuh"
+#include "cuda/tile/thread.cuh"
 
 namespace flashmoe::sm90 {
 
-inline constexpr uint32_t kFullWarp = 0xffffffffu;
-// Where row maxima are looked at, one is raised if a score exceeds it by more than this power of
-// two: less is not worth touching the accumulators.
-inline constexpr float kLazyBits = 8.0f;
 // What the probabilities of a step that a lane holds of a row may add up to under a maximum from
 // before: more, and one of them may be beyond what fp16 holds.
 inline constexpr float kMostOfAStep = 16384.0f;
 inline constexpr int kOrderBarrier = 1;  // named barriers: one for each consumer
 inline constexpr int kStoreBarrier = 5;  // and another
 
-// Read anew where they are used: kept across the main loop they would cost registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-__device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
-__device__ __forceinline__ int warp_of_group() { return thread_index() / kThreadsPerWarp % 4; }
+using reread::lane_index;
+using reread::thread_index;
+using reread::warp_of_group;
 
 // Addresses of the barriers, and which stage and parity a running count of uses means.
 template <class Traits>
@@ -66,20 +59,6 @@ struct Barriers {
  private:
   __device__ __forceinline__ uint32_t of(int kind, int stage) const {
     return base + 8 * (kind * Traits::kStages + stage);
-  }
-};
-
-// A place in a ring of stages.
-template <int kStages>
-struct Cursor {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void step() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
   }
 };
 
@@ -122,27 +101,27 @@ template <class Traits>
 __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t shared,
                                         TileOf<Traits>* tiles, const Barriers<Traits>& barriers) {
   using Tile = TileOf<Traits>;
-  Cursor<Traits::kStages> k_cursor;
-  Cursor<Traits::kStages> v_cursor;
-  Cursor<Traits::kQStages> q_cursor;
+  PipelineState<Traits::kStages> k_pipe;
+  PipelineState<Traits::kStages> v_pipe;
+  PipelineState<Traits::kQStages> q_pipe;
   const auto load_k = [&](const Tile& tile, int key) {
-    const uint32_t full = barriers.k_full(k_cursor.stage);
-    const uint32_t to = shared + Traits::kKOffset + k_cursor.stage * Traits::kKBytes;
-    ptx::mbarrier_wait(barriers.k_empty(k_cursor.stage), k_cursor.parity ^ 1);
+    const uint32_t full = barriers.k_full(k_pipe.stage);
+    const uint32_t to = shared + Traits::kKOffset + k_pipe.stage * Traits::kKBytes;
+    ptx::mbarrier_wait(barriers.k_empty(k_pipe.stage), k_pipe.parity ^ 1);
     load_step<Traits, Traits::kBoxes>(params.k, params.k_repeats, tile, key, to, full);
-    k_cursor.step();
+    k_pipe.advance();
   };
   const auto load_v = [&](const Tile& tile, int key) {
-    const uint32_t full = barriers.v_full(v_cursor.stage);
-    const uint32_t to = shared + Traits::kVOffset + v_cursor.stage * Traits::kVBytes;
-    ptx::mbarrier_wait(barriers.v_empty(v_cursor.stage), v_cursor.parity ^ 1);
+    const uint32_t full = barriers.v_full(v_pipe.stage);
+    const uint32_t to = shared + Traits::kVOffset + v_pipe.stage * Traits::kVBytes;
+    ptx::mbarrier_wait(barriers.v_empty(v_pipe.stage), v_pipe.parity ^ 1);
     load_step<Traits, Traits::kBoxesV>(params.v, params.v_repeats, tile, key, to, full);
-    v_cursor.step();
+    v_pipe.advance();
   };
   const auto load_q = [&](const Tile& tile, int portion) {
     constexpr int kGroups = Traits::kGroupsPerPortion;
-    const uint32_t full = barriers.q_full(q_cursor.stage, portion);
-    const uint32_t to = shared + Traits::kQOffset + q_cursor.stage * Traits::kQBytes;
+    const uint32_t full = barriers.q_full(q_pipe.stage, portion);
+    const uint32_t to = shared + Traits::kQOffset + q_pipe.stage * Traits::kQBytes;
     if constexpr (Traits::kSplit) {
       load_packed_q<Traits>(params, tile, portion, to, full);
     } else {
@@ -160,7 +139,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
   };
   // Waits until a portion of Q is free for the next tile.
   const auto wait_for_room = [&](int portion) {
-    ptx::mbarrier_wait(barriers.q_empty(q_cursor.stage, portion), q_cursor.parity ^ 1);
+    ptx::mbarrier_wait(barriers.q_empty(q_pipe.stage, portion), q_pipe.parity ^ 1);
   };
   // In the order of use: V of a step after K of the next, be that another tile's. Where there is
   // one Q, it waits longer than K.
@@ -184,7 +163,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
       if (portion == 0) tiles[sent++ % kTileSlots] = tile;
       load_q(tile, portion);
     }
-    q_cursor.step();
+    q_pipe.advance();
     if (Traits::kQStages > 1 && any) load_k(tile, begin);
     load_pending();
     for (int key = begin; key > steps.first; key -= Traits::kStepKeys) {
@@ -200,7 +179,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
   for (int portion = 0; portion < Traits::kQPortions; ++portion) {
     wait_for_room(portion);
     if (portion == 0) tiles[sent % kTileSlots].first_row = kNoTile;
-    ptx::mbarrier_arrive(barriers.q_full(q_cursor.stage, portion));
+    ptx::mbarrier_arrive(barriers.q_full(q_pipe.stage, portion));
   }
 }
 
@@ -234,15 +213,10 @@ struct RowStatistics {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float top = numeric::max_nan(numeric::max_nan(tops[half][0], tops[half][1]),
-                                   numeric::max_nan(tops[half][2], tops[half][3]));
-      top = numeric::max_nan(top, __shfl_xor_sync(kFullWarp, top, 1));
-      top = numeric::max_nan(top, __shfl_xor_sync(kFullWarp, top, 2));
-      const bool stays = excess(top, scale_log2, row_max[half]) <= kLazyBits;
-      const float new_max = stays ? row_max[half] : row_max_of(top, scale_log2);
-      factor[half] = numeric::exp2_approx(row_max[half] - new_max);
-      row_max[half] = new_max;
-      sum[half] *= factor[half];
+      const float top =
+          max_nan_of_quad(numeric::max_nan(numeric::max_nan(tops[half][0], tops[half][1]),
+                                           numeric::max_nan(tops[half][2], tops[half][3])));
+      factor[half] = rescale_row_nan(top, scale_log2, row_max[half], sum[half]);
     }
   }
 
@@ -254,7 +228,7 @@ struct RowStatistics {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const int half = (i / 2) % 2;
-      scores[i] = numeric::exp2_approx(excess(scores[i], scale_log2, row_max[half]));
+      scores[i] = probability(scores[i], scale_log2, row_max[half]);
       sums[half][i % 2] += scores[i];
     }
     step[0] = sums[0][0] + sums[0][1];
@@ -274,28 +248,13 @@ struct RowStatistics {
   }
 };
 
-// Computes a row of the output anew, by a warp; its log-sum-exp.
+// Computes a row of the output anew, by a warp.
 template <class Traits>
-__device__ __forceinline__ float masked_row_fallback_of(const SplitParams& params, int batch,
-                                                        int head, int query) {
-  const int head_kv = head / params.heads_per_kv;
-  FallbackRow fallback;
-  fallback.q = params.q_data + batch * params.q_strides.batch + head * params.q_strides.head +
-               query * params.q_strides.seq;
-  fallback.k = params.k_data + batch * params.k_strides.batch + head_kv * params.k_strides.head;
-  fallback.v = params.v_data + batch * params.v_strides.batch + head_kv * params.v_strides.head;
-  fallback.k_stride = params.k_strides.seq;
-  fallback.v_stride = params.v_strides.seq;
-  fallback.dim = params.dim;
-  fallback.dim_v = params.dim_v;
-  fallback.cap_ratio = params.cap_ratio;
-  fallback.first_key = first_key(params, query);
-  fallback.keys = end_key(params, query);
-  uint16_t* out_row = params.out_data + batch * params.out_strides.batch +
-                      head * params.out_strides.head + query * params.out_strides.seq;
-  return masked_row_fallback<typename Traits::Element, Traits::kDimV>(
-      fallback, params.scale_log2,
-      [&](int column, uint16_t element) { out_row[column] = element; });
+__device__ __forceinline__ void compute_again(const Params& params, int batch, int head,
+                                              int head_kv, int query) {
+  masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+      params.tensors, params.score,
+      {batch, head, head_kv, query, {first_key(params, query), end_key(params, query)}});
 }
 
 // The state of a consumer warpgroup.
@@ -318,9 +277,9 @@ struct Consumer {
   uint64_t q_descriptor;
   uint64_t k_descriptor;
   uint64_t v_descriptor;
-  Cursor<Traits::kStages> k_cursor;
-  Cursor<Traits::kStages> v_cursor;
-  Cursor<Traits::kQStages> q_cursor;
+  PipelineState<Traits::kStages> k_pipe;
+  PipelineState<Traits::kStages> v_pipe;
+  PipelineState<Traits::kQStages> q_pipe;
 
   uint32_t tile = 0;  // running count: the tile that steps belong to
   bool open = false;  // the last P V of the tile before it, or of it, is still to be done
@@ -351,8 +310,8 @@ struct Consumer {
   // Issues scores = Q K^T, of the first kKeys keys of a step.
   template <int kKeys>
   __device__ __forceinline__ void issue_scores(float (&of_keys)[kKeys / 2]) {
-    const uint64_t q = ptx::advance(q_descriptor, q_cursor.stage * Traits::kQBytes);
-    const uint64_t k = ptx::advance(k_descriptor, k_cursor.stage * Traits::kKBytes);
+    const uint64_t q = ptx::advance(q_descriptor, q_pipe.stage * Traits::kQBytes);
+    const uint64_t k = ptx::advance(k_descriptor, k_pipe.stage * Traits::kKBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < Traits::kDim / 16; ++slice) {
@@ -367,7 +326,7 @@ struct Consumer {
 
   // Issues out += P V, or out = P V.
   __device__ __forceinline__ void issue_values() {
-    const uint64_t v = ptx::advance(v_descriptor, v_cursor.stage * Traits::kVBytes);
+    const uint64_t v = ptx::advance(v_descriptor, v_pipe.stage * Traits::kVBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
@@ -415,11 +374,7 @@ struct Consumer {
 
   // What softcap and mask make of Q K^T.
   __device__ __forceinline__ void cap_and_mask(int group_row, int key, bool masked) {
-    if (Traits::kCapped) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i)
-        scores[i] = numeric::tanh_brief(scores[i] * params.cap_ratio);
-    }
+    if constexpr (Traits::kCapped) params.score.template cap<Softcap::kBrief>(scores);
     if (masked) mask(group_row, key);
   }
 
@@ -436,21 +391,21 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void wait_for_k() const {
-    ptx::mbarrier_wait(barriers.k_full(k_cursor.stage), k_cursor.parity);
+    ptx::mbarrier_wait(barriers.k_full(k_pipe.stage), k_pipe.parity);
   }
   __device__ __forceinline__ void wait_for_v() const {
-    ptx::mbarrier_wait(barriers.v_full(v_cursor.stage), v_cursor.parity);
+    ptx::mbarrier_wait(barriers.v_full(v_pipe.stage), v_pipe.parity);
   }
   __device__ __forceinline__ void release_k() {
-    release(barriers.k_empty(k_cursor.stage));
-    k_cursor.step();
+    release(barriers.k_empty(k_pipe.stage));
+    k_pipe.advance();
   }
   __device__ __forceinline__ void release_v() {
-    release(barriers.v_empty(v_cursor.stage));
-    v_cursor.step();
+    release(barriers.v_empty(v_pipe.stage));
+    v_pipe.advance();
   }
   __device__ __forceinline__ void release_q() {
-    release(barriers.q_empty(q_cursor.stage, portion()));
+    release(barriers.q_empty(q_pipe.stage, portion()));
   }
 
   // Computes the scores of this warp's rows again, in a warp alone.
@@ -458,9 +413,9 @@ struct Consumer {
     const int lane = lane_index();
     const int q_row = warp_of_group() * 16 + lane % 16;
     const int k_row = lane / 16 * 8 + lane % 8;
-    const uint32_t q = shared + Traits::kQOffset + q_cursor.stage * Traits::kQBytes +
+    const uint32_t q = shared + Traits::kQOffset + q_pipe.stage * Traits::kQBytes +
                        group * Traits::kQBytesPerGroup;
-    const uint32_t k = shared + Traits::kKOffset + k_cursor.stage * Traits::kKBytes;
+    const uint32_t k = shared + Traits::kKOffset + k_pipe.stage * Traits::kKBytes;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = 0.0f;
 #pragma unroll 1
@@ -536,8 +491,8 @@ struct Consumer {
     float sums[2];
     cap_and_mask(group_row, key, masked);
     statistics.reset();
-    statistics.rescale(scores, params.scale_log2, factor);
-    statistics.exponentiate(scores, params.scale_log2, sums);
+    statistics.rescale(scores, params.score.scale_log2, factor);
+    statistics.exponentiate(scores, params.score.scale_log2, sums);
     statistics.add(sums);
     if (kClose) {
       wait_for_values(sums);
@@ -562,14 +517,14 @@ struct Consumer {
     ptx::pin(scores);
     float sums[2];
     cap_and_mask(group_row, key, masked);
-    statistics.exponentiate(scores, params.scale_log2, sums);
+    statistics.exponentiate(scores, params.score.scale_log2, sums);
     wait_for_values(sums);
     if (__builtin_expect(__any_sync(kFullWarp, statistics.outgrown(sums)), false)) {
       float factor[2];
       compute_scores_again();
       cap_and_mask(group_row, key, masked);
-      statistics.rescale(scores, params.scale_log2, factor);
-      statistics.exponentiate(scores, params.scale_log2, sums);
+      statistics.rescale(scores, params.score.scale_log2, factor);
+      statistics.exponentiate(scores, params.score.scale_log2, sums);
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) out[i] *= factor[(i / 2) % 2];
     }
@@ -593,7 +548,7 @@ struct Consumer {
   // Computes the tiles that the producer sends.
   __device__ __forceinline__ void run() {
     for (;;) {
-      ptx::mbarrier_wait(barriers.q_full(q_cursor.stage, portion()), q_cursor.parity);
+      ptx::mbarrier_wait(barriers.q_full(q_pipe.stage, portion()), q_pipe.parity);
       int first_row = tiles[tile % kTileSlots].first_row;
       Steps<Traits> steps = steps_of_tile<Traits>(params, tiles[tile % kTileSlots]);
       if constexpr (Traits::kSplit) {
@@ -612,7 +567,7 @@ struct Consumer {
       // A block has few tiles: that the next one's products run meanwhile is not worth its
       // registers.
       if (Traits::kSplit && open) close(tile);
-      q_cursor.step();
+      q_pipe.advance();
       ++tile;
     }
     if constexpr (!Traits::kSplit) {
@@ -630,7 +585,7 @@ struct Consumer {
       if (suspect) {
         SplitTileScheduler<Traits> scheduler(params);
         for (Tile written; scheduler.next(&written);) {
-          if (written.place == kWholeTile) repair_packed(written);
+          if (written.place == kWholeTile) repair(written);
         }
       }
     }
@@ -697,96 +652,64 @@ struct Consumer {
     const int first_row = here.first_row + group * kRowsPerGroup + warp_of_group() * 16;
 #pragma unroll 1
     for (int row = max(first_row, 0); row < min(first_row + 16, params.seq_q); ++row) {
-      uint16_t* out_row = params.out_data + here.batch * params.out_strides.batch +
-                          here.head * params.out_strides.head + row * params.out_strides.seq;
+      uint16_t* out_row = params.tensors.out + here.batch * params.tensors.out_strides.batch +
+                          here.head * params.tensors.out_strides.head +
+                          row * params.tensors.out_strides.seq;
 #pragma unroll 1
-      for (int column = lane_index(); column < params.dim_v; column += kThreadsPerWarp) {
+      for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
         out_row[column] = 0;
       }
-      if (params.lse != nullptr && lane_index() == 0) *lse_of(here, row) = -INFINITY;
+      if (params.tensors.lse != nullptr && lane_index() == 0) *lse_of(here, row) = -INFINITY;
     }
   }
 
   // The same for one row.
   __device__ __forceinline__ void write_nothing_to(int batch, int head, int query) const {
-    uint16_t* out_row = params.out_data + batch * params.out_strides.batch +
-                        head * params.out_strides.head + query * params.out_strides.seq;
+    uint16_t* out_row = params.tensors.out + batch * params.tensors.out_strides.batch +
+                        head * params.tensors.out_strides.head +
+                        query * params.tensors.out_strides.seq;
 #pragma unroll 1
-    for (int column = lane_index(); column < params.dim_v; column += kThreadsPerWarp) {
+    for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
       out_row[column] = 0;
     }
-    if (params.lse != nullptr && lane_index() == 0) {
-      params.lse[batch * params.lse_strides.batch + head * params.lse_strides.head +
-                 query * params.lse_strides.seq] = -INFINITY;
+    if (params.tensors.lse != nullptr && lane_index() == 0) {
+      params.tensors
+          .lse[batch * params.tensors.lse_strides.batch + head * params.tensors.lse_strides.head +
+               query * params.tensors.lse_strides.seq] = -INFINITY;
     }
   }
 
   __device__ __forceinline__ float* lse_of(const Tile& of, int row) const {
-    return params.lse + of.batch * params.lse_strides.batch + of.head * params.lse_strides.head +
-           row * params.lse_strides.seq;
+    return params.tensors.lse + of.batch * params.tensors.lse_strides.batch +
+           of.head * params.tensors.lse_strides.head + row * params.tensors.lse_strides.seq;
   }
 
   // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time.
   // After the last tile, when the accumulators' registers are free: inside the loop this would make
   // it spill.
-  __device__ __forceinline__ void repair(const Tile& tile) const {
-    const int lane = lane_index();
-    const int first_row = tile.first_row + group * kRowsPerGroup + warp_of_group() * 16;
-    FallbackRow fallback;
-    fallback.k =
-        params.k_data + tile.batch * params.k_strides.batch + tile.head_kv * params.k_strides.head;
-    fallback.v =
-        params.v_data + tile.batch * params.v_strides.batch + tile.head_kv * params.v_strides.head;
-    fallback.k_stride = params.k_strides.seq;
-    fallback.v_stride = params.v_strides.seq;
-    fallback.dim = params.dim;
-    fallback.dim_v = params.dim_v;
-    fallback.cap_ratio = params.cap_ratio;
-    for (int row = max(first_row, 0); row < min(first_row + 16, params.seq_q); ++row) {
-      uint16_t* out_row = params.out_data + tile.batch * params.out_strides.batch +
-                          tile.head * params.out_strides.head + row * params.out_strides.seq;
-      bool wrong = false;
-      for (int column = lane; column < params.dim_v; column += kThreadsPerWarp) {
-        wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
-      }
-      if (!__any_sync(kFullWarp, wrong)) continue;
-      fallback.q = params.q_data + tile.batch * params.q_strides.batch +
-                   tile.head * params.q_strides.head + row * params.q_strides.seq;
-      fallback.first_key = first_key(params, row);
-      fallback.keys = end_key(params, row);
-      const float lse = masked_row_fallback<Element, Traits::kDimV>(
-          fallback, params.scale_log2,
-          [&](int column, uint16_t element) { out_row[column] = element; });
-      if (params.lse != nullptr && lane == 0) *lse_of(tile, row) = lse;
-    }
-  }
-
-  // `repair` of a tile that holds all query heads of a KV head.
-  __device__ __forceinline__ void repair_packed(const Tile& of) const {
-    const int lane = lane_index();
+  __device__ __forceinline__ void repair(const Tile& of) const {
+    if constexpr (Traits::kSplit) {
 #pragma unroll 1
-    for (int i = 0; i < 16; ++i) {
-      const PackedRow row = packed_row(of, warp_of_group() * 16 + i);
-      if (!row.exists) continue;
-      uint16_t* out_row = params.out_data + of.batch * params.out_strides.batch +
-                          row.head * params.out_strides.head + row.query * params.out_strides.seq;
-      bool wrong = false;
-      for (int column = lane; column < params.dim_v; column += kThreadsPerWarp) {
-        wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
+      for (int i = 0; i < 16; ++i) {
+        const PackedRow row = packed_row(of, warp_of_group() * 16 + i);
+        if (row.exists) repair_row(of.batch, row.head, of.head_kv, row.query);
       }
-      if (!__any_sync(kFullWarp, wrong)) continue;
-      const float lse = masked_row_fallback_of<Traits>(params, of.batch, row.head, row.query);
-      if (params.lse != nullptr && lane == 0) {
-        params.lse[of.batch * params.lse_strides.batch + row.head * params.lse_strides.head +
-                   row.query * params.lse_strides.seq] = lse;
+    } else {
+      const int first_row = of.first_row + group * kRowsPerGroup + warp_of_group() * 16;
+      for (int row = max(first_row, 0); row < min(first_row + 16, params.seq_q); ++row) {
+        repair_row(of.batch, of.head, of.head_kv, row);
       }
     }
   }
-
-  // The sums of a row over all of its lanes.
-  __device__ __forceinline__ static float add_lanes(float sum) {
-    sum += __shfl_xor_sync(kFullWarp, sum, 1);
-    return sum + __shfl_xor_sync(kFullWarp, sum, 2);
+  __device__ __forceinline__ void repair_row(int batch, int head, int head_kv, int query) const {
+    const RowStrides& strides = params.tensors.out_strides;
+    const uint16_t* const out_row =
+        params.tensors.out + batch * strides.batch + head * strides.head + query * strides.seq;
+    bool wrong = false;
+    for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
+      wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
+    }
+    if (__any_sync(kFullWarp, wrong)) compute_again<Traits>(params, batch, head, head_kv, query);
   }
 
   __device__ __forceinline__ PackedRow packed_row(const Tile& of, int row) const {
@@ -805,7 +728,7 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warp_of_group() * 16 + lane / 4 + 8 * half;
-      const float total = add_lanes(statistics_of_tile.sum[half]);
+      const float total = sum_of_quad(statistics_of_tile.sum[half]);
       if (!packed_row(of, row).exists) continue;
       const int64_t place = place_of(of, row);
       if (lane % 4 == 0) {
@@ -837,33 +760,35 @@ struct Consumer {
     bool fallback = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float total = add_lanes(statistics_of_tile.sum[half]);
+      const float total = sum_of_quad(statistics_of_tile.sum[half]);
       const PackedRow row = packed_row(of, warp_of_group() * 16 + lane / 4 + 8 * half);
       if (!row.exists) continue;
       const bool sees_keys = first_key(params, row.query) < end_key(params, row.query);
-      if (params.lse != nullptr && lane % 4 == 0) {
-        params.lse[of.batch * params.lse_strides.batch + row.head * params.lse_strides.head +
-                   row.query * params.lse_strides.seq] =
-            sees_keys ? (statistics_of_tile.row_max[half] + __log2f(total)) * kLn2 : -INFINITY;
+      if (params.tensors.lse != nullptr && lane % 4 == 0) {
+        params.tensors.lse[of.batch * params.tensors.lse_strides.batch +
+                           row.head * params.tensors.lse_strides.head +
+                           row.query * params.tensors.lse_strides.seq] =
+            sees_keys ? log_sum_exp_approx(statistics_of_tile.row_max[half], total) : -INFINITY;
       }
       const bool rounded_away =
           sees_keys && is_rounded_away(statistics_of_tile.row_max[half], total);
       const float factor = factor_of(sees_keys, rounded_away, total);
-      uint16_t* out_row = params.out_data + of.batch * params.out_strides.batch +
-                          row.head * params.out_strides.head + row.query * params.out_strides.seq +
-                          2 * (lane % 4);
+      uint16_t* out_row = params.tensors.out + of.batch * params.tensors.out_strides.batch +
+                          row.head * params.tensors.out_strides.head +
+                          row.query * params.tensors.out_strides.seq + 2 * (lane % 4);
       uint32_t gathered = 0;
 #pragma unroll
       for (int j = 0; j < Traits::kDimV / 8; ++j) {
-        if (8 * j >= params.dim_v) break;
+        if (8 * j >= params.tensors.dim_v) break;
         const uint32_t packed =
             Numeric::pack(out[4 * j + 2 * half] * factor, out[4 * j + 2 * half + 1] * factor);
         gathered = numeric::gather_nonfinite<Element>(gathered, packed);
         *reinterpret_cast<uint32_t*>(out_row + 8 * j) = packed;
       }
       // A NaN of the sum is one of the keys that the row sees.
-      fallback = fallback || rounded_away ||
-                 (params.masked && total == total && numeric::any_nonfinite<Element>(gathered));
+      fallback =
+          fallback || rounded_away ||
+          (params.score.masked && total == total && numeric::any_nonfinite<Element>(gathered));
     }
     __syncwarp();
     suspect = suspect || __any_sync(kFullWarp, fallback);
@@ -915,21 +840,19 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = group_row + warp * 16 + lane / 4 + 8 * half;
-      float total = statistics_of_tile.sum[half];
-      total += __shfl_xor_sync(kFullWarp, total, 1);
-      total += __shfl_xor_sync(kFullWarp, total, 2);
+      const float total = sum_of_quad(statistics_of_tile.sum[half]);
       const bool sees_keys = first_key(params, row) < end_key(params, row);
       const bool exists = row < params.seq_q;
-      if (params.lse != nullptr && lane % 4 == 0 && exists) {
+      if (params.tensors.lse != nullptr && lane % 4 == 0 && exists) {
         *lse_of(tile, row) =
-            sees_keys ? (statistics_of_tile.row_max[half] + __log2f(total)) * kLn2 : -INFINITY;
+            sees_keys ? log_sum_exp_approx(statistics_of_tile.row_max[half], total) : -INFINITY;
       }
       const bool rounded_away =
           sees_keys && exists && is_rounded_away(statistics_of_tile.row_max[half], total);
       factor[half] = factor_of(sees_keys, rounded_away, total);
       fallback = fallback || rounded_away;
       // A NaN of the sum is one of the keys that the row sees.
-      expected[half] = params.masked && exists && total == total;
+      expected[half] = params.score.masked && exists && total == total;
     }
     const uint32_t tile_out = shared + Traits::kOOffset + group * Traits::kOBytesPerGroup;
     const bool leader = warp == 0 && lane == 0;

@@ -4,8 +4,10 @@
 #include <cuda.h>
 #include <vector_types.h>
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
+#include "cuda/attention/tensors.h"
 #include "cuda/divisor.h"
+#include "cuda/tile/score_options.h"
 
 namespace flashmoe::sm90 {
 
@@ -28,35 +30,15 @@ struct Params {
   Repeats k_repeats;
   Repeats v_repeats;
 
-  float* lse;  // [batch, heads_q, seq_q] or nullptr
-  RowStrides lse_strides;
-
-  // What the maps are of, for rows that need the fallback.
-  const uint16_t* q_data;
-  const uint16_t* k_data;
-  const uint16_t* v_data;
-  uint16_t* out_data;
-  RowStrides q_strides;  // elements
-  RowStrides k_strides;
-  RowStrides v_strides;
-  RowStrides out_strides;
-  int32_t dim;
-  int32_t dim_v;
+  AttentionTensors tensors;  // what the maps are of, for rows that need the fallback
 
   int32_t seq_q;
   int32_t seq_k;
   int32_t heads_q;
   int32_t heads_per_kv;
-  // Query i sees the keys from i + left_offset to i + right_offset, as far as there are such keys.
-  // An absent bound lies beyond all of them; row + offset + 1 fits.
-  int32_t left_offset;
-  int32_t right_offset;
-  int32_t masked;              // some row does not see every key
-  int32_t bounded_right;       // right_offset is a bound
-  int32_t kv_block_alignment;  // of all tiles, where steps have as many keys as groups have rows,
-                               // or twice that
-  float scale_log2;            // scale * log2(e); with a softcap softcap * log2(e)
-  float cap_ratio;             // scale / softcap; 0 without
+  ScoreOptions score;
+  // Of all tiles, where steps have as many keys as groups have rows, or twice that.
+  int32_t kv_block_alignment;
 
   int32_t tiles_per_head;       // query tiles
   int32_t first_row;            // of the first tile: 0, or whole groups of rows before it

@@ -6,6 +6,7 @@
 #include "cuda/attention/sm90/kv_block_alignment.h"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/traits.cuh"
+#include "cuda/tile/scheduler.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -42,12 +43,11 @@ struct alignas(16) Tile {
 static_assert(sizeof(Tile) == kTileInfoBytes);
 
 // Query row `row` sees the keys from first_key to before end_key, none if that is not behind.
-// Neither decreases with the row.
 __device__ __forceinline__ int first_key(const Params& params, int row) {
-  return max(0, row + params.left_offset);
+  return params.score.first_key(row);
 }
 __device__ __forceinline__ int end_key(const Params& params, int row) {
-  return max(0, min(params.seq_k, row + params.right_offset + 1));
+  return params.score.end_key(row, params.seq_k);
 }
 
 // kv_block_alignment of a tile of so many queries.
@@ -58,7 +58,8 @@ __device__ __forceinline__ int kv_block_alignment(const Params& params, int firs
   if constexpr (kWholeGroups && !Traits::kSplit) return params.kv_block_alignment;
   static_assert(kWholeGroups ||
                 (kKeys > kRowsPerGroup && Traits::kConsumers == 2 && !Traits::kSplit));
-  return kv_block_alignment(kKeys, first_row, rows, params.bounded_right != 0, params.right_offset);
+  return kv_block_alignment(kKeys, first_row, rows, params.score.bounded_right != 0,
+                            params.score.right_offset);
 }
 
 // The steps that some rows need, by their keys: from the first step's first one to behind the last
@@ -80,9 +81,7 @@ struct Steps {
   }
 };
 
-// The tiles of this block, one after another. Blocks take tiles in rounds, and every other round
-// runs backwards: whoever had the longest tile of one has the shortest of the next. Where they
-// differ that begins anew with each swizzle group, whose tiles get shorter and shorter.
+// The tiles of this block, one after another.
 template <class Traits>
 class TileScheduler {
  public:
@@ -90,37 +89,13 @@ class TileScheduler {
 
   // False when there are no more.
   __device__ __forceinline__ bool next(Tile* tile) {
-    const int blocks = static_cast<int>(gridDim.x);
-    const int tiles = params_.tiles_per_head * params_.heads;
-    const int swizzle = params_.longest_tiles_first ? params_.by_tiles_per_swizzle.number() : tiles;
-    while (first_ < tiles) {
-      const int end = min(first_ + swizzle, tiles);
-      while (round_ < end) {
-        const int position = round_ + (forwards_ ? slot_ : blocks - 1 - slot_);
-        round_ += blocks;
-        forwards_ = !forwards_;
-        if (position < end) {
-          *tile = Tile::at<Traits>(params_, position);
-          return true;
-        }
-      }
-      first_ += swizzle;
-      round_ = first_;
-      forwards_ = true;
-      // Behind the block that had this one's end: swizzle groups may hold fewer tiles than there
-      // are blocks.
-      slot_ -= params_.slots_per_swizzle;
-      if (slot_ < 0) slot_ += blocks;
-    }
-    return false;
+    return rounds_.next(params_,
+                        [&](int position) { *tile = Tile::at<Traits>(params_, position); });
   }
 
  private:
   const TileParams& params_;
-  int slot_ = static_cast<int>(blockIdx.x);  // of this block in a round of the swizzle group
-  int first_ = 0;                            // position of the swizzle group
-  int round_ = 0;                            // position of the round
-  bool forwards_ = true;
+  SwizzledRounds rounds_;
 };
 
 // ---- tiles of a kernel whose keys are split
@@ -183,17 +158,14 @@ struct PackedRow {
   }
 };
 
-// What this block takes: its range of steps (stream-K), or whole tiles in rounds, every other one
-// backwards.
+// What this block takes: its range of steps, or whole tiles in rounds.
 template <class Traits>
 class SplitTileScheduler {
  public:
   explicit __device__ __forceinline__ SplitTileScheduler(const SplitParams& params)
       : params_(params) {
     if (params.stream_k_blocks == 0) return;
-    const StreamKStart& start = params.starts[blockIdx.x];
-    next_ = start.tile;
-    first_step_ = start.step;
+    tiles_.begin(params.starts[blockIdx.x]);
   }
 
   // False when there are no more.
@@ -204,37 +176,27 @@ class SplitTileScheduler {
  private:
   __device__ __forceinline__ bool next_of_stream_k(TilePart* part) {
     const StreamKStart& end = params_.starts[blockIdx.x + 1];
-    const bool cut = next_ == end.tile;  // the next block has the rest
-    if (next_ > end.tile || (cut && first_step_ >= end.step)) return false;
-    *part = TilePart::at<Traits>(params_, next_);
-    if (cut) {
-      part->end_key = part->first_key + end.step * Traits::kStepKeys;
-      part->place = end.place - 1;
-    }
-    if (first_step_ > 0) {
-      part->first_key += first_step_ * Traits::kStepKeys;
-      part->place = params_.starts[blockIdx.x].place;
-    }
-    ++next_;
-    first_step_ = 0;
-    return true;
+    return tiles_.next_of_range(end, [&](int position, int first_step, bool cut) {
+      *part = TilePart::at<Traits>(params_, position);
+      if (cut) {
+        part->end_key = part->first_key + end.step * Traits::kStepKeys;
+        part->place = end.place - 1;
+      }
+      if (first_step > 0) {
+        part->first_key += first_step * Traits::kStepKeys;
+        part->place = params_.starts[blockIdx.x].place;
+      }
+    });
   }
 
   __device__ __forceinline__ bool next_of_rounds(TilePart* part) {
-    const int blocks = static_cast<int>(gridDim.x);
-    const int block = static_cast<int>(blockIdx.x);
-    const int position = next_ + (forwards_ ? block : blocks - 1 - block);
-    if (position >= params_.tiles_per_head * params_.heads) return false;
-    next_ += blocks;
-    forwards_ = !forwards_;
-    *part = TilePart::at<Traits>(params_, position);
-    return true;
+    return tiles_.next_of_rounds(params_.tiles_per_head * params_.heads, [&](int position) {
+      *part = TilePart::at<Traits>(params_, position);
+    });
   }
 
   const SplitParams& params_;
-  int next_ = 0;  // tile of the range, or position of the round
-  int first_step_ = 0;
-  bool forwards_ = true;
+  StreamK tiles_;
 };
 
 // ---- either

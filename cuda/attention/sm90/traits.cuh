@@ -3,11 +3,10 @@
 
 #include "cuda/attention/sm90/kv_block_alignment.h"
 #include "cuda/numeric/dtype.cuh"
+#include "cuda/tile/extents.h"
 
 namespace flashmoe::sm90 {
 
-inline constexpr int kThreadsPerWarp = 32;
-inline constexpr int kThreadsPerGroup = 128;  // a warpgroup
 inline constexpr int kMaxSharedBytesPerBlock = 227 * 1024;
 inline constexpr int kBoxColumns = 64;  // 128 bytes, the widest swizzle
 inline constexpr int kBoxRowBytes = 128;
@@ -17,10 +16,6 @@ inline constexpr int kTilePartBytes = 32;  // a TilePart
 // Tiles in flight: those whose Q is there, the one before them that is being written out, and the
 // one behind them whose first portion of Q is there.
 inline constexpr int kTileSlots = 4;
-
-constexpr int round_up(int value, int multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 // The choices that differ from one head dimension to the next; docs/kernels/attention_sm90.md has
 // the measurements behind the table.
@@ -107,8 +102,8 @@ struct Traits {
 
   // Tiles are boxes of 64 columns side by side: K and V [dim / 64][keys][64], Q and the output
   // [group][dim / 64][rows of the group][64].
-  static constexpr int kBoxes = round_up(kDim, kBoxColumns) / kBoxColumns;
-  static constexpr int kBoxesV = round_up(kDimV, kBoxColumns) / kBoxColumns;
+  static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+  static constexpr int kBoxesV = ceil_div(kDimV, kBoxColumns);
   static constexpr int kRowBoxBytes = kRowsPerGroup * kBoxRowBytes;
   static constexpr int kKVBoxBytes = kStepKeys * kBoxRowBytes;
   static constexpr int kQBytesPerGroup = kBoxes * kRowBoxBytes;
@@ -116,7 +111,7 @@ struct Traits {
   static constexpr int kKBytes = kBoxes * kKVBoxBytes;
   static constexpr int kVBytes = kBoxesV * kKVBoxBytes;
   static constexpr int kOutputBoxes = kTuning.output_boxes;
-  static constexpr int kOutputParts = (kBoxesV + kOutputBoxes - 1) / kOutputBoxes;
+  static constexpr int kOutputParts = ceil_div(kBoxesV, kOutputBoxes);
   static constexpr int kOBytesPerGroup = kOutputBoxes * kRowBoxBytes;
   static constexpr int kOBytes = kSplit ? 0 : kConsumers * kOBytesPerGroup;
   // What a part leaves: units of four floats of each row, and its maximum and sum.

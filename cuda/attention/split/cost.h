@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
 #include "cuda/attention/cost.h"
 #include "cuda/attention/sm90/cost.h"
 

@@ -39,6 +39,7 @@ class SplitRow {
       : row_of_tile_(row), cut_(tile) {
     const TilePart whole = TilePart::at<Traits>(params, params.starts[params.cuts[tile]].tile);
     batch_ = whole.batch;
+    head_kv_ = whole.head_kv;
     row_ = PackedRow::of(params, whole, row / sm90::kRowsPerGroup, row % sm90::kRowsPerGroup);
   }
 
@@ -53,22 +54,21 @@ class SplitRow {
   __device__ __forceinline__ bool write(const Params& params, const Sum& total, int unit) const {
     if (!row_.exists) return false;
     const bool sees_keys = sm90::first_key(params, row_.query) < sm90::end_key(params, row_.query);
-    if (unit == 0 && params.lse != nullptr) {
-      params.lse[offset(params.lse_strides)] = lse_of(total, sees_keys);
+    if (unit == 0 && params.tensors.lse != nullptr) {
+      params.tensors.lse[offset(params.tensors.lse_strides)] =
+          sees_keys ? log_sum_exp(total.row_max, total.sum) : -INFINITY;
     }
-    if (4 * unit >= params.dim_v) return false;
+    if (4 * unit >= params.tensors.dim_v) return false;
     const uint2 packed = output_of<Element>(total, sees_keys);
-    *reinterpret_cast<uint2*>(params.out_data + offset(params.out_strides) + 4 * unit) = packed;
-    return is_suspect<Element>(total, sees_keys, params.masked != 0, packed);
+    *reinterpret_cast<uint2*>(params.tensors.out + offset(params.tensors.out_strides) + 4 * unit) =
+        packed;
+    return is_suspect<Element>(total, sees_keys, params.score.masked != 0, packed);
   }
 
   static __device__ __forceinline__ void compute_again(const Params& params, int row, int tile) {
     const SplitRow again(params, row, tile);
-    const float lse = sm90::masked_row_fallback_of<Traits>(params, again.batch_, again.row_.head,
-                                                           again.row_.query);
-    if (params.lse != nullptr && threadIdx.x % sm90::kThreadsPerWarp == 0) {
-      params.lse[again.offset(params.lse_strides)] = lse;
-    }
+    sm90::compute_again<Traits>(params, again.batch_, again.row_.head, again.head_kv_,
+                                again.row_.query);
   }
 
  private:
@@ -79,6 +79,7 @@ class SplitRow {
   int row_of_tile_;
   int cut_;
   int batch_;
+  int head_kv_;
   PackedRow row_;
 };
 

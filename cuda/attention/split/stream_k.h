@@ -5,7 +5,7 @@
 #include <array>
 #include <cstdint>
 
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/split/cost.h"
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "core/moe.h"
+#include "core/ops/moe/problem.h"
 #include "core/plan.h"
 #include "cuda/runtime.h"
 

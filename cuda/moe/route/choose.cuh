@@ -1,27 +1,20 @@
 // The experts of tokens, and their weights.
 //
 // A warp takes a token: each lane loads kPerLane logits and sorts their keys. Then, K times, the
-// greatest of the lanes' first keys is the next expert, and its lane goes on to its next key. Lane r
-// keeps the r-th expert. Where there are many tokens a warp takes two or four at a time, each of
-// which has its experts in a part of the lanes: what follows the choice is then done for all of them
-// at once. Logits of the next tokens are on their way meanwhile.
+// greatest of the lanes' first keys is the next expert, and its lane goes on to its next key. Lane
+// r keeps the r-th expert. Where there are many tokens a warp takes two or four at a time, each of
+// which has its experts in a part of the lanes: what follows the choice is then done for all of
+// them at once. Logits of the next tokens are on their way meanwhile.
 #pragma once
 
 #include "core/dtype.h"
 #include "cuda/moe/route/keys.cuh"
+#include "cuda/numeric/constants.h"
 #include "cuda/numeric/dtype.cuh"
+#include "cuda/tile/thread.cuh"
 #include "flashmoe/moe.h"
 
 namespace flashmoe::moe_route {
-
-inline constexpr float kLog2E = 1.44269504088896340736f;
-inline constexpr float kLn2 = 0.69314718055994530942f;
-
-__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kLanes); }
-// For whole warps: it shuffles, so that the compiler knows the result to be uniform.
-__device__ __forceinline__ int warp_index() {
-  return static_cast<int>(__shfl_sync(kFullWarp, threadIdx.x / kLanes, 0));
-}
 
 // One pair, in a lane.
 struct Choice {
@@ -56,7 +49,8 @@ class LogitChooser {
   using Key = typename KeyTraits::Type;
   static constexpr int kPerLane = kExpertsPerLane;
   static constexpr int kKeyWords = kPerLane * static_cast<int>(sizeof(Key)) / 4;
-  // Tokens that a warp may take at a time, where there are many: as many as registers have room for.
+  // Tokens that a warp may take at a time, where there are many: as many as registers have room
+  // for.
   static constexpr int kBatch = kKeyWords <= 4 ? 4 : kKeyWords <= 8 ? 2 : 1;
   static constexpr int kThreads = kKeyWords <= 16 ? 1024 : kKeyWords <= 32 ? 512 : 256;  // at most
 
@@ -73,7 +67,7 @@ class LogitChooser {
   template <bool kMany, class Take>
   __device__ __forceinline__ void choose(int token, int end, Take take) {
     if constexpr (kMany && kBatch > 1) {
-      if (params_.top_k <= kLanes / kBatch && token + kBatch <= end) {
+      if (params_.top_k <= kThreadsPerWarp / kBatch && token + kBatch <= end) {
         Raw raw[kBatch];
         load_batch<kBatch>(raw, token);
         for (; token + kBatch <= end; token += kBatch) {
@@ -108,7 +102,7 @@ class LogitChooser {
   template <int kTokens>
   __device__ __forceinline__ Choice choose_batch(int token,
                                                  const float (&logits)[kTokens][kPerLane]) {
-    constexpr int kTokenLanes = kLanes / kTokens;
+    constexpr int kTokenLanes = kThreadsPerWarp / kTokens;
     const int lane = lane_index();
     const int k = lane % kTokenLanes;
     const int row = lane / kTokenLanes;  // which token is this lane's
@@ -150,7 +144,7 @@ class LogitChooser {
 
   // The expert of a lane's j-th logit.
   static __device__ __forceinline__ int expert_of(int lane, int j) {
-    return j / kVector * (kLanes * kVector) + lane * kVector + j % kVector;
+    return j / kVector * (kThreadsPerWarp * kVector) + lane * kVector + j % kVector;
   }
 
   __device__ __forceinline__ bool is_fp32() const {
@@ -275,7 +269,8 @@ class LogitChooser {
       if (expert < params_.experts) values[expert] = canonical(choices[j]);
     }
     __syncwarp();
-    for (int base = 0; base < params_.num_groups; base += kLanes >> params_.group_lanes_log2) {
+    for (int base = 0; base < params_.num_groups;
+         base += kThreadsPerWarp >> params_.group_lanes_log2) {
       const int group = base + (lane >> params_.group_lanes_log2);
       float most = -INFINITY;
       float second = -INFINITY;
@@ -301,7 +296,7 @@ class LogitChooser {
     __syncwarp();
     // A group is chosen from unless top_groups others come before it.
     uint32_t* chosen = groups + params_.num_groups;
-    for (int group = lane; group < params_.num_groups; group += kLanes) {
+    for (int group = lane; group < params_.num_groups; group += kThreadsPerWarp) {
       const uint32_t mine = groups[group];
       int before = 0;
 #pragma unroll 4
@@ -324,7 +319,7 @@ class LogitChooser {
   __device__ __forceinline__ float weigh(int token, int k, int expert, float logit,
                                          const float (&greatest)[kTokens],
                                          const float (&logits)[kTokens][kPerLane]) const {
-    constexpr int kTokenLanes = kLanes / kTokens;
+    constexpr int kTokenLanes = kThreadsPerWarp / kTokens;
     const int scoring = params_.scoring;
     const bool present = k < params_.top_k;
     // A choice that is not the logit, or that may stand for a NaN.
@@ -381,7 +376,7 @@ class LogitChooser {
   // That of this lane's token.
   template <int kTokens>
   static __device__ __forceinline__ float pick(const float (&values)[kTokens]) {
-    const int row = lane_index() / (kLanes / kTokens);
+    const int row = lane_index() / (kThreadsPerWarp / kTokens);
     float mine = values[0];
 #pragma unroll
     for (int b = 1; b < kTokens; ++b) mine = row == b ? values[b] : mine;
@@ -389,11 +384,11 @@ class LogitChooser {
   }
 
   // Sums over all lanes, of which a lane gets that of its token: the halves of the warp send each
-  // other what they have of the tokens that they do not keep. The same additions, in the same order,
-  // whatever the number of tokens.
+  // other what they have of the tokens that they do not keep. The same additions, in the same
+  // order, whatever the number of tokens.
   template <int kTokens>
   static __device__ __forceinline__ float sum_each(float (&values)[kTokens]) {
-    int mask = kLanes / 2;
+    int mask = kThreadsPerWarp / 2;
 #pragma unroll
     for (int kept = kTokens / 2; kept > 0; kept /= 2, mask /= 2) {
       const bool upper = (lane_index() & mask) != 0;
@@ -404,7 +399,7 @@ class LogitChooser {
         values[b] = kept_value + __shfl_xor_sync(kFullWarp, sent_value, mask);
       }
     }
-    return sum_of_lanes<kLanes / kTokens>(values[0]);
+    return sum_of_lanes<kThreadsPerWarp / kTokens>(values[0]);
   }
 
   // Whether there is a NaN among a token's logits, asked only where `most` is an infinity.

@@ -5,10 +5,10 @@
 #include <cstdint>
 
 #include "cuda/moe/route/params.h"
+#include "cuda/tile/thread.cuh"
 
 namespace flashmoe::moe_route {
 
-inline constexpr uint32_t kFullWarp = 0xffffffffu;
 inline constexpr uint32_t kLastExpert = 1023;
 
 // NaN is last, as -inf is, and -0 is 0.

@@ -3,9 +3,10 @@
 
 #include <cstdint>
 
+#include "cuda/tile/extents.h"
+
 namespace flashmoe::moe_route {
 
-inline constexpr int kLanes = 32;
 inline constexpr int kMaxFewPairs = 64;      // that are compared with each other
 inline constexpr int kMaxCluster = 16;       // blocks that route together in one launch
 inline constexpr int kPlaceThreads = 1024;   // of the second launch

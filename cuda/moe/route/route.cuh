@@ -1,17 +1,19 @@
 // Routing: the experts of each token, and the order of all pairs by expert.
 //
-//   logits [T, E], or given ids  ->  ids, weights [T, K], offsets [E + 1], pairs [T * K], slots [T, K]
+//   logits [T, E], or given ids  ->  ids, weights [T, K], offsets [E + 1], pairs [T * K], slots [T,
+//   K]
 //
-// The order is a counting sort, stable without atomics. Tokens are split among blocks, and a block's
-// among its warps, in order. A warp goes through its tokens one by one, counts pairs of each expert
-// in shared memory, and so knows each pair's rank among the warp's own. The slot of a pair is then
+// The order is a counting sort, stable without atomics. Tokens are split among blocks, and a
+// block's among its warps, in order. A warp goes through its tokens one by one, counts pairs of
+// each expert in shared memory, and so knows each pair's rank among the warp's own. The slot of a
+// pair is then
 //
 //   offset of the expert + pairs of it in blocks before + in warps before + rank in the warp
 //
 // Few tokens: one launch of one block, or of a cluster whose blocks tell each other their counts
-// (route_once_kernel). More: the first launch leaves ranks within the block and the block's counts in
-// global memory (route_choose_kernel); in the second each block adds up the counts of all, a matrix of
-// as many rows as the GPU has multiprocessors, and finishes the slots of its own pairs
+// (route_once_kernel). More: the first launch leaves ranks within the block and the block's counts
+// in global memory (route_choose_kernel); in the second each block adds up the counts of all, a
+// matrix of as many rows as the GPU has multiprocessors, and finishes the slots of its own pairs
 // (route_place_kernel).
 #pragma once
 
@@ -23,10 +25,6 @@
 #endif
 
 namespace flashmoe::moe_route {
-
-__device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
-__device__ __forceinline__ int thread_count() { return static_cast<int>(blockDim.x); }
-__device__ __forceinline__ int warp_count() { return static_cast<int>(blockDim.x / kLanes); }
 
 // Tokens from `first` to the one before `end`.
 struct Tokens {
@@ -94,8 +92,8 @@ __device__ __forceinline__ uint32_t list_entry(int expert, int rank) {
   return static_cast<uint32_t>(rank) << kExpertBits | static_cast<uint32_t>(expert);
 }
 
-// The rank of a lane's pair among the warp's pairs of its expert. Pairs of a step are in the order of
-// lanes. `distinct`: no two lanes have the same expert.
+// The rank of a lane's pair among the warp's pairs of its expert. Pairs of a step are in the order
+// of lanes. `distinct`: no two lanes have the same expert.
 __device__ __forceinline__ int count_pair(int32_t* counts, int expert, bool distinct) {
   int rank = 0;
   if (distinct) {
@@ -114,8 +112,8 @@ __device__ __forceinline__ int count_pair(int32_t* counts, int expert, bool dist
   return rank;
 }
 
-// Chooses for all tokens of this warp: ids, weights, lse; and put(pair, expert, distinct), called by
-// all lanes together, those without a pair with a negative one.
+// Chooses for all tokens of this warp: ids, weights, lse; and put(pair, expert, distinct), called
+// by all lanes together, those without a pair with a negative one.
 template <bool kMany, class Chooser, class Put>
 __device__ __forceinline__ void choose_tokens(const Params& params, const Tokens& tokens,
                                               uint32_t* scratch, Put put) {
@@ -148,7 +146,7 @@ __device__ __forceinline__ int sum_over_warps(int32_t* counts, int experts, int 
 template <int kValues>
 __device__ __forceinline__ void inclusive_warp_sums(int (&values)[kValues]) {
 #pragma unroll
-  for (int step = 1; step < kLanes; step *= 2) {
+  for (int step = 1; step < kThreadsPerWarp; step *= 2) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const int below = __shfl_up_sync(kFullWarp, values[i], step);
@@ -160,14 +158,14 @@ __device__ __forceinline__ void inclusive_warp_sums(int (&values)[kValues]) {
 // The sums of the values of the threads before this one. All threads of the block call it, once.
 template <int kValues>
 __device__ __forceinline__ void exclusive_block_sums(int (&values)[kValues]) {
-  __shared__ int of_warps[kLanes][kValues];
+  __shared__ int of_warps[kThreadsPerWarp][kValues];
   const int warp = warp_index();
   int inclusive[kValues];
   int others[kValues];
 #pragma unroll
   for (int i = 0; i < kValues; ++i) inclusive[i] = values[i];
   inclusive_warp_sums(inclusive);
-  if (lane_index() == kLanes - 1) {
+  if (lane_index() == kThreadsPerWarp - 1) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) of_warps[warp][i] = inclusive[i];
   }
@@ -185,8 +183,8 @@ __device__ __forceinline__ void exclusive_block_sums(int (&values)[kValues]) {
 }
 
 // From total(expert), the pairs of an expert in all blocks, to begin(expert, offset), called by the
-// thread that asked for that total; a thread has so many experts. Returns the number of pairs with an
-// expert. All threads of the block call it.
+// thread that asked for that total; a thread has so many experts. Returns the number of pairs with
+// an expert. All threads of the block call it.
 template <class Total, class Begin>
 __device__ __forceinline__ int scan_experts(int experts, int thread_experts, Total total,
                                             Begin begin) {
@@ -213,7 +211,7 @@ __device__ __forceinline__ void clear_rest(const Params& params, int used, int b
 }
 
 __device__ __forceinline__ void clear_counts(const Params& params, int32_t* counts) {
-  for (int i = lane_index(); i < params.experts; i += kLanes) counts[i] = 0;
+  for (int i = lane_index(); i < params.experts; i += kThreadsPerWarp) counts[i] = 0;
   __syncwarp();
 }
 
@@ -224,8 +222,8 @@ __device__ __forceinline__ void begin_after_dependencies() {
 #endif
 }
 
-// What the list has of each of few pairs: no two are alike, and they are in the order of slots. Those
-// without an expert come behind all others.
+// What the list has of each of few pairs: no two are alike, and they are in the order of slots.
+// Those without an expert come behind all others.
 __device__ __forceinline__ uint32_t few_entry(int expert, int pair) {
   static_assert(kMaxFewPairs <= 1 << kExpertBits);
   const uint32_t first =
@@ -352,7 +350,7 @@ __global__ void __launch_bounds__(Chooser::kThreads, 1)
   const int used = scan_exchanged(params, shared, rank);
   if (rank == 0 && thread_index() == 0) params.offsets[params.experts] = used;
   for (int pair = tokens.first * params.top_k + lane_index(); pair < tokens.end * params.top_k;
-       pair += kLanes) {
+       pair += kThreadsPerWarp) {
     const uint32_t entry = shared.list[pair - first_pair];
     int slot = -1;
     if (entry != kNoExpert) {
@@ -397,7 +395,7 @@ __global__ void __launch_bounds__(Chooser::kThreads, 1)
   }
   __syncthreads();
   for (int pair = tokens.first * params.top_k + lane_index(); pair < tokens.end * params.top_k;
-       pair += kLanes) {
+       pair += kThreadsPerWarp) {
     if (params.keeps_list) {
       const uint32_t entry = shared.list[pair - first_pair];
       const uint32_t expert = entry & ((1u << kExpertBits) - 1);

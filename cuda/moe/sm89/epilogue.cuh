@@ -8,12 +8,12 @@
 // thanks to the order of the rows in the tile; with transposed weights four lanes exchange them.
 #pragma once
 
-#include "cuda/moe/activation.cuh"
 #include "cuda/moe/sm89/params.h"
 #include "cuda/moe/sm89/schedule.cuh"
 #include "cuda/moe/sm89/tiles.cuh"
 #include "cuda/moe/sm89/traits.cuh"
 #include "cuda/ptx/movmatrix.cuh"
+#include "cuda/tile/activation.cuh"
 
 namespace flashmoe::moe::sm89 {
 
@@ -188,9 +188,7 @@ class Epilogue {
     const Bias& bias = params_.bias[Traits::kGated ? half : 0];
     const int row = first_ + row_of(fragment, half);
     if (bias.data == nullptr || row >= params_.out_columns) return 0.0f;
-    const int64_t index = tile_.expert * bias.expert_stride + int64_t{row} * bias.row_stride;
-    if (bias.is_fp32) return static_cast<const float*>(bias.data)[index];
-    return Numeric::to_float(static_cast<const uint16_t*>(bias.data)[index]);
+    return load_bias<Element>(bias, tile_.expert, row);
   }
 
   __device__ __forceinline__ void read_biases() {

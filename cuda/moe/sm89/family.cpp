@@ -28,8 +28,8 @@ const Entry* const kEntries[] = {
 
 constexpr int64_t kElementBytes = 2;
 constexpr int64_t kWorkspaceAlignment = 256;
-// The kernels number columns in 32 bits, twice as many where those of gate and up alternate, and round
-// them up to tiles; and cut sums of token tiles to as many as this.
+// The kernels number columns in 32 bits, twice as many where those of gate and up alternate, and
+// round them up to tiles; and cut sums of token tiles to as many as this.
 constexpr int64_t kMostColumns = int64_t{1} << 30;
 constexpr int64_t kMostTokenTiles = int64_t{1} << 30;
 // Rows of x they count in pieces of 16 bytes, in 32 bits.
@@ -128,8 +128,7 @@ Weights weights_of(const ExpertMatrix& matrix) {
 }
 
 Bias bias_of(const ExpertBias& bias) {
-  return {bias.data, bias.expert_stride, static_cast<int32_t>(bias.row_stride),
-          bias.dtype == Dtype::kFloat32 ? 1 : 0};
+  return {bias.data, bias.expert_stride, bias.row_stride, bias.dtype == Dtype::kFloat32 ? 1 : 0};
 }
 
 // On compute capability 9.0 fitted to measurements on an H200 (docs/kernels/moe.md), elsewhere estimates:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include "cuda/tile/bias.h"
 
 namespace flashmoe::moe::sm89 {
 
@@ -13,14 +14,6 @@ struct Weights {
   const uint16_t* data;
   int64_t expert_stride;
   int64_t stride;
-};
-
-// [experts, rows]; data is nullptr where there is none.
-struct Bias {
-  const void* data;
-  int64_t expert_stride;
-  int32_t row_stride;
-  int32_t is_fp32;  // else the elements' own type
 };
 
 // Strides in elements. With `offsets` the rows of x and out are slots, and expert e has those from

@@ -26,8 +26,8 @@
 namespace flashmoe::moe::sm89 {
 
 // Copies the steps of this block's tiles in their order. Before each call of load_step there is a
-// barrier of the block: the next tile may begin with it, which reads what warp 0 looked up when this
-// one began, be that in the constructor.
+// barrier of the block: the next tile may begin with it, which reads what warp 0 looked up when
+// this one began, be that in the constructor.
 template <class Traits>
 class Loader {
  public:
@@ -119,8 +119,8 @@ class StepBarrier {
   __device__ __forceinline__ void init() const { ptx::mbarrier_init(address_, Traits::kThreads); }
 
   // Every lane arrives: one for all would be no quicker, and compute-sanitizer then takes what the
-  // others copied for a race. It does so behind a branch that ptxas takes for one: straight code has
-  // products moved past it, and spills.
+  // others copied for a race. It does so behind a branch that ptxas takes for one: straight code
+  // has products moved past it, and spills.
   __device__ __forceinline__ void arrive() const {
     ptx::cp_async_wait<Traits::kStages - 2>();
     unsigned lane;
@@ -209,7 +209,7 @@ __device__ __forceinline__ void compute_tile(const Params& params, const Tile& t
   };
 
   fragments[0].read(reader, address(), 0);
-  int steps = (params.columns + Traits::kStepColumns - 1) / Traits::kStepColumns;
+  int steps = ceil_div<Traits::kStepColumns>(params.columns);
   while (true) {
     for (int i = min(steps - 1, loader.full_steps()); i > 0; --i) {
       first_slices();
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
       compute_tile<Traits, decltype(fragments)::value>(params, tile, loader, barrier, stages,
                                                        stage);
     };
-    switch ((tile.rows + Traits::kTokensPerFragment - 1) / Traits::kTokensPerFragment) {
+    switch (ceil_div<Traits::kTokensPerFragment>(tile.rows)) {
       case 1: compute(TokenFragments<1>()); break;
       case 2: compute(TokenFragments<2>()); break;
       case 3:

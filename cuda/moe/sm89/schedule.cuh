@@ -6,34 +6,27 @@
 // the experts' last ones, those with more tokens first. Every block has as many as any other of
 // each kind, but for one.
 //
-// Of full tiles, all token tiles of a swizzle group meet one weight tile after the other, so that what
-// the blocks read at a time are few rows of x and of the weights, each for many.
+// Of full tiles, all token tiles of a swizzle group meet one weight tile after the other, so that
+// what the blocks read at a time are few rows of x and of the weights, each for many.
 #pragma once
 
 #include "cuda/moe/sm89/params.h"
 #include "cuda/moe/sm89/traits.cuh"
+#include "cuda/tile/thread.cuh"
 
 namespace flashmoe::moe::sm89 {
 
-inline constexpr uint32_t kFullWarp = 0xffffffffu;
-
-// Read anew where it is used: kept across the main loop it, and all that follows from it, would
-// cost registers that the accumulators need.
+// As reread::thread_index, which the compiler does not know to be positive.
 __device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  const int index = reread::thread_index();
   __builtin_assume(index >= 0);
   return index;
 }
-
 __device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
 // To be called by whole warps: it shuffles, so that the compiler knows the result to be uniform.
 __device__ __forceinline__ int warp_index() {
   return __shfl_sync(kFullWarp, thread_index() / kThreadsPerWarp, 0);
 }
-
-// Keeps a value in its register.
-__device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 // In shared memory.
 struct Tile {
@@ -92,8 +85,7 @@ struct TokenTiles {
 
   // By how many tokens the rest has, most first.
   __device__ __forceinline__ int kind() const {
-    return Traits::kMaxTokenFragments -
-           (first_rest + Traits::kTokensPerFragment - 1) / Traits::kTokensPerFragment;
+    return Traits::kMaxTokenFragments - ceil_div<Traits::kTokensPerFragment>(first_rest);
   }
   static constexpr int kKinds = Traits::kMaxTokenFragments;
 };
@@ -116,7 +108,8 @@ class Schedule {
   // Needed by sum_up, and free again after it.
   static constexpr int kScratchBytes = kKinds * kExpertChunks * static_cast<int>(sizeof(int));
 
-  // By all threads; the first warp may look_up tiles behind it, others after a barrier of the block.
+  // By all threads; the first warp may look_up tiles behind it, others after a barrier of the
+  // block.
   static __device__ __forceinline__ void sum_up(const Params& params, ScheduleStorage& storage,
                                                 int* scratch) {
     const int warp = warp_index();

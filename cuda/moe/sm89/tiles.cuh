@@ -196,7 +196,7 @@ class TokenLoader {
  private:
   static constexpr int kRowsPerPass = Traits::kThreads / ColumnsLayout::kChunksPerRow;
   static constexpr int kPassBytes = Traits::kThreads * kBytesPerChunk;
-  static constexpr int kPasses = (Traits::kTokenBytes + kPassBytes - 1) / kPassBytes;
+  static constexpr int kPasses = ceil_div(Traits::kTokenBytes, kPassBytes);
 
   static __device__ __forceinline__ int row_of(int pass) {
     return thread_index() / ColumnsLayout::kChunksPerRow + pass * kRowsPerPass;

@@ -1,12 +1,12 @@
 // Compile-time description of one sm_89 grouped-product kernel: tile, warps, stages, shared memory.
 #pragma once
 
-#include "core/moe.h"
+#include "core/ops/moe/problem.h"
 #include "cuda/numeric/dtype.cuh"
+#include "cuda/tile/extents.h"
 
 namespace flashmoe::moe::sm89 {
 
-inline constexpr int kThreadsPerWarp = 32;
 inline constexpr int kMaxSharedBytesPerBlock = 99 * 1024;  // sm_86, sm_89: 100 KiB less 1 reserved
 inline constexpr int kBytesPerChunk = 16;                  // one cp.async, one ldmatrix row
 inline constexpr int kElementsPerChunk = 8;

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "cuda/tile/bias.h"
+
 namespace flashmoe::moe::sm90 {
 
 inline constexpr int kCluster = 2;      // blocks that share weights
@@ -13,21 +15,13 @@ inline constexpr int kConsumers = 2;    // warpgroups of a block that multiply
 inline constexpr int kBoxColumns = 64;  // of all boxes: 128 bytes, the widest swizzle
 inline constexpr int kUnitTokens = 16;  // tiles are so many tokens wide, or a multiple
 inline constexpr int kTokenBoxes = 12;  // of as many units of tokens at most
-// The output is written in boxes of so many rows: greatest first, so that no row of another expert is
-// touched.
+// The output is written in boxes of so many rows: greatest first, so that no row of another expert
+// is touched.
 inline constexpr int kOutHeights = 3;
 inline constexpr int kOutBoxRows[kOutHeights] = {32, 8, 1};
 // Of weights that a kernel keeps in registers, at most: with tiles of many tokens, and of fewer.
 inline constexpr int kMostKeptColumns = 256;
 inline constexpr int kMostKeptOfFewer = 512;
-
-// A bias [experts, rows] of one half of the weight rows. data is nullptr where there is none.
-struct Bias {
-  const void* data;
-  int64_t expert_stride;  // elements
-  int64_t row_stride;
-  int32_t is_float;  // else in the element type of the kernel
-};
 
 // The families of activation functions, for the kernel.
 enum Curve : int32_t {
@@ -39,8 +33,9 @@ enum Curve : int32_t {
 };
 
 struct Params {
-  // Tensor maps of rank 4, the last dimension 1. Of each half: [columns, rows, experts] in boxes of 64
-  // columns of as many rows as a tile has of it; transposed [rows, columns, experts] in boxes of 64 by 64.
+  // Tensor maps of rank 4, the last dimension 1. Of each half: [columns, rows, experts] in boxes of
+  // 64 columns of as many rows as a tile has of it; transposed [rows, columns, experts] in boxes of
+  // 64 by 64.
   CUtensorMap weights[kHalves];
   // Rows as they lie, not for kernels that gather: [columns, rows, batches] in boxes of
   // half of the tokens of a tile that is so many units wide.
@@ -62,9 +57,9 @@ struct Params {
   int32_t rows;  // that there are (in a batch)
   int32_t experts;
 
-  // Of a layer, between its `up` and its `down`; nullptr: a product alone. How many tiles each consumer
-  // of `up` has stored, [clusters][kCluster][kConsumers], and behind these how many items clusters of
-  // `down` have taken after their first. `up` sets it to zero.
+  // Of a layer, between its `up` and its `down`; nullptr: a product alone. How many tiles each
+  // consumer of `up` has stored, [clusters][kCluster][kConsumers], and behind these how many items
+  // clusters of `down` have taken after their first. `up` sets it to zero.
   uint32_t* progress;
   int32_t up_clusters;
   int32_t up_row_tiles;   // row_tiles of `up`

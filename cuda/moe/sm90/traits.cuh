@@ -4,11 +4,10 @@
 #include "cuda/moe/sm90/entry.h"
 #include "cuda/moe/sm90/params.h"
 #include "cuda/numeric/dtype.cuh"
+#include "cuda/tile/extents.h"
 
 namespace flashmoe::moe::sm90 {
 
-inline constexpr int kThreadsPerWarp = 32;
-inline constexpr int kThreadsPerGroup = 128;  // a warpgroup
 inline constexpr int kMaxSharedBytesPerBlock = 227 * 1024;
 inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kBoxRowBytes = 128;
@@ -31,8 +30,8 @@ struct Traits {
   static_assert(kGated || !kInterleaved);
   static_assert(!kKeeps || !kTransposed);
 
-  // Consumers have a tile each, and one's products are computed while the other writes out what it has;
-  // or they share one.
+  // Consumers have a tile each, and one's products are computed while the other writes out what it
+  // has; or they share one.
   static constexpr bool kAlternates = kUse == Use::kDown;
 
   static constexpr int kThreads = (1 + kConsumers) * kThreadsPerGroup;
@@ -48,20 +47,21 @@ struct Traits {
   static constexpr int kOutRows = kGated ? kHalfRows : kTileRows;
   static constexpr int kTileTokens = kNarrow ? 96 : kKeepsMore ? 128 : 192;
   static constexpr int kTileUnits = kTileTokens / kUnitTokens;
-  // Widths that there is code for are multiples of so many units: the more follows the main loop, the
-  // fewer.
+  // Widths that there is code for are multiples of so many units: the more follows the main loop,
+  // the fewer.
   static constexpr int kUnitSteps = kPlain || !kGathers ? 1 : kGated ? 2 : 4;
   static_assert(kTileUnits % kUnitSteps == 0);
   static constexpr int kMostOddTiles = 5;  // of an expert's tokens, where pairs share weights
-  // Columns of items that the weights of an expert pass by together: as many token tiles as clusters then
-  // work on about as many rows of the weights, so that what they read of both is least.
+  // Columns of items that the weights of an expert pass by together: as many token tiles as
+  // clusters then work on about as many rows of the weights, so that what they read of both is
+  // least.
   static constexpr int kColumnsPerGroup = kGathers ? 8 : 16;
   static constexpr int kStep = kBoxColumns;  // columns of one step of the main loop
   static constexpr int kStages = kKeepsMore ? 12 : kKeeps ? 8 : kAlternates || kNarrow ? 5 : 4;
   static constexpr int kKeptSteps = (kKeepsMore ? kMostKeptOfFewer : kMostKeptColumns) / kStep;
 
-  // A stage: weights [half][row][64], transposed [half][64 rows][column][64], and tokens [token][64]; where
-  // weights are kept either.
+  // A stage: weights [half][row][64], transposed [half][64 rows][column][64], and tokens
+  // [token][64]; where weights are kept either.
   static constexpr int kHalfBytes = kHalfRows * kBoxRowBytes;
   static constexpr int kWeightBytes = kHalves * kHalfBytes;
   static constexpr int kBoxRows = kTransposed ? kBoxColumns : 128;  // of weights, in one copy
@@ -77,15 +77,15 @@ struct Traits {
   static constexpr int kStageBytes =
       kTokensOffset + (!kKeeps || kTokenBytes > kWeightBytes ? kTokenBytes : kWeightBytes);
 
-  // Output of `up` leaves by way of its tile's last stage: a consumer's own 64 rows of both halves of the
-  // weights are a buffer each. Others have buffers of their own.
+  // Output of `up` leaves by way of its tile's last stage: a consumer's own 64 rows of both halves
+  // of the weights are a buffer each. Others have buffers of their own.
   static constexpr int kOutBuffers = kGathers || kKeeps ? 2 : 1;
   static constexpr int kOutTokens = kGathers || kKeeps ? 64 : 96;
   static constexpr int kOutBytes = kOutTokens * kBoxRowBytes;
   static_assert(!kGathers || kOutBytes == kConsumerRows * kBoxRowBytes);
 
-  // Tiles in flight: loaded ahead, one with each stage, being finished, and an end for each consumer that
-  // looks for one of its own, which is known without a wait for a stage.
+  // Tiles in flight: loaded ahead, one with each stage, being finished, and an end for each
+  // consumer that looks for one of its own, which is known without a wait for a stage.
   static constexpr int kTileSlots = kGathers ? 8 : 16;
   static_assert(kStages + 2 + (kAlternates ? kConsumers : 1) <= kTileSlots);
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/moe/cost.h"
+#include "cuda/tile/extents.h"
 
 namespace flashmoe::moe::stream {
 
@@ -20,8 +21,8 @@ inline constexpr int kDownStages[] = {6, 4};
 // Steps before a warp's last load at which it lets the second stage start.
 inline constexpr int kTriggerLead = 4;
 
-// The same of the bulk kernels, whose stages are a block's, in bytes of weights: what `up` would have,
-// what it has at least, and what `down` keeps of it.
+// The same of the bulk kernels, whose stages are a block's, in bytes of weights: what `up` would
+// have, what it has at least, and what `down` keeps of it.
 inline constexpr int64_t kBulkUpBytes = 88 * 1024;
 inline constexpr int64_t kLeastBulkUpBytes = 64 * 1024;
 inline constexpr int64_t kLeastBulkDownBytes = 80 * 1024;
@@ -33,8 +34,8 @@ inline constexpr int64_t kLongRow = 512;
 inline bool has_long_rows(int64_t hidden, int64_t inner) {
   return std::min(hidden, inner) >= kLongRow;
 }
-// Slots of an expert at a time. With more of them its weights are read again, from the L2; room for more
-// would cost the stages that keep weights on their way.
+// Slots of an expert at a time. With more of them its weights are read again, from the L2; room for
+// more would cost the stages that keep weights on their way.
 inline constexpr int kBulkEntryTokens = 4;
 // Bytes of weights before a block's last that `up` loads at which it lets `down` start.
 inline constexpr int64_t kBulkTriggerLead = 128 * 1024;
@@ -44,8 +45,6 @@ inline constexpr int kManyColumns = 768;
 
 // Of a multiprocessor's time that whole stripes may leave it idle before blocks share stripes.
 inline constexpr double kFullEnough = 0.93;
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Blocks that take whole stripes, as many each, and nearly fill the device; 0 where none do.
 inline int64_t blocks_of_whole_stripes(int64_t stripes, int64_t multiprocessors) {

@@ -1,14 +1,15 @@
 // The second stage: out[token] = sum over its slots of weight * (w_down a[slot] + bias).
 //
-// A stripe is kStripeRows rows of all experts' w_down, hence columns of out. Its work is a sequence of
-// steps, over the columns of one entry (an expert and up to kTokens of its slots) after another.
-// Stream-K: blocks take equal shares of the steps of all stripes, the warps of a block equal shares of what it
-// has of a stripe. A warp adds what it finds, weighted, to sums of its own for every token; these are
-// added up in the order of warps when a stripe ends, and in the order of blocks where some share it:
-// the last to come does that. So the order of additions is fixed, and y is never written.
+// A stripe is kStripeRows rows of all experts' w_down, hence columns of out. Its work is a sequence
+// of steps, over the columns of one entry (an expert and up to kTokens of its slots) after another.
+// Stream-K: blocks take equal shares of the steps of all stripes, the warps of a block equal shares
+// of what it has of a stripe. A warp adds what it finds, weighted, to sums of its own for every
+// token; these are added up in the order of warps when a stripe ends, and in the order of blocks
+// where some share it: the last to come does that. So the order of additions is fixed, and y is
+// never written.
 //
-// Weights are on their way before the kernel in front has ended: it waits itself before it lets this
-// one start, so that what was there before it, weights and routing, is there.
+// Weights are on their way before the kernel in front has ended: it waits itself before it lets
+// this one start, so that what was there before it, weights and routing, is there.
 #pragma once
 
 #include "cuda/moe/stream/up.cuh"
@@ -140,7 +141,7 @@ __device__ __forceinline__ void add_unit(const DownParams& params, const Unit& u
   }
   // A token may have an expert twice, in slots side by side: then lanes take turns.
   bool twice = false;
-  for (int i = lane; i + 1 < unit.count; i += kLanes) {
+  for (int i = lane; i + 1 < unit.count; i += kThreadsPerWarp) {
     twice = twice || slots[unit.slot + i].x == slots[unit.slot + i + 1].x;
   }
   const int turns = __any_sync(kFullWarp, twice) ? 4 : 1;
@@ -192,8 +193,7 @@ __device__ __forceinline__ void finish_stripe(const DownParams& params, const Do
   constexpr int kPairs = Traits::kStripeRows / 2;
   const int count = params.routing.tokens * kPairs;
   const int64_t all_steps =
-      static_cast<int64_t>((params.weights.rows + Traits::kStripeRows - 1) / Traits::kStripeRows) *
-      job.stripe_steps;
+      static_cast<int64_t>(ceil_div<Traits::kStripeRows>(params.weights.rows)) * job.stripe_steps;
   const int64_t first = static_cast<int64_t>(stripe) * job.stripe_steps;
   const int64_t blocks = sharing_blocks(all_steps);
   const bool alone = (stripe != job.first_stripe || job.first_step == 0) &&
@@ -313,11 +313,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     write_zeros(params, kThreads);
     return;
   }
-  const int steps = (params.weights.columns + Traits::kStepColumns - 1) / Traits::kStepColumns;
+  const int steps = ceil_div<Traits::kStepColumns>(params.weights.columns);
   const int stripe_steps = experts.entries * steps;
   const int64_t all_steps =
-      static_cast<int64_t>((params.weights.rows + Traits::kStripeRows - 1) / Traits::kStripeRows) *
-      stripe_steps;
+      static_cast<int64_t>(ceil_div<Traits::kStripeRows>(params.weights.rows)) * stripe_steps;
   const int64_t blocks = sharing_blocks(all_steps);
   const int64_t block = min(static_cast<int64_t>(blockIdx.x), blocks);
   const int64_t first = all_steps * block / blocks;

@@ -2,17 +2,9 @@
 #pragma once
 
 #include "cuda/moe/stream/traits.cuh"
+#include "cuda/tile/thread.cuh"
 
 namespace flashmoe::moe::stream {
-
-inline constexpr uint32_t kFullWarp = 0xffffffffu;
-
-__device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
-__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kLanes); }
-// For whole warps: it shuffles, so that the compiler knows the result to be uniform.
-__device__ __forceinline__ int warp_index() {
-  return static_cast<int>(__shfl_sync(kFullWarp, threadIdx.x / kLanes, 0));
-}
 
 // An expert with rows. Its slots are taken in *entries* of up to entry_tokens each.
 struct __align__(16) Record {
@@ -44,7 +36,8 @@ struct Experts {
   }
 };
 
-// What is known when all records are written, and their end. `full_entries`: that so many pairs fill.
+// What is known when all records are written, and their end. `full_entries`: that so many pairs
+// fill.
 __device__ __forceinline__ Experts end_records(const Routing& routing, int entry_tokens,
                                                int full_entries, Record* records, int count,
                                                int entries, bool by_this_thread) {
@@ -52,11 +45,11 @@ __device__ __forceinline__ Experts end_records(const Routing& routing, int entry
   if (count > routing.max_records) {
     count = routing.max_records;
     const Record last = records[count - 1];
-    entries =
-        last.first_entry + (last.end_slot - last.first_slot + entry_tokens - 1) / entry_tokens;
+    entries = last.first_entry + ceil_div(last.end_slot - last.first_slot, entry_tokens);
   }
-  // Each expert may have one that is not full. Offsets that go back and forth have the same pairs many times,
-  // and are cut off: products of steps and entries that routing makes are 32 bits wide, theirs would not be.
+  // Each expert may have one that is not full. Offsets that go back and forth have the same pairs
+  // many times, and are cut off: products of steps and entries that routing makes are 32 bits wide,
+  // theirs would not be.
   entries = min(entries, full_entries + count);
   if (by_this_thread) records[count] = {0, 0, 0, entries};
   return {records, count, entries};
@@ -80,15 +73,15 @@ __device__ __forceinline__ Experts find_experts(const Routing& routing, int entr
       begin = min(max(__ldcg(routing.offsets + expert), 0), pairs);
       end = min(max(__ldcg(routing.offsets + expert + 1), 0), pairs);
     }
-    const int own = (max(end - begin, 0) + entry_tokens - 1) / entry_tokens;
+    const int own = ceil_div(max(end - begin, 0), entry_tokens);
     const uint32_t active = __ballot_sync(kFullWarp, own > 0);
     int sum = own;
 #pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
+    for (int distance = 1; distance < kThreadsPerWarp; distance *= 2) {
       const int before = __shfl_up_sync(kFullWarp, sum, distance);
       if (lane >= distance) sum += before;
     }
-    if (lane == kLanes - 1) warp_totals[warp] = make_int2(__popc(active), sum);
+    if (lane == kThreadsPerWarp - 1) warp_totals[warp] = make_int2(__popc(active), sum);
     __syncthreads();
     int rank = count + __popc(active & ((1u << lane) - 1));
     int entry = entries + sum - own;

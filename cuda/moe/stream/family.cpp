@@ -35,8 +35,8 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-// Allows a kernel all the shared memory of a block, and asks for a multiprocessor's to be as large as
-// it gets: two kernels share it.
+// Allows a kernel all the shared memory of a block, and asks for a multiprocessor's to be as large
+// as it gets: two kernels share it.
 cudaError_t allow_shared_memory(const Kernel& kernel, int device_id, const DeviceFacts& facts,
                                 const cudaFuncAttributes& attributes, bool) {
   if (is_gpu_model(device_id)) return cudaSuccess;
@@ -101,8 +101,8 @@ int64_t beside(const DeviceFacts& facts) {
 }
 
 // Where both stages may run side by side, each has its block on every multiprocessor: as many steps
-// under way as fit beside one another, and no room for a second block of the second stage, which would
-// leave another multiprocessor idle. 0 stages where they do not fit.
+// under way as fit beside one another, and no room for a second block of the second stage, which
+// would leave another multiprocessor idle. 0 stages where they do not fit.
 Depths choose_depths(const Entry& entry, SharedShape shape, const Columns& columns,
                      bool side_by_side, const DeviceFacts& facts) {
   const auto up_bytes = [&](int stages) {
@@ -280,12 +280,12 @@ Weights halves_of(const ExpertMatrix& matrix, int64_t rows, int64_t columns) {
   return weights;
 }
 
-// Groups of warps that take stages in turn, of the bulk kernels: as many, up to 4, as divide the stages.
+// Groups of warps that take stages in turn, of the bulk kernels: as many, up to 4, as divide the
+// stages.
 int32_t groups_of(int stages) { return stages % 4 == 0 ? 4 : stages % 2 == 0 ? 2 : 1; }
 
 Bias bias_of(const ExpertBias& bias) {
-  return {bias.data, bias.expert_stride, static_cast<int32_t>(bias.row_stride),
-          bias.dtype == Dtype::kFloat32 ? 1 : 0};
+  return {bias.data, bias.expert_stride, bias.row_stride, bias.dtype == Dtype::kFloat32 ? 1 : 0};
 }
 
 // Of a product that sums over `summed` columns, so many of which are a stage.

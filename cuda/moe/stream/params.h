@@ -4,12 +4,13 @@
 #include <cstdint>
 
 #include "cuda/divisor.h"
+#include "cuda/tile/bias.h"
 
 namespace flashmoe::moe::stream {
 
-// Experts' weights [experts, rows, columns] as pairs of 8 rows that make the 16 of one product: of a
-// gate and of an up, or rows 0 to 7 and 8 to 15 of the one matrix. Strides in elements, columns are
-// contiguous.
+// Experts' weights [experts, rows, columns] as pairs of 8 rows that make the 16 of one product: of
+// a gate and of an up, or rows 0 to 7 and 8 to 15 of the one matrix. Strides in elements, columns
+// are contiguous.
 struct Weights {
   const uint16_t* half[2];
   int64_t expert_stride[2];
@@ -18,14 +19,6 @@ struct Weights {
   int32_t columns;    // summed over
   int32_t tile_rows;  // from one product's rows to the next: 8 of a gate and an up, else 16
   int32_t half_rows;  // from a half's first row to the other's: 0 of a gate and an up, else 8
-};
-
-// [experts, rows]; data is nullptr where there is none.
-struct Bias {
-  const void* data;
-  int64_t expert_stride;
-  int32_t row_stride;
-  int32_t is_fp32;  // else of the elements' type
 };
 
 struct Routing {

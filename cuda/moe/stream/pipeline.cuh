@@ -1,9 +1,9 @@
 // How weights and tokens stream through a warp.
 //
-// A warp computes products of 16 weight rows by 8 tokens, m16n8k16, with weights as its A operand. A
-// sum may take its index in any order if both operands agree, so a lane (g = lane / 4, t = lane % 4)
-// takes elements [8t, 8t + 8) of every 32 of row g, row g + 8 and token g: 16 bytes, of which the
-// first half are its fragments of one k16 step and the second half those of the next.
+// A warp computes products of 16 weight rows by 8 tokens, m16n8k16, with weights as its A operand.
+// A sum may take its index in any order if both operands agree, so a lane (g = lane / 4, t = lane %
+// 4) takes elements [8t, 8t + 8) of every 32 of row g, row g + 8 and token g: 16 bytes, of which
+// the first half are its fragments of one k16 step and the second half those of the next.
 //
 // They come by cp.async into shared memory that is the warp's own, in the order of fragments: warps
 // meet nowhere, and a lane's reads conflict with no other's.
@@ -33,9 +33,9 @@ __device__ __forceinline__ int opaque(int number) {
   return number;
 }
 
-// How many of this lane's newest groups of copies may be under way when a stage is read: one less than
-// there are stages, 5, 3, 2, 1 or 0. The two branches of a step are hidden from the compiler, which
-// would make them one jump by a table.
+// How many of this lane's newest groups of copies may be under way when a stage is read: one less
+// than there are stages, 5, 3, 2, 1 or 0. The two branches of a step are hidden from the compiler,
+// which would make them one jump by a table.
 struct Depth {
   int deep;  // 4 stages or more
   int more;  // 6, or 3
@@ -95,7 +95,8 @@ struct Stage {
     return Traits::kWeightPieces * kPieceBytes + c * entry_tokens * 64 + n * kPieceBytes;
   }
 
-  // Where this lane's part of a load goes, from where that of lane 0 does, to weights and to tokens.
+  // Where this lane's part of a load goes, from where that of lane 0 does, to weights and to
+  // tokens.
   static __device__ __forceinline__ int weight_slot() {
     const int lane = lane_index() % (4 * Traits::kChunks);
     return (lane / 4) * kPieceBytes + lane_index() / (4 * Traits::kChunks) * 64 + lane % 4 * 16;
@@ -108,12 +109,12 @@ struct Stage {
 };
 
 // Where a warp's loads are. Job says which units there are and where their tokens lie. For a load
-// lanes lie side by side in a row, so that each asks for whole lines: lane l has columns 8 (l % 8) and
-// on of row l / 8, four rows a load.
+// lanes lie side by side in a row, so that each asks for whole lines: lane l has columns 8 (l % 8)
+// and on of row l / 8, four rows a load.
 template <class Traits, class Job>
 struct Walk {
   static constexpr int kRowLanes = Traits::kStepColumns / 8;
-  static constexpr int kLoadRows = kLanes / kRowLanes;
+  static constexpr int kLoadRows = kThreadsPerWarp / kRowLanes;
   static constexpr int kRowLoads = 8 / kLoadRows;  // of 8 rows
 
   const Weights& weights;
@@ -185,8 +186,8 @@ struct Walk {
     }
   }
 
-  // What is not there is left as it is: columns of products that nobody reads. Zeros are wanted only
-  // behind the last column, where the weights' zeros do not make up for any NaN.
+  // What is not there is left as it is: columns of products that nobody reads. Zeros are wanted
+  // only behind the last column, where the weights' zeros do not make up for any NaN.
   __device__ __forceinline__ void load_tokens(uint32_t stage) const {
 #pragma unroll
     for (int n = 0; n < Traits::kTokenBlocks * kRowLoads; ++n) {
@@ -307,12 +308,5 @@ struct Pipeline {
     if (at == end) at = base;
   }
 };
-
-template <class Element>
-__device__ __forceinline__ float load_bias(const Bias& bias, int expert, int row) {
-  const int64_t at = expert * bias.expert_stride + static_cast<int64_t>(row) * bias.row_stride;
-  if (bias.is_fp32) return static_cast<const float*>(bias.data)[at];
-  return numeric::ElementTraits<Element>::to_float(static_cast<const uint16_t*>(bias.data)[at]);
-}
 
 }  // namespace flashmoe::moe::stream

@@ -1,18 +1,18 @@
-// Every constant of the stream kernels. The plan, the launch and the device code are filled from here
-// and nowhere else.
+// Every constant of the stream kernels. The plan, the launch and the device code are filled from
+// here and nowhere else.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/moe/stream/params.h"
+#include "cuda/tile/extents.h"
 
 namespace flashmoe::moe::stream {
 
-inline constexpr int kLanes = 32;
 inline constexpr int kWarps = 8;
-inline constexpr int kThreads = kWarps * kLanes;
+inline constexpr int kThreads = kWarps * kThreadsPerWarp;
 inline constexpr int kMaxStages = 6;
-inline constexpr int kPieceBytes = kLanes * 16;  // what one load of a warp brings
+inline constexpr int kPieceBytes = kThreadsPerWarp * 16;  // what one load of a warp brings
 
 inline constexpr int kRecordBytes = 16;
 
@@ -27,9 +27,9 @@ struct Traits {
   static constexpr int kChunks = 2;  // 16 bytes that a lane holds of a row in a step
   static constexpr int kStepColumns = 32 * kChunks;
   static constexpr int kWeightPieces = kTiles * 2 * kChunks;
-  static constexpr int kSums = kTiles * kTokenBlocks * 4;  // of a lane
-  static constexpr int kHeadBytes = kSums * kLanes * 4;    // of a warp
-  static constexpr int kStripeRows = 16 * kTiles;          // of the down kernel
+  static constexpr int kSums = kTiles * kTokenBlocks * 4;         // of a lane
+  static constexpr int kHeadBytes = kSums * kThreadsPerWarp * 4;  // of a warp
+  static constexpr int kStripeRows = 16 * kTiles;                 // of the down kernel
 
   // Of a warp: pieces of weights, and rows of that many tokens.
   static __host__ __device__ constexpr int stage_bytes(int entry_tokens) {

@@ -2,13 +2,13 @@
 //
 // A unit is kTiles products' rows of one expert and up to kTokens of its slots, over all columns.
 // Blocks take equal shares of all units, and the warps of a block equal shares of the steps of its
-// units, whatever unit they end in: all have as much to load. A warp that ends within a unit adds to
-// its sums what the warps behind it found of that unit, after the one time that they all meet.
+// units, whatever unit they end in: all have as much to load. A warp that ends within a unit adds
+// to its sums what the warps behind it found of that unit, after the one time that they all meet.
 #pragma once
 
-#include "cuda/moe/activation.cuh"
 #include "cuda/moe/stream/pipeline.cuh"
 #include "cuda/ptx/movmatrix.cuh"
+#include "cuda/tile/activation.cuh"
 
 #if __CUDA_ARCH__ >= 900
 #include "cuda/ptx/pdl.cuh"
@@ -77,8 +77,8 @@ struct UpJob {
   }
 };
 
-// Writes pairs of columns from `column` on, of the slots of one block of tokens: this lane has those
-// of row lane / 4 and tokens 2 (lane % 4) and the next.
+// Writes pairs of columns from `column` on, of the slots of one block of tokens: this lane has
+// those of row lane / 4 and tokens 2 (lane % 4) and the next.
 template <class Element>
 __device__ __forceinline__ void store_rows(uint16_t* rows, int64_t stride, int count, int column,
                                            float even, float odd) {
@@ -197,14 +197,14 @@ __device__ __forceinline__ void wait_for_previous() {
 template <class Traits>
 __device__ __forceinline__ void exchange_head(Sums<Traits>& sums, float* heads, int warp,
                                               bool leave) {
-  float* const head = heads + warp * Traits::kSums * kLanes + lane_index();
+  float* const head = heads + warp * Traits::kSums * kThreadsPerWarp + lane_index();
 #pragma unroll
   for (int m = 0; m < Traits::kTiles; ++m) {
 #pragma unroll
     for (int n = 0; n < Traits::kTokenBlocks; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float& cell = head[((m * Traits::kTokenBlocks + n) * 4 + e) * kLanes];
+        float& cell = head[((m * Traits::kTokenBlocks + n) * 4 + e) * kThreadsPerWarp];
         if (leave) {
           cell = sums[m][n][e];
         } else {
@@ -288,11 +288,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     params.counters[i] = 0;
   }
   const int unit_rows = params.weights.tile_rows * Traits::kTiles;
-  const int tiles = (params.weights.rows + unit_rows - 1) / unit_rows;
+  const int tiles = ceil_div(params.weights.rows, unit_rows);
   const int64_t units = static_cast<int64_t>(experts.entries) * tiles;
   const int first = static_cast<int>(units * block / blocks);
   const int end = static_cast<int>(units * (block + 1) / blocks);
-  const int steps = (params.weights.columns + Traits::kStepColumns - 1) / Traits::kStepColumns;
+  const int steps = ceil_div<Traits::kStepColumns>(params.weights.columns);
   const UpJob job = {params,    experts,     shared.slot_tokens(),  tiles,
                      steps,     first,       (end - first) * steps, params.schedule.entry_tokens,
                      unit_rows, warp_index()};

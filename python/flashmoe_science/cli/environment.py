@@ -271,11 +271,12 @@ _KERNELS = {
     ("moe_forward", "cpu"): ("cpu/moe*", "cpu/grouped_product*"),
 }
 _CHOICE = {
-    "attention_forward": ("core/attention.cpp", "core/choose.cpp", "core/choose.h"),
+    "attention_forward": ("core/ops/attention/forward.cpp", "core/choose.cpp", "core/choose.h"),
     "moe_forward": (
-        "core/moe_forward.cpp",
-        "core/moe_route.cpp",
-        "core/grouped_product.cpp",
+        "core/ops/moe/forward.cpp",
+        "core/ops/moe/route.cpp",
+        "core/ops/moe/grouped_product.cpp",
+        "core/ops/moe/fused.cpp",
         "core/choose.cpp",
         "core/choose.h",
     ),

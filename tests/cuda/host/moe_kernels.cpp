@@ -1,6 +1,6 @@
 // The experts' kernels without their device code, on a made-up CUDA: what the planners know of each
-// is from its own traits, but for routing, of which they know the shared memory. instances.inc lists
-// them as the build does (tests/cuda/test_moe_plans.py).
+// is from its own traits, but for routing, of which they know the shared memory. instances.inc
+// lists them as the build does (tests/cuda/test_moe_plans.py).
 #include "core/backends.h"
 #include "cuda/moe/combine/entry.h"
 #include "cuda/moe/route/entry.h"
@@ -77,10 +77,10 @@ Entry entry_of(const char* once, const char* choose, int experts, bool any_choic
 // As many as registers have room for.
 constexpr int threads_of(int key_words) { return key_words <= 16 ? 1024 : 16384 / key_words; }
 
-#define FLASHMOE_ROUTE(name, per_lane, bits)                                             \
-  extern const Entry entry_##name;                                                       \
-  const Entry entry_##name = entry_of<Chooser<per_lane, bits>>(                          \
-      "moe_route_once_" #name, "moe_route_choose_" #name, kLanes * per_lane, bits == 64, \
+#define FLASHMOE_ROUTE(name, per_lane, bits)                                                      \
+  extern const Entry entry_##name;                                                                \
+  const Entry entry_##name = entry_of<Chooser<per_lane, bits>>(                                   \
+      "moe_route_once_" #name, "moe_route_choose_" #name, kThreadsPerWarp * per_lane, bits == 64, \
       threads_of(per_lane * bits / 32));
 #include "route/instances.inc"
 #undef FLASHMOE_ROUTE

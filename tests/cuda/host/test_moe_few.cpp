@@ -1,5 +1,7 @@
 // Which layers the stream family serves, and by which of its kernels, on a made-up CUDA with made-up kernels
 // (made_up_stream.cpp).
+#include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <string>
 
@@ -99,10 +101,36 @@ void the_copy_engine_brings_long_rows_for_few_tokens() {
   CHECK(first_kernel(problem) == "up");
 }
 
+// Beside every way in which tokens may take an expert or not.
+void an_expert_is_read_as_often_as_expected() {
+  using moe::stream::expected_reads;
+  for (const int room : {1, 3, 4, 16}) {
+    for (const double probability : {0.01, 0.25, 0.9}) {
+      for (const int64_t tokens : {1, 2, 5, 8, 12}) {
+        double reads = 0;
+        double taken = 0;
+        for (uint32_t takers = 1; takers < 1u << tokens; ++takers) {
+          int64_t count = 0;
+          for (int64_t token = 0; token < tokens; ++token) count += takers >> token & 1;
+          const double chance = std::pow(probability, static_cast<double>(count)) *
+                                std::pow(1 - probability, static_cast<double>(tokens - count));
+          taken += chance;
+          reads += chance * static_cast<double>((count + room - 1) / room);
+        }
+        CHECK(std::abs(expected_reads(tokens, probability, room) - reads / taken) < 1e-9);
+      }
+    }
+    // Every token takes it, or there is none.
+    CHECK(expected_reads(8, 1.0, room) == static_cast<double>((8 + room - 1) / room));
+    CHECK(expected_reads(0, 0.5, room) == 1.0);
+  }
+}
+
 }  // namespace
 }  // namespace flashmoe
 
 int main() {
+  flashmoe::an_expert_is_read_as_often_as_expected();
   flashmoe::it_serves_more_than_it_is_made_for();
   flashmoe::what_it_cannot_serve_it_names();
   flashmoe::the_copy_engine_brings_long_rows_for_few_tokens();

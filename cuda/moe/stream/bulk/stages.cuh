@@ -1,10 +1,10 @@
 // How weights and tokens reach a block on Hopper: by the copy engine, whole stretches of a row at a
 // time.
 //
-// A block has one warp that copies and kConsumers that compute. A *stage* is some columns of a unit: of
-// its 16 weight rows, then of its tokens, a bulk copy each. The warps of a group share a stage's columns,
-// 32 each at a time: a block is at one unit or two, and all blocks together walk through an expert's
-// matrix in the order of memory.
+// A block has one warp that copies and kConsumers that compute. A *stage* is some columns of a
+// unit: of its 16 weight rows, then of its tokens, a bulk copy each. The warps of a group share a
+// stage's columns, 32 each at a time: a block is at one unit or two, and all blocks together walk
+// through an expert's matrix in the order of memory.
 #pragma once
 
 #include "cuda/moe/stream/bulk/traits.cuh"
@@ -58,7 +58,7 @@ struct Ring {
 #pragma unroll 1
     for (at = 0; at < stages; ++at) {
       ptx::mbarrier_init(full(), 1);
-      ptx::mbarrier_init(empty(), kConsumers / groups * kLanes);
+      ptx::mbarrier_init(empty(), kConsumers / groups * kThreadsPerWarp);
     }
     at = 0;
   }
@@ -78,9 +78,9 @@ struct Ring {
   }
 };
 
-// Copies stages into the ring in the order of a walk, which says what units there are and where their
-// tokens lie. One thread does: then addresses are in uniform registers, as the copy engine wants them.
-// What lanes have of their own is taken out of them one by one, 90 cycles each.
+// Copies stages into the ring in the order of a walk, which says what units there are and where
+// their tokens lie. One thread does: then addresses are in uniform registers, as the copy engine
+// wants them. What lanes have of their own is taken out of them one by one, 90 cycles each.
 template <class Walk>
 struct Producer {
   Walk walk;
@@ -149,8 +149,8 @@ struct Producer {
 #pragma unroll 1
     for (int i = 0; i < ring.stages && !walk.done(); ++i) copy();
   }
-  // The same, tokens when those ahead of this kernel have written them. What is to be known of them then
-  // lies ready in lanes, one a stage.
+  // The same, tokens when those ahead of this kernel have written them. What is to be known of them
+  // then lies ready in lanes, one a stage.
   template <class Wait>
   __device__ __forceinline__ void begin_before(const Wait& wait) {
     Ring first = ring;
@@ -228,8 +228,8 @@ struct Consumer {
     token_row = (kRows + min(lane_index() / 4, tokens - 1)) * ring.row_bytes + 2 * own_column;
   }
 
-  // Adds this warp's products of the next stage, of so many columns, to `sums`, two of which stand side
-  // by side since each product waits for the one before it in its sum.
+  // Adds this warp's products of the next stage, of so many columns, to `sums`, two of which stand
+  // side by side since each product waits for the one before it in its sum.
   __device__ __forceinline__ void consume(int columns, float (&sums)[2][4]) {
     if ((ring.at & last_group) != group) {
       ring.advance();
@@ -292,12 +292,12 @@ __device__ __forceinline__ Experts find_experts_by_warp(const Routing& routing,
   int count = 0;
   int entries = 0;
 #pragma unroll 1
-  for (int first = lane; first - lane < routing.experts; first += kBatch * kLanes) {
+  for (int first = lane; first - lane < routing.experts; first += kBatch * kThreadsPerWarp) {
     int begin[kBatch];
     int end[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int expert = first + i * kLanes;
+      const int expert = first + i * kThreadsPerWarp;
       const bool valid = expert < routing.experts;
       begin[i] = valid ? __ldcg(routing.offsets + expert) : 0;
       end[i] = valid ? __ldcg(routing.offsets + expert + 1) : 0;
@@ -314,16 +314,16 @@ __device__ __forceinline__ Experts find_experts_by_warp(const Routing& routing,
       if (__any_sync(kFullWarp, own > 1)) {
         int sum = own;
 #pragma unroll
-        for (int distance = 1; distance < kLanes; distance *= 2) {
+        for (int distance = 1; distance < kThreadsPerWarp; distance *= 2) {
           const int other = __shfl_up_sync(kFullWarp, sum, distance);
           if (lane >= distance) sum += other;
         }
         before = sum - own;
-        all = __shfl_sync(kFullWarp, sum, kLanes - 1);
+        all = __shfl_sync(kFullWarp, sum, kThreadsPerWarp - 1);
       }
       const int rank = count + actives_before;
       if (own > 0 && rank < routing.max_records) {
-        records[rank] = {first + i * kLanes, begin[i], end[i], entries + before};
+        records[rank] = {first + i * kThreadsPerWarp, begin[i], end[i], entries + before};
       }
       count += __popc(active);
       entries += all;

@@ -1,9 +1,9 @@
 // The first stage on Hopper: a[slot] = act(w_gate x) * (w_up x), for the slots of every expert.
 //
 // A unit is 8 rows of a gate and of an up (or 16 of the one matrix) of an expert, with a few of its
-// slots, over all columns. Blocks take every so-manieth unit, and so are all in the same expert or two.
-// The warps of a block share a unit's columns; one of them, in turn, adds up what they found and ends
-// the unit while the others go on.
+// slots, over all columns. Blocks take every so-manieth unit, and so are all in the same expert or
+// two. The warps of a block share a unit's columns; one of them, in turn, adds up what they found
+// and ends the unit while the others go on.
 #pragma once
 
 #include "cuda/moe/stream/bulk/stages.cuh"
@@ -114,8 +114,8 @@ __device__ __forceinline__ void consume_up(const UpWork& work, const Ring& ring,
     const auto parity = static_cast<uint32_t>(turn / 2 % 2);
     float4* const parts = all_parts + side * kConsumerThreads + lane_index();
     if (turn >= 2) ptx::mbarrier_wait(shared_address(barriers.read + side), parity ^ 1);
-    parts[warp * kLanes] = make_float4(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1],
-                                       sums[0][2] + sums[1][2], sums[0][3] + sums[1][3]);
+    parts[warp * kThreadsPerWarp] = make_float4(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1],
+                                                sums[0][2] + sums[1][2], sums[0][3] + sums[1][3]);
     ptx::mbarrier_arrive(shared_address(barriers.there + side));
     if (turn % kConsumers != warp) continue;
     ptx::mbarrier_wait(shared_address(barriers.there + side), parity);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void consume_up(const UpWork& work, const Ring& ring,
     clear<Tile<Element>>(total);
 #pragma unroll
     for (int w = 0; w < kConsumers; ++w) {
-      const float4 part = parts[w * kLanes];
+      const float4 part = parts[w * kThreadsPerWarp];
       total[0][0][0] += part.x;
       total[0][0][1] += part.y;
       total[0][0][2] += part.z;
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(shared_address(part_barriers.there + i), kConsumerThreads);
-      ptx::mbarrier_init(shared_address(part_barriers.read + i), kLanes);
+      ptx::mbarrier_init(shared_address(part_barriers.read + i), kThreadsPerWarp);
     }
     ptx::fence_mbarrier_init();
   }

@@ -1,5 +1,5 @@
 // Attention forward: its options, its checks and its families. See core/operation.h for the rest.
-#include "core/attention.h"
+#include "core/ops/attention/problem.h"
 
 #include <algorithm>
 #include <array>

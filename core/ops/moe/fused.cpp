@@ -6,8 +6,8 @@
 #include <cstdio>
 #include <cstring>
 
-#include "core/moe_checks.h"
-#include "core/moe_operations.h"
+#include "core/ops/moe/checks.h"
+#include "core/ops/moe/operations.h"
 
 namespace flashmoe {
 namespace {

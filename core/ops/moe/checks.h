@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "core/checks.h"
-#include "core/moe.h"
+#include "core/ops/moe/problem.h"
 
 namespace flashmoe {
 

@@ -2,8 +2,8 @@
 #include <cmath>
 #include <cstdio>
 
-#include "core/moe_checks.h"
-#include "core/moe_operations.h"
+#include "core/ops/moe/checks.h"
+#include "core/ops/moe/operations.h"
 #include "core/option.h"
 
 namespace flashmoe {

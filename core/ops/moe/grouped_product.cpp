@@ -1,8 +1,8 @@
 // The grouped product: its checks and its families. See core/operation.h for the rest.
 #include <cstdio>
 
-#include "core/moe_checks.h"
-#include "core/moe_operations.h"
+#include "core/ops/moe/checks.h"
+#include "core/ops/moe/operations.h"
 
 namespace flashmoe {
 namespace {

@@ -1,4 +1,4 @@
-#include "core/moe_checks.h"
+#include "core/ops/moe/checks.h"
 
 #include <cmath>
 

@@ -1,0 +1,119 @@
+// What a consumer warpgroup does with the tiles that the producer sends.
+#pragma once
+
+#include "cuda/moe/sm90/epilogue.cuh"
+#include "cuda/moe/sm90/mainloop.cuh"
+#include "cuda/moe/sm90/storage.cuh"
+#include "cuda/moe/sm90/traits.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/tma.cuh"
+
+namespace flashmoe::moe::sm90 {
+
+// A consumer warpgroup. A main loop and what follows it are compiled for every width
+// of a tile: if they had the latter in common, ptxas would have to bring the accumulators of all
+// main loops to the same registers, and lets products wait for each other rather than that (C7511).
+template <class Traits>
+struct Consumer : Epilogue<Traits> {
+  using Base = Epilogue<Traits>;
+  using Base::announce;
+  using Base::Base;
+  using Base::finish;
+  using Base::group;
+  using Base::held;
+  using Base::keep;
+  using Base::multiply;
+  using Base::params;
+  using Base::pipe;
+  using Base::rows_before;
+  using Base::sent;
+  using Base::shared;
+  using Base::wait_sent;
+  using typename Base::Kept;
+
+  template <int kUnits>
+  __device__ __forceinline__ void compute(const Tile& tile) {
+    Products<kUnits * kUnitTokens> products;
+    multiply(products);
+    finish(tile, products);
+  }
+
+  // The same where weights are kept.
+  template <int kUnits>
+  __device__ __forceinline__ void compute_kept(int units, const Tile& tile, const Kept& kept) {
+    if constexpr (kUnits < Traits::kTileUnits) {
+      if (units > kUnits) {
+        compute_kept<kUnits + Traits::kUnitSteps>(units, tile, kept);
+        return;
+      }
+    }
+    constexpr int kTokens = kUnits * kUnitTokens;
+    float products[kTokens / 2];
+    this->template multiply_kept<kTokens>(products, kept);
+    this->template finish_half<kIdentity, kTokens>(
+        tile, products, tile.row_tile * Traits::kOutRows + rows_before(), &sent);
+  }
+
+  // `run` where weights are kept: both consumers have every tile, each its own 64 rows.
+  __device__ __forceinline__ void run_kept() {
+    Kept kept;
+    if (group == 1) ptx::named_barrier_arrive(kTurnBarrier, 2 * kThreadsPerGroup);
+    for (int number = 0;; ++number) {
+      const int slot = number % Traits::kTileSlots;
+      ptx::mbarrier_wait(shared.known(slot), number / Traits::kTileSlots % 2);
+      const int units = uniform(shared.tiles[slot].units);
+      if (units == 0) break;
+      pipe.stage = uniform(pipe.stage);
+      if (uniform(shared.tiles[slot].edge) != 0) keep(&kept);
+      compute_kept<Traits::kUnitSteps>(units, shared.tiles[slot], kept);
+    }
+    // Nobody else takes the turn that the last tile's products left.
+    if (group == 0) ptx::named_barrier_sync(kTurnBarrier, 2 * kThreadsPerGroup);
+    wait_sent();
+  }
+
+  // Computes a tile that is at most so many units wide, the least that there is code for.
+  template <int kUnits>
+  __device__ __forceinline__ void compute_within(int units, const Tile& tile) {
+    if constexpr (kUnits < Traits::kTileUnits) {
+      if (units > kUnits) {
+        compute_within<kUnits + Traits::kUnitSteps>(units, tile);
+        return;
+      }
+    }
+    compute<kUnits>(tile);
+  }
+
+  __device__ __forceinline__ void run() {
+    const int steps = ceil_div<Traits::kStep>(params.columns);
+    const int stride = Traits::kAlternates ? kConsumers : 1;
+    int number = Traits::kAlternates ? group : 0;  // of the tile
+    if (Traits::kAlternates && group == 1) {
+      pipe.advance(steps);
+      ptx::named_barrier_arrive(kTurnBarrier, 2 * kThreadsPerGroup);
+    }
+    for (;; number += stride) {
+      const int slot = number % Traits::kTileSlots;
+      ptx::mbarrier_wait(shared.known(slot), number / Traits::kTileSlots % 2);
+      const int units = uniform(shared.tiles[slot].units);
+      if (units == 0) break;
+      pipe.stage = uniform(pipe.stage);
+      if (!Traits::kAlternates && steps <= kAnnounceStep && held != kNone) announce();
+      compute_within<Traits::kUnitSteps>(units, shared.tiles[slot]);
+      if (Traits::kAlternates) pipe.advance(steps);
+    }
+    // Nobody else takes the turn that the last tile's products left.
+    if (Traits::kAlternates && shared.tiles[number % Traits::kTileSlots].edge != 0) {
+      ptx::named_barrier_sync(kTurnBarrier + group, 2 * kThreadsPerGroup);
+    }
+    if (!Traits::kAlternates && held != kNone) {
+      announce();
+    } else if (warp_of_group() == 0 && lane_index() == 0) {
+      ptx::tma_store_wait();
+    }
+    __syncwarp();
+  }
+};
+
+}  // namespace flashmoe::moe::sm90

@@ -1,0 +1,247 @@
+// The products of a consumer warpgroup: its state, the main loop, and the one with weights in
+// registers.
+#pragma once
+
+#include "cuda/moe/sm90/params.h"
+#include "cuda/moe/sm90/storage.cuh"
+#include "cuda/moe/sm90/traits.cuh"
+#include "cuda/numeric/dtype.cuh"
+#include "cuda/ptx/cluster.cuh"
+#include "cuda/ptx/global.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/tile/pipeline.cuh"
+
+namespace flashmoe::moe::sm90 {
+
+// The step of a tile in which `up` says that the tile before is stored.
+inline constexpr int kAnnounceStep = 3;
+
+// A value that all lanes of the warp agree on, so that the compiler knows: it keeps what follows
+// from it in uniform registers, of which wgmma takes its descriptors.
+__device__ __forceinline__ int uniform(int value) {
+  return static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(value)));
+}
+
+// The products of a tile of kTokens tokens that a thread of a consumer has: of 64 rows of each
+// half.
+template <int kTokens>
+struct Products {
+  float first[kTokens / 2];
+  float second[kTokens / 2];
+};
+
+// The state of a consumer warpgroup, and its main loops.
+template <class Traits>
+struct MainLoop {
+  using Element = typename Traits::Element;
+  using Numeric = numeric::ElementTraits<Element>;
+
+  const Params& params;
+  const Shared<Traits>& shared;
+  int group;
+  PipelineState<Traits::kStages> pipe;
+  int held = kNone;  // the last stage of the tile before, by way of which its output leaves
+  int sent = 0;      // parts of the output: of this tile in `up`, else of all
+
+  __device__ __forceinline__ MainLoop(const Params& params_, const Shared<Traits>& shared_,
+                                      int group_)
+      : params(params_), shared(shared_), group(group_) {}
+
+  // Of each half of the tile's rows, those of consumers before this one.
+  __device__ __forceinline__ int rows_before() const {
+    return Traits::kAlternates ? 0 : group * kConsumerRows;
+  }
+
+  // Says to both blocks of the cluster that this warp is done with a stage.
+  __device__ __forceinline__ void release(int stage) const {
+    if (ptx::elect_one()) {
+#pragma unroll
+      for (uint32_t rank = 0; rank < kCluster; ++rank) {
+        ptx::mbarrier_arrive_cluster(ptx::map_to_rank(shared.empty(stage), rank));
+      }
+    }
+  }
+
+  // Lets `down` know that one more tile of this consumer is stored.
+  __device__ __forceinline__ void announce() const {
+    if (warp_of_group() == 0) {
+      if (lane_index() == 0) {
+        ptx::tma_store_wait();
+        ptx::fence_proxy_async();
+        ptx::add_release(params.progress + blockIdx.x * kConsumers + group, 1);
+      }
+      __syncwarp();
+    }
+  }
+
+  // Gives the stage back by way of which the last tile's output has left.
+  __device__ __forceinline__ void give_back() const {
+    if (held == kNone) return;
+    if (warp_of_group() == 0) {
+      if (lane_index() == 0) ptx::tma_store_wait_read();
+      __syncwarp();
+    }
+    release(held);
+  }
+
+  // Begins the products of a step, which the first of a tile overwrite the accumulators with.
+  template <int kTokens>
+  __device__ __forceinline__ void issue(Products<kTokens>& products, bool begins) const {
+    using Mma = ptx::Wgmma<Element, kTokens>;
+    constexpr int kSliceBytes =
+        Traits::kTransposed ? 16 * kBoxRowBytes : 32;  // 16 columns of weights
+    const uint64_t a =
+        ptx::swizzled_descriptor(shared.weights(pipe.stage) + rows_before() * kBoxRowBytes, 16);
+    const uint64_t b = ptx::swizzled_descriptor(shared.tokens(pipe.stage), 16);
+    ptx::mbarrier_wait(shared.full(pipe.stage), pipe.parity);
+    if (Traits::kGathers) ptx::fence_proxy_async_shared();
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < Traits::kStep / 16; ++slice) {
+      const bool add = slice > 0 || !begins;
+      const uint64_t first = ptx::advance(a, kSliceBytes * slice);
+      const uint64_t second = ptx::advance(first, Traits::kHalfBytes);
+      const uint64_t tokens = ptx::advance(b, 32 * slice);
+      if constexpr (Traits::kTransposed) {
+        Mma::multiply_major(products.first, first, tokens, add);
+        Mma::multiply_major(products.second, second, tokens, add);
+      } else {
+        Mma::multiply(products.first, first, tokens, add);
+        Mma::multiply(products.second, second, tokens, add);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+
+  // The main loop. Consumers that alternate do so by turns, which end when all products are begun.
+  // Otherwise the second begins a tile a step later than the first, so that one's products go on
+  // while the other writes out what it has.
+  template <int kTokens>
+  __device__ __forceinline__ void multiply(Products<kTokens>& products) {
+    const int steps = ceil_div<Traits::kStep>(params.columns);
+    const bool lets_lag = !Traits::kAlternates && group == 0;
+    // The first consumer may not come to the barrier for the next tile before the second has come
+    // for this one. It needs a stage for that which the second still has; but not of tiles so
+    // short.
+    const bool meets = steps + 1 < Traits::kStages;
+    const auto let_lag = [&] {
+      if (meets) {
+        ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
+      } else {
+        ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
+      }
+    };
+    if (Traits::kAlternates) {
+      ptx::named_barrier_sync(kTurnBarrier + group, 2 * kThreadsPerGroup);
+    } else if (group == 1) {
+      ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
+    }
+    issue(products, true);
+    if (!Traits::kAlternates) give_back();
+    int last_stage = pipe.stage;
+    pipe.advance();
+#pragma unroll 1
+    for (int step = 1; step < steps; ++step) {
+      // Where memory is what all wait for, a stage is given back before the next one has come. What
+      // all warps say, as they have to wait for products alike.
+      const bool come =
+          ptx::named_barrier_all(kStoreBarrier + group, kThreadsPerGroup,
+                                 ptx::mbarrier_test(shared.full(pipe.stage), pipe.parity));
+      if (!come) {
+        ptx::wgmma_wait<0>();
+        release(last_stage);
+      }
+      issue(products, false);
+      if (lets_lag && step == 1) let_lag();
+      // By now the stores are over.
+      if (!Traits::kAlternates && step == kAnnounceStep && held != kNone) announce();
+      if (come) {
+        ptx::wgmma_wait<1>();
+        release(last_stage);
+      }
+      last_stage = pipe.stage;
+      pipe.advance();
+    }
+    if (Traits::kAlternates) {
+      ptx::named_barrier_arrive(kTurnBarrier + 1 - group, 2 * kThreadsPerGroup);
+    }
+    ptx::wgmma_wait<0>();
+    if (lets_lag && steps == 1) let_lag();
+    ptx::pin(products.first);
+    ptx::pin(products.second);
+    if (Traits::kAlternates) {
+      release(last_stage);
+    } else {
+      held = last_stage;
+    }
+  }
+
+  // Weights that a consumer keeps, as the A operands of wgmma: its 64 rows, 16 columns a slice.
+  struct Kept {
+    static constexpr int kSlices = Traits::kStep / 16;
+    uint32_t values[Traits::kKeptSteps * kSlices][4];
+  };
+
+  // Takes a run's weights from their stages.
+  __device__ __forceinline__ void keep(Kept* kept) {
+    const int lane = lane_index();
+    const int row = group * kConsumerRows + warp_of_group() * 16 + lane % 16;
+    const int chunk = lane / 16;
+    PipelineState<Traits::kStages> first = pipe;
+#pragma unroll
+    for (int step = 0; step < Traits::kKeptSteps; ++step) {
+      ptx::mbarrier_wait(shared.full(pipe.stage), pipe.parity);
+      const uint32_t from = shared.weights(pipe.stage) + row * kBoxRowBytes;
+#pragma unroll
+      for (int slice = 0; slice < Kept::kSlices; ++slice) {
+        ptx::ldmatrix_x4(kept->values[step * Kept::kSlices + slice],
+                         from + ((2 * slice + chunk) ^ (row % 8)) * 16);
+      }
+      pipe.advance();
+    }
+    // What was read by threads is loaded anew by the copy engine, this block's or the other one's.
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    for (int step = 0; step < Traits::kKeptSteps; ++step) {
+      release(first.stage);
+      first.advance();
+    }
+  }
+
+  // The main loop with weights that are kept. Consumers take turns, which end when all products of
+  // a tile are begun.
+  template <int kTokens>
+  __device__ __forceinline__ void multiply_kept(float (&products)[kTokens / 2], const Kept& kept) {
+    using Mma = ptx::Wgmma<Element, kTokens>;
+    ptx::named_barrier_sync(kTurnBarrier + group, 2 * kThreadsPerGroup);
+    int last_stage = 0;
+#pragma unroll
+    for (int step = 0; step < Traits::kKeptSteps; ++step) {
+      const uint64_t tokens = ptx::swizzled_descriptor(shared.tokens(pipe.stage), 16);
+      ptx::mbarrier_wait(shared.full(pipe.stage), pipe.parity);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int slice = 0; slice < Kept::kSlices; ++slice) {
+        Mma::multiply_by_rows(products, kept.values[step * Kept::kSlices + slice],
+                              ptx::advance(tokens, 32 * slice), step + slice > 0);
+      }
+      ptx::wgmma_commit();
+      if (step > 0) {
+        ptx::wgmma_wait<1>();
+        release(last_stage);
+      }
+      last_stage = pipe.stage;
+      pipe.advance();
+    }
+    ptx::named_barrier_arrive(kTurnBarrier + 1 - group, 2 * kThreadsPerGroup);
+    ptx::wgmma_wait<0>();
+    ptx::pin(products);
+    release(last_stage);
+  }
+};
+
+}  // namespace flashmoe::moe::sm90

@@ -1,0 +1,26 @@
+// Where a role is in a ring of stages, each of which has barriers that say it is full or empty.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe {
+
+template <int kStages>
+struct PipelineState {
+  int stage = 0;
+  uint32_t parity = 0;  // of the barriers' phase
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void advance(int steps) {
+    stage += steps;
+    parity ^= stage / kStages & 1;
+    stage %= kStages;
+  }
+};
+
+}  // namespace flashmoe
