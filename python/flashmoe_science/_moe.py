@@ -330,15 +330,22 @@ def fused_moe(
 
         return jax.fused_moe(_fused_of_jax, given, options)
     given_out = out
-    if type(calls.framework) is Framework and not _dispatch.makes_tensors(tokens):
-        if calls.on_gpu:
-            calls.framework.namespace(tokens, WORDS)  # raises: nothing can be made here
+    if _has_dlpack_alone(calls.framework, tokens):
         given = _dispatch.through_numpy(given, WORDS)
         if out is not None:
             given_out = _dispatch.output_through_numpy("out", out, WORDS)
         calls = _Calls(given, stream)
     made = _fused(calls, given, options, given_out)
     return made if out is None else out
+
+
+def _has_dlpack_alone(framework: Framework, tokens: Any) -> bool:
+    """Whether NumPy must reshape and multiply; raises where it cannot."""
+    if type(framework) is not Framework or _dispatch.makes_tensors(tokens):
+        return False
+    if framework.device(tokens).type == CUDA:
+        framework.namespace(tokens, WORDS)  # raises: nothing can be made here
+    return True
 
 
 def _fused_of_jax(given: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -385,6 +392,8 @@ def tensors_of_fused_plan(given: dict[str, Any]) -> dict[str, Any]:
     """The tensors of the C ABI's call, logits among them that need not exist."""
     given = _present(**given)
     framework = _framework(given)
+    if _has_dlpack_alone(framework, given["tokens"]):
+        given, framework = _dispatch.through_numpy(given, WORDS), NUMPY
 
     def describe(tokens: Any, router: Any, bias: Any) -> Any:
         _check_router(tokens, router, bias, given["w_gate_up"])
@@ -392,7 +401,8 @@ def tensors_of_fused_plan(given: dict[str, Any]) -> dict[str, Any]:
         if framework is _JAX:
             import jax
 
-            return jax.ShapeDtypeStruct(shape, tokens.dtype)
+            described: Any = jax.ShapeDtypeStruct
+            return described(shape, tokens.dtype)
         return shape, parse_dtype(tokens.dtype, "tokens"), framework.device(tokens), None
 
     return _as_rows(framework, given, describe)
