@@ -242,11 +242,12 @@ FLASHMOE_API flashmoe_status flashmoe_grouped_product(const flashmoe_grouped_pro
  *   logits = router_weights tokens[t] + router_bias, in the dtype of tokens, or given
  *   out    = flashmoe_moe_forward(tokens, flashmoe_moe_route(logits))
  *
- * with all that lies between in the workspace. Arguments are those of the two, but for:
+ * with all that lies between in the workspace. The same bits as by three calls. Arguments are those of
+ * the two, but for:
  *
  *   tokens          [T, H]  x of the layer
- *   router_weights  [E, H]  dtype of tokens, rows multiples of 16 bytes apart, last stride 1; E is a
- *                           multiple of 8 (of other E's give logits); NULL with logits
+ *   router_weights  [E, H]  dtype of tokens, strides as those of an expert's matrix; E is a multiple
+ *                           of 8 (of other E's give logits); NULL with logits
  *   router_bias     [E]     fp32 or the dtype of tokens; NULL: none, and with logits
  *   logits          [T, E]  fp16, bf16, fp32; NULL with router_weights
  * ---------------------------------------------------------------------------------------------- */
@@ -287,7 +288,8 @@ static inline flashmoe_fused_moe_params flashmoe_fused_moe_params_init(void) {
   return params;
 }
 
-/* The plan has the launches of all three, in order. */
+/* The plan has the launches of all three, in order, and is otherwise the layer's; workspace, stream and
+ * errors are as in flashmoe_moe_route. */
 FLASHMOE_API flashmoe_status flashmoe_fused_moe_plan(const flashmoe_fused_moe_params* params,
                                                      flashmoe_plan* plan);
 FLASHMOE_API flashmoe_status

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from flashmoe_science.moe_plans import (
         MoeLaunch,
         MoePlan,
+        fused_moe_plan,
         grouped_product_plan,
         moe_plan,
         moe_plan_for,
@@ -89,6 +90,7 @@ __all__ = [
     "flash_attention_forward",
     "flash_attention_warp_specialized",
     "fused_moe",
+    "fused_moe_plan",
     "get_num_threads",
     "grouped_product",
     "grouped_product_plan",
@@ -138,6 +140,7 @@ _MODULES = {
     "flashmoe_science.moe_plans": (
         "MoeLaunch",
         "MoePlan",
+        "fused_moe_plan",
         "grouped_product_plan",
         "moe_plan",
         "moe_plan_for",

@@ -6,11 +6,12 @@ The functions of the same names are called by the native ones with all of their 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from flashmoe_science import _core, _dispatch
 from flashmoe_science._dispatch import NUMPY, Framework, Words
-from flashmoe_science._dtypes import CPU, CUDA, Device
+from flashmoe_science._dtypes import CPU, CUDA, Device, parse_dtype
 from flashmoe_science.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
@@ -329,15 +330,22 @@ def fused_moe(
 
         return jax.fused_moe(_fused_of_jax, given, options)
     given_out = out
-    if type(calls.framework) is Framework and not _dispatch.makes_tensors(tokens):
-        if calls.on_gpu:
-            calls.framework.namespace(tokens, WORDS)  # raises: nothing can be made here
+    if _has_dlpack_alone(calls.framework, tokens):
         given = _dispatch.through_numpy(given, WORDS)
         if out is not None:
             given_out = _dispatch.output_through_numpy("out", out, WORDS)
         calls = _Calls(given, stream)
     made = _fused(calls, given, options, given_out)
     return made if out is None else out
+
+
+def _has_dlpack_alone(framework: Framework, tokens: Any) -> bool:
+    """Whether NumPy must reshape and multiply; raises where it cannot."""
+    if type(framework) is not Framework or _dispatch.makes_tensors(tokens):
+        return False
+    if framework.device(tokens).type == CUDA:
+        framework.namespace(tokens, WORDS)  # raises: nothing can be made here
+    return True
 
 
 def _fused_of_jax(given: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -347,32 +355,54 @@ def _fused_of_jax(given: dict[str, Any], options: dict[str, Any]) -> Any:
 def _fused(calls: _Calls, given: dict[str, Any], options: dict[str, Any], given_out: Any) -> Any:
     """out, of the shape of tokens; given_out where there is one."""
     framework = calls.framework
-    shape = tuple(given["tokens"].shape)
-    tensors = given | {"tokens": _rows(framework, "tokens", given["tokens"])}
-    if given_out is not None:
-        if tuple(given_out.shape) != shape:
-            raise InvalidArgumentError(
-                "out: got another shape than that of tokens, accepted is the same"
-            )
-        tensors["out"] = _rows(framework, "out", given_out)
-    router = given.get("router_weights")
-    own_product = (
-        router is not None
-        and "logits" not in given
-        and len(router.shape) == 2
-        and router.shape[0] % _ROUTER_MULTIPLE
-    )
-    if own_product:  # for which the library has none
-        bias = given.get("router_bias")
+
+    def multiply(tokens: Any, router: Any, bias: Any) -> Any:
         if framework is _dispatch.NUMPY:  # whose product knows masked arrays, as we do not
             for name in {"tokens", "router_weights", "router_bias"} & given.keys():
                 _core.check_readable(name, given[name])
-        for name in ("router_weights", "router_bias"):
-            tensors.pop(name, None)
-        tensors["logits"] = router_product(
-            tensors["tokens"], router, bias, given["w_gate_up"], calls.given_stream
-        )
-    elif "logits" in given:
-        tensors["logits"] = _rows(framework, "logits", given["logits"])
+        return router_product(tokens, router, bias, given["w_gate_up"], calls.given_stream)
+
+    tensors = _as_rows(framework, given | _present(out=given_out), multiply)
     out = calls.run("fused", tensors, options)["out"]
-    return framework.reshaped(out, shape)
+    return framework.reshaped(out, tuple(given["tokens"].shape))
+
+
+def _as_rows(
+    framework: Framework, given: dict[str, Any], multiply: Callable[[Any, Any, Any], Any]
+) -> dict[str, Any]:
+    """The tensors of the C ABI's call. Where the library has no product for the router, logits are
+    what `multiply` makes of tokens, router_weights and router_bias."""
+    tensors = given | {"tokens": _rows(framework, "tokens", given["tokens"])}
+    if "out" in given:
+        if tuple(given["out"].shape) != tuple(given["tokens"].shape):
+            raise InvalidArgumentError(
+                "out: got another shape than that of tokens, accepted is the same"
+            )
+        tensors["out"] = _rows(framework, "out", given["out"])
+    router = given.get("router_weights")
+    if "logits" in given:
+        tensors["logits"] = _rows(framework, "logits", given["logits"])
+    elif router is not None and len(router.shape) == 2 and router.shape[0] % _ROUTER_MULTIPLE:
+        bias = tensors.pop("router_bias", None)
+        tensors["logits"] = multiply(tensors["tokens"], tensors.pop("router_weights"), bias)
+    return tensors
+
+
+def tensors_of_fused_plan(given: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of the C ABI's call, logits among them that need not exist."""
+    given = _present(**given)
+    framework = _framework(given)
+    if _has_dlpack_alone(framework, given["tokens"]):
+        given, framework = _dispatch.through_numpy(given, WORDS), NUMPY
+
+    def describe(tokens: Any, router: Any, bias: Any) -> Any:
+        _check_router(tokens, router, bias, given["w_gate_up"])
+        shape = (tokens.shape[0], router.shape[0])
+        if framework is _JAX:
+            import jax
+
+            described: Any = jax.ShapeDtypeStruct
+            return described(shape, tokens.dtype)
+        return shape, parse_dtype(tokens.dtype, "tokens"), framework.device(tokens), None
+
+    return _as_rows(framework, given, describe)

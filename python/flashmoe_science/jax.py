@@ -54,8 +54,8 @@ def _device(name: str, tensors: Sequence[Any]) -> Device | None:
     """Where XLA will compute on these; None for tracers, which are nowhere yet."""
     if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
         return None
-    # XLA computes where an array was put; others follow it there.
-    placed = next((tensor for tensor in tensors if tensor.committed), tensors[0])
+    # XLA computes where an array was put; others, and descriptions of arrays, follow it there.
+    placed = next((x for x in tensors if getattr(x, "committed", False)), tensors[0])
     device = next(iter(placed.devices()))
     if device.platform == "cpu":
         return Device(CPU, 0)

@@ -219,3 +219,53 @@ def moe_plan_for(
 def _parse_extents(**extents: Any) -> list[int]:
     """Of which sizes of tensors fit 64 bits."""
     return [parse_extent(name, extent, 2**31, "0 to 2^31 - 1") for name, extent in extents.items()]
+
+
+def fused_moe_plan(
+    tokens: Any,
+    router_weights: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    top_k: int,
+    *,
+    logits: Any = None,
+    router_bias: Any = None,
+    scoring: Scoring = "softmax",
+    renormalize: bool = False,
+    selection_bias: Any = None,
+    num_groups: int = 1,
+    top_groups: int | None = None,
+    scale: float = 1.0,
+    w_up: Any = None,
+    gate: Gate = "gate_up",
+    activation: Activation = "silu",
+    b_gate_up: Any = None,
+    b_up: Any = None,
+    b_down: Any = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    weight_on_input: bool = False,
+    out: Any = None,
+    kernel: str | None = None,
+) -> MoePlan:
+    """What fused_moe would do with these arguments: the launches of the router's product, of
+    routing and of the layer. Reads no data and launches nothing.
+
+    With a number of experts that is no multiple of 8 the router's product is the tensors' own
+    library's, and not among the launches. Raises what fused_moe would raise for its arguments.
+    """
+    from flashmoe_science import _moe
+
+    tensors = {
+        "tokens": tokens, "router_weights": router_weights, "router_bias": router_bias,
+        "logits": logits, "selection_bias": selection_bias, "w_gate_up": w_gate_up, "w_up": w_up,
+        "w_down": w_down, "b_gate_up": b_gate_up, "b_up": b_up, "b_down": b_down, "out": out,
+    }  # fmt: skip
+    options = {
+        "top_k": top_k, "scoring": scoring, "renormalize": renormalize, "num_groups": num_groups,
+        "top_groups": top_groups, "scale": scale, "gate": gate, "activation": activation,
+        "alpha": alpha, "limit": limit, "up_offset": up_offset,
+        "weight_on_input": weight_on_input, "kernel": kernel,
+    }  # fmt: skip
+    return _plan("fused", _moe.tensors_of_fused_plan(tensors), options)

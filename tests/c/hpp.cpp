@@ -366,6 +366,26 @@ void experts() {
     }
   }
 
+  // In one call.
+  const std::vector<float> by_steps = layer.out;
+  fm::FusedMoe fused;
+  fused.tokens = call.x;
+  fused.logits = route.logits;
+  fused.w_gate_up = call.w_gate_up;
+  fused.w_down = call.w_down;
+  fused.out = call.out;
+  fused.top_k = kTopK;
+  fused.renormalize = true;
+  layer.out.assign(layer.out.size(), NAN);
+  CHECK(get(fm::plan(fused)).workspace_bytes == get(fm::workspace_size(fused)));
+  done(fm::run(fused, workspace));
+  CHECK(layer.out == by_steps);
+  std::vector<float> router(8 * kHidden, 0.0f);
+  fused.logits = {};
+  fused.router_weights = fm::ConstTensorView(router.data(), {8, kHidden});
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "router_weights: its number of experts is 8",
+        [&] { return fm::run(fused, workspace); });
+
   call.activation = fm::Activation::relu;
   call.alpha = 2;
   fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "alpha: got 2", [&] { return fm::run(call, workspace); });

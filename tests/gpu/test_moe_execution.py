@@ -348,6 +348,19 @@ def test_a_fused_call_in_a_graph() -> None:
         assert same_bits(captured, call())
 
 
+def test_every_launch_of_a_fused_call_is_planned_and_told() -> None:
+    for case in CASES:
+        layer = make(case, "bf16")
+        values = dict(layer.values)
+        tokens, router = values.pop("x"), router_of(case)
+        plan = fm.fused_moe_plan(tokens, router, top_k=case.top_k, renormalize=True, **values,
+                                 **case.options)  # fmt: skip
+        fused_of(layer)()
+        told = fm.last_launches()
+        assert [x.kernel for x in told] == [x.kernel for x in plan.launches]
+        assert all(x.registers > 0 for x in told)
+
+
 def test_the_first_fused_call_of_a_process_can_be_captured() -> None:
     import subprocess
     import sys

@@ -568,6 +568,48 @@ def test_plans_of_every_framework(producer: Producer) -> None:
     assert fm.moe_route_plan(producer.as_is(logits_of()), 2).family == "cpu"
 
 
+@pytest.mark.parametrize("producer", producers.ON_CPU, ids=str)
+def test_plans_of_fused_calls(producer: Producer) -> None:
+    case = Case(experts=8, gate="interleaved", bias="fp32")
+    given = fused_arguments(case, producer, "fp32")
+    plan = fm.fused_moe_plan(**given, **ROUTING, **case.options)
+    assert (plan.operation, plan.family) == ("fused_moe", "cpu")
+    names = [launch.kernel.partition("_cpu")[0] for launch in plan.launches]
+    steps = ["moe_route", "moe_up", "moe_down", "moe_combine"]
+    assert names == ["grouped_product", *steps]
+    # As many experts as are no product of the library's.
+    few = fused_arguments(Case(), producer, "fp32")
+    plan = fm.fused_moe_plan(**few, **ROUTING)
+    assert [launch.kernel.partition("_cpu")[0] for launch in plan.launches] == steps
+    logits = producer.as_is(np.zeros((3, 5, 6), np.float32))
+    few |= {"router_weights": None, "router_bias": None, "logits": logits}
+    assert len(fm.fused_moe_plan(**few, **ROUTING).launches) == 4
+    with pytest.raises(ValueError, match=r"^kernel: got \"sm12\", built in are "):
+        fm.fused_moe_plan(**few, **ROUTING, kernel="sm12")
+
+
+def test_plans_of_fused_calls_are_those_of_what_is_launched() -> None:
+    case = Case(experts=8)
+    given = fused_arguments(case, Producer(), "bf16")
+    out = np.zeros_like(given["tokens"])
+    plan = fm.fused_moe_plan(**given, **ROUTING, out=out)
+    fm.fused_moe(**given, **ROUTING, out=out)
+    assert [launch.kernel for launch in fm.last_launches()] == [
+        launch.kernel for launch in plan.launches
+    ]
+    assert plan.workspace_bytes > 0 and plan.flops > 0
+    for changed, sentence in (
+        ({"router_weights": given["router_weights"][:, :32]}, "router_weights: its number of col"),
+        ({"router_weights": given["router_weights"][:6], "router_bias": None},
+         "router_weights: its number of experts is 6, but w_gate_up has 8"),
+        ({"out": out[:2]}, "out: got another shape"),
+        ({"w_down": 3}, "w_down: got int"),
+    ):  # fmt: skip
+        with pytest.raises(fm.FlashMoEError) as caught:
+            fm.fused_moe_plan(**(given | {"out": out} | changed), **ROUTING)
+        assert str(caught.value).startswith(sentence)
+
+
 def test_nothing_leaks() -> None:
     import gc
     import sys
