@@ -8,7 +8,7 @@ namespace flashmoe {
 enum class Dtype : int32_t { kFloat32, kFloat16, kBFloat16 };
 
 // What a call asks for by `kernel`, as problems keep it.
-using KernelName = char[64];
+using KernelName = char[72];
 
 const char* dtype_name(Dtype dtype);  // "fp32", "fp16", "bf16"
 int64_t dtype_bytes(Dtype dtype);

@@ -96,10 +96,10 @@ Reach Reach::of(const flashmoe_tensor* tensor) {
 flashmoe_status check_written_memory(const Memory* memory, size_t count, size_t first_written) {
   for (size_t i = 0; i < count; ++i) {
     if (!memory[i].region.is_outside()) continue;
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "%s: its strides reach beyond the address space, accepted are those of memory that "
-                "is there",
-                memory[i].name);
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: its %s beyond the address space, accepted %s",
+                memory[i].name, memory[i].tensor != nullptr ? "strides reach" : "bytes reach",
+                memory[i].tensor != nullptr ? "are those of memory that is there"
+                                            : "is memory that is there");
   }
   for (size_t i = first_written; i < count; ++i) {
     for (size_t j = 0; j < i; ++j) {

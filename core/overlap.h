@@ -73,6 +73,7 @@ flashmoe_status check_apart(const typename Operation::Params& params, const void
     for (size_t j = 0; j < before; ++j) doubtful |= regions[i].meets(regions[j]);
   }
   regions[kTensors] = Region::of(workspace, workspace_bytes);
+  doubtful |= regions[kTensors].is_outside();
   if (workspace_bytes > 0) {
     for (size_t j = 0; j < kTensors; ++j) doubtful |= regions[kTensors].meets(regions[j]);
   }
