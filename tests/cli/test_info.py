@@ -122,7 +122,10 @@ ATTENTION_CUDA, MOE_CUDA = ("attention_forward", "cuda"), ("moe_forward", "cuda"
 ATTENTION_CPU, MOE_CPU = ("attention_forward", "cpu"), ("moe_forward", "cpu")
 ALL = {ATTENTION_CUDA, MOE_CUDA, ATTENTION_CPU, MOE_CPU}
 SMALL_CHECKOUT: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
-    "cuda/attention/sm89/forward.cuh": (["cuda/ptx/mma.cuh", "core/ops/attention/problem.h"], {ATTENTION_CUDA}),
+    "cuda/attention/sm89/forward.cuh": (
+        ["cuda/ptx/mma.cuh", "core/ops/attention/problem.h"],
+        {ATTENTION_CUDA},
+    ),
     "cuda/attention/launch.cpp": (["cuda/launch.h"], {ATTENTION_CUDA}),
     "cuda/moe/route/route.cuh": (["cuda/ptx/mma.cuh", "cuda/ptx/tma.cuh"], {MOE_CUDA}),
     "cuda/ptx/mma.cuh": (["cuda/numeric/dtype.cuh"], {ATTENTION_CUDA, MOE_CUDA}),

@@ -18,8 +18,10 @@ from installations import ROOT, checked, require_cuda_headers, require_tool
 from moe_chains import LayerChain, RouteChain
 from moe_kernels import ELEMENTS
 
-_CORE = ("checks", "choose", "dtype", "launch", "log", "operation", "overlap", "per_thread", "status",
-         *(f"ops/moe/{name}" for name in ("checks", "forward", "grouped_product", "route")))  # fmt: skip
+_CORE = (
+    *("checks", "choose", "dtype", "launch", "log", "operation", "overlap", "per_thread", "status"),
+    *(f"ops/moe/{name}" for name in ("checks", "forward", "grouped_product", "route")),
+)
 _CUDA = ("device", "gpu_models", "launch", "tensor_map", "moe/combine/stage",
          *(f"moe/{family}/family" for family in ("route", "sm89", "sm90", "stream")))  # fmt: skip
 _HOST = ("fake_cuda", "moe_kernels")
