@@ -115,7 +115,7 @@ def test_jax_inside_cuda_graphs(jax_gpu: Any, tmp_path: Path) -> None:
         pytest.skip("this XLA does not say what it put into command buffers")
     lines = dumped[0].read_text().splitlines()
     calls = [line for line in lines if " kCustomCall " in line]
-    assert len(calls) >= 3, lines  # attention, routing, experts
+    assert len(calls) >= 2, lines  # attention, experts
     assert any(" kCommandBuffer " in line for line in lines), lines
     assert all(line.startswith(" ") for line in calls), lines  # indented: inside
 

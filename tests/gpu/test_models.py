@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 import flashmoe_science as fm
 import pytest
@@ -32,6 +34,13 @@ def test_facts(model: str) -> None:
     assert dataclasses.replace(told, **own) == dataclasses.replace(here, **own)
 
 
+def _anywhere(plan: Any) -> Any:
+    """A plan less the name of the device it is for."""
+    launches = tuple(dataclasses.replace(launch, device="") for launch in plan.launches)
+    rejected = re.sub(r"the tensors are on [\w:]+", "the tensors are there", plan.rejected)
+    return dataclasses.replace(plan, launches=launches, rejected=rejected)
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_attention(model: str, dim: int, dtype: str) -> None:
@@ -46,7 +55,7 @@ def test_attention(model: str, dim: int, dtype: str) -> None:
                         )
                         for device in ("cuda", model)
                     ]  # fmt: skip
-                    assert plans[0] == plans[1]
+                    assert _anywhere(plans[0]) == _anywhere(plans[1])
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 100, 1000, 20000])
@@ -60,7 +69,7 @@ def test_experts(model: str, tokens: int) -> None:
             fm.moe_route_plan_for(tokens=tokens, experts=experts, top_k=top_k, device=device)
             for device in ("cuda", model)
         ]
-        assert routes[0] == routes[1]
+        assert _anywhere(routes[0]) == _anywhere(routes[1])
         for gate in ("gate_up", "interleaved", "none"):
             layers = [
                 fm.moe_plan_for(
@@ -69,4 +78,4 @@ def test_experts(model: str, tokens: int) -> None:
                 )
                 for device in ("cuda", model)
             ]  # fmt: skip
-            assert layers[0] == layers[1]
+            assert _anywhere(layers[0]) == _anywhere(layers[1])

@@ -524,19 +524,22 @@ def test_calls_that_name_no_kernel() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 40, 64, 65])
 def test_few_tokens_of_weights_that_sm90_cannot_walk(tokens: int) -> None:
-    """Those of one expert for all: they go where they would go without sm90."""
+    """Those of one expert for all: they go to whichever of the others takes less time."""
     x = torch.randn(tokens, 256, generator=generator(1), device=DEVICE).bfloat16()
     w_gate_up = torch.randn(1, 256, 256, generator=generator(2), device=DEVICE).mul_(256**-0.5)
     w_down = torch.randn(1, 256, 128, generator=generator(3), device=DEVICE).mul_(128**-0.5)
     w_gate_up, w_down = (w.bfloat16().expand(64, -1, -1) for w in (w_gate_up, w_down))
     routing = fm.moe_route(torch.randn(tokens, 64, generator=generator(4), device=DEVICE), 4)
     plan = fm.moe_plan(x, w_gate_up, w_down, routing)
-    assert plan.family == ("stream" if tokens <= 64 else "sm89")
+    others = [
+        fm.moe_plan(x, w_gate_up, w_down, routing, kernel=family) for family in ("stream", "sm89")
+    ]
+    assert plan.family == min(others, key=lambda other: other.microseconds).family
     out = fm.moe_forward(x, w_gate_up, w_down, routing)
     moe_oracle.assert_forward(out, x, w_gate_up, w_down, routing)
     packed = fm.moe_plan(x, w_gate_up.contiguous(), w_down.contiguous(), routing)
     if "sm90" in moe_layers.serving():
-        assert packed.family == ("stream" if tokens == 1 else "sm90")
+        assert packed.family == "sm90"
 
 
 FUSED = [

@@ -105,8 +105,9 @@ void consider(const Entry& entry, const Abilities& abilities, const Work& work,
   const double steps = ceil_of(work.most_keys, entry.step_keys);
   const double tiles = work.heads_kv * ceil_of(work.rows, entry.rows);
   const auto take = [&](int warps, int cluster, int resident, double parts) {
-    const Split split = {entry.rows, entry.step_keys,         warps,           cluster,
-                         resident,   static_cast<int>(parts), entry.part_bytes};
+    const Split split = {
+        entry.rows,       entry.step_keys,        warps, cluster, resident, static_cast<int>(parts),
+        entry.part_bytes, entry.dim + entry.dim_v};
     if (resident == 0) return;
     const double microseconds = short_microseconds(work, split, facts);
     if (best->entry == nullptr || microseconds < best->microseconds) {

@@ -10,6 +10,10 @@ namespace flashmoe::sm90 {
 
 inline constexpr int64_t kRowsPerGroup = 64;  // of a warpgroup
 
+// What times of tiles are too low by, beside those of the short kernels: calls that both serve were timed
+// on an H100 and an H200 (docs/lab/attention_short.md).
+inline constexpr double kBesideShort = 1.1;
+
 // Of kernels for keys of so many dimensions.
 inline TileSpeed tile_speed(int dim) {
   if (dim <= 64) return {4.85e6, 3.6, 192.0};

@@ -95,7 +95,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
   plan_launch(*entry, device_id, "a", blocks, plan).tile_m =
       static_cast<int32_t>(groups * kRowsPerGroup);
-  plan->info.microseconds = split.microseconds;
+  plan->info.microseconds = sm90::kBesideShort * split.microseconds;
   if (stream_k.places > 0) {
     FLASHMOE_TRY(load_kernel(entry->combine, device_id, *facts, &arch, reason));
     plan_combine(entry->combine, device_id, "a", parts_of(stream_k, tiles, *entry), plan);

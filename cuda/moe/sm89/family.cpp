@@ -135,7 +135,7 @@ Bias bias_of(const ExpertBias& bias) {
 // with fewer bytes a clock more of the memory's peak is reached.
 Speed layer_speed(const DeviceFacts& facts) {
   if (facts.compute_capability == 90) return {21, 0.45, 2.6e6};
-  return {14, 0.8, 1e6};
+  return {21, 0.8, 1e6};
 }
 Speed product_speed(const DeviceFacts& facts) {
   Speed speed = layer_speed(facts);

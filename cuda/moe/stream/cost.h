@@ -98,7 +98,9 @@ inline double expected_reads(int64_t tokens, double probability, int room) {
 // expert than there is room for its weights are read again, and with many tokens the products are longer
 // than the loads.
 inline double stream_microseconds(const MoeForwardProblem& p, bool bulk, const DeviceFacts& facts) {
-  constexpr double kStart = 7.5;
+  constexpr double kBulkStart = 7.5;
+  constexpr double kStart =
+      20;  // of small layers, which take about as long with few tokens as with many
   constexpr double kRate = 0.6e6;
   constexpr double kTokensPerExpert = 8;
   constexpr double kTokens = 64;
@@ -107,7 +109,7 @@ inline double stream_microseconds(const MoeForwardProblem& p, bool bulk, const D
     constexpr double kMemoryShare = 0.865;
     work.weight_bytes *=
         expected_reads(p.tokens, static_cast<double>(p.top_k) / p.experts, kBulkEntryTokens);
-    return microseconds(work, {kStart, kMemoryShare, kRate}, facts);
+    return microseconds(work, {kBulkStart, kMemoryShare, kRate}, facts);
   }
   // Elsewhere an estimate: with fewer bytes a clock more of the memory's peak is reached.
   const double memory_share = facts.compute_capability == 90 ? 0.74 : 0.85;
