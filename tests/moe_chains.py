@@ -309,15 +309,14 @@ def _sm89_chains() -> list[LayerChain]:
 
 
 def _unnamed_chains() -> list[LayerChain]:
-    """Who serves a call that names no kernel: the family whose estimate is least. Of layers with so
-    few weights that is the one with the fewest launches, of those that can."""
+    """Who serves a call that names no kernel: the family whose estimate is least. Of few tokens with
+    long rows that is stream, else sm90, where it can."""
     in_turns = {"gate": "interleaved", "transposed": True}
     made = [
-        stream("4 tokens", _with(_SHORT, tokens=4), "r16_n8"),
-        stream("9 tokens", _with(_LONG, tokens=9, experts=64), "r32_n16"),
+        sm90("4 tokens of short rows", _with(_SHORT, tokens=4), "swiglu_up_narrow"),
+        sm90("9 tokens", _with(_LONG, tokens=9, experts=64), "swiglu_up_narrow"),
         stream("8 tokens", _with(_LONG, tokens=8, experts=11), "bulk"),
-        stream("128 tokens", _with(_SHORT, tokens=128), "r32_n16"),
-        sm90("129 tokens", _with(_SHORT, tokens=129), "swiglu_up_narrow"),
+        sm90("128 tokens", _with(_SHORT, tokens=128), "swiglu_up_narrow"),
         sm90("1 token of transposed weights", _with(_LONG, tokens=1, transposed=True),
               "gated_up_trans", "down_trans"),
         sm90("1 token of rows in turns", _with(_SHORT, tokens=1, **in_turns), "gated_up_turns",

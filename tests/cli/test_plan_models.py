@@ -10,7 +10,7 @@ import flashmoe_science
 import pytest
 from flashmoe_science._dtypes import GPU_MODELS
 from flashmoe_science.cli import main
-from flashmoe_science.cli.environment import as_dict
+from flashmoe_science.cli.environment import as_dict, plan_as_dict
 from flashmoe_science.cli.plan import plan_for
 from flashmoe_science.cli.suites import MOE, shape_of
 
@@ -36,7 +36,7 @@ def recorded() -> list[Any]:
 def as_planned_now(document: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
     shape, kernel = shape_of(cell["shape"]), document["kernel"]
     if document["operation"] != MOE:
-        return as_dict(plan_for(flashmoe_science, shape, "h200", kernel=kernel))
+        return plan_as_dict(plan_for(flashmoe_science, shape, "h200", kernel=kernel))
     extents = {n: getattr(shape, n) for n in ("tokens", "hidden", "inner", "experts", "top_k")}
     plan = flashmoe_science.moe_plan_for(**extents, dtype=shape.dtype, device="h200", kernel=kernel)
     return as_dict(plan)
@@ -51,7 +51,25 @@ def test_plans_are_those_that_an_h200_was_given(document: dict[str, Any]) -> Non
     cells = [cell for cell in document["cells"] if "plan" in cell]
     for cell in cells:
         found = json.loads(json.dumps(as_planned_now(document, cell)))
-        assert found == cell["plan"], cell["shape"]
+        recorded = cell["plan"]
+        if "microseconds" not in recorded:  # of a version whose plans told less, in other words
+            found = in_words_of(recorded, found)
+            recorded = {name: value for name, value in recorded.items() if name in found}
+        assert found == recorded, cell["shape"]
+
+
+def in_words_of(recorded: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
+    """What an older record tells of a plan, of this plan."""
+    tiles = {"tile_rows": "tile_m", "tile_tokens": "tile_n"}
+    # Of experts "isa" was that of the last launch.
+    others = {"rejected", "launches"} | ({"isa"} if "launches" in recorded else set())
+    told = {name: plan[name] for name in recorded if name not in others}
+    if "launches" in recorded:
+        told["launches"] = [
+            {name: launch[tiles.get(name, name)] for name in older}
+            for older, launch in zip(recorded["launches"], plan["launches"], strict=True)
+        ]
+    return told
 
 
 @with_cuda

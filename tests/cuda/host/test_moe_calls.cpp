@@ -203,9 +203,9 @@ void keep_params() {
     seen.emplace_back(first, first + bytes);
     if (!product) return;
     for (size_t half = 0; half < moe::sm90::kHalves; ++half) {  // a gap between fields is anything
-      constexpr size_t kEnd = offsetof(moe::sm90::Bias, is_float) + sizeof(int32_t);
-      const size_t bias = offsetof(moe::sm90::Params, bias) + half * sizeof(moe::sm90::Bias);
-      std::memset(seen.back().data() + bias + kEnd, 0, sizeof(moe::sm90::Bias) - kEnd);
+      constexpr size_t kEnd = offsetof(Bias, is_fp32) + sizeof(int32_t);
+      const size_t bias = offsetof(moe::sm90::Params, bias) + half * sizeof(Bias);
+      std::memset(seen.back().data() + bias + kEnd, 0, sizeof(Bias) - kEnd);
     }
   };
 }
