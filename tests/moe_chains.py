@@ -309,8 +309,8 @@ def _sm89_chains() -> list[LayerChain]:
 
 
 def _unnamed_chains() -> list[LayerChain]:
-    """Who serves a call that names no kernel: the family whose estimate is least. Of few tokens with
-    long rows that is stream, else sm90, where it can."""
+    """Who serves a call that names no kernel: the family whose estimate is least. Of few tokens
+    with long rows that is stream, else sm90, where it can."""
     in_turns = {"gate": "interleaved", "transposed": True}
     made = [
         sm90("4 tokens of short rows", _with(_SHORT, tokens=4), "swiglu_up_narrow"),
