@@ -310,6 +310,15 @@ def test_plans_for_models_know_the_static_shared_memory(architectures: list[str]
         assert {_stated(name)[0] for name in _MOE_KERNELS[kernel]} == {static}, (arch, kernel)
 
 
+def test_plans_for_models_know_the_shared_memory_of_combining(architectures: list[str]) -> None:
+    resources = sass.resources(_kernel_of_sum)
+    assert resources
+    for (arch, kernel), used in resources.items():
+        name = f"attention_combine_{kernel.family}_{kernel.dtype}_d{kernel.dim}_dv{kernel.dim_v}"
+        reserved = _RESERVED if sass.is_hopper(arch) else 0
+        assert _stated(name)[0] == used["SHARED"] - reserved, (arch, name)
+
+
 def test_plans_for_models_know_how_many_short_blocks_fit(
     resources: dict[Code, dict[str, int]],
 ) -> None:
