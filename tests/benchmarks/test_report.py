@@ -573,7 +573,7 @@ def test_cpu_records_are_held_to_the_cpu_kernels(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     names = ("cpu/attention.cpp", "cpu/moe.cpp", "core/ops/attention/forward.cpp", "core/log.cpp")
     for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("// one\n")
     checkout.git("init", "-q")
     checkout.git("add", "-A")
