@@ -195,9 +195,9 @@ def configure(source: str, directory: Path, installation: Installation) -> tuple
 
 
 def test_other_minor_version_is_refused(installation: Installation, tmp_path: Path) -> None:
-    status, text = configure("find_package(flashmoe 0.2 REQUIRED)", tmp_path, installation)
+    status, text = configure("find_package(flashmoe 0.3 REQUIRED)", tmp_path, installation)
     assert status != 0
-    assert 'compatible with requested version "0.2"' in text
+    assert 'compatible with requested version "0.3"' in text
 
 
 def test_static_component(
