@@ -1,5 +1,5 @@
-// What a call takes by the sm89 kernels. On compute capability 9.0 the rate is what an H100 was measured
-// to reach with them (docs/lab/attention_short.md), elsewhere it is an estimate.
+// What a call takes by the sm89 kernels. On compute capability 9.0 the rate is what an H100 reached with
+// them at 4 x 2048 tokens, d 128 (benchmarks/results/shared_tile_h100.json), elsewhere it is an estimate.
 #pragma once
 
 #include "cuda/attention/cost.h"
@@ -11,7 +11,8 @@ inline TileSpeed tile_speed(const DeviceFacts& facts) {
   return {1.2e6, 3.0, 128.0};
 }
 
-// Where Hopper's own kernels serve a call, too, these were never the faster ones.
+// A guess that keeps calls on Hopper's own kernels, which were faster wherever both were timed
+// (benchmarks/results/attention_forward_sm89_h200.json beside attention_forward_h200.json).
 inline constexpr double kBesideHoppersOwn = 1.2;
 
 inline double tile_microseconds(const Work& work, const DeviceFacts& facts) {

@@ -11,7 +11,7 @@ namespace flashmoe::sm90 {
 inline constexpr int64_t kRowsPerGroup = 64;  // of a warpgroup
 
 // What times of tiles are too low by, beside those of the short kernels: calls that both serve were timed
-// on an H100 and an H200 (docs/lab/attention_short.md).
+// on an H100 (docs/lab/attention_short.md, "Beside the families of tiles").
 inline constexpr double kBesideShort = 1.05;
 
 // Of kernels for keys of so many dimensions.

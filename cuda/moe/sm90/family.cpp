@@ -119,7 +119,7 @@ class Maps {
 
 // ---- plan
 
-// Fitted to measurements on an H200 (docs/kernels/moe.md).
+// Fitted to measurements on an H200 (docs/lab/moe.md).
 constexpr Speed kLayerSpeed = {20, 0.875, 5e6};
 constexpr Speed kProductSpeed = {7, 0.875, 5e6};
 

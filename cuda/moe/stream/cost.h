@@ -1,5 +1,5 @@
 // What a call takes by the few-token kernels, and with what tiles, stages and blocks. The figures are of an
-// H200 (docs/kernels/moe.md).
+// H200 (docs/lab/moe.md).
 #pragma once
 
 #include <algorithm>
@@ -94,7 +94,7 @@ inline double expected_reads(int64_t tokens, double probability, int room) {
   return reads / taken;
 }
 
-// What a layer takes, fitted to measurements on an H200 (docs/kernels/moe.md). With more tokens of an
+// What a layer takes, fitted to measurements on an H200 (docs/lab/moe.md). With more tokens of an
 // expert than there is room for its weights are read again, and with many tokens the products are longer
 // than the loads.
 inline double stream_microseconds(const MoeForwardProblem& p, bool bulk, const DeviceFacts& facts) {
