@@ -352,7 +352,6 @@ def test_arguments_of_frameworks(name: str, framework: str) -> None:
         if name == "dtype":
             pytest.skip("JAX makes float32 of float64")
         convert = jax.numpy.asarray
-        sentence = re.sub(r"dtype int32 \(code.*?\)", "dtype int32", sentence)
     tensors = {
         n: convert(x) if isinstance(x, np.ndarray) else x for n, x in {**BY_NAME, **changes}.items()
     }
