@@ -42,14 +42,14 @@ void fill_common(const AttentionProblem& p, Params* params) {
   AttentionTensors& tensors = params->tensors;
   tensors.lse = p.lse;
   tensors.lse_strides = p.lse_strides;
-  tensors.q = static_cast<const uint16_t*>(p.q);
-  tensors.k = static_cast<const uint16_t*>(p.k);
-  tensors.v = static_cast<const uint16_t*>(p.v);
-  tensors.out = static_cast<uint16_t*>(p.out);
-  tensors.q_strides = p.q_strides;
-  tensors.k_strides = p.k_strides;
-  tensors.v_strides = p.v_strides;
-  tensors.out_strides = p.out_strides;
+  tensors.q = static_cast<const uint16_t*>(p.q.data);
+  tensors.k = static_cast<const uint16_t*>(p.k.data);
+  tensors.v = static_cast<const uint16_t*>(p.v.data);
+  tensors.out = static_cast<uint16_t*>(p.out.data);
+  tensors.q_strides = p.q.strides;
+  tensors.k_strides = p.k.strides;
+  tensors.v_strides = p.v.strides;
+  tensors.out_strides = p.out.strides;
   tensors.dim = static_cast<int32_t>(p.dim);
   tensors.dim_v = static_cast<int32_t>(p.dim_v);
   params->seq_k = static_cast<int32_t>(p.seq_k);
@@ -75,8 +75,8 @@ const Entry* find_entry(const Entry* const (&entries)[kCount], const AttentionPr
                         const Serves& serves, const Fits& fits) {
   const Entry* best = nullptr;
   for (const Entry* entry : entries) {
-    if (entry->dtype != problem.dtype || entry->dim < problem.dim || entry->dim_v < problem.dim_v ||
-        !serves(*entry)) {
+    if (entry->dtype != problem.q.dtype || entry->dim < problem.dim ||
+        entry->dim_v < problem.dim_v || !serves(*entry)) {
       continue;
     }
     if (std::strcmp(problem.kernel, entry->name) == 0) return entry;
