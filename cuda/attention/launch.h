@@ -2,11 +2,9 @@
 // planned, and how its plan is launched.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
 #include "core/ops/attention/problem.h"
 #include "cuda/attention/tensors.h"
@@ -16,25 +14,6 @@
 namespace flashmoe {
 
 inline constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + offset + 1 fits in int32
-// Bounds beyond all keys: those of a side on which a row sees every key.
-inline constexpr int32_t kNoLeftOffset = -(1 << 30);
-inline constexpr int32_t kNoRightOffset = (1 << 30) - 1;
-
-// What the kernels make of a problem's scores. The scale is finite: it may be as large as fp32
-// holds.
-inline ScoreOptions score_options(const AttentionProblem& p) {
-  constexpr double kLog2E = 1.4426950408889634;
-  const double factor = p.softcap != 0.0f ? p.softcap : p.scale;
-  ScoreOptions score;
-  score.left_offset = p.bounded_left ? static_cast<int32_t>(p.left_offset) : kNoLeftOffset;
-  score.right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
-  score.masked = p.bounded_left || p.bounded_right ? 1 : 0;
-  score.bounded_right = p.bounded_right ? 1 : 0;
-  score.scale_log2 =
-      static_cast<float>(std::min(factor * kLog2E, double{std::numeric_limits<float>::max()}));
-  score.cap_ratio = p.cap_ratio;
-  return score;
-}
 
 // What the parameters of every family have in common.
 template <class Params>

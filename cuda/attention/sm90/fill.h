@@ -17,6 +17,7 @@ inline void fill_addresses(const AttentionProblem& p, Params* params) {
   params->tensors.v = static_cast<const uint16_t*>(p.v.data);
   params->tensors.out = static_cast<uint16_t*>(p.out.data);
   params->tensors.lse = p.lse;
+  params->score = score_options(p);
 }
 
 inline void fill_tensors(const AttentionProblem& p, Params* params) {

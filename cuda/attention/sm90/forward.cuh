@@ -659,7 +659,9 @@ struct Consumer {
       for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
         out_row[column] = 0;
       }
-      if (params.tensors.lse != nullptr && lane_index() == 0) *lse_of(here, row) = -INFINITY;
+      if (params.tensors.lse != nullptr && lane_index() == 0) {
+        *lse_of(here, row) = lse_of_no_keys<Element>(params.score, here.head);
+      }
     }
   }
 
@@ -675,7 +677,8 @@ struct Consumer {
     if (params.tensors.lse != nullptr && lane_index() == 0) {
       params.tensors
           .lse[batch * params.tensors.lse_strides.batch + head * params.tensors.lse_strides.head +
-               query * params.tensors.lse_strides.seq] = -INFINITY;
+               query * params.tensors.lse_strides.seq] =
+          lse_of_no_keys<Element>(params.score, head);
     }
   }
 
@@ -744,15 +747,6 @@ struct Consumer {
     __syncwarp();
   }
 
-  // What the accumulators of a row with this sum are to be multiplied by. A row that sees no key is
-  // 0 by definition, one of nothing but -inf scores 0 / 0 = NaN. One that was rounded away is left
-  // with infinities and NaNs, by which `repair` finds it.
-  __device__ __forceinline__ static float factor_of(bool sees_keys, bool rounded_away,
-                                                    float total) {
-    if (!sees_keys) return 0.0f;
-    return rounded_away ? INFINITY : __fdividef(1.0f, total);
-  }
-
   // The only part of a tile: divides by the sums and writes out and lse.
   __device__ __forceinline__ void write_rows(const Tile& of,
                                              const RowStatistics& statistics_of_tile) {
@@ -764,15 +758,13 @@ struct Consumer {
       const PackedRow row = packed_row(of, warp_of_group() * 16 + lane / 4 + 8 * half);
       if (!row.exists) continue;
       const bool sees_keys = first_key(params, row.query) < end_key(params, row.query);
+      const RowEnd end = end_row<Element, RowEndBy::kApprox>(
+          params.score, row.head, sees_keys, statistics_of_tile.row_max[half], total);
       if (params.tensors.lse != nullptr && lane % 4 == 0) {
         params.tensors.lse[of.batch * params.tensors.lse_strides.batch +
                            row.head * params.tensors.lse_strides.head +
-                           row.query * params.tensors.lse_strides.seq] =
-            sees_keys ? log_sum_exp_approx(statistics_of_tile.row_max[half], total) : -INFINITY;
+                           row.query * params.tensors.lse_strides.seq] = end.lse;
       }
-      const bool rounded_away =
-          sees_keys && is_rounded_away(statistics_of_tile.row_max[half], total);
-      const float factor = factor_of(sees_keys, rounded_away, total);
       uint16_t* out_row = params.tensors.out + of.batch * params.tensors.out_strides.batch +
                           row.head * params.tensors.out_strides.head +
                           row.query * params.tensors.out_strides.seq + 2 * (lane % 4);
@@ -780,14 +772,14 @@ struct Consumer {
 #pragma unroll
       for (int j = 0; j < Traits::kDimV / 8; ++j) {
         if (8 * j >= params.tensors.dim_v) break;
-        const uint32_t packed =
-            Numeric::pack(out[4 * j + 2 * half] * factor, out[4 * j + 2 * half + 1] * factor);
+        const uint32_t packed = Numeric::pack(out[4 * j + 2 * half] * end.factor,
+                                              out[4 * j + 2 * half + 1] * end.factor);
         gathered = numeric::gather_nonfinite<Element>(gathered, packed);
         *reinterpret_cast<uint32_t*>(out_row + 8 * j) = packed;
       }
       // A NaN of the sum is one of the keys that the row sees.
       fallback =
-          fallback || rounded_away ||
+          fallback || end.rounded_away ||
           (params.score.masked && total == total && numeric::any_nonfinite<Element>(gathered));
     }
     __syncwarp();
@@ -843,14 +835,11 @@ struct Consumer {
       const float total = sum_of_quad(statistics_of_tile.sum[half]);
       const bool sees_keys = first_key(params, row) < end_key(params, row);
       const bool exists = row < params.seq_q;
-      if (params.tensors.lse != nullptr && lane % 4 == 0 && exists) {
-        *lse_of(tile, row) =
-            sees_keys ? log_sum_exp_approx(statistics_of_tile.row_max[half], total) : -INFINITY;
-      }
-      const bool rounded_away =
-          sees_keys && exists && is_rounded_away(statistics_of_tile.row_max[half], total);
-      factor[half] = factor_of(sees_keys, rounded_away, total);
-      fallback = fallback || rounded_away;
+      const RowEnd end = end_row<Element, RowEndBy::kApprox>(
+          params.score, tile.head, sees_keys && exists, statistics_of_tile.row_max[half], total);
+      if (params.tensors.lse != nullptr && lane % 4 == 0 && exists) *lse_of(tile, row) = end.lse;
+      factor[half] = end.factor;
+      fallback = fallback || end.rounded_away;
       // A NaN of the sum is one of the keys that the row sees.
       expected[half] = params.score.masked && exists && total == total;
     }
