@@ -582,7 +582,7 @@ struct Consumer {
       // Without a barrier here, and one after what only some lanes store, ptxas serialises the
       // products.
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
-      if (suspect) {
+      if (suspect || params.score.blind_rows != 0) {
         SplitTileScheduler<Traits> scheduler(params);
         for (Tile written; scheduler.next(&written);) {
           if (written.place == kWholeTile) repair(written);
@@ -665,7 +665,8 @@ struct Consumer {
     }
   }
 
-  // The same for one row.
+  // The same for one row, but for what its lse has beside keys, which `repair` adds: here that would
+  // cost the registers that products need.
   __device__ __forceinline__ void write_nothing_to(int batch, int head, int query) const {
     uint16_t* out_row = params.tensors.out + batch * params.tensors.out_strides.batch +
                         head * params.tensors.out_strides.head +
@@ -677,8 +678,7 @@ struct Consumer {
     if (params.tensors.lse != nullptr && lane_index() == 0) {
       params.tensors
           .lse[batch * params.tensors.lse_strides.batch + head * params.tensors.lse_strides.head +
-               query * params.tensors.lse_strides.seq] =
-          lse_of_no_keys<Element>(params.score, head);
+               query * params.tensors.lse_strides.seq] = -INFINITY;
     }
   }
 
@@ -687,7 +687,8 @@ struct Consumer {
            of.head * params.tensors.lse_strides.head + row * params.tensors.lse_strides.seq;
   }
 
-  // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time.
+  // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time, and
+  // where keys are split those that see no key.
   // After the last tile, when the accumulators' registers are free: inside the loop this would make
   // it spill.
   __device__ __forceinline__ void repair(const Tile& of) const {
@@ -708,7 +709,7 @@ struct Consumer {
     const RowStrides& strides = params.tensors.out_strides;
     const uint16_t* const out_row =
         params.tensors.out + batch * strides.batch + head * strides.head + query * strides.seq;
-    bool wrong = false;
+    bool wrong = Traits::kSplit && first_key(params, query) >= end_key(params, query);
     for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
       wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
     }
