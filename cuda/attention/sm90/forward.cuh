@@ -7,6 +7,10 @@
 // keys from the last to the first: masks are all in the first steps. In a step a consumer issues Q
 // K^T of this step and P V of the one before, and does the softmax of this step while P V runs;
 // consumers take turns in issuing, so that one's softmax also runs under the other's products.
+//
+// With split KV (Traits::kSplit), for few query rows and many keys, tiles hold the rows of all query
+// heads of a KV head, and the steps of all tiles, laid end to end, are dealt to the blocks in equal
+// ranges (stream-K). A tile within one range is written out by its block; split_kv.cuh has the others.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -966,7 +970,7 @@ __device__ __forceinline__ void compute_tiles(const ParamsOf<Traits>& params) {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    attention_forward_kernel(const __grid_constant__ TileParams params) {
+    attention_forward_kernel(const __grid_constant__ ParamsOf<Traits> params) {
   compute_tiles<Traits>(params);
 }
 
