@@ -34,16 +34,16 @@ class SplitRow {
 
   __device__ __forceinline__ bool write(const Params& params, const Sum& total, int unit) const {
     if (!row_.exists) return false;
-    const bool sees_keys = first_key(params, row_.query) < end_key(params, row_.query);
+    const bool sees_keys = sequence_of(params, batch_).sees_keys(params.score, row_.query);
     const RowEnd end = end_row<Element, RowEndBy::kExact>(params.score, row_.head, sees_keys,
                                                           total.row_max, total.sum);
     if (unit == 0 && params.tensors.lse != nullptr) {
-      params.tensors.lse[offset(params.tensors.lse_strides)] = end.lse;
+      params.tensors.lse[offset(params, params.tensors.lse_strides)] = end.lse;
     }
     if (4 * unit >= params.tensors.dim_v) return false;
     const uint2 packed = output_of<Element>(total, end);
-    *reinterpret_cast<uint2*>(params.tensors.out + offset(params.tensors.out_strides) + 4 * unit) =
-        packed;
+    *reinterpret_cast<uint2*>(params.tensors.out + offset(params, params.tensors.out_strides) +
+                              4 * unit) = packed;
     return is_suspect<Element>(total, end, params.score.masked != 0, packed);
   }
 
@@ -54,8 +54,9 @@ class SplitRow {
   }
 
  private:
-  __device__ __forceinline__ int64_t offset(const RowStrides& strides) const {
-    return batch_ * strides.batch + row_.head * strides.head + row_.query * strides.seq;
+  __device__ __forceinline__ int64_t offset(const Params& params, const RowStrides& strides) const {
+    const int row = sequence_of(params, batch_).begin_q + row_.query;
+    return batch_ * strides.batch + row_.head * strides.head + row * strides.seq;
   }
 
   int row_of_tile_;
