@@ -95,7 +95,7 @@ flashmoe_status run(const flashmoe_attention_forward_params& params, void* works
   return flashmoe_attention_forward(&params, workspace, bytes, stream);
 }
 
-nb::object allocate_out(const Caller& caller, Call* call) {
+nb::object allocate_out(Caller& caller, Call* call) {
   int64_t shape[kRank];
   call->shape_of_out(shape);
   if (shape[kRank - 1] == call->q.extent(kRank - 1)) {
@@ -104,7 +104,7 @@ nb::object allocate_out(const Caller& caller, Call* call) {
   return caller.allocate("out", call->q.device(), call->q.tensor().dtype, kRank, shape, &call->out);
 }
 
-nb::object allocate_lse(const Caller& caller, Call* call) {
+nb::object allocate_lse(Caller& caller, Call* call) {
   constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
   int64_t shape[kRank - 1];
   call->shape_of_lse(shape);

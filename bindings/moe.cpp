@@ -8,10 +8,14 @@
 #include <string>
 
 #include "bindings/errors.h"
+#include "bindings/kept.h"
 #include "bindings/moe_calls.h"
 
 namespace flashmoe {
 namespace {
+
+Kept routing_type("flashmoe_science.moe", "MoeRouting");
+Kept new_tuple("builtins", "tuple.__new__");
 
 // A MoeRouting, or its parts.
 struct Routing {
@@ -33,12 +37,15 @@ struct Routing {
     return {part(0), part(1), part(2), part(3), part(4), part(5)};
   }
 
-  nb::object pack() const { return nb::make_tuple(ids, weights, offsets, pairs, slots, lse); }
+  // As MoeRouting(...), which is written in Python.
+  nb::object pack() const {
+    return new_tuple.get()(routing_type.get(),
+                           nb::make_tuple(ids, weights, offsets, pairs, slots, lse));
+  }
 };
 
 // New outputs of a routing.
-Routing allocate(const Caller& caller, const RouteExtents& extents, bool want_lse,
-                 RouteCall* call) {
+Routing allocate(Caller& caller, const RouteExtents& extents, bool want_lse, RouteCall* call) {
   const flashmoe_device device = call->first().device();
   nb::object parts[Routing::kParts];
   size_t count = 0;
@@ -187,8 +194,8 @@ void define_moe(nb::module_& module) {
              nb::arg("selection_bias").none(), nb::arg("num_groups").none(),
              nb::arg("top_groups").none(), nb::arg("scale").none(), nb::arg("return_lse").none(),
              nb::arg("out").none(), nb::arg("stream").none(),
-             "flashmoe_science.moe_route with all of its arguments. Returns `out`, or the parts of "
-             "a routing.");
+             "flashmoe_science.moe_route with all of its arguments. Returns a MoeRouting: `out` "
+             "if there is one.");
   module.def("moe_route_given", &moe_route_given, nb::arg("ids").none(), nb::arg("weights").none(),
              nb::arg("num_experts").none(), nb::arg("renormalize").none(), nb::arg("scale").none(),
              nb::arg("expert_map").none(), nb::arg("out").none(), nb::arg("stream").none(),

@@ -2,11 +2,13 @@
 // ways that lead to them share.
 //
 // Each operation is a struct; a table names its tensors. It has `params`, ready(&call) of which
-// points to the views; kPlan, kWorkspaceSize and kRun of the C ABI; and make_outputs.
+// points to the views; kPlan, kWorkspaceSize and kRun of the C ABI; kNeedsWorkspace, whether nearly every call on a
+// GPU does; and make_outputs.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -64,6 +66,7 @@ struct RouteCall {
   static constexpr auto kPlan = &flashmoe_moe_route_plan;
   static constexpr auto kWorkspaceSize = &flashmoe_moe_route_workspace_size;
   static constexpr auto kRun = &flashmoe_moe_route;
+  static constexpr bool kNeedsWorkspace = false;
 
   Params params = flashmoe_moe_route_params_init();
   TensorView logits;
@@ -142,6 +145,7 @@ struct ForwardCall {
   static constexpr auto kPlan = &flashmoe_moe_forward_plan;
   static constexpr auto kWorkspaceSize = &flashmoe_moe_forward_workspace_size;
   static constexpr auto kRun = &flashmoe_moe_forward;
+  static constexpr bool kNeedsWorkspace = true;
 
   Params params = flashmoe_moe_forward_params_init();
   TensorView x;
@@ -215,6 +219,7 @@ struct ProductCall {
   static constexpr auto kPlan = &flashmoe_grouped_product_plan;
   static constexpr auto kWorkspaceSize = &flashmoe_grouped_product_workspace_size;
   static constexpr auto kRun = &flashmoe_grouped_product;
+  static constexpr bool kNeedsWorkspace = false;
 
   Params params = flashmoe_grouped_product_params_init();
   TensorView x;
@@ -253,6 +258,7 @@ struct FusedCall {
   static constexpr auto kPlan = &flashmoe_fused_moe_plan;
   static constexpr auto kWorkspaceSize = &flashmoe_fused_moe_workspace_size;
   static constexpr auto kRun = &flashmoe_fused_moe;
+  static constexpr bool kNeedsWorkspace = true;
 
   Params params = flashmoe_fused_moe_params_init();
   TensorView tokens;
@@ -365,20 +371,30 @@ flashmoe_status run(const Call& call, void* workspace, size_t bytes, void* strea
   return Call::kRun(&call.params, workspace, bytes, stream);
 }
 
+inline constexpr size_t kMostUsual = size_t{16} << 20;  // bytes of workspace
+
 template <class Call>
 void launch(Call* call, const Caller& caller, nb::handle stream) {
   const Renames& renames = names_of(*call);
   ready(call);
   const flashmoe_device device = call->first().device();
+  const bool on_gpu = device.device_type == FLASHMOE_DEVICE_CUDA;
   bool named = false;
   void* handle = caller.stream(stream, device, &named);
-  size_t bytes = 0;
+  // What is usual is not asked for, which costs the host as much as all checks of a call.
+  static size_t usual = 0;
+  size_t bytes = on_gpu && !named && Call::kNeedsWorkspace ? usual : 0;
   DeviceWorkspace workspace;
-  if (device.device_type == FLASHMOE_DEVICE_CUDA) {
+  workspace.allocate(caller, bytes, device, handle, named);
+  flashmoe_status status = run(*call, workspace.data(), bytes, handle);
+  if (status == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL && on_gpu) {
     check_renamed(Call::kWorkspaceSize(&call->params, &bytes), renames);
-    workspace.allocate(caller, bytes, device, handle, named);
+    if (bytes <= kMostUsual) usual = std::max(usual, bytes);
+    DeviceWorkspace larger;
+    larger.allocate(caller, bytes, device, handle, named);
+    status = run(*call, larger.data(), bytes, handle);
   }
-  check_renamed(run(*call, workspace.data(), bytes, handle), renames);
+  check_renamed(status, renames);
   caller.finish();
 }
 

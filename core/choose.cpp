@@ -9,7 +9,10 @@
 namespace flashmoe {
 
 void copy_kernel_name(const char* kernel, KernelName* name) {
-  std::snprintf(*name, sizeof *name, "%s", kernel != nullptr ? kernel : "");
+  size_t length = kernel != nullptr ? std::strlen(kernel) : 0;
+  if (length >= sizeof *name) length = sizeof *name - 1;
+  if (length > 0) std::memcpy(*name, kernel, length);
+  (*name)[length] = '\0';
 }
 
 bool names_family(const char* wanted, const char* family, const char* prefix) {

@@ -122,8 +122,8 @@ class _Calls:
         return framework.empty(like, shape, dtype, stream)
 
 
-def _routing(made: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(made.get(name) for name in MoeRouting._fields)
+def _routing(made: dict[str, Any]) -> MoeRouting:
+    return MoeRouting(*(made.get(name) for name in MoeRouting._fields))
 
 
 def moe_route(
@@ -138,7 +138,7 @@ def moe_route(
     return_lse: bool,
     out: Any,
     stream: Any,
-) -> tuple[Any, ...]:
+) -> MoeRouting:
     outputs = _present(**_parts("out", out)) if out is not None else {}
     if out is not None and return_lse and "lse" not in outputs:
         raise InvalidArgumentError("out: its lse is None, accepted with return_lse is a tensor")
@@ -161,7 +161,7 @@ def moe_route_given(
     expert_map: Any,
     out: Any,
     stream: Any,
-) -> tuple[Any, ...]:
+) -> MoeRouting:
     outputs = _present(**_parts("out", out)) if out is not None else {}
     inputs = {"ids": ids} | _present(weights=weights, expert_map=expert_map)
     calls = _Calls(inputs, stream, {f"out.{name}": part for name, part in outputs.items()})

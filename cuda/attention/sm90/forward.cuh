@@ -600,7 +600,7 @@ struct Consumer {
       // Without a barrier here, and one after what only some lanes store, ptxas serialises the
       // products.
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
-      if (suspect) {
+      if (suspect || params.score.blind_rows != 0) {
         SplitTileScheduler<Traits> scheduler(params);
         for (Tile written; scheduler.next(&written);) {
           if (written.place == kWholeTile) repair(written);
@@ -685,7 +685,8 @@ struct Consumer {
     }
   }
 
-  // The same for one row.
+  // The same for one row, but for what its lse has beside keys, which `repair` adds: here that would
+  // cost the registers that products need.
   __device__ __forceinline__ void write_nothing_to(int batch, int head, int query) const {
     const int row = sequence_of(params, batch).begin_q + query;
     uint16_t* out_row = params.tensors.out + batch * params.tensors.out_strides.batch +
@@ -698,7 +699,7 @@ struct Consumer {
     if (params.tensors.lse != nullptr && lane_index() == 0) {
       params.tensors
           .lse[batch * params.tensors.lse_strides.batch + head * params.tensors.lse_strides.head +
-               row * params.tensors.lse_strides.seq] = lse_of_no_keys<Element>(params.score, head);
+               row * params.tensors.lse_strides.seq] = -INFINITY;
     }
   }
 
@@ -708,7 +709,8 @@ struct Consumer {
            (sequence_of(params, of.batch).begin_q + row) * params.tensors.lse_strides.seq;
   }
 
-  // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time.
+  // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time, and
+  // where keys are split those that see no key.
   // After the last tile, when the accumulators' registers are free: inside the loop this would make
   // it spill.
   __device__ __forceinline__ void repair(const Tile& of) const {
@@ -730,10 +732,10 @@ struct Consumer {
   }
   __device__ __forceinline__ void repair_row(int batch, int head, int head_kv, int query) const {
     const RowStrides& strides = params.tensors.out_strides;
+    const Sequence sequence = sequence_of(params, batch);
     const uint16_t* const out_row = params.tensors.out + batch * strides.batch +
-                                    head * strides.head +
-                                    (sequence_of(params, batch).begin_q + query) * strides.seq;
-    bool wrong = false;
+                                    head * strides.head + (sequence.begin_q + query) * strides.seq;
+    bool wrong = Traits::kSplit && !sequence.sees_keys(params.score, query);
     for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
       wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
     }

@@ -372,7 +372,7 @@ def _route_kernel(return_lse: bool) -> Callable[..., Any]:
             logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
             return_lse, None, None,
         )  # fmt: skip
-        return parts if return_lse else parts[:-1]
+        return tuple(parts) if return_lse else parts[:-1]
 
     return kernel_of
 
@@ -442,11 +442,10 @@ def moe_route(
     """flashmoe_science.moe_route, which see. In a graph, out and stream are None."""
     if _is_plain(logits) or _leaves_graph(logits, out=out, stream=stream):
         try:
-            made: Any = _core.moe_route(
+            return _core.moe_route(  # type: ignore[return-value]
                 logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
                 return_lse, out, stream,
             )  # fmt: skip
-            return MoeRouting(*made) if out is None else out
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
     operator = _route_with_lse if return_lse else _route
@@ -470,10 +469,9 @@ def moe_route_given(
     """flashmoe_science.moe_route_given, which see. In a graph, out and stream are None."""
     if _is_plain(ids) or _leaves_graph(ids, out=out, stream=stream):
         try:
-            made: Any = _core.moe_route_given(
+            return _core.moe_route_given(  # type: ignore[return-value]
                 ids, weights, num_experts, renormalize, scale, expert_map, out, stream
             )
-            return MoeRouting(*made) if out is None else out
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
     parts = _route_given(ids, weights, num_experts, renormalize, scale, expert_map)
