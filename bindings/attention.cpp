@@ -18,7 +18,7 @@ namespace flashmoe {
 namespace {
 
 constexpr int kRank = 4;
-constexpr OperationWords kWords = {"attention", "q, k, v, out and lse",
+constexpr OperationWords kWords = {"attention", "all tensors of a call",
                                    "out, and lse with return_lse"};
 
 struct AttentionCall {

@@ -52,7 +52,7 @@ class Words(NamedTuple):
     """What to pass where no output can be made."""
 
 
-ATTENTION = Words("attention", "q, k, v, out and lse", "out, and lse with return_lse")
+ATTENTION = Words("attention", "all tensors of a call", "out, and lse with return_lse")
 
 
 class Framework:

@@ -36,7 +36,7 @@ class Launch:
     device: str
     """"cpu", "cuda:N", or in plans a model of GPUs, such as "h200"."""
     grid: tuple[int, int, int]
-    """Blocks, of which sm90 and split launch no more than are resident; on the CPU grid[0] counts
+    """Blocks, of which sm90 launches no more than are resident; on the CPU grid[0] counts
     independent tiles."""
     block: tuple[int, int, int]
     """Threads of a block; on the CPU block[0] counts the threads that share the tiles."""
@@ -48,7 +48,7 @@ class Launch:
     """Shared memory of one block, static and dynamic."""
     tile_m: int
     """Of a block, or of a cluster that shares one; 0 where that says nothing. Attention: query rows
-    ("short" and "split": of all query heads that share keys). Products of experts: rows of an
+    ("short" and split KV: of all query heads that share keys). Products of experts: rows of an
     expert's weights."""
     tile_n: int
     """Attention: keys of one step ("short": of a warp). Products of experts: the most tokens."""
@@ -88,7 +88,7 @@ class Plan:
     operation: str
     """Such as "attention_forward"."""
     family: str
-    """Kernel family: "short", "split", "stream", "sm90", "sm89", "cpu"."""
+    """Kernel family: "short", "stream", "sm90", "sm89", "cpu"."""
     isa: str
     """The code that runs: "sm_90a", "avx512"."""
     microseconds: float
