@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/attention/short/traits.cuh"
+#include "cuda/tile/scheduler.cuh"
 #include "cuda/tile/sequence.cuh"
 #include "cuda/tile/thread.cuh"
 
@@ -23,10 +24,11 @@ struct Tile {
   template <class Traits>
   static __device__ __forceinline__ Tile of_block(const Params& params) {
     const int block = static_cast<int>(blockIdx.x);
-    const int tile = params.blocks_per_tile.quotient(block);
-    const int head = params.tiles_per_head.quotient(tile);
-    Tile result = of_rows<Traits>(params, head, tile - head * params.tiles_per_head.number());
-    result.rank = block - tile * params.blocks_per_tile.number();
+    const int position = params.blocks_per_tile.quotient(block);
+    const auto [head, tile] =
+        tile_in_order(params.tiles_per_head, params.tiles_per_head.number(), position);
+    Tile result = of_rows<Traits>(params, head, tile);
+    result.rank = block - position * params.blocks_per_tile.number();
     if (params.score.masked) {
       const int last_row = result.first_row + result.rows - 1;
       const Sequence sequence = sequence_of(params, result.batch);

@@ -279,7 +279,7 @@ void the_plan_is_what_the_launch_gets() {
     CHECK(first.shared_bytes == 32784 + fake::kStaticSharedBytes);
     CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1);
     CHECK(seen89.tensors.q == call.tensors[0].data && seen89.tensors.out == call.tensors[3].data);
-    CHECK(seen89.tiles_per_head == 1 && seen89.heads == 12 && seen89.heads_per_kv == 3);
+    CHECK(seen89.tiles_per_head == 1 && seen89.heads == 12 && seen89.by_heads_per_kv.value == 3);
     CHECK(std::strcmp(first.kernel, "attention_forward_sm89_fp16_d64_dv64") == 0);
     CHECK(first.device.device_type == FLASHMOE_DEVICE_CUDA && first.device.device_id == 0);
     check_read_back(plan);
