@@ -6,7 +6,7 @@
 set(FLASHMOE_ATTENTION_SM89_KERNELS
   "32,32" "64,64" "96,96" "128,128" "128,128,EightWarpTuning,_w8" "192,128" "192,192" "256,256")
 # Of these the third is the number of query rows of a tile.
-set(FLASHMOE_ATTENTION_SHORT_KERNELS
+set(FLASHMOE_ATTENTION_SM89_FEW_ROWS_KERNELS
   "64,64,8,_r8" "64,64,16,_r16" "64,64,32,_r32" "128,128,8,_r8" "128,128,16,_r16"
   "192,128,8,_r8" "192,128,16,_r16" "256,256,8,_r8")
 # Those of split KV are called so.

@@ -253,7 +253,7 @@ flashmoe_status launch(const Problem& problem, const Plan& plan, void*, void*) {
   return FLASHMOE_OK;
 }
 
-constexpr char kShort[] = "short";
+constexpr char kShort[] = "sm89_few_rows";
 constexpr char kStream[] = "stream";
 constexpr char kSm90[] = "sm90";
 constexpr char kSm89[] = "sm89";
@@ -268,7 +268,7 @@ constexpr Family<Problem> family() {
 
 }  // namespace
 
-const AttentionFamily kShortAttention = family<AttentionProblem, kShort, Kind::kFew>();
+const AttentionFamily kSm89FewRowsAttention = family<AttentionProblem, kShort, Kind::kFew>();
 const AttentionFamily kSm90Attention = family<AttentionProblem, kSm90, Kind::kMany>();
 const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMany>();
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
@@ -1052,7 +1052,7 @@ void fp32_is_for_the_cpu() {
 void the_least_time_serves_a_call() {
   Attention few(3, 200);
   CHECK(planned(few));
-  CHECK(launched.family == "short");
+  CHECK(launched.family == "sm89_few_rows");
   CHECK(planned(Attention(1000, 200)));
   CHECK(launched.family == "sm90");  // the first of two that take as long
   CHECK(planned(Forward(3)));
@@ -1062,10 +1062,10 @@ void the_least_time_serves_a_call() {
   flashmoe_plan plan = flashmoe_plan_init();
   CHECK(flashmoe_attention_forward_plan(few.ready(), &plan) == FLASHMOE_OK);
   CHECK(std::strcmp(plan.operation, "attention_forward") == 0);
-  CHECK(std::strcmp(plan.family, "short") == 0 && plan.microseconds == 131);
+  CHECK(std::strcmp(plan.family, "sm89_few_rows") == 0 && plan.microseconds == 131);
   CHECK(std::strcmp(plan.rejected,
-                    "sm90: takes 500.0 us by its estimate, short 131.0 us\n"
-                    "sm89: takes 500.0 us by its estimate, short 131.0 us\n"
+                    "sm90: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
+                    "sm89: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
                     "cpu: the tensors are on cuda:0, it computes on the CPU\n") == 0);
 }
 
@@ -1238,7 +1238,7 @@ void threads_know_their_own_calls() {
         CHECK(p.q.data == call[Attention::kQ].view.data &&
               p.out.data == call[Attention::kOut].view.data);
         CHECK(p.seq_q == call[Attention::kQ].shape[1]);
-        CHECK(launched.family == (round % 3 == 1 ? "short" : "sm90"));
+        CHECK(launched.family == (round % 3 == 1 ? "sm89_few_rows" : "sm90"));
       }
     });
   }

@@ -10,7 +10,7 @@ from installations import ROOT, checked, require_cuda_headers, require_tool
 
 # Of each family, by its folder, the kernels that the programs know.
 ENTRIES = {
-    "attention/short": ("fp16_d64_dv64_r8",),
+    "attention/sm89_few_rows": ("fp16_d64_dv64_r8",),
     "attention/sm89": ("fp16_d64_dv64",),
     "attention/sm90": ("fp16_d64_dv64", "split_kv_fp16_d64_dv64"),
     "moe/route": ("key32_e128", "key64_e1024"),
@@ -44,7 +44,7 @@ ATTENTION = (
     *(f"core/{name}.cpp" for name in CORE),
     *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "tensor_map")),
     *(f"cuda/attention/{name}.cpp" for name in ("cost", "launch", "walkable")),
-    *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90")),
+    *(f"cuda/attention/{family}/family.cpp" for family in ("sm89_few_rows", "sm89", "sm90")),
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("l2_swizzle", "split_kv", "split_kv_cost")),
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("stream_k", "whole_tiles")),
     "tests/cuda/host/fake_cuda.cpp",
@@ -93,7 +93,7 @@ LINK = {"test_launch": ("-Wl,--wrap=aligned_alloc",)}
 
 # Those of test_choice, where they are others.
 CHOICE_ENTRIES = {
-    "attention/short": (
+    "attention/sm89_few_rows": (
         "bf16_d64_r8",
         "bf16_d64_r16",
         "bf16_d64_r32",

@@ -61,7 +61,7 @@ flashmoe_status estimate_whole_tiles(const AttentionProblem& problem, const Work
   }
   // Persistent: no more blocks than multiprocessors, each of which holds one.
   *whole_tiles = {entry, std::min<int64_t>(tiles_per_head * heads, facts.multiprocessors),
-                  kBesideShort * tile_microseconds(work, tile_speed(entry->dim), facts)};
+                  kBesideFewRows * tile_microseconds(work, tile_speed(entry->dim), facts)};
   return FLASHMOE_OK;
 }
 

@@ -1,4 +1,4 @@
-// What a call takes by the short kernels, an estimate by which plan() chooses a split of its keys too.
+// What a call takes by the few-row kernels, an estimate by which plan() chooses a split of its keys too.
 #pragma once
 
 #include <algorithm>
@@ -6,9 +6,9 @@
 #include <cstdint>
 
 #include "cuda/attention/cost.h"
-#include "cuda/attention/short/params.h"
+#include "cuda/attention/sm89_few_rows/params.h"
 
-namespace flashmoe::short_rows {
+namespace flashmoe::sm89_few_rows {
 
 // A split of a call: tiles of so many rows, each of so many blocks.
 struct Split {
@@ -23,7 +23,7 @@ struct Split {
 };
 
 // Times in microseconds, rates per microsecond of one multiprocessor, of bytes that reach its registers. The
-// first three are fitted to measurements on an H200 (docs/kernels/attention_short.md); the others are
+// first three are fitted to measurements on an H200 (docs/kernels/attention_sm89_few_rows.md); the others are
 // estimates.
 inline constexpr double kStart = 1.95;      // launch and first loads
 inline constexpr double kEnd = 1.1;         // writing the output, which the warps of a block share
@@ -47,7 +47,8 @@ inline double product_rate(const DeviceFacts& facts) {
 
 // The time of this family: its blocks all read their tile's keys from the L2 to registers, at a
 // rate that they share, and cannot be faster than the memory.
-inline double short_microseconds(const Work& work, const Split& split, const DeviceFacts& facts) {
+inline double few_rows_microseconds(const Work& work, const Split& split,
+                                    const DeviceFacts& facts) {
   const double whole_tiles = work.heads_kv * ceil_of(work.rows, split.rows);
   const double tiles = whole_tiles * split.parts;
   const double waves = ceil_of(tiles, split.resident);
@@ -74,4 +75,4 @@ inline double short_microseconds(const Work& work, const Split& split, const Dev
          std::max(run, memory) + kUnhidden * std::min(run, memory);
 }
 
-}  // namespace flashmoe::short_rows
+}  // namespace flashmoe::sm89_few_rows

@@ -1,4 +1,4 @@
-"""The short family: packed query rows, keys split over blocks, and which calls it takes."""
+"""The few-row family: packed query rows, keys split over blocks, and which calls it takes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.gpu
 
 CLUSTERS = (1, 2, 4, 8, 16)
 GROUPS = (1, 3, 4, 7, 8, 32)
-SHORT_KERNELS = sorted(kernels.attention("short"))
+FEW_ROW_KERNELS = sorted(kernels.attention("sm89_few_rows"))
 
 
 @pytest.fixture(autouse=True)
 def _served() -> None:
-    reason = families.why_not("short")
+    reason = families.why_not("sm89_few_rows")
     if reason is not None:
         pytest.skip(reason)
 
@@ -66,10 +66,10 @@ def test_rows_of_all_heads_of_a_group_share_a_tile(group: int, seq_q: int) -> No
     for i, ((dim, dim_v), causal) in enumerate(options):
         _check(Case(dtype=("fp16", "bf16")[i % 2], batch=1 + i % 3, seq_q=seq_q, seq_k=150,
                     heads_q=3 * group, heads_kv=3, dim=dim, dim_v=dim_v, causal=causal,
-                    layout=("bshd", "bhsd")[i % 2], kernel="short", seed=i))  # fmt: skip
+                    layout=("bshd", "bhsd")[i % 2], kernel="sm89_few_rows", seed=i))  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", SHORT_KERNELS, ids=lambda kernel: kernel.table_name)
+@pytest.mark.parametrize("kernel", FEW_ROW_KERNELS, ids=lambda kernel: kernel.table_name)
 def test_every_kernel_by_name(kernel: Kernel) -> None:
     """Also where another number of rows would be the choice."""
     for i, (seq_q, seq_k, group) in enumerate(
@@ -89,7 +89,7 @@ def _splits(dim: int, dim_v: int, dtype: str) -> dict[int, Case]:
     found: dict[int, Case] = {}
     for seq_k, heads in itertools.product((8192, 2048, 1024), range(1, 2 * _multiprocessors() + 2)):
         case = Case(dtype=dtype, seq_q=1, seq_k=seq_k, heads_q=heads, heads_kv=heads, dim=dim,
-                    dim_v=dim_v, kernel="short", seed=heads)  # fmt: skip
+                    dim_v=dim_v, kernel="sm89_few_rows", seed=heads)  # fmt: skip
         plan = _plan(case)
         if plan.workspace_bytes == 0:
             found.setdefault(plan.cluster, case)
@@ -124,7 +124,7 @@ def test_parts_go_through_the_workspace(dim: int, dim_v: int, dtype: str) -> Non
         for causal in cases.CAUSAL:
             case = Case(dtype=dtype, batch=1 + i % 2, seq_q=seq_q, seq_k=seq_k,
                         heads_q=heads_kv * group, heads_kv=heads_kv, dim=dim, dim_v=dim_v,
-                        causal=causal, layout=("bshd", "bhsd")[i % 2], kernel="short",
+                        causal=causal, layout=("bshd", "bhsd")[i % 2], kernel="sm89_few_rows",
                         entry=("python", "c")[i % 2], softcap=30.0 if i == 2 else None,
                         seed=i)  # fmt: skip
             plan = _check(case)
@@ -136,7 +136,7 @@ def test_parts_go_through_the_workspace(dim: int, dim_v: int, dtype: str) -> Non
 def _many_keys(dtype: str, seq_q: int = 8) -> tuple[torch.Tensor, ...]:
     """Of a call whose plan has parts."""
     case = Case(
-        dtype=dtype, seq_q=seq_q, seq_k=65536, heads_q=4, dim=128, dim_v=128, kernel="short"
+        dtype=dtype, seq_q=seq_q, seq_k=65536, heads_q=4, dim=128, dim_v=128, kernel="sm89_few_rows"
     )
     assert families.parts(case, _plan(case)) > 1
     return cases.make_values(case, "cuda:0")
@@ -148,7 +148,7 @@ def test_rows_of_parts_are_computed_again(dtype: str) -> None:
     q, k, v = _many_keys(dtype)
     v[0, -4, 0, 5] = float("nan")
     v[0, -2, 0, 77] = float("inf")
-    options = {"causal": "bottom_right", "return_lse": True, "kernel": "short"}
+    options = {"causal": "bottom_right", "return_lse": True, "kernel": "sm89_few_rows"}
     want = fm.flash_attention(q, k, v, **options)
     query = torch.arange(8, device="cuda")[:, None]
     columns = torch.arange(128, device="cuda")
@@ -169,7 +169,7 @@ def test_blocks_without_keys(dim: int, dim_v: int, causal: str) -> None:
     clusters = set()
     for seq_q, seq_k in ((512, 512), (40, 2000), (300, 900), (520, 260)):
         clusters.add(_check(Case(dtype="bf16", seq_q=seq_q, seq_k=seq_k, dim=dim, dim_v=dim_v,
-                                 causal=causal, kernel="short")).cluster)  # fmt: skip
+                                 causal=causal, kernel="sm89_few_rows")).cluster)  # fmt: skip
     assert not _has_clusters() or max(clusters) > 1
 
 
@@ -177,11 +177,11 @@ def test_blocks_without_keys(dim: int, dim_v: int, causal: str) -> None:
 def test_blocks_of_a_cluster_agree_on_rows_computed_again(dtype: str) -> None:
     """A NaN of V on the diagonal: each block computes its share of the tile again, or does not."""
     seq = 512
-    case = Case(dtype=dtype, seq_q=seq, seq_k=seq, causal="top_left", kernel="short")
+    case = Case(dtype=dtype, seq_q=seq, seq_k=seq, causal="top_left", kernel="sm89_few_rows")
     q, k, v = cases.make_values(case, "cuda:0")
     v[0, 200, 0, 5] = float("nan")
     v[0, 300, 0, 60] = float("inf")
-    options = {"causal": "top_left", "return_lse": True, "kernel": "short"}
+    options = {"causal": "top_left", "return_lse": True, "kernel": "sm89_few_rows"}
     want = fm.flash_attention(q, k, v, **options)
     seen = torch.arange(seq, device="cuda")[:, None]
     columns = torch.arange(64, device="cuda")
@@ -201,7 +201,7 @@ def test_few_rows_go_to_short(seq_q: int, group: int) -> None:
         case = Case(dtype="bf16", batch=batch, seq_q=seq_q, seq_k=seq_k, heads_q=heads_kv * group,
                     heads_kv=heads_kv, dim=128, dim_v=128)  # fmt: skip
         plan = _plan(case)
-        assert plan.family == "short", f"{case}: {plan}"
+        assert plan.family == "sm89_few_rows", f"{case}: {plan}"
 
 
 @pytest.mark.parametrize("seq", [1, 32, 64, 128, 256, 512])
@@ -209,7 +209,7 @@ def test_few_rows_go_to_short(seq_q: int, group: int) -> None:
 def test_small_problems_go_to_short(seq: int, causal: str) -> None:
     case = Case(seq_q=seq, seq_k=seq, causal=causal)
     plan = _plan(case)
-    assert plan.family == "short"
+    assert plan.family == "sm89_few_rows"
     cases.check_case(case, "cuda:0")
     assert fm.last_launches() == plan.launches
 
@@ -222,9 +222,9 @@ def test_many_rows_do_not(dim: int, causal: str) -> None:
     plan = _plan(case)
     assert plan.family == families.of_many_rows()
     reasons = dict(line.split(": ", 1) for line in plan.rejected.splitlines())
-    assert reasons["short"].startswith("takes ")
-    named = _plan(dataclasses.replace(case, kernel="short"))
-    assert named.family == "short"
+    assert reasons["sm89_few_rows"].startswith("takes ")
+    named = _plan(dataclasses.replace(case, kernel="sm89_few_rows"))
+    assert named.family == "sm89_few_rows"
     assert named.microseconds >= plan.microseconds
     assert named.cluster == 1  # there are more tiles than multiprocessors
 
@@ -233,7 +233,7 @@ def test_a_split_keeps_the_device_busy_and_its_blocks_fed() -> None:
     """Blocks up to what the device holds, and none of them without a step of its own."""
     for heads, seq_k in itertools.product((1, 2, 8, 30, 64, 200), (16, 100, 1000, 10000, 100000)):
         case = Case(dtype="bf16", seq_q=1, seq_k=seq_k, heads_q=heads, heads_kv=heads, dim=128,
-                    dim_v=128, kernel="short")  # fmt: skip
+                    dim_v=128, kernel="sm89_few_rows")  # fmt: skip
         plan = _plan(case)
         blocks = plan.grid[0]
         steps = -(-seq_k // plan.tile_k)
@@ -255,7 +255,7 @@ def test_calls_that_follow_one_another_wait_for_their_inputs(seq_k: int) -> None
     def chain(wait: bool) -> torch.Tensor:
         y = x
         for _ in range(200):
-            y = fm.flash_attention(y, k, v, kernel="short")
+            y = fm.flash_attention(y, k, v, kernel="sm89_few_rows")
             if wait:
                 torch.cuda.synchronize()
         return y
@@ -268,10 +268,10 @@ def test_calls_that_follow_one_another_wait_for_their_inputs(seq_k: int) -> None
     buffer = torch.empty_like(want)
     copies = []
     for i in range(100):
-        fm.flash_attention(x * (i % 7), k, v, kernel="short", out=buffer)
+        fm.flash_attention(x * (i % 7), k, v, kernel="sm89_few_rows", out=buffer)
         copies.append(buffer + 0)
     for i, copy in enumerate(copies):
-        expected = fm.flash_attention(x * (i % 7), k, v, kernel="short")
+        expected = fm.flash_attention(x * (i % 7), k, v, kernel="sm89_few_rows")
         assert torch.equal(memory.bits(copy), memory.bits(expected)), i
 
 
@@ -281,6 +281,6 @@ def test_odd_strides_are_walked() -> None:
     backwards = memory.Placement((0, 1, 2, 3), (0, 16, 0, 0), 0, (), (0, 1, 2))
     for placement in (rows, backwards):
         case = Case(dtype="bf16", batch=2, seq_q=3, seq_k=333, heads_q=8, heads_kv=2, entry="c",
-                    causal="bottom_right", kernel="short")  # fmt: skip
+                    causal="bottom_right", kernel="sm89_few_rows")  # fmt: skip
         placements = (placement, placement, placement, case.placements[3])
         _check(dataclasses.replace(case, placements=placements))

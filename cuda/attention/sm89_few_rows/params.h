@@ -1,4 +1,4 @@
-// Arguments of the short attention kernel, as the device sees them.
+// Arguments of the few-row attention kernel, as the device sees them.
 #pragma once
 
 #include <vector_types.h>
@@ -8,7 +8,7 @@
 #include "cuda/divisor.h"
 #include "cuda/tile/score_options.h"
 
-namespace flashmoe::short_rows {
+namespace flashmoe::sm89_few_rows {
 
 inline constexpr int kMaxWarps = 8;     // of a block
 inline constexpr int kMaxCluster = 16;  // blocks of a cluster: powers of two up to this
@@ -36,4 +36,4 @@ struct Params {
   int32_t combine_workers_log2;  // of the second kernel
 };
 
-}  // namespace flashmoe::short_rows
+}  // namespace flashmoe::sm89_few_rows

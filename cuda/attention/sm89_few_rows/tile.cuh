@@ -1,12 +1,12 @@
 // The tile of a block: which rows it computes, and the keys that they see.
 #pragma once
 
-#include "cuda/attention/short/traits.cuh"
+#include "cuda/attention/sm89_few_rows/traits.cuh"
 #include "cuda/tile/scheduler.cuh"
 #include "cuda/tile/sequence.cuh"
 #include "cuda/tile/thread.cuh"
 
-namespace flashmoe::short_rows {
+namespace flashmoe::sm89_few_rows {
 
 using Keys = KeyRange;
 
@@ -127,4 +127,4 @@ struct Shared {
   }
 };
 
-}  // namespace flashmoe::short_rows
+}  // namespace flashmoe::sm89_few_rows

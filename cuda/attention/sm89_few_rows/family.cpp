@@ -1,4 +1,4 @@
-// The short family: which kernel and split serve a problem, and with what parameters it is
+// The sm89_few_rows family: which kernel and split serve a problem, and with what parameters it is
 // launched.
 #include <algorithm>
 #include <climits>
@@ -7,15 +7,15 @@
 #include "core/backends.h"
 #include "core/status.h"
 #include "cuda/attention/combine.h"
-#include "cuda/attention/short/cost.h"
-#include "cuda/attention/short/entry.h"
-#include "cuda/attention/short/params.h"
+#include "cuda/attention/sm89_few_rows/cost.h"
+#include "cuda/attention/sm89_few_rows/entry.h"
+#include "cuda/attention/sm89_few_rows/params.h"
 #include "cuda/gpu_models.h"
 
-namespace flashmoe::short_rows {
+namespace flashmoe::sm89_few_rows {
 
 #define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
-#include "cuda/attention/short/entries.inc"
+#include "cuda/attention/sm89_few_rows/entries.inc"
 #undef FLASHMOE_ENTRY
 
 namespace {
@@ -25,7 +25,7 @@ constexpr int64_t kMaxRows = kMaxSequence;
 
 const Entry* const kEntries[] = {
 #define FLASHMOE_ENTRY(name) &entry_##name,
-#include "cuda/attention/short/entries.inc"
+#include "cuda/attention/sm89_few_rows/entries.inc"
 #undef FLASHMOE_ENTRY
 };
 
@@ -109,7 +109,7 @@ void consider(const Entry& entry, const Abilities& abilities, const Work& work,
         entry.rows,       entry.step_keys,        warps, cluster, resident, static_cast<int>(parts),
         entry.part_bytes, entry.dim + entry.dim_v};
     if (resident == 0) return;
-    const double microseconds = short_microseconds(work, split, facts);
+    const double microseconds = few_rows_microseconds(work, split, facts);
     if (best->entry == nullptr || microseconds < best->microseconds) {
       *best = {&entry, warps, cluster, split.parts, microseconds};
     }
@@ -263,11 +263,11 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* 
 }
 
 }  // namespace
-}  // namespace flashmoe::short_rows
+}  // namespace flashmoe::sm89_few_rows
 
 namespace flashmoe {
 
-const AttentionFamily kShortAttention = {"short", FLASHMOE_DEVICE_CUDA, &short_rows::plan,
-                                         &short_rows::launch};
+const AttentionFamily kSm89FewRowsAttention = {"sm89_few_rows", FLASHMOE_DEVICE_CUDA,
+                                               &sm89_few_rows::plan, &sm89_few_rows::launch};
 
 }  // namespace flashmoe

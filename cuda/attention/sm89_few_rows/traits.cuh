@@ -1,13 +1,13 @@
-// Every constant of the short attention kernels. The plan, the launch and the device code are
+// Every constant of the few-row attention kernels. The plan, the launch and the device code are
 // filled from here and nowhere else.
 #pragma once
 
 #include <cstdint>
 
-#include "cuda/attention/short/params.h"
+#include "cuda/attention/sm89_few_rows/params.h"
 #include "cuda/tile/extents.h"
 
-namespace flashmoe::short_rows {
+namespace flashmoe::sm89_few_rows {
 
 // Registers that a lane needs for so many keys a step: K and V, Q and the accumulators, and scores.
 constexpr int lane_registers(int keys, int rows, int dim, int dim_v, bool queries_in_registers) {
@@ -66,4 +66,4 @@ struct Traits {
   static_assert(shared_bytes(kMaxWarps, kMaxCluster) <= 99 * 1024, "of an sm_89 block");
 };
 
-}  // namespace flashmoe::short_rows
+}  // namespace flashmoe::sm89_few_rows

@@ -14,13 +14,13 @@
 // Clusters are of sm_90 code.
 #pragma once
 
-#include "cuda/attention/short/combine.cuh"
+#include "cuda/attention/sm89_few_rows/combine.cuh"
 
 #if __CUDA_ARCH__ >= 900
 #include "cuda/ptx/pdl.cuh"
 #endif
 
-namespace flashmoe::short_rows {
+namespace flashmoe::sm89_few_rows {
 
 // The keys of each row.
 template <class Traits>
@@ -132,4 +132,4 @@ __global__ void __launch_bounds__(kMaxWarps* kThreadsPerWarp, 1)
   }
 }
 
-}  // namespace flashmoe::short_rows
+}  // namespace flashmoe::sm89_few_rows

@@ -17,14 +17,14 @@
 #pragma once
 
 #include "cuda/attention/masked_row_fallback.cuh"
-#include "cuda/attention/short/tile.cuh"
+#include "cuda/attention/sm89_few_rows/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/movmatrix.cuh"
 #include "cuda/tile/softmax.cuh"
 
-namespace flashmoe::short_rows {
+namespace flashmoe::sm89_few_rows {
 
 template <class Traits>
 using KFragments = uint32_t[Traits::kStepKeys / 8][Traits::kKChunks][4];  // of keys 8i + g
@@ -279,4 +279,4 @@ struct RowStatistics {
   }
 };
 
-}  // namespace flashmoe::short_rows
+}  // namespace flashmoe::sm89_few_rows

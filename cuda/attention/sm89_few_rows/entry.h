@@ -1,10 +1,10 @@
-// One instantiated short attention kernel, as the host sees it.
+// One instantiated few-row attention kernel, as the host sees it.
 #pragma once
 
 #include "cuda/attention/launch.h"
-#include "cuda/attention/short/params.h"
+#include "cuda/attention/sm89_few_rows/params.h"
 
-namespace flashmoe::short_rows {
+namespace flashmoe::sm89_few_rows {
 
 inline constexpr int kWarpChoices = 4;     // 1, 2, 4 and 8 warps
 inline constexpr int kClusterChoices = 5;  // 1, 2, 4, 8 and 16 blocks
@@ -28,4 +28,4 @@ struct Entry : Kernel {
   Kernel combine;  // the second kernel
 };
 
-}  // namespace flashmoe::short_rows
+}  // namespace flashmoe::sm89_few_rows

@@ -3,14 +3,14 @@
 #pragma once
 
 #include "cuda/attention/combine.cuh"
-#include "cuda/attention/short/combine.cuh"
+#include "cuda/attention/sm89_few_rows/combine.cuh"
 
-namespace flashmoe::short_rows {
+namespace flashmoe::sm89_few_rows {
 
 template <class Traits>
 class SplitRow {
  public:
-  using Params = short_rows::Params;
+  using Params = sm89_few_rows::Params;
   static constexpr int kUnitsPerRow = Traits::kUnitsPerRow;
 
   __device__ __forceinline__ SplitRow(const Params& params, int packed, int head)
@@ -45,4 +45,4 @@ class SplitRow {
   int first_block_;
 };
 
-}  // namespace flashmoe::short_rows
+}  // namespace flashmoe::sm89_few_rows

@@ -4,14 +4,14 @@
 #pragma once
 
 #include "cuda/attention/combine.cuh"
-#include "cuda/attention/short/products.cuh"
+#include "cuda/attention/sm89_few_rows/products.cuh"
 
 #if __CUDA_ARCH__ >= 900
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #endif
 
-namespace flashmoe::short_rows {
+namespace flashmoe::sm89_few_rows {
 
 // A unit of 16 bytes is not where its column would put it in a warp's part: this way the eight
 // lanes that store at a time, of columns 8 apart and rows 2 apart, meet all banks, as do those that
@@ -230,4 +230,4 @@ __device__ __forceinline__ void leave_part(const Params& params, const Tile& til
   }
 }
 
-}  // namespace flashmoe::short_rows
+}  // namespace flashmoe::sm89_few_rows
