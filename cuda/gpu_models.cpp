@@ -84,12 +84,12 @@ constexpr Compiled kCompiled[] = {
     {"attention_combine_sm90_split_kv_bf16_d256_", 4144, kMostRegisters},
     {"moe_route_once_", 144, kMostRegisters},
     {"moe_route_place", 41232, kMostRegisters},
-    {"moe_up_stream_fp16_bulk", 256, kMostRegisters},
-    {"moe_up_stream_bf16_bulk", 256, kMostRegisters},
-    {"moe_up_stream_", 64, kMostRegisters},
-    {"moe_down_stream_fp16_bulk", 256, kMostRegisters},
-    {"moe_down_stream_bf16_bulk", 256, kMostRegisters},
-    {"moe_down_stream_", 80, kMostRegisters},
+    {"moe_up_sm90_few_tokens_fp16_bulk", 256, kMostRegisters},
+    {"moe_up_sm90_few_tokens_bf16_bulk", 256, kMostRegisters},
+    {"moe_up_sm89_few_tokens_", 64, kMostRegisters},
+    {"moe_down_sm90_few_tokens_fp16_bulk", 256, kMostRegisters},
+    {"moe_down_sm90_few_tokens_bf16_bulk", 256, kMostRegisters},
+    {"moe_down_sm89_few_tokens_", 80, kMostRegisters},
     {"", 0, kMostRegisters},
 };
 

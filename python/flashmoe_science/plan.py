@@ -89,7 +89,7 @@ class Plan:
     operation: str
     """Such as "attention_forward"."""
     family: str
-    """Kernel family: "sm89_few_rows", "stream", "sm90", "sm89", "cpu"."""
+    """Kernel family: "sm89_few_rows", "sm89_few_tokens", "sm90", "sm89", "cpu"."""
     isa: str
     """The code that runs: "sm_90a", "avx512"."""
     microseconds: float

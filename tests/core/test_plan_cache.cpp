@@ -254,7 +254,7 @@ flashmoe_status launch(const Problem& problem, const Plan& plan, void*, void*) {
 }
 
 constexpr char kShort[] = "sm89_few_rows";
-constexpr char kStream[] = "stream";
+constexpr char kFewTokens[] = "sm89_few_tokens";
 constexpr char kSm90[] = "sm90";
 constexpr char kSm89[] = "sm89";
 constexpr char kCuda[] = "cuda";
@@ -274,7 +274,7 @@ const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMa
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
 const MoeRouteFamily kCudaMoeRoute = family<MoeRouteProblem, kCuda, Kind::kMany>();
 const MoeRouteFamily kCpuMoeRoute = family<MoeRouteProblem, kCpu, Kind::kHost>();
-const MoeForwardFamily kStreamMoeForward = family<MoeForwardProblem, kStream, Kind::kFew>();
+const MoeForwardFamily kSm89FewTokensMoeForward = family<MoeForwardProblem, kFewTokens, Kind::kFew>();
 const MoeForwardFamily kSm90MoeForward = family<MoeForwardProblem, kSm90, Kind::kMany>();
 const MoeForwardFamily kSm89MoeForward = family<MoeForwardProblem, kSm89, Kind::kMany>();
 const MoeForwardFamily kCpuMoeForward = family<MoeForwardProblem, kCpu, Kind::kHost>();
@@ -770,7 +770,7 @@ void layers_are_told_apart() {
                [](C* c) { c->params.up_offset = 1.0f; },
                [](C* c) { c->params.weight_on_input = 1; },
                [](C* c) { c->kernel = "sm89"; },
-               [](C* c) { c->kernel = "stream"; },
+               [](C* c) { c->kernel = "sm89_few_tokens"; },
                [](C* c) { c->retype(kHalf, kBf16); },
                [](C* c) { c->put_on({FLASHMOE_DEVICE_CUDA, 1}); },
                [](C* c) { (*c)[C::kGateUpBias].set({8, 32}, kFloat); },
@@ -1056,7 +1056,7 @@ void the_least_time_serves_a_call() {
   CHECK(planned(Attention(1000, 200)));
   CHECK(launched.family == "sm90");  // the first of two that take as long
   CHECK(planned(Forward(3)));
-  CHECK(launched.family == "stream");
+  CHECK(launched.family == "sm89_few_tokens");
   CHECK(planned(Forward(501)));
   CHECK(launched.family == "sm90");
   flashmoe_plan plan = flashmoe_plan_init();

@@ -20,8 +20,8 @@ ENTRIES = {
         *("bf16_gated_interleaved", "bf16_up", "bf16_up_t", "bf16_down", "bf16_down_t"),
         *("bf16_down_short", "bf16_down_middle"),
     ),
-    "moe/stream": ("bf16_t1_n8", "bf16_t2_n16"),
-    "moe/stream/bulk": ("bf16_bulk",),
+    "moe/sm89_few_tokens": ("bf16_t1_n8", "bf16_t2_n16"),
+    "moe/sm90_few_tokens": ("bf16_bulk",),
 }
 CORE = (
     *("checks", "choose", "dtype", "launch", "log", "operation", "ops/attention/forward"),
@@ -39,7 +39,7 @@ MOE_FAMILIES = (
     "cuda/tensor_map.cpp",
     "tests/cuda/host/made_up_moe.cpp",
 )
-MOE_STREAM = ("cuda/moe/stream/family.cpp", "tests/cuda/host/made_up_stream.cpp")
+MOE_FEW_TOKENS = ("cuda/moe/sm89_few_tokens/family.cpp", "tests/cuda/host/made_up_few_tokens.cpp")
 ATTENTION = (
     *(f"core/{name}.cpp" for name in CORE),
     *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "tensor_map")),
@@ -69,14 +69,14 @@ SOURCES = {
         "cuda/moe/combine/stage.cpp",
     ),
     "test_moe_limits": (*MOE_CORE, *MOE_CUDA, *MOE_FAMILIES),
-    "test_moe_few": (*MOE_CORE, *MOE_CUDA, *MOE_STREAM),
+    "test_moe_few": (*MOE_CORE, *MOE_CUDA, *MOE_FEW_TOKENS),
     "test_moe_calls": (
         *MOE_CORE,
         *(f"core/{name}.cpp" for name in ("choose", "ops/moe/grouped_product", "ops/moe/checks")),
         *(f"core/{name}.cpp" for name in ("ops/moe/forward", "operation", "overlap")),
         *MOE_CUDA,
         *MOE_FAMILIES,
-        *MOE_STREAM,
+        *MOE_FEW_TOKENS,
     ),
 }
 OPTIONS = (

@@ -291,10 +291,16 @@ _MOE_KERNELS = {
     "route_once_kernel": ["moe_route_once_key32_e128"],
     "route_choose_kernel": ["moe_route_choose_key32_e128"],
     "route_place_kernel": ["moe_route_place"],
-    "moe_up_kernel": ["moe_up_stream_fp16_gated", "moe_up_stream_bf16_gated"],
-    "moe_down_kernel": ["moe_down_stream_fp16", "moe_down_stream_bf16"],
-    "moe_up_bulk_kernel": ["moe_up_stream_fp16_bulk_gated", "moe_up_stream_bf16_bulk_gated"],
-    "moe_down_bulk_kernel": ["moe_down_stream_fp16_bulk", "moe_down_stream_bf16_bulk"],
+    "moe_up_kernel": ["moe_up_sm89_few_tokens_fp16_gated", "moe_up_sm89_few_tokens_bf16_gated"],
+    "moe_down_kernel": ["moe_down_sm89_few_tokens_fp16", "moe_down_sm89_few_tokens_bf16"],
+    "moe_up_bulk_kernel": [
+        "moe_up_sm90_few_tokens_fp16_bulk_gated",
+        "moe_up_sm90_few_tokens_bf16_bulk_gated",
+    ],
+    "moe_down_bulk_kernel": [
+        "moe_down_sm90_few_tokens_fp16_bulk",
+        "moe_down_sm90_few_tokens_bf16_bulk",
+    ],
     "moe_combine_kernel": ["moe_combine_fp16"],
     "grouped_product_kernel": ["grouped_product_sm89_fp16"],
 }

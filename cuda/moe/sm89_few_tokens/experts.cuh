@@ -1,10 +1,10 @@
 // Which experts have rows, and which rows: found by every block from what routing left.
 #pragma once
 
-#include "cuda/moe/stream/traits.cuh"
+#include "cuda/moe/sm89_few_tokens/traits.cuh"
 #include "cuda/tile/thread.cuh"
 
-namespace flashmoe::moe::stream {
+namespace flashmoe::moe::sm89_few_tokens {
 
 // An expert with rows. Its slots are taken in *entries* of up to entry_tokens each.
 struct __align__(16) Record {
@@ -104,4 +104,4 @@ __device__ __forceinline__ Experts find_experts(const Routing& routing, int entr
   return experts;
 }
 
-}  // namespace flashmoe::moe::stream
+}  // namespace flashmoe::moe::sm89_few_tokens

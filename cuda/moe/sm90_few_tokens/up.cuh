@@ -6,10 +6,10 @@
 // and ends the unit while the others go on.
 #pragma once
 
-#include "cuda/moe/stream/bulk/stages.cuh"
-#include "cuda/moe/stream/up.cuh"
+#include "cuda/moe/sm90_few_tokens/stages.cuh"
+#include "cuda/moe/sm89_few_tokens/up.cuh"
 
-namespace flashmoe::moe::stream::bulk {
+namespace flashmoe::moe::sm89_few_tokens::bulk {
 
 // Shared memory of a block: stages, parts, records, tokens.
 struct UpMemory {
@@ -184,4 +184,4 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   consume_up<Element>(work, ring, shared.parts(), part_barriers, warp);
 }
 
-}  // namespace flashmoe::moe::stream::bulk
+}  // namespace flashmoe::moe::sm89_few_tokens::bulk

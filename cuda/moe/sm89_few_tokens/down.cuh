@@ -12,9 +12,9 @@
 // this one start, so that what was there before it, weights and routing, is there.
 #pragma once
 
-#include "cuda/moe/stream/up.cuh"
+#include "cuda/moe/sm89_few_tokens/up.cuh"
 
-namespace flashmoe::moe::stream {
+namespace flashmoe::moe::sm89_few_tokens {
 
 struct DownJob {
   struct Position {
@@ -342,4 +342,4 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-}  // namespace flashmoe::moe::stream
+}  // namespace flashmoe::moe::sm89_few_tokens

@@ -1,15 +1,15 @@
-// Kernels of the stream family without code.
+// Kernels of the few-token family without code.
 #include "cuda/host/made_up_moe.h"
-#include "cuda/moe/stream/entry.h"
+#include "cuda/moe/sm89_few_tokens/entry.h"
 
 namespace flashmoe::made_up {
-int stream_bytes_more = 0;
+int few_token_bytes_more = 0;
 }
 
-namespace flashmoe::moe::stream {
+namespace flashmoe::moe::sm89_few_tokens {
 
 static int bytes_of(const SharedShape& shape) {
-  return 4096 * shape.stages + made_up::stream_bytes_more;
+  return 4096 * shape.stages + made_up::few_token_bytes_more;
 }
 static LoadedKernel loaded[6][kMaxDevices];
 
@@ -39,4 +39,4 @@ const Entry entry_bf16_t1_n8 = entry_of(1, 8, false, 0);
 const Entry entry_bf16_t2_n16 = entry_of(2, 16, false, 2);
 const Entry entry_bf16_bulk = entry_of(1, 8, true, 4);
 
-}  // namespace flashmoe::moe::stream
+}  // namespace flashmoe::moe::sm89_few_tokens

@@ -1,4 +1,4 @@
-// The stream family: which pair of kernels serves a layer with few tokens, and with what parameters
+// The sm89_few_tokens family: which pair of kernels serves a layer with few tokens, and with what parameters
 // they are launched.
 #include <algorithm>
 #include <climits>
@@ -8,16 +8,16 @@
 #include "core/gpu_model.h"
 #include "core/status.h"
 #include "cuda/launch.h"
-#include "cuda/moe/stream/cost.h"
-#include "cuda/moe/stream/entry.h"
-#include "cuda/moe/stream/params.h"
+#include "cuda/moe/sm89_few_tokens/cost.h"
+#include "cuda/moe/sm89_few_tokens/entry.h"
+#include "cuda/moe/sm89_few_tokens/params.h"
 
-namespace flashmoe::moe::stream {
+namespace flashmoe::moe::sm89_few_tokens {
 
 #define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
-#include "cuda/moe/stream/entries.inc"
+#include "cuda/moe/sm89_few_tokens/entries.inc"
 #if FLASHMOE_WITH_SM90
-#include "cuda/moe/stream/bulk/entries.inc"
+#include "cuda/moe/sm90_few_tokens/entries.inc"
 #endif
 #undef FLASHMOE_ENTRY
 
@@ -28,9 +28,9 @@ constexpr int64_t kMostColumns = int64_t{1} << 24;  // of H and I: products with
 
 const Entry* const kEntries[] = {
 #define FLASHMOE_ENTRY(name) &entry_##name,
-#include "cuda/moe/stream/entries.inc"
+#include "cuda/moe/sm89_few_tokens/entries.inc"
 #if FLASHMOE_WITH_SM90
-#include "cuda/moe/stream/bulk/entries.inc"
+#include "cuda/moe/sm90_few_tokens/entries.inc"
 #endif
 #undef FLASHMOE_ENTRY
 };
@@ -367,11 +367,11 @@ flashmoe_status launch(const MoeForwardProblem& p, const Plan& plan, void* works
 }
 
 }  // namespace
-}  // namespace flashmoe::moe::stream
+}  // namespace flashmoe::moe::sm89_few_tokens
 
 namespace flashmoe {
 
-const MoeForwardFamily kStreamMoeForward = {"stream", FLASHMOE_DEVICE_CUDA, &moe::stream::plan,
-                                            &moe::stream::launch};
+const MoeForwardFamily kSm89FewTokensMoeForward = {"sm89_few_tokens", FLASHMOE_DEVICE_CUDA, &moe::sm89_few_tokens::plan,
+                                            &moe::sm89_few_tokens::launch};
 
 }  // namespace flashmoe

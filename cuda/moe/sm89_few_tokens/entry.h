@@ -1,11 +1,11 @@
-// One instantiated pair of stream kernels, as the host sees it.
+// One instantiated pair of few-token kernels, as the host sees it.
 #pragma once
 
 #include "core/dtype.h"
 #include "cuda/launch.h"
-#include "cuda/moe/stream/params.h"
+#include "cuda/moe/sm89_few_tokens/params.h"
 
-namespace flashmoe::moe::stream {
+namespace flashmoe::moe::sm89_few_tokens {
 
 // Dynamic, of a block: what an sm_89 block may have, less the static. A kernel is allowed what its
 // device has when it is loaded there.
@@ -35,4 +35,4 @@ struct Entry {
   int (*down_bytes)(const SharedShape& shape);
 };
 
-}  // namespace flashmoe::moe::stream
+}  // namespace flashmoe::moe::sm89_few_tokens

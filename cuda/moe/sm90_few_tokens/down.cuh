@@ -11,10 +11,10 @@
 // one start, so that what was there before it, weights and routing, is there.
 #pragma once
 
-#include "cuda/moe/stream/bulk/stages.cuh"
-#include "cuda/moe/stream/down.cuh"
+#include "cuda/moe/sm90_few_tokens/stages.cuh"
+#include "cuda/moe/sm89_few_tokens/down.cuh"
 
-namespace flashmoe::moe::stream::bulk {
+namespace flashmoe::moe::sm89_few_tokens::bulk {
 
 // Shared memory of a block: stages, sums, records, slots.
 struct DownMemory {
@@ -298,4 +298,4 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   consume_down<Element>(DownWork(params, experts), ring, shared, warp);
 }
 
-}  // namespace flashmoe::moe::stream::bulk
+}  // namespace flashmoe::moe::sm89_few_tokens::bulk

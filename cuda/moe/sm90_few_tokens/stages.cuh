@@ -7,14 +7,14 @@
 // through an expert's matrix in the order of memory.
 #pragma once
 
-#include "cuda/moe/stream/bulk/traits.cuh"
-#include "cuda/moe/stream/pipeline.cuh"
+#include "cuda/moe/sm90_few_tokens/traits.cuh"
+#include "cuda/moe/sm89_few_tokens/pipeline.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/tma.cuh"
 
-namespace flashmoe::moe::stream::bulk {
+namespace flashmoe::moe::sm89_few_tokens::bulk {
 
 // One product's rows and tokens.
 template <class Element>
@@ -348,4 +348,4 @@ __device__ __forceinline__ Unit unit_of(const Experts& experts, int entry, int& 
   return unit;
 }
 
-}  // namespace flashmoe::moe::stream::bulk
+}  // namespace flashmoe::moe::sm89_few_tokens::bulk

@@ -1,4 +1,4 @@
-"""The machine code of the stream kernels of the mixture of experts, as it is in the library."""
+"""The machine code of the few-token kernels of the mixture of experts, as it is in the library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import sass
 
 _FUNCTION = re.compile(
-    r"moe6stream\d+moe_(up|down)_kernelI\w*?Traits"
+    r"moe15sm89_few_tokens\d\dmoe_(up|down)_kernelI\w*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d)ELi(\d)E"
 )
 _TILES = ((1, 1), (2, 1), (2, 2))

@@ -6,7 +6,7 @@
 // to its sums what the warps behind it found of that unit, after the one time that they all meet.
 #pragma once
 
-#include "cuda/moe/stream/pipeline.cuh"
+#include "cuda/moe/sm89_few_tokens/pipeline.cuh"
 #include "cuda/ptx/movmatrix.cuh"
 #include "cuda/tile/activation.cuh"
 
@@ -14,7 +14,7 @@
 #include "cuda/ptx/pdl.cuh"
 #endif
 
-namespace flashmoe::moe::stream {
+namespace flashmoe::moe::sm89_few_tokens {
 
 struct UpJob {
   struct Position {
@@ -299,4 +299,4 @@ __global__ void __launch_bounds__(kThreads, 2)
   compute_up<Traits>(params, shared, job);
 }
 
-}  // namespace flashmoe::moe::stream
+}  // namespace flashmoe::moe::sm89_few_tokens

@@ -1,13 +1,13 @@
-// Every constant of the stream kernels. The plan, the launch and the device code are filled from
+// Every constant of the few-token kernels. The plan, the launch and the device code are filled from
 // here and nowhere else.
 #pragma once
 
 #include <cstdint>
 
-#include "cuda/moe/stream/params.h"
+#include "cuda/moe/sm89_few_tokens/params.h"
 #include "cuda/tile/extents.h"
 
-namespace flashmoe::moe::stream {
+namespace flashmoe::moe::sm89_few_tokens {
 
 inline constexpr int kWarps = 8;
 inline constexpr int kThreads = kWarps * kThreadsPerWarp;
@@ -48,4 +48,4 @@ struct Traits {
   }
 };
 
-}  // namespace flashmoe::moe::stream
+}  // namespace flashmoe::moe::sm89_few_tokens

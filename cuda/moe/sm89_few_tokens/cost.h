@@ -9,7 +9,7 @@
 #include "cuda/moe/cost.h"
 #include "cuda/tile/extents.h"
 
-namespace flashmoe::moe::stream {
+namespace flashmoe::moe::sm89_few_tokens {
 
 // More tokens it does not serve: sums of every token are in shared memory.
 inline constexpr int64_t kMostTokensServed = 128;
@@ -119,4 +119,4 @@ inline double stream_microseconds(const MoeForwardProblem& p, bool bulk, const D
   return microseconds(work, {kStart, memory_share, kRate}, facts);
 }
 
-}  // namespace flashmoe::moe::stream
+}  // namespace flashmoe::moe::sm89_few_tokens

@@ -1,4 +1,4 @@
-"""The machine code of Hopper's stream kernels for few tokens, as it is in the library."""
+"""The machine code of Hopper's few-token kernels, as it is in the library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import kernels
 import pytest
 import sass
 
-_FUNCTION = re.compile(r"moe6stream4bulk\d+moe_(up|down)_bulk_kernelI(6__half|13__nv_bfloat16)E")
+_FUNCTION = re.compile(
+    r"moe15sm89_few_tokens4bulk\d+moe_(up|down)_bulk_kernelI(6__half|13__nv_bfloat16)E"
+)
 
 
 class Kernel(NamedTuple):

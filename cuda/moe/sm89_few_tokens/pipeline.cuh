@@ -9,12 +9,12 @@
 // meet nowhere, and a lane's reads conflict with no other's.
 #pragma once
 
-#include "cuda/moe/stream/experts.cuh"
+#include "cuda/moe/sm89_few_tokens/experts.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mma.cuh"
 
-namespace flashmoe::moe::stream {
+namespace flashmoe::moe::sm89_few_tokens {
 
 // 16 weight rows of an expert times kTiles, with some of its tokens.
 struct Unit {
@@ -309,4 +309,4 @@ struct Pipeline {
   }
 };
 
-}  // namespace flashmoe::moe::stream
+}  // namespace flashmoe::moe::sm89_few_tokens

@@ -1,4 +1,4 @@
-// Arguments of the stream kernels, as the device sees them.
+// Arguments of the few-token kernels, as the device sees them.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 #include "cuda/divisor.h"
 #include "cuda/tile/bias.h"
 
-namespace flashmoe::moe::stream {
+namespace flashmoe::moe::sm89_few_tokens {
 
 // Experts' weights [experts, rows, columns] as pairs of 8 rows that make the 16 of one product: of
 // a gate and of an up, or rows 0 to 7 and 8 to 15 of the one matrix. Strides in elements, columns
@@ -81,4 +81,4 @@ struct DownParams {
   int32_t weight_on_input;
 };
 
-}  // namespace flashmoe::moe::stream
+}  // namespace flashmoe::moe::sm89_few_tokens

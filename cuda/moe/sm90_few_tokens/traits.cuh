@@ -1,9 +1,9 @@
 // Every constant of the bulk kernels.
 #pragma once
 
-#include "cuda/moe/stream/traits.cuh"
+#include "cuda/moe/sm89_few_tokens/traits.cuh"
 
-namespace flashmoe::moe::stream::bulk {
+namespace flashmoe::moe::sm89_few_tokens::bulk {
 
 inline constexpr int kConsumers = 8;  // warps that compute
 inline constexpr int kConsumerThreads = kConsumers * kThreadsPerWarp;
@@ -33,4 +33,4 @@ constexpr int down_shared_bytes(int ring_bytes, int records, int pairs, int toke
   return ring_bytes + sums_bytes(tokens) + (records + 1) * kRecordBytes + pairs * 8;
 }
 
-}  // namespace flashmoe::moe::stream::bulk
+}  // namespace flashmoe::moe::sm89_few_tokens::bulk
