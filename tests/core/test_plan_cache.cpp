@@ -274,7 +274,8 @@ const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMa
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
 const MoeRouteFamily kCudaMoeRoute = family<MoeRouteProblem, kCuda, Kind::kMany>();
 const MoeRouteFamily kCpuMoeRoute = family<MoeRouteProblem, kCpu, Kind::kHost>();
-const MoeForwardFamily kSm89FewTokensMoeForward = family<MoeForwardProblem, kFewTokens, Kind::kFew>();
+const MoeForwardFamily kSm89FewTokensMoeForward =
+    family<MoeForwardProblem, kFewTokens, Kind::kFew>();
 const MoeForwardFamily kSm90MoeForward = family<MoeForwardProblem, kSm90, Kind::kMany>();
 const MoeForwardFamily kSm89MoeForward = family<MoeForwardProblem, kSm89, Kind::kMany>();
 const MoeForwardFamily kCpuMoeForward = family<MoeForwardProblem, kCpu, Kind::kHost>();

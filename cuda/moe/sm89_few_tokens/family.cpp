@@ -371,7 +371,8 @@ flashmoe_status launch(const MoeForwardProblem& p, const Plan& plan, void* works
 
 namespace flashmoe {
 
-const MoeForwardFamily kSm89FewTokensMoeForward = {"sm89_few_tokens", FLASHMOE_DEVICE_CUDA, &moe::sm89_few_tokens::plan,
-                                            &moe::sm89_few_tokens::launch};
+const MoeForwardFamily kSm89FewTokensMoeForward = {"sm89_few_tokens", FLASHMOE_DEVICE_CUDA,
+                                                   &moe::sm89_few_tokens::plan,
+                                                   &moe::sm89_few_tokens::launch};
 
 }  // namespace flashmoe

@@ -11,8 +11,8 @@
 // one start, so that what was there before it, weights and routing, is there.
 #pragma once
 
-#include "cuda/moe/sm90_few_tokens/stages.cuh"
 #include "cuda/moe/sm89_few_tokens/down.cuh"
+#include "cuda/moe/sm90_few_tokens/stages.cuh"
 
 namespace flashmoe::moe::sm89_few_tokens::bulk {
 

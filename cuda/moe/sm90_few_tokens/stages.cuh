@@ -7,8 +7,8 @@
 // through an expert's matrix in the order of memory.
 #pragma once
 
-#include "cuda/moe/sm90_few_tokens/traits.cuh"
 #include "cuda/moe/sm89_few_tokens/pipeline.cuh"
+#include "cuda/moe/sm90_few_tokens/traits.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/pdl.cuh"

@@ -6,8 +6,8 @@
 // and ends the unit while the others go on.
 #pragma once
 
-#include "cuda/moe/sm90_few_tokens/stages.cuh"
 #include "cuda/moe/sm89_few_tokens/up.cuh"
+#include "cuda/moe/sm90_few_tokens/stages.cuh"
 
 namespace flashmoe::moe::sm89_few_tokens::bulk {
 

@@ -521,8 +521,8 @@ void the_faster_layer_is_estimated_less() {
         "%ld tokens, %ld of %ld experts, %ld, %ld: few tokens %.1f of %.1f, sm90 %.1f of %.1f\n",
         static_cast<long>(m.extents.tokens), static_cast<long>(m.extents.top_k),
         static_cast<long>(m.extents.experts), static_cast<long>(m.extents.hidden),
-        static_cast<long>(m.extents.inner), stream, m.few_tokens, sm90, m.sm90);
-    CHECK((stream < sm90) == (m.few_tokens < m.sm90));
+        static_cast<long>(m.extents.inner), few_tokens, m.few_tokens, sm90, m.sm90);
+    CHECK((few_tokens < sm90) == (m.few_tokens < m.sm90));
     CHECK(estimate("sm89") > 1.3 * std::min(few_tokens, sm90));
     errors += std::pow(std::log(std::min(few_tokens, sm90) / std::min(m.few_tokens, m.sm90)), 2);
     ++shapes;
