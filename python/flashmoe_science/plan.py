@@ -180,17 +180,21 @@ def attention_plan(
 
     Raises what flash_attention would raise for its arguments.
     """
-    options: dict[str, Any] = {"causal": causal, "window": window, "layout": layout}
-    options |= {"scale": scale, "softcap": softcap, "kernel": kernel}
-    options["return_lse"] = parse_flag("return_lse", return_lse)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    options = {
+        "layout": layout, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
+        "kernel": kernel, "return_lse": parse_flag("return_lse", return_lse),
+    }  # fmt: skip
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     from flashmoe_science import _dispatch
 
-    if any(_dispatch.is_jax(tensor) for tensor in (q, k, v)):
-        _dispatch.common_framework({"q": q, "k": k, "v": v})
+    if any(_dispatch.is_jax(tensor) for tensor in given.values()):
+        inputs = {name: tensor for name, tensor in given.items() if name not in ("out", "lse")}
+        _dispatch.common_framework(inputs)
         from flashmoe_science import jax
 
-        return AttentionPlan.of(jax.plan(q, k, v, **options))
-    return AttentionPlan.of(_core.attention_plan(q, k, v, out, lse, **options))
+        return AttentionPlan.of(jax.plan("attention_forward", inputs, options))
+    return AttentionPlan.of(_core.plan("attention_forward", tensors, options))
 
 
 def attention_plan_for(
@@ -234,25 +238,20 @@ def attention_plan_for(
         parse_extent(name, extent, 2**63, "0 to 2^63 - 1") for name, extent in given.items()
     )
 
-    def shape(seq: int, heads: int, last: int) -> Sequence[int]:
-        return (batch, heads, seq, last) if layout == "bhsd" else (batch, seq, heads, last)
+    numbers, where = parse_dtype(dtype), parse_device(device)
 
-    shapes = (
-        shape(seq_q, heads_q, dim),
-        shape(seq_k, heads_kv, dim),
-        shape(seq_k, heads_kv, dim_v),
-    )
-    numbers = parse_dtype(dtype)
-    fields = _core.attention_plan_for(
-        *shapes,
-        dtypes=[numbers] * 3,
-        device=parse_device(device),
+    def tensor(seq: int, heads: int, last: int) -> Any:
+        rows = (heads, seq) if layout == "bhsd" else (seq, heads)
+        return (batch, *rows, last), numbers, where, None
+
+    return attention_plan(
+        tensor(seq_q, heads_q, dim),
+        tensor(seq_k, heads_kv, dim),
+        tensor(seq_k, heads_kv, dim_v),
         causal=causal,
         window=window,
-        scale=None,
         softcap=softcap,
         layout=layout,
+        return_lse=return_lse,
         kernel=kernel,
-        return_lse=parse_flag("return_lse", return_lse),
     )
-    return AttentionPlan.of(fields)
