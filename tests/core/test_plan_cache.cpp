@@ -253,7 +253,7 @@ flashmoe_status launch(const Problem& problem, const Plan& plan, void*, void*) {
   return FLASHMOE_OK;
 }
 
-constexpr char kShort[] = "sm89_few_rows";
+constexpr char kFewRows[] = "sm89_few_rows";
 constexpr char kFewTokens[] = "sm89_few_tokens";
 constexpr char kSm90[] = "sm90";
 constexpr char kSm89[] = "sm89";
@@ -268,7 +268,7 @@ constexpr Family<Problem> family() {
 
 }  // namespace
 
-const AttentionFamily kSm89FewRowsAttention = family<AttentionProblem, kShort, Kind::kFew>();
+const AttentionFamily kSm89FewRowsAttention = family<AttentionProblem, kFewRows, Kind::kFew>();
 const AttentionFamily kSm90Attention = family<AttentionProblem, kSm90, Kind::kMany>();
 const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMany>();
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
