@@ -340,7 +340,7 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
   }
   // A machine without a GPU has no family for CUDA tensors, however well they agree.
   if (q.tensor != nullptr && is_cuda(q.tensor)) {
-    for (const char* name : {"cpu", "sm89", "sm90", "short", "q", "kernel"})
+    for (const char* name : {"cpu", "sm89", "sm90", "sm89_few_rows", "q", "kernel"})
       judgement.invalid(name);
   }
 

@@ -78,8 +78,9 @@ void unserved(Random* random, Call* call) {
 }
 
 void unknown_kernel(Random* random, Call* call) {
-  call->kernel = random->one_of<const char*>({"sm89", "sm90", "short", "CPU", "cpu ", " cpu",
-                                              "%s%s%s%n", "nonsense", "cp", "\n", "\xff\xfe"});
+  call->kernel =
+      random->one_of<const char*>({"sm89", "sm90", "sm89_few_rows", "CPU", "cpu ", " cpu",
+                                   "%s%s%s%n", "nonsense", "cp", "\n", "\xff\xfe"});
   if (random->chance(0.1)) call->kernel.assign(10000, 'x');
   call->params.kernel = call->kernel.c_str();
 }

@@ -253,8 +253,8 @@ flashmoe_status launch(const Problem& problem, const Plan& plan, void*, void*) {
   return FLASHMOE_OK;
 }
 
-constexpr char kShort[] = "short";
-constexpr char kStream[] = "stream";
+constexpr char kFewRows[] = "sm89_few_rows";
+constexpr char kFewTokens[] = "sm89_few_tokens";
 constexpr char kSm90[] = "sm90";
 constexpr char kSm89[] = "sm89";
 constexpr char kCuda[] = "cuda";
@@ -268,13 +268,14 @@ constexpr Family<Problem> family() {
 
 }  // namespace
 
-const AttentionFamily kShortAttention = family<AttentionProblem, kShort, Kind::kFew>();
+const AttentionFamily kSm89FewRowsAttention = family<AttentionProblem, kFewRows, Kind::kFew>();
 const AttentionFamily kSm90Attention = family<AttentionProblem, kSm90, Kind::kMany>();
 const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMany>();
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
 const MoeRouteFamily kCudaMoeRoute = family<MoeRouteProblem, kCuda, Kind::kMany>();
 const MoeRouteFamily kCpuMoeRoute = family<MoeRouteProblem, kCpu, Kind::kHost>();
-const MoeForwardFamily kStreamMoeForward = family<MoeForwardProblem, kStream, Kind::kFew>();
+const MoeForwardFamily kSm89FewTokensMoeForward =
+    family<MoeForwardProblem, kFewTokens, Kind::kFew>();
 const MoeForwardFamily kSm90MoeForward = family<MoeForwardProblem, kSm90, Kind::kMany>();
 const MoeForwardFamily kSm89MoeForward = family<MoeForwardProblem, kSm89, Kind::kMany>();
 const MoeForwardFamily kCpuMoeForward = family<MoeForwardProblem, kCpu, Kind::kHost>();
@@ -770,7 +771,7 @@ void layers_are_told_apart() {
                [](C* c) { c->params.up_offset = 1.0f; },
                [](C* c) { c->params.weight_on_input = 1; },
                [](C* c) { c->kernel = "sm89"; },
-               [](C* c) { c->kernel = "stream"; },
+               [](C* c) { c->kernel = "sm89_few_tokens"; },
                [](C* c) { c->retype(kHalf, kBf16); },
                [](C* c) { c->put_on({FLASHMOE_DEVICE_CUDA, 1}); },
                [](C* c) { (*c)[C::kGateUpBias].set({8, 32}, kFloat); },
@@ -1052,20 +1053,20 @@ void fp32_is_for_the_cpu() {
 void the_least_time_serves_a_call() {
   Attention few(3, 200);
   CHECK(planned(few));
-  CHECK(launched.family == "short");
+  CHECK(launched.family == "sm89_few_rows");
   CHECK(planned(Attention(1000, 200)));
   CHECK(launched.family == "sm90");  // the first of two that take as long
   CHECK(planned(Forward(3)));
-  CHECK(launched.family == "stream");
+  CHECK(launched.family == "sm89_few_tokens");
   CHECK(planned(Forward(501)));
   CHECK(launched.family == "sm90");
   flashmoe_plan plan = flashmoe_plan_init();
   CHECK(flashmoe_attention_forward_plan(few.ready(), &plan) == FLASHMOE_OK);
   CHECK(std::strcmp(plan.operation, "attention_forward") == 0);
-  CHECK(std::strcmp(plan.family, "short") == 0 && plan.microseconds == 131);
+  CHECK(std::strcmp(plan.family, "sm89_few_rows") == 0 && plan.microseconds == 131);
   CHECK(std::strcmp(plan.rejected,
-                    "sm90: takes 500.0 us by its estimate, short 131.0 us\n"
-                    "sm89: takes 500.0 us by its estimate, short 131.0 us\n"
+                    "sm90: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
+                    "sm89: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
                     "cpu: the tensors are on cuda:0, it computes on the CPU\n") == 0);
 }
 
@@ -1238,7 +1239,7 @@ void threads_know_their_own_calls() {
         CHECK(p.q.data == call[Attention::kQ].view.data &&
               p.out.data == call[Attention::kOut].view.data);
         CHECK(p.seq_q == call[Attention::kQ].shape[1]);
-        CHECK(launched.family == (round % 3 == 1 ? "short" : "sm90"));
+        CHECK(launched.family == (round % 3 == 1 ? "sm89_few_rows" : "sm90"));
       }
     });
   }

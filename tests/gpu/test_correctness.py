@@ -28,12 +28,12 @@ def test_random_call(case: Case, family: str) -> None:
 
 @pytest.mark.parametrize("case", OTHER_CASES, ids=str)
 def test_random_call_that_names_no_kernel(case: Case) -> None:
-    """Where "short" would take longer, it goes to the best family that walks its strides."""
+    """Where few-row kernels would take longer, to the best family that walks its strides."""
     cases.check_case(case, "cuda:0")
     family = families.of_many_rows()
-    expected = {family, "short"}
+    expected = {family, "sm89_few_rows"}
     if not cases.is_walkable(case):
-        expected = {"sm89", "short"}
+        expected = {"sm89", "sm89_few_rows"}
     ran = fm.last_launches()[0].kernel
     assert ran.startswith(tuple(f"attention_forward_{each}_" for each in expected))
 

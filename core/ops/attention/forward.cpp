@@ -265,7 +265,7 @@ struct AttentionForward {
   static constexpr const char* kKernelPrefix = "attention_forward_";
   static constexpr const AttentionFamily* kFamilies[] = {
 #if FLASHMOE_WITH_CUDA
-      &kShortAttention,
+      &kSm89FewRowsAttention,
 #endif
 #if FLASHMOE_WITH_SM90
       &kSm90Attention,
