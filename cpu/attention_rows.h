@@ -194,19 +194,38 @@ class AttentionRows {
     return state_.output + ((row - r) * dim_v_panels_ + panel * kGroupRows + r) * kPanel;
   }
 
+  // The sink of a row's head, a logit; -inf where there are none.
+  float sink_of(int64_t row) const {
+    if (p_.sinks.data == nullptr) return -kInfinity;
+    const int64_t head = tile_.kv_head * group_heads_ + (tile_.first_row + row) % group_heads_;
+    const int64_t at = head * p_.sinks.stride;
+    if (p_.sinks.dtype == Dtype::kFloat32) return static_cast<const float*>(p_.sinks.data)[at];
+    return Simd::sum_of(Simd::load_first(static_cast<const Element*>(p_.sinks.data) + at, 1));
+  }
+
   void finish_row(int64_t row) {
     const bool sees_keys = first_key(row) < end_key(row);
-    const float sum = Simd::sum_of(Simd::load(state_.sums + row * kLanes));
+    const float sink = sink_of(row);
+    float sum = Simd::sum_of(Simd::load(state_.sums + row * kLanes));
+    float log_max = state_.maxima[row] * logit_scale_;
+    float rescale = 1.0f;  // of the output, where the sink is the row's maximum
+    if (sink != -kInfinity) {
+      const double excess = static_cast<double>(sink) - static_cast<double>(state_.maxima[row]) *
+                                                            static_cast<double>(logit_scale_);
+      const float weight = static_cast<float>(__builtin_exp(excess > 0 ? -excess : excess));
+      sum = excess > 0 ? sum * weight + 1.0f : sum + weight;
+      log_max = excess > 0 ? sink : log_max;
+      rescale = excess > 0 ? weight : 1.0f;
+    }
     // Scores that are all -inf leave sum 0, and 0 * (1 / 0) is the NaN that softmax gives.
-    const Vector inverse = Simd::broadcast(sees_keys ? 1.0f / sum : 0.0f);
+    const Vector inverse = Simd::broadcast(sees_keys ? rescale / sum : 0.0f);
     Element* out = static_cast<Element*>(p_.out.data) + offset_of(row, p_.out.strides);
     for (int64_t column = 0; column < p_.dim_v; column += kLanes) {
       const float* from = output_of(row, column / kPanel) + column % kPanel;
       Simd::store_first(out + column, Simd::multiply(Simd::load(from), inverse), p_.dim_v - column);
     }
     if (p_.lse != nullptr) {
-      p_.lse[offset_of(row, p_.lse_strides)] =
-          sees_keys ? state_.maxima[row] * logit_scale_ + __builtin_logf(sum) : -kInfinity;
+      p_.lse[offset_of(row, p_.lse_strides)] = sees_keys ? log_max + __builtin_logf(sum) : sink;
     }
   }
 

@@ -338,7 +338,12 @@ typedef struct flashmoe_attention_forward_params {
   const flashmoe_tensor* k_scale;
   const flashmoe_tensor* v_scale;
   const flashmoe_attention_sequences*
-      sequences; /* NULL: every row of the batch has all of its tensors */
+      sequences;                /* NULL: every row of the batch has all of its tensors */
+  const flashmoe_tensor* sinks; /* [heads_q], fp32 or q's dtype, any stride; NULL: none. A logit of
+                                   each head, of natural units and outside of scale and softcap, that
+                                   takes part in the softmax of every row and has no value: lse counts
+                                   it, and a row that sees no key has it as its lse. -inf is no sink,
+                                   +inf leaves nothing to the keys. */
 } flashmoe_attention_forward_params;
 
 static inline flashmoe_attention_forward_params flashmoe_attention_forward_params_init(void) {

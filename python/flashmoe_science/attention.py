@@ -20,6 +20,7 @@ def flash_attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: _T | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: Literal[False] = False,
     out: _T | None = None,
@@ -39,6 +40,7 @@ def flash_attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: _T | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: Literal[True],
     out: _T | None = None,
@@ -57,6 +59,7 @@ def flash_attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Any = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: bool = False,
     out: Any = None,
@@ -89,6 +92,9 @@ def flash_attention(
             is no bound. With causal right is 0 or None.
         scale: Factor of the logits; None is 1 / sqrt(dim).
         softcap: Logits become softcap * tanh(logit / softcap), before the mask; None is no cap.
+        sinks: [heads_q], fp32 or q's dtype, any stride: a logit of each head that takes part in
+            every softmax and has no value, as gpt-oss learns it. scale and softcap do not touch it,
+            the log-sum-exp counts it. None is no sinks.
         layout: "bshd" or "bhsd".
         return_lse: Also return the log-sum-exp of each row's logits, natural logarithm.
         out: Where to write the result, [batch, seq_q, heads_q, dim_v] in the same layout. A new one
@@ -101,7 +107,8 @@ def flash_attention(
             None is the current stream of the tensors' library. Ignored on the CPU. Not for JAX.
 
     Returns:
-        out, or (out, lse) with return_lse. A query that sees no key gives out 0 and lse -inf.
+        out, or (out, lse) with return_lse. A query that sees no key gives out 0, and as
+        lse its head's sink or -inf.
 
     Raises:
         ValueError: A shape, stride, alignment or option is wrong. The message names the argument.
@@ -112,9 +119,10 @@ def flash_attention(
     """
     if is_traced():
         return operators().flash_attention(
-            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, layout=layout,
-            return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
+            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
+            layout=layout, return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
         )  # fmt: skip
     return _core.flash_attention(
-        q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel, stream
-    )
+        q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse, kernel,
+        stream,
+    )  # fmt: skip

@@ -170,6 +170,7 @@ def attention_plan(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Any = None,
     layout: Layout = "bshd",
     return_lse: bool = False,
     out: Any = None,
@@ -180,7 +181,7 @@ def attention_plan(
 
     Raises what flash_attention would raise for its arguments.
     """
-    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "out": out, "lse": lse}
     options = {
         "layout": layout, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
         "kernel": kernel, "return_lse": parse_flag("return_lse", return_lse),

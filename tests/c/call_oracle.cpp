@@ -346,6 +346,23 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
 
   for (const Subject& input : {q, k, v}) keep_apart(&judgement, out, 4, input, 4);
 
+  const Subject sinks = {
+      "sinks", params->sinks,
+      params->sinks == nullptr ? Facts{} : look(&judgement, "sinks", params->sinks, 1)};
+  if (params->sinks != nullptr) {
+    if (!same_dtype(params->sinks->dtype, {FLASHMOE_DTYPE_FLOAT, 32, 1}) && q.tensor != nullptr &&
+        !same_dtype(params->sinks->dtype, q.tensor->dtype)) {
+      disagree(&judgement, sinks, q);
+    }
+    agree_on_device(&judgement, sinks, q);
+    agree_on_extent(&judgement, sinks, 0, q, heads);
+    if (sinks.facts.readable && sinks.facts.elem_bytes != 0 &&
+        address_of(*params->sinks) % static_cast<uintptr_t>(sinks.facts.elem_bytes) != 0) {
+      sinks.facts.empty ? judgement.either("sinks") : judgement.invalid("sinks");
+    }
+    keep_apart(&judgement, out, 4, sinks, 1);
+  }
+
   if (params->lse == nullptr) return judgement;
   const Subject lse = {"lse", params->lse, look(&judgement, "lse", params->lse, 3)};
   if (!same_dtype(params->lse->dtype, {FLASHMOE_DTYPE_FLOAT, 32, 1})) judgement.invalid("lse");
@@ -359,6 +376,7 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
   }
   judge_distinct(&judgement, "lse", lse.facts, 3);
   for (const Subject& other : {q, k, v, out}) keep_apart(&judgement, lse, 3, other, 4);
+  keep_apart(&judgement, lse, 3, sinks, 1);
   return judgement;
 }
 

@@ -70,9 +70,10 @@ void Argument::allocate(Random* random, bool output) {
   bool empty = false;
   const bool packed = random->chance(0.5);
   for (int i = rank - 1; i >= 0; --i) {
-    const int axis = rank == 3 && order[i] == 3 ? 0 : order[i];
-    const int64_t gap = packed || axis == rank - 1 ? 0 : random->below(3);
-    strides[axis] = axis == rank - 1 ? 1 : (reach + row - 1) / row * row + gap * row;
+    const int axis = rank == 1 || (rank == 3 && order[i] == 3) ? 0 : order[i];
+    const bool contiguous = rank == 1 ? packed : axis == rank - 1;
+    const int64_t gap = packed || contiguous ? 0 : random->below(3);
+    strides[axis] = contiguous ? 1 : (reach + row - 1) / row * row + gap * row;
     reach = strides[axis] * (shape[axis] > 0 ? shape[axis] : 1);
     empty = empty || shape[axis] == 0;
   }
@@ -206,27 +207,31 @@ void make_valid(Random* random, Call* call) {
   }
   if (random->chance(0.3)) call->params.kernel = random->one_of({"cpu", ""});
 
-  const char* const names[5] = {"q", "k", "v", "out", "lse"};
+  const char* const names[Call::kArguments] = {"q", "k", "v", "out", "lse", "sinks"};
   const int64_t shapes[4][4] = {{batch, seq_q, heads_q, dim},
                                 {batch, seq_k, heads_kv, dim},
                                 {batch, seq_k, heads_kv, dim_v},
                                 {batch, seq_q, heads_q, dim_v}};
-  for (int i = 0; i < 5; ++i) {
+  for (int i = 0; i < Call::kArguments; ++i) {
     Argument& argument = *call->arguments[i];
     argument.name = names[i];
-    argument.rank = i == 4 ? 3 : 4;
+    argument.rank = i == 5 ? 1 : i == 4 ? 3 : 4;
     argument.tensor.dtype = dtype;
     argument.tensor.device = {random->chance(0.1) ? FLASHMOE_DEVICE_CUDA_HOST : FLASHMOE_DEVICE_CPU,
                               0};
     if (i < 4) {
       std::memcpy(argument.shape, shapes[i], sizeof shapes[i]);
       if (bhsd) std::swap(argument.shape[1], argument.shape[2]);
-    } else {
+    } else if (i == 4) {
       argument.tensor.dtype = {FLASHMOE_DTYPE_FLOAT, 32, 1};
       argument.shape[0] = batch, argument.shape[1] = heads_q, argument.shape[2] = seq_q;
+    } else {
+      if (random->chance(0.5)) argument.tensor.dtype = {FLASHMOE_DTYPE_FLOAT, 32, 1};
+      argument.shape[0] = heads_q;
     }
-    argument.allocate(random, i >= 3);
+    argument.allocate(random, i == 3 || i == 4);
     *call->slots[i] = &argument.tensor;
   }
   if (random->chance(0.5)) call->params.lse = nullptr;
+  if (random->chance(0.6)) call->params.sinks = nullptr;
 }

@@ -76,14 +76,16 @@ struct Argument {
 struct Call {
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
   bool null_params = false;
-  Argument q, k, v, out, lse;
+  Argument q, k, v, out, lse, sinks;
   flashmoe_attention_sequences sequences = {};
   std::string kernel;
   std::string faults;
 
   const flashmoe_attention_forward_params* given() const { return null_params ? nullptr : &params; }
-  Argument* arguments[5] = {&q, &k, &v, &out, &lse};
-  const flashmoe_tensor** slots[5] = {&params.q, &params.k, &params.v, &params.out, &params.lse};
+  static constexpr int kArguments = 6;
+  Argument* arguments[kArguments] = {&q, &k, &v, &out, &lse, &sinks};
+  const flashmoe_tensor** slots[kArguments] = {&params.q,   &params.k,   &params.v,
+                                               &params.out, &params.lse, &params.sinks};
 
   Call() = default;
   Call(const Call&) = delete;

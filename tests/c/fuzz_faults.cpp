@@ -20,7 +20,9 @@ int64_t strange_stride(Random* random, int64_t value) {
                                 uint64_t{15} << 60, uint64_t{1} << 63}));
 }
 
-Argument& any_argument(Random* random, Call* call) { return *call->arguments[random->below(5)]; }
+Argument& any_argument(Random* random, Call* call) {
+  return *call->arguments[random->below(Call::kArguments)];
+}
 
 void null_tensor(Random* random, Call* call) { *call->slots[random->below(4)] = nullptr; }
 
@@ -127,7 +129,9 @@ void one_extent(Random* random, Call* call) {
 // The same strange batch in every tensor: consistent, and perhaps too much.
 void every_batch(Random* random, Call* call) {
   const int64_t batch = strange_extent(random, call->q.shape[0]);
-  for (Argument* argument : call->arguments) argument->shape[0] = batch;
+  for (Argument* argument : call->arguments) {
+    if (argument->rank > 1) argument->shape[0] = batch;
+  }
 }
 
 void every_dim(Random* random, Call* call) {
@@ -142,7 +146,7 @@ void other_heads(Random* random, Call* call) {
   if (random->chance(0.5)) {
     call->k.shape[axis] = call->v.shape[axis] = heads;
   } else {
-    call->q.shape[axis] = call->out.shape[axis] = call->lse.shape[1] = heads;
+    call->q.shape[axis] = call->out.shape[axis] = call->lse.shape[1] = call->sinks.shape[0] = heads;
   }
 }
 
@@ -185,8 +189,8 @@ void far_offset(Random* random, Call* call) {
 
 // One tensor in the place of another.
 void swapped(Random* random, Call* call) {
-  const int64_t from = random->below(5);
-  const int64_t to = random->below(5);
+  const int64_t from = random->below(Call::kArguments);
+  const int64_t to = random->below(Call::kArguments);
   *call->slots[to] = &call->arguments[from]->tensor;
 }
 

@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <list>
 #include <random>
 #include <string>
 #include <thread>
@@ -189,7 +190,7 @@ void every_byte_counts(size_t addresses) {
 }
 
 void every_byte_of_a_problem_counts() {
-  every_byte_counts<AttentionProblem>(5);
+  every_byte_counts<AttentionProblem>(6);
   every_byte_counts<MoeRouteProblem>(11);
   every_byte_counts<MoeForwardProblem>(13);
   every_byte_counts<GroupedProductProblem>(6);
@@ -390,6 +391,21 @@ struct Attention : AnyCall<flashmoe_attention_forward_params> {
     tensors[kLse].given = false;
   }
 };
+
+// Of two heads.
+const flashmoe_tensor* sinks_of(flashmoe_dtype dtype, int64_t stride, uintptr_t address = kData) {
+  static int64_t shape[1] = {2};
+  static std::list<Tensor> all;
+  Tensor& sinks = all.emplace_back();
+  sinks.view.data = reinterpret_cast<void*>(address);
+  sinks.view.device = {FLASHMOE_DEVICE_CUDA, 0};
+  sinks.view.ndim = 1;
+  sinks.view.dtype = dtype;
+  sinks.view.shape = shape;
+  sinks.strides[0] = stride;
+  sinks.view.strides = sinks.strides;
+  return &sinks.view;
+}
 
 struct Route : AnyCall<flashmoe_moe_route_params> {
   using Problem = MoeRouteProblem;
@@ -593,6 +609,11 @@ void a_launch_gets_the_addresses_of_its_call() {
           p.out.data == call[Attention::kOut].view.data);
     CHECK(p.lse == (with_lse ? call[Attention::kLse].view.data : nullptr));
   }
+  call.params.sinks = sinks_of(kFloat, 1);
+  planned(call);
+  call.params.sinks = sinks_of(kFloat, 1, kData + 64);
+  CHECK(!planned(call));
+  CHECK(launched.as<AttentionProblem>().sinks.data == call.params.sinks->data);
 }
 
 void a_query_of_the_workspace_plans_for_the_call() {
@@ -670,6 +691,9 @@ void attention_calls_are_told_apart() {
                [](C* c) { c->kernel = "sm90"; },
                [](C* c) { c->put_on({FLASHMOE_DEVICE_CUDA, 1}); },
                [](C* c) { c->retype(kHalf, kBf16); },
+               [](C* c) { c->params.sinks = sinks_of(kFloat, 1); },
+               [](C* c) { c->params.sinks = sinks_of(kFloat, -3); },
+               [](C* c) { c->params.sinks = sinks_of(kHalf, 1); },
                [](C* c) { (*c)[C::kLse].given = true; },
                [](C* c) {
                  (*c)[C::kLse].given = true;

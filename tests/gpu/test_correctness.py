@@ -115,6 +115,20 @@ def test_every_kind_of_values_under_a_softcap(softcap: float, values: str, famil
         cases.check_case(case, "cuda:0")
 
 
+@pytest.mark.parametrize("sinks", cases.SINKS)
+@pytest.mark.parametrize("values", ["normal", "huge", "buried"])
+def test_every_kind_of_sinks(values: str, sinks: str, family: str) -> None:
+    for i, (dim, dim_v) in enumerate(((64, 64), (128, 128), (192, 128), (256, 256))):
+        for seq_q, seq_k in ((500, 400), (3, 2100)):  # of the first some rows see no key
+            case = Case(dtype=("fp16", "bf16")[i % 2], batch=2, seq_q=seq_q, seq_k=seq_k,
+                        heads_q=6, heads_kv=2, dim=dim, dim_v=dim_v, causal="bottom_right",
+                        window=(300, None), sinks=sinks, values=values, kernel=family,
+                        seed=i // 2, entry=("c", "python")[i % 2])  # fmt: skip
+            cases.check_case(case, "cuda:0")
+            whole = dataclasses.replace(case, causal="none", window=None, softcap=20.0)
+            cases.check_case(whole, "cuda:0")
+
+
 @pytest.mark.parametrize("values", sorted(set(cases.VALUES)))
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 @pytest.mark.parametrize("dtype", cases.DTYPES)

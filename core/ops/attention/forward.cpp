@@ -113,6 +113,23 @@ flashmoe_status check_window(const flashmoe_attention_forward_params* params) {
   return FLASHMOE_OK;
 }
 
+flashmoe_status read_sinks(const flashmoe_tensor* tensor, AttentionProblem* problem) {
+  if (tensor == nullptr) return FLASHMOE_OK;
+  HeadLogits& sinks = problem->sinks;
+  View view;
+  FLASHMOE_TRY(check_view("sinks", tensor, 1, &view));
+  FLASHMOE_TRY(check_same_device("sinks", *tensor, "q", problem->device));
+  FLASHMOE_TRY(check_dtype("sinks", *tensor, &sinks.dtype));
+  if (sinks.dtype != Dtype::kFloat32) {
+    FLASHMOE_TRY(check_same_dtype("sinks", *tensor, "q", problem->q.dtype));
+  }
+  FLASHMOE_TRY(check_extent("sinks", "number of heads", view.shape[0], "q", problem->heads_q));
+  FLASHMOE_TRY(check_alignment("sinks", view, static_cast<size_t>(dtype_bytes(sinks.dtype))));
+  sinks.data = view.data;
+  sinks.stride = view.strides[0];
+  return FLASHMOE_OK;
+}
+
 void set_softcap(float softcap, AttentionProblem* problem) {
   AttentionProblem& p = *problem;
   constexpr float kHighest = 1e38f;  // times log2(e) it is finite
@@ -225,6 +242,7 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
   set_view(k, bhsd, &p.k);
   set_view(v, bhsd, &p.v);
   set_view(out, bhsd, &p.out);
+  FLASHMOE_TRY(read_sinks(params->sinks, &p));
   p.scale = params->scale != 0.0f ? params->scale
                                   : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim)));
   copy_kernel_name(params->kernel, &p.kernel);
@@ -253,14 +271,15 @@ struct AttentionForward {
   static constexpr char kParams[] = "flashmoe_attention_forward_params";
   static constexpr char kSizeFunction[] = "flashmoe_attention_forward_workspace_size";
   static constexpr size_t kOldestParams = offsetof(Params, window);
-  static constexpr std::array<TensorMember<Params>, 5> kTensors = {{
+  static constexpr std::array<TensorMember<Params>, 6> kTensors = {{
       {"q", &Params::q},
       {"k", &Params::k},
       {"v", &Params::v},
+      {"sinks", &Params::sinks},
       {"out", &Params::out},
       {"lse", &Params::lse},
   }};
-  static constexpr size_t kFirstOutput = 3;
+  static constexpr size_t kFirstOutput = 4;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_forward_";
   static constexpr const AttentionFamily* kFamilies[] = {
@@ -288,14 +307,14 @@ struct AttentionForward {
     std::snprintf(
         text, size,
         "batch=%lld seq_q=%lld seq_k=%lld heads=%lld/%lld dim=%lld/%lld %s window=%s..%s%s "
-        "lse=%s",
+        "sinks=%s lse=%s",
         static_cast<long long>(p.batch), static_cast<long long>(p.seq_q),
         static_cast<long long>(p.seq_k), static_cast<long long>(p.heads_q),
         static_cast<long long>(p.heads_kv), static_cast<long long>(p.dim),
         static_cast<long long>(p.dim_v), dtype_name(p.q.dtype),
         BoundText(p.bounded_left, p.left_offset, "0").text,
         BoundText(p.bounded_right, p.right_offset, "end").text, options,
-        p.lse != nullptr ? "yes" : "no");
+        p.sinks.data != nullptr ? "yes" : "no", p.lse != nullptr ? "yes" : "no");
   }
 };
 
