@@ -1,5 +1,5 @@
-// Operations by name: on tensors of any kind in a dict, for plans, and as XLA's custom calls. What they
-// do is made of the lists of a call: see bindings/calls.h.
+// Operations by name: on tensors of any kind in a dict, for plans, and as XLA's custom calls. What
+// they do is made of the lists of a call: see bindings/calls.h.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -108,9 +108,9 @@ Fields plan_by_name(const nb::dict& tensors, const nb::dict& options) {
 
 // ---- options as one attribute of XLA's ----------------------------------------------------------
 //
-// The bytes of Params in hexadecimal, without tensors, and behind them the kernel's name. Params only
-// grow at their end, where zeros mean what their absence meant: so a program that was exported by an
-// older version of this one runs.
+// The bytes of Params in hexadecimal, without tensors, and behind them the kernel's name. Params
+// only grow at their end, where zeros mean what their absence meant: so a program that was exported
+// by an older version of this one runs.
 
 std::string to_hex(const void* bytes, size_t count);
 // How many bytes `text` begins with; 0 if they are more than `most`.

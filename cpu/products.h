@@ -33,9 +33,10 @@ FLASHMOE_INLINE Vector exp2_polynomial(Vector x) {
   return Simd::multiply_add(y, x, Simd::broadcast(1.0f));
 }
 
-// e^(2x) for x <= 0: a power of two times a polynomial (relative error below 1.6e-7) in the rest of the
-// exponent. e^0 is 1; 0 below 2^-126.5. A NaN stays one: max gives its second operand, and the last
-// product is of floats, since adding to the exponent of a NaN's bits can make a number of them.
+// e^(2x) for x <= 0: a power of two times a polynomial (relative error below 1.6e-7) in the rest of
+// the exponent. e^0 is 1; 0 below 2^-126.5. A NaN stays one: max gives its second operand, and the
+// last product is of floats, since adding to the exponent of a NaN's bits can make a number of
+// them.
 FLASHMOE_INLINE Vector exp_of_twice_nonpositive(Vector x) {
   constexpr float kFactor = 2.0f * kLog2E;
   x = Simd::max(Simd::broadcast(kExp2Floor / kFactor), x);

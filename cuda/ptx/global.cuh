@@ -57,8 +57,8 @@ __device__ __forceinline__ uint4 load_relaxed(const uint32_t* address) {
   return words;
 }
 
-// Adds to a word after all that this thread has written or seen, as others that see the sum find. sm_70
-// and newer.
+// Adds to a word after all that this thread has written or seen, as others that see the sum find.
+// sm_70 and newer.
 __device__ __forceinline__ void add_release(uint32_t* address, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

@@ -21,8 +21,8 @@
 // Both kinds may be linked into one program.
 //
 // A call costs what it costs in C and the filling of C's structs: views and calls are trivially
-// copyable, and nothing here allocates but Buffer, Workspace and Routing, and those only what they are asked
-// for.
+// copyable, and nothing here allocates but Buffer, Workspace and Routing, and those only what they
+// are asked for.
 #ifndef FLASHMOE_FLASHMOE_HPP_
 #define FLASHMOE_FLASHMOE_HPP_
 

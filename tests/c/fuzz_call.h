@@ -1,5 +1,5 @@
-// A valid attention call in memory of its own, for the fuzz to spoil: random extents, layouts, strides
-// and dtypes, with outputs poisoned and guarded.
+// A valid attention call in memory of its own, for the fuzz to spoil: random extents, layouts,
+// strides and dtypes, with outputs poisoned and guarded.
 #pragma once
 
 #include <cstdint>

@@ -38,8 +38,9 @@ struct HeadLogits {
 };
 
 // A validated call. Every extent and every reachable byte offset fits in int64; batch, seq_q and
-// seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim; heads_q % heads_kv == 0. The four views are
-// of one dtype: no kernel takes others yet. Sinks are of that or of fp32.
+// seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim; heads_q %
+// heads_kv == 0. The four views are of one dtype: no kernel takes others yet. Sinks are of that or
+// of fp32.
 struct AttentionProblem {
   flashmoe_device device;
 
