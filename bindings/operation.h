@@ -137,6 +137,22 @@ std::string pack_options_by_name(const nb::dict& options) {
   return to_hex(&params, sizeof params) + " " + kernel;
 }
 
+// Fields that point to what no call of this version has. An attribute that says otherwise is
+// foreign.
+inline bool points_nowhere(const flashmoe_attention_forward_params& p) {
+  return p.q_scale == nullptr && p.k_scale == nullptr && p.v_scale == nullptr &&
+         p.sequences == nullptr;
+}
+inline bool points_nowhere(const flashmoe_moe_route_params&) { return true; }
+inline bool points_nowhere(const flashmoe_moe_forward_params& p) {
+  return p.x_scale == nullptr && p.w_gate_up_scale == nullptr && p.w_up_scale == nullptr &&
+         p.w_down_scale == nullptr;
+}
+inline bool points_nowhere(const flashmoe_grouped_product_params& p) {
+  return p.x_scale == nullptr && p.w_scale == nullptr;
+}
+inline bool points_nowhere(const flashmoe_fused_moe_params&) { return true; }
+
 // `kernel` owns the name that params then point to; no tensor is set.
 template <class Call>
 bool unpack_options(const std::string& packed, typename Call::Params* params, std::string* kernel) {
@@ -150,7 +166,7 @@ bool unpack_options(const std::string& packed, typename Call::Params* params, st
   *kernel = packed.substr(space + 1);
   const char** const name = kernel_of(params, 0);
   if (name != nullptr) *name = kernel->empty() ? nullptr : kernel->c_str();
-  return name != nullptr || kernel->empty();
+  return points_nowhere(*params) && (name != nullptr || kernel->empty());
 }
 
 // ---- XLA's custom call --------------------------------------------------------------------------
