@@ -146,7 +146,7 @@ bool Argument::backed() const {
   for (int axis = 0; axis < rank; ++axis) {
     if (shape[axis] == 0) return true;
     if (shape[axis] == 1) continue;
-    const Wide elements = static_cast<Wide>(shape[axis] - 1) * stride(axis);
+    const Wide elements = (static_cast<Wide>(shape[axis]) - 1) * stride(axis);
     const Wide most = static_cast<Wide>(block_bytes);  // beyond it, bytes and sums may not fit Wide
     if (elements < -most || elements > most) return false;
     const Wide reach = elements * (tensor.dtype.bits / 8);
