@@ -665,29 +665,13 @@ struct Consumer {
     }
   }
 
-  // The same for one row.
-  __device__ __forceinline__ void write_nothing_to(int batch, int head, int query) const {
-    uint16_t* out_row = params.tensors.out + batch * params.tensors.out_strides.batch +
-                        head * params.tensors.out_strides.head +
-                        query * params.tensors.out_strides.seq;
-#pragma unroll 1
-    for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
-      out_row[column] = 0;
-    }
-    if (params.tensors.lse != nullptr && lane_index() == 0) {
-      params.tensors
-          .lse[batch * params.tensors.lse_strides.batch + head * params.tensors.lse_strides.head +
-               query * params.tensors.lse_strides.seq] =
-          lse_of_no_keys<Element>(params.score, head);
-    }
-  }
-
   __device__ __forceinline__ float* lse_of(const Tile& of, int row) const {
     return params.tensors.lse + of.batch * params.tensors.lse_strides.batch +
            of.head * params.tensors.lse_strides.head + row * params.tensors.lse_strides.seq;
   }
 
-  // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time.
+  // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time, and
+  // where keys are split those that see no key for the first time.
   // After the last tile, when the accumulators' registers are free: inside the loop this would make
   // it spill.
   __device__ __forceinline__ void repair(const Tile& of) const {
@@ -708,7 +692,7 @@ struct Consumer {
     const RowStrides& strides = params.tensors.out_strides;
     const uint16_t* const out_row =
         params.tensors.out + batch * strides.batch + head * strides.head + query * strides.seq;
-    bool wrong = false;
+    bool wrong = Traits::kSplit && first_key(params, query) >= end_key(params, query);
     for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
       wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
     }
@@ -786,18 +770,17 @@ struct Consumer {
     suspect = suspect || __any_sync(kFullWarp, fallback);
   }
 
-  // The rows of this warp see no key of the part.
-  __device__ __forceinline__ void leave_nothing(const Tile& of) const {
-    const int lane = lane_index();
+  // The rows of this warp see no key of the part. Those that see none at all are left to `repair`.
+  __device__ __forceinline__ void leave_nothing(const Tile& of) {
+    if (of.place == kWholeTile) {
+      suspect = true;
+      return;
+    }
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {
       const int row = warp_of_group() * 16 + i;
-      const PackedRow which = packed_row(of, row);
-      if (!which.exists) continue;
-      if (of.place != kWholeTile) {
-        if (lane == 0) params.part_statistics[place_of(of, row)] = make_float2(-INFINITY, 0.0f);
-      } else {
-        write_nothing_to(of.batch, which.head, which.query);
+      if (lane_index() == 0 && packed_row(of, row).exists) {
+        params.part_statistics[place_of(of, row)] = make_float2(-INFINITY, 0.0f);
       }
     }
     __syncwarp();
