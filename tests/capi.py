@@ -290,7 +290,8 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def set_window(
-    params: AttentionForwardParams | AttentionBackwardParams, window: tuple[int | None, int | None] | None
+    params: AttentionForwardParams | AttentionBackwardParams,
+    window: tuple[int | None, int | None] | None,
 ) -> None:
     """(left, right), None for no bound."""
     left, right = window or (None, None)
@@ -422,7 +423,7 @@ def attention_backward_params(
     accumulate: bool = False,
     kernel: bytes | None = None,
 ) -> AttentionBackwardParams:
-    """`tensors` by their names in the C ABI; those that are not there are not wanted."""
+    """`tensors` by their names in the C ABI."""
     params = AttentionBackwardParams(struct_size=c.sizeof(AttentionBackwardParams))
     params.keep = {name: tensor(array) for name, array in tensors.items()}
     for name, view in params.keep.items():
