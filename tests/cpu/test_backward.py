@@ -377,8 +377,8 @@ MASKS = [{"causal": "bottom_right"}, {"causal": "top_left"}, {"window": (50, 20)
 def test_nan_and_infinity_stay_where_they_touch(
     isa_library: ctypes.CDLL, dtype: str, mask: dict[str, Any], value: float
 ) -> None:
-    """A bad query spoils its own dq and its keys' dk and dv; a bad key, its own and its queries' dq,
-    and what those put into other keys."""
+    """A bad query spoils its own dq and its keys' dk and dv; a bad key, its own gradients and its
+    queries' dq, and what those put into other keys."""
     kind = capi.DTYPES.get(dtype, FP64)
     rng = np.random.default_rng(14)
     made = Case(rng, kind, seq=(230, 250), heads=(2, 1), dims=(40, 24), **mask, lib=isa_library)
