@@ -13,6 +13,11 @@ void remember_error(void* context, const char* kind, const char* message) {
   *static_cast<std::string*>(context) = std::string(kind) + ": " + message;
 }
 
+// Of what no framework has derivatives.
+bool is_integer(flashmoe_dtype dtype) {
+  return dtype.code == dlpack::kInt || dtype.code == dlpack::kUInt;
+}
+
 }  // namespace
 
 Caller::Caller(const OperationWords& words, const TensorType& type, const char* name,
@@ -22,7 +27,7 @@ Caller::Caller(const OperationWords& words, const TensorType& type, const char* 
       name_(name),
       first_(first),
       records_gradients_(records_gradients(type)),
-      may_have_tangents_(type.is_torch) {}
+      may_have_tangents_(type.is_torch && (records_gradients_ || !torch_is_in_inference_mode())) {}
 
 const TensorType& Caller::same_framework(const char* name, nb::handle tensor) const {
   if (tensor.type().ptr() == type_.type.ptr()) return type_;
@@ -64,9 +69,13 @@ void Caller::borrow(const char* name, nb::handle tensor, TensorView* view, Acces
     }
     throw;
   }
-  if (records_gradients_) refuse_gradients(type, name, tensor);
-  if (may_have_tangents_) refuse_tangents(name, tensor);
-  refuse_negated(type, name, tensor);
+  const flashmoe_dtype dtype = view->tensor().dtype;
+  if (!is_integer(dtype)) {
+    if (records_gradients_) refuse_gradients(type, name, tensor);
+    if (may_have_tangents_) refuse_tangents(name, tensor);
+    refuse_negated(type, name, tensor, dtype);
+  }
+  if (tensor.is(first_)) like_view_ = view;
   if (access == Access::kWrite && type.is_torch) {
     if (refuses_writes(tensor)) {
       raise_value_error(std::string(name) +
@@ -100,9 +109,18 @@ dlpack::ManagedTensor* Caller::allocate_by_exchange(flashmoe_device device, flas
   return managed;
 }
 
+nb::object Caller::allocate_by_torch(flashmoe_dtype dtype, int rank, const int64_t* shape) const {
+  const nb::handle like = made_.is_valid() ? nb::handle(made_) : first_;
+  const flashmoe_dtype had = like_view_->tensor().dtype;
+  const bool same = had.code == dtype.code && had.bits == dtype.bits && had.lanes == dtype.lanes;
+  const flashmoe_dtype* const other = same ? nullptr : &dtype;
+  if (like_view_->is_packed(rank, shape)) return torch_empty_like(like, other);
+  return torch_empty(like, other, rank, shape);
+}
+
 nb::object Caller::allocate(const char* name, flashmoe_device device, flashmoe_dtype dtype,
-                            int rank, const int64_t* shape, TensorView* view) const {
-  if (type_.is_torch) return with_view(name, torch_empty(first_, dtype, rank, shape), view);
+                            int rank, const int64_t* shape, TensorView* view) {
+  if (type_.is_torch) return with_view(name, allocate_by_torch(dtype, rank, shape), view);
   if (type_.api->allocate == nullptr || type_.api->object_from_managed == nullptr) {
     raise_type_error(std::string(name) + ": " + nb::str(type_.type.attr("__qualname__")).c_str() +
                      " offers no allocator; pass " + words_.outputs);
@@ -116,14 +134,18 @@ nb::object Caller::allocate(const char* name, flashmoe_device device, flashmoe_d
 }
 
 nb::object Caller::allocate_like_first(const char* name, const TensorView& first,
-                                       TensorView* view) const {
+                                       TensorView* view) {
   if (type_.is_torch) return with_view(name, torch_empty_like(first_), view);
   const flashmoe_tensor& like = first.tensor();
   return allocate(name, like.device, like.dtype, like.ndim, like.shape, view);
 }
 
-nb::object Caller::with_view(const char* name, nb::object made, TensorView* view) const {
+nb::object Caller::with_view(const char* name, nb::object made, TensorView* view) {
   view->borrow(same_framework(name, made), name, made);
+  if (!made_.is_valid()) {
+    made_ = made;
+    like_view_ = view;
+  }
   return made;
 }
 

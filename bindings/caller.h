@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "bindings/tensor.h"
+#include "bindings/torch.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -15,7 +16,7 @@ namespace flashmoe {
 // How messages speak of an operation.
 struct OperationWords {
   const char* name;     // "attention"
-  const char* tensors;  // "q, k, v, out and lse"
+  const char* tensors;  // "all tensors of a call"
   const char* outputs;  // what to pass where no output can be made: "out, and lse with return_lse"
 };
 
@@ -37,10 +38,10 @@ class Caller {
 
   // A new contiguous tensor beside the first one, and its view.
   nb::object allocate(const char* name, flashmoe_device device, flashmoe_dtype dtype, int rank,
-                      const int64_t* shape, TensorView* view) const;
+                      const int64_t* shape, TensorView* view);
   // One of the first tensor's shape and dtype, with that one's order in memory where its framework
   // can make such.
-  nb::object allocate_like_first(const char* name, const TensorView& first, TensorView* view) const;
+  nb::object allocate_like_first(const char* name, const TensorView& first, TensorView* view);
 
   // The stream to launch on: `stream`, or the framework's current one on a CUDA device. Sets
   // *named to whether it was given.
@@ -62,8 +63,10 @@ class Caller {
   // Memory of the exchange API's allocator, made on the framework's current stream.
   dlpack::ManagedTensor* allocate_by_exchange(flashmoe_device device, flashmoe_dtype dtype,
                                               int rank, const int64_t* shape) const;
+  // Torch makes a tensor in less time the more that has in common with one that is there.
+  nb::object allocate_by_torch(flashmoe_dtype dtype, int rank, const int64_t* shape) const;
   // Views what was made, and returns it.
-  nb::object with_view(const char* name, nb::object made, TensorView* view) const;
+  nb::object with_view(const char* name, nb::object made, TensorView* view);
 
   const OperationWords& words_;
   const TensorType& type_;
@@ -71,6 +74,8 @@ class Caller {
   nb::handle first_;
   bool records_gradients_;
   bool may_have_tangents_;
+  nb::object made_;                        // the first new tensor, if there is one
+  const TensorView* like_view_ = nullptr;  // of that one, else of the first tensor
   size_t written_count_ = 0;
   nb::handle written_[kMostOutputs];
 };

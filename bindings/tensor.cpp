@@ -178,11 +178,13 @@ const TensorType* tensor_type(nb::handle object) {
 }
 
 bool requires_grad(const TensorType& type, nb::handle tensor) {
-  return type.has_requires_grad && nb::object(tensor.attr("requires_grad")).ptr() == Py_True;
+  static PyObject* const name = PyUnicode_InternFromString("requires_grad");
+  return type.has_requires_grad && nb::object(tensor.attr(nb::handle(name))).ptr() == Py_True;
 }
 
-void refuse_negated(const TensorType& type, const char* name, nb::handle tensor) {
-  if (!type.is_torch || !is_negated(tensor)) return;
+void refuse_negated(const TensorType& type, const char* name, nb::handle tensor,
+                    flashmoe_dtype dtype) {
+  if (!type.is_torch || !is_negated(tensor, dtype)) return;
   raise_value_error(std::string(name) +
                     ": its negative bit is set, accepted is a tensor without; pass " + name +
                     ".resolve_neg()");
@@ -282,7 +284,7 @@ void TensorView::borrow(const char* name, nb::handle object, Access access) {
   const TensorType& type = type_of(object);
   if (type.api != nullptr) {
     borrow(type, name, object, access);
-    return refuse_negated(type, name, object);
+    return refuse_negated(type, name, object, tensor_.dtype);
   }
   if (type.is_masked) refuse_mask(name, object);
   const auto borrow_as = [&](Access wanted) {
@@ -315,6 +317,17 @@ void TensorView::describe(const int64_t* shape, int32_t rank, flashmoe_dtype dty
 void TensorView::describe(const TensorView& other) {
   tensor_ = other.tensor_;
   take();
+}
+
+bool TensorView::is_packed(int32_t rank, const int64_t* shape) const {
+  if (tensor_.ndim != rank) return false;
+  int64_t packed = 1;
+  for (int axis = rank - 1; axis >= 0; --axis) {
+    if (shape_[axis] != shape[axis]) return false;
+    if (tensor_.strides != nullptr && strides_[axis] != packed) return false;
+    packed *= shape[axis] > 1 ? shape[axis] : 1;
+  }
+  return true;
 }
 
 bool TensorView::flatten_rows() {

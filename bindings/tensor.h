@@ -37,9 +37,10 @@ bool requires_grad(const TensorType& type, nb::handle tensor);
 // Whether its framework records gradients now; true where nobody can say.
 bool records_gradients(const TensorType& type);
 
-// Raises a ValueError where torch has set the tensor's negative bit: what is in memory then has the
-// other sign.
-void refuse_negated(const TensorType& type, const char* name, nb::handle tensor);
+// Raises a ValueError where torch has set the negative bit of a tensor of this dtype: what is in memory
+// then has the other sign.
+void refuse_negated(const TensorType& type, const char* name, nb::handle tensor,
+                    flashmoe_dtype dtype);
 
 enum class Access { kRead, kWrite };
 
@@ -76,6 +77,9 @@ class TensorView {
 
   // Puts a view of described memory elsewhere.
   void place(void* data) { tensor_.data = data; }
+
+  // Whether it has this shape, and is contiguous with the strides that torch gives a new tensor.
+  bool is_packed(int32_t rank, const int64_t* shape) const;
 
   // Makes the view one of two dimensions: all but the last become one. False if strides do not
   // allow that; a single dimension becomes one row.

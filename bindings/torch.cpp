@@ -1,26 +1,24 @@
 #include "bindings/torch.h"
 
 #include "bindings/dlpack.h"
+#include "bindings/kept.h"
 #include "bindings/tensor.h"
 
 namespace flashmoe {
 namespace {
 
-// A module that the caller's tensors have imported. Kept, since finding it costs more than most of
-// what is asked of it; not as a static object, which at exit would outlive the interpreter.
-nb::handle torch() {
-  static PyObject* module = nullptr;
-  if (module == nullptr) module = nb::module_::import_("torch").release().ptr();
-  return module;
-}
-
-nb::handle forward_ad() {
-  static PyObject* module = nullptr;
-  if (module == nullptr) {
-    module = nb::module_::import_("torch.autograd.forward_ad").release().ptr();
-  }
-  return module;
-}
+Kept is_grad_enabled("torch", "is_grad_enabled");
+Kept is_inference_mode_enabled("torch", "is_inference_mode_enabled");
+Kept is_inference("torch", "Tensor.is_inference");
+Kept is_neg("torch", "Tensor.is_neg");
+Kept unpack_dual("torch.autograd.forward_ad", "unpack_dual");
+Kept increment_version("torch", "autograd.graph.increment_version");
+Kept new_empty_strided("torch", "Tensor.new_empty_strided");
+Kept empty_like("torch", "empty_like");
+Kept int32("torch", "int32");
+Kept float32("torch", "float32");
+Kept float16("torch", "float16");
+Kept bfloat16("torch", "bfloat16");
 
 bool is_true(const nb::object& answer) { return answer.ptr() == Py_True; }
 
@@ -33,18 +31,20 @@ nb::object tuple_of(const int64_t* values, int count) {
   return tuple;
 }
 
-nb::object element_type(flashmoe_dtype dtype) {
-  if (dtype.bits == 32) return torch().attr(dtype.code == dlpack::kInt ? "int32" : "float32");
-  return torch().attr(dtype.code == FLASHMOE_DTYPE_BFLOAT ? "bfloat16" : "float16");
+nb::handle element_type(flashmoe_dtype dtype) {
+  if (dtype.bits == 32) return (dtype.code == dlpack::kInt ? int32 : float32).get();
+  return (dtype.code == FLASHMOE_DTYPE_BFLOAT ? bfloat16 : float16).get();
 }
 
 }  // namespace
 
-bool torch_records_gradients() { return is_true(torch().attr("is_grad_enabled")()); }
+bool torch_records_gradients() { return is_true(is_grad_enabled.get()()); }
+
+bool torch_is_in_inference_mode() { return is_true(is_inference_mode_enabled.get()()); }
 
 Tangent tangent_of(nb::handle tensor) {
   try {
-    const nb::object pair = forward_ad().attr("unpack_dual")(tensor);  // (primal, tangent)
+    const nb::object pair = unpack_dual.get()(tensor);  // (primal, tangent)
     // Outside of forward-mode differentiation the tensor itself, inside a view of it.
     if (PyTuple_GetItem(pair.ptr(), 0) == tensor.ptr()) return Tangent::kOff;
     return PyTuple_GetItem(pair.ptr(), 1) == Py_None ? Tangent::kNone : Tangent::kPresent;
@@ -56,20 +56,24 @@ Tangent tangent_of(nb::handle tensor) {
   }
 }
 
-bool is_negated(nb::handle tensor) { return is_true(tensor.attr("is_neg")()); }
+bool is_negated(nb::handle tensor, flashmoe_dtype dtype) {
+  // The bit comes with the imaginary part of a conjugate: there are no complex numbers of bf16 or of
+  // integers.
+  return dtype.code == FLASHMOE_DTYPE_FLOAT && is_true(is_neg.get()(tensor));
+}
 
 bool refuses_writes(nb::handle tensor) {
-  return is_true(tensor.attr("is_inference")()) &&
-         !is_true(torch().attr("is_inference_mode_enabled")());
+  return is_true(is_inference.get()(tensor)) && !torch_is_in_inference_mode();
 }
 
 void count_writes(const nb::handle* tensors, size_t count) {
   nb::list written;
   for (size_t i = 0; i < count; ++i) written.append(tensors[i]);
-  torch().attr("autograd").attr("graph").attr("increment_version")(written);
+  increment_version.get()(written);
 }
 
-nb::object torch_empty(nb::handle like, flashmoe_dtype dtype, int rank, const int64_t* shape) {
+nb::object torch_empty(nb::handle like, const flashmoe_dtype* dtype, int rank,
+                       const int64_t* shape) {
   int64_t strides[TensorView::kMaxRank];
   uint64_t packed = 1;  // unsigned: it may wrap round where the shape is beyond all memory
   for (int axis = rank - 1; axis >= 0; --axis) {
@@ -77,10 +81,16 @@ nb::object torch_empty(nb::handle like, flashmoe_dtype dtype, int rank, const in
     packed *= static_cast<uint64_t>(shape[axis] > 1 ? shape[axis] : 1);
   }
   // With strides it takes torch two thirds of the time.
-  return like.attr("new_empty_strided")(tuple_of(shape, rank), tuple_of(strides, rank),
-                                        nb::arg("dtype") = element_type(dtype));
+  const nb::handle make = new_empty_strided.get();
+  const nb::object extents = tuple_of(shape, rank);
+  const nb::object steps = tuple_of(strides, rank);
+  if (dtype == nullptr) return make(like, extents, steps);
+  return make(like, extents, steps, nb::arg("dtype") = element_type(*dtype));
 }
 
-nb::object torch_empty_like(nb::handle like) { return torch().attr("empty_like")(like); }
+nb::object torch_empty_like(nb::handle like, const flashmoe_dtype* dtype) {
+  if (dtype == nullptr) return empty_like.get()(like);
+  return empty_like.get()(like, nb::arg("dtype") = element_type(*dtype));
+}
 
 }  // namespace flashmoe

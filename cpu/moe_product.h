@@ -1,4 +1,4 @@
-// Products of a mixture of experts for any instruction set: a tile of the rows that an expert has
+// The GEMMs of a mixture of experts for any instruction set: a tile of the rows that an expert has
 // times rows of its matrix (cpu/moe_kernel.h says what comes out).
 //
 // Many rows: blocks of kBlockWords words of depth. The tile's rows are packed once a block, a panel of

@@ -33,6 +33,7 @@ struct ScoreOptions {
   int32_t left_offset;
   int32_t right_offset;
   int32_t masked;         // some row does not see every key
+  int32_t blind_rows;     // some row sees no key
   int32_t bounded_right;  // right_offset is a bound
   float scale_log2;       // scale * log2(e); with a softcap softcap * log2(e)
   float cap_ratio;        // scale / softcap; 0 without
@@ -80,6 +81,10 @@ inline ScoreOptions score_options(const AttentionProblem& p) {
   score.right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
   score.masked = p.bounded_left || p.bounded_right ? 1 : 0;
   score.bounded_right = p.bounded_right ? 1 : 0;
+  score.blind_rows = p.seq_k == 0 || (p.bounded_right && p.right_offset < 0) ||
+                             (p.bounded_left && p.left_offset + p.seq_q > p.seq_k)
+                         ? 1
+                         : 0;
   score.scale_log2 =
       static_cast<float>(std::min(factor * kLog2E, double{std::numeric_limits<float>::max()}));
   score.cap_ratio = p.cap_ratio;

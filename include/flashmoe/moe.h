@@ -5,7 +5,7 @@
  *   flashmoe_moe_route      logits [T, E] -> which experts, with what weights, in what order
  *   flashmoe_moe_forward    x [T, H], that, and the experts' weights -> out [T, H]
  *   flashmoe_fused_moe      x and a router's weights, or logits -> out: all of it
- *   flashmoe_grouped_product   the products alone, for rows that are sorted already
+ *   flashmoe_grouped_product   the products alone (grouped GEMM), for rows that are sorted already
  *
  * Words: a *pair* is one token with one of its experts, numbered t * K + k. A *slot* is a place in
  * the order by expert: the pairs of expert 0 first, then those of expert 1, and so on; within an

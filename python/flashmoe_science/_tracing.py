@@ -9,8 +9,10 @@ from typing import Any
 
 def is_traced() -> bool:
     """Imports nothing: who traces has imported torch, which another thread may be about to do."""
-    compiling = getattr(sys.modules.get("torch.compiler"), "is_dynamo_compiling", None)
-    return compiling is not None and compiling()
+    try:
+        return sys.modules["torch.compiler"].is_dynamo_compiling()  # type: ignore[no-any-return]
+    except (KeyError, AttributeError):
+        return False
 
 
 def operators() -> Any:

@@ -97,11 +97,10 @@ def moe_route(
             out=out, stream=stream,
         )  # fmt: skip
         return traced
-    made: Any = _core.moe_route(
+    return _core.moe_route(  # type: ignore[return-value]
         logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
         return_lse, out, stream,
     )  # fmt: skip
-    return MoeRouting(*made) if out is None else out
 
 
 def moe_route_given(
@@ -143,10 +142,9 @@ def moe_route_given(
             expert_map=expert_map, out=out, stream=stream,
         )  # fmt: skip
         return traced
-    made: Any = _core.moe_route_given(
+    return _core.moe_route_given(  # type: ignore[return-value]
         ids, weights, num_experts, renormalize, scale, expert_map, out, stream
     )
-    return MoeRouting(*made) if out is None else out
 
 
 @overload

@@ -3,12 +3,18 @@ and what the bindings do. Hosts differ, and may be busy: torch's attention is th
 
 from __future__ import annotations
 
+import os
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import capi
 import flashmoe_science as fm
 import flashmoe_science.torch as fmt
+import kernels
 import pytest
 import torch
 
@@ -70,7 +76,7 @@ def test_host_cost_of_attention(
         return fm.flash_attention(q, k, v, causal=causal, kernel=kernel)
 
     call()
-    assert f"_{family}_" in fm.last_launches()[0].kernel
+    assert f"_{kernels.stem(family)}_" in fm.last_launches()[0].kernel
     name = f"{family}_{dtype}_{causal}"
     _check("flash_attention", name, call, record_testsuite_property)
 
@@ -104,3 +110,34 @@ def test_host_cost_of_experts(operation: str, record_testsuite_property: Record)
     }
     with torch.inference_mode():
         _check(operation, operation, calls[operation], record_testsuite_property)
+
+
+_C_LIMIT_US = 2.0  # beside the launch
+
+
+def test_host_cost_of_the_c_abi(tmp_path: Path, record_testsuite_property: Record) -> None:
+    nvcc = shutil.which(os.environ.get("CUDACXX", "nvcc"))
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    library = capi.library_path()
+    here = Path(__file__).parent
+    program = tmp_path / "c_host_cost"
+    subprocess.run(
+        [nvcc, "-O2", "-std=c++17", "-arch=native", f"-I{here.parents[1] / 'include'}",
+         here / "c_host_cost.cu", f"-L{library.parent}", f"-l:{library.name}",
+         "-Xlinker", f"-rpath={library.parent}", "-o", program],
+        check=True,
+    )  # fmt: skip
+    for _ in range(_ATTEMPTS):
+        lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+        costs = {
+            name: (float(ours), float(launch))
+            for name, ours, launch in map(str.split, lines.splitlines())
+        }
+        late = {name: each for name, each in costs.items() if each[0] - each[1] > _C_LIMIT_US}
+        if not late:
+            break
+    for name, (ours, launch) in costs.items():
+        record_testsuite_property(f"host_us_c_{name}", ours)
+        record_testsuite_property(f"launch_us_c_{name}", launch)
+    assert not late, f"microseconds of ours and of the launches alone: {late}"

@@ -56,7 +56,7 @@ struct AttentionForward {
       &kShortAttention,
 #endif
 #if FLASHMOE_WITH_SM90
-      &kSplitAttention, &kSm90Attention,
+      &kSm90Attention,
 #endif
 #if FLASHMOE_WITH_CUDA
       &kSm89Attention,

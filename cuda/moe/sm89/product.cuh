@@ -1,4 +1,4 @@
-// Grouped products with mma.sync: the rows of every expert by its weights.
+// Grouped GEMM with mma.sync: the rows of every expert by its weights.
 //
 //   out[r] = w[e] x[r] + b[e]                        plain
 //   out[r] = act(gate[e] x[r] + ...) * (up[e] x[r] + ...)    gated

@@ -1,4 +1,4 @@
-// Grouped products on sm_90, warp-specialised and persistent.
+// Grouped GEMM on sm_90, warp-specialised and persistent.
 //
 //   up     a[s] = act(w_gate[e] x[t]) * (w_up[e] x[t])     slot s of expert e, of token t
 //   down   y[s] = w_down[e] a[s] + bias[e]

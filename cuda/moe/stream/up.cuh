@@ -1,4 +1,4 @@
-// The first stage: a[slot] = act(w_gate x) * (w_up x), for the slots of every expert.
+// The first grouped GEMM: a[slot] = act(w_gate x) * (w_up x), for the slots of every expert.
 //
 // A unit is kTiles products' rows of one expert and up to kTokens of its slots, over all columns.
 // Blocks take equal shares of all units, and the warps of a block equal shares of the steps of its
