@@ -229,7 +229,7 @@ void attention_backward() {
   done(fm::run(call, workspace));
   CHECK(std::strcmp(get(fm::plan(call)).operation, "attention_backward") == 0);
 
-  const auto sum = [&] {
+  const auto loss = [&] {
     done(fm::run(forward, workspace));
     double sum = 0;
     for (const float x : test.out) sum += static_cast<double>(x);
@@ -244,9 +244,9 @@ void attention_backward() {
     for (size_t i = 0; i < of->size(); i += 37) {
       const float kept = (*of)[i];
       (*of)[i] = kept + kStep;
-      const double above = sum();
+      const double above = loss();
       (*of)[i] = kept - kStep;
-      const double slope = (above - sum()) / static_cast<double>(2 * kStep);
+      const double slope = (above - loss()) / static_cast<double>(2 * kStep);
       (*of)[i] = kept;
       CHECK(std::fabs(slope - static_cast<double>((*gradient)[i])) < 2e-3);
     }
