@@ -22,7 +22,9 @@ bool is_float(flashmoe_dtype dtype) {
 std::string renamed(std::string sentence, const Renames& renames) {
   static const std::string kBefore[] = {"but ", "memory with "};
   constexpr char kNull[] = "a null pointer";
-  if (const size_t at = sentence.find(kNull); at != std::string::npos) {
+  constexpr char kMemory[] = "data is a null pointer";  // of a tensor that is there
+  if (const size_t at = sentence.find(kNull);
+      at != std::string::npos && sentence.find(kMemory) == std::string::npos) {
     sentence.replace(at, sizeof kNull - 1, "None");
   }
   std::string made;

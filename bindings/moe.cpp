@@ -200,8 +200,8 @@ nb::object grouped_product(nb::handle x, nb::handle w, nb::handle offsets, nb::h
   caller.borrow_optional("bias", bias, &call.bias);
   nb::object result = nb::borrow(out);
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
-  call.make_outputs({}, [&](const char* name, TensorView* view, flashmoe_dtype dtype, int rank,
-                            const int64_t* shape) {
+  call.make_outputs(nb::dict(), [&](const char* name, TensorView* view, flashmoe_dtype dtype,
+                                    int rank, const int64_t* shape) {
     result = caller.allocate(name, call.x.device(), dtype, rank, shape, view);
   });
   launch(&call, caller, stream);
