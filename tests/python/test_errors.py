@@ -243,9 +243,9 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "q: got 12 dimensions, accepted are 4",
     ),
     "dtype": (
-        {"q": Q.astype(np.float64)},
+        {"q": Q.astype(np.int64)},
         TypeError,
-        "q: got dtype float64 (code 2, 1 lanes), accepted are fp16, bf16 and fp32",
+        "q: got dtype int64 (code 0, 1 lanes), accepted are fp16, bf16, fp32 and fp64",
     ),
     "dtype-int": (
         {"k": K.astype(np.int32)},
