@@ -78,9 +78,9 @@ def flash_attention(
 
     Args:
         q: [batch, seq_q, heads_q, dim] in layout "bshd", [batch, heads_q, seq_q, dim] in "bhsd".
-            fp16 or bf16; on the CPU also fp32 and fp64. dim is a multiple of 8, at most 256. Here and below
-            the last dimension is contiguous and rows begin on 16-byte boundaries; nothing is
-            copied.
+            fp16 or bf16; on the CPU also fp32 and fp64. dim is a multiple of 8, at most 256. Here
+            and below the last dimension is contiguous and rows begin on 16-byte boundaries;
+            nothing is copied.
         k: [batch, seq_k, heads_kv, dim], same dtype; heads_kv divides heads_q.
         v: [batch, seq_k, heads_kv, dim_v], same dtype; dim_v may differ from dim.
         causal: False; "bottom_right" or True: query i sees keys j <= i + seq_k - seq_q; "top_left":

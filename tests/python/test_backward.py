@@ -12,7 +12,7 @@ import flashmoe_science as fm
 import ml_dtypes
 import numpy as np
 import pytest
-from dlpack_objects import Dlpack
+from dlpack_objects import HandMade
 from reference_backward import assert_gradients_accurate
 
 torch = pytest.importorskip("torch")
@@ -72,7 +72,7 @@ def test_torch_follows_autograd() -> None:
         got = fm.flash_attention_backward(dout, q, k, v, out, lse, layout="bhsd")
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y)
-    with pytest.raises(RuntimeError, match="q: requires grad, but attention backward has no"):
+    with pytest.raises(ValueError, match="q: requires grad, but attention backward has no"):
         fm.flash_attention_backward(dout, q, k, v, out, lse, layout="bhsd")
 
 
@@ -80,7 +80,7 @@ def test_objects_with_dlpack_alone() -> None:
     q, k, v, dout = inputs()
     out, lse = fm.flash_attention(q, k, v, return_lse=True, **HOW)
     want = fm.flash_attention_backward(dout, q, k, v, out, lse, **HOW)
-    wrapped = [Dlpack(x) for x in (dout, q, k, v, out, lse)]
+    wrapped = [HandMade.of(x) for x in (dout, q, k, v, out, lse)]
     for x, y in zip(fm.flash_attention_backward(*wrapped, **HOW), want, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -94,9 +94,7 @@ def test_given_and_wanted_gradients() -> None:
     np.testing.assert_array_equal(got[1], every[1])
 
     dq = np.full(q.shape, np.nan, np.float32)
-    got = fm.flash_attention_backward(
-        dout, q, k, v, out, lse, dq=dq, wanted=(False, False, False)
-    )
+    got = fm.flash_attention_backward(dout, q, k, v, out, lse, dq=dq, wanted=(False, False, False))
     assert got[0] is dq and got[1:] == (None, None)
     np.testing.assert_array_equal(dq.astype(np.float16), every[0])
     once = dq.copy()
@@ -111,7 +109,11 @@ def test_given_and_wanted_gradients() -> None:
         ({"dout": None}, TypeError, "dout: got NoneType, accepted is a tensor"),
         ({"lse": np.zeros((2, 30, 4), np.float32)}, ValueError, "lse: its number of heads is 30"),
         ({"dk": np.zeros((2, 50, 2, 24), np.float16)}, TypeError, "dk: got dtype fp16, accepted"),
-        ({"accumulate": 1}, TypeError, "accumulate: got 1 of type int, accepted are False and True"),
+        (
+            {"accumulate": 1},
+            TypeError,
+            "accumulate: got 1 of type int, accepted",
+        ),
         ({"accumulate": True}, ValueError, "dq: got a null tensor, as dk and dv did"),
         ({"wanted": (True, 1, True)}, TypeError, "wanted: got 1 of type int"),
         ({"causal": "up"}, ValueError, "causal: got 'up'"),
