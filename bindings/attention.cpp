@@ -67,6 +67,7 @@ struct AttentionCall {
   TensorView q;
   TensorView k;
   TensorView v;
+  TensorView sinks;
   TensorView out;
   TensorView lse;
 
@@ -74,6 +75,7 @@ struct AttentionCall {
       {"q", &AttentionCall::q, &Params::q, Access::kRead},
       {"k", &AttentionCall::k, &Params::k, Access::kRead},
       {"v", &AttentionCall::v, &Params::v, Access::kRead},
+      {"sinks", &AttentionCall::sinks, &Params::sinks, Access::kRead},
       {"out", &AttentionCall::out, &Params::out, Access::kWrite},
       {"lse", &AttentionCall::lse, &Params::lse, Access::kWrite},
   };
@@ -109,8 +111,8 @@ struct AttentionCall {
 
 nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle causal,
                            nb::handle window, nb::handle scale, nb::handle softcap,
-                           nb::handle layout, nb::handle return_lse, nb::handle out, nb::handle lse,
-                           nb::handle kernel, nb::handle stream) {
+                           nb::handle sinks, nb::handle layout, nb::handle return_lse,
+                           nb::handle out, nb::handle lse, nb::handle kernel, nb::handle stream) {
   const bool want_lse = parse_flag("return_lse", return_lse);
   const nb::handle options[] = {layout, causal, window, scale, softcap, kernel};
   const TensorType* type = tensor_type(q);
@@ -118,8 +120,8 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
     nb::dict named = named_options(AttentionCall::kOptions, options);
     named["return_lse"] = return_lse;
     return nb::module_::import_("flashmoe_science._dispatch")
-        .attr("flash_attention")(named_tensors({{"q", q}, {"k", k}, {"v", v}}, {}), named,
-                                 named_tensors({}, {{"out", out}, {"lse", lse}}), stream);
+        .attr("flash_attention")(named_tensors({{"q", q}, {"k", k}, {"v", v}}, {{"sinks", sinks}}),
+                                 named, named_tensors({}, {{"out", out}, {"lse", lse}}), stream);
   }
   AttentionCall call;
   parse_options(AttentionCall::kOptions, options, &call.params);
@@ -127,6 +129,7 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   caller.borrow("q", q, &call.q);
   caller.borrow("k", k, &call.k);
   caller.borrow("v", v, &call.v);
+  caller.borrow_optional("sinks", sinks, &call.sinks);
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
   caller.borrow_optional("lse", lse, &call.lse, Access::kWrite);
   nb::object result = nb::borrow(out);
@@ -216,9 +219,9 @@ const Operation kAttentionBackward = operation_of<AttentionBackwardCall>();
 void define_attention(nb::module_& module) {
   module.def("flash_attention", &flash_attention, nb::arg("q").none(), nb::arg("k").none(),
              nb::arg("v").none(), nb::arg("causal").none(), nb::arg("window").none(),
-             nb::arg("scale").none(), nb::arg("softcap").none(), nb::arg("layout").none(),
-             nb::arg("return_lse").none(), nb::arg("out").none(), nb::arg("lse").none(),
-             nb::arg("kernel").none(), nb::arg("stream").none(),
+             nb::arg("scale").none(), nb::arg("softcap").none(), nb::arg("sinks").none(),
+             nb::arg("layout").none(), nb::arg("return_lse").none(), nb::arg("out").none(),
+             nb::arg("lse").none(), nb::arg("kernel").none(), nb::arg("stream").none(),
              "flashmoe_science.flash_attention with all of its arguments.");
   module.def("stream_handle", &stream_handle, nb::arg("stream").none(),
              "The cudaStream_t of a stream object, or None.");

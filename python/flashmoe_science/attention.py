@@ -21,6 +21,7 @@ def flash_attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: _T | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: Literal[False] = False,
     out: _T | None = None,
@@ -40,6 +41,7 @@ def flash_attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: _T | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: Literal[True],
     out: _T | None = None,
@@ -58,6 +60,7 @@ def flash_attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Any = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: bool = False,
     out: Any = None,
@@ -90,20 +93,24 @@ def flash_attention(
             is no bound. With causal right is 0 or None.
         scale: Factor of the logits; None is 1 / sqrt(dim).
         softcap: Logits become softcap * tanh(logit / softcap), before the mask; None is no cap.
+        sinks: [heads_q], fp32 or q's dtype, any stride: a logit of each head that takes part in
+            every softmax and has no value, as gpt-oss learns it. scale and softcap do not touch it,
+            the log-sum-exp counts it. None is no sinks.
         layout: "bshd" or "bhsd".
         return_lse: Also return the log-sum-exp of each row's logits, natural logarithm.
         out: Where to write the result, [batch, seq_q, heads_q, dim_v] in the same layout. A new one
             has q's order in memory. Like lse it may overlap no other tensor. Not for JAX.
         lse: Where to write the log-sum-exp, [batch, heads_q, seq_q], fp32; of fp64 fp64. Not for
             JAX.
-        kernel: Kernel family to use ("cpu", "short", "sm89", "sm90"), or a schedule of one
+        kernel: Kernel family to use ("cpu", "sm89_few_rows", "sm89", "sm90"), or a schedule of one
             ("sm90_whole_tiles", "sm90_split_kv"): that one runs, or the call fails. None is the
             best.
         stream: cudaStream_t as an int, or an object with __cuda_stream__(), cuda_stream or ptr.
             None is the current stream of the tensors' library. Ignored on the CPU. Not for JAX.
 
     Returns:
-        out, or (out, lse) with return_lse. A query that sees no key gives out 0 and lse -inf.
+        out, or (out, lse) with return_lse. A query that sees no key gives out 0, and as
+        lse its head's sink or -inf.
 
     Raises:
         ValueError: A shape, stride, alignment or option is wrong. The message names the argument.
@@ -114,12 +121,13 @@ def flash_attention(
     """
     if is_traced():
         return operators().flash_attention(
-            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, layout=layout,
-            return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
+            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
+            layout=layout, return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
         )  # fmt: skip
     return _core.flash_attention(
-        q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel, stream
-    )
+        q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse, kernel,
+        stream,
+    )  # fmt: skip
 
 
 def flash_attention_backward(
