@@ -31,6 +31,7 @@ struct Operation {
 };
 
 extern const Operation kAttention;
+extern const Operation kAttentionBackward;
 extern const Operation kMoeRoute;
 extern const Operation kMoeForward;
 extern const Operation kGroupedProduct;
@@ -143,6 +144,7 @@ inline bool points_nowhere(const flashmoe_attention_forward_params& p) {
   return p.q_scale == nullptr && p.k_scale == nullptr && p.v_scale == nullptr &&
          p.sequences == nullptr;
 }
+inline bool points_nowhere(const flashmoe_attention_backward_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_route_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_forward_params& p) {
   return p.x_scale == nullptr && p.w_gate_up_scale == nullptr && p.w_up_scale == nullptr &&

@@ -192,6 +192,7 @@ void every_byte_counts(size_t addresses) {
 
 void every_byte_of_a_problem_counts() {
   every_byte_counts<AttentionProblem>(6);
+  every_byte_counts<AttentionBackwardProblem>(11);
   every_byte_counts<MoeRouteProblem>(11);
   every_byte_counts<MoeForwardProblem>(13);
   every_byte_counts<GroupedProductProblem>(6);
@@ -218,6 +219,7 @@ struct Launched {
 thread_local Launched launched;
 
 int64_t size_of(const AttentionProblem& p) { return p.seq_q + p.q.strides.seq; }
+int64_t size_of(const AttentionBackwardProblem& p) { return p.seq_q + p.q.strides.seq; }
 int64_t size_of(const MoeRouteProblem& p) { return p.tokens; }
 int64_t size_of(const MoeForwardProblem& p) { return p.tokens; }
 int64_t size_of(const GroupedProductProblem& p) { return p.rows; }
@@ -275,6 +277,8 @@ const AttentionFamily kSm89FewRowsAttention = family<AttentionProblem, kFewRows,
 const AttentionFamily kSm90Attention = family<AttentionProblem, kSm90, Kind::kMany>();
 const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMany>();
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
+const AttentionBackwardFamily kCpuAttentionBackward =
+    family<AttentionBackwardProblem, kCpu, Kind::kHost>();
 const MoeRouteFamily kCudaMoeRoute = family<MoeRouteProblem, kCuda, Kind::kMany>();
 const MoeRouteFamily kCpuMoeRoute = family<MoeRouteProblem, kCpu, Kind::kHost>();
 const MoeForwardFamily kSm89FewTokensMoeForward =
@@ -1069,7 +1073,7 @@ void fp32_is_for_the_cpu() {
   for (const char* kernel : {"", "sm89", "cpu", "attention_forward_sm90_fp32"}) {
     call.kernel = kernel;
     CHECK(run<Attention>(call.ready()) == FLASHMOE_ERROR_UNSUPPORTED);
-    CHECK(failure(call) == "q" + sentence);
+    CHECK(failure(call) == "q" + sentence + " and fp64");
   }
   Forward layer;
   layer.retype(kHalf, kFloat);

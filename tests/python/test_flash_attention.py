@@ -263,5 +263,5 @@ def test_everything_exported_is_there_and_documented() -> None:
         assert name in dir(fm)
         if name != "__version__":
             assert inspect.getdoc(value), name
-    with pytest.raises(AttributeError, match="no attribute 'flash_attention_backward'"):
-        fm.flash_attention_backward  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'flash_attention_sideways'"):
+        fm.flash_attention_sideways  # noqa: B018
