@@ -502,9 +502,9 @@ def flash_attention_backward(
     given = tensors | outputs
     framework = common_framework(given, ATTENTION_BACKWARD)
     if framework is JAX:
-        raise ArgumentTypeError(
-            "dout: got a JAX array, accepted are tensors of NumPy, torch, CuPy or with DLPack"
-        )
+        from flashmoe_science import jax
+
+        return jax.flash_attention_backward(tensors, options, outputs, stream)
     for name, tensor in outputs.items():
         framework.check_output(name, tensor)
     like = {"dq": tensors["q"], "dk": tensors["k"], "dv": tensors["v"]}
