@@ -155,7 +155,7 @@ struct AttentionBackwardCall {
   static constexpr bool kNeedsWorkspace = true;
 
   Params params = flashmoe_attention_backward_params_init();
-  TensorView dout, q, k, v, out, lse, dlse, dq, dk, dv;
+  TensorView dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks;
 
   static constexpr Field<AttentionBackwardCall> kTensors[] = {
       {"dout", &AttentionBackwardCall::dout, &Params::dout, Access::kRead},
@@ -165,9 +165,11 @@ struct AttentionBackwardCall {
       {"out", &AttentionBackwardCall::out, &Params::out, Access::kRead},
       {"lse", &AttentionBackwardCall::lse, &Params::lse, Access::kRead},
       {"dlse", &AttentionBackwardCall::dlse, &Params::dlse, Access::kRead},
+      {"sinks", &AttentionBackwardCall::sinks, &Params::sinks, Access::kRead},
       {"dq", &AttentionBackwardCall::dq, &Params::dq, Access::kWrite},
       {"dk", &AttentionBackwardCall::dk, &Params::dk, Access::kWrite},
       {"dv", &AttentionBackwardCall::dv, &Params::dv, Access::kWrite},
+      {"dsinks", &AttentionBackwardCall::dsinks, &Params::dsinks, Access::kWrite},
   };
 
   static constexpr Option<Params> kOptions[] = {
@@ -187,20 +189,26 @@ struct AttentionBackwardCall {
   // A gradient that is not there is made where it is wanted, unless it is to be added to.
   template <class Make>
   void make_outputs(const nb::dict& options, const Make& make) {
-    const flashmoe_dtype dtype = q.tensor().dtype;
-    if (!is_served(dtype) || params.accumulate != 0) return;
+    if (!is_served(q.tensor().dtype) || params.accumulate != 0) return;
     const struct {
       const char* name;
       TensorView* gradient;
       const TensorView& of;
-    } each[] = {{"dq", &dq, q}, {"dk", &dk, k}, {"dv", &dv, v}};
+      int rank;
+    } each[] = {{"dq", &dq, q, kRank},
+                {"dk", &dk, k, kRank},
+                {"dv", &dv, v, kRank},
+                {"dsinks", &dsinks, sinks, 1}};
     const nb::object wanted = option_of(options, "wanted");
-    for (size_t i = 0; i < 3; ++i) {
-      const TensorView& of = each[i].of;
+    for (size_t i = 0; i < std::size(each); ++i) {
+      const auto& [name, gradient, of, rank] = each[i];
       const bool make_it = wanted.is_none() || nb::cast<bool>(wanted[i]);
-      if (!make_it || each[i].gradient->get() != nullptr || of.rank() != kRank) continue;
-      const int64_t shape[] = {of.extent(0), of.extent(1), of.extent(2), of.extent(3)};
-      make(each[i].name, each[i].gradient, dtype, kRank, shape);
+      if (!make_it || gradient->get() != nullptr || of.get() == nullptr || of.rank() != rank) {
+        continue;
+      }
+      int64_t shape[kRank];
+      for (int axis = 0; axis < rank; ++axis) shape[axis] = of.extent(axis);
+      make(name, gradient, of.tensor().dtype, rank, shape);
     }
   }
 };

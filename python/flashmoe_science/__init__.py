@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashmoe_science._core import cuda_device_count, get_num_threads, set_num_threads
-    from flashmoe_science.attention import flash_attention, flash_attention_backward
+    from flashmoe_science.attention import (
+        AttentionGradients,
+        flash_attention,
+        flash_attention_backward,
+    )
     from flashmoe_science.compat import flash_attention_forward, flash_attention_warp_specialized
     from flashmoe_science.errors import (
         ArgumentTypeError,
@@ -66,6 +70,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArgumentTypeError",
+    "AttentionGradients",
     "AttentionPlan",
     "BuildInfo",
     "DeviceError",
@@ -110,7 +115,11 @@ __all__ = [
 
 _MODULES = {
     "flashmoe_science._core": ("cuda_device_count", "get_num_threads", "set_num_threads"),
-    "flashmoe_science.attention": ("flash_attention", "flash_attention_backward"),
+    "flashmoe_science.attention": (
+        "AttentionGradients",
+        "flash_attention",
+        "flash_attention_backward",
+    ),
     "flashmoe_science.compat": ("flash_attention_forward", "flash_attention_warp_specialized"),
     "flashmoe_science.errors": (
         "ArgumentTypeError",

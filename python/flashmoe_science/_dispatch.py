@@ -497,7 +497,7 @@ def flash_attention(
 
 def flash_attention_backward(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any]:
     """The same of flash_attention_backward."""
     given = tensors | outputs
     framework = common_framework(given, ATTENTION_BACKWARD)
@@ -508,6 +508,8 @@ def flash_attention_backward(
     for name, tensor in outputs.items():
         framework.check_output(name, tensor)
     like = {"dq": tensors["q"], "dk": tensors["k"], "dv": tensors["v"]}
+    if "sinks" in tensors:
+        like["dsinks"] = tensors["sinks"]
     device = framework.device(like["dq"])
     if type(framework) is Framework and not makes_tensors(like["dq"]) and len(outputs) < len(like):
         if device.type == CUDA:
@@ -529,4 +531,4 @@ def flash_attention_backward(
     views = {name: framework.view(tensor, handle) for name, tensor in given.items()}
     _core.call("attention_backward", views, options, allocate, handle)
     framework.finish(*outputs.values())
-    return given.get("dq"), given.get("dk"), given.get("dv")
+    return given.get("dq"), given.get("dk"), given.get("dv"), given.get("dsinks")
