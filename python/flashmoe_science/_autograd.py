@@ -35,6 +35,11 @@ def is_recorded(*tensors: Any) -> bool:
 
 def lacks_gradients(name: str, tensor: torch.Tensor) -> str:
     """Why torch cannot be given the gradient that it wants of a tensor, "" when it can."""
+    if name == "sinks":
+        return (
+            "sinks: requires grad, but attention computes no gradient of sinks yet; pass "
+            "sinks.detach()"
+        )
     if tensor.device.type != "cuda":
         return ""
     return (

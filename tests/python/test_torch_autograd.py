@@ -133,6 +133,15 @@ def test_cuda_tensors_are_refused_with_one_sentence() -> None:
     assert sentence.startswith("k: requires grad on cuda:1, but this version computes gradients")
 
 
+def test_sinks_have_no_gradient_yet() -> None:
+    q, k, v = qkv(layout="bshd")
+    sinks = torch.zeros(4, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="sinks: requires grad, but attention computes"):
+        fm.flash_attention(q, k, v, sinks=sinks)
+    got = torch.autograd.grad(fm.flash_attention(q, k, v, sinks=sinks.detach()).sum(), q)
+    assert got[0].isfinite().all()
+
+
 # ---- graphs and transforms ----
 
 
