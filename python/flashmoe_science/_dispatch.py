@@ -21,9 +21,7 @@ from flashmoe_science.errors import (
     _TransformedError,
 )
 
-_NO_GRADIENTS = (
-    "{0}: requires grad, but {1} {2}; call under torch.no_grad() or pass {0}.detach()"
-)
+_NO_GRADIENTS = "{0}: requires grad, but {1} {2}; call under torch.no_grad() or pass {0}.detach()"
 NO_DERIVATIVE = (
     "{0}: has a tangent of forward-mode differentiation, but {1} has no derivative yet; pass "
     "{0}.detach()"

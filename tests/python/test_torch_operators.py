@@ -163,9 +163,7 @@ def test_a_gradient_is_a_clear_error(call: Call) -> None:
         tensors = (tensors[0], tensors[1].requires_grad_())
     else:
         tensors[0].requires_grad_()
-    sentence = (
-        r"^\w+: requires grad, but the mixture of experts has no backward pass yet"
-    )
+    sentence = r"^\w+: requires grad, but the mixture of experts has no backward pass yet"
     for function in (call.function, OURS[str(call)].function):
         with pytest.raises(ValueError, match=sentence):
             function(*tensors)

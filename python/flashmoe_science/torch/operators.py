@@ -66,8 +66,8 @@ def _define(
 
     `fold`, of the dimensions and arguments of torch.func.vmap, returns the arguments of one call
     for all entries, and what the first dimension of its outputs is; or None. `check` raises what
-    the kernel would. `record`, of a function that calls overloads below autograd and of the arguments, makes the
-    outputs where torch records gradients; without it that is refused.
+    the kernel would. `record`, of a function that calls overloads below autograd and of the
+    arguments, makes the outputs where torch records gradients; without it that is refused.
     """
     _LIBRARY.define(name + schema, tags=_TAGS)
 
@@ -355,9 +355,7 @@ def _attention_differentiate(options: _Arguments) -> Callable[..., Any]:
     ) -> Any:
         dout, wanted = dout.resolve_neg(), list(wanted[:3])
         # The kernel is of the forward call alone.
-        made = _call_attention_backward(
-            dout, q, k, v, out, lse, dlse, *options[:-1], wanted, None
-        )
+        made = _call_attention_backward(dout, q, k, v, out, lse, dlse, *options[:-1], wanted, None)
         return *(x if want else None for x, want in zip(made, wanted, strict=True)), None
 
     return differentiate

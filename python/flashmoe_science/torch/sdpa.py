@@ -60,7 +60,8 @@ def scaled_dot_product_attention(
         [..., heads_q, seq_q, dim_v].
 
     Raises:
-        NotImplementedError: A mask, dropout or a CUDA tensor's gradient is asked for, or no kernel serves the call.
+        NotImplementedError: A mask, dropout or a CUDA tensor's gradient is asked for, or no
+            kernel serves the call.
         ValueError, TypeError: A shape, a stride, a dtype or an option is wrong.
     """
     if attn_mask is None and dropout_p == 0.0 and _is_plain(query, key, value, enable_gqa):
@@ -251,9 +252,10 @@ class sdpa_kernel(TorchFunctionMode, contextlib.ContextDecorator):
         @flashmoe_science.torch.sdpa_kernel()
         def step(x): ...
 
-    A call that ours does not cover (masks, dropout, gradients of CUDA tensors, head dimensions that are no
-    multiples of 8 up to 256, dtypes and devices without kernels) goes to torch's own, and a warning
-    of the logger "flashmoe_science.torch" says why, once for each reason. Works under
+    A call that ours does not cover (masks, dropout, gradients of CUDA tensors, head
+    dimensions that are no multiples of 8 up to 256, dtypes and devices without kernels)
+    goes to torch's own, and a warning of the logger "flashmoe_science.torch" says why, once for
+    each reason. Works under
     torch.compile, whose graphs then have our operator in them; a graph that leaves a call to
     torch's own says so while it is compiled.
 
