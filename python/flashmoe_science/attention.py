@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 from flashmoe_science import _core
 from flashmoe_science._dtypes import parse_flag
 from flashmoe_science._tracing import is_traced, operators
-from flashmoe_science.errors import InvalidArgumentError
+from flashmoe_science.errors import InvalidArgumentError, _TransformedError
 
 _T = TypeVar("_T")
 
@@ -86,8 +86,9 @@ def flash_attention(
 
     Takes tensors of NumPy, torch (CPU and CUDA), JAX, CuPy or any library with DLPack, all of one
     library and on one device, and returns the same kind. GPU work goes on the library's current
-    stream and is not waited for. There is no backward pass yet: a torch tensor that requires grad
-    is refused unless grad mode is off.
+    stream and is not waited for. torch's autograd differentiates it once, through out and lse, on
+    the CPU; a CUDA tensor that requires grad is refused unless grad mode is off. Under
+    torch.autocast fp32 tensors of torch are cast to its dtype.
 
     Args:
         q: [batch, seq_q, heads_q, dim] in layout "bshd", [batch, heads_q, seq_q, dim] in "bhsd".
@@ -129,14 +130,17 @@ def flash_attention(
         RuntimeError: The device cannot be used, or CUDA reported an error.
         MemoryError: The host is out of memory.
     """
-    if is_traced():
-        return operators().flash_attention(
-            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
-            layout=layout, return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
-        )  # fmt: skip
-    return _core.flash_attention(
-        q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse, kernel,
-        stream,
+    if not is_traced():
+        try:
+            return _core.flash_attention(
+                q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse,
+                kernel, stream,
+            )  # fmt: skip
+        except _TransformedError:  # which torch's operators take
+            pass
+    return operators().flash_attention(
+        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
+        layout=layout, return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
     )  # fmt: skip
 
 
@@ -189,6 +193,28 @@ def flash_attention_backward(
 
     Raises: What flash_attention raises. A message names the argument.
     """
+    if not is_traced():
+        try:
+            return _flash_attention_backward(  # type: ignore[no-any-return]
+                dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
+                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream,
+            )  # fmt: skip
+        except _TransformedError:  # as above
+            pass
+    made: AttentionGradients = operators().flash_attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, causal=causal, window=window, scale=scale,
+        softcap=softcap, layout=layout, wanted=wanted, accumulate=accumulate, dq=dq, dk=dk, dv=dv,
+        dsinks=dsinks, kernel=kernel, stream=stream,
+    )  # fmt: skip
+    return made
+
+
+def _flash_attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, sinks: Any, causal: Any,
+    window: Any, scale: Any, softcap: Any, layout: Any, wanted: Any, accumulate: Any, dq: Any,
+    dk: Any, dv: Any, dsinks: Any, kernel: Any, stream: Any,
+) -> Any:  # fmt: skip
+    """Of tensors with memory."""
     from flashmoe_science import _dispatch
 
     if len(wanted) != len(AttentionGradients._fields):
