@@ -48,7 +48,6 @@ MODELS: dict[str, tuple[Callable[[], Any], int]] = {
     "bart": (decoder_behind_encoder, 3),  # attention across
     "mistral": (lambda: make("mistral", moe=False, sliding_window=5), 2),
     "gemma2": (lambda: make("gemma2", moe=False, sliding_window=5), 2),  # softcap
-    "gpt_oss": (lambda: make("gpt_oss"), 2),  # sinks, windows; the experts stay transformers' own
 }
 
 
@@ -127,12 +126,24 @@ def test_gradients_are_the_stock_models(kind: str) -> None:
         assert error <= 2 * usual + least, name
 
 
-def test_sinks_have_gradients() -> None:
-    """Learned, as gpt-oss's are."""
-    ours = by_ours(make("gpt_oss"))
-    sinks = gradients(ours)["model.layers.0.self_attn.sinks"]
-    assert sinks.shape == (4,)
-    assert bool((sinks != 0).all())
+def test_sinks_that_are_trained_go_to_the_stock_attention(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """gpt-oss's; where they are frozen attention is ours."""
+    stock = make("gpt_oss")
+    ours, want = gradients(by_ours(stock)), gradients(stock)
+    assert ours["model.layers.0.self_attn.sinks"].shape == (4,)
+    for name, gradient in want.items():
+        torch.testing.assert_close(ours[name], gradient, atol=1e-5, rtol=1e-4)
+    reason = "a gradient of sinks is asked for, and there is none yet"
+    assert said(caplog) == [f"{STOCK_ATTENTION}{reason}"]
+    assert (hf.report().ours, hf.report().stock) == (0, 2)
+    frozen = by_ours(stock)
+    for name, parameter in frozen.named_parameters():
+        parameter.requires_grad_("sinks" not in name)
+    for name, gradient in gradients(frozen).items():
+        torch.testing.assert_close(gradient, want[name], atol=1e-5, rtol=1e-4)
+    assert (hf.report().ours, hf.report().stock) == (2, 2)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
