@@ -181,20 +181,11 @@ def flash_attention_backward(
     Raises: What flash_attention raises. A message names the argument.
     """
     if not is_traced():
-        from flashmoe_science import _dispatch
-
-        options = {
-            "causal": causal, "window": window, "scale": scale, "softcap": softcap,
-            "layout": layout, "wanted": tuple(parse_flag("wanted", each) for each in wanted),
-            "accumulate": accumulate, "kernel": kernel,
-        }  # fmt: skip
-        tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-        if dlse is not None:
-            tensors["dlse"] = dlse
-        gradients = {"dq": dq, "dk": dk, "dv": dv}
-        outputs = {name: tensor for name, tensor in gradients.items() if tensor is not None}
         try:
-            return _dispatch.flash_attention_backward(tensors, options, outputs, stream)
+            return _flash_attention_backward(
+                dout, q, k, v, out, lse, dlse, causal, window, scale, softcap, layout, wanted,
+                accumulate, dq, dk, dv, kernel, stream,
+            )  # fmt: skip
         except _TransformedError:  # as above
             pass
     made: tuple[_T | None, _T | None, _T | None] = operators().flash_attention_backward(
@@ -203,3 +194,24 @@ def flash_attention_backward(
         kernel=kernel, stream=stream,
     )  # fmt: skip
     return made
+
+
+def _flash_attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, causal: Any, window: Any,
+    scale: Any, softcap: Any, layout: Any, wanted: Any, accumulate: Any, dq: Any, dk: Any, dv: Any,
+    kernel: Any, stream: Any,
+) -> Any:  # fmt: skip
+    """Of tensors with memory."""
+    from flashmoe_science import _dispatch
+
+    options = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
+        "wanted": tuple(parse_flag("wanted", each) for each in wanted), "accumulate": accumulate,
+        "kernel": kernel,
+    }  # fmt: skip
+    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if dlse is not None:
+        tensors["dlse"] = dlse
+    gradients = {"dq": dq, "dk": dk, "dv": dv}
+    outputs = {name: tensor for name, tensor in gradients.items() if tensor is not None}
+    return _dispatch.flash_attention_backward(tensors, options, outputs, stream)
