@@ -56,10 +56,10 @@ def flash_attn_func(
         return_attn_probs: Also return the log-sum-exp, and what stands for the probabilities.
 
     Returns:
-        out, [batch, seq_q, heads_q, dim_v]. With return_attn_probs (out, softmax_lse, S_dmask):
-        softmax_lse, [batch, heads_q, seq_q], fp32 (of fp64 fp64), natural logarithm, -inf for a
-        query that sees no key, where FlashAttention has +inf; S_dmask an empty tensor of q's dtype,
-        as FlashAttention from 2.7 on returns it without dropout.
+        out, [batch, seq_q, heads_q, dim_v], or (out, softmax_lse, S_dmask) with return_attn_probs.
+        softmax_lse is [batch, heads_q, seq_q], fp32 (of fp64 fp64), a natural logarithm, and -inf
+        for a query that sees no key, where FlashAttention has +inf. S_dmask is an empty tensor of
+        q's dtype, as FlashAttention from 2.7 on returns it without dropout.
 
     Raises:
         NotImplementedError: There is dropout, or ALiBi, or no kernel serves the call.
@@ -92,8 +92,7 @@ def flash_attn_qkvpacked_func(
     Args:
         qkv: [batch, seq, 3, heads, dim]: q, k and v, which are read where they lie. Its gradient
             has the same form.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: As of flash_attn_func.
+        dropout_p: As of flash_attn_func, and so are all that follow.
 
     Returns:
         As flash_attn_func.
@@ -125,8 +124,7 @@ def flash_attn_kvpacked_func(
         q: [batch, seq_q, heads_q, dim].
         kv: [batch, seq_k, 2, heads_k, dim]: k and v, which are read where they lie. Its gradient
             has the same form.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: As of flash_attn_func.
+        dropout_p: As of flash_attn_func, and so are all that follow.
 
     Returns:
         As flash_attn_func.
