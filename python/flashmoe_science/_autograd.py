@@ -7,6 +7,7 @@ such call comes, by which time torch is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ import torch
 
 from flashmoe_science import _core
 from flashmoe_science._dispatch import is_transformed
+from flashmoe_science.attention import flash_attention_backward
 from flashmoe_science.errors import InvalidArgumentError, UnsupportedError
 
 _Tensors = tuple[Any, ...]
@@ -33,6 +35,11 @@ def is_recorded(*tensors: Any) -> bool:
 
 def lacks_gradients(name: str, tensor: torch.Tensor) -> str:
     """Why torch cannot be given the gradient that it wants of a tensor, "" when it can."""
+    if name == "sinks":
+        return (
+            "sinks: requires grad, but attention computes no gradient of sinks yet; pass "
+            "sinks.detach()"
+        )
     if tensor.device.type != "cuda":
         return ""
     return (
@@ -156,7 +163,8 @@ def flash_attention(
     q: Any, k: Any, v: Any, causal: Any, window: Any, scale: Any, softcap: Any, sinks: Any,
     layout: Any, return_lse: Any, out: Any, lse: Any, kernel: Any, stream: Any,
 ) -> Any:  # fmt: skip
-    """flash_attention, called by the native one, which calls this one of no tensors twice."""
+    """flash_attention, called by the native one, to which what is_handled goes back as what is not:
+    cast, and without grad mode."""
     q, k, v = autocast(q, k, v)
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
     options = (causal, window, scale, softcap)
@@ -174,14 +182,11 @@ def flash_attention(
         )
 
     def differentiate(*arguments: Any) -> Any:
-        *given, wanted = arguments
-        return once(lambda *given: of_tensors(*given, wanted), *given)
+        return once(functools.partial(of_wanted, arguments[-1]), *arguments[:-1])
 
-    def of_tensors(
-        dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any, wanted: Any
+    def of_wanted(
+        wanted: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any
     ) -> Any:
-        from flashmoe_science.attention import flash_attention_backward
-
         made = flash_attention_backward(
             readable(dout), q, k, v, out, lse, dlse=dlse, causal=causal, window=window, scale=scale,
             softcap=softcap, layout=layout, wanted=wanted[:3],

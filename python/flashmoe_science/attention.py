@@ -77,8 +77,9 @@ def flash_attention(
 
     Takes tensors of NumPy, torch (CPU and CUDA), JAX, CuPy or any library with DLPack, all of one
     library and on one device, and returns the same kind. GPU work goes on the library's current
-    stream and is not waited for. There is no backward pass yet: a torch tensor that requires grad
-    is refused unless grad mode is off.
+    stream and is not waited for. torch's autograd differentiates it once, through out and lse, on
+    the CPU; a CUDA tensor that requires grad is refused unless grad mode is off. Under
+    torch.autocast fp32 tensors of torch are cast to its dtype.
 
     Args:
         q: [batch, seq_q, heads_q, dim] in layout "bshd", [batch, heads_q, seq_q, dim] in "bhsd".
@@ -182,7 +183,7 @@ def flash_attention_backward(
     """
     if not is_traced():
         try:
-            return _flash_attention_backward(
+            return _flash_attention_backward(  # type: ignore[no-any-return]
                 dout, q, k, v, out, lse, dlse, causal, window, scale, softcap, layout, wanted,
                 accumulate, dq, dk, dv, kernel, stream,
             )  # fmt: skip

@@ -520,11 +520,9 @@ def _backward_kernel(*arguments: Any) -> Any:
     wanted = [name for name, want in zip(made, options.pop("wanted"), strict=True) if want]
     if wanted:
         tensors["dout"] = _autograd.readable(tensors["dout"])
-        outputs = {name: made[name] for name in wanted}
+        given: dict[str, Any] = tensors | options | {name: made[name] for name in wanted}
         with torch.no_grad():
-            fm.flash_attention_backward(
-                **tensors, **options, **outputs, wanted=(False,) * len(_GRADIENTS)
-            )
+            fm.flash_attention_backward(**given, wanted=(False, False, False))
     return tuple(made.values())
 
 
@@ -542,7 +540,7 @@ def _backward_fold(in_dims: Any, *arguments: Any) -> Any:
     if any(x is not None and dim is None for x, dim in pairs):
         return None  # what the entries share would be copied
     tensors = [None if x is None else x.movedim(dim, 0) for x, dim in pairs]
-    lead = tensors[0].shape[:2]
+    lead = pairs[0][0].movedim(pairs[0][1], 0).shape[:2]
     return (*(x if x is None else x.flatten(0, 1) for x in tensors), *arguments[count:]), lead
 
 
