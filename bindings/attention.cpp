@@ -11,7 +11,9 @@
 #include <optional>
 
 #include "bindings/calls.h"
+#include "bindings/kept.h"
 #include "bindings/operation.h"
+#include "bindings/torch.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -19,7 +21,11 @@ namespace {
 
 constexpr int kRank = 4;
 constexpr OperationWords kWords = {"attention", "all tensors of a call",
-                                   "out, and lse with return_lse"};
+                                   "out, and lse with return_lse",
+                                   "records gradients of torch's inputs alone", true};
+
+// What torch's autograd and autocast are asked for: this function once more, in Python.
+Kept torchs_flash_attention("flashmoe_science._autograd", "flash_attention");
 
 // Of the scores, in both directions.
 template <class Params>
@@ -109,6 +115,17 @@ struct AttentionCall {
   }
 };
 
+// Whether torch.autocast takes tensors of this call: fp32 is what it is for.
+bool is_cast(const AttentionCall& call) {
+  for (const TensorView* view : {&call.q, &call.k, &call.v}) {
+    const flashmoe_dtype dtype = view->tensor().dtype;
+    if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 32) {
+      return torch_casts(call.q.device());
+    }
+  }
+  return false;
+}
+
 nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle causal,
                            nb::handle window, nb::handle scale, nb::handle softcap,
                            nb::handle sinks, nb::handle layout, nb::handle return_lse,
@@ -132,6 +149,10 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   caller.borrow_optional("sinks", sinks, &call.sinks);
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
   caller.borrow_optional("lse", lse, &call.lse, Access::kWrite);
+  if (caller.is_recorded() || (type->is_torch && is_cast(call))) {
+    return torchs_flash_attention.get()(q, k, v, causal, window, scale, softcap, sinks, layout,
+                                        return_lse, out, lse, kernel, stream);
+  }
   nb::object result = nb::borrow(out);
   nb::object sums = nb::borrow(lse);
   call.make_outputs(want_lse, [&](const char* name, TensorView* view, flashmoe_dtype dtype,

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar, overload
 from flashmoe_science import _core
 from flashmoe_science._dtypes import parse_flag
 from flashmoe_science._tracing import is_traced, operators
+from flashmoe_science.errors import _TransformedError
 
 _T = TypeVar("_T")
 
@@ -119,14 +120,17 @@ def flash_attention(
         RuntimeError: The device cannot be used, or CUDA reported an error.
         MemoryError: The host is out of memory.
     """
-    if is_traced():
-        return operators().flash_attention(
-            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
-            layout=layout, return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
-        )  # fmt: skip
-    return _core.flash_attention(
-        q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse, kernel,
-        stream,
+    if not is_traced():
+        try:
+            return _core.flash_attention(
+                q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse,
+                kernel, stream,
+            )  # fmt: skip
+        except _TransformedError:  # which torch's operators take
+            pass
+    return operators().flash_attention(
+        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
+        layout=layout, return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
     )  # fmt: skip
 
 
@@ -176,16 +180,26 @@ def flash_attention_backward(
 
     Raises: What flash_attention raises. A message names the argument.
     """
-    from flashmoe_science import _dispatch
+    if not is_traced():
+        from flashmoe_science import _dispatch
 
-    options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
-        "wanted": tuple(parse_flag("wanted", each) for each in wanted), "accumulate": accumulate,
-        "kernel": kernel,
-    }  # fmt: skip
-    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    if dlse is not None:
-        tensors["dlse"] = dlse
-    gradients = {"dq": dq, "dk": dk, "dv": dv}
-    outputs = {name: tensor for name, tensor in gradients.items() if tensor is not None}
-    return _dispatch.flash_attention_backward(tensors, options, outputs, stream)
+        options = {
+            "causal": causal, "window": window, "scale": scale, "softcap": softcap,
+            "layout": layout, "wanted": tuple(parse_flag("wanted", each) for each in wanted),
+            "accumulate": accumulate, "kernel": kernel,
+        }  # fmt: skip
+        tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        if dlse is not None:
+            tensors["dlse"] = dlse
+        gradients = {"dq": dq, "dk": dk, "dv": dv}
+        outputs = {name: tensor for name, tensor in gradients.items() if tensor is not None}
+        try:
+            return _dispatch.flash_attention_backward(tensors, options, outputs, stream)
+        except _TransformedError:  # as above
+            pass
+    made: tuple[_T | None, _T | None, _T | None] = operators().flash_attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, causal=causal, window=window, scale=scale,
+        softcap=softcap, layout=layout, wanted=wanted, accumulate=accumulate, dq=dq, dk=dk, dv=dv,
+        kernel=kernel, stream=stream,
+    )  # fmt: skip
+    return made

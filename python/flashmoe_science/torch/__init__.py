@@ -17,6 +17,7 @@ is an error.
 from flashmoe_science.torch.modules import FlashMoELayer, MultiheadAttention
 from flashmoe_science.torch.operators import (
     flash_attention,
+    flash_attention_backward,
     fused_moe,
     grouped_product,
     moe_forward,
@@ -29,6 +30,7 @@ __all__ = [
     "FlashMoELayer",
     "MultiheadAttention",
     "flash_attention",
+    "flash_attention_backward",
     "fused_moe",
     "grouped_product",
     "moe_forward",

@@ -15,8 +15,15 @@ from typing import Any
 import torch
 
 import flashmoe_science as fm
-from flashmoe_science import _core
-from flashmoe_science._dispatch import NEGATED, refuse_derivatives
+from flashmoe_science import _autograd, _core, _moe
+from flashmoe_science._dispatch import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    NEGATED,
+    Words,
+    refuse_gradient,
+    refuse_tangent,
+)
 from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype
 from flashmoe_science.errors import (
     DeviceError,
@@ -34,23 +41,25 @@ _TAGS = (
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
     torch.Tag.pt2_compliant_tag,
 )
-_ATTENTION, _MOE = "attention", "the mixture of experts"
+_MOE = _moe.WORDS
 
 
 def _define(
     name: str,
-    words: str,
+    words: Words,
     schema: str,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
     fold: Callable[..., Any] | None = None,
     check: Callable[..., Any] | None = None,
+    record: Callable[..., Any] | None = None,
 ) -> Any:
     """Registers flashmoe::name, and returns its one overload.
 
     `fold`, of the dimensions and arguments of torch.func.vmap, returns the arguments of one call
     for all entries, and what the first dimension of its outputs is; or None. `check` raises what
-    the kernel would.
+    the kernel would. `record`, of a function that calls overloads below autograd and of the arguments, makes the
+    outputs where torch records gradients; without it that is refused.
     """
     _LIBRARY.define(name + schema, tags=_TAGS)
 
@@ -62,12 +71,23 @@ def _define(
     overload = packet.default
     names = [argument.name for argument in overload._schema.arguments]
 
-    def differentiate(keys: Any, *arguments: Any, **options: Any) -> Any:
-        # By hand, since torch.library.register_autograd drops tangents without a word.
-        for argument, value in (*zip(names, arguments, strict=False), *options.items()):
+    def differentiate(keys: Any, *arguments: Any) -> Any:
+        # By hand, since torch.library.register_autograd drops tangents without a word, and knows
+        # no transform of torch.func.
+        tensors = []
+        for argument, value in zip(names, arguments, strict=True):
             if isinstance(value, torch.Tensor):
-                refuse_derivatives(argument, value, words)
-        return overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **options)
+                refuse_tangent(argument, value, words)
+                if record is None:
+                    refuse_gradient(argument, value, words)
+                tensors.append(value)
+
+        def below(overload: Any, *arguments: Any) -> Any:
+            return overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+        if record is not None and _autograd.is_recorded(*tensors):
+            return record(below, *arguments)
+        return below(overload, *arguments)
 
     _LIBRARY.impl(name, differentiate, "Autograd", with_keyset=True)
 
@@ -193,7 +213,8 @@ def _outside_of_graphs(name: str) -> Callable[[Any], bool]:
 
 
 _OUTSIDE_OF_GRAPHS = {
-    name: _outside_of_graphs(name) for name in ("out", "lse", "pre_activation", "stream")
+    name: _outside_of_graphs(name)
+    for name in ("out", "lse", "dq", "dk", "dv", "pre_activation", "stream")
 }
 
 
@@ -235,7 +256,8 @@ def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
     batch, seq, heads = q.shape[0], q.shape[1], q.shape[2]
     if layout == "bhsd":
         seq, heads = heads, seq
-    return q.new_empty((batch, heads, seq), dtype=torch.float32)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((batch, heads, seq), dtype=dtype)
 
 
 # Arguments of the operators, in the order of their schema. Optional tensors go before the options.
@@ -250,10 +272,15 @@ def _attention_arguments(arguments: Sequence[Any]) -> tuple[dict[str, Any], dict
     count = len(_ATTENTION_TENSORS)
     tensors = dict(zip(_ATTENTION_TENSORS, arguments[:count], strict=True))
     options = dict(zip(_ATTENTION_OPTIONS, arguments[count:], strict=True))
+    return tensors, _with_window(options)
+
+
+def _with_window(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of an operator as the functions have them."""
     left, right = options.pop("window_left"), options.pop("window_right")
     options["window"] = None if left is None and right is None else (left, right)
     options["causal"] = False if options["causal"] == "none" else options["causal"]
-    return tensors, options
+    return options
 
 
 def _attention_fake(return_lse: bool) -> Callable[..., Any]:
@@ -292,17 +319,42 @@ def _attention_fold(in_dims: Any, *arguments: Any) -> Any:
     return (*(x.flatten(0, 1) for x in tensors), *arguments[3:]), tensors[0].shape[:2]
 
 
+def _attention_record(return_lse: bool) -> Callable[..., Any]:
+    """Whose backward is one of operators, too."""
+    count = len(_ATTENTION_TENSORS)
+
+    def record(below: Callable[..., Any], *arguments: Any) -> Any:
+        options = arguments[count:-1]
+
+        def compute(*tensors: Any) -> Any:
+            return below(_attention_with_lse, *tensors, *arguments[count:])
+
+        def differentiate(
+            dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any, wanted: Any
+        ) -> Any:
+            dout = dout.resolve_neg()
+            made = _attention_backward(dout, q, k, v, out, lse, dlse, *options, wanted, None)
+            return tuple(x if want else None for x, want in zip(made, wanted, strict=True))
+
+        tensors = dict(zip(_ATTENTION_TENSORS, arguments[:count], strict=True))
+        made = _autograd.attend(compute, differentiate, tensors)
+        return tuple(made) if return_lse else made[0]
+
+    return record
+
+
 _ATTENTION_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, str causal, SymInt? window_left, "
     "SymInt? window_right, float? scale, float? softcap, str layout, str? kernel) -> "
 )
 _attention = _define(
-    "attention", _ATTENTION, _ATTENTION_SCHEMA + "Tensor", _attention_kernel(False),
-    _attention_fake(False), _attention_fold, _attention_check(False),
+    "attention", ATTENTION, _ATTENTION_SCHEMA + "Tensor", _attention_kernel(False),
+    _attention_fake(False), _attention_fold, _attention_check(False), _attention_record(False),
 )  # fmt: skip
 _attention_with_lse = _define(
-    "attention_with_lse", _ATTENTION, _ATTENTION_SCHEMA + "(Tensor, Tensor)",
+    "attention_with_lse", ATTENTION, _ATTENTION_SCHEMA + "(Tensor, Tensor)",
     _attention_kernel(True), _attention_fake(True), _attention_fold, _attention_check(True),
+    _attention_record(True),
 )  # fmt: skip
 
 
@@ -333,10 +385,144 @@ def flash_attention(
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, lse=lse, stream=stream)
-    name = {True: "bottom_right", False: "none"}[causal] if isinstance(causal, bool) else causal
-    left, right = (None, None) if window is None else window
+    q, k, v = _autograd.autocast(q, k, v)
     operator = _attention_with_lse if return_lse else _attention
-    return operator(q, k, v, sinks, name, left, right, scale, softcap, layout, kernel)
+    seen = _seen(causal, window)
+    return operator(q, k, v, sinks, *seen, scale, softcap, layout, kernel)
+
+
+def _seen(causal: bool | str, window: Sequence[int | None] | None) -> tuple[Any, ...]:
+    """causal, window_left and window_right of an operator."""
+    name = {True: "bottom_right", False: "none"}[causal] if isinstance(causal, bool) else causal
+    return (name, None, None) if window is None else (name, *window)
+
+
+# ---- its backward ----------------------------------------------------------------------------
+
+_BACKWARD_TENSORS = ("dout", "q", "k", "v", "out", "lse", "dlse")
+_GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
+_BACKWARD_OPTIONS = (*_ATTENTION_OPTIONS[:-1], "wanted", "kernel")
+
+
+def _backward_arguments(arguments: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors and options by the names of flash_attention_backward."""
+    count = len(_BACKWARD_TENSORS)
+    tensors = dict(zip(_BACKWARD_TENSORS, arguments[:count], strict=True))
+    options = dict(zip(_BACKWARD_OPTIONS, arguments[count:], strict=True))
+    return tensors, _with_window(options)
+
+
+def _empty_gradients(tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Token by token in memory, and empty where they are not wanted."""
+    wanted, layout = options["wanted"], options["layout"]
+    if len(wanted) != len(_GRADIENTS):
+        raise InvalidArgumentError(
+            f"wanted: got {len(wanted)} flags, accepted are {len(_GRADIENTS)}"
+        )
+    made = {}
+    for (name, of), want in zip(_GRADIENTS.items(), wanted, strict=True):
+        tensor = tensors[of]
+        if want:
+            made[name] = _empty_out(tensor, tensor, layout)
+        else:
+            made[name] = tensor.new_empty((tensor.shape[0], 0))
+    return made
+
+
+def _backward_fake(*arguments: Any) -> Any:
+    return tuple(_empty_gradients(*_backward_arguments(arguments)).values())
+
+
+def _backward_kernel(*arguments: Any) -> Any:
+    tensors, options = _backward_arguments(arguments)
+    made = _empty_gradients(tensors, options)
+    wanted = [name for name, want in zip(made, options.pop("wanted"), strict=True) if want]
+    if wanted:
+        tensors["dout"] = _autograd.readable(tensors["dout"])
+        outputs = {name: made[name] for name in wanted}
+        with torch.no_grad():
+            fm.flash_attention_backward(
+                **tensors, **options, **outputs, wanted=(False,) * len(_GRADIENTS)
+            )
+    return tuple(made.values())
+
+
+def _backward_check(*arguments: Any) -> None:
+    tensors, options = _backward_arguments(arguments)
+    described = {name: _described(tensor) for name, tensor in tensors.items()}
+    # Its kernel makes one that is not as the library has it.
+    described["dout"] = _described(tensors["dout"].contiguous())
+    _core.plan("attention_backward", described, options)
+
+
+def _backward_fold(in_dims: Any, *arguments: Any) -> Any:
+    count = len(_BACKWARD_TENSORS)
+    pairs = list(zip(arguments[:count], in_dims[:count], strict=True))
+    if any(x is not None and dim is None for x, dim in pairs):
+        return None  # what the entries share would be copied
+    tensors = [None if x is None else x.movedim(dim, 0) for x, dim in pairs]
+    lead = tensors[0].shape[:2]
+    return (*(x if x is None else x.flatten(0, 1) for x in tensors), *arguments[count:]), lead
+
+
+def _backward_record(below: Callable[..., Any], *arguments: Any) -> Any:
+    count = len(_BACKWARD_TENSORS)
+    return _autograd.once(
+        lambda *tensors: below(_attention_backward, *tensors, *arguments[count:]),
+        *arguments[:count],
+    )
+
+
+_attention_backward = _define(
+    "attention_backward", ATTENTION_BACKWARD,
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, str causal, "
+    "SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str layout, "
+    "bool[] wanted, str? kernel) -> (Tensor dq, Tensor dk, Tensor dv)",
+    _backward_kernel, _backward_fake, _backward_fold, _backward_check, _backward_record,
+)  # fmt: skip
+
+
+def flash_attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    dlse: torch.Tensor | None = None,
+    causal: bool | str = False,
+    window: Sequence[int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    layout: str = "bshd",
+    wanted: Sequence[bool] = (True, True, True),
+    accumulate: bool = False,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> Any:
+    """flashmoe_science.flash_attention_backward, which see. In a graph, dq, dk, dv and stream are
+    None, accumulate is False, and what is returned is token by token in memory in either layout."""
+    given = {"dq": dq, "dk": dk, "dv": dv, "stream": stream}
+    if _is_plain(q) or _leaves_graph(q, **given):
+        try:
+            return fm.flash_attention_backward(
+                dout, q, k, v, out, lse, dlse=dlse, causal=causal, window=window, scale=scale,
+                softcap=softcap, layout=layout, wanted=wanted, accumulate=accumulate, dq=dq, dk=dk,
+                dv=dv, kernel=kernel, stream=stream,
+            )  # fmt: skip
+        except _TransformedError:
+            _refuse_outputs(**given)
+    if accumulate:
+        raise InvalidArgumentError(_TRACED.format("accumulate").replace("None", "False"))
+    made = _attention_backward(
+        dout, q, k, v, out, lse, dlse, *_seen(causal, window), scale, softcap, layout, wanted,
+        kernel,
+    )  # fmt: skip
+    return tuple(x if want else None for x, want in zip(made, wanted, strict=True))
 
 
 # ---- routing ---------------------------------------------------------------------------------
