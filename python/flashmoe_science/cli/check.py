@@ -100,7 +100,8 @@ class Result:
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "check",
-        help="does this installation work: build, import, launch, values, gradients, experts, speed",
+        help="does this installation work: build, import, launch, correctness, gradients, "
+        "experts, speed",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

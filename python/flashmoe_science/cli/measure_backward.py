@@ -61,12 +61,12 @@ def call_ours(
     if isinstance(shape, TrainingShape):
         del options["kernel"]
         forward = plan_as_dict(flashmoe.attention_plan(q, k, v, **options, return_lse=True))
-        plan = _one_after_the_other(forward, plan)
+        plan = one_after_the_other(forward, plan)
         launches = of_forward + launches
     return OurCall((into["dq"], into["dk"], into["dv"]), saved, plan, launches)
 
 
-def _one_after_the_other(forward: dict[str, Any], backward: dict[str, Any]) -> dict[str, Any]:
+def one_after_the_other(forward: dict[str, Any], backward: dict[str, Any]) -> dict[str, Any]:
     """The plan of a forward and its backward: the backward's, with the launches of both."""
     return backward | {
         "operation": TrainingShape.operation,
