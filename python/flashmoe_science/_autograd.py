@@ -7,14 +7,19 @@ such call comes, by which time torch is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from flashmoe_science import _core
+from flashmoe_science._dispatch import is_transformed
+from flashmoe_science.attention import flash_attention_backward
 from flashmoe_science.errors import InvalidArgumentError, UnsupportedError
 
+_Tensors = tuple[Any, ...]
+_Flags = Sequence[bool]
 _ROW_ALIGNMENT = 16  # bytes
 _GIVEN = "{}: got one in a call that gradients are recorded of, accepted is None"
 _TWICE = (
@@ -30,6 +35,11 @@ def is_recorded(*tensors: Any) -> bool:
 
 def lacks_gradients(name: str, tensor: torch.Tensor) -> str:
     """Why torch cannot be given the gradient that it wants of a tensor, "" when it can."""
+    if name == "sinks":
+        return (
+            "sinks: requires grad, but attention computes no gradient of sinks yet; pass "
+            "sinks.detach()"
+        )
     if tensor.device.type != "cuda":
         return ""
     return (
@@ -51,13 +61,20 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2:]
-        if dout is None:
-            if dlse is None:
-                return (None, None, *(None for _ in wanted))
-            dout = torch.zeros_like(saved[-2])
-        return (None, None, *ctx.differentiate(dout, dlse, *saved, wanted))
+        return None, None, *gradients(ctx.differentiate, dout, dlse, ctx.saved_tensors, wanted)
+
+
+def gradients(
+    differentiate: Callable[..., Any], dout: Any, dlse: Any, saved: _Tensors, wanted: _Flags
+) -> _Tensors:
+    """By `differentiate`, as of attend. Of an output that is not used the gradient is None."""
+    if dout is None:
+        if dlse is None:
+            return (None,) * len(wanted)
+        dout = torch.zeros_like(saved[-2])
+    made: _Tensors = differentiate(dout, dlse, *saved, wanted)
+    return made
 
 
 class _Gradients(torch.autograd.Function):
@@ -67,13 +84,11 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *unused: Any) -> Any:
-        raise UnsupportedError(_TWICE)
+        refuse_second()
 
 
-def _apply(function: Any, *arguments: Any) -> Any:
-    """function.apply, less what it does for transforms of torch.func: those have had their turn
-    when an operator's autograd comes here."""
-    return super(torch.autograd.Function, function).apply(*arguments)
+def refuse_second() -> NoReturn:
+    raise UnsupportedError(_TWICE)
 
 
 def attend(
@@ -88,16 +103,22 @@ def attend(
         reason = lacks_gradients(name, tensor) if is_recorded(tensor) else ""
         if reason:
             raise UnsupportedError(reason)
-    return _apply(_Attention, compute, differentiate, *tensors.values())
+    apply: Any = _Attention.apply
+    return apply(compute, differentiate, *tensors.values())
 
 
 def once(compute: Callable[..., Any], *tensors: Any) -> Any:
     """compute(*tensors), where that is what has no derivative: who differentiates it is told so."""
-    return _apply(_Gradients, compute, *tensors) if is_recorded(*tensors) else compute(*tensors)
+    if not is_recorded(*tensors):
+        return compute(*tensors)
+    apply: Any = _Gradients.apply
+    return apply(compute, *tensors)
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """As kernels take it. The gradients that torch has for out may be expanded, or lie anywhere."""
+    """As kernels take it: a gradient that torch has for out may be expanded, or lie anywhere."""
+    if is_transformed(x):
+        return x
     size = x.element_size()
     steps = (step * size for step, extent in zip(x.stride()[:-1], x.shape[:-1], strict=True)
              if extent > 1)  # fmt: skip
@@ -142,7 +163,8 @@ def flash_attention(
     q: Any, k: Any, v: Any, causal: Any, window: Any, scale: Any, softcap: Any, sinks: Any,
     layout: Any, return_lse: Any, out: Any, lse: Any, kernel: Any, stream: Any,
 ) -> Any:  # fmt: skip
-    """flash_attention, called by the native one, which calls this one of no tensors twice."""
+    """flash_attention, called by the native one, to which what is_handled goes back as what is not:
+    cast, and without grad mode."""
     q, k, v = autocast(q, k, v)
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
     options = (causal, window, scale, softcap)
@@ -160,14 +182,11 @@ def flash_attention(
         )
 
     def differentiate(*arguments: Any) -> Any:
-        *given, wanted = arguments
-        return once(lambda *given: gradients(*given, wanted), *given)
+        return once(functools.partial(of_wanted, arguments[-1]), *arguments[:-1])
 
-    def gradients(
-        dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any, wanted: Any
+    def of_wanted(
+        wanted: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any
     ) -> Any:
-        from flashmoe_science.attention import flash_attention_backward
-
         made = flash_attention_backward(
             readable(dout), q, k, v, out, lse, dlse=dlse, causal=causal, window=window, scale=scale,
             softcap=softcap, layout=layout, wanted=wanted[:3],

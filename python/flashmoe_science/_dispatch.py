@@ -21,10 +21,8 @@ from flashmoe_science.errors import (
     _TransformedError,
 )
 
-_NO_GRADIENTS = (
-    "{0}: requires grad, but {1} {2}; call under torch.no_grad() or pass {0}.detach()"
-)
-_NO_DERIVATIVE = (
+_NO_GRADIENTS = "{0}: requires grad, but {1} {2}; call under torch.no_grad() or pass {0}.detach()"
+NO_DERIVATIVE = (
     "{0}: has a tangent of forward-mode differentiation, but {1} has no derivative yet; pass "
     "{0}.detach()"
 )
@@ -184,7 +182,7 @@ def refuse_gradient(name: str, tensor: Any, words: Words) -> None:
 def refuse_tangent(name: str, tensor: Any, words: Words) -> None:
     """Raises where torch differentiates through this argument in forward mode."""
     if _has_tangent(tensor):
-        raise InvalidArgumentError(_NO_DERIVATIVE.format(name, words.name))
+        raise InvalidArgumentError(NO_DERIVATIVE.format(name, words.name))
 
 
 def _has_tangent(tensor: Any) -> bool:
@@ -199,15 +197,20 @@ def _has_tangent(tensor: Any) -> bool:
         return False
 
 
-def refuse_transformed(name: str, tensor: Any, operation: str) -> None:
-    """Raises of a tensor without memory if it is so as one of a transform of torch.func."""
+def is_transformed(tensor: Any) -> bool:
+    """Whether it is a tensor of a transform of torch.func: one as all others, without memory."""
     import torch
 
-    if (
+    return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
-        and not (tensor.is_meta or tensor.is_nested)
-    ):
+        and not (tensor.is_meta or tensor.is_nested or _has_memory(tensor))
+    )
+
+
+def refuse_transformed(name: str, tensor: Any, operation: str) -> None:
+    """Raises of a tensor of a transform of torch.func."""
+    if is_transformed(tensor):
         raise _TransformedError(
             f"{name}: got a tensor of a transform of torch.func, accepted is one with memory: "
             f"{operation} has no derivative yet, and for torch.func.vmap there are the functions "
@@ -224,8 +227,7 @@ def _has_memory(tensor: Any) -> bool:
 
 class Torch(Framework):
     def check(self, name: str, tensor: Any, words: Words) -> None:
-        if not _has_memory(tensor):
-            refuse_transformed(name, tensor, words.name)
+        refuse_transformed(name, tensor, words.name)
         if not words.has_gradients:
             refuse_gradient(name, tensor, words)
         refuse_tangent(name, tensor, words)

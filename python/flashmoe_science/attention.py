@@ -77,8 +77,9 @@ def flash_attention(
 
     Takes tensors of NumPy, torch (CPU and CUDA), JAX, CuPy or any library with DLPack, all of one
     library and on one device, and returns the same kind. GPU work goes on the library's current
-    stream and is not waited for. There is no backward pass yet: a torch tensor that requires grad
-    is refused unless grad mode is off.
+    stream and is not waited for. torch's autograd differentiates it once, through out and lse, on
+    the CPU; a CUDA tensor that requires grad is refused unless grad mode is off. Under
+    torch.autocast fp32 tensors of torch are cast to its dtype.
 
     Args:
         q: [batch, seq_q, heads_q, dim] in layout "bshd", [batch, heads_q, seq_q, dim] in "bhsd".
@@ -181,20 +182,11 @@ def flash_attention_backward(
     Raises: What flash_attention raises. A message names the argument.
     """
     if not is_traced():
-        from flashmoe_science import _dispatch
-
-        options = {
-            "causal": causal, "window": window, "scale": scale, "softcap": softcap,
-            "layout": layout, "wanted": tuple(parse_flag("wanted", each) for each in wanted),
-            "accumulate": accumulate, "kernel": kernel,
-        }  # fmt: skip
-        tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-        if dlse is not None:
-            tensors["dlse"] = dlse
-        gradients = {"dq": dq, "dk": dk, "dv": dv}
-        outputs = {name: tensor for name, tensor in gradients.items() if tensor is not None}
         try:
-            return _dispatch.flash_attention_backward(tensors, options, outputs, stream)
+            return _flash_attention_backward(  # type: ignore[no-any-return]
+                dout, q, k, v, out, lse, dlse, causal, window, scale, softcap, layout, wanted,
+                accumulate, dq, dk, dv, kernel, stream,
+            )  # fmt: skip
         except _TransformedError:  # as above
             pass
     made: tuple[_T | None, _T | None, _T | None] = operators().flash_attention_backward(
@@ -203,3 +195,24 @@ def flash_attention_backward(
         kernel=kernel, stream=stream,
     )  # fmt: skip
     return made
+
+
+def _flash_attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, causal: Any, window: Any,
+    scale: Any, softcap: Any, layout: Any, wanted: Any, accumulate: Any, dq: Any, dk: Any, dv: Any,
+    kernel: Any, stream: Any,
+) -> Any:  # fmt: skip
+    """Of tensors with memory."""
+    from flashmoe_science import _dispatch
+
+    options = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
+        "wanted": tuple(parse_flag("wanted", each) for each in wanted), "accumulate": accumulate,
+        "kernel": kernel,
+    }  # fmt: skip
+    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if dlse is not None:
+        tensors["dlse"] = dlse
+    gradients = {"dq": dq, "dk": dk, "dv": dv}
+    outputs = {name: tensor for name, tensor in gradients.items() if tensor is not None}
+    return _dispatch.flash_attention_backward(tensors, options, outputs, stream)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,11 +20,14 @@ from flashmoe_science._dispatch import (
     ATTENTION,
     ATTENTION_BACKWARD,
     NEGATED,
+    NO_DERIVATIVE,
     Words,
+    is_transformed,
     refuse_gradient,
     refuse_tangent,
 )
 from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype
+from flashmoe_science.attention import _flash_attention_backward
 from flashmoe_science.errors import (
     DeviceError,
     InvalidArgumentError,
@@ -33,6 +36,7 @@ from flashmoe_science.errors import (
 )
 from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
 
+_Arguments = Sequence[Any]
 _Library: Any = torch.library.Library
 _LIBRARY = _Library("flashmoe", "DEF")
 _TAGS = (
@@ -42,6 +46,10 @@ _TAGS = (
     torch.Tag.pt2_compliant_tag,
 )
 _MOE = _moe.WORDS
+_IN_TRANSFORM = (
+    "torch.ops.flashmoe.{0}: got a tensor that a transform of torch.func differentiates, accepted "
+    "are others; outside of torch.compile, call flashmoe_science.flash_attention"
+)
 
 
 def _define(
@@ -58,8 +66,8 @@ def _define(
 
     `fold`, of the dimensions and arguments of torch.func.vmap, returns the arguments of one call
     for all entries, and what the first dimension of its outputs is; or None. `check` raises what
-    the kernel would. `record`, of a function that calls overloads below autograd and of the arguments, makes the
-    outputs where torch records gradients; without it that is refused.
+    the kernel would. `record`, of a function that calls overloads below autograd and of the
+    arguments, makes the outputs where torch records gradients; without it that is refused.
     """
     _LIBRARY.define(name + schema, tags=_TAGS)
 
@@ -86,6 +94,8 @@ def _define(
             return overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
         if record is not None and _autograd.is_recorded(*tensors):
+            if any(map(is_transformed, tensors)):
+                raise _TransformedError(_IN_TRANSFORM.format(name))
             return record(below, *arguments)
         return below(overload, *arguments)
 
@@ -146,15 +156,33 @@ def _described(tensor: torch.Tensor | None) -> Any:
     return tuple(tensor.shape), numbers, device, tuple(tensor.stride())
 
 
-def _batching_rule(overload: Any, fold: Callable[..., Any] | None) -> Callable[..., Any]:
+def _anywhere(overload: Any, inside: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of the overload, and of `inside` where a transform of torch.func differentiates it: to
+    that no operator can answer, but a torch.autograd.Function."""
+
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return overload(*arguments)
+        try:
+            return overload(*arguments)
+        except _TransformedError:
+            return inside(*arguments)
+
+    return call
+
+
+def _batching_rule(call: Callable[..., Any], fold: Callable[..., Any] | None) -> Callable[..., Any]:
     """What torch.func.vmap does: one call where `fold` makes one of the arguments, else one for
     each entry."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        # Lists have lists.
+        in_dims = [d if isinstance(x, torch.Tensor) else None
+                   for x, d in zip(arguments, in_dims, strict=True)]  # fmt: skip
         folded = None if fold is None else fold(in_dims, *arguments)
         if folded is not None:
             together, lead = folded
-            made = overload(*together)
+            made = call(*together)
             if isinstance(made, (tuple, list)):
                 return tuple(x.unflatten(0, lead) for x in made), (0,) * len(made)
             return made.unflatten(0, lead), 0
@@ -164,7 +192,7 @@ def _batching_rule(overload: Any, fold: Callable[..., Any] | None) -> Callable[.
             for x, dim in zip(arguments, in_dims, strict=True)
         ]
         each = [
-            overload(*(x if dim is None else x[i] for x, dim in zip(apart, in_dims, strict=True)))
+            call(*(x if dim is None else x[i] for x, dim in zip(apart, in_dims, strict=True)))
             for i in range(info.batch_size)
         ]
         if isinstance(each[0], torch.Tensor):
@@ -319,28 +347,48 @@ def _attention_fold(in_dims: Any, *arguments: Any) -> Any:
     return (*(x.flatten(0, 1) for x in tensors), *arguments[3:]), tensors[0].shape[:2]
 
 
+def _attention_differentiate(options: _Arguments) -> Callable[..., Any]:
+    """The gradients of a call with these, for _autograd."""
+
+    def differentiate(
+        dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any, wanted: Any
+    ) -> Any:
+        dout, wanted = dout.resolve_neg(), list(wanted[:3])
+        # The kernel is of the forward call alone.
+        made = _call_attention_backward(dout, q, k, v, out, lse, dlse, *options[:-1], wanted, None)
+        return *(x if want else None for x, want in zip(made, wanted, strict=True)), None
+
+    return differentiate
+
+
 def _attention_record(return_lse: bool) -> Callable[..., Any]:
-    """Whose backward is one of operators, too."""
     count = len(_ATTENTION_TENSORS)
 
     def record(below: Callable[..., Any], *arguments: Any) -> Any:
-        options = arguments[count:-1]
-
-        def compute(*tensors: Any) -> Any:
-            return below(_attention_with_lse, *tensors, *arguments[count:])
-
-        def differentiate(
-            dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any, wanted: Any
-        ) -> Any:
-            dout = dout.resolve_neg()
-            made = _attention_backward(dout, q, k, v, out, lse, dlse, *options, wanted, None)
-            return tuple(x if want else None for x, want in zip(made, wanted, strict=True))
-
+        options = arguments[count:]
         tensors = dict(zip(_ATTENTION_TENSORS, arguments[:count], strict=True))
-        made = _autograd.attend(compute, differentiate, tensors)
+        made = _autograd.attend(
+            lambda *tensors: below(_attention_with_lse, *tensors, *options),
+            _attention_differentiate(options), tensors,
+        )  # fmt: skip
         return tuple(made) if return_lse else made[0]
 
     return record
+
+
+def _attention_with_lse_inside(*arguments: Any) -> Any:
+    apply: Any = _TransformedAttention.apply
+    return apply(*arguments)
+
+
+def _attention_inside(*arguments: Any) -> Any:
+    return _attention_with_lse_inside(*arguments)[0]
+
+
+def _refuse_tangents(names: Sequence[str], tangents: _Arguments, words: Words) -> NoReturn:
+    """As refuse_tangent, where a transform of torch.func has them."""
+    having = (name for name, x in zip(names, tangents, strict=False) if x is not None)
+    raise InvalidArgumentError(NO_DERIVATIVE.format(next(having, names[0]), words.name))
 
 
 _ATTENTION_SCHEMA = (
@@ -356,6 +404,38 @@ _attention_with_lse = _define(
     _attention_kernel(True), _attention_fake(True), _attention_fold, _attention_check(True),
     _attention_record(True),
 )  # fmt: skip
+_call_attention = _anywhere(_attention, _attention_inside)
+_call_attention_with_lse = _anywhere(_attention_with_lse, _attention_with_lse_inside)
+
+
+class _TransformedAttention(torch.autograd.Function):
+    """attention_with_lse, differentiated by a transform of torch.func."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return _call_attention_with_lse(*arguments)  # which another transform may differentiate
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        count = len(_ATTENTION_TENSORS)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:count], *output)
+        ctx.options = inputs[count:]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        wanted = ctx.needs_input_grad[: len(_ATTENTION_TENSORS)]
+        differentiate = _attention_differentiate(ctx.options)
+        made = _autograd.gradients(differentiate, dout, dlse, ctx.saved_tensors, wanted)
+        return *made, *(None for _ in ctx.options)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return _batching_rule(_call_attention_with_lse, _attention_fold)(info, in_dims, *arguments)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse_tangents(_ATTENTION_TENSORS, tangents, ATTENTION)
 
 
 def flash_attention(
@@ -386,9 +466,8 @@ def flash_attention(
         except _TransformedError:
             _refuse_outputs(out=out, lse=lse, stream=stream)
     q, k, v = _autograd.autocast(q, k, v)
-    operator = _attention_with_lse if return_lse else _attention
-    seen = _seen(causal, window)
-    return operator(q, k, v, sinks, *seen, scale, softcap, layout, kernel)
+    call = _call_attention_with_lse if return_lse else _call_attention
+    return call(q, k, v, sinks, *_seen(causal, window), scale, softcap, layout, kernel)
 
 
 def _seen(causal: bool | str, window: Sequence[int | None] | None) -> tuple[Any, ...]:
@@ -439,11 +518,9 @@ def _backward_kernel(*arguments: Any) -> Any:
     wanted = [name for name, want in zip(made, options.pop("wanted"), strict=True) if want]
     if wanted:
         tensors["dout"] = _autograd.readable(tensors["dout"])
-        outputs = {name: made[name] for name in wanted}
+        given: dict[str, Any] = tensors | options | {name: made[name] for name in wanted}
         with torch.no_grad():
-            fm.flash_attention_backward(
-                **tensors, **options, **outputs, wanted=(False,) * len(_GRADIENTS)
-            )
+            fm.flash_attention_backward(**given, wanted=(False, False, False))
     return tuple(made.values())
 
 
@@ -461,7 +538,7 @@ def _backward_fold(in_dims: Any, *arguments: Any) -> Any:
     if any(x is not None and dim is None for x, dim in pairs):
         return None  # what the entries share would be copied
     tensors = [None if x is None else x.movedim(dim, 0) for x, dim in pairs]
-    lead = tensors[0].shape[:2]
+    lead = pairs[0][0].movedim(pairs[0][1], 0).shape[:2]
     return (*(x if x is None else x.flatten(0, 1) for x in tensors), *arguments[count:]), lead
 
 
@@ -473,6 +550,11 @@ def _backward_record(below: Callable[..., Any], *arguments: Any) -> Any:
     )
 
 
+def _backward_inside(*arguments: Any) -> Any:
+    apply: Any = _TransformedBackward.apply
+    return apply(*arguments)
+
+
 _attention_backward = _define(
     "attention_backward", ATTENTION_BACKWARD,
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, str causal, "
@@ -480,6 +562,31 @@ _attention_backward = _define(
     "bool[] wanted, str? kernel) -> (Tensor dq, Tensor dk, Tensor dv)",
     _backward_kernel, _backward_fake, _backward_fold, _backward_check, _backward_record,
 )  # fmt: skip
+_call_attention_backward = _anywhere(_attention_backward, _backward_inside)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """attention_backward in a transform of torch.func, which may differentiate it no further."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return _call_attention_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Any) -> Any:
+        _autograd.refuse_second()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return _batching_rule(_call_attention_backward, _backward_fold)(info, in_dims, *arguments)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse_tangents(_BACKWARD_TENSORS, tangents, ATTENTION_BACKWARD)
 
 
 def flash_attention_backward(
@@ -509,16 +616,15 @@ def flash_attention_backward(
     given = {"dq": dq, "dk": dk, "dv": dv, "stream": stream}
     if _is_plain(q) or _leaves_graph(q, **given):
         try:
-            return fm.flash_attention_backward(
-                dout, q, k, v, out, lse, dlse=dlse, causal=causal, window=window, scale=scale,
-                softcap=softcap, layout=layout, wanted=wanted, accumulate=accumulate, dq=dq, dk=dk,
-                dv=dv, kernel=kernel, stream=stream,
+            return _flash_attention_backward(
+                dout, q, k, v, out, lse, dlse, causal, window, scale, softcap, layout, wanted,
+                accumulate, dq, dk, dv, kernel, stream,
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(**given)
     if accumulate:
         raise InvalidArgumentError(_TRACED.format("accumulate").replace("None", "False"))
-    made = _attention_backward(
+    made = _call_attention_backward(
         dout, q, k, v, out, lse, dlse, *_seen(causal, window), scale, softcap, layout, wanted,
         kernel,
     )  # fmt: skip
