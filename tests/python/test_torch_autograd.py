@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +134,33 @@ def test_cuda_tensors_are_refused_with_one_sentence() -> None:
     assert sentence.startswith("k: requires grad on cuda:1, but this version computes gradients")
 
 
-def test_sinks_have_no_gradient_yet() -> None:
-    q, k, v = qkv(layout="bshd")
-    sinks = torch.zeros(4, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="sinks: requires grad, but attention computes"):
-        fm.flash_attention(q, k, v, sinks=sinks)
-    got = torch.autograd.grad(fm.flash_attention(q, k, v, sinks=sinks.detach()).sum(), q)
-    assert got[0].isfinite().all()
+@pytest.mark.parametrize("attend", [fm.flash_attention, fmt.flash_attention])
+def test_sinks(attend: Callable[..., Any]) -> None:
+    """As of a key of their own that has no value."""
+    q, k, v = (x.detach().double().requires_grad_() for x in qkv(layout="bshd"))
+    sinks = torch.tensor([0.5, -1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    heads = sinks.shape[0]
+    assert q.shape[2] == heads
+
+    def plain() -> torch.Tensor:
+        each = [x.repeat_interleave(heads // x.shape[2], 2) for x in (k, v)]
+        logits = torch.einsum("bihd,bjhd->bhij", q, each[0]) * q.shape[-1] ** -0.5
+        column = sinks[None, :, None, None].expand(*logits.shape[:3], 1)
+        weights = torch.cat([logits, column], -1).softmax(-1)[..., :-1]
+        return torch.einsum("bhij,bjhd->bihd", weights, each[1])
+
+    got = torch.autograd.grad(attend(q, k, v, sinks=sinks).square().sum(), (q, k, v, sinks))
+    want = torch.autograd.grad(plain().square().sum(), (q, k, v, sinks))
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+    alone = torch.autograd.grad(attend(q.detach(), k, v, sinks=sinks).square().sum(), sinks)
+    assert torch.equal(alone[0], got[3])
+    compiled = torch.compile(
+        lambda *x: attend(*x[:3], sinks=x[3]).square().sum(), backend="aot_eager", fullgraph=True
+    )
+    again = torch.autograd.grad(compiled(q, k, v, sinks), (q, k, v, sinks))
+    for x, y in zip(again, got, strict=True):
+        assert torch.equal(x, y)
 
 
 # ---- graphs and transforms ----

@@ -168,9 +168,6 @@ def _attention_refusal(
     dims = (query.shape[3], value.shape[3])
     if any(d % EXTENT_MULTIPLE != 0 or d > _MOST_DIM for d in dims):
         return f"head dimensions are {dims[0]} and {dims[1]}"
-    sinks = options.get("s_aux")
-    if sinks is not None and is_recorded(sinks):
-        return "a gradient of sinks is asked for, and there is none yet"
     for name in _FOREIGN_OPTIONS:
         if options.get(name) is not None:
             return f"the model passes {name}"

@@ -533,7 +533,7 @@ def _backward_kernel(*arguments: Any) -> Any:
         tensors["dout"] = _autograd.readable(tensors["dout"])
         given: dict[str, Any] = tensors | options | {name: made[name] for name in wanted}
         with torch.no_grad():
-            fm.flash_attention_backward(**given, wanted=(False,) * len(_GRADIENTS))
+            fm.flash_attention_backward(**given, wanted=(False, False, False, False))
     return tuple(made.values())
 
 
