@@ -263,7 +263,7 @@ void attention_backward() {
   done(fm::run(forward, workspace));
   done(fm::run(call, workspace));
   for (size_t i = 0; i < dv.size(); ++i) CHECK(dv[i] == 2 * once[i]);
-  call.dv = {};
+  call.dv = call.dsinks = {};
   fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "dq: got a null tensor",
         [&] { return fm::run(call, workspace); });
 }
