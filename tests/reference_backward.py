@@ -4,10 +4,10 @@
 
 for dq and dsinks by query head, for dk and dv by KV head. ref is float64 mathematics on the same
 inputs, plain the same formulas the ordinary way: everything that is stored rounded to the inputs'
-dtype, lse and sums in fp32. ulp is one unit in the last place of the dtype at the largest reference
-value of the head. The last term is of rows that see one key: their weight is 1 and their dscore 0 without any
-rounding where lse is the logit itself, to the last bit, and out is v. A forward may sum in another
-order. See reference.py.
+dtype, lse and sums in fp32. ulp is one unit in the last place of the dtype at the largest
+reference value of the head. The last term is of rows that see one key: their weight is 1 and their
+dscore 0 without any rounding where lse is the logit itself, to the last bit, and out is v. A
+forward may sum in another order. See reference.py.
 """
 
 from __future__ import annotations
