@@ -3,8 +3,8 @@
 XLA makes the outputs and the workspace, and chooses the stream. What is wrong with a call is raised
 while it is traced. jax.vmap folds its axis into the batch of attention and into the tokens of
 fused_moe; of the other functions, and with batched weights, it makes calls one after another, which
-is what they are. Attention has a derivative of reverse mode, another custom call; any other one that
-is asked for is an error.
+is what they are. Attention has a derivative of reverse mode, another custom call; any other one
+that is asked for is an error.
 
 This module is imported when the first JAX array arrives. A process that runs a program which
 another one has exported imports it, so that XLA finds the calls.
@@ -12,7 +12,6 @@ another one has exported imports it, so that XLA finds the calls.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -111,6 +110,7 @@ def _one_after_another(
 
 # ---- custom calls ----------------------------------------------------------------------------
 
+_DIFFERENTIABLE = ("q", "k", "v", "sinks")
 _INT32, _FP32, _FP64 = np.dtype("int32"), np.dtype("float32"), np.dtype("float64")
 _NO_DEVICE = "FLASHMOE_ERROR_NO_DEVICE"
 
@@ -268,9 +268,9 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
     """Shapes and dtypes of what a checked call makes, by the C ABI's names."""
     options = dict(call.options)
     if call.operation == "attention_backward":
-        of = {f"d{name}": (tensors[name].shape, tensors[name].dtype) for name in "qkv"}
-        kept = zip(of.items(), options["wanted"], strict=True)
-        return {name: described for (name, described), wanted in kept if wanted}
+        kept = zip(_DIFFERENTIABLE, options["wanted"], strict=True)
+        of = (name for name, wanted in kept if wanted and name in tensors)
+        return {f"d{name}": (tensors[name].shape, tensors[name].dtype) for name in of}
     if call.operation == "attention_forward":
         q, v = tensors["q"], tensors["v"]
         made = {"out": ((*q.shape[:3], v.shape[3]), q.dtype)}
@@ -390,7 +390,9 @@ _SEQUENCES = ("q", "k", "v", "dout", "out", "lse", "dlse")
 @functools.lru_cache(maxsize=256)
 def _compiled(call: _Call) -> Any:
     def folded(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
-        """Sequences of an outer batch are sequences of one larger batch."""
+        """Sequences of an outer batch are sequences of one larger batch; dsinks is its sum."""
+        if "sinks" in call.names and dict(call.options).get("wanted", ())[-1:] == (True,):
+            return None
         wide = _widened(call.names, _SEQUENCES, size, batched, arrays)
         if wide is None:
             return None
@@ -416,34 +418,25 @@ def _compiled(call: _Call) -> Any:
 # ---- derivatives of attention ----------------------------------------------------------------
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """Whose gradients are: names of inputs. Part of a program's structure, not of its data."""
-
-    names: frozenset[str]
-
-
 def _differentiable(call: _Call, attend: Any) -> Any:
     """`attend`, which makes the outputs of an attention_forward of arrays, with a gradient."""
     with_lse = call._replace(options=_key(dict(call.options) | {"return_lse": True}))
     attention = jax.custom_vjp(attend)
 
     def forward(*inputs: Any) -> Any:
+        # Which of them are perturbed is not kept: JAX may serve this trace to a call with others.
         arrays = dict(zip(call.names, (x.value for x in inputs), strict=True))
-        perturbed = zip(call.names, (x.perturbed for x in inputs), strict=True)
         made = _compiled(with_lse)(*arrays.values())
-        outputs = {name: made[name] for name in _outputs(call, arrays)}
-        return outputs, (arrays, made, _Wanted(frozenset(name for name, p in perturbed if p)))
+        return {name: made[name] for name in _outputs(call, arrays)}, (arrays, made)
 
     def backward(kept: Any, cotangents: Any) -> Any:
-        arrays, made, wanted = kept
+        arrays, made = kept
         given = {
             f"d{name}": x
             for name, x in cotangents.items()
             if not isinstance(x, jax.custom_derivatives.SymbolicZero)
         }
-        gradients = _gradients(call, arrays | made, given, wanted.names) if given else {}
+        gradients = _gradients(call, arrays | made, given) if given else {}
         return tuple(gradients.get(f"d{name}") for name in call.names)
 
     attention.defvjp(forward, backward, symbolic_zeros=True)
@@ -453,12 +446,20 @@ def _differentiable(call: _Call, attend: Any) -> Any:
 def _varying_alike(arrays: Sequence[Any]) -> list[Any]:
     """In shard_map the gradient of an array that does not vary over an axis is the sum of what the
     devices along it find, which is the transpose of pvary."""
-    axes: list[frozenset[Any]] = [getattr(jax.typeof(x), "vma", frozenset()) for x in arrays]
+    axes = [_varying_axes(x) for x in arrays]
     every = frozenset().union(*axes)
     return [
         _cast(x, tuple(sorted(every - its, key=str))) if every - its else x
         for x, its in zip(arrays, axes, strict=True)
     ]
+
+
+def _varying_axes(array: Any) -> frozenset[Any]:
+    """Axes of the mesh along which shard_map's devices may have other values."""
+    kind: Any = jax.typeof(array)
+    if hasattr(kind, "manual_axis_type"):
+        return frozenset(kind.manual_axis_type.varying)
+    return getattr(kind, "vma", frozenset())  # before JAX 0.10
 
 
 def _cast(array: Any, axes: tuple[Any, ...]) -> Any:
@@ -469,33 +470,13 @@ def _cast(array: Any, axes: tuple[Any, ...]) -> Any:
     return lax.pvary(array, axes)  # before JAX 0.8
 
 
-def _gradients(
-    call: _Call, tensors: dict[str, Any], given: dict[str, Any], wanted: frozenset[str]
-) -> dict[str, Any]:
+def _gradients(call: _Call, tensors: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """By "dq" and so on, of an attention_forward's tensors and the gradients of its outputs."""
     given = {"dout": jnp.zeros_like(tensors["out"])} | given
+    named = {name: tensors[name] for name in (*call.names, "out", "lse")}
     options = {name: x for name, x in call.options if name != "return_lse"}
-    gradients: dict[str, Any] = {}
-    if wanted & {"q", "k", "v"}:
-        named = ("q", "k", "v", "out", "lse")
-        gradients |= run(
-            "attention_backward",
-            {name: tensors[name] for name in named} | given,
-            options | {"kernel": None, "wanted": tuple(name in wanted for name in "qkv")},
-        )
-    if "sinks" in wanted:
-        gradients["dsinks"] = _sinks_gradient(tensors, given, options["layout"])
-    return gradients
-
-
-def _sinks_gradient(tensors: dict[str, Any], given: dict[str, Any], layout: str) -> Any:
-    """A sink's weight has no value, so that its score's gradient is weight * (dlse - delta)."""
-    sinks, lse = tensors["sinks"], tensors["lse"]
-    delta = jnp.sum(given["dout"].astype(lse.dtype) * tensors["out"].astype(lse.dtype), axis=-1)
-    delta = delta if layout == "bhsd" else jnp.swapaxes(delta, 1, 2)  # [batch, heads, seq]
-    logits = sinks.astype(lse.dtype)[:, None]
-    weights = jnp.where(jnp.isneginf(logits), 0, jnp.exp(logits - lse))
-    return jnp.sum(weights * (given.get("dlse", 0) - delta), axis=(0, 2)).astype(sinks.dtype)
+    options |= {"kernel": None, "wanted": tuple(name in tensors for name in _DIFFERENTIABLE)}
+    return run("attention_backward", named | given, options)
 
 
 # ---- functions -------------------------------------------------------------------------------
@@ -571,10 +552,10 @@ def flash_attention(
 
 def flash_attention_backward(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, ...]:
     """flash_attention_backward, with everything by its name."""
     _refuse_outputs(outputs, stream)
     if options["accumulate"]:
         raise InvalidArgumentError("accumulate: JAX arrays cannot be added to; leave it False")
     made = run("attention_backward", tensors, options)
-    return made.get("dq"), made.get("dk"), made.get("dv")
+    return tuple(made.get(f"d{name}") for name in _DIFFERENTIABLE)
