@@ -7,8 +7,6 @@ import dataclasses
 import functools
 import json
 import shlex
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -313,31 +311,21 @@ def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1), softcap=0.0, {o
 """
 
 
-@pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
-
-
 @pytest.mark.parametrize("operation", [BACKWARD, TRAINING])
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa3-deterministic", "fa4"])
-def test_flash_attention_is_differentiated(packages: Path, name: str, operation: str) -> None:
+def test_flash_attention_is_differentiated(modules: Path, name: str, operation: str) -> None:
     pytest.importorskip("torch")
     if name == "fa2":
-        (packages / "flash_attn_2_cuda.py").write_text("")
-        (packages / "flash_attn").mkdir()
+        (modules / "flash_attn_2_cuda.py").write_text("")
+        (modules / "flash_attn").mkdir()
         file, options, fair = "flash_attn/__init__.py", "deterministic=False", "True"
     elif name == "fa4":
-        (packages / "flash_attn" / "cute").mkdir(parents=True)
+        (modules / "flash_attn" / "cute").mkdir(parents=True)
         file, options, fair = "flash_attn/cute/__init__.py", "deterministic=False", "True"
     else:
         file, options = "flash_attn_interface.py", "num_splits=1, deterministic=False"
         fair = f"num_splits == 1 and deterministic is {name != 'fa3'}"
-    (packages / file).write_text(FLASH_ATTENTION.format(options=options, fair=fair))
+    (modules / file).write_text(FLASH_ATTENTION.format(options=options, fair=fair))
     found = {p.name: p for p in gradients.PEERS if p.operation == operation}
     assert found[name].missing() is None
     arrays = choose_arrays("cpu")
