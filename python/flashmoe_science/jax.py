@@ -118,8 +118,15 @@ _CheckCall = Callable[[Any, Device, tuple[Any, ...], tuple[Any, ...]], object]
 """Raises what is wrong with a call there: (what it is compiled for, device, shapes, dtypes)."""
 
 
+_PLATFORMS = {"cpu": CPU, "cuda": CUDA}
+
+
 def _custom_call(
-    target: str, words: str, check: _CheckCall, takes_fp32_on_gpu: bool = False
+    target: str,
+    words: str,
+    check: _CheckCall,
+    platforms: Sequence[str] = tuple(_PLATFORMS),
+    takes_fp32_on_gpu: bool = False,
 ) -> Any:
     """A primitive that is XLA's call of a target, on the platforms where kernels serve it.
 
@@ -147,14 +154,15 @@ def _custom_call(
         return rule
 
     def refuse(context: Any, *_: Any, **__: Any) -> Any:
-        platforms = ", ".join(context.module_context.platforms)
+        wanted = ", ".join(context.module_context.platforms)
         raise UnsupportedError(
-            f"{words} is compiled for {platforms}, but has kernels for cpu and cuda alone"
+            f"{words} is compiled for {wanted}, but has kernels for {' and '.join(platforms)} alone"
         )
 
     jax.interpreters.mlir.register_lowering(primitive, refuse)
-    jax.interpreters.mlir.register_lowering(primitive, lowering(CPU), platform="cpu")
-    jax.interpreters.mlir.register_lowering(primitive, lowering(CUDA), platform="cuda")
+    for platform in platforms:
+        rule = lowering(_PLATFORMS[platform])
+        jax.interpreters.mlir.register_lowering(primitive, rule, platform=platform)
     if jax.__version_info__ < (0, 7):  # shard_map asked each primitive, later it asks the types
         from jax.experimental import shard_map
 
@@ -340,7 +348,11 @@ def _words(operation: str) -> str:
 
 _CALLS = {
     operation: _custom_call(
-        target, _words(operation), _check, takes_fp32_on_gpu=operation == "moe_route"
+        target,
+        _words(operation),
+        _check,
+        platforms=("cpu",) if operation == "attention_backward" else tuple(_PLATFORMS),
+        takes_fp32_on_gpu=operation == "moe_route",
     )
     for operation, (target, _) in _core.xla_ffi_handlers().items()
 }
