@@ -183,7 +183,8 @@ def flash_attention_backward(
     inputs give the same bits on every run, whatever the number of threads. A query that sees no key
     has a gradient of 0, and so has a key that no query sees.
 
-    Kinds of tensors as in flash_attention, but for JAX's.
+    Kinds of tensors as in flash_attention. With JAX's there is nothing to accumulate into or to
+    write to, and no stream.
 
     Args:
         dout: The gradient of out, of its shape and dtype.
