@@ -578,6 +578,17 @@ def test_what_a_graph_leaves_to_torch_is_said_while_it_is_compiled(
         assert f"implementation: {reason}" in said[0]
 
 
+def test_a_graph_of_float64_is_ours(ours: list[tuple[int, ...]]) -> None:
+    tensors = [x.double() for x in qkv(2, 3, dims=(16, 16))]
+    torch._dynamo.reset()
+    attend = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    with fmt.sdpa_kernel(strict=True):
+        got = attend(*tensors)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(*tensors), atol=1e-13, rtol=0)
+    assert len(ours) == 1
+
+
 def test_other_threads_are_left_alone(ours: list[tuple[int, ...]]) -> None:
     tensors = qkv(1, 2)
     with fmt.sdpa_kernel():
