@@ -24,8 +24,8 @@ ENTRIES = {
     "moe/sm90_few_tokens": ("bf16_bulk",),
 }
 CORE = (
-    *("checks", "choose", "dtype", "launch", "log", "operation", "ops/attention/forward"),
-    *("overlap", "per_thread", "status"),
+    *("checks", "choose", "dtype", "launch", "log", "operation", "ops/attention/checks"),
+    *("ops/attention/forward", "ops/attention/problem", "overlap", "per_thread", "status"),
 )
 BASE = tuple(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status"))
 MOE_CORE = (*BASE, *(f"core/{name}.cpp" for name in ("checks", "launch")))
