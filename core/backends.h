@@ -9,6 +9,7 @@
 namespace flashmoe {
 
 using AttentionFamily = Family<AttentionProblem>;
+using AttentionBackwardFamily = Family<AttentionBackwardProblem>;
 using MoeRouteFamily = Family<MoeRouteProblem>;
 using MoeForwardFamily = Family<MoeForwardProblem>;
 using GroupedProductFamily = Family<GroupedProductProblem>;
@@ -25,6 +26,7 @@ inline constexpr char kFamilyNames[] =
 
 // cpu/
 extern const AttentionFamily kCpuAttention;
+extern const AttentionBackwardFamily kCpuAttentionBackward;
 extern const MoeRouteFamily kCpuMoeRoute;
 extern const MoeForwardFamily kCpuMoeForward;
 extern const GroupedProductFamily kCpuGroupedProduct;

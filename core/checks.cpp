@@ -224,6 +224,7 @@ namespace {
 
 bool known_dtype(flashmoe_dtype got, Dtype* dtype) {
   if (got.lanes != 1) return false;
+  if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 64) return *dtype = Dtype::kFloat64, true;
   if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 32) return *dtype = Dtype::kFloat32, true;
   if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 16) return *dtype = Dtype::kFloat16, true;
   if (got.code == FLASHMOE_DTYPE_BFLOAT && got.bits == 16) return *dtype = Dtype::kBFloat16, true;
@@ -242,6 +243,17 @@ flashmoe_status refuse_dtype(const char* name, flashmoe_dtype got, const char* a
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
               "%s: got dtype %s%d (code %d, %d lanes), accepted %s", name, code, got.bits, got.code,
               got.lanes, accepted);
+}
+
+// fp16 and bf16 on a GPU; on the CPU also what is `wider`.
+flashmoe_status check_dtype_of_device(const char* name, Dtype dtype, flashmoe_device device,
+                                      const char* wider) {
+  const bool wide = dtype == Dtype::kFloat32 || dtype == Dtype::kFloat64;
+  if (!wide || device.device_type != FLASHMOE_DEVICE_CUDA) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_UNSUPPORTED,
+              "%s: it is on %s and of dtype %s, accepted on a GPU are fp16 and bf16, on the CPU "
+              "also %s",
+              name, DeviceName(device).text, dtype_name(dtype), wider);
 }
 
 flashmoe_status check_gpu_model(const char* name, int32_t model, flashmoe_device* device) {
@@ -265,27 +277,41 @@ flashmoe_status check_gpu_model(const char* name, int32_t model, flashmoe_device
 }  // namespace
 
 flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dtype* dtype) {
-  if (known_dtype(tensor.dtype, dtype)) return FLASHMOE_OK;
+  if (known_dtype(tensor.dtype, dtype) && *dtype != Dtype::kFloat64) return FLASHMOE_OK;
   return refuse_dtype(name, tensor.dtype, "are fp16, bf16 and fp32");
 }
 
 flashmoe_status check_first_dtype(const char* name, const flashmoe_tensor& tensor,
                                   flashmoe_device device, Dtype* dtype) {
   FLASHMOE_TRY(check_dtype(name, tensor, dtype));
-  if (*dtype != Dtype::kFloat32 || device.device_type != FLASHMOE_DEVICE_CUDA) return FLASHMOE_OK;
-  return fail(FLASHMOE_ERROR_UNSUPPORTED,
-              "%s: it is on %s and of dtype fp32, accepted on a GPU are fp16 and bf16, on the CPU "
-              "also fp32",
-              name, DeviceName(device).text);
+  return check_dtype_of_device(name, *dtype, device, "fp32");
+}
+
+flashmoe_status check_attention_dtype(const char* name, const flashmoe_tensor& tensor,
+                                      flashmoe_device device, Dtype* dtype) {
+  if (!known_dtype(tensor.dtype, dtype)) {
+    return refuse_dtype(name, tensor.dtype, "are fp16, bf16, fp32 and fp64");
+  }
+  return check_dtype_of_device(name, *dtype, device, "fp32 and fp64");
 }
 
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
                                  Dtype want) {
   Dtype dtype = want;
-  FLASHMOE_TRY(check_dtype(name, tensor, &dtype));
+  if (!known_dtype(tensor.dtype, &dtype)) FLASHMOE_TRY(check_dtype(name, tensor, &dtype));
   if (dtype == want) return FLASHMOE_OK;
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got dtype %s, accepted is %s as %s's", name,
               dtype_name(dtype), dtype_name(want), of);
+}
+
+flashmoe_status check_same_dtype_or_fp32(const char* name, const flashmoe_tensor& tensor,
+                                         const char* of, Dtype want, Dtype* dtype) {
+  const bool known = known_dtype(tensor.dtype, dtype);
+  if (known && (*dtype == want || *dtype == Dtype::kFloat32)) return FLASHMOE_OK;
+  char accepted[64];
+  std::snprintf(accepted, sizeof accepted, "%s %s's %s",
+                want == Dtype::kFloat32 ? "is" : "are fp32 and", of, dtype_name(want));
+  return refuse_dtype(name, tensor.dtype, accepted);
 }
 
 flashmoe_status check_fp32(const char* name, const flashmoe_tensor& tensor) {

@@ -54,8 +54,14 @@ flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dty
 // Of a call's first tensor, which says what is multiplied: fp16 or bf16, on the CPU also fp32.
 flashmoe_status check_first_dtype(const char* name, const flashmoe_tensor& tensor,
                                   flashmoe_device device, Dtype* dtype);
+// The same of attention, which the CPU computes in fp64, too.
+flashmoe_status check_attention_dtype(const char* name, const flashmoe_tensor& tensor,
+                                      flashmoe_device device, Dtype* dtype);
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
                                  Dtype want);
+// `want` or fp32.
+flashmoe_status check_same_dtype_or_fp32(const char* name, const flashmoe_tensor& tensor,
+                                         const char* of, Dtype want, Dtype* dtype);
 flashmoe_status check_fp32(const char* name, const flashmoe_tensor& tensor);
 
 // int32, or with `is_64` also int64.

@@ -7,10 +7,17 @@ const char* dtype_name(Dtype dtype) {
     case Dtype::kFloat32: return "fp32";
     case Dtype::kFloat16: return "fp16";
     case Dtype::kBFloat16: return "bf16";
+    case Dtype::kFloat64: return "fp64";
   }
   return "?";
 }
 
-int64_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+int64_t dtype_bytes(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat64: return 8;
+    case Dtype::kFloat32: return 4;
+    default: return 2;
+  }
+}
 
 }  // namespace flashmoe

@@ -5,12 +5,12 @@
 
 namespace flashmoe {
 
-enum class Dtype : int32_t { kFloat32, kFloat16, kBFloat16 };
+enum class Dtype : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
 
 // What a call asks for by `kernel`, as problems keep it.
 using KernelName = char[72];
 
-const char* dtype_name(Dtype dtype);  // "fp32", "fp16", "bf16"
+const char* dtype_name(Dtype dtype);  // "fp32", "fp16", "bf16", "fp64"
 int64_t dtype_bytes(Dtype dtype);
 
 }  // namespace flashmoe

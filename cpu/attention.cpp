@@ -31,6 +31,7 @@ constexpr int64_t kTilesPerThread = 3;
 int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 const AttentionKernel& kernel_for(cpu::Isa isa, Dtype dtype) {
+  if (dtype == Dtype::kFloat64) return cpu::kFp64Attention;
   const int index = static_cast<int>(dtype);
   switch (isa) {
 #if FLASHMOE_CPU_X86

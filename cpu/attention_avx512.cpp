@@ -1,6 +1,7 @@
-// The attention kernels compiled for AVX-512.
+// The attention kernels, forward and backward, compiled for AVX-512.
 #include <immintrin.h>
 
+#include "cpu/attention_backward_kernel.h"
 #include "cpu/attention_kernel.h"
 #include "cpu/attention_numeric.h"
 
@@ -14,8 +15,10 @@ namespace avx512 {
 #include "cpu/products.h"
 #include "cpu/dot_rows.h"
 #include "cpu/attention_rows.h"
+#include "cpu/attention_pack.h"
 #include "cpu/attention_tile.h"
 #include "cpu/attention_few_rows.h"
+#include "cpu/attention_backward_step.h"
 #include "cpu/attention_compute.h"
 // clang-format on
 
@@ -26,6 +29,12 @@ const AttentionKernel kAvx512Attention[3] = {
     avx512::attention_kernel<avx512::Fp32Product<float>>("avx512"),
     avx512::attention_kernel<avx512::Fp32Product<Fp16>>("avx512"),
     avx512::attention_kernel<avx512::Fp32Product<Bf16>>("avx512"),
+};
+
+const AttentionBackwardKernel kAvx512AttentionBackward[3] = {
+    avx512::attention_backward_kernel<avx512::Fp32Product<float>>("avx512"),
+    avx512::attention_backward_kernel<avx512::Fp32Product<Fp16>>("avx512"),
+    avx512::attention_backward_kernel<avx512::Fp32Product<Bf16>>("avx512"),
 };
 
 }  // namespace flashmoe::cpu

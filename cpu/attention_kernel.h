@@ -36,6 +36,7 @@ struct AttentionKernel {
 
 // One per instruction set, indexed by Dtype.
 extern const AttentionKernel kScalarAttention[3];
+extern const AttentionKernel kFp64Attention;  // for any processor
 #if FLASHMOE_CPU_X86
 extern const AttentionKernel kAvx2Attention[3];
 extern const AttentionKernel kAvx512Attention[3];

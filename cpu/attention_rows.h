@@ -3,6 +3,10 @@
 //
 // Included after cpu/products.h.
 
+namespace visible_keys {
+#include "cpu/attention_visible.h"
+}
+
 constexpr int kMaxTileK = 256;
 // One vector more than a power of two, so that rows do not share cache sets.
 constexpr int kScoreStride = kMaxTileK + kLanes;
@@ -54,29 +58,11 @@ struct RowScores {
       : scores(scratch.take(rows * kScoreStride)), rescale(scratch.take(rows)) {}
 };
 
-template <typename Product>
-class AttentionRows {
- public:
-  using Element = typename Product::Element;
-  static constexpr int kPack = Product::kPack;
-
+// Where the rows of a tile are, and what they see.
+class TileRows {
  protected:
-  AttentionRows(const AttentionProblem& problem, const AttentionTile& tile, const RowState& state,
-                const RowScores& scores)
-      : p_(problem),
-        tile_(tile),
-        tile_k_(keys_per_step(problem, kPack)),
-        words_(problem.dim / kPack),
-        groups_((tile.rows + kGroupRows - 1) / kGroupRows),
-        dim_v_panels_((problem.dim_v + kPanel - 1) / kPanel),
-        group_heads_(problem.heads_q / problem.heads_kv),
-        logit_scale_(problem.softcap != 0.0f ? problem.softcap : problem.scale),
-        k_(static_cast<const Element*>(p_.k.data) + tile.batch * p_.k.strides.batch +
-           tile.kv_head * p_.k.strides.head),
-        v_(static_cast<const Element*>(p_.v.data) + tile.batch * p_.v.strides.batch +
-           tile.kv_head * p_.v.strides.head),
-        state_(state),
-        scores_(scores) {}
+  TileRows(const AttentionProblem& problem, const AttentionTile& tile)
+      : p_(problem), tile_(tile), group_heads_(problem.heads_q / problem.heads_kv) {}
 
   int64_t query_of(int64_t row) const { return (tile_.first_row + row) / group_heads_; }
 
@@ -85,15 +71,13 @@ class AttentionRows {
     const int64_t head = tile_.kv_head * group_heads_ + (tile_.first_row + row) % group_heads_;
     return tile_.batch * strides.batch + query_of(row) * strides.seq + head * strides.head;
   }
+  // Of key 0 of k or v.
+  int64_t offset_of_keys(const RowStrides& strides) const {
+    return tile_.batch * strides.batch + tile_.kv_head * strides.head;
+  }
 
-  // Row `row` of the tile sees the keys from `first_key` to before `end_key`: none if that is not
-  // behind. Neither decreases with the row.
-  int64_t first_key(int64_t row) const {
-    return p_.bounded_left ? clamp(query_of(row) + p_.left_offset, 0, p_.seq_k) : 0;
-  }
-  int64_t end_key(int64_t row) const {
-    return p_.bounded_right ? clamp(query_of(row) + p_.right_offset + 1, 0, p_.seq_k) : p_.seq_k;
-  }
+  int64_t first_key(int64_t row) const { return visible_keys::first_key(p_, query_of(row)); }
+  int64_t end_key(int64_t row) const { return visible_keys::end_key(p_, query_of(row)); }
 
   // A part of a step's keys, as indices into the step.
   struct KeyRange {
@@ -106,6 +90,31 @@ class AttentionRows {
     const int64_t begin = clamp(first_key(row) - key, of.begin, of.end);
     return {begin, clamp(end_key(row) - key, begin, of.end)};
   }
+
+  const AttentionProblem& p_;
+  const AttentionTile& tile_;
+  const int64_t group_heads_;  // that share a KV head
+};
+
+template <typename Product>
+class AttentionRows : protected TileRows {
+ public:
+  using Element = typename Product::Element;
+  static constexpr int kPack = Product::kPack;
+
+ protected:
+  AttentionRows(const AttentionProblem& problem, const AttentionTile& tile, const RowState& state,
+                const RowScores& scores)
+      : TileRows(problem, tile),
+        tile_k_(keys_per_step(problem, kPack)),
+        words_(problem.dim / kPack),
+        groups_((tile.rows + kGroupRows - 1) / kGroupRows),
+        dim_v_panels_((problem.dim_v + kPanel - 1) / kPanel),
+        logit_scale_(problem.softcap != 0.0f ? problem.softcap : problem.scale),
+        k_(static_cast<const Element*>(p_.k.data) + offset_of_keys(p_.k.strides)),
+        v_(static_cast<const Element*>(p_.v.data) + offset_of_keys(p_.v.strides)),
+        state_(state),
+        scores_(scores) {}
 
   void clear_state() {
     const int64_t rows = groups_ * kGroupRows;
@@ -205,20 +214,17 @@ class AttentionRows {
       Simd::store_first(out + column, Simd::multiply(Simd::load(from), inverse), p_.dim_v - column);
     }
     if (p_.lse != nullptr) {
-      p_.lse[offset_of(row, p_.lse_strides)] =
+      static_cast<float*>(p_.lse)[offset_of(row, p_.lse_strides)] =
           sees_keys ? state_.maxima[row] * logit_scale_ + __builtin_logf(sum) : -kInfinity;
     }
   }
 
-  const AttentionProblem& p_;
-  const AttentionTile& tile_;
   const int64_t tile_k_;
   const int64_t words_;  // of a row of Q or K
   const int64_t groups_;
   const int64_t dim_v_panels_;
-  const int64_t group_heads_;  // that share a KV head
-  const float logit_scale_;    // logits are this times scores
-  const Element* const k_;     // key 0
+  const float logit_scale_;  // logits are this times scores
+  const Element* const k_;   // key 0
   const Element* const v_;
   const RowState state_;
   const RowScores scores_;

@@ -17,7 +17,7 @@
 // output when V holds a NaN or infinity there. The keys that a row sees are a range, which begins
 // and ends no earlier than that of the row before: steps, panels and groups outside are left out.
 //
-// Included after cpu/attention_rows.h.
+// Included after cpu/attention_rows.h and cpu/attention_pack.h.
 
 constexpr int kSmallGroupRows = kGroupRows / 3 > 1 ? kGroupRows / 3 : 1;
 
@@ -77,55 +77,21 @@ class TileComputer : AttentionRows<Product> {
 
   void pack_queries() {
     const Element* q = static_cast<const Element*>(p_.q.data);
-    for (int64_t first = 0; first < tile_.rows; first += kGroupRows) {
-      const int64_t rows = smaller(kGroupRows, tile_.rows - first);
-      const Element* from[kLanes];
-      for (int64_t r = 0; r < rows; ++r) from[r] = q + this->offset_of(first + r, p_.q.strides);
-      float* to = s_.q + first * words_;
-      for (int64_t word = 0; word < words_; word += kLanes) {
-        Vector block[kLanes];
-        load_block<Product>(from, rows, word * kPack, p_.dim, block);
-        // A row of the block is longer than a group: the next one overwrites what is too much.
-        const int64_t count = smaller(kLanes, words_ - word);
-        for (int64_t i = 0; i < count; ++i) Simd::store(to + (word + i) * kGroupRows, block[i]);
-      }
-    }
+    pack_transposed<Product, kGroupRows>(
+        [&](int64_t row) { return q + this->offset_of(row, p_.q.strides); }, 0, tile_.rows, p_.dim,
+        s_.q);
   }
 
   // Packs keys `begin` (a multiple of kPanel) to `keys` of the step that begins with `key`.
   void pack_keys(int64_t key, int64_t begin, int64_t keys) {
-    for (int64_t first = begin; first < keys; first += kLanes) {
-      const int64_t rows = smaller(kLanes, keys - first);
-      const Element* from[kLanes];
-      for (int64_t j = 0; j < rows; ++j) from[j] = k_ + (key + first + j) * p_.k.strides.seq;
-      float* to = s_.k + first / kPanel * kPanel * words_ + first % kPanel;
-      for (int64_t word = 0; word < words_; word += kLanes) {
-        Vector block[kLanes];
-        load_block<Product>(from, rows, word * kPack, p_.dim, block);
-        const int64_t count = smaller(kLanes, words_ - word);
-        for (int64_t i = 0; i < count; ++i) Simd::store(to + (word + i) * kPanel, block[i]);
-      }
-    }
+    pack_transposed<Product, kPanel>([&](int64_t i) { return k_ + (key + i) * p_.k.strides.seq; },
+                                     begin, keys, p_.dim, s_.k);
   }
 
   void pack_values(int64_t key, int64_t begin, int64_t keys) {
-    typename Product::FiniteCheck check;
-    const int64_t panel_size = tile_k_ / kPack * kPanel;
-    const int64_t vectors = (p_.dim_v + kLanes - 1) / kLanes;
-    for (int64_t first = begin; first < keys; first += kPack) {
-      const Element* row = v_ + (key + first) * p_.v.strides.seq;
-      const Element* next = first + 1 < keys ? row + p_.v.strides.seq : nullptr;
-      float* to = s_.v + first / kPack * kPanel;
-      for (int64_t vector = 0; vector < vectors; ++vector) {
-        const int64_t column = vector * kLanes;
-        const Vector words = Product::load_values(
-            row + column, next == nullptr ? nullptr : next + column, p_.dim_v - column);
-        check.put(words);
-        Simd::store(to + vector / kPanelVectors * panel_size + vector % kPanelVectors * kLanes,
-                    words);
-      }
-    }
-    values_finite_ = check.finite();
+    values_finite_ =
+        pack_across<Product>([&](int64_t i) { return v_ + (key + i) * p_.v.strides.seq; }, begin,
+                             keys, p_.dim_v, tile_k_ / kPack * kPanel, s_.v);
   }
 
   void step_group(int64_t group, int64_t key, int64_t keys) {

@@ -56,6 +56,12 @@ struct Bf16PairProduct {
                         (__m256i)_mm512_cvtneps_pbh(weights));
   }
 
+  static void store_rows(float* to, const Vector (&rows)[kPack]) {
+    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(rows[0]));
+    const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(rows[1]));
+    Simd::store(to, _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16))));
+  }
+
   struct FiniteCheck {
     __mmask32 special = 0;
     void put(Vector words) {

@@ -33,17 +33,28 @@ FLASHMOE_INLINE Vector exp2_polynomial(Vector x) {
   return Simd::multiply_add(y, x, Simd::broadcast(1.0f));
 }
 
-// e^(2x) for x <= 0: a power of two times a polynomial (relative error below 1.6e-7) in the rest of the
-// exponent. e^0 is 1; 0 below 2^-126.5. A NaN stays one: max gives its second operand, and the last
-// product is of floats, since adding to the exponent of a NaN's bits can make a number of them.
-FLASHMOE_INLINE Vector exp_of_twice_nonpositive(Vector x) {
-  constexpr float kFactor = 2.0f * kLog2E;
-  x = Simd::max(Simd::broadcast(kExp2Floor / kFactor), x);
-  const Vector factor = Simd::broadcast(kFactor);
+// e^(2x): a power of two times a polynomial (relative error below 1.6e-7) in the rest of the exponent, of
+// an x whose power of two there is. e^0 is 1. A NaN stays one: the last product is of floats, since adding
+// to the exponent of a NaN's bits can make a number of them.
+constexpr float kExpOfTwiceFactor = 2.0f * kLog2E;
+
+FLASHMOE_INLINE Vector exp_of_twice_in_range(Vector x) {
+  const Vector factor = Simd::broadcast(kExpOfTwiceFactor);
   const Vector shifted = Simd::multiply_add(x, factor, Simd::broadcast(kRoundToInteger));
   const Vector minus_whole = Simd::subtract(Simd::broadcast(kRoundToInteger), shifted);
   const Vector rest = Simd::multiply_add(x, factor, minus_whole);
   return Simd::multiply(exp2_polynomial(rest), Simd::power_of_two(shifted));
+}
+
+// The same of any x <= 0: 0 below 2^-126.5. max and min give their second operand where one is a NaN.
+FLASHMOE_INLINE Vector exp_of_twice_nonpositive(Vector x) {
+  return exp_of_twice_in_range(Simd::max(Simd::broadcast(kExp2Floor / kExpOfTwiceFactor), x));
+}
+
+// The same of any x: infinite above 2^127.5.
+FLASHMOE_INLINE Vector exp_of_twice(Vector x) {
+  x = Simd::max(Simd::broadcast(kExp2Floor / kExpOfTwiceFactor), x);
+  return exp_of_twice_in_range(Simd::min(Simd::broadcast(kExp2Ceiling / kExpOfTwiceFactor), x));
 }
 
 // In fp32 to a relative error of 4e-7 (core/tanh.h). A NaN stays one.
@@ -109,6 +120,8 @@ struct Fp32Product {
   static void store_weights(float* row, int64_t key, Vector weights) {
     Simd::store(row + key, weights);
   }
+  // Words of kPack rows: of one column each.
+  static void store_rows(float* to, const Vector (&rows)[kPack]) { Simd::store(to, rows[0]); }
 
   // Sees whether any of the words put into it is a NaN or an infinity: then 0 * word is not 0.
   struct FiniteCheck {

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -75,6 +75,31 @@ class AttentionForwardParams(c.Structure):
         ("k_scale", c.POINTER(Tensor)),
         ("v_scale", c.POINTER(Tensor)),
         ("sequences", c.c_void_p),
+    ]
+
+
+class AttentionBackwardParams(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("dout", c.POINTER(Tensor)),
+        ("q", c.POINTER(Tensor)),
+        ("k", c.POINTER(Tensor)),
+        ("v", c.POINTER(Tensor)),
+        ("out", c.POINTER(Tensor)),
+        ("lse", c.POINTER(Tensor)),
+        ("dlse", c.POINTER(Tensor)),
+        ("dq", c.POINTER(Tensor)),
+        ("dk", c.POINTER(Tensor)),
+        ("dv", c.POINTER(Tensor)),
+        ("layout", c.c_int32),
+        ("causal", c.c_int32),
+        ("scale", c.c_float),
+        ("softcap", c.c_float),
+        ("window", c.c_uint32),
+        ("accumulate", c.c_int32),
+        ("window_left", c.c_int64),
+        ("window_right", c.c_int64),
+        ("kernel", c.c_char_p),
     ]
 
 
@@ -180,6 +205,7 @@ def library_path() -> Path:
 
 def _declare(lib: c.CDLL) -> c.CDLL:
     params = c.POINTER(AttentionForwardParams)
+    backward = c.POINTER(AttentionBackwardParams)
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "flashmoe_last_error": (c.c_char_p, []),
         "flashmoe_status_name": (c.c_char_p, [c.c_int]),
@@ -192,6 +218,9 @@ def _declare(lib: c.CDLL) -> c.CDLL:
         "flashmoe_attention_forward_plan": (c.c_int, [params, c.POINTER(Plan)]),
         "flashmoe_attention_forward_workspace_size": (c.c_int, [params, c.POINTER(c.c_size_t)]),
         "flashmoe_attention_forward": (c.c_int, [params, c.c_void_p, c.c_size_t, c.c_void_p]),
+        "flashmoe_attention_backward_plan": (c.c_int, [backward, c.POINTER(Plan)]),
+        "flashmoe_attention_backward_workspace_size": (c.c_int, [backward, c.POINTER(c.c_size_t)]),
+        "flashmoe_attention_backward": (c.c_int, [backward, c.c_void_p, c.c_size_t, c.c_void_p]),
         "flashmoe_last_launches": (c.c_int, [c.POINTER(Launch), c.POINTER(c.c_int32)]),
     }
     for name, (result, arguments) in signatures.items():
@@ -261,7 +290,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def set_window(
-    params: AttentionForwardParams, window: tuple[int | None, int | None] | None
+    params: AttentionForwardParams | AttentionBackwardParams, window: tuple[int | None, int | None] | None
 ) -> None:
     """(left, right), None for no bound."""
     left, right = window or (None, None)
@@ -341,6 +370,11 @@ def run_attention(
     )
 
 
+def sums_dtype(dtype: np.dtype) -> np.dtype:
+    """Of lse and of sums, with tensors of `dtype`."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
 def attention(
     q: np.ndarray,
     k: np.ndarray,
@@ -357,7 +391,7 @@ def attention(
     batch, seq_q, heads = q.shape[:3] if layout == "bshd" else (q.shape[0], q.shape[2], q.shape[1])
     out = aligned_empty((*q.shape[:3], v.shape[3]), q.dtype)
     out[...] = np.nan
-    lse = np.full((batch, heads, seq_q), np.nan, np.float32)
+    lse = np.full((batch, heads, seq_q), np.nan, sums_dtype(q.dtype))
     run_attention(
         attention_params(
             q, k, v, out, lse, layout=layout, causal=causal, window=window, scale=scale,
@@ -366,3 +400,89 @@ def attention(
         lib,
     )  # fmt: skip
     return out, lse
+
+
+GRADIENTS = ("dq", "dk", "dv")
+
+
+class Gradients(NamedTuple):
+    dq: np.ndarray | None
+    dk: np.ndarray | None
+    dv: np.ndarray | None
+
+
+def attention_backward_params(
+    tensors: dict[str, np.ndarray],
+    *,
+    layout: str = "bshd",
+    causal: str = "none",
+    window: tuple[int | None, int | None] | None = None,
+    scale: float = 0.0,
+    softcap: float | None = None,
+    accumulate: bool = False,
+    kernel: bytes | None = None,
+) -> AttentionBackwardParams:
+    """`tensors` by their names in the C ABI; those that are not there are not wanted."""
+    params = AttentionBackwardParams(struct_size=c.sizeof(AttentionBackwardParams))
+    params.keep = {name: tensor(array) for name, array in tensors.items()}
+    for name, view in params.keep.items():
+        setattr(params, name, c.pointer(view))
+    params.layout = LAYOUTS[layout]
+    params.causal = CAUSAL[causal]
+    set_window(params, window)
+    params.scale = scale
+    params.softcap = softcap or 0.0
+    params.accumulate = accumulate
+    params.kernel = kernel
+    return params
+
+
+def attention_backward_plan(params: AttentionBackwardParams, lib: c.CDLL | None = None) -> Plan:
+    lib = lib or load()
+    plan = Plan(struct_size=c.sizeof(Plan))
+    check(lib.flashmoe_attention_backward_plan(params, plan), lib)
+    return plan
+
+
+def run_attention_backward(
+    params: AttentionBackwardParams,
+    lib: c.CDLL | None = None,
+    workspace: np.ndarray | None = None,
+) -> None:
+    """Calls flashmoe_attention_backward, in a workspace of bytes 0xff unless one is given."""
+    lib = lib or load()
+    if workspace is None:
+        size = c.c_size_t()
+        check(lib.flashmoe_attention_backward_workspace_size(params, size), lib)
+        workspace = aligned_empty((size.value,), np.dtype(np.uint8))
+        workspace[...] = 0xFF
+    check(
+        lib.flashmoe_attention_backward(params, workspace.ctypes.data, workspace.nbytes, None), lib
+    )
+
+
+def attention_backward(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    dlse: np.ndarray | None = None,
+    *,
+    wanted: tuple[str, ...] = GRADIENTS,
+    dtype: np.dtype | None = None,
+    lib: c.CDLL | None = None,
+    **options: Any,
+) -> Gradients:
+    """The wanted gradients of one call, of `dtype` or q's, poisoned with NaN beforehand."""
+    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if dlse is not None:
+        tensors["dlse"] = dlse
+    gradients = {}
+    for name, of in zip(GRADIENTS, (q, k, v), strict=True):
+        if name in wanted:
+            gradients[name] = aligned_empty(of.shape, dtype or q.dtype)
+            gradients[name][...] = np.nan
+    run_attention_backward(attention_backward_params(tensors | gradients, **options), lib)
+    return Gradients(*(gradients.get(name) for name in GRADIENTS))

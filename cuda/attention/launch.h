@@ -19,7 +19,7 @@ inline constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + offset + 1 f
 template <class Params>
 void fill_common(const AttentionProblem& p, Params* params) {
   AttentionTensors& tensors = params->tensors;
-  tensors.lse = p.lse;
+  tensors.lse = static_cast<float*>(p.lse);
   tensors.lse_strides = p.lse_strides;
   tensors.q = static_cast<const uint16_t*>(p.q.data);
   tensors.k = static_cast<const uint16_t*>(p.k.data);

@@ -166,7 +166,7 @@ FLASHMOE_API flashmoe_status flashmoe_set_log(int32_t level, flashmoe_log_callba
 /* Type codes, equal to DLPack's. */
 typedef enum flashmoe_dtype_code {
   FLASHMOE_DTYPE_INT = 0,   /* kDLInt: 32 and 64, of indices */
-  FLASHMOE_DTYPE_FLOAT = 2, /* kDLFloat: 16 = fp16, 32 = fp32 */
+  FLASHMOE_DTYPE_FLOAT = 2, /* kDLFloat: 16 = fp16, 32 = fp32, 64 = fp64 (attention on the CPU) */
   FLASHMOE_DTYPE_BFLOAT = 4 /* kDLBfloat: 16 = bf16 */
 } flashmoe_dtype_code;
 
@@ -223,7 +223,7 @@ typedef struct flashmoe_launch {
 
 typedef struct flashmoe_plan {
   size_t struct_size;
-  char operation[32];  /* "attention_forward", "moe_forward" */
+  char operation[32];  /* "attention_forward", "attention_backward", "moe_forward" */
   char family[16];     /* "sm90", "cpu"; of several operations in one, that of the last */
   char isa[16];        /* the code that runs: "sm_90a", "avx512" */
   double microseconds; /* the family's estimate, by which it is chosen; 0: it has none */
@@ -261,14 +261,15 @@ FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLA
  *
  * with g = h / (heads_q / heads_kv), over the keys j that query i sees. Exact, by the online softmax
  * of Milakov and Gimelshein (arXiv:1805.02867) in the tiling of FlashAttention (arXiv:2205.14135,
- * arXiv:2307.08691); sums are accumulated in fp32. The same inputs give the same bits on every run.
- * A query row that sees no key gives out 0 and lse -inf.
+ * arXiv:2307.08691); sums are accumulated in fp32, of fp64 in fp64. The same inputs give the same bits on
+ * every run. A query row that sees no key gives out 0 and lse -inf.
  *
- *   q    [batch, seq_q, heads_q,  dim]     fp16, bf16; on the CPU also fp32
+ *   q    [batch, seq_q, heads_q,  dim]     fp16, bf16; on the CPU also fp32 and fp64
  *   k    [batch, seq_k, heads_kv, dim]     same dtype and device as q
  *   v    [batch, seq_k, heads_kv, dim_v]   same
  *   out  [batch, seq_q, heads_q,  dim_v]   same; its elements must not overlap one another
- *   lse  [batch, heads_q, seq_q]           fp32, any strides; NULL if not wanted
+ *   lse  [batch, heads_q, seq_q]           fp32, with a q of fp64 fp64; any strides; NULL if not
+ *                                          wanted
  *
  * in layout BSHD; in layout BHSD the second and third extents of q, k, v and out are exchanged.
  * dim and dim_v are multiples of 8, at most 256; heads_q is a multiple of heads_kv. batch, seq_q
@@ -370,6 +371,86 @@ FLASHMOE_API flashmoe_status flashmoe_attention_forward_workspace_size(
 FLASHMOE_API flashmoe_status
 flashmoe_attention_forward(const flashmoe_attention_forward_params* params, void* workspace,
                            size_t workspace_size, void* stream);
+
+/* ------------------------------------------------------------------------------------------------
+ * Attention, backward
+ *
+ * The gradients of a loss by q, k and v, of those by out and, if it is used, by lse: with the names
+ * above, p[b,i,j,h] = exp(logit[b,i,j,h] - lse[b,h,i]) and delta[b,h,i] = dout[b,i,h,:] . out[b,i,h,:]
+ *
+ *   dv[b,j,g,:]     = sum_h sum_i p[b,i,j,h] dout[b,i,h,:]
+ *   dlogit[b,i,j,h] = p[b,i,j,h] (dout[b,i,h,:] . v[b,j,g,:] - delta[b,h,i] + dlse[b,h,i])
+ *   dscore          = scale * dlogit, with a softcap times 1 - (logit / softcap)^2
+ *   dk[b,j,g,:]     = sum_h sum_i dscore[b,i,j,h] q[b,i,h,:]
+ *   dq[b,i,h,:]     = sum_j dscore[b,i,j,h] k[b,j,g,:]
+ *
+ * over the query heads h of the KV head g, and the pairs of which query i sees key j. Sums are
+ * accumulated in fp32, of fp64 in fp64. The same inputs give the same bits on every run. A query that sees
+ * no key has a gradient of 0, and so has a key that no query sees, whatever else there is in the tensors.
+ *
+ *   dout  as out                          the gradient of out, of q's dtype
+ *   q, k, v, out                          as of the forward call, whose out it is; its rows may
+ *                                         overlap
+ *   lse   [batch, heads_q, seq_q]         as of the forward call, which need not be this library's
+ *   dlse  [batch, heads_q, seq_q]         its gradient, of its dtype; NULL if lse is not used
+ *   dq    as q                            of q's dtype or fp32; NULL if not wanted
+ *   dk    as k                            same
+ *   dv    as v                            same
+ *
+ * One of dq, dk and dv at least is wanted. Their elements must not overlap one another, and in each the
+ * last stride is 1 and every row begins on a 16-byte boundary.
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef struct flashmoe_attention_backward_params {
+  size_t struct_size;
+  const flashmoe_tensor* dout;
+  const flashmoe_tensor* q;
+  const flashmoe_tensor* k;
+  const flashmoe_tensor* v;
+  const flashmoe_tensor* out;
+  const flashmoe_tensor* lse;
+  const flashmoe_tensor* dlse; /* NULL: 0 */
+  const flashmoe_tensor* dq;   /* NULL: not wanted */
+  const flashmoe_tensor* dk;
+  const flashmoe_tensor* dv;
+  int32_t layout; /* these are as of the forward call */
+  int32_t causal;
+  float scale;
+  float softcap;
+  uint32_t window;
+  int32_t accumulate; /* 0: gradients are written; 1: they are added to what is there */
+  int64_t window_left;
+  int64_t window_right;
+  const char*
+      kernel; /* as of the forward call: a family, or a kernel's full name; NULL: the best */
+} flashmoe_attention_backward_params;
+
+static inline flashmoe_attention_backward_params flashmoe_attention_backward_params_init(void) {
+  flashmoe_attention_backward_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+/* Fills *plan with what flashmoe_attention_backward would do with these arguments; launches
+ * nothing, reads no tensor data. Errors: those of flashmoe_attention_backward, but for its memory. */
+FLASHMOE_API flashmoe_status flashmoe_attention_backward_plan(
+    const flashmoe_attention_backward_params* params, flashmoe_plan* plan);
+
+/* Bytes of workspace the call needs: some for each row of q, none for a pair of a query and a key. On the
+ * CPU they depend on the number of threads, as those of flashmoe_attention_forward_workspace_size. */
+FLASHMOE_API flashmoe_status flashmoe_attention_backward_workspace_size(
+    const flashmoe_attention_backward_params* params, size_t* bytes);
+
+/* Computes those of dq, dk and dv that are given. workspace and stream: as of
+ * flashmoe_attention_forward. No family computes it on a GPU in this version: tensors on one are refused
+ * with FLASHMOE_ERROR_UNSUPPORTED.
+ *
+ * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL, CUDA,
+ * OUT_OF_MEMORY. */
+FLASHMOE_API flashmoe_status
+flashmoe_attention_backward(const flashmoe_attention_backward_params* params, void* workspace,
+                            size_t workspace_size, void* stream);
 
 /* Initialisers of the structs that calls fill. */
 static inline flashmoe_build_info flashmoe_build_info_init(void) {

@@ -10,8 +10,8 @@
 //   flashmoe::Workspace workspace;         // keep it for the next call
 //   flashmoe::run(call, workspace);
 //
-// A call is a plain struct of views and options: AttentionForward, MoeRoute, MoeForward or
-// GroupedProduct. What its fields mean is said where the C ABI says it, in flashmoe.h and moe.h; a
+// A call is a plain struct of views and options: AttentionForward, AttentionBackward, MoeRoute,
+// MoeForward, FusedMoe or GroupedProduct. What its fields mean is said where the C ABI says it, in flashmoe.h and moe.h; a
 // field that is left alone is "none" or the default. Every call has the same four functions: plan,
 // workspace_size, run with memory of the caller's, run with a workspace that grows by itself.
 //
@@ -197,6 +197,7 @@ class Device {
 inline constexpr flashmoe_dtype kFp16 = {FLASHMOE_DTYPE_FLOAT, 16, 1};
 inline constexpr flashmoe_dtype kBf16 = {FLASHMOE_DTYPE_BFLOAT, 16, 1};
 inline constexpr flashmoe_dtype kFp32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
+inline constexpr flashmoe_dtype kFp64 = {FLASHMOE_DTYPE_FLOAT, 64, 1};
 inline constexpr flashmoe_dtype kInt32 = {FLASHMOE_DTYPE_INT, 32, 1};
 inline constexpr flashmoe_dtype kInt64 = {FLASHMOE_DTYPE_INT, 64, 1};
 
@@ -209,6 +210,10 @@ struct DtypeOf;
 template <>
 struct DtypeOf<float> {
   static constexpr flashmoe_dtype value = kFp32;
+};
+template <>
+struct DtypeOf<double> {
+  static constexpr flashmoe_dtype value = kFp64;
 };
 template <>
 struct DtypeOf<int32_t> {
@@ -420,13 +425,35 @@ struct AttentionForward {
   ConstTensorView k;  // [batch, seq_k, heads_kv, dim]
   ConstTensorView v;  // [batch, seq_k, heads_kv, dim_v]
   TensorView out;     // [batch, seq_q, heads_q, dim_v]
-  TensorView lse;     // [batch, heads_q, seq_q] fp32; absent: not wanted
+  TensorView lse;     // [batch, heads_q, seq_q] fp32, of fp64 fp64; absent: not wanted
   Layout layout = Layout::bshd;
   Causal causal = Causal::none;
   float scale = 0;                      // 0: 1 / sqrt(dim)
   float softcap = 0;                    // 0: none
   std::optional<int64_t> window_left;   // keys before the query's; absent: no bound
   std::optional<int64_t> window_right;  // keys behind the query's; absent: no bound
+  const char* kernel = nullptr;         // nullptr: the best here
+};
+
+// Attention, backward: flashmoe_attention_backward. Of dq, dk and dv one at least.
+struct AttentionBackward {
+  ConstTensorView dout;  // [batch, seq_q, heads_q, dim_v], in layout bshd
+  ConstTensorView q;     // [batch, seq_q, heads_q, dim]
+  ConstTensorView k;     // [batch, seq_k, heads_kv, dim]
+  ConstTensorView v;     // [batch, seq_k, heads_kv, dim_v]
+  ConstTensorView out;   // [batch, seq_q, heads_q, dim_v]
+  ConstTensorView lse;   // [batch, heads_q, seq_q] fp32, of fp64 fp64
+  ConstTensorView dlse;  // as lse; absent: 0
+  TensorView dq;         // as q, or fp32; absent: not wanted
+  TensorView dk;         // as k, or fp32; absent: not wanted
+  TensorView dv;         // as v, or fp32; absent: not wanted
+  Layout layout = Layout::bshd;
+  Causal causal = Causal::none;
+  float scale = 0;                      // 0: 1 / sqrt(dim)
+  float softcap = 0;                    // 0: none
+  std::optional<int64_t> window_left;   // keys before the query's; absent: no bound
+  std::optional<int64_t> window_right;  // keys behind the query's; absent: no bound
+  bool accumulate = false;              // add to the gradients
   const char* kernel = nullptr;         // nullptr: the best here
 };
 
@@ -537,6 +564,20 @@ class Argument {
 template <class Call>
 struct Bound;
 
+// What both directions of attention are told of their scores.
+template <class Call, class Params>
+void set_scores(const Call& call, Params* params) noexcept {
+  params->layout = static_cast<int32_t>(call.layout);
+  params->causal = static_cast<int32_t>(call.causal);
+  params->scale = call.scale;
+  params->softcap = call.softcap;
+  params->window = (call.window_left ? uint32_t{FLASHMOE_WINDOW_LEFT} : 0u) |
+                   (call.window_right ? uint32_t{FLASHMOE_WINDOW_RIGHT} : 0u);
+  params->window_left = call.window_left.value_or(0);
+  params->window_right = call.window_right.value_or(0);
+  params->kernel = call.kernel;
+}
+
 template <>
 struct Bound<AttentionForward> {
   static constexpr auto plan = flashmoe_attention_forward_plan;
@@ -553,15 +594,42 @@ struct Bound<AttentionForward> {
     params.v = v;
     params.out = out;
     params.lse = lse;
-    params.layout = static_cast<int32_t>(call.layout);
-    params.causal = static_cast<int32_t>(call.causal);
-    params.scale = call.scale;
-    params.kernel = call.kernel;
-    params.window = (call.window_left ? uint32_t{FLASHMOE_WINDOW_LEFT} : 0u) |
-                    (call.window_right ? uint32_t{FLASHMOE_WINDOW_RIGHT} : 0u);
-    params.softcap = call.softcap;
-    params.window_left = call.window_left.value_or(0);
-    params.window_right = call.window_right.value_or(0);
+    set_scores(call, &params);
+  }
+};
+
+template <>
+struct Bound<AttentionBackward> {
+  static constexpr auto plan = flashmoe_attention_backward_plan;
+  static constexpr auto workspace_size = flashmoe_attention_backward_workspace_size;
+  static constexpr auto run = flashmoe_attention_backward;
+
+  Argument dout, q, k, v, out, lse, dlse, dq, dk, dv;
+  flashmoe_attention_backward_params params = flashmoe_attention_backward_params_init();
+
+  explicit Bound(const AttentionBackward& call) noexcept
+      : dout(call.dout),
+        q(call.q),
+        k(call.k),
+        v(call.v),
+        out(call.out),
+        lse(call.lse),
+        dlse(call.dlse),
+        dq(call.dq),
+        dk(call.dk),
+        dv(call.dv) {
+    params.dout = dout;
+    params.q = q;
+    params.k = k;
+    params.v = v;
+    params.out = out;
+    params.lse = lse;
+    params.dlse = dlse;
+    params.dq = dq;
+    params.dk = dk;
+    params.dv = dv;
+    params.accumulate = call.accumulate ? 1 : 0;
+    set_scores(call, &params);
   }
 };
 

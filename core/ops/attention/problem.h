@@ -39,7 +39,7 @@ struct AttentionProblem {
   RowsView<const void> k;  // [batch, seq_k, heads_kv, dim]
   RowsView<const void> v;  // [batch, seq_k, heads_kv, dim_v]
   RowsView<void> out;      // [batch, seq_q, heads_q, dim_v]
-  float* lse;              // [batch, heads_q, seq_q] or nullptr
+  void* lse;               // [batch, heads_q, seq_q] or nullptr: fp32, of views of fp64 fp64
   RowStrides lse_strides;  // same axes; element strides of lse, in which the last axis is seq
 
   int64_t batch;
@@ -64,9 +64,23 @@ struct AttentionProblem {
   int64_t right_offset;
 };
 
+// A validated call of the gradients of such a call, whose out and lse are inputs here. A gradient may be
+// absent, but not all of them; each is of the views' dtype or of fp32.
+struct AttentionBackwardProblem : AttentionProblem {
+  RowsView<const void> dout;  // as out
+  const void* dlse;           // as lse, or nullptr: 0
+  RowStrides dlse_strides;
+  RowsView<void> dq;  // as q
+  RowsView<void> dk;  // as k
+  RowsView<void> dv;  // as v
+  bool accumulate;    // gradients are added to what is there
+};
+
 // Multiply-adds of the two products count as two; pairs of a query and a key that it does not see
 // do not count.
 double attention_flops(const AttentionProblem& problem);
+// The same of the products that the wanted gradients need, at most five.
+double attention_backward_flops(const AttentionBackwardProblem& problem);
 
 template <class Visit>
 void visit_addresses(AttentionProblem* p, const Visit& visit) {
@@ -75,6 +89,16 @@ void visit_addresses(AttentionProblem* p, const Visit& visit) {
   visit(&p->v.data);
   visit(&p->out.data);
   visit(&p->lse);
+}
+
+template <class Visit>
+void visit_addresses(AttentionBackwardProblem* p, const Visit& visit) {
+  visit_addresses(static_cast<AttentionProblem*>(p), visit);
+  visit(&p->dout.data);
+  visit(&p->dlse);
+  visit(&p->dq.data);
+  visit(&p->dk.data);
+  visit(&p->dv.data);
 }
 
 }  // namespace flashmoe

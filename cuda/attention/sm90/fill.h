@@ -16,7 +16,7 @@ inline void fill_addresses(const AttentionProblem& p, Params* params) {
   params->tensors.k = static_cast<const uint16_t*>(p.k.data);
   params->tensors.v = static_cast<const uint16_t*>(p.v.data);
   params->tensors.out = static_cast<uint16_t*>(p.out.data);
-  params->tensors.lse = p.lse;
+  params->tensors.lse = static_cast<float*>(p.lse);
   params->score = score_options(p);
 }
 

@@ -1,0 +1,144 @@
+// Attention backward: its options, its checks and its families. See core/operation.h for the rest.
+#include <array>
+#include <cstdio>
+
+#include "core/backends.h"
+#include "core/operation.h"
+#include "core/ops/attention/checks.h"
+#include "core/option.h"
+#include "core/status.h"
+
+namespace flashmoe {
+
+namespace {
+
+using Params = flashmoe_attention_backward_params;
+
+// Behind those of the scores.
+constexpr Option<Params> kOptions[] = {
+    Option<Params>::flag("accumulate", &Params::accumulate),
+};
+
+flashmoe_status check_dout(const AttentionArguments& arguments, const flashmoe_tensor* tensor,
+                           const View& out, AttentionBackwardProblem* problem) {
+  const Dtype dtype = problem->q.dtype;
+  View dout;
+  FLASHMOE_TRY(check_view("dout", tensor, 4, &dout));
+  FLASHMOE_TRY(check_same_device("dout", *tensor, "q", problem->device));
+  FLASHMOE_TRY(check_same_dtype("dout", *tensor, "q", dtype));
+  FLASHMOE_TRY(check_rows("dout", dout, 4, dtype_bytes(dtype)));
+  FLASHMOE_TRY(check_shape_of("dout", dout, "out", out, arguments));
+  set_rows(dout, dtype, arguments, &problem->dout);
+  return FLASHMOE_OK;
+}
+
+// The gradient of `of`, if it is wanted.
+flashmoe_status check_gradient(const char* name, const AttentionArguments& arguments,
+                               const flashmoe_tensor* tensor, const char* of, const View& like,
+                               const AttentionBackwardProblem& problem, RowsView<void>* rows) {
+  if (tensor == nullptr) return FLASHMOE_OK;
+  const Dtype dtype = problem.q.dtype;
+  View view;
+  FLASHMOE_TRY(check_view(name, tensor, 4, &view));
+  FLASHMOE_TRY(check_same_device(name, *tensor, "q", problem.device));
+  Dtype own;
+  FLASHMOE_TRY(check_same_dtype_or_fp32(name, *tensor, "q", dtype, &own));
+  FLASHMOE_TRY(check_rows(name, view, 4, dtype_bytes(own)));
+  FLASHMOE_TRY(check_shape_of(name, view, of, like, arguments));
+  FLASHMOE_TRY(check_no_overlap(name, view, 4));
+  set_rows(view, own, arguments, rows);
+  return FLASHMOE_OK;
+}
+
+struct AttentionBackward {
+  using Params = flashmoe_attention_backward_params;
+  using Problem = AttentionBackwardProblem;
+  static constexpr char kName[] = "attention_backward";
+  static constexpr char kParams[] = "flashmoe_attention_backward_params";
+  static constexpr char kSizeFunction[] = "flashmoe_attention_backward_workspace_size";
+  static constexpr size_t kOldestParams = sizeof(Params);
+  static constexpr std::array<TensorMember<Params>, 10> kTensors = {{
+      {"dout", &Params::dout},
+      {"q", &Params::q},
+      {"k", &Params::k},
+      {"v", &Params::v},
+      {"out", &Params::out},
+      {"lse", &Params::lse},
+      {"dlse", &Params::dlse},
+      {"dq", &Params::dq},
+      {"dk", &Params::dk},
+      {"dv", &Params::dv},
+  }};
+  static constexpr size_t kFirstOutput = 7;
+  static constexpr size_t kGpuAlignment = 16;
+  static constexpr const char* kKernelPrefix = "attention_backward_";
+  static constexpr const AttentionBackwardFamily* kFamilies[] = {
+      &kCpuAttentionBackward,
+  };
+
+  static flashmoe_status make_problem(const Params& params, Problem* problem) {
+    Problem& p = *problem;
+    const AttentionArguments arguments = AttentionArguments::of(params);
+    FLASHMOE_TRY(check_options(kScoreOptions<Params>, params));
+    FLASHMOE_TRY(check_options(kOptions, params));
+    FLASHMOE_TRY(check_window(arguments));
+    AttentionViews views;
+    FLASHMOE_TRY(check_attention(arguments, problem, &views));
+    FLASHMOE_TRY(check_dout(arguments, params.dout, views.out, problem));
+    View lse, dlse;
+    FLASHMOE_TRY(check_row_numbers("lse", params.lse, p, &lse, &p.lse_strides));
+    p.lse = lse.data;
+    if (params.dlse != nullptr) {
+      FLASHMOE_TRY(check_row_numbers("dlse", params.dlse, p, &dlse, &p.dlse_strides));
+      p.dlse = dlse.data;
+    }
+    if (params.dq == nullptr && params.dk == nullptr && params.dv == nullptr) {
+      return fail(
+          FLASHMOE_ERROR_INVALID_ARGUMENT,
+          "dq: got a null pointer, as dk and dv did; accepted is a tensor for one or more of "
+          "them");
+    }
+    FLASHMOE_TRY(check_gradient("dq", arguments, params.dq, "q", views.q, p, &p.dq));
+    FLASHMOE_TRY(check_gradient("dk", arguments, params.dk, "k", views.k, p, &p.dk));
+    FLASHMOE_TRY(check_gradient("dv", arguments, params.dv, "v", views.v, p, &p.dv));
+    p.accumulate = params.accumulate != 0;
+    return FLASHMOE_OK;
+  }
+  static double flops(const Problem& p) { return attention_backward_flops(p); }
+  static bool is_empty(const Problem& p) { return p.batch == 0 || (p.seq_q == 0 && p.seq_k == 0); }
+
+  static void print(const Params& params, const Problem& p, char* text, size_t size) {
+    char call[256];
+    char scores[128];
+    char options[32];
+    print_attention(p, call, sizeof call);
+    print_options(kScoreOptions<Params>, params, scores, sizeof scores);
+    print_options(kOptions, params, options, sizeof options);
+    const auto dtype_of = [](const flashmoe_tensor* tensor, const RowsView<void>& rows) {
+      return tensor != nullptr ? dtype_name(rows.dtype) : "no";
+    };
+    std::snprintf(text, size, "%s%s%s dlse=%s dq=%s dk=%s dv=%s", call, scores, options,
+                  params.dlse != nullptr ? "yes" : "no", dtype_of(params.dq, p.dq),
+                  dtype_of(params.dk, p.dk), dtype_of(params.dv, p.dv));
+  }
+};
+
+}  // namespace
+}  // namespace flashmoe
+
+using flashmoe::AttentionBackward;
+
+flashmoe_status flashmoe_attention_backward_plan(const flashmoe_attention_backward_params* params,
+                                                 flashmoe_plan* plan) {
+  return flashmoe::plan_operation<AttentionBackward>(params, plan);
+}
+
+flashmoe_status flashmoe_attention_backward_workspace_size(
+    const flashmoe_attention_backward_params* params, size_t* bytes) {
+  return flashmoe::workspace_size_of<AttentionBackward>(params, bytes);
+}
+
+flashmoe_status flashmoe_attention_backward(const flashmoe_attention_backward_params* params,
+                                            void* workspace, size_t workspace_size, void* stream) {
+  return flashmoe::run_operation<AttentionBackward>(params, workspace, workspace_size, stream);
+}

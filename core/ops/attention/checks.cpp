@@ -1,0 +1,204 @@
+#include "core/ops/attention/checks.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdio>
+
+#include "core/choose.h"
+#include "core/status.h"
+
+namespace flashmoe {
+namespace {
+
+flashmoe_status check_head_dim(const char* name, int64_t dim) {
+  if (dim >= kHeadDimMultiple && dim <= kMaxHeadDim && dim % kHeadDimMultiple == 0) {
+    return FLASHMOE_OK;
+  }
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+              "%s: its head dimension is %lld, accepted are multiples of %lld from %lld to %lld",
+              name, static_cast<long long>(dim), static_cast<long long>(kHeadDimMultiple),
+              static_cast<long long>(kHeadDimMultiple), static_cast<long long>(kMaxHeadDim));
+}
+
+flashmoe_status check_same_kind(const char* name, const flashmoe_tensor& tensor,
+                                const AttentionProblem& problem) {
+  FLASHMOE_TRY(check_same_device(name, tensor, "q", problem.device));
+  return check_same_dtype(name, tensor, "q", problem.q.dtype);
+}
+
+// Rank, rows and extents of one of q, k, v, out.
+flashmoe_status check_rows_tensor(const char* name, const flashmoe_tensor* tensor, Dtype dtype,
+                                  View* view) {
+  FLASHMOE_TRY(check_view(name, tensor, 4, view));
+  return check_rows(name, *view, 4, dtype_bytes(dtype));
+}
+
+// The extent of one end of the window, whose bit of `window` is set or not.
+flashmoe_status check_window_end(const char* name, bool set, int64_t extent) {
+  if (set ? extent >= 0 : extent == 0) return FLASHMOE_OK;
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got %lld, accepted is %s", name,
+              static_cast<long long>(extent),
+              set ? "0 or more" : "0, as its bit of window is not set");
+}
+
+void set_softcap(float softcap, AttentionProblem* problem) {
+  AttentionProblem& p = *problem;
+  constexpr float kHighest = 1e38f;  // times log2(e) it is finite
+  const float ratio = softcap > 0.0f ? p.scale / softcap : 0.0f;
+  // A softcap beyond these bends no logit below 1e34 or scale * 1e34.
+  const bool capped = ratio >= FLT_MIN && softcap <= kHighest;
+  p.softcap = capped ? softcap : 0.0f;
+  // An infinity times 0 would not be 0.
+  p.cap_ratio = capped ? std::min(ratio, FLT_MAX) : 0.0f;
+}
+
+// The visible keys, of extents that may be anything from 0 up, as bounds of the problem.
+void set_bounds(const AttentionArguments& arguments, AttentionProblem* problem) {
+  AttentionProblem& p = *problem;
+  const bool causal = arguments.causal != FLASHMOE_CAUSAL_NONE;
+  const int64_t diagonal = arguments.causal == FLASHMOE_CAUSAL_TOP_LEFT ? 0 : p.seq_k - p.seq_q;
+  const int64_t longest = p.seq_q + p.seq_k;  // hides nothing, and cannot overflow
+  p.left_offset = diagonal - std::min(arguments.window_left, longest);
+  p.right_offset = diagonal + std::min(arguments.window_right, longest);
+  p.bounded_left = (arguments.window & FLASHMOE_WINDOW_LEFT) != 0 && p.left_offset > 1 - p.seq_q;
+  p.bounded_right =
+      (causal || (arguments.window & FLASHMOE_WINDOW_RIGHT) != 0) && p.right_offset < p.seq_k - 1;
+  p.left_offset = p.bounded_left ? std::min(p.left_offset, p.seq_k) : 0;
+  p.right_offset = p.bounded_right ? std::max(p.right_offset, -p.seq_q) : 0;
+}
+
+// One end of the keys that row i sees: "i-255", or `unbounded`.
+struct BoundText {
+  char text[32];
+
+  BoundText(bool bounded, int64_t offset, const char* unbounded) {
+    if (bounded) {
+      std::snprintf(text, sizeof text, "i%+lld", static_cast<long long>(offset));
+    } else {
+      std::snprintf(text, sizeof text, "%s", unbounded);
+    }
+  }
+};
+
+}  // namespace
+
+flashmoe_status check_window(const AttentionArguments& arguments) {
+  const bool left = (arguments.window & FLASHMOE_WINDOW_LEFT) != 0;
+  const bool right = (arguments.window & FLASHMOE_WINDOW_RIGHT) != 0;
+  if ((arguments.window & ~uint32_t{FLASHMOE_WINDOW_LEFT | FLASHMOE_WINDOW_RIGHT}) != 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "window: got %u, accepted are 0 (none), 1 (left), 2 (right) and 3 (both)",
+                arguments.window);
+  }
+  FLASHMOE_TRY(check_window_end("window_left", left, arguments.window_left));
+  FLASHMOE_TRY(check_window_end("window_right", right, arguments.window_right));
+  if (arguments.causal != FLASHMOE_CAUSAL_NONE && arguments.window_right != 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "window_right: got %lld, accepted with causal is 0",
+                static_cast<long long>(arguments.window_right));
+  }
+  return FLASHMOE_OK;
+}
+
+flashmoe_status check_attention(const AttentionArguments& arguments, AttentionProblem* problem,
+                                AttentionViews* views) {
+  AttentionProblem& p = *problem;
+  auto& [q, k, v, out] = *views;
+  FLASHMOE_TRY(check_view("q", arguments.q, 4, &q));
+  FLASHMOE_TRY(check_device("q", *arguments.q, &p.device));
+  FLASHMOE_TRY(check_attention_dtype("q", *arguments.q, p.device, &p.q.dtype));
+  const Dtype dtype = p.q.dtype;
+  // Before the rows, which begin at odd addresses for want of such a dimension.
+  FLASHMOE_TRY(check_head_dim("q", q.shape[3]));
+  FLASHMOE_TRY(check_rows("q", q, 4, dtype_bytes(dtype)));
+  FLASHMOE_TRY(check_rows_tensor("k", arguments.k, dtype, &k));
+  FLASHMOE_TRY(check_same_kind("k", *arguments.k, p));
+  FLASHMOE_TRY(check_view("v", arguments.v, 4, &v));
+  FLASHMOE_TRY(check_head_dim("v", v.shape[3]));
+  FLASHMOE_TRY(check_rows("v", v, 4, dtype_bytes(dtype)));
+  FLASHMOE_TRY(check_same_kind("v", *arguments.v, p));
+  FLASHMOE_TRY(check_rows_tensor("out", arguments.out, dtype, &out));
+  FLASHMOE_TRY(check_same_kind("out", *arguments.out, p));
+
+  const int seq_axis = arguments.seq_axis();
+  const int head_axis = arguments.head_axis();
+  p.batch = q.shape[0];
+  p.seq_q = q.shape[seq_axis];
+  p.heads_q = q.shape[head_axis];
+  p.dim = q.shape[3];
+  p.seq_k = k.shape[seq_axis];
+  p.heads_kv = k.shape[head_axis];
+  p.dim_v = v.shape[3];
+  FLASHMOE_TRY(check_extent("k", "head dimension", k.shape[3], "q", p.dim));
+  FLASHMOE_TRY(check_extent("k", "batch", k.shape[0], "q", p.batch));
+  FLASHMOE_TRY(check_extent("v", "batch", v.shape[0], "q", p.batch));
+  FLASHMOE_TRY(check_extent("out", "batch", out.shape[0], "q", p.batch));
+  FLASHMOE_TRY(check_extent("v", "sequence length", v.shape[seq_axis], "k", p.seq_k));
+  FLASHMOE_TRY(check_extent("out", "sequence length", out.shape[seq_axis], "q", p.seq_q));
+  FLASHMOE_TRY(check_extent("v", "number of heads", v.shape[head_axis], "k", p.heads_kv));
+  FLASHMOE_TRY(check_extent("out", "number of heads", out.shape[head_axis], "q", p.heads_q));
+  FLASHMOE_TRY(check_extent("out", "head dimension", out.shape[3], "v", p.dim_v));
+  if (p.heads_q == 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "q: got 0 heads, accepted is 1 or more");
+  }
+  if (p.heads_kv == 0 || p.heads_q % p.heads_kv != 0) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "k: got %lld heads, accepted are divisors of q's %lld",
+                static_cast<long long>(p.heads_kv), static_cast<long long>(p.heads_q));
+  }
+
+  set_rows(q, dtype, arguments, &p.q);
+  set_rows(k, dtype, arguments, &p.k);
+  set_rows(v, dtype, arguments, &p.v);
+  set_rows(out, dtype, arguments, &p.out);
+  p.scale = arguments.scale != 0.0f
+                ? arguments.scale
+                : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim)));
+  copy_kernel_name(arguments.kernel, &p.kernel);
+  set_softcap(arguments.softcap, &p);
+  set_bounds(arguments, &p);
+  return FLASHMOE_OK;
+}
+
+flashmoe_status check_row_numbers(const char* name, const flashmoe_tensor* tensor,
+                                  const AttentionProblem& problem, View* view,
+                                  RowStrides* strides) {
+  const bool wide = problem.q.dtype == Dtype::kFloat64;
+  FLASHMOE_TRY(check_view(name, tensor, 3, view));
+  FLASHMOE_TRY(check_same_device(name, *tensor, "q", problem.device));
+  FLASHMOE_TRY(wide ? check_same_dtype(name, *tensor, "q", Dtype::kFloat64)
+                    : check_fp32(name, *tensor));
+  FLASHMOE_TRY(check_extent(name, "batch", view->shape[0], "q", problem.batch));
+  FLASHMOE_TRY(check_extent(name, "number of heads", view->shape[1], "q", problem.heads_q));
+  FLASHMOE_TRY(check_extent(name, "sequence length", view->shape[2], "q", problem.seq_q));
+  FLASHMOE_TRY(check_alignment(name, *view, wide ? alignof(double) : alignof(float)));
+  *strides = {view->strides[0], view->strides[2], view->strides[1]};
+  return FLASHMOE_OK;
+}
+
+flashmoe_status check_shape_of(const char* name, const View& view, const char* of, const View& like,
+                               const AttentionArguments& arguments) {
+  const int seq_axis = arguments.seq_axis();
+  const int head_axis = arguments.head_axis();
+  FLASHMOE_TRY(check_extent(name, "batch", view.shape[0], of, like.shape[0]));
+  FLASHMOE_TRY(
+      check_extent(name, "sequence length", view.shape[seq_axis], of, like.shape[seq_axis]));
+  FLASHMOE_TRY(
+      check_extent(name, "number of heads", view.shape[head_axis], of, like.shape[head_axis]));
+  return check_extent(name, "head dimension", view.shape[3], of, like.shape[3]);
+}
+
+int print_attention(const AttentionProblem& p, char* text, size_t size) {
+  return std::snprintf(text, size,
+                       "batch=%lld seq_q=%lld seq_k=%lld heads=%lld/%lld dim=%lld/%lld %s "
+                       "window=%s..%s",
+                       static_cast<long long>(p.batch), static_cast<long long>(p.seq_q),
+                       static_cast<long long>(p.seq_k), static_cast<long long>(p.heads_q),
+                       static_cast<long long>(p.heads_kv), static_cast<long long>(p.dim),
+                       static_cast<long long>(p.dim_v), dtype_name(p.q.dtype),
+                       BoundText(p.bounded_left, p.left_offset, "0").text,
+                       BoundText(p.bounded_right, p.right_offset, "end").text);
+}
+
+}  // namespace flashmoe

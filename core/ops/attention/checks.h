@@ -1,0 +1,84 @@
+// Checks that the attention operations share, and what they make of the arguments.
+#pragma once
+
+#include <cstdint>
+
+#include "core/checks.h"
+#include "core/ops/attention/problem.h"
+#include "core/option.h"
+
+namespace flashmoe {
+
+inline constexpr const char* kAttentionLayouts[] = {"bshd", "bhsd"};
+inline constexpr const char* kAttentionCausals[] = {"none", "bottom_right", "top_left"};
+
+// What every attention operation can be told of its scores. In this order options are checked, and
+// logged; those of one operation follow.
+template <class Params>
+inline constexpr Option<Params> kScoreOptions[] = {
+    Option<Params>::choice("layout", &Params::layout, kAttentionLayouts),
+    Option<Params>::choice("causal", &Params::causal, kAttentionCausals),
+    Option<Params>::positive("scale", &Params::scale, "1 / sqrt(dim)"),
+    Option<Params>::positive("softcap", &Params::softcap, "none"),
+};
+
+// The arguments of a call that all attention operations have.
+struct AttentionArguments {
+  const flashmoe_tensor* q;
+  const flashmoe_tensor* k;
+  const flashmoe_tensor* v;
+  const flashmoe_tensor* out;
+  int32_t layout;
+  int32_t causal;
+  uint32_t window;
+  int64_t window_left;
+  int64_t window_right;
+  float scale;
+  float softcap;
+  const char* kernel;
+
+  template <class Params>
+  static AttentionArguments of(const Params& params) {
+    return {params.q,       params.k,      params.v,           params.out,          params.layout,
+            params.causal,  params.window, params.window_left, params.window_right, params.scale,
+            params.softcap, params.kernel};
+  }
+
+  int seq_axis() const { return layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1; }
+  int head_axis() const { return layout == FLASHMOE_LAYOUT_BHSD ? 1 : 2; }
+};
+
+struct AttentionViews {
+  View q;
+  View k;
+  View v;
+  View out;
+};
+
+flashmoe_status check_window(const AttentionArguments& arguments);
+
+// q, k, v and out, and what follows from them and the options: all of the problem but lse.
+flashmoe_status check_attention(const AttentionArguments& arguments, AttentionProblem* problem,
+                                AttentionViews* views);
+
+// A number of each row, such as lse: [batch, heads_q, seq_q] of fp32, or of fp64 with a q of fp64.
+flashmoe_status check_row_numbers(const char* name, const flashmoe_tensor* tensor,
+                                  const AttentionProblem& problem, View* view, RowStrides* strides);
+
+// A tensor of the rows, heads and head dimension of `of`, whose view it is given.
+flashmoe_status check_shape_of(const char* name, const View& view, const char* of, const View& like,
+                               const AttentionArguments& arguments);
+
+template <class Data>
+void set_rows(const View& view, Dtype dtype, const AttentionArguments& arguments,
+              RowsView<Data>* rows) {
+  rows->data = view.data;
+  rows->strides = {view.strides[0], view.strides[arguments.seq_axis()],
+                   view.strides[arguments.head_axis()]};
+  rows->dtype = dtype;
+}
+
+// "batch=2 seq_q=128 ... bf16 window=0..end", for the log.
+int print_attention(const AttentionProblem& problem, char* text, size_t size);
+
+}  // namespace flashmoe

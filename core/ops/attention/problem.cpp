@@ -1,0 +1,43 @@
+#include "core/ops/attention/problem.h"
+
+#include <algorithm>
+
+namespace flashmoe {
+namespace {
+
+__extension__ typedef __int128 Wide;  // exact: a difference of pairs may be far below both
+
+// Pairs of a row i and a key j < i + offset: a row has clamp(i + offset, 0, keys) of them, first
+// none, then a ramp, then all.
+Wide pairs_before(int64_t offset, int64_t rows, int64_t keys) {
+  const Wide ramp_begin = std::clamp<int64_t>(-offset, 0, rows);
+  const Wide ramp_end = std::clamp<int64_t>(keys - offset, 0, rows);
+  const Wide ramp = (ramp_end - ramp_begin) * (2 * offset + ramp_begin + ramp_end - 1) / 2;
+  return ramp + (rows - ramp_end) * keys;
+}
+
+// Of a multiply-add of each pair of a query and a key that it sees.
+double flops_of_a_dimension(const AttentionProblem& p) {
+  Wide pairs = Wide{p.seq_q} * p.seq_k;
+  if (p.bounded_right) pairs = pairs_before(p.right_offset + 1, p.seq_q, p.seq_k);
+  if (p.bounded_left) pairs -= pairs_before(p.left_offset, p.seq_q, p.seq_k);
+  return 2.0 * static_cast<double>(p.batch) * static_cast<double>(p.heads_q) *
+         static_cast<double>(pairs);
+}
+
+}  // namespace
+
+double attention_flops(const AttentionProblem& p) {
+  return flops_of_a_dimension(p) * static_cast<double>(p.dim + p.dim_v);
+}
+
+double attention_backward_flops(const AttentionBackwardProblem& p) {
+  int64_t dims = p.dim;                                               // scores
+  if (p.dq.data != nullptr || p.dk.data != nullptr) dims += p.dim_v;  // dout v
+  if (p.dq.data != nullptr) dims += p.dim;
+  if (p.dk.data != nullptr) dims += p.dim;
+  if (p.dv.data != nullptr) dims += p.dim_v;
+  return flops_of_a_dimension(p) * static_cast<double>(dims);
+}
+
+}  // namespace flashmoe
