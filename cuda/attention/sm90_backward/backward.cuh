@@ -41,6 +41,11 @@
 
 namespace flashmoe::sm90_backward {
 
+using reread::lane_index;
+using reread::thread_index;
+using reread::warp_index;
+using reread::warp_of_group;
+
 // Named barriers.
 inline constexpr int kDsBarrier = 1;     // both consumers
 inline constexpr int kGroupBarrier = 2;  // one for each consumer
@@ -98,8 +103,7 @@ struct Producer {
   Item* const shared_item;
 
   PipelineState<Traits::kStages> pipe;
-  uint32_t k_parity = 0;
-  uint32_t v_parity = 0;
+  uint32_t parity = 0;  // of K and V
 
   __device__ __forceinline__ void load_q(const Item& item, int head, int tile_q) {
     const int stage = pipe.stage;
@@ -142,9 +146,12 @@ struct Producer {
            Traits::kTileQ;
   }
 
-  __device__ __forceinline__ void load_v(const Item& item) {
-    ptx::mbarrier_wait(barriers.v_empty(), v_parity ^ 1);
-    v_parity ^= 1;
+  __device__ __forceinline__ void load_v(const Item& item, bool any) {
+    ptx::mbarrier_wait(barriers.v_empty(), parity ^ 1);
+    if (!any) {
+      ptx::mbarrier_arrive(barriers.v_full());
+      return;
+    }
     ptx::mbarrier_arrive_expect(barriers.v_full(), Traits::kVBytes);
 #pragma unroll
     for (int box = 0; box < Traits::kBoxesV; ++box) {
@@ -156,8 +163,8 @@ struct Producer {
 
   // The item itself comes with K.
   __device__ __forceinline__ void load_k(const Item& item, bool any) {
-    ptx::mbarrier_wait(barriers.k_empty(), k_parity ^ 1);
-    k_parity ^= 1;
+    ptx::mbarrier_wait(barriers.k_empty(), parity ^ 1);
+    parity ^= 1;
     *shared_item = item;
     if (!any) {
       ptx::mbarrier_arrive(barriers.k_full());
@@ -188,7 +195,7 @@ struct Producer {
         const int head = first_head + steps.head;
         const bool any = steps.count > 0;
         if (any) load_q(item, head, steps.tile_q);
-        if (any && step == 0) load_v(item);
+        if (step == 0) load_v(item, any);
         if (any) load_dout(item, head, steps.tile_q);
         if (step == 0) load_k(item, any);
         if (any) pipe.advance();
@@ -337,37 +344,41 @@ struct Consumer {
   const Item* const shared_item;
   const int group;
 
-  uint64_t k_rows;      // K as A of S^T: this consumer's keys
-  uint64_t v_rows;      // V as A of dP^T
-  uint64_t k_columns;   // K as B of dQ
-  uint32_t ds_store;    // where this lane's stmatrix of dS goes, in the first buffer
-  PipelineState<Traits::kStages> pipe;
-  PipelineState<kSlots> slots;
-  int ds_buffer = 0;
-  uint32_t k_parity = 0;
-  uint32_t v_parity = 0;
+  // Counters, from which stages, slots and parities follow.
+  uint32_t index = 0;  // of the step
+  uint32_t items = 0;
 
   float dk[Traits::kDim / 2];
   float dv[Traits::kDimV / 2];
-  float scores[kScores];  // S^T, then P^T
-  bool add = false;       // to dk and dv
+  float scores[kScores];    // S^T, then P^T
+  uint32_t ds[kSlices][4];  // dS^T
+  bool add = false;         // to dk and dv
 
   __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
                                       uint32_t shared_, const Item* item, int group_)
-      : params(params_), barriers(barriers_), shared(shared_), shared_item(item), group(group_) {
-    k_rows = ptx::swizzled_descriptor(
-        shared + Traits::kKOffset + group * Traits::kGroupBoxBytes, 16);
-    v_rows = ptx::swizzled_descriptor(
-        shared + Traits::kVOffset + group * Traits::kGroupBoxBytes, 16);
-    const int first_column = Traits::kSplitsColumns ? group * Traits::kDqColumns : 0;
-    k_columns = ptx::swizzled_descriptor(shared + Traits::kKOffset +
-                                             first_column / kBoxColumns * Traits::kKeyBoxBytes +
-                                             first_column % kBoxColumns * 2,
-                                         Traits::kKeyBoxBytes);
-    ds_store = shared + Traits::kDsOffset + group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
+      : params(params_), barriers(barriers_), shared(shared_), shared_item(item), group(group_) {}
+
+  __device__ __forceinline__ uint32_t stage() const { return index & 1; }
+  __device__ __forceinline__ uint32_t parity() const { return index >> 1 & 1; }
+  // An item takes two slots more than it has steps.
+  __device__ __forceinline__ uint32_t slot_parity() const { return (index >> 1) + items & 1; }
+
+  // K and V as A of S^T and dP^T: this consumer's keys. K as B of dQ: its columns, or all.
+  __device__ __forceinline__ uint64_t k_rows() const {
+    return ptx::swizzled_descriptor(shared + Traits::kKOffset + group * Traits::kGroupBoxBytes, 16);
+  }
+  __device__ __forceinline__ uint64_t v_rows() const {
+    return ptx::swizzled_descriptor(shared + Traits::kVOffset + group * Traits::kGroupBoxBytes, 16);
+  }
+  __device__ __forceinline__ uint64_t k_columns() const {
+    constexpr int kBytesOn = Traits::kDqColumns >= kBoxColumns
+                                 ? Traits::kDqColumns / kBoxColumns * Traits::kKeyBoxBytes
+                                 : Traits::kDqColumns * 2;
+    return ptx::swizzled_descriptor(
+        shared + Traits::kKOffset + (Traits::kSplitsColumns ? group * kBytesOn : 0),
+        Traits::kKeyBoxBytes);
   }
 
-  static __device__ __forceinline__ int warp_of_group() { return thread_index() / 32 % 4; }
   static __device__ __forceinline__ int thread_of_group() {
     return thread_index() % kThreadsPerGroup;
   }
@@ -385,15 +396,17 @@ struct Consumer {
     return ptx::advance(descriptor, slice / 4 * box_bytes + slice % 4 * 32);
   }
 
-  // S^T = K Q^T of stage `stage`.
-  __device__ __forceinline__ void issue_scores(int stage) {
+  // S^T = K Q^T.
+  __device__ __forceinline__ void issue_scores() {
+    const uint64_t k = k_rows();
     const uint64_t q =
-        ptx::swizzled_descriptor(shared + Traits::kQOffset + stage * Traits::kQBytes, 16);
+        ptx::swizzled_descriptor(shared + Traits::kQOffset + stage() * Traits::kQBytes, 16);
+    ptx::mbarrier_wait(barriers.q_full(stage()), parity());
     ptx::pin(scores);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < ceil_div(Traits::kDim, 16); ++slice) {
-      ScoreMma::multiply(scores, slice_of(k_rows, slice, Traits::kKeyBoxBytes),
+      ScoreMma::multiply(scores, slice_of(k, slice, Traits::kKeyBoxBytes),
                          slice_of(q, slice, Traits::kQueryBoxBytes), slice > 0);
     }
     ptx::wgmma_commit();
@@ -401,13 +414,15 @@ struct Consumer {
 
   // dP^T = V dO^T.
   __device__ __forceinline__ void issue_dp(float (&dp)[kScores]) const {
+    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
+    const uint64_t v = v_rows();
     const uint64_t dout =
-        ptx::swizzled_descriptor(shared + Traits::kDoOffset + pipe.stage * Traits::kDoBytes, 16);
+        ptx::swizzled_descriptor(shared + Traits::kDoOffset + stage() * Traits::kDoBytes, 16);
     ptx::pin(dp);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < ceil_div(Traits::kDimV, 16); ++slice) {
-      ScoreMma::multiply(dp, slice_of(v_rows, slice, Traits::kKeyBoxBytes),
+      ScoreMma::multiply(dp, slice_of(v, slice, Traits::kKeyBoxBytes),
                          slice_of(dout, slice, Traits::kQueryBoxBytes), slice > 0);
     }
     ptx::wgmma_commit();
@@ -416,7 +431,7 @@ struct Consumer {
   // dV += P^T dO.
   __device__ __forceinline__ void issue_dv(uint32_t (&p)[kSlices][4]) {
     const uint64_t dout = ptx::swizzled_descriptor(
-        shared + Traits::kDoOffset + pipe.stage * Traits::kDoBytes, Traits::kQueryBoxBytes);
+        shared + Traits::kDoOffset + stage() * Traits::kDoBytes, Traits::kQueryBoxBytes);
     ptx::pin(dv);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) ptx::pin(p[slice]);
@@ -429,9 +444,9 @@ struct Consumer {
   }
 
   // dK += dS^T Q.
-  __device__ __forceinline__ void issue_dk(uint32_t (&ds)[kSlices][4]) {
+  __device__ __forceinline__ void issue_dk() {
     const uint64_t q = ptx::swizzled_descriptor(
-        shared + Traits::kQOffset + pipe.stage * Traits::kQBytes, Traits::kQueryBoxBytes);
+        shared + Traits::kQOffset + stage() * Traits::kQBytes, Traits::kQueryBoxBytes);
     ptx::pin(dk);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) ptx::pin(ds[slice]);
@@ -445,8 +460,9 @@ struct Consumer {
 
   // dQ = dS K of all keys: this consumer's rows or columns.
   __device__ __forceinline__ void issue_dq(float (&dq)[Traits::kDqRegisters]) const {
+    const uint64_t k = k_columns();
     const uint64_t ds = ptx::swizzled_descriptor(
-        shared + Traits::kDsOffset + ds_buffer * Traits::kDsBytes +
+        shared + Traits::kDsOffset + stage() * Traits::kDsBytes +
             (Traits::kSplitsColumns ? 0 : group * Traits::kKeyBoxBytes),
         Traits::kKeyBoxBytes);
     ptx::pin(dq);
@@ -454,7 +470,7 @@ struct Consumer {
 #pragma unroll
     for (int slice = 0; slice < kTileK / 16; ++slice) {
       QueryMma::multiply_majors(dq, ptx::advance(ds, slice * 2048),
-                                ptx::advance(k_columns, slice * 2048), slice > 0);
+                                ptx::advance(k, slice * 2048), slice > 0);
     }
     ptx::wgmma_commit();
   }
@@ -499,7 +515,7 @@ struct Consumer {
   __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSlices][4], int first_row,
                                                int first_key) {
     const uint32_t lse =
-        shared + Traits::kLseOffset + pipe.stage * Traits::kRowBytes + lane_index() % 4 * 8;
+        shared + Traits::kLseOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
     const float scale_log2 = params.score.scale_log2;
     const bool masked = is_masked(first_row, first_key);
     float slope[Traits::kCapped ? kScores : 1];
@@ -536,11 +552,24 @@ struct Consumer {
     }
   }
 
+  // What dP - delta of two neighbouring scores is multiplied by, P unless there is a softcap.
+  __device__ __forceinline__ float2 factors(const uint32_t (&p)[kSlices][4], int pair) const {
+    if constexpr (Traits::kUnpacksP) {
+      const uint32_t packed = p[pair / 4][pair % 4];
+      return make_float2(Numeric::to_float(static_cast<uint16_t>(packed)),
+                         Numeric::to_float(static_cast<uint16_t>(packed >> 16)));
+    } else {
+      return make_float2(scores[2 * pair], scores[2 * pair + 1]);
+    }
+  }
+
   // dS = P (dP - delta), to registers and to shared memory.
-  __device__ __forceinline__ void make_ds(uint32_t (&ds)[kSlices][4], const float (&dp)[kScores]) {
+  __device__ __forceinline__ void make_ds(const float (&dp)[kScores],
+                                          const uint32_t (&p)[kSlices][4]) {
     const uint32_t delta =
-        shared + Traits::kDeltaOffset + pipe.stage * Traits::kRowBytes + lane_index() % 4 * 8;
-    const uint32_t store = ds_store + ds_buffer * Traits::kDsBytes;
+        shared + Traits::kDeltaOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
+    const uint32_t store = shared + Traits::kDsOffset + stage() * Traits::kDsBytes +
+                           group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
@@ -548,9 +577,10 @@ struct Consumer {
         const float2 of_rows = ptx::load_shared_float2(delta + 32 * (2 * slice + i));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int at = 8 * slice + 4 * i + 2 * half;
-          ds[slice][2 * i + half] = Numeric::pack(scores[at] * (dp[at] - of_rows.x),
-                                                  scores[at + 1] * (dp[at + 1] - of_rows.y));
+          const int pair = 4 * slice + 2 * i + half;
+          const float2 factor = factors(p, pair);
+          ds[slice][2 * i + half] = Numeric::pack(factor.x * (dp[2 * pair] - of_rows.x),
+                                                  factor.y * (dp[2 * pair + 1] - of_rows.y));
         }
       }
       ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice),
@@ -559,17 +589,12 @@ struct Consumer {
     ptx::fence_proxy_async_shared();
   }
 
-  __device__ __forceinline__ uint32_t slot_of_group(int bytes_per_group) const {
-    return shared + Traits::kSlotOffset + slots.stage * Traits::kSlotBytes +
-           group * bytes_per_group;
+  __device__ __forceinline__ uint32_t slot_of_group(uint32_t slot, int bytes_per_group) const {
+    return shared + Traits::kSlotOffset + slot * Traits::kSlotBytes + group * bytes_per_group;
   }
-  __device__ __forceinline__ void wait_for_slot() const {
-    ptx::mbarrier_wait(barriers.slot_ready(slots.stage), slots.parity);
-  }
-  __device__ __forceinline__ void fill_slot() {
+  __device__ __forceinline__ void fill_slot(uint32_t slot) const {
     ptx::fence_proxy_async_shared();
-    release(barriers.slot_full(slots.stage));
-    slots.advance();
+    release(barriers.slot_full(slot));
   }
 
   // 64 rows of a fragment as 16-bit elements, in boxes of 64 columns.
@@ -592,11 +617,11 @@ struct Consumer {
 
   // Hands this step's part of dQ to the writer.
   __device__ __forceinline__ void hand_over(float (&dq)[Traits::kDqRegisters]) {
-    wait_for_slot();
-    const uint32_t slot = slot_of_group(Traits::kDqBytesPerGroup);
+    ptx::mbarrier_wait(barriers.slot_ready(stage()), slot_parity());
+    const uint32_t slot = slot_of_group(stage(), Traits::kDqBytesPerGroup);
     const uint32_t fragment = slot + thread_of_group() * 16;
     constexpr int kChunkBytes = kThreadsPerGroup * 16;
-    const uint32_t use = ptx::load_shared_uint(barriers.slot_use(slots.stage));
+    const uint32_t use = ptx::load_shared_uint(barriers.slot_use(stage()));
     if (use == kPart) {
 #pragma unroll
       for (int i = 0; i < Traits::kDqRegisters / 4; ++i) {
@@ -617,89 +642,102 @@ struct Consumer {
       }
       store_rows(slot, dq, params.scale);
     }
-    fill_slot();
+    fill_slot(stage());
   }
 
-  template <bool kLast>
-  __device__ __forceinline__ void step(int first_row, int first_key) {
+  // From S, which is under way, to dS.
+  template <bool kFirst>
+  __device__ __forceinline__ void probabilities(int first_row, int first_key, bool last) {
     float dp[kScores];
     uint32_t p[kSlices][4];
-    uint32_t ds[kSlices][4];
-    float dq[Traits::kDqRegisters];
-    ptx::mbarrier_wait(barriers.do_full(pipe.stage), pipe.parity);
     issue_dp(dp);
-    ptx::wgmma_wait<1>();  // S
+    ptx::wgmma_wait<1>();  // S, and dK of the step before
     ptx::pin(scores);
+    if (!kFirst) {
+      ptx::pin(dk);
+      release(barriers.q_empty(stage() ^ 1));
+    }
     exponentiate(p, first_row, first_key);
     issue_dv(p);
-    ptx::wgmma_wait<1>();  // dP
+    ptx::wgmma_wait<Traits::kDrainsDv ? 0 : 1>();  // dP
     ptx::pin(dp);
-    if (kLast) release(barriers.v_empty());
-    make_ds(ds, dp);
+    if (last) release(barriers.v_empty());
+    make_ds(dp, p);
     ptx::named_barrier_sync(kDsBarrier, kConsumers * kThreadsPerGroup);
-    issue_dq(dq);
-    issue_dk(ds);
-    ptx::wgmma_wait<2>();  // dV
+    ptx::wgmma_wait<0>();  // dV
     ptx::pin(dv);
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) ptx::pin(p[slice]);
-    release(barriers.do_empty(pipe.stage));
-    PipelineState<Traits::kStages> next = pipe;
-    next.advance();
+    release(barriers.do_empty(stage()));
+  }
+
+  // dQ and dK of a step, and S of the next.
+  template <bool kLast>
+  __device__ __forceinline__ void gradients() {
+    float dq[Traits::kDqRegisters];
+    issue_dq(dq);
+    issue_dk();
     if (!kLast) {
-      ptx::mbarrier_wait(barriers.q_full(next.stage), next.parity);
-      issue_scores(next.stage);
+      ++index;
+      issue_scores();
+      --index;
     }
     ptx::wgmma_wait<kLast ? 1 : 2>();  // dQ
     ptx::pin(dq);
     if (kLast) release(barriers.k_empty());
     hand_over(dq);
-    ptx::wgmma_wait<kLast ? 0 : 1>();  // dK
-    ptx::pin(dk);
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) ptx::pin(ds[slice]);
-    release(barriers.q_empty(pipe.stage));
-    pipe = next;
-    ds_buffer ^= 1;
+    ++index;
     add = true;
   }
 
-  __device__ __forceinline__ void write_keys() {
-    wait_for_slot();
-    store_rows(slot_of_group(Traits::kBoxesV * Traits::kGroupBoxBytes), dv, 1.0f);
-    fill_slot();
-    wait_for_slot();
-    store_rows(slot_of_group(Traits::kBoxes * Traits::kGroupBoxBytes), dk, params.scale);
-    fill_slot();
+  __device__ __forceinline__ void write_keys() const {
+    const uint32_t first = stage();
+    ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
+    store_rows(slot_of_group(first, Traits::kBoxesV * Traits::kGroupBoxBytes), dv, 1.0f);
+    fill_slot(first);
+    const uint32_t second = first ^ 1;
+    ptx::mbarrier_wait(barriers.slot_ready(second), (index + 1 >> 1) + items & 1);
+    store_rows(slot_of_group(second, Traits::kBoxes * Traits::kGroupBoxBytes), dk, params.scale);
+    fill_slot(second);
+  }
+
+  __device__ __forceinline__ void compute(const Item& item, int first_key, int count) {
+    int tile_q = item.end - 1;
+    const auto first_row = [&] { return tile_q * Traits::kTileQ; };
+    add = false;
+    issue_scores();
+    ptx::mbarrier_wait(barriers.v_full(), items & 1);
+    probabilities<true>(first_row(), first_key, count == 1);
+    for (; count > 1; --count) {
+      gradients<false>();
+      if (--tile_q < item.begin) tile_q = item.end - 1;
+      probabilities<false>(first_row(), first_key, count == 2);
+    }
+    gradients<true>();
+    ptx::wgmma_wait<0>();  // dK
+    ptx::pin(dk);
+    release(barriers.q_empty(stage() ^ 1));
   }
 
   __device__ __forceinline__ void run() {
     for (;;) {
-      ptx::mbarrier_wait(barriers.k_full(), k_parity);
-      k_parity ^= 1;
-      Item item = *shared_item;
+      ptx::mbarrier_wait(barriers.k_full(), items & 1);
+      Item item;
+      item.tile = __shfl_sync(kFullWarp, shared_item->tile, 0);
+      item.begin = __shfl_sync(kFullWarp, shared_item->begin, 0);
+      item.end = __shfl_sync(kFullWarp, shared_item->end, 0);
       if (item.tile == kNoItem) break;
-      const int first_key = item.tile * kTileK + group * kKeysPerGroup;
-      Steps steps(item, params.heads_per_kv);
-      if (steps.count == 0) {
+      const int count = (item.end - item.begin) * params.heads_per_kv;
+      if (count == 0) {
         release(barriers.k_empty());
+        release(barriers.v_empty());
 #pragma unroll
         for (int i = 0; i < Traits::kDim / 2; ++i) dk[i] = 0.0f;
 #pragma unroll
         for (int i = 0; i < Traits::kDimV / 2; ++i) dv[i] = 0.0f;
       } else {
-        ptx::mbarrier_wait(barriers.q_full(pipe.stage), pipe.parity);
-        issue_scores(pipe.stage);
-        ptx::mbarrier_wait(barriers.v_full(), v_parity);
-        v_parity ^= 1;
-        add = false;
-        for (int i = 1; i < steps.count; ++i) {
-          step<false>(steps.tile_q * Traits::kTileQ, first_key);
-          steps.advance(item);
-        }
-        step<true>(steps.tile_q * Traits::kTileQ, first_key);
+        compute(item, item.tile * kTileK + group * kKeysPerGroup, count);
       }
       write_keys();
+      ++items;
     }
   }
 };

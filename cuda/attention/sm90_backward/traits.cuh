@@ -20,13 +20,17 @@ inline constexpr int kItemBytes = 32;
 struct Tuning {
   int tile_q;  // queries of a step
   int stages;  // steps of Q, and of dO, in flight or in use
+  bool unpacks_p = false;  // dS is made of P as it was rounded for dV: its fp32 registers are free
+  bool drains_dv = false;  // dS is made behind dV, whose A registers are free then
   bool capped = false;  // logits have a softcap
 };
 
 constexpr Tuning tuning(int dim, int /*dim_v*/) {
-  if (dim <= 64) return {128, 2};
-  return {64, 2};
+  if (dim <= 64) return {64, 2};
+  return {64, 2, true};
 }
+
+constexpr bool dim_is_large(int dim) { return dim > 64; }
 
 template <int kDim, int kDimV>
 struct TableTuning {
@@ -38,6 +42,8 @@ struct CappedTuning {
   static constexpr Tuning value = [] {
     Tuning capped = tuning(kDim, kDimV);
     capped.capped = true;
+    capped.unpacks_p = false;
+    capped.drains_dv = dim_is_large(kDim);
     return capped;
   }();
 };
@@ -51,8 +57,11 @@ struct Traits {
   static constexpr int kThreads = (kConsumers + 1) * kThreadsPerGroup;
   static constexpr int kTileQ = kTuning.tile_q;
   static constexpr int kStages = kTuning.stages;
+  static constexpr bool kUnpacksP = kTuning.unpacks_p;
+  static constexpr bool kDrainsDv = kTuning.drains_dv;
   static constexpr bool kCapped = kTuning.capped;
   static_assert(kTileQ == 64 || kTileQ == 128);
+  static_assert(kStages == kSlots, "stages and slots alternate together");
 
   // setmaxnreg: 64 Ki registers are 512 for each thread of a warpgroup.
   static constexpr int kProducerRegisters = 24;
