@@ -252,7 +252,7 @@ struct Writer {
     if (last) {
       // Rows of 64 columns of what each consumer has.
 #pragma unroll
-      for (int group = 0; group < kConsumers; ++group) {
+      for (int group = 0; group < (Traits::kSharesDqBox ? 1 : kConsumers); ++group) {
         constexpr int kBoxesOfGroup = ceil_div(Traits::kDqColumns, kBoxColumns);
         const int row = tile_q * Traits::kTileQ + (Traits::kSplitsColumns ? 0 : 64 * group);
 #pragma unroll
@@ -361,7 +361,7 @@ struct Consumer {
   __device__ __forceinline__ uint32_t stage() const { return index & 1; }
   __device__ __forceinline__ uint32_t parity() const { return index >> 1 & 1; }
   // An item takes two slots more than it has steps.
-  __device__ __forceinline__ uint32_t slot_parity() const { return (index >> 1) + items & 1; }
+  __device__ __forceinline__ uint32_t slot_parity() const { return ((index >> 1) + items) & 1; }
 
   // K and V as A of S^T and dP^T: this consumer's keys. K as B of dQ: its columns, or all.
   __device__ __forceinline__ uint64_t k_rows() const {
@@ -386,8 +386,8 @@ struct Consumer {
   static __device__ __forceinline__ int matrix_row() {
     return warp_of_group() * 16 + lane_index() % 16;
   }
-  static __device__ __forceinline__ int swizzled_chunk(int slice) {
-    return ((slice % 4 * 2 + lane_index() / 16) ^ (lane_index() % 8)) * 16;
+  static __device__ __forceinline__ int swizzled_chunk(int slice, int first_chunk = 0) {
+    return ((slice % 4 * 2 + first_chunk + lane_index() / 16) ^ (lane_index() % 8)) * 16;
   }
 
   // A K-major operand: 16 columns on.
@@ -402,7 +402,6 @@ struct Consumer {
     const uint64_t q =
         ptx::swizzled_descriptor(shared + Traits::kQOffset + stage() * Traits::kQBytes, 16);
     ptx::mbarrier_wait(barriers.q_full(stage()), parity());
-    ptx::pin(scores);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < ceil_div(Traits::kDim, 16); ++slice) {
@@ -418,7 +417,6 @@ struct Consumer {
     const uint64_t v = v_rows();
     const uint64_t dout =
         ptx::swizzled_descriptor(shared + Traits::kDoOffset + stage() * Traits::kDoBytes, 16);
-    ptx::pin(dp);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < ceil_div(Traits::kDimV, 16); ++slice) {
@@ -465,7 +463,6 @@ struct Consumer {
         shared + Traits::kDsOffset + stage() * Traits::kDsBytes +
             (Traits::kSplitsColumns ? 0 : group * Traits::kKeyBoxBytes),
         Traits::kKeyBoxBytes);
-    ptx::pin(dq);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kTileK / 16; ++slice) {
@@ -491,17 +488,21 @@ struct Consumer {
            params.score.end_key(first_row, params.seq_k) < first_key + kKeysPerGroup;
   }
 
-  // Sets the probabilities of keys to 0 that a query does not see, and of those that do not exist.
-  __device__ __forceinline__ void mask(int first_row, int first_key) {
+  // Of a key of this thread, the queries of the step that see it, as in queries_before.
+  __device__ __forceinline__ uint32_t seen_by(int first_row, int first_key, int half) const {
     static_assert(kScores / 2 <= 32, "a bit for each query of a key");
     const int lane = lane_index();
+    const int key = first_key + warp_of_group() * 16 + lane / 4 + 8 * half;
+    if (key >= params.seq_k) return 0;
+    return queries_before(params.score.end_query(key, params.seq_q) - first_row, lane) &
+           ~queries_before(params.score.first_query(key) - first_row, lane);
+  }
+
+  // Sets the probabilities of keys to 0 that a query does not see, and of those that do not exist.
+  __device__ __forceinline__ void mask(int first_row, int first_key) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int key = first_key + warp_of_group() * 16 + lane / 4 + 8 * half;
-      uint32_t seen =
-          queries_before(params.score.end_query(key, params.seq_q) - first_row, lane) &
-          ~queries_before(params.score.first_query(key) - first_row, lane);
-      if (key >= params.seq_k) seen = 0;
+      const uint32_t seen = seen_by(first_row, first_key, half);
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) {
         float& score = scores[i / 2 * 4 + 2 * half + i % 2];
@@ -510,34 +511,50 @@ struct Consumer {
     }
   }
 
-  // P = exp2(S scale_log2 - lse), packed to p. With a softcap, S becomes t = tanh(S cap_ratio)
-  // first, and scores P (1 - t^2), which dP - delta is to be multiplied by.
+  __device__ __forceinline__ float2 lse_of(int columns) const {
+    return ptx::load_shared_float2(shared + Traits::kLseOffset + stage() * Traits::kRowBytes +
+                                   lane_index() % 4 * 8 + 32 * columns);
+  }
+
+  // P = exp2(S scale_log2 - lse), packed to p.
   __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSlices][4], int first_row,
                                                int first_key) {
-    const uint32_t lse =
-        shared + Traits::kLseOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
     const float scale_log2 = params.score.scale_log2;
     const bool masked = is_masked(first_row, first_key);
-    float slope[Traits::kCapped ? kScores : 1];
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
-      const float2 of_rows = ptx::load_shared_float2(lse + 32 * i);
+      const float2 lse = lse_of(i);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float& score = scores[4 * i + e];
-        if constexpr (Traits::kCapped) {
-          params.score.template cap<Softcap::kBrief>(score);
-          slope[4 * i + e] = fmaf(-score, score, 1.0f);
-        }
-        score = numeric::exp2_approx(
-            fmaf(score, scale_log2, -(e % 2 == 0 ? of_rows.x : of_rows.y)));
+        score = numeric::exp2_approx(fmaf(score, scale_log2, -(e % 2 == 0 ? lse.x : lse.y)));
       }
     }
     if (masked) mask(first_row, first_key);
     pack(p, scores);
-    if constexpr (Traits::kCapped) {
+  }
+
+  // The same of capped scores t = tanh(S cap_ratio). It leaves P (1 - t^2) in scores.
+  __device__ __forceinline__ void exponentiate_capped(uint32_t (&p)[kSlices][4], int first_row,
+                                                      int first_key) {
+    const float scale_log2 = params.score.scale_log2;
+    const uint32_t seen[2] = {seen_by(first_row, first_key, 0), seen_by(first_row, first_key, 1)};
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) scores[i] *= slope[i];
+    for (int i = 0; i < kScores / 4; ++i) {
+      const float2 lse = lse_of(i);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float probability[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = scores[4 * i + 2 * half + e];
+          params.score.template cap<Softcap::kBrief>(score);
+          probability[e] = numeric::exp2_approx(fmaf(score, scale_log2, -(e == 0 ? lse.x : lse.y)));
+          if ((seen[half] & (1u << (2 * i + e))) == 0) probability[e] = 0.0f;
+          score = probability[e] * fmaf(-score, score, 1.0f);
+        }
+        p[i / 2][i % 2 * 2 + half] = Numeric::pack(probability[0], probability[1]);
+      }
     }
   }
 
@@ -552,7 +569,7 @@ struct Consumer {
     }
   }
 
-  // What dP - delta of two neighbouring scores is multiplied by, P unless there is a softcap.
+  // What dP - delta of two neighbouring scores is multiplied by: P, unless there is a softcap.
   __device__ __forceinline__ float2 factors(const uint32_t (&p)[kSlices][4], int pair) const {
     if constexpr (Traits::kUnpacksP) {
       const uint32_t packed = p[pair / 4][pair % 4];
@@ -597,10 +614,11 @@ struct Consumer {
     release(barriers.slot_full(slot));
   }
 
-  // 64 rows of a fragment as 16-bit elements, in boxes of 64 columns.
+  // 64 rows of a fragment as 16-bit elements, in boxes of 64 columns, of the first box from so many
+  // chunks of 8 columns on.
   template <int kRegisters>
   __device__ __forceinline__ void store_rows(uint32_t address, const float (&values)[kRegisters],
-                                             float scale) const {
+                                             float scale, int first_chunk = 0) const {
     const uint32_t row = address + matrix_row() * kBoxRowBytes;
 #pragma unroll
     for (int slice = 0; slice < kRegisters / 8; ++slice) {
@@ -610,8 +628,9 @@ struct Consumer {
         packed[r] = Numeric::pack(values[8 * slice + 2 * r] * scale,
                                   values[8 * slice + 2 * r + 1] * scale);
       }
-      ptx::stmatrix_x4(row + slice / 4 * 64 * kBoxRowBytes + swizzled_chunk(slice), packed[0],
-                       packed[1], packed[2], packed[3]);
+      ptx::stmatrix_x4(
+          row + slice / 4 * 64 * kBoxRowBytes + swizzled_chunk(slice, first_chunk), packed[0],
+          packed[1], packed[2], packed[3]);
     }
   }
 
@@ -638,28 +657,41 @@ struct Consumer {
           dq[4 * i + 2] += sum.z;
           dq[4 * i + 3] += sum.w;
         }
-        ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
+        // Rows overwrite what others read.
+        if (Traits::kSharesDqBox) {
+          ptx::named_barrier_sync(kDsBarrier, kConsumers * kThreadsPerGroup);
+        } else {
+          ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
+        }
       }
-      store_rows(slot, dq, params.scale);
+      if (Traits::kSharesDqBox) {
+        store_rows(slot_of_group(stage(), 0), dq, params.scale, group * (Traits::kDqColumns / 8));
+      } else {
+        store_rows(slot, dq, params.scale);
+      }
     }
     fill_slot(stage());
   }
 
-  // From S, which is under way, to dS.
-  template <bool kFirst>
+  // From S to dS. Of the step before, dK may be under way.
   __device__ __forceinline__ void probabilities(int first_row, int first_key, bool last) {
     float dp[kScores];
     uint32_t p[kSlices][4];
+    issue_scores();
     issue_dp(dp);
-    ptx::wgmma_wait<1>();  // S, and dK of the step before
+    ptx::wgmma_wait<1>();  // S, and dK
     ptx::pin(scores);
-    if (!kFirst) {
+    if (!Traits::kDrainsDk) {
       ptx::pin(dk);
-      release(barriers.q_empty(stage() ^ 1));
+      if (add) release(barriers.q_empty(stage() ^ 1));
     }
-    exponentiate(p, first_row, first_key);
+    if constexpr (Traits::kCapped) {
+      exponentiate_capped(p, first_row, first_key);
+    } else {
+      exponentiate(p, first_row, first_key);
+    }
     issue_dv(p);
-    ptx::wgmma_wait<Traits::kDrainsDv ? 0 : 1>();  // dP
+    ptx::wgmma_wait<1>();  // dP
     ptx::pin(dp);
     if (last) release(barriers.v_empty());
     make_ds(dp, p);
@@ -669,21 +701,20 @@ struct Consumer {
     release(barriers.do_empty(stage()));
   }
 
-  // dQ and dK of a step, and S of the next.
-  template <bool kLast>
-  __device__ __forceinline__ void gradients() {
+  // dQ and dK.
+  __device__ __forceinline__ void gradients(bool last) {
     float dq[Traits::kDqRegisters];
     issue_dq(dq);
     issue_dk();
-    if (!kLast) {
-      ++index;
-      issue_scores();
-      --index;
-    }
-    ptx::wgmma_wait<kLast ? 1 : 2>();  // dQ
+    ptx::wgmma_wait<1>();  // dQ
     ptx::pin(dq);
-    if (kLast) release(barriers.k_empty());
+    if (last) release(barriers.k_empty());
     hand_over(dq);
+    if (Traits::kDrainsDk || last) {
+      ptx::wgmma_wait<0>();  // dK
+      ptx::pin(dk);
+      release(barriers.q_empty(stage()));
+    }
     ++index;
     add = true;
   }
@@ -694,27 +725,23 @@ struct Consumer {
     store_rows(slot_of_group(first, Traits::kBoxesV * Traits::kGroupBoxBytes), dv, 1.0f);
     fill_slot(first);
     const uint32_t second = first ^ 1;
-    ptx::mbarrier_wait(barriers.slot_ready(second), (index + 1 >> 1) + items & 1);
+    ptx::mbarrier_wait(barriers.slot_ready(second), (((index + 1) >> 1) + items) & 1);
     store_rows(slot_of_group(second, Traits::kBoxes * Traits::kGroupBoxBytes), dk, params.scale);
     fill_slot(second);
   }
 
   __device__ __forceinline__ void compute(const Item& item, int first_key, int count) {
     int tile_q = item.end - 1;
-    const auto first_row = [&] { return tile_q * Traits::kTileQ; };
     add = false;
-    issue_scores();
     ptx::mbarrier_wait(barriers.v_full(), items & 1);
-    probabilities<true>(first_row(), first_key, count == 1);
+    probabilities(tile_q * Traits::kTileQ, first_key, count == 1);
+#pragma unroll 1
     for (; count > 1; --count) {
-      gradients<false>();
+      gradients(false);
       if (--tile_q < item.begin) tile_q = item.end - 1;
-      probabilities<false>(first_row(), first_key, count == 2);
+      probabilities(tile_q * Traits::kTileQ, first_key, count == 2);
     }
-    gradients<true>();
-    ptx::wgmma_wait<0>();  // dK
-    ptx::pin(dk);
-    release(barriers.q_empty(stage() ^ 1));
+    gradients(true);
   }
 
   __device__ __forceinline__ void run() {

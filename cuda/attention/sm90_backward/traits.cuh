@@ -20,17 +20,18 @@ inline constexpr int kItemBytes = 32;
 struct Tuning {
   int tile_q;  // queries of a step
   int stages;  // steps of Q, and of dO, in flight or in use
-  bool unpacks_p = false;  // dS is made of P as it was rounded for dV: its fp32 registers are free
-  bool drains_dv = false;  // dS is made behind dV, whose A registers are free then
+  // What gives registers free earlier. dS is made of P as it was rounded for dV, not of its fp32
+  // registers. The next step begins behind dK, whose A registers are free then. dS is made behind dV.
+  bool unpacks_p = false;
+  bool drains_dk = false;
+  bool drains_dv = false;
   bool capped = false;  // logits have a softcap
 };
 
 constexpr Tuning tuning(int dim, int /*dim_v*/) {
   if (dim <= 64) return {64, 2};
-  return {64, 2, true};
+  return {64, 2, false, true};
 }
-
-constexpr bool dim_is_large(int dim) { return dim > 64; }
 
 template <int kDim, int kDimV>
 struct TableTuning {
@@ -42,8 +43,6 @@ struct CappedTuning {
   static constexpr Tuning value = [] {
     Tuning capped = tuning(kDim, kDimV);
     capped.capped = true;
-    capped.unpacks_p = false;
-    capped.drains_dv = dim_is_large(kDim);
     return capped;
   }();
 };
@@ -58,9 +57,11 @@ struct Traits {
   static constexpr int kTileQ = kTuning.tile_q;
   static constexpr int kStages = kTuning.stages;
   static constexpr bool kUnpacksP = kTuning.unpacks_p;
+  static constexpr bool kDrainsDk = kTuning.drains_dk;
   static constexpr bool kDrainsDv = kTuning.drains_dv;
   static constexpr bool kCapped = kTuning.capped;
   static_assert(kTileQ == 64 || kTileQ == 128);
+  static_assert(!(kUnpacksP && kCapped), "fp32 registers hold more than P");
   static_assert(kStages == kSlots, "stages and slots alternate together");
 
   // setmaxnreg: 64 Ki registers are 512 for each thread of a warpgroup.
@@ -71,6 +72,7 @@ struct Traits {
   // dQ of a step: with 128 queries each consumer has 64 rows of it, with 64 half of the columns.
   static constexpr bool kSplitsColumns = kTileQ == 64;
   static constexpr int kDqColumns = kSplitsColumns ? kDim / 2 : kDim;
+  static constexpr bool kSharesDqBox = kDqColumns < kBoxColumns;
   static constexpr int kDqRegisters = kDqColumns / 2;
   static_assert(!kSplitsColumns || kDim % 128 == 0 || kDim == 64,
                 "a consumer's half of the columns lies in whole boxes or in one");
