@@ -72,10 +72,11 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
 // fp32 numbers there to those of that place; to be committed as tensor stores are.
 __device__ __forceinline__ void bulk_store(void* destination, uint32_t source, int bytes,
                                            uint64_t policy) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
-                   destination),
-               "r"(source), "r"(bytes), "l"(policy)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
+          destination),
+      "r"(source), "r"(bytes), "l"(policy)
+      : "memory");
 }
 __device__ __forceinline__ void bulk_add(void* destination, uint32_t source, int bytes,
                                          uint64_t policy) {

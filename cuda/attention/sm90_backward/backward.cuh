@@ -52,8 +52,8 @@ inline constexpr int kGroupBarrier = 2;  // one for each consumer
 
 // What a slot is for.
 enum SlotUse : uint32_t {
-  kPart,         // a part of dQ that others follow
-  kLastPart,     // the slot holds the sum of the parts before it
+  kPart,      // a part of dQ that others follow
+  kLastPart,  // the slot holds the sum of the parts before it
   kOnlyPart,
 };
 
@@ -112,11 +112,10 @@ struct Producer {
     ptx::mbarrier_arrive_expect(full, Traits::kQBytes + Traits::kRowBytes);
 #pragma unroll
     for (int box = 0; box < Traits::kBoxes; ++box) {
-      ptx::tma_load(shared + Traits::kQOffset + stage * Traits::kQBytes +
-                        box * Traits::kQueryBoxBytes,
-                    &params.q, full, ptx::kEvictNormal, box * kBoxColumns,
-                    tile_q * Traits::kTileQ, head * params.q_repeats.head,
-                    item.batch * params.q_repeats.batch);
+      ptx::tma_load(
+          shared + Traits::kQOffset + stage * Traits::kQBytes + box * Traits::kQueryBoxBytes,
+          &params.q, full, ptx::kEvictNormal, box * kBoxColumns, tile_q * Traits::kTileQ,
+          head * params.q_repeats.head, item.batch * params.q_repeats.batch);
     }
     ptx::bulk_load(shared + Traits::kLseOffset + stage * Traits::kRowBytes,
                    params.row_lse + rows_of(item, head, tile_q), Traits::kRowBytes, full,
@@ -130,11 +129,10 @@ struct Producer {
     ptx::mbarrier_arrive_expect(full, Traits::kDoBytes + Traits::kRowBytes);
 #pragma unroll
     for (int box = 0; box < Traits::kBoxesV; ++box) {
-      ptx::tma_load(shared + Traits::kDoOffset + stage * Traits::kDoBytes +
-                        box * Traits::kQueryBoxBytes,
-                    &params.dout, full, ptx::kEvictNormal, box * kBoxColumns,
-                    tile_q * Traits::kTileQ, head * params.dout_repeats.head,
-                    item.batch * params.dout_repeats.batch);
+      ptx::tma_load(
+          shared + Traits::kDoOffset + stage * Traits::kDoBytes + box * Traits::kQueryBoxBytes,
+          &params.dout, full, ptx::kEvictNormal, box * kBoxColumns, tile_q * Traits::kTileQ,
+          head * params.dout_repeats.head, item.batch * params.dout_repeats.batch);
     }
     ptx::bulk_load(shared + Traits::kDeltaOffset + stage * Traits::kRowBytes,
                    params.row_delta + rows_of(item, head, tile_q), Traits::kRowBytes, full,
@@ -238,8 +236,9 @@ struct Writer {
       }
       ptx::fence_proxy_async();
     };
-    ptx::store_shared(barriers.slot_use(slot),
-                      static_cast<uint32_t>(!last ? kPart : before > 0 ? kLastPart : kOnlyPart));
+    ptx::store_shared(barriers.slot_use(slot), static_cast<uint32_t>(!last        ? kPart
+                                                                     : before > 0 ? kLastPart
+                                                                                  : kOnlyPart));
     if (last && before > 0) {
       wait_for_turn();
       ptx::mbarrier_arrive_expect(barriers.slot_ready(slot), Traits::kDqBytes);
@@ -459,15 +458,15 @@ struct Consumer {
   // dQ = dS K of all keys: this consumer's rows or columns.
   __device__ __forceinline__ void issue_dq(float (&dq)[Traits::kDqRegisters]) const {
     const uint64_t k = k_columns();
-    const uint64_t ds = ptx::swizzled_descriptor(
-        shared + Traits::kDsOffset + stage() * Traits::kDsBytes +
-            (Traits::kSplitsColumns ? 0 : group * Traits::kKeyBoxBytes),
-        Traits::kKeyBoxBytes);
+    const uint64_t ds =
+        ptx::swizzled_descriptor(shared + Traits::kDsOffset + stage() * Traits::kDsBytes +
+                                     (Traits::kSplitsColumns ? 0 : group * Traits::kKeyBoxBytes),
+                                 Traits::kKeyBoxBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kTileK / 16; ++slice) {
-      QueryMma::multiply_majors(dq, ptx::advance(ds, slice * 2048),
-                                ptx::advance(k, slice * 2048), slice > 0);
+      QueryMma::multiply_majors(dq, ptx::advance(ds, slice * 2048), ptx::advance(k, slice * 2048),
+                                slice > 0);
     }
     ptx::wgmma_commit();
   }
@@ -625,12 +624,11 @@ struct Consumer {
       uint32_t packed[4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        packed[r] = Numeric::pack(values[8 * slice + 2 * r] * scale,
-                                  values[8 * slice + 2 * r + 1] * scale);
+        packed[r] =
+            Numeric::pack(values[8 * slice + 2 * r] * scale, values[8 * slice + 2 * r + 1] * scale);
       }
-      ptx::stmatrix_x4(
-          row + slice / 4 * 64 * kBoxRowBytes + swizzled_chunk(slice, first_chunk), packed[0],
-          packed[1], packed[2], packed[3]);
+      ptx::stmatrix_x4(row + slice / 4 * 64 * kBoxRowBytes + swizzled_chunk(slice, first_chunk),
+                       packed[0], packed[1], packed[2], packed[3]);
     }
   }
 
@@ -814,8 +812,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       Producer<Traits>{params, barriers, shared, item}.run();
     } else if (warp <= kSlots) {
       const int slot = warp - 1;
-      Writer<Traits>{params, barriers,
-                     shared + Traits::kSlotOffset + slot * Traits::kSlotBytes, item, slot}
+      Writer<Traits>{params, barriers, shared + Traits::kSlotOffset + slot * Traits::kSlotBytes,
+                     item, slot}
           .run();
     }
   }

@@ -83,8 +83,7 @@ __global__ void __launch_bounds__(kPrologueThreads)
       delta += __shfl_xor_sync(kFullWarp, delta, distance);
     }
     if (lane != 0) continue;
-    const int64_t place =
-        static_cast<int64_t>(head_of_all) * params.tiles_q * Traits::kTileQ + row;
+    const int64_t place = static_cast<int64_t>(head_of_all) * params.tiles_q * Traits::kTileQ + row;
     if (row < params.seq_q && params.score.sees_keys(row, params.seq_k)) {
       const float lse = params.lse[batch * params.lse_strides.batch +
                                    head * params.lse_strides.head + row * params.lse_strides.seq];

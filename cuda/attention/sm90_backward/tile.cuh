@@ -19,8 +19,8 @@ inline constexpr int kNoItem = -1;
 struct alignas(16) Item {
   int batch;
   int head_kv;
-  int tile;        // of keys; kNoItem: there are no more
-  int begin;       // query tiles: from `begin` to the one before `end`
+  int tile;   // of keys; kNoItem: there are no more
+  int begin;  // query tiles: from `begin` to the one before `end`
   int end;
   int unused[3];
 

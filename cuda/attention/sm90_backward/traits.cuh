@@ -88,7 +88,7 @@ struct Traits {
   static constexpr int kVBytes = kBoxesV * kKeyBoxBytes;
   static constexpr int kQBytes = kBoxes * kQueryBoxBytes;
   static constexpr int kDoBytes = kBoxesV * kQueryBoxBytes;
-  static constexpr int kRowBytes = kTileQ * 4;                   // of a number for each query
+  static constexpr int kRowBytes = kTileQ * 4;  // of a number for each query
   static constexpr int kDsBytes = kTileQ / 64 * kKeyBoxBytes;
   // A slot holds a part of dQ in fp32, dK, or dV.
   static constexpr int kDqBytes = kTileQ * kDim * 4;
