@@ -84,7 +84,7 @@ size_t scratch_bytes(const AttentionProblem& p, const AttentionKernel& kernel, i
 flashmoe_status plan(const AttentionProblem& p, Plan* plan, const Reason& reason) {
   cpu::Isa isa;
   FLASHMOE_TRY(cpu::chosen_isa(&isa, reason));
-  const AttentionKernel& kernel = kernel_for(isa, p.dtype);
+  const AttentionKernel& kernel = kernel_for(isa, p.q.dtype);
   const int32_t most_threads = choose_threads(p, cpu::num_threads());
   const int64_t tile_q = choose_tile_q(p, kernel, most_threads);
   const int64_t tiles = tiles_of(p, tile_q);
@@ -97,7 +97,7 @@ flashmoe_status plan(const AttentionProblem& p, Plan* plan, const Reason& reason
       tiles < most_threads ? static_cast<int32_t>(tiles < 1 ? 1 : tiles) : most_threads;
   char name[sizeof flashmoe_launch::kernel];
   std::snprintf(name, sizeof name, "attention_forward_cpu_%s_%s_d%d_dv%d", kernel.isa,
-                dtype_name(p.dtype), static_cast<int>(p.dim), static_cast<int>(p.dim_v));
+                dtype_name(p.q.dtype), static_cast<int>(p.dim), static_cast<int>(p.dim_v));
   plan->set_isa(kernel.isa);
   flashmoe_launch& launch = plan->add_launch(name, &kernel, p.device, static_cast<uint32_t>(tiles),
                                              static_cast<uint32_t>(threads));

@@ -80,7 +80,8 @@ class FewRowsComputer : AttentionRows<Product> {
 
   void load_queries() {
     for (int64_t r = 0; r < tile_.rows; ++r) {
-      const Element* from = static_cast<const Element*>(p_.q) + this->offset_of(r, p_.q_strides);
+      const Element* from =
+          static_cast<const Element*>(p_.q.data) + this->offset_of(r, p_.q.strides);
       float* to = s_.q + r * kQueryStride;
       for (int64_t word = 0; word < words_; word += kLanes) {
         Simd::store(to + word, Product::load_words(from + word * kPack, p_.dim - word * kPack));
@@ -96,11 +97,11 @@ class FewRowsComputer : AttentionRows<Product> {
       for (int64_t i = keys.begin; i < keys.end; i += kLanes) Simd::store(scores + i, Simd::zero());
     }
     for (int64_t word = 0; word < words_; word += kRunWords) {
-      const Element* k = k_ + key * p_.k_strides.seq + word * kPack;
+      const Element* k = k_ + key * p_.k.strides.seq + word * kPack;
       for (int64_t first = keys.begin; first < keys.end; first += kDotColumns) {
         const Element* columns[kDotColumns];
         for (int j = 0; j < kDotColumns; ++j) {
-          columns[j] = k + smaller(first + j, keys.end - 1) * p_.k_strides.seq;
+          columns[j] = k + smaller(first + j, keys.end - 1) * p_.k.strides.seq;
         }
         DotRows<Product, kQueryStride, kScoreStride>::add(s_.q + word, tile_.rows, columns,
                                                           smaller(kRunWords, words_ - word),
@@ -139,7 +140,7 @@ class FewRowsComputer : AttentionRows<Product> {
   }
 
   FLASHMOE_INLINE void add_columns(int64_t key, int64_t ahead, int64_t column, int64_t n) {
-    const int64_t next = p_.v_strides.seq;
+    const int64_t next = p_.v.strides.seq;
     const Element* const first = v_ + key * next + column;
     Vector v[kBlockWords][kBlockVectors];
 #pragma GCC unroll 16
@@ -170,7 +171,7 @@ class FewRowsComputer : AttentionRows<Product> {
     const int64_t begin = larger(keys.begin, block);
     const int64_t end = smaller(keys.end, block + kBlockKeys);
     if (begin >= end) return;
-    const int64_t next = p_.v_strides.seq;
+    const int64_t next = p_.v.strides.seq;
     const float* weights = scores_.scores + r * kScoreStride;
     for (int64_t column = 0; column < p_.dim_v; column += kLanes) {
       Vector parts[2] = {Simd::zero(), Simd::zero()};

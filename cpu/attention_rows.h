@@ -71,10 +71,10 @@ class AttentionRows {
         dim_v_panels_((problem.dim_v + kPanel - 1) / kPanel),
         group_heads_(problem.heads_q / problem.heads_kv),
         logit_scale_(problem.softcap != 0.0f ? problem.softcap : problem.scale),
-        k_(static_cast<const Element*>(p_.k) + tile.batch * p_.k_strides.batch +
-           tile.kv_head * p_.k_strides.head),
-        v_(static_cast<const Element*>(p_.v) + tile.batch * p_.v_strides.batch +
-           tile.kv_head * p_.v_strides.head),
+        k_(static_cast<const Element*>(p_.k.data) + tile.batch * p_.k.strides.batch +
+           tile.kv_head * p_.k.strides.head),
+        v_(static_cast<const Element*>(p_.v.data) + tile.batch * p_.v.strides.batch +
+           tile.kv_head * p_.v.strides.head),
         state_(state),
         scores_(scores) {}
 
@@ -199,7 +199,7 @@ class AttentionRows {
     const float sum = Simd::sum_of(Simd::load(state_.sums + row * kLanes));
     // Scores that are all -inf leave sum 0, and 0 * (1 / 0) is the NaN that softmax gives.
     const Vector inverse = Simd::broadcast(sees_keys ? 1.0f / sum : 0.0f);
-    Element* out = static_cast<Element*>(p_.out) + offset_of(row, p_.out_strides);
+    Element* out = static_cast<Element*>(p_.out.data) + offset_of(row, p_.out.strides);
     for (int64_t column = 0; column < p_.dim_v; column += kLanes) {
       const float* from = output_of(row, column / kPanel) + column % kPanel;
       Simd::store_first(out + column, Simd::multiply(Simd::load(from), inverse), p_.dim_v - column);

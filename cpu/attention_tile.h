@@ -76,11 +76,11 @@ class TileComputer : AttentionRows<Product> {
   using typename Base::KeyRange;
 
   void pack_queries() {
-    const Element* q = static_cast<const Element*>(p_.q);
+    const Element* q = static_cast<const Element*>(p_.q.data);
     for (int64_t first = 0; first < tile_.rows; first += kGroupRows) {
       const int64_t rows = smaller(kGroupRows, tile_.rows - first);
       const Element* from[kLanes];
-      for (int64_t r = 0; r < rows; ++r) from[r] = q + this->offset_of(first + r, p_.q_strides);
+      for (int64_t r = 0; r < rows; ++r) from[r] = q + this->offset_of(first + r, p_.q.strides);
       float* to = s_.q + first * words_;
       for (int64_t word = 0; word < words_; word += kLanes) {
         Vector block[kLanes];
@@ -97,7 +97,7 @@ class TileComputer : AttentionRows<Product> {
     for (int64_t first = begin; first < keys; first += kLanes) {
       const int64_t rows = smaller(kLanes, keys - first);
       const Element* from[kLanes];
-      for (int64_t j = 0; j < rows; ++j) from[j] = k_ + (key + first + j) * p_.k_strides.seq;
+      for (int64_t j = 0; j < rows; ++j) from[j] = k_ + (key + first + j) * p_.k.strides.seq;
       float* to = s_.k + first / kPanel * kPanel * words_ + first % kPanel;
       for (int64_t word = 0; word < words_; word += kLanes) {
         Vector block[kLanes];
@@ -113,8 +113,8 @@ class TileComputer : AttentionRows<Product> {
     const int64_t panel_size = tile_k_ / kPack * kPanel;
     const int64_t vectors = (p_.dim_v + kLanes - 1) / kLanes;
     for (int64_t first = begin; first < keys; first += kPack) {
-      const Element* row = v_ + (key + first) * p_.v_strides.seq;
-      const Element* next = first + 1 < keys ? row + p_.v_strides.seq : nullptr;
+      const Element* row = v_ + (key + first) * p_.v.strides.seq;
+      const Element* next = first + 1 < keys ? row + p_.v.strides.seq : nullptr;
       float* to = s_.v + first / kPack * kPanel;
       for (int64_t vector = 0; vector < vectors; ++vector) {
         const int64_t column = vector * kLanes;

@@ -43,27 +43,29 @@ struct Launch {
 void multiply(void* context, int32_t worker) {
   Launch& launch = *static_cast<Launch*>(context);
   const Problem& p = launch.p;
-  const int64_t element = dtype_bytes(p.dtype);
+  const int64_t element = dtype_bytes(p.x.dtype);
+  const int64_t out_element = dtype_bytes(p.out.dtype);
   const ThreadScratch memory(
       launch.workspace.scratch + static_cast<size_t>(worker) * ThreadScratch::bytes(launch.kernel),
       launch.kernel);
   for (int64_t i; (i = launch.next.take()) < launch.tiles;) {
     const ExpertTiles::Tile at = launch.experts.find(i, launch.column_tiles);
     const int64_t column = at.column_tile * launch.tile_columns;
-    const char* x = static_cast<const char*>(p.x) +
-                    (at.expert * p.x_expert_stride + at.begin * p.x_stride) * element;
+    const char* x = static_cast<const char*>(p.x.data) +
+                    (at.expert * p.x.expert_stride + at.begin * p.x.row_stride) * element;
     MoeTile tile = {};
     tile.x = memory.x;
     tile.fetch_ahead = launch.large_cache;
     tile.rows = at.end - at.begin;
-    for (int64_t r = 0; r < tile.rows; ++r) memory.x[r] = x + r * p.x_stride * element;
+    for (int64_t r = 0; r < tile.rows; ++r) memory.x[r] = x + r * p.x.row_stride * element;
     tile.depth = p.columns;
     tile.columns = std::min(launch.tile_columns, p.out_columns - column);
     tile.matrices = 1;
-    tile.weights[0] = weights_of(p.w, p.bias, p.dtype, at.expert, column);
-    tile.out = static_cast<char*>(p.out) +
-               (at.expert * p.out_expert_stride + at.begin * p.out_stride + column) * element;
-    tile.out_stride = p.out_stride;
+    tile.weights[0] = weights_of(p.w, p.bias, at.expert, column);
+    tile.out =
+        static_cast<char*>(p.out.data) +
+        (at.expert * p.out.expert_stride + at.begin * p.out.row_stride + column) * out_element;
+    tile.out_stride = p.out.row_stride;
     launch.kernel.multiply(tile, memory.scratch);
   }
 }
@@ -74,13 +76,13 @@ flashmoe_status plan_grouped_product(const GroupedProductProblem& p, Plan* plan,
                                      const Reason& reason) {
   Isa isa;
   FLASHMOE_TRY(chosen_isa(&isa, reason));
-  const MoeKernel& kernel = moe_kernel_for(isa, p.dtype);
+  const MoeKernel& kernel = moe_kernel_for(isa, p.x.dtype);
   const int64_t rows = most_rows(p);
   const Tiling tiling = choose_tiling(
       kernel, {rows, rows <= 1, p.experts, p.columns, p.out_columns, 1, p.w.column_stride != 1},
       num_threads());
   plan->set_isa(kernel.isa);
-  add_product("grouped_product", kernel, p.dtype, tiling, plan);
+  add_product("grouped_product", kernel, p.x.dtype, tiling, plan);
   plan->info.workspace_bytes = Workspace(nullptr, p, kernel, tiling.threads).bytes;
   plan->room = {Workspace(nullptr, p, kernel, 1).bytes, ThreadScratch::bytes(kernel)};
   return FLASHMOE_OK;

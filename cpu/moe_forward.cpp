@@ -30,7 +30,7 @@ struct Workspace {
   Workspace(void* base, const Problem& p, const MoeKernel& kernel, int32_t threads) {
     Carver carver(base);
     const uint64_t pairs = static_cast<uint64_t>(p.tokens * p.top_k);
-    const uint64_t element = static_cast<uint64_t>(dtype_bytes(p.dtype));
+    const uint64_t element = static_cast<uint64_t>(dtype_bytes(p.x.dtype));
     tiles = carver.take(ExpertTiles::bytes(p.experts));
     a = carver.take(pairs * static_cast<uint64_t>(p.inner) * element);
     y = carver.take(pairs * static_cast<uint64_t>(p.hidden) * element);
@@ -55,7 +55,7 @@ Tiling down_tiling(const Problem& p, const MoeKernel& kernel, int32_t available)
 
 int32_t combine_threads(const Problem& p, int32_t available) {
   const double bytes = static_cast<double>(p.tokens * p.top_k) * static_cast<double>(p.hidden) *
-                       static_cast<double>(dtype_bytes(p.dtype));
+                       static_cast<double>(dtype_bytes(p.x.dtype));
   return static_cast<int32_t>(
       std::clamp(bytes / kBytesPerThread, 1.0, static_cast<double>(available)));
 }
@@ -71,7 +71,8 @@ struct Launch {
   bool large_cache;
   Counter next;
 
-  int64_t element() const { return dtype_bytes(p.dtype); }
+  // Of x, and of the rows in the workspace.
+  int64_t element() const { return dtype_bytes(p.x.dtype); }
   int64_t pairs() const { return p.tokens * p.top_k; }
 };
 
@@ -101,11 +102,11 @@ struct Worker {
     const int64_t column = rows.column_tile * launch.tiling.tile_columns;
     MoeTile tile = tile_of(p.hidden, p.inner, column);
     tile.matrices = p.gated ? 2 : 1;
-    if (p.gated) tile.weights[0] = weights_of(p.gate, p.gate_bias, p.dtype, rows.expert, column);
-    tile.weights[p.gated ? 1 : 0] = weights_of(p.up, p.up_bias, p.dtype, rows.expert, column);
+    if (p.gated) tile.weights[0] = weights_of(p.gate, p.gate_bias, rows.expert, column);
+    tile.weights[p.gated ? 1 : 0] = weights_of(p.up, p.up_bias, rows.expert, column);
     tile.activation = &launch.activation;
     tile.out_stride = p.inner;
-    tile.before_stride = p.pre_activation_stride;
+    tile.before_stride = p.pre_activation.row_stride;
     for (int64_t slot = rows.begin; slot < rows.end;) {
       const int64_t end = gather(slot, rows.end, &tile);
       if (tile.rows == 0) {
@@ -113,11 +114,12 @@ struct Worker {
         continue;
       }
       tile.out = launch.workspace.a + (slot * p.inner + column) * element;
-      if (p.pre_activation != nullptr) {
-        char* before = static_cast<char*>(p.pre_activation) +
-                       (slot * p.pre_activation_stride + column) * element;
+      if (p.pre_activation.data != nullptr) {
+        const int64_t before_element = dtype_bytes(p.pre_activation.dtype);
+        char* before = static_cast<char*>(p.pre_activation.data) +
+                       (slot * p.pre_activation.row_stride + column) * before_element;
         tile.before[0] = before;
-        tile.before[1] = before + p.inner * element;
+        tile.before[1] = before + p.inner * before_element;
       }
       launch.kernel.multiply(tile, memory.scratch);
       slot = end;
@@ -127,12 +129,12 @@ struct Worker {
   // The rows of x from `slot` on whose pairs are pairs, and where they end.
   int64_t gather(int64_t slot, int64_t end, MoeTile* tile) const {
     const Problem& p = launch.p;
-    const char* data = static_cast<const char*>(p.x);
+    const char* data = static_cast<const char*>(p.x.data);
     const int64_t first = slot;
     for (; slot < end; ++slot) {
       const int64_t pair = p.pairs[slot];
       if (pair < 0 || pair >= launch.pairs()) break;
-      memory.x[slot - first] = data + pair / p.top_k * p.x_stride * launch.element();
+      memory.x[slot - first] = data + pair / p.top_k * p.x.row_stride * launch.element();
       memory.scale[slot - first] = p.weights[pair];
     }
     tile->rows = slot - first;
@@ -150,7 +152,7 @@ struct Worker {
       memory.x[r] = launch.workspace.a + (rows.begin + r) * p.inner * element;
     }
     tile.matrices = 1;
-    tile.weights[0] = weights_of(p.down, p.down_bias, p.dtype, rows.expert, column);
+    tile.weights[0] = weights_of(p.down, p.down_bias, rows.expert, column);
     tile.out = launch.workspace.y + (rows.begin * p.hidden + column) * element;
     tile.out_stride = p.hidden;
     launch.kernel.multiply(tile, memory.scratch);
@@ -185,7 +187,7 @@ void combine(void* context, int32_t /*worker*/) {
       sum.weights = p.weight_on_input ? nullptr : p.weights + t * p.top_k;
       sum.top_k = p.top_k;
       sum.hidden = p.hidden;
-      sum.out = static_cast<char*>(p.out) + t * p.out_stride * launch.element();
+      sum.out = static_cast<char*>(p.out.data) + t * p.out.row_stride * dtype_bytes(p.out.dtype);
       launch.kernel.add(sum);
     }
   }
@@ -196,15 +198,15 @@ void combine(void* context, int32_t /*worker*/) {
 flashmoe_status plan_forward(const MoeForwardProblem& p, Plan* plan, const Reason& reason) {
   Isa isa;
   FLASHMOE_TRY(chosen_isa(&isa, reason));
-  const MoeKernel& kernel = moe_kernel_for(isa, p.dtype);
+  const MoeKernel& kernel = moe_kernel_for(isa, p.x.dtype);
   const int32_t available = num_threads();
   const Tiling up = up_tiling(p, kernel, available);
   const Tiling down = down_tiling(p, kernel, available);
   plan->set_isa(kernel.isa);
-  add_product("moe_up", kernel, p.dtype, up, plan);
-  add_product("moe_down", kernel, p.dtype, down, plan);
+  add_product("moe_up", kernel, p.x.dtype, up, plan);
+  add_product("moe_down", kernel, p.x.dtype, down, plan);
   char text[sizeof flashmoe_launch::kernel];
-  std::snprintf(text, sizeof text, "moe_combine_cpu_%s_%s", kernel.isa, dtype_name(p.dtype));
+  std::snprintf(text, sizeof text, "moe_combine_cpu_%s_%s", kernel.isa, dtype_name(p.x.dtype));
   flashmoe_launch& launch = add_launch(text, &kernel, ceil_divide(p.tokens, kTokensPerSum),
                                        combine_threads(p, available), plan);
   launch.tile_n = static_cast<int32_t>(kTokensPerSum);

@@ -110,11 +110,11 @@ ExpertTiles::Tile ExpertTiles::find(int64_t index, int64_t column_tiles) const {
           begin_[expert] + rows * (row_tile + 1) / row_tiles, place / row_tiles};
 }
 
-MoeWeights weights_of(const ExpertMatrix& matrix, const ExpertBias& bias, Dtype dtype,
-                      int32_t expert, int64_t row) {
+MoeWeights weights_of(const ExpertMatrix& matrix, const ExpertBias& bias, int32_t expert,
+                      int64_t row) {
   const int64_t first = expert * matrix.expert_stride + row * matrix.row_stride;
   MoeWeights weights = {};
-  weights.data = static_cast<const char*>(matrix.data) + first * dtype_bytes(dtype);
+  weights.data = static_cast<const char*>(matrix.data) + first * dtype_bytes(matrix.dtype);
   weights.row_stride = matrix.row_stride;
   weights.column_stride = matrix.column_stride;
   if (bias.data != nullptr) {

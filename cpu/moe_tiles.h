@@ -135,8 +135,8 @@ class Carver {
 };
 
 // An expert's rows of a matrix from `row` on.
-MoeWeights weights_of(const ExpertMatrix& matrix, const ExpertBias& bias, Dtype dtype,
-                      int32_t expert, int64_t row);
+MoeWeights weights_of(const ExpertMatrix& matrix, const ExpertBias& bias, int32_t expert,
+                      int64_t row);
 
 // Appends the launch of a product to a plan.
 void add_product(const char* name, const MoeKernel& kernel, Dtype dtype, const Tiling& tiling,

@@ -49,25 +49,22 @@ __device__ __forceinline__ Sum add_parts(int parts, Statistics statistics, Unit 
   return total;
 }
 
-// A row of nothing but -inf scores is 0 / 0 = NaN; a row that sees no key is 0 by definition.
 template <class Element>
-__device__ __forceinline__ uint2 output_of(const Sum& total, bool sees_keys) {
+__device__ __forceinline__ uint2 output_of(const Sum& total, const RowEnd& end) {
   using Numeric = numeric::ElementTraits<Element>;
-  const float factor = sees_keys ? 1.0f / total.sum : 0.0f;
-  return make_uint2(Numeric::pack(total.out.x * factor, total.out.y * factor),
-                    Numeric::pack(total.out.z * factor, total.out.w * factor));
+  return make_uint2(Numeric::pack(total.out.x * end.factor, total.out.y * end.factor),
+                    Numeric::pack(total.out.z * end.factor, total.out.w * end.factor));
 }
 
 // Whether a row needs the fallback (cuda/attention/masked_row_fallback.cuh): rounded away, or with
 // a mask, an infinity or a NaN among outputs that the sum does not explain. A NaN of it is one of
 // the keys that the row sees.
 template <class Element>
-__device__ __forceinline__ bool is_suspect(const Sum& total, bool sees_keys, bool masked,
+__device__ __forceinline__ bool is_suspect(const Sum& total, const RowEnd& end, bool masked,
                                            uint2 output) {
   const bool nonfinite =
       numeric::any_nonfinite<Element>(output.x) || numeric::any_nonfinite<Element>(output.y);
-  return (sees_keys && is_rounded_away(total.row_max, total.sum)) ||
-         (masked && nonfinite && total.sum == total.sum);
+  return end.rounded_away || (masked && nonfinite && total.sum == total.sum);
 }
 
 // A row's parts in the workspace: `first` is the place of the first, in rows, from which the others

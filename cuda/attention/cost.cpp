@@ -20,6 +20,7 @@ Work work_of(const AttentionProblem& p) {
   work.seq_q = static_cast<double>(p.seq_q);
   work.rows = static_cast<double>(p.seq_q * (p.heads_q / p.heads_kv));
   work.dims = static_cast<double>(p.dim + p.dim_v);
+  work.key_bytes = static_cast<double>(key_bytes(p));
   work.seq_k = static_cast<double>(p.seq_k);
   work.keys = work.most_keys = work.seq_k;
   if ((p.bounded_left || p.bounded_right) && p.batch > 0 && p.seq_q > 0) {

@@ -19,8 +19,14 @@ struct Work {
   double keys;       // that a row sees on average
   double most_keys;  // of any row
   double dims;       // dim + dim_v
+  double key_bytes;  // of a key and its value
   double seq_k;
 };
+
+// Of a key and its value.
+inline int64_t key_bytes(const AttentionProblem& p) {
+  return p.dim * dtype_bytes(p.k.dtype) + p.dim_v * dtype_bytes(p.v.dtype);
+}
 
 Work work_of(const AttentionProblem& problem);
 
@@ -39,7 +45,7 @@ inline double memory_microseconds(const Work& work, const DeviceFacts& facts,
                                   double share = kMemoryShare) {
   if (facts.memory_bytes_per_microsecond <= 0) return 0;
   // All rows together see a little more than the one that sees most.
-  return work.heads_kv * std::min(work.most_keys + work.seq_q, work.seq_k) * work.dims * 2 /
+  return work.heads_kv * std::min(work.most_keys + work.seq_q, work.seq_k) * work.key_bytes /
          (facts.memory_bytes_per_microsecond * share);
 }
 

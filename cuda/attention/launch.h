@@ -2,11 +2,9 @@
 // planned, and how its plan is launched.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
 #include "core/ops/attention/problem.h"
 #include "cuda/attention/tensors.h"
@@ -16,25 +14,6 @@
 namespace flashmoe {
 
 inline constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + offset + 1 fits in int32
-// Bounds beyond all keys: those of a side on which a row sees every key.
-inline constexpr int32_t kNoLeftOffset = -(1 << 30);
-inline constexpr int32_t kNoRightOffset = (1 << 30) - 1;
-
-// What the kernels make of a problem's scores. The scale is finite: it may be as large as fp32
-// holds.
-inline ScoreOptions score_options(const AttentionProblem& p) {
-  constexpr double kLog2E = 1.4426950408889634;
-  const double factor = p.softcap != 0.0f ? p.softcap : p.scale;
-  ScoreOptions score;
-  score.left_offset = p.bounded_left ? static_cast<int32_t>(p.left_offset) : kNoLeftOffset;
-  score.right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
-  score.masked = p.bounded_left || p.bounded_right ? 1 : 0;
-  score.bounded_right = p.bounded_right ? 1 : 0;
-  score.scale_log2 =
-      static_cast<float>(std::min(factor * kLog2E, double{std::numeric_limits<float>::max()}));
-  score.cap_ratio = p.cap_ratio;
-  return score;
-}
 
 // What the parameters of every family have in common.
 template <class Params>
@@ -42,14 +21,14 @@ void fill_common(const AttentionProblem& p, Params* params) {
   AttentionTensors& tensors = params->tensors;
   tensors.lse = p.lse;
   tensors.lse_strides = p.lse_strides;
-  tensors.q = static_cast<const uint16_t*>(p.q);
-  tensors.k = static_cast<const uint16_t*>(p.k);
-  tensors.v = static_cast<const uint16_t*>(p.v);
-  tensors.out = static_cast<uint16_t*>(p.out);
-  tensors.q_strides = p.q_strides;
-  tensors.k_strides = p.k_strides;
-  tensors.v_strides = p.v_strides;
-  tensors.out_strides = p.out_strides;
+  tensors.q = static_cast<const uint16_t*>(p.q.data);
+  tensors.k = static_cast<const uint16_t*>(p.k.data);
+  tensors.v = static_cast<const uint16_t*>(p.v.data);
+  tensors.out = static_cast<uint16_t*>(p.out.data);
+  tensors.q_strides = p.q.strides;
+  tensors.k_strides = p.k.strides;
+  tensors.v_strides = p.v.strides;
+  tensors.out_strides = p.out.strides;
   tensors.dim = static_cast<int32_t>(p.dim);
   tensors.dim_v = static_cast<int32_t>(p.dim_v);
   params->seq_k = static_cast<int32_t>(p.seq_k);
@@ -75,8 +54,8 @@ const Entry* find_entry(const Entry* const (&entries)[kCount], const AttentionPr
                         const Serves& serves, const Fits& fits) {
   const Entry* best = nullptr;
   for (const Entry* entry : entries) {
-    if (entry->dtype != problem.dtype || entry->dim < problem.dim || entry->dim_v < problem.dim_v ||
-        !serves(*entry)) {
+    if (entry->dtype != problem.q.dtype || entry->dim < problem.dim ||
+        entry->dim_v < problem.dim_v || !serves(*entry)) {
       continue;
     }
     if (std::strcmp(problem.kernel, entry->name) == 0) return entry;

@@ -94,17 +94,18 @@ __device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tens
   }
 #pragma unroll
   for (int mask = kLanes / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(kFullWarp, sum, mask);
+  const bool sees_keys = row.keys.first < end_key;
+  const RowEnd end = end_row_of_scores<Element>(options, row.head, sees_keys, top, sum);
 #pragma unroll
   for (int c = 0; c < kColumnsPerLane; ++c) {
     const int column = c * kLanes + lane;
     if (column < dim_v) {
-      const float value = row.keys.first < end_key ? acc[c] / sum : 0.0f;
+      const float value = sees_keys ? acc[c] * end.factor : 0.0f;
       if (writes(column)) out[column] = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
     }
   }
   if (tensors.lse == nullptr || lane != 0 || !writes(0)) return;
-  float& lse = tensors.lse[row_offset(tensors.lse_strides, row)];
-  lse = row.keys.first < end_key ? fmaf(log2f(sum), kLn2, top * (scale_log2 * kLn2)) : -INFINITY;
+  tensors.lse[row_offset(tensors.lse_strides, row)] = end.lse;
 }
 
 // The same where the warp writes all of the row.

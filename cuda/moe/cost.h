@@ -23,18 +23,19 @@ inline double experts_taken(double tokens, double top_k, double experts) {
 }
 
 inline Work work_of(const MoeForwardProblem& p) {
-  const double matrices = p.gated ? 3 : 2;
-  const double expert = matrices * static_cast<double>(p.hidden) * static_cast<double>(p.inner);
+  const double matrix = static_cast<double>(p.hidden) * static_cast<double>(p.inner);
+  const double ups = p.gated ? 2 : 1;
   const double taken = experts_taken(static_cast<double>(p.tokens), p.top_k, p.experts);
-  const double element_bytes = static_cast<double>(dtype_bytes(p.dtype));
-  return {taken * expert * element_bytes, 2 * static_cast<double>(p.tokens * p.top_k) * expert};
+  const double expert_bytes = matrix * (ups * static_cast<double>(dtype_bytes(p.up.dtype)) +
+                                        static_cast<double>(dtype_bytes(p.down.dtype)));
+  return {taken * expert_bytes, 2 * static_cast<double>(p.tokens * p.top_k) * (ups + 1) * matrix};
 }
 
 inline Work work_of(const GroupedProductProblem& p) {
   const double matrix = static_cast<double>(p.columns) * static_cast<double>(p.out_columns);
   const double rows = static_cast<double>(p.rows) * (p.counts != nullptr ? p.experts : 1);
   const double taken = p.counts != nullptr ? p.experts : experts_taken(rows, 1, p.experts);
-  return {taken * matrix * static_cast<double>(dtype_bytes(p.dtype)), 2 * rows * matrix};
+  return {taken * matrix * static_cast<double>(dtype_bytes(p.w.dtype)), 2 * rows * matrix};
 }
 
 // How fast a family is. Times in microseconds.

@@ -1,10 +1,14 @@
-// What a call makes of its scores Q K^T between the products and the softmax: the scale, the
-// softcap, and which keys a query sees. Every attention kernel has them from here: an option is
-// added to this struct, to score_options of cuda/attention/launch.h, which fills it, and to what
-// the kernels call.
+// What a call makes of its scores Q K^T between the products and the end of the softmax: the scale,
+// the softcap, and which keys a query sees. Every attention kernel has them from here: an option is
+// added to this struct, to score_options, which fills it, and to what the kernels call, here and in
+// cuda/tile/softmax.cuh.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
+
+#include "core/ops/attention/problem.h"
 
 #ifdef __CUDACC__
 #include <type_traits>
@@ -29,6 +33,7 @@ struct ScoreOptions {
   int32_t left_offset;
   int32_t right_offset;
   int32_t masked;         // some row does not see every key
+  int32_t blind_rows;     // some row sees no key
   int32_t bounded_right;  // right_offset is a bound
   float scale_log2;       // scale * log2(e); with a softcap softcap * log2(e)
   float cap_ratio;        // scale / softcap; 0 without
@@ -67,5 +72,28 @@ struct ScoreOptions {
   }
 #endif
 };
+
+// Bounds beyond all keys: those of a side on which a row sees every key.
+inline constexpr int32_t kNoLeftOffset = -(1 << 30);
+inline constexpr int32_t kNoRightOffset = (1 << 30) - 1;
+
+// The scale is finite: it may be as large as fp32 holds.
+inline ScoreOptions score_options(const AttentionProblem& p) {
+  constexpr double kLog2E = 1.4426950408889634;
+  const double factor = p.softcap != 0.0f ? p.softcap : p.scale;
+  ScoreOptions score;
+  score.left_offset = p.bounded_left ? static_cast<int32_t>(p.left_offset) : kNoLeftOffset;
+  score.right_offset = p.bounded_right ? static_cast<int32_t>(p.right_offset) : kNoRightOffset;
+  score.masked = p.bounded_left || p.bounded_right ? 1 : 0;
+  score.bounded_right = p.bounded_right ? 1 : 0;
+  score.blind_rows = p.seq_k == 0 || (p.bounded_right && p.right_offset < 0) ||
+                             (p.bounded_left && p.left_offset + p.seq_q > p.seq_k)
+                         ? 1
+                         : 0;
+  score.scale_log2 =
+      static_cast<float>(std::min(factor * kLog2E, double{std::numeric_limits<float>::max()}));
+  score.cap_ratio = p.cap_ratio;
+  return score;
+}
 
 }  // namespace flashmoe

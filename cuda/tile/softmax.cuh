@@ -3,6 +3,7 @@
 
 #include "cuda/numeric/constants.h"
 #include "cuda/numeric/dtype.cuh"
+#include "cuda/tile/score_options.h"
 #include "cuda/tile/thread.cuh"
 
 namespace flashmoe {
@@ -83,6 +84,42 @@ __device__ __forceinline__ float log_sum_exp(float row_max, float sum) {
 }
 __device__ __forceinline__ float log_sum_exp_approx(float row_max, float sum) {
   return (row_max + __log2f(sum)) * kLn2;
+}
+
+// What a row comes to behind its last key.
+struct RowEnd {
+  float lse;
+  float factor;       // of its accumulators
+  bool rounded_away;  // the row needs the fallback: factor is infinite, by which it can be found
+};
+
+// By which functions a quotient and a logarithm are computed.
+enum class RowEndBy { kExact, kApprox };
+
+// lse of a row of a query head that sees no key. Its output is 0 by definition.
+template <class Element>
+__device__ __forceinline__ float lse_of_no_keys(const ScoreOptions&, int) {
+  return -INFINITY;
+}
+
+// Ends a row of a query head. One of nothing but -inf scores is 0 / 0 = NaN.
+template <class Element, RowEndBy kBy>
+__device__ __forceinline__ RowEnd end_row(const ScoreOptions& options, int head, bool sees_keys,
+                                          float row_max, float sum) {
+  constexpr bool kExact = kBy == RowEndBy::kExact;
+  if (!sees_keys) return {lse_of_no_keys<Element>(options, head), 0.0f, false};
+  const bool rounded_away = is_rounded_away(row_max, sum);
+  const float quotient = kExact ? 1.0f / sum : __fdividef(1.0f, sum);
+  return {kExact ? log_sum_exp(row_max, sum) : log_sum_exp_approx(row_max, sum),
+          rounded_away ? INFINITY : quotient, rounded_away};
+}
+
+// The same where the maximum `top` is a score, of any size, and `factor` is never infinite for it.
+template <class Element>
+__device__ __forceinline__ RowEnd end_row_of_scores(const ScoreOptions& options, int head,
+                                                    bool sees_keys, float top, float sum) {
+  if (!sees_keys) return {lse_of_no_keys<Element>(options, head), 0.0f, false};
+  return {fmaf(log2f(sum), kLn2, top * (options.scale_log2 * kLn2)), 1.0f / sum, false};
 }
 
 }  // namespace flashmoe

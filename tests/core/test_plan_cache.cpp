@@ -214,7 +214,7 @@ struct Launched {
 };
 thread_local Launched launched;
 
-int64_t size_of(const AttentionProblem& p) { return p.seq_q + p.q_strides.seq; }
+int64_t size_of(const AttentionProblem& p) { return p.seq_q + p.q.strides.seq; }
 int64_t size_of(const MoeRouteProblem& p) { return p.tokens; }
 int64_t size_of(const MoeForwardProblem& p) { return p.tokens; }
 int64_t size_of(const GroupedProductProblem& p) { return p.rows; }
@@ -589,8 +589,9 @@ void a_launch_gets_the_addresses_of_its_call() {
     call.move(1 << 20);
     CHECK(!planned(call));
     const auto& p = launched.as<AttentionProblem>();
-    CHECK(p.q == call[Attention::kQ].view.data && p.k == call[Attention::kK].view.data);
-    CHECK(p.v == call[Attention::kV].view.data && p.out == call[Attention::kOut].view.data);
+    CHECK(p.q.data == call[Attention::kQ].view.data && p.k.data == call[Attention::kK].view.data);
+    CHECK(p.v.data == call[Attention::kV].view.data &&
+          p.out.data == call[Attention::kOut].view.data);
     CHECK(p.lse == (with_lse ? call[Attention::kLse].view.data : nullptr));
   }
 }
@@ -885,9 +886,9 @@ void strides_that_are_absent_are_those_of_contiguous_tensors() {
   CHECK(run<Attention>(call.ready(true)) == FLASHMOE_OK && plans == before);
   call[Attention::kQ].strides[1] = 136;  // not looked at
   CHECK(run<Attention>(call.ready(true)) == FLASHMOE_OK && plans == before);
-  CHECK(launched.as<AttentionProblem>().q_strides.seq == 128);
+  CHECK(launched.as<AttentionProblem>().q.strides.seq == 128);
   CHECK(planned(call));
-  CHECK(launched.as<AttentionProblem>().q_strides.seq == 136);
+  CHECK(launched.as<AttentionProblem>().q.strides.seq == 136);
 }
 
 void a_kernels_name_is_the_callers() {
@@ -1008,7 +1009,7 @@ void slices_of_one_tensor_stay_known() {
   }
   CHECK(planned(call));
   CHECK(!planned(call));
-  CHECK(launched.as<AttentionProblem>().out_strides.seq == -4 * 128);
+  CHECK(launched.as<AttentionProblem>().out.strides.seq == -4 * 128);
   call[Attention::kOut].view.data = call[Attention::kV].view.data;
   CHECK(failure(call).find("out: it shares memory with v") == 0);
 }
@@ -1105,7 +1106,7 @@ void empty_calls_launch_nothing() {
   for (int i = 0; i < 2; ++i) {
     CHECK(run<Attention>(keyless.ready()) == FLASHMOE_OK);
     const auto& p = launched.as<AttentionProblem>();
-    CHECK(p.k == nullptr && p.v == nullptr);
+    CHECK(p.k.data == nullptr && p.v.data == nullptr);
   }
 }
 
@@ -1145,7 +1146,8 @@ void a_callback_may_call(int32_t level) {
     CHECK(run<Attention>(call.ready()) == FLASHMOE_OK);
     CHECK(plans != before);
     const auto& p = launched.as<AttentionProblem>();
-    CHECK(p.q == call[Attention::kQ].view.data && p.out == call[Attention::kOut].view.data);
+    CHECK(p.q.data == call[Attention::kQ].view.data &&
+          p.out.data == call[Attention::kOut].view.data);
     CHECK(p.seq_q == 100 && launched.plan.launches[0].grid[0] == 228);
   }
   CHECK(inner.depth > 1);
@@ -1236,7 +1238,8 @@ void threads_know_their_own_calls() {
         call.move(16 * (i + 1));
         CHECK(run<Attention>(call.ready()) == FLASHMOE_OK);
         const auto& p = launched.as<AttentionProblem>();
-        CHECK(p.q == call[Attention::kQ].view.data && p.out == call[Attention::kOut].view.data);
+        CHECK(p.q.data == call[Attention::kQ].view.data &&
+              p.out.data == call[Attention::kOut].view.data);
         CHECK(p.seq_q == call[Attention::kQ].shape[1]);
         CHECK(launched.family == (round % 3 == 1 ? "short" : "split"));
       }

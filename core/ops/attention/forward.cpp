@@ -55,9 +55,11 @@ constexpr Option<Params> kOptions[] = {
     Option<Params>::reserved("reserved", &Params::reserved),
 };
 
-RowStrides row_strides(const View& view, bool bhsd) {
-  return bhsd ? RowStrides{view.strides[0], view.strides[2], view.strides[1]}
-              : RowStrides{view.strides[0], view.strides[1], view.strides[2]};
+template <class Data>
+void set_view(const View& view, bool bhsd, RowsView<Data>* rows) {
+  rows->data = view.data;
+  rows->strides = bhsd ? RowStrides{view.strides[0], view.strides[2], view.strides[1]}
+                       : RowStrides{view.strides[0], view.strides[1], view.strides[2]};
 }
 
 flashmoe_status check_head_dim(const char* name, int64_t dim) {
@@ -70,10 +72,12 @@ flashmoe_status check_head_dim(const char* name, int64_t dim) {
               static_cast<long long>(kHeadDimMultiple), static_cast<long long>(kMaxHeadDim));
 }
 
+template <class Data>
 flashmoe_status check_same_kind(const char* name, const flashmoe_tensor& tensor,
-                                const AttentionProblem& problem) {
+                                const AttentionProblem& problem, RowsView<Data>* rows) {
   FLASHMOE_TRY(check_same_device(name, tensor, "q", problem.device));
-  return check_same_dtype(name, tensor, "q", problem.dtype);
+  rows->dtype = problem.q.dtype;
+  return check_same_dtype(name, tensor, "q", problem.q.dtype);
 }
 
 // Rank, rows and extents of one of q, k, v, out.
@@ -164,18 +168,18 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
   View q, k, v, out;
   FLASHMOE_TRY(check_view("q", params->q, 4, &q));
   FLASHMOE_TRY(check_device("q", *params->q, &p.device));
-  FLASHMOE_TRY(check_first_dtype("q", *params->q, p.device, &p.dtype));
+  FLASHMOE_TRY(check_first_dtype("q", *params->q, p.device, &p.q.dtype));
   // Before the rows, which begin at odd addresses for want of such a dimension.
   FLASHMOE_TRY(check_head_dim("q", q.shape[3]));
-  FLASHMOE_TRY(check_rows("q", q, 4, dtype_bytes(p.dtype)));
-  FLASHMOE_TRY(check_rows_tensor("k", params->k, p.dtype, &k));
-  FLASHMOE_TRY(check_same_kind("k", *params->k, p));
+  FLASHMOE_TRY(check_rows("q", q, 4, dtype_bytes(p.q.dtype)));
+  FLASHMOE_TRY(check_rows_tensor("k", params->k, p.q.dtype, &k));
+  FLASHMOE_TRY(check_same_kind("k", *params->k, p, &p.k));
   FLASHMOE_TRY(check_view("v", params->v, 4, &v));
   FLASHMOE_TRY(check_head_dim("v", v.shape[3]));
-  FLASHMOE_TRY(check_rows("v", v, 4, dtype_bytes(p.dtype)));
-  FLASHMOE_TRY(check_same_kind("v", *params->v, p));
-  FLASHMOE_TRY(check_rows_tensor("out", params->out, p.dtype, &out));
-  FLASHMOE_TRY(check_same_kind("out", *params->out, p));
+  FLASHMOE_TRY(check_rows("v", v, 4, dtype_bytes(p.q.dtype)));
+  FLASHMOE_TRY(check_same_kind("v", *params->v, p, &p.v));
+  FLASHMOE_TRY(check_rows_tensor("out", params->out, p.q.dtype, &out));
+  FLASHMOE_TRY(check_same_kind("out", *params->out, p, &p.out));
 
   p.batch = q.shape[0];
   p.seq_q = q.shape[seq_axis];
@@ -217,14 +221,10 @@ flashmoe_status make_problem(const flashmoe_attention_forward_params* params,
     p.lse_strides = {lse.strides[0], lse.strides[2], lse.strides[1]};
   }
 
-  p.q = q.data;
-  p.k = k.data;
-  p.v = v.data;
-  p.out = out.data;
-  p.q_strides = row_strides(q, bhsd);
-  p.k_strides = row_strides(k, bhsd);
-  p.v_strides = row_strides(v, bhsd);
-  p.out_strides = row_strides(out, bhsd);
+  set_view(q, bhsd, &p.q);
+  set_view(k, bhsd, &p.k);
+  set_view(v, bhsd, &p.v);
+  set_view(out, bhsd, &p.out);
   p.scale = params->scale != 0.0f ? params->scale
                                   : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim)));
   copy_kernel_name(params->kernel, &p.kernel);
@@ -292,7 +292,7 @@ struct AttentionForward {
         static_cast<long long>(p.batch), static_cast<long long>(p.seq_q),
         static_cast<long long>(p.seq_k), static_cast<long long>(p.heads_q),
         static_cast<long long>(p.heads_kv), static_cast<long long>(p.dim),
-        static_cast<long long>(p.dim_v), dtype_name(p.dtype),
+        static_cast<long long>(p.dim_v), dtype_name(p.q.dtype),
         BoundText(p.bounded_left, p.left_offset, "0").text,
         BoundText(p.bounded_right, p.right_offset, "end").text, options,
         p.lse != nullptr ? "yes" : "no");

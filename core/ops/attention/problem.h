@@ -20,22 +20,26 @@ struct RowStrides {
   int64_t head;
 };
 
-// A validated call. Every extent and every reachable byte offset fits in int64; batch, seq_q and
-// seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim; heads_q % heads_kv == 0.
-struct AttentionProblem {
+// A [batch, seq, heads, dim] view, of a dtype of its own.
+template <class Data>
+struct RowsView {
+  Data* data;
+  RowStrides strides;
   Dtype dtype;
+  int32_t gap;  // 0: the bytes of problems are compared (core/plan_cache.h)
+};
+
+// A validated call. Every extent and every reachable byte offset fits in int64; batch, seq_q and
+// seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim; heads_q % heads_kv == 0. The four views are
+// of one dtype: no kernel takes others yet.
+struct AttentionProblem {
   flashmoe_device device;
 
-  const void* q;  // [batch, seq_q, heads_q, dim]
-  const void* k;  // [batch, seq_k, heads_kv, dim]
-  const void* v;  // [batch, seq_k, heads_kv, dim_v]
-  void* out;      // [batch, seq_q, heads_q, dim_v]
-  float* lse;     // [batch, heads_q, seq_q] or nullptr
-
-  RowStrides q_strides;
-  RowStrides k_strides;
-  RowStrides v_strides;
-  RowStrides out_strides;
+  RowsView<const void> q;  // [batch, seq_q, heads_q, dim]
+  RowsView<const void> k;  // [batch, seq_k, heads_kv, dim]
+  RowsView<const void> v;  // [batch, seq_k, heads_kv, dim_v]
+  RowsView<void> out;      // [batch, seq_q, heads_q, dim_v]
+  float* lse;              // [batch, heads_q, seq_q] or nullptr
   RowStrides lse_strides;  // same axes; element strides of lse, in which the last axis is seq
 
   int64_t batch;
@@ -66,10 +70,10 @@ double attention_flops(const AttentionProblem& problem);
 
 template <class Visit>
 void visit_addresses(AttentionProblem* p, const Visit& visit) {
-  visit(&p->q);
-  visit(&p->k);
-  visit(&p->v);
-  visit(&p->out);
+  visit(&p->q.data);
+  visit(&p->k.data);
+  visit(&p->v.data);
+  visit(&p->out.data);
   visit(&p->lse);
 }
 

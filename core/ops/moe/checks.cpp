@@ -108,8 +108,12 @@ flashmoe_status check_matrix(const char* name, const flashmoe_tensor* tensor, co
 
 ExpertMatrix rows_of(const View& matrix, Dtype dtype, int64_t first, int64_t step) {
   const char* data = static_cast<const char*>(matrix.data);
-  return {data + first * matrix.strides[1] * dtype_bytes(dtype), matrix.strides[0],
-          step * matrix.strides[1], matrix.strides[2]};
+  return {data + first * matrix.strides[1] * dtype_bytes(dtype),
+          matrix.strides[0],
+          step * matrix.strides[1],
+          matrix.strides[2],
+          dtype,
+          0};
 }
 
 flashmoe_status check_bias(const char* name, const flashmoe_tensor* tensor, const char* of,

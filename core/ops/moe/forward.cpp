@@ -51,7 +51,7 @@ flashmoe_status read_matrices(const flashmoe_moe_forward_params& params, const c
   const bool two = params.gate == FLASHMOE_MOE_SEPARATE;
   const bool stacked = !two && params.gate != FLASHMOE_MOE_NO_GATE;
   const auto check = [=](const char* name, const flashmoe_tensor* tensor, View* view) {
-    return check_matrix(name, tensor, x_name, p->dtype, p->device, view);
+    return check_matrix(name, tensor, x_name, p->x.dtype, p->device, view);
   };
   FLASHMOE_TRY(check("w_gate_up", params.w_gate_up, &m->gate_up));
   const int64_t rows = m->gate_up.shape[1];
@@ -102,7 +102,7 @@ flashmoe_status read_biases(const flashmoe_moe_forward_params& params, const cha
   const bool two = params.gate == FLASHMOE_MOE_SEPARATE;
   const auto check = [=](const char* name, const flashmoe_tensor* tensor, const char* matrix,
                          int64_t rows, View* view, Dtype* dtype) {
-    return check_bias(name, tensor, x_name, p->dtype, p->device, p->experts, rows, matrix, view,
+    return check_bias(name, tensor, x_name, p->x.dtype, p->device, p->experts, rows, matrix, view,
                       dtype);
   };
   View view;
@@ -151,22 +151,23 @@ flashmoe_status read_routing(const flashmoe_moe_forward_params& params, const ch
 
 flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, const char* x_name,
                              MoeForwardProblem* p) {
-  const int64_t bytes = dtype_bytes(p->dtype);
+  const int64_t bytes = dtype_bytes(p->x.dtype);
   View out;
   FLASHMOE_TRY(check_view("out", params.out, 2, &out));
   FLASHMOE_TRY(check_same_device("out", *params.out, x_name, p->device));
-  FLASHMOE_TRY(check_same_dtype("out", *params.out, x_name, p->dtype));
+  FLASHMOE_TRY(check_same_dtype("out", *params.out, x_name, p->x.dtype));
   FLASHMOE_TRY(check_rows("out", out, 2, bytes));
   FLASHMOE_TRY(check_extent("out", "number of tokens", out.shape[0], x_name, p->tokens));
   FLASHMOE_TRY(check_extent("out", "hidden size", out.shape[1], x_name, p->hidden));
   FLASHMOE_TRY(check_no_overlap("out", out, 2));
-  p->out = out.data;
-  p->out_stride = out.strides[0];
+  p->out.data = out.data;
+  p->out.dtype = p->x.dtype;
+  p->out.row_stride = out.strides[0];
   if (params.pre_activation == nullptr) return FLASHMOE_OK;
   View pre;
   FLASHMOE_TRY(check_view("pre_activation", params.pre_activation, 2, &pre));
   FLASHMOE_TRY(check_same_device("pre_activation", *params.pre_activation, x_name, p->device));
-  FLASHMOE_TRY(check_same_dtype("pre_activation", *params.pre_activation, x_name, p->dtype));
+  FLASHMOE_TRY(check_same_dtype("pre_activation", *params.pre_activation, x_name, p->x.dtype));
   FLASHMOE_TRY(check_rows("pre_activation", pre, 2, bytes));
   FLASHMOE_TRY(check_extent("pre_activation", "number of pairs", pre.shape[0], "weights",
                             p->tokens * p->top_k));
@@ -174,8 +175,9 @@ flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, const ch
                             p->gated ? "gate and up together" : "w_gate_up's rows",
                             p->gated ? 2 * p->inner : p->inner));
   FLASHMOE_TRY(check_no_overlap("pre_activation", pre, 2));
-  p->pre_activation = pre.data;
-  p->pre_activation_stride = pre.strides[0];
+  p->pre_activation.data = pre.data;
+  p->pre_activation.dtype = p->x.dtype;
+  p->pre_activation.row_stride = pre.strides[0];
   return FLASHMOE_OK;
 }
 
@@ -193,22 +195,22 @@ flashmoe_status MoeForward::make_problem(const Params& params, Problem* problem,
   View x;
   FLASHMOE_TRY(check_view(x_name, params.x, 2, &x));
   FLASHMOE_TRY(check_device(x_name, *params.x, &p.device));
-  FLASHMOE_TRY(check_first_dtype(x_name, *params.x, p.device, &p.dtype));
+  FLASHMOE_TRY(check_first_dtype(x_name, *params.x, p.device, &p.x.dtype));
   FLASHMOE_TRY(check_multiple(x_name, "hidden size", x.shape[1]));
-  FLASHMOE_TRY(check_rows(x_name, x, 2, dtype_bytes(p.dtype)));
+  FLASHMOE_TRY(check_rows(x_name, x, 2, dtype_bytes(p.x.dtype)));
   p.tokens = x.shape[0];
   p.hidden = x.shape[1];
-  p.x = x.data;
-  p.x_stride = p.tokens > 1 ? x.strides[0] : p.hidden;  // that of one row may be anything
+  p.x.data = x.data;
+  p.x.row_stride = p.tokens > 1 ? x.strides[0] : p.hidden;  // that of one row may be anything
 
   p.gated = params.gate != FLASHMOE_MOE_NO_GATE;
   Matrices m = {};
   FLASHMOE_TRY(read_matrices(params, x_name, &p, &m));
   const RowOrder order = row_order(params.gate, p.inner);
-  if (p.gated) p.gate = rows_of(m.gate_up, p.dtype, order.gate, order.step);
+  if (p.gated) p.gate = rows_of(m.gate_up, p.x.dtype, order.gate, order.step);
   const View& up = params.gate == FLASHMOE_MOE_SEPARATE ? m.up : m.gate_up;
-  p.up = rows_of(up, p.dtype, order.up, order.step);
-  p.down = rows_of(m.down, p.dtype, 0, 1);
+  p.up = rows_of(up, p.x.dtype, order.up, order.step);
+  p.down = rows_of(m.down, p.x.dtype, 0, 1);
   FLASHMOE_TRY(read_biases(params, x_name, order, m, &p));
   FLASHMOE_TRY(read_routing(params, x_name, &p));
   FLASHMOE_TRY(check_pair_rows(x_name, p.tokens * p.top_k, p.hidden));
@@ -239,8 +241,8 @@ void MoeForward::print(const Params& params, const Problem& p, char* text, size_
                 "tokens=%lld hidden=%lld inner=%lld experts=%d top_k=%d %s%s bias=%s "
                 "pre_activation=%s",
                 static_cast<long long>(p.tokens), static_cast<long long>(p.hidden),
-                static_cast<long long>(p.inner), p.experts, p.top_k, dtype_name(p.dtype), options,
-                biased ? "yes" : "no", p.pre_activation != nullptr ? "yes" : "no");
+                static_cast<long long>(p.inner), p.experts, p.top_k, dtype_name(p.x.dtype), options,
+                biased ? "yes" : "no", p.pre_activation.data != nullptr ? "yes" : "no");
 }
 
 }  // namespace flashmoe

@@ -187,7 +187,7 @@ void place(void* workspace, Call* call) {
   };
   MoeRouteProblem& route = call->route;
   MoeForwardProblem& forward = call->forward;
-  if (call->with_product) route.logits = call->product.out = at(call->logits);
+  if (call->with_product) route.logits = call->product.out.data = at(call->logits);
   route.ids = static_cast<int32_t*>(at(call->ids));
   forward.weights = route.weights = static_cast<float*>(at(call->weights));
   forward.offsets = route.offsets = static_cast<int32_t*>(at(call->offsets));

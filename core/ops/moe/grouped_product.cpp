@@ -32,8 +32,8 @@ flashmoe_status GroupedProduct::make_problem(const Params& params, Problem* prob
   View x, w, out, rows;
   FLASHMOE_TRY(check_view(names.x, params.x, rank, &x));
   FLASHMOE_TRY(check_device(names.x, *params.x, &p.device));
-  FLASHMOE_TRY(check_first_dtype(names.x, *params.x, p.device, &p.dtype));
-  const int64_t bytes = dtype_bytes(p.dtype);
+  FLASHMOE_TRY(check_first_dtype(names.x, *params.x, p.device, &p.x.dtype));
+  const int64_t bytes = dtype_bytes(p.x.dtype);
   FLASHMOE_TRY(check_rows(names.x, x, rank, bytes));
   p.rows = x.shape[row_axis];
   p.columns = x.shape[rank - 1];
@@ -43,7 +43,7 @@ flashmoe_status GroupedProduct::make_problem(const Params& params, Problem* prob
                 "%s: got %lld rows, accepted are at most 2^31 - 2^16", names.x,
                 static_cast<long long>(p.rows));
   }
-  FLASHMOE_TRY(check_matrix(names.w, params.w, names.x, p.dtype, p.device, &w));
+  FLASHMOE_TRY(check_matrix(names.w, params.w, names.x, p.x.dtype, p.device, &w));
   p.experts = static_cast<int32_t>(w.shape[0]);
   p.out_columns = w.shape[1];
   FLASHMOE_TRY(check_extent(names.w, "number of columns", w.shape[2], names.x, p.columns));
@@ -53,7 +53,7 @@ flashmoe_status GroupedProduct::make_problem(const Params& params, Problem* prob
   if (params.bias != nullptr) {
     View bias;
     Dtype dtype;
-    FLASHMOE_TRY(check_bias(names.bias, params.bias, names.x, p.dtype, p.device, p.experts,
+    FLASHMOE_TRY(check_bias(names.bias, params.bias, names.x, p.x.dtype, p.device, p.experts,
                             p.out_columns, names.w, &bias, &dtype));
     p.bias = rows_of_bias(bias, dtype, 0, 1);
   }
@@ -69,7 +69,7 @@ flashmoe_status GroupedProduct::make_problem(const Params& params, Problem* prob
   }
   FLASHMOE_TRY(check_view("out", params.out, rank, &out));
   FLASHMOE_TRY(check_same_device("out", *params.out, names.x, p.device));
-  FLASHMOE_TRY(check_same_dtype("out", *params.out, names.x, p.dtype));
+  FLASHMOE_TRY(check_same_dtype("out", *params.out, names.x, p.x.dtype));
   FLASHMOE_TRY(check_rows("out", out, rank, bytes));
   if (rank == 3) {
     FLASHMOE_TRY(check_extent("out", "number of experts", out.shape[0], names.w, p.experts));
@@ -79,13 +79,14 @@ flashmoe_status GroupedProduct::make_problem(const Params& params, Problem* prob
       check_extent("out", "number of columns", out.shape[rank - 1], "w's rows", p.out_columns));
   FLASHMOE_TRY(check_no_overlap("out", out, rank));
 
-  p.x = x.data;
-  p.x_stride = p.rows > 1 ? x.strides[row_axis] : p.columns;  // that of one row may be anything
-  p.x_expert_stride = rank == 3 ? x.strides[0] : 0;
-  p.out = out.data;
-  p.out_stride = out.strides[row_axis];
-  p.out_expert_stride = rank == 3 ? out.strides[0] : 0;
-  p.w = rows_of(w, p.dtype, 0, 1);
+  p.x.data = x.data;
+  p.x.row_stride = p.rows > 1 ? x.strides[row_axis] : p.columns;  // that of one row may be anything
+  p.x.expert_stride = rank == 3 ? x.strides[0] : 0;
+  p.out.data = out.data;
+  p.out.dtype = p.x.dtype;
+  p.out.row_stride = out.strides[row_axis];
+  p.out.expert_stride = rank == 3 ? out.strides[0] : 0;
+  p.w = rows_of(w, p.x.dtype, 0, 1);
   copy_kernel_name(params.kernel, &p.kernel);
   return FLASHMOE_OK;
 }
@@ -100,7 +101,7 @@ void GroupedProduct::print(const Params&, const Problem& p, char* text, size_t s
   std::snprintf(text, size, "rows=%lld%s columns=%lld/%lld experts=%d %s bias=%s",
                 static_cast<long long>(p.rows), p.counts != nullptr ? " each" : "",
                 static_cast<long long>(p.columns), static_cast<long long>(p.out_columns), p.experts,
-                dtype_name(p.dtype), p.bias.data != nullptr ? "yes" : "no");
+                dtype_name(p.x.dtype), p.bias.data != nullptr ? "yes" : "no");
 }
 
 }  // namespace flashmoe

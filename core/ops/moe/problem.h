@@ -47,6 +47,16 @@ struct MoeRouteProblem {
   KernelName kernel;  // "": routing has one family for each device
 };
 
+// A [rows, columns] view, or one for each expert, whose columns lie next to each other. Strides in elements.
+template <class Data>
+struct TokenRows {
+  Data* data;  // nullptr: absent
+  int64_t row_stride;
+  int64_t expert_stride;  // 0 of rows of all experts
+  Dtype dtype;
+  int32_t gap;  // 0: the bytes of problems are compared (core/plan_cache.h)
+};
+
 // An [experts, rows, columns] view of weights, strides in elements. One of row_stride and
 // column_stride is 1; or, of a gate and an up that lie interleaved in a transposed tensor,
 // row_stride is 2 and the other's data is one element further.
@@ -55,6 +65,8 @@ struct ExpertMatrix {
   int64_t expert_stride;
   int64_t row_stride;
   int64_t column_stride;
+  Dtype dtype;
+  int32_t gap;
 };
 
 // [experts, rows]; data is nullptr where there is none.
@@ -63,12 +75,12 @@ struct ExpertBias {
   int64_t expert_stride;
   int64_t row_stride;  // 1, or 2 of an interleaved gate and up
   Dtype dtype;
-  int32_t gap;  // 0: the bytes of problems are compared (core/plan_cache.h)
+  int32_t gap;
 };
 
 // A validated call of flashmoe_moe_forward. T * K <= 2^31 - 2^16; hidden and inner are multiples of 8.
+// Rows and matrices are of one dtype: no kernel takes others yet.
 struct MoeForwardProblem {
-  Dtype dtype;
   flashmoe_device device;
   int64_t tokens;
   int64_t hidden;
@@ -76,12 +88,9 @@ struct MoeForwardProblem {
   int32_t experts;
   int32_t top_k;
 
-  const void* x;  // [tokens, hidden], rows x_stride elements apart
-  int64_t x_stride;
-  void* out;  // [tokens, hidden], rows out_stride elements apart
-  int64_t out_stride;
-  void* pre_activation;  // [tokens * top_k, gated ? 2 * inner : inner], or nullptr
-  int64_t pre_activation_stride;
+  TokenRows<const void> x;         // [tokens, hidden]
+  TokenRows<void> out;             // [tokens, hidden]
+  TokenRows<void> pre_activation;  // [tokens * top_k, gated ? 2 * inner : inner], or absent
 
   bool gated;
   ExpertMatrix gate;  // [experts, inner, hidden]; gated only
@@ -104,21 +113,16 @@ struct MoeForwardProblem {
   KernelName kernel;  // the family asked for, or ""
 };
 
-// A validated call of flashmoe_grouped_product.
+// A validated call of flashmoe_grouped_product. x, w and out are of one dtype: no kernel takes others yet.
 struct GroupedProductProblem {
-  Dtype dtype;
   flashmoe_device device;
   int32_t experts;
   int64_t rows;         // of all experts, with offsets; of one, M, with counts
   int64_t columns;      // K
   int64_t out_columns;  // N
 
-  const void* x;
-  int64_t x_stride;         // from row to row
-  int64_t x_expert_stride;  // with counts
-  void* out;
-  int64_t out_stride;
-  int64_t out_expert_stride;
+  TokenRows<const void> x;  // with counts rows of each expert
+  TokenRows<void> out;
   ExpertMatrix w;  // [experts, out_columns, columns]
   ExpertBias bias;
   const int32_t* offsets;  // [experts + 1] or nullptr
@@ -143,9 +147,9 @@ void visit_addresses(MoeRouteProblem* p, const Visit& visit) {
 
 template <class Visit>
 void visit_addresses(MoeForwardProblem* p, const Visit& visit) {
-  visit(&p->x);
-  visit(&p->out);
-  visit(&p->pre_activation);
+  visit(&p->x.data);
+  visit(&p->out.data);
+  visit(&p->pre_activation.data);
   visit(&p->gate.data);
   visit(&p->up.data);
   visit(&p->down.data);
@@ -160,8 +164,8 @@ void visit_addresses(MoeForwardProblem* p, const Visit& visit) {
 
 template <class Visit>
 void visit_addresses(GroupedProductProblem* p, const Visit& visit) {
-  visit(&p->x);
-  visit(&p->out);
+  visit(&p->x.data);
+  visit(&p->out.data);
   visit(&p->w.data);
   visit(&p->bias.data);
   visit(&p->offsets);

@@ -70,16 +70,17 @@ __device__ __forceinline__ bool write_unit(const Sum& total, const Params& param
                                            const Keys& keys, int row, int unit) {
   const bool sees_keys = keys.end > keys.first;
   const Row where = Row::of(params, tile, row);
+  const RowEnd end = end_row<Element, RowEndBy::kExact>(params.score, where.head, sees_keys,
+                                                        total.row_max, total.sum);
   if (unit == 0 && params.tensors.lse != nullptr) {
-    params.tensors.lse[where.offset(params.tensors.lse_strides, tile.batch)] =
-        sees_keys ? log_sum_exp(total.row_max, total.sum) : -INFINITY;
+    params.tensors.lse[where.offset(params.tensors.lse_strides, tile.batch)] = end.lse;
   }
   if (4 * unit >= params.tensors.dim_v) return false;
-  const uint2 packed = output_of<Element>(total, sees_keys);
+  const uint2 packed = output_of<Element>(total, end);
   *reinterpret_cast<uint2*>(params.tensors.out +
                             where.offset(params.tensors.out_strides, tile.batch) + 4 * unit) =
       packed;
-  return is_suspect<Element>(total, sees_keys, params.score.masked != 0, packed);
+  return is_suspect<Element>(total, end, params.score.masked != 0, packed);
 }
 
 // Units of a tile, a row after another: those from `first` to the one before `end`.

@@ -62,7 +62,7 @@ inline double short_microseconds(const Work& work, const Split& split, const Dev
                                 blocks / facts.multiprocessors);
   const double alone = work.rows <= split.rows ? kColdRate : kAloneRate;
   const double rate = std::min(alone / crowd, kSharedRate * facts.multiprocessors / blocks);
-  const double load = block_keys * work.dims * 2 / rate;
+  const double load = block_keys * work.key_bytes / rate;
   const double product = block_keys * work.dims * 2 * split.rows / (product_rate(facts) / crowd);
   const bool many = whole_tiles > facts.multiprocessors && work.rows > split.rows;
   const double run = waves * std::max({load, product, steps * kStep}) * (many ? kManyTiles : 1) +

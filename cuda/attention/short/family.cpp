@@ -138,7 +138,7 @@ void consider(const Entry& entry, const Abilities& abilities, const Work& work,
 }
 
 bool serves(const Entry& entry, const AttentionProblem& problem) {
-  return entry.dtype == problem.dtype && entry.dim >= problem.dim && entry.dim_v >= problem.dim_v;
+  return entry.dtype == problem.q.dtype && entry.dim >= problem.dim && entry.dim_v >= problem.dim_v;
 }
 
 // The kernel that the problem names, else among those of its dtype with the least padding the one

@@ -388,15 +388,15 @@ struct RowStatistics {
     const float total = sum_of_quad(sum[a][half]);
     // Rows past the last have summed nothing: what is not written must not look like a NaN.
     const bool sees_keys = row < params.seq_q && first_key(params, row) < end_key(params, row);
+    const RowEnd end = end_row<typename Traits::Element, RowEndBy::kExact>(
+        params.score, tile.head, sees_keys, row_max[a][half], total);
     if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < params.seq_q) {
       params.tensors
           .lse[tile.batch * params.tensors.lse_strides.batch +
                tile.head * params.tensors.lse_strides.head + row * params.tensors.lse_strides.seq] =
-          sees_keys ? log_sum_exp(row_max[a][half], total) : -INFINITY;
+          end.lse;
     }
-    // A row that sees no key is 0 by definition.
-    if (!sees_keys) return 0.0f;
-    return is_rounded_away(row_max[a][half], total) ? kNeedsFallback : 1.0f / total;
+    return end.factor;
   }
 };
 

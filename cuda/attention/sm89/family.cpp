@@ -35,7 +35,7 @@ int32_t heads_per_swizzle(const AttentionProblem& problem, int64_t l2_bytes) {
   if (problem.bounded_left == problem.bounded_right) return 1;
   const int64_t heads = problem.batch * problem.heads_q;
   const int64_t group = problem.heads_q / problem.heads_kv;
-  const int64_t bytes = problem.seq_k * (problem.dim + problem.dim_v) * dtype_bytes(problem.dtype);
+  const int64_t bytes = problem.seq_k * key_bytes(problem);
   const int64_t groups = bytes > 0 ? l2_bytes / 3 / bytes : heads;
   return static_cast<int32_t>(groups < 1 ? group
                                          : (groups > heads / group ? heads : groups * group));

@@ -52,24 +52,24 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
 }
 
 bool encode_maps(const AttentionProblem& p, const Entry& entry, Kept<TileParams>* kept) {
-  const void* const k = mapped_keys(p, p.k);
-  const void* const v = mapped_keys(p, p.v);
-  const auto encode = [&](CUtensorMap* map, const void* data, const RowStrides& strides,
-                          int64_t dim, int64_t seq, int64_t heads, int rows) {
-    return encode_map(map, p.dtype, data,
-                      rows_map(strides, dim, seq, heads, p.batch, entry.box_columns, rows));
+  const void* const k = mapped_keys(p, p.k.data);
+  const void* const v = mapped_keys(p, p.v.data);
+  const auto encode = [&](CUtensorMap* map, const void* data, const auto& view, int64_t dim,
+                          int64_t seq, int64_t heads, int rows) {
+    return encode_map(map, view.dtype, data,
+                      rows_map(view.strides, dim, seq, heads, p.batch, entry.box_columns, rows));
   };
   TileParams& params = kept->params;
-  const void* const mapped[] = {p.q, k, v, p.out};
+  const void* const mapped[] = {p.q.data, k, v, p.out.data};
   std::copy(std::begin(mapped), std::end(mapped), kept->mapped);
-  return encode(&params.q, p.q, p.q_strides, p.dim, p.seq_q, p.heads_q, entry.box_rows) &&
-         encode(&params.k, k, p.k_strides, p.dim, p.seq_k, p.heads_kv, entry.tile_k) &&
-         encode(&params.v, v, p.v_strides, p.dim_v, p.seq_k, p.heads_kv, entry.tile_k) &&
-         encode(&params.out, p.out, p.out_strides, p.dim_v, p.seq_q, p.heads_q, entry.box_rows);
+  return encode(&params.q, p.q.data, p.q, p.dim, p.seq_q, p.heads_q, entry.box_rows) &&
+         encode(&params.k, k, p.k, p.dim, p.seq_k, p.heads_kv, entry.tile_k) &&
+         encode(&params.v, v, p.v, p.dim_v, p.seq_k, p.heads_kv, entry.tile_k) &&
+         encode(&params.out, p.out.data, p.out, p.dim_v, p.seq_q, p.heads_q, entry.box_rows);
 }
 
 bool move_maps(const AttentionProblem& p, Kept<TileParams>* kept) {
-  return move_inputs(p, kept) && move_map(&kept->params.out, &kept->mapped[3], p.out);
+  return move_inputs(p, kept) && move_map(&kept->params.out, &kept->mapped[3], p.out.data);
 }
 
 void fill_params(const AttentionProblem& p, const Entry& entry, int64_t blocks,

@@ -12,18 +12,19 @@ inline Repeats repeats(const RowStrides& strides) {
 }
 
 inline void fill_addresses(const AttentionProblem& p, Params* params) {
-  params->tensors.q = static_cast<const uint16_t*>(p.q);
-  params->tensors.k = static_cast<const uint16_t*>(p.k);
-  params->tensors.v = static_cast<const uint16_t*>(p.v);
-  params->tensors.out = static_cast<uint16_t*>(p.out);
+  params->tensors.q = static_cast<const uint16_t*>(p.q.data);
+  params->tensors.k = static_cast<const uint16_t*>(p.k.data);
+  params->tensors.v = static_cast<const uint16_t*>(p.v.data);
+  params->tensors.out = static_cast<uint16_t*>(p.out.data);
   params->tensors.lse = p.lse;
+  params->score = score_options(p);
 }
 
 inline void fill_tensors(const AttentionProblem& p, Params* params) {
   fill_common(p, params);
-  params->q_repeats = repeats(p.q_strides);
-  params->k_repeats = repeats(p.k_strides);
-  params->v_repeats = repeats(p.v_strides);
+  params->q_repeats = repeats(p.q.strides);
+  params->k_repeats = repeats(p.k.strides);
+  params->v_repeats = repeats(p.v.strides);
   params->seq_q = static_cast<int32_t>(p.seq_q);
   params->heads_q = static_cast<int32_t>(p.heads_q);
   params->heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
@@ -39,16 +40,16 @@ struct Kept {
 
 // Of k or v. Without keys their tensors may be null, which a map is not; none is read then.
 inline const void* mapped_keys(const AttentionProblem& p, const void* data) {
-  return p.seq_k > 0 ? data : p.q;
+  return p.seq_k > 0 ? data : p.q.data;
 }
 
 template <class AnyParams>
 bool move_inputs(const AttentionProblem& p, Kept<AnyParams>* kept) {
   AnyParams& params = kept->params;
   fill_addresses(p, &params);
-  return move_map(&params.q, &kept->mapped[0], p.q) &&
-         move_map(&params.k, &kept->mapped[1], mapped_keys(p, p.k)) &&
-         move_map(&params.v, &kept->mapped[2], mapped_keys(p, p.v));
+  return move_map(&params.q, &kept->mapped[0], p.q.data) &&
+         move_map(&params.k, &kept->mapped[1], mapped_keys(p, p.k.data)) &&
+         move_map(&params.v, &kept->mapped[2], mapped_keys(p, p.v.data));
 }
 
 }  // namespace flashmoe::sm90

@@ -582,7 +582,7 @@ struct Consumer {
       // Without a barrier here, and one after what only some lanes store, ptxas serialises the
       // products.
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
-      if (suspect) {
+      if (suspect || params.score.blind_rows != 0) {
         SplitTileScheduler<Traits> scheduler(params);
         for (Tile written; scheduler.next(&written);) {
           if (written.place == kWholeTile) repair(written);
@@ -659,11 +659,14 @@ struct Consumer {
       for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
         out_row[column] = 0;
       }
-      if (params.tensors.lse != nullptr && lane_index() == 0) *lse_of(here, row) = -INFINITY;
+      if (params.tensors.lse != nullptr && lane_index() == 0) {
+        *lse_of(here, row) = lse_of_no_keys<Element>(params.score, here.head);
+      }
     }
   }
 
-  // The same for one row.
+  // The same for one row, but for what its lse has beside keys, which `repair` adds: here that would
+  // cost the registers that products need.
   __device__ __forceinline__ void write_nothing_to(int batch, int head, int query) const {
     uint16_t* out_row = params.tensors.out + batch * params.tensors.out_strides.batch +
                         head * params.tensors.out_strides.head +
@@ -684,7 +687,8 @@ struct Consumer {
            of.head * params.tensors.lse_strides.head + row * params.tensors.lse_strides.seq;
   }
 
-  // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time.
+  // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time, and
+  // where keys are split those that see no key.
   // After the last tile, when the accumulators' registers are free: inside the loop this would make
   // it spill.
   __device__ __forceinline__ void repair(const Tile& of) const {
@@ -705,7 +709,7 @@ struct Consumer {
     const RowStrides& strides = params.tensors.out_strides;
     const uint16_t* const out_row =
         params.tensors.out + batch * strides.batch + head * strides.head + query * strides.seq;
-    bool wrong = false;
+    bool wrong = Traits::kSplit && first_key(params, query) >= end_key(params, query);
     for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
       wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
     }
@@ -744,15 +748,6 @@ struct Consumer {
     __syncwarp();
   }
 
-  // What the accumulators of a row with this sum are to be multiplied by. A row that sees no key is
-  // 0 by definition, one of nothing but -inf scores 0 / 0 = NaN. One that was rounded away is left
-  // with infinities and NaNs, by which `repair` finds it.
-  __device__ __forceinline__ static float factor_of(bool sees_keys, bool rounded_away,
-                                                    float total) {
-    if (!sees_keys) return 0.0f;
-    return rounded_away ? INFINITY : __fdividef(1.0f, total);
-  }
-
   // The only part of a tile: divides by the sums and writes out and lse.
   __device__ __forceinline__ void write_rows(const Tile& of,
                                              const RowStatistics& statistics_of_tile) {
@@ -764,15 +759,13 @@ struct Consumer {
       const PackedRow row = packed_row(of, warp_of_group() * 16 + lane / 4 + 8 * half);
       if (!row.exists) continue;
       const bool sees_keys = first_key(params, row.query) < end_key(params, row.query);
+      const RowEnd end = end_row<Element, RowEndBy::kApprox>(
+          params.score, row.head, sees_keys, statistics_of_tile.row_max[half], total);
       if (params.tensors.lse != nullptr && lane % 4 == 0) {
         params.tensors.lse[of.batch * params.tensors.lse_strides.batch +
                            row.head * params.tensors.lse_strides.head +
-                           row.query * params.tensors.lse_strides.seq] =
-            sees_keys ? log_sum_exp_approx(statistics_of_tile.row_max[half], total) : -INFINITY;
+                           row.query * params.tensors.lse_strides.seq] = end.lse;
       }
-      const bool rounded_away =
-          sees_keys && is_rounded_away(statistics_of_tile.row_max[half], total);
-      const float factor = factor_of(sees_keys, rounded_away, total);
       uint16_t* out_row = params.tensors.out + of.batch * params.tensors.out_strides.batch +
                           row.head * params.tensors.out_strides.head +
                           row.query * params.tensors.out_strides.seq + 2 * (lane % 4);
@@ -780,14 +773,14 @@ struct Consumer {
 #pragma unroll
       for (int j = 0; j < Traits::kDimV / 8; ++j) {
         if (8 * j >= params.tensors.dim_v) break;
-        const uint32_t packed =
-            Numeric::pack(out[4 * j + 2 * half] * factor, out[4 * j + 2 * half + 1] * factor);
+        const uint32_t packed = Numeric::pack(out[4 * j + 2 * half] * end.factor,
+                                              out[4 * j + 2 * half + 1] * end.factor);
         gathered = numeric::gather_nonfinite<Element>(gathered, packed);
         *reinterpret_cast<uint32_t*>(out_row + 8 * j) = packed;
       }
       // A NaN of the sum is one of the keys that the row sees.
       fallback =
-          fallback || rounded_away ||
+          fallback || end.rounded_away ||
           (params.score.masked && total == total && numeric::any_nonfinite<Element>(gathered));
     }
     __syncwarp();
@@ -843,14 +836,11 @@ struct Consumer {
       const float total = sum_of_quad(statistics_of_tile.sum[half]);
       const bool sees_keys = first_key(params, row) < end_key(params, row);
       const bool exists = row < params.seq_q;
-      if (params.tensors.lse != nullptr && lane % 4 == 0 && exists) {
-        *lse_of(tile, row) =
-            sees_keys ? log_sum_exp_approx(statistics_of_tile.row_max[half], total) : -INFINITY;
-      }
-      const bool rounded_away =
-          sees_keys && exists && is_rounded_away(statistics_of_tile.row_max[half], total);
-      factor[half] = factor_of(sees_keys, rounded_away, total);
-      fallback = fallback || rounded_away;
+      const RowEnd end = end_row<Element, RowEndBy::kApprox>(
+          params.score, tile.head, sees_keys && exists, statistics_of_tile.row_max[half], total);
+      if (params.tensors.lse != nullptr && lane % 4 == 0 && exists) *lse_of(tile, row) = end.lse;
+      factor[half] = end.factor;
+      fallback = fallback || end.rounded_away;
       // A NaN of the sum is one of the keys that the row sees.
       expected[half] = params.score.masked && exists && total == total;
     }

@@ -102,7 +102,7 @@ int32_t heads_per_swizzle(const AttentionProblem& problem, const Entry& entry,
   const int64_t rounds = std::max(kLeastRounds, steps / kStepsPerRound);
   const int64_t group_tiles = group * tiles_per_head;
   const int64_t wanted = (rounds * facts.multiprocessors + group_tiles - 1) / group_tiles;
-  const int64_t bytes = problem.seq_k * (problem.dim + problem.dim_v) * dtype_bytes(problem.dtype);
+  const int64_t bytes = problem.seq_k * key_bytes(problem);
   const int64_t fitting = bytes > 0 ? std::max<int64_t>(1, facts.l2_bytes * 3 / 4 / bytes) : wanted;
   // KV heads of a swizzle group, at most so many, where all groups are of about one size.
   const auto even = [&](int64_t most) {

@@ -59,7 +59,7 @@ PackedTiles packed_tiles(const AttentionProblem& problem, int64_t most_groups) {
   const int64_t heads = problem.heads_q / problem.heads_kv;
   PackedTiles made;
   // The copy engine cannot pack heads that a view of q repeats.
-  made.chunks = problem.q_strides.head == 0 ? heads : ceil(heads, kRowsPerGroup);
+  made.chunks = problem.q.strides.head == 0 ? heads : ceil(heads, kRowsPerGroup);
   made.packed_heads = ceil(heads, made.chunks);
   made.queries_per_group = kRowsPerGroup / made.packed_heads;
   // Tiles of one size as far as they can be.

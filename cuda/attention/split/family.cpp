@@ -70,7 +70,8 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   const Entry* entry = nullptr;
   FLASHMOE_TRY(sm90::choose_entry(kEntries, problem, &facts, &entry, reason));
   const int64_t heads = problem.heads_q / problem.heads_kv;
-  if (problem.heads_kv > 1 && problem.q_strides.head >= kMaxStrideBytes / 2 / heads) {
+  if (problem.heads_kv > 1 &&
+      problem.q.strides.head >= kMaxStrideBytes / dtype_bytes(problem.q.dtype) / heads) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED,
                   "query heads of one KV head that take 2^40 bytes or more, which the copy engine "
                   "cannot walk");
@@ -107,25 +108,25 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
 
 bool encode_maps(const AttentionProblem& p, const Entry& entry, const PackedTiles& tiles,
                  sm90::Kept<Params>* kept) {
-  const void* const k = sm90::mapped_keys(p, p.k);
-  const void* const v = sm90::mapped_keys(p, p.v);
+  const void* const k = sm90::mapped_keys(p, p.k.data);
+  const void* const v = sm90::mapped_keys(p, p.v.data);
   const int64_t heads = p.heads_q / p.heads_kv;
   const MapShape q = {
       5,
       {p.dim, heads, p.seq_q, p.heads_kv, p.batch},
-      {1, p.q_strides.head, p.q_strides.seq, p.q_strides.head * heads, p.q_strides.batch},
+      {1, p.q.strides.head, p.q.strides.seq, p.q.strides.head * heads, p.q.strides.batch},
       {entry.box_columns, static_cast<int>(tiles.packed_heads),
        static_cast<int>(tiles.queries_per_group), 1, 1}};
   Params& params = kept->params;
-  kept->mapped[0] = p.q;
+  kept->mapped[0] = p.q.data;
   kept->mapped[1] = k;
   kept->mapped[2] = v;
-  return encode_map(&params.q, p.dtype, p.q, q) &&
-         encode_map(&params.k, p.dtype, k,
-                    rows_map(p.k_strides, p.dim, p.seq_k, p.heads_kv, p.batch, entry.box_columns,
+  return encode_map(&params.q, p.q.dtype, p.q.data, q) &&
+         encode_map(&params.k, p.k.dtype, k,
+                    rows_map(p.k.strides, p.dim, p.seq_k, p.heads_kv, p.batch, entry.box_columns,
                              entry.tile_k)) &&
-         encode_map(&params.v, p.dtype, v,
-                    rows_map(p.v_strides, p.dim_v, p.seq_k, p.heads_kv, p.batch, entry.box_columns,
+         encode_map(&params.v, p.v.dtype, v,
+                    rows_map(p.v.strides, p.dim_v, p.seq_k, p.heads_kv, p.batch, entry.box_columns,
                              entry.tile_k));
 }
 

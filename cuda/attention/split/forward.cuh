@@ -54,15 +54,16 @@ class SplitRow {
   __device__ __forceinline__ bool write(const Params& params, const Sum& total, int unit) const {
     if (!row_.exists) return false;
     const bool sees_keys = sm90::first_key(params, row_.query) < sm90::end_key(params, row_.query);
+    const RowEnd end = end_row<Element, RowEndBy::kExact>(params.score, row_.head, sees_keys,
+                                                          total.row_max, total.sum);
     if (unit == 0 && params.tensors.lse != nullptr) {
-      params.tensors.lse[offset(params.tensors.lse_strides)] =
-          sees_keys ? log_sum_exp(total.row_max, total.sum) : -INFINITY;
+      params.tensors.lse[offset(params.tensors.lse_strides)] = end.lse;
     }
     if (4 * unit >= params.tensors.dim_v) return false;
-    const uint2 packed = output_of<Element>(total, sees_keys);
+    const uint2 packed = output_of<Element>(total, end);
     *reinterpret_cast<uint2*>(params.tensors.out + offset(params.tensors.out_strides) + 4 * unit) =
         packed;
-    return is_suspect<Element>(total, sees_keys, params.score.masked != 0, packed);
+    return is_suspect<Element>(total, end, params.score.masked != 0, packed);
   }
 
   static __device__ __forceinline__ void compute_again(const Params& params, int row, int tile) {

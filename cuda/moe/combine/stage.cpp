@@ -18,7 +18,7 @@ constexpr int kFewTokensThreads = 64;      // more blocks, where tokens alone do
 const moe_combine::Entry& find_entry(const MoeForwardProblem& p) {
   const moe_combine::Entry* best = nullptr;
   for (const moe_combine::Entry& entry : moe_combine::entries) {
-    if (entry.dtype != p.dtype) continue;
+    if (entry.dtype != p.out.dtype) continue;
     best = &entry;
     if (entry.batch >= p.top_k) break;
   }
@@ -60,8 +60,8 @@ flashmoe_status launch_combine(const MoeForwardProblem& problem, const Plan& pla
   moe_combine::Params params;
   params.y = static_cast<const uint16_t*>(y);
   params.y_stride = y_stride;
-  params.out = static_cast<uint16_t*>(problem.out);
-  params.out_stride = problem.out_stride;
+  params.out = static_cast<uint16_t*>(problem.out.data);
+  params.out_stride = problem.out.row_stride;
   params.slots = problem.slots;
   params.weights = problem.weight_on_input ? nullptr : problem.weights;
   params.rows = static_cast<int32_t>(problem.tokens * problem.top_k);

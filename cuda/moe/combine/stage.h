@@ -15,7 +15,7 @@ flashmoe_status add_combine(const MoeForwardProblem& problem, const DeviceFacts&
                             const Reason& reason);
 
 // Launches stage `index` of the plan on the current device, which is the problem's. y: [tokens *
-// top_k, hidden] of the problem's dtype, its rows y_stride elements apart and 16-byte aligned.
+// top_k, hidden] of out's dtype, its rows y_stride elements apart and 16-byte aligned.
 flashmoe_status launch_combine(const MoeForwardProblem& problem, const Plan& plan, int index,
                                const void* y, int64_t y_stride, void* stream);
 

@@ -26,7 +26,6 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-constexpr int64_t kElementBytes = 2;
 constexpr int64_t kWorkspaceAlignment = 256;
 // The kernels number columns in 32 bits, twice as many where those of gate and up alternate, and
 // round them up to tiles; and cut sums of token tiles to as many as this.
@@ -53,6 +52,7 @@ struct Extents {
   int64_t out_columns;
   int64_t x_rows;  // that `rows` come from
   int64_t x_stride;
+  Dtype x_dtype;
 };
 
 const Entry* find_entry(Dtype dtype, bool gated, bool transposed) {
@@ -160,22 +160,22 @@ void fill_extents(const Extents& extents, int experts, flashmoe_device device, c
   int64_t l2_bytes = 0;
   if (read_device_facts(device.device_id, &facts, Reason()) == FLASHMOE_OK)
     l2_bytes = facts->l2_bytes;
-  const int64_t tile_bytes = entry.tile_tokens * extents.columns * kElementBytes;
+  const int64_t tile_bytes = entry.tile_tokens * extents.columns * dtype_bytes(extents.x_dtype);
   const int64_t most = INT_MAX / params->weight_tiles;
   params->swizzle_token_tiles =
       static_cast<int32_t>(std::min(std::max(l2_bytes / 3 / tile_bytes, kSquareTiles), most));
 }
 
 Extents extents_of_up(const MoeForwardProblem& p) {
-  return {p.tokens * p.top_k, 1, p.hidden, p.inner, p.tokens, p.x_stride};
+  return {p.tokens * p.top_k, 1, p.hidden, p.inner, p.tokens, p.x.row_stride, p.x.dtype};
 }
 Extents extents_of_down(const MoeForwardProblem& p) {
-  return {p.tokens * p.top_k, 1, p.inner, p.hidden, p.tokens * p.top_k, p.inner};
+  return {p.tokens * p.top_k, 1, p.inner, p.hidden, p.tokens * p.top_k, p.inner, p.x.dtype};
 }
 
 // The workspace: a [slots, inner], then y [slots, hidden].
 int64_t activated_bytes(const MoeForwardProblem& p) {
-  return ceil_div(p.tokens * p.top_k * p.inner * kElementBytes, kWorkspaceAlignment) *
+  return ceil_div(p.tokens * p.top_k * p.inner * dtype_bytes(p.x.dtype), kWorkspaceAlignment) *
          kWorkspaceAlignment;
 }
 
@@ -188,28 +188,29 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, Plan* plan, const
                          "or neither",
                          is_transposed(problem.up) ? "transposed" : "row-major");
   }
-  FLASHMOE_TRY(add_product(*facts, problem.device, problem.dtype, problem.gated,
+  FLASHMOE_TRY(add_product(*facts, problem.device, problem.x.dtype, problem.gated,
                            is_transposed(problem.up), {"w_gate_up", "x"}, extents_of_up(problem),
                            problem.experts, plan, reason));
-  FLASHMOE_TRY(add_product(*facts, problem.device, problem.dtype, false,
+  FLASHMOE_TRY(add_product(*facts, problem.device, problem.x.dtype, false,
                            is_transposed(problem.down), {"w_down", "weights"},
                            extents_of_down(problem), problem.experts, plan, reason));
   FLASHMOE_TRY(add_combine(problem, *facts, plan, reason));
   plan->info.microseconds = microseconds(work_of(problem), layer_speed(*facts), *facts);
   plan->info.workspace_bytes = static_cast<uint64_t>(
-      activated_bytes(problem) + problem.tokens * problem.top_k * problem.hidden * kElementBytes);
+      activated_bytes(problem) +
+      problem.tokens * problem.top_k * problem.hidden * dtype_bytes(problem.x.dtype));
   return FLASHMOE_OK;
 }
 
 Params up_params(const MoeForwardProblem& p, const Plan& plan, void* activated) {
   Params params = {};
   fill_extents(extents_of_up(p), p.experts, p.device, plan, 0, &params);
-  params.x = static_cast<const uint16_t*>(p.x);
-  params.x_stride = p.x_stride;
+  params.x = static_cast<const uint16_t*>(p.x.data);
+  params.x_stride = p.x.row_stride;
   params.out = static_cast<uint16_t*>(activated);
   params.out_stride = p.inner;
-  params.pre_activation = static_cast<uint16_t*>(p.pre_activation);
-  params.pre_activation_stride = p.pre_activation_stride;
+  params.pre_activation = static_cast<uint16_t*>(p.pre_activation.data);
+  params.pre_activation_stride = p.pre_activation.row_stride;
   if (p.gated) {
     params.weights[0] = weights_of(p.gate);
     params.weights[1] = weights_of(p.up);
@@ -260,8 +261,10 @@ flashmoe_status launch_forward(const MoeForwardProblem& problem, const Plan& pla
 }
 
 Extents extents_of(const GroupedProductProblem& p) {
-  return {p.rows,    p.counts != nullptr ? p.experts : 1, p.columns, p.out_columns, p.rows,
-          p.x_stride};
+  return {p.rows,    p.counts != nullptr ? p.experts : 1,
+          p.columns, p.out_columns,
+          p.rows,    p.x.row_stride,
+          p.x.dtype};
 }
 
 flashmoe_status plan_product(const GroupedProductProblem& problem, Plan* plan,
@@ -269,7 +272,7 @@ flashmoe_status plan_product(const GroupedProductProblem& problem, Plan* plan,
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_device(problem.device, &facts, reason));
   plan->info.microseconds = microseconds(work_of(problem), product_speed(*facts), *facts);
-  return add_product(*facts, problem.device, problem.dtype, false, is_transposed(problem.w),
+  return add_product(*facts, problem.device, problem.x.dtype, false, is_transposed(problem.w),
                      {"w", "x"}, extents_of(problem), problem.experts, plan, reason);
 }
 
@@ -279,12 +282,12 @@ flashmoe_status launch_product(const GroupedProductProblem& problem, const Plan&
   FLASHMOE_TRY(guard.status());
   Params params = {};
   fill_extents(extents_of(problem), problem.experts, problem.device, plan, 0, &params);
-  params.x = static_cast<const uint16_t*>(problem.x);
-  params.x_stride = problem.x_stride;
-  params.x_expert_stride = problem.x_expert_stride;
-  params.out = static_cast<uint16_t*>(problem.out);
-  params.out_stride = problem.out_stride;
-  params.out_expert_stride = problem.out_expert_stride;
+  params.x = static_cast<const uint16_t*>(problem.x.data);
+  params.x_stride = problem.x.row_stride;
+  params.x_expert_stride = problem.x.expert_stride;
+  params.out = static_cast<uint16_t*>(problem.out.data);
+  params.out_stride = problem.out.row_stride;
+  params.out_expert_stride = problem.out.expert_stride;
   params.weights[0] = weights_of(problem.w);
   params.bias[0] = bias_of(problem.bias);
   params.offsets = problem.offsets;

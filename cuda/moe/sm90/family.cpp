@@ -32,7 +32,6 @@ const Entry* const kEntries[] = {
 };
 
 constexpr int kComputeCapability = 90;
-constexpr int64_t kElementBytes = 2;
 constexpr int64_t kWorkspaceAlignment = 256;
 constexpr int64_t kMaxRows = int64_t{1} << 30;     // row + tile fits in int32
 constexpr int64_t kMaxColumns = int64_t{1} << 30;  // so does column + tile, of coordinates of a map
@@ -167,9 +166,11 @@ flashmoe_status check_device(flashmoe_device device, const DeviceFacts** facts,
 }
 
 // Whether the copy engine can walk rows and batches: strides above 0 and below 2^40 bytes.
-bool can_walk(int64_t row_stride, int64_t rows, int64_t batch_stride, int64_t batches) {
-  const auto fits = [](int64_t stride, int64_t extent) {
-    return extent <= 1 || (stride > 0 && stride < kMaxStrideBytes / kElementBytes);
+bool can_walk(Dtype dtype, int64_t row_stride, int64_t rows, int64_t batch_stride,
+              int64_t batches) {
+  const int64_t end = kMaxStrideBytes / dtype_bytes(dtype);
+  const auto fits = [end](int64_t stride, int64_t extent) {
+    return extent <= 1 || (stride > 0 && stride < end);
   };
   return fits(row_stride, rows) && fits(batch_stride, batches);
 }
@@ -177,8 +178,8 @@ bool can_walk(int64_t row_stride, int64_t rows, int64_t batch_stride, int64_t ba
 flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int64_t experts,
                               int64_t rows, int64_t columns, const Reason& reason) {
   const bool transposed = major_of(matrix) != Major::kColumns;
-  if (!can_walk(transposed ? matrix.column_stride : matrix.row_stride, transposed ? columns : rows,
-                matrix.expert_stride, experts)) {
+  if (!can_walk(matrix.dtype, transposed ? matrix.column_stride : matrix.row_stride,
+                transposed ? columns : rows, matrix.expert_stride, experts)) {
     return reason.refuse(
         FLASHMOE_ERROR_UNSUPPORTED,
         "%s: got strides %lld, %lld and %lld, accepted are those above 0 and below "
@@ -195,18 +196,19 @@ flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int6
   return FLASHMOE_OK;
 }
 
-flashmoe_status check_rows(const char* name, int64_t row_stride, int64_t rows, int64_t batch_stride,
+template <class Data>
+flashmoe_status check_rows(const char* name, const TokenRows<Data>& view, int64_t rows,
                            int64_t batches, const Reason& reason) {
   if (rows > kMaxRows) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s: got %lld rows, accepted are at most 2^30",
                          name, static_cast<long long>(rows));
   }
-  if (!can_walk(row_stride, rows, batch_stride, batches)) {
+  if (!can_walk(view.dtype, view.row_stride, rows, view.expert_stride, batches)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
                          "%s: got rows %lld elements apart, of experts %lld, accepted are strides "
                          "above 0 and below 2^40 bytes",
-                         name, static_cast<long long>(row_stride),
-                         static_cast<long long>(batch_stride));
+                         name, static_cast<long long>(view.row_stride),
+                         static_cast<long long>(view.expert_stride));
   }
   return FLASHMOE_OK;
 }
@@ -269,8 +271,9 @@ bool fill_product(const Product& product, const ExpertMatrix& first, const Exper
                   const Entry& entry, int64_t clusters, Maps* maps, Params* params) {
   const ExpertMatrix* const halves[kHalves] = {&first, &second};
   for (int i = 0; i < kHalves; ++i) {
-    View view = {halves[i]->data,       product.columns,          product.out_rows, product.experts,
-                 halves[i]->row_stride, halves[i]->expert_stride, entry.box_rows,   product.dtype};
+    View view = {halves[i]->data, product.columns,       product.out_rows,
+                 product.experts, halves[i]->row_stride, halves[i]->expert_stride,
+                 entry.box_rows,  halves[i]->dtype};
     if (product.major != Major::kColumns) {
       std::swap(view.columns, view.rows);
       view.row_stride = halves[i]->column_stride;
@@ -287,8 +290,8 @@ bool fill_product(const Product& product, const ExpertMatrix& first, const Exper
   params->columns = static_cast<int32_t>(product.columns);
   params->out_rows = static_cast<int32_t>(product.out_rows);
   params->row_tiles = static_cast<int32_t>(ceil_div(product.out_rows, entry.out_rows));
-  const int64_t expert_bytes =
-      product.out_rows * product.columns * kElementBytes * (entry.tile_rows / entry.out_rows);
+  const int64_t expert_bytes = product.out_rows * product.columns * dtype_bytes(first.dtype) *
+                               (entry.tile_rows / entry.out_rows);
   params->columns_per_group =
       entry.columns_per_group / (expert_bytes < kResidentBytes ? kFewerColumns : 1);
   if (keeps_weights(product.use)) {
@@ -324,7 +327,7 @@ void fill_activation(const MoeForwardProblem& p, Params* params) {
   }
   params->limit = p.limit;
   params->up_offset = p.up_offset;
-  params->pre_activated = p.pre_activation != nullptr ? 1 : 0;
+  params->pre_activated = p.pre_activation.data != nullptr ? 1 : 0;
 }
 
 // ---- the layer
@@ -333,7 +336,8 @@ void fill_activation(const MoeForwardProblem& p, Params* params) {
 bool is_plain(const MoeForwardProblem& p) {
   return p.gated && p.activation == FLASHMOE_ACTIVATION_SILU && p.alpha == 1.0f &&
          std::isinf(p.limit) && p.up_offset == 0.0f && !p.weight_on_input &&
-         p.pre_activation == nullptr && p.gate_bias.data == nullptr && p.up_bias.data == nullptr;
+         p.pre_activation.data == nullptr && p.gate_bias.data == nullptr &&
+         p.up_bias.data == nullptr;
 }
 
 Product up_of(const MoeForwardProblem& p) {
@@ -343,13 +347,13 @@ Product up_of(const MoeForwardProblem& p) {
   const Use use = plain     ? narrow ? Use::kNarrowGatedUp : Use::kPlainGatedUp
                   : p.gated ? Use::kGatedUp
                             : Use::kUp;
-  return {use, p.dtype, p.device, p.tokens * p.top_k, 1, p.experts, p.hidden, p.inner, major};
+  return {use, p.x.dtype, p.device, p.tokens * p.top_k, 1, p.experts, p.hidden, p.inner, major};
 }
 Product down_of(const MoeForwardProblem& p) {
   const int64_t pairs = p.tokens * p.top_k;
   const Major major = major_of(p.down);
   return {use_of_rows(major, p.inner, pairs / std::max<int64_t>(p.experts, 1)),
-          p.dtype,
+          p.x.dtype,
           p.device,
           pairs,
           1,
@@ -373,8 +377,8 @@ Layout lay_out(const MoeForwardProblem& p, const Plan& plan) {
   constexpr int64_t kWordBytes = 4;
   const int64_t pairs = p.tokens * p.top_k;
   Layout layout;
-  layout.y = align(pairs * p.inner * kElementBytes);
-  layout.progress = layout.y + align(pairs * p.hidden * kElementBytes);
+  layout.y = align(pairs * p.inner * dtype_bytes(p.x.dtype));
+  layout.progress = layout.y + align(pairs * p.hidden * dtype_bytes(p.x.dtype));
   layout.bytes =
       layout.progress + (int64_t{plan.info.launches[0].grid[0]} * kConsumers + 1) * kWordBytes;
   return layout;
@@ -400,13 +404,13 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, Plan* plan, const
                              reason));
   // Rows of x are counted in chunks of 16 bytes, by 32 bits.
   constexpr int64_t kChunk = 8;
-  if (problem.x_stride < 0 ||
-      problem.tokens > int64_t{UINT32_MAX} / std::max<int64_t>(problem.x_stride / kChunk, 1)) {
+  if (problem.x.row_stride < 0 ||
+      problem.tokens > int64_t{UINT32_MAX} / std::max<int64_t>(problem.x.row_stride / kChunk, 1)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
                          "x: got %lld rows that are %lld elements apart, accepted are strides of 0 "
                          "or more and less than 64 GiB",
                          static_cast<long long>(problem.tokens),
-                         static_cast<long long>(problem.x_stride));
+                         static_cast<long long>(problem.x.row_stride));
   }
   if (pairs > kMaxRows) {
     return reason.refuse(
@@ -414,8 +418,8 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, Plan* plan, const
         "weights: got %lld pairs of a token and an expert, accepted are at most 2^30",
         static_cast<long long>(pairs));
   }
-  if (problem.pre_activation != nullptr) {
-    FLASHMOE_TRY(check_rows("pre_activation", problem.pre_activation_stride, pairs, 0, 1, reason));
+  if (problem.pre_activation.data != nullptr) {
+    FLASHMOE_TRY(check_rows("pre_activation", problem.pre_activation, pairs, 1, reason));
   }
   FLASHMOE_TRY(add_product("weights", *facts, up_of(problem), plan, reason));
   FLASHMOE_TRY(add_product("weights", *facts, down_of(problem), plan, reason));
@@ -431,20 +435,22 @@ bool fill_up(const MoeForwardProblem& p, const Plan& plan, void* activated, uint
   if (!fill_product(product, p.gated ? p.gate : p.up, p.up,
                     *static_cast<const Entry*>(plan.entries[0]), clusters_of(plan, 0), maps,
                     params) ||
-      !maps->set_out({activated, p.inner, product.rows, 1, p.inner, 0, 0, p.dtype}, &params->out)) {
+      !maps->set_out({activated, p.inner, product.rows, 1, p.inner, 0, 0, p.x.dtype},
+                     &params->out)) {
     return false;
   }
-  if (p.pre_activation != nullptr) {
-    View view = {p.pre_activation, p.inner, product.rows, 1, p.pre_activation_stride, 0, 0,
-                 p.dtype};
+  if (p.pre_activation.data != nullptr) {
+    View view = {p.pre_activation.data, p.inner, product.rows, 1, p.pre_activation.row_stride, 0, 0,
+                 p.pre_activation.dtype};
     if (!maps->set_out(view, &params->pre_activation[0])) return false;
     if (p.gated) {
-      view.data = static_cast<const uint16_t*>(p.pre_activation) + p.inner;
+      view.data =
+          static_cast<const char*>(p.pre_activation.data) + p.inner * dtype_bytes(view.dtype);
       if (!maps->set_out(view, &params->pre_activation[1])) return false;
     }
   }
-  params->x = static_cast<const uint16_t*>(p.x);
-  params->x_row_chunks = static_cast<uint32_t>(p.x_stride / 8);
+  params->x = static_cast<const uint16_t*>(p.x.data);
+  params->x_row_chunks = static_cast<uint32_t>(p.x.row_stride / 8);
   params->pairs = p.pairs;
   params->pair_weights = p.weight_on_input ? p.weights : nullptr;
   params->top_k = p.top_k;
@@ -461,8 +467,8 @@ bool fill_down(const MoeForwardProblem& p, const Plan& plan, const void* activat
   const Product product = down_of(p);
   if (!fill_product(product, p.down, p.down, *static_cast<const Entry*>(plan.entries[1]),
                     clusters_of(plan, 1), maps, params) ||
-      !maps->set_tokens({activated, p.inner, product.rows, 1, p.inner, 0, 0, p.dtype}, params) ||
-      !maps->set_out({y, p.hidden, product.rows, 1, p.hidden, 0, 0, p.dtype}, &params->out)) {
+      !maps->set_tokens({activated, p.inner, product.rows, 1, p.inner, 0, 0, p.x.dtype}, params) ||
+      !maps->set_out({y, p.hidden, product.rows, 1, p.hidden, 0, 0, p.x.dtype}, &params->out)) {
     return false;
   }
   params->offsets = p.offsets;
@@ -518,7 +524,7 @@ Product product_of(const GroupedProductProblem& p) {
   const int64_t expert_rows =
       p.counts != nullptr ? p.rows : p.rows / std::max<int64_t>(p.experts, 1);
   return {use_of_rows(major, p.columns, expert_rows),
-          p.dtype,
+          p.x.dtype,
           p.device,
           p.rows,
           batches,
@@ -535,10 +541,8 @@ flashmoe_status plan_product(const GroupedProductProblem& problem, Plan* plan,
   const Product product = product_of(problem);
   FLASHMOE_TRY(
       check_weights("w", problem.w, problem.experts, problem.out_columns, problem.columns, reason));
-  FLASHMOE_TRY(check_rows("x", problem.x_stride, product.rows, problem.x_expert_stride,
-                          product.batches, reason));
-  FLASHMOE_TRY(check_rows("out", problem.out_stride, product.rows, problem.out_expert_stride,
-                          product.batches, reason));
+  FLASHMOE_TRY(check_rows("x", problem.x, product.rows, product.batches, reason));
+  FLASHMOE_TRY(check_rows("out", problem.out, product.rows, product.batches, reason));
   plan->info.microseconds = microseconds(work_of(problem), kProductSpeed, *facts);
   return add_product("x", *facts, product, plan, reason);
 }
@@ -547,11 +551,11 @@ bool fill_alone(const GroupedProductProblem& p, const Plan& plan, Maps* maps, Pa
   const Product product = product_of(p);
   if (!fill_product(product, p.w, p.w, *static_cast<const Entry*>(plan.entries[0]),
                     clusters_of(plan, 0), maps, params) ||
-      !maps->set_tokens({p.x, p.columns, product.rows, product.batches, p.x_stride,
-                         p.x_expert_stride, 0, p.dtype},
+      !maps->set_tokens({p.x.data, p.columns, product.rows, product.batches, p.x.row_stride,
+                         p.x.expert_stride, 0, p.x.dtype},
                         params) ||
-      !maps->set_out({p.out, p.out_columns, product.rows, product.batches, p.out_stride,
-                      p.out_expert_stride, 0, p.dtype},
+      !maps->set_out({p.out.data, p.out_columns, product.rows, product.batches, p.out.row_stride,
+                      p.out.expert_stride, 0, p.out.dtype},
                      &params->out)) {
     return false;
   }

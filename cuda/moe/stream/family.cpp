@@ -225,7 +225,7 @@ flashmoe_status plan(const MoeForwardProblem& problem, Plan* plan, const Reason&
   FLASHMOE_TRY(check_layer(problem, reason));
   const bool hopper = FLASHMOE_WITH_SM90 && facts->compute_capability == 90;
   const Entry* entry = find_entry(
-      problem.dtype,
+      problem.x.dtype,
       choose_tile(problem.tokens, problem.hidden, problem.inner, facts->multiprocessors, hopper));
   if (entry == nullptr) return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for this dtype");
   int arch = 0;
@@ -334,12 +334,12 @@ flashmoe_status launch(const MoeForwardProblem& p, const Plan& plan, void* works
   up.schedule = schedule_of(planned_up, lead, columns.up, p.hidden, up.weights);
   up.bias[0] = bias_of(p.gated ? p.gate_bias : p.up_bias);
   up.bias[1] = bias_of(p.up_bias);
-  up.x = static_cast<const uint16_t*>(p.x);
-  up.x_stride = p.x_stride;
+  up.x = static_cast<const uint16_t*>(p.x.data);
+  up.x_stride = p.x.row_stride;
   up.a = a;
   up.a_stride = p.inner;
-  up.pre_activation = static_cast<uint16_t*>(p.pre_activation);
-  up.pre_activation_stride = p.pre_activation_stride;
+  up.pre_activation = static_cast<uint16_t*>(p.pre_activation.data);
+  up.pre_activation_stride = p.pre_activation.row_stride;
   up.counters = counters;
   up.counter_count = static_cast<int32_t>(stripes_of(p, entry));
   up.gated = p.gated ? 1 : 0;
@@ -358,8 +358,8 @@ flashmoe_status launch(const MoeForwardProblem& p, const Plan& plan, void* works
   down.bias = bias_of(p.down_bias);
   down.a = a;
   down.a_stride = p.inner;
-  down.out = static_cast<uint16_t*>(p.out);
-  down.out_stride = p.out_stride;
+  down.out = static_cast<uint16_t*>(p.out.data);
+  down.out_stride = p.out.row_stride;
   down.parts = reinterpret_cast<float*>(base + layout.parts);
   down.counters = counters;
   down.weight_on_input = up.weight_on_input;

@@ -92,7 +92,8 @@ Estimates estimates_of(const Measured& m) {
   problem.seq_q = m.seq_q;
   problem.seq_k = m.seq_k;
   problem.dim = problem.dim_v = m.dim;
-  problem.q_strides.head = m.dim;
+  problem.q.strides.head = m.dim;
+  problem.k.dtype = problem.v.dtype = Dtype::kBFloat16;
   problem.bounded_right = m.causal;
   problem.right_offset = m.seq_k - m.seq_q;
   const Work work = work_of(problem);

@@ -26,7 +26,7 @@ struct Launch {
   int64_t tiles_per_head;
 
   explicit Launch(const Shape& shape, int multiprocessors = kMultiprocessors) {
-    problem.dtype = Dtype::kBFloat16;
+    problem.k.dtype = problem.v.dtype = Dtype::kBFloat16;
     problem.batch = shape.batch;
     problem.seq_q = shape.seq_q;
     problem.seq_k = shape.seq_k;

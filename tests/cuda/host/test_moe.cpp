@@ -228,13 +228,13 @@ moe_combine::Params combined;
 void combining(int64_t tokens, int64_t hidden, int32_t top_k, bool weight_on_input) {
   MoeForwardProblem p = {};
   p.device = {FLASHMOE_DEVICE_CUDA, 0};
-  p.dtype = Dtype::kBFloat16;
+  p.out.dtype = Dtype::kBFloat16;
   p.tokens = tokens;
   p.hidden = hidden;
   p.top_k = top_k;
   p.weight_on_input = weight_on_input;
-  p.out = address<void>(1);
-  p.out_stride = hidden + 8;
+  p.out.data = address<void>(1);
+  p.out.row_stride = hidden + 8;
   p.slots = address<const int32_t>(2);
   p.weights = address<const float>(3);
   Plan plan = {};

@@ -18,7 +18,7 @@ MoeForwardProblem problem_of(int64_t tokens) {
   constexpr int64_t kHidden = 2048;
   constexpr int64_t kInner = 768;
   MoeForwardProblem p = {};
-  p.dtype = Dtype::kBFloat16;
+  p.x.dtype = Dtype::kBFloat16;
   p.device = {FLASHMOE_DEVICE_CUDA, 0};
   p.tokens = tokens;
   p.hidden = kHidden;
@@ -26,8 +26,8 @@ MoeForwardProblem problem_of(int64_t tokens) {
   p.experts = 128;
   p.top_k = 8;
   p.gated = true;
-  p.gate = p.up = {nullptr, kHidden * kInner, kHidden, 1};
-  p.down = {nullptr, kHidden * kInner, kInner, 1};
+  p.gate = p.up = {nullptr, kHidden * kInner, kHidden, 1, Dtype::kBFloat16, 0};
+  p.down = {nullptr, kHidden * kInner, kInner, 1, Dtype::kBFloat16, 0};
   return p;
 }
 
@@ -57,7 +57,7 @@ void it_serves_more_than_it_is_made_for() {
 
 // Each names the argument, what it got and what is accepted.
 void what_it_cannot_serve_it_names() {
-  const ExpertMatrix transposed = {nullptr, 2048 * 768, 1, 768};
+  const ExpertMatrix transposed = {nullptr, 2048 * 768, 1, 768, Dtype::kBFloat16, 0};
   const std::string sentence = ": got transposed weights, with last stride 768, accepted is 1";
   MoeForwardProblem problem = problem_of(4);
   problem.gate = transposed;

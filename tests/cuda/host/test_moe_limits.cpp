@@ -16,19 +16,19 @@ constexpr int64_t kOne = 1;
 
 // [experts, rows, columns], row-major or transposed, contiguous.
 ExpertMatrix row_major(int64_t rows, int64_t columns) {
-  return {nullptr, rows * columns, columns, 1};
+  return {nullptr, rows * columns, columns, 1, Dtype::kBFloat16, 0};
 }
 ExpertMatrix transposed(int64_t rows, int64_t columns) {
-  return {nullptr, rows * columns, 1, rows};
+  return {nullptr, rows * columns, 1, rows, Dtype::kBFloat16, 0};
 }
 
 struct Layer : MoeForwardProblem {
   explicit Layer(int64_t tokens_ = 100, int64_t hidden_ = 256, int64_t inner_ = 128)
       : MoeForwardProblem{} {
-    dtype = Dtype::kBFloat16;
+    x.dtype = out.dtype = pre_activation.dtype = Dtype::kBFloat16;
     device = {FLASHMOE_DEVICE_CUDA, 0};
     tokens = tokens_;
-    hidden = x_stride = out_stride = hidden_;
+    hidden = x.row_stride = out.row_stride = hidden_;
     inner = inner_;
     experts = 8;
     top_k = 2;
@@ -41,12 +41,12 @@ struct Layer : MoeForwardProblem {
 
 struct Product : GroupedProductProblem {
   Product() : GroupedProductProblem{} {
-    dtype = Dtype::kBFloat16;
+    x.dtype = out.dtype = Dtype::kBFloat16;
     device = {FLASHMOE_DEVICE_CUDA, 0};
     experts = 8;
     rows = 1000;
-    columns = x_stride = 256;
-    out_columns = out_stride = 512;
+    columns = x.row_stride = 256;
+    out_columns = out.row_stride = 512;
     w = row_major(512, 256);
     offsets = reinterpret_cast<const int32_t*>(uintptr_t{4096});
   }
@@ -54,8 +54,8 @@ struct Product : GroupedProductProblem {
     counts = reinterpret_cast<const int32_t*>(uintptr_t{4096});
     offsets = nullptr;
     rows = rows_of_each;
-    x_expert_stride = rows * columns;
-    out_expert_stride = rows * out_columns;
+    x.expert_stride = rows * columns;
+    out.expert_stride = rows * out_columns;
   }
 };
 
@@ -116,12 +116,20 @@ void mixed_transposition() {
   }
   // Gate and up interleaved.
   Layer interleaved;
-  interleaved.gate = interleaved.up = {nullptr, 2 * interleaved.inner * interleaved.hidden, 2,
-                                       2 * interleaved.inner};
+  interleaved.gate = interleaved.up = {nullptr,
+                                       2 * interleaved.inner * interleaved.hidden,
+                                       2,
+                                       2 * interleaved.inner,
+                                       Dtype::kBFloat16,
+                                       0};
   EXPECT_SM89(interleaved, "");
   EXPECT_SM90(interleaved, "");
-  interleaved.gate = interleaved.up = {nullptr, 2 * interleaved.inner * interleaved.hidden,
-                                       2 * interleaved.hidden, 1};
+  interleaved.gate = interleaved.up = {nullptr,
+                                       2 * interleaved.inner * interleaved.hidden,
+                                       2 * interleaved.hidden,
+                                       1,
+                                       Dtype::kBFloat16,
+                                       0};
   EXPECT_SM89(interleaved, "");
   EXPECT_SM90(interleaved, "");
 }
@@ -146,7 +154,7 @@ void strides_of_weights() {
     layer.experts = 1;  // from which there is no step
     EXPECT_SM90(layer, "");
     Product product;
-    product.w = {nullptr, stride, 1, 512};
+    product.w = {nullptr, stride, 1, 512, Dtype::kBFloat16, 0};
     EXPECT_SM90(product, ("w: got strides " + number +
                           ", 1 and 512, accepted are those above 0 and below 2^40 bytes")
                              .c_str());
@@ -168,7 +176,7 @@ void rows_and_columns() {
     EXPECT_SM89(layer, up.c_str());
     EXPECT_SM90(layer, up.c_str());
     Product product;
-    product.columns = product.x_stride = limit + more;
+    product.columns = product.x.row_stride = limit + more;
     product.rows = 8;
     product.experts = 1;
     product.w = row_major(512, limit + more);
@@ -193,24 +201,24 @@ void rows_and_columns() {
 void rows_of_x() {
   const int64_t pieces = kOne << 32;  // of 8 elements
   Layer layer(1 << 16);
-  layer.x_stride = (pieces >> 16) * 8 - 8;
+  layer.x.row_stride = (pieces >> 16) * 8 - 8;
   EXPECT_SM89(layer, "");
   EXPECT_SM90(layer, "");
-  layer.x_stride = (pieces >> 16) * 8;
+  layer.x.row_stride = (pieces >> 16) * 8;
   const char* const far =
       "x: got 65536 rows that are 524288 elements apart, accepted are strides of 0 or more and "
       "less "
       "than 64 GiB";
   EXPECT_SM89(layer, far);
   EXPECT_SM90(layer, far);
-  layer.x_stride = -256;
+  layer.x.row_stride = -256;
   const char* const backwards =
       "x: got 65536 rows that are -256 elements apart, accepted are strides of 0 or more and less "
       "than 64 GiB";
   EXPECT_SM89(layer, backwards);
   EXPECT_SM90(layer, backwards);
   Product product;
-  product.x_stride = -256;
+  product.x.row_stride = -256;
   EXPECT_SM89(
       product,
       "x: got 1000 rows that are -256 elements apart, accepted are strides of 0 or more and "
@@ -220,15 +228,15 @@ void rows_of_x() {
       "x: got rows -256 elements apart, of experts 0, accepted are strides above 0 and below "
       "2^40 bytes");
   product = Product();
-  product.out_stride = kOne << 39;
+  product.out.row_stride = kOne << 39;
   EXPECT_SM89(product, "");
   EXPECT_SM90(
       product,
       "out: got rows 549755813888 elements apart, of experts 0, accepted are strides above 0 "
       "and below 2^40 bytes");
   layer = Layer();
-  layer.pre_activation = reinterpret_cast<void*>(uintptr_t{4096});
-  layer.pre_activation_stride = -256;
+  layer.pre_activation.data = reinterpret_cast<void*>(uintptr_t{4096});
+  layer.pre_activation.row_stride = -256;
   EXPECT_SM89(layer, "");
   EXPECT_SM90(layer,
               "pre_activation: got rows -256 elements apart, of experts 0, accepted are strides "
@@ -239,7 +247,7 @@ void rows_of_x() {
 void tiles() {
   Product product;
   product.experts = 1024;
-  product.columns = product.x_stride = 8;
+  product.columns = product.x.row_stride = 8;
   product.w = row_major(512, 8);
   product.count((kOne << 27) - 128);
   EXPECT_SM89(product, "");
@@ -247,7 +255,7 @@ void tiles() {
   EXPECT_SM89(product,
               "x: got 134217728 rows for each of 1024 experts, accepted are at most 2^30 tiles of "
               "128 rows");
-  product.out_columns = product.out_stride = 2048;
+  product.out_columns = product.out.row_stride = 2048;
   product.w = row_major(2048, 8);
   product.count(kOne << 24);
   EXPECT_SM90(product, "");

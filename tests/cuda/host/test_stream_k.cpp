@@ -27,14 +27,14 @@ struct Shape {
 
 AttentionProblem problem_of(const Shape& shape) {
   AttentionProblem problem = {};
-  problem.dtype = Dtype::kBFloat16;
+  problem.q.dtype = Dtype::kBFloat16;
   problem.batch = shape.batch;
   problem.seq_q = shape.seq_q;
   problem.seq_k = shape.seq_k;
   problem.heads_q = shape.heads_q;
   problem.heads_kv = shape.heads_kv;
   problem.dim = problem.dim_v = 64;
-  problem.q_strides.head = 64;
+  problem.q.strides.head = 64;
   return problem;
 }
 
