@@ -28,6 +28,7 @@
 #include "cuda/numeric/constants.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/global.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/pdl.cuh"
@@ -352,14 +353,20 @@ struct Consumer {
   float scores[kScores];    // S^T, then P^T
   uint32_t ds[kSlices][4];  // dS^T
   bool add = false;         // to dk and dv
+  static constexpr int kHeldSlices = Traits::kHoldsKV ? Traits::kDim / 16 : 1;
+  static constexpr int kHeldSlicesV = Traits::kHoldsKV ? Traits::kDimV / 16 : 1;
+  uint32_t k[kHeldSlices][4];  // this consumer's keys as A operands, where it holds them
+  uint32_t v[kHeldSlicesV][4];
 
   __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
                                       uint32_t shared_, const Item* item, int group_)
       : params(params_), barriers(barriers_), shared(shared_), shared_item(item), group(group_) {}
 
-  __device__ __forceinline__ uint32_t stage() const { return index & 1; }
-  __device__ __forceinline__ uint32_t parity() const { return index >> 1 & 1; }
-  // An item takes two slots more than it has steps.
+  __device__ __forceinline__ uint32_t stage() const { return index % Traits::kStages; }
+  __device__ __forceinline__ uint32_t stage_before() const { return (index - 1) % Traits::kStages; }
+  __device__ __forceinline__ uint32_t parity() const { return index / Traits::kStages & 1; }
+  // Of the buffers of dS, and of slots. An item takes two slots more than it has steps.
+  __device__ __forceinline__ uint32_t buffer() const { return index & 1; }
   __device__ __forceinline__ uint32_t slot_parity() const { return ((index >> 1) + items) & 1; }
 
   // K and V as A of S^T and dP^T: this consumer's keys. K as B of dQ: its columns, or all.
@@ -395,32 +402,47 @@ struct Consumer {
     return ptx::advance(descriptor, slice / 4 * box_bytes + slice % 4 * 32);
   }
 
+  // Takes this consumer's rows of K and V to registers, as A operands.
+  template <int kSlicesHeld>
+  __device__ __forceinline__ void hold(uint32_t (&rows)[kSlicesHeld][4], uint32_t tile) const {
+    const uint32_t row = tile + group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
+#pragma unroll
+    for (int slice = 0; slice < kSlicesHeld; ++slice) {
+      ptx::ldmatrix_x4(rows[slice],
+                       row + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice));
+    }
+  }
+
   // S^T = K Q^T.
   __device__ __forceinline__ void issue_scores() {
-    const uint64_t k = k_rows();
     const uint64_t q =
         ptx::swizzled_descriptor(shared + Traits::kQOffset + stage() * Traits::kQBytes, 16);
     ptx::mbarrier_wait(barriers.q_full(stage()), parity());
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < ceil_div(Traits::kDim, 16); ++slice) {
-      ScoreMma::multiply(scores, slice_of(k, slice, Traits::kKeyBoxBytes),
-                         slice_of(q, slice, Traits::kQueryBoxBytes), slice > 0);
-    }
-    ptx::wgmma_commit();
+    multiply_rows<Traits::kDim>(scores, k, k_rows(), q);
   }
 
   // dP^T = V dO^T.
-  __device__ __forceinline__ void issue_dp(float (&dp)[kScores]) const {
-    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
-    const uint64_t v = v_rows();
+  __device__ __forceinline__ void issue_dp(float (&dp)[kScores]) {
     const uint64_t dout =
         ptx::swizzled_descriptor(shared + Traits::kDoOffset + stage() * Traits::kDoBytes, 16);
+    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
+    multiply_rows<Traits::kDimV>(dp, v, v_rows(), dout);
+  }
+
+  // A product over columns of this consumer's keys, `held` or at `rows`, and queries.
+  template <int kColumns, int kSlicesHeld>
+  __device__ __forceinline__ static void multiply_rows(float (&product)[kScores],
+                                                       uint32_t (&held)[kSlicesHeld][4],
+                                                       uint64_t rows, uint64_t queries) {
     ptx::wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < ceil_div(Traits::kDimV, 16); ++slice) {
-      ScoreMma::multiply(dp, slice_of(v, slice, Traits::kKeyBoxBytes),
-                         slice_of(dout, slice, Traits::kQueryBoxBytes), slice > 0);
+    for (int slice = 0; slice < ceil_div(kColumns, 16); ++slice) {
+      const uint64_t b = slice_of(queries, slice, Traits::kQueryBoxBytes);
+      if constexpr (Traits::kHoldsKV) {
+        ScoreMma::multiply_by_rows(product, held[slice], b, slice > 0);
+      } else {
+        ScoreMma::multiply(product, slice_of(rows, slice, Traits::kKeyBoxBytes), b, slice > 0);
+      }
     }
     ptx::wgmma_commit();
   }
@@ -459,7 +481,7 @@ struct Consumer {
   __device__ __forceinline__ void issue_dq(float (&dq)[Traits::kDqRegisters]) const {
     const uint64_t k = k_columns();
     const uint64_t ds =
-        ptx::swizzled_descriptor(shared + Traits::kDsOffset + stage() * Traits::kDsBytes +
+        ptx::swizzled_descriptor(shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
                                      (Traits::kSplitsColumns ? 0 : group * Traits::kKeyBoxBytes),
                                  Traits::kKeyBoxBytes);
     ptx::wgmma_fence();
@@ -584,7 +606,7 @@ struct Consumer {
                                           const uint32_t (&p)[kSlices][4]) {
     const uint32_t delta =
         shared + Traits::kDeltaOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
-    const uint32_t store = shared + Traits::kDsOffset + stage() * Traits::kDsBytes +
+    const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
                            group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
@@ -634,11 +656,11 @@ struct Consumer {
 
   // Hands this step's part of dQ to the writer.
   __device__ __forceinline__ void hand_over(float (&dq)[Traits::kDqRegisters]) {
-    ptx::mbarrier_wait(barriers.slot_ready(stage()), slot_parity());
-    const uint32_t slot = slot_of_group(stage(), Traits::kDqBytesPerGroup);
+    ptx::mbarrier_wait(barriers.slot_ready(buffer()), slot_parity());
+    const uint32_t slot = slot_of_group(buffer(), Traits::kDqBytesPerGroup);
     const uint32_t fragment = slot + thread_of_group() * 16;
     constexpr int kChunkBytes = kThreadsPerGroup * 16;
-    const uint32_t use = ptx::load_shared_uint(barriers.slot_use(stage()));
+    const uint32_t use = ptx::load_shared_uint(barriers.slot_use(buffer()));
     if (use == kPart) {
 #pragma unroll
       for (int i = 0; i < Traits::kDqRegisters / 4; ++i) {
@@ -663,12 +685,12 @@ struct Consumer {
         }
       }
       if (Traits::kSharesDqBox) {
-        store_rows(slot_of_group(stage(), 0), dq, params.scale, group * (Traits::kDqColumns / 8));
+        store_rows(slot_of_group(buffer(), 0), dq, params.scale, group * (Traits::kDqColumns / 8));
       } else {
         store_rows(slot, dq, params.scale);
       }
     }
-    fill_slot(stage());
+    fill_slot(buffer());
   }
 
   // From S to dS. Of the step before, dK may be under way.
@@ -681,7 +703,7 @@ struct Consumer {
     ptx::pin(scores);
     if (!Traits::kDrainsDk) {
       ptx::pin(dk);
-      if (add) release(barriers.q_empty(stage() ^ 1));
+      if (add) release(barriers.q_empty(stage_before()));
     }
     if constexpr (Traits::kCapped) {
       exponentiate_capped(p, first_row, first_key);
@@ -691,7 +713,7 @@ struct Consumer {
     issue_dv(p);
     ptx::wgmma_wait<1>();  // dP
     ptx::pin(dp);
-    if (last) release(barriers.v_empty());
+    if (last && !Traits::kHoldsKV) release(barriers.v_empty());
     make_ds(dp, p);
     ptx::named_barrier_sync(kDsBarrier, kConsumers * kThreadsPerGroup);
     ptx::wgmma_wait<0>();  // dV
@@ -718,7 +740,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void write_keys() const {
-    const uint32_t first = stage();
+    const uint32_t first = buffer();
     ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
     store_rows(slot_of_group(first, Traits::kBoxesV * Traits::kGroupBoxBytes), dv, 1.0f);
     fill_slot(first);
@@ -732,6 +754,11 @@ struct Consumer {
     int tile_q = item.end - 1;
     add = false;
     ptx::mbarrier_wait(barriers.v_full(), items & 1);
+    if constexpr (Traits::kHoldsKV) {
+      hold(k, shared + Traits::kKOffset);
+      hold(v, shared + Traits::kVOffset);
+      release(barriers.v_empty());
+    }
     probabilities(tile_q * Traits::kTileQ, first_key, count == 1);
 #pragma unroll 1
     for (; count > 1; --count) {

@@ -25,11 +25,12 @@ struct Tuning {
   bool unpacks_p = false;
   bool drains_dk = false;
   bool drains_dv = false;
-  bool capped = false;  // logits have a softcap
+  bool holds_kv = false;  // consumers keep their rows of K and V in registers
+  bool capped = false;    // logits have a softcap
 };
 
 constexpr Tuning tuning(int dim, int /*dim_v*/) {
-  if (dim <= 64) return {64, 2};
+  if (dim <= 64) return {64, 4};
   return {64, 2, false, true};
 }
 
@@ -59,10 +60,10 @@ struct Traits {
   static constexpr bool kUnpacksP = kTuning.unpacks_p;
   static constexpr bool kDrainsDk = kTuning.drains_dk;
   static constexpr bool kDrainsDv = kTuning.drains_dv;
+  static constexpr bool kHoldsKV = kTuning.holds_kv;
   static constexpr bool kCapped = kTuning.capped;
   static_assert(kTileQ == 64 || kTileQ == 128);
   static_assert(!(kUnpacksP && kCapped), "fp32 registers hold more than P");
-  static_assert(kStages == kSlots, "stages and slots alternate together");
 
   // setmaxnreg: 64 Ki registers are 512 for each thread of a warpgroup.
   static constexpr int kProducerRegisters = 24;
