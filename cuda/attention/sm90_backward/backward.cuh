@@ -96,17 +96,20 @@ __device__ __forceinline__ void release(uint32_t barrier) {
 // ---- producer: one thread
 // ------------------------------------------------------------------------------------------
 
+// Read where it is used: there are too few registers to keep it.
+using SharedItem = volatile Item;
+
 template <class Traits>
 struct Producer {
   const Params& params;
   const Barriers<Traits> barriers;
   const uint32_t shared;
-  Item* const shared_item;
+  Item* const shared_items;
 
   PipelineState<Traits::kStages> pipe;
   uint32_t parity = 0;  // of K and V
 
-  __device__ __forceinline__ void load_q(const Item& item, int head, int tile_q) {
+  __device__ __forceinline__ void load_q(const SharedItem& item, int head, int tile_q) {
     const int stage = pipe.stage;
     ptx::mbarrier_wait(barriers.q_empty(stage), pipe.parity ^ 1);
     const uint32_t full = barriers.q_full(stage);
@@ -123,7 +126,7 @@ struct Producer {
                    ptx::kEvictNormal);
   }
 
-  __device__ __forceinline__ void load_dout(const Item& item, int head, int tile_q) {
+  __device__ __forceinline__ void load_dout(const SharedItem& item, int head, int tile_q) {
     const int stage = pipe.stage;
     ptx::mbarrier_wait(barriers.do_empty(stage), pipe.parity ^ 1);
     const uint32_t full = barriers.do_full(stage);
@@ -140,12 +143,12 @@ struct Producer {
                    ptx::kEvictNormal);
   }
 
-  __device__ __forceinline__ int64_t rows_of(const Item& item, int head, int tile_q) const {
+  __device__ __forceinline__ int64_t rows_of(const SharedItem& item, int head, int tile_q) const {
     return (static_cast<int64_t>(item.batch * params.heads_q + head) * params.tiles_q + tile_q) *
            Traits::kTileQ;
   }
 
-  __device__ __forceinline__ void load_v(const Item& item, bool any) {
+  __device__ __forceinline__ void load_v(const SharedItem& item, bool any) {
     ptx::mbarrier_wait(barriers.v_empty(), parity ^ 1);
     if (!any) {
       ptx::mbarrier_arrive(barriers.v_full());
@@ -161,10 +164,9 @@ struct Producer {
   }
 
   // The item itself comes with K.
-  __device__ __forceinline__ void load_k(const Item& item, bool any) {
+  __device__ __forceinline__ void load_k(const SharedItem& item, bool any) {
     ptx::mbarrier_wait(barriers.k_empty(), parity ^ 1);
     parity ^= 1;
-    *shared_item = item;
     if (!any) {
       ptx::mbarrier_arrive(barriers.k_full());
       return;
@@ -182,23 +184,30 @@ struct Producer {
     return static_cast<int>(atomicAdd(params.ticket, 1u));
   }
 
-  // K comes last of what an item begins with: it is the last to be given back.
+  // K comes last of what an item begins with: it is the last to be given back. Two items alternate in
+  // shared memory. All have read the one before the last when its K is given back.
   __device__ __forceinline__ void run() {
     int position = take_ticket();
     for (;;) {
-      const Item item = Item::at<Traits>(params, position);
-      Steps steps(item, params.heads_per_kv);
-      const int first_head = item.head_kv * params.heads_per_kv;
+      Item* const place = shared_items + parity;
+      *place = Item::at<Traits>(params, position);
+      const SharedItem& item = *place;
       if (item.tile != kNoItem) position = take_ticket();
-      for (int step = 0; step < max(steps.count, 1); ++step) {
-        const int head = first_head + steps.head;
-        const bool any = steps.count > 0;
-        if (any) load_q(item, head, steps.tile_q);
+      const int first_head = item.head_kv * params.heads_per_kv;
+      const int count = (item.end - item.begin) * params.heads_per_kv;
+      int head = first_head;
+      int tile_q = item.end - 1;
+      for (int step = 0; step < max(count, 1); ++step) {
+        const bool any = count > 0;
+        if (any) load_q(item, head, tile_q);
         if (step == 0) load_v(item, any);
-        if (any) load_dout(item, head, steps.tile_q);
+        if (any) load_dout(item, head, tile_q);
         if (step == 0) load_k(item, any);
         if (any) pipe.advance();
-        steps.advance(item);
+        if (--tile_q < item.begin) {
+          tile_q = item.end - 1;
+          ++head;
+        }
       }
       if (item.tile == kNoItem) break;
     }
@@ -213,7 +222,7 @@ struct Writer {
   const Params& params;
   const Barriers<Traits> barriers;
   const uint32_t shared_slot;
-  const Item* const shared_item;
+  const Item* const shared_items;
   const int slot;
   uint32_t parity = 0;
 
@@ -303,8 +312,8 @@ struct Writer {
     uint32_t k_parity = 0;
     for (;;) {
       ptx::mbarrier_wait(barriers.k_full(), k_parity);
+      const Item item = shared_items[k_parity];
       k_parity ^= 1;
-      const Item item = *shared_item;
       ptx::mbarrier_arrive(barriers.k_empty());
       if (item.tile == kNoItem) break;
       Steps steps(item, params.heads_per_kv);
@@ -341,7 +350,7 @@ struct Consumer {
   const Params& params;
   const Barriers<Traits> barriers;
   const uint32_t shared;
-  const Item* const shared_item;
+  const Item* const shared_items;
   const int group;
 
   // Counters, from which stages, slots and parities follow.
@@ -359,8 +368,12 @@ struct Consumer {
   uint32_t v[kHeldSlicesV][4];
 
   __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
-                                      uint32_t shared_, const Item* item, int group_)
-      : params(params_), barriers(barriers_), shared(shared_), shared_item(item), group(group_) {}
+                                      uint32_t shared_, const Item* items_, int group_)
+      : params(params_),
+        barriers(barriers_),
+        shared(shared_),
+        shared_items(items_),
+        group(group_) {}
 
   __device__ __forceinline__ uint32_t stage() const { return index % Traits::kStages; }
   __device__ __forceinline__ uint32_t stage_before() const { return (index - 1) % Traits::kStages; }
@@ -408,8 +421,7 @@ struct Consumer {
     const uint32_t row = tile + group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
 #pragma unroll
     for (int slice = 0; slice < kSlicesHeld; ++slice) {
-      ptx::ldmatrix_x4(rows[slice],
-                       row + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice));
+      ptx::ldmatrix_x4(rows[slice], row + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice));
     }
   }
 
@@ -772,6 +784,7 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     for (;;) {
       ptx::mbarrier_wait(barriers.k_full(), items & 1);
+      const Item* const shared_item = shared_items + (items & 1);
       Item item;
       item.tile = __shfl_sync(kFullWarp, shared_item->tile, 0);
       item.begin = __shfl_sync(kFullWarp, shared_item->begin, 0);
@@ -802,7 +815,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(raw));
   if (shared % kSharedAlignment != 0) __trap();
   const Barriers<Traits> barriers{shared + Traits::kBarriersOffset};
-  auto* item = reinterpret_cast<Item*>(raw + Traits::kItemOffset);
+  auto* items = reinterpret_cast<Item*>(raw + Traits::kItemOffset);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     constexpr int kConsumerWarps = 4 * kConsumers;
@@ -829,18 +842,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
   if (group != 0) {
     ptx::take_registers<Traits::kConsumerRegisters>();
-    Consumer<Traits> consumer(params, barriers, shared, item, group - 1);
+    Consumer<Traits> consumer(params, barriers, shared, items, group - 1);
     consumer.run();
   } else {
     ptx::give_registers_back<Traits::kProducerRegisters>();
     const int warp = warp_index();
     if (lane_index() != 0) return;
     if (warp == 0) {
-      Producer<Traits>{params, barriers, shared, item}.run();
+      Producer<Traits>{params, barriers, shared, items}.run();
     } else if (warp <= kSlots) {
       const int slot = warp - 1;
       Writer<Traits>{params, barriers, shared + Traits::kSlotOffset + slot * Traits::kSlotBytes,
-                     item, slot}
+                     items, slot}
           .run();
     }
   }

@@ -105,7 +105,7 @@ struct Traits {
   static constexpr int kLseOffset = kSlotOffset + kSlots * kSlotBytes;
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
   static constexpr int kItemOffset = kDeltaOffset + kStages * kRowBytes;
-  static constexpr int kBarriersOffset = kItemOffset + kItemBytes;
+  static constexpr int kBarriersOffset = kItemOffset + 2 * kItemBytes;
   static constexpr int kBarriers = 4 + 4 * kStages + 2 * kSlots;
   static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + 4 * kSlots;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
