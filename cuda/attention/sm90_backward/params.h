@@ -1,0 +1,73 @@
+// Kernel parameters of the sm_90 attention backward, filled on the host.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "core/ops/attention/problem.h"
+#include "cuda/tile/score_options.h"
+
+namespace flashmoe::sm90_backward {
+
+// What a coordinate of a batch or head is multiplied by: 0 where the view repeats one of them, which
+// its map then holds once.
+struct Repeats {
+  int32_t batch;
+  int32_t head;
+};
+
+struct Params {
+  // Tensor maps over [dim, seq, heads, batch] in boxes of 64 elements by so many rows: kTileQ for q
+  // and dout, kTileK for k and v, 64 for the gradients.
+  CUtensorMap q;
+  CUtensorMap k;
+  CUtensorMap v;
+  CUtensorMap dout;
+  CUtensorMap dq;
+  CUtensorMap dk;
+  CUtensorMap dv;
+
+  Repeats q_repeats;
+  Repeats k_repeats;
+  Repeats v_repeats;
+  Repeats dout_repeats;
+
+  // For the prologue, which reads and writes rows.
+  const uint16_t* out_rows;
+  const uint16_t* dout_rows;
+  uint16_t* dq_rows;
+  const float* lse;   // [batch, heads_q, seq_q]
+  const float* dlse;  // the same, or nullptr
+  RowStrides out_strides;
+  RowStrides dout_strides;
+  RowStrides dq_strides;
+  RowStrides lse_strides;
+  RowStrides dlse_strides;
+
+  // The workspace. Rows are padded to whole tiles; heads are batch * heads_q.
+  float* row_lse;    // [heads, rows]: lse * log2(e), infinity where a row sees no key
+  float* row_delta;  // [heads, rows]: sum of dout * out, less dlse
+  float* dq_sums;    // [heads, tiles_q, kTileQ * dim]: sums of parts of dQ, in fragments' order
+  uint32_t* turns;   // [heads, tiles_q]: parts that a tile of dQ has so far
+  uint32_t* ticket;  // items that were taken so far
+
+  int32_t batch;
+  int32_t seq_q;
+  int32_t seq_k;
+  int32_t heads_q;
+  int32_t heads_kv;
+  int32_t heads_per_kv;
+  int32_t dim;
+  int32_t dim_v;
+  ScoreOptions score;
+  float scale;
+
+  int32_t tiles_q;          // of a head
+  int32_t tiles_k;          // of a KV head
+  int32_t heads_per_group;  // KV heads whose items alternate
+};
+
+static_assert(sizeof(Params) <= 4096, "a kernel has 4 KiB of parameters everywhere");
+
+}  // namespace flashmoe::sm90_backward
