@@ -13,6 +13,8 @@ set(FLASHMOE_ATTENTION_SM90_KERNELS
   "64,64" "96,96" "128,128" "192,128" "192,192" "256,256"
   "64,64,CappedTuning,_softcap" "96,96,CappedTuning,_softcap" "128,128,CappedTuning,_softcap"
   "192,128,CappedTuning,_softcap" "192,192,CappedTuning,_softcap" "256,256,CappedTuning,_softcap")
+set(FLASHMOE_ATTENTION_SM90_BACKWARD_KERNELS
+  "64,64" "128,128" "64,64,CappedTuning,_softcap" "128,128,CappedTuning,_softcap")
 set(FLASHMOE_ATTENTION_SPLIT_KERNELS
   "64,64,SplitTuning," "128,128,SplitTuning," "192,128,SplitTuning," "256,256,SplitTuning,"
   "64,64,CappedSplitTuning,_softcap" "128,128,CappedSplitTuning,_softcap"

@@ -12,6 +12,8 @@ namespace flashmoe {
 
 // Whether the copy engine can walk the views of a problem, and the driver can tell it of them.
 flashmoe_status check_walkable(const AttentionProblem& problem, const Reason& reason);
+// The same of the views of a backward problem that are there, but for out, whose rows no kernel loads so.
+flashmoe_status check_walkable(const AttentionBackwardProblem& problem, const Reason& reason);
 
 // Of a [batch, seq, heads, dim] view in boxes of so many columns and rows of one head.
 MapShape rows_map(const RowStrides& strides, int64_t dim, int64_t seq, int64_t heads, int64_t batch,

@@ -10,14 +10,8 @@ namespace flashmoe::sm90 {
 
 inline constexpr int kComputeCapability = 90;
 
-// Refuses what no kernel of a family with such entries takes, whatever its tiles.
-template <class Entry, size_t kCount>
-flashmoe_status choose_entry(const Entry* const (&entries)[kCount], const AttentionProblem& problem,
-                             const DeviceFacts** facts, const Entry** entry, const Reason& reason) {
-  const auto refuse = [&](flashmoe_status status, const char* sentence) {
-    return reason.refuse(status, "%s", sentence);
-  };
-  const int device_id = problem.device.device_id;
+inline flashmoe_status check_capability(int device_id, const DeviceFacts** facts,
+                                        const Reason& reason) {
   FLASHMOE_TRY(read_device_facts(device_id, facts, reason));
   const int capability = (*facts)->compute_capability;
   if (capability != kComputeCapability) {
@@ -25,6 +19,16 @@ flashmoe_status choose_entry(const Entry* const (&entries)[kCount], const Attent
                          "%s has compute capability %d.%d, accepted is 9.0",
                          DeviceName::cuda(device_id).text, capability / 10, capability % 10);
   }
+  return FLASHMOE_OK;
+}
+
+// Refuses what no kernel of a family with such entries takes, whatever its tiles.
+template <class Entry, size_t kCount, class Problem>
+flashmoe_status choose_entry(const Entry* const (&entries)[kCount], const Problem& problem,
+                             const Entry** entry, const Reason& reason) {
+  const auto refuse = [&](flashmoe_status status, const char* sentence) {
+    return reason.refuse(status, "%s", sentence);
+  };
   const bool capped = problem.softcap != 0.0f;
   *entry = find_entry(
       entries, problem, [&](const Entry& each) { return each.capped == capped; },

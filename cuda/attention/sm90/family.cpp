@@ -34,7 +34,8 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
   const Entry* entry = nullptr;
-  FLASHMOE_TRY(choose_entry(kEntries, problem, &facts, &entry, reason));
+  FLASHMOE_TRY(check_capability(device_id, &facts, reason));
+  FLASHMOE_TRY(choose_entry(kEntries, problem, &entry, reason));
   const int64_t tiles_per_head = (problem.seq_q + entry->tile_q - 1) / entry->tile_q;
   const int64_t heads = problem.batch * problem.heads_q;
   // The kernel counts rounds of blocks past the last tile.

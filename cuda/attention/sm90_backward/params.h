@@ -36,7 +36,7 @@ struct Params {
   // For the prologue, which reads and writes rows.
   const uint16_t* out_rows;
   const uint16_t* dout_rows;
-  uint16_t* dq_rows;
+  uint16_t* dq_rows;  // nullptr: not wanted
   const float* lse;   // [batch, heads_q, seq_q]
   const float* dlse;  // the same, or nullptr
   RowStrides out_strides;

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kPrologueThreads)
   }
 
   const Parts parts = Parts::of<Traits>(params, block_of_head / kBlocksPerTile);
-  if (parts.first <= parts.last) return;
+  if (params.dq_rows == nullptr || parts.first <= parts.last) return;
   for (int row = first_row + thread / kLanes; row < min(first_row + kPrologueRows, params.seq_q);
        row += kRowsAtOnce) {
     for (int c = column; c < params.dim; c += 8 * kLanes) {

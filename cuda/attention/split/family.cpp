@@ -68,7 +68,8 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
   const Entry* entry = nullptr;
-  FLASHMOE_TRY(sm90::choose_entry(kEntries, problem, &facts, &entry, reason));
+  FLASHMOE_TRY(sm90::check_capability(device_id, &facts, reason));
+  FLASHMOE_TRY(sm90::choose_entry(kEntries, problem, &entry, reason));
   const int64_t heads = problem.heads_q / problem.heads_kv;
   if (problem.heads_kv > 1 &&
       problem.q.strides.head >= kMaxStrideBytes / dtype_bytes(problem.q.dtype) / heads) {
