@@ -156,7 +156,8 @@ void a_name_is_served_or_fails() {
   out = explain(takes(1), takes(9), "c");
   CHECK(out.sentence ==
         "kernel: cannot be served: c: the tensors are on cuda:0, it computes on the CPU");
-  for (const char* unknown : {"d", "toy_b", "toy_prepare_k", "toy_bb_k", "toy_", "b_k", "B", "b "}) {
+  for (const char* unknown :
+       {"d", "toy_b", "toy_prepare_k", "toy_bb_k", "toy_", "b_k", "B", "b "}) {
     out = explain(takes(1), takes(9), unknown);
     CHECK(out.status == FLASHMOE_ERROR_INVALID_ARGUMENT);
     CHECK(out.sentence == std::string("kernel: got \"") + unknown + "\", built in are a, b, c");
