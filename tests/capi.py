@@ -12,6 +12,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -290,7 +291,8 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def set_window(
-    params: AttentionForwardParams | AttentionBackwardParams, window: tuple[int | None, int | None] | None
+    params: AttentionForwardParams | AttentionBackwardParams,
+    window: tuple[int | None, int | None] | None,
 ) -> None:
     """(left, right), None for no bound."""
     left, right = window or (None, None)
@@ -412,7 +414,7 @@ class Gradients(NamedTuple):
 
 
 def attention_backward_params(
-    tensors: dict[str, np.ndarray],
+    tensors: Mapping[str, np.ndarray | Tensor],
     *,
     layout: str = "bshd",
     causal: str = "none",
@@ -424,7 +426,10 @@ def attention_backward_params(
 ) -> AttentionBackwardParams:
     """`tensors` by their names in the C ABI; those that are not there are not wanted."""
     params = AttentionBackwardParams(struct_size=c.sizeof(AttentionBackwardParams))
-    params.keep = {name: tensor(array) for name, array in tensors.items()}
+    params.keep = {
+        name: given if isinstance(given, Tensor) else tensor(given)
+        for name, given in tensors.items()
+    }
     for name, view in params.keep.items():
         setattr(params, name, c.pointer(view))
     params.layout = LAYOUTS[layout]
