@@ -185,14 +185,13 @@ struct Producer {
   }
 
   // K comes last of what an item begins with: it is the last to be given back. Two items alternate in
-  // shared memory. All have read the one before the last when its K is given back.
+  // shared memory. All have read the one before the last when its K is given back. An item is taken
+  // when it can begin, not before: others would wait for its parts of dQ all the while.
   __device__ __forceinline__ void run() {
-    int position = take_ticket();
     for (;;) {
       Item* const place = shared_items + parity;
-      *place = Item::at<Traits>(params, position);
+      *place = Item::at<Traits>(params, take_ticket());
       const SharedItem& item = *place;
-      if (item.tile != kNoItem) position = take_ticket();
       const int first_head = item.head_kv * params.heads_per_kv;
       const int count = (item.end - item.begin) * params.heads_per_kv;
       int head = first_head;
@@ -226,39 +225,56 @@ struct Writer {
   const int slot;
   uint32_t parity = 0;
 
-  // Tells the consumers that the slot is theirs, and waits until they have filled it.
+  // A part of a tile of dQ.
+  struct Part {
+    uint32_t tile;    // of all tiles of dQ
+    uint32_t before;  // parts that come before it
+    bool last;
+    __device__ __forceinline__ bool takes_sum() const { return last && before > 0; }
+  };
+  __device__ __forceinline__ Part part_of(const Item& item, int head, int tile_q) const {
+    const Parts parts = Parts::of<Traits>(params, tile_q);
+    return {static_cast<uint32_t>((item.batch * params.heads_q + head) * params.tiles_q + tile_q),
+            static_cast<uint32_t>(item.tile - parts.first), item.tile == parts.last};
+  }
+  __device__ __forceinline__ float* sums_of(const Part& part) const {
+    return params.dq_sums + static_cast<int64_t>(part.tile) * (Traits::kTileQ * Traits::kDim);
+  }
+
+  __device__ __forceinline__ void wait_for_turn(const Part& part) const {
+    while (ptx::load_acquire(params.turns + part.tile) != part.before) {
+    }
+    ptx::fence_proxy_async();
+  }
+
+  // Tells the consumers that the slot is theirs.
   __device__ __forceinline__ void offer() const { ptx::mbarrier_arrive(barriers.slot_ready(slot)); }
+  __device__ __forceinline__ void offer(const Part& part) const {
+    ptx::store_shared(barriers.slot_use(slot),
+                      static_cast<uint32_t>(!part.last        ? kPart
+                                            : part.before > 0 ? kLastPart
+                                                              : kOnlyPart));
+    if (part.takes_sum()) {
+      wait_for_turn(part);
+      ptx::mbarrier_arrive_expect(barriers.slot_ready(slot), Traits::kDqBytes);
+      ptx::bulk_load(shared_slot, sums_of(part), Traits::kDqBytes, barriers.slot_ready(slot),
+                     ptx::kEvictFirst);
+    } else {
+      offer();
+    }
+  }
   __device__ __forceinline__ void wait_for_consumers() {
     ptx::mbarrier_wait(barriers.slot_full(slot), parity);
     parity ^= 1;
   }
 
-  __device__ __forceinline__ void write_dq(const Item& item, int head, int tile_q) {
-    const int64_t tile =
-        static_cast<int64_t>(item.batch * params.heads_q + head) * params.tiles_q + tile_q;
-    float* const sums = params.dq_sums + tile * (Traits::kTileQ * Traits::kDim);
-    uint32_t* const turn = params.turns + tile;
-    const Parts parts = Parts::of<Traits>(params, tile_q);
-    const uint32_t before = static_cast<uint32_t>(item.tile - parts.first);
-    const bool last = item.tile == parts.last;
-    const auto wait_for_turn = [&] {
-      while (ptx::load_acquire(turn) != before) {
-      }
-      ptx::fence_proxy_async();
-    };
-    ptx::store_shared(barriers.slot_use(slot), static_cast<uint32_t>(!last        ? kPart
-                                                                     : before > 0 ? kLastPart
-                                                                                  : kOnlyPart));
-    if (last && before > 0) {
-      wait_for_turn();
-      ptx::mbarrier_arrive_expect(barriers.slot_ready(slot), Traits::kDqBytes);
-      ptx::bulk_load(shared_slot, sums, Traits::kDqBytes, barriers.slot_ready(slot),
-                     ptx::kEvictFirst);
-    } else {
-      offer();
-    }
-    wait_for_consumers();
-    if (last) {
+  // Writes the part of a step, whose slot is offered, and offers the slot for what comes next in it.
+  // It is the consumers' again when it was read; the turn goes on when all was written.
+  template <class OfferNext>
+  __device__ __forceinline__ void write_dq(const Item& item, const Part& part, int head, int tile_q,
+                                           const OfferNext& offer_next) {
+    if (part.last) {
+      wait_for_consumers();
       // Rows of 64 columns of what each consumer has.
 #pragma unroll
       for (int group = 0; group < (Traits::kSharesDqBox ? 1 : kConsumers); ++group) {
@@ -275,23 +291,28 @@ struct Writer {
       }
       ptx::tma_store_commit();
       ptx::tma_store_wait_read();
+      offer_next(true);
       return;
     }
-    if (before == 0) {
-      ptx::bulk_store(sums, shared_slot, Traits::kDqBytes, ptx::kEvictLast);
+    if (part.before == 0) {
+      wait_for_consumers();
+      ptx::bulk_store(sums_of(part), shared_slot, Traits::kDqBytes, ptx::kEvictLast);
     } else {
-      wait_for_turn();
-      ptx::bulk_add(sums, shared_slot, Traits::kDqBytes, ptx::kEvictLast);
+      // The turn mostly comes while the consumers compute.
+      wait_for_turn(part);
+      wait_for_consumers();
+      ptx::bulk_add(sums_of(part), shared_slot, Traits::kDqBytes, ptx::kEvictLast);
     }
     ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
+    const bool offered = offer_next(false);
     ptx::tma_store_wait();
-    ptx::fence_proxy_async();
-    ptx::store_release(turn, before + 1);
+    ptx::store_release(params.turns + part.tile, part.before + 1);
+    if (!offered) offer_next(true);
   }
 
   template <int kColumnBoxes>
   __device__ __forceinline__ void write_keys(const CUtensorMap& map, const Item& item) {
-    offer();
     wait_for_consumers();
 #pragma unroll
     for (int group = 0; group < kConsumers; ++group) {
@@ -306,9 +327,9 @@ struct Writer {
     ptx::tma_store_wait_read();
   }
 
-  // Writers take what leaves in turns.
+  // Writers take what leaves in turns: parts of dQ of all steps, then dV and dK.
   __device__ __forceinline__ void run() {
-    int next = 0;  // slot of what leaves next
+    uint32_t next = 0;  // slot of the item's first step
     uint32_t k_parity = 0;
     for (;;) {
       ptx::mbarrier_wait(barriers.k_full(), k_parity);
@@ -318,12 +339,38 @@ struct Writer {
       if (item.tile == kNoItem) break;
       Steps steps(item, params.heads_per_kv);
       const int first_head = item.head_kv * params.heads_per_kv;
-      for (int step = 0; step < steps.count; ++step) {
-        if (next == slot) write_dq(item, first_head + steps.head, steps.tile_q);
-        next ^= 1;
-        steps.advance(item);
+      const auto part_of_step = [&] {
+        return part_of(item, first_head + steps.head, steps.tile_q);
+      };
+      int step = next ^ slot;
+      next = (next + steps.count) & 1;
+      if (step != 0) steps.advance(item);
+      Part part = {};
+      if (step < steps.count) {
+        part = part_of_step();
+        offer(part);
+      } else {
+        offer();
       }
-      if (next == slot) {
+      while (step < steps.count) {
+        const Part now = part;
+        const int head = first_head + steps.head;
+        const int tile_q = steps.tile_q;
+        step += kSlots;
+        steps.advance(item);
+        steps.advance(item);
+        write_dq(item, now, head, tile_q, [&](bool may_wait) {
+          if (step >= steps.count) {
+            offer();
+            return true;
+          }
+          part = part_of_step();
+          if (part.takes_sum() && !may_wait) return false;
+          offer(part);
+          return true;
+        });
+      }
+      if (step == steps.count) {
         write_keys<Traits::kBoxesV>(params.dv, item);
       } else {
         write_keys<Traits::kBoxes>(params.dk, item);

@@ -66,7 +66,7 @@ struct Traits {
   static_assert(!(kUnpacksP && kCapped), "fp32 registers hold more than P");
 
   // setmaxnreg: 64 Ki registers are 512 for each thread of a warpgroup.
-  static constexpr int kProducerRegisters = 24;
+  static constexpr int kProducerRegisters = 32;
   static constexpr int kConsumerRegisters = 240;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512);
 
