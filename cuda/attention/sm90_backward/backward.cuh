@@ -82,6 +82,10 @@ struct Barriers {
   __device__ __forceinline__ uint32_t slot_full(int slot) const {
     return at(4 + 4 * Traits::kStages + kSlots + slot);
   }
+  // dS of both consumers is in its buffer.
+  __device__ __forceinline__ uint32_t ds_full(int buffer) const {
+    return at(4 + 4 * Traits::kStages + 2 * kSlots + buffer);
+  }
   // Words behind the barriers: the use of a slot.
   __device__ __forceinline__ uint32_t slot_use(int slot) const {
     return at(Traits::kBarriers) + 4 * slot;
@@ -537,10 +541,11 @@ struct Consumer {
   }
 
   // dQ = dS K of all keys: this consumer's rows or columns.
-  __device__ __forceinline__ void issue_dq(float (&dq)[Traits::kDqRegisters]) const {
+  __device__ __forceinline__ void issue_dq(float (&dq)[Traits::kDqRegisters],
+                                           uint32_t place) const {
     const uint64_t k = k_columns();
     const uint64_t ds =
-        ptx::swizzled_descriptor(shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
+        ptx::swizzled_descriptor(shared + Traits::kDsOffset + place * Traits::kDsBytes +
                                      (Traits::kSplitsColumns ? 0 : group * Traits::kKeyBoxBytes),
                                  Traits::kKeyBoxBytes);
     ptx::wgmma_fence();
@@ -713,13 +718,14 @@ struct Consumer {
     }
   }
 
-  // Hands this step's part of dQ to the writer.
-  __device__ __forceinline__ void hand_over(float (&dq)[Traits::kDqRegisters]) {
-    ptx::mbarrier_wait(barriers.slot_ready(buffer()), slot_parity());
-    const uint32_t slot = slot_of_group(buffer(), Traits::kDqBytesPerGroup);
+  // Hands a step's part of dQ to the writer.
+  __device__ __forceinline__ void hand_over(float (&dq)[Traits::kDqRegisters], uint32_t step) {
+    const uint32_t place = step & 1;
+    ptx::mbarrier_wait(barriers.slot_ready(place), ((step >> 1) + items) & 1);
+    const uint32_t slot = slot_of_group(place, Traits::kDqBytesPerGroup);
     const uint32_t fragment = slot + thread_of_group() * 16;
     constexpr int kChunkBytes = kThreadsPerGroup * 16;
-    const uint32_t use = ptx::load_shared_uint(barriers.slot_use(buffer()));
+    const uint32_t use = ptx::load_shared_uint(barriers.slot_use(place));
     if (use == kPart) {
 #pragma unroll
       for (int i = 0; i < Traits::kDqRegisters / 4; ++i) {
@@ -744,12 +750,12 @@ struct Consumer {
         }
       }
       if (Traits::kSharesDqBox) {
-        store_rows(slot_of_group(buffer(), 0), dq, params.scale, group * (Traits::kDqColumns / 8));
+        store_rows(slot_of_group(place, 0), dq, params.scale, group * (Traits::kDqColumns / 8));
       } else {
         store_rows(slot, dq, params.scale);
       }
     }
-    fill_slot(buffer());
+    fill_slot(place);
   }
 
   // From S to dS. Of the step before, dK may be under way.
@@ -775,20 +781,27 @@ struct Consumer {
     if (last && !Traits::kHoldsKV) release(barriers.v_empty());
     make_ds(dp, p);
     ptx::named_barrier_sync(kDsBarrier, kConsumers * kThreadsPerGroup);
-    ptx::wgmma_wait<0>();  // dV
-    ptx::pin(dv);
-    release(barriers.do_empty(stage()));
+    if (Traits::kDrainsDv) {
+      ptx::wgmma_wait<0>();  // dV
+      ptx::pin(dv);
+      release(barriers.do_empty(stage()));
+    }
   }
 
   // dQ and dK.
   __device__ __forceinline__ void gradients(bool last) {
     float dq[Traits::kDqRegisters];
-    issue_dq(dq);
+    issue_dq(dq, buffer());
     issue_dk();
+    if (!Traits::kDrainsDv) {
+      ptx::wgmma_wait<2>();  // dV
+      ptx::pin(dv);
+      release(barriers.do_empty(stage()));
+    }
     ptx::wgmma_wait<1>();  // dQ
     ptx::pin(dq);
     if (last) release(barriers.k_empty());
-    hand_over(dq);
+    hand_over(dq, index);
     if (Traits::kDrainsDk || last) {
       ptx::wgmma_wait<0>();  // dK
       ptx::pin(dk);
@@ -796,6 +809,91 @@ struct Consumer {
     }
     ++index;
     add = true;
+  }
+
+  // A whole step but for its dQ, and dQ of the step before. Of that, dK is under way, as it is of this
+  // step behind it.
+  template <bool kFirst>
+  __device__ __forceinline__ void step(int first_row, int first_key, bool last) {
+    // dQ has the registers of dP, and P those of dS, unless both are alive at a time.
+    float dp[kScores];
+    float own_dq[Traits::kDqRegisters];
+    uint32_t own_p[kSlices][4];
+    float(&dq)[Traits::kDqRegisters] = *[&] {
+      if constexpr (Traits::kEarlyDp) {
+        return &own_dq;
+      } else {
+        static_assert(Traits::kDqRegisters <= kScores);
+        return reinterpret_cast<float(*)[Traits::kDqRegisters]>(&dp);
+      }
+    }();
+    uint32_t(&p)[kSlices][4] = *(Traits::kEarlyDp ? &own_p : &ds);
+    constexpr bool kDqFirst = !kFirst && !Traits::kLateDq;
+    issue_scores();
+    if (Traits::kEarlyDp) issue_dp(dp);
+    if (kDqFirst) issue_dq_before(dq);
+    ptx::wgmma_wait<Traits::kEarlyDp + kDqFirst>();  // S, and dK of the step before
+    ptx::pin(scores);
+    if (!kFirst && !Traits::kDrainsDk) {
+      ptx::pin(dk);
+      release(barriers.q_empty(stage_before()));
+    }
+    if constexpr (Traits::kCapped) {
+      exponentiate_capped(p, first_row, first_key);
+    } else {
+      exponentiate(p, first_row, first_key);
+    }
+    if (!kFirst && Traits::kLateDq) issue_dq_before(dq);
+    issue_dv(p);
+    if (!kFirst) {
+      ptx::wgmma_wait<1>();  // dQ
+      ptx::pin(dq);
+      hand_over(dq, index - 1);
+    }
+    if (Traits::kEarlyDp) {
+      ptx::wgmma_wait<1>();  // dP
+    } else {
+      issue_dp(dp);
+      ptx::wgmma_wait<0>();  // dV, dP
+      ptx::pin(dv);
+      release(barriers.do_empty(stage()));
+    }
+    ptx::pin(dp);
+    if (last && !Traits::kHoldsKV) release(barriers.v_empty());
+    make_ds(dp, p);
+    release(barriers.ds_full(buffer()));
+    if (Traits::kEarlyDp) {
+      ptx::wgmma_wait<0>();  // dV
+      ptx::pin(dv);
+      release(barriers.do_empty(stage()));
+    }
+    issue_dk();
+    if (Traits::kDrainsDk) {
+      ptx::wgmma_wait<0>();
+      ptx::pin(dk);
+      release(barriers.q_empty(stage()));
+    }
+    ++index;
+    add = true;
+  }
+
+  // dQ of the step before.
+  __device__ __forceinline__ void issue_dq_before(float (&dq)[Traits::kDqRegisters]) {
+    const uint32_t before = index - 1;
+    ptx::mbarrier_wait(barriers.ds_full(before & 1), before >> 1 & 1);
+    issue_dq(dq, before & 1);
+  }
+
+  // What is left of the last step.
+  __device__ __forceinline__ void finish() {
+    float dq[Traits::kDqRegisters];
+    issue_dq_before(dq);
+    ptx::wgmma_wait<0>();  // dK, dQ
+    ptx::pin(dk);
+    ptx::pin(dq);
+    release(barriers.k_empty());
+    if (!Traits::kDrainsDk) release(barriers.q_empty(stage_before()));
+    hand_over(dq, index - 1);
   }
 
   __device__ __forceinline__ void write_keys() const {
@@ -817,6 +915,16 @@ struct Consumer {
       hold(k, shared + Traits::kKOffset);
       hold(v, shared + Traits::kVOffset);
       release(barriers.v_empty());
+    }
+    if constexpr (Traits::kDefersDq) {
+      step<true>(tile_q * Traits::kTileQ, first_key, count == 1);
+#pragma unroll 1
+      for (; count > 1; --count) {
+        if (--tile_q < item.begin) tile_q = item.end - 1;
+        step<false>(tile_q * Traits::kTileQ, first_key, count == 2);
+      }
+      finish();
+      return;
     }
     probabilities(tile_q * Traits::kTileQ, first_key, count == 1);
 #pragma unroll 1
@@ -879,6 +987,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int slot = 0; slot < kSlots; ++slot) {
       ptx::mbarrier_init(barriers.slot_ready(slot), 1);
       ptx::mbarrier_init(barriers.slot_full(slot), kConsumerWarps);
+    }
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      ptx::mbarrier_init(barriers.ds_full(buffer), kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
   }

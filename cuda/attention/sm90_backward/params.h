@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/ops/attention/problem.h"
@@ -67,6 +68,16 @@ struct Params {
   int32_t tiles_k;          // of a KV head
   int32_t heads_per_group;  // KV heads whose items alternate
 };
+
+// How many KV heads alternate: as many as have what an item reads and adds again and again, Q, dO and
+// the sums of dQ, in so many bytes of the L2. With more, sums go to memory and back; with fewer,
+// items wait for each other. Under a mask half of it is in use at a time.
+inline int32_t heads_per_group(const Params& p, int64_t bytes) {
+  const int64_t of_head = int64_t{p.seq_q} * p.heads_per_kv * (6 * p.dim + 2 * p.dim_v);
+  const int64_t fit = (p.score.masked ? 2 : 1) * bytes / std::max(of_head, int64_t{1});
+  return static_cast<int32_t>(std::clamp(fit, int64_t{1}, std::max(int64_t{p.batch} * p.heads_kv, int64_t{1})));
+}
+inline constexpr int64_t kGroupBytes = int64_t{32} << 20;
 
 static_assert(sizeof(Params) <= 4096, "a kernel has 4 KiB of parameters everywhere");
 
