@@ -819,15 +819,15 @@ struct Consumer {
     float dp[kScores];
     float own_dq[Traits::kDqRegisters];
     uint32_t own_p[kSlices][4];
-    float(&dq)[Traits::kDqRegisters] = *[&] {
+    float (&dq)[Traits::kDqRegisters] = *[&] {
       if constexpr (Traits::kEarlyDp) {
         return &own_dq;
       } else {
         static_assert(Traits::kDqRegisters <= kScores);
-        return reinterpret_cast<float(*)[Traits::kDqRegisters]>(&dp);
+        return reinterpret_cast<float (*)[Traits::kDqRegisters]>(&dp);
       }
     }();
-    uint32_t(&p)[kSlices][4] = *(Traits::kEarlyDp ? &own_p : &ds);
+    uint32_t (&p)[kSlices][4] = *(Traits::kEarlyDp ? &own_p : &ds);
     constexpr bool kDqFirst = !kFirst && !Traits::kLateDq;
     issue_scores();
     if (Traits::kEarlyDp) issue_dp(dp);
@@ -877,6 +877,45 @@ struct Consumer {
     add = true;
   }
 
+  // Whether no query of the step sees a key of this consumer. That is seldom so with 128 queries, and
+  // with products under way steps of two kinds would not be accepted.
+  __device__ __forceinline__ bool is_unseen(int first_row, int first_key) const {
+    if (Traits::kTileQ != kKeysPerGroup || !Traits::kDrainsDk) return false;
+    const int last_row = min(first_row + Traits::kTileQ, params.seq_q) - 1;
+    return params.score.end_key(last_row, params.seq_k) <= first_key ||
+           params.score.first_key(first_row) >= first_key + kKeysPerGroup;
+  }
+
+  // A step in which dS is zero.
+  template <bool kFirst>
+  __device__ __forceinline__ void skip(bool last) {
+    if constexpr (!kFirst) {
+      float dq[Traits::kDqRegisters];
+      issue_dq_before(dq);
+      ptx::wgmma_wait<0>();  // dK, dQ
+      ptx::pin(dk);
+      ptx::pin(dq);
+      if (!Traits::kDrainsDk) release(barriers.q_empty(stage_before()));
+      hand_over(dq, index - 1);
+    }
+    // Phases are waited for one by one.
+    ptx::mbarrier_wait(barriers.q_full(stage()), parity());
+    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
+    if (last && !Traits::kHoldsKV) release(barriers.v_empty());
+    const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
+                           group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice), 0, 0, 0,
+                       0);
+    }
+    ptx::fence_proxy_async_shared();
+    release(barriers.ds_full(buffer()));
+    release(barriers.do_empty(stage()));
+    if (Traits::kDrainsDk) release(barriers.q_empty(stage()));
+    ++index;
+  }
+
   // dQ of the step before.
   __device__ __forceinline__ void issue_dq_before(float (&dq)[Traits::kDqRegisters]) {
     const uint32_t before = index - 1;
@@ -894,6 +933,13 @@ struct Consumer {
     release(barriers.k_empty());
     if (!Traits::kDrainsDk) release(barriers.q_empty(stage_before()));
     hand_over(dq, index - 1);
+  }
+
+  __device__ __forceinline__ void clear_keys() {
+#pragma unroll
+    for (int i = 0; i < Traits::kDim / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Traits::kDimV / 2; ++i) dv[i] = 0.0f;
   }
 
   __device__ __forceinline__ void write_keys() const {
@@ -917,13 +963,24 @@ struct Consumer {
       release(barriers.v_empty());
     }
     if constexpr (Traits::kDefersDq) {
-      step<true>(tile_q * Traits::kTileQ, first_key, count == 1);
+      int row = tile_q * Traits::kTileQ;
+      if (is_unseen(row, first_key)) {
+        skip<true>(count == 1);
+      } else {
+        step<true>(row, first_key, count == 1);
+      }
 #pragma unroll 1
       for (; count > 1; --count) {
         if (--tile_q < item.begin) tile_q = item.end - 1;
-        step<false>(tile_q * Traits::kTileQ, first_key, count == 2);
+        row = tile_q * Traits::kTileQ;
+        if (is_unseen(row, first_key)) {
+          skip<false>(count == 2);
+        } else {
+          step<false>(row, first_key, count == 2);
+        }
       }
       finish();
+      if (!add) clear_keys();
       return;
     }
     probabilities(tile_q * Traits::kTileQ, first_key, count == 1);
@@ -949,10 +1006,7 @@ struct Consumer {
       if (count == 0) {
         release(barriers.k_empty());
         release(barriers.v_empty());
-#pragma unroll
-        for (int i = 0; i < Traits::kDim / 2; ++i) dk[i] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < Traits::kDimV / 2; ++i) dv[i] = 0.0f;
+        clear_keys();
       } else {
         compute(item, item.tile * kTileK + group * kKeysPerGroup, count);
       }

@@ -75,7 +75,8 @@ struct Params {
 inline int32_t heads_per_group(const Params& p, int64_t bytes) {
   const int64_t of_head = int64_t{p.seq_q} * p.heads_per_kv * (6 * p.dim + 2 * p.dim_v);
   const int64_t fit = (p.score.masked ? 2 : 1) * bytes / std::max(of_head, int64_t{1});
-  return static_cast<int32_t>(std::clamp(fit, int64_t{1}, std::max(int64_t{p.batch} * p.heads_kv, int64_t{1})));
+  return static_cast<int32_t>(
+      std::clamp(fit, int64_t{1}, std::max(int64_t{p.batch} * p.heads_kv, int64_t{1})));
 }
 inline constexpr int64_t kGroupBytes = int64_t{32} << 20;
 
