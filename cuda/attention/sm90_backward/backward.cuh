@@ -86,10 +86,11 @@ struct Barriers {
   __device__ __forceinline__ uint32_t ds_full(int buffer) const {
     return at(4 + 4 * Traits::kStages + 2 * kSlots + buffer);
   }
-  // Words behind the barriers: the use of a slot.
+  // Words behind the barriers: the use of a slot, and the tile of dQ that it holds a part of.
   __device__ __forceinline__ uint32_t slot_use(int slot) const {
-    return at(Traits::kBarriers) + 4 * slot;
+    return at(Traits::kBarriers) + kSlotWordBytes * slot;
   }
+  __device__ __forceinline__ uint32_t slot_tile(int slot) const { return slot_use(slot) + 4; }
 };
 
 __device__ __forceinline__ void release(uint32_t barrier) {
@@ -258,6 +259,7 @@ struct Writer {
                       static_cast<uint32_t>(!part.last        ? kPart
                                             : part.before > 0 ? kLastPart
                                                               : kOnlyPart));
+    ptx::store_shared(barriers.slot_tile(slot), part.tile);
     if (part.takes_sum()) {
       wait_for_turn(part);
       ptx::mbarrier_arrive_expect(barriers.slot_ready(slot), Traits::kDqBytes);
@@ -272,6 +274,25 @@ struct Writer {
     parity ^= 1;
   }
 
+  // Rows of 64 columns of what each consumer has.
+  __device__ __forceinline__ void store_dq(const Item& item, int head, int tile_q) const {
+#pragma unroll
+    for (int group = 0; group < (Traits::kSharesDqBox ? 1 : kConsumers); ++group) {
+      constexpr int kBoxesOfGroup = ceil_div(Traits::kDqColumns, kBoxColumns);
+      const int row = tile_q * Traits::kTileQ + (Traits::kSplitsColumns ? 0 : 64 * group);
+#pragma unroll
+      for (int box = 0; box < kBoxesOfGroup; ++box) {
+        const int column =
+            (Traits::kSplitsColumns ? group * Traits::kDqColumns : 0) + box * kBoxColumns;
+        ptx::tma_store(&params.dq,
+                       shared_slot + group * Traits::kDqBytesPerGroup + box * 64 * kBoxRowBytes,
+                       column, row, head, item.batch);
+      }
+    }
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
+  }
+
   // Writes the part of a step, whose slot is offered, and offers the slot for what comes next in it.
   // It is the consumers' again when it was read; the turn goes on when all was written.
   template <class OfferNext>
@@ -279,22 +300,7 @@ struct Writer {
                                            const OfferNext& offer_next) {
     if (part.last) {
       wait_for_consumers();
-      // Rows of 64 columns of what each consumer has.
-#pragma unroll
-      for (int group = 0; group < (Traits::kSharesDqBox ? 1 : kConsumers); ++group) {
-        constexpr int kBoxesOfGroup = ceil_div(Traits::kDqColumns, kBoxColumns);
-        const int row = tile_q * Traits::kTileQ + (Traits::kSplitsColumns ? 0 : 64 * group);
-#pragma unroll
-        for (int box = 0; box < kBoxesOfGroup; ++box) {
-          const int column =
-              (Traits::kSplitsColumns ? group * Traits::kDqColumns : 0) + box * kBoxColumns;
-          ptx::tma_store(&params.dq,
-                         shared_slot + group * Traits::kDqBytesPerGroup + box * 64 * kBoxRowBytes,
-                         column, row, head, item.batch);
-        }
-      }
-      ptx::tma_store_commit();
-      ptx::tma_store_wait_read();
+      if (params.dq_direct.rows == nullptr) store_dq(item, head, tile_q);
       offer_next(true);
       return;
     }
@@ -316,8 +322,10 @@ struct Writer {
   }
 
   template <int kColumnBoxes>
-  __device__ __forceinline__ void write_keys(const CUtensorMap& map, const Item& item) {
+  __device__ __forceinline__ void write_keys(const CUtensorMap& map, const Direct& direct,
+                                             const Item& item) {
     wait_for_consumers();
+    if (direct.rows != nullptr) return;
 #pragma unroll
     for (int group = 0; group < kConsumers; ++group) {
 #pragma unroll
@@ -375,9 +383,9 @@ struct Writer {
         });
       }
       if (step == steps.count) {
-        write_keys<Traits::kBoxesV>(params.dv, item);
+        write_keys<Traits::kBoxesV>(params.dv, params.dv_direct, item);
       } else {
-        write_keys<Traits::kBoxes>(params.dk, item);
+        write_keys<Traits::kBoxes>(params.dk, params.dk_direct, item);
       }
     }
     ptx::tma_store_wait();
@@ -718,6 +726,52 @@ struct Consumer {
     }
   }
 
+  // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
+  // columns from `first_column` on.
+  template <int kRegisters>
+  __device__ __forceinline__ void write_directly(const Direct& to,
+                                                 const float (&values)[kRegisters], float scale,
+                                                 int batch, int head, int first_row, int end_row,
+                                                 int first_column, int end_column) const {
+    const int lane = lane_index();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + warp_of_group() * 16 + lane / 4 + 8 * half;
+      if (row >= end_row) continue;
+      const int64_t place =
+          batch * to.strides.batch + head * to.strides.head + row * to.strides.seq;
+#pragma unroll
+      for (int i = 0; i < kRegisters / 4; ++i) {
+        const int column = first_column + 8 * i + 2 * (lane % 4);
+        if (column >= end_column) continue;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float value = values[4 * i + 2 * half + e] * scale;
+          if (to.fp32) {
+            float* const at = static_cast<float*>(to.rows) + place + column + e;
+            if (params.accumulate) value += *at;
+            *at = value;
+          } else {
+            auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
+            if (params.accumulate) value += Numeric::to_float(*at);
+            *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_dq_directly(const float (&dq)[Traits::kDqRegisters],
+                                                    uint32_t tile) const {
+    const int head_of_all = tile / params.tiles_q;
+    const int tile_q = tile - head_of_all * params.tiles_q;
+    const int batch = head_of_all / params.heads_q;
+    write_directly(params.dq_direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
+                   tile_q * Traits::kTileQ + (Traits::kSplitsColumns ? 0 : 64 * group),
+                   params.seq_q, Traits::kSplitsColumns ? group * Traits::kDqColumns : 0,
+                   params.dim);
+  }
+
   // Hands a step's part of dQ to the writer.
   __device__ __forceinline__ void hand_over(float (&dq)[Traits::kDqRegisters], uint32_t step) {
     const uint32_t place = step & 1;
@@ -742,6 +796,13 @@ struct Consumer {
           dq[4 * i + 2] += sum.z;
           dq[4 * i + 3] += sum.w;
         }
+      }
+      if (params.dq_direct.rows != nullptr) {
+        write_dq_directly(dq, ptx::load_shared_uint(barriers.slot_tile(place)));
+        fill_slot(place);
+        return;
+      }
+      if (use == kLastPart) {
         // Rows overwrite what others read.
         if (Traits::kSharesDqBox) {
           ptx::named_barrier_sync(kDsBarrier, kConsumers * kThreadsPerGroup);
@@ -945,12 +1006,24 @@ struct Consumer {
   __device__ __forceinline__ void write_keys() const {
     const uint32_t first = buffer();
     ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
-    store_rows(slot_of_group(first, Traits::kBoxesV * Traits::kGroupBoxBytes), dv, 1.0f);
-    fill_slot(first);
+    write_keys<Traits::kBoxesV>(params.dv_direct, dv, 1.0f, first, params.dim_v);
     const uint32_t second = first ^ 1;
     ptx::mbarrier_wait(barriers.slot_ready(second), (((index + 1) >> 1) + items) & 1);
-    store_rows(slot_of_group(second, Traits::kBoxes * Traits::kGroupBoxBytes), dk, params.scale);
-    fill_slot(second);
+    write_keys<Traits::kBoxes>(params.dk_direct, dk, params.scale, second, params.dim);
+  }
+
+  template <int kColumnBoxes, int kRegisters>
+  __device__ __forceinline__ void write_keys(const Direct& direct,
+                                             const float (&values)[kRegisters], float scale,
+                                             uint32_t slot, int columns) const {
+    if (direct.rows == nullptr) {
+      store_rows(slot_of_group(slot, kColumnBoxes * Traits::kGroupBoxBytes), values, scale);
+    } else {
+      const SharedItem& item = shared_items[items & 1];
+      write_directly(direct, values, scale, item.batch, item.head_kv,
+                     item.tile * kTileK + group * kKeysPerGroup, params.seq_k, 0, columns);
+    }
+    fill_slot(slot);
   }
 
   __device__ __forceinline__ void compute(const Item& item, int first_key, int count) {

@@ -18,6 +18,14 @@ struct Repeats {
   int32_t head;
 };
 
+// A gradient that consumers write from their registers, in fp32 or added to what is there. Without
+// `rows` the copy engine writes it, by its map.
+struct Direct {
+  void* rows;
+  RowStrides strides;
+  int32_t fp32;
+};
+
 struct Params {
   // Tensor maps over [dim, seq, heads, batch] in boxes of 64 elements by so many rows: kTileQ for q
   // and dout, kTileK for k and v, 64 for the gradients.
@@ -45,6 +53,11 @@ struct Params {
   RowStrides dq_strides;
   RowStrides lse_strides;
   RowStrides dlse_strides;
+
+  Direct dq_direct;
+  Direct dk_direct;
+  Direct dv_direct;
+  int32_t accumulate;  // by those of them that have rows
 
   // The workspace. Rows are padded to whole tiles; heads are batch * heads_q.
   float* row_lse;    // [heads, rows]: lse * log2(e), infinity where a row sees no key

@@ -16,6 +16,7 @@ inline constexpr int kKeysPerGroup = 64;
 inline constexpr int kTileK = kConsumers * kKeysPerGroup;
 inline constexpr int kSlots = 2;  // of what leaves for global memory; each has a writer warp
 inline constexpr int kItemBytes = 32;
+inline constexpr int kSlotWordBytes = 8;
 
 struct Tuning {
   int tile_q;  // queries of a step
@@ -114,7 +115,7 @@ struct Traits {
   static constexpr int kItemOffset = kDeltaOffset + kStages * kRowBytes;
   static constexpr int kBarriersOffset = kItemOffset + 2 * kItemBytes;
   static constexpr int kBarriers = 6 + 4 * kStages + 2 * kSlots;
-  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + 4 * kSlots;
+  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
 };
 
