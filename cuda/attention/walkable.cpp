@@ -48,14 +48,16 @@ flashmoe_status check_walkable(const AttentionBackwardProblem& p, const Reason& 
   const auto can_walk_if_there = [&](const auto& view, int64_t seq, int64_t heads) {
     return view.data == nullptr || can_walk(view, p.batch, seq, heads);
   };
+  const auto can_store = [&](const RowsView<void>& view, int64_t seq, int64_t heads) {
+    return p.accumulate || view.dtype != p.q.dtype || can_walk_if_there(view, seq, heads);
+  };
   const bool empty = p.batch == 0;
-  const bool walkable = empty || (can_walk_if_there(p.q, p.seq_q, p.heads_q) &&
-                                  can_walk_if_there(p.dout, p.seq_q, p.heads_q) &&
-                                  can_walk_if_there(p.dq, p.seq_q, p.heads_q) &&
-                                  can_walk_if_there(p.k, p.seq_k, p.heads_kv) &&
-                                  can_walk_if_there(p.v, p.seq_k, p.heads_kv) &&
-                                  can_walk_if_there(p.dk, p.seq_k, p.heads_kv) &&
-                                  can_walk_if_there(p.dv, p.seq_k, p.heads_kv));
+  const bool walkable =
+      empty ||
+      (can_walk_if_there(p.q, p.seq_q, p.heads_q) &&
+       can_walk_if_there(p.dout, p.seq_q, p.heads_q) && can_store(p.dq, p.seq_q, p.heads_q) &&
+       can_walk_if_there(p.k, p.seq_k, p.heads_kv) && can_walk_if_there(p.v, p.seq_k, p.heads_kv) &&
+       can_store(p.dk, p.seq_k, p.heads_kv) && can_store(p.dv, p.seq_k, p.heads_kv));
   return check_walkable(walkable, p.device, reason);
 }
 

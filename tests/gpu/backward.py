@@ -42,11 +42,15 @@ class Case(cases.Case):
     kernel: str | None = "sm90"
     dlse: bool = False
     wanted: tuple[str, ...] = GRADIENTS
+    fp32: tuple[str, ...] = ()  # gradients of this dtype
+    accumulate: bool = False
     where: Mapping[str, Placement] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         wanted = "" if self.wanted == GRADIENTS else f"-{'-'.join(self.wanted)}"
-        return f"{super().__str__()}{'-dlse' if self.dlse else ''}{wanted}"
+        fp32 = f"-fp32-{'-'.join(self.fp32)}" if self.fp32 else ""
+        accumulate = "-accumulate" if self.accumulate else ""
+        return f"{super().__str__()}{'-dlse' if self.dlse else ''}{wanted}{fp32}{accumulate}"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -93,6 +97,8 @@ def random_case(seed: int, kernel: str | None = "sm90") -> Case:
         kernel=kernel,
         dlse=rng.random() < 0.3,
         wanted=wanted,
+        fp32=tuple(name for name in GRADIENTS if rng.random() < 0.15),
+        accumulate=rng.random() < 0.15,
         where=where,
     )
 
@@ -212,9 +218,13 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
 
 
 def assert_accurate(
-    got: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], case: Case
+    got: Mapping[str, torch.Tensor],
+    given: Mapping[str, torch.Tensor],
+    case: Case,
+    before: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Holds gradients, in the layout of the call, to the accuracy rule."""
+    """Holds gradients, in the layout of the call, to the accuracy rule. `before` is what they were
+    added to."""
     ref, usual = float64(given, case), plain(given, case)
     dtype = given["q"].dtype
     size = {name: float(given[name].abs().max()) if given[name].numel() else 0.0 for name in INPUTS
@@ -228,11 +238,16 @@ def assert_accurate(
     for name, gradient in got.items():
         x, want = oracle.heads_first(gradient, case.layout).double(), ref[name]
         assert x.shape == want.shape
+        added = torch.zeros_like(want)
+        if before is not None:
+            added = oracle.heads_first(before[name], case.layout).double()
         if x.numel() == 0:
             continue
         unseen = x[:, :, ~sees[name]]
-        assert (unseen == 0).all(), f"{name}: not 0 where no pair is seen"
+        untouched = added[:, :, ~sees[name]]
+        assert (unseen == untouched).all(), f"{name}: not 0 where no pair is seen"
         allowed = 2 * _largest(usual[name] - want) + left[name]
+        want = want + added
         allowed += torch.tensor([2 * oracle.ulp(dtype, float(most)) for most in _largest(want)],
                                 device=x.device)  # fmt: skip
         error = (x - want).abs()
@@ -273,24 +288,33 @@ def make_inputs(case: Case, device: str) -> dict[str, Placed]:
 
 def make_gradients(case: Case, device: str) -> dict[str, Placed]:
     """Poisoned places for those that are wanted."""
-    dtype = cases.DTYPES[case.dtype]
-    placed = {name: memory.place(case.shape_of(name), dtype, device, case.where.get(name))
-              for name in case.wanted}  # fmt: skip
-    for each in placed.values():
-        each.remember()
+    placed = {}
+    for name in case.wanted:
+        dtype = torch.float32 if name in case.fp32 else cases.DTYPES[case.dtype]
+        placed[name] = memory.place(case.shape_of(name), dtype, device, case.where.get(name))
+        placed[name].remember()
     return placed
+
+
+def add_to(case: Case, outputs: Mapping[str, Placed]) -> dict[str, torch.Tensor]:
+    """Numbers for gradients to be added to, and a copy of them."""
+    generator = torch.Generator(device=outputs[case.wanted[0]].view.device)
+    generator.manual_seed(case.seed + 2)
+    for placed in outputs.values():
+        placed.view.normal_(generator=generator)
+    return {name: placed.logical.clone() for name, placed in outputs.items()}
 
 
 class Call:
     """One call's arguments, to be made any number of times."""
 
-    def __init__(self, case: Case, tensors: Mapping[str, Placed], *, accumulate: bool = False):
+    def __init__(self, case: Case, tensors: Mapping[str, Placed]):
         self.keep = tensors
         self.device = tensors["q"].view.device
         self.params = capi.attention_backward_params(
             {name: placed.raw() for name, placed in tensors.items()},
             **case.options | {"scale": case.scale or 0.0},
-            accumulate=accumulate,
+            accumulate=case.accumulate,
             kernel=case.kernel.encode() if case.kernel else None,
         )
 
@@ -323,6 +347,8 @@ def gradients(case: Case, inputs: Mapping[str, Placed], workspace: torch.Tensor 
               ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Of one call, in new tensors."""
     outputs = make_gradients(case, str(inputs["q"].view.device))
+    if case.accumulate:
+        add_to(case, outputs)
     Call(case, {**inputs, **outputs}).run(workspace)
     return logical(outputs)
 
@@ -331,6 +357,7 @@ def check_case(case: Case, device: str) -> None:
     """One call with everything poisoned: right, and nothing else in memory touched."""
     inputs = make_inputs(case, device)
     outputs = make_gradients(case, device)
+    before = add_to(case, outputs) if case.accumulate else None
     for placed in inputs.values():
         placed.remember()
     call = Call(case, {**inputs, **outputs})
@@ -339,4 +366,4 @@ def check_case(case: Case, device: str) -> None:
         assert placed.intact(inside=True), f"{name} was written to"
     for name, placed in outputs.items():
         assert placed.intact(), f"memory around {name} was written to"
-    assert_accurate(logical(outputs), logical(inputs), case)
+    assert_accurate(logical(outputs), logical(inputs), case, before)

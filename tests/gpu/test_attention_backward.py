@@ -163,6 +163,19 @@ def test_offsets_beyond_32_bits(name: str) -> None:
     torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("fp32", [(), ("dk",), ("dq", "dv"), GRADIENTS], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_of_fp32_and_added_to(dim: int, fp32: tuple[str, ...], accumulate: bool) -> None:
+    for seq_q, seq_k, causal in (
+        (500, 700, "none"), (700, 300, "bottom_right"), (300, 700, "top_left"), (0, 70, "none"),
+        (70, 0, "none"),
+    ):  # fmt: skip
+        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=6, heads_kv=3, dim=dim, dim_v=dim,
+                    causal=causal, fp32=fp32, accumulate=accumulate)  # fmt: skip
+        backward.check_case(case, DEVICE)
+
+
 # ---- the same every time -----------------------------------------------------------------------
 
 
@@ -424,15 +437,14 @@ def test_a_profiler_sees_the_planned_kernels_and_nothing_else(
 
 def test_what_no_kernel_computes_is_refused_and_leaves_the_outputs() -> None:
     flipped = {"q": Placement((0, 1, 2, 3), (0, 0, 0, 0), flipped=(1,))}
-    for case, accumulate, sentence in (
-        (Case(dim=136, dim_v=136), False, "head dimensions 136 and 136, accepted are up to 128"),
-        (Case(dim=64, dim_v=256), False, "head dimensions 64 and 256, accepted are up to 128"),
-        (Case(), True, "accumulate is 1, accepted is 0"),
-        (Case(where=flipped), False, "a stride that is negative"),
+    for case, sentence in (
+        (Case(dim=136, dim_v=136), "head dimensions 136 and 136, accepted are up to 128"),
+        (Case(dim=64, dim_v=256), "head dimensions 64 and 256, accepted are up to 128"),
+        (Case(where=flipped), "a stride that is negative"),
     ):
         inputs = backward.make_inputs(case, DEVICE)
         outputs = backward.make_gradients(case, DEVICE)
-        call = Call(case, {**inputs, **outputs}, accumulate=accumulate)
+        call = Call(case, {**inputs, **outputs})
         workspace = torch.empty(1 << 24, dtype=torch.uint8, device=DEVICE)
         for make in (call.plan, lambda call=call, room=workspace: call.run(room)):
             with pytest.raises(capi.FlashmoeError, match=sentence) as caught:
@@ -441,12 +453,3 @@ def test_what_no_kernel_computes_is_refused_and_leaves_the_outputs() -> None:
             assert caught.value.sentence.startswith("kernel: cannot be served: sm90: ")
         torch.cuda.synchronize()
         assert all(placed.intact(inside=True) for placed in outputs.values())
-
-
-def test_gradients_of_fp32_are_refused() -> None:
-    case = Case()
-    inputs = backward.make_inputs(case, DEVICE)
-    outputs = backward.make_gradients(case, DEVICE)
-    outputs["dk"] = memory.place(case.shape_of("dk"), torch.float32, DEVICE)
-    with pytest.raises(capi.FlashmoeError, match="gradients of fp32, accepted is q's dtype"):
-        Call(case, {**inputs, **outputs}).plan()

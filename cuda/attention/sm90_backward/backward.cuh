@@ -82,10 +82,15 @@ struct Barriers {
   __device__ __forceinline__ uint32_t slot_full(int slot) const {
     return at(4 + 4 * Traits::kStages + kSlots + slot);
   }
-  // Words behind the barriers: the use of a slot.
-  __device__ __forceinline__ uint32_t slot_use(int slot) const {
-    return at(Traits::kBarriers) + 4 * slot;
+  // dS of both consumers is in its buffer.
+  __device__ __forceinline__ uint32_t ds_full(int buffer) const {
+    return at(4 + 4 * Traits::kStages + 2 * kSlots + buffer);
   }
+  // Words behind the barriers: the use of a slot, and the tile of dQ that it holds a part of.
+  __device__ __forceinline__ uint32_t slot_use(int slot) const {
+    return at(Traits::kBarriers) + kSlotWordBytes * slot;
+  }
+  __device__ __forceinline__ uint32_t slot_tile(int slot) const { return slot_use(slot) + 4; }
 };
 
 __device__ __forceinline__ void release(uint32_t barrier) {
@@ -185,14 +190,13 @@ struct Producer {
   }
 
   // K comes last of what an item begins with: it is the last to be given back. Two items alternate in
-  // shared memory. All have read the one before the last when its K is given back.
+  // shared memory. All have read the one before the last when its K is given back. An item is taken
+  // when it can begin, not before: others would wait for its parts of dQ all the while.
   __device__ __forceinline__ void run() {
-    int position = take_ticket();
     for (;;) {
       Item* const place = shared_items + parity;
-      *place = Item::at<Traits>(params, position);
+      *place = Item::at<Traits>(params, take_ticket());
       const SharedItem& item = *place;
-      if (item.tile != kNoItem) position = take_ticket();
       const int first_head = item.head_kv * params.heads_per_kv;
       const int count = (item.end - item.begin) * params.heads_per_kv;
       int head = first_head;
@@ -226,73 +230,102 @@ struct Writer {
   const int slot;
   uint32_t parity = 0;
 
-  // Tells the consumers that the slot is theirs, and waits until they have filled it.
+  // A part of a tile of dQ.
+  struct Part {
+    uint32_t tile;    // of all tiles of dQ
+    uint32_t before;  // parts that come before it
+    bool last;
+    __device__ __forceinline__ bool takes_sum() const { return last && before > 0; }
+  };
+  __device__ __forceinline__ Part part_of(const Item& item, int head, int tile_q) const {
+    const Parts parts = Parts::of<Traits>(params, tile_q);
+    return {static_cast<uint32_t>((item.batch * params.heads_q + head) * params.tiles_q + tile_q),
+            static_cast<uint32_t>(item.tile - parts.first), item.tile == parts.last};
+  }
+  __device__ __forceinline__ float* sums_of(const Part& part) const {
+    return params.dq_sums + static_cast<int64_t>(part.tile) * (Traits::kTileQ * Traits::kDim);
+  }
+
+  __device__ __forceinline__ void wait_for_turn(const Part& part) const {
+    while (ptx::load_acquire(params.turns + part.tile) != part.before) {
+    }
+    ptx::fence_proxy_async();
+  }
+
+  // Tells the consumers that the slot is theirs.
   __device__ __forceinline__ void offer() const { ptx::mbarrier_arrive(barriers.slot_ready(slot)); }
+  __device__ __forceinline__ void offer(const Part& part) const {
+    ptx::store_shared(barriers.slot_use(slot),
+                      static_cast<uint32_t>(!part.last        ? kPart
+                                            : part.before > 0 ? kLastPart
+                                                              : kOnlyPart));
+    ptx::store_shared(barriers.slot_tile(slot), part.tile);
+    if (part.takes_sum()) {
+      wait_for_turn(part);
+      ptx::mbarrier_arrive_expect(barriers.slot_ready(slot), Traits::kDqBytes);
+      ptx::bulk_load(shared_slot, sums_of(part), Traits::kDqBytes, barriers.slot_ready(slot),
+                     ptx::kEvictFirst);
+    } else {
+      offer();
+    }
+  }
   __device__ __forceinline__ void wait_for_consumers() {
     ptx::mbarrier_wait(barriers.slot_full(slot), parity);
     parity ^= 1;
   }
 
-  __device__ __forceinline__ void write_dq(const Item& item, int head, int tile_q) {
-    const int64_t tile =
-        static_cast<int64_t>(item.batch * params.heads_q + head) * params.tiles_q + tile_q;
-    float* const sums = params.dq_sums + tile * (Traits::kTileQ * Traits::kDim);
-    uint32_t* const turn = params.turns + tile;
-    const Parts parts = Parts::of<Traits>(params, tile_q);
-    const uint32_t before = static_cast<uint32_t>(item.tile - parts.first);
-    const bool last = item.tile == parts.last;
-    const auto wait_for_turn = [&] {
-      while (ptx::load_acquire(turn) != before) {
-      }
-      ptx::fence_proxy_async();
-    };
-    ptx::store_shared(barriers.slot_use(slot), static_cast<uint32_t>(!last        ? kPart
-                                                                     : before > 0 ? kLastPart
-                                                                                  : kOnlyPart));
-    if (last && before > 0) {
-      wait_for_turn();
-      ptx::mbarrier_arrive_expect(barriers.slot_ready(slot), Traits::kDqBytes);
-      ptx::bulk_load(shared_slot, sums, Traits::kDqBytes, barriers.slot_ready(slot),
-                     ptx::kEvictFirst);
-    } else {
-      offer();
-    }
-    wait_for_consumers();
-    if (last) {
-      // Rows of 64 columns of what each consumer has.
+  // Rows of 64 columns of what each consumer has.
+  __device__ __forceinline__ void store_dq(const Item& item, int head, int tile_q) const {
 #pragma unroll
-      for (int group = 0; group < (Traits::kSharesDqBox ? 1 : kConsumers); ++group) {
-        constexpr int kBoxesOfGroup = ceil_div(Traits::kDqColumns, kBoxColumns);
-        const int row = tile_q * Traits::kTileQ + (Traits::kSplitsColumns ? 0 : 64 * group);
+    for (int group = 0; group < (Traits::kSharesDqBox ? 1 : kConsumers); ++group) {
+      constexpr int kBoxesOfGroup = ceil_div(Traits::kDqColumns, kBoxColumns);
+      const int row = tile_q * Traits::kTileQ + (Traits::kSplitsColumns ? 0 : 64 * group);
 #pragma unroll
-        for (int box = 0; box < kBoxesOfGroup; ++box) {
-          const int column =
-              (Traits::kSplitsColumns ? group * Traits::kDqColumns : 0) + box * kBoxColumns;
-          ptx::tma_store(&params.dq,
-                         shared_slot + group * Traits::kDqBytesPerGroup + box * 64 * kBoxRowBytes,
-                         column, row, head, item.batch);
-        }
+      for (int box = 0; box < kBoxesOfGroup; ++box) {
+        const int column =
+            (Traits::kSplitsColumns ? group * Traits::kDqColumns : 0) + box * kBoxColumns;
+        ptx::tma_store(&params.dq,
+                       shared_slot + group * Traits::kDqBytesPerGroup + box * 64 * kBoxRowBytes,
+                       column, row, head, item.batch);
       }
-      ptx::tma_store_commit();
-      ptx::tma_store_wait_read();
-      return;
-    }
-    if (before == 0) {
-      ptx::bulk_store(sums, shared_slot, Traits::kDqBytes, ptx::kEvictLast);
-    } else {
-      wait_for_turn();
-      ptx::bulk_add(sums, shared_slot, Traits::kDqBytes, ptx::kEvictLast);
     }
     ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
+  }
+
+  // Writes the part of a step, whose slot is offered, and offers the slot for what comes next in it.
+  // It is the consumers' again when it was read; the turn goes on when all was written.
+  template <class OfferNext>
+  __device__ __forceinline__ void write_dq(const Item& item, const Part& part, int head, int tile_q,
+                                           const OfferNext& offer_next) {
+    if (part.last) {
+      wait_for_consumers();
+      if (params.dq_direct.rows == nullptr) store_dq(item, head, tile_q);
+      offer_next(true);
+      return;
+    }
+    if (part.before == 0) {
+      wait_for_consumers();
+      ptx::bulk_store(sums_of(part), shared_slot, Traits::kDqBytes, ptx::kEvictLast);
+    } else {
+      // The turn mostly comes while the consumers compute.
+      wait_for_turn(part);
+      wait_for_consumers();
+      ptx::bulk_add(sums_of(part), shared_slot, Traits::kDqBytes, ptx::kEvictLast);
+    }
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
+    const bool offered = offer_next(false);
     ptx::tma_store_wait();
-    ptx::fence_proxy_async();
-    ptx::store_release(turn, before + 1);
+    ptx::store_release(params.turns + part.tile, part.before + 1);
+    if (!offered) offer_next(true);
   }
 
   template <int kColumnBoxes>
-  __device__ __forceinline__ void write_keys(const CUtensorMap& map, const Item& item) {
-    offer();
+  __device__ __forceinline__ void write_keys(const CUtensorMap& map, const Direct& direct,
+                                             const Item& item) {
     wait_for_consumers();
+    if (direct.rows != nullptr) return;
 #pragma unroll
     for (int group = 0; group < kConsumers; ++group) {
 #pragma unroll
@@ -306,9 +339,9 @@ struct Writer {
     ptx::tma_store_wait_read();
   }
 
-  // Writers take what leaves in turns.
+  // Writers take what leaves in turns: parts of dQ of all steps, then dV and dK.
   __device__ __forceinline__ void run() {
-    int next = 0;  // slot of what leaves next
+    uint32_t next = 0;  // slot of the item's first step
     uint32_t k_parity = 0;
     for (;;) {
       ptx::mbarrier_wait(barriers.k_full(), k_parity);
@@ -318,15 +351,41 @@ struct Writer {
       if (item.tile == kNoItem) break;
       Steps steps(item, params.heads_per_kv);
       const int first_head = item.head_kv * params.heads_per_kv;
-      for (int step = 0; step < steps.count; ++step) {
-        if (next == slot) write_dq(item, first_head + steps.head, steps.tile_q);
-        next ^= 1;
-        steps.advance(item);
-      }
-      if (next == slot) {
-        write_keys<Traits::kBoxesV>(params.dv, item);
+      const auto part_of_step = [&] {
+        return part_of(item, first_head + steps.head, steps.tile_q);
+      };
+      int step = next ^ slot;
+      next = (next + steps.count) & 1;
+      if (step != 0) steps.advance(item);
+      Part part = {};
+      if (step < steps.count) {
+        part = part_of_step();
+        offer(part);
       } else {
-        write_keys<Traits::kBoxes>(params.dk, item);
+        offer();
+      }
+      while (step < steps.count) {
+        const Part now = part;
+        const int head = first_head + steps.head;
+        const int tile_q = steps.tile_q;
+        step += kSlots;
+        steps.advance(item);
+        steps.advance(item);
+        write_dq(item, now, head, tile_q, [&](bool may_wait) {
+          if (step >= steps.count) {
+            offer();
+            return true;
+          }
+          part = part_of_step();
+          if (part.takes_sum() && !may_wait) return false;
+          offer(part);
+          return true;
+        });
+      }
+      if (step == steps.count) {
+        write_keys<Traits::kBoxesV>(params.dv, params.dv_direct, item);
+      } else {
+        write_keys<Traits::kBoxes>(params.dk, params.dk_direct, item);
       }
     }
     ptx::tma_store_wait();
@@ -490,10 +549,11 @@ struct Consumer {
   }
 
   // dQ = dS K of all keys: this consumer's rows or columns.
-  __device__ __forceinline__ void issue_dq(float (&dq)[Traits::kDqRegisters]) const {
+  __device__ __forceinline__ void issue_dq(float (&dq)[Traits::kDqRegisters],
+                                           uint32_t place) const {
     const uint64_t k = k_columns();
     const uint64_t ds =
-        ptx::swizzled_descriptor(shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
+        ptx::swizzled_descriptor(shared + Traits::kDsOffset + place * Traits::kDsBytes +
                                      (Traits::kSplitsColumns ? 0 : group * Traits::kKeyBoxBytes),
                                  Traits::kKeyBoxBytes);
     ptx::wgmma_fence();
@@ -666,13 +726,60 @@ struct Consumer {
     }
   }
 
-  // Hands this step's part of dQ to the writer.
-  __device__ __forceinline__ void hand_over(float (&dq)[Traits::kDqRegisters]) {
-    ptx::mbarrier_wait(barriers.slot_ready(buffer()), slot_parity());
-    const uint32_t slot = slot_of_group(buffer(), Traits::kDqBytesPerGroup);
+  // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
+  // columns from `first_column` on.
+  template <int kRegisters>
+  __device__ __forceinline__ void write_directly(const Direct& to,
+                                                 const float (&values)[kRegisters], float scale,
+                                                 int batch, int head, int first_row, int end_row,
+                                                 int first_column, int end_column) const {
+    const int lane = lane_index();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + warp_of_group() * 16 + lane / 4 + 8 * half;
+      if (row >= end_row) continue;
+      const int64_t place =
+          batch * to.strides.batch + head * to.strides.head + row * to.strides.seq;
+#pragma unroll
+      for (int i = 0; i < kRegisters / 4; ++i) {
+        const int column = first_column + 8 * i + 2 * (lane % 4);
+        if (column >= end_column) continue;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float value = values[4 * i + 2 * half + e] * scale;
+          if (to.fp32) {
+            float* const at = static_cast<float*>(to.rows) + place + column + e;
+            if (params.accumulate) value += *at;
+            *at = value;
+          } else {
+            auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
+            if (params.accumulate) value += Numeric::to_float(*at);
+            *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_dq_directly(const float (&dq)[Traits::kDqRegisters],
+                                                    uint32_t tile) const {
+    const int head_of_all = tile / params.tiles_q;
+    const int tile_q = tile - head_of_all * params.tiles_q;
+    const int batch = head_of_all / params.heads_q;
+    write_directly(params.dq_direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
+                   tile_q * Traits::kTileQ + (Traits::kSplitsColumns ? 0 : 64 * group),
+                   params.seq_q, Traits::kSplitsColumns ? group * Traits::kDqColumns : 0,
+                   params.dim);
+  }
+
+  // Hands a step's part of dQ to the writer.
+  __device__ __forceinline__ void hand_over(float (&dq)[Traits::kDqRegisters], uint32_t step) {
+    const uint32_t place = step & 1;
+    ptx::mbarrier_wait(barriers.slot_ready(place), ((step >> 1) + items) & 1);
+    const uint32_t slot = slot_of_group(place, Traits::kDqBytesPerGroup);
     const uint32_t fragment = slot + thread_of_group() * 16;
     constexpr int kChunkBytes = kThreadsPerGroup * 16;
-    const uint32_t use = ptx::load_shared_uint(barriers.slot_use(buffer()));
+    const uint32_t use = ptx::load_shared_uint(barriers.slot_use(place));
     if (use == kPart) {
 #pragma unroll
       for (int i = 0; i < Traits::kDqRegisters / 4; ++i) {
@@ -689,6 +796,13 @@ struct Consumer {
           dq[4 * i + 2] += sum.z;
           dq[4 * i + 3] += sum.w;
         }
+      }
+      if (params.dq_direct.rows != nullptr) {
+        write_dq_directly(dq, ptx::load_shared_uint(barriers.slot_tile(place)));
+        fill_slot(place);
+        return;
+      }
+      if (use == kLastPart) {
         // Rows overwrite what others read.
         if (Traits::kSharesDqBox) {
           ptx::named_barrier_sync(kDsBarrier, kConsumers * kThreadsPerGroup);
@@ -697,12 +811,12 @@ struct Consumer {
         }
       }
       if (Traits::kSharesDqBox) {
-        store_rows(slot_of_group(buffer(), 0), dq, params.scale, group * (Traits::kDqColumns / 8));
+        store_rows(slot_of_group(place, 0), dq, params.scale, group * (Traits::kDqColumns / 8));
       } else {
         store_rows(slot, dq, params.scale);
       }
     }
-    fill_slot(buffer());
+    fill_slot(place);
   }
 
   // From S to dS. Of the step before, dK may be under way.
@@ -728,20 +842,27 @@ struct Consumer {
     if (last && !Traits::kHoldsKV) release(barriers.v_empty());
     make_ds(dp, p);
     ptx::named_barrier_sync(kDsBarrier, kConsumers * kThreadsPerGroup);
-    ptx::wgmma_wait<0>();  // dV
-    ptx::pin(dv);
-    release(barriers.do_empty(stage()));
+    if (Traits::kDrainsDv) {
+      ptx::wgmma_wait<0>();  // dV
+      ptx::pin(dv);
+      release(barriers.do_empty(stage()));
+    }
   }
 
   // dQ and dK.
   __device__ __forceinline__ void gradients(bool last) {
     float dq[Traits::kDqRegisters];
-    issue_dq(dq);
+    issue_dq(dq, buffer());
     issue_dk();
+    if (!Traits::kDrainsDv) {
+      ptx::wgmma_wait<2>();  // dV
+      ptx::pin(dv);
+      release(barriers.do_empty(stage()));
+    }
     ptx::wgmma_wait<1>();  // dQ
     ptx::pin(dq);
     if (last) release(barriers.k_empty());
-    hand_over(dq);
+    hand_over(dq, index);
     if (Traits::kDrainsDk || last) {
       ptx::wgmma_wait<0>();  // dK
       ptx::pin(dk);
@@ -751,15 +872,158 @@ struct Consumer {
     add = true;
   }
 
+  // A whole step but for its dQ, and dQ of the step before. Of that, dK is under way, as it is of this
+  // step behind it.
+  template <bool kFirst>
+  __device__ __forceinline__ void step(int first_row, int first_key, bool last) {
+    // dQ has the registers of dP, and P those of dS, unless both are alive at a time.
+    float dp[kScores];
+    float own_dq[Traits::kDqRegisters];
+    uint32_t own_p[kSlices][4];
+    float (&dq)[Traits::kDqRegisters] = *[&] {
+      if constexpr (Traits::kEarlyDp) {
+        return &own_dq;
+      } else {
+        static_assert(Traits::kDqRegisters <= kScores);
+        return reinterpret_cast<float (*)[Traits::kDqRegisters]>(&dp);
+      }
+    }();
+    uint32_t (&p)[kSlices][4] = *(Traits::kEarlyDp ? &own_p : &ds);
+    constexpr bool kDqFirst = !kFirst && !Traits::kLateDq;
+    issue_scores();
+    if (Traits::kEarlyDp) issue_dp(dp);
+    if (kDqFirst) issue_dq_before(dq);
+    ptx::wgmma_wait<Traits::kEarlyDp + kDqFirst>();  // S, and dK of the step before
+    ptx::pin(scores);
+    if (!kFirst && !Traits::kDrainsDk) {
+      ptx::pin(dk);
+      release(barriers.q_empty(stage_before()));
+    }
+    if constexpr (Traits::kCapped) {
+      exponentiate_capped(p, first_row, first_key);
+    } else {
+      exponentiate(p, first_row, first_key);
+    }
+    if (!kFirst && Traits::kLateDq) issue_dq_before(dq);
+    issue_dv(p);
+    if (!kFirst) {
+      ptx::wgmma_wait<1>();  // dQ
+      ptx::pin(dq);
+      hand_over(dq, index - 1);
+    }
+    if (Traits::kEarlyDp) {
+      ptx::wgmma_wait<1>();  // dP
+    } else {
+      issue_dp(dp);
+      ptx::wgmma_wait<0>();  // dV, dP
+      ptx::pin(dv);
+      release(barriers.do_empty(stage()));
+    }
+    ptx::pin(dp);
+    if (last && !Traits::kHoldsKV) release(barriers.v_empty());
+    make_ds(dp, p);
+    release(barriers.ds_full(buffer()));
+    if (Traits::kEarlyDp) {
+      ptx::wgmma_wait<0>();  // dV
+      ptx::pin(dv);
+      release(barriers.do_empty(stage()));
+    }
+    issue_dk();
+    if (Traits::kDrainsDk) {
+      ptx::wgmma_wait<0>();
+      ptx::pin(dk);
+      release(barriers.q_empty(stage()));
+    }
+    ++index;
+    add = true;
+  }
+
+  // Whether no query of the step sees a key of this consumer. That is seldom so with 128 queries, and
+  // with products under way steps of two kinds would not be accepted.
+  __device__ __forceinline__ bool is_unseen(int first_row, int first_key) const {
+    if (Traits::kTileQ != kKeysPerGroup || !Traits::kDrainsDk) return false;
+    const int last_row = min(first_row + Traits::kTileQ, params.seq_q) - 1;
+    return params.score.end_key(last_row, params.seq_k) <= first_key ||
+           params.score.first_key(first_row) >= first_key + kKeysPerGroup;
+  }
+
+  // A step in which dS is zero.
+  template <bool kFirst>
+  __device__ __forceinline__ void skip(bool last) {
+    if constexpr (!kFirst) {
+      float dq[Traits::kDqRegisters];
+      issue_dq_before(dq);
+      ptx::wgmma_wait<0>();  // dK, dQ
+      ptx::pin(dk);
+      ptx::pin(dq);
+      if (!Traits::kDrainsDk) release(barriers.q_empty(stage_before()));
+      hand_over(dq, index - 1);
+    }
+    // Phases are waited for one by one.
+    ptx::mbarrier_wait(barriers.q_full(stage()), parity());
+    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
+    if (last && !Traits::kHoldsKV) release(barriers.v_empty());
+    const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
+                           group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice), 0, 0, 0,
+                       0);
+    }
+    ptx::fence_proxy_async_shared();
+    release(barriers.ds_full(buffer()));
+    release(barriers.do_empty(stage()));
+    if (Traits::kDrainsDk) release(barriers.q_empty(stage()));
+    ++index;
+  }
+
+  // dQ of the step before.
+  __device__ __forceinline__ void issue_dq_before(float (&dq)[Traits::kDqRegisters]) {
+    const uint32_t before = index - 1;
+    ptx::mbarrier_wait(barriers.ds_full(before & 1), before >> 1 & 1);
+    issue_dq(dq, before & 1);
+  }
+
+  // What is left of the last step.
+  __device__ __forceinline__ void finish() {
+    float dq[Traits::kDqRegisters];
+    issue_dq_before(dq);
+    ptx::wgmma_wait<0>();  // dK, dQ
+    ptx::pin(dk);
+    ptx::pin(dq);
+    release(barriers.k_empty());
+    if (!Traits::kDrainsDk) release(barriers.q_empty(stage_before()));
+    hand_over(dq, index - 1);
+  }
+
+  __device__ __forceinline__ void clear_keys() {
+#pragma unroll
+    for (int i = 0; i < Traits::kDim / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Traits::kDimV / 2; ++i) dv[i] = 0.0f;
+  }
+
   __device__ __forceinline__ void write_keys() const {
     const uint32_t first = buffer();
     ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
-    store_rows(slot_of_group(first, Traits::kBoxesV * Traits::kGroupBoxBytes), dv, 1.0f);
-    fill_slot(first);
+    write_keys<Traits::kBoxesV>(params.dv_direct, dv, 1.0f, first, params.dim_v);
     const uint32_t second = first ^ 1;
     ptx::mbarrier_wait(barriers.slot_ready(second), (((index + 1) >> 1) + items) & 1);
-    store_rows(slot_of_group(second, Traits::kBoxes * Traits::kGroupBoxBytes), dk, params.scale);
-    fill_slot(second);
+    write_keys<Traits::kBoxes>(params.dk_direct, dk, params.scale, second, params.dim);
+  }
+
+  template <int kColumnBoxes, int kRegisters>
+  __device__ __forceinline__ void write_keys(const Direct& direct,
+                                             const float (&values)[kRegisters], float scale,
+                                             uint32_t slot, int columns) const {
+    if (direct.rows == nullptr) {
+      store_rows(slot_of_group(slot, kColumnBoxes * Traits::kGroupBoxBytes), values, scale);
+    } else {
+      const SharedItem& item = shared_items[items & 1];
+      write_directly(direct, values, scale, item.batch, item.head_kv,
+                     item.tile * kTileK + group * kKeysPerGroup, params.seq_k, 0, columns);
+    }
+    fill_slot(slot);
   }
 
   __device__ __forceinline__ void compute(const Item& item, int first_key, int count) {
@@ -770,6 +1034,27 @@ struct Consumer {
       hold(k, shared + Traits::kKOffset);
       hold(v, shared + Traits::kVOffset);
       release(barriers.v_empty());
+    }
+    if constexpr (Traits::kDefersDq) {
+      int row = tile_q * Traits::kTileQ;
+      if (is_unseen(row, first_key)) {
+        skip<true>(count == 1);
+      } else {
+        step<true>(row, first_key, count == 1);
+      }
+#pragma unroll 1
+      for (; count > 1; --count) {
+        if (--tile_q < item.begin) tile_q = item.end - 1;
+        row = tile_q * Traits::kTileQ;
+        if (is_unseen(row, first_key)) {
+          skip<false>(count == 2);
+        } else {
+          step<false>(row, first_key, count == 2);
+        }
+      }
+      finish();
+      if (!add) clear_keys();
+      return;
     }
     probabilities(tile_q * Traits::kTileQ, first_key, count == 1);
 #pragma unroll 1
@@ -794,10 +1079,7 @@ struct Consumer {
       if (count == 0) {
         release(barriers.k_empty());
         release(barriers.v_empty());
-#pragma unroll
-        for (int i = 0; i < Traits::kDim / 2; ++i) dk[i] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < Traits::kDimV / 2; ++i) dv[i] = 0.0f;
+        clear_keys();
       } else {
         compute(item, item.tile * kTileK + group * kKeysPerGroup, count);
       }
@@ -832,6 +1114,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int slot = 0; slot < kSlots; ++slot) {
       ptx::mbarrier_init(barriers.slot_ready(slot), 1);
       ptx::mbarrier_init(barriers.slot_full(slot), kConsumerWarps);
+    }
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      ptx::mbarrier_init(barriers.ds_full(buffer), kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
   }

@@ -29,11 +29,6 @@ const Entry* const kEntries[] = {
 
 constexpr int64_t kMostTiles = int64_t{1} << 30;
 
-// What of the L2 the heads of a group may fill, and how many have to alternate at least so that their
-// items do not wait for each other.
-constexpr double kL2Share = 0.64;
-constexpr int64_t kFewestHeadsPerGroup = 16;
-
 // Without queries there is one tile of none: the prologue sets the ticket in any case.
 int64_t tiles_q_of(const AttentionProblem& p, const Entry& entry) {
   return std::max<int64_t>(1, ceil_div(p.seq_q, int64_t{entry.tile_q}));
@@ -69,21 +64,7 @@ Layout layout_of(const AttentionProblem& p, const Entry& entry) {
   return layout;
 }
 
-// Heads whose items alternate: those whose Q, dO, dQ and sums of dQ the L2 keeps.
-int64_t heads_per_group(const AttentionProblem& p, const DeviceFacts& facts) {
-  const int64_t row_bytes = p.dim * (2 + int64_t{sizeof(float)}) + p.dim_v * 2;
-  const int64_t head_bytes = std::max<int64_t>(1, p.seq_q) * (p.heads_q / p.heads_kv) * row_bytes;
-  const auto fitting =
-      static_cast<int64_t>(kL2Share * static_cast<double>(facts.l2_bytes)) / head_bytes;
-  const int64_t heads = p.batch * p.heads_kv;
-  return std::clamp<int64_t>(std::max(fitting, kFewestHeadsPerGroup), 1,
-                             std::max<int64_t>(heads, 1));
-}
-
 flashmoe_status check_computable(const AttentionBackwardProblem& p, const Reason& reason) {
-  const auto refuse = [&](const char* sentence) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", sentence);
-  };
   int most_dim = 0;
   for (const Entry* entry : kEntries) most_dim = std::max(most_dim, entry->dim);
   if (std::max(p.dim, p.dim_v) > most_dim) {
@@ -91,12 +72,6 @@ flashmoe_status check_computable(const AttentionBackwardProblem& p, const Reason
                          "head dimensions %lld and %lld, accepted are up to %d",
                          static_cast<long long>(p.dim), static_cast<long long>(p.dim_v), most_dim);
   }
-  for (const auto* gradient : {&p.dq, &p.dk, &p.dv}) {
-    if (gradient->data != nullptr && gradient->dtype != p.q.dtype) {
-      return refuse("gradients of fp32, accepted is q's dtype");
-    }
-  }
-  if (p.accumulate) return refuse("accumulate is 1, accepted is 0");
   return FLASHMOE_OK;
 }
 
@@ -144,8 +119,13 @@ struct MapOf {
   MapShape shape;
 };
 
-// Of a tensor that is absent or has no rows the strides are 0, so its map holds one row. It lies in the
-// workspace: what a store has beyond it the copy engine leaves out.
+// Whether consumers write a gradient themselves, since the copy engine cannot.
+bool is_direct(const AttentionBackwardProblem& p, const RowsView<void>& gradient) {
+  return gradient.data != nullptr && (p.accumulate || gradient.dtype != p.q.dtype);
+}
+
+// A tensor that is absent or has no rows gets a map of one row in the workspace: what a store has
+// beyond it the copy engine leaves out. So does a gradient that needs no map.
 std::array<MapOf, kMaps> maps_of(const AttentionBackwardProblem& p, const Entry& entry,
                                  void* unwanted) {
   const auto map = [&](CUtensorMap Params::* member, const auto& view, int64_t dim, int64_t seq,
@@ -155,14 +135,19 @@ std::array<MapOf, kMaps> maps_of(const AttentionBackwardProblem& p, const Entry&
                  rows_map(any ? view.strides : RowStrides{}, dim, seq, heads, p.batch,
                           entry.box_columns, rows)};
   };
+  const auto gradient = [&](CUtensorMap Params::* member, const RowsView<void>& view, int64_t dim,
+                            int64_t seq, int64_t heads) {
+    return map(member, is_direct(p, view) ? RowsView<void>{} : view, dim, seq, heads,
+               entry.box_rows);
+  };
   return {
       map(&Params::q, p.q, p.dim, p.seq_q, p.heads_q, entry.tile_q),
       map(&Params::k, p.k, p.dim, p.seq_k, p.heads_kv, entry.tile_k),
       map(&Params::v, p.v, p.dim_v, p.seq_k, p.heads_kv, entry.tile_k),
       map(&Params::dout, p.dout, p.dim_v, p.seq_q, p.heads_q, entry.tile_q),
-      map(&Params::dq, p.dq, p.dim, p.seq_q, p.heads_q, entry.box_rows),
-      map(&Params::dk, p.dk, p.dim, p.seq_k, p.heads_kv, entry.box_rows),
-      map(&Params::dv, p.dv, p.dim_v, p.seq_k, p.heads_kv, entry.box_rows),
+      gradient(&Params::dq, p.dq, p.dim, p.seq_q, p.heads_q),
+      gradient(&Params::dk, p.dk, p.dim, p.seq_k, p.heads_kv),
+      gradient(&Params::dv, p.dv, p.dim_v, p.seq_k, p.heads_kv),
   };
 }
 
@@ -185,9 +170,13 @@ Repeats repeats(const RowStrides& strides) {
   return {strides.batch == 0 ? 0 : 1, strides.head == 0 ? 0 : 1};
 }
 
+Direct direct(const AttentionBackwardProblem& p, const RowsView<void>& gradient) {
+  if (!is_direct(p, gradient)) return {nullptr, {}, 0};
+  return {gradient.data, gradient.strides, gradient.dtype == Dtype::kFloat32 ? 1 : 0};
+}
+
 // But for addresses.
-void fill_params(const AttentionBackwardProblem& p, const Entry& entry, const DeviceFacts& facts,
-                 Params* params) {
+void fill_params(const AttentionBackwardProblem& p, const Entry& entry, Params* params) {
   params->q_repeats = repeats(p.q.strides);
   params->k_repeats = repeats(p.k.strides);
   params->v_repeats = repeats(p.v.strides);
@@ -195,6 +184,7 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, const De
   params->out_strides = p.out.strides;
   params->dout_strides = p.dout.strides;
   params->dq_strides = p.dq.strides;
+  params->accumulate = p.accumulate ? 1 : 0;
   params->lse_strides = p.lse_strides;
   params->dlse_strides = p.dlse_strides;
   params->batch = static_cast<int32_t>(p.batch);
@@ -209,14 +199,17 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, const De
   params->scale = p.scale;
   params->tiles_q = static_cast<int32_t>(tiles_q_of(p, entry));
   params->tiles_k = static_cast<int32_t>(ceil_div(p.seq_k, int64_t{entry.tile_k}));
-  params->heads_per_group = static_cast<int32_t>(heads_per_group(p, facts));
+  params->heads_per_group = heads_per_group(*params, kGroupBytes);
 }
 
 void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, char* workspace,
                     Params* params) {
   params->out_rows = static_cast<const uint16_t*>(p.out.data);
   params->dout_rows = static_cast<const uint16_t*>(p.dout.data);
-  params->dq_rows = static_cast<uint16_t*>(p.dq.data);
+  params->dq_direct = direct(p, p.dq);
+  params->dk_direct = direct(p, p.dk);
+  params->dv_direct = direct(p, p.dv);
+  params->dq_rows = params->dq_direct.rows == nullptr ? static_cast<uint16_t*>(p.dq.data) : nullptr;
   params->lse = static_cast<const float*>(p.lse);
   params->dlse = static_cast<const float*>(p.dlse);
   params->row_lse = reinterpret_cast<float*>(workspace + layout.row_lse);
@@ -238,11 +231,9 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
   const auto maps = maps_of(problem, entry, memory + layout.unwanted);
   if (!kept.ready() || !move_maps(maps, &*kept)) {
     kept.set_ready(false);  // unless the driver takes every map
-    const DeviceFacts* facts = nullptr;
-    FLASHMOE_TRY(read_device_facts(device_id, &facts, Reason()));
     FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,
                                        [&] { return encode_maps(maps, problem.q.dtype, &*kept); }));
-    fill_params(problem, entry, *facts, &kept->params);
+    fill_params(problem, entry, &kept->params);
     kept.set_ready(true);
   }
   fill_addresses(problem, layout, memory, &kept->params);

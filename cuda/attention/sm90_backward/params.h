@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/ops/attention/problem.h"
@@ -15,6 +16,14 @@ namespace flashmoe::sm90_backward {
 struct Repeats {
   int32_t batch;
   int32_t head;
+};
+
+// A gradient that consumers write from their registers, in fp32 or added to what is there. Without
+// `rows` the copy engine writes it, by its map.
+struct Direct {
+  void* rows;
+  RowStrides strides;
+  int32_t fp32;
 };
 
 struct Params {
@@ -36,7 +45,7 @@ struct Params {
   // For the prologue, which reads and writes rows.
   const uint16_t* out_rows;
   const uint16_t* dout_rows;
-  uint16_t* dq_rows;  // nullptr: not wanted
+  uint16_t* dq_rows;  // nullptr: not wanted, or in dq_direct
   const float* lse;   // [batch, heads_q, seq_q]
   const float* dlse;  // the same, or nullptr
   RowStrides out_strides;
@@ -44,6 +53,11 @@ struct Params {
   RowStrides dq_strides;
   RowStrides lse_strides;
   RowStrides dlse_strides;
+
+  Direct dq_direct;
+  Direct dk_direct;
+  Direct dv_direct;
+  int32_t accumulate;  // by those of them that have rows
 
   // The workspace. Rows are padded to whole tiles; heads are batch * heads_q.
   float* row_lse;    // [heads, rows]: lse * log2(e), infinity where a row sees no key
@@ -67,6 +81,17 @@ struct Params {
   int32_t tiles_k;          // of a KV head
   int32_t heads_per_group;  // KV heads whose items alternate
 };
+
+// How many KV heads alternate: as many as have what an item reads and adds again and again, Q, dO and
+// the sums of dQ, in so many bytes of the L2. With more, sums go to memory and back; with fewer,
+// items wait for each other. Under a mask half of it is in use at a time.
+inline int32_t heads_per_group(const Params& p, int64_t bytes) {
+  const int64_t of_head = int64_t{p.seq_q} * p.heads_per_kv * (6 * p.dim + 2 * p.dim_v);
+  const int64_t fit = (p.score.masked ? 2 : 1) * bytes / std::max(of_head, int64_t{1});
+  return static_cast<int32_t>(
+      std::clamp(fit, int64_t{1}, std::max(int64_t{p.batch} * p.heads_kv, int64_t{1})));
+}
+inline constexpr int64_t kGroupBytes = int64_t{32} << 20;
 
 static_assert(sizeof(Params) <= 4096, "a kernel has 4 KiB of parameters everywhere");
 

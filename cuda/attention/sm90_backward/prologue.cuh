@@ -100,13 +100,20 @@ __global__ void __launch_bounds__(kPrologueThreads)
   }
 
   const Parts parts = Parts::of<Traits>(params, block_of_head / kBlocksPerTile);
-  if (params.dq_rows == nullptr || parts.first <= parts.last) return;
+  if (parts.first <= parts.last) return;
+  const bool direct = params.dq_direct.rows != nullptr;
+  if (direct ? params.accumulate != 0 : params.dq_rows == nullptr) return;
+  const RowStrides& strides = direct ? params.dq_direct.strides : params.dq_strides;
+  const bool fp32 = direct && params.dq_direct.fp32;
   for (int row = first_row + thread / kLanes; row < min(first_row + kPrologueRows, params.seq_q);
        row += kRowsAtOnce) {
-    for (int c = column; c < params.dim; c += 8 * kLanes) {
-      *reinterpret_cast<uint4*>(params.dq_rows + batch * params.dq_strides.batch +
-                                head * params.dq_strides.head + row * params.dq_strides.seq + c) =
-          make_uint4(0, 0, 0, 0);
+    const int64_t place = batch * strides.batch + head * strides.head + row * strides.seq;
+    for (int c = lane; c < params.dim; c += kLanes) {
+      if (fp32) {
+        static_cast<float*>(params.dq_direct.rows)[place + c] = 0.0f;
+      } else {
+        (direct ? static_cast<uint16_t*>(params.dq_direct.rows) : params.dq_rows)[place + c] = 0;
+      }
     }
   }
 }

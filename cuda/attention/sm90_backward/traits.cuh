@@ -16,6 +16,7 @@ inline constexpr int kKeysPerGroup = 64;
 inline constexpr int kTileK = kConsumers * kKeysPerGroup;
 inline constexpr int kSlots = 2;  // of what leaves for global memory; each has a writer warp
 inline constexpr int kItemBytes = 32;
+inline constexpr int kSlotWordBytes = 8;
 
 struct Tuning {
   int tile_q;  // queries of a step
@@ -27,11 +28,15 @@ struct Tuning {
   bool drains_dv = false;
   bool holds_kv = false;  // consumers keep their rows of K and V in registers
   bool capped = false;    // logits have a softcap
+  // dQ of a step is made during the next one: before its exponentials, or behind them.
+  bool defers_dq = false;
+  bool late_dq = false;
+  bool early_dp = false;  // dP is issued with S
 };
 
 constexpr Tuning tuning(int dim, int /*dim_v*/) {
   if (dim <= 64) return {64, 4};
-  return {64, 2, false, true};
+  return {64, 2, false, true, true};
 }
 
 template <int kDim, int kDimV>
@@ -62,13 +67,16 @@ struct Traits {
   static constexpr bool kDrainsDv = kTuning.drains_dv;
   static constexpr bool kHoldsKV = kTuning.holds_kv;
   static constexpr bool kCapped = kTuning.capped;
+  static constexpr bool kDefersDq = kTuning.defers_dq;
+  static constexpr bool kLateDq = kTuning.late_dq;
+  static constexpr bool kEarlyDp = kTuning.early_dp;
   static_assert(kTileQ == 64 || kTileQ == 128);
   static_assert(!(kUnpacksP && kCapped), "fp32 registers hold more than P");
 
-  // setmaxnreg: 64 Ki registers are 512 for each thread of a warpgroup.
+  // setmaxnreg shares what the block has from its launch: 168 for each thread, 64 Ki / 384 in eights.
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512);
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 3 * 168);
 
   // dQ of a step: with 128 queries each consumer has 64 rows of it, with 64 half of the columns.
   static constexpr bool kSplitsColumns = kTileQ == 64;
@@ -106,8 +114,8 @@ struct Traits {
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
   static constexpr int kItemOffset = kDeltaOffset + kStages * kRowBytes;
   static constexpr int kBarriersOffset = kItemOffset + 2 * kItemBytes;
-  static constexpr int kBarriers = 4 + 4 * kStages + 2 * kSlots;
-  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + 4 * kSlots;
+  static constexpr int kBarriers = 6 + 4 * kStages + 2 * kSlots;
+  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
 };
 

@@ -369,6 +369,38 @@ void gradients_may_be_absent() {
   CHECK(call.run() == FLASHMOE_OK && seen[0].params.dlse == nullptr);
 }
 
+// What the copy engine cannot write has no map, and may have any strides.
+void gradients_may_be_of_fp32_or_added_to() {
+  for (const bool accumulate : {false, true}) {
+    Call call;
+    call.params.accumulate = accumulate ? 1 : 0;
+    call.tensors[kDk].dtype.bits = 32;
+    call.strides[kDk][0] = -call.strides[kDk][0];
+    watch();
+    CHECK(call.run() == FLASHMOE_OK);
+    call.move(kDk);
+    call.move(kDv);
+    CHECK(call.run() == FLASHMOE_OK);
+    const Params& p = seen.back().params;
+    CHECK(p.accumulate == (accumulate ? 1 : 0));
+    const sm90_backward::Direct* const directs[] = {&p.dq_direct, &p.dk_direct, &p.dv_direct};
+    for (int i = 0; i < 3; ++i) {
+      const sm90_backward::Direct& direct = *directs[i];
+      const bool fp32 = i == kDk - kDq;
+      const void* const data = call.tensors[kDq + i].data;
+      const void* const mapped = fake::mapped_by(*maps_of(p)[static_cast<size_t>(kDq + i)]);
+      if (accumulate || fp32) {
+        CHECK(direct.rows == data && direct.fp32 == (fp32 ? 1 : 0) && mapped != data);
+        CHECK(direct.strides.batch == call.strides[kDq + i][0]);
+        CHECK(direct.strides.seq == call.strides[kDq + i][1] && direct.strides.head == 64);
+      } else {
+        CHECK(direct.rows == nullptr && mapped == data);
+      }
+    }
+    CHECK(p.dq_rows == (accumulate ? nullptr : call.tensors[kDq].data));
+  }
+}
+
 // Encodes nothing again, moves the maps whose addresses changed and no others, and its launches get the
 // same parameters, byte for byte, as those of a call that is the first of its thread.
 void a_call_at_other_addresses_moves_maps() {
@@ -464,14 +496,6 @@ void what_no_kernel_computes_is_refused() {
   };
   refuses(Call({1, 64, 64, 1, 1, 136, 64}), "head dimensions 136 and 64, accepted are up to 128");
   refuses(Call({1, 64, 64, 1, 1, 64, 256}), "head dimensions 64 and 256, accepted are up to 128");
-  for (const int gradient : {kDq, kDk, kDv}) {
-    Call call;
-    call.tensors[gradient].dtype.bits = 32;
-    refuses(call, "gradients of fp32, accepted is q's dtype");
-  }
-  Call adding;
-  adding.params.accumulate = 1;
-  refuses(adding, "accumulate is 1, accepted is 0");
   for (const int tensor : {kQ, kK, kV, kDout, kDq, kDk, kDv}) {
     for (const int64_t stride : {int64_t{-1048576}, int64_t{1} << 39}) {
       Call call;
@@ -581,6 +605,7 @@ int main(int argc, char** argv) {
   params_are_of_the_call();
   the_workspace_holds_its_parts();
   gradients_may_be_absent();
+  gradients_may_be_of_fp32_or_added_to();
   a_call_at_other_addresses_moves_maps();
   no_map_is_of_another_call();
   tensors_may_have_no_rows();
