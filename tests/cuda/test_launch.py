@@ -42,7 +42,6 @@ MOE_FAMILIES = (
     "tests/cuda/host/made_up_moe.cpp",
 )
 MOE_STREAM = ("cuda/moe/stream/family.cpp", "tests/cuda/host/made_up_stream.cpp")
-ATTENTION_COST = ("core/ops/attention/problem.cpp", "cuda/attention/cost.cpp")
 ATTENTION_BASE = (
     *(f"core/{name}.cpp" for name in CORE),
     *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "tensor_map")),
@@ -65,11 +64,10 @@ SOURCES = {
         "cuda/attention/sm90_backward/family.cpp",
     ),
     "test_l2_swizzle": (*BASE, "cuda/attention/sm90/l2_swizzle.cpp"),
-    "test_cost": (*BASE, *ATTENTION_COST, "cuda/attention/split/cost.cpp"),
+    "test_cost": (*BASE, *(f"cuda/attention/{name}.cpp" for name in ("cost", "split/cost"))),
     "test_stream_k": (
         *BASE,
-        *ATTENTION_COST,
-        "cuda/attention/sm90/l2_swizzle.cpp",
+        *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/l2_swizzle")),
         *(f"cuda/attention/split/{name}.cpp" for name in ("cost", "stream_k")),
     ),
     "test_moe": (
