@@ -673,9 +673,24 @@ struct Consumer {
     }
   }
 
+  // Sets dS to 0 where a query does not see a key. P is 0 there, but dP - delta may be NaN.
+  __device__ __forceinline__ void mask_ds(int first_row, int first_key) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t seen = seen_by(first_row, first_key, half);
+#pragma unroll
+      for (int i = 0; i < kScores / 4; ++i) {
+        const uint32_t low = (seen & (1u << 2 * i)) != 0 ? 0xffffu : 0;
+        const uint32_t high = (seen & (1u << (2 * i + 1))) != 0 ? 0xffff0000u : 0;
+        ds[i / 2][i % 2 * 2 + half] &= low | high;
+      }
+    }
+  }
+
   // dS = P (dP - delta), to registers and to shared memory.
   __device__ __forceinline__ void make_ds(const float (&dp)[kScores],
-                                          const uint32_t (&p)[kSlices][4]) {
+                                          const uint32_t (&p)[kSlices][4], int first_row,
+                                          int first_key) {
     const uint32_t delta =
         shared + Traits::kDeltaOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
     const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
@@ -693,6 +708,10 @@ struct Consumer {
                                                   factor.y * (dp[2 * pair + 1] - of_rows.y));
         }
       }
+    }
+    if (is_masked(first_row, first_key)) mask_ds(first_row, first_key);
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
       ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice),
                        ds[slice][0], ds[slice][1], ds[slice][2], ds[slice][3]);
     }
@@ -840,7 +859,7 @@ struct Consumer {
     ptx::wgmma_wait<1>();  // dP
     ptx::pin(dp);
     if (last && !Traits::kHoldsKV) release(barriers.v_empty());
-    make_ds(dp, p);
+    make_ds(dp, p, first_row, first_key);
     ptx::named_barrier_sync(kDsBarrier, kConsumers * kThreadsPerGroup);
     if (Traits::kDrainsDv) {
       ptx::wgmma_wait<0>();  // dV
@@ -921,7 +940,7 @@ struct Consumer {
     }
     ptx::pin(dp);
     if (last && !Traits::kHoldsKV) release(barriers.v_empty());
-    make_ds(dp, p);
+    make_ds(dp, p, first_row, first_key);
     release(barriers.ds_full(buffer()));
     if (Traits::kEarlyDp) {
       ptx::wgmma_wait<0>();  // dV
