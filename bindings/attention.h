@@ -1,4 +1,4 @@
-// flash_attention and its plan as Python calls them.
+// flash_attention as Python calls it.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -16,7 +16,7 @@ namespace flashmoe {
 // How messages speak of an operation.
 struct OperationWords {
   const char* name;     // "attention"
-  const char* tensors;  // "q, k, v, out and lse"
+  const char* tensors;  // "all tensors of a call"
   const char* outputs;  // what to pass where no output can be made: "out, and lse with return_lse"
 };
 

@@ -38,18 +38,28 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
                      nb::handle b_up, nb::handle b_down, nb::handle alpha, nb::handle limit,
                      nb::handle up_offset, nb::handle weight_on_input, nb::handle out,
                      nb::handle kernel, nb::handle stream) {
-  const int64_t k = parse_top_k(top_k);
+  parse_top_k(top_k);  // before what the other half knows of tensors
+  const nb::handle options[] = {
+      top_k,      scoring, renormalize, num_groups, top_groups,      scale, gate,
+      activation, alpha,   limit,       up_offset,  weight_on_input, kernel};
   const TensorType* type = tensor_type(tokens);
   if (type == nullptr) {
-    return dispatch("fused_moe", tokens, router_weights, w_gate_up, w_down, k, logits, router_bias,
-                    scoring, renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate,
-                    activation, b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input,
-                    out, kernel, stream);
+    return dispatch(
+        "fused_moe",
+        named_tensors({{"tokens", tokens}, {"w_gate_up", w_gate_up}, {"w_down", w_down}},
+                      {{"router_weights", router_weights},
+                       {"logits", logits},
+                       {"router_bias", router_bias},
+                       {"selection_bias", selection_bias},
+                       {"w_up", w_up},
+                       {"b_gate_up", b_gate_up},
+                       {"b_up", b_up},
+                       {"b_down", b_down}}),
+        named_options(FusedCall::kOptions, options), out, stream);
   }
   Caller caller(kMoeWords, *type, "tokens", tokens);
   FusedCall call;
-  call.parse(k, {scoring, renormalize, num_groups, top_groups, scale},
-             {gate, activation, alpha, limit, up_offset, weight_on_input, kernel});
+  parse_options(FusedCall::kOptions, options, &call.params);
   caller.borrow("tokens", tokens, &call.tokens);
   const flashmoe_dtype dtype = call.tokens.tensor().dtype;
   const int rank = call.tokens.rank();
@@ -79,7 +89,7 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
   caller.borrow_optional("logits", made_logits, &call.logits);
   if (call.logits.get() != nullptr) flatten("logits", &call.logits);
   caller.borrow_optional("selection_bias", selection_bias, &call.selection_bias);
-  borrow_weights(caller, {tokens, w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, &call);
+  borrow_weights(caller, {w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, &call);
   launch(&call, caller, stream);
   return result;
 }

@@ -4,12 +4,12 @@
 #include "bindings/attention.h"
 #include "bindings/library.h"
 #include "bindings/moe.h"
-#include "bindings/xla_ffi.h"
+#include "bindings/operation.h"
 
 NB_MODULE(_core, module) {
   module.attr("__doc__") = "The native half of flashmoe_science: see that package.";
   flashmoe::define_library(module);
   flashmoe::define_attention(module);
   flashmoe::define_moe(module);
-  flashmoe::define_xla_ffi(module);
+  flashmoe::define_operations(module);
 }

@@ -1,8 +1,8 @@
 // The mixture of experts: calls from Python objects to the C ABI.
 //
 // Tensors whose type has the DLPack exchange API, all of one framework, take the fast path below;
-// everything else goes to flashmoe_science._moe, which comes back through moe_call
-// (bindings/moe_by_name.cpp).
+// everything else goes to flashmoe_science._moe, which comes back through `call`
+// (bindings/operation.h).
 #include "bindings/moe.h"
 
 #include <string>
@@ -77,13 +77,18 @@ nb::object moe_route(nb::handle logits, nb::handle top_k, nb::handle scoring,
                      nb::handle stream) {
   const bool want_lse = parse_flag("return_lse", return_lse);
   const int64_t k = parse_top_k(top_k);
+  const nb::handle options[] = {scoring, renormalize, num_groups, top_groups, scale};
   const TensorType* type = tensor_type(logits);
   if (type == nullptr) {
-    return dispatch("moe_route", logits, k, scoring, renormalize, selection_bias, num_groups,
-                    top_groups, scale, return_lse, out, stream);
+    nb::dict named = named_options(RouteCall::kOptions, options);
+    named["top_k"] = k;
+    named["return_lse"] = return_lse;
+    return dispatch("moe_route",
+                    named_tensors({{"logits", logits}}, {{"selection_bias", selection_bias}}),
+                    named, out, stream);
   }
   RouteCall call;
-  call.parse({scoring, renormalize, num_groups, top_groups, scale});
+  parse_options(RouteCall::kOptions, options, &call.params);
   Caller caller(kMoeWords, *type, "logits", logits);
   caller.borrow("logits", logits, &call.logits);
   caller.borrow_optional("selection_bias", selection_bias, &call.selection_bias);
@@ -91,7 +96,7 @@ nb::object moe_route(nb::handle logits, nb::handle top_k, nb::handle scoring,
   RouteExtents extents;
   if (!out.is_none()) borrow(caller, Routing::parse("out", out), want_lse, &call);
   if (extents_of_logits(call.logits, k, &extents)) {
-    check_given_outputs(call, extents);
+    call.check_given_outputs(extents);
     if (out.is_none()) made = allocate(caller, extents, want_lse, &call);
   }
   launch(&call, caller, stream);
@@ -105,11 +110,18 @@ nb::object moe_route_given(nb::handle ids, nb::handle weights, nb::handle num_ex
       parse_integer("num_experts", num_experts, 1, kMaxExperts, "are 1 to 1024");
   const TensorType* type = tensor_type(ids);
   if (type == nullptr) {
-    return dispatch("moe_route_given", ids, weights, experts, renormalize, scale, expert_map, out,
-                    stream);
+    nb::dict named;
+    named["num_experts"] = experts;
+    named["renormalize"] = renormalize;
+    named["scale"] = scale;
+    return dispatch(
+        "moe_route_given",
+        named_tensors({{"ids", ids}}, {{"weights", weights}, {"expert_map", expert_map}}), named,
+        out, stream);
   }
   RouteCall call;
-  call.parse_weights(renormalize, scale);
+  renormalize_option<RouteCall::Params>().parse(renormalize, &call.params);
+  scale_option<RouteCall::Params>().parse(scale, &call.params);
   Caller caller(kMoeWords, *type, "ids", ids);
   caller.borrow("ids", ids, &call.given_ids);
   caller.borrow_optional("weights", weights, &call.given_weights);
@@ -118,7 +130,7 @@ nb::object moe_route_given(nb::handle ids, nb::handle weights, nb::handle num_ex
   RouteExtents extents;
   if (!out.is_none()) borrow(caller, Routing::parse("out", out), false, &call);
   if (extents_of_ids(call.given_ids, experts, &extents)) {
-    check_given_outputs(call, extents);
+    call.check_given_outputs(extents);
     if (out.is_none()) made = allocate(caller, extents, false, &call);
   }
   launch(&call, caller, stream);
@@ -132,18 +144,25 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
                        nb::handle out, nb::handle pre_activation, nb::handle return_pre_activation,
                        nb::handle kernel, nb::handle stream) {
   const bool want_pre_activation = parse_flag("return_pre_activation", return_pre_activation);
+  const nb::handle options[] = {gate, activation, alpha, limit, up_offset, weight_on_input, kernel};
   const TensorType* type = tensor_type(x);
   if (type == nullptr) {
-    return dispatch("moe_forward", x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up,
-                    b_up, b_down, alpha, limit, up_offset, weight_on_input, out, pre_activation,
-                    return_pre_activation, kernel, stream);
+    nb::dict named = named_options(ForwardCall::kOptions, options);
+    named["return_pre_activation"] = return_pre_activation;
+    return dispatch(
+        "moe_forward",
+        named_tensors(
+            {{"x", x}, {"w_gate_up", w_gate_up}, {"w_down", w_down}},
+            {{"w_up", w_up}, {"b_gate_up", b_gate_up}, {"b_up", b_up}, {"b_down", b_down}}),
+        routing, named, named_tensors({}, {{"out", out}, {"pre_activation", pre_activation}}),
+        stream);
   }
   ForwardCall call;
-  call.parse({gate, activation, alpha, limit, up_offset, weight_on_input, kernel});
+  parse_options(ForwardCall::kOptions, options, &call.params);
   const Routing parts = Routing::parse("routing", routing);
   Caller caller(kMoeWords, *type, "x", x);
   caller.borrow("x", x, &call.x);
-  borrow_weights(caller, {x, w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, &call);
+  borrow_weights(caller, {w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, &call);
   caller.borrow("routing.weights", parts.weights, &call.weights);
   caller.borrow("routing.offsets", parts.offsets, &call.offsets);
   caller.borrow("routing.pairs", parts.pairs, &call.pairs);
@@ -166,10 +185,13 @@ nb::object grouped_product(nb::handle x, nb::handle w, nb::handle offsets, nb::h
                            nb::handle bias, nb::handle out, nb::handle kernel, nb::handle stream) {
   const TensorType* type = tensor_type(x);
   if (type == nullptr) {
-    return dispatch("grouped_product", x, w, offsets, counts, bias, out, kernel, stream);
+    return dispatch("grouped_product",
+                    named_tensors({{"x", x}, {"w", w}},
+                                  {{"offsets", offsets}, {"counts", counts}, {"bias", bias}}),
+                    named_options(ProductCall::kOptions, {kernel}), out, stream);
   }
   ProductCall call;
-  call.params.kernel = parse_kernel(kernel);
+  parse_options(ProductCall::kOptions, {kernel}, &call.params);
   Caller caller(kMoeWords, *type, "x", x);
   caller.borrow("x", x, &call.x);
   caller.borrow("w", w, &call.w);
@@ -178,8 +200,8 @@ nb::object grouped_product(nb::handle x, nb::handle w, nb::handle offsets, nb::h
   caller.borrow_optional("bias", bias, &call.bias);
   nb::object result = nb::borrow(out);
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
-  call.make_outputs([&](const char* name, TensorView* view, flashmoe_dtype dtype, int rank,
-                        const int64_t* shape) {
+  call.make_outputs(nb::dict(), [&](const char* name, TensorView* view, flashmoe_dtype dtype,
+                                    int rank, const int64_t* shape) {
     result = caller.allocate(name, call.x.device(), dtype, rank, shape, view);
   });
   launch(&call, caller, stream);
@@ -214,7 +236,6 @@ void define_moe(nb::module_& module) {
              nb::arg("out").none(), nb::arg("kernel").none(), nb::arg("stream").none(),
              "flashmoe_science.grouped_product with all of its arguments.");
   define_fused_moe(module);
-  define_moe_by_name(module);
 }
 
 }  // namespace flashmoe

@@ -40,10 +40,4 @@ flashmoe_status run_on_host(flashmoe_status (*workspace_size)(const Params*, siz
   return operation(&params, workspace.data(), workspace.bytes(), nullptr);
 }
 
-// flashmoe_attention_forward of tensors on the CPU, with the workspace it asks for.
-inline flashmoe_status forward_on_host(const flashmoe_attention_forward_params& params) {
-  return run_on_host(&flashmoe_attention_forward_workspace_size, &flashmoe_attention_forward,
-                     params);
-}
-
 }  // namespace flashmoe

@@ -43,14 +43,6 @@ const void* find(const Attributes& attributes, const char* name, AttributeType t
   return nullptr;
 }
 
-template <typename T>
-bool read_scalar(const Attributes& attributes, const char* name, DataType dtype, T* value) {
-  const auto* scalar = static_cast<const Scalar*>(find(attributes, name, kScalarAttribute));
-  if (scalar == nullptr || scalar->dtype != dtype) return false;
-  std::memcpy(value, scalar->value, sizeof *value);
-  return true;
-}
-
 }  // namespace
 
 Error* fail(const CallFrame& frame, ErrorCode code, const char* message) {
@@ -78,22 +70,6 @@ bool has_buffers_alone(const CallFrame& frame) {
   const Values& given = frame.arguments;
   return std::all_of(given.types, given.types + given.size,
                      [](int32_t type) { return type == kBufferArgument; });
-}
-
-bool read(const Attributes& attributes, const char* name, int32_t* value) {
-  return read_scalar(attributes, name, kInt32, value);
-}
-
-bool read(const Attributes& attributes, const char* name, uint32_t* value) {
-  return read_scalar(attributes, name, kInt32, value);
-}
-
-bool read(const Attributes& attributes, const char* name, int64_t* value) {
-  return read_scalar(attributes, name, kInt64, value);
-}
-
-bool read(const Attributes& attributes, const char* name, float* value) {
-  return read_scalar(attributes, name, kFloat32, value);
 }
 
 bool read(const Attributes& attributes, const char* name, std::string* value) {

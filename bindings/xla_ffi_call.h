@@ -30,10 +30,6 @@ flashmoe_tensor view(const void* buffer, flashmoe_device device);
 bool has_buffers_alone(const CallFrame& frame);
 
 // Value of an attribute, which the Python side always passes with this very type; false without.
-bool read(const Attributes& attributes, const char* name, int32_t* value);
-bool read(const Attributes& attributes, const char* name, uint32_t* value);  // an int32 of XLA's
-bool read(const Attributes& attributes, const char* name, int64_t* value);
-bool read(const Attributes& attributes, const char* name, float* value);
 bool read(const Attributes& attributes, const char* name, std::string* value);
 
 // Runs an operation of the C ABI on XLA's stream, with XLA's memory as the workspace; on the CPU

@@ -9,16 +9,16 @@ set(FLASHMOE_ATTENTION_SM89_KERNELS
 set(FLASHMOE_ATTENTION_SHORT_KERNELS
   "64,64,8,_r8" "64,64,16,_r16" "64,64,32,_r32" "128,128,8,_r8" "128,128,16,_r16"
   "192,128,8,_r8" "192,128,16,_r16" "256,256,8,_r8")
+# Those of split KV are called so.
 set(FLASHMOE_ATTENTION_SM90_KERNELS
   "64,64" "96,96" "128,128" "192,128" "192,192" "256,256"
   "64,64,CappedTuning,_softcap" "96,96,CappedTuning,_softcap" "128,128,CappedTuning,_softcap"
-  "192,128,CappedTuning,_softcap" "192,192,CappedTuning,_softcap" "256,256,CappedTuning,_softcap")
-set(FLASHMOE_ATTENTION_SM90_BACKWARD_KERNELS
-  "64,64" "128,128" "64,64,CappedTuning,_softcap" "128,128,CappedTuning,_softcap")
-set(FLASHMOE_ATTENTION_SPLIT_KERNELS
+  "192,128,CappedTuning,_softcap" "192,192,CappedTuning,_softcap" "256,256,CappedTuning,_softcap"
   "64,64,SplitTuning," "128,128,SplitTuning," "192,128,SplitTuning," "256,256,SplitTuning,"
   "64,64,CappedSplitTuning,_softcap" "128,128,CappedSplitTuning,_softcap"
   "192,128,CappedSplitTuning,_softcap" "256,256,CappedSplitTuning,_softcap")
+set(FLASHMOE_ATTENTION_SM90_BACKWARD_KERNELS
+  "64,64" "128,128" "64,64,CappedTuning,_softcap" "128,128,CappedTuning,_softcap")
 
 function(flashmoe_instantiate_attention target family)
   set(source_dir "${PROJECT_SOURCE_DIR}/cuda/attention/${family}")
@@ -32,13 +32,17 @@ function(flashmoe_instantiate_attention target family)
     list(GET kernel 1 DIM_V)
     list(GET kernel 2 TUNING)
     list(GET kernel 3 suffix)
+    set(schedule "")
+    if(TUNING MATCHES "Split")
+      set(schedule "split_kv_")
+    endif()
     foreach(dtype fp16 bf16)
       if(dtype STREQUAL "fp16")
         set(ELEMENT __half)
       else()
         set(ELEMENT __nv_bfloat16)
       endif()
-      set(NAME "${dtype}_d${DIM}_dv${DIM_V}${suffix}")
+      set(NAME "${schedule}${dtype}_d${DIM}_dv${DIM_V}${suffix}")
       configure_file("${source_dir}/instance.cu.in" "${binary_dir}/${NAME}.cu" @ONLY)
       target_sources(${target} PRIVATE "${binary_dir}/${NAME}.cu")
       string(APPEND ENTRIES "FLASHMOE_ENTRY(${NAME})\n")

@@ -19,7 +19,7 @@ inline constexpr char kFamilyNames[] =
 #if !FLASHMOE_WITH_CUDA
     "cpu";
 #elif FLASHMOE_WITH_SM90
-    "cpu sm89 sm90 short split stream";
+    "cpu sm89 sm90 short stream";
 #else
     "cpu sm89 short stream";
 #endif
@@ -43,7 +43,6 @@ extern const MoeForwardFamily kStreamMoeForward;
 extern const MoeForwardFamily kSm89MoeForward;
 extern const GroupedProductFamily kSm89GroupedProduct;
 #if FLASHMOE_WITH_SM90  // built for sm_90a
-extern const AttentionFamily kSplitAttention;
 extern const AttentionFamily kSm90Attention;
 extern const AttentionBackwardFamily kSm90AttentionBackward;
 extern const MoeForwardFamily kSm90MoeForward;

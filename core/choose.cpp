@@ -25,16 +25,15 @@ bool names_family(const char* wanted, const char* family, const char* prefix) {
          wanted[prefix_length + length] == '_';
 }
 
-bool is_family_name(const char* name) {
-  const size_t length = std::strlen(name);
-  for (const char* word = kFamilyNames; *word != '\0';) {
-    const size_t word_length = std::strcspn(word, " ");
-    if (word_length == length && std::strncmp(word, name, length) == 0) return true;
-    word += word_length;
-    word += std::strspn(word, " ");
-  }
-  return false;
+bool is_word(const char* name, const char* words) {
+  bool found = false;
+  for_each_word(words, [&](const char* word, size_t length) {
+    found = found || (std::strlen(name) == length && std::strncmp(word, name, length) == 0);
+  });
+  return found;
 }
+
+bool is_family_name(const char* name) { return is_word(name, kFamilyNames); }
 
 const char* family_from_environment() {
   static const char* const family = [] {

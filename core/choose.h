@@ -1,6 +1,7 @@
 // Which kernel family computes a problem: of those that can, the one whose plan takes the least time.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
@@ -28,6 +29,20 @@ void copy_kernel_name(const char* kernel, KernelName* name);
 // Whether `wanted` is a family's name or, with a prefix, the full name of a kernel of it: the
 // prefix, the family's name, and what follows an underscore.
 bool names_family(const char* wanted, const char* family, const char* prefix);
+
+// Calls visit(word, its length) for each of `words`, which are apart by spaces.
+template <class Visit>
+void for_each_word(const char* words, const Visit& visit) {
+  for (const char* word = words; *word != '\0';) {
+    const size_t length = std::strcspn(word, " ");
+    visit(word, length);
+    word += length;
+    word += std::strspn(word, " ");
+  }
+}
+
+// Whether a name is one of such words.
+bool is_word(const char* name, const char* words);
 
 // Whether any operation of this build has a family of that name.
 bool is_family_name(const char* name);
@@ -113,8 +128,19 @@ class Choice {
 
  private:
   bool may_serve(const Family<Problem>& family) const {
-    return wanted_.name == nullptr || names_family(wanted_.name, family.name, prefix_);
+    if (wanted_.name == nullptr || (calls_own_word() && is_word(wanted_.name, family.schedules))) {
+      return true;
+    }
+    if (!names_family(wanted_.name, family.name, prefix_)) return false;
+    // Of families whose names begin alike, the kernel is of the one with the longest.
+    return std::none_of(families_, families_ + count_, [&](const Family<Problem>* other) {
+      return std::strlen(other->name) > std::strlen(family.name) &&
+             names_family(wanted_.name, other->name, prefix_);
+    });
   }
+
+  // Families see no other word.
+  bool calls_own_word() const { return std::strcmp(problem_.kernel, wanted_.name) == 0; }
 
   flashmoe_status ask(const Family<Problem>& family, Plan* plan, const Reason& reason) const {
     std::memset(static_cast<void*>(plan), 0, sizeof *plan);
@@ -164,11 +190,15 @@ class Choice {
   }
 
   flashmoe_status fail_unknown() const {
-    char names[128] = "";
-    for (size_t i = 0; i < count_; ++i) {
+    char names[192] = "";
+    const auto add = [&](const char* name, size_t name_length) {
       const size_t length = std::strlen(names);
-      std::snprintf(names + length, sizeof names - length, "%s%s", length == 0 ? "" : ", ",
-                    families_[i]->name);
+      std::snprintf(names + length, sizeof names - length, "%s%.*s", length == 0 ? "" : ", ",
+                    static_cast<int>(name_length), name);
+    };
+    for (size_t i = 0; i < count_; ++i) {
+      add(families_[i]->name, std::strlen(families_[i]->name));
+      if (calls_own_word()) for_each_word(families_[i]->schedules, add);
     }
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got \"%.64s\", built in are %s", wanted_.by,
                 wanted_.name, names);

@@ -98,6 +98,9 @@ class Prepared {
 // sentence), and without touching the last error. On a GPU a plan depends on nothing but the device and
 // what is in the problem beside addresses, so that it can be kept for the next such call
 // (core/plan_cache.h). `launch` may prepare what is kept with the plan.
+//
+// A family may have schedules of its kernels, among which its plan chooses. A call may ask for one by
+// name: the plan sees it in the problem's `kernel`.
 template <class Problem>
 struct Family {
   const char* name;
@@ -105,6 +108,7 @@ struct Family {
   flashmoe_status (*plan)(const Problem& problem, Plan* plan, const Reason& reason);
   flashmoe_status (*launch)(const Problem& problem, const Plan& plan, void* workspace,
                             void* stream);
+  const char* schedules = "";  // their names, apart by spaces
 };
 
 }  // namespace flashmoe

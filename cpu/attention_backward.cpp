@@ -45,10 +45,10 @@ const AttentionBackwardKernel& kernel_for(cpu::Isa isa, Dtype dtype) {
   const int index = static_cast<int>(dtype);
   switch (isa) {
 #if FLASHMOE_CPU_X86
-    case cpu::Isa::kAmx:
     case cpu::Isa::kAvx512Bf16:
       if (dtype == Dtype::kBFloat16) return cpu::kAvx512Bf16AttentionBackward;
       return cpu::kAvx512AttentionBackward[index];
+    case cpu::Isa::kAmx:  // of Intel alone
     case cpu::Isa::kAvx512: return cpu::kAvx512AttentionBackward[index];
     case cpu::Isa::kAvx2: return cpu::kAvx2AttentionBackward[index];
 #endif

@@ -299,9 +299,10 @@ class BackwardStep : TileRows {
       slope = Simd::subtract(slope, Simd::multiply(score, score));
       logit_scale = b_.softcap;
     }
-    // Halves, because logits may be larger than any number, and be so only in comparison with lse.
-    const Vector above = Simd::multiply_add(score, Simd::broadcast(0.5f * logit_scale),
-                                            Simd::broadcast(s_.half_lse[row]));
+    // Halves, because the difference of two finite logits may be infinite. The product is rounded as the
+    // lse of a row is: of a key that has all of the weight it is 1, however large the logit.
+    const Vector half = Simd::multiply(score, Simd::broadcast(0.5f * logit_scale));
+    const Vector above = Simd::add(Simd::rounded(half), Simd::broadcast(s_.half_lse[row]));
     const Vector weight = exp_of_twice(above);
     if (!needs_dscores()) return {weight, weight};
     const Vector dweight = Simd::load(s_.dscores + row * kPairStride + key);

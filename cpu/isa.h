@@ -12,7 +12,7 @@ enum class Isa : int32_t {
   kScalar,      // what the compiler's baseline gives: SSE2 on x86-64, NEON on AArch64
   kAvx2,        // AVX2, FMA, F16C
   kAvx512,      // AVX-512 F, BW, DQ, VL
-  kAvx512Bf16,  // and vdpbf16ps; used for bf16 only
+  kAvx512Bf16,  // and vdpbf16ps; used for bf16 only, and on Intel's processors only when asked for
   kAmx,         // and tiles with tdpbf16ps; used for experts in bf16 only
 };
 

@@ -24,6 +24,11 @@ struct Simd {
   static Vector multiply(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
   static Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
   static Vector divide(Vector a, Vector b) { return _mm256_div_ps(a, b); }
+  // x as it is: what made it is not fused with what takes it.
+  static Vector rounded(Vector x) {
+    asm("" : "+x"(x));
+    return x;
+  }
   // The second where one is a NaN.
   static Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
   static Vector min(Vector a, Vector b) { return _mm256_min_ps(a, b); }

@@ -24,6 +24,13 @@ struct Simd {
   static Vector multiply(Vector a, Vector b) { return a * b; }
   static Vector multiply_add(Vector a, Vector b, Vector c) { return a * b + c; }
   static Vector divide(Vector a, Vector b) { return a / b; }
+  // x as it is: what made it is not fused with what takes it.
+  static Vector rounded(Vector x) {
+#ifdef __aarch64__
+    asm("" : "+w"(x));
+#endif
+    return x;
+  }
   // The second where one is a NaN.
   static Vector max(Vector a, Vector b) { return select(a > b, a, b); }
   static Vector min(Vector a, Vector b) { return select(a < b, a, b); }

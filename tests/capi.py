@@ -424,7 +424,7 @@ def attention_backward_params(
     accumulate: bool = False,
     kernel: bytes | None = None,
 ) -> AttentionBackwardParams:
-    """`tensors` by their names in the C ABI; those that are not there are not wanted."""
+    """`tensors` by their names in the C ABI."""
     params = AttentionBackwardParams(struct_size=c.sizeof(AttentionBackwardParams))
     params.keep = {
         name: given if isinstance(given, Tensor) else tensor(given)

@@ -8,8 +8,21 @@ from typing import NamedTuple
 
 CMAKE = Path(__file__).resolve().parents[1] / "cmake"
 DTYPES = ("fp16", "bf16")
-FAMILIES = ("short", "split", "sm90", "sm89")  # of GPU kernels, in the order a call finds them
-COPY_ENGINE = ("split", "sm90")  # those of sm_90a alone, whose tiles come by TMA
+# Families of GPU kernels as a call may ask for them, in the order it finds them; of sm90 both
+# schedules.
+FAMILIES = ("short", "sm90_split_kv", "sm90_whole_tiles", "sm89")
+# Those of sm_90a alone, whose tiles come by TMA.
+COPY_ENGINE = ("sm90_split_kv", "sm90_whole_tiles")
+
+
+def family_of(name: str) -> str:
+    """The family of one of these."""
+    return "sm90" if name in COPY_ENGINE else name
+
+
+def stem(name: str) -> str:
+    """How the names of its kernels begin, behind the operation's."""
+    return name.removesuffix("_whole_tiles")
 
 
 class Kernel(NamedTuple):
@@ -27,7 +40,7 @@ class Kernel(NamedTuple):
     @property
     def table_name(self) -> str:
         """The library's name for the kernel of these dimensions with the table's tuning."""
-        name = f"attention_forward_{self.family}_{self.dtype}_d{self.dim}_dv{self.dim_v}"
+        name = f"attention_forward_{stem(self.family)}_{self.dtype}_d{self.dim}_dv{self.dim_v}"
         if self.family == "short":
             return f"{name}_r{self.tuning}"
         return f"{name}_softcap" if self.capped else name
@@ -42,10 +55,12 @@ def list_of(file: str, variable: str) -> list[str]:
 
 def attention(family: str) -> set[Kernel]:
     kernels = set()
-    variable = f"FLASHMOE_ATTENTION_{family.upper()}_KERNELS"
+    variable = f"FLASHMOE_ATTENTION_{family_of(family).upper()}_KERNELS"
     for entry in list_of("FlashmoeInstantiate.cmake", variable):
         dim, dim_v, *rest = entry.split(",")
         tuning = rest[0] if rest else "TableTuning"
+        if family in COPY_ENGINE and ("Split" in tuning) != (family == "sm90_split_kv"):
+            continue
         kernels |= {Kernel(family, dtype, int(dim), int(dim_v), tuning) for dtype in DTYPES}
     return kernels
 

@@ -2,11 +2,12 @@
 
     max|ours - ref| <= 2 * max|plain - ref| + 2 ulp + what fp32 leaves of a cancellation
 
-for dq by query head, for dk and dv by KV head. ref is float64 mathematics on the same inputs, plain the same
-formulas the ordinary way: everything that is stored rounded to the inputs' dtype, sums in fp32. ulp is one
-unit in the last place of the dtype at the largest reference value of the head. The last term is one of dq and dk: of
-a row that sees one key, dweights and delta are the same sum, in two orders, and their difference is not
-the 0 that it is where delta is made of dweights. See reference.py.
+for dq by query head, for dk and dv by KV head. ref is float64 mathematics on the same inputs, plain
+the same formulas the ordinary way: everything that is stored rounded to the inputs' dtype, lse and
+sums in fp32. ulp is one unit in the last place of the dtype at the largest reference value of the
+head. The last term is of rows that see one key: their weight is 1 and their dscore 0 without any
+rounding where lse is the logit itself, to the last bit, and delta made of dweights. A forward may
+sum in another order, and delta is made of out. See reference.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from reference import (
     Window,
     _heads_first,
     _products_in_order,
-    attention_float64,
     dtype_of,
     to_numpy,
     ulp,
@@ -29,7 +29,7 @@ DOUBLE = np.dtype(np.float64)
 SINGLE = np.dtype(np.float32)
 
 
-CANCELLATION = 4 * 2.0**-23  # of the largest of dweights, in dscores
+CANCELLATION = 4 * 2.0**-23  # of a weight, and of the largest of dweights in dscores
 
 
 class Gradients(NamedTuple):
@@ -77,9 +77,8 @@ def _gradients(
             slope = round_(1 - bent * bent)
         logits = np.where(seen, logits, -np.inf)
         top = logits.max(-1, keepdims=True, initial=-np.inf)
-        weights = np.where(seen, np.exp(logits - top), 0)
-        total = weights.sum(-1, keepdims=True)
-        weights = round_(weights / np.where(total == 0, 1, total))
+        lse = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
+        weights = np.where(seen, round_(np.exp(logits - lse)), 0)
         dweights = round_(products(dout, v))
         delta = (weights * dweights).sum(-1, keepdims=True)
         if dlse is not None:
@@ -88,9 +87,7 @@ def _gradients(
         dq = np.matmul(dscores, k) * factor
         dk = np.matmul(dscores.swapaxes(-1, -2), q) * factor
         dv = np.matmul(weights.swapaxes(-1, -2), dout)
-    dk, dv = (
-        x.reshape(x.shape[0], heads_kv, group, *x.shape[2:]).sum(2) for x in (dk, dv)
-    )
+    dk, dv = (x.reshape(x.shape[0], heads_kv, group, *x.shape[2:]).sum(2) for x in (dk, dv))
     return Gradients(*(_heads_first(round_(x), layout) for x in (dq, dk, dv)))
 
 
@@ -110,7 +107,7 @@ def cancellation(
     eps = CANCELLATION if dtype != DOUBLE else CANCELLATION * 2.0**-29
     dims = given[3].shape[-1] ** 0.5  # sums of random signs grow with the root
     dscores = eps * dout * v * dims * (scale or given[1].shape[-1] ** -0.5)
-    return {"dq": dscores * k, "dk": dscores * q, "dv": 0.0}
+    return {"dq": dscores * k, "dk": dscores * q, "dv": eps * dout}
 
 
 def assert_gradients_accurate(
@@ -120,12 +117,9 @@ def assert_gradients_accurate(
     k: Any,
     v: Any,
     dlse: Any = None,
-    *,
-    before: Gradients | None = None,
     **options: Any,
 ) -> None:
-    """Holds (dq, dk, dv), each of any framework or None, to the accuracy rule. `before` is what they were
-    added to."""
+    """Holds (dq, dk, dv), each of any framework or None, to the accuracy rule."""
     dtype = dtype_of(q)
     given = [to_numpy(x) for x in (dout, q, k, v)]
     dlse = None if dlse is None else to_numpy(dlse)
@@ -138,15 +132,14 @@ def assert_gradients_accurate(
             continue
         x = to_numpy(x)
         assert x.shape == want.shape, name
-        added = 0.0 if before is None else to_numpy(getattr(before, name))
         for head in range(want.shape[head_axis] if want.size else 0):
             here = np.index_exp[:, head] if head_axis == 1 else np.index_exp[:, :, head]
-            target = want[here] + (added if before is None else added[here])
+            target = want[here]
             allowed = 2 * np.abs(usual[here] - want[here]).max()
             allowed += 2 * ulp(dtype, float(np.abs(target).max())) + left[name]
             error = np.abs(x[here] - target)
             worst = np.unravel_index(np.argmax(error), error.shape)  # NaN counts as the largest
             assert error[worst] <= allowed, (
-                f"{name} of head {head}: {x[here][worst]} at {list(map(int, worst))}, the reference "
+                f"{name} of head {head}: {x[here][worst]} at {list(map(int, worst))}, reference "
                 f"{target[worst]}: error {error[worst]:.3g}, allowed {allowed:.3g}"
             )

@@ -207,7 +207,7 @@ typedef struct flashmoe_launch {
   int32_t stages;        /* pipeline depth of the main loop's loads; 0 where that says nothing */
   uint64_t shared_bytes; /* shared memory of one block, static and dynamic */
   /* The tile of a block, or of a cluster that shares one; 0 where that says nothing. Attention: tile_m
-   * query rows ("short" and "split": of all query heads that share keys) meet tile_n keys a step
+   * query rows ("short" and split KV: of all query heads that share keys) meet tile_n keys a step
    * ("short": of a warp), with dim and dim_v head dimensions, to which the call's are padded. Products of
    * experts: tile_m rows of an expert's weights meet at most tile_n tokens. */
   int32_t tile_m;
@@ -326,9 +326,10 @@ typedef struct flashmoe_attention_forward_params {
   int32_t causal;             /* flashmoe_causal */
   float scale;                /* finite and positive; 0 = 1 / sqrt(dim) */
   uint32_t reserved;          /* 0 */
-  const char* kernel;         /* NULL: the best here. Else a kernel family ("cpu", "sm89") or a
-                                 kernel's full name as a plan gives it: that one runs, or the call
-                                 fails with the reason; it never falls back. */
+  const char* kernel;         /* NULL: the best here. Else a kernel family ("cpu", "sm89"), a
+                                 schedule of one ("sm90_split_kv") or a kernel's full name as a plan
+                                 gives it: that one runs, or the call fails with the reason; it never
+                                 falls back. */
   uint32_t window;            /* bits of flashmoe_window; 0: no window */
   float softcap;              /* finite and positive; 0: none */
   int64_t window_left;        /* keys before the query's, >= 0; 0 without FLASHMOE_WINDOW_LEFT */

@@ -52,7 +52,7 @@ class Words(NamedTuple):
     """What to pass where no output can be made."""
 
 
-ATTENTION = Words("attention", "q, k, v, out and lse", "out, and lse with return_lse")
+ATTENTION = Words("attention", "all tensors of a call", "out, and lse with return_lse")
 
 
 class Framework:
@@ -95,9 +95,6 @@ class Framework:
     def out(self, q: Any, shape: tuple[int, ...]) -> Any:
         xp = self.namespace(q)
         return xp.empty(shape, dtype=q.dtype, device=q.device)
-
-    def lse(self, q: Any, shape: tuple[int, ...]) -> Any:
-        return self.empty(q, shape, "float32")
 
     def empty(
         self, like: Any, shape: tuple[int, ...], dtype: str, stream: int | None = None
@@ -456,75 +453,42 @@ def output_through_numpy(name: str, tensor: Any, words: Words) -> Any:
 
 
 def flash_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: Any,
-    window: Any,
-    scale: Any,
-    softcap: Any,
-    layout: Any,
-    return_lse: bool,
-    out: Any,
-    lse: Any,
-    kernel: Any,
-    stream: Any,
+    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
 ) -> Any:
-    """flash_attention, called by the native one with all of its arguments."""
-    given = {"q": q, "k": k, "v": v}
-    if out is not None:
-        given["out"] = out
-    if lse is not None:
-        given["lse"] = lse
-    outputs = {name: tensor for name, tensor in given.items() if name in ("out", "lse")}
+    """flash_attention, called by the native one: everything by its name, of outputs and of optional
+    tensors those that are given."""
+    given = tensors | outputs
     framework = common_framework(given)
     for name, tensor in outputs.items():
         framework.check_output(name, tensor)
+    return_lse = options["return_lse"]
     if framework is JAX:
         from flashmoe_science import jax
 
-        return jax.flash_attention(
-            q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel, stream
-        )
+        return jax.flash_attention(tensors, options, outputs, stream)
 
+    q = tensors["q"]
     device = framework.device(q)
-    missing = out is None or (return_lse and lse is None)
+    missing = "out" not in outputs or (return_lse and "lse" not in outputs)
     if missing and type(framework) is Framework and not makes_tensors(q):
         if device.type == CUDA:
             framework.namespace(q)  # raises: there is no way to allocate
-        q, v = through_numpy({"q": q, "v": v}).values()
+        q = through_numpy({"q": q})["q"]
         framework = NUMPY
-    if missing and len(q.shape) == 4 and len(v.shape) == 4:  # else the library says what is wrong
-        b, s, h = q.shape[:3] if layout != "bhsd" else (q.shape[0], q.shape[2], q.shape[1])
-        given.setdefault("out", framework.out(q, (*q.shape[:3], v.shape[3])))
-        if return_lse:
-            given.setdefault("lse", framework.lse(q, (b, h, s)))
 
     handle = _core.stream_handle(stream)
     if handle is None and device.type == CUDA:
         handle = framework.current_stream(device)
 
-    def call(workspace: Any) -> int:
-        views = {name: framework.view(tensor, handle) for name, tensor in given.items()}
-        return _core.attention_forward(
-            views["q"],
-            views["k"],
-            views["v"],
-            views.get("out"),
-            views.get("lse"),
-            causal=causal,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            layout=layout,
-            kernel=kernel,
-            workspace=workspace,
-            stream=handle,
-        )
+    def allocate(name: str, shape: tuple[int, ...], dtype: str) -> Any:
+        if name == "out":
+            given[name] = framework.out(q, shape)
+        else:
+            alone = handle if name == "workspace" else None
+            given[name] = framework.empty(q, shape, dtype, alone)
+        return framework.view(given[name], handle)
 
-    needed = call(None)
-    if needed > 0:
-        assert handle is not None
-        call(framework.view(framework.empty(q, (needed,), "uint8", handle), handle))
+    views = {name: framework.view(tensor, handle) for name, tensor in given.items()}
+    _core.call("attention_forward", views, options, allocate, handle)
     framework.finish(*outputs.values())
     return (given["out"], given["lse"]) if return_lse else given["out"]

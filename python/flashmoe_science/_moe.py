@@ -1,6 +1,7 @@
 """The mixture of experts for tensors whose type has no DLPack exchange API: see _dispatch.
 
-The functions of the same names are called by the native ones with all of their arguments.
+The functions of the same names are called by the native ones: everything by its name, of optional
+tensors those that are given.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class _Calls:
             return self.framework.view(made[name], self.stream)
 
         views = {n: self.framework.view(t, self.stream) for n, t in tensors.items()}
-        _core.moe_call(operation, views, options, allocate, self.stream)
+        _core.call(operation, views, options, allocate, self.stream)
         self.framework.finish(*self._outputs)
         return tensors | made
 
@@ -126,103 +127,52 @@ def _routing(made: dict[str, Any]) -> MoeRouting:
     return MoeRouting(*(made.get(name) for name in MoeRouting._fields))
 
 
+def _outputs(out: Any) -> dict[str, Any]:
+    return {} if out is None else _present(**_parts("out", out))
+
+
 def moe_route(
-    logits: Any,
-    top_k: int,
-    scoring: Any,
-    renormalize: Any,
-    selection_bias: Any,
-    num_groups: Any,
-    top_groups: Any,
-    scale: Any,
-    return_lse: bool,
-    out: Any,
-    stream: Any,
+    tensors: dict[str, Any], options: dict[str, Any], out: Any, stream: Any
 ) -> MoeRouting:
-    outputs = _present(**_parts("out", out)) if out is not None else {}
-    if out is not None and return_lse and "lse" not in outputs:
+    outputs = _outputs(out)
+    if out is not None and options["return_lse"] and "lse" not in outputs:
         raise InvalidArgumentError("out: its lse is None, accepted with return_lse is a tensor")
-    inputs = {"logits": logits} | _present(selection_bias=selection_bias)
-    calls = _Calls(inputs, stream, {f"out.{name}": part for name, part in outputs.items()})
-    options = {
-        "top_k": top_k, "scoring": scoring, "renormalize": renormalize, "num_groups": num_groups,
-        "top_groups": top_groups, "scale": scale, "return_lse": return_lse,
-    }  # fmt: skip
-    made = calls.run("route", inputs | outputs, options)
+    calls = _Calls(tensors, stream, {f"out.{name}": part for name, part in outputs.items()})
+    made = calls.run("moe_route", tensors | outputs, options)
     return _routing(made) if out is None else out
 
 
 def moe_route_given(
-    ids: Any,
-    weights: Any,
-    num_experts: int,
-    renormalize: Any,
-    scale: Any,
-    expert_map: Any,
-    out: Any,
-    stream: Any,
+    tensors: dict[str, Any], options: dict[str, Any], out: Any, stream: Any
 ) -> MoeRouting:
-    outputs = _present(**_parts("out", out)) if out is not None else {}
-    inputs = {"ids": ids} | _present(weights=weights, expert_map=expert_map)
-    calls = _Calls(inputs, stream, {f"out.{name}": part for name, part in outputs.items()})
-    renamed = {"ids": "given_ids", "weights": "given_weights"}
-    tensors = {renamed.get(name, name): tensor for name, tensor in inputs.items()}
-    options = {"num_experts": num_experts, "renormalize": renormalize, "scale": scale}
-    made = calls.run("route", tensors | outputs, options)
+    outputs = _outputs(out)
+    calls = _Calls(tensors, stream, {f"out.{name}": part for name, part in outputs.items()})
+    names = {"ids": "given_ids", "weights": "given_weights"}
+    renamed = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    made = calls.run("moe_route", renamed | outputs, options)
     return _routing(made) if out is None else out
 
 
-def _forward_options(
-    gate: Any, activation: Any, alpha: Any, limit: Any, up_offset: Any, weight_on_input: Any,
-    kernel: Any,
-) -> dict[str, Any]:  # fmt: skip
-    return {
-        "gate": gate, "activation": activation, "alpha": alpha, "limit": limit,
-        "up_offset": up_offset, "weight_on_input": weight_on_input, "kernel": kernel,
-    }  # fmt: skip
-
-
 def moe_forward(
-    x: Any,
-    w_gate_up: Any,
-    w_down: Any,
+    tensors: dict[str, Any],
     routing: Any,
-    w_up: Any,
-    gate: Any,
-    activation: Any,
-    b_gate_up: Any,
-    b_up: Any,
-    b_down: Any,
-    alpha: Any,
-    limit: Any,
-    up_offset: Any,
-    weight_on_input: Any,
-    out: Any,
-    pre_activation: Any,
-    return_pre_activation: bool,
-    kernel: Any,
+    options: dict[str, Any],
+    outputs: dict[str, Any],
     stream: Any,
 ) -> Any:
-    inputs = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down}
-    inputs |= _present(w_up=w_up, b_gate_up=b_gate_up, b_up=b_up, b_down=b_down)
     parts = _parts("routing", routing)
     parts = {name: parts[name] for name in ("weights", "offsets", "pairs", "slots")}
-    named = inputs | {f"routing.{name}": part for name, part in parts.items()}
-    calls = _Calls(named, stream, {"out": out, "pre_activation": pre_activation})
-    options = _forward_options(gate, activation, alpha, limit, up_offset, weight_on_input, kernel)
-    options["return_pre_activation"] = return_pre_activation
-    outputs = _present(out=out, pre_activation=pre_activation)
-    made = calls.run("forward", inputs | parts | outputs, options)
-    return (made["out"], made["pre_activation"]) if return_pre_activation else made["out"]
+    named = tensors | {f"routing.{name}": part for name, part in parts.items()}
+    calls = _Calls(named, stream, outputs)
+    made = calls.run("moe_forward", tensors | parts | outputs, options)
+    both = options["return_pre_activation"]
+    return (made["out"], made["pre_activation"]) if both else made["out"]
 
 
-def grouped_product(
-    x: Any, w: Any, offsets: Any, counts: Any, bias: Any, out: Any, kernel: Any, stream: Any
-) -> Any:
-    inputs = {"x": x, "w": w} | _present(offsets=offsets, counts=counts, bias=bias)
+def grouped_product(tensors: dict[str, Any], options: dict[str, Any], out: Any, stream: Any) -> Any:
     outputs = _present(out=out)
-    calls = _Calls(inputs, stream, outputs)
-    return calls.run("grouped_product", inputs | outputs, {"kernel": kernel})["out"]
+    calls = _Calls(tensors, stream, outputs)
+    return calls.run("grouped_product", tensors | outputs, options)["out"]
 
 
 # ---- fused_moe -----------------------------------------------------------------------------------
@@ -287,50 +237,14 @@ def router_product(
         return logits if router_bias is None else logits + router_bias
 
 
-def fused_moe(
-    tokens: Any,
-    router_weights: Any,
-    w_gate_up: Any,
-    w_down: Any,
-    top_k: int,
-    logits: Any,
-    router_bias: Any,
-    scoring: Any,
-    renormalize: Any,
-    selection_bias: Any,
-    num_groups: Any,
-    top_groups: Any,
-    scale: Any,
-    w_up: Any,
-    gate: Any,
-    activation: Any,
-    b_gate_up: Any,
-    b_up: Any,
-    b_down: Any,
-    alpha: Any,
-    limit: Any,
-    up_offset: Any,
-    weight_on_input: Any,
-    out: Any,
-    kernel: Any,
-    stream: Any,
-) -> Any:
-    given = {"tokens": tokens, "w_gate_up": w_gate_up, "w_down": w_down} | _present(
-        router_weights=router_weights, logits=logits, router_bias=router_bias,
-        selection_bias=selection_bias, w_up=w_up, b_gate_up=b_gate_up, b_up=b_up, b_down=b_down,
-    )  # fmt: skip
-    options = {
-        "top_k": top_k, "scoring": scoring, "renormalize": renormalize, "num_groups": num_groups,
-        "top_groups": top_groups, "scale": scale,
-        **_forward_options(gate, activation, alpha, limit, up_offset, weight_on_input, kernel),
-    }  # fmt: skip
+def fused_moe(given: dict[str, Any], options: dict[str, Any], out: Any, stream: Any) -> Any:
     calls = _Calls(given, stream, {"out": out})
     if calls.framework is _JAX:
         from flashmoe_science import jax
 
         return jax.fused_moe(_fused_of_jax, given, options)
     given_out = out
-    if _has_dlpack_alone(calls.framework, tokens):
+    if _has_dlpack_alone(calls.framework, given["tokens"]):
         given = _dispatch.through_numpy(given, WORDS)
         if out is not None:
             given_out = _dispatch.output_through_numpy("out", out, WORDS)
@@ -363,7 +277,7 @@ def _fused(calls: _Calls, given: dict[str, Any], options: dict[str, Any], given_
         return router_product(tokens, router, bias, given["w_gate_up"], calls.given_stream)
 
     tensors = _as_rows(framework, given | _present(out=given_out), multiply)
-    out = calls.run("fused", tensors, options)["out"]
+    out = calls.run("fused_moe", tensors, options)["out"]
     return framework.reshaped(out, tuple(given["tokens"].shape))
 
 

@@ -94,8 +94,9 @@ def flash_attention(
         out: Where to write the result, [batch, seq_q, heads_q, dim_v] in the same layout. A new one
             has q's order in memory. Like lse it may overlap no other tensor. Not for JAX.
         lse: Where to write the log-sum-exp, [batch, heads_q, seq_q], fp32. Not for JAX.
-        kernel: Kernel family to use ("cpu", "short", "split", "sm89", "sm90"): that one runs, or
-            the call fails. None is the best.
+        kernel: Kernel family to use ("cpu", "short", "sm89", "sm90"), or a schedule of one
+            ("sm90_whole_tiles", "sm90_split_kv"): that one runs, or the call fails. None is the
+            best.
         stream: cudaStream_t as an int, or an object with __cuda_stream__(), cuda_stream or ptr.
             None is the current stream of the tensors' library. Ignored on the CPU. Not for JAX.
 

@@ -36,16 +36,7 @@ from flashmoe_science.errors import (
 if jax.__version_info__ < (0, 6):  # shard_map knows no rule for jax.custom_batching before
     raise ArgumentTypeError(f"got a JAX array of JAX {jax.__version__}, accepted is 0.6 or newer")
 
-_ATTENTION = "flashmoe_attention_forward_v1"
-_MOE_TARGETS = {
-    "route": "flashmoe_moe_route_v1",
-    "forward": "flashmoe_moe_forward_v1",
-    "grouped_product": "flashmoe_grouped_product_v1",
-    "fused": "flashmoe_fused_moe_v1",
-}
-
-
-for _target, _handlers in _core.xla_ffi_handlers().items():
+for _target, _handlers in _core.xla_ffi_handlers().values():
     for _platform, _handler in _handlers.items():
         jax.ffi.register_ffi_target(_target, _handler, platform=_platform)
 
@@ -110,11 +101,13 @@ def _one_after_another(
 _INT32, _FP32 = np.dtype("int32"), np.dtype("float32")
 _NO_DEVICE = "FLASHMOE_ERROR_NO_DEVICE"
 
-_Check = Callable[[Any, Device, tuple[Any, ...], tuple[Any, ...]], object]
+_CheckCall = Callable[[Any, Device, tuple[Any, ...], tuple[Any, ...]], object]
 """Raises what is wrong with a call there: (what it is compiled for, device, shapes, dtypes)."""
 
 
-def _custom_call(target: str, words: str, check: _Check, takes_fp32_on_gpu: bool = False) -> Any:
+def _custom_call(
+    target: str, words: str, check: _CheckCall, takes_fp32_on_gpu: bool = False
+) -> Any:
     """A primitive that is XLA's call of a target, on the platforms where kernels serve it.
 
     bind(*arrays, call=, attributes=, results=): what `check` takes, the handler's attributes as
@@ -168,7 +161,9 @@ def _described(arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]
     return tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays)
 
 
-def _check_traced(check: _Check, call: Any, device: Device | None, arrays: Sequence[Any]) -> None:
+def _check_traced(
+    check: _CheckCall, call: Any, device: Device | None, arrays: Sequence[Any]
+) -> None:
     """Raises what is wrong with a call, on the device where there is one. Under jit there is none:
     what holds on every device is checked as on the CPU, and the rest when a platform is known."""
     if device is None:
@@ -178,7 +173,7 @@ def _check_traced(check: _Check, call: Any, device: Device | None, arrays: Seque
 
 
 def _is_served_here(
-    check: _Check, call: Any, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+    check: _CheckCall, call: Any, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> bool:
     """Whether a GPU of this machine serves a call: JAX does not say which one it will be. False
     where there is none to ask, as when a program is exported; raises why if no other one does."""
@@ -195,7 +190,7 @@ def _is_served_here(
 
 
 def _checked(
-    check: _Check, call: Any, device: Device, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+    check: _CheckCall, call: Any, device: Device, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> None:
     """Of a call with symbolic dimensions (jax.export) checks one with numbers in their places."""
     variables = sorted({v for shape in shapes for n in shape for v in _variables(n)})
@@ -230,163 +225,7 @@ def _result_types(arrays: Sequence[Any], like: Callable[[Any], Sequence[Any]]) -
     return tuple(jax.typeof(x) for x in like(mark))
 
 
-# ---- attention -------------------------------------------------------------------------------
-
-
-class _Options(NamedTuple):
-    """What a call is compiled for, besides shapes and dtypes."""
-
-    causal: bool | str
-    window: tuple[int | None, int | None] | None
-    scale: float | None
-    softcap: float | None
-    layout: str
-    kernel: str | None
-    return_lse: bool
-
-    def of_any_size(self) -> _Options:
-        """Less what serves some sizes and not others."""
-        return self._replace(kernel=None)
-
-
-def _plan(
-    options: _Options, device: Device, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
-) -> dict[str, Any]:
-    names = ("q", "k", "v")
-    return _core.attention_plan_for(
-        *shapes,
-        dtypes=[parse_dtype(dtype, name) for name, dtype in zip(names, dtypes, strict=True)],
-        device=device,
-        **options._asdict(),
-    )
-
-
-def plan(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: Any,
-    window: Any,
-    scale: Any,
-    softcap: Any,
-    layout: Any,
-    kernel: Any,
-    return_lse: bool,
-) -> dict[str, Any]:
-    """Fields of the plan; raises what is wrong with the call."""
-    arrays = _arrays((q, k, v))
-    device = _device("q", arrays)
-    options = _Options(causal, window, scale, softcap, layout, kernel, return_lse)
-    if device is None:
-        options, device = options.of_any_size(), Device(CPU, 0)
-    return _plan(options, device, *_described(arrays))
-
-
-@functools.lru_cache(maxsize=1024)
-def _check_attention(
-    options: _Options, device: Device, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
-) -> None:
-    """Raises what is wrong with a call, outside of JAX's tracing and its tracebacks."""
-    _plan(options, device, shapes, dtypes)
-
-
-_attention = _custom_call(_ATTENTION, "attention", _check_attention)
-
-
-def _forward(q: Any, k: Any, v: Any, options: _Options) -> Any:
-    """The custom call on tracers; runs once for each set of shapes."""
-
-    def like(mark: Any) -> list[Any]:
-        row = q[..., :1] + mark.astype(q.dtype)
-        made = [jnp.broadcast_to(row, (*q.shape[:3], v.shape[3]))]
-        if options.return_lse:
-            heads_axis = 1 if options.layout == "bhsd" else 2
-            made.append(jnp.moveaxis(row[..., 0], heads_axis, 1).astype(_FP32))
-        return made
-
-    numbers = _core.option_numbers(
-        options.causal,
-        options.window,
-        options.scale,
-        options.softcap,
-        options.layout,
-        options.kernel,
-    )
-    attributes = {
-        "causal": np.int32(numbers["causal"]),
-        "window": np.int32(numbers["window"]),
-        "window_left": np.int64(numbers["window_left"]),
-        "window_right": np.int64(numbers["window_right"]),
-        "scale": np.float32(numbers["scale"]),
-        "softcap": np.float32(numbers["softcap"]),
-        "layout": np.int32(numbers["layout"]),
-        "kernel": numbers["kernel"],
-    }
-    made = _attention.bind(
-        q,
-        k,
-        v,
-        call=options,
-        attributes=tuple(attributes.items()),
-        results=_result_types((q, k, v), like),
-    )
-    return tuple(made) if options.return_lse else made[0]
-
-
-def _with_axis(size: int, batched: bool, array: Any) -> Any:
-    """The array with vmap's axis in front, whether it had one or not."""
-    return array if batched else jnp.broadcast_to(array[None], (size, *array.shape))
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(options: _Options) -> Any:
-    function = functools.partial(_forward, options=options)
-
-    def folded(size: int, batched: Sequence[bool], *qkv: Any) -> Any:
-        """Sequences of an outer batch are sequences of one larger batch."""
-        wide = [_with_axis(size, b, x) for b, x in zip(batched, qkv, strict=True)]
-        made = compiled(*(x.reshape((x.shape[0] * x.shape[1], *x.shape[2:])) for x in wide))
-        apart = wide[0].shape[:2]
-        return jax.tree.map(lambda x: x.reshape((*apart, *x.shape[1:])), made)
-
-    compiled = _transformable(function, "attention", folded)
-    return compiled
-
-
-def flash_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: Any,
-    window: Any,
-    scale: Any,
-    softcap: Any,
-    layout: Any,
-    return_lse: bool,
-    out: Any,
-    lse: Any,
-    kernel: Any,
-    stream: Any,
-) -> Any:
-    """flash_attention, with all of its arguments."""
-    for name, value in {"out": out, "lse": lse}.items():
-        if value is not None:
-            raise InvalidArgumentError(f"{name}: JAX arrays cannot be written to; leave it None")
-    if stream is not None:
-        raise InvalidArgumentError("stream: XLA chooses the stream of JAX arrays; leave it None")
-    # Raises before anything is cached.
-    _core.option_numbers(causal, window, scale, softcap, layout, kernel)
-    window = None if window is None else tuple(window)
-    scale = None if scale is None else float(scale)
-    softcap = None if softcap is None else float(softcap)
-    arrays = _arrays((q, k, v))
-    options = _Options(causal, window, scale, softcap, layout, kernel, return_lse)
-    _check_traced(_check_attention, options, _device("q", arrays), arrays)
-    return _compiled(options)(*arrays)
-
-
-# ---- mixture of experts ----------------------------------------------------------------------
+# ---- operations ------------------------------------------------------------------------------
 
 _DLPACK_CODES = {"b": 6, "i": 0, "u": 1, "f": 2}  # by NumPy's kind; bfloat16 is none of NumPy's
 
@@ -398,7 +237,7 @@ class _Call(NamedTuple):
     names: tuple[str, ...]
     """The C ABI's, of the tensors."""
     options: tuple[tuple[str, Any], ...]
-    """As moe_plan takes them."""
+    """As _core.plan takes them."""
 
     def of_any_size(self) -> _Call:
         """Less what serves some sizes and not others."""
@@ -415,7 +254,14 @@ def _dtype_numbers(dtype: Any) -> Dtype:
 def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shapes and dtypes of what a checked call makes, by the C ABI's names."""
     options = dict(call.options)
-    if call.operation == "route":
+    if call.operation == "attention_forward":
+        q, v = tensors["q"], tensors["v"]
+        made = {"out": ((*q.shape[:3], v.shape[3]), q.dtype)}
+        batch, seq, heads = q.shape[:3]
+        if options["layout"] == "bhsd":
+            seq, heads = heads, seq
+        return made | ({"lse": ((batch, heads, seq), _FP32)} if options["return_lse"] else {})
+    if call.operation == "moe_route":
         if "given_ids" in tensors:
             (t, k), e = tensors["given_ids"].shape, options["num_experts"]
         else:
@@ -428,7 +274,7 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
             "slots": ((t, k), _INT32),
         }
         return made | ({"lse": ((t,), _FP32)} if options.get("return_lse") else {})
-    if call.operation == "fused":
+    if call.operation == "fused_moe":
         return {"out": (tensors["tokens"].shape, tensors["tokens"].dtype)}
     x = tensors["x"]
     if call.operation == "grouped_product":
@@ -441,56 +287,57 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
     return made
 
 
-def _moe_plan(
+def _plan(
     call: _Call, device: Device, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]
 ) -> dict[str, Any]:
     described = zip(call.names, shapes, dtypes, strict=True)
     tensors = {n: (s, _dtype_numbers(d), device, None) for n, s, d in described}
-    return _core.moe_plan(call.operation, tensors, dict(call.options))
+    return _core.plan(call.operation, tensors, dict(call.options))
 
 
-def moe_plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Fields of the plan of run() with these arguments; raises what is wrong with the call."""
     arrays = _arrays(tensors.values())
     device = _device(next(iter(tensors)), arrays)
     call = _Call(operation, tuple(tensors), tuple(options.items()))
     if device is None:
         call, device = call.of_any_size(), Device(CPU, 0)
-    return _moe_plan(call, device, *_described(arrays))
+    return _plan(call, device, *_described(arrays))
 
 
 @functools.lru_cache(maxsize=1024)
-def _check_moe(
+def _check(
     call: _Call, device: Device, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]
 ) -> None:
     """Raises what is wrong with a call, outside of JAX's tracing and its tracebacks."""
-    _moe_plan(call, device, shapes, dtypes)
+    _plan(call, device, shapes, dtypes)
 
 
-_MOE = {
+def _words(operation: str) -> str:
+    return "attention" if operation == "attention_forward" else "the mixture of experts"
+
+
+_CALLS = {
     operation: _custom_call(
-        target, "the mixture of experts", _check_moe, takes_fp32_on_gpu=operation == "route"
+        target, _words(operation), _check, takes_fp32_on_gpu=operation == "moe_route"
     )
-    for operation, target in _MOE_TARGETS.items()
+    for operation, (target, _) in _core.xla_ffi_handlers().items()
 }
 
 
-def _call_moe(call: _Call, *arrays: Any) -> dict[str, Any]:
+def _bind(call: _Call, *arrays: Any) -> dict[str, Any]:
     """The custom call on tracers; runs once for each set of shapes."""
     outputs = _outputs(call, dict(zip(call.names, arrays, strict=True)))
-    numbers = _core.moe_option_numbers(call.operation, dict(call.options))
     attributes = {
         "inputs": "".join(f"{name} " for name in call.names),
         "outputs": "".join(f"{name} " for name in outputs),
-    } | {
-        name: np.int32(n) if isinstance(n, int) else np.float32(n) if isinstance(n, float) else n
-        for name, n in numbers.items()
+        "options": _core.pack_options(call.operation, dict(call.options)),
     }
 
     def like(mark: Any) -> list[Any]:
         return [jnp.broadcast_to(mark.astype(dtype), shape) for shape, dtype in outputs.values()]
 
-    made = _MOE[call.operation].bind(
+    made = _CALLS[call.operation].bind(
         *arrays,
         call=call,
         attributes=tuple(attributes.items()),
@@ -499,27 +346,66 @@ def _call_moe(call: _Call, *arrays: Any) -> dict[str, Any]:
     return dict(zip(outputs, made, strict=True))
 
 
+def _with_axis(size: int, batched: bool, array: Any) -> Any:
+    """The array with vmap's axis in front, whether it had one or not."""
+    return array if batched else jnp.broadcast_to(array[None], (size, *array.shape))
+
+
+def _widened(
+    names: Sequence[str], folded: Sequence[str], size: int, batched: Sequence[bool], arrays: Any
+) -> list[Any] | None:
+    """The arrays, those that are `folded` with vmap's axis; None if another one has it."""
+    if any(b for name, b in zip(names, batched, strict=True) if name not in folded):
+        return None
+    return [
+        _with_axis(size, b, x) if name in folded else x
+        for name, b, x in zip(names, batched, arrays, strict=True)
+    ]
+
+
+_SEQUENCES = ("q", "k", "v")
+
+
 @functools.lru_cache(maxsize=256)
-def _compiled_moe(call: _Call) -> Any:
-    return _transformable(functools.partial(_call_moe, call), "the mixture of experts")
+def _compiled(call: _Call) -> Any:
+    def folded(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
+        """Sequences of an outer batch are sequences of one larger batch."""
+        wide = _widened(call.names, _SEQUENCES, size, batched, arrays)
+        if wide is None:
+            return None
+        apart = wide[0].shape[:2]
+        made = compiled(
+            *(
+                x.reshape((x.shape[0] * x.shape[1], *x.shape[2:])) if name in _SEQUENCES else x
+                for name, x in zip(call.names, wide, strict=True)
+            )
+        )
+        return jax.tree.map(lambda x: x.reshape((*apart, *x.shape[1:])), made)
+
+    rule = folded if call.operation == "attention_forward" else None
+    compiled = _transformable(functools.partial(_bind, call), _words(call.operation), rule)
+    return compiled
 
 
 def _key(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Options that were found right, so that equal calls are compiled once: of NumPy's scalars
-    Python's own, which hash alike."""
-    return tuple((name, x.item() if hasattr(x, "item") else x) for name, x in options.items())
+    Python's own, which hash alike, and of lists tuples."""
+
+    def key(x: Any) -> Any:
+        return tuple(x) if isinstance(x, list) else x.item() if hasattr(x, "item") else x
+
+    return tuple((name, key(x)) for name, x in options.items())
 
 
 def run(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """An operation of the C ABI, one of _MOE_TARGETS, on JAX arrays and options
-    by the C ABI's names: its outputs, likewise. Raises what is wrong with the call. `device` among
-    the options tells where tracers will be."""
-    _core.moe_option_numbers(operation, options)  # raises before anything is cached
+    """An operation of the C ABI on JAX arrays and options by their names: its outputs, likewise.
+    Raises what is wrong with the call. `device` among the options tells where tracers will be."""
+    _core.pack_options(operation, options)  # raises before anything is cached
     arrays = _arrays(tensors.values())
     device = options.get("device") or _device(next(iter(tensors)), arrays)
     call = _Call(operation, tuple(tensors), _key(options))
-    _check_traced(_check_moe, call, device, arrays)
-    made: dict[str, Any] = _compiled_moe(call)(*arrays)
+    _check_traced(_check, call, device, arrays)
+    made: dict[str, Any] = _compiled(call)(*arrays)
     return made
 
 
@@ -532,15 +418,11 @@ def _compiled_fused_moe(
 
     def folded(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
         """Tokens of an outer batch are tokens: any leading dimensions will do."""
-        if any(b for name, b in zip(names, batched, strict=True) if name not in per_token):
+        wide = _widened(names, ("tokens", "logits"), size, batched, arrays)
+        if wide is None:
             return None
-        wide = [
-            _with_axis(size, b, x) if name in per_token else x
-            for name, b, x in zip(names, batched, arrays, strict=True)
-        ]
         return compiled(*wide)
 
-    per_token = ("tokens", "logits")
     compiled = _transformable(function, "the mixture of experts", folded)
     return compiled
 
@@ -551,7 +433,19 @@ def fused_moe(
     options: dict[str, Any],
 ) -> Any:
     """steps(tensors, options), which calls run() and operations of JAX, as one compiled program."""
-    _core.moe_option_numbers("fused", options)  # raises before anything is cached
+    _core.pack_options("fused_moe", options)  # raises before anything is cached
     arrays = _arrays(tensors.values())
     options = options | {"device": _device("tokens", arrays)}
     return _compiled_fused_moe(steps, tuple(tensors), _key(options))(*arrays)
+
+
+def flash_attention(
+    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+) -> Any:
+    """flash_attention, with everything by its name."""
+    for name in outputs:
+        raise InvalidArgumentError(f"{name}: JAX arrays cannot be written to; leave it None")
+    if stream is not None:
+        raise InvalidArgumentError("stream: XLA chooses the stream of JAX arrays; leave it None")
+    made = run("attention_forward", tensors, options)
+    return (made["out"], made["lse"]) if options["return_lse"] else made["out"]

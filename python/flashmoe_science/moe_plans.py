@@ -31,9 +31,9 @@ def _plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> M
     if any(_dispatch.is_jax(tensor) for tensor in given.values()):
         from flashmoe_science import jax  # its arrays may be on a device of another process
 
-        fields = jax.moe_plan(operation, given, options)
+        fields = jax.plan(operation, given, options)
     else:
-        fields = _core.moe_plan(operation, given, options)
+        fields = _core.plan(operation, given, options)
     return MoePlan.of(fields)
 
 
@@ -54,7 +54,7 @@ def moe_route_plan(
     Raises what moe_route would raise for its arguments.
     """
     return _plan(
-        "route",
+        "moe_route",
         {"logits": logits, "selection_bias": selection_bias},
         {
             "top_k": top_k, "scoring": scoring, "renormalize": renormalize,
@@ -105,7 +105,7 @@ def moe_plan(
         "up_offset": up_offset, "weight_on_input": weight_on_input, "kernel": kernel,
         "return_pre_activation": parse_flag("return_pre_activation", return_pre_activation),
     }  # fmt: skip
-    return _plan("forward", tensors, options)
+    return _plan("moe_forward", tensors, options)
 
 
 def grouped_product_plan(
@@ -268,4 +268,4 @@ def fused_moe_plan(
         "alpha": alpha, "limit": limit, "up_offset": up_offset,
         "weight_on_input": weight_on_input, "kernel": kernel,
     }  # fmt: skip
-    return _plan("fused", _moe.tensors_of_fused_plan(tensors), options)
+    return _plan("fused_moe", _moe.tensors_of_fused_plan(tensors), options)

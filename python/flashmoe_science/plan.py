@@ -36,7 +36,7 @@ class Launch:
     device: str
     """"cpu", "cuda:N", or in plans a model of GPUs, such as "h200"."""
     grid: tuple[int, int, int]
-    """Blocks, of which sm90 and split launch no more than are resident; on the CPU grid[0] counts
+    """Blocks, of which sm90 launches no more than are resident; on the CPU grid[0] counts
     independent tiles."""
     block: tuple[int, int, int]
     """Threads of a block; on the CPU block[0] counts the threads that share the tiles."""
@@ -48,7 +48,7 @@ class Launch:
     """Shared memory of one block, static and dynamic."""
     tile_m: int
     """Of a block, or of a cluster that shares one; 0 where that says nothing. Attention: query rows
-    ("short" and "split": of all query heads that share keys). Products of experts: rows of an
+    ("short" and split KV: of all query heads that share keys). Products of experts: rows of an
     expert's weights."""
     tile_n: int
     """Attention: keys of one step ("short": of a warp). Products of experts: the most tokens."""
@@ -88,7 +88,7 @@ class Plan:
     operation: str
     """Such as "attention_forward"."""
     family: str
-    """Kernel family: "short", "split", "stream", "sm90", "sm89", "cpu"."""
+    """Kernel family: "short", "stream", "sm90", "sm89", "cpu"."""
     isa: str
     """The code that runs: "sm_90a", "avx512"."""
     microseconds: float
@@ -179,17 +179,21 @@ def attention_plan(
 
     Raises what flash_attention would raise for its arguments.
     """
-    options: dict[str, Any] = {"causal": causal, "window": window, "layout": layout}
-    options |= {"scale": scale, "softcap": softcap, "kernel": kernel}
-    options["return_lse"] = parse_flag("return_lse", return_lse)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    options = {
+        "layout": layout, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
+        "kernel": kernel, "return_lse": parse_flag("return_lse", return_lse),
+    }  # fmt: skip
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     from flashmoe_science import _dispatch
 
-    if any(_dispatch.is_jax(tensor) for tensor in (q, k, v)):
-        _dispatch.common_framework({"q": q, "k": k, "v": v})
+    if any(_dispatch.is_jax(tensor) for tensor in given.values()):
+        inputs = {name: tensor for name, tensor in given.items() if name not in ("out", "lse")}
+        _dispatch.common_framework(inputs)
         from flashmoe_science import jax
 
-        return AttentionPlan.of(jax.plan(q, k, v, **options))
-    return AttentionPlan.of(_core.attention_plan(q, k, v, out, lse, **options))
+        return AttentionPlan.of(jax.plan("attention_forward", inputs, options))
+    return AttentionPlan.of(_core.plan("attention_forward", tensors, options))
 
 
 def attention_plan_for(
@@ -233,25 +237,20 @@ def attention_plan_for(
         parse_extent(name, extent, 2**63, "0 to 2^63 - 1") for name, extent in given.items()
     )
 
-    def shape(seq: int, heads: int, last: int) -> Sequence[int]:
-        return (batch, heads, seq, last) if layout == "bhsd" else (batch, seq, heads, last)
+    numbers, where = parse_dtype(dtype), parse_device(device)
 
-    shapes = (
-        shape(seq_q, heads_q, dim),
-        shape(seq_k, heads_kv, dim),
-        shape(seq_k, heads_kv, dim_v),
-    )
-    numbers = parse_dtype(dtype)
-    fields = _core.attention_plan_for(
-        *shapes,
-        dtypes=[numbers] * 3,
-        device=parse_device(device),
+    def tensor(seq: int, heads: int, last: int) -> Any:
+        rows = (heads, seq) if layout == "bhsd" else (seq, heads)
+        return (batch, *rows, last), numbers, where, None
+
+    return attention_plan(
+        tensor(seq_q, heads_q, dim),
+        tensor(seq_k, heads_kv, dim),
+        tensor(seq_k, heads_kv, dim_v),
         causal=causal,
         window=window,
-        scale=None,
         softcap=softcap,
         layout=layout,
+        return_lse=return_lse,
         kernel=kernel,
-        return_lse=parse_flag("return_lse", return_lse),
     )
-    return AttentionPlan.of(fields)

@@ -22,6 +22,7 @@ struct Facts {
 
 int element_bytes(const flashmoe_dtype& dtype) {
   if (dtype.lanes != 1) return 0;
+  if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 64) return 8;
   if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 32) return 4;
   if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 16) return 2;
   if (dtype.code == FLASHMOE_DTYPE_BFLOAT && dtype.bits == 16) return 2;
@@ -269,6 +270,112 @@ flashmoe_attention_forward_params as_given(const flashmoe_attention_forward_para
   return result;
 }
 
+namespace {
+
+// The options that both directions have.
+template <class Params>
+void judge_options(Judgement* judgement, const Params& params) {
+  if (params.layout != FLASHMOE_LAYOUT_BSHD && params.layout != FLASHMOE_LAYOUT_BHSD) {
+    judgement->invalid("layout");
+  }
+  if (params.causal < 0 || params.causal > 2) judgement->invalid("causal");
+  if (std::isnan(params.scale) || std::isinf(params.scale) || params.scale < 0) {
+    judgement->invalid("scale");
+  }
+  if (std::isnan(params.softcap) || std::isinf(params.softcap) || params.softcap < 0) {
+    judgement->invalid("softcap");
+  }
+  if (params.window > 3) judgement->invalid("window");
+  const bool left = params.window == 1 || params.window == 3;
+  const bool right = params.window == 2 || params.window == 3;
+  if (params.window_left < 0 || (!left && params.window_left > 0)) {
+    judgement->invalid("window_left");
+  }
+  if (params.window_right < 0 ||
+      ((!right || params.causal != FLASHMOE_CAUSAL_NONE) && params.window_right > 0)) {
+    judgement->invalid("window_right");
+  }
+  if (params.kernel != nullptr && *params.kernel != '\0' &&
+      std::strcmp(params.kernel, "cpu") != 0) {
+    judgement->invalid("kernel");
+  }
+}
+
+// The tensors of rows that both directions have, and how they agree.
+struct Rows {
+  Subject q, k, v, out;
+  int seq;
+  int heads;
+};
+
+template <class Params>
+Rows judge_rows_of_all(Judgement* judgement, const Params& params) {
+  const int seq = params.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1;
+  const int heads = 3 - seq;
+  const Subject q = look_at_rows(judgement, "q", params.q);
+  const Subject k = look_at_rows(judgement, "k", params.k);
+  const Subject v = look_at_rows(judgement, "v", params.v);
+  const Subject out = look_at_rows(judgement, "out", params.out);
+  for (const Subject& other : {k, v, out}) {
+    agree_on_device(judgement, other, q);
+    if (other.tensor != nullptr && q.tensor != nullptr &&
+        !same_dtype(other.tensor->dtype, q.tensor->dtype)) {
+      disagree(judgement, other, q);
+    }
+    agree_on_extent(judgement, other, 0, q, 0);
+  }
+  agree_on_extent(judgement, v, seq, k, seq);
+  agree_on_extent(judgement, v, heads, k, heads);
+  agree_on_extent(judgement, k, 3, q, 3);
+  agree_on_extent(judgement, out, seq, q, seq);
+  agree_on_extent(judgement, out, heads, q, heads);
+  agree_on_extent(judgement, out, 3, v, 3);
+  if (q.facts.readable && q.facts.shape[heads] == 0) judgement->invalid("q");
+  if (q.facts.readable && k.facts.readable &&
+      (k.facts.shape[heads] == 0 || q.facts.shape[heads] % k.facts.shape[heads] != 0)) {
+    disagree(judgement, k, q);
+  }
+  // A machine without a GPU has no family for CUDA tensors, however well they agree.
+  if (q.tensor != nullptr && is_cuda(q.tensor)) {
+    for (const char* name : {"cpu", "sm89", "sm90", "short", "q", "kernel"})
+      judgement->invalid(name);
+  }
+  return {q, k, v, out, seq, heads};
+}
+
+// "[batch, heads_q, seq_q], fp32, with a q of fp64 fp64".
+Subject judge_numbers(Judgement* judgement, const char* name, const flashmoe_tensor* tensor,
+                      const Rows& rows) {
+  const Subject subject = {name, tensor, look(judgement, name, tensor, 3)};
+  if (tensor == nullptr) return subject;
+  const bool wide = rows.q.facts.elem_bytes == 8;
+  if (!same_dtype(tensor->dtype, {FLASHMOE_DTYPE_FLOAT, static_cast<uint8_t>(wide ? 64 : 32), 1})) {
+    judgement->invalid(name);
+  }
+  agree_on_device(judgement, subject, rows.q);
+  agree_on_extent(judgement, subject, 0, rows.q, 0);
+  agree_on_extent(judgement, subject, 1, rows.q, rows.heads);
+  agree_on_extent(judgement, subject, 2, rows.q, rows.seq);
+  if (subject.facts.readable && address_of(*tensor) % (wide ? 8 : 4) != 0) {
+    subject.facts.empty ? judgement->either(name) : judgement->invalid(name);
+  }
+  return subject;
+}
+
+// A tensor of rows that has the shape of another, and its dtype or, perhaps, fp32.
+Subject judge_rows_like(Judgement* judgement, const char* name, const flashmoe_tensor* tensor,
+                        const Subject& like, const Subject& q, bool or_fp32) {
+  const Subject subject = look_at_rows(judgement, name, tensor);
+  agree_on_device(judgement, subject, q);
+  for (int axis = 0; axis < 4; ++axis) agree_on_extent(judgement, subject, axis, like, axis);
+  if (tensor == nullptr || q.tensor == nullptr) return subject;
+  const bool fp32 = or_fp32 && same_dtype(tensor->dtype, {FLASHMOE_DTYPE_FLOAT, 32, 1});
+  if (!fp32 && !same_dtype(tensor->dtype, q.tensor->dtype)) disagree(judgement, subject, q);
+  return subject;
+}
+
+}  // namespace
+
 Judgement judge(const flashmoe_attention_forward_params* given) {
   Judgement judgement;
   if (given == nullptr) {
@@ -279,86 +386,69 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
     judgement.invalid("flashmoe_attention_forward_params.struct_size");
     return judgement;
   }
-  const flashmoe_attention_forward_params copy = as_given(*given);
-  const flashmoe_attention_forward_params* params = &copy;
-  if (params->layout != FLASHMOE_LAYOUT_BSHD && params->layout != FLASHMOE_LAYOUT_BHSD) {
-    judgement.invalid("layout");
-  }
-  if (params->causal < 0 || params->causal > 2) judgement.invalid("causal");
-  if (std::isnan(params->scale) || std::isinf(params->scale) || params->scale < 0) {
-    judgement.invalid("scale");
-  }
-  if (std::isnan(params->softcap) || std::isinf(params->softcap) || params->softcap < 0) {
-    judgement.invalid("softcap");
-  }
-  if (params->window > 3) judgement.invalid("window");
-  const bool left = params->window == 1 || params->window == 3;
-  const bool right = params->window == 2 || params->window == 3;
-  if (params->window_left < 0 || (!left && params->window_left > 0)) {
-    judgement.invalid("window_left");
-  }
-  if (params->window_right < 0 ||
-      ((!right || params->causal != FLASHMOE_CAUSAL_NONE) && params->window_right > 0)) {
-    judgement.invalid("window_right");
-  }
-  if (params->reserved != 0) judgement.invalid("reserved");
-  if (params->q_scale != nullptr) judgement.invalid("q_scale");
-  if (params->k_scale != nullptr) judgement.invalid("k_scale");
-  if (params->v_scale != nullptr) judgement.invalid("v_scale");
-  if (params->sequences != nullptr) judgement.invalid("sequences");
-  if (params->kernel != nullptr && *params->kernel != '\0' &&
-      std::strcmp(params->kernel, "cpu") != 0) {
-    judgement.invalid("kernel");
+  const flashmoe_attention_forward_params params = as_given(*given);
+  judge_options(&judgement, params);
+  if (params.reserved != 0) judgement.invalid("reserved");
+  if (params.q_scale != nullptr) judgement.invalid("q_scale");
+  if (params.k_scale != nullptr) judgement.invalid("k_scale");
+  if (params.v_scale != nullptr) judgement.invalid("v_scale");
+  if (params.sequences != nullptr) judgement.invalid("sequences");
+
+  const Rows rows = judge_rows_of_all(&judgement, params);
+  if (rows.out.facts.readable) judge_distinct(&judgement, "out", rows.out.facts, 4);
+  for (const Subject& input : {rows.q, rows.k, rows.v}) {
+    keep_apart(&judgement, rows.out, 4, input, 4);
   }
 
-  const int seq = params->layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1;
-  const int heads = 3 - seq;
-  const Subject q = look_at_rows(&judgement, "q", params->q);
-  const Subject k = look_at_rows(&judgement, "k", params->k);
-  const Subject v = look_at_rows(&judgement, "v", params->v);
-  const Subject out = look_at_rows(&judgement, "out", params->out);
-  if (out.facts.readable) judge_distinct(&judgement, "out", out.facts, 4);
-
-  for (const Subject& other : {k, v, out}) {
-    agree_on_device(&judgement, other, q);
-    if (other.tensor != nullptr && q.tensor != nullptr &&
-        !same_dtype(other.tensor->dtype, q.tensor->dtype)) {
-      disagree(&judgement, other, q);
-    }
-    agree_on_extent(&judgement, other, 0, q, 0);
-  }
-  agree_on_extent(&judgement, v, seq, k, seq);
-  agree_on_extent(&judgement, v, heads, k, heads);
-  agree_on_extent(&judgement, k, 3, q, 3);
-  agree_on_extent(&judgement, out, seq, q, seq);
-  agree_on_extent(&judgement, out, heads, q, heads);
-  agree_on_extent(&judgement, out, 3, v, 3);
-  if (q.facts.readable && q.facts.shape[heads] == 0) judgement.invalid("q");
-  if (q.facts.readable && k.facts.readable &&
-      (k.facts.shape[heads] == 0 || q.facts.shape[heads] % k.facts.shape[heads] != 0)) {
-    disagree(&judgement, k, q);
-  }
-  // A machine without a GPU has no family for CUDA tensors, however well they agree.
-  if (q.tensor != nullptr && is_cuda(q.tensor)) {
-    for (const char* name : {"cpu", "sm89", "sm90", "short", "split", "q", "kernel"})
-      judgement.invalid(name);
-  }
-
-  for (const Subject& input : {q, k, v}) keep_apart(&judgement, out, 4, input, 4);
-
-  if (params->lse == nullptr) return judgement;
-  const Subject lse = {"lse", params->lse, look(&judgement, "lse", params->lse, 3)};
-  if (!same_dtype(params->lse->dtype, {FLASHMOE_DTYPE_FLOAT, 32, 1})) judgement.invalid("lse");
-  agree_on_device(&judgement, lse, q);
-  agree_on_extent(&judgement, lse, 0, q, 0);
-  agree_on_extent(&judgement, lse, 1, q, heads);
-  agree_on_extent(&judgement, lse, 2, q, seq);
+  if (params.lse == nullptr) return judgement;
+  const Subject lse = judge_numbers(&judgement, "lse", params.lse, rows);
   if (!lse.facts.readable) return judgement;
-  if (address_of(*params->lse) % 4 != 0) {
-    lse.facts.empty ? judgement.either("lse") : judgement.invalid("lse");
-  }
   judge_distinct(&judgement, "lse", lse.facts, 3);
-  for (const Subject& other : {q, k, v, out}) keep_apart(&judgement, lse, 3, other, 4);
+  for (const Subject& other : {rows.q, rows.k, rows.v, rows.out}) {
+    keep_apart(&judgement, lse, 3, other, 4);
+  }
+  return judgement;
+}
+
+Judgement judge(const flashmoe_attention_backward_params* params) {
+  Judgement judgement;
+  if (params == nullptr) {
+    judgement.invalid("params");
+    return judgement;
+  }
+  if (params->struct_size != sizeof *params) {
+    judgement.invalid("flashmoe_attention_backward_params.struct_size");
+    return judgement;
+  }
+  judge_options(&judgement, *params);
+  if (params->accumulate != 0 && params->accumulate != 1) judgement.invalid("accumulate");
+
+  const Rows rows = judge_rows_of_all(&judgement, *params);
+  std::vector<std::pair<Subject, int>> others = {
+      {rows.q, 4}, {rows.k, 4}, {rows.v, 4}, {rows.out, 4}};
+  others.emplace_back(judge_rows_like(&judgement, "dout", params->dout, rows.out, rows.q, false),
+                      4);
+  others.emplace_back(judge_numbers(&judgement, "lse", params->lse, rows), 3);
+  if (params->dlse != nullptr) {
+    others.emplace_back(judge_numbers(&judgement, "dlse", params->dlse, rows), 3);
+  }
+  const struct {
+    const char* name;
+    const flashmoe_tensor* tensor;
+    const Subject& of;
+  } gradients[] = {
+      {"dq", params->dq, rows.q}, {"dk", params->dk, rows.k}, {"dv", params->dv, rows.v}};
+  bool wanted = false;
+  for (const auto& gradient : gradients) {
+    if (gradient.tensor == nullptr) continue;
+    wanted = true;
+    const Subject subject =
+        judge_rows_like(&judgement, gradient.name, gradient.tensor, gradient.of, rows.q, true);
+    if (subject.facts.readable) judge_distinct(&judgement, gradient.name, subject.facts, 4);
+    for (const auto& [other, rank] : others) keep_apart(&judgement, subject, 4, other, rank);
+    others.emplace_back(subject, 4);
+  }
+  if (!wanted) judgement.invalid("dq");
   return judgement;
 }
 

@@ -42,6 +42,7 @@ bool known_struct_size(size_t size);
 flashmoe_attention_forward_params as_given(const flashmoe_attention_forward_params& params);
 
 Judgement judge(const flashmoe_attention_forward_params* params);
+Judgement judge(const flashmoe_attention_backward_params* params);
 
 // Whether `sentence` blames one of these arguments: "k: its batch is 3, but ...".
 bool blames(const std::set<std::string>& arguments, const std::string& sentence);

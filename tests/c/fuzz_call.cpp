@@ -22,7 +22,10 @@ double from_half(uint16_t bits) {
 // A random number in about [-2, 2], exact in its format, as bits.
 void store_random(Random* random, unsigned char* at, flashmoe_dtype dtype) {
   const uint32_t bits = static_cast<uint32_t>(random->bits());
-  if (dtype.bits == 32) {
+  if (dtype.bits == 64) {
+    const double value = static_cast<double>(bits) * 0x1p-30 - 2.0;
+    std::memcpy(at, &value, 8);
+  } else if (dtype.bits == 32) {
     const float value = static_cast<float>(bits >> 8) * 0x1p-22f - 2.0f;
     std::memcpy(at, &value, 4);
   } else {
@@ -39,6 +42,11 @@ void store_random(Random* random, unsigned char* at, flashmoe_dtype dtype) {
 }  // namespace
 
 double load(const unsigned char* at, flashmoe_dtype dtype) {
+  if (dtype.bits == 64) {
+    double value;
+    std::memcpy(&value, at, 8);
+    return value;
+  }
   uint32_t word = 0;
   if (dtype.bits == 32) {
     std::memcpy(&word, at, 4);
@@ -169,8 +177,85 @@ const unsigned char* Argument::element(int64_t a, int64_t b, int64_t c, int64_t 
          offset * (tensor.dtype.bits / 8);
 }
 
+const flashmoe_attention_backward_params* Call::given_backward() {
+  if (null_params) return nullptr;
+  flashmoe_attention_backward_params& b = backward;
+  // A fault is as far from the right size.
+  b.struct_size = sizeof b + (params.struct_size - sizeof params);
+  b.q = params.q, b.k = params.k, b.v = params.v, b.out = params.out, b.lse = params.lse;
+  b.layout = params.layout, b.causal = params.causal;
+  b.scale = params.scale, b.softcap = params.softcap, b.kernel = params.kernel;
+  b.window = params.window;
+  b.window_left = params.window_left, b.window_right = params.window_right;
+  return &b;
+}
+
+bool is_seen(const flashmoe_attention_forward_params& p, int64_t i, int64_t j, int64_t seq_q,
+             int64_t seq_k) {
+  const Wide place = p.causal == FLASHMOE_CAUSAL_TOP_LEFT ? Wide{i} : Wide{i} + seq_k - seq_q;
+  if (p.causal != FLASHMOE_CAUSAL_NONE && j > place) return false;
+  if ((p.window & FLASHMOE_WINDOW_LEFT) != 0 && j < place - p.window_left) return false;
+  return (p.window & FLASHMOE_WINDOW_RIGHT) == 0 || j <= place + p.window_right;
+}
+
+const unsigned char* element_at(const Call& call, const Argument& argument, int64_t b, int64_t s,
+                                int64_t h, int64_t d) {
+  return call.params.layout == FLASHMOE_LAYOUT_BHSD ? argument.element(b, h, s, d)
+                                                    : argument.element(b, s, h, d);
+}
+
+double logit_of(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const flashmoe_attention_forward_params p = as_given(call.params);
+  const int head = p.layout == FLASHMOE_LAYOUT_BHSD ? 1 : 2;
+  const int64_t group = call.q.shape[head] / call.k.shape[head];
+  const int64_t dim = call.q.shape[3];
+  double score = 0;
+  for (int64_t d = 0; d < dim; ++d) {
+    score += load(element_at(call, call.q, b, i, h, d), call.q.tensor.dtype) *
+             load(element_at(call, call.k, b, j, h / group, d), call.k.tensor.dtype);
+  }
+  const double scale =
+      p.scale != 0 ? static_cast<double>(p.scale) : 1 / std::sqrt(static_cast<double>(dim));
+  const double cap = static_cast<double>(p.softcap);
+  return cap == 0 ? score * scale : cap * std::tanh(score * scale / cap);
+}
+
+namespace {
+
+// The lse of q and k, where a backward call reads it; 0, which nobody uses, of a row that sees no key.
+// Of rows that share a place it is the last one's.
+void store_lse(Call* call) {
+  const int seq = call->params.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1;
+  const int64_t seq_q = call->q.shape[seq], seq_k = call->k.shape[seq];
+  for (int64_t b = 0; b < call->q.shape[0]; ++b) {
+    for (int64_t h = 0; h < call->lse.shape[1]; ++h) {
+      for (int64_t i = 0; i < seq_q; ++i) {
+        double largest = -HUGE_VAL, sum = 0;
+        std::vector<double> logits;
+        for (int64_t j = 0; j < seq_k; ++j) {
+          if (!is_seen(call->params, i, j, seq_q, seq_k)) continue;
+          logits.push_back(logit_of(*call, b, h, i, j));
+          largest = std::fmax(largest, logits.back());
+        }
+        for (const double logit : logits) sum += std::exp(logit - largest);
+        const double lse = logits.empty() ? 0.0 : largest + std::log(sum);
+        auto* const at = const_cast<unsigned char*>(call->lse.element(b, h, i, 0));
+        const auto narrow = static_cast<float>(lse);
+        const bool wide = call->lse.tensor.dtype.bits == 64;
+        std::memcpy(at, wide ? static_cast<const void*>(&lse) : &narrow, wide ? 8 : 4);
+      }
+    }
+  }
+  Argument& argument = call->lse;
+  argument.before.assign(argument.block.get(), argument.block.get() + argument.block_bytes);
+}
+
+}  // namespace
+
 void make_valid(Random* random, Call* call) {
-  const flashmoe_dtype dtype = random->one_of<flashmoe_dtype>({{FLASHMOE_DTYPE_FLOAT, 32, 1},
+  const flashmoe_dtype single = {FLASHMOE_DTYPE_FLOAT, 32, 1};
+  const flashmoe_dtype dtype = random->one_of<flashmoe_dtype>({single,
+                                                               {FLASHMOE_DTYPE_FLOAT, 64, 1},
                                                                {FLASHMOE_DTYPE_FLOAT, 16, 1},
                                                                {FLASHMOE_DTYPE_BFLOAT, 16, 1}});
   const int64_t batch = random->chance(0.05) ? 0 : random->range(1, 3);
@@ -197,7 +282,8 @@ void make_valid(Random* random, Call* call) {
   if (random->chance(0.3)) {
     call->params.softcap = random->one_of({-0.0f, 0.5f, 30.0f, 1e-30f, 1e30f});
   }
-  if (call->params.window == 0 && call->params.softcap == 0 && random->chance(0.3)) {
+  if (!call->is_backward && call->params.window == 0 && call->params.softcap == 0 &&
+      random->chance(0.3)) {
     // A caller of version 0.1: what lies behind its struct is not the library's to read.
     call->params.struct_size = offsetof(flashmoe_attention_forward_params, window);
     call->params.window = 0xa5a5a5a5;
@@ -206,27 +292,37 @@ void make_valid(Random* random, Call* call) {
   }
   if (random->chance(0.3)) call->params.kernel = random->one_of({"cpu", ""});
 
-  const char* const names[5] = {"q", "k", "v", "out", "lse"};
-  const int64_t shapes[4][4] = {{batch, seq_q, heads_q, dim},
-                                {batch, seq_k, heads_kv, dim},
-                                {batch, seq_k, heads_kv, dim_v},
-                                {batch, seq_q, heads_q, dim_v}};
-  for (int i = 0; i < 5; ++i) {
+  const char* const names[] = {"q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv"};
+  const int64_t rows_q[4] = {batch, seq_q, heads_q, dim};
+  const int64_t rows_k[4] = {batch, seq_k, heads_kv, dim};
+  const int64_t rows_v[4] = {batch, seq_k, heads_kv, dim_v};
+  const int64_t rows_out[4] = {batch, seq_q, heads_q, dim_v};
+  const int64_t numbers[4] = {batch, heads_q, seq_q, 0};
+  const int64_t* const shapes[] = {rows_q,   rows_k,  rows_v, rows_out, numbers,
+                                   rows_out, numbers, rows_q, rows_k,   rows_v};
+  for (int i = 0; i < call->count(); ++i) {
     Argument& argument = *call->arguments[i];
     argument.name = names[i];
-    argument.rank = i == 4 ? 3 : 4;
+    argument.rank = shapes[i] == numbers ? 3 : 4;
     argument.tensor.dtype = dtype;
     argument.tensor.device = {random->chance(0.1) ? FLASHMOE_DEVICE_CUDA_HOST : FLASHMOE_DEVICE_CPU,
                               0};
-    if (i < 4) {
-      std::memcpy(argument.shape, shapes[i], sizeof shapes[i]);
-      if (bhsd) std::swap(argument.shape[1], argument.shape[2]);
-    } else {
-      argument.tensor.dtype = {FLASHMOE_DTYPE_FLOAT, 32, 1};
-      argument.shape[0] = batch, argument.shape[1] = heads_q, argument.shape[2] = seq_q;
-    }
-    argument.allocate(random, i >= 3);
+    std::memcpy(argument.shape, shapes[i], sizeof rows_q);
+    if (argument.rank == 4 && bhsd) std::swap(argument.shape[1], argument.shape[2]);
+    if (argument.rank == 3 && dtype.bits != 64) argument.tensor.dtype = single;
+    if (i >= 7 && random->chance(0.3)) argument.tensor.dtype = single;
+    argument.allocate(random, call->is_output(i) || i == 4);  // no two rows have one lse
     *call->slots[i] = &argument.tensor;
   }
-  if (random->chance(0.5)) call->params.lse = nullptr;
+  if (!call->is_backward) {
+    if (random->chance(0.5)) call->params.lse = nullptr;
+    return;
+  }
+  store_lse(call);
+  call->backward.accumulate = random->chance(0.3) ? 1 : 0;
+  if (random->chance(0.5)) call->backward.dlse = nullptr;
+  const int64_t wanted = random->range(1, 7);
+  if ((wanted & 1) == 0) call->backward.dq = nullptr;
+  if ((wanted & 2) == 0) call->backward.dk = nullptr;
+  if ((wanted & 4) == 0) call->backward.dv = nullptr;
 }

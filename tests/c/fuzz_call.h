@@ -1,4 +1,4 @@
-// A valid attention call in memory of its own, for the fuzz to spoil: random extents, layouts, strides
+// A valid attention call, forward or backward, in memory of its own, for the fuzz to spoil: random extents, layouts, strides
 // and dtypes, with outputs poisoned and guarded.
 #pragma once
 
@@ -73,21 +73,58 @@ struct Argument {
   bool natural() const;  // contiguous, row-major
 };
 
+// A forward or a backward call. Of a backward call, too, `params` has the options and the tensors that
+// both have; `backward` has the rest.
 struct Call {
+  explicit Call(bool is_backward) : is_backward(is_backward) {}
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  const bool is_backward;
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
+  flashmoe_attention_backward_params backward = flashmoe_attention_backward_params_init();
   bool null_params = false;
-  Argument q, k, v, out, lse;
+  Argument q, k, v, out, lse, dout, dlse, dq, dk, dv;
   flashmoe_attention_sequences sequences = {};
   std::string kernel;
   std::string faults;
 
-  const flashmoe_attention_forward_params* given() const { return null_params ? nullptr : &params; }
-  Argument* arguments[5] = {&q, &k, &v, &out, &lse};
-  const flashmoe_tensor** slots[5] = {&params.q, &params.k, &params.v, &params.out, &params.lse};
+  // Those of the call are the first `count()`.
+  static constexpr int kArguments = 10;
+  Argument* arguments[kArguments] = {&q, &k, &v, &out, &lse, &dout, &dlse, &dq, &dk, &dv};
+  const flashmoe_tensor** slots[kArguments] = {
+      &params.q,      &params.k,      &params.v,    &params.out,  &params.lse,
+      &backward.dout, &backward.dlse, &backward.dq, &backward.dk, &backward.dv};
+  int count() const { return is_backward ? kArguments : 5; }
+  bool is_output(int i) const { return is_backward ? i >= 7 : i == 3 || i == 4; }
 
-  Call() = default;
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
+  const flashmoe_attention_forward_params* given() const { return null_params ? nullptr : &params; }
+  // `backward` with what `params` has of it.
+  const flashmoe_attention_backward_params* given_backward();
+
+  flashmoe_status plan(flashmoe_plan* plan) {
+    return is_backward ? flashmoe_attention_backward_plan(given_backward(), plan)
+                       : flashmoe_attention_forward_plan(given(), plan);
+  }
+  flashmoe_status workspace_size(size_t* bytes) {
+    return is_backward ? flashmoe_attention_backward_workspace_size(given_backward(), bytes)
+                       : flashmoe_attention_forward_workspace_size(given(), bytes);
+  }
+  flashmoe_status run(void* workspace, size_t bytes, void* stream) {
+    return is_backward ? flashmoe_attention_backward(given_backward(), workspace, bytes, stream)
+                       : flashmoe_attention_forward(given(), workspace, bytes, stream);
+  }
 };
+
+// Whether query i sees key j, in the header's words: query i stands at key i + A.
+bool is_seen(const flashmoe_attention_forward_params& params, int64_t i, int64_t j, int64_t seq_q,
+             int64_t seq_k);
+
+// Where element [b, s, h, d] of a tensor of rows is.
+const unsigned char* element_at(const Call& call, const Argument& argument, int64_t b, int64_t s,
+                                int64_t h, int64_t d);
+
+// The logit of a query and a key, of a valid call.
+double logit_of(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j);
 
 void make_valid(Random* random, Call* call);

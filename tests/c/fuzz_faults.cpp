@@ -20,9 +20,31 @@ int64_t strange_stride(Random* random, int64_t value) {
                                 uint64_t{15} << 60, uint64_t{1} << 63}));
 }
 
-Argument& any_argument(Random* random, Call* call) { return *call->arguments[random->below(5)]; }
+Argument& any_argument(Random* random, Call* call) {
+  return *call->arguments[random->below(call->count())];
+}
 
-void null_tensor(Random* random, Call* call) { *call->slots[random->below(4)] = nullptr; }
+// And the slot that it belongs in.
+Argument& any_output(Random* random, Call* call, int* slot) {
+  if (call->is_backward) {
+    *slot = static_cast<int>(random->range(7, 9));
+  } else {
+    *slot = random->chance(0.6) ? 3 : 4;
+  }
+  return *call->arguments[*slot];
+}
+
+void null_tensor(Random* random, Call* call) {
+  *call->slots[random->below(call->count())] = nullptr;
+}
+
+void no_gradient(Random*, Call* call) {
+  call->backward.dq = call->backward.dk = call->backward.dv = nullptr;
+}
+
+void wrong_accumulate(Random* random, Call* call) {
+  call->backward.accumulate = random->one_of({-1, 2, 100, INT32_MAX, INT32_MIN});
+}
 
 void null_params(Random*, Call* call) { call->null_params = true; }
 
@@ -112,8 +134,9 @@ void wrong_device(Random* random, Call* call) {
 }
 
 void all_on_cuda(Random* random, Call* call) {
-  for (Argument* argument : call->arguments) {
-    argument->tensor.device = {FLASHMOE_DEVICE_CUDA, static_cast<int32_t>(random->range(-1, 1))};
+  for (int i = 0; i < call->count(); ++i) {
+    call->arguments[i]->tensor.device = {FLASHMOE_DEVICE_CUDA,
+                                         static_cast<int32_t>(random->range(-1, 1))};
   }
 }
 
@@ -126,22 +149,27 @@ void one_extent(Random* random, Call* call) {
 // The same strange batch in every tensor: consistent, and perhaps too much.
 void every_batch(Random* random, Call* call) {
   const int64_t batch = strange_extent(random, call->q.shape[0]);
-  for (Argument* argument : call->arguments) argument->shape[0] = batch;
+  for (int i = 0; i < call->count(); ++i) call->arguments[i]->shape[0] = batch;
 }
 
 void every_dim(Random* random, Call* call) {
   const int64_t dim = random->one_of<int64_t>({0, 1, 4, 7, 9, 12, 20, 260, 264, 512, 1LL << 40});
-  if (random->chance(0.5)) call->q.shape[3] = call->k.shape[3] = dim;
-  if (random->chance(0.5)) call->v.shape[3] = call->out.shape[3] = dim;
+  if (random->chance(0.5)) {
+    for (Argument* x : {&call->q, &call->k, &call->dq, &call->dk}) x->shape[3] = dim;
+  }
+  if (random->chance(0.5)) {
+    for (Argument* x : {&call->v, &call->out, &call->dout, &call->dv}) x->shape[3] = dim;
+  }
 }
 
 void other_heads(Random* random, Call* call) {
   const int axis = call->params.layout == FLASHMOE_LAYOUT_BHSD ? 1 : 2;
   const int64_t heads = random->one_of<int64_t>({0, 2, 3, 4, 5, 7, -3, 1LL << 62});
   if (random->chance(0.5)) {
-    call->k.shape[axis] = call->v.shape[axis] = heads;
+    for (Argument* x : {&call->k, &call->v, &call->dk, &call->dv}) x->shape[axis] = heads;
   } else {
-    call->q.shape[axis] = call->out.shape[axis] = call->lse.shape[1] = heads;
+    for (Argument* x : {&call->q, &call->out, &call->dq, &call->dout}) x->shape[axis] = heads;
+    call->lse.shape[1] = call->dlse.shape[1] = heads;
   }
 }
 
@@ -155,8 +183,9 @@ void one_stride(Random* random, Call* call) {
 
 // Outputs whose elements meet: a stride of zero, two axes with one stride, rows too close.
 void overlapping_output(Random* random, Call* call) {
-  Argument& argument = random->chance(0.6) ? call->out : call->lse;
-  if (argument.rank == 3) call->params.lse = &argument.tensor;
+  int slot = 0;
+  Argument& argument = any_output(random, call, &slot);
+  *call->slots[slot] = &argument.tensor;
   for (int axis = 0; axis < argument.rank; ++axis) argument.strides[axis] = argument.stride(axis);
   const int axis = static_cast<int>(random->below(argument.rank - 1));
   argument.strides[axis] = random->one_of(
@@ -184,15 +213,16 @@ void far_offset(Random* random, Call* call) {
 
 // One tensor in the place of another.
 void swapped(Random* random, Call* call) {
-  const int64_t from = random->below(5);
-  const int64_t to = random->below(5);
+  const int64_t from = random->below(call->count());
+  const int64_t to = random->below(call->count());
   *call->slots[to] = &call->arguments[from]->tensor;
 }
 
 // An output in the memory of another argument: at its beginning, within it, or just beside it.
 void output_elsewhere(Random* random, Call* call) {
-  Argument& output = random->chance(0.6) ? call->out : call->lse;
-  if (output.rank == 3) call->params.lse = &output.tensor;
+  int slot = 0;
+  Argument& output = any_output(random, call, &slot);
+  *call->slots[slot] = &output.tensor;
   const Argument& other = any_argument(random, call);
   if (&other == &output) return;
   output.tensor.byte_offset = 0;
@@ -212,6 +242,8 @@ struct Fault {
 
 constexpr Fault kFaults[] = {
     {"null_tensor", null_tensor},
+    {"no_gradient", no_gradient},
+    {"wrong_accumulate", wrong_accumulate},
     {"null_params", null_params},
     {"struct_size", struct_size},
     {"wrong_layout", wrong_layout},

@@ -1,6 +1,6 @@
 // Random calls through the C ABI, most of them invalid: fuzz_invalid [calls] [seed].
 //
-// A valid attention call is made, at most three faults are put into it, and the oracle of
+// A valid attention call, forward or backward, is made, at most three faults are put into it, and the oracle of
 // call_oracle.h says what must come of it:
 //   invalid  every entry point refuses it with a sentence that blames a guilty argument, and no
 //            byte of an output, of a plan or of the tensors' memory has changed;
@@ -29,7 +29,7 @@ namespace {
 
 // Of outputs of magnitude 2; a logit is a sum of `dim` products, and its error enters the exponent.
 double tolerance(flashmoe_dtype dtype, double scale, int64_t dim) {
-  const double unit = dtype.bits == 32 ? 2e-5 : dtype.code == FLASHMOE_DTYPE_FLOAT ? 4e-3 : 3e-2;
+  const double unit = dtype.bits >= 32 ? 2e-5 : dtype.code == FLASHMOE_DTYPE_FLOAT ? 4e-3 : 3e-2;
   return unit * (1 + scale * static_cast<double>(dim) / 64);
 }
 
@@ -38,15 +38,15 @@ double tolerance(flashmoe_dtype dtype, double scale, int64_t dim) {
 void describe(const Call& call) {
   std::fprintf(stderr, "  faults:%s\n", call.faults.c_str());
   const flashmoe_attention_forward_params& p = call.params;
-  std::fprintf(stderr, "  params=%s struct_size=%zu layout=%d causal=%d scale=%g reserved=%u",
-               call.null_params ? "null" : "given", p.struct_size, p.layout, p.causal,
-               static_cast<double>(p.scale), p.reserved);
+  std::fprintf(stderr, "  %s params=%s struct_size=%zu layout=%d causal=%d scale=%g reserved=%u",
+               call.is_backward ? "backward" : "forward", call.null_params ? "null" : "given",
+               p.struct_size, p.layout, p.causal, static_cast<double>(p.scale), p.reserved);
   std::fprintf(stderr, " window=%u,%" PRId64 ",%" PRId64 " softcap=%g", p.window, p.window_left,
                p.window_right, static_cast<double>(p.softcap));
   std::fprintf(stderr, " q_scale=%p k_scale=%p v_scale=%p sequences=%p\n",
                static_cast<const void*>(p.q_scale), static_cast<const void*>(p.k_scale),
                static_cast<const void*>(p.v_scale), static_cast<const void*>(p.sequences));
-  for (int i = 0; i < 5; ++i) {
+  for (int i = 0; i < call.count(); ++i) {
     const flashmoe_tensor* t = *call.slots[i];
     std::fprintf(stderr, "  %-3s", call.arguments[i]->name);
     if (t == nullptr) {
@@ -107,74 +107,77 @@ void expect_refusal(const Call& call, const Judgement& judgement, flashmoe_statu
 }
 
 void expect_memory_unchanged(const Call& call) {
-  for (const Argument* argument : call.arguments) EXPECT(call, argument->unchanged());
+  for (int i = 0; i < call.count(); ++i) EXPECT(call, call.arguments[i]->unchanged());
 }
 
-// The header's words: query i stands at key i + A.
-bool is_seen(const flashmoe_attention_forward_params& p, int64_t i, int64_t j, int64_t seq_q,
-             int64_t seq_k) {
-  const Wide place = p.causal == FLASHMOE_CAUSAL_TOP_LEFT ? Wide{i} : Wide{i} + seq_k - seq_q;
-  if (p.causal != FLASHMOE_CAUSAL_NONE && j > place) return false;
-  if ((p.window & FLASHMOE_WINDOW_LEFT) != 0 && j < place - p.window_left) return false;
-  return (p.window & FLASHMOE_WINDOW_RIGHT) == 0 || j <= place + p.window_right;
+// An element's bytes become what they were before the call.
+void restore(Argument* argument, const unsigned char* element) {
+  const size_t offset = static_cast<size_t>(element - argument->block.get());
+  std::memcpy(argument->block.get() + offset, argument->before.data() + offset,
+              argument->tensor.dtype.bits / 8);
+}
+
+// The extents of a valid call.
+struct Extents {
+  int64_t batch, seq_q, seq_k, heads_q, heads_kv, group, dim, dim_v;
+
+  explicit Extents(const Call& call) {
+    const int seq = call.params.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1;
+    const int head = 3 - seq;
+    batch = call.q.shape[0];
+    seq_q = call.q.shape[seq], seq_k = call.k.shape[seq];
+    heads_q = call.q.shape[head], heads_kv = call.k.shape[head];
+    group = heads_q / heads_kv;
+    dim = call.q.shape[3], dim_v = call.v.shape[3];
+    if (seq_q == 0 && (!call.is_backward || seq_k == 0)) batch = 0;  // of no rows there may be many
+  }
+};
+
+double scale_of(const Call& call, const Extents& e) {
+  return call.params.scale != 0 ? static_cast<double>(call.params.scale)
+                                : 1 / std::sqrt(static_cast<double>(e.dim));
+}
+
+double number_at(const Call& call, const Argument& argument, int64_t b, int64_t s, int64_t h,
+                 int64_t d) {
+  return load(element_at(call, argument, b, s, h, d), argument.tensor.dtype);
 }
 
 // out and lse against a plain loop; then everything but their elements against the poison.
-void expect_result(Call* call) {
+void expect_output(Call* call) {
   const flashmoe_attention_forward_params p = as_given(call->params);
-  const bool bhsd = p.layout == FLASHMOE_LAYOUT_BHSD;
-  const int seq = bhsd ? 2 : 1;
-  const int head = bhsd ? 1 : 2;
-  const auto at = [bhsd](const Argument& a, int64_t b, int64_t s, int64_t h, int64_t d) {
-    return bhsd ? a.element(b, h, s, d) : a.element(b, s, h, d);
-  };
-  const int64_t seq_q = call->q.shape[seq], seq_k = call->k.shape[seq];
-  const int64_t heads_q = call->q.shape[head], group = heads_q / call->k.shape[head];
-  const int64_t dim = call->q.shape[3], dim_v = call->v.shape[3];
-  const flashmoe_dtype dtype = call->q.tensor.dtype;
-  const double scale =
-      p.scale != 0 ? static_cast<double>(p.scale) : 1 / std::sqrt(static_cast<double>(dim));
-  const auto restore = [](Argument* argument, const unsigned char* element, size_t bytes) {
-    const size_t offset = static_cast<size_t>(element - argument->block.get());
-    std::memcpy(argument->block.get() + offset, argument->before.data() + offset, bytes);
-  };
-  std::vector<double> weight(static_cast<size_t>(seq_k));
-  const int64_t batch = seq_q == 0 ? 0 : call->q.shape[0];  // of no rows there may be many
-  for (int64_t b = 0; b < batch; ++b) {
-    for (int64_t h = 0; h < heads_q; ++h) {
-      for (int64_t i = 0; i < seq_q; ++i) {
-        std::vector<bool> sees(static_cast<size_t>(seq_k));
+  const Extents e(*call);
+  const double allowed = tolerance(call->q.tensor.dtype, scale_of(*call, e), e.dim);
+  std::vector<double> weight(static_cast<size_t>(e.seq_k));
+  for (int64_t b = 0; b < e.batch; ++b) {
+    for (int64_t h = 0; h < e.heads_q; ++h) {
+      for (int64_t i = 0; i < e.seq_q; ++i) {
+        std::vector<bool> sees(static_cast<size_t>(e.seq_k));
         double largest = -HUGE_VAL;
-        for (int64_t j = 0; j < seq_k; ++j) {
-          const bool seen = is_seen(p, i, j, seq_q, seq_k);
+        for (int64_t j = 0; j < e.seq_k; ++j) {
+          const bool seen = is_seen(p, i, j, e.seq_q, e.seq_k);
           sees[static_cast<size_t>(j)] = seen;
           if (!seen) continue;
-          double score = 0;
-          for (int64_t d = 0; d < dim; ++d) {
-            score +=
-                load(at(call->q, b, i, h, d), dtype) * load(at(call->k, b, j, h / group, d), dtype);
-          }
-          const double cap = static_cast<double>(p.softcap);
-          const double logit = cap == 0 ? score * scale : cap * std::tanh(score * scale / cap);
+          const double logit = logit_of(*call, b, h, i, j);
           weight[static_cast<size_t>(j)] = logit;
           largest = std::fmax(largest, logit);
         }
         double sum = 0;
-        for (int64_t j = 0; j < seq_k; ++j) {
+        for (int64_t j = 0; j < e.seq_k; ++j) {
           double& w = weight[static_cast<size_t>(j)];
           w = sees[static_cast<size_t>(j)] ? std::exp(w - largest) : 0.0;
           sum += w;
         }
-        for (int64_t d = 0; d < dim_v; ++d) {
+        for (int64_t d = 0; d < e.dim_v; ++d) {
           double expected = 0;
-          for (int64_t j = 0; j < seq_k; ++j) {
+          for (int64_t j = 0; j < e.seq_k; ++j) {
             if (!sees[static_cast<size_t>(j)]) continue;
-            expected +=
-                weight[static_cast<size_t>(j)] / sum * load(at(call->v, b, j, h / group, d), dtype);
+            expected += weight[static_cast<size_t>(j)] / sum *
+                        number_at(*call, call->v, b, j, h / e.group, d);
           }
-          const unsigned char* element = at(call->out, b, i, h, d);
-          EXPECT(*call, std::fabs(load(element, dtype) - expected) <= tolerance(dtype, scale, dim));
-          restore(&call->out, element, dtype.bits / 8);
+          const unsigned char* element = element_at(*call, call->out, b, i, h, d);
+          EXPECT(*call, std::fabs(load(element, call->out.tensor.dtype) - expected) <= allowed);
+          restore(&call->out, element);
         }
         if (p.lse == nullptr) continue;
         const unsigned char* element = call->lse.element(b, h, i, 0);
@@ -184,43 +187,141 @@ void expect_result(Call* call) {
         } else {
           EXPECT(*call, std::fabs(lse - (largest + std::log(sum))) <= 1e-3);
         }
-        restore(&call->lse, element, sizeof(float));
+        restore(&call->lse, element);
       }
     }
   }
   expect_memory_unchanged(*call);
 }
 
+// A gradient in double precision, and the sum of the magnitudes of its terms.
+class Sums {
+ public:
+  Sums(int64_t batch, int64_t seq, int64_t heads, int64_t dim)
+      : seq_(seq),
+        heads_(heads),
+        dim_(dim),
+        sums_(static_cast<size_t>(batch * seq * heads * dim)) {}
+
+  void add(int64_t b, int64_t s, int64_t h, int64_t d, double term) {
+    Sum& sum = sums_[index(b, s, h, d)];
+    sum.value += term;
+    sum.magnitude += std::fabs(term);
+  }
+
+  // Each element of the gradient against its sum.
+  void compare(Call* call, Argument* gradient, double unit) {
+    for (size_t i = 0; i < sums_.size(); ++i) {
+      const auto at = static_cast<int64_t>(i);
+      const int64_t d = at % dim_, h = at / dim_ % heads_, s = at / dim_ / heads_ % seq_;
+      const int64_t b = at / dim_ / heads_ / seq_;
+      const unsigned char* element = element_at(*call, *gradient, b, s, h, d);
+      const double got = load(element, gradient->tensor.dtype);
+      restore(gradient, element);
+      const double before = load(element, gradient->tensor.dtype);
+      const double expected = sums_[i].value + (call->backward.accumulate != 0 ? before : 0.0);
+      const double allowed = unit * (sums_[i].magnitude + std::fabs(expected));
+      // Beyond fp16 there is infinity, and below it nothing.
+      const bool overflows = std::fabs(expected) + allowed >= 65504;
+      EXPECT(*call, overflows || std::fabs(got - expected) <= allowed + 1e-7);
+    }
+  }
+
+ private:
+  struct Sum {
+    double value = 0;
+    double magnitude = 0;
+  };
+  size_t index(int64_t b, int64_t s, int64_t h, int64_t d) const {
+    return static_cast<size_t>(((b * seq_ + s) * heads_ + h) * dim_ + d);
+  }
+
+  int64_t seq_, heads_, dim_;
+  std::vector<Sum> sums_;
+};
+
+// The gradients against a plain loop; then everything but their elements against the poison.
+void expect_gradients(Call* call) {
+  const Extents e(*call);
+  const double scale = scale_of(*call, e);
+  const double cap = static_cast<double>(call->params.softcap);
+  Sums dq(e.batch, e.seq_q, e.heads_q, e.dim);
+  Sums dk(e.batch, e.seq_k, e.heads_kv, e.dim);
+  Sums dv(e.batch, e.seq_k, e.heads_kv, e.dim_v);
+  for (int64_t b = 0; b < e.batch; ++b) {
+    for (int64_t h = 0; h < e.heads_q; ++h) {
+      for (int64_t i = 0; i < e.seq_q; ++i) {
+        const double lse = load(call->lse.element(b, h, i, 0), call->lse.tensor.dtype);
+        double delta = 0, magnitude = 0;
+        for (int64_t d = 0; d < e.dim_v; ++d) {
+          const double term =
+              number_at(*call, call->dout, b, i, h, d) * number_at(*call, call->out, b, i, h, d);
+          delta += term, magnitude += std::fabs(term);
+        }
+        if (call->backward.dlse != nullptr) {
+          delta -= load(call->dlse.element(b, h, i, 0), call->dlse.tensor.dtype);
+        }
+        for (int64_t j = 0; j < e.seq_k; ++j) {
+          if (!is_seen(call->params, i, j, e.seq_q, e.seq_k)) continue;
+          const int64_t g = h / e.group;
+          const double logit = logit_of(*call, b, h, i, j);
+          const double weight = std::exp(logit - lse);
+          double dweight = 0;
+          for (int64_t d = 0; d < e.dim_v; ++d) {
+            const double dout = number_at(*call, call->dout, b, i, h, d);
+            dweight += dout * number_at(*call, call->v, b, j, g, d);
+            dv.add(b, j, g, d, weight * dout);
+          }
+          const double slope = cap == 0 ? 1 : 1 - (logit / cap) * (logit / cap);
+          const double factor = scale * weight;
+          for (int64_t d = 0; d < e.dim; ++d) {
+            const double q = number_at(*call, call->q, b, i, h, d);
+            const double k = number_at(*call, call->k, b, j, g, d);
+            // The last two are what delta is a difference of: its roundings count, and so do the slope's.
+            for (const double part : {slope * (dweight - delta), magnitude, -magnitude}) {
+              dq.add(b, i, h, d, factor * part * k);
+              dk.add(b, j, g, d, factor * part * q);
+            }
+          }
+        }
+      }
+    }
+  }
+  const double unit = tolerance(call->q.tensor.dtype, scale, e.dim);
+  if (call->backward.dq != nullptr) dq.compare(call, &call->dq, unit);
+  if (call->backward.dk != nullptr) dk.compare(call, &call->dk, unit);
+  if (call->backward.dv != nullptr) dv.compare(call, &call->dv, unit);
+  expect_memory_unchanged(*call);
+}
+
 // What is wrong with a workspace, when the call needs one.
-void try_workspaces(Random* random, const Call& call, const Memory& workspace, size_t bytes) {
+void try_workspaces(Random* random, Call* given, const Memory& workspace, size_t bytes) {
   if (bytes == 0) return;
+  Call& call = *given;
   // Of several threads fewer would run where there is less room; one cannot.
   const int32_t threads = flashmoe_get_num_threads();
   CHECK(flashmoe_set_num_threads(1) == FLASHMOE_OK);
   size_t least = 0;
-  EXPECT(call, flashmoe_attention_forward_workspace_size(call.given(), &least) == FLASHMOE_OK);
+  EXPECT(call, call.workspace_size(&least) == FLASHMOE_OK);
   EXPECT(call, least <= bytes);
   const size_t small =
       random->chance(0.5) ? least - 1 : static_cast<size_t>(random->bits()) % least;
-  EXPECT(call, flashmoe_attention_forward(call.given(), workspace.get(), small, nullptr) ==
-                   FLASHMOE_ERROR_WORKSPACE_TOO_SMALL);
+  EXPECT(call, call.run(workspace.get(), small, nullptr) == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL);
   CHECK(flashmoe_set_num_threads(threads) == FLASHMOE_OK);
   EXPECT(call, std::strstr(flashmoe_last_error(), "workspace_size:") == flashmoe_last_error());
-  EXPECT(call, flashmoe_attention_forward(call.given(), nullptr, bytes, nullptr) ==
-                   FLASHMOE_ERROR_INVALID_ARGUMENT);
+  EXPECT(call, call.run(nullptr, bytes, nullptr) == FLASHMOE_ERROR_INVALID_ARGUMENT);
   EXPECT(call, std::strstr(flashmoe_last_error(), "workspace:") == flashmoe_last_error());
   const int64_t shift = random->range(1, 15);
-  EXPECT(call, flashmoe_attention_forward(call.given(), workspace.get() + shift, bytes, nullptr) ==
-                   FLASHMOE_ERROR_INVALID_ARGUMENT);
+  EXPECT(call,
+         call.run(workspace.get() + shift, bytes, nullptr) == FLASHMOE_ERROR_INVALID_ARGUMENT);
   expect_memory_unchanged(call);
 }
 
 // Of outputs that overlap other tensors: only the launch minds.
-void expect_launch_refusal(const Call& call, const Judgement& judgement, size_t bytes,
-                           void* stream) {
+void expect_launch_refusal(Call* given, const Judgement& judgement, size_t bytes, void* stream) {
+  Call& call = *given;
   const Memory workspace = allocate_memory(bytes);
-  EXPECT(call, flashmoe_attention_forward(call.given(), workspace.get(), bytes, stream) ==
-                   FLASHMOE_ERROR_INVALID_ARGUMENT);
+  EXPECT(call, call.run(workspace.get(), bytes, stream) == FLASHMOE_ERROR_INVALID_ARGUMENT);
   const std::string sentence = flashmoe_last_error();
   EXPECT(call, is_sentence(sentence));
   if (sentence.find("beyond the address space") != std::string::npos) {
@@ -234,21 +335,22 @@ void expect_launch_refusal(const Call& call, const Judgement& judgement, size_t 
 }
 
 void run(Random* random, Call* call) {
-  const Judgement judgement = judge(call->given());
+  const Judgement judgement =
+      call->is_backward ? judge(call->given_backward()) : judge(call->given());
 
   flashmoe_plan plan;
   std::memset(static_cast<void*>(&plan), kPoison, sizeof plan);
   plan.struct_size = sizeof plan;
   flashmoe_plan plan_before;
   std::memcpy(static_cast<void*>(&plan_before), &plan, sizeof plan);
-  const flashmoe_status planned = flashmoe_attention_forward_plan(call->given(), &plan);
+  const flashmoe_status planned = call->plan(&plan);
   if (planned != FLASHMOE_OK) {
     expect_refusal(*call, judgement, planned);
     EXPECT(*call, std::memcmp(&plan, &plan_before, sizeof plan) == 0);
   }
   constexpr size_t kUntouched = 0x5a5a5a5a;
   size_t bytes = kUntouched;
-  const flashmoe_status sized = flashmoe_attention_forward_workspace_size(call->given(), &bytes);
+  const flashmoe_status sized = call->workspace_size(&bytes);
   EXPECT(*call, sized == planned);
   EXPECT(*call, (sized == FLASHMOE_OK) == (bytes != kUntouched));
 
@@ -259,8 +361,7 @@ void run(Random* random, Call* call) {
     const std::string sentence = flashmoe_last_error();
     ++tally.blamed[sentence.substr(0, sentence.find(':'))];
     const Memory workspace = allocate_memory(64);
-    const flashmoe_status status =
-        flashmoe_attention_forward(call->given(), workspace.get(), 64, stream);
+    const flashmoe_status status = call->run(workspace.get(), 64, stream);
     EXPECT(*call, status == planned);
     expect_refusal(*call, judgement, status);
     expect_memory_unchanged(*call);
@@ -268,12 +369,12 @@ void run(Random* random, Call* call) {
   }
 
   if (planned == FLASHMOE_OK && judgement.memory == Verdict::kInvalid) {
-    return expect_launch_refusal(*call, judgement, bytes, stream);
+    return expect_launch_refusal(call, judgement, bytes, stream);
   }
 
   // Valid, but perhaps of memory that is not there: then planning is all that can be asked for.
   bool backed = true;
-  for (int i = 0; i < 5; ++i) {
+  for (int i = 0; i < call->count(); ++i) {
     const bool own = *call->slots[i] == &call->arguments[i]->tensor;
     backed = backed && (*call->slots[i] == nullptr || (own && call->arguments[i]->backed()));
   }
@@ -287,11 +388,10 @@ void run(Random* random, Call* call) {
   if (judgement.verdict == Verdict::kValid) EXPECT(*call, planned == FLASHMOE_OK);
   if (planned != FLASHMOE_OK) return expect_memory_unchanged(*call);
   const Memory workspace = allocate_memory(bytes);
-  try_workspaces(random, *call, workspace, bytes);
-  EXPECT(*call,
-         flashmoe_attention_forward(call->given(), workspace.get(), bytes, stream) == FLASHMOE_OK);
+  try_workspaces(random, call, workspace, bytes);
+  EXPECT(*call, call->run(workspace.get(), bytes, stream) == FLASHMOE_OK);
   ++tally.computed;
-  expect_result(call);
+  call->is_backward ? expect_gradients(call) : expect_output(call);
 }
 
 // ---- the other entry points -----------------------------------------------------------------
@@ -314,7 +414,7 @@ void run_other(Random* random) {
   const bool null = random->chance(0.3);
   void* target = null ? nullptr : words;
   const int32_t strange = random->one_of({-1, 5, 99, 4097, INT32_MAX, INT32_MIN});
-  Call call;
+  Call call(random->chance(0.5));
   make_valid(random, &call);
   switch (random->below(8)) {
     case 0:
@@ -344,10 +444,9 @@ void run_other(Random* random) {
       break;
     }
     case 6:
-      refuse(flashmoe_attention_forward_plan(call.given(), static_cast<flashmoe_plan*>(target)),
-             null ? "plan:" : "struct_size");
+      refuse(call.plan(static_cast<flashmoe_plan*>(target)), null ? "plan:" : "struct_size");
       break;
-    default: refuse(flashmoe_attention_forward_workspace_size(call.given(), nullptr), "bytes:");
+    default: refuse(call.workspace_size(nullptr), "bytes:");
   }
   CHECK(std::memcmp(words, before, sizeof words) == 0);
 }
@@ -370,7 +469,7 @@ int main(int argc, char** argv) {
     if (random.chance(0.02)) {
       CHECK(flashmoe_set_num_threads(random.one_of({0, 1, 2, 5})) == FLASHMOE_OK);
     }
-    Call call;
+    Call call(random.chance(0.5));
     make_valid(&random, &call);
     const int64_t faults = random.chance(0.15) ? 0 : random.one_of<int64_t>({1, 1, 1, 2, 3});
     for (int64_t i = 0; i < faults; ++i) {

@@ -20,6 +20,7 @@ namespace {
 
 static_assert(std::is_trivially_copyable_v<fm::TensorView>, "a view is passed as plain data");
 static_assert(std::is_trivially_copyable_v<fm::AttentionForward>, "so is a call");
+static_assert(std::is_trivially_copyable_v<fm::AttentionBackward>);
 static_assert(std::is_trivially_copyable_v<fm::MoeForward>, "so is a call");
 static_assert(std::is_convertible_v<fm::TensorView, fm::ConstTensorView>, "as span<T> is");
 static_assert(!std::is_convertible_v<fm::ConstTensorView, fm::TensorView>, "const stays const");
@@ -206,6 +207,60 @@ void attention() {
   again.lse = {};
   done(fm::run(again, workspace.data(), workspace.size()));
   CHECK(test.out == out);
+}
+
+// The gradients of a call are differences of the sum of its output.
+void attention_backward() {
+  AttentionCase test;
+  const fm::AttentionForward forward = test.call();
+  fm::Workspace workspace;
+  done(fm::run(forward, workspace));
+  const std::vector<float> ones(test.out.size(), 1.0f);
+  std::vector<float> dq(test.q.size(), NAN), dk(test.k.size(), NAN), dv(test.v.size(), NAN);
+  fm::AttentionBackward call;
+  call.dout = fm::ConstTensorView(ones.data(), {2, 5, 4, 16});
+  call.q = forward.q, call.k = forward.k, call.v = forward.v;
+  call.out = forward.out, call.lse = forward.lse;
+  call.dq = fm::TensorView(dq.data(), {2, 5, 4, 16});
+  call.dk = fm::TensorView(dk.data(), {2, 7, 2, 16});
+  call.dv = fm::TensorView(dv.data(), {2, 7, 2, 16});
+  call.causal = forward.causal, call.window_left = forward.window_left;
+  call.softcap = forward.softcap, call.scale = forward.scale;
+  done(fm::run(call, workspace));
+  CHECK(std::strcmp(get(fm::plan(call)).operation, "attention_backward") == 0);
+
+  const auto loss = [&] {
+    done(fm::run(forward, workspace));
+    double sum = 0;
+    for (const float x : test.out) sum += static_cast<double>(x);
+    return sum;
+  };
+  const struct {
+    std::vector<float>* of;
+    const std::vector<float>* gradient;
+  } each[] = {{&test.q, &dq}, {&test.k, &dk}, {&test.v, &dv}};
+  constexpr float kStep = 1.0f / 64;
+  for (const auto& [of, gradient] : each) {
+    for (size_t i = 0; i < of->size(); i += 37) {
+      const float kept = (*of)[i];
+      (*of)[i] = kept + kStep;
+      const double above = loss();
+      (*of)[i] = kept - kStep;
+      const double slope = (above - loss()) / static_cast<double>(2 * kStep);
+      (*of)[i] = kept;
+      CHECK(std::fabs(slope - static_cast<double>((*gradient)[i])) < 2e-3);
+    }
+  }
+
+  const std::vector<float> once = dv;
+  call.accumulate = true;
+  call.dq = call.dk = {};
+  done(fm::run(forward, workspace));
+  done(fm::run(call, workspace));
+  for (size_t i = 0; i < dv.size(); ++i) CHECK(dv[i] == 2 * once[i]);
+  call.dv = {};
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "dq: got a null tensor",
+        [&] { return fm::run(call, workspace); });
 }
 
 void adds_no_allocation() {
@@ -443,6 +498,7 @@ void library() {
   };
   done(fm::set_log(FLASHMOE_LOG_INFO, append, &lines));
   attention();
+  attention_backward();
   done(fm::set_log(FLASHMOE_LOG_OFF));
   CHECK(lines.find("attention_forward_cpu") != std::string::npos);
 }

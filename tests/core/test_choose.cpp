@@ -45,7 +45,7 @@ flashmoe_status plan(const Toy& toy, Plan* plan, const Reason& reason) {
 flashmoe_status launch(const Toy&, const Plan&, void*, void*) { return FLASHMOE_OK; }
 
 constexpr Family<Toy> kA = {"a", FLASHMOE_DEVICE_CUDA, plan<0>, launch};
-constexpr Family<Toy> kB = {"b", FLASHMOE_DEVICE_CUDA, plan<1>, launch};
+constexpr Family<Toy> kB = {"b", FLASHMOE_DEVICE_CUDA, plan<1>, launch, "b_one b_two"};
 constexpr Family<Toy> kC = {"c", FLASHMOE_DEVICE_CPU, plan<2>, launch};
 constexpr const Family<Toy>* kFamilies[] = {&kA, &kB, &kC};
 
@@ -160,8 +160,39 @@ void a_name_is_served_or_fails() {
        {"d", "toy_b", "toy_prepare_k", "toy_bb_k", "toy_", "b_k", "B", "b "}) {
     out = explain(takes(1), takes(9), unknown);
     CHECK(out.status == FLASHMOE_ERROR_INVALID_ARGUMENT);
-    CHECK(out.sentence == std::string("kernel: got \"") + unknown + "\", built in are a, b, c");
+    CHECK(out.sentence ==
+          std::string("kernel: got \"") + unknown + "\", built in are a, b, b_one, b_two, c");
   }
+}
+
+void a_familys_schedules_have_names() {
+  for (const char* schedule : {"b_one", "b_two"}) {
+    const Outcome out = explain(takes(1), takes(9), schedule);
+    CHECK(out.family == "b");
+    const std::string asked = std::string("kernel asks for ") + schedule;
+    CHECK(out.rejected == "a: " + asked + "\nc: " + asked + "\n");
+  }
+  for (const char* unknown : {"b_", "b_one b_two", "one", "a_one"}) {
+    CHECK(explain(takes(1), takes(9), unknown).status == FLASHMOE_ERROR_INVALID_ARGUMENT);
+  }
+}
+
+// A kernel is of the family with the longest name that its own begins with.
+void names_of_families_may_begin_alike() {
+  static constexpr Family<Toy> kLong = {"b_few", FLASHMOE_DEVICE_CUDA, plan<0>, launch};
+  constexpr const Family<Toy>* kAlike[] = {&kLong, &kB};
+  const auto asked_of = [&](const char* kernel) {
+    Answer answers[] = {takes(1), takes(9), takes(0)};
+    Toy toy = {kGpu, "", answers};
+    copy_kernel_name(kernel, &toy.kernel);
+    const Family<Toy>* family = nullptr;
+    Plan plan;
+    Choice(kAlike, kPrefix, wanted_of(kAlike, toy.kernel, kGpu), toy).choose(&family, &plan);
+    return std::string(answers[0].asked > 0 ? "b_few" : "") + (answers[1].asked > 0 ? "b" : "");
+  };
+  CHECK(asked_of("toy_b_few_k") == "b_few" && asked_of("b_few") == "b_few");
+  CHECK(asked_of("toy_b_k") == "b" && asked_of("b") == "b" && asked_of("b_one") == "b");
+  CHECK(asked_of("") == "b_fewb");
 }
 
 // Without a prefix only families have names.
@@ -238,6 +269,8 @@ int main(int argc, char** argv) {
   cuda_errors_end_the_choice();
   families_of_another_device_are_not_asked();
   a_name_is_served_or_fails();
+  a_familys_schedules_have_names();
+  names_of_families_may_begin_alike();
   names_of_kernels_are_known_by_their_prefix();
   names_that_do_not_fit_are_cut();
   long_reasons_are_cut();

@@ -348,7 +348,7 @@ void layers_are_checked() {
       {"x: dimension 0 has stride 36", [](Forward* c) { c->x.strides = {36, 1}; }},
       {"x: its data begins", [](Forward* c) { c->x.move(8); }},
       {"w_gate_up: got a null tensor", [](Forward* c) { c->params.w_gate_up = nullptr; }},
-      {"w_gate_up: got dtype float64",
+      {"w_gate_up: got dtype fp64",
        [](Forward* c) { c->w_gate_up.view.dtype = {FLASHMOE_DTYPE_FLOAT, 64, 1}; }},
       {"w_gate_up: got dtype fp16, accepted is bf16",
        [](Forward* c) { c->w_gate_up.view.dtype = kFp16; }},

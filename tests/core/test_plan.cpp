@@ -304,7 +304,7 @@ void what_no_kernel_computes_is_refused() {
     CHECK(flashmoe_last_error() == sentence);
   };
   const std::string scales =
-      ": got one, accepted is a null pointer: tensors of fp16, bf16 and fp32 have no scales";
+      ": got one, accepted is a null pointer: tensors of 16 bits and more have no scales";
   c.params.q_scale = &c.q;
   refused("q_scale" + scales);
   c.params.q_scale = nullptr;

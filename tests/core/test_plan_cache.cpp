@@ -190,6 +190,7 @@ void every_byte_counts(size_t addresses) {
 
 void every_byte_of_a_problem_counts() {
   every_byte_counts<AttentionProblem>(5);
+  every_byte_counts<AttentionBackwardProblem>(10);
   every_byte_counts<MoeRouteProblem>(11);
   every_byte_counts<MoeForwardProblem>(13);
   every_byte_counts<GroupedProductProblem>(6);
@@ -215,6 +216,7 @@ struct Launched {
 thread_local Launched launched;
 
 int64_t size_of(const AttentionProblem& p) { return p.seq_q + p.q.strides.seq; }
+int64_t size_of(const AttentionBackwardProblem& p) { return p.seq_q + p.q.strides.seq; }
 int64_t size_of(const MoeRouteProblem& p) { return p.tokens; }
 int64_t size_of(const MoeForwardProblem& p) { return p.tokens; }
 int64_t size_of(const GroupedProductProblem& p) { return p.rows; }
@@ -254,7 +256,6 @@ flashmoe_status launch(const Problem& problem, const Plan& plan, void*, void*) {
 }
 
 constexpr char kShort[] = "short";
-constexpr char kSplit[] = "split";
 constexpr char kStream[] = "stream";
 constexpr char kSm90[] = "sm90";
 constexpr char kSm89[] = "sm89";
@@ -270,7 +271,6 @@ constexpr Family<Problem> family() {
 }  // namespace
 
 const AttentionFamily kShortAttention = family<AttentionProblem, kShort, Kind::kFew>();
-const AttentionFamily kSplitAttention = family<AttentionProblem, kSplit, Kind::kMany>();
 const AttentionFamily kSm90Attention = family<AttentionProblem, kSm90, Kind::kMany>();
 const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMany>();
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
@@ -1045,7 +1045,7 @@ void fp32_is_for_the_cpu() {
   for (const char* kernel : {"", "sm89", "cpu", "attention_forward_sm90_fp32"}) {
     call.kernel = kernel;
     CHECK(run<Attention>(call.ready()) == FLASHMOE_ERROR_UNSUPPORTED);
-    CHECK(failure(call) == "q" + sentence);
+    CHECK(failure(call) == "q" + sentence + " and fp64");
   }
   Forward layer;
   layer.retype(kHalf, kFloat);
@@ -1060,7 +1060,7 @@ void the_least_time_serves_a_call() {
   CHECK(planned(few));
   CHECK(launched.family == "short");
   CHECK(planned(Attention(1000, 200)));
-  CHECK(launched.family == "split");  // the first of three that take as long
+  CHECK(launched.family == "sm90");  // the first of two that take as long
   CHECK(planned(Forward(3)));
   CHECK(launched.family == "stream");
   CHECK(planned(Forward(501)));
@@ -1070,7 +1070,6 @@ void the_least_time_serves_a_call() {
   CHECK(std::strcmp(plan.operation, "attention_forward") == 0);
   CHECK(std::strcmp(plan.family, "short") == 0 && plan.microseconds == 131);
   CHECK(std::strcmp(plan.rejected,
-                    "split: takes 500.0 us by its estimate, short 131.0 us\n"
                     "sm90: takes 500.0 us by its estimate, short 131.0 us\n"
                     "sm89: takes 500.0 us by its estimate, short 131.0 us\n"
                     "cpu: the tensors are on cuda:0, it computes on the CPU\n") == 0);
@@ -1245,7 +1244,7 @@ void threads_know_their_own_calls() {
         CHECK(p.q.data == call[Attention::kQ].view.data &&
               p.out.data == call[Attention::kOut].view.data);
         CHECK(p.seq_q == call[Attention::kQ].shape[1]);
-        CHECK(launched.family == (round % 3 == 1 ? "short" : "split"));
+        CHECK(launched.family == (round % 3 == 1 ? "short" : "sm90"));
       }
     });
   }

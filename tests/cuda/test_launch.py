@@ -12,9 +12,8 @@ from installations import ROOT, checked, require_cuda_headers, require_tool
 ENTRIES = {
     "attention/short": ("fp16_d64_dv64_r8",),
     "attention/sm89": ("fp16_d64_dv64",),
-    "attention/sm90": ("fp16_d64_dv64",),
+    "attention/sm90": ("fp16_d64_dv64", "split_kv_fp16_d64_dv64"),
     "attention/sm90_backward": ("fp16_d64_dv64", "bf16_d64_dv64", "bf16_d128_dv128"),
-    "attention/split": ("fp16_d64_dv64",),
     "moe/route": ("key32_e128", "key64_e1024"),
     "moe/sm89": ("bf16_gated", "bf16_gated_t", "bf16", "bf16_t"),
     "moe/sm90": (
@@ -51,9 +50,9 @@ ATTENTION_BASE = (
 ATTENTION = (
     *ATTENTION_BASE,
     "core/ops/attention/forward.cpp",
-    *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90", "split")),
-    "cuda/attention/sm90/l2_swizzle.cpp",
-    *(f"cuda/attention/split/{name}.cpp" for name in ("cost", "stream_k")),
+    *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90")),
+    *(f"cuda/attention/sm90/{name}.cpp" for name in ("l2_swizzle", "split_kv", "split_kv_cost")),
+    *(f"cuda/attention/sm90/{name}.cpp" for name in ("stream_k", "whole_tiles")),
 )
 SOURCES = {
     "test_launch": ATTENTION,
@@ -64,11 +63,14 @@ SOURCES = {
         "cuda/attention/sm90_backward/family.cpp",
     ),
     "test_l2_swizzle": (*BASE, "cuda/attention/sm90/l2_swizzle.cpp"),
-    "test_cost": (*BASE, *(f"cuda/attention/{name}.cpp" for name in ("cost", "split/cost"))),
+    "test_cost": (
+        *BASE,
+        *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/split_kv_cost")),
+    ),
     "test_stream_k": (
         *BASE,
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/l2_swizzle")),
-        *(f"cuda/attention/split/{name}.cpp" for name in ("cost", "stream_k")),
+        *(f"cuda/attention/sm90/{name}.cpp" for name in ("split_kv_cost", "stream_k")),
     ),
     "test_moe": (
         *MOE_CORE,
@@ -108,7 +110,8 @@ CHOICE_ENTRIES = {
         "bf16_d128_r8",
         "bf16_d128_r16",
     ),
-    **{f"attention/{family}": ("bf16_d64", "bf16_d128") for family in ("sm89", "sm90", "split")},
+    "attention/sm89": ("bf16_d64", "bf16_d128"),
+    "attention/sm90": ("bf16_d64", "bf16_d128", "split_kv_bf16_d64", "split_kv_bf16_d128"),
 }
 
 

@@ -18,12 +18,12 @@ import sass
 from kernels import Kernel
 
 _FUNCTION = re.compile(
-    r"\d(sm\d\d|split|short)(?:_rows)?\d\dattention_forward_kernelI.*?Traits"
+    r"\d(sm\d\d|short)(?:_rows)?\d\dattention_forward_kernelI.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
 )
 # The second kernel of the families that split keys, of which each kernel has its own.
 _SUM = re.compile(
-    r"\dattention_combine_kernelINS_\d+(split|short)(?:_rows)?8SplitRowI.*?Traits"
+    r"\dattention_combine_kernelINS_\d+(sm90|short)(?:_rows)?8SplitRowI.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
 )
 _ANYWHERE = ("sm89", "short")  # families that are compiled for every architecture
@@ -39,8 +39,15 @@ def _kernel_of(function: str) -> Kernel | None:
     found = _FUNCTION.search(function)
     if found is None:
         return None
-    family, element, dim, dim_v, tuning, rows = found.groups()
-    return Kernel(family, sass.ELEMENTS[element], int(dim), int(dim_v), tuning or rows)
+    return _kernel(*found.groups())
+
+
+def _kernel(
+    family: str, element: str, dim: str, dim_v: str, tuning: str | None, rows: str | None
+) -> Kernel:
+    if family == "sm90":
+        family = "sm90_split_kv" if "Split" in (tuning or "") else "sm90_whole_tiles"
+    return Kernel(family, sass.ELEMENTS[element], int(dim), int(dim_v), tuning or rows or "")
 
 
 def _kernel_of_sum(function: str) -> Kernel | None:
@@ -48,8 +55,7 @@ def _kernel_of_sum(function: str) -> Kernel | None:
     found = _SUM.search(function)
     if found is None:
         return None
-    family, element, dim, dim_v, tuning, rows = found.groups()
-    return Kernel(family, sass.ELEMENTS[element], int(dim), int(dim_v), tuning or rows)
+    return _kernel(*found.groups())
 
 
 class Code(NamedTuple):
@@ -158,9 +164,9 @@ def test_products_are_wgmma(family: str, instructions: dict[Code, Counter[str]])
 
 @pytest.mark.parametrize("family", kernels.COPY_ENGINE)
 def test_tiles_come_and_go_by_tma(family: str, instructions: dict[Code, Counter[str]]) -> None:
-    """Those of split go as rows and parts of rows: their output is no box."""
+    """Those of split KV go as rows and parts of rows: their output is no box."""
     for code, opcodes in _of(instructions, family).items():
-        sass.check_tma(code, opcodes, stores=family == "sm90")
+        sass.check_tma(code, opcodes, stores=family == "sm90_whole_tiles")
         assert sass.count(opcodes, "LDGSTS") == 0, f"{code}: copies of a thread's own"
 
 
@@ -172,14 +178,15 @@ def test_first_products_may_be_narrow(family: str, instructions: dict[Code, Coun
         if kernel.dim not in (96, 128) and (kernel.dim, kernel.dim_v) != (192, 128):
             continue  # at 64 P V is as wide; the others' steps are not of 128 keys
         narrow = sum(n for name, n in opcodes.items() if name.startswith("HGMMA.64x64x16."))
-        # In sm90 with and without the last P V of the tile before it. Split's at 192 has none.
-        copies = 2 if family == "sm90" else 1 if kernel.dim <= 128 else 0
+        # In whole tiles with and without the last P V of the tile before it. Split KV has none at
+        # 192.
+        copies = 2 if family == "sm90_whole_tiles" else 1 if kernel.dim <= 128 else 0
         copies = 0 if kernel.capped else copies
         assert narrow == copies * kernel.dim // 16, f"{code}: {opcodes}"
 
 
 def test_loads_come_first(instructions: dict[Code, Counter[str]]) -> None:
-    for code, opcodes in _of(instructions, "sm90").items():
+    for code, opcodes in _of(instructions, "sm90_whole_tiles").items():
         sass.check_loads_come_first(code, opcodes)
 
 
@@ -227,7 +234,7 @@ def test_kernels_that_split_keys_have_another_for_the_parts(
     instructions: dict[Code, Counter[str]], sums: dict[Code, Counter[str]]
 ) -> None:
     """Parts of 16 bytes, several on their way at a time; no product but of rows computed again."""
-    split = {code for code in instructions if code.kernel.family == "split"}
+    split = {code for code in instructions if code.kernel.family == "sm90_split_kv"}
     assert set(sums) == split | set(_of(instructions, "short"))
     for code, opcodes in sums.items():
         parts = sum(n for name, n in opcodes.items() if re.match(r"LDG\.E\..*128", name))
@@ -260,9 +267,9 @@ def test_no_atomics_and_no_fences(instructions: dict[Code, Counter[str]]) -> Non
         # Within a block, what was written to shared memory is shown to the copy engine; and sm90
         # reads what its copy engine wrote, once, where causal rows came out non-finite.
         fences = [name for name in opcodes if name.startswith("MEMBAR") and name[-4:] != ".CTA"]
-        assert sum(opcodes[name] for name in fences) <= (code.kernel.family == "sm90"), (
-            f"{code}: {fences}"
-        )
+        assert sum(opcodes[name] for name in fences) <= (
+            code.kernel.family == "sm90_whole_tiles"
+        ), f"{code}: {fences}"
 
 
 _MODELS = (Path(__file__).parents[2] / "cuda/gpu_models.cpp").read_text(encoding="utf-8")
@@ -314,7 +321,7 @@ def test_plans_for_models_know_the_shared_memory_of_combining(architectures: lis
     resources = sass.resources(_kernel_of_sum)
     assert resources
     for (arch, kernel), used in resources.items():
-        name = f"attention_combine_{kernel.family}_{kernel.dtype}_d{kernel.dim}_dv{kernel.dim_v}"
+        name = kernel.table_name.replace("_forward_", "_combine_")
         reserved = _RESERVED if sass.is_hopper(arch) else 0
         assert _stated(name)[0] == used["SHARED"] - reserved, (arch, name)
 

@@ -143,7 +143,7 @@ def random_case(seed: int, kernels: tuple[str | None, ...] = (None,)) -> Case:
 
 
 def is_walkable(case: Case) -> bool:
-    """Whether sm90 and split serve these strides of q, k, v and out: above 0 along the sequence, 0
+    """Whether sm90 serves these strides of q, k, v and out: above 0 along the sequence, 0
     or more along batches and heads. An axis of one entry is never stepped along."""
     shapes = (
         case.shape(case.seq_q, case.heads_q, case.dim),
@@ -160,7 +160,7 @@ def is_walkable(case: Case) -> bool:
 
 
 def walkable(case: Case) -> Case:
-    """The case without the strides that sm90 and split refuse. Repeated batches and heads stay."""
+    """The case without the strides that sm90 refuses. Repeated batches and heads stay."""
     placements = tuple(
         dataclasses.replace(
             where, broadcast=tuple(a for a in where.broadcast if a != case.seq_axis), flipped=()

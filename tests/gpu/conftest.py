@@ -32,7 +32,8 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def sm90() -> str:
     """For what is said of this family alone."""
-    return _serving("sm90")
+    _serving("sm90_whole_tiles")
+    return "sm90"
 
 
 @pytest.fixture

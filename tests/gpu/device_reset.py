@@ -42,12 +42,12 @@ THREADS = ("same", "new", "old")
 LIMIT_S = 200
 
 # Each by a kernel that needs more shared memory than blocks have without asking, where the family
-# has one; that of "split" has a second kernel.
+# has one; that of split KV has a second kernel.
 ATTENTION = {
     "sm89": Options(70, 330, 2, 1, "bottom_right"),
-    "sm90": Options(130, 330, 2, 1, "bottom_right"),
+    "sm90_whole_tiles": Options(130, 330, 2, 1, "bottom_right"),
     "short": Options(1, 1100, 8, 2, "bottom_right", "bhsd"),
-    "split": Options(5, 9000, 4, 1, "bottom_right"),
+    "sm90_split_kv": Options(5, 9000, 4, 1, "bottom_right"),
 }
 LAYER = Case(tokens=24, hidden=392, inner=392, experts=8, top_k=2)
 FEW = Case(tokens=3, hidden=456, inner=456, experts=4, top_k=2)

@@ -13,17 +13,20 @@ _NEEDS_CAPABILITY = dict.fromkeys(
     kernels.COPY_ENGINE, (9, 0)
 )  # of the families that run on one alone
 # Of a block, and the most shared memory that one may have.
-THREADS = {"short": (32, 64, 128, 256), "split": (384, 512), "sm90": (384, 512),
+THREADS = {"short": (32, 64, 128, 256), "sm90_split_kv": (384, 512),
+           "sm90_whole_tiles": (384, 512),
            "sm89": (128, 256)}  # fmt: skip
-SHARED_BYTES = {"short": 99 * 1024, "split": 227 * 1024, "sm90": 227 * 1024, "sm89": 99 * 1024}
-NAMESPACES = {"short": "short_rows"}  # of kernels, where it is not the family's name
+SHARED_BYTES = {"short": 99 * 1024, "sm90_split_kv": 227 * 1024, "sm90_whole_tiles": 227 * 1024,
+                "sm89": 99 * 1024}  # fmt: skip
+# Of kernels, where it is not the family's name.
+NAMESPACES = {"short": "short_rows", **dict.fromkeys(kernels.COPY_ENGINE, "sm90")}
 REGISTERS = 65536  # of a multiprocessor
 
 
 @functools.cache
 def why_not(family: str) -> str | None:
     """None where the family serves calls on cuda:0, else the reason."""
-    if family not in fm.build_info().kernel_families.split():
+    if kernels.family_of(family) not in fm.build_info().kernel_families.split():
         return f"built without the {family} kernels"
     needed = _NEEDS_CAPABILITY.get(family)
     capability = torch.cuda.get_device_capability(0)
@@ -37,6 +40,14 @@ def serving() -> list[str]:
     return [family for family in kernels.FAMILIES if why_not(family) is None]
 
 
+def of_plan(plan: fm.AttentionPlan) -> str:
+    """Which of kernels.FAMILIES a plan is by."""
+    if plan.family != "sm90":
+        return plan.family
+    splits = plan.kernel.startswith("attention_forward_sm90_split_kv_")
+    return "sm90_split_kv" if splits else "sm90_whole_tiles"
+
+
 def blocks(case: Case, plan: fm.AttentionPlan) -> int:
     """Of the grid that a case needs with the planned tile."""
     if plan.family == "short":  # tiles of all query heads that share keys, a cluster for each
@@ -44,15 +55,15 @@ def blocks(case: Case, plan: fm.AttentionPlan) -> int:
         tiles = -(-rows // plan.tile_q) * case.batch * case.heads_kv
         return tiles * (parts(case, plan) or plan.cluster)
     resident = torch.cuda.get_device_properties(0).multi_processor_count
-    if plan.family == "split":
+    if of_plan(plan) == "sm90_split_kv":
         return min(_stream_k_blocks(case, plan), resident)
     tiles = -(-case.seq_q // plan.tile_q) * case.batch * case.heads_q
     return min(tiles, resident) if plan.family == "sm90" else tiles
 
 
 def packed_tiles(case: Case, tile_q: int) -> int:
-    """Of "split": groups of 64 rows, each of whole queries with all heads of a KV head, in tiles of
-    as equal a size as they can be."""
+    """Of split KV: groups of 64 rows, each of whole queries with all heads of a KV head, in tiles
+    of as equal a size as they can be."""
     heads = case.heads_q // case.heads_kv
     repeated = case.placements[0].broadcast and (3 - case.seq_axis) in case.placements[0].broadcast
     chunks = heads if repeated and case.heads_q > 1 else -(-heads // 64)
@@ -62,12 +73,12 @@ def packed_tiles(case: Case, tile_q: int) -> int:
 
 
 def parts(case: Case, plan: fm.AttentionPlan) -> int:
-    """Blocks of a tile that leave their parts of it in the workspace, of "split" on average and
+    """Blocks of a tile that leave their parts of it in the workspace, of split KV on average and
     rounded up; 0 where none do."""
     rows = case.seq_q * case.heads_q // case.heads_kv
     tiles = -(-rows // plan.tile_q) * case.batch * case.heads_kv
     places = _places(plan)
-    if plan.family == "split":
+    if of_plan(plan) == "sm90_split_kv":
         return -(-places // packed_tiles(case, plan.tile_q))
     assert places % tiles == 0, f"{case}: {plan}"
     return places // tiles
@@ -82,7 +93,7 @@ def _places(plan: fm.AttentionPlan) -> int:
 
 
 def is_uneven(case: Case, plan: fm.AttentionPlan) -> bool:
-    """Whether "split" lays its tiles end to end, so that blocks begin and end within them."""
+    """Whether split KV lays its tiles end to end, so that blocks begin and end within them."""
     return _places(plan) > 0 and plan.grid[0] % packed_tiles(case, plan.tile_q) != 0
 
 
@@ -100,4 +111,4 @@ def _stream_k_blocks(case: Case, plan: fm.AttentionPlan) -> int:
 
 def of_many_rows() -> str:
     """The family of long calls that name none, if it can walk their strides."""
-    return next(family for family in serving() if family not in ("short", "split"))
+    return next(kernels.family_of(family) for family in serving() if family != "short")

@@ -1,7 +1,7 @@
 """Small attention calls on memory of exactly their size: a program for compute-sanitizer.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitize_attention.py
-    compute-sanitizer --tool racecheck python tests/gpu/sanitize_attention.py --small sm90
+    compute-sanitizer --tool racecheck python tests/gpu/sanitize_attention.py --small sm89
 
 Memory comes from the CUDA driver, one allocation for each tensor and no framework in between, so
 that the first byte past an end is known to be one. Every result is checked as well. Prints the
@@ -48,9 +48,9 @@ _OPTIONS = (
 # Each kernel once: some tiles of each family, of keys too, and keys that blocks share.
 _SMALL = {
     "sm89": Options(70, 330, 2, 1, "bottom_right"),
-    "sm90": Options(130, 330, 2, 1, "bottom_right"),
+    "sm90_whole_tiles": Options(130, 330, 2, 1, "bottom_right"),
     "short": Options(1, 1100, 8, 2, "bottom_right", "bhsd"),
-    "split": Options(5, 1100, 4, 1, "bottom_right"),
+    "sm90_split_kv": Options(5, 1100, 4, 1, "bottom_right"),
 }
 _RARE = Options(100, 100, 1, 1, "top_left", window=(25, None))
 

@@ -126,7 +126,7 @@ def test_walkable_strides_are_what_the_callee_sees() -> None:
         case = cases.random_case(seed)
         assert cases.is_walkable(case) == _sees_walkable_strides(case)
         found.add(cases.is_walkable(case))
-        walkable = cases.for_family(case, "sm90")
+        walkable = cases.for_family(case, "sm90_whole_tiles")
         assert cases.is_walkable(walkable)
         assert _sees_walkable_strides(walkable)
         for before, after in zip(case.placements, walkable.placements, strict=True):

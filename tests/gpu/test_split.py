@@ -1,4 +1,5 @@
-"""The split family: query heads packed into tiles, keys split over blocks, which calls it takes."""
+"""Split KV, a schedule of the sm90 family: query heads packed into tiles, keys split over blocks,
+and which calls it takes."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from kernels import Kernel
 pytestmark = pytest.mark.gpu
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-SPLIT_KERNELS = sorted(kernels.attention("split"))
+SPLIT_KERNELS = sorted(kernels.attention("sm90_split_kv"))
 
 
 @pytest.fixture(autouse=True)
 def _served() -> None:
-    reason = families.why_not("split")
+    reason = families.why_not("sm90_split_kv")
     if reason is not None:
         pytest.skip(reason)
 
@@ -42,7 +43,7 @@ def _check(case: Case) -> int:
         cases.check_case(case, "cuda:0")
     except AssertionError as error:
         raise AssertionError(f"{case} ({plan}): {error}") from error
-    assert plan.family == "split"
+    assert families.of_plan(plan) == "sm90_split_kv"
     assert plan.grid == (families.blocks(case, plan), 1, 1)
     assert fm.last_launches() == plan.launches
     assert len(plan.launches) == (2 if plan.workspace_bytes > 0 else 1)
@@ -58,7 +59,7 @@ def test_rows_of_all_heads_of_a_group_share_a_tile(group: int, keys: int) -> Non
     for i, ((dim, dim_v), causal) in enumerate(options):
         _check(Case(dtype=("fp16", "bf16")[i % 2], batch=1 + i % 2, seq_q=(1, 5, 17, 33, 70)[i % 5],
                     seq_k=keys, heads_q=2 * group, heads_kv=2, dim=dim, dim_v=dim_v, causal=causal,
-                    layout=("bshd", "bhsd")[i % 2], kernel="split", seed=i))  # fmt: skip
+                    layout=("bshd", "bhsd")[i % 2], kernel="sm90_split_kv", seed=i))  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", SPLIT_KERNELS, ids=lambda kernel: kernel.table_name)
@@ -97,7 +98,7 @@ def test_parts_of_tiles(dtype: str, dim: int, dim_v: int) -> None:
             case = Case(dtype=dtype, batch=1 + i % 2, seq_q=seq_q, seq_k=seq_k,
                         heads_q=heads_kv * group, heads_kv=heads_kv, dim=dim, dim_v=dim_v,
                         causal=causal, window=window, layout=("bshd", "bhsd")[i % 2],
-                        kernel="split", entry=("python", "c")[i % 2],
+                        kernel="sm90_split_kv", entry=("python", "c")[i % 2],
                         values=("normal", "peaked", "rising")[i % 3], seed=i)  # fmt: skip
             parts.append(_check(case))
     assert max(parts) > 16
@@ -122,12 +123,17 @@ def test_stream_k_begins_and_ends_within_tiles(dim: int, causal: str) -> None:
                     heads_q=heads_kv * group, heads_kv=heads_kv, dim=dim, dim_v=dim,
                     causal=causal, window=(None, (700, 0))[i % 4 == 3],
                     softcap=(None, 20.0)[i % 5 == 4], layout=("bshd", "bhsd")[i % 2],
-                    values=("normal", "rising")[i % 2], kernel="split",
+                    values=("normal", "rising")[i % 2], kernel="sm90_split_kv",
                     entry=("c", "python")[i % 2], seed=i)  # fmt: skip
         _check(case)
         uneven += families.is_uneven(case, _plan(case))
         q, k, v = cases.make_values(case, "cuda:0")
-        options = {**case.mask, "layout": case.layout, "return_lse": True, "kernel": "split"}
+        options = {
+            **case.mask,
+            "layout": case.layout,
+            "return_lse": True,
+            "kernel": "sm90_split_kv",
+        }
         first, again = (fm.flash_attention(q, k, v, **options) for _ in "12")
         assert all(
             torch.equal(memory.bits(a), memory.bits(b)) for a, b in zip(first, again, strict=True)
@@ -151,7 +157,7 @@ def test_stream_k_of_tiles_of_unequal_length(window: tuple[int, int | None] | No
                 continue
             case = Case(dtype=("fp16", "bf16")[i % 2], batch=batch, seq_q=seq_q, seq_k=seq_k,
                         heads_q=heads_q, heads_kv=heads_kv, dim=dim, dim_v=dim, causal=causal,
-                        window=window, kernel="split", entry=("c", "python")[i % 2],
+                        window=window, kernel="sm90_split_kv", entry=("c", "python")[i % 2],
                         seed=i)  # fmt: skip
             _check(case)
             uneven += families.is_uneven(case, _plan(case))
@@ -170,12 +176,12 @@ def test_rows_that_a_masked_key_spoils_are_computed_again(
     whole, or some, or none."""
     case = Case(dtype=dtype, batch=batch, seq_q=64, seq_k=keys, heads_q=4 * heads_kv,
                 heads_kv=heads_kv, dim=128, dim_v=128, causal="bottom_right",
-                kernel="split")  # fmt: skip
+                kernel="sm90_split_kv")  # fmt: skip
     assert min(2, families.parts(case, _plan(case))) in (parts, 2 * (parts > 0))
     q, k, v = cases.make_values(case, "cuda:0")
     v[-1, -40, 0, 5] = float("nan")
     v[-1, -20, 0, 77] = float("inf")
-    options = {"causal": "bottom_right", "return_lse": True, "kernel": "split"}
+    options = {"causal": "bottom_right", "return_lse": True, "kernel": "sm90_split_kv"}
     want = fm.flash_attention(q, k, v, **options)
     query = torch.arange(64, device="cuda")[:, None]
     columns = torch.arange(128, device="cuda")
@@ -201,7 +207,7 @@ def test_calls_that_follow_one_another_wait_for_their_inputs(seq_k: int) -> None
     def chain(wait: bool) -> torch.Tensor:
         y = x
         for _ in range(100):
-            y = fm.flash_attention(y, k, v, kernel="split")
+            y = fm.flash_attention(y, k, v, kernel="sm90_split_kv")
             if wait:
                 torch.cuda.synchronize()
         return y
@@ -212,7 +218,7 @@ def test_calls_that_follow_one_another_wait_for_their_inputs(seq_k: int) -> None
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_some_rows_of_many_keys_go_to_split(dim: int) -> None:
+def test_some_rows_of_many_keys_go_to_split_kv(dim: int) -> None:
     for seq_q, seq_k in itertools.product((64, 128, 256), (8192, 32768)):
         case = Case(dtype="bf16", seq_q=seq_q, seq_k=seq_k, heads_q=32, heads_kv=8, dim=dim,
                     dim_v=dim, causal="bottom_right")  # fmt: skip
@@ -229,7 +235,7 @@ def test_a_little_more_than_a_wave_of_tiles_goes_to_split(
         case = Case(dtype="bf16", seq_q=seq_q, seq_k=seq_k, heads_q=heads_q, heads_kv=heads_kv,
                     dim=dim, dim_v=dim)  # fmt: skip
         plan = _plan(case)
-        assert plan.family == "split"
+        assert families.of_plan(plan) == "sm90_split_kv"
         if torch.cuda.get_device_properties(0).multi_processor_count == 132:
             assert families.is_uneven(case, plan)
 
@@ -240,10 +246,10 @@ def test_many_rows_do_not(dim: int, causal: str) -> None:
     case = Case(dtype="bf16", batch=4, seq_q=4096, seq_k=4096, heads_q=16, heads_kv=16, dim=dim,
                 dim_v=dim, causal=causal)  # fmt: skip
     plan = _plan(case)
-    assert plan.family == "sm90"
-    reasons = dict(line.split(": ", 1) for line in plan.rejected.splitlines())
-    assert reasons["split"].startswith("takes ")
-    assert _plan(dataclasses.replace(case, kernel="split")).microseconds >= plan.microseconds
+    assert families.of_plan(plan) == "sm90_whole_tiles"
+    assert (
+        _plan(dataclasses.replace(case, kernel="sm90_split_kv")).microseconds >= plan.microseconds
+    )
 
 
 def test_parts_keep_the_device_busy() -> None:
@@ -251,7 +257,7 @@ def test_parts_keep_the_device_busy() -> None:
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
     for heads, seq_k in itertools.product((1, 2, 8, 30), (1000, 10000, 100000)):
         case = Case(dtype="bf16", seq_q=64, seq_k=seq_k, heads_q=heads, heads_kv=heads, dim=128,
-                    dim_v=128, kernel="split")  # fmt: skip
+                    dim_v=128, kernel="sm90_split_kv")  # fmt: skip
         plan = _plan(case)
         steps = -(-seq_k // plan.tile_k)
         assert plan.grid[0] <= steps * families.packed_tiles(case, plan.tile_q)

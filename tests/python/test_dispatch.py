@@ -97,13 +97,13 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The streams that calls reach the native side with."""
     streams: list[Any] = []
-    real = _core.attention_forward
+    real = _core.call
 
-    def spy(*views: Any, **options: Any) -> int:
-        streams.append(options["stream"])
-        return real(*views, **options)
+    def spy(operation: str, tensors: Any, options: Any, allocate: Any, stream: Any) -> None:
+        streams.append(stream)
+        real(operation, tensors, options, allocate, stream)
 
-    monkeypatch.setattr(_core, "attention_forward", spy)
+    monkeypatch.setattr(_core, "call", spy)
     return streams
 
 
@@ -128,18 +128,13 @@ def test_a_stream_that_is_given_wins(cupy: Any, handed: list[Any]) -> None:
 
 
 def test_workspace_is_the_frameworks(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first answer that asks for memory is followed by a call that brings it."""
-    calls: list[Any] = []
+    def asks(operation: str, tensors: Any, options: Any, allocate: Any, stream: Any) -> None:
+        allocate("out", (2, 9, 4, 32), "float32")
+        allocate("workspace", (4096,), "uint8")
 
-    def asks_once(*views: Any, **options: Any) -> int:
-        calls.append(options)
-        return 4096 if options["workspace"] is None else 0
-
-    monkeypatch.setattr(_core, "attention_forward", asks_once)
+    monkeypatch.setattr(_core, "call", asks)
     tensors = [cupy.ndarray(x) for x in arrays()]
     fm.flash_attention(*tensors)
-    assert len(calls) == 2
-    assert calls[1]["workspace"] is not None
     assert not [entry for entry in cupy.log if entry[0] == "external"], "the stream is current"
     fm.flash_attention(*tensors, stream=0x1230)
     assert ("external", 0x1230, 3) in cupy.log, "made on the stream that uses it"
@@ -185,9 +180,8 @@ def test_torch_without_the_exchange_api() -> None:
     tensors = [torch.from_numpy(x) for x in inputs]
 
     def call(*qkv: Any, return_lse: bool = False) -> Any:
-        return _dispatch.flash_attention(
-            *qkv, False, None, None, None, "bshd", return_lse, None, None, None, None
-        )
+        tensors = dict(zip("qkv", qkv, strict=True))
+        return _dispatch.flash_attention(tensors, {"return_lse": return_lse}, {}, None)
 
     out, lse = call(*tensors, return_lse=True)
     assert type(out) is torch.Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import flashmoe_science as fm
 import numpy as np
 import pytest
+from flashmoe_science import _core
 from jax_reference import CASES, Case, assert_as_jax
 from reference import assert_accurate
 
@@ -315,13 +317,8 @@ def test_what_the_plan_cannot_see_fails_with_the_librarys_sentence() -> None:
                 q,
                 q,
                 q,
-                causal=np.int32(0),
-                window=np.int32(0),
-                window_left=np.int64(0),
-                window_right=np.int64(0),
-                scale=np.float32("nan"),
-                softcap=np.float32(0),
-                layout=np.int32(0),
-                kernel="",
+                inputs="q k v ",
+                outputs="out ",
+                options=_core.pack_options("attention_forward", {"scale": math.nan}),
             )
         )

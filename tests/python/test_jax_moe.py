@@ -14,6 +14,7 @@ import moe_oracle
 import numpy as np
 import producers
 import pytest
+from flashmoe_science import _core
 from moe_cases import CASES, Case, make, rounded
 
 jax = pytest.importorskip("jax")
@@ -205,10 +206,10 @@ def test_equal_options_are_compiled_once() -> None:
 
     z = jnp.asarray(logits_of())
     fm.moe_route(z, 2, scale=2.5)
-    before = ours._compiled_moe.cache_info().misses
+    before = ours._compiled.cache_info().misses
     fm.moe_route(z, np.int64(2), scale=np.float64(2.5))
     fm.moe_route(z + 1, 2, scale=2.5)
-    assert ours._compiled_moe.cache_info().misses == before
+    assert ours._compiled.cache_info().misses == before
 
 
 # ---- what is wrong with a call ----
@@ -350,10 +351,9 @@ def test_there_is_no_derivative_yet() -> None:
 def test_a_foreign_use_of_the_targets_is_refused() -> None:
     z = jnp.asarray(logits_of())
     fm.moe_route(z, 2)  # registers them
+    packed = _core.pack_options("moe_route", {})
     attributes = {
-        "inputs": "logits ", "outputs": "ids weights offsets pairs slots ",
-        "scoring": np.int32(0), "renormalize": np.int32(0), "num_groups": np.int32(0),
-        "top_groups": np.int32(0), "scale": np.float32(0),
+        "inputs": "logits ", "outputs": "ids weights offsets pairs slots ", "options": packed,
     }  # fmt: skip
     like = jax.eval_shape(lambda z: tuple(fm.moe_route(z, 2))[:5], z)
 
@@ -362,10 +362,14 @@ def test_a_foreign_use_of_the_targets_is_refused() -> None:
         return jax.block_until_ready(jax.ffi.ffi_call("flashmoe_moe_route_v1", like)(z, **given))
 
     assert_same_bits(tuple(call({})), tuple(fm.moe_route(z, 2))[:5])
+    # What an older version packed, whose parameters end earlier.
+    assert_same_bits(tuple(call({"options": packed.replace("00" * 8 + " ", " ")})), tuple(call({})))
     for changed in (
         {"inputs": "logits"}, {"inputs": "logit "}, {"inputs": "ids "}, {"inputs": ""},
-        {"inputs": "logits selection_bias "}, {"outputs": "ids "}, {"scale": np.int32(7)},
-        {"inputs": None}, {"outputs": None}, {"scoring": None},
+        {"inputs": "logits selection_bias "}, {"outputs": "ids "}, {"options": np.int32(7)},
+        {"inputs": None}, {"outputs": None}, {"options": None}, {"options": ""},
+        {"options": packed[1:]}, {"options": f"{packed}sm90"}, {"options": f"00{packed}"},
+        {"options": packed.replace("0", "g", 1)}, {"options": packed[:14] + " "},
     ):  # fmt: skip
         with pytest.raises(Exception, match="call this target through flashmoe_science"):
             call(changed)

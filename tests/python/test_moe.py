@@ -498,26 +498,23 @@ def test_torch_without_the_exchange_api(monkeypatch: pytest.MonkeyPatch) -> None
 
     case = Case(experts=8)
     arguments = make(case, producers.Torch(), "bf16")
-    options = list(case.options.values())
-    got = _moe.moe_forward(
-        arguments["x"], arguments["w_gate_up"], arguments["w_down"], arguments["routing"], None,
-        *options[:2], None, None, None, *options[2:], None, None, False, None, None,
-    )  # fmt: skip
+    tensors = {n: x for n, x in arguments.items() if n != "routing" and x is not None}
+    options = case.options | {"return_pre_activation": False}
+    got = _moe.moe_forward(tensors, arguments["routing"], options, {}, None)
     assert type(got) is torch.Tensor
     assert torch.equal(got, fm.moe_forward(**arguments))
     logits = torch.from_numpy(logits_of())
-    routed = _moe.moe_route(logits, 2, "softmax", False, None, 1, None, 1.0, True, None, None)
+    routed = _moe.moe_route({"logits": logits}, {"top_k": 2, "return_lse": True}, None, None)
     assert all(type(part) is torch.Tensor for part in routed)
     for part, want in zip(routed, fm.moe_route(logits, 2, return_lse=True), strict=True):
         assert torch.equal(part, want)
     given = fused_arguments(case, producers.Torch(), "bf16")
-    names = list(inspect.signature(fm.fused_moe).parameters)
-    defaults = {n: p.default for n, p in inspect.signature(fm.fused_moe).parameters.items()}
-    fused = _moe.fused_moe(*(given.get(name, defaults[name]) for name in names))
+    tensors = {n: x for n, x in given.items() if isinstance(x, torch.Tensor)}
+    options = {n: x for n, x in given.items() if n not in tensors and x is not None}
+    fused = _moe.fused_moe(tensors, options, None, None)
     assert torch.equal(fused, fm.fused_moe(**given))
     with pytest.raises(ValueError, match=r"^logits: requires grad, but the mixture of experts has"):
-        _moe.moe_route(logits.requires_grad_(), 2, "softmax", False, None, 1, None, 1.0, False,
-                       None, None)  # fmt: skip
+        _moe.moe_route({"logits": logits.requires_grad_()}, {"top_k": 2}, None, None)
 
 
 def test_signatures_are_those_of_the_python_functions() -> None:

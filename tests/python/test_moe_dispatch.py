@@ -57,13 +57,13 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Operations that reach the native side, and their streams."""
     calls: list[Any] = []
-    real = _core.moe_call
+    real = _core.call
 
     def spy(operation: str, tensors: Any, options: Any, allocate: Any, stream: Any) -> None:
         calls.append((operation, stream))
         real(operation, tensors, options, allocate, stream)
 
-    monkeypatch.setattr(_core, "moe_call", spy)
+    monkeypatch.setattr(_core, "call", spy)
     return calls
 
 
@@ -86,7 +86,7 @@ def test_routing_and_layer(cupy: Any, handed: list[Any]) -> None:
     moe_oracle.assert_routed(fm.MoeRouting(*(part.array for part in routing)),
                              moe_oracle.route(logits, 2))  # fmt: skip
     assert routing.counts.array.sum() == 18
-    assert handed == [("forward", STREAM), ("route", STREAM)]
+    assert handed == [("moe_forward", STREAM), ("moe_route", STREAM)]
     assert {entry[1] for entry in cupy.log if entry[0] == "dlpack"} == {-1}, "nothing waits"
 
 
@@ -103,19 +103,19 @@ def test_fused(cupy: Any, handed: list[Any], experts: int) -> None:
         assert type(got) is cupy.ndarray
         want = fm.fused_moe(**tensors, top_k=2)
         np.testing.assert_allclose(got.array, want, rtol=1e-5, atol=1e-6)
-    assert [call for call in handed if call[1] == STREAM] == [("fused", STREAM)] * 2
+    assert [call for call in handed if call[1] == STREAM] == [("fused_moe", STREAM)] * 2
 
 
 def test_a_stream_that_is_given_wins(cupy: Any, handed: list[Any]) -> None:
     logits = cupy.ndarray(np.zeros((3, 4), np.float32))
     fm.moe_route(logits, 2, stream=types.SimpleNamespace(ptr=0x1230))
-    assert handed == [("route", 0x1230)]
+    assert handed == [("moe_route", 0x1230)]
     assert not [entry for entry in cupy.log if entry[0] == "current"]
     values = make(Case(experts=6), Producer(), "fp32")
     given = [cupy.ndarray(values[name]) for name in ("x", "w_gate_up", "w_down")]
     router = cupy.ndarray(np.zeros((6, 40), np.float32))
     fm.fused_moe(given[0], router, *given[1:], 2, stream=0x4560)
-    assert handed[1:] == [("fused", 0x4560)]
+    assert handed[1:] == [("fused_moe", 0x4560)]
     made = [entry for entry in cupy.log if entry[0] == "external"]
     assert made == [("external", 0x4560, 3)], "the router's product goes there too"
 
@@ -127,7 +127,7 @@ def test_workspace_is_the_frameworks(cupy: Any, monkeypatch: pytest.MonkeyPatch)
         allocate("out", (37, 40), "float32")
         kept.append(allocate("workspace", (4096,), "uint8"))
 
-    monkeypatch.setattr(_core, "moe_call", asks)
+    monkeypatch.setattr(_core, "call", asks)
     values = make(Case(), Producer(), "fp32")
     out = fm.moe_forward(**{n: of_cupy(cupy, v) for n, v in values.items()})
     assert out.shape == (37, 40)

@@ -25,23 +25,17 @@ NEGATED = r"^\w+(\.\w+)?: its negative bit is set, accepted is a tensor without;
 
 def older_attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """Of a torch without the exchange API: before 2.10."""
-    given = dict.fromkeys(("window", "scale", "softcap", "out", "lse", "kernel", "stream"))
-    given |= {"causal": False, "layout": "bshd", "return_lse": False, **options}
-    return _dispatch.flash_attention(q, k, v, **given)
+    outputs = {name: options.pop(name) for name in ("out", "lse") if name in options}
+    tensors = {"q": q, "k": k, "v": v}
+    return _dispatch.flash_attention(tensors, {"return_lse": False} | options, outputs, None)
 
 
-def older_fused_moe(*tensors: Any, **options: Any) -> Any:
-    absent = (
-        "logits", "router_bias", "selection_bias", "top_groups", "w_up", "b_gate_up", "b_up",
-        "b_down", "limit", "out", "kernel", "stream",
-    )  # fmt: skip
-    given: dict[str, Any] = dict.fromkeys(absent)
-    given |= {
-        "scoring": "softmax", "renormalize": False, "num_groups": 1, "scale": 1.0,
-        "gate": "gate_up", "activation": "silu", "alpha": 1.0, "up_offset": 0.0,
-        "weight_on_input": False, **options,
-    }  # fmt: skip
-    return _moe.fused_moe(*tensors, **given)
+def older_fused_moe(*tensors: Any, out: Any = None, **options: Any) -> Any:
+    names = ("tokens", "router_weights", "w_gate_up", "w_down")
+    *given, top_k = tensors
+    return _moe.fused_moe(
+        dict(zip(names, given, strict=True)), {"top_k": top_k} | options, out, None
+    )
 
 
 def attention_write(function: Any) -> Any:

@@ -96,10 +96,8 @@ struct AttentionBackward {
       p.dlse = dlse.data;
     }
     if (params.dq == nullptr && params.dk == nullptr && params.dv == nullptr) {
-      return fail(
-          FLASHMOE_ERROR_INVALID_ARGUMENT,
-          "dq: got a null pointer, as dk and dv did; accepted is a tensor for one or more of "
-          "them");
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "dq: got a null tensor, as dk and dv did; one of them at least is required");
     }
     FLASHMOE_TRY(check_gradient("dq", arguments, params.dq, "q", views.q, p, &p.dq));
     FLASHMOE_TRY(check_gradient("dk", arguments, params.dk, "k", views.k, p, &p.dk));

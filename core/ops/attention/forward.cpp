@@ -26,7 +26,7 @@ flashmoe_status check_unserved(const Params& params) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got one, accepted is a null pointer: %s",
                 name, why);
   };
-  constexpr char kNoScales[] = "tensors of fp16, bf16, fp32 and fp64 have no scales";
+  constexpr char kNoScales[] = "tensors of 16 bits and more have no scales";
   FLASHMOE_TRY(absent("q_scale", params.q_scale, kNoScales));
   FLASHMOE_TRY(absent("k_scale", params.k_scale, kNoScales));
   FLASHMOE_TRY(absent("v_scale", params.v_scale, kNoScales));
@@ -56,7 +56,7 @@ struct AttentionForward {
       &kShortAttention,
 #endif
 #if FLASHMOE_WITH_SM90
-      &kSplitAttention, &kSm90Attention,
+      &kSm90Attention,
 #endif
 #if FLASHMOE_WITH_CUDA
       &kSm89Attention,

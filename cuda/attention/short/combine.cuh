@@ -96,7 +96,9 @@ __device__ __forceinline__ void compute_row_again(const Params& params, const Ti
                                                   const Keys& keys, int row, int first, int end) {
   const Row where = Row::of(params, tile, row);
   masked_row_fallback<typename Traits::Element, Traits::kDimV>(
-      params.tensors, params.score, {tile.batch, where.head, tile.head_kv, where.query, keys},
+      params.tensors, params.score,
+      {tile.batch, where.head, tile.head_kv, where.row,
+       sequence_of(params, tile.batch).rows_of(keys)},
       [&](int column) { return column / 4 >= first && column / 4 < end; });
 }
 
@@ -109,7 +111,7 @@ __device__ __noinline__ void masked_rows_fallback(const Params& params, const Ti
     const int first = units.first - row * Traits::kUnitsPerRow;
     const int end = units.end - row * Traits::kUnitsPerRow;
     if (first >= Traits::kUnitsPerRow || end <= 0) continue;
-    Keys keys = {0, params.seq_k};
+    Keys keys = {0, sequence_of(params, tile.batch).length_k};
     if (params.score.masked) keys = shared.keys()[row];
     compute_row_again<Traits>(params, tile, keys, row, first, end);
   }
@@ -203,7 +205,7 @@ __device__ __forceinline__ void write_tile(const Params& params, const Tile& til
 #else
     const Sum total = add_warps(shared, row, unit);
 #endif
-    Keys keys = {0, params.seq_k};
+    Keys keys = {0, sequence_of(params, tile.batch).length_k};
     if (params.score.masked) keys = shared.keys()[row];
     suspect |= write_unit<typename Traits::Element>(total, params, tile, keys, row, unit);
   }

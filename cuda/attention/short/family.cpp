@@ -230,6 +230,7 @@ Params make_params(const AttentionProblem& p, const Plan& plan, void* workspace)
   const int64_t group = p.heads_q / p.heads_kv;
   const int64_t rows = p.seq_q * group;
   const int64_t tiles_per_head = (rows + entry.rows - 1) / entry.rows;
+  params.seq_q = static_cast<int32_t>(p.seq_q);
   params.rows = static_cast<int32_t>(rows);
   params.heads_per_kv = Divisor::of(static_cast<uint32_t>(group));
   params.tiles_per_head = Divisor::of(static_cast<uint32_t>(tiles_per_head));

@@ -28,7 +28,8 @@ __device__ __forceinline__ void note_rows(const Params& params, const Tile& tile
                                           const Shared<Traits>& shared) {
   const int row = thread_index();
   if (row >= Traits::kRows) return;
-  shared.keys()[row] = keys_of_query(params, Row::of(params, tile, row).query);
+  shared.keys()[row] =
+      sequence_of(params, tile.batch).keys(params.score, Row::of(params, tile, row).query);
 }
 
 // Q in registers, or in shared memory, each warp bringing a part.
@@ -97,7 +98,7 @@ __device__ __forceinline__ void compute_part(const Params& params, const Tile& t
       load_k<Traits>(k_now, k, params.tensors.k_strides.seq, end - next, params.tensors.dim);
     if (params.score.capped()) params.score.cap(scores);
     if (key < tile.all.first || key + Traits::kStepKeys > tile.all.end) {
-      mask_scores<Traits>(scores, params, shared, key);
+      mask_scores<Traits>(scores, params, tile, shared, key);
     }
     statistics.rescale(scores, params.score.scale_log2, out);
     Probabilities<Traits> p;

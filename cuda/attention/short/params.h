@@ -16,8 +16,9 @@ inline constexpr int kMaxCluster = 16;  // blocks of a cluster: powers of two up
 struct Params {
   AttentionTensors tensors;
 
-  int32_t rows;  // packed rows of a KV head: seq_q times its query heads
+  int32_t seq_q;
   int32_t seq_k;
+  int32_t rows;  // packed rows of a KV head: seq_q times its query heads
   ScoreOptions score;
 
   Divisor heads_per_kv;

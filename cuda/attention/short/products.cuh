@@ -181,14 +181,15 @@ __device__ __forceinline__ void multiply_v(Accumulators<Traits>& out, const VFra
 // Hides the keys that a row does not see. `first_key` is the step's.
 template <class Traits>
 __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params& params,
-                                            const Shared<Traits>& shared, int first_key) {
+                                            const Tile& tile, const Shared<Traits>& shared,
+                                            int first_key) {
   const int lane = lane_index();
   const int key = first_key + lane / 4;
 #pragma unroll
   for (int n = 0; n < Traits::kRowBlocks; ++n) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      Keys keys = {0, params.seq_k};
+      Keys keys = {0, sequence_of(params, tile.batch).length_k};
       if (params.score.masked) keys = shared.keys()[8 * n + 2 * (lane % 4) + e];
 #pragma unroll
       for (int i = 0; i < Traits::kStepKeys / 8; ++i) {

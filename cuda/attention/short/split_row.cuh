@@ -35,8 +35,9 @@ class SplitRow {
 
  private:
   __device__ __forceinline__ Keys keys(const Params& params) const {
-    if (!params.score.masked) return {0, params.seq_k};
-    return keys_of_query(params, Row::of(params, tile_, row_).query);
+    const Sequence sequence = sequence_of(params, tile_.batch);
+    if (!params.score.masked) return {0, sequence.length_k};
+    return sequence.keys(params.score, Row::of(params, tile_, row_).query);
   }
 
   Tile tile_;

@@ -2,15 +2,12 @@
 #pragma once
 
 #include "cuda/attention/short/traits.cuh"
+#include "cuda/tile/sequence.cuh"
 #include "cuda/tile/thread.cuh"
 
 namespace flashmoe::short_rows {
 
 using Keys = KeyRange;
-
-__device__ __forceinline__ Keys keys_of_query(const Params& params, int query) {
-  return params.score.keys(query, params.seq_k);
-}
 
 // Row r of a KV head is query r / heads_per_kv of its query head r % heads_per_kv, so that the
 // queries of a tile are neighbours.
@@ -32,8 +29,12 @@ struct Tile {
     result.rank = block - tile * params.blocks_per_tile.number();
     if (params.score.masked) {
       const int last_row = result.first_row + result.rows - 1;
-      const Keys first = keys_of_query(params, params.heads_per_kv.quotient(result.first_row));
-      const Keys last = keys_of_query(params, params.heads_per_kv.quotient(last_row));
+      const Sequence sequence = sequence_of(params, result.batch);
+      const auto keys_of = [&](int row) {
+        return sequence.keys(params.score, params.heads_per_kv.quotient(row));
+      };
+      const Keys first = keys_of(result.first_row);
+      const Keys last = keys_of(last_row);
       result.some = {first.first, max(first.first, last.end)};
       result.all = {last.first, first.end};
     }
@@ -48,24 +49,30 @@ struct Tile {
     result.batch = params.heads_kv.quotient(head);
     result.head_kv = head - result.batch * params.heads_kv.number();
     result.first_row = index * Traits::kRows;
+    const Sequence sequence = sequence_of(params, result.batch);
+    // sequence.length_q times the query heads. Counted on the host: here the product would cost
+    // registers across the main loop.
     result.rows = min(Traits::kRows, params.rows - result.first_row);
-    result.all = result.some = {0, params.seq_k};
+    result.all = result.some = {0, sequence.length_k};
     return result;
   }
 
   __device__ __forceinline__ const uint16_t* k(const Params& params) const {
     return params.tensors.k + batch * params.tensors.k_strides.batch +
-           head_kv * params.tensors.k_strides.head;
+           head_kv * params.tensors.k_strides.head +
+           sequence_of(params, batch).begin_k * params.tensors.k_strides.seq;
   }
   __device__ __forceinline__ const uint16_t* v(const Params& params) const {
     return params.tensors.v + batch * params.tensors.v_strides.batch +
-           head_kv * params.tensors.v_strides.head;
+           head_kv * params.tensors.v_strides.head +
+           sequence_of(params, batch).begin_k * params.tensors.v_strides.seq;
   }
 };
 
 // Where the rows of a tile are in tensors of queries.
 struct Row {
   int query;
+  int row;  // that holds it
   int head;
 
   static __device__ __forceinline__ Row of(const Params& params, const Tile& tile, int row) {
@@ -73,12 +80,13 @@ struct Row {
     const int group = params.heads_per_kv.number();
     Row result;
     result.query = params.heads_per_kv.quotient(packed);
+    result.row = sequence_of(params, tile.batch).begin_q + result.query;
     result.head = tile.head_kv * group + packed - result.query * group;
     return result;
   }
 
   __device__ __forceinline__ int64_t offset(const RowStrides& strides, int batch) const {
-    return batch * strides.batch + head * strides.head + query * strides.seq;
+    return batch * strides.batch + head * strides.head + row * strides.seq;
   }
 };
 

@@ -9,6 +9,7 @@
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/tile/sequence.cuh"
 #include "cuda/tile/softmax.cuh"
 #include "cuda/tile/thread.cuh"
 
@@ -58,14 +59,6 @@ struct Tile {
 };
 static_assert(sizeof(Tile) == kTileInfoBytes);
 
-// Query row `row` sees the keys from first_key to before end_key, none if that is not behind.
-__device__ __forceinline__ int first_key(const Params& params, int row) {
-  return params.score.first_key(row);
-}
-__device__ __forceinline__ int end_key(const Params& params, int row) {
-  return params.score.end_key(row, params.seq_k);
-}
-
 // The steps that a tile needs of the keys, counted from the first: those before `left_steps` and
 // those from `right_steps` on hold keys that some row of the tile does not see.
 template <class Traits>
@@ -75,13 +68,14 @@ struct TileSteps {
   int left_steps;
   int right_steps;
 
-  __device__ __forceinline__ TileSteps(const Params& params, int first_row) {
+  __device__ __forceinline__ TileSteps(const ScoreOptions& score, const Sequence& sequence,
+                                       int first_row) {
     constexpr int kStep = Traits::kStepKeys;
-    const int last_row = min(first_row + Traits::kTileQ, params.seq_q) - 1;
-    first = first_key(params, first_row) / kStep * kStep;
-    count = (end_key(params, last_row) - first + kStep - 1) / kStep;
-    left_steps = (first_key(params, last_row) - first + kStep - 1) / kStep;
-    right_steps = (end_key(params, first_row) - first) / kStep;
+    const int last_row = min(first_row + Traits::kTileQ, sequence.length_q) - 1;
+    first = sequence.first_key(score, first_row) / kStep * kStep;
+    count = (sequence.end_key(score, last_row) - first + kStep - 1) / kStep;
+    left_steps = (sequence.first_key(score, last_row) - first + kStep - 1) / kStep;
+    right_steps = (sequence.end_key(score, first_row) - first) / kStep;
   }
 };
 
@@ -210,10 +204,11 @@ __device__ __forceinline__ void load_q(uint32_t (&q)[kAtoms][4], uint32_t q_lane
 // Copies the Q of a tile, both parts, to shared memory.
 template <class Traits>
 __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, uint32_t shared) {
+  const Sequence sequence = sequence_of(params, tile.batch);
   const uint16_t* q = params.tensors.q + tile.batch * params.tensors.q_strides.batch +
                       tile.head * params.tensors.q_strides.head +
-                      tile.first_row * params.tensors.q_strides.seq;
-  const int rows = params.seq_q - tile.first_row;
+                      (sequence.begin_q + tile.first_row) * params.tensors.q_strides.seq;
+  const int rows = sequence.length_q - tile.first_row;
   if constexpr (Traits::kQRegisterDims > 0) {
     TileLoader<typename Traits::QRegisterLayout, Traits::kTileQ, Traits::kThreads>(
         q, params.tensors.q_strides.seq, shared + Traits::kQRegisterOffset)
@@ -290,13 +285,16 @@ template <class Traits, Side kSide>
 __device__ __forceinline__ void mask_side(Scores<Traits>& scores, const Params& params,
                                           const unsigned char* shared, int key) {
   const int lane = lane_index();
-  const int first_row = Tile::in<Traits>(shared).first_row + warp_index() * Traits::kRowsPerWarp;
+  const Tile tile = Tile::in<Traits>(shared);
+  const Sequence sequence = sequence_of(params, tile.batch);
+  const int first_row = tile.first_row + warp_index() * Traits::kRowsPerWarp;
 #pragma unroll
   for (int a = 0; a < Traits::kRowAtoms; ++a) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + 16 * a + lane / 4 + 8 * half;
-      const int bound = kSide == Side::kLeft ? first_key(params, row) : end_key(params, row);
+      const int bound = kSide == Side::kLeft ? sequence.first_key(params.score, row)
+                                             : sequence.end_key(params.score, row);
       const int limit = bound - key - 2 * (lane % 4);
 #pragma unroll
       for (int n = 0; n < Traits::kStepKeys / 8; ++n) {
@@ -386,15 +384,15 @@ struct RowStatistics {
   __device__ __forceinline__ float finish(const Params& params, const Tile& tile, int row, int a,
                                           int half) {
     const float total = sum_of_quad(sum[a][half]);
+    const Sequence sequence = sequence_of(params, tile.batch);
     // Rows past the last have summed nothing: what is not written must not look like a NaN.
-    const bool sees_keys = row < params.seq_q && first_key(params, row) < end_key(params, row);
+    const bool sees_keys = row < sequence.length_q && sequence.sees_keys(params.score, row);
     const RowEnd end = end_row<typename Traits::Element, RowEndBy::kExact>(
         params.score, tile.head, sees_keys, row_max[a][half], total);
-    if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < params.seq_q) {
-      params.tensors
-          .lse[tile.batch * params.tensors.lse_strides.batch +
-               tile.head * params.tensors.lse_strides.head + row * params.tensors.lse_strides.seq] =
-          end.lse;
+    if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < sequence.length_q) {
+      params.tensors.lse[tile.batch * params.tensors.lse_strides.batch +
+                         tile.head * params.tensors.lse_strides.head +
+                         (sequence.begin_q + row) * params.tensors.lse_strides.seq] = end.lse;
     }
     return end.factor;
   }
@@ -404,13 +402,15 @@ struct RowStatistics {
 template <class Layout, int kRows, int kThreads>
 __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, const Params& params,
                                            const Tile& tile, int first_row, int thread) {
+  const Sequence sequence = sequence_of(params, tile.batch);
   uint16_t* out = params.tensors.out + tile.batch * params.tensors.out_strides.batch +
-                  tile.head * params.tensors.out_strides.head;
+                  tile.head * params.tensors.out_strides.head +
+                  sequence.begin_q * params.tensors.out_strides.seq;
 #pragma unroll 4
   for (int index = thread; index < kRows * Layout::kChunksPerRow; index += kThreads) {
     const int row = index / Layout::kChunksPerRow;
     const int chunk = index % Layout::kChunksPerRow;
-    if (first_row + row < params.seq_q && chunk * kElementsPerChunk < params.tensors.dim_v) {
+    if (first_row + row < sequence.length_q && chunk * kElementsPerChunk < params.tensors.dim_v) {
       *reinterpret_cast<uint4*>(out + (first_row + row) * params.tensors.out_strides.seq +
                                 chunk * kElementsPerChunk) =
           *reinterpret_cast<const uint4*>(tile_bytes + Layout::chunk_offset(row, chunk));
@@ -423,10 +423,13 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
 template <class Traits>
 __device__ __noinline__ void masked_rows_fallback(const Params& params, const Tile tile,
                                                   int first_row, int stride, int end_row) {
-  for (int row = first_row; row < min(end_row, params.seq_q); row += stride) {
+  const Sequence sequence = sequence_of(params, tile.batch);
+  for (int row = first_row; row < min(end_row, sequence.length_q); row += stride) {
+    const KeyRange keys = {sequence.first_key(params.score, row),
+                           sequence.end_key(params.score, row)};
     masked_row_fallback<typename Traits::Element, Traits::kDimV>(
         params.tensors, params.score,
-        {tile.batch, tile.head, tile.head_kv, row, {first_key(params, row), end_key(params, row)}});
+        {tile.batch, tile.head, tile.head_kv, sequence.begin_q + row, sequence.rows_of(keys)});
   }
 }
 

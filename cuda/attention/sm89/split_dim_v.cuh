@@ -170,12 +170,15 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   const uint16_t* v = params.tensors.v + tile.batch * params.tensors.v_strides.batch +
                       tile.head_kv * params.tensors.v_strides.head;
 
-  const TileSteps<Traits> steps(params, tile.first_row);
+  const TileSteps<Traits> steps(params.score, sequence_of(params, tile.batch), tile.first_row);
+  const int first_key = sequence_of(params, tile.batch).begin_k + steps.first;
+  // Of the sequence from one on. Read anew: kept across the main loop its length would cost registers.
+  const auto keys_from = [&](int key) { return sequence_of(params, tile.batch).length_k - key; };
 
-  KLoader<Traits> k_loader(k + steps.first * params.tensors.k_strides.seq,
+  KLoader<Traits> k_loader(k + first_key * params.tensors.k_strides.seq,
                            params.tensors.k_strides.seq, shared_address + Traits::kKOffset);
   VLoader<Traits> v_loader =
-      make_v_loader<Traits>(v + steps.first * params.tensors.v_strides.seq, params, k_loader,
+      make_v_loader<Traits>(v + first_key * params.tensors.v_strides.seq, params, k_loader,
                             shared_address + Traits::kKOffset, shared_address + Traits::kVOffset);
   uint32_t q_lane = a_fragments<typename Traits::QSharedLayout>(
       shared_address + Traits::kQSharedOffset, warp * Traits::kRowsPerWarp);
@@ -190,7 +193,7 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
 
   copy_q<Traits>(params, tile, shared_address);
   ptx::cp_async_commit();
-  const int keys_left = params.seq_k - steps.first;
+  const int keys_left = keys_from(steps.first);
   if (steps.count > 0)
     k_loader.load_next(0, params.tensors.k_strides.seq, keys_left, params.tensors.dim);
   ptx::cp_async_commit();
@@ -234,7 +237,7 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
                                 params.score.scale_log2);
     ptx::cp_async_wait<0>();
     const bool any_rescaled = __syncthreads_or(rescaled) != 0;  // V, P are there; K has been read
-    const int keys = params.seq_k - steps.first - (step + 1) * kStep;
+    const int keys = keys_from(steps.first) - (step + 1) * kStep;
     if (step + 1 < steps.count)
       k_loader.load_next(0, params.tensors.k_strides.seq, keys, params.tensors.dim);
     ptx::cp_async_commit();

@@ -30,8 +30,10 @@ template <class Traits>
 __device__ __forceinline__ bool lies_left(const Params& params, const TileSteps<Traits>& block,
                                           const unsigned char* shared, int step) {
   if (step >= block.left_steps) return false;
-  const int row = Tile::in<Traits>(shared).first_row + warp_index() * Traits::kRowsPerWarp;
-  return block.first + (step + 1) * Traits::kStepKeys <= first_key(params, row);
+  const Tile tile = Tile::in<Traits>(shared);
+  const int row = tile.first_row + warp_index() * Traits::kRowsPerWarp;
+  return block.first + (step + 1) * Traits::kStepKeys <=
+         sequence_of(params, tile.batch).first_key(params.score, row);
 }
 
 // out += P V of one step, with P = 2^(scores * scale_log2 - row_max).
@@ -132,6 +134,7 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   constexpr int kStages = Traits::kStages;
   constexpr int kStep = Traits::kStepKeys;
   const Tile tile = Tile::of_block<Traits>(params);
+  const Sequence sequence = sequence_of(params, tile.batch);
   tile.keep<Traits>(shared);
   const int warp = warp_index();
   const uint32_t shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -142,22 +145,25 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
                       tile.head_kv * params.tensors.v_strides.head;
 
   // Steps that the block loads, of which this warp computes those before `steps` that it needs.
-  const TileSteps<Traits> block(params, tile.first_row);
+  const TileSteps<Traits> block(params.score, sequence, tile.first_row);
   const int warp_row = tile.first_row + warp * Traits::kRowsPerWarp;
-  const int last_row = min(warp_row + Traits::kRowsPerWarp, params.seq_q) - 1;
+  const int last_row = min(warp_row + Traits::kRowsPerWarp, sequence.length_q) - 1;
   const int steps =
-      warp_row <= last_row ? (end_key(params, last_row) - block.first + kStep - 1) / kStep : 0;
+      warp_row <= last_row
+          ? (sequence.end_key(params.score, last_row) - block.first + kStep - 1) / kStep
+          : 0;
 
-  KLoader<Traits> k_loader(k + block.first * params.tensors.k_strides.seq,
+  const int first_key = sequence.begin_k + block.first;
+  KLoader<Traits> k_loader(k + first_key * params.tensors.k_strides.seq,
                            params.tensors.k_strides.seq, shared_address);
   VLoader<Traits> v_loader =
-      make_v_loader<Traits>(v + block.first * params.tensors.v_strides.seq, params, k_loader,
+      make_v_loader<Traits>(v + first_key * params.tensors.v_strides.seq, params, k_loader,
                             shared_address, shared_address + Traits::kKBytes);
   // One group per step, empty ones included, so that waiting by count stays right.
   const auto load_step = [&](int step) {
     const uint32_t stage = stage_of<Traits>(step);
     if (step < block.count) {
-      const int keys = params.seq_k - block.first - step * kStep;
+      const int keys = sequence.length_k - block.first - step * kStep;
       k_loader.load_next(stage, params.tensors.k_strides.seq, keys, params.tensors.dim);
       v_loader.load_next(stage, params.tensors.v_strides.seq, keys, params.tensors.dim_v);
     }

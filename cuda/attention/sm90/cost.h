@@ -5,10 +5,9 @@
 #include <cstdint>
 
 #include "cuda/attention/cost.h"
+#include "cuda/attention/sm90/kv_block_alignment.h"
 
 namespace flashmoe::sm90 {
-
-inline constexpr int64_t kRowsPerGroup = 64;  // of a warpgroup
 
 // What times of tiles are too low by, beside those of the short kernels: calls that both serve were timed
 // on an H100 (docs/lab/attention_short.md, "Beside the families of tiles").

@@ -1,16 +1,10 @@
-// The sm_90 family: which kernel serves a problem, and with what parameters it is launched.
-#include <algorithm>
-#include <climits>
-#include <iterator>
+// The sm_90 family: which kernel and which schedule of it serve a problem.
+#include <cstring>
 
 #include "core/backends.h"
 #include "core/status.h"
-#include "cuda/attention/sm90/choose.h"
-#include "cuda/attention/sm90/cost.h"
 #include "cuda/attention/sm90/entry.h"
-#include "cuda/attention/sm90/fill.h"
-#include "cuda/attention/sm90/l2_swizzle.h"
-#include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/schedules.h"
 #include "cuda/attention/walkable.h"
 
 namespace flashmoe::sm90 {
@@ -21,98 +15,86 @@ namespace flashmoe::sm90 {
 
 namespace {
 
+constexpr char kWholeTiles[] = "sm90_whole_tiles";
+constexpr char kSplitKv[] = "sm90_split_kv";
+// How the names of kernels begin.
+constexpr char kKernels[] = "attention_forward_";
+constexpr char kSplitKvKernels[] = "attention_forward_sm90_split_kv_";
+
 const Entry* const kEntries[] = {
 #define FLASHMOE_ENTRY(name) &entry_##name,
 #include "cuda/attention/sm90/entries.inc"
 #undef FLASHMOE_ENTRY
 };
 
+// The schedules that a call may be served by, from what it asks for.
+struct Asked {
+  bool whole_tiles;
+  bool split_kv;
+};
+
+Asked asked_of(const char* kernel) {
+  const auto begins_with = [&](const char* start) {
+    return std::strncmp(kernel, start, std::strlen(start)) == 0;
+  };
+  const bool is_kernel = begins_with(kKernels);
+  const bool splits_kv = begins_with(kSplitKvKernels);
+  return {std::strcmp(kernel, kSplitKv) != 0 && !splits_kv,
+          std::strcmp(kernel, kWholeTiles) != 0 && (!is_kernel || splits_kv)};
+}
+
+// The kernel of a schedule. Each has some for all head dimensions.
+const Entry* entry_of(const AttentionProblem& problem, bool splits_kv) {
+  const bool capped = problem.softcap != 0.0f;
+  return find_entry(
+      kEntries, problem,
+      [&](const Entry& each) { return each.capped == capped && each.splits_kv() == splits_kv; },
+      [](const Entry&) { return true; });
+}
+
+// Refuses what no kernel of the family takes, whatever its tiles.
+flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts,
+                      const Reason& reason) {
+  FLASHMOE_TRY(check_hopper(problem.device.device_id, facts, reason));
+  if (problem.seq_q > kMaxSequence || problem.seq_k > kMaxSequence) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "sequence longer than 2^30");
+  }
+  return check_walkable(problem, reason);
+}
+
 flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& reason) {
-  const auto refuse = [&](flashmoe_status status, const char* sentence) {
-    return reason.refuse(status, "%s", sentence);
-  };
-  const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
-  const Entry* entry = nullptr;
-  FLASHMOE_TRY(check_capability(device_id, &facts, reason));
-  FLASHMOE_TRY(choose_entry(kEntries, problem, &entry, reason));
-  const int64_t tiles_per_head = (problem.seq_q + entry->tile_q - 1) / entry->tile_q;
-  const int64_t heads = problem.batch * problem.heads_q;
-  // The kernel counts rounds of blocks past the last tile.
-  if (heads > INT_MAX / 2 || tiles_per_head * heads > INT_MAX / 2) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles of query rows");
-  }
-  int arch = 0;
-  FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
-  // Persistent: no more blocks than multiprocessors, each of which holds one.
-  const int64_t blocks = std::min<int64_t>(tiles_per_head * heads, facts->multiprocessors);
-  plan_launch(*entry, device_id, "a", blocks, plan);
-  plan->info.microseconds =
-      kBesideShort * tile_microseconds(work_of(problem), tile_speed(entry->dim), *facts);
-  return FLASHMOE_OK;
-}
-
-bool encode_maps(const AttentionProblem& p, const Entry& entry, Kept<TileParams>* kept) {
-  const void* const k = mapped_keys(p, p.k.data);
-  const void* const v = mapped_keys(p, p.v.data);
-  const auto encode = [&](CUtensorMap* map, const void* data, const auto& view, int64_t dim,
-                          int64_t seq, int64_t heads, int rows) {
-    return encode_map(map, view.dtype, data,
-                      rows_map(view.strides, dim, seq, heads, p.batch, entry.box_columns, rows));
+  FLASHMOE_TRY(check(problem, &facts, reason));
+  const Asked asked = asked_of(problem.kernel);
+  const Work work = work_of(problem);
+  const auto estimate = [&](bool is_asked, bool splits_kv, auto function, auto* estimated) {
+    if (!is_asked) return FLASHMOE_ERROR_UNSUPPORTED;
+    const Entry* const entry = entry_of(problem, splits_kv);
+    if (entry == nullptr) {
+      return reason.refuse(FLASHMOE_ERROR_INTERNAL, "%s", "no kernel for these head dimensions");
+    }
+    return function(problem, work, entry, *facts, estimated, reason);
   };
-  TileParams& params = kept->params;
-  const void* const mapped[] = {p.q.data, k, v, p.out.data};
-  std::copy(std::begin(mapped), std::end(mapped), kept->mapped);
-  return encode(&params.q, p.q.data, p.q, p.dim, p.seq_q, p.heads_q, entry.box_rows) &&
-         encode(&params.k, k, p.k, p.dim, p.seq_k, p.heads_kv, entry.tile_k) &&
-         encode(&params.v, v, p.v, p.dim_v, p.seq_k, p.heads_kv, entry.tile_k) &&
-         encode(&params.out, p.out.data, p.out, p.dim_v, p.seq_q, p.heads_q, entry.box_rows);
-}
-
-bool move_maps(const AttentionProblem& p, Kept<TileParams>* kept) {
-  return move_inputs(p, kept) && move_map(&kept->params.out, &kept->mapped[3], p.out.data);
-}
-
-void fill_params(const AttentionProblem& p, const Entry& entry, int64_t blocks,
-                 const DeviceFacts& facts, TileParams* params) {
-  fill_tensors(p, params);
-  const bool ramp = longest_tiles_first(p);
-  const int64_t tiles_per_head = (p.seq_q + entry.tile_q - 1) / entry.tile_q;
-  params->first_row = ramp ? -static_cast<int32_t>(spare_rows(p, entry, tiles_per_head)) : 0;
-  params->longest_tiles_first = ramp ? 1 : 0;
-  params->kv_block_alignment =
-      static_cast<int32_t>(kv_block_alignment(p, entry.tile_k, params->first_row, entry.tile_q));
-  const auto divisor = [](int64_t value) { return Divisor::of(static_cast<uint32_t>(value)); };
-  const int64_t heads = p.batch * p.heads_q;
-  const int64_t swizzle_heads = heads_per_swizzle(p, entry, tiles_per_head, facts);
-  const int64_t swizzle_tiles = swizzle_heads * tiles_per_head;
-  params->heads = static_cast<int32_t>(heads);
-  params->tiles_per_head = static_cast<int32_t>(tiles_per_head);
-  params->heads_per_swizzle = static_cast<int32_t>(swizzle_heads);
-  params->by_heads_q = divisor(p.heads_q);
-  params->by_heads_per_kv = divisor(p.heads_q / p.heads_kv);
-  params->by_heads_per_swizzle = divisor(swizzle_heads);
-  params->by_heads_of_last_swizzle = divisor(heads - (heads - 1) / swizzle_heads * swizzle_heads);
-  params->by_tiles_per_swizzle = divisor(swizzle_tiles);
-  params->slots_per_swizzle = static_cast<int32_t>(swizzle_tiles % blocks);
-}
-
-flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void*, void* stream) {
-  const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
-  const int device_id = problem.device.device_id;
-  const DeviceGuard guard(device_id);
-  FLASHMOE_TRY(guard.status());
-  Prepared<Kept<TileParams>> kept(plan.detail);
-  if (!kept.ready() || !move_maps(problem, &*kept)) {
-    kept.set_ready(false);  // unless the driver takes every map
-    const DeviceFacts* facts = nullptr;
-    FLASHMOE_TRY(read_device_facts(device_id, &facts, Reason()));
-    FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,
-                                       [&] { return sm90::encode_maps(problem, entry, &*kept); }));
-    fill_params(problem, entry, plan.info.launches[0].grid[0], *facts, &kept->params);
-    kept.set_ready(true);
+  SplitKv split_kv = {};
+  WholeTiles whole_tiles = {};
+  const flashmoe_status of_split = estimate(asked.split_kv, true, estimate_split_kv, &split_kv);
+  const flashmoe_status of_whole =
+      estimate(asked.whole_tiles, false, estimate_whole_tiles, &whole_tiles);
+  if (of_split == FLASHMOE_OK &&
+      (of_whole != FLASHMOE_OK || split_kv.microseconds <= whole_tiles.microseconds)) {
+    return plan_split_kv(problem, split_kv, *facts, plan, reason);
   }
-  return launch_planned(plan, 0, &kept->params, stream);
+  if (of_whole == FLASHMOE_OK) return plan_whole_tiles(problem, whole_tiles, *facts, plan, reason);
+  return asked.whole_tiles ? of_whole : of_split;
+}
+
+flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* workspace,
+                       void* stream) {
+  const DeviceGuard guard(problem.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  return static_cast<const Entry*>(plan.entries[0])->splits_kv()
+             ? launch_split_kv(problem, plan, workspace, stream)
+             : launch_whole_tiles(problem, plan, stream);
 }
 
 }  // namespace
@@ -120,6 +102,7 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void*,
 
 namespace flashmoe {
 
-const AttentionFamily kSm90Attention = {"sm90", FLASHMOE_DEVICE_CUDA, &sm90::plan, &sm90::launch};
+const AttentionFamily kSm90Attention = {"sm90", FLASHMOE_DEVICE_CUDA, &sm90::plan, &sm90::launch,
+                                        "sm90_whole_tiles sm90_split_kv"};
 
 }  // namespace flashmoe

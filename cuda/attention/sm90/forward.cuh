@@ -7,6 +7,10 @@
 // keys from the last to the first: masks are all in the first steps. In a step a consumer issues Q
 // K^T of this step and P V of the one before, and does the softmax of this step while P V runs;
 // consumers take turns in issuing, so that one's softmax also runs under the other's products.
+//
+// With split KV (Traits::kSplit), for few query rows and many keys, tiles hold the rows of all query
+// heads of a KV head, and the steps of all tiles, laid end to end, are dealt to the blocks in equal
+// ranges (stream-K). A tile within one range is written out by its block; split_kv.cuh has the others.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -62,17 +66,17 @@ struct Barriers {
   }
 };
 
-// Begins to load the keys or values of the step that begins at `key`. Those before key 0 come as
-// zeros.
+// Begins to load the keys or values of the step that begins at a row of the tensor. Those before
+// row 0 come as zeros.
 template <class Traits, int kBoxes>
 __device__ __forceinline__ void load_step(const CUtensorMap& map, const Repeats& repeats,
-                                          const TileOf<Traits>& tile, int key, uint32_t to,
+                                          const TileOf<Traits>& tile, int row, uint32_t to,
                                           uint32_t full) {
   ptx::mbarrier_arrive_expect(full, kBoxes * Traits::kKVBoxBytes);
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
     ptx::tma_load(to + box * Traits::kKVBoxBytes, &map, full, ptx::kEvictLast, box * kBoxColumns,
-                  key, tile.head_kv * repeats.head, tile.batch * repeats.batch);
+                  row, tile.head_kv * repeats.head, tile.batch * repeats.batch);
   }
 }
 
@@ -84,6 +88,7 @@ __device__ __forceinline__ void load_packed_q(const SplitParams& params, const T
   const int begin = portion * Traits::kGroupsPerPortion;
   const int end = min(begin + Traits::kGroupsPerPortion, params.groups_per_tile);
   const int rows = params.queries_per_group * params.packed_heads;
+  const int first_row = sequence_of(params, tile.batch).begin_q + tile.first_row;
   ptx::mbarrier_arrive_expect(full, max(0, end - begin) * Traits::kBoxes * rows * kBoxRowBytes);
 #pragma unroll 1
   for (int group = begin; group < end; ++group) {
@@ -91,7 +96,7 @@ __device__ __forceinline__ void load_packed_q(const SplitParams& params, const T
     for (int box = 0; box < Traits::kBoxes; ++box) {
       ptx::tma_load(to + group * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes, &params.q,
                     full, ptx::kEvictFirst, box * kBoxColumns, tile.head * params.q_repeats.head,
-                    tile.first_row + group * params.queries_per_group,
+                    first_row + group * params.queries_per_group,
                     tile.head_kv * params.q_repeats.head, tile.batch * params.q_repeats.batch);
     }
   }
@@ -104,18 +109,23 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
   PipelineState<Traits::kStages> k_pipe;
   PipelineState<Traits::kStages> v_pipe;
   PipelineState<Traits::kQStages> q_pipe;
+  const auto row_of = [&](const Tile& tile, int key) {
+    return sequence_of(params, tile.batch).begin_k + key;
+  };
   const auto load_k = [&](const Tile& tile, int key) {
     const uint32_t full = barriers.k_full(k_pipe.stage);
     const uint32_t to = shared + Traits::kKOffset + k_pipe.stage * Traits::kKBytes;
     ptx::mbarrier_wait(barriers.k_empty(k_pipe.stage), k_pipe.parity ^ 1);
-    load_step<Traits, Traits::kBoxes>(params.k, params.k_repeats, tile, key, to, full);
+    load_step<Traits, Traits::kBoxes>(params.k, params.k_repeats, tile, row_of(tile, key), to,
+                                      full);
     k_pipe.advance();
   };
   const auto load_v = [&](const Tile& tile, int key) {
     const uint32_t full = barriers.v_full(v_pipe.stage);
     const uint32_t to = shared + Traits::kVOffset + v_pipe.stage * Traits::kVBytes;
     ptx::mbarrier_wait(barriers.v_empty(v_pipe.stage), v_pipe.parity ^ 1);
-    load_step<Traits, Traits::kBoxesV>(params.v, params.v_repeats, tile, key, to, full);
+    load_step<Traits, Traits::kBoxesV>(params.v, params.v_repeats, tile, row_of(tile, key), to,
+                                       full);
     v_pipe.advance();
   };
   const auto load_q = [&](const Tile& tile, int portion) {
@@ -125,15 +135,15 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
     if constexpr (Traits::kSplit) {
       load_packed_q<Traits>(params, tile, portion, to, full);
     } else {
+      const int first_row = sequence_of(params, tile.batch).begin_q + tile.first_row;
       ptx::mbarrier_arrive_expect(full, kGroups * Traits::kQBytesPerGroup);
 #pragma unroll
       for (int i = 0; i < kGroups * Traits::kBoxes; ++i) {
         const int group = portion * kGroups + i / Traits::kBoxes;
         const int box = i % Traits::kBoxes;
         ptx::tma_load(to + group * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes, &params.q,
-                      full, ptx::kEvictFirst, box * kBoxColumns,
-                      tile.first_row + group * kRowsPerGroup, tile.head * params.q_repeats.head,
-                      tile.batch * params.q_repeats.batch);
+                      full, ptx::kEvictFirst, box * kBoxColumns, first_row + group * kRowsPerGroup,
+                      tile.head * params.q_repeats.head, tile.batch * params.q_repeats.batch);
       }
     }
   };
@@ -252,9 +262,12 @@ struct RowStatistics {
 template <class Traits>
 __device__ __forceinline__ void compute_again(const Params& params, int batch, int head,
                                               int head_kv, int query) {
+  const Sequence sequence = sequence_of(params, batch);
+  const KeyRange keys = {sequence.first_key(params.score, query),
+                         sequence.end_key(params.score, query)};
   masked_row_fallback<typename Traits::Element, Traits::kDimV>(
       params.tensors, params.score,
-      {batch, head, head_kv, query, {first_key(params, query), end_key(params, query)}});
+      {batch, head, head_kv, sequence.begin_q + query, sequence.rows_of(keys)});
 }
 
 // The state of a consumer warpgroup.
@@ -298,6 +311,11 @@ struct Consumer {
         ptx::swizzled_descriptor(shared + Traits::kQOffset + group * Traits::kQBytesPerGroup, 16);
     k_descriptor = ptx::swizzled_descriptor(shared + Traits::kKOffset, 16);
     v_descriptor = ptx::swizzled_descriptor(shared + Traits::kVOffset, Traits::kKVBoxBytes);
+  }
+
+  // Of the tile that steps belong to.
+  __device__ __forceinline__ Sequence sequence() const {
+    return sequence_of(params, tiles[tile % kTileSlots].batch);
   }
 
   // Of Q: the one that holds this group's rows.
@@ -362,8 +380,8 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = query_of<Traits>(params, group_row, first_row + 8 * half);
-      const uint32_t seen = keys_before(end_key(params, row) - key, lane) &
-                            ~keys_before(first_key(params, row) - key, lane);
+      const uint32_t seen = keys_before(sequence().end_key(params.score, row) - key, lane) &
+                            ~keys_before(sequence().first_key(params.score, row) - key, lane);
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) {
         float& score = scores[i / 2 * 4 + 2 * half + i % 2];
@@ -593,13 +611,13 @@ struct Consumer {
 
   __device__ __forceinline__ Steps<Traits> own_steps(int first_row, int group_row,
                                                      const Steps<Traits>& steps) const {
-    const int shift = kv_block_alignment_of_tile<Traits>(params, first_row);
+    const int shift = kv_block_alignment_of_tile<Traits>(params, sequence(), first_row);
     if constexpr (Traits::kSplit) {
-      Steps<Traits> own(params, group_row, params.queries_per_group, shift);
+      Steps<Traits> own(params.score, sequence(), group_row, params.queries_per_group, shift);
       own.end = group < params.groups_per_tile ? min(own.end, steps.end) : 0;
       return own.end > steps.first ? own : Steps<Traits>(0, 0);
     } else {
-      return {params, group_row, kRowsPerGroup, shift};
+      return {params.score, sequence(), group_row, kRowsPerGroup, shift};
     }
   }
 
@@ -630,12 +648,14 @@ struct Consumer {
       return;
     }
     // Steps between these hold no key that some row of this group does not see.
-    const int last_row = min(group_row + queries_per_group<Traits>(params), params.seq_q) - 1;
-    const int right_key = end_key(params, group_row) - Traits::kStepKeys;
-    const int left_key = first_key(params, last_row);
+    const int last_row =
+        min(group_row + queries_per_group<Traits>(params), sequence().length_q) - 1;
+    const int right_key = sequence().end_key(params.score, group_row) - Traits::kStepKeys;
+    const int left_key = sequence().first_key(params.score, last_row);
     const auto masked = [&] { return key > right_key || key < left_key; };
     // No row of the group sees more of its first step.
-    const bool narrow = Traits::kNarrows && end_key(params, last_row) - key <= Traits::kNarrowKeys;
+    const bool narrow =
+        Traits::kNarrows && sequence().end_key(params.score, last_row) - key <= Traits::kNarrowKeys;
     if (!Traits::kSplit && open) {
       first_step<true>(group_row, key, masked(), key == steps.first, narrow);
     } else {
@@ -651,10 +671,10 @@ struct Consumer {
     const Tile here = tiles[tile % kTileSlots];
     const int first_row = here.first_row + group * kRowsPerGroup + warp_of_group() * 16;
 #pragma unroll 1
-    for (int row = max(first_row, 0); row < min(first_row + 16, params.seq_q); ++row) {
+    for (int row = max(first_row, 0); row < min(first_row + 16, sequence().length_q); ++row) {
       uint16_t* out_row = params.tensors.out + here.batch * params.tensors.out_strides.batch +
                           here.head * params.tensors.out_strides.head +
-                          row * params.tensors.out_strides.seq;
+                          (sequence().begin_q + row) * params.tensors.out_strides.seq;
 #pragma unroll 1
       for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
         out_row[column] = 0;
@@ -668,9 +688,10 @@ struct Consumer {
   // The same for one row, but for what its lse has beside keys, which `repair` adds: here that would
   // cost the registers that products need.
   __device__ __forceinline__ void write_nothing_to(int batch, int head, int query) const {
+    const int row = sequence_of(params, batch).begin_q + query;
     uint16_t* out_row = params.tensors.out + batch * params.tensors.out_strides.batch +
                         head * params.tensors.out_strides.head +
-                        query * params.tensors.out_strides.seq;
+                        row * params.tensors.out_strides.seq;
 #pragma unroll 1
     for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
       out_row[column] = 0;
@@ -678,13 +699,14 @@ struct Consumer {
     if (params.tensors.lse != nullptr && lane_index() == 0) {
       params.tensors
           .lse[batch * params.tensors.lse_strides.batch + head * params.tensors.lse_strides.head +
-               query * params.tensors.lse_strides.seq] = -INFINITY;
+               row * params.tensors.lse_strides.seq] = -INFINITY;
     }
   }
 
   __device__ __forceinline__ float* lse_of(const Tile& of, int row) const {
     return params.tensors.lse + of.batch * params.tensors.lse_strides.batch +
-           of.head * params.tensors.lse_strides.head + row * params.tensors.lse_strides.seq;
+           of.head * params.tensors.lse_strides.head +
+           (sequence_of(params, of.batch).begin_q + row) * params.tensors.lse_strides.seq;
   }
 
   // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time, and
@@ -700,16 +722,20 @@ struct Consumer {
       }
     } else {
       const int first_row = of.first_row + group * kRowsPerGroup + warp_of_group() * 16;
-      for (int row = max(first_row, 0); row < min(first_row + 16, params.seq_q); ++row) {
+      const auto end_row = [&] {
+        return min(first_row + 16, sequence_of(params, of.batch).length_q);
+      };
+      for (int row = max(first_row, 0); row < end_row(); ++row) {
         repair_row(of.batch, of.head, of.head_kv, row);
       }
     }
   }
   __device__ __forceinline__ void repair_row(int batch, int head, int head_kv, int query) const {
     const RowStrides& strides = params.tensors.out_strides;
-    const uint16_t* const out_row =
-        params.tensors.out + batch * strides.batch + head * strides.head + query * strides.seq;
-    bool wrong = Traits::kSplit && first_key(params, query) >= end_key(params, query);
+    const Sequence sequence = sequence_of(params, batch);
+    const uint16_t* const out_row = params.tensors.out + batch * strides.batch +
+                                    head * strides.head + (sequence.begin_q + query) * strides.seq;
+    bool wrong = Traits::kSplit && !sequence.sees_keys(params.score, query);
     for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
       wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
     }
@@ -758,17 +784,20 @@ struct Consumer {
       const float total = sum_of_quad(statistics_of_tile.sum[half]);
       const PackedRow row = packed_row(of, warp_of_group() * 16 + lane / 4 + 8 * half);
       if (!row.exists) continue;
-      const bool sees_keys = first_key(params, row.query) < end_key(params, row.query);
+      const Sequence sequence = sequence_of(params, of.batch);
+      const bool sees_keys = sequence.sees_keys(params.score, row.query);
       const RowEnd end = end_row<Element, RowEndBy::kApprox>(
           params.score, row.head, sees_keys, statistics_of_tile.row_max[half], total);
       if (params.tensors.lse != nullptr && lane % 4 == 0) {
         params.tensors.lse[of.batch * params.tensors.lse_strides.batch +
                            row.head * params.tensors.lse_strides.head +
-                           row.query * params.tensors.lse_strides.seq] = end.lse;
+                           (sequence.begin_q + row.query) * params.tensors.lse_strides.seq] =
+            end.lse;
       }
       uint16_t* out_row = params.tensors.out + of.batch * params.tensors.out_strides.batch +
                           row.head * params.tensors.out_strides.head +
-                          row.query * params.tensors.out_strides.seq + 2 * (lane % 4);
+                          (sequence.begin_q + row.query) * params.tensors.out_strides.seq +
+                          2 * (lane % 4);
       uint32_t gathered = 0;
 #pragma unroll
       for (int j = 0; j < Traits::kDimV / 8; ++j) {
@@ -826,6 +855,7 @@ struct Consumer {
     const int lane = lane_index();
     const int warp = warp_of_group();
     const Tile tile = tiles[closing % kTileSlots];
+    const Sequence sequence = sequence_of(params, tile.batch);
     const int group_row = tile.first_row + group * kRowsPerGroup;
     float factor[2];
     bool expected[2];  // to be finite, if V is
@@ -834,8 +864,8 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const int row = group_row + warp * 16 + lane / 4 + 8 * half;
       const float total = sum_of_quad(statistics_of_tile.sum[half]);
-      const bool sees_keys = first_key(params, row) < end_key(params, row);
-      const bool exists = row < params.seq_q;
+      const bool sees_keys = sequence.sees_keys(params.score, row);
+      const bool exists = row < sequence.length_q;
       const RowEnd end = end_row<Element, RowEndBy::kApprox>(
           params.score, tile.head, sees_keys && exists, statistics_of_tile.row_max[half], total);
       if (params.tensors.lse != nullptr && lane % 4 == 0 && exists) *lse_of(tile, row) = end.lse;
@@ -873,12 +903,12 @@ struct Consumer {
       }
       ptx::fence_proxy_async_shared();
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
-      if (leader && group_row < params.seq_q) {
+      if (leader && group_row < sequence.length_q) {
 #pragma unroll
         for (int box = first_box; box < Traits::kBoxesV && box < first_box + Traits::kOutputBoxes;
              ++box) {
           ptx::tma_store(&params.out, tile_out + (box - first_box) * Traits::kRowBoxBytes,
-                         box * kBoxColumns, group_row, tile.head, tile.batch);
+                         box * kBoxColumns, sequence.begin_q + group_row, tile.head, tile.batch);
         }
         ptx::tma_store_commit();
       }
@@ -967,7 +997,7 @@ __device__ __forceinline__ void compute_tiles(const ParamsOf<Traits>& params) {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    attention_forward_kernel(const __grid_constant__ TileParams params) {
+    attention_forward_kernel(const __grid_constant__ ParamsOf<Traits> params) {
   compute_tiles<Traits>(params);
 }
 

@@ -7,6 +7,7 @@
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/traits.cuh"
 #include "cuda/tile/scheduler.cuh"
+#include "cuda/tile/sequence.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -42,24 +43,17 @@ struct alignas(16) Tile {
 
 static_assert(sizeof(Tile) == kTileInfoBytes);
 
-// Query row `row` sees the keys from first_key to before end_key, none if that is not behind.
-__device__ __forceinline__ int first_key(const Params& params, int row) {
-  return params.score.first_key(row);
-}
-__device__ __forceinline__ int end_key(const Params& params, int row) {
-  return params.score.end_key(row, params.seq_k);
-}
-
 // kv_block_alignment of a tile of so many queries.
 template <class Traits>
-__device__ __forceinline__ int kv_block_alignment(const Params& params, int first_row, int rows) {
+__device__ __forceinline__ int kv_block_alignment(const Params& params, const Sequence& sequence,
+                                                  int first_row, int rows) {
   constexpr int kKeys = Traits::kStepKeys;
   constexpr bool kWholeGroups = kKeys % kRowsPerGroup == 0;
   if constexpr (kWholeGroups && !Traits::kSplit) return params.kv_block_alignment;
   static_assert(kWholeGroups ||
                 (kKeys > kRowsPerGroup && Traits::kConsumers == 2 && !Traits::kSplit));
   return kv_block_alignment(kKeys, first_row, rows, params.score.bounded_right != 0,
-                            params.score.right_offset);
+                            params.score.right_offset + sequence.diagonal);
 }
 
 // The steps that some rows need, by their keys: from the first step's first one to behind the last
@@ -70,11 +64,12 @@ struct Steps {
   int end;
 
   __device__ __forceinline__ Steps(int first_, int end_) : first(first_), end(end_) {}
-  __device__ __forceinline__ Steps(const Params& params, int first_row, int rows, int shift) {
+  __device__ __forceinline__ Steps(const ScoreOptions& score, const Sequence& sequence,
+                                   int first_row, int rows, int shift) {
     constexpr int kKeys = Traits::kStepKeys;
-    const int last_row = min(first_row + rows, params.seq_q) - 1;
-    const int begin = sm90::first_key(params, max(first_row, 0));
-    const int behind = last_row < max(first_row, 0) ? 0 : sm90::end_key(params, last_row);
+    const int last_row = min(first_row + rows, sequence.length_q) - 1;
+    const int begin = sequence.first_key(score, max(first_row, 0));
+    const int behind = last_row < max(first_row, 0) ? 0 : sequence.end_key(score, last_row);
     const bool any = begin < behind;
     first = any ? (begin + shift) / kKeys * kKeys - shift : 0;
     end = any ? (behind + shift + kKeys - 1) / kKeys * kKeys - shift : 0;
@@ -127,8 +122,9 @@ struct alignas(16) TilePart {
     result.head_kv = head_kv - result.batch * params.heads_kv;
     result.head = (head - head_kv * params.chunks) * params.packed_heads;
     result.first_row = tile * queries;
-    const int shift = kv_block_alignment<Traits>(params, result.first_row, queries);
-    const Steps<Traits> steps(params, result.first_row, queries, shift);
+    const Sequence sequence = sequence_of(params, result.batch);
+    const int shift = kv_block_alignment<Traits>(params, sequence, result.first_row, queries);
+    const Steps<Traits> steps(params.score, sequence, result.first_row, queries, shift);
     result.first_key = steps.first;
     result.end_key = steps.end;
     result.place = kWholeTile;
@@ -151,9 +147,9 @@ struct PackedRow {
     result.query = first_query + (row * params.packed_heads_reciprocal >> 16);
     const int head = tile.head + row - (result.query - first_query) * params.packed_heads;
     result.head = tile.head_kv * params.heads_per_kv + head;
-    result.exists = group < params.groups_per_tile && result.query < params.seq_q &&
-                    result.query - first_query < params.queries_per_group &&
-                    head < params.heads_per_kv;
+    result.exists =
+        group < params.groups_per_tile && result.query < sequence_of(params, tile.batch).length_q &&
+        result.query - first_query < params.queries_per_group && head < params.heads_per_kv;
     return result;
   }
 };
@@ -232,12 +228,12 @@ __device__ __forceinline__ int query_of(const ParamsOf<Traits>& params, int firs
 
 template <class Traits>
 __device__ __forceinline__ int kv_block_alignment_of_tile(const ParamsOf<Traits>& params,
-                                                          int first_row) {
+                                                          const Sequence& sequence, int first_row) {
   if constexpr (Traits::kSplit) {
-    return kv_block_alignment<Traits>(params, first_row,
+    return kv_block_alignment<Traits>(params, sequence, first_row,
                                       params.groups_per_tile * params.queries_per_group);
   } else {
-    return kv_block_alignment<Traits>(params, first_row, Traits::kTileQ);
+    return kv_block_alignment<Traits>(params, sequence, first_row, Traits::kTileQ);
   }
 }
 
@@ -247,8 +243,9 @@ __device__ __forceinline__ Steps<Traits> steps_of_tile(const ParamsOf<Traits>& p
   if constexpr (Traits::kSplit) {
     return {tile.first_key, tile.end_key};
   } else {
-    return {params, tile.first_row, Traits::kTileQ,
-            kv_block_alignment_of_tile<Traits>(params, tile.first_row)};
+    const Sequence sequence = sequence_of(params, tile.batch);
+    return {params.score, sequence, tile.first_row, Traits::kTileQ,
+            kv_block_alignment_of_tile<Traits>(params, sequence, tile.first_row)};
   }
 }
 

@@ -6,7 +6,6 @@
 
 #include "core/backends.h"
 #include "core/status.h"
-#include "cuda/attention/sm90/choose.h"
 #include "cuda/attention/sm90_backward/cost.h"
 #include "cuda/attention/sm90_backward/entry.h"
 #include "cuda/attention/sm90_backward/params.h"
@@ -72,16 +71,24 @@ flashmoe_status check_computable(const AttentionBackwardProblem& p, const Reason
                          "head dimensions %lld and %lld, accepted are up to %d",
                          static_cast<long long>(p.dim), static_cast<long long>(p.dim_v), most_dim);
   }
-  return FLASHMOE_OK;
+  if (p.seq_q > kMaxSequence || p.seq_k > kMaxSequence) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "sequence longer than 2^30");
+  }
+  return check_walkable(p, reason);
 }
 
 flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const Reason& reason) {
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
-  const Entry* entry = nullptr;
-  FLASHMOE_TRY(sm90::check_capability(device_id, &facts, reason));
+  FLASHMOE_TRY(check_hopper(device_id, &facts, reason));
   FLASHMOE_TRY(check_computable(problem, reason));
-  FLASHMOE_TRY(sm90::choose_entry(kEntries, problem, &entry, reason));
+  const bool capped = problem.softcap != 0.0f;
+  const Entry* const entry = find_entry(
+      kEntries, problem, [&](const Entry& each) { return each.capped == capped; },
+      [](const Entry&) { return true; });
+  if (entry == nullptr) {
+    return reason.refuse(FLASHMOE_ERROR_INTERNAL, "%s", "no kernel for these head dimensions");
+  }
   const int64_t tiles_q = tiles_q_of(problem, *entry);
   const int64_t tiles_k = ceil_div(problem.seq_k, int64_t{entry->tile_k});
   const int64_t blocks_per_tile = entry->tile_q / entry->prologue_rows;

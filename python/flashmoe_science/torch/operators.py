@@ -238,56 +238,58 @@ def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
     return q.new_empty((batch, heads, seq), dtype=torch.float32)
 
 
-def _attention_fake(
-    q: Any, k: Any, v: Any, causal: str, left: Any, right: Any, scale: Any, softcap: Any,
-    layout: str, kernel: Any,
-) -> Any:  # fmt: skip
-    return _empty_out(q, v, layout)
+# Arguments of the operators, in the order of their schema. Optional tensors go before the options.
+_ATTENTION_TENSORS = ("q", "k", "v")
+_ATTENTION_OPTIONS = (
+    "causal", "window_left", "window_right", "scale", "softcap", "layout", "kernel"
+)  # fmt: skip
 
 
-def _attention_with_lse_fake(
-    q: Any, k: Any, v: Any, causal: str, left: Any, right: Any, scale: Any, softcap: Any,
-    layout: str, kernel: Any,
-) -> Any:  # fmt: skip
-    return _empty_out(q, v, layout), _empty_lse(q, layout)
+def _attention_arguments(arguments: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors and options by the names of flash_attention."""
+    count = len(_ATTENTION_TENSORS)
+    tensors = dict(zip(_ATTENTION_TENSORS, arguments[:count], strict=True))
+    options = dict(zip(_ATTENTION_OPTIONS, arguments[count:], strict=True))
+    left, right = options.pop("window_left"), options.pop("window_right")
+    options["window"] = None if left is None and right is None else (left, right)
+    options["causal"] = False if options["causal"] == "none" else options["causal"]
+    return tensors, options
+
+
+def _attention_fake(return_lse: bool) -> Callable[..., Any]:
+    def fake(*arguments: Any) -> Any:
+        tensors, options = _attention_arguments(arguments)
+        q, layout = tensors["q"], options["layout"]
+        out = _empty_out(q, tensors["v"], layout)
+        return (out, _empty_lse(q, layout)) if return_lse else out
+
+    return fake
 
 
 def _attention_kernel(return_lse: bool) -> Callable[..., Any]:
-    def kernel_of(
-        q: Any, k: Any, v: Any, causal: str, left: Any, right: Any, scale: Any, softcap: Any,
-        layout: str, kernel: Any,
-    ) -> Any:  # fmt: skip
-        bounded = left is not None or right is not None
-        return _core.flash_attention(
-            q, k, v, False if causal == "none" else causal, (left, right) if bounded else None,
-            scale, softcap, layout, return_lse, _empty_out(q, v, layout), None, kernel, None,
-        )  # fmt: skip
+    def kernel(*arguments: Any) -> Any:
+        tensors, options = _attention_arguments(arguments)
+        out = _empty_out(tensors["q"], tensors["v"], options["layout"])
+        call: Any = _core.flash_attention
+        return call(**tensors, **options, return_lse=return_lse, out=out, lse=None, stream=None)
 
-    return kernel_of
+    return kernel
 
 
 def _attention_check(return_lse: bool) -> Callable[..., None]:
-    def check(
-        q: Any, k: Any, v: Any, causal: str, left: Any, right: Any, scale: Any, softcap: Any,
-        layout: str, kernel: Any,
-    ) -> None:  # fmt: skip
-        shapes, dtypes, devices, _ = zip(*map(_described, (q, k, v)), strict=True)
-        bounded = left is not None or right is not None
-        _core.attention_plan_for(
-            *shapes, dtypes=list(dtypes), device=devices[0],
-            causal=False if causal == "none" else causal,
-            window=(left, right) if bounded else None, scale=scale, softcap=softcap, layout=layout,
-            kernel=kernel, return_lse=return_lse,
-        )  # fmt: skip
+    def check(*arguments: Any) -> None:
+        tensors, options = _attention_arguments(arguments)
+        described = {name: _described(tensor) for name, tensor in tensors.items()}
+        _core.plan("attention_forward", described, options | {"return_lse": return_lse})
 
     return check
 
 
-def _attention_fold(in_dims: Any, q: Any, k: Any, v: Any, *options: Any) -> Any:
-    if None in in_dims[:3]:  # what the entries share would be copied
-        return None
-    tensors = [x.movedim(dim, 0) for x, dim in zip((q, k, v), in_dims, strict=False)]
-    return (*(x.flatten(0, 1) for x in tensors), *options), tensors[0].shape[:2]
+def _attention_fold(in_dims: Any, *arguments: Any) -> Any:
+    if None in in_dims[:3] or any(dim is not None for dim in in_dims[3:]):
+        return None  # what the entries share would be copied
+    tensors = [x.movedim(dim, 0) for x, dim in zip(arguments[:3], in_dims[:3], strict=True)]
+    return (*(x.flatten(0, 1) for x in tensors), *arguments[3:]), tensors[0].shape[:2]
 
 
 _ATTENTION_SCHEMA = (
@@ -296,11 +298,11 @@ _ATTENTION_SCHEMA = (
 )
 _attention = _define(
     "attention", _ATTENTION, _ATTENTION_SCHEMA + "Tensor", _attention_kernel(False),
-    _attention_fake, _attention_fold, _attention_check(False),
+    _attention_fake(False), _attention_fold, _attention_check(False),
 )  # fmt: skip
 _attention_with_lse = _define(
     "attention_with_lse", _ATTENTION, _ATTENTION_SCHEMA + "(Tensor, Tensor)",
-    _attention_kernel(True), _attention_with_lse_fake, _attention_fold, _attention_check(True),
+    _attention_kernel(True), _attention_fake(True), _attention_fold, _attention_check(True),
 )  # fmt: skip
 
 

@@ -13,7 +13,6 @@
 #include "cuda/attention/sm89/entry.h"
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/traits.cuh"
-#include "cuda/attention/split/entry.h"
 #include "cuda/numeric/dtype.cuh"
 #include "flashmoe/flashmoe.h"
 
@@ -110,32 +109,35 @@ using Instance = Traits<__nv_bfloat16, kDim, kDim>;
   extern const Entry entry_bf16_d##dim;                                                    \
   const Entry entry_bf16_d##dim = {                                                        \
       attention_kernel_of<Instance<dim>>("attention_forward_sm90_bf16_d" #dim "_dv" #dim), \
-      Instance<dim>::kCapped, kRowsPerGroup, kBoxColumns};
+      Instance<dim>::kCapped,                                                              \
+      kRowsPerGroup,                                                                       \
+      kBoxColumns,                                                                         \
+      0,                                                                                   \
+      0,                                                                                   \
+      {}};
 FLASHMOE_SM90(64)
 FLASHMOE_SM90(128)
 #undef FLASHMOE_SM90
 
-}  // namespace sm90
-
-namespace split {
-
 template <int kDim>
-using Instance = sm90::Traits<__nv_bfloat16, kDim, kDim, sm90::SplitTuning<kDim, kDim>>;
+using SplitInstance = Traits<__nv_bfloat16, kDim, kDim, SplitTuning<kDim, kDim>>;
 
-#define FLASHMOE_SPLIT(dim)                                                                 \
-  extern const Entry entry_bf16_d##dim;                                                     \
-  const Entry entry_bf16_d##dim = {                                                         \
-      attention_kernel_of<Instance<dim>>("attention_forward_split_bf16_d" #dim "_dv" #dim), \
-      Instance<dim>::kCapped,                                                               \
-      sm90::kBoxColumns,                                                                    \
-      Instance<dim>::kConsumers,                                                            \
-      Instance<dim>::kPartBytes,                                                            \
-      kernel_of<Instance<dim>, Combine>("attention_combine_split", 0)};
-FLASHMOE_SPLIT(64)
-FLASHMOE_SPLIT(128)
-#undef FLASHMOE_SPLIT
+#define FLASHMOE_SPLIT_KV(dim)                                                              \
+  extern const Entry entry_split_kv_bf16_d##dim;                                            \
+  const Entry entry_split_kv_bf16_d##dim = {                                                \
+      attention_kernel_of<SplitInstance<dim>>("attention_forward_sm90_split_kv_bf16_d" #dim \
+                                              "_dv" #dim),                                  \
+      SplitInstance<dim>::kCapped,                                                          \
+      kRowsPerGroup,                                                                        \
+      kBoxColumns,                                                                          \
+      SplitInstance<dim>::kConsumers,                                                       \
+      SplitInstance<dim>::kPartBytes,                                                       \
+      kernel_of<SplitInstance<dim>, Combine>("attention_combine_sm90_split_kv", 0)};
+FLASHMOE_SPLIT_KV(64)
+FLASHMOE_SPLIT_KV(128)
+#undef FLASHMOE_SPLIT_KV
 
-}  // namespace split
+}  // namespace sm90
 
 // ---- tests ---------------------------------------------------------------------------------------
 
@@ -209,16 +211,17 @@ void what_is_chosen_is_the_fastest() {
   for (const Measured& m : kMeasured) {
     const flashmoe_plan plan = plan_of(m, nullptr);
     const double least = std::min({m.few_rows, m.split, m.sm90});
-    const double took = std::strcmp(plan.family, "short") == 0   ? m.few_rows
-                        : std::strcmp(plan.family, "split") == 0 ? m.split
-                                                                 : m.sm90;
+    const bool splits_kv = std::strstr(plan.launches[0].kernel, "_split_kv_") != nullptr;
+    const double took = std::strcmp(plan.family, "short") == 0 ? m.few_rows
+                        : splits_kv                            ? m.split
+                                                               : m.sm90;
     std::printf(
-        "%ld %ld/%ld %ldx%ld d%ld: %s takes %.1f of %.1f us; by estimate short %.1f, split %.1f, "
-        "sm90 %.1f, sm89 %.1f\n",
+        "%ld %ld/%ld %ldx%ld d%ld: %s takes %.1f of %.1f us; by estimate short %.1f, split KV "
+        "%.1f, whole tiles %.1f, sm89 %.1f\n",
         static_cast<long>(m.batch), static_cast<long>(m.heads_q), static_cast<long>(m.heads_kv),
         static_cast<long>(m.queries), static_cast<long>(m.keys), static_cast<long>(m.dim),
         plan.family, took, least, plan_of(m, "short").microseconds,
-        plan_of(m, "split").microseconds, plan_of(m, "sm90").microseconds,
+        plan_of(m, "sm90_split_kv").microseconds, plan_of(m, "sm90_whole_tiles").microseconds,
         plan_of(m, "sm89").microseconds);
     CHECK(std::strcmp(plan.family, "sm89") != 0 && took <= kTie * least);
   }

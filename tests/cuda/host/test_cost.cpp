@@ -1,5 +1,5 @@
 // The estimates of the families beside what an H200 took, and the choice that follows from them.
-#include "cuda/attention/split/cost.h"
+#include "cuda/attention/sm90/split_kv_cost.h"
 
 #include <cmath>
 #include <cstdio>
@@ -100,9 +100,9 @@ Estimates estimates_of(const Measured& m) {
   const int dim = static_cast<int>(m.dim);
   const TileSpeed speed = sm90::tile_speed(dim);
   const int rows = static_cast<int>(speed.rows);
-  const split::SplitKernel kernel = {dim <= 128 ? 128 : 64, rows * (4 * dim + 8), 2 * dim};
-  const split::TileSplit tiles =
-      split::best_tile_split(problem, work, rows / sm90::kRowsPerGroup, kernel, speed, h200);
+  const sm90::SplitKernel kernel = {dim <= 128 ? 128 : 64, rows * (4 * dim + 8), 2 * dim};
+  const sm90::TileSplit tiles =
+      sm90::best_tile_split(problem, work, rows / sm90::kRowsPerGroup, kernel, speed, h200);
   return {tiles.split.microseconds, sm90::tile_microseconds(work, speed, h200)};
 }
 

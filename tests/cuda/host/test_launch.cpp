@@ -20,7 +20,6 @@
 #include "cuda/attention/sm89/params.h"
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/params.h"
-#include "cuda/attention/split/entry.h"
 #include "cuda/host/fake_cuda.h"
 #include "flashmoe/flashmoe.h"
 
@@ -90,15 +89,16 @@ const Entry entry_fp16_d64_dv64 = {
     false,
     48,  // box_rows and box_columns: unlike the real ones, so that a literal would show
     32,
+    0,
+    0,
+    {},
 };
-}  // namespace flashmoe::sm90
-
-namespace flashmoe::split {
-static LoadedKernel loaded[kMaxDevices];
+static LoadedKernel loaded_split[kMaxDevices];
 static LoadedKernel loaded_combine[kMaxDevices];
-extern const Entry entry_fp16_d64_dv64;
-const Entry entry_fp16_d64_dv64 = {
-    {{"attention_forward_split_fp16_d64_dv64", reinterpret_cast<const void*>(0x91), 170000, loaded},
+extern const Entry entry_split_kv_fp16_d64_dv64;
+const Entry entry_split_kv_fp16_d64_dv64 = {
+    {{"attention_forward_sm90_split_kv_fp16_d64_dv64", reinterpret_cast<const void*>(0x91), 170000,
+      loaded_split},
      Dtype::kFloat16,
      64,
      64,
@@ -107,13 +107,14 @@ const Entry entry_fp16_d64_dv64 = {
      3,
      512},
     false,
+    48,
     32,
     3,
     192 * (64 * 4 + 8),
-    {"attention_combine_split_fp16_d64_dv64", reinterpret_cast<const void*>(0x92), 0,
+    {"attention_combine_sm90_split_kv_fp16_d64_dv64", reinterpret_cast<const void*>(0x92), 0,
      loaded_combine},
 };
-}  // namespace flashmoe::split
+}  // namespace flashmoe::sm90
 
 namespace flashmoe {
 
@@ -287,7 +288,7 @@ void the_plan_is_what_the_launch_gets() {
 
 void sm90_encodes_its_maps_once() {
   fake::on_launch = [](const void* params) { std::memcpy(&seen90, params, sizeof seen90); };
-  Call call("sm90", 2, 700, 1000, 6, 2);
+  Call call("sm90_whole_tiles", 2, 700, 1000, 6, 2);
   call.strides[2][0] = call.strides[2][2] = 0;  // one v for all batches and heads
   fake::maps.clear();
   for (int i = 0; i < 3; ++i) {
@@ -351,7 +352,7 @@ void check_maps_are_of(const Call& call) {
   CHECK(fake::mapped_by(params.q) == call.tensors[0].data);
   CHECK(fake::mapped_by(params.k) == call.tensors[keys ? 1 : 0].data);
   CHECK(fake::mapped_by(params.v) == call.tensors[keys ? 2 : 0].data);
-  if (std::strcmp(call.params.kernel, "sm90") == 0) {
+  if (std::strcmp(call.params.kernel, "sm90_whole_tiles") == 0) {
     CHECK(fake::mapped_by(params.out) == call.tensors[3].data);
   }
 }
@@ -365,20 +366,20 @@ struct Moving {
 };
 
 constexpr Moving kMoving[] = {
-    {"sm90", 2, 700, 1000, 6, 2, 0, false, 1},
-    {"sm90", 2, 700, 1000, 6, 2, FLASHMOE_CAUSAL_BOTTOM_RIGHT, true, 1},
-    {"sm90", 2, 700, 0, 6, 2, 0, true, 1},
-    {"split", 1, 64, 8192, 8, 2, 0, true, 2},       // each tile's keys to as many blocks
-    {"split", 1, 1024, 8192, 32, 8, 0, false, 2},   // stream-K
-    {"split", 4, 4096, 4096, 16, 16, 0, false, 1},  // whole tiles
-    {"split", 1, 64, 0, 8, 2, 0, true, 1},
+    {"sm90_whole_tiles", 2, 700, 1000, 6, 2, 0, false, 1},
+    {"sm90_whole_tiles", 2, 700, 1000, 6, 2, FLASHMOE_CAUSAL_BOTTOM_RIGHT, true, 1},
+    {"sm90_whole_tiles", 2, 700, 0, 6, 2, 0, true, 1},
+    {"sm90_split_kv", 1, 64, 8192, 8, 2, 0, true, 2},       // each tile's keys to as many blocks
+    {"sm90_split_kv", 1, 1024, 8192, 32, 8, 0, false, 2},   // stream-K
+    {"sm90_split_kv", 4, 4096, 4096, 16, 16, 0, false, 1},  // whole tiles
+    {"sm90_split_kv", 1, 64, 0, 8, 2, 0, true, 1},
 };
 
 // Encodes nothing again, moves the maps whose addresses changed and no others, and its launches get the same
 // parameters, byte for byte, as those of a call that is the first of its thread.
 void a_call_at_other_addresses_moves_maps() {
   for (const Moving& m : kMoving) {
-    const bool split = std::strcmp(m.family, "split") == 0;
+    const bool split = std::strcmp(m.family, "sm90_split_kv") == 0;
     const int map_count = split ? 3 : 4;
     Call call(m.family, m.batch, m.seq_q, m.seq_k, m.heads_q, m.heads_kv);
     call.params.causal = m.causal;
@@ -434,7 +435,7 @@ void a_call_at_other_addresses_moves_maps() {
 
 // Whatever the driver refuses, a call is made with maps of its own addresses or not at all.
 void no_map_is_of_another_call() {
-  for (const char* family : {"sm90", "split"}) {
+  for (const char* family : {"sm90_whole_tiles", "sm90_split_kv"}) {
     std::thread([&] {
       Call call(family, 1, 1024, 8192, 32, 8);
       const auto run = [&](flashmoe_status status) {
@@ -470,7 +471,7 @@ void no_map_is_of_another_call() {
 
 // On a thread that has none of its own yet. Nothing is kept, and nothing can be read back.
 void without_memory_every_call_is_planned() {
-  for (const char* family : {"sm90", "split"}) {
+  for (const char* family : {"sm90_whole_tiles", "sm90_split_kv"}) {
     Call call(family, 1, 1024, 1024, 32, 8);
     std::thread([&] {
       out_of_memory = true;
@@ -478,7 +479,7 @@ void without_memory_every_call_is_planned() {
         keep_params(sizeof(sm90::Params));
         fake::maps.clear();
         CHECK(call.run_in_workspace() == FLASHMOE_OK);
-        CHECK(fake::maps.size() == (std::strcmp(family, "sm90") == 0 ? 4 : 3));
+        CHECK(fake::maps.size() == (std::strcmp(family, "sm90_whole_tiles") == 0 ? 4 : 3));
         check_maps_are_of(call);
         call.move(i);
       }
@@ -490,7 +491,7 @@ void without_memory_every_call_is_planned() {
         CHECK(call.run_in_workspace() == FLASHMOE_OK);
         check_maps_are_of(call);
       }
-      CHECK(fake::maps.size() == (std::strcmp(family, "sm90") == 0 ? 8 : 6));
+      CHECK(fake::maps.size() == (std::strcmp(family, "sm90_whole_tiles") == 0 ? 8 : 6));
       check_read_back(plan_of(call));
     }).join();
   }
@@ -498,8 +499,8 @@ void without_memory_every_call_is_planned() {
 
 void each_device_has_its_own_plan_and_stays_current() {
   fake::on_launch = nullptr;
-  const Call here("sm90", 2, 700, 1000, 6, 2, 0);
-  const Call there("sm90", 2, 700, 1000, 6, 2, 1);
+  const Call here("sm90_whole_tiles", 2, 700, 1000, 6, 2, 0);
+  const Call there("sm90_whole_tiles", 2, 700, 1000, 6, 2, 1);
   const Call few_there("sm89", 2, 60, 1000, 6, 2, 1);
   CHECK(here.run() == FLASHMOE_OK && there.run() == FLASHMOE_OK);
   CHECK(fake::state.allowed_shared_bytes[1] == 230000);
@@ -544,7 +545,7 @@ void the_callers_context_stays_current() {
 // A stream of another device is an error, as the runtime has it: by the driver it would be a launch
 // there.
 void a_stream_of_another_device_is_refused() {
-  const Call call("sm90", 2, 700, 1000, 6, 2);
+  const Call call("sm90_whole_tiles", 2, 700, 1000, 6, 2);
   CHECK(call.run(fake::stream_of(0)) == FLASHMOE_OK);
   fake::last = {};
   CHECK(call.run(fake::stream_of(1)) == FLASHMOE_ERROR_CUDA);
@@ -591,9 +592,9 @@ void a_new_thread_gets_a_context() {
 void a_device_may_be_reset() {
   if (!fake::state.has_driver) return;
   const Call calls[] = {{"sm89", 2, 60, 1000, 6, 2},
-                        {"sm90", 2, 700, 1000, 6, 2},
+                        {"sm90_whole_tiles", 2, 700, 1000, 6, 2},
                         {"short", 1, 1, 4000, 8, 1},
-                        {"split", 1, 64, 8192, 8, 2}};
+                        {"sm90_split_kv", 1, 64, 8192, 8, 2}};
   const void* const functions[] = {
       reinterpret_cast<const void*>(0x89), reinterpret_cast<const void*>(0x90),
       reinterpret_cast<const void*>(0x55), reinterpret_cast<const void*>(0x92)};
@@ -634,7 +635,7 @@ void a_device_may_be_reset() {
 // As one that the device is reset to, but that the others stay.
 void contexts_of_one_device_take_turns() {
   if (!fake::state.has_driver) return;
-  const Call call("sm90", 2, 700, 1000, 6, 2);
+  const Call call("sm90_whole_tiles", 2, 700, 1000, 6, 2);
   CHECK(cudaSetDevice(0) == cudaSuccess);
   CHECK(call.run() == FLASHMOE_OK);
   int loads = fake::state.loads;
@@ -651,7 +652,7 @@ void contexts_of_one_device_take_turns() {
 }
 
 void what_the_driver_refuses_the_runtime_decides() {
-  const Call call("sm90", 2, 700, 1000, 6, 2);
+  const Call call("sm90_whole_tiles", 2, 700, 1000, 6, 2);
   CHECK(call.run() == FLASHMOE_OK);
   const int tries = fake::state.tries_by_driver;
   for (const CUresult result : {CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_LAUNCH_FAILED}) {
@@ -782,7 +783,7 @@ sm90::SplitParams seen_split;
 // Tiles of the rows of all query heads of a KV head, whose keys several blocks take.
 void split_packs_query_heads() {
   fake::on_launch = [](const void* params) { std::memcpy(&seen_split, params, sizeof seen_split); };
-  Call call("split", 1, 64, 8192, 8, 2);
+  Call call("sm90_split_kv", 1, 64, 8192, 8, 2);
   const flashmoe_plan plan = plan_of(call);
   constexpr uint64_t kPart = 192 * (64 * 4 + 8);
   constexpr uint64_t kTiles = 2 * 2;  // 4 groups of 16 queries of 4 heads: 2 tiles of each KV head
@@ -826,7 +827,7 @@ void split_packs_query_heads() {
   const int rows = combine_rows_per_block(seen_split.combine_workers_log2, 16);
   CHECK(fake::last.grid.x == static_cast<unsigned>((2 * 64 + rows - 1) / rows));
   CHECK(fake::last.grid.y == kTiles && fake::last.block.x == kCombineThreads);
-  CHECK(std::strcmp(plan.launches[1].kernel, "attention_combine_split_fp16_d64_dv64") == 0);
+  CHECK(std::strcmp(plan.launches[1].kernel, "attention_combine_sm90_split_kv_fp16_d64_dv64") == 0);
   CHECK(std::strcmp(plan.isa, "sm_90a") == 0);
   check_read_back(plan);
 
@@ -856,7 +857,7 @@ void split_packs_any_number_of_heads() {
   };
   for (const Packed& want : {Packed{1, 1, 64, 1}, Packed{3, 3, 21, 1}, Packed{7, 7, 9, 1},
                              Packed{48, 48, 1, 1}, Packed{64, 64, 1, 1}, Packed{71, 36, 1, 2}}) {
-    const Call call("split", 1, 30, 4096, want.heads, 1);
+    const Call call("sm90_split_kv", 1, 30, 4096, want.heads, 1);
     CHECK(call.run_in_workspace() == FLASHMOE_OK);
     CHECK(seen_split.packed_heads == want.packed && seen_split.chunks == want.chunks);
     CHECK(seen_split.queries_per_group == want.queries);
@@ -867,8 +868,14 @@ void split_packs_any_number_of_heads() {
   fake::on_launch = nullptr;
 }
 
-// By estimate: few rows to `short`, many to sm90, and those between that see many keys to `split`, with no
-// more blocks that leave parts than the workspace may hold.
+// Which of sm90's schedules a plan is by.
+bool splits_kv(const flashmoe_plan& plan) {
+  CHECK(std::strcmp(plan.family, "sm90") == 0);
+  return std::strstr(plan.launches[0].kernel, "attention_forward_sm90_split_kv_") != nullptr;
+}
+
+// By estimate: few rows to `short`, many to sm90's whole tiles, and those between that see many keys to split
+// KV, with no more blocks that leave parts than the workspace may hold.
 void calls_go_where_they_are_fastest() {
   const auto family = [](const Call& call) { return std::string(plan_of(call).family); };
   CHECK(family(Call(nullptr, 1, 1, 8192, 32, 8)) == "short");
@@ -877,7 +884,7 @@ void calls_go_where_they_are_fastest() {
     for (const int64_t queries : {64, 128, 256}) {
       const Call call(nullptr, 1, queries, keys, 32, 8);
       const flashmoe_plan plan = plan_of(call);
-      CHECK(std::strcmp(plan.family, "split") == 0);
+      CHECK(splits_kv(plan));
       CHECK(plan.workspace_bytes > 0 && plan.workspace_bytes <= 16 << 20);
       CHECK(2 * plan.launches[0].grid[0] > 132);
     }
@@ -885,20 +892,22 @@ void calls_go_where_they_are_fastest() {
   // A wave and a third of tiles: equal shares of their steps, each block the end of a tile, and a beginning.
   for (const int64_t keys : {8192, 32768}) {
     const flashmoe_plan plan = plan_of(Call(nullptr, 1, 1024, keys, 32, 8));
-    CHECK(std::strcmp(plan.family, "split") == 0 && plan.launches[0].grid[0] == 132);
+    CHECK(splits_kv(plan) && plan.launches[0].grid[0] == 132);
     CHECK(plan.workspace_bytes > uint64_t{132} * 192 * (64 * 4 + 8));
     CHECK(plan.workspace_bytes <= 16 << 20);
   }
-  CHECK(family(Call(nullptr, 4, 4096, 4096, 16, 16)) == "sm90");
-  CHECK(family(Call(nullptr, 1, 8192, 8192, 32, 8)) == "sm90");
+  CHECK(!splits_kv(plan_of(Call(nullptr, 4, 4096, 4096, 16, 16))));
+  CHECK(!splits_kv(plan_of(Call(nullptr, 1, 8192, 8192, 32, 8))));
   // One that is named takes any, without a workspace where there are tiles enough.
-  CHECK(plan_of(Call("split", 4, 4096, 4096, 16, 16)).workspace_bytes == 0);
-  CHECK(plan_of(Call("split", 1, 64, 0, 8, 2)).workspace_bytes == 0);
+  CHECK(plan_of(Call("sm90_split_kv", 4, 4096, 4096, 16, 16)).workspace_bytes == 0);
+  CHECK(plan_of(Call("sm90_split_kv", 1, 64, 0, 8, 2)).workspace_bytes == 0);
 }
 
-// Of the families that serve a call that whose plan takes the least time; one that is named always.
+// Of the families that serve a call that whose plan takes the least time, and of sm90 its better schedule; one
+// that is named always.
 void the_least_time_wins() {
-  constexpr const char* kFamilies[] = {"short", "split", "sm90", "sm89"};
+  constexpr const char* kNames[] = {"short", "sm90_split_kv", "sm90_whole_tiles", "sm89"};
+  constexpr const char* kFamilies[] = {"short", "sm90", "sm90", "sm89"};
   std::array<int, 4> won = {};
   for (const int64_t heads : {1, 8, 32}) {
     for (const int64_t queries : {1, 16, 100, 700, 2048}) {
@@ -909,19 +918,25 @@ void the_least_time_wins() {
           size_t least = 0;
           std::array<double, 4> microseconds;
           for (size_t i = 0; i < 4; ++i) {
-            call.params.kernel = kFamilies[i];
+            call.params.kernel = kNames[i];
             const flashmoe_plan plan = plan_of(call);
             CHECK(std::strcmp(plan.family, kFamilies[i]) == 0 && plan.microseconds > 0);
+            if (i == 1 || i == 2) CHECK(splits_kv(plan) == (i == 1));
             microseconds[i] = plan.microseconds;
             if (microseconds[i] < microseconds[least]) least = i;
           }
+          const size_t best_of_sm90 = microseconds[1] <= microseconds[2] ? 1 : 2;
+          call.params.kernel = "sm90";
+          const flashmoe_plan of_sm90 = plan_of(call);
+          CHECK(splits_kv(of_sm90) == (best_of_sm90 == 1));
+          CHECK(of_sm90.microseconds == microseconds[best_of_sm90]);
           call.params.kernel = nullptr;
           const flashmoe_plan plan = plan_of(call);
           CHECK(std::strcmp(plan.family, kFamilies[least]) == 0);
           CHECK(plan.microseconds == microseconds[least]);
           ++won[least];
           // Both times are told of each of the others.
-          for (size_t i = 0; i < 4; ++i) {
+          for (const size_t i : {size_t{0}, best_of_sm90, size_t{3}}) {
             char sentence[128];
             std::snprintf(sentence, sizeof sentence,
                           "%s: takes %.1f us by its estimate, %s %.1f us\n", kFamilies[i],
@@ -934,6 +949,25 @@ void the_least_time_wins() {
   }
   CHECK(won[0] > 0 && won[1] > 0 && won[2] > 0);
   CHECK(won[3] == 0);  // which Hopper's own kernels always beat
+}
+
+// A kernel's full name asks for its schedule, too.
+void kernels_and_schedules_are_served_by_name() {
+  Call call("attention_forward_sm90_fp16_d64_dv64", 1, 64, 8192, 8, 2);
+  CHECK(!splits_kv(plan_of(call)));
+  call.params.kernel = "attention_forward_sm90_split_kv_fp16_d64_dv64";
+  CHECK(splits_kv(plan_of(call)));
+  flashmoe_plan plan = flashmoe_plan_init();
+  call.params.kernel = "attention_forward_sm90_split_kv_bf16_d64_dv64";
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(std::strstr(flashmoe_last_error(),
+                    "attention_forward_sm90_split_kv_fp16_d64_dv64 serves this call, not "
+                    "attention_forward_sm90_split_kv_bf16_d64_dv64") != nullptr);
+  call.params.kernel = "sm90_split";
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
+  CHECK(std::strstr(flashmoe_last_error(),
+                    "got \"sm90_split\", built in are short, sm90, sm90_whole_tiles, "
+                    "sm90_split_kv, sm89, cpu") != nullptr);
 }
 
 std::atomic<int> after_loading{0};
@@ -987,9 +1021,9 @@ void a_kernel_is_loaded_once_whoever_comes_first() {
 }
 
 void empty_problems_have_plans() {
-  for (const Call* call :
-       {new Call("sm90", 0, 700, 1000, 6, 2), new Call("sm90", 2, 0, 1000, 6, 2)}) {
-    for (const char* kernel : {"short", "sm89", "sm90", "split"}) {
+  for (const Call* call : {new Call("sm90_whole_tiles", 0, 700, 1000, 6, 2),
+                           new Call("sm90_whole_tiles", 2, 0, 1000, 6, 2)}) {
+    for (const char* kernel : {"short", "sm89", "sm90_whole_tiles", "sm90_split_kv"}) {
       flashmoe_attention_forward_params params = call->params;
       params.kernel = kernel;
       params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
@@ -1028,6 +1062,7 @@ int main(int argc, char** argv) {
   split_packs_any_number_of_heads();
   calls_go_where_they_are_fastest();
   the_least_time_wins();
+  kernels_and_schedules_are_served_by_name();
   a_device_may_be_reset();
   contexts_of_one_device_take_turns();
   models_are_planned_for_and_run_nothing();

@@ -1,5 +1,5 @@
-// Stream-K of split's launches, walked as the kernel and the one behind it do.
-#include "cuda/attention/split/stream_k.h"
+// Stream-K of launches that split KV, walked as the kernel and the one behind it do.
+#include "cuda/attention/sm90/stream_k.h"
 
 #include <algorithm>
 #include <random>
@@ -16,7 +16,7 @@ double attention_flops(const AttentionProblem&) { return 0; }
 
 }  // namespace flashmoe
 
-namespace flashmoe::split {
+namespace flashmoe::sm90 {
 namespace {
 
 constexpr int kWholeTile = -1;
@@ -64,7 +64,7 @@ int64_t needed_steps(const AttentionProblem& p, const PackedTiles& tiles, int64_
                      int step_keys) {
   const int64_t queries = tiles.groups_per_tile * tiles.queries_per_group;
   const int64_t first_query = tile_of_head(p, tiles, position) * queries;
-  const int64_t shift = sm90::kv_block_alignment(p, step_keys, first_query, queries);
+  const int64_t shift = kv_block_alignment(p, step_keys, first_query, queries);
   CHECK(shift >= 0 && shift < step_keys && (p.bounded_right || shift == 0));
   int64_t begin = p.seq_k;
   int64_t behind = 0;
@@ -85,8 +85,8 @@ int64_t needed_steps(const AttentionProblem& p, const PackedTiles& tiles, int64_
 
 // By SplitTileScheduler.
 std::vector<Part> walk(const StreamK& stream_k, const std::vector<int64_t>& steps, size_t block) {
-  const sm90::StreamKStart& start = stream_k.starts[block];
-  const sm90::StreamKStart& end = stream_k.starts[block + 1];
+  const StreamKStart& start = stream_k.starts[block];
+  const StreamKStart& end = stream_k.starts[block + 1];
   std::vector<Part> parts;
   int64_t first = start.step;
   for (int64_t tile = start.tile;; ++tile, first = 0) {
@@ -106,7 +106,7 @@ std::vector<Part> walk(const StreamK& stream_k, const std::vector<int64_t>& step
 // What the block with the most takes, with a step for each part.
 int64_t check(const StreamK& stream_k, const std::vector<int64_t>& steps) {
   const auto blocks = static_cast<size_t>(stream_k.blocks);
-  CHECK(blocks >= 1 && blocks <= sm90::kMostStreamKBlocks);
+  CHECK(blocks >= 1 && blocks <= kMostStreamKBlocks);
   std::vector<std::vector<Part>> of_tile(steps.size());
   int64_t most = 0;
   for (size_t block = 0; block < blocks; ++block) {
@@ -147,7 +147,7 @@ int64_t check(const StreamK& stream_k, const std::vector<int64_t>& steps) {
 }
 
 bool same(const StreamK& a, const StreamK& b) {
-  const auto same_start = [](const sm90::StreamKStart& x, const sm90::StreamKStart& y) {
+  const auto same_start = [](const StreamKStart& x, const StreamKStart& y) {
     return x.tile == y.tile && x.step == y.step && x.place == y.place;
   };
   return a.blocks == b.blocks && a.places == b.places &&
@@ -182,7 +182,7 @@ void every_step_is_dealt_once() {
       steps.push_back(needed_steps(problem, tiles, tile, step_keys));
       all += steps.back() + 1;
     }
-    const int64_t blocks = from(1, sm90::kMostStreamKBlocks);
+    const int64_t blocks = from(1, kMostStreamKBlocks);
     const StreamK stream_k = deal_stream_k(problem, tiles, step_keys, blocks);
     CHECK(stream_k.blocks <= blocks);
     const int64_t most = check(stream_k, steps);
@@ -212,10 +212,10 @@ void tiles_a_little_more_than_blocks() {
 }
 
 }  // namespace
-}  // namespace flashmoe::split
+}  // namespace flashmoe::sm90
 
 int main() {
-  using namespace flashmoe::split;
+  using namespace flashmoe::sm90;
   every_step_is_dealt_once();
   tiles_a_little_more_than_blocks();
   return 0;

@@ -1,10 +1,10 @@
-#include "cuda/attention/split/stream_k.h"
+#include "cuda/attention/sm90/stream_k.h"
 
 #include <algorithm>
 
 #include "cuda/attention/sm90/l2_swizzle.h"
 
-namespace flashmoe::split {
+namespace flashmoe::sm90 {
 namespace {
 
 constexpr int64_t kStepsOfAPart = 1;  // about what a tile, or a part of one, takes beside its steps
@@ -25,7 +25,7 @@ class Row {
   int64_t steps(int64_t position) const {
     if (!masked_) return steps_of_first_;
     const int64_t rank = position % tiles_.tiles_per_head;
-    const bool last_first = sm90::longest_tiles_first(problem_);
+    const bool last_first = longest_tiles_first(problem_);
     const int64_t tile = last_first ? tiles_.tiles_per_head - 1 - rank : rank;
     return steps_of_tile(problem_, tiles_, tile, step_keys_);
   }
@@ -88,8 +88,8 @@ void place_parts(int64_t tiles, StreamK* stream_k) {
   int32_t first = 0;  // place of the tile's first part
   stream_k->places = stream_k->cut_tiles = stream_k->most_parts = 0;
   for (size_t block = 1; block < blocks; ++block) {
-    sm90::StreamKStart& start = stream_k->starts[block];
-    const sm90::StreamKStart& before = stream_k->starts[block - 1];
+    StreamKStart& start = stream_k->starts[block];
+    const StreamKStart& before = stream_k->starts[block - 1];
     if (start.step == 0) continue;
     if (before.tile != start.tile || before.step == 0) {
       stream_k->cuts[static_cast<size_t>(stream_k->cut_tiles++)] = static_cast<int16_t>(block);
@@ -117,7 +117,7 @@ int64_t steps_of_tile(const AttentionProblem& problem, const PackedTiles& tiles,
   const int64_t end = problem.bounded_right
                           ? std::min(problem.seq_k, last_query + problem.right_offset + 1)
                           : problem.seq_k;
-  const int64_t shift = sm90::kv_block_alignment(problem, step_keys, first_query, queries);
+  const int64_t shift = kv_block_alignment(problem, step_keys, first_query, queries);
   return first < end ? (end + shift + step_keys - 1) / step_keys - (first + shift) / step_keys : 0;
 }
 
@@ -136,4 +136,4 @@ StreamK deal_stream_k(const AttentionProblem& problem, const PackedTiles& tiles,
   return stream_k;
 }
 
-}  // namespace flashmoe::split
+}  // namespace flashmoe::sm90

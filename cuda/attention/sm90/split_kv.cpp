@@ -1,35 +1,20 @@
-// The split family: which kernel and split of the keys serve a problem, and with what parameters it
-// is launched.
+// Split KV: tiles of all query heads of a KV head, whose keys several blocks share. Their estimate, plan,
+// parameters and launch.
 #include <algorithm>
 #include <climits>
 
-#include "core/backends.h"
-#include "core/status.h"
 #include "cuda/attention/combine.h"
-#include "cuda/attention/sm90/choose.h"
+#include "cuda/attention/sm90/cost.h"
 #include "cuda/attention/sm90/fill.h"
 #include "cuda/attention/sm90/l2_swizzle.h"
 #include "cuda/attention/sm90/params.h"
-#include "cuda/attention/split/cost.h"
-#include "cuda/attention/split/entry.h"
-#include "cuda/attention/split/stream_k.h"
+#include "cuda/attention/sm90/schedules.h"
+#include "cuda/attention/sm90/stream_k.h"
 #include "cuda/attention/walkable.h"
 
-namespace flashmoe::split {
-
-#define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
-#include "cuda/attention/split/entries.inc"
-#undef FLASHMOE_ENTRY
+namespace flashmoe::sm90 {
 
 namespace {
-
-using Params = sm90::SplitParams;
-
-const Entry* const kEntries[] = {
-#define FLASHMOE_ENTRY(name) &entry_##name,
-#include "cuda/attention/split/entries.inc"
-#undef FLASHMOE_ENTRY
-};
 
 // Stream-K over so many blocks. Where these do not split tiles evenly, of all that the device holds
 // if the workspace takes their parts: the estimate counts two for every block, and cuts that fall
@@ -45,7 +30,7 @@ StreamK stream_k_within(const AttentionProblem& problem, const PackedTiles& tile
     }
     return stream_k;
   };
-  const int64_t most = std::min<int64_t>(facts.multiprocessors, sm90::kMostStreamKBlocks);
+  const int64_t most = std::min<int64_t>(facts.multiprocessors, kMostStreamKBlocks);
   if (blocks % tiles.tiles != 0) {
     const StreamK stream_k = deal(most);
     if (static_cast<double>(stream_k.places) * entry.part_bytes <= kMostWorkspaceBytes)
@@ -61,56 +46,10 @@ PartsToCombine parts_of(const StreamK& stream_k, const PackedTiles& tiles, const
           combine_workers_log2(stream_k.most_parts, int64_t{stream_k.cut_tiles} * rows, units)};
 }
 
-flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& reason) {
-  const auto refuse = [&](flashmoe_status status, const char* sentence) {
-    return reason.refuse(status, "%s", sentence);
-  };
-  const int device_id = problem.device.device_id;
-  const DeviceFacts* facts = nullptr;
-  const Entry* entry = nullptr;
-  FLASHMOE_TRY(sm90::check_capability(device_id, &facts, reason));
-  FLASHMOE_TRY(sm90::choose_entry(kEntries, problem, &entry, reason));
-  const int64_t heads = problem.heads_q / problem.heads_kv;
-  if (problem.heads_kv > 1 &&
-      problem.q.strides.head >= kMaxStrideBytes / dtype_bytes(problem.q.dtype) / heads) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                  "query heads of one KV head that take 2^40 bytes or more, which the copy engine "
-                  "cannot walk");
-  }
-  const Work work = work_of(problem);
-  const TileSpeed speed = sm90::tile_speed(entry->dim);
-  const SplitKernel kernel = {entry->tile_k, entry->part_bytes, entry->dim + entry->dim_v};
-  const auto [groups, split] = best_tile_split(problem, work, entry->groups, kernel, speed, *facts);
-  const PackedTiles tiles = packed_tiles(problem, groups);
-  // The kernel counts rounds of blocks past the last tile.
-  if (problem.heads_q > INT_MAX / 2 || tiles.heads > INT_MAX / 2 || tiles.tiles > INT_MAX / 2) {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles of query rows");
-  }
-  int arch = 0;
-  // Persistent: no more blocks than multiprocessors, each of which holds one.
-  int64_t blocks = std::min<int64_t>(tiles.tiles, facts->multiprocessors);
-  StreamK stream_k = {};
-  if (split.blocks > 0) {
-    stream_k = stream_k_within(problem, tiles, *entry, split.blocks, *facts);
-    if (stream_k.places > 0) blocks = stream_k.blocks;
-  }
-  FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
-  plan_launch(*entry, device_id, "a", blocks, plan).tile_m =
-      static_cast<int32_t>(groups * kRowsPerGroup);
-  plan->info.microseconds = sm90::kBesideShort * split.microseconds;
-  if (stream_k.places > 0) {
-    FLASHMOE_TRY(load_kernel(entry->combine, device_id, *facts, &arch, reason));
-    plan_combine(entry->combine, device_id, "a", parts_of(stream_k, tiles, *entry), plan);
-    plan->info.workspace_bytes =
-        static_cast<uint64_t>(stream_k.places) * static_cast<uint64_t>(entry->part_bytes);
-  }
-  return FLASHMOE_OK;
-}
-
 bool encode_maps(const AttentionProblem& p, const Entry& entry, const PackedTiles& tiles,
-                 sm90::Kept<Params>* kept) {
-  const void* const k = sm90::mapped_keys(p, p.k.data);
-  const void* const v = sm90::mapped_keys(p, p.v.data);
+                 Kept<SplitParams>* kept) {
+  const void* const k = mapped_keys(p, p.k.data);
+  const void* const v = mapped_keys(p, p.v.data);
   const int64_t heads = p.heads_q / p.heads_kv;
   const MapShape q = {
       5,
@@ -118,7 +57,7 @@ bool encode_maps(const AttentionProblem& p, const Entry& entry, const PackedTile
       {1, p.q.strides.head, p.q.strides.seq, p.q.strides.head * heads, p.q.strides.batch},
       {entry.box_columns, static_cast<int>(tiles.packed_heads),
        static_cast<int>(tiles.queries_per_group), 1, 1}};
-  Params& params = kept->params;
+  SplitParams& params = kept->params;
   kept->mapped[0] = p.q.data;
   kept->mapped[1] = k;
   kept->mapped[2] = v;
@@ -132,10 +71,10 @@ bool encode_maps(const AttentionProblem& p, const Entry& entry, const PackedTile
 }
 
 void fill_params(const AttentionProblem& p, const Plan& plan, const PackedTiles& tiles,
-                 Params* params) {
-  sm90::fill_tensors(p, params);
+                 SplitParams* params) {
+  fill_tensors(p, params);
   params->first_row = 0;
-  params->longest_tiles_first = sm90::longest_tiles_first(p) ? 1 : 0;
+  params->longest_tiles_first = longest_tiles_first(p) ? 1 : 0;
   params->kv_block_alignment = 0;  // each tile has its own
   params->heads = static_cast<int32_t>(tiles.heads);
   params->tiles_per_head = static_cast<int32_t>(tiles.tiles_per_head);
@@ -162,24 +101,72 @@ void fill_params(const AttentionProblem& p, const Plan& plan, const PackedTiles&
   params->combine_workers_log2 = parts.workers_log2;
 }
 
-flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* workspace,
-                       void* stream) {
+}  // namespace
+
+flashmoe_status estimate_split_kv(const AttentionProblem& problem, const Work& work,
+                                  const Entry* entry, const DeviceFacts& facts, SplitKv* split_kv,
+                                  const Reason& reason) {
+  const int64_t heads = problem.heads_q / problem.heads_kv;
+  if (problem.heads_kv > 1 && problem.q.strides.head >= kMaxStrideBytes / 2 / heads) {
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED,
+        "query heads of one KV head that take 2^40 bytes or more, which the copy engine "
+        "cannot walk");
+  }
+  const SplitKernel kernel = {entry->tile_k, entry->part_bytes, entry->dim + entry->dim_v};
+  const auto [groups, split] =
+      best_tile_split(problem, work, entry->groups, kernel, tile_speed(entry->dim), facts);
+  const PackedTiles tiles = packed_tiles(problem, groups);
+  // The kernel counts rounds of blocks past the last tile.
+  if (problem.heads_q > INT_MAX / 2 || tiles.heads > INT_MAX / 2 || tiles.tiles > INT_MAX / 2) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles of query rows");
+  }
+  *split_kv = {entry, tiles, groups, split.blocks, kBesideShort * split.microseconds};
+  return FLASHMOE_OK;
+}
+
+flashmoe_status plan_split_kv(const AttentionProblem& problem, const SplitKv& split_kv,
+                              const DeviceFacts& facts, Plan* plan, const Reason& reason) {
+  const Entry& entry = *split_kv.entry;
+  const PackedTiles& tiles = split_kv.tiles;
+  const int device_id = problem.device.device_id;
+  // Persistent: no more blocks than multiprocessors, each of which holds one.
+  int64_t blocks = std::min<int64_t>(tiles.tiles, facts.multiprocessors);
+  StreamK stream_k = {};
+  if (split_kv.blocks > 0) {
+    stream_k = stream_k_within(problem, tiles, entry, split_kv.blocks, facts);
+    if (stream_k.places > 0) blocks = stream_k.blocks;
+  }
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(entry, device_id, facts, &arch, reason));
+  plan_launch(entry, device_id, "a", blocks, plan).tile_m =
+      static_cast<int32_t>(split_kv.most_groups * kRowsPerGroup);
+  plan->info.microseconds = split_kv.microseconds;
+  if (stream_k.places > 0) {
+    FLASHMOE_TRY(load_kernel(entry.combine, device_id, facts, &arch, reason));
+    plan_combine(entry.combine, device_id, "a", parts_of(stream_k, tiles, entry), plan);
+    plan->info.workspace_bytes =
+        static_cast<uint64_t>(stream_k.places) * static_cast<uint64_t>(entry.part_bytes);
+  }
+  return FLASHMOE_OK;
+}
+
+flashmoe_status launch_split_kv(const AttentionProblem& problem, const Plan& plan, void* workspace,
+                                void* stream) {
   const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
   const int device_id = problem.device.device_id;
-  const DeviceGuard guard(device_id);
-  FLASHMOE_TRY(guard.status());
-  Prepared<sm90::Kept<Params>> kept(plan.detail);
-  if (!kept.ready() || !sm90::move_inputs(problem, &*kept)) {
+  Prepared<Kept<SplitParams>> kept(plan.detail);
+  if (!kept.ready() || !move_inputs(problem, &*kept)) {
     kept.set_ready(false);  // unless the driver takes every map
     const PackedTiles tiles = packed_tiles(problem, plan.info.launches[0].tile_m / kRowsPerGroup);
-    FLASHMOE_TRY(flashmoe::encode_maps(
-        entry.name, device_id, [&] { return split::encode_maps(problem, entry, tiles, &*kept); }));
+    FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,
+                                       [&] { return encode_maps(problem, entry, tiles, &*kept); }));
     fill_params(problem, plan, tiles, &kept->params);
     kept.set_ready(true);
   }
   const uint64_t part_rows = plan.info.workspace_bytes / static_cast<uint64_t>(entry.part_bytes) *
                              static_cast<uint64_t>(entry.tile_q);
-  Params& params = kept->params;
+  SplitParams& params = kept->params;
   params.part_outs = static_cast<float4*>(workspace);
   params.part_statistics = reinterpret_cast<float2*>(
       params.part_outs + part_rows * static_cast<uint64_t>(entry.dim_v / 4));
@@ -189,12 +176,4 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* 
   return FLASHMOE_OK;
 }
 
-}  // namespace
-}  // namespace flashmoe::split
-
-namespace flashmoe {
-
-const AttentionFamily kSplitAttention = {"split", FLASHMOE_DEVICE_CUDA, &split::plan,
-                                         &split::launch};
-
-}  // namespace flashmoe
+}  // namespace flashmoe::sm90

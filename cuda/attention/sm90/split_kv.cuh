@@ -1,31 +1,12 @@
-// Attention forward on sm_90 for few query rows and many keys.
-//
-//   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
-//
-// The kernel of cuda/attention/sm90/forward.cuh, on tiles that hold the rows of all query heads of
-// a KV head, and with the steps of all tiles, laid end to end, dealt to the blocks in equal ranges
-// (stream-K). A tile within one range is written out by its block. Of others each block leaves its
-// part of the output in the workspace, relative to its own row maxima, and a second kernel adds the
-// parts up (cuda/attention/combine.cuh).
+// Split KV: what is left of a tile whose keys several blocks share. Each leaves its part of the output
+// in the workspace, relative to its own row maxima, and a second kernel adds the parts up
+// (cuda/attention/combine.cuh).
 #pragma once
 
 #include "cuda/attention/combine.cuh"
 #include "cuda/attention/sm90/forward.cuh"
 
-namespace flashmoe::split {
-
-using sm90::CappedSplitTuning;
-using sm90::PackedRow;
-using sm90::SplitParams;
-using sm90::SplitTuning;
-using sm90::TilePart;
-using sm90::Traits;
-
-template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
-    attention_forward_kernel(const __grid_constant__ SplitParams params) {
-  sm90::compute_tiles<Traits>(params);
-}
+namespace flashmoe::sm90 {
 
 // A row of a tile that has parts, as the second kernel takes it: `tile` counts these.
 template <class Traits>
@@ -40,7 +21,7 @@ class SplitRow {
     const TilePart whole = TilePart::at<Traits>(params, params.starts[params.cuts[tile]].tile);
     batch_ = whole.batch;
     head_kv_ = whole.head_kv;
-    row_ = PackedRow::of(params, whole, row / sm90::kRowsPerGroup, row % sm90::kRowsPerGroup);
+    row_ = PackedRow::of(params, whole, row / kRowsPerGroup, row % kRowsPerGroup);
   }
 
   __device__ __forceinline__ RowParts parts(const Params& params) const {
@@ -53,16 +34,16 @@ class SplitRow {
 
   __device__ __forceinline__ bool write(const Params& params, const Sum& total, int unit) const {
     if (!row_.exists) return false;
-    const bool sees_keys = sm90::first_key(params, row_.query) < sm90::end_key(params, row_.query);
+    const bool sees_keys = sequence_of(params, batch_).sees_keys(params.score, row_.query);
     const RowEnd end = end_row<Element, RowEndBy::kExact>(params.score, row_.head, sees_keys,
                                                           total.row_max, total.sum);
     if (unit == 0 && params.tensors.lse != nullptr) {
-      params.tensors.lse[offset(params.tensors.lse_strides)] = end.lse;
+      params.tensors.lse[offset(params, params.tensors.lse_strides)] = end.lse;
     }
     if (4 * unit >= params.tensors.dim_v) return false;
     const uint2 packed = output_of<Element>(total, end);
-    *reinterpret_cast<uint2*>(params.tensors.out + offset(params.tensors.out_strides) + 4 * unit) =
-        packed;
+    *reinterpret_cast<uint2*>(params.tensors.out + offset(params, params.tensors.out_strides) +
+                              4 * unit) = packed;
     return is_suspect<Element>(total, end, params.score.masked != 0, packed);
   }
 
@@ -73,8 +54,9 @@ class SplitRow {
   }
 
  private:
-  __device__ __forceinline__ int64_t offset(const RowStrides& strides) const {
-    return batch_ * strides.batch + row_.head * strides.head + row_.query * strides.seq;
+  __device__ __forceinline__ int64_t offset(const Params& params, const RowStrides& strides) const {
+    const int row = sequence_of(params, batch_).begin_q + row_.query;
+    return batch_ * strides.batch + row_.head * strides.head + row * strides.seq;
   }
 
   int row_of_tile_;
@@ -84,4 +66,14 @@ class SplitRow {
   PackedRow row_;
 };
 
-}  // namespace flashmoe::split
+// The second kernel of kernels that have one, else nullptr.
+template <class Traits>
+const void* combine_kernel() {
+  if constexpr (Traits::kSplit) {
+    return reinterpret_cast<const void*>(&attention_combine_kernel<SplitRow<Traits>>);
+  } else {
+    return nullptr;
+  }
+}
+
+}  // namespace flashmoe::sm90

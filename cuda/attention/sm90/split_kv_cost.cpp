@@ -1,4 +1,4 @@
-#include "cuda/attention/split/cost.h"
+#include "cuda/attention/sm90/split_kv_cost.h"
 
 #include <algorithm>
 #include <cmath>
@@ -6,7 +6,7 @@
 
 #include "cuda/attention/combine.h"
 
-namespace flashmoe::split {
+namespace flashmoe::sm90 {
 namespace {
 
 // What a call takes by kernels that split keys.
@@ -26,7 +26,7 @@ class SplitTimes {
     const auto groups = static_cast<double>(tiles.groups_per_tile);
     most_steps = std::max(1.0, ceil_of(work.most_keys, kernel.step_keys));
     step = speed.rows * kernel.step_keys * work.dims * 2 / speed.rate *
-           sm90::share_of_step(groups, speed.rows / kRowsPerGroup);
+           share_of_step(groups, speed.rows / kRowsPerGroup);
     const double keys = work.keys + groups * static_cast<double>(tiles.queries_per_group);
     steps = std::min(keys / kernel.step_keys + 0.5, most_steps);
   }
@@ -41,7 +41,7 @@ class SplitTimes {
   double of_whole_tiles() const {
     const double waves = ceil_of(tiles_, facts_.multiprocessors);
     const double run = waves * ((waves > 1 ? steps : most_steps) + kSplitSteps) * step;
-    return of(run * sm90::share_of_clock(tiles_, facts_), 0);
+    return of(run * share_of_clock(tiles_, facts_), 0);
   }
 
  private:
@@ -130,4 +130,4 @@ TileSplit best_tile_split(const AttentionProblem& problem, const Work& work, int
   return best;
 }
 
-}  // namespace flashmoe::split
+}  // namespace flashmoe::sm90

@@ -1,5 +1,5 @@
-// What a call takes by the split kernels, and the split of its keys that takes least. Fitted to
-// measurements on an H200 (docs/kernels/attention_split.md).
+// What a call takes where keys are split over blocks, and the split that takes least. Fitted to
+// measurements on an H200 (docs/kernels/attention_sm90_split_kv.md).
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,7 @@
 #include "cuda/attention/cost.h"
 #include "cuda/attention/sm90/cost.h"
 
-namespace flashmoe::split {
-
-using sm90::kRowsPerGroup;
+namespace flashmoe::sm90 {
 
 // Tiles of the rows of all query heads of a KV head, as the sm90 kernels have them whose keys are
 // split over blocks: groups of 64 rows, each some queries of some heads.
@@ -73,4 +71,4 @@ TileSplit best_tile_split(const AttentionProblem& problem, const Work& work, int
                           const SplitKernel& kernel, const TileSpeed& speed,
                           const DeviceFacts& facts);
 
-}  // namespace flashmoe::split
+}  // namespace flashmoe::sm90

@@ -1,4 +1,4 @@
-// Stream-K: how the steps of a split launch's tiles are dealt to its blocks, a pure function of
+// Stream-K: how the steps of a launch's tiles are dealt to its blocks, a pure function of
 // shapes.
 #pragma once
 
@@ -7,17 +7,17 @@
 
 #include "core/ops/attention/problem.h"
 #include "cuda/attention/sm90/params.h"
-#include "cuda/attention/split/cost.h"
+#include "cuda/attention/sm90/split_kv_cost.h"
 
-namespace flashmoe::split {
+namespace flashmoe::sm90 {
 
 struct StreamK {
   int32_t blocks;      // no more than asked for
   int32_t places;      // of the workspace: parts of all tiles that several blocks share
   int32_t cut_tiles;   // those tiles
   int32_t most_parts;  // of one of them
-  std::array<sm90::StreamKStart, sm90::kMostStreamKBlocks + 1> starts;  // as in SplitParams
-  std::array<int16_t, sm90::kMostStreamKBlocks + 1> cuts;
+  std::array<StreamKStart, kMostStreamKBlocks + 1> starts;  // as in SplitParams
+  std::array<int16_t, kMostStreamKBlocks + 1> cuts;
 };
 
 // Steps of so many keys that some row of a tile needs.
@@ -31,4 +31,4 @@ int64_t steps_of_tile(const AttentionProblem& problem, const PackedTiles& tiles,
 StreamK deal_stream_k(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys,
                       int64_t blocks);
 
-}  // namespace flashmoe::split
+}  // namespace flashmoe::sm90

@@ -1,0 +1,184 @@
+// Operations of the C ABI as calls: tensors viewed, options parsed, parameters filled, and what the
+// ways that lead to them share.
+//
+// A call is a struct with `params` and a view of each tensor. Its kTensors and kOptions list its
+// tensors and its options, each once: from these lists come calls and plans by name, XLA's operands and
+// attributes, and what goes to other frameworks. Beside them it has:
+//   kName, kTarget                      for Python, and for XLA: a program that was compiled ahead asks
+//                                       for the version it knows
+//   kPlan, kWorkspaceSize, kRun         the C ABI's functions
+//   kNeedsWorkspace                     whether nearly every call on a GPU needs workspace
+//   first()                             the tensor that says where the call computes
+//   renames()                           how the caller's names differ from the library's
+//   make_outputs(options, make)         has `make` make the outputs that are not there: make(name, view,
+//                                       dtype, rank, shape). Where the inputs do not tell their shapes,
+//                                       the library says what is wrong.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "bindings/caller.h"
+#include "bindings/options.h"
+#include "bindings/tensor.h"
+#include "bindings/workspace.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+
+inline constexpr flashmoe_dtype kInt32 = {dlpack::kInt, 32, 1};
+inline constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
+
+// Whether kernels take tensors of this dtype.
+bool is_float(flashmoe_dtype dtype);
+
+// One tensor of a call: what Python and messages call it, and where it goes.
+template <class Call>
+struct Field {
+  const char* name;
+  TensorView Call::* view;
+  const flashmoe_tensor* Call::Params::* param;
+  Access access;
+};
+
+template <class Call>
+const typename Call::Params& ready(Call* call) {
+  for (const Field<Call>& field : Call::kTensors) {
+    call->params.*field.param = (call->*field.view).get();
+  }
+  return call->params;
+}
+
+// ---- options ------------------------------------------------------------------------------------
+
+// One option as Python has it, which may be several fields of Params. The kernel's name stays that of
+// the string that was given.
+template <class Params>
+struct Option {
+  const char* name;
+  void (*parse)(nb::handle given, Params* params);
+};
+
+template <class Params>
+constexpr Option<Params> kernel_option() {
+  return {"kernel", [](nb::handle given, Params* p) { p->kernel = parse_kernel(given); }};
+}
+
+// Options in the order of their list.
+template <class Params, size_t kCount>
+void parse_options(const Option<Params> (&options)[kCount], const nb::handle (&given)[kCount],
+                   Params* params) {
+  for (size_t i = 0; i < kCount; ++i) options[i].parse(given[i], params);
+}
+
+// Options by name. Those that are absent have their defaults.
+template <class Params, size_t kCount>
+void parse_options(const Option<Params> (&options)[kCount], const nb::dict& given, Params* params) {
+  for (const Option<Params>& option : options) {
+    if (!given.contains(option.name)) continue;
+    const nb::object value = given[option.name];
+    option.parse(value, params);
+  }
+}
+
+inline nb::object option_of(const nb::dict& options, const char* name) {
+  return options.contains(name) ? nb::object(options[name]) : nb::none();
+}
+
+inline bool wants(const nb::dict& options, const char* name) {
+  const nb::object flag = option_of(options, name);
+  return !flag.is_none() && parse_flag(name, flag);
+}
+
+// ---- other frameworks ---------------------------------------------------------------------------
+
+struct NamedHandle {
+  const char* name;
+  nb::handle object;
+};
+
+// By name, less optional ones that are None.
+inline nb::dict named_tensors(std::initializer_list<NamedHandle> required,
+                              std::initializer_list<NamedHandle> optional) {
+  nb::dict named;
+  for (const NamedHandle& each : required) named[each.name] = each.object;
+  for (const NamedHandle& each : optional) {
+    if (!each.object.is_none()) named[each.name] = each.object;
+  }
+  return named;
+}
+
+template <class Params, size_t kCount>
+nb::dict named_options(const Option<Params> (&options)[kCount], const nb::handle (&given)[kCount]) {
+  nb::dict named;
+  for (size_t i = 0; i < kCount; ++i) named[options[i].name] = given[i];
+  return named;
+}
+
+// ---- messages -----------------------------------------------------------------------------------
+
+// The library's word for an argument, and the caller's. `everywhere`: it means nothing else.
+struct Renamed {
+  const char* from;
+  const char* to;
+  bool everywhere;
+};
+using Renames = std::vector<Renamed>;
+inline const Renames kNoRenames;
+
+// A sentence of the library with the caller's names: the first word, and what follows a "but " in
+// "weights: its number of tokens is 5, but x has 6" or a "shares memory with "; other words where they
+// can mean nothing else. A pointer that is absent is None.
+std::string renamed(std::string sentence, const Renames& renames);
+
+// Raises the library's sentence so.
+void check_renamed(flashmoe_status status, const Renames& renames);
+
+// ---- running one operation ----------------------------------------------------------------------
+
+// The GIL is free while the library works: a launch can wait for the GPU's queue, and what empties
+// that queue may be a host callback in Python.
+template <class Call>
+flashmoe_status run(const Call& call, void* workspace, size_t bytes, void* stream) {
+  nb::gil_scoped_release release;
+  const TensorView& first = call.first();
+  if (first.get() != nullptr && first.device().device_type != FLASHMOE_DEVICE_CUDA) {
+    return run_on_host(Call::kWorkspaceSize, Call::kRun, call.params);
+  }
+  return Call::kRun(&call.params, workspace, bytes, stream);
+}
+
+inline constexpr size_t kMostUsual = size_t{16} << 20;  // bytes of workspace
+
+template <class Call>
+void launch(Call* call, const Caller& caller, nb::handle stream) {
+  const Renames& renames = call->renames();
+  ready(call);
+  const flashmoe_device device = call->first().device();
+  const bool on_gpu = device.device_type == FLASHMOE_DEVICE_CUDA;
+  bool named = false;
+  void* handle = caller.stream(stream, device, &named);
+  // What is usual is not asked for, which costs the host as much as all checks of a call.
+  static size_t usual = 0;
+  size_t bytes = on_gpu && !named && Call::kNeedsWorkspace ? usual : 0;
+  DeviceWorkspace workspace;
+  workspace.allocate(caller, bytes, device, handle, named);
+  flashmoe_status status = run(*call, workspace.data(), bytes, handle);
+  if (status == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL && on_gpu) {
+    check_renamed(Call::kWorkspaceSize(&call->params, &bytes), renames);
+    if (bytes <= kMostUsual) usual = std::max(usual, bytes);
+    DeviceWorkspace larger;
+    larger.allocate(caller, bytes, device, handle, named);
+    status = run(*call, larger.data(), bytes, handle);
+  }
+  check_renamed(status, renames);
+  caller.finish();
+}
+
+}  // namespace flashmoe

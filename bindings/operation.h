@@ -1,0 +1,217 @@
+// Operations by name: on tensors of any kind in a dict, for plans, and as XLA's custom calls. What they
+// do is made of the lists of a call: see bindings/calls.h.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "bindings/calls.h"
+#include "bindings/errors.h"
+#include "bindings/fields.h"
+#include "bindings/plan.h"
+#include "bindings/xla_ffi_call.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+
+struct Operation {
+  const char* name;
+  const char* target;
+  // See the docstrings of flashmoe_science._core's functions of these names.
+  void (*call)(const nb::dict& tensors, const nb::dict& options, nb::handle allocate,
+               nb::handle stream);
+  Fields (*plan)(const nb::dict& tensors, const nb::dict& options);
+  std::string (*pack_options)(const nb::dict& options);
+  xla::Error* (*on_cpu)(xla::CallFrame* frame);
+  xla::Error* (*on_cuda)(xla::CallFrame* frame);
+};
+
+extern const Operation kAttention;
+extern const Operation kMoeRoute;
+extern const Operation kMoeForward;
+extern const Operation kGroupedProduct;
+extern const Operation kFusedMoe;
+
+void define_operations(nb::module_& module);
+
+// ---- tensors ------------------------------------------------------------------------------------
+
+// A tensor, or a tuple (shape, dtype's code and bits, device's type and id, strides or None) of one
+// that need not exist.
+void view_argument(const char* name, nb::handle object, Access access, TensorView* view);
+
+template <class Call>
+void view_arguments(const nb::dict& tensors, Call* call) {
+  for (const Field<Call>& field : Call::kTensors) {
+    const nb::object tensor = option_of(tensors, field.name);
+    if (tensor.is_none()) continue;
+    const std::string name = renamed(field.name, call->renames());
+    view_argument(name.c_str(), tensor, field.access, &(call->*field.view));
+  }
+}
+
+// "float32" and so on, of what outputs are made of.
+const char* name_of_dtype(flashmoe_dtype dtype);
+
+template <class Call>
+void call_by_name(const nb::dict& tensors, const nb::dict& options, nb::handle allocate,
+                  nb::handle stream) {
+  Call call;
+  parse_options(Call::kOptions, options, &call.params);
+  view_arguments(tensors, &call);
+  std::vector<nb::object> kept;
+  const auto make = [&](const char* name, const char* dtype, int rank, const int64_t* shape,
+                        TensorView* view) {
+    nb::list extents;
+    for (int axis = 0; axis < rank; ++axis) extents.append(nb::int_(shape[axis]));
+    kept.push_back(allocate(name, nb::tuple(extents), dtype));
+    view->borrow(name, kept.back(), Access::kWrite);
+  };
+  if (call.first().get() != nullptr) {
+    call.make_outputs(options, [&](const char* name, TensorView* view, flashmoe_dtype dtype,
+                                   int rank, const int64_t* shape) {
+      make(name, name_of_dtype(dtype), rank, shape, view);
+    });
+  }
+  ready(&call);
+  void* handle = nullptr;
+  parse_stream(stream, &handle);
+  TensorView scratch;
+  size_t bytes = 0;
+  if (call.first().get() != nullptr && call.first().device().device_type == FLASHMOE_DEVICE_CUDA) {
+    check_renamed(Call::kWorkspaceSize(&call.params, &bytes), call.renames());
+    const int64_t shape[] = {static_cast<int64_t>(bytes)};
+    if (bytes > 0) make("workspace", "uint8", 1, shape, &scratch);
+  }
+  check_renamed(run(call, scratch.tensor().data, bytes, handle), call.renames());
+}
+
+template <class Call>
+Fields plan_by_name(const nb::dict& tensors, const nb::dict& options) {
+  Call call;
+  parse_options(Call::kOptions, options, &call.params);
+  view_arguments(tensors, &call);
+  if (call.first().get() != nullptr) {
+    const flashmoe_device device = call.first().device();
+    call.make_outputs(options,
+                      [&](const char*, TensorView* view, flashmoe_dtype dtype, int rank,
+                          const int64_t* shape) { view->describe(shape, rank, dtype, device); });
+  }
+  flashmoe_plan made = flashmoe_plan_init();
+  check_renamed(Call::kPlan(&ready(&call), &made), call.renames());
+  return describe(made);
+}
+
+// ---- options as one attribute of XLA's ----------------------------------------------------------
+//
+// The bytes of Params in hexadecimal, without tensors, and behind them the kernel's name. Params only
+// grow at their end, where zeros mean what their absence meant: so a program that was exported by an
+// older version of this one runs.
+
+std::string to_hex(const void* bytes, size_t count);
+// How many bytes `text` begins with; 0 if they are more than `most`.
+size_t from_hex(const std::string& text, void* bytes, size_t most);
+
+template <class Params>
+auto kernel_of(Params* params, int) -> decltype(&params->kernel) {
+  return &params->kernel;
+}
+template <class Params>
+const char** kernel_of(Params*, long) {
+  return nullptr;
+}
+
+template <class Call>
+std::string pack_options_by_name(const nb::dict& options) {
+  typename Call::Params params = Call().params;
+  parse_options(Call::kOptions, options, &params);
+  std::string kernel;
+  if (const char** const name = kernel_of(&params, 0); name != nullptr && *name != nullptr) {
+    kernel = *name;
+    *name = nullptr;
+  }
+  return to_hex(&params, sizeof params) + " " + kernel;
+}
+
+// `kernel` owns the name that params then point to; no tensor is set.
+template <class Call>
+bool unpack_options(const std::string& packed, typename Call::Params* params, std::string* kernel) {
+  const size_t space = packed.find(' ');
+  if (space == std::string::npos) return false;
+  if (from_hex(packed.substr(0, space), params, sizeof *params) < sizeof params->struct_size) {
+    return false;
+  }
+  params->struct_size = sizeof *params;
+  for (const Field<Call>& field : Call::kTensors) params->*field.param = nullptr;
+  *kernel = packed.substr(space + 1);
+  const char** const name = kernel_of(params, 0);
+  if (name != nullptr) *name = kernel->empty() ? nullptr : kernel->c_str();
+  return name != nullptr || kernel->empty();
+}
+
+// ---- XLA's custom call --------------------------------------------------------------------------
+//
+// Which tensors a call has varies, so that attributes name them:
+//   inputs, outputs     the C ABI's names in order, a space behind each
+//   options             see above
+
+namespace xla {
+
+// Sets the tensors that `names` lists, of which there must be as many as values.
+template <class Call, size_t kCount>
+bool place(const Field<Call> (&fields)[kCount], Access access, const std::string& names,
+           const Values& values, flashmoe_device device, flashmoe_tensor (&tensors)[kCount],
+           typename Call::Params* params) {
+  int64_t count = 0;
+  size_t begin = 0;
+  for (size_t end; (end = names.find(' ', begin)) != std::string::npos; begin = end + 1) {
+    size_t at = 0;
+    while (at < kCount && (fields[at].access != access ||
+                           names.compare(begin, end - begin, fields[at].name) != 0)) {
+      ++at;
+    }
+    if (at == kCount || count == values.size) return false;
+    tensors[at] = view(values.values[count++], device);
+    params->*fields[at].param = &tensors[at];
+  }
+  return begin == names.size() && count == values.size;
+}
+
+template <class Call>
+Error* call(const CallFrame& frame, flashmoe_device device) {
+  constexpr size_t kTensors = sizeof Call::kTensors / sizeof Call::kTensors[0];
+  typename Call::Params params = Call().params;
+  flashmoe_tensor tensors[kTensors];
+  std::string inputs;
+  std::string outputs;
+  std::string options;
+  std::string kernel;
+  if (!has_buffers_alone(frame) || !read(frame.attributes, "inputs", &inputs) ||
+      !read(frame.attributes, "outputs", &outputs) ||
+      !read(frame.attributes, "options", &options) ||
+      !unpack_options<Call>(options, &params, &kernel) ||
+      !place(Call::kTensors, Access::kRead, inputs, frame.arguments, device, tensors, &params) ||
+      !place(Call::kTensors, Access::kWrite, outputs, frame.results, device, tensors, &params)) {
+    return fail_foreign(frame);
+  }
+  return run(frame, device, Call::kWorkspaceSize, Call::kRun, params);
+}
+
+}  // namespace xla
+
+template <class Call>
+constexpr Operation operation_of() {
+  return {Call::kName,
+          Call::kTarget,
+          &call_by_name<Call>,
+          &plan_by_name<Call>,
+          &pack_options_by_name<Call>,
+          &xla::handle_on_cpu<&xla::call<Call>>,
+          &xla::handle_on_cuda<&xla::call<Call>>};
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,51 @@
+// The two schedules of the sm_90 kernel, each with its kernels, its estimate and its launch. family.cpp
+// chooses.
+//
+// - Whole tiles of the rows of one query head, which blocks take in the order of an L2 swizzle.
+// - Split KV: tiles of the rows of all query heads of a KV head, whose keys several blocks share
+//   (stream-K). A second kernel combines their parts.
+#pragma once
+
+#include "core/ops/attention/problem.h"
+#include "core/plan.h"
+#include "core/status.h"
+#include "cuda/attention/cost.h"
+#include "cuda/attention/sm90/entry.h"
+#include "cuda/attention/sm90/split_kv_cost.h"
+#include "cuda/runtime.h"
+
+namespace flashmoe::sm90 {
+
+// What a schedule would do of a problem. Each refuses what its kernels cannot compute.
+struct WholeTiles {
+  const Entry* entry;
+  int64_t blocks;
+  double microseconds;
+};
+
+struct SplitKv {
+  const Entry* entry;
+  PackedTiles tiles;
+  int64_t most_groups;  // of a tile
+  int64_t blocks;       // that the keys of all tiles are split over; 0: each tile is one block's
+  double microseconds;
+};
+
+flashmoe_status estimate_whole_tiles(const AttentionProblem& problem, const Work& work,
+                                     const Entry* entry, const DeviceFacts& facts,
+                                     WholeTiles* whole_tiles, const Reason& reason);
+flashmoe_status estimate_split_kv(const AttentionProblem& problem, const Work& work,
+                                  const Entry* entry, const DeviceFacts& facts, SplitKv* split_kv,
+                                  const Reason& reason);
+
+flashmoe_status plan_whole_tiles(const AttentionProblem& problem, const WholeTiles& whole_tiles,
+                                 const DeviceFacts& facts, Plan* plan, const Reason& reason);
+flashmoe_status plan_split_kv(const AttentionProblem& problem, const SplitKv& split_kv,
+                              const DeviceFacts& facts, Plan* plan, const Reason& reason);
+
+// Of what was planned so, with the device current.
+flashmoe_status launch_whole_tiles(const AttentionProblem& problem, const Plan& plan, void* stream);
+flashmoe_status launch_split_kv(const AttentionProblem& problem, const Plan& plan, void* workspace,
+                                void* stream);
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,537 @@
+"""Attention backward against float64, for every instruction set and dtype."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import capi
+import numpy as np
+import pytest
+from capi import Gradients, normal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import visible
+from reference_backward import assert_gradients_accurate, gradients_float64
+
+DTYPES = list(capi.DTYPES)
+FP64 = np.dtype(np.float64)
+HEAD_DIMS = (8, 16, 24, 40, 64, 72, 96, 128, 136, 192, 248, 256)
+LENGTHS = (1, 2, 3, 5, 13, 31, 33, 64, 95, 96, 97, 129, 191, 192, 193, 257, 300)
+
+
+class Case:
+    """Random inputs of a backward call, with the out and lse of the forward."""
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        dtype: np.dtype[Any],
+        *,
+        batch: int = 1,
+        seq: tuple[int, int] = (150, 150),
+        heads: tuple[int, int] = (2, 2),
+        dims: tuple[int, int] = (40, 40),
+        dlse: bool = False,
+        size: float = 1.0,
+        lib: ctypes.CDLL | None = None,
+        **options: Any,
+    ) -> None:
+        def random(*shape: int) -> np.ndarray:
+            x = normal(rng, shape, np.dtype(np.float32)) * np.float32(size)
+            made = capi.aligned_empty(shape, dtype)
+            made[...] = x.astype(dtype)
+            return made if options.get("layout") != "bhsd" else heads_first(made)
+
+        self.q = random(batch, seq[0], heads[0], dims[0])
+        self.k = random(batch, seq[1], heads[1], dims[0])
+        self.v = random(batch, seq[1], heads[1], dims[1])
+        self.dout = random(batch, seq[0], heads[0], dims[1])
+        self.options = options
+        self.out, self.lse = capi.attention(self.q, self.k, self.v, **options, lib=lib)
+        self.dlse = normal(rng, self.lse.shape, self.lse.dtype) if dlse else None
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        return self.dout, self.q, self.k, self.v, self.out, self.lse, self.dlse
+
+    def run(self, lib: ctypes.CDLL | None = None, **how: Any) -> Gradients:
+        return capi.attention_backward(*self.inputs, lib=lib, **self.options, **how)
+
+    def check(self, gradients: Any, **how: Any) -> None:
+        for x in gradients:
+            assert x is None or not np.isnan(x.astype(np.float32)).any()
+        assert_gradients_accurate(
+            gradients, self.dout, self.q, self.k, self.v, self.dlse, **self.options, **how
+        )
+
+
+def heads_first(x: np.ndarray) -> np.ndarray:
+    """The same elements in layout bhsd."""
+    return x.transpose(0, 2, 1, 3)
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+def assert_same_bits(a: Gradients, b: Gradients) -> None:
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(bits(x), bits(y))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_problems(isa_library: ctypes.CDLL, dtype: str, seed: int) -> None:
+    rng = np.random.default_rng([seed, DTYPES.index(dtype)])
+    for causal in ("none", "bottom_right", "top_left"):
+        heads_kv = int(rng.integers(1, 3))
+        case = Case(
+            rng,
+            capi.DTYPES[dtype],
+            batch=int(rng.integers(1, 3)),
+            seq=(int(rng.choice(LENGTHS)), int(rng.choice(LENGTHS))),
+            heads=(heads_kv * int(rng.integers(1, 4)), heads_kv),
+            dims=(int(rng.choice(HEAD_DIMS)), int(rng.choice(HEAD_DIMS))),
+            dlse=bool(rng.integers(2)),
+            causal=causal,
+            lib=isa_library,
+        )
+        case.check(case.run(isa_library))
+
+
+WINDOWS = [
+    (0, 0), (1, 0), (0, 1), (7, 8), (15, 16), (31, 33), (95, 96), (100, None), (None, 5),
+    (191, 0), (192, 193), (250, 9), (2**62, 3), (2**63 - 1, 2**63 - 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_windows(
+    isa_library: ctypes.CDLL, dtype: str, window: tuple[int | None, int | None]
+) -> None:
+    index = WINDOWS.index(window)
+    seq = ((333, 333), (150, 400), (300, 90))[index % 3]
+    shape = {"seq": seq, "heads": (3, 1), "dims": (64, 40), "lib": isa_library}
+    rng = np.random.default_rng(index)
+    case = Case(rng, capi.DTYPES[dtype], window=window, **shape)
+    case.check(case.run(isa_library))
+    causal = ("bottom_right", "top_left")[index % 2]
+    case = Case(rng, capi.DTYPES[dtype], causal=causal, window=(window[0], None), **shape)
+    case.check(case.run(isa_library))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("softcap", "scale", "window"),
+    [(0.1, 0.0, (70, 3)), (1.0, 3.0, None), (30.0, 0.0, (70, 3)), (1e4, 0.5, None)],
+)
+def test_softcap(
+    isa_library: ctypes.CDLL,
+    dtype: str,
+    softcap: float,
+    scale: float,
+    window: tuple[int, int] | None,
+) -> None:
+    case = Case(
+        np.random.default_rng(6), capi.DTYPES[dtype], seq=(210, 230), softcap=softcap,
+        scale=scale, window=window, lib=isa_library,
+    )  # fmt: skip
+    case.check(case.run(isa_library))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1e-6, 0.3, 4.0])
+def test_scale(isa_library: ctypes.CDLL, dtype: str, scale: float) -> None:
+    rng = np.random.default_rng(5)
+    case = Case(rng, capi.DTYPES[dtype], scale=scale, causal="top_left", lib=isa_library)
+    case.check(case.run(isa_library))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_sums_stay_accurate(library: ctypes.CDLL, dtype: str) -> None:
+    rng = np.random.default_rng(4)
+    for seq in ((24, 4096), (4096, 24)):
+        case = Case(rng, capi.DTYPES[dtype], seq=seq, heads=(1, 1), lib=library)
+        case.check(case.run(library))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_equal_logits(isa_library: ctypes.CDLL, dtype: str) -> None:
+    case = Case(np.random.default_rng(3), capi.DTYPES[dtype], seq=(130, 300), lib=isa_library)
+    case.q[...] = 1
+    case.k[...] = 0.5
+    case.out, case.lse = capi.attention(case.q, case.k, case.v, lib=isa_library)
+    case.check(case.run(isa_library))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [100.0, 1e-3])
+def test_huge_and_tiny_inputs(isa_library: ctypes.CDLL, dtype: str, size: float) -> None:
+    # Well-separated scores, so that fp32's spacing of a huge one decides no winner.
+    rng = np.random.default_rng(1)
+    case = Case(rng, capi.DTYPES[dtype], seq=(130, 130), lib=isa_library)
+    for x in (case.q, case.k):
+        x[...] = (np.round(x.astype(np.float32) * 4) / 4 * size).astype(x.dtype)
+    case.out, case.lse = capi.attention(case.q, case.k, case.v, lib=isa_library)
+    case.check(case.run(isa_library))
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    causal=st.sampled_from(["none", "bottom_right", "top_left"]),
+    layout=st.sampled_from(["bshd", "bhsd"]),
+    batch=st.integers(0, 2),
+    seq=st.tuples(st.integers(0, 150), st.integers(0, 300)),
+    heads_kv=st.integers(1, 3),
+    group=st.integers(1, 3),
+    dims=st.tuples(st.integers(1, 32), st.integers(1, 32)),
+    left=st.none() | st.integers(0, 350),
+    right=st.none() | st.integers(0, 350),
+    softcap=st.sampled_from([None, None, 0.5, 50.0]),
+    dlse=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape(
+    dtype: str,
+    causal: str,
+    layout: str,
+    batch: int,
+    seq: tuple[int, int],
+    heads_kv: int,
+    group: int,
+    dims: tuple[int, int],
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    dlse: bool,
+    seed: int,
+) -> None:
+    case = Case(
+        np.random.default_rng(seed),
+        capi.DTYPES[dtype],
+        batch=batch,
+        seq=seq,
+        heads=(heads_kv * group, heads_kv),
+        dims=(8 * dims[0], 8 * dims[1]),
+        dlse=dlse,
+        causal=causal,
+        layout=layout,
+        window=(left, right if causal == "none" else None),
+        softcap=softcap,
+    )
+    case.check(case.run())
+
+
+# ---- what is written -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_in_fp32(isa_library: ctypes.CDLL, dtype: str) -> None:
+    """They are those that are rounded to the tensors' dtype."""
+    rng = np.random.default_rng(2)
+    case = Case(rng, capi.DTYPES[dtype], seq=(210, 230), heads=(4, 2), lib=isa_library)
+    wide = case.run(isa_library, dtype=np.dtype(np.float32))
+    for x, y in zip(wide, case.run(isa_library), strict=True):
+        assert x.dtype == np.float32
+        np.testing.assert_array_equal(bits(x.astype(y.dtype)), bits(y))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", [False, True], ids=["as_the_tensors", "fp32"])
+def test_accumulate(isa_library: ctypes.CDLL, dtype: str, wide: bool) -> None:
+    rng = np.random.default_rng(12)
+    kind = capi.DTYPES[dtype]
+    case = Case(
+        rng, kind, seq=(210, 230), heads=(4, 2), dims=(72, 40), causal="top_left", lib=isa_library
+    )
+    own = np.dtype(np.float32) if wide else kind
+    before = Gradients(*(normal(rng, x.shape, own) for x in (case.q, case.k, case.v)))
+    after = Gradients(*(x.copy() for x in before))
+    tensors = dict(zip(("dout", "q", "k", "v", "out", "lse"), case.inputs[:6], strict=True))
+    params = capi.attention_backward_params(
+        tensors | after._asdict(), accumulate=True, **case.options
+    )
+    capi.run_attention_backward(params, isa_library)
+    part = case.run(isa_library, dtype=np.dtype(np.float32))
+    for x, old, added in zip(after, before, part, strict=True):
+        exact = old.astype(np.float32) + added
+        np.testing.assert_array_equal(bits(x), bits(exact.astype(own)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "wanted", [("dq",), ("dk",), ("dv",), ("dq", "dv"), ("dk", "dv"), ("dq", "dk")], ids=str
+)
+def test_wanted_gradients(isa_library: ctypes.CDLL, dtype: str, wanted: tuple[str, ...]) -> None:
+    rng = np.random.default_rng(11)
+    case = Case(rng, capi.DTYPES[dtype], seq=(210, 230), causal="bottom_right", lib=isa_library)
+    every = case.run(isa_library)
+    some = case.run(isa_library, wanted=wanted)
+    for name in capi.GRADIENTS:
+        if name in wanted:
+            np.testing.assert_array_equal(bits(getattr(some, name)), bits(getattr(every, name)))
+        else:
+            assert getattr(some, name) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_strides(isa_library: ctypes.CDLL, dtype: str) -> None:
+    """Of inputs and of gradients, between which nothing is written."""
+    rng = np.random.default_rng(10)
+    kind = capi.DTYPES[dtype]
+    how = {"causal": "bottom_right", "lib": isa_library}
+    case = Case(rng, kind, batch=2, seq=(130, 210), heads=(4, 2), dims=(24, 40), **how)
+    straight = case.run(isa_library)
+
+    def middle(large: np.ndarray) -> np.ndarray:
+        return large[:, :-1, ::-1, 8:-8].transpose(0, 2, 1, 3)
+
+    def spread(x: np.ndarray, fill: float) -> np.ndarray:
+        """A larger array with x in its middle, heads first and queries backwards."""
+        b, s, h, d = x.shape
+        large = capi.aligned_empty((b, h + 1, s, d + 16), x.dtype)
+        large[...] = fill
+        middle(large)[...] = x
+        return large
+
+    tensors = {
+        name: middle(spread(x, np.nan))
+        for name, x in zip(("dout", "q", "k", "v", "out"), case.inputs[:5], strict=True)
+    }
+    wide = np.full((2, 130, 3, 4), np.nan, np.float32)
+    tensors["lse"] = wide[..., 1, :].transpose(0, 2, 1)
+    tensors["lse"][...] = case.lse
+    large = {name: spread(x, 7.0) for name, x in straight._asdict().items()}
+    gradients = {name: middle(x) for name, x in large.items()}
+    for x in gradients.values():
+        x[...] = np.nan
+    params = capi.attention_backward_params(tensors | gradients, **case.options)
+    capi.run_attention_backward(params, isa_library)
+    assert_same_bits(Gradients(**gradients), straight)
+    for name, x in large.items():
+        gradients[name][...] = 7.0
+        assert (x.astype(np.float32) == 7.0).all()
+
+
+def test_broadcast_dout(library: ctypes.CDLL) -> None:
+    """Rows of inputs may be one and the same, as the gradient of a sum is."""
+    case = Case(np.random.default_rng(1), np.dtype(np.float32), seq=(40, 50), lib=library)
+    case.dout = np.broadcast_to(case.dout[:, :1, :1], case.dout.shape)
+    case.check(case.run(library))
+
+
+# ---- edges ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("poison", [0.0, np.nan, np.inf])
+def test_rows_and_keys_that_see_nothing(
+    isa_library: ctypes.CDLL, dtype: str, poison: float
+) -> None:
+    """Theirs are zeros, even where they hold a NaN, and they leave the others alone."""
+    case = Case(
+        np.random.default_rng(0), capi.DTYPES[dtype], batch=2, seq=(390, 240), dims=(64, 24),
+        causal="bottom_right", window=(100, None), dlse=True, lib=isa_library,
+    )  # fmt: skip
+    clean = case.run(isa_library)
+    case.check(clean)
+    blind = 390 - 240
+    for x in (case.q, case.dout, case.out):
+        x[:, :blind] = poison
+    got = case.run(isa_library)
+    assert (got.dq[:, :blind].astype(np.float32) == 0).all()
+    case.q[:, :blind] = case.dout[:, :blind] = 0
+    case.check(got)
+
+    # The other way round: queries that stand in front of most keys.
+    case = Case(
+        np.random.default_rng(0), capi.DTYPES[dtype], seq=(150, 400), causal="top_left",
+        lib=isa_library,
+    )  # fmt: skip
+    for x in (case.k, case.v):
+        x[:, 150:] = poison
+    got = case.run(isa_library)
+    for x in (got.dk, got.dv):
+        assert (x[:, 150:].astype(np.float32) == 0).all()
+    case.k[:, 150:] = case.v[:, 150:] = 0
+    case.check(got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seq", [(0, 30), (30, 0)])
+def test_nothing_on_one_side(isa_library: ctypes.CDLL, dtype: str, seq: tuple[int, int]) -> None:
+    case = Case(np.random.default_rng(0), capi.DTYPES[dtype], batch=2, seq=seq, lib=isa_library)
+    for x in case.run(isa_library):
+        assert (x.astype(np.float32) == 0).all()
+
+
+MASKS = [{"causal": "bottom_right"}, {"causal": "top_left"}, {"window": (50, 20)}, {}]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_and_infinity_stay_where_they_touch(
+    isa_library: ctypes.CDLL, dtype: str, mask: dict[str, Any], value: float
+) -> None:
+    """A bad query spoils its own dq and its keys' dk and dv; a bad key, its own gradients and its
+    queries' dq, and what those put into other keys."""
+    kind = capi.DTYPES.get(dtype, FP64)
+    rng = np.random.default_rng(14)
+    made = Case(rng, kind, seq=(230, 250), heads=(2, 1), dims=(40, 24), **mask, lib=isa_library)
+    seen = visible(230, 250, **mask)
+    for name, at in (("q", 120), ("dout", 121), ("k", 77), ("v", 78)):
+        x = getattr(made, name)
+        kept = x[0, at, 0, 3].copy()
+        x[0, at, 0, 3] = value
+        out, lse = capi.attention(made.q, made.k, made.v, **mask, lib=isa_library)
+        got = capi.attention_backward(
+            made.dout, made.q, made.k, made.v, out, lse, lib=isa_library, **mask
+        )
+        touched = np.zeros(230, bool)
+        touched[at if name in ("q", "dout") else slice(None)] = True
+        if name in ("k", "v"):
+            touched = seen[:, at]
+        keys = seen[touched].any(0)
+        bad_q, bad_k, bad_v = (~np.isfinite(g.astype(np.float64)).all(-1)[0] for g in got)
+        assert not bad_q[~touched].any(), name
+        assert not bad_k[~keys].any(), name
+        assert not bad_v[~keys].any(), name
+        if name in ("q", "dout"):
+            assert bad_q[at, 0] and not bad_q[at, 1]
+            assert bad_k[keys].all() or name == "q"
+        else:
+            assert bad_q[touched].all()
+        x[0, at, 0, 3] = kept
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
+@pytest.mark.parametrize("lse", [np.inf, -np.inf, np.nan, 0.0, -1e30, 1e30, -3e38])
+def test_lse_of_something_else(isa_library: ctypes.CDLL, dtype: str, lse: float) -> None:
+    """Is no crash, and spoils no other row's dq."""
+    kind = capi.DTYPES.get(dtype, FP64)
+    case = Case(np.random.default_rng(15), kind, causal="top_left", lib=isa_library)
+    clean = case.run(isa_library)
+    case.lse[0, 1, 70] = lse
+    got = case.run(isa_library)
+    others = np.arange(150) != 70
+    np.testing.assert_array_equal(bits(got.dq[:, others]), bits(clean.dq[:, others]))
+    np.testing.assert_array_equal(bits(got.dk[:, 71:]), bits(clean.dk[:, 71:]))
+    case.lse[...] = lse
+    case.run(isa_library)
+
+
+# ---- determinism ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"causal": "none"},
+        {"causal": "bottom_right"},
+        {"window": (60, 30)},
+        {"causal": "bottom_right", "window": (200, None), "softcap": 3.0},
+    ],
+    ids=str,
+)
+def test_bits_do_not_depend_on_threads(
+    isa_library: ctypes.CDLL, dtype: str, mask: dict[str, Any]
+) -> None:
+    kind = capi.DTYPES.get(dtype, FP64)
+    case = Case(
+        np.random.default_rng(7), kind, seq=(610, 830), heads=(2, 1), dims=(40, 40),
+        lib=isa_library, **mask,
+    )  # fmt: skip
+    results = []
+    for threads in (1, 2, 3, 8, 33):
+        isa_library.flashmoe_set_num_threads(threads)
+        results += [case.run(isa_library) for _ in range(2)]
+        assert capi.last_launches(isa_library)[0].block[0] == min(
+            threads, capi.last_launches(isa_library)[0].grid[0]
+        )
+    isa_library.flashmoe_set_num_threads(0)
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hundred_runs(library: ctypes.CDLL, dtype: str) -> None:
+    case = Case(np.random.default_rng(8), capi.DTYPES[dtype], seq=(300, 500), causal="top_left")
+    library.flashmoe_set_num_threads(4)
+    first = case.run(library)
+    for _ in range(100):
+        assert_same_bits(case.run(library), first)
+    library.flashmoe_set_num_threads(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_the_batch(library: ctypes.CDLL, dtype: str) -> None:
+    case = Case(np.random.default_rng(9), capi.DTYPES[dtype], batch=3, seq=(150, 250))
+    together = case.run(library)
+    for b in range(3):
+        alone = capi.attention_backward(*(x[b:][:1] for x in case.inputs[:6]), lib=library)
+        for x, y in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(bits(x[0]), bits(y[b]))
+
+
+# ---- fp64 ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": "bottom_right"},
+        {"causal": "top_left", "window": (20, None)},
+        {"window": (9, 4), "softcap": 1.5, "scale": 0.75},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seq", [(70, 300), (150, 90)])
+def test_fp64(library: ctypes.CDLL, options: dict[str, Any], seq: tuple[int, int]) -> None:
+    rng = np.random.default_rng(16)
+    case = Case(
+        rng, FP64, batch=2, seq=seq, heads=(4, 2), dims=(40, 24), dlse=True, lib=library, **options
+    )
+    want = gradients_float64(case.dout, case.q, case.k, case.v, case.dlse, **options)
+    for x, y in zip(case.run(library), want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
+    for x, y in zip(case.run(library, dtype=np.dtype(np.float32)), want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": "bottom_right", "layout": "bhsd"},
+        {"window": (3, 2), "softcap": 0.8, "scale": 0.5},
+    ],
+    ids=str,
+)
+def test_gradcheck(library: ctypes.CDLL, options: dict[str, Any]) -> None:
+    """Every derivative, of a loss of out and lse, beside differences of the forward in fp64."""
+    rng = np.random.default_rng(17)
+    case = Case(
+        rng, FP64, seq=(7, 9), heads=(2, 1), dims=(8, 16), dlse=True, lib=library, **options
+    )
+
+    def loss() -> float:
+        out, lse = capi.attention(case.q, case.k, case.v, lib=library, **options)
+        seen = np.isfinite(lse)
+        return float((out * case.dout).sum() + (lse[seen] * case.dlse[seen]).sum())
+
+    step = 1e-6
+    for x, gradient in zip((case.q, case.k, case.v), case.run(library), strict=True):
+        for at in np.ndindex(x.shape):
+            kept = x[at]
+            x[at] = kept + step
+            above = loss()
+            x[at] = kept - step
+            below = loss()
+            x[at] = kept
+            assert gradient[at] == pytest.approx((above - below) / (2 * step), rel=1e-6, abs=1e-8)
