@@ -17,8 +17,6 @@ _FUNCTION = re.compile(
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E\w*?_\d+([A-Za-z]\w*?)ILi"
 )
 _RESERVED = 1024  # bytes of shared memory, which cuobjdump counts as well
-# Bytes of stack of a kernel with a softcap, whose tanh needs registers that dim 128 has no more.
-_CAPPED_STACK = {128: 80}
 
 
 class Code(NamedTuple):
@@ -121,8 +119,8 @@ def test_nothing_is_in_local_memory(
             used = resources[code]
             # Of static shared memory plans for models know that there is none.
             assert used["SHARED"] == _RESERVED, f"{code}: {used}"
-            allowed = _CAPPED_STACK.get(code.kernel.dim, 0) if code.kernel.capped else 0
-            if allowed == 0 or found is prologues:
+            allowed = kernels.backward_stack(code.kernel) if found is mains else 0
+            if allowed == 0:
                 sass.check_no_local_memory(code, opcodes, used)
             else:
                 assert used["STACK"] <= allowed, f"{code}: {used}"
