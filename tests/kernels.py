@@ -47,8 +47,8 @@ class Kernel(NamedTuple):
 
 
 def backward_stack(kernel: Kernel) -> int:
-    """Bytes that a backward kernel may have there. With a softcap, whose tanh needs registers, those
-    of dimension 128 have too few."""
+    """Bytes that a backward kernel may have there. A softcap's tanh needs registers, of which those
+    for dimension 128 have too few."""
     return 80 if kernel.capped and kernel.dim == 128 else 0
 
 
