@@ -1,4 +1,4 @@
-// flash_attention: one call from Python objects to the C ABI.
+// flash_attention and its backward: calls from Python objects to the C ABI.
 //
 // Tensors whose type has the DLPack exchange API, all of one framework, take the fast path below;
 // everything else goes to flashmoe_science._dispatch, which knows the other frameworks and comes
@@ -21,6 +21,39 @@ constexpr int kRank = 4;
 constexpr OperationWords kWords = {"attention", "all tensors of a call",
                                    "out, and lse with return_lse"};
 
+// Of the scores, in both directions.
+template <class Params>
+constexpr Option<Params> layout_option() {
+  return {"layout", [](nb::handle given, Params* p) { p->layout = parse_layout(given); }};
+}
+template <class Params>
+constexpr Option<Params> causal_option() {
+  return {"causal", [](nb::handle given, Params* p) { p->causal = parse_causal(given); }};
+}
+template <class Params>
+constexpr Option<Params> window_option() {
+  return {"window", [](nb::handle given, Params* p) {
+            const Window window = parse_window(given);
+            p->window = window.ends;
+            p->window_left = window.left;
+            p->window_right = window.right;
+          }};
+}
+template <class Params>
+constexpr Option<Params> scale_option() {
+  return {"scale", [](nb::handle given, Params* p) { p->scale = parse_scale(given); }};
+}
+template <class Params>
+constexpr Option<Params> softcap_option() {
+  return {"softcap", [](nb::handle given, Params* p) { p->softcap = parse_softcap(given); }};
+}
+
+bool is_fp64(flashmoe_dtype dtype) {
+  return dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 64 && dtype.lanes == 1;
+}
+// Whether some kernel of attention takes tensors of this dtype.
+bool is_served(flashmoe_dtype dtype) { return is_float(dtype) || is_fp64(dtype); }
+
 struct AttentionCall {
   using Params = flashmoe_attention_forward_params;
   static constexpr char kName[] = "attention_forward";
@@ -34,6 +67,7 @@ struct AttentionCall {
   TensorView q;
   TensorView k;
   TensorView v;
+  TensorView sinks;
   TensorView out;
   TensorView lse;
 
@@ -41,17 +75,14 @@ struct AttentionCall {
       {"q", &AttentionCall::q, &Params::q, Access::kRead},
       {"k", &AttentionCall::k, &Params::k, Access::kRead},
       {"v", &AttentionCall::v, &Params::v, Access::kRead},
+      {"sinks", &AttentionCall::sinks, &Params::sinks, Access::kRead},
       {"out", &AttentionCall::out, &Params::out, Access::kWrite},
       {"lse", &AttentionCall::lse, &Params::lse, Access::kWrite},
   };
 
   static constexpr Option<Params> kOptions[] = {
-      {"layout", [](nb::handle given, Params* p) { p->layout = parse_layout(given); }},
-      {"causal", [](nb::handle given, Params* p) { p->causal = parse_causal(given); }},
-      {"window", [](nb::handle given, Params* p) { parse_window(given, p); }},
-      {"scale", [](nb::handle given, Params* p) { p->scale = parse_scale(given); }},
-      {"softcap", [](nb::handle given, Params* p) { p->softcap = parse_softcap(given); }},
-      kernel_option<Params>(),
+      layout_option<Params>(), causal_option<Params>(),  window_option<Params>(),
+      scale_option<Params>(),  softcap_option<Params>(), kernel_option<Params>(),
   };
 
   const TensorView& first() const { return q; }
@@ -60,7 +91,7 @@ struct AttentionCall {
   template <class Make>
   void make_outputs(bool want_lse, const Make& make) {
     const flashmoe_dtype dtype = q.tensor().dtype;
-    if (q.rank() != kRank || v.rank() != kRank || !is_float(dtype)) return;
+    if (q.rank() != kRank || v.rank() != kRank || !is_served(dtype)) return;
     if (out.get() == nullptr) {
       const int64_t shape[] = {q.extent(0), q.extent(1), q.extent(2), v.extent(3)};
       make("out", &out, dtype, kRank, shape);
@@ -68,7 +99,7 @@ struct AttentionCall {
     if (want_lse && lse.get() == nullptr) {
       const bool bhsd = params.layout == FLASHMOE_LAYOUT_BHSD;
       const int64_t shape[] = {q.extent(0), q.extent(bhsd ? 1 : 2), q.extent(bhsd ? 2 : 1)};
-      make("lse", &lse, kFloat32, kRank - 1, shape);
+      make("lse", &lse, is_fp64(dtype) ? kFloat64 : kFloat32, kRank - 1, shape);
     }
   }
 
@@ -80,8 +111,8 @@ struct AttentionCall {
 
 nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle causal,
                            nb::handle window, nb::handle scale, nb::handle softcap,
-                           nb::handle layout, nb::handle return_lse, nb::handle out, nb::handle lse,
-                           nb::handle kernel, nb::handle stream) {
+                           nb::handle sinks, nb::handle layout, nb::handle return_lse,
+                           nb::handle out, nb::handle lse, nb::handle kernel, nb::handle stream) {
   const bool want_lse = parse_flag("return_lse", return_lse);
   const nb::handle options[] = {layout, causal, window, scale, softcap, kernel};
   const TensorType* type = tensor_type(q);
@@ -89,8 +120,8 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
     nb::dict named = named_options(AttentionCall::kOptions, options);
     named["return_lse"] = return_lse;
     return nb::module_::import_("flashmoe_science._dispatch")
-        .attr("flash_attention")(named_tensors({{"q", q}, {"k", k}, {"v", v}}, {}), named,
-                                 named_tensors({}, {{"out", out}, {"lse", lse}}), stream);
+        .attr("flash_attention")(named_tensors({{"q", q}, {"k", k}, {"v", v}}, {{"sinks", sinks}}),
+                                 named, named_tensors({}, {{"out", out}, {"lse", lse}}), stream);
   }
   AttentionCall call;
   parse_options(AttentionCall::kOptions, options, &call.params);
@@ -98,6 +129,7 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   caller.borrow("q", q, &call.q);
   caller.borrow("k", k, &call.k);
   caller.borrow("v", v, &call.v);
+  caller.borrow_optional("sinks", sinks, &call.sinks);
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
   caller.borrow_optional("lse", lse, &call.lse, Access::kWrite);
   nb::object result = nb::borrow(out);
@@ -113,6 +145,66 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   return want_lse ? nb::make_tuple(result, sums) : result;
 }
 
+struct AttentionBackwardCall {
+  using Params = flashmoe_attention_backward_params;
+  static constexpr char kName[] = "attention_backward";
+  static constexpr char kTarget[] = "flashmoe_attention_backward_v1";
+  static constexpr auto kPlan = &flashmoe_attention_backward_plan;
+  static constexpr auto kWorkspaceSize = &flashmoe_attention_backward_workspace_size;
+  static constexpr auto kRun = &flashmoe_attention_backward;
+  static constexpr bool kNeedsWorkspace = true;
+
+  Params params = flashmoe_attention_backward_params_init();
+  TensorView dout, q, k, v, out, lse, dlse, dq, dk, dv;
+
+  static constexpr Field<AttentionBackwardCall> kTensors[] = {
+      {"dout", &AttentionBackwardCall::dout, &Params::dout, Access::kRead},
+      {"q", &AttentionBackwardCall::q, &Params::q, Access::kRead},
+      {"k", &AttentionBackwardCall::k, &Params::k, Access::kRead},
+      {"v", &AttentionBackwardCall::v, &Params::v, Access::kRead},
+      {"out", &AttentionBackwardCall::out, &Params::out, Access::kRead},
+      {"lse", &AttentionBackwardCall::lse, &Params::lse, Access::kRead},
+      {"dlse", &AttentionBackwardCall::dlse, &Params::dlse, Access::kRead},
+      {"dq", &AttentionBackwardCall::dq, &Params::dq, Access::kWrite},
+      {"dk", &AttentionBackwardCall::dk, &Params::dk, Access::kWrite},
+      {"dv", &AttentionBackwardCall::dv, &Params::dv, Access::kWrite},
+  };
+
+  static constexpr Option<Params> kOptions[] = {
+      layout_option<Params>(),
+      causal_option<Params>(),
+      window_option<Params>(),
+      scale_option<Params>(),
+      softcap_option<Params>(),
+      {"accumulate", [](nb::handle given,
+                        Params* p) { p->accumulate = parse_flag("accumulate", given) ? 1 : 0; }},
+      kernel_option<Params>(),
+  };
+
+  const TensorView& first() const { return q; }
+  const Renames& renames() const { return kNoRenames; }
+
+  // A gradient that is not there is made where it is wanted, unless it is to be added to.
+  template <class Make>
+  void make_outputs(const nb::dict& options, const Make& make) {
+    const flashmoe_dtype dtype = q.tensor().dtype;
+    if (!is_served(dtype) || params.accumulate != 0) return;
+    const struct {
+      const char* name;
+      TensorView* gradient;
+      const TensorView& of;
+    } each[] = {{"dq", &dq, q}, {"dk", &dk, k}, {"dv", &dv, v}};
+    const nb::object wanted = option_of(options, "wanted");
+    for (size_t i = 0; i < 3; ++i) {
+      const TensorView& of = each[i].of;
+      const bool make_it = wanted.is_none() || nb::cast<bool>(wanted[i]);
+      if (!make_it || each[i].gradient->get() != nullptr || of.rank() != kRank) continue;
+      const int64_t shape[] = {of.extent(0), of.extent(1), of.extent(2), of.extent(3)};
+      make(each[i].name, each[i].gradient, dtype, kRank, shape);
+    }
+  }
+};
+
 std::optional<uintptr_t> stream_handle(nb::handle stream) {
   void* handle = nullptr;
   if (!parse_stream(stream, &handle)) return std::nullopt;
@@ -122,13 +214,14 @@ std::optional<uintptr_t> stream_handle(nb::handle stream) {
 }  // namespace
 
 const Operation kAttention = operation_of<AttentionCall>();
+const Operation kAttentionBackward = operation_of<AttentionBackwardCall>();
 
 void define_attention(nb::module_& module) {
   module.def("flash_attention", &flash_attention, nb::arg("q").none(), nb::arg("k").none(),
              nb::arg("v").none(), nb::arg("causal").none(), nb::arg("window").none(),
-             nb::arg("scale").none(), nb::arg("softcap").none(), nb::arg("layout").none(),
-             nb::arg("return_lse").none(), nb::arg("out").none(), nb::arg("lse").none(),
-             nb::arg("kernel").none(), nb::arg("stream").none(),
+             nb::arg("scale").none(), nb::arg("softcap").none(), nb::arg("sinks").none(),
+             nb::arg("layout").none(), nb::arg("return_lse").none(), nb::arg("out").none(),
+             nb::arg("lse").none(), nb::arg("kernel").none(), nb::arg("stream").none(),
              "flashmoe_science.flash_attention with all of its arguments.");
   module.def("stream_handle", &stream_handle, nb::arg("stream").none(),
              "The cudaStream_t of a stream object, or None.");

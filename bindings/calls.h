@@ -34,6 +34,7 @@ namespace flashmoe {
 
 inline constexpr flashmoe_dtype kInt32 = {dlpack::kInt, 32, 1};
 inline constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
+inline constexpr flashmoe_dtype kFloat64 = {FLASHMOE_DTYPE_FLOAT, 64, 1};
 
 // Whether kernels take tensors of this dtype.
 bool is_float(flashmoe_dtype dtype);

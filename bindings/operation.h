@@ -31,6 +31,7 @@ struct Operation {
 };
 
 extern const Operation kAttention;
+extern const Operation kAttentionBackward;
 extern const Operation kMoeRoute;
 extern const Operation kMoeForward;
 extern const Operation kGroupedProduct;

@@ -6,8 +6,8 @@
 namespace flashmoe {
 namespace {
 
-const Operation* const kOperations[] = {&kAttention, &kMoeRoute, &kMoeForward, &kGroupedProduct,
-                                        &kFusedMoe};
+const Operation* const kOperations[] = {&kAttention,  &kAttentionBackward, &kMoeRoute,
+                                        &kMoeForward, &kGroupedProduct,    &kFusedMoe};
 
 const Operation& operation(const std::string& name) {
   std::string accepted;
@@ -76,7 +76,7 @@ void view_argument(const char* name, nb::handle object, Access access, TensorVie
 const char* name_of_dtype(flashmoe_dtype dtype) {
   if (dtype.code == dlpack::kInt) return "int32";
   if (dtype.code == FLASHMOE_DTYPE_BFLOAT) return "bfloat16";
-  return dtype.bits == 16 ? "float16" : "float32";
+  return dtype.bits == 16 ? "float16" : dtype.bits == 32 ? "float32" : "float64";
 }
 
 std::string to_hex(const void* bytes, size_t count) {

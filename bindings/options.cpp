@@ -166,8 +166,9 @@ int64_t parse_integer(const char* name, nb::handle integer, int64_t low, int64_t
   return value;
 }
 
-void parse_window(nb::handle window, flashmoe_attention_forward_params* params) {
-  if (window.is_none()) return;
+Window parse_window(nb::handle window) {
+  Window parsed = {0, 0, 0};
+  if (window.is_none()) return parsed;
   const bool sequence = PyTuple_Check(window.ptr()) || PyList_Check(window.ptr());
   if (!sequence || PySequence_Size(window.ptr()) != 2) {
     refuse("window", window, "is None or a pair (left, right), each a number of keys or None",
@@ -176,12 +177,9 @@ void parse_window(nb::handle window, flashmoe_attention_forward_params* params) 
   const nb::object left = nb::steal(PySequence_GetItem(window.ptr(), 0));
   const nb::object right = nb::steal(PySequence_GetItem(window.ptr(), 1));
   if (!left.is_valid() || !right.is_valid()) nb::raise_python_error();
-  if (parse_window_end(window, left, &params->window_left)) {
-    params->window |= FLASHMOE_WINDOW_LEFT;
-  }
-  if (parse_window_end(window, right, &params->window_right)) {
-    params->window |= FLASHMOE_WINDOW_RIGHT;
-  }
+  if (parse_window_end(window, left, &parsed.left)) parsed.ends |= FLASHMOE_WINDOW_LEFT;
+  if (parse_window_end(window, right, &parsed.right)) parsed.ends |= FLASHMOE_WINDOW_RIGHT;
+  return parsed;
 }
 
 const char* parse_kernel(nb::handle kernel) {

@@ -19,8 +19,13 @@ float parse_scale(nb::handle scale);          // None, number
 float parse_softcap(nb::handle softcap);      // None, number
 const char* parse_kernel(nb::handle kernel);  // None, str; lives as long as the object
 
-// None, or a tuple or list of two: each None or an int. Sets the window's fields of params.
-void parse_window(nb::handle window, flashmoe_attention_forward_params* params);
+// A window as the C ABI has it.
+struct Window {
+  uint32_t ends;  // bits of flashmoe_window
+  int64_t left;
+  int64_t right;
+};
+Window parse_window(nb::handle window);  // None, or a tuple or list of two: each None or an int
 
 // Of the mixture of experts.
 int32_t parse_scoring(nb::handle scoring);        // "softmax", "topk_softmax", "sigmoid"

@@ -17,6 +17,7 @@ Kept new_empty_strided("torch", "Tensor.new_empty_strided");
 Kept empty_like("torch", "empty_like");
 Kept int32("torch", "int32");
 Kept float32("torch", "float32");
+Kept float64("torch", "float64");
 Kept float16("torch", "float16");
 Kept bfloat16("torch", "bfloat16");
 
@@ -32,6 +33,7 @@ nb::object tuple_of(const int64_t* values, int count) {
 }
 
 nb::handle element_type(flashmoe_dtype dtype) {
+  if (dtype.bits == 64) return float64.get();
   if (dtype.bits == 32) return (dtype.code == dlpack::kInt ? int32 : float32).get();
   return (dtype.code == FLASHMOE_DTYPE_BFLOAT ? bfloat16 : float16).get();
 }

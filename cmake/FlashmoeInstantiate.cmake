@@ -6,7 +6,7 @@
 set(FLASHMOE_ATTENTION_SM89_KERNELS
   "32,32" "64,64" "96,96" "128,128" "128,128,EightWarpTuning,_w8" "192,128" "192,192" "256,256")
 # Of these the third is the number of query rows of a tile.
-set(FLASHMOE_ATTENTION_SHORT_KERNELS
+set(FLASHMOE_ATTENTION_SM89_FEW_ROWS_KERNELS
   "64,64,8,_r8" "64,64,16,_r16" "64,64,32,_r32" "128,128,8,_r8" "128,128,16,_r16"
   "192,128,8,_r8" "192,128,16,_r16" "256,256,8,_r8")
 # Those of split KV are called so.
@@ -75,16 +75,16 @@ endfunction()
 # Kernels of the families of products of experts: values of the variables that the family's template
 # names, then the suffix of the kernel's name.
 #   sm89: of rows of one matrix or of a gate and an up, and which stride of the weights is 1.
-#   stream: products' rows of a step, in sixteens, and its tokens, in eights: for few tokens, for few of a
-#     model with many columns, for more.
-#   stream/bulk: Hopper's, for few tokens.
+#   sm89_few_tokens: products' rows of a step, in sixteens, and its tokens, in eights: for few tokens, for
+#     few of a model with many columns, for more.
+#   sm90_few_tokens: the same family's for Hopper, by the copy engine.
 #   sm90: rows of x, gathered, with a gate and an up or with one matrix, or rows as they lie; and which
 #     stride of the weights is 1, or that a transposed gate and up are interleaved.
 set(FLASHMOE_MOE_SM89_KERNELS
   "Rows::kPlain,Major::kColumns," "Rows::kPlain,Major::kRows,_trans"
   "Rows::kGated,Major::kColumns,_gated" "Rows::kGated,Major::kRows,_gated_trans")
-set(FLASHMOE_MOE_STREAM_KERNELS "1,1,_r16_n8" "2,1,_r32_n8" "2,2,_r32_n16")
-set(FLASHMOE_MOE_STREAM_BULK_KERNELS "_bulk")
+set(FLASHMOE_MOE_SM89_FEW_TOKENS_KERNELS "1,1,_r16_n8" "2,1,_r32_n8" "2,2,_r32_n16")
+set(FLASHMOE_MOE_SM90_FEW_TOKENS_KERNELS "_bulk")
 set(FLASHMOE_MOE_SM90_KERNELS
   "kPlainGatedUp,kColumns,_swiglu_up" "kNarrowGatedUp,kColumns,_swiglu_up_narrow"
   "kGatedUp,kColumns,_gated_up" "kUp,kColumns,_up" "kDown,kColumns,_down"

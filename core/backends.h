@@ -19,9 +19,9 @@ inline constexpr char kFamilyNames[] =
 #if !FLASHMOE_WITH_CUDA
     "cpu";
 #elif FLASHMOE_WITH_SM90
-    "cpu sm89 sm90 short stream";
+    "cpu sm89 sm89_few_rows sm89_few_tokens sm90";
 #else
-    "cpu sm89 short stream";
+    "cpu sm89 sm89_few_rows sm89_few_tokens";
 #endif
 
 // cpu/
@@ -36,10 +36,10 @@ int32_t cpu_get_num_threads();
 
 // cuda/ (only in a build with FLASHMOE_CUDA)
 #if FLASHMOE_WITH_CUDA
-extern const AttentionFamily kShortAttention;
+extern const AttentionFamily kSm89FewRowsAttention;
 extern const AttentionFamily kSm89Attention;
 extern const MoeRouteFamily kCudaMoeRoute;  // for every GPU
-extern const MoeForwardFamily kStreamMoeForward;
+extern const MoeForwardFamily kSm89FewTokensMoeForward;
 extern const MoeForwardFamily kSm89MoeForward;
 extern const GroupedProductFamily kSm89GroupedProduct;
 #if FLASHMOE_WITH_SM90  // built for sm_90a

@@ -245,15 +245,13 @@ flashmoe_status refuse_dtype(const char* name, flashmoe_dtype got, const char* a
               got.lanes, accepted);
 }
 
-// fp16 and bf16 on a GPU; on the CPU also what is `wider`.
+// fp16 and bf16 on a GPU; on the CPU also what else is `accepted`.
 flashmoe_status check_dtype_of_device(const char* name, Dtype dtype, flashmoe_device device,
-                                      const char* wider) {
+                                      const char* accepted) {
   const bool wide = dtype == Dtype::kFloat32 || dtype == Dtype::kFloat64;
   if (!wide || device.device_type != FLASHMOE_DEVICE_CUDA) return FLASHMOE_OK;
-  return fail(FLASHMOE_ERROR_UNSUPPORTED,
-              "%s: it is on %s and of dtype %s, accepted on a GPU are fp16 and bf16, on the CPU "
-              "also %s",
-              name, DeviceName(device).text, dtype_name(dtype), wider);
+  return fail(FLASHMOE_ERROR_UNSUPPORTED, "%s: it is on %s and of dtype %s, %s", name,
+              DeviceName(device).text, dtype_name(dtype), accepted);
 }
 
 flashmoe_status check_gpu_model(const char* name, int32_t model, flashmoe_device* device) {
@@ -284,7 +282,8 @@ flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dty
 flashmoe_status check_first_dtype(const char* name, const flashmoe_tensor& tensor,
                                   flashmoe_device device, Dtype* dtype) {
   FLASHMOE_TRY(check_dtype(name, tensor, dtype));
-  return check_dtype_of_device(name, *dtype, device, "fp32");
+  return check_dtype_of_device(name, *dtype, device,
+                               "accepted on a GPU are fp16 and bf16, on the CPU also fp32");
 }
 
 flashmoe_status check_attention_dtype(const char* name, const flashmoe_tensor& tensor,
@@ -292,7 +291,8 @@ flashmoe_status check_attention_dtype(const char* name, const flashmoe_tensor& t
   if (!known_dtype(tensor.dtype, dtype)) {
     return refuse_dtype(name, tensor.dtype, "are fp16, bf16, fp32 and fp64");
   }
-  return check_dtype_of_device(name, *dtype, device, "fp32 and fp64");
+  return check_dtype_of_device(
+      name, *dtype, device, "accepted on a GPU are fp16 and bf16, on the CPU also fp32 and fp64");
 }
 
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,

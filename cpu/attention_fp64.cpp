@@ -73,9 +73,18 @@ class Rows {
       : p_(p), tile_(tile), group_(p.heads_q / p.heads_kv) {}
 
   int64_t query(int64_t row) const { return (tile_.first_row + row) / group_; }
+  int64_t head(int64_t row) const {
+    return tile_.kv_head * group_ + (tile_.first_row + row) % group_;
+  }
   int64_t offset(int64_t row, const RowStrides& strides) const {
-    const int64_t head = tile_.kv_head * group_ + (tile_.first_row + row) % group_;
-    return tile_.batch * strides.batch + query(row) * strides.seq + head * strides.head;
+    return tile_.batch * strides.batch + query(row) * strides.seq + head(row) * strides.head;
+  }
+  // -inf where there is none.
+  double sink(int64_t row) const {
+    const int64_t at = head(row) * p_.sinks.stride;
+    if (p_.sinks.data == nullptr) return -kInfinity;
+    if (p_.sinks.dtype == Dtype::kFloat64) return static_cast<const double*>(p_.sinks.data)[at];
+    return static_cast<double>(static_cast<const float*>(p_.sinks.data)[at]);
   }
   const double* at(int64_t row, const RowsView<const void>& view) const {
     return static_cast<const double*>(view.data) + offset(row, view.strides);
@@ -123,13 +132,22 @@ void compute_row(const AttentionProblem& p, const Rows& rows, int64_t row, doubl
       add_multiple(weight, rows.key_at(key + i, p.v), p.dim_v, sums);
     }
   }
+  const double sink = rows.sink(row);
+  double rescale = 1.0;  // of the output, where the sink is the row's maximum
+  if (sink > maximum) {
+    rescale = std::exp(maximum - sink);
+    sum = sum * rescale + 1.0;
+    maximum = sink;
+  } else if (sink != -kInfinity) {
+    sum += std::exp(sink - maximum);
+  }
   // Logits that are all -inf leave sum 0, and 0 / 0 is the NaN that softmax gives.
   const bool sees_keys = rows.first(row) < end;
   double* const out = static_cast<double*>(p.out.data) + rows.offset(row, p.out.strides);
-  for (int64_t i = 0; i < p.dim_v; ++i) out[i] = sees_keys ? sums[i] / sum : 0.0;
+  for (int64_t i = 0; i < p.dim_v; ++i) out[i] = sees_keys ? sums[i] * rescale / sum : 0.0;
   if (p.lse == nullptr) return;
   static_cast<double*>(p.lse)[rows.offset(row, p.lse_strides)] =
-      sees_keys ? maximum + std::log(sum) : -kInfinity;
+      sees_keys ? maximum + std::log(sum) : sink;
 }
 
 void compute(const AttentionProblem& p, const AttentionTile& tile, int32_t, void* scratch) {

@@ -66,10 +66,13 @@ class TileRows {
 
   int64_t query_of(int64_t row) const { return (tile_.first_row + row) / group_heads_; }
 
+  int64_t head_of(int64_t row) const {
+    return tile_.kv_head * group_heads_ + (tile_.first_row + row) % group_heads_;
+  }
+
   // Element offset of a row of q, out or lse.
   int64_t offset_of(int64_t row, const RowStrides& strides) const {
-    const int64_t head = tile_.kv_head * group_heads_ + (tile_.first_row + row) % group_heads_;
-    return tile_.batch * strides.batch + query_of(row) * strides.seq + head * strides.head;
+    return tile_.batch * strides.batch + query_of(row) * strides.seq + head_of(row) * strides.head;
   }
   // Of key 0 of k or v.
   int64_t offset_of_keys(const RowStrides& strides) const {
@@ -203,11 +206,30 @@ class AttentionRows : protected TileRows {
     return state_.output + ((row - r) * dim_v_panels_ + panel * kGroupRows + r) * kPanel;
   }
 
+  // The sink of a row's head, a logit; -inf where there are none.
+  float sink_of(int64_t row) const {
+    if (p_.sinks.data == nullptr) return -kInfinity;
+    const int64_t at = head_of(row) * p_.sinks.stride;
+    if (p_.sinks.dtype == Dtype::kFloat32) return static_cast<const float*>(p_.sinks.data)[at];
+    return Simd::sum_of(Simd::load_first(static_cast<const Element*>(p_.sinks.data) + at, 1));
+  }
+
   void finish_row(int64_t row) {
     const bool sees_keys = first_key(row) < end_key(row);
-    const float sum = Simd::sum_of(Simd::load(state_.sums + row * kLanes));
+    const float sink = sink_of(row);
+    float sum = Simd::sum_of(Simd::load(state_.sums + row * kLanes));
+    float log_max = state_.maxima[row] * logit_scale_;
+    float rescale = 1.0f;  // of the output, where the sink is the row's maximum
+    if (sink != -kInfinity) {
+      const double excess = static_cast<double>(sink) - static_cast<double>(state_.maxima[row]) *
+                                                            static_cast<double>(logit_scale_);
+      const float weight = static_cast<float>(__builtin_exp(excess > 0 ? -excess : excess));
+      sum = excess > 0 ? sum * weight + 1.0f : sum + weight;
+      log_max = excess > 0 ? sink : log_max;
+      rescale = excess > 0 ? weight : 1.0f;
+    }
     // Scores that are all -inf leave sum 0, and 0 * (1 / 0) is the NaN that softmax gives.
-    const Vector inverse = Simd::broadcast(sees_keys ? 1.0f / sum : 0.0f);
+    const Vector inverse = Simd::broadcast(sees_keys ? rescale / sum : 0.0f);
     Element* out = static_cast<Element*>(p_.out.data) + offset_of(row, p_.out.strides);
     for (int64_t column = 0; column < p_.dim_v; column += kLanes) {
       const float* from = output_of(row, column / kPanel) + column % kPanel;
@@ -215,7 +237,7 @@ class AttentionRows : protected TileRows {
     }
     if (p_.lse != nullptr) {
       static_cast<float*>(p_.lse)[offset_of(row, p_.lse_strides)] =
-          sees_keys ? state_.maxima[row] * logit_scale_ + __builtin_logf(sum) : -kInfinity;
+          sees_keys ? log_max + __builtin_logf(sum) : sink;
     }
   }
 

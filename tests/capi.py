@@ -76,6 +76,7 @@ class AttentionForwardParams(c.Structure):
         ("k_scale", c.POINTER(Tensor)),
         ("v_scale", c.POINTER(Tensor)),
         ("sequences", c.c_void_p),
+        ("sinks", c.POINTER(Tensor)),
     ]
 
 
@@ -313,9 +314,12 @@ def attention_params(
     window: tuple[int | None, int | None] | None = None,
     scale: float = 0.0,
     softcap: float | None = None,
+    sinks: np.ndarray | None = None,
     kernel: bytes | None = None,
 ) -> AttentionForwardParams:
     views = {"q": tensor(q), "k": tensor(k), "v": tensor(v), "out": tensor(out)}
+    if sinks is not None:
+        views["sinks"] = tensor(sinks)
     if lse is not None:
         views["lse"] = tensor(lse)
     params = AttentionForwardParams(struct_size=c.sizeof(AttentionForwardParams))
@@ -387,6 +391,7 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float = 0.0,
     softcap: float | None = None,
+    sinks: np.ndarray | None = None,
     lib: c.CDLL | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of one call on fresh outputs, poisoned with NaN beforehand."""
@@ -397,7 +402,7 @@ def attention(
     run_attention(
         attention_params(
             q, k, v, out, lse, layout=layout, causal=causal, window=window, scale=scale,
-            softcap=softcap,
+            softcap=softcap, sinks=sinks,
         ),
         lib,
     )  # fmt: skip

@@ -132,9 +132,10 @@ def _combine(case: Case) -> str:
     return f"moe_combine_{{}}_k{batch}"
 
 
-def stream(what: str, case: Case, tile: str, **more: Any) -> LayerChain:
-    kernels = tuple(f"moe_{stage}_stream_{{}}_{tile}" for stage in ("up", "down"))
-    return LayerChain(what, case, "stream", kernels, **more)
+def few_tokens(what: str, case: Case, tile: str, **more: Any) -> LayerChain:
+    arch = "sm90" if tile == "bulk" else "sm89"
+    kernels = tuple(f"moe_{stage}_{arch}_few_tokens_{{}}_{tile}" for stage in ("up", "down"))
+    return LayerChain(what, case, "sm89_few_tokens", kernels, **more)
 
 
 def sm90(what: str, case: Case, up: str, down: str = "down", **more: Any) -> LayerChain:
@@ -163,27 +164,28 @@ _KEPT_MORE = _with(_KEPT, tokens=768, inner=512)
 
 def _stream_chains() -> list[LayerChain]:
     made = [
-        stream("1 token", _with(_SHORT, tokens=1), "r16_n8"),
-        stream("8 tokens", _with(_SHORT, tokens=8), "r16_n8"),
-        stream("9 tokens", _with(_SHORT, tokens=9), "r32_n16"),
-        stream("9 of long rows", _with(_LONG, tokens=9), "r32_n16"),
-        stream("128 tokens", _with(_SHORT, tokens=128), "r32_n16", crowded=True),
-        stream("128 of 1024 experts",
+        few_tokens("1 token", _with(_SHORT, tokens=1), "r16_n8"),
+        few_tokens("8 tokens", _with(_SHORT, tokens=8), "r16_n8"),
+        few_tokens("9 tokens", _with(_SHORT, tokens=9), "r32_n16"),
+        few_tokens("9 of long rows", _with(_LONG, tokens=9), "r32_n16"),
+        few_tokens("128 tokens", _with(_SHORT, tokens=128), "r32_n16", crowded=True),
+        few_tokens("128 of 1024 experts",
                 Case(tokens=128, hidden=64, inner=32, experts=1024, top_k=32), "r32_n16"),
-        _refused("129 tokens", _with(_SHORT, tokens=129), "stream"),
-        _refused("up transposed",
-                 _with(_SHORT, tokens=3, transposed=True, down_transposed=False), "stream"),
-        _refused("down transposed", _with(_SHORT, tokens=3, down_transposed=True), "stream"),
-        stream("504 columns of x", _with(_LONG, tokens=3, hidden=504), "r16_n8"),
-        stream("504 columns of a", _with(_LONG, tokens=3, inner=504), "r16_n8"),
-        stream("512 columns", _with(_LONG, tokens=8), "bulk"),
+        _refused("129 tokens", _with(_SHORT, tokens=129), "sm89_few_tokens"),
+        _refused("up transposed", _with(_SHORT, tokens=3, transposed=True, down_transposed=False),
+                 "sm89_few_tokens"),
+        _refused("down transposed", _with(_SHORT, tokens=3, down_transposed=True),
+                 "sm89_few_tokens"),
+        few_tokens("504 columns of x", _with(_LONG, tokens=3, hidden=504), "r16_n8"),
+        few_tokens("504 columns of a", _with(_LONG, tokens=3, inner=504), "r16_n8"),
+        few_tokens("512 columns", _with(_LONG, tokens=8), "bulk"),
     ]  # fmt: skip
     # Blocks that take whole stripes of 32 rows are busy 93 % of the time, or share stripes of 16.
     full = next(n for n in range(MULTIPROCESSORS) if n >= 0.93 * MULTIPROCESSORS)
     for stripes, tile in ((full - 1, "r16_n8"), (full, "r32_n8"), (MULTIPROCESSORS, "r32_n8"),
                           (MULTIPROCESSORS + 1, "r16_n8")):  # fmt: skip
         case = Case(tokens=8, hidden=32 * stripes, inner=40, experts=2, top_k=2)
-        made.append(stream(f"{stripes} stripes", case, tile))
+        made.append(few_tokens(f"{stripes} stripes", case, tile))
     # The same of the stripes of 16 rows; slots of an expert at a time; columns of a stage, and
     # whether rows come in one or more.
     for tokens, hidden, inner, crowded in (
@@ -193,7 +195,7 @@ def _stream_chains() -> list[LayerChain]:
     ):  # fmt: skip
         case = Case(tokens=tokens, hidden=hidden, inner=inner, experts=4, top_k=2)
         what = f"{tokens} of {hidden} by {inner}"
-        made.append(stream(what, case, "bulk", crowded=crowded))
+        made.append(few_tokens(what, case, "bulk", crowded=crowded))
     # Of the options every tile has its own code; layouts are strides.
     for tokens, base in ((3, _SHORT), (20, _SHORT), (3, _LONG)):
         tile = "bulk" if base is _LONG else "r16_n8" if tokens <= 8 else "r32_n16"
@@ -204,7 +206,7 @@ def _stream_chains() -> list[LayerChain]:
         ):
             what = f"{tokens} of {tile}, {case.gate}"
             case = _with(case, tokens=tokens)
-            made.append(stream(what, case, tile, pre_activation=case.gate != "separate"))
+            made.append(few_tokens(what, case, tile, pre_activation=case.gate != "separate"))
     return made
 
 
@@ -310,18 +312,18 @@ def _sm89_chains() -> list[LayerChain]:
 
 def _unnamed_chains() -> list[LayerChain]:
     """Who serves a call that names no kernel: the family whose estimate is least. Of few tokens
-    with long rows that is stream, else sm90, where it can."""
+    with long rows that is sm89_few_tokens, else sm90, where it can."""
     in_turns = {"gate": "interleaved", "transposed": True}
     made = [
         sm90("4 tokens of short rows", _with(_SHORT, tokens=4), "swiglu_up_narrow"),
         sm90("9 tokens", _with(_LONG, tokens=9, experts=64), "swiglu_up_narrow"),
-        stream("8 tokens", _with(_LONG, tokens=8, experts=11), "bulk"),
+        few_tokens("8 tokens", _with(_LONG, tokens=8, experts=11), "bulk"),
         sm90("128 tokens", _with(_SHORT, tokens=128), "swiglu_up_narrow"),
         sm90("1 token of transposed weights", _with(_LONG, tokens=1, transposed=True),
               "gated_up_trans", "down_trans"),
         sm90("1 token of rows in turns", _with(_SHORT, tokens=1, **in_turns), "gated_up_turns",
               "down_trans"),
-        stream("64 tokens that sm90 cannot walk",
+        few_tokens("64 tokens that sm90 cannot walk",
                 _with(_SHORT, tokens=64, experts=32, top_k=4), "r32_n16", shared=True),
         sm89("129 tokens that sm90 cannot walk", _with(_SHORT, tokens=129, experts=64, top_k=4),
               shared=True),

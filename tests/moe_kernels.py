@@ -46,16 +46,16 @@ def _route() -> dict[str, str]:
     return made
 
 
-def _stream(dtype: str) -> dict[str, str]:
+def _few_tokens(dtype: str) -> dict[str, str]:
     made = {}
     for stage in ("up", "down"):
-        for tiles, token_blocks, suffix in entries("FLASHMOE_MOE_STREAM_KERNELS"):
+        for tiles, token_blocks, suffix in entries("FLASHMOE_MOE_SM89_FEW_TOKENS_KERNELS"):
             traits = f"Traits<{ELEMENTS[dtype]},{tiles},{token_blocks}>"
-            name = f"moe_{stage}_stream_{dtype}{suffix}"
-            made[name] = f"moe::stream::moe_{stage}_kernel<{traits}>"
-        for (suffix,) in entries("FLASHMOE_MOE_STREAM_BULK_KERNELS"):
-            name = f"moe_{stage}_stream_{dtype}{suffix}"
-            made[name] = f"moe::stream::bulk::moe_{stage}_bulk_kernel<{ELEMENTS[dtype]}>"
+            name = f"moe_{stage}_sm89_few_tokens_{dtype}{suffix}"
+            made[name] = f"moe::sm89_few_tokens::moe_{stage}_kernel<{traits}>"
+        for (suffix,) in entries("FLASHMOE_MOE_SM90_FEW_TOKENS_KERNELS"):
+            name = f"moe_{stage}_sm90_few_tokens_{dtype}{suffix}"
+            made[name] = f"moe::sm89_few_tokens::bulk::moe_{stage}_bulk_kernel<{ELEMENTS[dtype]}>"
     return made
 
 
@@ -90,8 +90,8 @@ def of_family(family: str) -> dict[str, str]:
         return _route()
     made = {}
     for dtype in kernels.DTYPES:
-        if family == "stream":
-            made |= _stream(dtype)
+        if family == "sm89_few_tokens":
+            made |= _few_tokens(dtype)
         elif family == "sm90":
             made |= _products("sm90", dtype, "sm90/entry.h", "Use")
         elif family == "sm89":
@@ -101,7 +101,7 @@ def of_family(family: str) -> dict[str, str]:
     return made
 
 
-FAMILIES = ("route", "stream", "sm90", "sm89", "combine")
+FAMILIES = ("route", "sm89_few_tokens", "sm90", "sm89", "combine")
 
 
 def every() -> dict[str, str]:

@@ -125,6 +125,7 @@ def _attention(
     window: Window | None,
     scale: float | None,
     softcap: float | None,
+    sinks: tuple[float, ...] | None,
     layout: str,
     compute: np.dtype[Any],
     rounded: np.dtype[Any],
@@ -147,12 +148,20 @@ def _attention(
             bent = round_(np.tanh(round_(logits / compute.type(softcap))))
             logits = round_(bent * compute.type(softcap))
         logits = np.where(seen, logits, -np.inf)
-        top = logits.max(-1, keepdims=True, initial=-np.inf)
+        sink = np.full(q.shape[1], -np.inf) if sinks is None else np.array(sinks)
+        sink = sink.astype(compute)[:, None, None]
+        top = np.maximum(logits.max(-1, keepdims=True, initial=-np.inf), sink)
         weights = np.where(seen, np.exp(logits - top), 0)
+        # An infinite logit is as much as all others together, or nothing.
         total = weights.sum(-1, keepdims=True)
+        total = total + np.where(np.isinf(sink), sink > 0, np.exp(sink - top))
         lse = np.where(np.isneginf(top), -np.inf, np.log(total) + top)[..., 0]
         out = _weighted_sum(round_(weights / np.where(blind, 1, total)), v, seen)
         return Attention(_heads_first(round_(out), layout), lse)
+
+
+def _numbers(sinks: Any) -> tuple[float, ...] | None:
+    return None if sinks is None else tuple(map(float, to_numpy(sinks)))
 
 
 def attention_float64(
@@ -164,12 +173,15 @@ def attention_float64(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Any = None,
     layout: str = "bshd",
 ) -> Attention:
-    """Attention in float64. A query that sees no key gives out 0 and lse -inf."""
+    """Attention in float64. A query that sees no key gives out 0, and as lse its sink or -inf."""
     double = np.dtype(np.float64)
     q, k, v = (to_numpy(x) for x in (q, k, v))
-    return _attention(q, k, v, causal, window, scale, softcap, layout, double, double)
+    return _attention(
+        q, k, v, causal, window, scale, softcap, _numbers(sinks), layout, double, double
+    )
 
 
 def plain(
@@ -182,12 +194,15 @@ def plain(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Any = None,
     layout: str = "bshd",
 ) -> Attention:
     """The ordinary computation in `dtype`."""
     q, k, v = (to_numpy(x) for x in (q, k, v))
     single = np.dtype(np.float32)
-    return _attention(q, k, v, causal, window, scale, softcap, layout, single, dtype)
+    return _attention(
+        q, k, v, causal, window, scale, softcap, _numbers(sinks), layout, single, dtype
+    )
 
 
 def ulp(dtype: np.dtype[Any], magnitude: float) -> float:
@@ -214,11 +229,12 @@ def assert_accurate(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Any = None,
     layout: str = "bshd",
 ) -> None:
     """Holds one result, of any framework, to the accuracy rule. lse may be None."""
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
-    options |= {"softcap": softcap, "layout": layout}
+    options |= {"softcap": softcap, "sinks": sinks, "layout": layout}
     dtype = dtype_of(q)
     assert dtype_of(out) == dtype
     ref = attention_float64(q, k, v, **options)

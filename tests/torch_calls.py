@@ -43,6 +43,10 @@ def _qkv(tokens: int, device: str, dtype: torch.dtype, heads_first: bool = False
     return tuple(x.transpose(1, 2) if heads_first else x for x in made)
 
 
+def _qkv_and_sinks(tokens: int, device: str, dtype: torch.dtype) -> Any:
+    return *_qkv(tokens, device, dtype), normal((4,), device, torch.float32, 3)
+
+
 def _logits(tokens: int, device: str, dtype: torch.dtype) -> Any:
     return (normal((tokens, EXPERTS), device, torch.float32),)
 
@@ -112,6 +116,11 @@ def calls(module: Any) -> tuple[Call, ...]:
     oss = {"gate": "interleaved", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
     return (
         Call("attention", lambda q, k, v: attend(q, k, v, causal=True), "attention", _qkv),
+        Call(
+            "attention-with-sinks",
+            lambda q, k, v, sinks: attend(q, k, v, sinks=sinks),
+            "attention", _qkv_and_sinks,
+        ),
         Call(
             "attention-with-lse",
             lambda q, k, v: attend(

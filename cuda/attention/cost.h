@@ -32,7 +32,7 @@ Work work_of(const AttentionProblem& problem);
 
 // Times in microseconds, rates per microsecond, of one multiprocessor where not said otherwise. On
 // compute capability 9.0 they are fitted to measurements on an H200
-// (docs/kernels/attention_short.md and attention_sm90.md), on others they are estimates.
+// (docs/kernels/attention_sm89_few_rows.md and attention_sm90.md), on others they are estimates.
 inline constexpr double kMemoryShare = 0.88;  // of the memory's peak
 inline constexpr double kUnhidden = 0.1;      // of what goes on beside something longer
 

@@ -8,6 +8,7 @@
 
 #include "core/ops/attention/problem.h"
 #include "cuda/attention/tensors.h"
+#include "cuda/divisor.h"
 #include "cuda/launch.h"
 #include "cuda/tile/score_options.h"
 
@@ -33,6 +34,24 @@ void fill_common(const AttentionProblem& p, Params* params) {
   tensors.dim_v = static_cast<int32_t>(p.dim_v);
   params->seq_k = static_cast<int32_t>(p.seq_k);
   params->score = score_options(p);
+}
+
+// The parameters of kernels whose tiles are of one query head, in the order of an L2 swizzle
+// (cuda/tile/scheduler.cuh).
+template <class Params>
+void fill_swizzle(const AttentionProblem& p, int64_t tiles_per_head, int64_t heads_per_swizzle,
+                  Params* params) {
+  const auto divisor = [](int64_t value) { return Divisor::of(static_cast<uint32_t>(value)); };
+  const int64_t heads = p.batch * p.heads_q;
+  params->heads = static_cast<int32_t>(heads);
+  params->tiles_per_head = static_cast<int32_t>(tiles_per_head);
+  params->heads_per_swizzle = static_cast<int32_t>(heads_per_swizzle);
+  params->by_heads_q = divisor(p.heads_q);
+  params->by_heads_per_kv = divisor(p.heads_q / p.heads_kv);
+  params->by_heads_per_swizzle = divisor(heads_per_swizzle);
+  params->by_heads_of_last_swizzle =
+      divisor(heads - (heads - 1) / heads_per_swizzle * heads_per_swizzle);
+  params->by_tiles_per_swizzle = divisor(heads_per_swizzle * tiles_per_head);
 }
 
 // A kernel whose blocks are all alike. Families add their own.

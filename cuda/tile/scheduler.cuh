@@ -1,5 +1,7 @@
-// Which tile a block of a persistent kernel takes next. Tiles have positions, from 0 on; what tile
-// is at a position is the kernel's own. The orders:
+// Which tile a block takes next. Tiles have positions, from 0 on, and a position has a tile of a head.
+//
+// A block of a kernel that is not persistent takes the position of its index, or some blocks share
+// one. Blocks of persistent kernels take theirs
 //
 // - In order: rounds of one tile for each block. Every other round runs backwards: whoever had the
 //   longest tile of one has the shortest of the next.
@@ -11,7 +13,41 @@
 
 #include <cstdint>
 
+#include "cuda/divisor.h"
+
 namespace flashmoe {
+
+// What is at a position.
+struct TileOfHead {
+  int head;  // of those of all batches
+  int rank;  // of the tile among those of the head
+};
+
+// The tile of a rank: longest_tiles_first says that the last ones are the longest, and come first.
+template <class Params>
+__device__ __forceinline__ int tile_of_rank(const Params& params, int rank) {
+  return params.longest_tiles_first ? params.tiles_per_head - 1 - rank : rank;
+}
+
+// Head by head.
+__device__ __forceinline__ TileOfHead tile_in_order(const Divisor& by_tiles_per_head,
+                                                    int tiles_per_head, int position) {
+  const int head = by_tiles_per_head.quotient(position);
+  return {head, position - head * tiles_per_head};
+}
+
+// L2 swizzle: groups of heads_per_swizzle of the heads, the last of which may hold fewer, and in a
+// group the first tiles of its heads, the second ones, and so on.
+template <class Params>
+__device__ __forceinline__ TileOfHead tile_in_swizzle(const Params& params, int position) {
+  const int swizzle = params.by_tiles_per_swizzle.quotient(position);
+  const int place = position - swizzle * params.by_tiles_per_swizzle.number();
+  const int first_head = swizzle * params.heads_per_swizzle;
+  const bool last = params.heads - first_head <= params.heads_per_swizzle;
+  const Divisor& heads = last ? params.by_heads_of_last_swizzle : params.by_heads_per_swizzle;
+  const int rank = heads.quotient(place);
+  return {first_head + place - rank * heads.number(), rank};
+}
 
 class SwizzledRounds {
  public:

@@ -1,5 +1,5 @@
 // What a call makes of its scores Q K^T between the products and the end of the softmax: the scale,
-// the softcap, and which keys a query sees. Every attention kernel has them from here: an option is
+// the softcap, which keys a query sees, and the sinks. Every attention kernel has them from here: an option is
 // added to this struct, to score_options, which fills it, and to what the kernels call, here and in
 // cuda/tile/softmax.cuh.
 #pragma once
@@ -37,6 +37,10 @@ struct ScoreOptions {
   int32_t bounded_right;  // right_offset is a bound
   float scale_log2;       // scale * log2(e); with a softcap softcap * log2(e)
   float cap_ratio;        // scale / softcap; 0 without
+  // [heads_q], of fp32 or else of the elements' type, in natural units; nullptr: none.
+  const void* sinks;
+  int64_t sink_stride;  // elements
+  int32_t sinks_are_fp32;
 
 #ifdef __CUDACC__
   // The keys that a query sees of so many. Neither end decreases with the query.
@@ -93,6 +97,9 @@ inline ScoreOptions score_options(const AttentionProblem& p) {
   score.scale_log2 =
       static_cast<float>(std::min(factor * kLog2E, double{std::numeric_limits<float>::max()}));
   score.cap_ratio = p.cap_ratio;
+  score.sinks = p.sinks.data;
+  score.sink_stride = p.sinks.stride;
+  score.sinks_are_fp32 = p.sinks.dtype == Dtype::kFloat32 ? 1 : 0;
   return score;
 }
 

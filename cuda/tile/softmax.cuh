@@ -78,14 +78,6 @@ __device__ __forceinline__ bool is_rounded_away(float row_max, float sum) {
   return fabsf(row_max) > kMostRowMax && sum == sum;
 }
 
-// log(sum * 2^row_max), of a row that sees keys: else it is -inf.
-__device__ __forceinline__ float log_sum_exp(float row_max, float sum) {
-  return (row_max + log2f(sum)) * kLn2;
-}
-__device__ __forceinline__ float log_sum_exp_approx(float row_max, float sum) {
-  return (row_max + __log2f(sum)) * kLn2;
-}
-
 // What a row comes to behind its last key.
 struct RowEnd {
   float lse;
@@ -96,21 +88,43 @@ struct RowEnd {
 // By which functions a quotient and a logarithm are computed.
 enum class RowEndBy { kExact, kApprox };
 
-// lse of a row of a query head that sees no key. Its output is 0 by definition.
+// The sink of a query head, in natural units; -inf where there are none.
 template <class Element>
-__device__ __forceinline__ float lse_of_no_keys(const ScoreOptions&, int) {
-  return -INFINITY;
+__device__ __forceinline__ float sink_of(const ScoreOptions& options, int head) {
+  if (options.sinks == nullptr) return -INFINITY;
+  const int64_t at = head * options.sink_stride;
+  if (options.sinks_are_fp32 != 0) return static_cast<const float*>(options.sinks)[at];
+  return numeric::ElementTraits<Element>::to_float(static_cast<const uint16_t*>(options.sinks)[at]);
 }
 
-// Ends a row of a query head. One of nothing but -inf scores is 0 / 0 = NaN.
+// lse of a row of a query head that sees no key. Its output is 0 by definition.
+template <class Element>
+__device__ __forceinline__ float lse_of_no_keys(const ScoreOptions& options, int head) {
+  return sink_of<Element>(options, head);
+}
+
+// Adds a sink, which exceeds the row's maximum by so many powers of two, to a sum of the row. Where that
+// is more than none the sink is the new maximum: what accumulators are to be multiplied by.
+__device__ __forceinline__ float add_sink(float excess, float& sum) {
+  const float power = numeric::exp2_approx(-fabsf(excess));
+  const bool is_maximum = excess > 0.0f;
+  sum = is_maximum ? fmaf(sum, power, 1.0f) : sum + power;
+  return is_maximum ? power : 1.0f;
+}
+
+// Ends a row of a query head. One of nothing but -inf scores and no sink is 0 / 0 = NaN.
 template <class Element, RowEndBy kBy>
 __device__ __forceinline__ RowEnd end_row(const ScoreOptions& options, int head, bool sees_keys,
                                           float row_max, float sum) {
   constexpr bool kExact = kBy == RowEndBy::kExact;
+  const float sink = sink_of<Element>(options, head);
   if (!sees_keys) return {lse_of_no_keys<Element>(options, head), 0.0f, false};
   const bool rounded_away = is_rounded_away(row_max, sum);
-  const float quotient = kExact ? 1.0f / sum : __fdividef(1.0f, sum);
-  return {kExact ? log_sum_exp(row_max, sum) : log_sum_exp_approx(row_max, sum),
+  const float excess = fmaf(sink, kLog2E, -row_max);
+  const float rescale = add_sink(excess, sum);
+  const float quotient = kExact ? rescale / sum : __fdividef(rescale, sum);
+  const float log2_sum = kExact ? log2f(sum) : __log2f(sum);
+  return {excess > 0.0f ? fmaf(log2_sum, kLn2, sink) : (row_max + log2_sum) * kLn2,
           rounded_away ? INFINITY : quotient, rounded_away};
 }
 
@@ -118,8 +132,12 @@ __device__ __forceinline__ RowEnd end_row(const ScoreOptions& options, int head,
 template <class Element>
 __device__ __forceinline__ RowEnd end_row_of_scores(const ScoreOptions& options, int head,
                                                     bool sees_keys, float top, float sum) {
+  const float sink = sink_of<Element>(options, head);
   if (!sees_keys) return {lse_of_no_keys<Element>(options, head), 0.0f, false};
-  return {fmaf(log2f(sum), kLn2, top * (options.scale_log2 * kLn2)), 1.0f / sum, false};
+  const float excess = fmaf(-top, options.scale_log2, sink * kLog2E);
+  const float rescale = add_sink(excess, sum);
+  const float log_max = excess > 0.0f ? sink : top * (options.scale_log2 * kLn2);
+  return {fmaf(log2f(sum), kLn2, log_max), rescale / sum, false};
 }
 
 }  // namespace flashmoe

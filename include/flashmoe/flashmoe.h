@@ -78,7 +78,7 @@ typedef struct flashmoe_build_info {
   const char* cuda_architectures; /* "89-real 90a-real 89-virtual", or "" for a CPU-only build */
   const char* cuda_compiler;      /* "13.0.88", or "" */
   const char* host_compiler;      /* "GNU 12.2.0" */
-  const char* kernel_families;    /* "cpu sm89 short": what the `kernel` of a call may name */
+  const char* kernel_families;    /* "cpu sm89 sm90": what the `kernel` of a call may name */
   int32_t cuda_runtime_version;   /* 13000 for 13.0; 0 for a CPU-only build */
 } flashmoe_build_info;
 
@@ -207,9 +207,9 @@ typedef struct flashmoe_launch {
   int32_t stages;        /* pipeline depth of the main loop's loads; 0 where that says nothing */
   uint64_t shared_bytes; /* shared memory of one block, static and dynamic */
   /* The tile of a block, or of a cluster that shares one; 0 where that says nothing. Attention: tile_m
-   * query rows ("short" and split KV: of all query heads that share keys) meet tile_n keys a step
-   * ("short": of a warp), with dim and dim_v head dimensions, to which the call's are padded. Products of
-   * experts: tile_m rows of an expert's weights meet at most tile_n tokens. */
+   * query rows ("sm89_few_rows" and split KV: of all query heads that share keys) meet tile_n keys a
+   * step ("sm89_few_rows": of a warp), with dim and dim_v head dimensions, to which the call's are
+   * padded. Products of experts: tile_m rows of an expert's weights meet at most tile_n tokens. */
   int32_t tile_m;
   int32_t tile_n;
   int32_t dim;
@@ -339,7 +339,12 @@ typedef struct flashmoe_attention_forward_params {
   const flashmoe_tensor* k_scale;
   const flashmoe_tensor* v_scale;
   const flashmoe_attention_sequences*
-      sequences; /* NULL: every row of the batch has all of its tensors */
+      sequences;                /* NULL: every row of the batch has all of its tensors */
+  const flashmoe_tensor* sinks; /* [heads_q], fp32 or q's dtype, any stride; NULL: none. A logit of
+                                   each head, of natural units and outside of scale and softcap, that
+                                   takes part in the softmax of every row and has no value: lse counts
+                                   it, and a row that sees no key has it as its lse. -inf is no sink,
+                                   +inf leaves nothing to the keys. */
 } flashmoe_attention_forward_params;
 
 static inline flashmoe_attention_forward_params flashmoe_attention_forward_params_init(void) {

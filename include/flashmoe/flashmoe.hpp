@@ -433,6 +433,7 @@ struct AttentionForward {
   std::optional<int64_t> window_left;   // keys before the query's; absent: no bound
   std::optional<int64_t> window_right;  // keys behind the query's; absent: no bound
   const char* kernel = nullptr;         // nullptr: the best here
+  ConstTensorView sinks;                // [heads_q] fp32 or q's dtype; absent: none
 };
 
 // Attention, backward: flashmoe_attention_backward. Of dq, dk and dv one at least.
@@ -584,14 +585,15 @@ struct Bound<AttentionForward> {
   static constexpr auto workspace_size = flashmoe_attention_forward_workspace_size;
   static constexpr auto run = flashmoe_attention_forward;
 
-  Argument q, k, v, out, lse;
+  Argument q, k, v, sinks, out, lse;
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
 
   explicit Bound(const AttentionForward& call) noexcept
-      : q(call.q), k(call.k), v(call.v), out(call.out), lse(call.lse) {
+      : q(call.q), k(call.k), v(call.v), sinks(call.sinks), out(call.out), lse(call.lse) {
     params.q = q;
     params.k = k;
     params.v = v;
+    params.sinks = sinks;
     params.out = out;
     params.lse = lse;
     set_scores(call, &params);

@@ -123,7 +123,7 @@ FLASHMOE_API flashmoe_status flashmoe_moe_route(const flashmoe_moe_route_params*
  * 1: a weight stored as [E, H, 2I] is passed as its transposed view. Other strides, of x and out
  * too, are multiples of 16 bytes, as is where tensors begin; any stride from one expert to the next.
  * w_down may be transposed where w_gate_up is not, and the other way round; w_gate_up and w_up, where
- * they are two, are both transposed or neither, but for "cpu". "stream" takes no transposed weights.
+ * they are two, are both transposed or neither, but for "cpu". "sm89_few_tokens" takes no transposed weights.
  * Products are accumulated in fp32; a and y are kept in x's dtype, the sum over k is in fp32 in the
  * order of k. The same inputs give the same bits on every run. A token without experts gets 0. A
  * NaN or Inf of a token, or of an expert, reaches the tokens and experts that meet it and no others.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashmoe_science._core import cuda_device_count, get_num_threads, set_num_threads
-    from flashmoe_science.attention import flash_attention
+    from flashmoe_science.attention import flash_attention, flash_attention_backward
     from flashmoe_science.compat import flash_attention_forward, flash_attention_warp_specialized
     from flashmoe_science.errors import (
         ArgumentTypeError,
@@ -87,6 +87,7 @@ __all__ = [
     "cuda_device_count",
     "device_info",
     "flash_attention",
+    "flash_attention_backward",
     "flash_attention_forward",
     "flash_attention_warp_specialized",
     "fused_moe",
@@ -109,7 +110,7 @@ __all__ = [
 
 _MODULES = {
     "flashmoe_science._core": ("cuda_device_count", "get_num_threads", "set_num_threads"),
-    "flashmoe_science.attention": ("flash_attention",),
+    "flashmoe_science.attention": ("flash_attention", "flash_attention_backward"),
     "flashmoe_science.compat": ("flash_attention_forward", "flash_attention_warp_specialized"),
     "flashmoe_science.errors": (
         "ArgumentTypeError",

@@ -53,6 +53,7 @@ class Words(NamedTuple):
 
 
 ATTENTION = Words("attention", "all tensors of a call", "out, and lse with return_lse")
+ATTENTION_BACKWARD = Words("attention backward", "all tensors of a call", "dq, dk and dv")
 
 
 class Framework:
@@ -492,3 +493,40 @@ def flash_attention(
     _core.call("attention_forward", views, options, allocate, handle)
     framework.finish(*outputs.values())
     return (given["out"], given["lse"]) if return_lse else given["out"]
+
+
+def flash_attention_backward(
+    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+) -> tuple[Any, Any, Any]:
+    """The same of flash_attention_backward."""
+    given = tensors | outputs
+    framework = common_framework(given, ATTENTION_BACKWARD)
+    if framework is JAX:
+        raise ArgumentTypeError(
+            "dout: got a JAX array, accepted are tensors of NumPy, torch, CuPy or with DLPack"
+        )
+    for name, tensor in outputs.items():
+        framework.check_output(name, tensor)
+    like = {"dq": tensors["q"], "dk": tensors["k"], "dv": tensors["v"]}
+    device = framework.device(like["dq"])
+    if type(framework) is Framework and not makes_tensors(like["dq"]) and len(outputs) < len(like):
+        if device.type == CUDA:
+            framework.namespace(like["dq"], ATTENTION_BACKWARD)  # raises: no way to allocate
+        like = through_numpy(like, ATTENTION_BACKWARD)
+        framework = NUMPY
+
+    handle = _core.stream_handle(stream)
+    if handle is None and device.type == CUDA:
+        handle = framework.current_stream(device)
+
+    def allocate(name: str, shape: tuple[int, ...], dtype: str) -> Any:
+        if name in like:
+            given[name] = framework.out(like[name], shape)
+        else:
+            given[name] = framework.empty(like["dq"], shape, dtype, handle)
+        return framework.view(given[name], handle)
+
+    views = {name: framework.view(tensor, handle) for name, tensor in given.items()}
+    _core.call("attention_backward", views, options, allocate, handle)
+    framework.finish(*outputs.values())
+    return given.get("dq"), given.get("dk"), given.get("dv")

@@ -1,10 +1,11 @@
-"""flash_attention itself."""
+"""flash_attention itself, and its backward."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, TypeVar, overload
 
 from flashmoe_science import _core
+from flashmoe_science._dtypes import parse_flag
 from flashmoe_science._tracing import is_traced, operators
 
 _T = TypeVar("_T")
@@ -20,6 +21,7 @@ def flash_attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: _T | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: Literal[False] = False,
     out: _T | None = None,
@@ -39,6 +41,7 @@ def flash_attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: _T | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: Literal[True],
     out: _T | None = None,
@@ -57,6 +60,7 @@ def flash_attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Any = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: bool = False,
     out: Any = None,
@@ -77,9 +81,9 @@ def flash_attention(
 
     Args:
         q: [batch, seq_q, heads_q, dim] in layout "bshd", [batch, heads_q, seq_q, dim] in "bhsd".
-            fp16 or bf16; on the CPU also fp32. dim is a multiple of 8, at most 256. Here and below
-            the last dimension is contiguous and rows begin on 16-byte boundaries; nothing is
-            copied.
+            fp16 or bf16; on the CPU also fp32 and fp64. dim is a multiple of 8, at most 256. Here
+            and below the last dimension is contiguous and rows begin on 16-byte boundaries;
+            nothing is copied.
         k: [batch, seq_k, heads_kv, dim], same dtype; heads_kv divides heads_q.
         v: [batch, seq_k, heads_kv, dim_v], same dtype; dim_v may differ from dim.
         causal: False; "bottom_right" or True: query i sees keys j <= i + seq_k - seq_q; "top_left":
@@ -89,19 +93,24 @@ def flash_attention(
             is no bound. With causal right is 0 or None.
         scale: Factor of the logits; None is 1 / sqrt(dim).
         softcap: Logits become softcap * tanh(logit / softcap), before the mask; None is no cap.
+        sinks: [heads_q], fp32 or q's dtype, any stride: a logit of each head that takes part in
+            every softmax and has no value, as gpt-oss learns it. scale and softcap do not touch it,
+            the log-sum-exp counts it. None is no sinks.
         layout: "bshd" or "bhsd".
         return_lse: Also return the log-sum-exp of each row's logits, natural logarithm.
         out: Where to write the result, [batch, seq_q, heads_q, dim_v] in the same layout. A new one
             has q's order in memory. Like lse it may overlap no other tensor. Not for JAX.
-        lse: Where to write the log-sum-exp, [batch, heads_q, seq_q], fp32. Not for JAX.
-        kernel: Kernel family to use ("cpu", "short", "sm89", "sm90"), or a schedule of one
+        lse: Where to write the log-sum-exp, [batch, heads_q, seq_q], fp32; of fp64 fp64. Not for
+            JAX.
+        kernel: Kernel family to use ("cpu", "sm89_few_rows", "sm89", "sm90"), or a schedule of one
             ("sm90_whole_tiles", "sm90_split_kv"): that one runs, or the call fails. None is the
             best.
         stream: cudaStream_t as an int, or an object with __cuda_stream__(), cuda_stream or ptr.
             None is the current stream of the tensors' library. Ignored on the CPU. Not for JAX.
 
     Returns:
-        out, or (out, lse) with return_lse. A query that sees no key gives out 0 and lse -inf.
+        out, or (out, lse) with return_lse. A query that sees no key gives out 0, and as
+        lse its head's sink or -inf.
 
     Raises:
         ValueError: A shape, stride, alignment or option is wrong. The message names the argument.
@@ -112,9 +121,71 @@ def flash_attention(
     """
     if is_traced():
         return operators().flash_attention(
-            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, layout=layout,
-            return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
+            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
+            layout=layout, return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
         )  # fmt: skip
     return _core.flash_attention(
-        q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel, stream
-    )
+        q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse, kernel,
+        stream,
+    )  # fmt: skip
+
+
+def flash_attention_backward(
+    dout: _T,
+    q: _T,
+    k: _T,
+    v: _T,
+    out: _T,
+    lse: _T,
+    *,
+    dlse: _T | None = None,
+    causal: bool | Literal["bottom_right", "top_left"] = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    layout: Literal["bshd", "bhsd"] = "bshd",
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+    accumulate: bool = False,
+    dq: _T | None = None,
+    dk: _T | None = None,
+    dv: _T | None = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> tuple[_T | None, _T | None, _T | None]:
+    """The gradients of a loss by q, k and v, of those by flash_attention's out and lse.
+
+    On the CPU. Nothing of size seq_q x seq_k is stored; sums are accumulated in fp32, and the same
+    inputs give the same bits on every run, whatever the number of threads. A query that sees no key
+    has a gradient of 0, and so has a key that no query sees.
+
+    Kinds of tensors as in flash_attention, but for JAX's.
+
+    Args:
+        dout: The gradient of out, of its shape and dtype.
+        q, k, v, causal, window, scale, softcap, layout: As of flash_attention.
+        out, lse: What it returned, with return_lse.
+        dlse: The gradient of lse, of its shape and dtype; None if lse is not used.
+        wanted: Whether dq, dk and dv are to be made, where none is given.
+        accumulate: Add to the dq, dk and dv that are given, and make none.
+        dq, dk, dv: Where to write the gradients of q, k and v, of their shape, and of their dtype
+            or fp32. They may overlap no other tensor.
+        kernel, stream: As of flash_attention.
+
+    Returns:
+        (dq, dk, dv), in place of those that are not computed None.
+
+    Raises: What flash_attention raises. A message names the argument.
+    """
+    from flashmoe_science import _dispatch
+
+    options = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
+        "wanted": tuple(parse_flag("wanted", each) for each in wanted), "accumulate": accumulate,
+        "kernel": kernel,
+    }  # fmt: skip
+    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if dlse is not None:
+        tensors["dlse"] = dlse
+    gradients = {"dq": dq, "dk": dk, "dv": dv}
+    outputs = {name: tensor for name, tensor in gradients.items() if tensor is not None}
+    return _dispatch.flash_attention_backward(tensors, options, outputs, stream)

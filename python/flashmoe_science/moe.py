@@ -234,8 +234,8 @@ def moe_forward(
     1: weights stored as [E, H, 2I] are passed as their transposed view. Other strides, of x and out
     too, are multiples of 16 bytes, as is where tensors begin; strides between experts are free.
     w_down may be transposed where w_gate_up is not, and the other way round; on a GPU w_gate_up and
-    w_up are both transposed or neither. "stream" takes no transposed weights, "sm90" none that are
-    interleaved.
+    w_up are both transposed or neither. "sm89_few_tokens" takes no transposed weights, "sm90" none
+    that are interleaved.
 
     Args:
         x: [T, H], fp16 or bf16, on the CPU also fp32.
@@ -260,8 +260,8 @@ def moe_forward(
             write, by slot, what the activation is applied to, before `limit`. Rows without a pair
             are not written. May overlap no other tensor. Not for JAX.
         return_pre_activation: Also return it, in a new tensor if none was given.
-        kernel: Kernel family to use ("cpu", "stream", "sm89", "sm90"): that one runs, or the call
-            fails. None is the best.
+        kernel: Kernel family to use ("cpu", "sm89_few_tokens", "sm89", "sm90"): that one runs, or
+            the call fails. None is the best.
         stream: As in flash_attention.
 
     Returns:

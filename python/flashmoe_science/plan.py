@@ -48,10 +48,11 @@ class Launch:
     """Shared memory of one block, static and dynamic."""
     tile_m: int
     """Of a block, or of a cluster that shares one; 0 where that says nothing. Attention: query rows
-    ("short" and split KV: of all query heads that share keys). Products of experts: rows of an
-    expert's weights."""
+    ("sm89_few_rows" and split KV: of all query heads that share keys). Products of experts: rows of
+    an expert's weights."""
     tile_n: int
-    """Attention: keys of one step ("short": of a warp). Products of experts: the most tokens."""
+    """Attention: keys of one step ("sm89_few_rows": of a warp). Products of experts: the most
+    tokens."""
     dim: int
     """Attention: head dimensions the kernel was compiled for; the call's are padded to them."""
     dim_v: int
@@ -88,7 +89,7 @@ class Plan:
     operation: str
     """Such as "attention_forward"."""
     family: str
-    """Kernel family: "short", "stream", "sm90", "sm89", "cpu"."""
+    """Kernel family: "sm89_few_rows", "sm89_few_tokens", "sm90", "sm89", "cpu"."""
     isa: str
     """The code that runs: "sm_90a", "avx512"."""
     microseconds: float
@@ -169,6 +170,7 @@ def attention_plan(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Any = None,
     layout: Layout = "bshd",
     return_lse: bool = False,
     out: Any = None,
@@ -179,7 +181,7 @@ def attention_plan(
 
     Raises what flash_attention would raise for its arguments.
     """
-    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "out": out, "lse": lse}
     options = {
         "layout": layout, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
         "kernel": kernel, "return_lse": parse_flag("return_lse", return_lse),

@@ -337,7 +337,7 @@ Rows judge_rows_of_all(Judgement* judgement, const Params& params) {
   }
   // A machine without a GPU has no family for CUDA tensors, however well they agree.
   if (q.tensor != nullptr && is_cuda(q.tensor)) {
-    for (const char* name : {"cpu", "sm89", "sm90", "short", "q", "kernel"})
+    for (const char* name : {"cpu", "sm89", "sm90", "sm89_few_rows", "q", "kernel"})
       judgement->invalid(name);
   }
   return {q, k, v, out, seq, heads};
@@ -400,6 +400,23 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
     keep_apart(&judgement, rows.out, 4, input, 4);
   }
 
+  const Subject sinks = {
+      "sinks", params.sinks,
+      params.sinks == nullptr ? Facts{} : look(&judgement, "sinks", params.sinks, 1)};
+  if (params.sinks != nullptr) {
+    if (!same_dtype(params.sinks->dtype, {FLASHMOE_DTYPE_FLOAT, 32, 1}) &&
+        rows.q.tensor != nullptr && !same_dtype(params.sinks->dtype, rows.q.tensor->dtype)) {
+      disagree(&judgement, sinks, rows.q);
+    }
+    agree_on_device(&judgement, sinks, rows.q);
+    agree_on_extent(&judgement, sinks, 0, rows.q, rows.heads);
+    if (sinks.facts.readable && sinks.facts.elem_bytes != 0 &&
+        address_of(*params.sinks) % static_cast<uintptr_t>(sinks.facts.elem_bytes) != 0) {
+      sinks.facts.empty ? judgement.either("sinks") : judgement.invalid("sinks");
+    }
+    keep_apart(&judgement, rows.out, 4, sinks, 1);
+  }
+
   if (params.lse == nullptr) return judgement;
   const Subject lse = judge_numbers(&judgement, "lse", params.lse, rows);
   if (!lse.facts.readable) return judgement;
@@ -407,6 +424,7 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
   for (const Subject& other : {rows.q, rows.k, rows.v, rows.out}) {
     keep_apart(&judgement, lse, 3, other, 4);
   }
+  keep_apart(&judgement, lse, 3, sinks, 1);
   return judgement;
 }
 

@@ -78,9 +78,10 @@ void Argument::allocate(Random* random, bool output) {
   bool empty = false;
   const bool packed = random->chance(0.5);
   for (int i = rank - 1; i >= 0; --i) {
-    const int axis = rank == 3 && order[i] == 3 ? 0 : order[i];
-    const int64_t gap = packed || axis == rank - 1 ? 0 : random->below(3);
-    strides[axis] = axis == rank - 1 ? 1 : (reach + row - 1) / row * row + gap * row;
+    const int axis = rank == 1 || (rank == 3 && order[i] == 3) ? 0 : order[i];
+    const bool contiguous = rank == 1 ? packed : axis == rank - 1;
+    const int64_t gap = packed || contiguous ? 0 : random->below(3);
+    strides[axis] = contiguous ? 1 : (reach + row - 1) / row * row + gap * row;
     reach = strides[axis] * (shape[axis] > 0 ? shape[axis] : 1);
     empty = empty || shape[axis] == 0;
   }
@@ -292,30 +293,43 @@ void make_valid(Random* random, Call* call) {
   }
   if (random->chance(0.3)) call->params.kernel = random->one_of({"cpu", ""});
 
-  const char* const names[] = {"q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv"};
   const int64_t rows_q[4] = {batch, seq_q, heads_q, dim};
   const int64_t rows_k[4] = {batch, seq_k, heads_kv, dim};
   const int64_t rows_v[4] = {batch, seq_k, heads_kv, dim_v};
   const int64_t rows_out[4] = {batch, seq_q, heads_q, dim_v};
   const int64_t numbers[4] = {batch, heads_q, seq_q, 0};
-  const int64_t* const shapes[] = {rows_q,   rows_k,  rows_v, rows_out, numbers,
-                                   rows_out, numbers, rows_q, rows_k,   rows_v};
+  const int64_t heads[4] = {heads_q, 0, 0, 0};
+  const struct {
+    const char* name;
+    Argument* argument;
+    int rank;
+    const int64_t* shape;
+  } all[] = {{"q", &call->q, 4, rows_q},         {"k", &call->k, 4, rows_k},
+             {"v", &call->v, 4, rows_v},         {"out", &call->out, 4, rows_out},
+             {"lse", &call->lse, 3, numbers},    {"sinks", &call->sinks, 1, heads},
+             {"dout", &call->dout, 4, rows_out}, {"dlse", &call->dlse, 3, numbers},
+             {"dq", &call->dq, 4, rows_q},       {"dk", &call->dk, 4, rows_k},
+             {"dv", &call->dv, 4, rows_v}};
+  for (const auto& each : all) {
+    each.argument->name = each.name;
+    each.argument->rank = each.rank;
+    std::memcpy(each.argument->shape, each.shape, sizeof rows_q);
+    if (each.rank == 4 && bhsd) std::swap(each.argument->shape[1], each.argument->shape[2]);
+  }
   for (int i = 0; i < call->count(); ++i) {
-    Argument& argument = *call->arguments[i];
-    argument.name = names[i];
-    argument.rank = shapes[i] == numbers ? 3 : 4;
+    Argument& argument = *call->arguments[static_cast<size_t>(i)];
     argument.tensor.dtype = dtype;
     argument.tensor.device = {random->chance(0.1) ? FLASHMOE_DEVICE_CUDA_HOST : FLASHMOE_DEVICE_CPU,
                               0};
-    std::memcpy(argument.shape, shapes[i], sizeof rows_q);
-    if (argument.rank == 4 && bhsd) std::swap(argument.shape[1], argument.shape[2]);
     if (argument.rank == 3 && dtype.bits != 64) argument.tensor.dtype = single;
-    if (i >= 7 && random->chance(0.3)) argument.tensor.dtype = single;
-    argument.allocate(random, call->is_output(i) || i == 4);  // no two rows have one lse
-    *call->slots[i] = &argument.tensor;
+    const bool may_be_single = argument.rank == 1 || (call->is_backward && call->is_output(i));
+    if (may_be_single && random->chance(0.4)) argument.tensor.dtype = single;
+    argument.allocate(random, call->is_output(i) || &argument == &call->lse);  // a row has its own
+    *call->slots[static_cast<size_t>(i)] = &argument.tensor;
   }
   if (!call->is_backward) {
     if (random->chance(0.5)) call->params.lse = nullptr;
+    if (random->chance(0.6)) call->params.sinks = nullptr;
     return;
   }
   store_lse(call);

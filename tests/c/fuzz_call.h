@@ -76,7 +76,16 @@ struct Argument {
 // A forward or a backward call. Of a backward call, too, `params` has the options and the tensors that
 // both have; `backward` has the rest.
 struct Call {
-  explicit Call(bool is_backward) : is_backward(is_backward) {}
+  explicit Call(bool is_backward) : is_backward(is_backward) {
+    if (is_backward) {
+      arguments.insert(arguments.end(), {&dout, &dlse, &dq, &dk, &dv});
+      slots.insert(slots.end(),
+                   {&backward.dout, &backward.dlse, &backward.dq, &backward.dk, &backward.dv});
+    } else {
+      arguments.push_back(&sinks);
+      slots.push_back(&params.sinks);
+    }
+  }
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
@@ -84,18 +93,15 @@ struct Call {
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
   flashmoe_attention_backward_params backward = flashmoe_attention_backward_params_init();
   bool null_params = false;
-  Argument q, k, v, out, lse, dout, dlse, dq, dk, dv;
+  Argument q, k, v, out, lse, sinks, dout, dlse, dq, dk, dv;
   flashmoe_attention_sequences sequences = {};
   std::string kernel;
   std::string faults;
 
-  // Those of the call are the first `count()`.
-  static constexpr int kArguments = 10;
-  Argument* arguments[kArguments] = {&q, &k, &v, &out, &lse, &dout, &dlse, &dq, &dk, &dv};
-  const flashmoe_tensor** slots[kArguments] = {
-      &params.q,      &params.k,      &params.v,    &params.out,  &params.lse,
-      &backward.dout, &backward.dlse, &backward.dq, &backward.dk, &backward.dv};
-  int count() const { return is_backward ? kArguments : 5; }
+  std::vector<Argument*> arguments = {&q, &k, &v, &out, &lse};
+  std::vector<const flashmoe_tensor**> slots = {&params.q, &params.k, &params.v, &params.out,
+                                                &params.lse};
+  int count() const { return static_cast<int>(arguments.size()); }
   bool is_output(int i) const { return is_backward ? i >= 7 : i == 3 || i == 4; }
 
   const flashmoe_attention_forward_params* given() const { return null_params ? nullptr : &params; }

@@ -21,13 +21,13 @@ int64_t strange_stride(Random* random, int64_t value) {
 }
 
 Argument& any_argument(Random* random, Call* call) {
-  return *call->arguments[random->below(call->count())];
+  return *call->arguments[static_cast<size_t>(random->below(call->count()))];
 }
 
 // And the slot that it belongs in.
-Argument& any_output(Random* random, Call* call, int* slot) {
+Argument& any_output(Random* random, Call* call, size_t* slot) {
   if (call->is_backward) {
-    *slot = static_cast<int>(random->range(7, 9));
+    *slot = static_cast<size_t>(random->range(7, 9));
   } else {
     *slot = random->chance(0.6) ? 3 : 4;
   }
@@ -35,7 +35,7 @@ Argument& any_output(Random* random, Call* call, int* slot) {
 }
 
 void null_tensor(Random* random, Call* call) {
-  *call->slots[random->below(call->count())] = nullptr;
+  *call->slots[static_cast<size_t>(random->below(call->count()))] = nullptr;
 }
 
 void no_gradient(Random*, Call* call) {
@@ -100,8 +100,9 @@ void unserved(Random* random, Call* call) {
 }
 
 void unknown_kernel(Random* random, Call* call) {
-  call->kernel = random->one_of<const char*>({"sm89", "sm90", "short", "CPU", "cpu ", " cpu",
-                                              "%s%s%s%n", "nonsense", "cp", "\n", "\xff\xfe"});
+  call->kernel =
+      random->one_of<const char*>({"sm89", "sm90", "sm89_few_rows", "CPU", "cpu ", " cpu",
+                                   "%s%s%s%n", "nonsense", "cp", "\n", "\xff\xfe"});
   if (random->chance(0.1)) call->kernel.assign(10000, 'x');
   call->params.kernel = call->kernel.c_str();
 }
@@ -134,9 +135,8 @@ void wrong_device(Random* random, Call* call) {
 }
 
 void all_on_cuda(Random* random, Call* call) {
-  for (int i = 0; i < call->count(); ++i) {
-    call->arguments[i]->tensor.device = {FLASHMOE_DEVICE_CUDA,
-                                         static_cast<int32_t>(random->range(-1, 1))};
+  for (Argument* argument : call->arguments) {
+    argument->tensor.device = {FLASHMOE_DEVICE_CUDA, static_cast<int32_t>(random->range(-1, 1))};
   }
 }
 
@@ -149,7 +149,9 @@ void one_extent(Random* random, Call* call) {
 // The same strange batch in every tensor: consistent, and perhaps too much.
 void every_batch(Random* random, Call* call) {
   const int64_t batch = strange_extent(random, call->q.shape[0]);
-  for (int i = 0; i < call->count(); ++i) call->arguments[i]->shape[0] = batch;
+  for (Argument* argument : call->arguments) {
+    if (argument->rank > 1) argument->shape[0] = batch;
+  }
 }
 
 void every_dim(Random* random, Call* call) {
@@ -169,7 +171,7 @@ void other_heads(Random* random, Call* call) {
     for (Argument* x : {&call->k, &call->v, &call->dk, &call->dv}) x->shape[axis] = heads;
   } else {
     for (Argument* x : {&call->q, &call->out, &call->dq, &call->dout}) x->shape[axis] = heads;
-    call->lse.shape[1] = call->dlse.shape[1] = heads;
+    call->lse.shape[1] = call->dlse.shape[1] = call->sinks.shape[0] = heads;
   }
 }
 
@@ -183,7 +185,7 @@ void one_stride(Random* random, Call* call) {
 
 // Outputs whose elements meet: a stride of zero, two axes with one stride, rows too close.
 void overlapping_output(Random* random, Call* call) {
-  int slot = 0;
+  size_t slot = 0;
   Argument& argument = any_output(random, call, &slot);
   *call->slots[slot] = &argument.tensor;
   for (int axis = 0; axis < argument.rank; ++axis) argument.strides[axis] = argument.stride(axis);
@@ -213,14 +215,14 @@ void far_offset(Random* random, Call* call) {
 
 // One tensor in the place of another.
 void swapped(Random* random, Call* call) {
-  const int64_t from = random->below(call->count());
-  const int64_t to = random->below(call->count());
+  const auto from = static_cast<size_t>(random->below(call->count()));
+  const auto to = static_cast<size_t>(random->below(call->count()));
   *call->slots[to] = &call->arguments[from]->tensor;
 }
 
 // An output in the memory of another argument: at its beginning, within it, or just beside it.
 void output_elsewhere(Random* random, Call* call) {
-  int slot = 0;
+  size_t slot = 0;
   Argument& output = any_output(random, call, &slot);
   *call->slots[slot] = &output.tensor;
   const Argument& other = any_argument(random, call);

@@ -46,7 +46,7 @@ void describe(const Call& call) {
   std::fprintf(stderr, " q_scale=%p k_scale=%p v_scale=%p sequences=%p\n",
                static_cast<const void*>(p.q_scale), static_cast<const void*>(p.k_scale),
                static_cast<const void*>(p.v_scale), static_cast<const void*>(p.sequences));
-  for (int i = 0; i < call.count(); ++i) {
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
     const flashmoe_tensor* t = *call.slots[i];
     std::fprintf(stderr, "  %-3s", call.arguments[i]->name);
     if (t == nullptr) {
@@ -107,7 +107,7 @@ void expect_refusal(const Call& call, const Judgement& judgement, flashmoe_statu
 }
 
 void expect_memory_unchanged(const Call& call) {
-  for (int i = 0; i < call.count(); ++i) EXPECT(call, call.arguments[i]->unchanged());
+  for (const Argument* argument : call.arguments) EXPECT(call, argument->unchanged());
 }
 
 // An element's bytes become what they were before the call.
@@ -162,7 +162,12 @@ void expect_output(Call* call) {
           weight[static_cast<size_t>(j)] = logit;
           largest = std::fmax(largest, logit);
         }
-        double sum = 0;
+        double sink = -HUGE_VAL;
+        if (p.sinks != nullptr) {
+          sink = load(call->sinks.element(h, 0, 0, 0), call->sinks.tensor.dtype);
+          largest = std::fmax(largest, sink);
+        }
+        double sum = sink == -HUGE_VAL ? 0 : std::exp(sink - largest);
         for (int64_t j = 0; j < e.seq_k; ++j) {
           double& w = weight[static_cast<size_t>(j)];
           w = sees[static_cast<size_t>(j)] ? std::exp(w - largest) : 0.0;
@@ -374,7 +379,7 @@ void run(Random* random, Call* call) {
 
   // Valid, but perhaps of memory that is not there: then planning is all that can be asked for.
   bool backed = true;
-  for (int i = 0; i < call->count(); ++i) {
+  for (size_t i = 0; i < call->arguments.size(); ++i) {
     const bool own = *call->slots[i] == &call->arguments[i]->tensor;
     backed = backed && (*call->slots[i] == nullptr || (own && call->arguments[i]->backed()));
   }

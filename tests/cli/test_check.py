@@ -247,7 +247,7 @@ def test_passes_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         assert "cpu" not in launch["kernel"]
     cases = document["checks"][4]["details"]["cases"]
     named = {c["kernel"] for c in cases} - {""}
-    assert {"stream", "sm89"} <= named | set(document["checks"][4]["details"]["refused"])
+    assert {"sm89_few_tokens", "sm89"} <= named | set(document["checks"][4]["details"]["refused"])
     assert named
     assert all(c["family"] == c["kernel"] for c in cases if c["kernel"])
     assert "cpu" not in {c["family"] for c in cases}

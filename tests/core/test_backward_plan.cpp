@@ -129,9 +129,12 @@ void each_argument_is_checked() {
     spoil(&call);
     return call.failure();
   };
-  CHECK(failure([](Call* c) { c->params.dout = nullptr; }) == "dout: got a null tensor, it is required");
-  CHECK(failure([](Call* c) { c->params.lse = nullptr; }) == "lse: got a null tensor, it is required");
-  CHECK(failure([](Call* c) { c->params.out = nullptr; }) == "out: got a null tensor, it is required");
+  CHECK(failure([](Call* c) { c->params.dout = nullptr; }) ==
+        "dout: got a null tensor, it is required");
+  CHECK(failure([](Call* c) { c->params.lse = nullptr; }) ==
+        "lse: got a null tensor, it is required");
+  CHECK(failure([](Call* c) { c->params.out = nullptr; }) ==
+        "out: got a null tensor, it is required");
   CHECK(failure([](Call* c) { c->params.dq = c->params.dk = c->params.dv = nullptr; }) ==
         "dq: got a null tensor, as dk and dv did; one of them at least is required");
   CHECK(failure([](Call* c) { c->params.accumulate = 2; }) ==

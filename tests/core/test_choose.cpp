@@ -259,7 +259,7 @@ int main(int argc, char** argv) {
   using namespace flashmoe;
   const std::string arch = argc > 1 ? argv[1] : "";
   if (arch == "b") the_environment_names_a_family_of_gpus();
-  if (arch == "stream") the_environment_may_name_another_operations();
+  if (arch == "sm89_few_tokens") the_environment_may_name_another_operations();
   if (arch == "sm1") the_environment_names_nothing_that_is_built();
   if (!arch.empty()) return 0;
   the_least_time_wins();

@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <list>
 #include <random>
 #include <string>
 #include <thread>
@@ -189,8 +190,8 @@ void every_byte_counts(size_t addresses) {
 }
 
 void every_byte_of_a_problem_counts() {
-  every_byte_counts<AttentionProblem>(5);
-  every_byte_counts<AttentionBackwardProblem>(10);
+  every_byte_counts<AttentionProblem>(6);
+  every_byte_counts<AttentionBackwardProblem>(11);
   every_byte_counts<MoeRouteProblem>(11);
   every_byte_counts<MoeForwardProblem>(13);
   every_byte_counts<GroupedProductProblem>(6);
@@ -255,8 +256,8 @@ flashmoe_status launch(const Problem& problem, const Plan& plan, void*, void*) {
   return FLASHMOE_OK;
 }
 
-constexpr char kShort[] = "short";
-constexpr char kStream[] = "stream";
+constexpr char kFewRows[] = "sm89_few_rows";
+constexpr char kFewTokens[] = "sm89_few_tokens";
 constexpr char kSm90[] = "sm90";
 constexpr char kSm89[] = "sm89";
 constexpr char kCuda[] = "cuda";
@@ -270,7 +271,7 @@ constexpr Family<Problem> family() {
 
 }  // namespace
 
-const AttentionFamily kShortAttention = family<AttentionProblem, kShort, Kind::kFew>();
+const AttentionFamily kSm89FewRowsAttention = family<AttentionProblem, kFewRows, Kind::kFew>();
 const AttentionFamily kSm90Attention = family<AttentionProblem, kSm90, Kind::kMany>();
 const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMany>();
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
@@ -280,7 +281,8 @@ const AttentionBackwardFamily kCpuAttentionBackward =
     family<AttentionBackwardProblem, kCpu, Kind::kHost>();
 const MoeRouteFamily kCudaMoeRoute = family<MoeRouteProblem, kCuda, Kind::kMany>();
 const MoeRouteFamily kCpuMoeRoute = family<MoeRouteProblem, kCpu, Kind::kHost>();
-const MoeForwardFamily kStreamMoeForward = family<MoeForwardProblem, kStream, Kind::kFew>();
+const MoeForwardFamily kSm89FewTokensMoeForward =
+    family<MoeForwardProblem, kFewTokens, Kind::kFew>();
 const MoeForwardFamily kSm90MoeForward = family<MoeForwardProblem, kSm90, Kind::kMany>();
 const MoeForwardFamily kSm89MoeForward = family<MoeForwardProblem, kSm89, Kind::kMany>();
 const MoeForwardFamily kCpuMoeForward = family<MoeForwardProblem, kCpu, Kind::kHost>();
@@ -395,6 +397,21 @@ struct Attention : AnyCall<flashmoe_attention_forward_params> {
     tensors[kLse].given = false;
   }
 };
+
+// Of two heads.
+const flashmoe_tensor* sinks_of(flashmoe_dtype dtype, int64_t stride, uintptr_t address = kData) {
+  static int64_t shape[1] = {2};
+  static std::list<Tensor> all;
+  Tensor& sinks = all.emplace_back();
+  sinks.view.data = reinterpret_cast<void*>(address);
+  sinks.view.device = {FLASHMOE_DEVICE_CUDA, 0};
+  sinks.view.ndim = 1;
+  sinks.view.dtype = dtype;
+  sinks.view.shape = shape;
+  sinks.strides[0] = stride;
+  sinks.view.strides = sinks.strides;
+  return &sinks.view;
+}
 
 struct Route : AnyCall<flashmoe_moe_route_params> {
   using Problem = MoeRouteProblem;
@@ -598,6 +615,11 @@ void a_launch_gets_the_addresses_of_its_call() {
           p.out.data == call[Attention::kOut].view.data);
     CHECK(p.lse == (with_lse ? call[Attention::kLse].view.data : nullptr));
   }
+  call.params.sinks = sinks_of(kFloat, 1);
+  planned(call);
+  call.params.sinks = sinks_of(kFloat, 1, kData + 64);
+  CHECK(!planned(call));
+  CHECK(launched.as<AttentionProblem>().sinks.data == call.params.sinks->data);
 }
 
 void a_query_of_the_workspace_plans_for_the_call() {
@@ -675,6 +697,9 @@ void attention_calls_are_told_apart() {
                [](C* c) { c->kernel = "sm90"; },
                [](C* c) { c->put_on({FLASHMOE_DEVICE_CUDA, 1}); },
                [](C* c) { c->retype(kHalf, kBf16); },
+               [](C* c) { c->params.sinks = sinks_of(kFloat, 1); },
+               [](C* c) { c->params.sinks = sinks_of(kFloat, -3); },
+               [](C* c) { c->params.sinks = sinks_of(kHalf, 1); },
                [](C* c) { (*c)[C::kLse].given = true; },
                [](C* c) {
                  (*c)[C::kLse].given = true;
@@ -776,7 +801,7 @@ void layers_are_told_apart() {
                [](C* c) { c->params.up_offset = 1.0f; },
                [](C* c) { c->params.weight_on_input = 1; },
                [](C* c) { c->kernel = "sm89"; },
-               [](C* c) { c->kernel = "stream"; },
+               [](C* c) { c->kernel = "sm89_few_tokens"; },
                [](C* c) { c->retype(kHalf, kBf16); },
                [](C* c) { c->put_on({FLASHMOE_DEVICE_CUDA, 1}); },
                [](C* c) { (*c)[C::kGateUpBias].set({8, 32}, kFloat); },
@@ -1058,20 +1083,20 @@ void fp32_is_for_the_cpu() {
 void the_least_time_serves_a_call() {
   Attention few(3, 200);
   CHECK(planned(few));
-  CHECK(launched.family == "short");
+  CHECK(launched.family == "sm89_few_rows");
   CHECK(planned(Attention(1000, 200)));
   CHECK(launched.family == "sm90");  // the first of two that take as long
   CHECK(planned(Forward(3)));
-  CHECK(launched.family == "stream");
+  CHECK(launched.family == "sm89_few_tokens");
   CHECK(planned(Forward(501)));
   CHECK(launched.family == "sm90");
   flashmoe_plan plan = flashmoe_plan_init();
   CHECK(flashmoe_attention_forward_plan(few.ready(), &plan) == FLASHMOE_OK);
   CHECK(std::strcmp(plan.operation, "attention_forward") == 0);
-  CHECK(std::strcmp(plan.family, "short") == 0 && plan.microseconds == 131);
+  CHECK(std::strcmp(plan.family, "sm89_few_rows") == 0 && plan.microseconds == 131);
   CHECK(std::strcmp(plan.rejected,
-                    "sm90: takes 500.0 us by its estimate, short 131.0 us\n"
-                    "sm89: takes 500.0 us by its estimate, short 131.0 us\n"
+                    "sm90: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
+                    "sm89: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
                     "cpu: the tensors are on cuda:0, it computes on the CPU\n") == 0);
 }
 
@@ -1244,7 +1269,7 @@ void threads_know_their_own_calls() {
         CHECK(p.q.data == call[Attention::kQ].view.data &&
               p.out.data == call[Attention::kOut].view.data);
         CHECK(p.seq_q == call[Attention::kQ].shape[1]);
-        CHECK(launched.family == (round % 3 == 1 ? "short" : "sm90"));
+        CHECK(launched.family == (round % 3 == 1 ? "sm89_few_rows" : "sm90"));
       }
     });
   }

@@ -98,6 +98,49 @@ def test_tanh_is_accurate_relative_to_its_value(isa_library: ctypes.CDLL, dtype:
         np.testing.assert_allclose(lse[0, 0], exact, rtol=1e-6)
 
 
+SINKS = {
+    "normal": [0.4, -1.3, 0.9, 2.2],
+    "low": [-40.0, -60.0, -30.0, -1e30],
+    "high": [40.0, 60.0, 30.0, 1e30],
+    "infinite": [np.inf, -np.inf, 0.0, -np.inf],
+}
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("kind", SINKS)
+def test_sinks(isa_library: ctypes.CDLL, dtype: str, kind: str) -> None:
+    rng = np.random.default_rng(7)
+    q = normal(rng, (2, 300, 4, 40), capi.DTYPES[dtype])
+    k, v = (normal(rng, (2, 270, 2, dim), q.dtype) for dim in (40, 72))
+    for of in (np.dtype(np.float32), q.dtype):
+        spread = np.full(12, np.nan, of)
+        spread[1::3] = SINKS[kind]
+        sinks = spread[1::3]
+        how = {"sinks": sinks}
+        run_and_check(isa_library, q, k, v, **how)
+        # Rows 0 to 29 see no key.
+        run_and_check(isa_library, q, k, v, causal="bottom_right", softcap=3.0, **how)
+        run_and_check(isa_library, q, k, v, window=(20, 3), scale=2.0, **how)
+        run_and_check(isa_library, q[:, :1], k, v, **how)
+        run_and_check(isa_library, q[:, :3], k[:, :0], v[:, :0], **how)
+
+
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+def test_a_sink_and_scores_of_minus_infinity(library: ctypes.CDLL, dtype: str) -> None:
+    """Keys that weigh nothing leave all to a sink, and without one 0 / 0."""
+    q = np.ones((1, 1, 1, 8), capi.DTYPES[dtype])
+    k = np.full((1, 3, 1, 8), -np.inf, q.dtype)
+    v = np.ones_like(k)
+    for sink, out, lse in ((2.0, 0.0, 2.0), (-np.inf, np.nan, -np.inf), (np.inf, 0.0, np.inf)):
+        sinks = np.array([sink], np.float32)
+        got = capi.attention(q, k, v, sinks=sinks, lib=library)
+        np.testing.assert_array_equal(got[0].astype(np.float32), np.full((1, 1, 1, 8), out))
+        np.testing.assert_array_equal(got[1], [[[lse]]])
+    got = capi.attention(q, v, v, sinks=np.array([np.nan], np.float32), lib=library)
+    assert np.isnan(got[0].astype(np.float32)).all()
+    assert np.isnan(got[1]).all()
+
+
 @pytest.mark.parametrize("dtype", capi.DTYPES)
 def test_a_high_softcap_changes_nothing(isa_library: ctypes.CDLL, dtype: str) -> None:
     rng = np.random.default_rng(6)
@@ -137,6 +180,7 @@ def test_scale(isa_library: ctypes.CDLL, dtype: str, scale: float) -> None:
     left=st.none() | st.integers(0, 350),
     right=st.none() | st.integers(0, 350),
     softcap=st.sampled_from([None, None, 0.5, 50.0]),
+    sink=st.none() | st.floats(-90, 90, width=16),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_shape(
@@ -152,6 +196,7 @@ def test_any_shape(
     left: int | None,
     right: int | None,
     softcap: float | None,
+    sink: float | None,
     seed: int,
 ) -> None:
     window = (left, right if causal == "none" else None)
@@ -160,15 +205,15 @@ def test_any_shape(
     q = normal(rng, (batch, seq_q, heads_kv * group, dim), capi.DTYPES[dtype])
     k = normal(rng, (batch, seq_k, heads_kv, dim), capi.DTYPES[dtype])
     v = normal(rng, (batch, seq_k, heads_kv, dim_v), capi.DTYPES[dtype])
+    sinks = None
+    if sink is not None:
+        sinks = sink + rng.standard_normal(heads_kv * group, dtype=np.float32)
+    how = {"causal": causal, "window": window, "softcap": softcap, "sinks": sinks}
     if layout == "bshd":
-        out, lse = capi.attention(q, k, v, causal=causal, window=window, softcap=softcap)
+        out, lse = capi.attention(q, k, v, **how)
     else:
         out, lse = capi.attention(
-            *(x.transpose(0, 2, 1, 3) for x in (q, k, v)),
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            layout="bhsd",
+            *(x.transpose(0, 2, 1, 3) for x in (q, k, v)), **how, layout="bhsd"
         )
         out = out.transpose(0, 2, 1, 3)
-    assert_accurate(out, lse, q, k, v, causal, window=window, softcap=softcap)
+    assert_accurate(out, lse, q, k, v, **how)

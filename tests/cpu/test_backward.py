@@ -513,15 +513,18 @@ def test_fp64(library: ctypes.CDLL, options: dict[str, Any], seq: tuple[int, int
     ],
     ids=str,
 )
-def test_gradcheck(library: ctypes.CDLL, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_gradcheck(library: ctypes.CDLL, options: dict[str, Any], with_sinks: bool) -> None:
     """Every derivative, of a loss of out and lse, beside differences of the forward in fp64."""
     rng = np.random.default_rng(17)
     case = Case(
         rng, FP64, seq=(7, 9), heads=(2, 1), dims=(8, 16), dlse=True, lib=library, **options
     )
+    sinks = np.array([0.5, 3.0]) if with_sinks else None
+    case.out, case.lse = capi.attention(case.q, case.k, case.v, lib=library, sinks=sinks, **options)
 
     def loss() -> float:
-        out, lse = capi.attention(case.q, case.k, case.v, lib=library, **options)
+        out, lse = capi.attention(case.q, case.k, case.v, lib=library, sinks=sinks, **options)
         seen = np.isfinite(lse)
         return float((out * case.dout).sum() + (lse[seen] * case.dlse[seen]).sum())
 

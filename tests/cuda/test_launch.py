@@ -10,7 +10,7 @@ from installations import ROOT, checked, require_cuda_headers, require_tool
 
 # Of each family, by its folder, the kernels that the programs know.
 ENTRIES = {
-    "attention/short": ("fp16_d64_dv64_r8",),
+    "attention/sm89_few_rows": ("fp16_d64_dv64_r8",),
     "attention/sm89": ("fp16_d64_dv64",),
     "attention/sm90": ("fp16_d64_dv64", "split_kv_fp16_d64_dv64"),
     "attention/sm90_backward": ("fp16_d64_dv64", "bf16_d64_dv64", "bf16_d128_dv128"),
@@ -21,8 +21,8 @@ ENTRIES = {
         *("bf16_gated_interleaved", "bf16_up", "bf16_up_t", "bf16_down", "bf16_down_t"),
         *("bf16_down_short", "bf16_down_middle"),
     ),
-    "moe/stream": ("bf16_t1_n8", "bf16_t2_n16"),
-    "moe/stream/bulk": ("bf16_bulk",),
+    "moe/sm89_few_tokens": ("bf16_t1_n8", "bf16_t2_n16"),
+    "moe/sm90_few_tokens": ("bf16_bulk",),
 }
 CORE = (
     *("checks", "choose", "dtype", "launch", "log", "operation", "overlap", "per_thread", "status"),
@@ -40,7 +40,7 @@ MOE_FAMILIES = (
     "cuda/tensor_map.cpp",
     "tests/cuda/host/made_up_moe.cpp",
 )
-MOE_STREAM = ("cuda/moe/stream/family.cpp", "tests/cuda/host/made_up_stream.cpp")
+MOE_FEW_TOKENS = ("cuda/moe/sm89_few_tokens/family.cpp", "tests/cuda/host/made_up_few_tokens.cpp")
 ATTENTION_BASE = (
     *(f"core/{name}.cpp" for name in CORE),
     *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "tensor_map")),
@@ -50,7 +50,7 @@ ATTENTION_BASE = (
 ATTENTION = (
     *ATTENTION_BASE,
     "core/ops/attention/forward.cpp",
-    *(f"cuda/attention/{family}/family.cpp" for family in ("short", "sm89", "sm90")),
+    *(f"cuda/attention/{family}/family.cpp" for family in ("sm89_few_rows", "sm89", "sm90")),
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("l2_swizzle", "split_kv", "split_kv_cost")),
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("stream_k", "whole_tiles")),
 )
@@ -79,14 +79,14 @@ SOURCES = {
         "cuda/moe/combine/stage.cpp",
     ),
     "test_moe_limits": (*MOE_CORE, *MOE_CUDA, *MOE_FAMILIES),
-    "test_moe_few": (*MOE_CORE, *MOE_CUDA, *MOE_STREAM),
+    "test_moe_few": (*MOE_CORE, *MOE_CUDA, *MOE_FEW_TOKENS),
     "test_moe_calls": (
         *MOE_CORE,
         *(f"core/{name}.cpp" for name in ("choose", "ops/moe/grouped_product", "ops/moe/checks")),
         *(f"core/{name}.cpp" for name in ("ops/moe/forward", "operation", "overlap")),
         *MOE_CUDA,
         *MOE_FAMILIES,
-        *MOE_STREAM,
+        *MOE_FEW_TOKENS,
     ),
 }
 OPTIONS = (
@@ -103,7 +103,7 @@ LINK = {"test_launch": ("-Wl,--wrap=aligned_alloc",)}
 
 # Those of test_choice, where they are others.
 CHOICE_ENTRIES = {
-    "attention/short": (
+    "attention/sm89_few_rows": (
         "bf16_d64_r8",
         "bf16_d64_r16",
         "bf16_d64_r32",

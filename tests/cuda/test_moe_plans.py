@@ -22,8 +22,14 @@ _CORE = (
     *("checks", "choose", "dtype", "launch", "log", "operation", "overlap", "per_thread", "status"),
     *(f"ops/moe/{name}" for name in ("checks", "forward", "grouped_product", "route")),
 )
-_CUDA = ("device", "gpu_models", "launch", "tensor_map", "moe/combine/stage",
-         *(f"moe/{family}/family" for family in ("route", "sm89", "sm90", "stream")))  # fmt: skip
+_CUDA = (
+    "device",
+    "gpu_models",
+    "launch",
+    "tensor_map",
+    "moe/combine/stage",
+    *(f"moe/{family}/family" for family in ("route", "sm89", "sm89_few_tokens", "sm90")),
+)
 _HOST = ("fake_cuda", "moe_kernels")
 _OPTIONS = (
     *("-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-pthread"),
@@ -39,10 +45,10 @@ def _instances() -> dict[str, list[tuple[str, ...]]]:
         "route": [("ROUTE", f"key{bits}_e{32 * per_lane}", str(per_lane), str(bits))
                   for per_lane in moe_kernels.experts_per_lane() for bits in (32, 64)],
     }  # fmt: skip
-    for folder in ("sm89", "sm90", "stream", "stream/bulk"):
-        variable = f"FLASHMOE_MOE_{folder.upper().replace('/', '_')}_KERNELS"
+    for folder in ("sm89", "sm90", "sm89_few_tokens", "sm90_few_tokens"):
+        variable = f"FLASHMOE_MOE_{folder.upper()}_KERNELS"
         made[folder] = [
-            (folder.rpartition("/")[2].upper(), f"{dtype}{suffix}", ELEMENTS[dtype], *arguments)
+            (folder.upper(), f"{dtype}{suffix}", ELEMENTS[dtype], *arguments)
             for *arguments, suffix in moe_kernels.entries(variable)
             for dtype in kernels.DTYPES
         ]

@@ -18,15 +18,15 @@ import sass
 from kernels import Kernel
 
 _FUNCTION = re.compile(
-    r"\d(sm\d\d|short)(?:_rows)?\d\dattention_forward_kernelI.*?Traits"
+    r"\d(sm\d\d(?:_few_rows)?)\d\dattention_forward_kernelI.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
 )
 # The second kernel of the families that split keys, of which each kernel has its own.
 _SUM = re.compile(
-    r"\dattention_combine_kernelINS_\d+(sm90|short)(?:_rows)?8SplitRowI.*?Traits"
+    r"\dattention_combine_kernelINS_\d+?(sm\d\d(?:_few_rows)?)8SplitRowI.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
 )
-_ANYWHERE = ("sm89", "short")  # families that are compiled for every architecture
+_ANYWHERE = ("sm89", "sm89_few_rows")  # families that are compiled for every architecture
 
 
 @pytest.fixture(scope="module")
@@ -196,17 +196,17 @@ def test_roles_divide_the_registers(family: str, instructions: dict[Code, Counte
         sass.check_roles_divide_the_registers(code, opcodes)
 
 
-def test_short_products_are_mma_sync(instructions: dict[Code, Counter[str]]) -> None:
-    for code, opcodes in _of(instructions, "short").items():
+def test_few_rows_products_are_mma_sync(instructions: dict[Code, Counter[str]]) -> None:
+    for code, opcodes in _of(instructions, "sm89_few_rows").items():
         sass.check_mma_sync(code, opcodes, code.kernel.dtype)
         # Its K and V fragments need nothing but pairing, and its probabilities a transposition.
         assert sass.count(opcodes, "MOVM") > 0, f"{code}: probabilities are not transposed"
 
 
-def test_short_keys_and_values_go_straight_to_registers(
+def test_few_rows_keys_and_values_go_straight_to_registers(
     instructions: dict[Code, Counter[str]],
 ) -> None:
-    for code, opcodes in _of(instructions, "short").items():
+    for code, opcodes in _of(instructions, "sm89_few_rows").items():
         for name in ("LDGSTS", "LDSM", "UTMALDG", "UBLKCP"):
             assert sass.count(opcodes, name) == 0, f"{code}: {name}"
         # 16 bytes each; smaller ones are of masked_row_fallback, an element at a time.
@@ -219,11 +219,11 @@ def test_short_keys_and_values_go_straight_to_registers(
         assert all(name.endswith(".128") for name in loads if ".NA." in name), f"{code}: {loads}"
 
 
-def test_short_blocks_share_keys_where_there_are_clusters(
+def test_few_rows_blocks_share_keys_where_there_are_clusters(
     instructions: dict[Code, Counter[str]],
 ) -> None:
     """Their barrier, and stores to one another."""
-    for code, opcodes in _of(instructions, "short").items():
+    for code, opcodes in _of(instructions, "sm89_few_rows").items():
         for name in ("UCGABAR_ARV", "UCGABAR_WAIT", "STAS"):
             assert (sass.count(opcodes, name) > 0) == sass.is_hopper(code.arch), (
                 f"{code}: {name}: {opcodes}"
@@ -235,7 +235,7 @@ def test_kernels_that_split_keys_have_another_for_the_parts(
 ) -> None:
     """Parts of 16 bytes, several on their way at a time; no product but of rows computed again."""
     split = {code for code in instructions if code.kernel.family == "sm90_split_kv"}
-    assert set(sums) == split | set(_of(instructions, "short"))
+    assert set(sums) == split | set(_of(instructions, "sm89_few_rows"))
     for code, opcodes in sums.items():
         parts = sum(n for name, n in opcodes.items() if re.match(r"LDG\.E\..*128", name))
         assert parts >= 4, f"{code}: {opcodes}"
@@ -291,10 +291,16 @@ _MOE_KERNELS = {
     "route_once_kernel": ["moe_route_once_key32_e128"],
     "route_choose_kernel": ["moe_route_choose_key32_e128"],
     "route_place_kernel": ["moe_route_place"],
-    "moe_up_kernel": ["moe_up_stream_fp16_gated", "moe_up_stream_bf16_gated"],
-    "moe_down_kernel": ["moe_down_stream_fp16", "moe_down_stream_bf16"],
-    "moe_up_bulk_kernel": ["moe_up_stream_fp16_bulk_gated", "moe_up_stream_bf16_bulk_gated"],
-    "moe_down_bulk_kernel": ["moe_down_stream_fp16_bulk", "moe_down_stream_bf16_bulk"],
+    "moe_up_kernel": ["moe_up_sm89_few_tokens_fp16_gated", "moe_up_sm89_few_tokens_bf16_gated"],
+    "moe_down_kernel": ["moe_down_sm89_few_tokens_fp16", "moe_down_sm89_few_tokens_bf16"],
+    "moe_up_bulk_kernel": [
+        "moe_up_sm90_few_tokens_fp16_bulk_gated",
+        "moe_up_sm90_few_tokens_bf16_bulk_gated",
+    ],
+    "moe_down_bulk_kernel": [
+        "moe_down_sm90_few_tokens_fp16_bulk",
+        "moe_down_sm90_few_tokens_bf16_bulk",
+    ],
     "moe_combine_kernel": ["moe_combine_fp16"],
     "grouped_product_kernel": ["grouped_product_sm89_fp16"],
 }
@@ -326,7 +332,7 @@ def test_plans_for_models_know_the_shared_memory_of_combining(architectures: lis
         assert _stated(name)[0] == used["SHARED"] - reserved, (arch, name)
 
 
-def test_plans_for_models_know_how_many_short_blocks_fit(
+def test_plans_for_models_know_how_many_few_row_blocks_fit(
     resources: dict[Code, dict[str, int]],
 ) -> None:
     """Of a quarter of a multiprocessor, which has registers for so many warps."""
@@ -336,6 +342,6 @@ def test_plans_for_models_know_how_many_short_blocks_fit(
 
     for code, used in resources.items():
         kernel = code.kernel
-        if kernel.family == "short":
-            name = f"attention_forward_short_{kernel.dtype}_d{kernel.dim}_dv{kernel.dim_v}"
+        if kernel.family == "sm89_few_rows":
+            name = f"attention_forward_sm89_few_rows_{kernel.dtype}_d{kernel.dim}_dv{kernel.dim_v}"
             assert warps(used["REG"]) == warps(_stated(f"{name}_r{kernel.tuning}")[1]), code

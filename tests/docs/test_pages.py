@@ -97,7 +97,7 @@ def test_a_sentence_without_a_program_is_in_the_sources(sentence: str) -> None:
     form = re.sub(r"^sm89: ", "", sentence)  # a family, before its reason
     form = re.sub(r"^(q|k|kernel): ", "…: ", form)
     form = re.sub(r"cuda:0|(?<=is on )cpu|\b0 CUDA devices", "…", form)
-    form = form.replace("but q is", "but … is")
+    form = form.replace("but q is", "but … is").replace("of dtype fp32, ", "of dtype …")
     for piece in form.split("…"):
         assert piece.strip() in text, piece
 

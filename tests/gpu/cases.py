@@ -21,6 +21,7 @@ DIMS = tuple(range(8, 257, 8))
 HEADS = ((1, 1), (2, 2), (5, 5), (8, 8), (3, 1), (8, 1), (4, 2), (6, 3), (8, 2), (16, 4))
 VALUES = ("normal", "normal", "normal", "peaked", "huge", "tiny", "equal", "rising", "falling",
           "buried")  # fmt: skip
+SINKS = ("normal", "low", "high", "infinite")
 MOST_SCORES = 2**24  # batch * heads_q * seq_q * seq_k of a random case
 
 _CONTIGUOUS = memory.contiguous(4)
@@ -43,6 +44,8 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     scale: float | None = None
     softcap: float | None = None
+    sinks: str | None = None
+    """A kind of them: one of SINKS."""
     values: str = "normal"
     kernel: str | None = None
     entry: str = "python"
@@ -56,6 +59,7 @@ class Case:
             f"-h{self.heads_q}x{self.heads_kv}-d{self.dim}x{self.dim_v}-{self.causal}"
             f"{'' if self.window is None else '-w{}x{}'.format(*self.window)}"
             f"{'' if self.softcap is None else f'-cap{self.softcap:g}'}"
+            f"{'' if self.sinks is None else f'-{self.sinks}-sinks'}"
             f"-{self.layout}-{self.values}-{self.entry}"
         )
 
@@ -139,6 +143,8 @@ def random_case(seed: int, kernels: tuple[str | None, ...] = (None,)) -> Case:
         case = dataclasses.replace(case, window=(left, right))
     if rng.random() < 0.25:
         case = dataclasses.replace(case, softcap=rng.choice((0.5, 5.0, 30.0, 1e3)))
+    if rng.random() < 0.25:
+        case = dataclasses.replace(case, sinks=rng.choice(SINKS))
     return case
 
 
@@ -209,6 +215,24 @@ def make_values(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, to
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def make_sinks(case: Case, device: str) -> torch.Tensor | None:
+    """[heads_q], every third element of memory that is NaN elsewhere; fp32 or the case's dtype."""
+    if case.sinks is None:
+        return None
+    generator = torch.Generator().manual_seed(case.seed)
+    values = torch.randn(case.heads_q, generator=generator)
+    if case.sinks in ("low", "high"):
+        values = values + {"low": -50.0, "high": 50.0}[case.sinks]
+    elif case.sinks == "infinite":
+        values[::2] = torch.inf
+        values[::3] = -torch.inf
+    dtype = torch.float32 if case.seed % 2 else DTYPES[case.dtype]
+    memory_ = torch.full((3 * case.heads_q + 2,), torch.nan, dtype=dtype, device=device)
+    sinks = memory_[2:-1:3]
+    sinks.copy_(values)
+    return sinks
+
+
 def place_case(case: Case, device: str) -> tuple[Placed, Placed, Placed]:
     """q, k and v where the case has them, NaN all around."""
     q, k, v = (
@@ -235,15 +259,21 @@ def place_outputs(case: Case, device: str) -> tuple[Placed, Placed]:
 
 def run_case(case: Case, q: Placed, k: Placed, v: Placed, out: Placed, lse: Placed) -> None:
     options = {"layout": case.layout, "scale": case.scale, **case.mask}
+    sinks = make_sinks(case, str(q.view.device))
     if case.entry == "c":
         views = (q.raw(), k.raw(), v.raw(), out.raw(), lse.raw())
-        memory.call(*views, **options | {"causal": case.causal}, kernel=case.kernel)
+        given = None
+        if sinks is not None:
+            given = memory.raw_tensor(sinks, sinks.data_ptr(), sinks.shape, sinks.stride())
+        options |= {"causal": case.causal, "sinks": given}
+        memory.call(*views, **options, kernel=case.kernel)
         return
     result = fm.flash_attention(
         q.view,
         k.view,
         v.view,
         **options,
+        sinks=sinks,
         return_lse=True,
         out=out.view,
         lse=lse.view,
@@ -276,6 +306,7 @@ def check_case(case: Case, device: str) -> None:
         window=case.window,
         scale=case.scale,
         softcap=case.softcap,
+        sinks=make_sinks(case, device),
         layout=case.layout,
         lse_slack=oracle.logit_rounding(q, k, case.scale) if case.values == "huge" else 0.0,
     )

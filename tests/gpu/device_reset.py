@@ -46,7 +46,7 @@ LIMIT_S = 200
 ATTENTION = {
     "sm89": Options(70, 330, 2, 1, "bottom_right"),
     "sm90_whole_tiles": Options(130, 330, 2, 1, "bottom_right"),
-    "short": Options(1, 1100, 8, 2, "bottom_right", "bhsd"),
+    "sm89_few_rows": Options(1, 1100, 8, 2, "bottom_right", "bhsd"),
     "sm90_split_kv": Options(5, 9000, 4, 1, "bottom_right"),
 }
 LAYER = Case(tokens=24, hidden=392, inner=392, experts=8, top_k=2)

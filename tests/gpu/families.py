@@ -13,13 +13,13 @@ _NEEDS_CAPABILITY = dict.fromkeys(
     kernels.COPY_ENGINE, (9, 0)
 )  # of the families that run on one alone
 # Of a block, and the most shared memory that one may have.
-THREADS = {"short": (32, 64, 128, 256), "sm90_split_kv": (384, 512),
+THREADS = {"sm89_few_rows": (32, 64, 128, 256), "sm90_split_kv": (384, 512),
            "sm90_whole_tiles": (384, 512),
            "sm89": (128, 256)}  # fmt: skip
-SHARED_BYTES = {"short": 99 * 1024, "sm90_split_kv": 227 * 1024, "sm90_whole_tiles": 227 * 1024,
-                "sm89": 99 * 1024}  # fmt: skip
+SHARED_BYTES = {"sm89_few_rows": 99 * 1024, "sm90_split_kv": 227 * 1024,
+                "sm90_whole_tiles": 227 * 1024, "sm89": 99 * 1024}  # fmt: skip
 # Of kernels, where it is not the family's name.
-NAMESPACES = {"short": "short_rows", **dict.fromkeys(kernels.COPY_ENGINE, "sm90")}
+NAMESPACES = dict.fromkeys(kernels.COPY_ENGINE, "sm90")
 REGISTERS = 65536  # of a multiprocessor
 
 
@@ -50,7 +50,8 @@ def of_plan(plan: fm.AttentionPlan) -> str:
 
 def blocks(case: Case, plan: fm.AttentionPlan) -> int:
     """Of the grid that a case needs with the planned tile."""
-    if plan.family == "short":  # tiles of all query heads that share keys, a cluster for each
+    # Tiles of all query heads that share keys, a cluster for each.
+    if plan.family == "sm89_few_rows":
         rows = case.seq_q * case.heads_q // case.heads_kv
         tiles = -(-rows // plan.tile_q) * case.batch * case.heads_kv
         return tiles * (parts(case, plan) or plan.cluster)
@@ -111,4 +112,4 @@ def _stream_k_blocks(case: Case, plan: fm.AttentionPlan) -> int:
 
 def of_many_rows() -> str:
     """The family of long calls that name none, if it can walk their strides."""
-    return next(kernels.family_of(family) for family in serving() if family != "short")
+    return next(kernels.family_of(family) for family in serving() if family != "sm89_few_rows")

@@ -149,12 +149,14 @@ def call(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: capi.Tensor | None = None,
     kernel: str | None = None,
 ) -> None:
     """flashmoe_attention_forward on torch's current stream. Raises capi.FlashmoeError."""
     lib = capi.load()
     params = capi.AttentionForwardParams(struct_size=c.sizeof(capi.AttentionForwardParams))
-    for name, view in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items():
+    views = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "sinks": sinks}
+    for name, view in views.items():
         if view is not None:
             setattr(params, name, c.pointer(view))
     params.layout = capi.LAYOUTS[layout]

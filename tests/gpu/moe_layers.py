@@ -15,7 +15,7 @@ from gpu.memory import Placed, Placement
 from moe_cases import Case
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-FAMILIES = ("stream", "sm90", "sm89")  # of GPU kernels that compute layers
+FAMILIES = ("sm89_few_tokens", "sm90", "sm89")  # of GPU kernels that compute layers
 DEVICE = "cuda:0"
 
 

@@ -69,25 +69,29 @@ def _rows_of_attention(
     seen: torch.Tensor,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor,
     rounded: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, rows, dim] against [n, seq_k, dim]; every step rounded to a dtype."""
+    """[n, rows, dim] against [n, seq_k, dim] and sinks [n]; every step rounded to a dtype."""
 
     def round_(x: torch.Tensor) -> torch.Tensor:
         low = x.to(rounded).to(x.dtype)
         return torch.where(torch.isinf(low), x, low)  # fp16 ends at 65504: no error to allow for
 
     if k.shape[1] == 0:
-        lse = torch.full(q.shape[:2], -torch.inf, dtype=q.dtype, device=q.device)
+        lse = sinks[:, None].expand(q.shape[:2])
         return torch.zeros((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device), lse
     blind = ~seen.any(-1, keepdim=True)
     logits = round_((q @ k.transpose(1, 2)) * scale)
     if softcap is not None:
         logits = round_(round_(torch.tanh(round_(logits / softcap))) * softcap)
     logits = logits.masked_fill(~seen, -torch.inf)
-    top = logits.amax(-1, keepdim=True)
+    sinks = sinks[:, None, None]
+    top = torch.maximum(logits.amax(-1, keepdim=True), sinks)
     weights = torch.where(seen, (logits - top).exp(), 0)
     total = weights.sum(-1, keepdim=True)
+    # An infinite logit is as much as all others together, or nothing.
+    total = total + torch.where(sinks.isinf(), sinks > 0, (sinks - top).exp())
     lse = torch.where(torch.isneginf(top), -torch.inf, total.log() + top)[..., 0]
     out = _weighted_sum(round_(weights / torch.where(blind, 1, total)), v, seen)
     return round_(out), lse
@@ -101,6 +105,7 @@ def _attention(
     window: Window | None,
     scale: float | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
     layout: str,
     compute: torch.dtype,
     rounded: torch.dtype,
@@ -111,6 +116,8 @@ def _attention(
     group = heads // k.shape[1]
     k, v = (x.repeat_interleave(group, 1).flatten(0, 1) for x in (k, v))
     q = q.flatten(0, 1)
+    sinks = q.new_full((heads,), -torch.inf) if sinks is None else sinks.to(compute)
+    sinks = sinks.repeat(batch)
     out = torch.empty((batch * heads, seq_q, dim_v), dtype=compute, device=q.device)
     lse = torch.empty((batch * heads, seq_q), dtype=compute, device=q.device)
     rows_at_once = max(1, min(seq_q, _BLOCK_SCORES // max(seq_k, 1)))
@@ -122,8 +129,9 @@ def _attention(
         for head in range(0, batch * heads, heads_at_once):
             some = slice(head, head + heads_at_once)
             out[some, rows], lse[some, rows] = _rows_of_attention(
-                q[some, rows], k[some], v[some], seen, scale or dim**-0.5, softcap, rounded
-            )
+                q[some, rows], k[some], v[some], seen, scale or dim**-0.5, softcap, sinks[some],
+                rounded,
+            )  # fmt: skip
     return Attention(out.unflatten(0, (batch, heads)), lse.unflatten(0, (batch, heads)))
 
 
@@ -136,11 +144,12 @@ def attention_float64(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     layout: str = "bshd",
 ) -> Attention:
-    """Attention in float64. A query that sees no key gives out 0 and lse -inf."""
+    """Attention in float64. A query that sees no key gives out 0, and as lse its sink or -inf."""
     double = torch.float64
-    return _attention(q, k, v, causal, window, scale, softcap, layout, double, double)
+    return _attention(q, k, v, causal, window, scale, softcap, sinks, layout, double, double)
 
 
 def plain(
@@ -152,11 +161,12 @@ def plain(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     layout: str = "bshd",
 ) -> Attention:
     """The ordinary computation in the tensors' dtype: sums in fp32, results of steps rounded."""
     single = torch.float32
-    return _attention(q, k, v, causal, window, scale, softcap, layout, single, q.dtype)
+    return _attention(q, k, v, causal, window, scale, softcap, sinks, layout, single, q.dtype)
 
 
 def ulp(dtype: torch.dtype, magnitude: float) -> float:
@@ -206,6 +216,7 @@ def assert_accurate(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     layout: str = "bshd",
     lse_slack: float = 0.0,
 ) -> None:
@@ -213,7 +224,7 @@ def assert_accurate(
     widens the tolerance of lse, for logits that fp32 cannot hold to 1e-3."""
     assert out.dtype == q.dtype
     options: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
-    options |= {"layout": layout}
+    options |= {"sinks": sinks, "layout": layout}
     ref = attention_float64(q, k, v, causal, **options)
     got = heads_first(out, layout).double()
     assert got.shape == ref.out.shape

@@ -49,7 +49,7 @@ _OPTIONS = (
 _SMALL = {
     "sm89": Options(70, 330, 2, 1, "bottom_right"),
     "sm90_whole_tiles": Options(130, 330, 2, 1, "bottom_right"),
-    "short": Options(1, 1100, 8, 2, "bottom_right", "bhsd"),
+    "sm89_few_rows": Options(1, 1100, 8, 2, "bottom_right", "bhsd"),
     "sm90_split_kv": Options(5, 1100, 4, 1, "bottom_right"),
 }
 _RARE = Options(100, 100, 1, 1, "top_left", window=(25, None))
@@ -166,7 +166,7 @@ def check_call(
         arrays["v"][0, bad_key] = np.nan
     mask = {"causal": causal, "window": window}
     # Any rows of a tile serve a call of this family; of the others the dimensions tell the kernel.
-    wanted = kernel.table_name if kernel.family == "short" else kernel.family
+    wanted = kernel.table_name if kernel.family == "sm89_few_rows" else kernel.family
     ran = _run(driver, arrays, layout=layout, **mask, softcap=softcap,
                kernel=wanted.encode())  # fmt: skip
     out, lse, q, k, v = (arrays[name] for name in ("out", "lse", "q", "k", "v"))

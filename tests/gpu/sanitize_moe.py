@@ -26,11 +26,11 @@ import moe_oracle
 import numpy as np
 from gpu.sanitize_attention import Driver
 from moe_cases import Case, random_ids
-from moe_chains import MULTIPROCESSORS, RouteChain, once, sm89, sm90, stream, twice
+from moe_chains import MULTIPROCESSORS, RouteChain, few_tokens, once, sm89, sm90, twice
 
-FAMILIES = ("stream", "sm90", "sm89")
+FAMILIES = ("sm89_few_tokens", "sm90", "sm89")
 PARTS = ("route", *FAMILIES)
-LAYERS_ALONE = "stream"  # has no grouped products
+LAYERS_ALONE = "sm89_few_tokens"  # has no grouped products
 
 # Each kernel once, on what is least for all that it does: more steps than a pipeline has stages
 # and, where blocks take one tile after the other, more tiles than there are blocks.
@@ -47,12 +47,12 @@ def _changed(case: Case, **changes: Any) -> Case:
 
 
 SMALL = (
-    stream("few tokens", _FEW, "r16_n8"),
-    stream("whole stripes", Case(tokens=2, hidden=32 * MULTIPROCESSORS, inner=264, experts=2,
+    few_tokens("few tokens", _FEW, "r16_n8"),
+    few_tokens("whole stripes", Case(tokens=2, hidden=32 * MULTIPROCESSORS, inner=264, experts=2,
                                  top_k=1), "r32_n8"),
-    stream("9 tokens", _changed(_FEW, tokens=9, gate="none", activation="relu2", bias="x"),
+    few_tokens("9 tokens", _changed(_FEW, tokens=9, gate="none", activation="relu2", bias="x"),
            "r32_n16", pre_activation=True),
-    stream("long rows", _changed(_FEW, hidden=1032, inner=776, experts=3), "bulk",
+    few_tokens("long rows", _changed(_FEW, hidden=1032, inner=776, experts=3), "bulk",
            pre_activation=True),
     sm90("narrow tiles", _TILES, "swiglu_up_narrow"),
     sm90("wide tiles", _changed(_SM90, tokens=200, experts=1, top_k=1), "swiglu_up"),

@@ -28,12 +28,12 @@ def test_random_call(case: Case, family: str) -> None:
 
 @pytest.mark.parametrize("case", OTHER_CASES, ids=str)
 def test_random_call_that_names_no_kernel(case: Case) -> None:
-    """Where "short" would take longer, it goes to the best family that walks its strides."""
+    """Where few-row kernels would take longer, to the best family that walks its strides."""
     cases.check_case(case, "cuda:0")
     family = families.of_many_rows()
-    expected = {family, "short"}
+    expected = {family, "sm89_few_rows"}
     if not cases.is_walkable(case):
-        expected = {"sm89", "short"}
+        expected = {"sm89", "sm89_few_rows"}
     ran = fm.last_launches()[0].kernel
     assert ran.startswith(tuple(f"attention_forward_{each}_" for each in expected))
 
@@ -113,6 +113,20 @@ def test_every_kind_of_values_under_a_softcap(softcap: float, values: str, famil
                     heads_kv=3, dim=dim, dim_v=dim_v, causal="bottom_right", window=(200, None),
                     softcap=softcap, values=values, kernel=family)  # fmt: skip
         cases.check_case(case, "cuda:0")
+
+
+@pytest.mark.parametrize("sinks", cases.SINKS)
+@pytest.mark.parametrize("values", ["normal", "huge", "buried"])
+def test_every_kind_of_sinks(values: str, sinks: str, family: str) -> None:
+    for i, (dim, dim_v) in enumerate(((64, 64), (128, 128), (192, 128), (256, 256))):
+        for seq_q, seq_k in ((500, 400), (3, 2100)):  # of the first some rows see no key
+            case = Case(dtype=("fp16", "bf16")[i % 2], batch=2, seq_q=seq_q, seq_k=seq_k,
+                        heads_q=6, heads_kv=2, dim=dim, dim_v=dim_v, causal="bottom_right",
+                        window=(300, None), sinks=sinks, values=values, kernel=family,
+                        seed=i // 2, entry=("c", "python")[i % 2])  # fmt: skip
+            cases.check_case(case, "cuda:0")
+            whole = dataclasses.replace(case, causal="none", window=None, softcap=20.0)
+            cases.check_case(whole, "cuda:0")
 
 
 @pytest.mark.parametrize("values", sorted(set(cases.VALUES)))

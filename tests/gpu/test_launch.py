@@ -61,7 +61,7 @@ def test_the_plan_is_the_launch(
     name = f"attention_forward_{kernels.stem(family)}_{dtype}_d{compiled[0]}_dv{compiled[1]}"
     if family in kernels.COPY_ENGINE and softcap is not None:  # others' kernels take it as it is
         name += "_softcap"
-    if family == "short":
+    if family == "sm89_few_rows":
         assert plan.kernel == f"{name}_r{plan.tile_q}"
     else:
         assert plan.kernel in (name, f"{name}_w8")  # _w8: where two blocks do not fit an SM
@@ -77,7 +77,7 @@ def test_the_plan_is_the_launch(
     assert len(plan.launches) == (2 if plan.workspace_bytes > 0 else 1)
     assert fm.last_launches() == plan.launches
     assert plan.microseconds > 0
-    assert (plan.cluster > 0) == (family == "short")
+    assert (plan.cluster > 0) == (family == "sm89_few_rows")
     assert launch.device == "cuda:0"
     assert 0 < launch.registers <= 255
     assert launch.registers * plan.block[0] <= families.REGISTERS

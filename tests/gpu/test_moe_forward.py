@@ -53,7 +53,7 @@ def must_serve(family: str) -> bool:
 
 def may_refuse(family: str, case: Case) -> bool:
     """Layouts of weights that a family has no kernels for."""
-    return family == "stream" and (case.transposed or case.turns_down)
+    return family == "sm89_few_tokens" and (case.transposed or case.turns_down)
 
 
 def judge(family: str, said: list[bool]) -> None:
@@ -93,7 +93,7 @@ def test_every_layout_and_activation(
         case = dataclasses.replace(BASE, gate=gate, transposed=transposed, activation=activation,
                                    bias=bias, weight_on_input=weight_on_input,
                                    tokens=13)  # fmt: skip
-        if bias == "fp32" and moe_family != "stream":
+        if bias == "fp32" and moe_family != "sm89_few_tokens":
             case = dataclasses.replace(case, down_transposed=not transposed)
         served = check(make(case, dtype), moe_family)
         assert served or not must_serve(moe_family)
@@ -103,7 +103,7 @@ def test_every_layout_and_activation(
         before = bias == "x"
         served = check(make(limited, dtype, gap=8), moe_family, pre_activation=before)
         assert served or not must_serve(moe_family)
-        if moe_family == "stream":  # the kernels of long rows, on Hopper
+        if moe_family == "sm89_few_tokens":  # the kernels of long rows, on Hopper
             few = dataclasses.replace(limited, tokens=5, **LONG)
             assert check(make(few, dtype), moe_family, pre_activation=before) == served
 
@@ -226,12 +226,16 @@ def test_matrices_are_transposed_one_by_one(moe_family: str, gate: str) -> None:
                 arguments[name] = w.transpose(1, 2).contiguous().transpose(1, 2)
         is_turned = dict(zip(names, turned, strict=True))
         differ = gate == "separate" and is_turned["w_gate_up"] != is_turned["w_up"]
-        serves = not any(turned) if moe_family == "stream" else not differ
+        serves = not any(turned) if moe_family == "sm89_few_tokens" else not differ
         if serves:
             out = fm.moe_forward(**arguments, kernel=moe_family)
             moe_oracle.assert_forward(out, **arguments)
         else:
-            first = next(n for n in names if is_turned[n]) if moe_family == "stream" else "w_up"
+            first = (
+                next(n for n in names if is_turned[n])
+                if moe_family == "sm89_few_tokens"
+                else "w_up"
+            )
             sentence = f"kernel: cannot be served: {moe_family}: {first}: got "
             with pytest.raises(NotImplementedError, match=f"^{sentence}"):
                 fm.moe_forward(**arguments, kernel=moe_family)
@@ -493,11 +497,11 @@ def test_rows_of_x_that_run_backwards(tokens: int) -> None:
     run, plan_of, size_of = capi_moe.functions(params, lib)
     plan = capi.Plan(struct_size=c.sizeof(capi.Plan))
     status = plan_of(params, plan)
-    if tokens > 128 or moe_layers.why_not("stream") is not None:
+    if tokens > 128 or moe_layers.why_not("sm89_few_tokens") is not None:
         assert status != 0
         return
     capi.check(status, lib)
-    assert plan.family == b"stream"
+    assert plan.family == b"sm89_few_tokens"
     size = c.c_size_t()
     capi.check(size_of(params, size), lib)
     workspace = torch.empty(size.value, dtype=torch.uint8, device=DEVICE)
@@ -532,7 +536,8 @@ def test_few_tokens_of_weights_that_sm90_cannot_walk(tokens: int) -> None:
     routing = fm.moe_route(torch.randn(tokens, 64, generator=generator(4), device=DEVICE), 4)
     plan = fm.moe_plan(x, w_gate_up, w_down, routing)
     others = [
-        fm.moe_plan(x, w_gate_up, w_down, routing, kernel=family) for family in ("stream", "sm89")
+        fm.moe_plan(x, w_gate_up, w_down, routing, kernel=family)
+        for family in ("sm89_few_tokens", "sm89")
     ]
     assert plan.family == min(others, key=lambda other: other.microseconds).family
     out = fm.moe_forward(x, w_gate_up, w_down, routing)

@@ -34,6 +34,8 @@ def test_agrees_with_the_reference(
         v.view(torch.int16).flatten()[-3] = 0x7FC0  # NaN of either dtype
         options = {"causal": causal, "layout": layout, "scale": 0.3}
         options |= {"window": window, "softcap": softcap}
+        if seq_q != seq_k:
+            options["sinks"] = torch.tensor([0.5, torch.inf, -torch.inf, -3.0])
         want = reference.attention_float64(q, k, v, **options)
         got = oracle.attention_float64(q, k, v, **options)
         out = oracle.heads_first(got.out, layout).numpy()  # and back

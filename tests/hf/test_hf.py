@@ -130,8 +130,8 @@ def test_logits_of_dense_models(
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3_moe", "mixtral", "gpt_oss"])
 def test_compiled_models_have_our_operators_in_them(kind: str) -> None:
-    """Without a break. gpt-oss's attention, which has sinks, is the model's own. Without a cache
-    transformers masks what might be packed sequences, which a graph cannot rule out."""
+    """Without a break. Without a cache transformers masks what might be packed sequences, which a
+    graph cannot rule out."""
     moe = kind not in ("llama", "mistral")
     given = WINDOWS["mistral"][0] if kind == "mistral" else {}
     ours = with_ours(make(kind, moe=moe, **given), moe=moe)
@@ -151,7 +151,7 @@ def test_compiled_models_have_our_operators_in_them(kind: str) -> None:
             torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert graphs
     for graph in graphs:  # transformers itself has the first one compiled again
-        assert graph.count("flashmoe.attention.default") == (0 if kind == "gpt_oss" else 2)
+        assert graph.count("flashmoe.attention.default") == 2
         assert graph.count("flashmoe.moe_forward.default") == (2 if moe else 0)
 
 
@@ -552,13 +552,30 @@ def test_a_gradient_through_a_sliding_window() -> None:
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
 
 
-def test_options_that_ours_does_not_have_go_to_the_models_own_attention(
-    calls: Counter[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """gpt-oss has a learned sink in every head, which SDPA does not know either; its experts, with
-    biases and a clamped gate in transposed weights, are ours."""
+def test_sinks(calls: Counter[str], caplog: pytest.LogCaptureFixture) -> None:
+    """gpt-oss has a learned sink in every head, which SDPA does not know; its experts have biases
+    and a clamped gate in transposed weights."""
     stock = make("gpt_oss")
     reference = logits(exact(stock))
+    assert_rule(logits(with_ours(stock)), logits(stock), reference, torch.float32)
+    assert calls == {"flash_attention": 2, "moe_forward": 2}
+    assert said(caplog) == []
+
+
+def test_gpt_oss_generates_what_eager_attention_does() -> None:
+    stock = make("gpt_oss", moe=False)
+    stock.set_attn_implementation("eager")
+    ours = with_ours(stock, moe=False)
+    how = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(ours.generate(TOKENS, **how), stock.generate(TOKENS, **how))
+
+
+def test_options_that_ours_does_not_have_go_to_the_models_own_attention(
+    monkeypatch: pytest.MonkeyPatch, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    stock = make("gpt_oss")
+    reference = logits(exact(stock))
+    monkeypatch.setattr("flashmoe_science.hf._attention._FOREIGN_OPTIONS", ("s_aux",))
     assert_rule(logits(with_ours(stock)), logits(stock), reference, torch.float32)
     assert calls == {"moe_forward": 2}
     assert any("the model passes s_aux" in sentence for sentence in said(caplog))

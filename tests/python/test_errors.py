@@ -243,9 +243,9 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "q: got 12 dimensions, accepted are 4",
     ),
     "dtype": (
-        {"q": Q.astype(np.float64)},
+        {"q": Q.astype(np.int64)},
         TypeError,
-        "q: got dtype float64 (code 2, 1 lanes), accepted are fp16, bf16 and fp32",
+        "q: got dtype int64 (code 0, 1 lanes), accepted are fp16, bf16, fp32 and fp64",
     ),
     "dtype-int": (
         {"k": K.astype(np.int32)},
@@ -601,3 +601,19 @@ def test_every_exception_is_ours_and_one_of_pythons() -> None:
         assert isinstance(error, kind)
         assert str(error) == "q: a sentence"
         assert error.status.startswith("FLASHMOE_ERROR_")
+
+
+@pytest.mark.parametrize(
+    ("sinks", "error", "sentence"),
+    [
+        (np.zeros(3, np.float32), ValueError, "sinks: its number of heads is 3, but q has 4"),
+        (np.zeros((1, 4), np.float32), ValueError, "sinks: got 2 dimensions, accepted are 1"),
+        (np.zeros(4, np.float16), TypeError, "sinks: got dtype fp16, accepted is q's fp32"),
+        (np.zeros(4, np.int32), TypeError, "sinks: got dtype int32"),
+        ([0.0] * 4, TypeError, "sinks: got list, accepted is a tensor of NumPy"),
+    ],
+)
+def test_sinks(sinks: Any, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error) as raised:
+        fm.flash_attention(Q, K, K, sinks=sinks)
+    assert str(raised.value).startswith(sentence)

@@ -103,6 +103,20 @@ def test_softcap(producer: Producer, dtype: str, softcap: float) -> None:
     assert_accurate(out, lse, *arrays, softcap=softcap, window=(20, 9))
 
 
+@EVERY_PRODUCER
+@pytest.mark.parametrize("of", ["fp32", "q"])
+def test_sinks(producer: Producer, dtype: str, of: str) -> None:
+    arrays = inputs(dtype)
+    q, k, v = (producer.make(x, dtype) for x in arrays)
+    of = dtype if of == "q" or "fp32" not in producer.dtypes else of
+    values = producers.cast(np.linspace(-2, 3, arrays[0].shape[2], dtype=np.float32), of)
+    how = {"window": (20, 0), "softcap": 2.0}
+    out, lse = fm.flash_attention(q, k, v, sinks=producer.make(values, of), **how, return_lse=True)
+    if producer.name == "array-api":
+        out, lse = np.asarray(out), np.asarray(lse)
+    assert_accurate(out, lse, *arrays, sinks=values, **how)
+
+
 def test_a_window_may_be_any_two_numbers_of_keys() -> None:
     q, k, v = inputs("fp32")
     want = fm.flash_attention(q, k, v, window=(6, 3))
@@ -249,5 +263,5 @@ def test_everything_exported_is_there_and_documented() -> None:
         assert name in dir(fm)
         if name != "__version__":
             assert inspect.getdoc(value), name
-    with pytest.raises(AttributeError, match="no attribute 'flash_attention_backward'"):
-        fm.flash_attention_backward  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'flash_attention_sideways'"):
+        fm.flash_attention_sideways  # noqa: B018

@@ -68,6 +68,25 @@ def test_windows_and_softcaps_under_jit(
     np.testing.assert_array_equal(eager, out)
 
 
+def test_sinks_under_jit_and_vmap(qkv: list[np.ndarray]) -> None:
+    tensors = [jnp.asarray(x) for x in qkv]
+    heads = tensors[0].shape[2]
+    sinks = jnp.linspace(-1.0, 2.0, heads)
+
+    @jax.jit
+    def attend(q, k, v, sinks):  # type: ignore[no-untyped-def]
+        return fm.flash_attention(q, k, v, sinks=sinks, causal=True, return_lse=True)
+
+    out, lse = attend(*tensors, sinks)
+    assert_accurate(out, lse, *tensors, causal=True, sinks=sinks)
+    # Shared by the entries, or one of each.
+    shared = jax.vmap(attend, in_axes=(0, 0, 0, None))(*(x[None] for x in tensors), sinks)
+    own = jax.vmap(attend)(*(x[None] for x in tensors), sinks[None])
+    for made in (shared, own):
+        np.testing.assert_array_equal(made[0][0], out)
+        np.testing.assert_array_equal(made[1][0], lse)
+
+
 def test_a_kernel_named_under_jit(qkv: list[np.ndarray]) -> None:
     q, k, v = map(jnp.asarray, qkv)
     attend = jax.jit(lambda *x: fm.flash_attention(*x, kernel="cpu"))

@@ -30,8 +30,8 @@ def test_it_looks_like_a_function_of_the_package() -> None:
     function: Any = fm.flash_attention
     parameters = inspect.signature(function).parameters
     assert ", ".join(str(p.replace(annotation=p.empty)) for p in parameters.values()) == (
-        "q, k, v, causal=False, window=None, scale=None, softcap=None, layout='bshd', "
-        "return_lse=False, out=None, lse=None, kernel=None, stream=None"
+        "q, k, v, causal=False, window=None, scale=None, softcap=None, sinks=None, "
+        "layout='bshd', return_lse=False, out=None, lse=None, kernel=None, stream=None"
     )
     assert list(OPTIONS) == list(parameters)[3:]
     assert (function.__name__, function.__module__) == (
@@ -57,7 +57,8 @@ def ways_to_call() -> list[Callable[[Callable[..., Any]], Any]]:
         lambda f: f(Q, K, V, **composed),
         lambda f: f(Q, K, V, **{Name("causal"): "top_left"}),
         lambda f: f(Q, K, V, stream=None, kernel=None, lse=None, out=None, return_lse=False,
-                    layout="bshd", softcap=None, scale=None, window=None, causal="top_left"),
+                    layout="bshd", sinks=None, softcap=None, scale=None, window=None,
+                    causal="top_left"),
     ]  # fmt: skip
 
 
@@ -72,7 +73,8 @@ def test_every_way_to_pass_an_argument(call: Callable[..., Any]) -> None:
 def test_every_option_reaches_its_parameter() -> None:
     out, lse = np.empty_like(Q), np.empty((1, 2, 6), np.float32)
     options: dict[str, Any] = {
-        "causal": "top_left", "window": (2, 0), "scale": 0.3, "softcap": 9.0, "layout": "bshd",
+        "causal": "top_left", "window": (2, 0), "scale": 0.3, "softcap": 9.0,
+        "sinks": np.array([0.5, -1.0], np.float32), "layout": "bshd",
         "return_lse": True, "out": out, "lse": lse, "kernel": "cpu", "stream": 0,
     }  # fmt: skip
     assert options.keys() == OPTIONS.keys()
@@ -91,7 +93,7 @@ def test_every_option_reaches_its_parameter() -> None:
         np.testing.assert_array_equal(out, kept[0])
         np.testing.assert_array_equal(lse, kept[1])
     wrong: dict[str, Any] = {
-        "causal": 7, "window": 3, "scale": "big", "softcap": -1.0, "layout": "sbhd",
+        "causal": 7, "window": 3, "scale": "big", "softcap": -1.0, "sinks": 3, "layout": "sbhd",
         "return_lse": 1, "out": 3, "lse": 3, "kernel": "sm1", "stream": "now",
     }  # fmt: skip
     assert wrong.keys() == options.keys()

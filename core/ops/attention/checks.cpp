@@ -177,6 +177,20 @@ flashmoe_status check_row_numbers(const char* name, const flashmoe_tensor* tenso
   return FLASHMOE_OK;
 }
 
+flashmoe_status read_sinks(const flashmoe_tensor* tensor, AttentionProblem* problem) {
+  if (tensor == nullptr) return FLASHMOE_OK;
+  HeadLogits& sinks = problem->sinks;
+  View view;
+  FLASHMOE_TRY(check_view("sinks", tensor, 1, &view));
+  FLASHMOE_TRY(check_same_device("sinks", *tensor, "q", problem->device));
+  FLASHMOE_TRY(check_same_dtype_or_fp32("sinks", *tensor, "q", problem->q.dtype, &sinks.dtype));
+  FLASHMOE_TRY(check_extent("sinks", "number of heads", view.shape[0], "q", problem->heads_q));
+  FLASHMOE_TRY(check_alignment("sinks", view, static_cast<size_t>(dtype_bytes(sinks.dtype))));
+  sinks.data = view.data;
+  sinks.stride = view.strides[0];
+  return FLASHMOE_OK;
+}
+
 flashmoe_status check_shape_of(const char* name, const View& view, const char* of, const View& like,
                                const AttentionArguments& arguments) {
   const int seq_axis = arguments.seq_axis();

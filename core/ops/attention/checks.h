@@ -65,6 +65,9 @@ flashmoe_status check_attention(const AttentionArguments& arguments, AttentionPr
 flashmoe_status check_row_numbers(const char* name, const flashmoe_tensor* tensor,
                                   const AttentionProblem& problem, View* view, RowStrides* strides);
 
+// One logit of each query head, if they are given.
+flashmoe_status read_sinks(const flashmoe_tensor* tensor, AttentionProblem* problem);
+
 // A tensor of the rows, heads and head dimension of `of`, whose view it is given.
 flashmoe_status check_shape_of(const char* name, const View& view, const char* of, const View& like,
                                const AttentionArguments& arguments);

@@ -41,19 +41,20 @@ struct AttentionForward {
   static constexpr char kParams[] = "flashmoe_attention_forward_params";
   static constexpr char kSizeFunction[] = "flashmoe_attention_forward_workspace_size";
   static constexpr size_t kOldestParams = offsetof(Params, window);
-  static constexpr std::array<TensorMember<Params>, 5> kTensors = {{
+  static constexpr std::array<TensorMember<Params>, 6> kTensors = {{
       {"q", &Params::q},
       {"k", &Params::k},
       {"v", &Params::v},
+      {"sinks", &Params::sinks},
       {"out", &Params::out},
       {"lse", &Params::lse},
   }};
-  static constexpr size_t kFirstOutput = 3;
+  static constexpr size_t kFirstOutput = 4;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_forward_";
   static constexpr const AttentionFamily* kFamilies[] = {
 #if FLASHMOE_WITH_CUDA
-      &kShortAttention,
+      &kSm89FewRowsAttention,
 #endif
 #if FLASHMOE_WITH_SM90
       &kSm90Attention,
@@ -73,6 +74,7 @@ struct AttentionForward {
     AttentionViews views;
     FLASHMOE_TRY(check_attention(arguments, problem, &views));
     FLASHMOE_TRY(check_no_overlap("out", views.out, 4));
+    FLASHMOE_TRY(read_sinks(params.sinks, problem));
     if (params.lse == nullptr) return FLASHMOE_OK;
     View lse;
     FLASHMOE_TRY(check_row_numbers("lse", params.lse, *problem, &lse, &problem->lse_strides));
@@ -88,7 +90,8 @@ struct AttentionForward {
     char options[128];
     print_attention(p, call, sizeof call);
     print_options(kScoreOptions<Params>, params, options, sizeof options);
-    std::snprintf(text, size, "%s%s lse=%s", call, options, p.lse != nullptr ? "yes" : "no");
+    std::snprintf(text, size, "%s%s sinks=%s lse=%s", call, options,
+                  p.sinks.data != nullptr ? "yes" : "no", p.lse != nullptr ? "yes" : "no");
   }
 };
 

@@ -29,9 +29,17 @@ struct RowsView {
   int32_t gap;  // 0: the bytes of problems are compared (core/plan_cache.h)
 };
 
+// [heads_q]; data is nullptr: absent.
+struct HeadLogits {
+  const void* data;
+  int64_t stride;  // elements
+  Dtype dtype;
+  int32_t gap;
+};
+
 // A validated call. Every extent and every reachable byte offset fits in int64; batch, seq_q and
 // seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim; heads_q % heads_kv == 0. The four views are
-// of one dtype: no kernel takes others yet.
+// of one dtype: no kernel takes others yet. Sinks are of that or of fp32.
 struct AttentionProblem {
   flashmoe_device device;
 
@@ -41,6 +49,7 @@ struct AttentionProblem {
   RowsView<void> out;      // [batch, seq_q, heads_q, dim_v]
   void* lse;               // [batch, heads_q, seq_q] or nullptr: fp32, of views of fp64 fp64
   RowStrides lse_strides;  // same axes; element strides of lse, in which the last axis is seq
+  HeadLogits sinks;        // absent: none
 
   int64_t batch;
   int64_t seq_q;
@@ -89,6 +98,7 @@ void visit_addresses(AttentionProblem* p, const Visit& visit) {
   visit(&p->v.data);
   visit(&p->out.data);
   visit(&p->lse);
+  visit(&p->sinks.data);
 }
 
 template <class Visit>

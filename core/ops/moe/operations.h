@@ -76,7 +76,7 @@ struct MoeForward {
   static constexpr const char* kKernelPrefix = nullptr;
   static constexpr const MoeForwardFamily* kFamilies[] = {
 #if FLASHMOE_WITH_CUDA
-      &kStreamMoeForward,
+      &kSm89FewTokensMoeForward,
 #endif
 #if FLASHMOE_WITH_SM90
       &kSm90MoeForward,

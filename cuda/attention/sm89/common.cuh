@@ -9,6 +9,7 @@
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/tile/scheduler.cuh"
 #include "cuda/tile/sequence.cuh"
 #include "cuda/tile/softmax.cuh"
 #include "cuda/tile/thread.cuh"
@@ -30,20 +31,12 @@ struct Tile {
 
   template <class Traits>
   static __device__ __forceinline__ Tile of_block(const Params& params) {
-    const int swizzle_tiles = params.heads_per_swizzle * params.tiles_per_head;
-    const int block = static_cast<int>(blockIdx.x);
-    const int swizzle = block / swizzle_tiles;
-    const int rank = block % swizzle_tiles;
-    const int first_head = swizzle * params.heads_per_swizzle;
-    const int heads = min(params.heads_per_swizzle, params.heads - first_head);
-    const int tile = rank / heads;
-    const int head = first_head + rank % heads;
+    const auto [head, rank] = tile_in_swizzle(params, static_cast<int>(blockIdx.x));
     Tile result;
-    result.batch = head / params.heads_q;
-    result.head = head % params.heads_q;
-    result.head_kv = result.head / params.heads_per_kv;
-    result.first_row =
-        (params.longest_tiles_first ? params.tiles_per_head - 1 - tile : tile) * Traits::kTileQ;
+    result.batch = params.by_heads_q.quotient(head);
+    result.head = head - result.batch * params.by_heads_q.number();
+    result.head_kv = params.by_heads_per_kv.quotient(result.head);
+    result.first_row = tile_of_rank(params, rank) * Traits::kTileQ;
     return result;
   }
 

@@ -79,12 +79,9 @@ Params make_params(const AttentionProblem& p, const Entry& entry, const DeviceFa
   Params params;
   fill_common(p, &params);
   params.seq_q = static_cast<int32_t>(p.seq_q);
-  params.heads_q = static_cast<int32_t>(p.heads_q);
-  params.heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
   params.longest_tiles_first = p.bounded_right && !p.bounded_left ? 1 : 0;
-  params.heads = static_cast<int32_t>(p.batch * p.heads_q);
-  params.tiles_per_head = static_cast<int32_t>((p.seq_q + entry.tile_q - 1) / entry.tile_q);
-  params.heads_per_swizzle = heads_per_swizzle(p, facts.l2_bytes);
+  fill_swizzle(p, (p.seq_q + entry.tile_q - 1) / entry.tile_q, heads_per_swizzle(p, facts.l2_bytes),
+               &params);
   return params;
 }
 

@@ -3,6 +3,7 @@
 
 #include "core/ops/attention/problem.h"
 #include "cuda/attention/tensors.h"
+#include "cuda/divisor.h"
 #include "cuda/tile/score_options.h"
 
 namespace flashmoe::sm89 {
@@ -11,14 +12,18 @@ struct Params {
   AttentionTensors tensors;
   int32_t seq_q;
   int32_t seq_k;
-  int32_t heads_q;
-  int32_t heads_per_kv;
   ScoreOptions score;
 
   int32_t tiles_per_head;       // query tiles
   int32_t longest_tiles_first;  // they are the longest
   int32_t heads;                // batch * heads_q
   int32_t heads_per_swizzle;    // heads whose K and V share the L2
+  // By which a block finds its tile.
+  Divisor by_heads_q;
+  Divisor by_heads_per_kv;
+  Divisor by_heads_per_swizzle;
+  Divisor by_heads_of_last_swizzle;
+  Divisor by_tiles_per_swizzle;
 };
 
 }  // namespace flashmoe::sm89

@@ -24,19 +24,12 @@ struct alignas(16) Tile {
 
   template <class Traits>
   static __device__ __forceinline__ Tile at(const TileParams& params, int position) {
-    const int swizzle = params.by_tiles_per_swizzle.quotient(position);
-    const int rank = position - swizzle * params.by_tiles_per_swizzle.number();
-    const int first_head = swizzle * params.heads_per_swizzle;
-    const bool last = params.heads - first_head <= params.heads_per_swizzle;
-    const Divisor& heads = last ? params.by_heads_of_last_swizzle : params.by_heads_per_swizzle;
-    const int tile = heads.quotient(rank);
-    const int head = first_head + rank - tile * heads.number();
+    const auto [head, rank] = tile_in_swizzle(params, position);
     Tile result;
     result.batch = params.by_heads_q.quotient(head);
     result.head = head - result.batch * params.heads_q;
     result.head_kv = params.by_heads_per_kv.quotient(result.head);
-    const int tile_of_head = params.longest_tiles_first ? params.tiles_per_head - 1 - tile : tile;
-    result.first_row = params.first_row + tile_of_head * Traits::kTileQ;
+    result.first_row = params.first_row + tile_of_rank(params, rank) * Traits::kTileQ;
     return result;
   }
 };
@@ -112,9 +105,9 @@ struct alignas(16) TilePart {
   // The whole tile. Those of a head come together, as they read the same keys.
   template <class Traits>
   static __device__ __forceinline__ TilePart at(const SplitParams& params, int position) {
-    const int head = params.by_tiles_per_head.quotient(position);
-    const int rank = position - head * params.tiles_per_head;
-    const int tile = params.longest_tiles_first ? params.tiles_per_head - 1 - rank : rank;
+    const auto [head, rank] =
+        tile_in_order(params.by_tiles_per_head, params.tiles_per_head, position);
+    const int tile = tile_of_rank(params, rank);
     const int queries = params.groups_per_tile * params.queries_per_group;
     const int head_kv = params.by_chunks.quotient(head);
     TilePart result;

@@ -43,19 +43,9 @@ void fill_params(const AttentionProblem& p, const Entry& entry, int64_t blocks,
   params->longest_tiles_first = ramp ? 1 : 0;
   params->kv_block_alignment =
       static_cast<int32_t>(kv_block_alignment(p, entry.tile_k, params->first_row, entry.tile_q));
-  const auto divisor = [](int64_t value) { return Divisor::of(static_cast<uint32_t>(value)); };
-  const int64_t heads = p.batch * p.heads_q;
   const int64_t swizzle_heads = heads_per_swizzle(p, entry, tiles_per_head, facts);
-  const int64_t swizzle_tiles = swizzle_heads * tiles_per_head;
-  params->heads = static_cast<int32_t>(heads);
-  params->tiles_per_head = static_cast<int32_t>(tiles_per_head);
-  params->heads_per_swizzle = static_cast<int32_t>(swizzle_heads);
-  params->by_heads_q = divisor(p.heads_q);
-  params->by_heads_per_kv = divisor(p.heads_q / p.heads_kv);
-  params->by_heads_per_swizzle = divisor(swizzle_heads);
-  params->by_heads_of_last_swizzle = divisor(heads - (heads - 1) / swizzle_heads * swizzle_heads);
-  params->by_tiles_per_swizzle = divisor(swizzle_tiles);
-  params->slots_per_swizzle = static_cast<int32_t>(swizzle_tiles % blocks);
+  fill_swizzle(p, tiles_per_head, swizzle_heads, params);
+  params->slots_per_swizzle = static_cast<int32_t>(swizzle_heads * tiles_per_head % blocks);
 }
 
 }  // namespace
@@ -71,7 +61,7 @@ flashmoe_status estimate_whole_tiles(const AttentionProblem& problem, const Work
   }
   // Persistent: no more blocks than multiprocessors, each of which holds one.
   *whole_tiles = {entry, std::min<int64_t>(tiles_per_head * heads, facts.multiprocessors),
-                  kBesideShort * tile_microseconds(work, tile_speed(entry->dim), facts)};
+                  kBesideFewRows * tile_microseconds(work, tile_speed(entry->dim), facts)};
   return FLASHMOE_OK;
 }
 

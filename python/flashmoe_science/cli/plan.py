@@ -49,8 +49,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--kernel",
         metavar="FAMILY",
-        help="ask for this kernel family (short, sm90, sm89 or cpu) or schedule of one "
-        "(sm90_whole_tiles, sm90_split_kv)",
+        help="ask for this kernel family (sm89_few_rows, sm90, sm89 or cpu) or schedule "
+        "of one (sm90_whole_tiles, sm90_split_kv)",
     )
     parser.add_argument("--layout", choices=("bshd", "bhsd"), default="bshd", help="(default bshd)")
     add_json_option(parser)

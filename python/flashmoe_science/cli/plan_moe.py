@@ -64,7 +64,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--bias", action="store_true", help="experts have biases")
     add_device_options(parser)
     parser.add_argument(
-        "--kernel", metavar="FAMILY", help="ask for this kernel family: stream, sm90, sm89 or cpu"
+        "--kernel",
+        metavar="FAMILY",
+        help="ask for this kernel family: sm89_few_tokens, sm90, sm89 or cpu",
     )
     add_json_option(parser)
     parser.set_defaults(run=run)

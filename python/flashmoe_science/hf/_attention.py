@@ -12,13 +12,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import flashmoe_science
 from flashmoe_science.errors import _without_addresses
 from flashmoe_science.hf import _report
-from flashmoe_science.hf._limits import EXTENT_MULTIPLE, REFUSALS, not_ours
+from flashmoe_science.hf._limits import EXTENT_MULTIPLE, NO_BACKWARD, REFUSALS, not_ours
 from flashmoe_science.hf._masks import Note, note_of
 from flashmoe_science.torch import operators
 
 # Options of attention functions that change what is computed, and that ours does not have.
 _FOREIGN_OPTIONS = (
-    "s_aux",
     "sinks",
     "position_bias",
     "cache",
@@ -69,6 +68,7 @@ def attention(
             "window": visible.window,
             "scale": scaling,
             "softcap": options.get("softcap"),
+            "sinks": options.get("s_aux"),
         }
         q, k, v = (x.transpose(1, 2) for x in (query, k, v))
         if torch.compiler.is_compiling():
@@ -162,6 +162,9 @@ def _attention_refusal(
     dims = (query.shape[3], value.shape[3])
     if any(d % EXTENT_MULTIPLE != 0 or d > _MOST_DIM for d in dims):
         return f"head dimensions are {dims[0]} and {dims[1]}"
+    sinks = options.get("s_aux")
+    if sinks is not None and sinks.requires_grad and torch.is_grad_enabled():
+        return NO_BACKWARD
     for name in _FOREIGN_OPTIONS:
         if options.get(name) is not None:
             return f"the model passes {name}"

@@ -239,7 +239,7 @@ def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 # Arguments of the operators, in the order of their schema. Optional tensors go before the options.
-_ATTENTION_TENSORS = ("q", "k", "v")
+_ATTENTION_TENSORS = ("q", "k", "v", "sinks")
 _ATTENTION_OPTIONS = (
     "causal", "window_left", "window_right", "scale", "softcap", "layout", "kernel"
 )  # fmt: skip
@@ -293,8 +293,8 @@ def _attention_fold(in_dims: Any, *arguments: Any) -> Any:
 
 
 _ATTENTION_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, str causal, SymInt? window_left, SymInt? window_right, "
-    "float? scale, float? softcap, str layout, str? kernel) -> "
+    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, str causal, SymInt? window_left, "
+    "SymInt? window_right, float? scale, float? softcap, str layout, str? kernel) -> "
 )
 _attention = _define(
     "attention", _ATTENTION, _ATTENTION_SCHEMA + "Tensor", _attention_kernel(False),
@@ -315,6 +315,7 @@ def flash_attention(
     window: Sequence[int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     out: torch.Tensor | None = None,
@@ -327,15 +328,15 @@ def flash_attention(
     if _is_plain(q) or _leaves_graph(q, out=out, lse=lse, stream=stream):
         try:
             return _core.flash_attention(
-                q, k, v, causal, window, scale, softcap, layout, return_lse, out, lse, kernel,
-                stream,
+                q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse,
+                kernel, stream,
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, lse=lse, stream=stream)
     name = {True: "bottom_right", False: "none"}[causal] if isinstance(causal, bool) else causal
     left, right = (None, None) if window is None else window
     operator = _attention_with_lse if return_lse else _attention
-    return operator(q, k, v, name, left, right, scale, softcap, layout, kernel)
+    return operator(q, k, v, sinks, name, left, right, scale, softcap, layout, kernel)
 
 
 # ---- routing ---------------------------------------------------------------------------------

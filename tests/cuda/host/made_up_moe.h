@@ -3,6 +3,6 @@
 
 namespace flashmoe::made_up {
 
-extern int stream_bytes_more;  // of shared memory that a block of the stream family wants
+extern int few_token_bytes_more;  // of shared memory that a block of the few-token family wants
 
 }  // namespace flashmoe::made_up

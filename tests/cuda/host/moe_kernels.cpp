@@ -6,10 +6,10 @@
 #include "cuda/moe/route/entry.h"
 #include "cuda/moe/sm89/entry.h"
 #include "cuda/moe/sm89/traits.cuh"
+#include "cuda/moe/sm89_few_tokens/entry.h"
 #include "cuda/moe/sm90/entry.h"
 #include "cuda/moe/sm90/traits.cuh"
-#include "cuda/moe/stream/bulk/traits.cuh"
-#include "cuda/moe/stream/entry.h"
+#include "cuda/moe/sm90_few_tokens/traits.cuh"
 
 namespace flashmoe {
 namespace {
@@ -104,14 +104,14 @@ const Kernel kernel_place = kernel_of<Given, Place>("moe_route_place", 0);
   extern const Entry entry_##name;                                                            \
   const Entry entry_##name = entry_of<Traits<element, Use::use, Major::major>, Major::major>( \
       "grouped_product_sm90_" #name);
-#define FLASHMOE_STREAM(name, element, tiles, token_blocks)                  \
+#define FLASHMOE_SM89_FEW_TOKENS(name, element, tiles, token_blocks)         \
   extern const Entry entry_##name;                                           \
   const Entry entry_##name = entry_of<Traits<element, tiles, token_blocks>>( \
-      "moe_up_stream_" #name, "moe_down_stream_" #name);
-#define FLASHMOE_BULK(name, element) \
-  extern const Entry entry_##name;   \
-  const Entry entry_##name =         \
-      bulk::entry_of<element>("moe_up_stream_" #name, "moe_down_stream_" #name);
+      "moe_up_sm89_few_tokens_" #name, "moe_down_sm89_few_tokens_" #name);
+#define FLASHMOE_SM90_FEW_TOKENS(name, element) \
+  extern const Entry entry_##name;              \
+  const Entry entry_##name =                    \
+      bulk::entry_of<element>("moe_up_sm90_few_tokens_" #name, "moe_down_sm90_few_tokens_" #name);
 
 namespace moe::sm89 {
 
@@ -154,7 +154,7 @@ static Entry entry_of(const char* name) {
 
 }  // namespace moe::sm90
 
-namespace moe::stream {
+namespace moe::sm89_few_tokens {
 
 template <class Traits>
 static Entry entry_of(const char* up, const char* down) {
@@ -206,10 +206,10 @@ static Entry entry_of(const char* up, const char* down) {
 
 }  // namespace bulk
 
-#include "stream/bulk/instances.inc"
-#include "stream/instances.inc"
+#include "sm89_few_tokens/instances.inc"
+#include "sm90_few_tokens/instances.inc"
 
-}  // namespace moe::stream
+}  // namespace moe::sm89_few_tokens
 
 // ---- combining ----------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@
 
 #include "check.h"
 #include "core/backends.h"
-#include "cuda/attention/short/entry.h"
-#include "cuda/attention/short/traits.cuh"
 #include "cuda/attention/sm89/entry.h"
+#include "cuda/attention/sm89_few_rows/entry.h"
+#include "cuda/attention/sm89_few_rows/traits.cuh"
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/traits.cuh"
 #include "cuda/numeric/dtype.cuh"
@@ -51,7 +51,7 @@ static flashmoe_status no_cpu(const AttentionProblem&, Plan*, const Reason& reas
 }
 const AttentionFamily kCpuAttention = {"cpu", FLASHMOE_DEVICE_CPU, no_cpu, nullptr};
 
-namespace short_rows {
+namespace sm89_few_rows {
 
 template <class Traits>
 static Abilities abilities[kMaxDevices];
@@ -67,21 +67,21 @@ static Entry entry_of(const char* name) {
           &Traits::shared_bytes,
           abilities<Traits>,
           Traits::kPartBytes,
-          kernel_of<Traits, Combine>("attention_combine_short", 0)};
+          kernel_of<Traits, Combine>("attention_combine_sm89_few_rows", 0)};
 }
 
-#define FLASHMOE_SHORT(dim, rows)                                                            \
+#define FLASHMOE_FEW_ROWS(dim, rows)                                                         \
   extern const Entry entry_bf16_d##dim##_r##rows;                                            \
   const Entry entry_bf16_d##dim##_r##rows = entry_of<Traits<__nv_bfloat16, dim, dim, rows>>( \
-      "attention_forward_short_bf16_d" #dim "_dv" #dim "_r" #rows);
-FLASHMOE_SHORT(64, 8)
-FLASHMOE_SHORT(64, 16)
-FLASHMOE_SHORT(64, 32)
-FLASHMOE_SHORT(128, 8)
-FLASHMOE_SHORT(128, 16)
-#undef FLASHMOE_SHORT
+      "attention_forward_sm89_few_rows_bf16_d" #dim "_dv" #dim "_r" #rows);
+FLASHMOE_FEW_ROWS(64, 8)
+FLASHMOE_FEW_ROWS(64, 16)
+FLASHMOE_FEW_ROWS(64, 32)
+FLASHMOE_FEW_ROWS(128, 8)
+FLASHMOE_FEW_ROWS(128, 16)
+#undef FLASHMOE_FEW_ROWS
 
-}  // namespace short_rows
+}  // namespace sm89_few_rows
 
 namespace sm89 {
 
@@ -212,15 +212,15 @@ void what_is_chosen_is_the_fastest() {
     const flashmoe_plan plan = plan_of(m, nullptr);
     const double least = std::min({m.few_rows, m.split, m.sm90});
     const bool splits_kv = std::strstr(plan.launches[0].kernel, "_split_kv_") != nullptr;
-    const double took = std::strcmp(plan.family, "short") == 0 ? m.few_rows
-                        : splits_kv                            ? m.split
-                                                               : m.sm90;
+    const double took = std::strcmp(plan.family, "sm89_few_rows") == 0 ? m.few_rows
+                        : splits_kv                                    ? m.split
+                                                                       : m.sm90;
     std::printf(
-        "%ld %ld/%ld %ldx%ld d%ld: %s takes %.1f of %.1f us; by estimate short %.1f, split KV "
+        "%ld %ld/%ld %ldx%ld d%ld: %s takes %.1f of %.1f us; by estimate few rows %.1f, split KV "
         "%.1f, whole tiles %.1f, sm89 %.1f\n",
         static_cast<long>(m.batch), static_cast<long>(m.heads_q), static_cast<long>(m.heads_kv),
         static_cast<long>(m.queries), static_cast<long>(m.keys), static_cast<long>(m.dim),
-        plan.family, took, least, plan_of(m, "short").microseconds,
+        plan.family, took, least, plan_of(m, "sm89_few_rows").microseconds,
         plan_of(m, "sm90_split_kv").microseconds, plan_of(m, "sm90_whole_tiles").microseconds,
         plan_of(m, "sm89").microseconds);
     CHECK(std::strcmp(plan.family, "sm89") != 0 && took <= kTie * least);
@@ -231,7 +231,7 @@ void what_is_chosen_is_the_fastest() {
 void decoding_is_estimated_closely() {
   for (const Measured& m : kMeasured) {
     if (m.queries > 2 || m.batch * m.keys < 32768) continue;
-    const double estimate = plan_of(m, "short").microseconds;
+    const double estimate = plan_of(m, "sm89_few_rows").microseconds;
     CHECK(std::abs(estimate / m.few_rows - 1) < 0.12);
   }
 }

@@ -14,10 +14,10 @@
 #include "check.h"
 #include "core/backends.h"
 #include "cuda/attention/combine.h"
-#include "cuda/attention/short/entry.h"
-#include "cuda/attention/short/params.h"
 #include "cuda/attention/sm89/entry.h"
 #include "cuda/attention/sm89/params.h"
+#include "cuda/attention/sm89_few_rows/entry.h"
+#include "cuda/attention/sm89_few_rows/params.h"
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/host/fake_cuda.h"
@@ -37,14 +37,15 @@ void* __wrap_aligned_alloc(size_t alignment, size_t bytes) {
 
 // ---- made-up kernels -----------------------------------------------------------------------------
 
-namespace flashmoe::short_rows {
+namespace flashmoe::sm89_few_rows {
 static LoadedKernel loaded[kMaxDevices];
 static LoadedKernel loaded_combine[kMaxDevices];
 static Abilities abilities[kMaxDevices];
 static int shared_bytes_of(int warps, int cluster) { return 1024 * warps + cluster; }
 extern const Entry entry_fp16_d64_dv64_r8;
 const Entry entry_fp16_d64_dv64_r8 = {
-    {"attention_forward_short_fp16_d64_dv64_r8", reinterpret_cast<const void*>(0x55), 8208, loaded},
+    {"attention_forward_sm89_few_rows_fp16_d64_dv64_r8", reinterpret_cast<const void*>(0x55), 8208,
+     loaded},
     Dtype::kFloat16,
     64,
     64,
@@ -53,10 +54,10 @@ const Entry entry_fp16_d64_dv64_r8 = {
     &shared_bytes_of,
     abilities,
     8 * (64 * 4 + 8),
-    {"attention_combine_short_fp16_d64_dv64_r8", reinterpret_cast<const void*>(0x56), 0,
+    {"attention_combine_sm89_few_rows_fp16_d64_dv64_r8", reinterpret_cast<const void*>(0x56), 0,
      loaded_combine},
 };
-}  // namespace flashmoe::short_rows
+}  // namespace flashmoe::sm89_few_rows
 
 namespace flashmoe::sm89 {
 static LoadedKernel loaded[kMaxDevices];
@@ -279,7 +280,7 @@ void the_plan_is_what_the_launch_gets() {
     CHECK(first.shared_bytes == 32784 + fake::kStaticSharedBytes);
     CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1);
     CHECK(seen89.tensors.q == call.tensors[0].data && seen89.tensors.out == call.tensors[3].data);
-    CHECK(seen89.tiles_per_head == 1 && seen89.heads == 12 && seen89.heads_per_kv == 3);
+    CHECK(seen89.tiles_per_head == 1 && seen89.heads == 12 && seen89.by_heads_per_kv.value == 3);
     CHECK(std::strcmp(first.kernel, "attention_forward_sm89_fp16_d64_dv64") == 0);
     CHECK(first.device.device_type == FLASHMOE_DEVICE_CUDA && first.device.device_id == 0);
     check_read_back(plan);
@@ -593,7 +594,7 @@ void a_device_may_be_reset() {
   if (!fake::state.has_driver) return;
   const Call calls[] = {{"sm89", 2, 60, 1000, 6, 2},
                         {"sm90_whole_tiles", 2, 700, 1000, 6, 2},
-                        {"short", 1, 1, 4000, 8, 1},
+                        {"sm89_few_rows", 1, 1, 4000, 8, 1},
                         {"sm90_split_kv", 1, 64, 8192, 8, 2}};
   const void* const functions[] = {
       reinterpret_cast<const void*>(0x89), reinterpret_cast<const void*>(0x90),
@@ -675,12 +676,12 @@ void what_the_driver_refuses_the_runtime_decides() {
   CHECK(other.run() == FLASHMOE_OK && fake::last.by == whoever());
 }
 
-// Clusters, which only the short family's plans have, and a start before the launch ahead has ended,
+// Clusters, which only the few-row family's plans have, and a start before the launch ahead has ended,
 // which all have where the code was made for it.
 void clusters_and_programmatic_launches_are_planned() {
-  static short_rows::Params seen;
+  static sm89_few_rows::Params seen;
   fake::on_launch = [](const void* params) { std::memcpy(&seen, params, sizeof seen); };
-  Call call("short", 1, 1, 4000, 8, 1);
+  Call call("sm89_few_rows", 1, 1, 4000, 8, 1);
   const flashmoe_plan plan = plan_of(call);
   const flashmoe_launch& first = plan.launches[0];
   CHECK(first.cluster == 8 || first.cluster == 16);
@@ -717,11 +718,11 @@ void clusters_and_programmatic_launches_are_planned() {
 // Keys beyond a cluster's are shared by blocks that leave their parts in the workspace, which a second
 // kernel adds up.
 void parts_go_through_the_workspace() {
-  static std::vector<short_rows::Params> seen;
+  static std::vector<sm89_few_rows::Params> seen;
   fake::on_launch = [](const void* params) {
-    seen.push_back(*static_cast<const short_rows::Params*>(params));
+    seen.push_back(*static_cast<const sm89_few_rows::Params*>(params));
   };
-  Call call("short", 1, 3, 1 << 20, 8, 2);
+  Call call("sm89_few_rows", 1, 3, 1 << 20, 8, 2);
   const flashmoe_plan plan = plan_of(call);
   const flashmoe_launch& first = plan.launches[0];
   constexpr uint64_t kPart = 8 * (64 * 4 + 8);
@@ -740,7 +741,7 @@ void parts_go_through_the_workspace() {
         FLASHMOE_ERROR_WORKSPACE_TOO_SMALL);
   CHECK(flashmoe_attention_forward(&call.params, workspace, bytes, nullptr) == FLASHMOE_OK);
   CHECK(seen.size() == 2);
-  for (const short_rows::Params& params : seen) {
+  for (const sm89_few_rows::Params& params : seen) {
     CHECK(static_cast<void*>(params.parts) == workspace);
     CHECK(reinterpret_cast<char*>(params.statistics) == workspace + first.grid[0] * 8 * 64 * 4);
     CHECK(reinterpret_cast<char*>(params.statistics + first.grid[0] * 8) == workspace + bytes);
@@ -752,7 +753,8 @@ void parts_go_through_the_workspace() {
   CHECK(fake::last.grid.x == 12 && fake::last.grid.y == 2 && fake::last.grid.z == 1);
   CHECK(fake::last.block.x == kCombineThreads && fake::last.shared_bytes == 0);
   CHECK(fake::last.cluster == 0 && fake::last.programmatic == 1);
-  CHECK(std::strcmp(plan.launches[1].kernel, "attention_combine_short_fp16_d64_dv64_r8") == 0);
+  CHECK(std::strcmp(plan.launches[1].kernel, "attention_combine_sm89_few_rows_fp16_d64_dv64_r8") ==
+        0);
   check_read_back(plan);
   // Where the first fails, the second is not launched.
   seen.clear();
@@ -768,7 +770,8 @@ void parts_go_through_the_workspace() {
     fake::state.runtime_launch = cudaErrorInvalidValue;
   };
   CHECK(flashmoe_attention_forward(&call.params, workspace, bytes, nullptr) == FLASHMOE_ERROR_CUDA);
-  CHECK(std::strstr(flashmoe_last_error(), "launching attention_combine_short_fp16") != nullptr);
+  CHECK(std::strstr(flashmoe_last_error(), "launching attention_combine_sm89_few_rows_fp16") !=
+        nullptr);
   CHECK(fake::last_error == cudaSuccess && read_back().size() == 1);
   CHECK(std::strcmp(read_back()[0].kernel, first.kernel) == 0);
   fake::state.driver_launch = CUDA_SUCCESS;
@@ -874,12 +877,12 @@ bool splits_kv(const flashmoe_plan& plan) {
   return std::strstr(plan.launches[0].kernel, "attention_forward_sm90_split_kv_") != nullptr;
 }
 
-// By estimate: few rows to `short`, many to sm90's whole tiles, and those between that see many keys to split
+// By estimate: few rows to `sm89_few_rows`, many to sm90's whole tiles, and those between that see many keys to split
 // KV, with no more blocks that leave parts than the workspace may hold.
 void calls_go_where_they_are_fastest() {
   const auto family = [](const Call& call) { return std::string(plan_of(call).family); };
-  CHECK(family(Call(nullptr, 1, 1, 8192, 32, 8)) == "short");
-  CHECK(family(Call(nullptr, 1, 128, 128, 2, 2)) == "short");
+  CHECK(family(Call(nullptr, 1, 1, 8192, 32, 8)) == "sm89_few_rows");
+  CHECK(family(Call(nullptr, 1, 128, 128, 2, 2)) == "sm89_few_rows");
   for (const int64_t keys : {8192, 32768, 131072}) {
     for (const int64_t queries : {64, 128, 256}) {
       const Call call(nullptr, 1, queries, keys, 32, 8);
@@ -906,8 +909,8 @@ void calls_go_where_they_are_fastest() {
 // Of the families that serve a call that whose plan takes the least time, and of sm90 its better schedule; one
 // that is named always.
 void the_least_time_wins() {
-  constexpr const char* kNames[] = {"short", "sm90_split_kv", "sm90_whole_tiles", "sm89"};
-  constexpr const char* kFamilies[] = {"short", "sm90", "sm90", "sm89"};
+  constexpr const char* kNames[] = {"sm89_few_rows", "sm90_split_kv", "sm90_whole_tiles", "sm89"};
+  constexpr const char* kFamilies[] = {"sm89_few_rows", "sm90", "sm90", "sm89"};
   std::array<int, 4> won = {};
   for (const int64_t heads : {1, 8, 32}) {
     for (const int64_t queries : {1, 16, 100, 700, 2048}) {
@@ -966,8 +969,8 @@ void kernels_and_schedules_are_served_by_name() {
   call.params.kernel = "sm90_split";
   CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
   CHECK(std::strstr(flashmoe_last_error(),
-                    "got \"sm90_split\", built in are short, sm90, sm90_whole_tiles, "
-                    "sm90_split_kv, sm89, cpu") != nullptr);
+                    "got \"sm90_split\", built in are sm89_few_rows, sm90, "
+                    "sm90_whole_tiles, sm90_split_kv, sm89, cpu") != nullptr);
 }
 
 std::atomic<int> after_loading{0};
@@ -1023,7 +1026,7 @@ void a_kernel_is_loaded_once_whoever_comes_first() {
 void empty_problems_have_plans() {
   for (const Call* call : {new Call("sm90_whole_tiles", 0, 700, 1000, 6, 2),
                            new Call("sm90_whole_tiles", 2, 0, 1000, 6, 2)}) {
-    for (const char* kernel : {"short", "sm89", "sm90_whole_tiles", "sm90_split_kv"}) {
+    for (const char* kernel : {"sm89_few_rows", "sm89", "sm90_whole_tiles", "sm90_split_kv"}) {
       flashmoe_attention_forward_params params = call->params;
       params.kernel = kernel;
       params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;

@@ -1,5 +1,5 @@
 // Calls of layers and grouped products on a made-up CUDA with made-up kernels (made_up_moe.cpp,
-// made_up_stream.cpp): which family serves them, what its launches get, and what of a plan is kept for the next
+// made_up_few_tokens.cpp): which family serves them, what its launches get, and what of a plan is kept for the next
 // call. test_moe_calls [no-map-moves]: without cuTensorMapReplaceAddress.
 #include <algorithm>
 #include <cmath>
@@ -366,7 +366,7 @@ void launches_share_the_workspace() {
 // Those that were launched before it are read back, those behind it are not launched, and the next call is
 // whole.
 void a_launch_fails_in_the_middle() {
-  for (const char* family : {"sm89", "sm90", "stream"}) {
+  for (const char* family : {"sm89", "sm90", "sm89_few_tokens"}) {
     std::thread([&] {
       const Layer layer(family, {16, 256, 128, 8, 2});
       const flashmoe_plan plan = plan_of(layer);
@@ -411,7 +411,7 @@ void a_launch_fails_in_the_middle() {
 // With it go the kernels' handles and what they were allowed, but no plan and no map.
 void a_device_may_be_reset() {
   fake::on_launch = nullptr;
-  const Layer layers[] = {{"sm89", kSmall}, {"sm90", kSmall}, {"stream", kSmall}};
+  const Layer layers[] = {{"sm89", kSmall}, {"sm90", kSmall}, {"sm89_few_tokens", kSmall}};
   const Product products[] = {{"sm89", false, 1000, 256, 512}, {"sm90", true, 1000, 256, 512}};
   const auto run_all = [&] {
     for (const Layer& layer : layers) CHECK(layer.run(workspace_at(0)) == FLASHMOE_OK);
@@ -458,7 +458,7 @@ void the_least_time_wins(const std::vector<const char*>& families,
 }
 
 void calls_go_where_they_take_least() {
-  const std::vector<const char*> layer_families = {"stream", "sm90", "sm89"};
+  const std::vector<const char*> layer_families = {"sm89_few_tokens", "sm90", "sm89"};
   const std::vector<const char*> product_families = {"sm90", "sm89"};
   for (const flashmoe_device device :
        {kDevice, kH200, flashmoe_device{FLASHMOE_DEVICE_GPU_MODEL, FLASHMOE_GPU_L4}}) {
@@ -482,7 +482,7 @@ void calls_go_where_they_take_least() {
 // Microseconds by name, on an H200, bf16, from the logits on (docs/kernels/moe.md).
 struct Measured {
   Extents extents;
-  double stream, sm90;
+  double few_tokens, sm90;
 };
 
 constexpr Extents kQwen3 = {0, 2048, 768, 128, 8};
@@ -515,16 +515,16 @@ void the_faster_layer_is_estimated_less() {
       return plan_of(Layer(family, m.extents, FLASHMOE_MOE_GATE_UP, false, false, kH200))
           .microseconds;
     };
-    const double stream = estimate("stream");
+    const double few_tokens = estimate("sm89_few_tokens");
     const double sm90 = estimate("sm90");
     std::printf(
-        "%ld tokens, %ld of %ld experts, %ld, %ld: stream %.1f of %.1f, sm90 %.1f of %.1f\n",
+        "%ld tokens, %ld of %ld experts, %ld, %ld: few tokens %.1f of %.1f, sm90 %.1f of %.1f\n",
         static_cast<long>(m.extents.tokens), static_cast<long>(m.extents.top_k),
         static_cast<long>(m.extents.experts), static_cast<long>(m.extents.hidden),
-        static_cast<long>(m.extents.inner), stream, m.stream, sm90, m.sm90);
-    CHECK((stream < sm90) == (m.stream < m.sm90));
-    CHECK(estimate("sm89") > 1.3 * std::min(stream, sm90));
-    errors += std::pow(std::log(std::min(stream, sm90) / std::min(m.stream, m.sm90)), 2);
+        static_cast<long>(m.extents.inner), few_tokens, m.few_tokens, sm90, m.sm90);
+    CHECK((few_tokens < sm90) == (m.few_tokens < m.sm90));
+    CHECK(estimate("sm89") > 1.3 * std::min(few_tokens, sm90));
+    errors += std::pow(std::log(std::min(few_tokens, sm90) / std::min(m.few_tokens, m.sm90)), 2);
     ++shapes;
   }
   std::printf("root mean square error: %.3f\n", std::sqrt(errors / shapes));
@@ -540,7 +540,7 @@ void the_faster_layer_is_estimated_less() {
                         kH200);
       std::printf("%ld tokens of hidden %ld: %s\n", static_cast<long>(tokens),
                   static_cast<long>(model.hidden), plan_of(layer).family);
-      CHECK((std::strcmp(plan_of(layer).family, "stream") == 0) == (tokens <= most));
+      CHECK((std::strcmp(plan_of(layer).family, "sm89_few_tokens") == 0) == (tokens <= most));
     }
   }
 }

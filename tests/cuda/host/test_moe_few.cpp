@@ -1,5 +1,5 @@
-// Which layers the stream family serves, and by which of its kernels, on a made-up CUDA with made-up kernels
-// (made_up_stream.cpp).
+// Which layers the few-token family serves, and by which of its kernels, on a made-up CUDA with made-up kernels
+// (made_up_few_tokens.cpp).
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -8,7 +8,7 @@
 #include "check.h"
 #include "core/backends.h"
 #include "cuda/host/made_up_moe.h"
-#include "cuda/moe/stream/cost.h"
+#include "cuda/moe/sm89_few_tokens/cost.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -35,7 +35,7 @@ MoeForwardProblem problem_of(int64_t tokens) {
 std::string refusal_of(const MoeForwardProblem& problem) {
   Plan plan = {};
   char reason[256] = "";
-  const flashmoe_status status = kStreamMoeForward.plan(problem, &plan, Reason(reason));
+  const flashmoe_status status = kSm89FewTokensMoeForward.plan(problem, &plan, Reason(reason));
   CHECK(status == FLASHMOE_OK || status == FLASHMOE_ERROR_UNSUPPORTED);
   CHECK((status == FLASHMOE_OK) == (plan.info.launch_count == 2));
   CHECK((status == FLASHMOE_OK) == (plan.info.microseconds > 0));
@@ -44,7 +44,7 @@ std::string refusal_of(const MoeForwardProblem& problem) {
 
 // However long it takes beside others.
 void it_serves_more_than_it_is_made_for() {
-  using namespace moe::stream;
+  using namespace moe::sm89_few_tokens;
   for (const int64_t tokens : {int64_t{0}, int64_t{1}, int64_t{32}, kMostTokensServed}) {
     CHECK(refusal_of(problem_of(tokens)) == "");
   }
@@ -77,18 +77,18 @@ void what_it_cannot_serve_it_names() {
   problem.inner = (int64_t{1} << 24) + 8;
   CHECK(refusal_of(problem) ==
         "w_down: its number of columns is 16777224, accepted are at most 16777216");
-  made_up::stream_bytes_more = 1 << 20;
+  made_up::few_token_bytes_more = 1 << 20;
   CHECK(refusal_of(problem_of(4))
             .find("x: got 4 tokens with 8 experts each, accepted are as many "
                   "as fit in the ") == 0);
-  made_up::stream_bytes_more = 0;
+  made_up::few_token_bytes_more = 0;
 }
 
 void the_copy_engine_brings_long_rows_for_few_tokens() {
   const auto first_kernel = [](const MoeForwardProblem& problem) {
     Plan plan = {};
     char reason[256] = "";
-    CHECK(kStreamMoeForward.plan(problem, &plan, Reason(reason)) == FLASHMOE_OK);
+    CHECK(kSm89FewTokensMoeForward.plan(problem, &plan, Reason(reason)) == FLASHMOE_OK);
     // Stages of either kernel that groups of warps take in turn.
     CHECK(plan.info.launches[0].stages >= 2 && plan.info.launches[1].stages >= 2);
     return std::string(plan.info.launches[0].kernel);
@@ -103,7 +103,7 @@ void the_copy_engine_brings_long_rows_for_few_tokens() {
 
 // Beside every way in which tokens may take an expert or not.
 void an_expert_is_read_as_often_as_expected() {
-  using moe::stream::expected_reads;
+  using moe::sm89_few_tokens::expected_reads;
   for (const int room : {1, 3, 4, 16}) {
     for (const double probability : {0.01, 0.25, 0.9}) {
       for (const int64_t tokens : {1, 2, 5, 8, 12}) {
