@@ -211,7 +211,6 @@ def test_two_streams_at_once(case: Case) -> None:
 def test_the_first_call_of_a_process_can_be_captured(family: str) -> None:
     program = """
         import flashmoe_science as fm
-import kernels
         import torch
 
         q, k, v = (torch.randn(2, 300, 4, 64, device="cuda").bfloat16() for _ in range(3))
@@ -314,7 +313,6 @@ def test_first_calls_from_many_threads_at_once(family: str) -> None:
     program = """
         import threading
         import flashmoe_science as fm
-import kernels
         import torch
 
         inputs = [[torch.randn(1, 200, 2, dim, device="cuda").half() for _ in range(3)]

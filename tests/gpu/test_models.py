@@ -38,7 +38,14 @@ def _anywhere(plan: Any) -> Any:
     """A plan less the name of the device it is for."""
     launches = tuple(dataclasses.replace(launch, device="") for launch in plan.launches)
     rejected = re.sub(r"the tensors are on [\w:]+", "the tensors are there", plan.rejected)
-    return dataclasses.replace(plan, launches=launches, rejected=rejected)
+    rejected = re.sub(r"[\d.]+ us", "some us", rejected)
+    return dataclasses.replace(plan, launches=launches, rejected=rejected, microseconds=0)
+
+
+def _assert_alike(here: Any, told: Any) -> None:
+    """Memory clocks of one model's devices differ a little, and with them estimates of times."""
+    assert _anywhere(here) == _anywhere(told)
+    assert here.microseconds == pytest.approx(told.microseconds, rel=0.03)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -55,7 +62,7 @@ def test_attention(model: str, dim: int, dtype: str) -> None:
                         )
                         for device in ("cuda", model)
                     ]  # fmt: skip
-                    assert _anywhere(plans[0]) == _anywhere(plans[1])
+                    _assert_alike(*plans)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 100, 1000, 20000])
@@ -69,7 +76,7 @@ def test_experts(model: str, tokens: int) -> None:
             fm.moe_route_plan_for(tokens=tokens, experts=experts, top_k=top_k, device=device)
             for device in ("cuda", model)
         ]
-        assert _anywhere(routes[0]) == _anywhere(routes[1])
+        _assert_alike(*routes)
         for gate in ("gate_up", "interleaved", "none"):
             layers = [
                 fm.moe_plan_for(
@@ -78,4 +85,4 @@ def test_experts(model: str, tokens: int) -> None:
                 )
                 for device in ("cuda", model)
             ]  # fmt: skip
-            assert _anywhere(layers[0]) == _anywhere(layers[1])
+            _assert_alike(*layers)
