@@ -37,10 +37,10 @@ struct ScoreOptions {
   int32_t bounded_right;  // right_offset is a bound
   float scale_log2;       // scale * log2(e); with a softcap softcap * log2(e)
   float cap_ratio;        // scale / softcap; 0 without
+  int32_t sinks_are_fp32;
   // [heads_q], of fp32 or else of the elements' type, in natural units; nullptr: none.
   const void* sinks;
   int64_t sink_stride;  // elements
-  int32_t sinks_are_fp32;
 
 #ifdef __CUDACC__
   // The keys that a query sees of so many. Neither end decreases with the query.
