@@ -68,8 +68,8 @@ __device__ __forceinline__ void store_release(uint32_t* address, uint32_t value)
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Adds to a word after all that this thread has written or seen, as others that see the sum find. sm_70
-// and newer.
+// Adds to a word after all that this thread has written or seen, as others that see the sum find.
+// sm_70 and newer.
 __device__ __forceinline__ void add_release(uint32_t* address, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
