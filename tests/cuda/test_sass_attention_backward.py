@@ -67,9 +67,12 @@ def test_every_kernel_is_there_for_its_architecture_alone(
 def test_products_are_wgmma(mains: dict[Code, Counter[str]]) -> None:
     for code, opcodes in mains.items():
         widths = sass.check_wgmma(code, opcodes, code.kernel.dtype)
-        # Scores of 64 queries, dK and dV of a tile's columns, half of the columns of dQ.
+        # Scores of a step's queries, dK and dV of a tile's columns; of dQ all columns of half of the
+        # queries, or half of the columns of 64.
         dim, dim_v = code.kernel.dim, code.kernel.dim_v
-        assert set(widths) == {64, dim, dim_v, dim // 2}, f"{code}: {widths}"
+        queries = 128 if dim == 64 and not code.kernel.capped else 64
+        of_dq = dim if queries == 128 else dim // 2
+        assert set(widths) == {queries, dim, dim_v, of_dq}, f"{code}: {widths}"
         assert sass.count(opcodes, "HMMA") == 0, f"{code}: products of one warp"
         products = sum(widths.values())
         # Where ptxas gives a group of products up, each is begun and awaited by itself.
