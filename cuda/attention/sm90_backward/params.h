@@ -58,7 +58,11 @@ struct Params {
   Direct dq_direct;
   Direct dk_direct;
   Direct dv_direct;
-  int32_t accumulate;  // by those of them that have rows
+  int32_t accumulate;  // by those of them that have rows, and by dsinks
+
+  void* dsinks;  // [heads_q], nullptr: not wanted
+  int64_t dsink_stride;
+  int32_t dsinks_are_fp32;  // or else of the elements' type
 
   // The workspace. Rows are padded to whole tiles; heads are batch * heads_q.
   float* row_lse;    // [heads, rows]: lse * log2(e), infinity where a row sees no key

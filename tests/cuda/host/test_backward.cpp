@@ -27,10 +27,12 @@ namespace flashmoe::sm90_backward {
 
 static const void* const kMain = reinterpret_cast<const void*>(0x90);
 static const void* const kPrologue = reinterpret_cast<const void*>(0x91);
+static const void* const kSinks = reinterpret_cast<const void*>(0x92);
 
 // Numbers unlike the real ones, so that a literal would show.
 static LoadedKernel loaded[kMaxDevices];
 static LoadedKernel loaded_prologue[kMaxDevices];
+static LoadedKernel loaded_sinks[kMaxDevices];
 extern const Entry entry_fp16_d64_dv64;
 const Entry entry_fp16_d64_dv64 = {
     {{"attention_backward_sm90_fp16_d64_dv64", kMain, 200000, loaded},
@@ -47,13 +49,15 @@ const Entry entry_fp16_d64_dv64 = {
     {"attention_backward_prologue_sm90_fp16_d64_dv64", kPrologue, 0, loaded_prologue},
     40,
     160,
+    {"attention_backward_sinks_sm90_fp16_d64_dv64", kSinks, 640, loaded_sinks},
+    192,
 };
 
 // The real ones, for estimates.
 template <class Traits>
-static LoadedKernel loaded_of[2][kMaxDevices];
+static LoadedKernel loaded_of[3][kMaxDevices];
 template <class Traits>
-static Entry entry_of(const char* name, const char* prologue) {
+static Entry entry_of(const char* name, const char* prologue, const char* sinks) {
   return {{{name, kMain, Traits::kSharedBytes, loaded_of<Traits>[0]},
            Dtype::kBFloat16,
            Traits::kDim,
@@ -67,14 +71,18 @@ static Entry entry_of(const char* name, const char* prologue) {
           kKeysPerGroup,
           {prologue, kPrologue, 0, loaded_of<Traits>[1]},
           64,
-          256};
+          256,
+          {sinks, kSinks, 256, loaded_of<Traits>[2]},
+          1024};
 }
 extern const Entry entry_bf16_d64_dv64;
 const Entry entry_bf16_d64_dv64 = entry_of<Traits<__nv_bfloat16, 64, 64>>(
-    "attention_backward_sm90_bf16_d64_dv64", "attention_backward_prologue_sm90_bf16_d64_dv64");
+    "attention_backward_sm90_bf16_d64_dv64", "attention_backward_prologue_sm90_bf16_d64_dv64",
+    "attention_backward_sinks_sm90_bf16_d64_dv64");
 extern const Entry entry_bf16_d128_dv128;
 const Entry entry_bf16_d128_dv128 = entry_of<Traits<__nv_bfloat16, 128, 128>>(
-    "attention_backward_sm90_bf16_d128_dv128", "attention_backward_prologue_sm90_bf16_d128_dv128");
+    "attention_backward_sm90_bf16_d128_dv128", "attention_backward_prologue_sm90_bf16_d128_dv128",
+    "attention_backward_sinks_sm90_bf16_d128_dv128");
 
 }  // namespace flashmoe::sm90_backward
 
@@ -428,6 +436,43 @@ void gradients_may_be_of_fp32_or_added_to() {
   }
 }
 
+// A launch of its own, where they are wanted.
+void dsinks_are_of_a_third_launch() {
+  Call call;
+  uint16_t sinks[7] = {};
+  float dsinks[12] = {};
+  const auto tensor = [&](void* data, int bits, int64_t* shape, int64_t* stride) {
+    flashmoe_tensor t = call.tensors[kQ];
+    t.data = data;
+    t.ndim = 1;
+    t.shape = shape;
+    t.strides = stride;
+    t.dtype.bits = static_cast<uint8_t>(bits);
+    return t;
+  };
+  int64_t six = 6, one = 1, two = 2;
+  flashmoe_tensor given = tensor(sinks, 16, &six, &one);
+  flashmoe_tensor wanted = tensor(dsinks, 32, &six, &two);
+  call.params.sinks = &given;
+  CHECK(call.plan().launch_count == 2);
+  call.params.dsinks = &wanted;
+  const flashmoe_plan plan = call.plan();
+  CHECK(plan.launch_count == 3);
+  const flashmoe_launch& launch = plan.launches[2];
+  CHECK(std::strcmp(launch.kernel, "attention_backward_sinks_sm90_fp16_d64_dv64") == 0);
+  CHECK(launch.grid[0] == 6 && launch.block[0] == 192);
+  CHECK(launch.shared_bytes == 640 + fake::kStaticSharedBytes);
+  for (uint16_t* const moved : {sinks, sinks + 1}) {
+    given.data = moved;
+    watch();
+    CHECK(call.run() == FLASHMOE_OK && seen.size() == 3);
+    CHECK(seen[2].launch.grid.x == 6 && seen[2].launch.block.x == 192);
+    const Params& p = seen[2].params;
+    CHECK(p.score.sinks == moved && p.score.sink_stride == 1 && p.score.sinks_are_fp32 == 0);
+    CHECK(p.dsinks == dsinks && p.dsink_stride == 2 && p.dsinks_are_fp32 == 1);
+  }
+}
+
 // Encodes nothing again, moves the maps whose addresses changed and no others, and its launches get
 // the same parameters, byte for byte, as those of a call that is the first of its thread.
 void a_call_at_other_addresses_moves_maps() {
@@ -632,6 +677,7 @@ int main(int argc, char** argv) {
   the_workspace_holds_its_parts();
   gradients_may_be_absent();
   gradients_may_be_of_fp32_or_added_to();
+  dsinks_are_of_a_third_launch();
   a_call_at_other_addresses_moves_maps();
   no_map_is_of_another_call();
   tensors_may_have_no_rows();
