@@ -9,8 +9,8 @@
 template <typename Number, typename SeesKeys, typename DoutOut>
 double sink_gradient(const AttentionBackwardProblem& p, int64_t head, double sink,
                      const SeesKeys& sees_keys, const DoutOut& dout_out) {
-  constexpr double kInf = __builtin_inf();
-  if (sink == -kInf) return 0.0;
+  constexpr double kInfinite = __builtin_inf();
+  if (sink == -kInfinite) return 0.0;
   const Number* const lse = static_cast<const Number*>(p.lse);
   const Number* const dlse = static_cast<const Number*>(p.dlse);
   const auto of_row = [head](const RowStrides& strides, int64_t batch, int64_t query) {

@@ -140,6 +140,7 @@ def assert_gradients_accurate(
     ref = _gradients(*given, *extra, DOUBLE, DOUBLE, **options)
     plain = _gradients(*given, *extra, SINGLE, dtype, **options)
     left = cancellation(given, dtype, options.get("scale"))
+    got = Gradients(*got)
     for name, x, want, usual in zip(Gradients._fields, got, ref, plain, strict=True):
         if x is None:
             continue

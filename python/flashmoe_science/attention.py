@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from flashmoe_science import _core
@@ -19,6 +20,14 @@ class AttentionGradients(NamedTuple):
     dk: Any
     dv: Any
     dsinks: Any
+
+
+def parse_wanted(wanted: Sequence[bool]) -> tuple[bool, ...]:
+    if len(wanted) != len(AttentionGradients._fields):
+        raise InvalidArgumentError(
+            f"wanted: got {len(wanted)} flags, accepted are four: of dq, dk, dv and dsinks"
+        )
+    return tuple(parse_flag("wanted", each) for each in wanted)
 
 
 @overload
@@ -217,14 +226,9 @@ def _flash_attention_backward(
     """Of tensors with memory."""
     from flashmoe_science import _dispatch
 
-    if len(wanted) != len(AttentionGradients._fields):
-        raise InvalidArgumentError(
-            f"wanted: got {len(wanted)} flags, accepted are four: of dq, dk, dv and dsinks"
-        )
     options = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
-        "wanted": tuple(parse_flag("wanted", each) for each in wanted), "accumulate": accumulate,
-        "kernel": kernel,
+        "wanted": parse_wanted(wanted), "accumulate": accumulate, "kernel": kernel,
     }  # fmt: skip
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if dlse is not None:

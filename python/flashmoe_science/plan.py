@@ -15,6 +15,7 @@ from flashmoe_science._dtypes import (
     parse_extent,
     parse_flag,
 )
+from flashmoe_science.attention import parse_wanted
 
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]
@@ -207,16 +208,18 @@ def attention_backward_plan(
     lse: Any,
     *,
     dlse: Any = None,
+    sinks: Any = None,
     causal: Causal = False,
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     layout: Layout = "bshd",
-    wanted: tuple[bool, bool, bool] = (True, True, True),
+    wanted: tuple[bool, bool, bool, bool] = (True, True, True, True),
     accumulate: bool = False,
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
+    dsinks: Any = None,
     kernel: str | None = None,
 ) -> AttentionPlan:
     """What flash_attention_backward would do with these arguments. Reads no data and launches
@@ -225,12 +228,12 @@ def attention_backward_plan(
     Raises what flash_attention_backward would raise for its arguments.
     """
     tensors = {
-        "dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse,
-        "dq": dq, "dk": dk, "dv": dv,
+        "dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, "sinks": sinks,
+        "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks,
     }  # fmt: skip
     options = {
         "layout": layout, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
-        "wanted": tuple(parse_flag("wanted", each) for each in wanted), "accumulate": accumulate,
+        "wanted": parse_wanted(wanted), "accumulate": accumulate,
         "kernel": kernel,
     }  # fmt: skip
     return AttentionPlan.of(_core.plan("attention_backward", tensors, options))
@@ -324,7 +327,7 @@ def attention_backward_plan_for(
     window: Window | None = None,
     softcap: float | None = None,
     layout: Layout = "bshd",
-    wanted: tuple[bool, bool, bool] = (True, True, True),
+    wanted: tuple[bool, bool, bool, bool] = (True, True, True, True),
     kernel: str | None = None,
 ) -> AttentionPlan:
     """The plan of a backward call on contiguous tensors of these extents, which need not exist.

@@ -27,7 +27,11 @@ from flashmoe_science._dispatch import (
     refuse_tangent,
 )
 from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype
-from flashmoe_science.attention import AttentionGradients, _flash_attention_backward
+from flashmoe_science.attention import (
+    AttentionGradients,
+    _flash_attention_backward,
+    parse_wanted,
+)
 from flashmoe_science.errors import (
     DeviceError,
     InvalidArgumentError,
@@ -494,11 +498,7 @@ def _backward_arguments(arguments: Sequence[Any]) -> tuple[dict[str, Any], dict[
 
 def _empty_gradients(tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Token by token in memory, and empty where they are not wanted."""
-    wanted, layout = options["wanted"], options["layout"]
-    if len(wanted) != len(_GRADIENTS):
-        raise InvalidArgumentError(
-            f"wanted: got {len(wanted)} flags, accepted are {len(_GRADIENTS)}"
-        )
+    wanted, layout = parse_wanted(options["wanted"]), options["layout"]
     made = {}
     for (name, of), want in zip(_GRADIENTS.items(), wanted, strict=True):
         tensor = tensors[of]
