@@ -3,11 +3,11 @@
     max|ours - ref| <= 2 * max|plain - ref| + 2 ulp + what fp32 leaves of a cancellation
 
 for dq and dsinks by query head, for dk and dv by KV head. ref is float64 mathematics on the same
-inputs, plain the same formulas the ordinary way: everything that is stored rounded to the inputs' dtype, lse and
-sums in fp32. ulp is one unit in the last place of the dtype at the largest reference value of the
-head. The last term is of rows that see one key: their weight is 1 and their dscore 0 without any
-rounding where lse is the logit itself, to the last bit, and out is v. A forward may sum in another
-order. See reference.py.
+inputs, plain the same formulas the ordinary way: everything that is stored rounded to the inputs'
+dtype, lse and sums in fp32. ulp is one unit in the last place of the dtype at the largest
+reference value of the head. The last term is of rows that see one key: their weight is 1 and their
+dscore 0 without any rounding where lse is the logit itself, to the last bit, and out is v. A
+forward may sum in another order. See reference.py.
 """
 
 from __future__ import annotations
@@ -156,5 +156,6 @@ def assert_gradients_accurate(
             worst = np.unravel_index(np.argmax(error), error.shape)  # NaN counts as the largest
             assert error[worst] <= allowed, (
                 f"{name} of head {head}: {np.asarray(x[here])[worst]} at {list(map(int, worst))}, "
-                f"reference {np.asarray(target)[worst]}: error {error[worst]:.3g}, allowed {allowed:.3g}"
+                f"reference {np.asarray(target)[worst]}: error {error[worst]:.3g}, "
+                f"allowed {allowed:.3g}"
             )

@@ -214,6 +214,23 @@ def test_sinks(
     np.testing.assert_array_equal(bits(spoilt[others]), bits(got.dsinks[others]))
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
+def test_dsinks_of_rows_that_see_nothing(isa_library: ctypes.CDLL, dtype: str) -> None:
+    """Are those of lse alone: a NaN in such a row's dout or out reaches none."""
+    kind = capi.DTYPES.get(dtype, FP64)
+    case = Case(
+        np.random.default_rng(20), kind, seq=(30, 20), causal="bottom_right", dlse=True,
+        sinks=np.array([1.0, -2.0], np.float32), lib=isa_library,
+    )  # fmt: skip
+    clean = case.run(isa_library, wanted=("dsinks",)).dsinks
+    for x in (case.dout, case.out):
+        x[:, :10] = np.nan
+    np.testing.assert_array_equal(case.run(isa_library, wanted=("dsinks",)).dsinks, clean)
+    case.dlse[:, :, 3] += 1  # the derivative of such a row's lse by its sink is 1
+    moved = case.run(isa_library, wanted=("dsinks",)).dsinks
+    np.testing.assert_allclose(moved - clean, 1, rtol=1e-5)
+
+
 def test_dsinks_of_no_rows(library: ctypes.CDLL) -> None:
     """Are zeros, which are written."""
     for batch, seq in ((0, (3, 5)), (2, (0, 5)), (2, (0, 0))):

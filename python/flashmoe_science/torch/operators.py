@@ -629,8 +629,8 @@ def flash_attention_backward(
     kernel: str | None = None,
     stream: object = None,
 ) -> AttentionGradients:
-    """flashmoe_science.flash_attention_backward in a graph, too: there dq, dk, dv, dsinks and stream
-    are None, accumulate is False, and what is returned is token by token in memory in either
+    """flashmoe_science.flash_attention_backward, in a graph, too: there dq, dk, dv, dsinks and
+    stream are None, accumulate is False, and what is returned is token by token in memory in either
     layout."""
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks, "stream": stream}
     if _is_plain(q) or _leaves_graph(q, **given):
