@@ -17,6 +17,8 @@ set(FLASHMOE_ATTENTION_SM90_KERNELS
   "64,64,SplitTuning," "128,128,SplitTuning," "192,128,SplitTuning," "256,256,SplitTuning,"
   "64,64,CappedSplitTuning,_softcap" "128,128,CappedSplitTuning,_softcap"
   "192,128,CappedSplitTuning,_softcap" "256,256,CappedSplitTuning,_softcap")
+set(FLASHMOE_ATTENTION_SM90_BACKWARD_KERNELS
+  "64,64" "128,128" "64,64,CappedTuning,_softcap" "128,128,CappedTuning,_softcap")
 
 function(flashmoe_instantiate_attention target family)
   set(source_dir "${PROJECT_SOURCE_DIR}/cuda/attention/${family}")

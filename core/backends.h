@@ -44,6 +44,7 @@ extern const MoeForwardFamily kSm89MoeForward;
 extern const GroupedProductFamily kSm89GroupedProduct;
 #if FLASHMOE_WITH_SM90  // built for sm_90a
 extern const AttentionFamily kSm90Attention;
+extern const AttentionBackwardFamily kSm90AttentionBackward;
 extern const MoeForwardFamily kSm90MoeForward;
 extern const GroupedProductFamily kSm90GroupedProduct;
 #endif

@@ -150,11 +150,19 @@ class Choice {
     FLASHMOE_TRY(family.plan(problem_, plan, reason));
     const bool full_name = prefix_ != nullptr && wanted_.name != nullptr &&
                            std::strncmp(wanted_.name, prefix_, std::strlen(prefix_)) == 0;
-    if (!full_name || std::strcmp(wanted_.name, plan->info.launches[0].kernel) == 0) {
-      return FLASHMOE_OK;
+    if (!full_name) return FLASHMOE_OK;
+    const char* const kernel = main_kernel(plan->info, family.name);
+    if (std::strcmp(wanted_.name, kernel) == 0) return FLASHMOE_OK;
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s serves this call, not %.64s", kernel,
+                         wanted_.name);
+  }
+
+  // Of a plan's launches the kernel that a call can name: others prepare or combine for it.
+  const char* main_kernel(const flashmoe_plan& plan, const char* family) const {
+    for (int32_t i = 0; i < plan.launch_count; ++i) {
+      if (names_family(plan.launches[i].kernel, family, prefix_)) return plan.launches[i].kernel;
     }
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s serves this call, not %.64s",
-                         plan->info.launches[0].kernel, wanted_.name);
+    return plan.launches[0].kernel;
   }
 
   // Why no family serves the problem.

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -421,7 +422,7 @@ class Gradients(NamedTuple):
 
 
 def attention_backward_params(
-    tensors: dict[str, np.ndarray | None],
+    tensors: Mapping[str, np.ndarray | Tensor | None],
     *,
     layout: str = "bshd",
     causal: str = "none",
@@ -433,7 +434,11 @@ def attention_backward_params(
 ) -> AttentionBackwardParams:
     """`tensors` by their names in the C ABI; None are absent."""
     params = AttentionBackwardParams(struct_size=c.sizeof(AttentionBackwardParams))
-    params.keep = {name: tensor(array) for name, array in tensors.items() if array is not None}
+    params.keep = {
+        name: given if isinstance(given, Tensor) else tensor(given)
+        for name, given in tensors.items()
+        if given is not None
+    }
     for name, view in params.keep.items():
         setattr(params, name, c.pointer(view))
     params.layout = LAYOUTS[layout]

@@ -8,6 +8,8 @@
 namespace flashmoe {
 namespace {
 
+constexpr int kHopper = 90;  // compute capability
+
 // Whether the copy engine can walk a view: strides above 0 and below 2^40 bytes, or 0 for batches
 // and heads, whose map then holds one.
 template <class Data>
@@ -20,23 +22,54 @@ bool can_walk(const RowsView<Data>& view, int64_t batch, int64_t seq, int64_t he
          fits(view.strides.head, heads, 0);
 }
 
-}  // namespace
-
-flashmoe_status check_walkable(const AttentionProblem& problem, const Reason& reason) {
-  const bool empty = problem.batch == 0 || problem.seq_q == 0;  // and strides are 0 then
-  if (!empty && (!can_walk(problem.q, problem.batch, problem.seq_q, problem.heads_q) ||
-                 !can_walk(problem.k, problem.batch, problem.seq_k, problem.heads_kv) ||
-                 !can_walk(problem.v, problem.batch, problem.seq_k, problem.heads_kv) ||
-                 !can_walk(problem.out, problem.batch, problem.seq_q, problem.heads_q))) {
+flashmoe_status check_walkable(bool walkable, flashmoe_device device, const Reason& reason) {
+  if (!walkable) {
     return reason.refuse(
         FLASHMOE_ERROR_UNSUPPORTED,
         "a stride that is negative, 2^40 bytes or more, or 0 along the sequence, which the copy "
         "engine cannot walk");
   }
-  if (!is_gpu_model(problem.device.device_id) && !has_tensor_maps()) {
+  if (!is_gpu_model(device.device_id) && !has_tensor_maps()) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
   }
   return FLASHMOE_OK;
+}
+
+}  // namespace
+
+flashmoe_status check_hopper(int device_id, const DeviceFacts** facts, const Reason& reason) {
+  FLASHMOE_TRY(read_device_facts(device_id, facts, reason));
+  const int capability = (*facts)->compute_capability;
+  if (capability == kHopper) return FLASHMOE_OK;
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                       "%s has compute capability %d.%d, accepted is 9.0",
+                       DeviceName::cuda(device_id).text, capability / 10, capability % 10);
+}
+
+flashmoe_status check_walkable(const AttentionProblem& p, const Reason& reason) {
+  const bool empty = p.batch == 0 || p.seq_q == 0;  // and strides are 0 then
+  const bool walkable =
+      empty ||
+      (can_walk(p.q, p.batch, p.seq_q, p.heads_q) && can_walk(p.k, p.batch, p.seq_k, p.heads_kv) &&
+       can_walk(p.v, p.batch, p.seq_k, p.heads_kv) && can_walk(p.out, p.batch, p.seq_q, p.heads_q));
+  return check_walkable(walkable, p.device, reason);
+}
+
+flashmoe_status check_walkable(const AttentionBackwardProblem& p, const Reason& reason) {
+  const auto can_walk_if_there = [&](const auto& view, int64_t seq, int64_t heads) {
+    return view.data == nullptr || can_walk(view, p.batch, seq, heads);
+  };
+  const auto can_store = [&](const RowsView<void>& view, int64_t seq, int64_t heads) {
+    return p.accumulate || view.dtype != p.q.dtype || can_walk_if_there(view, seq, heads);
+  };
+  const bool empty = p.batch == 0;
+  const bool walkable =
+      empty ||
+      (can_walk_if_there(p.q, p.seq_q, p.heads_q) &&
+       can_walk_if_there(p.dout, p.seq_q, p.heads_q) && can_store(p.dq, p.seq_q, p.heads_q) &&
+       can_walk_if_there(p.k, p.seq_k, p.heads_kv) && can_walk_if_there(p.v, p.seq_k, p.heads_kv) &&
+       can_store(p.dk, p.seq_k, p.heads_kv) && can_store(p.dv, p.seq_k, p.heads_kv));
+  return check_walkable(walkable, p.device, reason);
 }
 
 MapShape rows_map(const RowStrides& strides, int64_t dim, int64_t seq, int64_t heads, int64_t batch,

@@ -6,12 +6,19 @@
 
 #include "core/ops/attention/problem.h"
 #include "core/status.h"
+#include "cuda/runtime.h"
 #include "cuda/tensor_map.h"
 
 namespace flashmoe {
 
+// Whether a device runs what is compiled for sm_90a, and its facts.
+flashmoe_status check_hopper(int device_id, const DeviceFacts** facts, const Reason& reason);
+
 // Whether the copy engine can walk the views of a problem, and the driver can tell it of them.
 flashmoe_status check_walkable(const AttentionProblem& problem, const Reason& reason);
+// The same of the views of a backward problem that are there. Not of out, nor of gradients that are
+// added to or of fp32: kernels do not walk these so.
+flashmoe_status check_walkable(const AttentionBackwardProblem& problem, const Reason& reason);
 
 // Of a [batch, seq, heads, dim] view in boxes of so many columns and rows of one head.
 MapShape rows_map(const RowStrides& strides, int64_t dim, int64_t seq, int64_t heads, int64_t batch,

@@ -68,6 +68,25 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
       : "memory");
 }
 
+// Copies contiguous bytes of shared memory, a multiple of 16, to a 16-byte aligned place, or adds
+// the fp32 numbers there to those of that place; to be committed as tensor stores are.
+__device__ __forceinline__ void bulk_store(void* destination, uint32_t source, int bytes,
+                                           uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
+          destination),
+      "r"(source), "r"(bytes), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_add(void* destination, uint32_t source, int bytes,
+                                         uint64_t policy) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 "
+      "[%0], [%1], %2, %3;" ::"l"(destination),
+      "r"(source), "r"(bytes), "l"(policy)
+      : "memory");
+}
+
 // Coordinates are not negative: the copy engine stops at such a store (not at such a load).
 __device__ __forceinline__ void tma_store(const void* map, uint32_t source, int c0, int c1, int c2,
                                           int c3) {

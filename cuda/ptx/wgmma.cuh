@@ -61,9 +61,9 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[kCount]) {
 }
 
 // multiply(d, a, b, add): A and B in shared memory, both K-major. multiply_major(d, a, b, add): the
-// same with A MN-major. multiply_values(d, a, b, add): A in registers, B MN-major;
-// multiply_by_rows: B K-major. `add` false overwrites d. A in registers is what ldmatrix gives of
-// four 8x8 matrices, rows first.
+// same with A MN-major; multiply_majors: both MN-major. multiply_values(d, a, b, add): A in
+// registers, B MN-major; multiply_by_rows: B K-major. `add` false overwrites d. A in registers is
+// what ldmatrix gives of four 8x8 matrices, rows first.
 template <class Element, int kColumns>
 struct Wgmma;
 
@@ -179,6 +179,15 @@ struct Wgmma;
                    ", 0;\n"                                                                        \
                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type           \
                    " {" FLASHMOE_R_##registers "}, " s0 ", " s1 ", add, 1, 1, 1, 0;\n}\n"          \
+                   : FLASHMOE_D_##registers                                                        \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                  \
+    }                                                                                              \
+    static __device__ __forceinline__ void multiply_majors(float (&d)[registers], uint64_t a,      \
+                                                           uint64_t b, bool add) {                 \
+      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " s2                                      \
+                   ", 0;\n"                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type           \
+                   " {" FLASHMOE_R_##registers "}, " s0 ", " s1 ", add, 1, 1, 1, 1;\n}\n"          \
                    : FLASHMOE_D_##registers                                                        \
                    : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                  \
     }                                                                                              \

@@ -51,6 +51,11 @@ struct ScoreOptions {
   __device__ __forceinline__ KeyRange keys(int query, int seq_k) const {
     return {max(0, query + left_offset), min(seq_k, query + right_offset + 1)};
   }
+  // The queries of so many that see a key; as for keys, none where the end is not behind the first.
+  __device__ __forceinline__ int first_query(int key) const { return max(0, key - right_offset); }
+  __device__ __forceinline__ int end_query(int key, int seq_q) const {
+    return max(0, min(seq_q, key - left_offset + 1));
+  }
   __device__ __forceinline__ bool sees_keys(int query, int seq_k) const {
     return first_key(query) < end_key(query, seq_k);
   }

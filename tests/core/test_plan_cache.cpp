@@ -277,6 +277,8 @@ const AttentionFamily kSm89FewRowsAttention = family<AttentionProblem, kFewRows,
 const AttentionFamily kSm90Attention = family<AttentionProblem, kSm90, Kind::kMany>();
 const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMany>();
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
+const AttentionBackwardFamily kSm90AttentionBackward =
+    family<AttentionBackwardProblem, kSm90, Kind::kMany>();
 const AttentionBackwardFamily kCpuAttentionBackward =
     family<AttentionBackwardProblem, kCpu, Kind::kHost>();
 const MoeRouteFamily kCudaMoeRoute = family<MoeRouteProblem, kCuda, Kind::kMany>();

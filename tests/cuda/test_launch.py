@@ -13,6 +13,7 @@ ENTRIES = {
     "attention/sm89_few_rows": ("fp16_d64_dv64_r8",),
     "attention/sm89": ("fp16_d64_dv64",),
     "attention/sm90": ("fp16_d64_dv64", "split_kv_fp16_d64_dv64"),
+    "attention/sm90_backward": ("fp16_d64_dv64", "bf16_d64_dv64", "bf16_d128_dv128"),
     "moe/route": ("key32_e128", "key64_e1024"),
     "moe/sm89": ("bf16_gated", "bf16_gated_t", "bf16", "bf16_t"),
     "moe/sm90": (
@@ -24,8 +25,8 @@ ENTRIES = {
     "moe/sm90_few_tokens": ("bf16_bulk",),
 }
 CORE = (
-    *("checks", "choose", "dtype", "launch", "log", "operation", "ops/attention/checks"),
-    *("ops/attention/forward", "ops/attention/problem", "overlap", "per_thread", "status"),
+    *("checks", "choose", "dtype", "launch", "log", "operation", "overlap", "per_thread", "status"),
+    *("ops/attention/checks", "ops/attention/problem"),
 )
 BASE = tuple(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status"))
 MOE_CORE = (*BASE, *(f"core/{name}.cpp" for name in ("checks", "launch")))
@@ -40,18 +41,27 @@ MOE_FAMILIES = (
     "tests/cuda/host/made_up_moe.cpp",
 )
 MOE_FEW_TOKENS = ("cuda/moe/sm89_few_tokens/family.cpp", "tests/cuda/host/made_up_few_tokens.cpp")
-ATTENTION = (
+ATTENTION_BASE = (
     *(f"core/{name}.cpp" for name in CORE),
     *(f"cuda/{name}.cpp" for name in ("device", "gpu_models", "launch", "tensor_map")),
     *(f"cuda/attention/{name}.cpp" for name in ("cost", "launch", "walkable")),
+    "tests/cuda/host/fake_cuda.cpp",
+)
+ATTENTION = (
+    *ATTENTION_BASE,
+    "core/ops/attention/forward.cpp",
     *(f"cuda/attention/{family}/family.cpp" for family in ("sm89_few_rows", "sm89", "sm90")),
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("l2_swizzle", "split_kv", "split_kv_cost")),
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("stream_k", "whole_tiles")),
-    "tests/cuda/host/fake_cuda.cpp",
 )
 SOURCES = {
     "test_launch": ATTENTION,
     "test_choice": ATTENTION,
+    "test_backward": (
+        *ATTENTION_BASE,
+        "core/ops/attention/backward.cpp",
+        "cuda/attention/sm90_backward/family.cpp",
+    ),
     "test_l2_swizzle": (*BASE, "cuda/attention/sm90/l2_swizzle.cpp"),
     "test_cost": (
         *BASE,
@@ -125,6 +135,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def backward_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _compile("test_backward", tmp_path_factory.mktemp("host"))
+
+
+@pytest.fixture(scope="module")
 def experts_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _compile("test_moe_calls", tmp_path_factory.mktemp("host"))
 
@@ -134,6 +149,11 @@ def experts_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_launch(program: Path, without: str) -> None:
     checked([program, *([without] if without else [])])
+
+
+@pytest.mark.parametrize("without", ["", "no-driver", "no-map-moves"])
+def test_backward(backward_program: Path, without: str) -> None:
+    checked([backward_program, *([without] if without else [])])
 
 
 def test_l2_swizzle(tmp_path: Path) -> None:

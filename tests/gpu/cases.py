@@ -79,7 +79,7 @@ class Case:
         return self.batch, seq, heads, dim
 
 
-def _random_placement(rng: random.Random, *, readable: bool, flips: bool) -> Placement:
+def random_placement(rng: random.Random, *, readable: bool, flips: bool) -> Placement:
     """Row-contiguous, 16-byte aligned, otherwise anything."""
     outer = [0, 1, 2]
     if rng.random() < 0.5:
@@ -131,7 +131,7 @@ def random_case(seed: int, kernels: tuple[str | None, ...] = (None,)) -> Case:
         entry=entry,
         seed=seed,
         placements=tuple(
-            _random_placement(rng, readable=name != "out", flips=flips)
+            random_placement(rng, readable=name != "out", flips=flips)
             for name in ("q", "k", "v", "out")
         ),
         lse_placement=Placement(tuple(lse_order), tuple(rng.choice((0, 0, 5)) for _ in "bhs")),

@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 import reference
+import reference_backward
 import torch
-from gpu import cases, memory, oracle
+from gpu import backward, cases, memory, oracle
 from gpu.cases import Case
 
 
@@ -148,3 +149,63 @@ def test_placements_are_what_they_say() -> None:
     assert raw.data == placed.view[1].data_ptr()
     outside = placed.buffer.isnan().sum()
     assert outside == placed.buffer.numel() - 2 * 3 * 8
+
+
+# ---- attention backward ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("causal", cases.CAUSAL)
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(40, 40), (9, 70), (70, 9), (5, 0)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), ((5, None), 0.6), ((0, 0), 20.0)])
+def test_gradients_agree_with_the_reference(
+    layout: str,
+    causal: str,
+    seq_q: int,
+    seq_k: int,
+    window: tuple[int | None, int | None] | None,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole and in blocks."""
+    case = backward.Case(batch=2, seq_q=seq_q, seq_k=seq_k, heads_q=4, heads_kv=2, dim=16, dim_v=24,
+                         layout=layout, causal=causal, window=window, softcap=softcap, scale=0.3,
+                         dlse=True)  # fmt: skip
+    given = backward.logical(backward.make_inputs(case, "cpu"))
+    order = [given[name] for name in ("dout", "q", "k", "v", "dlse")]
+    want = reference_backward.gradients_float64(*order, **case.options)
+    for block_scores in (2**24, 150):
+        monkeypatch.setattr(backward, "_BLOCK_SCORES", block_scores)
+        got = backward.float64(given, case)
+        usual = backward.plain(given, case)
+        for name in backward.GRADIENTS:
+            x = oracle.heads_first(got[name], layout).numpy()  # and back
+            np.testing.assert_allclose(x, getattr(want, name), rtol=1e-10, atol=1e-12)
+            error = (usual[name] - got[name]).abs().max().item() if x.size else 0.0
+            assert error <= 0.05 * max(1.0, float(np.abs(x).max(initial=0.0)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_backward_calls_on_the_cpu(seed: int) -> None:
+    case = backward.random_case(seed, "cpu")
+    shorter = {"seq_q": min(case.seq_q, 300), "seq_k": min(case.seq_k, 300)}
+    backward.check_case(dataclasses.replace(case, **shorter), "cpu")
+
+
+@pytest.mark.parametrize("name", backward.GRADIENTS)
+def test_a_wrong_gradient_is_seen(name: str) -> None:
+    """One number of one head, by as much as the largest of it."""
+    case = backward.Case(seq_q=40, seq_k=50, heads_q=4, heads_kv=2, kernel="cpu", causal="top_left")
+    inputs = backward.make_inputs(case, "cpu")
+    given = backward.logical(inputs)
+    for wrong in (1.0, float("nan")):
+        got = backward.gradients(case, inputs)
+        backward.assert_accurate(got, given, case)
+        got[name][0, 3, 1, 5] += wrong * got[name][0, :, 1].abs().max()
+        with pytest.raises(AssertionError, match=name):
+            backward.assert_accurate(got, given, case)
+    got = backward.gradients(case, inputs)
+    if name != "dq":
+        got[name][0, 45, 0, 0] = 1e-30  # of a key that no query sees
+        with pytest.raises(AssertionError, match="not 0 where no pair is seen"):
+            backward.assert_accurate(got, given, case)

@@ -95,6 +95,9 @@ struct AttentionBackward {
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_backward_";
   static constexpr const AttentionBackwardFamily* kFamilies[] = {
+#if FLASHMOE_WITH_SM90
+      &kSm90AttentionBackward,
+#endif
       &kCpuAttentionBackward,
   };
 

@@ -2,7 +2,6 @@
 #include <cstring>
 
 #include "core/backends.h"
-#include "core/gpu_model.h"
 #include "core/status.h"
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/schedules.h"
@@ -16,7 +15,6 @@ namespace flashmoe::sm90 {
 
 namespace {
 
-constexpr int kComputeCapability = 90;
 constexpr char kWholeTiles[] = "sm90_whole_tiles";
 constexpr char kSplitKv[] = "sm90_split_kv";
 // How the names of kernels begin.
@@ -57,14 +55,7 @@ const Entry* entry_of(const AttentionProblem& problem, bool splits_kv) {
 // Refuses what no kernel of the family takes, whatever its tiles.
 flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts,
                       const Reason& reason) {
-  const int device_id = problem.device.device_id;
-  FLASHMOE_TRY(read_device_facts(device_id, facts, reason));
-  const int capability = (*facts)->compute_capability;
-  if (capability != kComputeCapability) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "%s has compute capability %d.%d, accepted is 9.0",
-                         DeviceName::cuda(device_id).text, capability / 10, capability % 10);
-  }
+  FLASHMOE_TRY(check_hopper(problem.device.device_id, facts, reason));
   if (problem.seq_q > kMaxSequence || problem.seq_k > kMaxSequence) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "sequence longer than 2^30");
   }

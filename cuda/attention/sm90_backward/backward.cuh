@@ -1,0 +1,1049 @@
+// Attention backward for Hopper (sm_90a), from the products P = exp(S - lse), S = scale Q K^T:
+//
+//   dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = scale dS K
+//   dK = scale dS^T Q                                          delta = rowsum(dO * O) - dlse
+//
+// An item is a tile of 128 keys of one KV head (tile.cuh); a block keeps its K and V in shared
+// memory and runs over the query tiles of all query heads of the KV head. Each of two consumer
+// warpgroups has 64 of the keys: it computes S^T and dP^T with its keys as rows, so that P^T and
+// dS^T are A operands in registers for dV and dK, which stay in registers for the whole item. dS^T
+// also goes to shared memory, where both consumers take it for their half of dQ.
+//
+// A step's part of dQ, in fp32, goes to a slot in shared memory. A writer warp waits until the
+// parts of the key tiles before it are in the sum in global memory, and adds this one by the copy
+// engine; the first one is stored. The last part takes the sum into the slot first, where the
+// consumers add their registers, scale, and leave 16-bit rows of dQ. So the order of additions is
+// fixed, and neither zeros nor fp32 sums are passed over by kernels of their own. dV and dK leave
+// by the same slots.
+//
+// One step of a consumer; [..] runs on the tensor cores meanwhile:
+//
+//   issue S, dQ of the step before | wait S | P = exp2 [dQ] | issue dV | wait dQ | slot [dV]
+//   issue dP | wait dP | dS | issue dK | wait dK
+//
+// dQ of a step comes in the next one, so a consumer waits for the other's dS when that is mostly
+// there. What keeps the writers and readers of each buffer apart is in
+// docs/kernels/attention_backward_sm90.md.
+#pragma once
+
+#include "cuda/attention/sm90_backward/params.h"
+#include "cuda/attention/sm90_backward/tile.cuh"
+#include "cuda/attention/sm90_backward/traits.cuh"
+#include "cuda/numeric/constants.h"
+#include "cuda/numeric/dtype.cuh"
+#include "cuda/ptx/global.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/ptx/registers.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/stmatrix.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/tile/pipeline.cuh"
+#include "cuda/tile/thread.cuh"
+
+namespace flashmoe::sm90_backward {
+
+using reread::lane_index;
+using reread::thread_index;
+using reread::warp_index;
+using reread::warp_of_group;
+
+// Named barriers.
+inline constexpr int kDsBarrier = 1;     // both consumers
+inline constexpr int kGroupBarrier = 2;  // one for each consumer
+
+// What a slot is for.
+enum SlotUse : uint32_t {
+  kPart,      // a part of dQ that others follow
+  kLastPart,  // the slot holds the sum of the parts before it
+  kOnlyPart,
+};
+
+template <class Traits>
+struct Barriers {
+  uint32_t base;
+  __device__ __forceinline__ uint32_t at(int index) const { return base + 8 * index; }
+  __device__ __forceinline__ uint32_t k_full() const { return at(0); }
+  __device__ __forceinline__ uint32_t k_empty() const { return at(1); }
+  __device__ __forceinline__ uint32_t v_full() const { return at(2); }
+  __device__ __forceinline__ uint32_t v_empty() const { return at(3); }
+  __device__ __forceinline__ uint32_t q_full(int stage) const { return at(4 + stage); }
+  __device__ __forceinline__ uint32_t q_empty(int stage) const {
+    return at(4 + Traits::kStages + stage);
+  }
+  __device__ __forceinline__ uint32_t do_full(int stage) const {
+    return at(4 + 2 * Traits::kStages + stage);
+  }
+  __device__ __forceinline__ uint32_t do_empty(int stage) const {
+    return at(4 + 3 * Traits::kStages + stage);
+  }
+  __device__ __forceinline__ uint32_t slot_ready(int slot) const {
+    return at(4 + 4 * Traits::kStages + slot);
+  }
+  __device__ __forceinline__ uint32_t slot_full(int slot) const {
+    return at(4 + 4 * Traits::kStages + kSlots + slot);
+  }
+  // dS of both consumers is in its buffer.
+  __device__ __forceinline__ uint32_t ds_full(int buffer) const {
+    return at(4 + 4 * Traits::kStages + 2 * kSlots + buffer);
+  }
+  // Words behind the barriers: the use of a slot, and the tile of dQ that it holds a part of.
+  __device__ __forceinline__ uint32_t slot_use(int slot) const {
+    return at(Traits::kBarriers) + kSlotWordBytes * slot;
+  }
+  __device__ __forceinline__ uint32_t slot_tile(int slot) const { return slot_use(slot) + 4; }
+  // And the first query of a stage.
+  __device__ __forceinline__ uint32_t stage_row(int stage) const {
+    return slot_use(kSlots) + kStageWordBytes * stage;
+  }
+};
+
+__device__ __forceinline__ void release(uint32_t barrier) {
+  __syncwarp();
+  if (lane_index() == 0) ptx::mbarrier_arrive(barrier);
+}
+
+// ---- producer: one thread
+// ------------------------------------------------------------------------------------------
+
+// Read where it is used: there are too few registers to keep it.
+using SharedItem = volatile Item;
+
+template <class Traits>
+struct Producer {
+  const Params& params;
+  const Barriers<Traits> barriers;
+  const uint32_t shared;
+  Item* const shared_items;
+
+  PipelineState<Traits::kStages> pipe;
+  uint32_t items = 0;  // before this one
+
+  __device__ __forceinline__ void load_q(const SharedItem& item, int head, int tile_q) {
+    const int stage = pipe.stage;
+    ptx::mbarrier_wait(barriers.q_empty(stage), pipe.parity ^ 1);
+    ptx::store_shared(barriers.stage_row(stage), static_cast<uint32_t>(tile_q * Traits::kTileQ));
+    const uint32_t full = barriers.q_full(stage);
+    ptx::mbarrier_arrive_expect(full, Traits::kQBytes + Traits::kRowBytes);
+#pragma unroll
+    for (int box = 0; box < Traits::kBoxes; ++box) {
+      ptx::tma_load(
+          shared + Traits::kQOffset + stage * Traits::kQBytes + box * Traits::kQueryBoxBytes,
+          &params.q, full, ptx::kEvictNormal, box * kBoxColumns, tile_q * Traits::kTileQ,
+          head * params.q_repeats.head, item.batch * params.q_repeats.batch);
+    }
+    ptx::bulk_load(shared + Traits::kLseOffset + stage * Traits::kRowBytes,
+                   params.row_lse + rows_of(item, head, tile_q), Traits::kRowBytes, full,
+                   ptx::kEvictNormal);
+  }
+
+  __device__ __forceinline__ void load_dout(const SharedItem& item, int head, int tile_q) {
+    const int stage = pipe.stage;
+    ptx::mbarrier_wait(barriers.do_empty(stage), pipe.parity ^ 1);
+    const uint32_t full = barriers.do_full(stage);
+    ptx::mbarrier_arrive_expect(full, Traits::kDoBytes + Traits::kRowBytes);
+#pragma unroll
+    for (int box = 0; box < Traits::kBoxesV; ++box) {
+      ptx::tma_load(
+          shared + Traits::kDoOffset + stage * Traits::kDoBytes + box * Traits::kQueryBoxBytes,
+          &params.dout, full, ptx::kEvictNormal, box * kBoxColumns, tile_q * Traits::kTileQ,
+          head * params.dout_repeats.head, item.batch * params.dout_repeats.batch);
+    }
+    ptx::bulk_load(shared + Traits::kDeltaOffset + stage * Traits::kRowBytes,
+                   params.row_delta + rows_of(item, head, tile_q), Traits::kRowBytes, full,
+                   ptx::kEvictNormal);
+  }
+
+  __device__ __forceinline__ int64_t rows_of(const SharedItem& item, int head, int tile_q) const {
+    return (static_cast<int64_t>(item.batch * params.heads_q + head) * params.tiles_q + tile_q) *
+           Traits::kTileQ;
+  }
+
+  __device__ __forceinline__ void load_v(const SharedItem& item, bool any) {
+    ptx::mbarrier_wait(barriers.v_empty(), ~items & 1);
+    if (!any) {
+      ptx::mbarrier_arrive(barriers.v_full());
+      return;
+    }
+    ptx::mbarrier_arrive_expect(barriers.v_full(), Traits::kVBytes);
+#pragma unroll
+    for (int box = 0; box < Traits::kBoxesV; ++box) {
+      ptx::tma_load(shared + Traits::kVOffset + box * Traits::kKeyBoxBytes, &params.v,
+                    barriers.v_full(), ptx::kEvictNormal, box * kBoxColumns, item.tile * kTileK,
+                    item.head_kv * params.v_repeats.head, item.batch * params.v_repeats.batch);
+    }
+  }
+
+  // The item itself comes with K.
+  __device__ __forceinline__ void load_k(const SharedItem& item, bool any) {
+    ptx::mbarrier_wait(barriers.k_empty(), ~items & 1);
+    if (!any) {
+      ptx::mbarrier_arrive(barriers.k_full());
+      return;
+    }
+    ptx::mbarrier_arrive_expect(barriers.k_full(), Traits::kKBytes);
+#pragma unroll
+    for (int box = 0; box < Traits::kBoxes; ++box) {
+      ptx::tma_load(shared + Traits::kKOffset + box * Traits::kKeyBoxBytes, &params.k,
+                    barriers.k_full(), ptx::kEvictNormal, box * kBoxColumns, item.tile * kTileK,
+                    item.head_kv * params.k_repeats.head, item.batch * params.k_repeats.batch);
+    }
+  }
+
+  __device__ __forceinline__ int take_ticket() const {
+    return static_cast<int>(atomicAdd(params.ticket, 1u));
+  }
+
+  // K comes last of what an item begins with: it is the last to be given back. An item is taken
+  // when it can begin, not before: others would wait for its parts of dQ all the while.
+  __device__ __forceinline__ void run() {
+    for (;; ++items) {
+      Item* const place = shared_items + items % kItemsHeld;
+      const Item taken = Item::at<Traits>(params, take_ticket());
+      *place = taken;
+      const SharedItem& item = *place;
+      Steps steps(taken, params.heads_per_kv);
+      if (steps.left == 0) {
+        load_v(item, false);
+        load_k(item, false);
+      }
+      for (bool first = true; steps.left > 0; first = false) {
+        const int head = item.head_kv * params.heads_per_kv + steps.head;
+        load_q(item, head, steps.tile_q);
+        if (first) load_v(item, true);
+        load_dout(item, head, steps.tile_q);
+        if (first) load_k(item, true);
+        pipe.advance();
+        steps.advance(params.heads_per_kv);
+      }
+      if (item.tile == kNoItem) break;
+    }
+  }
+};
+
+// ---- writers: one thread for each slot
+// -----------------------------------------------------------------------------
+
+template <class Traits>
+struct Writer {
+  const Params& params;
+  const Barriers<Traits> barriers;
+  const uint32_t shared_slot;
+  const Item* const shared_items;
+  const int slot;
+  uint32_t parity = 0;
+
+  // A part of a tile of dQ.
+  struct Part {
+    uint32_t tile;    // of all tiles of dQ
+    uint32_t before;  // parts that come before it
+    bool last;
+    __device__ __forceinline__ bool takes_sum() const { return last && before > 0; }
+  };
+  __device__ __forceinline__ Part part_of(const Item& item, int head, int tile_q) const {
+    const Parts parts = Parts::of<Traits>(params, tile_q);
+    return {static_cast<uint32_t>((item.batch * params.heads_q + head) * params.tiles_q + tile_q),
+            static_cast<uint32_t>(item.tile - parts.first), item.tile == parts.last};
+  }
+  __device__ __forceinline__ float* sums_of(const Part& part) const {
+    return params.dq_sums + static_cast<int64_t>(part.tile) * (Traits::kTileQ * Traits::kDim);
+  }
+
+  __device__ __forceinline__ void wait_for_turn(const Part& part) const {
+    while (ptx::load_acquire(params.turns + part.tile) != part.before) {
+    }
+    ptx::fence_proxy_async();
+  }
+
+  // Tells the consumers that the slot is theirs.
+  __device__ __forceinline__ void offer() const { ptx::mbarrier_arrive(barriers.slot_ready(slot)); }
+  __device__ __forceinline__ void offer(const Part& part) const {
+    ptx::store_shared(barriers.slot_use(slot),
+                      static_cast<uint32_t>(!part.last        ? kPart
+                                            : part.before > 0 ? kLastPart
+                                                              : kOnlyPart));
+    ptx::store_shared(barriers.slot_tile(slot), part.tile);
+    if (part.takes_sum()) {
+      wait_for_turn(part);
+      ptx::mbarrier_arrive_expect(barriers.slot_ready(slot), Traits::kDqBytes);
+      ptx::bulk_load(shared_slot, sums_of(part), Traits::kDqBytes, barriers.slot_ready(slot),
+                     ptx::kEvictFirst);
+    } else {
+      offer();
+    }
+  }
+  __device__ __forceinline__ void wait_for_consumers() {
+    ptx::mbarrier_wait(barriers.slot_full(slot), parity);
+    parity ^= 1;
+  }
+
+  // Rows of 64 columns of what each consumer has.
+  __device__ __forceinline__ void store_dq(const Item& item, int head, int tile_q) const {
+#pragma unroll
+    for (int group = 0; group < (Traits::kSharesDqBox ? 1 : kConsumers); ++group) {
+      constexpr int kBoxesOfGroup = ceil_div(Traits::kDqColumns, kBoxColumns);
+      const int row = tile_q * Traits::kTileQ + (Traits::kSplitsColumns ? 0 : 64 * group);
+#pragma unroll
+      for (int box = 0; box < kBoxesOfGroup; ++box) {
+        const int column =
+            (Traits::kSplitsColumns ? group * Traits::kDqColumns : 0) + box * kBoxColumns;
+        ptx::tma_store(&params.dq,
+                       shared_slot + group * Traits::kDqBytesPerGroup + box * 64 * kBoxRowBytes,
+                       column, row, head, item.batch);
+      }
+    }
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
+  }
+
+  // Writes the part of a step, whose slot is offered, and offers the slot for what comes next in
+  // it. It is the consumers' again when it was read; the turn goes on when all was written.
+  template <class OfferNext>
+  __device__ __forceinline__ void write_dq(const Item& item, const Part& part, int head, int tile_q,
+                                           const OfferNext& offer_next) {
+    if (part.last) {
+      wait_for_consumers();
+      if (params.dq_direct.rows == nullptr) store_dq(item, head, tile_q);
+      offer_next(true);
+      return;
+    }
+    if (part.before == 0) {
+      wait_for_consumers();
+      ptx::bulk_store(sums_of(part), shared_slot, Traits::kDqBytes, ptx::kEvictLast);
+    } else {
+      // The turn mostly comes while the consumers compute.
+      wait_for_turn(part);
+      wait_for_consumers();
+      ptx::bulk_add(sums_of(part), shared_slot, Traits::kDqBytes, ptx::kEvictLast);
+    }
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
+    const bool offered = offer_next(false);
+    ptx::tma_store_wait();
+    ptx::store_release(params.turns + part.tile, part.before + 1);
+    if (!offered) offer_next(true);
+  }
+
+  template <int kColumnBoxes>
+  __device__ __forceinline__ void write_keys(const CUtensorMap& map, const Direct& direct,
+                                             const Item& item) {
+    wait_for_consumers();
+    if (direct.rows != nullptr) return;
+#pragma unroll
+    for (int group = 0; group < kConsumers; ++group) {
+#pragma unroll
+      for (int box = 0; box < kColumnBoxes; ++box) {
+        ptx::tma_store(&map, shared_slot + (group * kColumnBoxes + box) * Traits::kGroupBoxBytes,
+                       box * kBoxColumns, item.tile * kTileK + group * kKeysPerGroup, item.head_kv,
+                       item.batch);
+      }
+    }
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
+  }
+
+  // Writers take what leaves in turns: parts of dQ of all steps, then dV and dK.
+  __device__ __forceinline__ void run() {
+    uint32_t next = 0;  // slot of the item's first step
+    for (uint32_t items = 0;; ++items) {
+      ptx::mbarrier_wait(barriers.k_full(), items & 1);
+      const Item item = shared_items[items % kItemsHeld];
+      ptx::mbarrier_arrive(barriers.k_empty());
+      if (item.tile == kNoItem) break;
+      Steps steps(item, params.heads_per_kv);
+      const int first_head = item.head_kv * params.heads_per_kv;
+      const auto part_of_step = [&] {
+        return part_of(item, first_head + steps.head, steps.tile_q);
+      };
+      const int count = steps.left;
+      int step = next ^ slot;
+      next = (next + count) & 1;
+      if (step != 0) steps.advance(params.heads_per_kv);
+      Part part = {};
+      if (step < count) {
+        part = part_of_step();
+        offer(part);
+      } else {
+        offer();
+      }
+      while (step < count) {
+        const Part now = part;
+        const int head = first_head + steps.head;
+        const int tile_q = steps.tile_q;
+        step += kSlots;
+        steps.advance(params.heads_per_kv);
+        steps.advance(params.heads_per_kv);
+        write_dq(item, now, head, tile_q, [&](bool may_wait) {
+          if (step >= count) {
+            offer();
+            return true;
+          }
+          part = part_of_step();
+          if (part.takes_sum() && !may_wait) return false;
+          offer(part);
+          return true;
+        });
+      }
+      if (step == count) {
+        write_keys<Traits::kBoxesV>(params.dv, params.dv_direct, item);
+      } else {
+        write_keys<Traits::kBoxes>(params.dk, params.dk_direct, item);
+      }
+    }
+    ptx::tma_store_wait();
+  }
+};
+
+// ---- consumers: warpgroups
+// ------------------------------------------------------------------------------------------
+
+template <class Traits>
+struct Consumer {
+  using Element = typename Traits::Element;
+  using Numeric = numeric::ElementTraits<Element>;
+  using ScoreMma = ptx::Wgmma<Element, Traits::kTileQ>;
+  using KeyMma = ptx::Wgmma<Element, Traits::kDim>;
+  using ValueMma = ptx::Wgmma<Element, Traits::kDimV>;
+  using QueryMma = ptx::Wgmma<Element, Traits::kDqColumns>;
+  static constexpr int kScores = Traits::kTileQ / 2;
+  static constexpr int kSlices = Traits::kTileQ / 16;
+
+  const Params& params;
+  const Barriers<Traits> barriers;
+  const uint32_t shared;
+  const Item* const shared_items;
+  const int group;
+
+  // Counters, from which stages, slots and parities follow.
+  uint32_t index = 0;  // of the step
+  uint32_t items = 0;
+
+  float dk[Traits::kDim / 2];
+  float dv[Traits::kDimV / 2];
+  float scores[kScores];    // S^T, then P^T
+  uint32_t ds[kSlices][4];  // dS^T
+  bool add = false;         // to dk and dv
+
+  __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
+                                      uint32_t shared_, const Item* items_, int group_)
+      : params(params_),
+        barriers(barriers_),
+        shared(shared_),
+        shared_items(items_),
+        group(group_) {}
+
+  __device__ __forceinline__ uint32_t stage() const { return index % Traits::kStages; }
+  __device__ __forceinline__ uint32_t parity() const { return index / Traits::kStages & 1; }
+  // Of the buffers of dS, and of slots. An item takes two slots more than it has steps.
+  __device__ __forceinline__ uint32_t buffer() const { return index & 1; }
+  __device__ __forceinline__ uint32_t slot_parity() const { return ((index >> 1) + items) & 1; }
+
+  // K and V as A of S^T and dP^T: this consumer's keys. K as B of dQ: its columns, or all.
+  __device__ __forceinline__ uint64_t k_rows() const {
+    return ptx::swizzled_descriptor(shared + Traits::kKOffset + group * Traits::kGroupBoxBytes, 16);
+  }
+  __device__ __forceinline__ uint64_t v_rows() const {
+    return ptx::swizzled_descriptor(shared + Traits::kVOffset + group * Traits::kGroupBoxBytes, 16);
+  }
+  __device__ __forceinline__ uint64_t k_columns() const {
+    constexpr int kBytesOn = Traits::kDqColumns >= kBoxColumns
+                                 ? Traits::kDqColumns / kBoxColumns * Traits::kKeyBoxBytes
+                                 : Traits::kDqColumns * 2;
+    return ptx::swizzled_descriptor(
+        shared + Traits::kKOffset + (Traits::kSplitsColumns ? group * kBytesOn : 0),
+        Traits::kKeyBoxBytes);
+  }
+
+  static __device__ __forceinline__ int thread_of_group() {
+    return thread_index() % kThreadsPerGroup;
+  }
+  // The row of the warpgroup whose 16 bytes this lane's stmatrix stores, and which half of a slice.
+  static __device__ __forceinline__ int matrix_row() {
+    return warp_of_group() * 16 + lane_index() % 16;
+  }
+  static __device__ __forceinline__ int swizzled_chunk(int slice, int first_chunk = 0) {
+    return ((slice % 4 * 2 + first_chunk + lane_index() / 16) ^ (lane_index() % 8)) * 16;
+  }
+
+  // A K-major operand: 16 columns on.
+  static __device__ __forceinline__ uint64_t slice_of(uint64_t descriptor, int slice,
+                                                      int box_bytes) {
+    return ptx::advance(descriptor, slice / 4 * box_bytes + slice % 4 * 32);
+  }
+
+  // S^T = K Q^T, when Q is there.
+  __device__ __forceinline__ void issue_scores() {
+    const uint64_t q =
+        ptx::swizzled_descriptor(shared + Traits::kQOffset + stage() * Traits::kQBytes, 16);
+    multiply_rows<Traits::kDim>(scores, k_rows(), q);
+  }
+
+  // dP^T = V dO^T. dO is there: dV was issued before.
+  __device__ __forceinline__ void issue_dp(float (&dp)[kScores]) {
+    const uint64_t dout =
+        ptx::swizzled_descriptor(shared + Traits::kDoOffset + stage() * Traits::kDoBytes, 16);
+    multiply_rows<Traits::kDimV>(dp, v_rows(), dout);
+  }
+
+  // A product over columns of this consumer's keys and queries.
+  template <int kColumns>
+  __device__ __forceinline__ static void multiply_rows(float (&product)[kScores], uint64_t rows,
+                                                       uint64_t queries) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < ceil_div(kColumns, 16); ++slice) {
+      ScoreMma::multiply(product, slice_of(rows, slice, Traits::kKeyBoxBytes),
+                         slice_of(queries, slice, Traits::kQueryBoxBytes), slice > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // dV += P^T dO.
+  __device__ __forceinline__ void issue_dv(uint32_t (&p)[kSlices][4]) {
+    const uint64_t dout = ptx::swizzled_descriptor(
+        shared + Traits::kDoOffset + stage() * Traits::kDoBytes, Traits::kQueryBoxBytes);
+    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
+    ptx::pin(dv);
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) ptx::pin(p[slice]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ValueMma::multiply_values(dv, p[slice], ptx::advance(dout, slice * 2048), slice > 0 || add);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // dK += dS^T Q.
+  __device__ __forceinline__ void issue_dk() {
+    const uint64_t q = ptx::swizzled_descriptor(
+        shared + Traits::kQOffset + stage() * Traits::kQBytes, Traits::kQueryBoxBytes);
+    ptx::pin(dk);
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) ptx::pin(ds[slice]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      KeyMma::multiply_values(dk, ds[slice], ptx::advance(q, slice * 2048), slice > 0 || add);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // dQ = dS K of all keys: this consumer's rows or columns.
+  __device__ __forceinline__ void issue_dq(float (&dq)[Traits::kDqRegisters],
+                                           uint32_t place) const {
+    const uint64_t k = k_columns();
+    const uint64_t ds =
+        ptx::swizzled_descriptor(shared + Traits::kDsOffset + place * Traits::kDsBytes +
+                                     (Traits::kSplitsColumns ? 0 : group * Traits::kKeyBoxBytes),
+                                 Traits::kKeyBoxBytes);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kTileK / 16; ++slice) {
+      QueryMma::multiply_majors(dq, ptx::advance(ds, slice * 2048), ptx::advance(k, slice * 2048),
+                                slice > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Of this thread's queries of a step, 2 (lane % 4) + 8 i and the one behind it, as many as lie
+  // before `end`, as the lowest bits.
+  static __device__ __forceinline__ uint32_t queries_before(int end, int lane) {
+    const int within = max(0, end - 2 * (lane % 4));
+    const int queries = within / 8 * 2 + min(within % 8, 2);
+    return queries >= 32 ? ~0u : (1u << queries) - 1;
+  }
+
+  // Of the step. Read where it is used, as registers are scarce.
+  __device__ __forceinline__ int first_row() const {
+    return static_cast<int>(ptx::load_shared_uint(barriers.stage_row(stage())));
+  }
+
+  // Whether some query of the step does not see all of this consumer's keys. Rows behind the last
+  // have an lse of infinity.
+  __device__ __forceinline__ bool is_masked(int first_key) const {
+    const int row = first_row();
+    const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
+    return params.score.first_key(last_row) > first_key ||
+           params.score.end_key(row, params.seq_k) < first_key + kKeysPerGroup;
+  }
+
+  // Of a key of this thread, the queries of the step that see it, as in queries_before.
+  __device__ __forceinline__ uint32_t seen_by(int first_key, int half) const {
+    static_assert(kScores / 2 <= 32, "a bit for each query of a key");
+    const int lane = lane_index();
+    const int key = first_key + warp_of_group() * 16 + lane / 4 + 8 * half;
+    if (key >= params.seq_k) return 0;
+    const int row = first_row();
+    return queries_before(params.score.end_query(key, params.seq_q) - row, lane) &
+           ~queries_before(params.score.first_query(key) - row, lane);
+  }
+
+  // Sets the probabilities of keys to 0 that a query does not see, and of those that do not exist.
+  __device__ __forceinline__ void mask(int first_key) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t seen = seen_by(first_key, half);
+#pragma unroll
+      for (int i = 0; i < kScores / 2; ++i) {
+        float& score = scores[i / 2 * 4 + 2 * half + i % 2];
+        if ((seen & (1u << i)) == 0) score = 0.0f;
+      }
+    }
+  }
+
+  __device__ __forceinline__ float2 lse_of(int columns) const {
+    return ptx::load_shared_float2(shared + Traits::kLseOffset + stage() * Traits::kRowBytes +
+                                   lane_index() % 4 * 8 + 32 * columns);
+  }
+
+  // P = exp2(S scale_log2 - lse), packed to p.
+  __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSlices][4], int first_key) {
+    const float scale_log2 = params.score.scale_log2;
+    const bool masked = is_masked(first_key);
+#pragma unroll
+    for (int i = 0; i < kScores / 4; ++i) {
+      const float2 lse = lse_of(i);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& score = scores[4 * i + e];
+        score = numeric::exp2_approx(fmaf(score, scale_log2, -(e % 2 == 0 ? lse.x : lse.y)));
+      }
+    }
+    if (masked) mask(first_key);
+    pack(p, scores);
+  }
+
+  // The same of capped scores t = tanh(S cap_ratio). It leaves P (1 - t^2) in scores.
+  __device__ __forceinline__ void exponentiate_capped(uint32_t (&p)[kSlices][4], int first_key) {
+    const float scale_log2 = params.score.scale_log2;
+    const uint32_t seen[2] = {seen_by(first_key, 0), seen_by(first_key, 1)};
+#pragma unroll
+    for (int i = 0; i < kScores / 4; ++i) {
+      const float2 lse = lse_of(i);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float probability[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = scores[4 * i + 2 * half + e];
+          params.score.template cap<Softcap::kBrief>(score);
+          probability[e] = numeric::exp2_approx(fmaf(score, scale_log2, -(e == 0 ? lse.x : lse.y)));
+          if ((seen[half] & (1u << (2 * i + e))) == 0) probability[e] = 0.0f;
+          score = probability[e] * fmaf(-score, score, 1.0f);
+        }
+        p[i / 2][i % 2 * 2 + half] = Numeric::pack(probability[0], probability[1]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void pack(uint32_t (&packed)[kSlices][4],
+                                              const float (&values)[kScores]) {
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        packed[slice][r] = Numeric::pack(values[8 * slice + 2 * r], values[8 * slice + 2 * r + 1]);
+      }
+    }
+  }
+
+  // What dP - delta of two neighbouring scores is multiplied by: P, unless there is a softcap.
+  __device__ __forceinline__ float2 factors(const uint32_t (&p)[kSlices][4], int pair) const {
+    if constexpr (Traits::kUnpacksP) {
+      const uint32_t packed = p[pair / 4][pair % 4];
+      return make_float2(Numeric::to_float(static_cast<uint16_t>(packed)),
+                         Numeric::to_float(static_cast<uint16_t>(packed >> 16)));
+    } else {
+      return make_float2(scores[2 * pair], scores[2 * pair + 1]);
+    }
+  }
+
+  // Sets dS to 0 where a query does not see a key. P is 0 there, but dP - delta may be NaN.
+  __device__ __forceinline__ void mask_ds(int first_key) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t seen = seen_by(first_key, half);
+#pragma unroll
+      for (int i = 0; i < kScores / 4; ++i) {
+        const uint32_t low = (seen & (1u << 2 * i)) != 0 ? 0xffffu : 0;
+        const uint32_t high = (seen & (1u << (2 * i + 1))) != 0 ? 0xffff0000u : 0;
+        ds[i / 2][i % 2 * 2 + half] &= low | high;
+      }
+    }
+  }
+
+  // dS = P (dP - delta), to registers and to shared memory.
+  __device__ __forceinline__ void make_ds(const float (&dp)[kScores],
+                                          const uint32_t (&p)[kSlices][4], int first_key) {
+    const uint32_t delta =
+        shared + Traits::kDeltaOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
+    const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
+                           group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 of_rows = ptx::load_shared_float2(delta + 32 * (2 * slice + i));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int pair = 4 * slice + 2 * i + half;
+          const float2 factor = factors(p, pair);
+          ds[slice][2 * i + half] = Numeric::pack(factor.x * (dp[2 * pair] - of_rows.x),
+                                                  factor.y * (dp[2 * pair + 1] - of_rows.y));
+        }
+      }
+    }
+    if (is_masked(first_key)) mask_ds(first_key);
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice),
+                       ds[slice][0], ds[slice][1], ds[slice][2], ds[slice][3]);
+    }
+    ptx::fence_proxy_async_shared();
+  }
+
+  __device__ __forceinline__ uint32_t slot_of_group(uint32_t slot, int bytes_per_group) const {
+    return shared + Traits::kSlotOffset + slot * Traits::kSlotBytes + group * bytes_per_group;
+  }
+  __device__ __forceinline__ void fill_slot(uint32_t slot) const {
+    ptx::fence_proxy_async_shared();
+    release(barriers.slot_full(slot));
+  }
+
+  // 64 rows of a fragment as 16-bit elements, in boxes of 64 columns, of the first box from so many
+  // chunks of 8 columns on.
+  template <int kRegisters>
+  __device__ __forceinline__ void store_rows(uint32_t address, const float (&values)[kRegisters],
+                                             float scale, int first_chunk = 0) const {
+    const uint32_t row = address + matrix_row() * kBoxRowBytes;
+#pragma unroll
+    for (int slice = 0; slice < kRegisters / 8; ++slice) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        packed[r] =
+            Numeric::pack(values[8 * slice + 2 * r] * scale, values[8 * slice + 2 * r + 1] * scale);
+      }
+      ptx::stmatrix_x4(row + slice / 4 * 64 * kBoxRowBytes + swizzled_chunk(slice, first_chunk),
+                       packed[0], packed[1], packed[2], packed[3]);
+    }
+  }
+
+  // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
+  // columns from `first_column` on.
+  template <int kRegisters>
+  __device__ __forceinline__ void write_directly(const Direct& to,
+                                                 const float (&values)[kRegisters], float scale,
+                                                 int batch, int head, int first_row, int end_row,
+                                                 int first_column, int end_column) const {
+    const int lane = lane_index();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + warp_of_group() * 16 + lane / 4 + 8 * half;
+      if (row >= end_row) continue;
+      const int64_t place =
+          batch * to.strides.batch + head * to.strides.head + row * to.strides.seq;
+#pragma unroll
+      for (int i = 0; i < kRegisters / 4; ++i) {
+        const int column = first_column + 8 * i + 2 * (lane % 4);
+        if (column >= end_column) continue;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float value = values[4 * i + 2 * half + e] * scale;
+          if (to.fp32) {
+            float* const at = static_cast<float*>(to.rows) + place + column + e;
+            if (params.accumulate) value += *at;
+            *at = value;
+          } else {
+            auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
+            if (params.accumulate) value += Numeric::to_float(*at);
+            *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_dq_directly(const float (&dq)[Traits::kDqRegisters],
+                                                    uint32_t tile) const {
+    const int head_of_all = tile / params.tiles_q;
+    const int tile_q = tile - head_of_all * params.tiles_q;
+    const int batch = head_of_all / params.heads_q;
+    write_directly(params.dq_direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
+                   tile_q * Traits::kTileQ + (Traits::kSplitsColumns ? 0 : 64 * group),
+                   params.seq_q, Traits::kSplitsColumns ? group * Traits::kDqColumns : 0,
+                   params.dim);
+  }
+
+  // Hands a step's part of dQ to the writer.
+  __device__ __forceinline__ void hand_over(float (&dq)[Traits::kDqRegisters], uint32_t step) {
+    const uint32_t place = step & 1;
+    ptx::mbarrier_wait(barriers.slot_ready(place), ((step >> 1) + items) & 1);
+    const uint32_t slot = slot_of_group(place, Traits::kDqBytesPerGroup);
+    const uint32_t fragment = slot + thread_of_group() * 16;
+    constexpr int kChunkBytes = kThreadsPerGroup * 16;
+    const uint32_t use = ptx::load_shared_uint(barriers.slot_use(place));
+    if (use == kPart) {
+#pragma unroll
+      for (int i = 0; i < Traits::kDqRegisters / 4; ++i) {
+        ptx::store_shared(fragment + i * kChunkBytes,
+                          make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]));
+      }
+    } else {
+      if (use == kLastPart) {
+#pragma unroll
+        for (int i = 0; i < Traits::kDqRegisters / 4; ++i) {
+          const float4 sum = ptx::load_shared_float4(fragment + i * kChunkBytes);
+          dq[4 * i] += sum.x;
+          dq[4 * i + 1] += sum.y;
+          dq[4 * i + 2] += sum.z;
+          dq[4 * i + 3] += sum.w;
+        }
+      }
+      if (params.dq_direct.rows != nullptr) {
+        write_dq_directly(dq, ptx::load_shared_uint(barriers.slot_tile(place)));
+        fill_slot(place);
+        return;
+      }
+      if (use == kLastPart) {
+        // Rows overwrite what others read.
+        if (Traits::kSharesDqBox) {
+          ptx::named_barrier_sync(kDsBarrier, kConsumers * kThreadsPerGroup);
+        } else {
+          ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
+        }
+      }
+      if (Traits::kSharesDqBox) {
+        store_rows(slot_of_group(place, 0), dq, params.scale, group * (Traits::kDqColumns / 8));
+      } else {
+        store_rows(slot, dq, params.scale);
+      }
+    }
+    fill_slot(place);
+  }
+
+  // A whole step but for its dQ, and dQ of the step before. No product is under way before and
+  // behind it.
+  template <bool kFirst>
+  __device__ __forceinline__ void step(int first_key, bool last) {
+    // Never alive at a time: dP and dQ of the step before, P for dV and dS.
+    float dp[kScores];
+    static_assert(Traits::kDqRegisters <= kScores);
+    auto& dq = reinterpret_cast<float (&)[Traits::kDqRegisters]>(dp);
+    uint32_t (&p)[kSlices][4] = ds;
+    issue_scores();
+    if (!kFirst) issue_dq_before(dq);
+    ptx::wgmma_wait<kFirst ? 0 : 1>();  // S
+    ptx::pin(scores);
+    if constexpr (Traits::kCapped) {
+      exponentiate_capped(p, first_key);
+    } else {
+      exponentiate(p, first_key);
+    }
+    issue_dv(p);
+    if (!kFirst) {
+      ptx::wgmma_wait<1>();  // dQ
+      ptx::pin(dq);
+      hand_over(dq, index - 1);
+    }
+    issue_dp(dp);
+    ptx::wgmma_wait<0>();  // dV, dP
+    ptx::pin(dv);
+    ptx::pin(dp);
+    if (last) release(barriers.v_empty());
+    make_ds(dp, p, first_key);
+    release(barriers.ds_full(buffer()));
+    release(barriers.do_empty(stage()));  // delta came with dO
+    issue_dk();
+    ptx::wgmma_wait<0>();
+    ptx::pin(dk);
+    release(barriers.q_empty(stage()));
+    ++index;
+    add = true;
+  }
+
+  // Whether no query of the step sees a key of this consumer. That is seldom so with 128 queries.
+  __device__ __forceinline__ bool is_unseen(int first_key) const {
+    if (Traits::kTileQ != kKeysPerGroup) return false;
+    const int row = first_row();
+    const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
+    return params.score.end_key(last_row, params.seq_k) <= first_key ||
+           params.score.first_key(row) >= first_key + kKeysPerGroup;
+  }
+
+  // A step in which dS is zero.
+  template <bool kFirst>
+  __device__ __forceinline__ void skip(bool last) {
+    if constexpr (!kFirst) {
+      float dq[Traits::kDqRegisters];
+      issue_dq_before(dq);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dq);
+      hand_over(dq, index - 1);
+    }
+    // Phases are waited for one by one.
+    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
+    if (last) release(barriers.v_empty());
+    const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
+                           group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice), 0, 0, 0,
+                       0);
+    }
+    ptx::fence_proxy_async_shared();
+    release(barriers.ds_full(buffer()));
+    release(barriers.do_empty(stage()));
+    release(barriers.q_empty(stage()));
+    ++index;
+  }
+
+  // dQ of the step before.
+  __device__ __forceinline__ void issue_dq_before(float (&dq)[Traits::kDqRegisters]) {
+    const uint32_t before = index - 1;
+    ptx::mbarrier_wait(barriers.ds_full(before & 1), before >> 1 & 1);
+    issue_dq(dq, before & 1);
+  }
+
+  // What is left of the last step.
+  __device__ __forceinline__ void finish() {
+    float dq[Traits::kDqRegisters];
+    issue_dq_before(dq);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq);
+    release(barriers.k_empty());
+    hand_over(dq, index - 1);
+  }
+
+  __device__ __forceinline__ void clear_keys() {
+#pragma unroll
+    for (int i = 0; i < Traits::kDim / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Traits::kDimV / 2; ++i) dv[i] = 0.0f;
+  }
+
+  __device__ __forceinline__ void write_keys() const {
+    const uint32_t first = buffer();
+    ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
+    write_keys<Traits::kBoxesV>(params.dv_direct, dv, 1.0f, first, params.dim_v);
+    const uint32_t second = first ^ 1;
+    ptx::mbarrier_wait(barriers.slot_ready(second), (((index + 1) >> 1) + items) & 1);
+    write_keys<Traits::kBoxes>(params.dk_direct, dk, params.scale, second, params.dim);
+  }
+
+  template <int kColumnBoxes, int kRegisters>
+  __device__ __forceinline__ void write_keys(const Direct& direct,
+                                             const float (&values)[kRegisters], float scale,
+                                             uint32_t slot, int columns) const {
+    if (direct.rows == nullptr) {
+      store_rows(slot_of_group(slot, kColumnBoxes * Traits::kGroupBoxBytes), values, scale);
+    } else {
+      const SharedItem& item = shared_items[items % kItemsHeld];
+      write_directly(direct, values, scale, item.batch, item.head_kv,
+                     item.tile * kTileK + group * kKeysPerGroup, params.seq_k, 0, columns);
+    }
+    fill_slot(slot);
+  }
+
+  template <bool kFirst>
+  __device__ __forceinline__ void take_step(int first_key, bool last) {
+    ptx::mbarrier_wait(barriers.q_full(stage()), parity());
+    if (is_unseen(first_key)) {
+      skip<kFirst>(last);
+    } else {
+      step<kFirst>(first_key, last);
+    }
+  }
+
+  __device__ __forceinline__ void compute(int steps, int first_key) {
+    add = false;
+    ptx::mbarrier_wait(barriers.v_full(), items & 1);
+    take_step<true>(first_key, steps == 1);
+#pragma unroll 1
+    for (; steps > 1; --steps) take_step<false>(first_key, steps == 2);
+    finish();
+    if (!add) clear_keys();
+  }
+
+  __device__ __forceinline__ void run() {
+    for (;;) {
+      ptx::mbarrier_wait(barriers.k_full(), items & 1);
+      const Item* const shared_item = shared_items + items % kItemsHeld;
+      Item item;
+      item.tile = __shfl_sync(kFullWarp, shared_item->tile, 0);
+      item.begin = __shfl_sync(kFullWarp, shared_item->begin, 0);
+      item.end = __shfl_sync(kFullWarp, shared_item->end, 0);
+      if (item.tile == kNoItem) break;
+      const int steps = Steps(item, params.heads_per_kv).left;
+      if (steps == 0) {
+        release(barriers.k_empty());
+        release(barriers.v_empty());
+        clear_keys();
+      } else {
+        compute(steps, item.tile * kTileK + group * kKeysPerGroup);
+      }
+      write_keys();
+      ++items;
+    }
+  }
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    attention_backward_kernel(const __grid_constant__ Params params) {
+  // There is no room to align it by hand.
+  extern __shared__ __align__(kSharedAlignment) unsigned char raw[];
+  const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(raw));
+  if (shared % kSharedAlignment != 0) __trap();
+  const Barriers<Traits> barriers{shared + Traits::kBarriersOffset};
+  auto* items = reinterpret_cast<Item*>(raw + Traits::kItemOffset);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) {
+    constexpr int kConsumerWarps = 4 * kConsumers;
+    ptx::mbarrier_init(barriers.k_full(), 1);
+    ptx::mbarrier_init(barriers.k_empty(), kConsumerWarps + kSlots);
+    ptx::mbarrier_init(barriers.v_full(), 1);
+    ptx::mbarrier_init(barriers.v_empty(), kConsumerWarps);
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      ptx::mbarrier_init(barriers.q_full(stage), 1);
+      ptx::mbarrier_init(barriers.q_empty(stage), kConsumerWarps);
+      ptx::mbarrier_init(barriers.do_full(stage), 1);
+      ptx::mbarrier_init(barriers.do_empty(stage), kConsumerWarps);
+    }
+    for (int slot = 0; slot < kSlots; ++slot) {
+      ptx::mbarrier_init(barriers.slot_ready(slot), 1);
+      ptx::mbarrier_init(barriers.slot_full(slot), kConsumerWarps);
+    }
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      ptx::mbarrier_init(barriers.ds_full(buffer), kConsumerWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+
+  const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
+  if (group != 0) {
+    ptx::take_registers<Traits::kConsumerRegisters>();
+    Consumer<Traits> consumer(params, barriers, shared, items, group - 1);
+    consumer.run();
+  } else {
+    ptx::give_registers_back<Traits::kProducerRegisters>();
+    const int warp = warp_index();
+    if (lane_index() != 0) return;
+    if (warp == 0) {
+      Producer<Traits>{params, barriers, shared, items}.run();
+    } else if (warp <= kSlots) {
+      const int slot = warp - 1;
+      Writer<Traits>{params, barriers, shared + Traits::kSlotOffset + slot * Traits::kSlotBytes,
+                     items, slot}
+          .run();
+    }
+  }
+}
+
+}  // namespace flashmoe::sm90_backward

@@ -1,0 +1,108 @@
+// Compile-time description of one sm_90 attention backward kernel: tile, roles, stages, shared
+// memory.
+#pragma once
+
+#include "cuda/numeric/dtype.cuh"
+#include "cuda/tile/extents.h"
+
+namespace flashmoe::sm90_backward {
+
+inline constexpr int kMaxSharedBytesPerBlock = 227 * 1024;
+inline constexpr int kBoxColumns = 64;  // 128 bytes, the widest swizzle
+inline constexpr int kBoxRowBytes = 128;
+inline constexpr int kSharedAlignment = 1024;
+inline constexpr int kConsumers = 2;  // warpgroups
+inline constexpr int kKeysPerGroup = 64;
+inline constexpr int kTileK = kConsumers * kKeysPerGroup;
+inline constexpr int kSlots = 2;  // of what leaves for global memory; each has a writer warp
+inline constexpr int kItemBytes = 32;
+inline constexpr int kItemsHeld = 4;  // in shared memory: backward.cuh
+inline constexpr int kSlotWordBytes = 8;
+inline constexpr int kStageWordBytes = 4;
+
+struct Tuning {
+  int tile_q;           // queries of a step
+  int stages;           // steps of Q, and of dO, in flight or in use
+  bool capped = false;  // logits have a softcap
+};
+
+// A softcap needs fp32 factors beside P: there are no registers for those of 128 queries.
+constexpr Tuning tuning(int dim, bool capped) {
+  if (dim > 64) return {64, 2, capped};
+  return capped ? Tuning{64, 4, true} : Tuning{128, 2, false};
+}
+
+template <int kDim, int kDimV>
+struct TableTuning {
+  static constexpr Tuning value = tuning(kDim, false);
+};
+
+template <int kDim, int kDimV>
+struct CappedTuning {
+  static constexpr Tuning value = tuning(kDim, true);
+};
+
+template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
+struct Traits {
+  static constexpr Tuning kTuning = TuningOf::value;
+  using Element = Element_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kDimV = kDimV_;
+  static constexpr int kThreads = (kConsumers + 1) * kThreadsPerGroup;
+  static constexpr int kTileQ = kTuning.tile_q;
+  static constexpr int kStages = kTuning.stages;
+  static constexpr bool kCapped = kTuning.capped;
+  // dS is made of P as it was rounded for dV, whose registers it takes over: fp32 P has no room.
+  static constexpr bool kUnpacksP = kTileQ == 128;
+  static_assert(kTileQ == 64 || kTileQ == 128);
+  static_assert(!(kUnpacksP && kCapped), "fp32 registers hold more than P");
+
+  // setmaxnreg shares what the block has from its launch: 168 for each thread, 64 Ki / 384 in
+  // eights.
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 3 * 168);
+
+  // dQ of a step: with 128 queries each consumer has 64 rows of it, with 64 half of the columns.
+  static constexpr bool kSplitsColumns = kTileQ == 64;
+  static constexpr int kDqColumns = kSplitsColumns ? kDim / 2 : kDim;
+  static constexpr bool kSharesDqBox = kDqColumns < kBoxColumns;
+  static constexpr int kDqRegisters = kDqColumns / 2;
+  static_assert(!kSplitsColumns || kDim % 128 == 0 || kDim == 64,
+                "a consumer's half of the columns lies in whole boxes or in one");
+
+  // Tiles are boxes of 64 columns side by side: K and V [dim / 64][keys][64], Q and dO
+  // [dim / 64][queries][64], dS [queries / 64][keys][64].
+  static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+  static constexpr int kBoxesV = ceil_div(kDimV, kBoxColumns);
+  static constexpr int kKeyBoxBytes = kTileK * kBoxRowBytes;
+  static constexpr int kGroupBoxBytes = kKeysPerGroup * kBoxRowBytes;  // of a consumer's keys
+  static constexpr int kQueryBoxBytes = kTileQ * kBoxRowBytes;
+  static constexpr int kKBytes = kBoxes * kKeyBoxBytes;
+  static constexpr int kVBytes = kBoxesV * kKeyBoxBytes;
+  static constexpr int kQBytes = kBoxes * kQueryBoxBytes;
+  static constexpr int kDoBytes = kBoxesV * kQueryBoxBytes;
+  static constexpr int kRowBytes = kTileQ * 4;  // of a number for each query
+  static constexpr int kDsBytes = kTileQ / 64 * kKeyBoxBytes;
+  // A slot holds a part of dQ in fp32, dK, or dV.
+  static constexpr int kDqBytes = kTileQ * kDim * 4;
+  static constexpr int kDqBytesPerGroup = kDqBytes / kConsumers;
+  static constexpr int kSlotBytes = larger(kDqBytes, larger(kKBytes, kVBytes));
+
+  static constexpr int kKOffset = 0;
+  static constexpr int kVOffset = kKOffset + kKBytes;
+  static constexpr int kQOffset = kVOffset + kVBytes;
+  static constexpr int kDoOffset = kQOffset + kStages * kQBytes;
+  static constexpr int kDsOffset = kDoOffset + kStages * kDoBytes;
+  static constexpr int kSlotOffset = kDsOffset + 2 * kDsBytes;
+  static constexpr int kLseOffset = kSlotOffset + kSlots * kSlotBytes;
+  static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
+  static constexpr int kItemOffset = kDeltaOffset + kStages * kRowBytes;
+  static constexpr int kBarriersOffset = kItemOffset + kItemsHeld * kItemBytes;
+  static constexpr int kBarriers = 6 + 4 * kStages + 2 * kSlots;
+  static constexpr int kSharedBytes =
+      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages;
+  static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
+};
+
+}  // namespace flashmoe::sm90_backward

@@ -1,0 +1,688 @@
+// The host side of the sm_90 attention backward on a made-up CUDA: what is planned, refused and
+// launched, with what parameters and maps, and how long it is said to take. test_backward
+// [no-driver | no-map-moves]: without those parts of CUDA.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "core/backends.h"
+#include "cuda/attention/sm90_backward/entry.h"
+#include "cuda/attention/sm90_backward/params.h"
+#include "cuda/attention/sm90_backward/traits.cuh"
+#include "cuda/host/fake_cuda.h"
+#include "cuda/numeric/dtype.cuh"
+#include "flashmoe/flashmoe.h"
+
+// ---- made-up kernels
+// -----------------------------------------------------------------------------
+
+namespace flashmoe::sm90_backward {
+
+static const void* const kMain = reinterpret_cast<const void*>(0x90);
+static const void* const kPrologue = reinterpret_cast<const void*>(0x91);
+static const void* const kSinks = reinterpret_cast<const void*>(0x92);
+
+// Numbers unlike the real ones, so that a literal would show.
+static LoadedKernel loaded[kMaxDevices];
+static LoadedKernel loaded_prologue[kMaxDevices];
+static LoadedKernel loaded_sinks[kMaxDevices];
+extern const Entry entry_fp16_d64_dv64;
+const Entry entry_fp16_d64_dv64 = {
+    {{"attention_backward_sm90_fp16_d64_dv64", kMain, 200000, loaded},
+     Dtype::kFloat16,
+     64,
+     64,
+     80,
+     112,
+     3,
+     416},
+    false,
+    32,
+    48,
+    {"attention_backward_prologue_sm90_fp16_d64_dv64", kPrologue, 0, loaded_prologue},
+    40,
+    160,
+    {"attention_backward_sinks_sm90_fp16_d64_dv64", kSinks, 640, loaded_sinks},
+    192,
+};
+
+// The real ones, for estimates.
+template <class Traits>
+static LoadedKernel loaded_of[3][kMaxDevices];
+template <class Traits>
+static Entry entry_of(const char* name, const char* prologue, const char* sinks) {
+  return {{{name, kMain, Traits::kSharedBytes, loaded_of<Traits>[0]},
+           Dtype::kBFloat16,
+           Traits::kDim,
+           Traits::kDimV,
+           Traits::kTileQ,
+           kTileK,
+           Traits::kStages,
+           Traits::kThreads},
+          Traits::kCapped,
+          kBoxColumns,
+          kKeysPerGroup,
+          {prologue, kPrologue, 0, loaded_of<Traits>[1]},
+          64,
+          256,
+          {sinks, kSinks, 256, loaded_of<Traits>[2]},
+          1024};
+}
+extern const Entry entry_bf16_d64_dv64;
+const Entry entry_bf16_d64_dv64 = entry_of<Traits<__nv_bfloat16, 64, 64>>(
+    "attention_backward_sm90_bf16_d64_dv64", "attention_backward_prologue_sm90_bf16_d64_dv64",
+    "attention_backward_sinks_sm90_bf16_d64_dv64");
+extern const Entry entry_bf16_d128_dv128;
+const Entry entry_bf16_d128_dv128 = entry_of<Traits<__nv_bfloat16, 128, 128>>(
+    "attention_backward_sm90_bf16_d128_dv128", "attention_backward_prologue_sm90_bf16_d128_dv128",
+    "attention_backward_sinks_sm90_bf16_d128_dv128");
+
+}  // namespace flashmoe::sm90_backward
+
+namespace flashmoe {
+
+static flashmoe_status no_cpu(const AttentionBackwardProblem&, Plan*, const Reason& reason) {
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "not here");
+}
+const AttentionBackwardFamily kCpuAttentionBackward = {"cpu", FLASHMOE_DEVICE_CPU, no_cpu, nullptr};
+
+namespace {
+
+using sm90_backward::Params;
+
+// ---- calls
+// ---------------------------------------------------------------------------------------
+
+enum Name { kQ, kK, kV, kDout, kDq, kDk, kDv, kOut, kLse, kDlse, kTensors };
+constexpr int kMaps = 7;  // of the first
+
+alignas(16) char workspace[16];  // of any size: the fake's launches touch none
+alignas(16) char other_workspace[16];
+
+struct Size {
+  int64_t batch = 2, seq_q = 700, seq_k = 1000, heads_q = 6, heads_kv = 2, dim = 64, dim_v = 64;
+};
+
+struct Call {
+  Size size;
+  int64_t shapes[kTensors][4], strides[kTensors][4];
+  flashmoe_tensor tensors[kTensors];
+  flashmoe_attention_backward_params params = flashmoe_attention_backward_params_init();
+
+  explicit Call(const Size& size_ = {}, uint8_t dtype = FLASHMOE_DTYPE_FLOAT,
+                flashmoe_device device = {FLASHMOE_DEVICE_CUDA, 0})
+      : size(size_) {
+    for (int i = 0; i < kTensors; ++i) {
+      const bool of_keys = i == kK || i == kV || i == kDk || i == kDv;
+      const bool of_v = i == kV || i == kDv || i == kDout || i == kOut;
+      const bool numbers = i == kLse || i == kDlse;
+      const int rank = numbers ? 3 : 4;
+      const int64_t rows[] = {size.batch, of_keys ? size.seq_k : size.seq_q,
+                              of_keys ? size.heads_kv : size.heads_q, of_v ? size.dim_v : size.dim};
+      const int64_t row_numbers[] = {size.batch, size.heads_q, size.seq_q, 0};
+      int64_t step = 1;
+      for (int axis = rank - 1; axis >= 0; --axis) {
+        shapes[i][axis] = numbers ? row_numbers[axis] : rows[axis];
+        strides[i][axis] = step;
+        step *= shapes[i][axis];
+      }
+      tensors[i] = {reinterpret_cast<void*>(int64_t{i + 1} << 40),
+                    device,
+                    rank,
+                    {numbers ? uint8_t{FLASHMOE_DTYPE_FLOAT} : dtype,
+                     static_cast<uint8_t>(numbers ? 32 : 16), 1},
+                    shapes[i],
+                    strides[i],
+                    0};
+    }
+    params.q = &tensors[kQ];
+    params.k = &tensors[kK];
+    params.v = &tensors[kV];
+    params.dout = &tensors[kDout];
+    params.out = &tensors[kOut];
+    params.lse = &tensors[kLse];
+    params.dlse = &tensors[kDlse];
+    params.dq = &tensors[kDq];
+    params.dk = &tensors[kDk];
+    params.dv = &tensors[kDv];
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  // To other memory, of the same alignment.
+  void move(int tensor) {
+    tensors[tensor].data = static_cast<char*>(tensors[tensor].data) + (1 << 20);
+  }
+
+  flashmoe_plan plan() const {
+    flashmoe_plan plan = flashmoe_plan_init();
+    CHECK(flashmoe_attention_backward_plan(&params, &plan) == FLASHMOE_OK);
+    return plan;
+  }
+  flashmoe_status run(char* memory = workspace, void* stream = nullptr) const {
+    return flashmoe_attention_backward(&params, memory, size_t{1} << 40, stream);
+  }
+  std::string refusal() const {
+    flashmoe_plan plan = flashmoe_plan_init();
+    CHECK(flashmoe_attention_backward_plan(&params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+    CHECK(run() == FLASHMOE_ERROR_UNSUPPORTED);
+    return flashmoe_last_error();
+  }
+};
+
+// What the launches of this thread got, in order.
+struct Seen {
+  fake::Launch launch;
+  Params params;
+};
+thread_local std::vector<Seen> seen;
+
+void watch() {
+  seen.clear();
+  fake::maps.clear();
+  fake::moves.clear();
+  fake::on_launch = [](const void* params) {
+    Seen one;
+    one.launch = fake::last;
+    std::memcpy(static_cast<void*>(&one.params), params, sizeof one.params);
+    seen.push_back(one);
+  };
+}
+
+bool same(const Params& a, const Params& b) { return std::memcmp(&a, &b, sizeof a) == 0; }
+
+std::array<const CUtensorMap*, kMaps> maps_of(const Params& p) {
+  return {&p.q, &p.k, &p.v, &p.dout, &p.dq, &p.dk, &p.dv};
+}
+
+template <class T>
+int64_t offset(const T* part, const char* memory = workspace) {
+  return reinterpret_cast<const char*>(part) - memory;
+}
+
+// ---- tests
+// ---------------------------------------------------------------------------------------
+
+void check_read_back(const flashmoe_plan& plan) {
+  flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES];
+  int32_t count = 0;
+  CHECK(flashmoe_last_launches(launches, &count) == FLASHMOE_OK && count == plan.launch_count);
+  for (int32_t i = 0; i < count; ++i) {
+    launches[i].registers = launches[i].local_bytes = launches[i].binary_arch = 0;
+    CHECK(std::memcmp(&launches[i], &plan.launches[i], sizeof launches[i]) == 0);
+  }
+}
+
+void both_launches_are_planned() {
+  const Call call;
+  const flashmoe_plan plan = call.plan();
+  CHECK(std::strcmp(plan.operation, "attention_backward") == 0);
+  CHECK(std::strcmp(plan.family, "sm90") == 0 && std::strcmp(plan.isa, "sm_90a") == 0);
+  CHECK(plan.launch_count == 2 && plan.microseconds > 0);
+  const flashmoe_launch& prologue = plan.launches[0];
+  CHECK(std::strcmp(prologue.kernel, "attention_backward_prologue_sm90_fp16_d64_dv64") == 0);
+  CHECK(prologue.grid[0] == 2 * 6 * 9 * 2 && prologue.block[0] == 160 && prologue.tile_m == 40);
+  CHECK(prologue.shared_bytes == fake::kStaticSharedBytes);
+  const flashmoe_launch& main = plan.launches[1];
+  CHECK(std::strcmp(main.kernel, "attention_backward_sm90_fp16_d64_dv64") == 0);
+  CHECK(main.grid[0] == 2 * 2 * 9 && main.block[0] == 416);
+  CHECK(main.shared_bytes == 200000 + fake::kStaticSharedBytes);
+  CHECK(main.tile_m == 80 && main.tile_n == 112 && main.stages == 3);
+  CHECK(main.dim == 64 && main.dim_v == 64);
+  for (const flashmoe_launch& launch : {prologue, main}) {
+    CHECK(launch.grid[1] == 1 && launch.grid[2] == 1 && launch.block[1] == 1);
+  }
+  // Persistent: no more blocks than multiprocessors.
+  CHECK(Call({4, 700, 4000, 16, 16, 64, 64}).plan().launches[1].grid[0] == 132);
+
+  watch();
+  CHECK(call.run(workspace, fake::stream_of(0)) == FLASHMOE_OK);
+  CHECK(seen.size() == 2);
+  const void* const functions[] = {sm90_backward::kPrologue, sm90_backward::kMain};
+  for (size_t i = 0; i < 2; ++i) {
+    const fake::Launch& launch = seen[i].launch;
+    const bool by_driver = fake::state.has_driver;
+    CHECK(launch.by == (by_driver ? fake::By::kDriver : fake::By::kRuntime));
+    CHECK(launch.kernel == (by_driver ? fake::handle_of(functions[i]) : functions[i]));
+    CHECK(launch.grid.x == plan.launches[i].grid[0] && launch.block.x == plan.launches[i].block[0]);
+    CHECK(launch.shared_bytes == plan.launches[i].shared_bytes - fake::kStaticSharedBytes);
+    CHECK(launch.stream == fake::stream_of(0));
+    CHECK(launch.programmatic == 1 && launch.cluster == 0);
+  }
+  CHECK(same(seen[0].params, seen[1].params));
+  check_read_back(plan);
+}
+
+void a_kernel_may_be_named() {
+  Call call;
+  for (const char* name : {"sm90", "attention_backward_sm90_fp16_d64_dv64"}) {
+    call.params.kernel = name;
+    CHECK(std::strcmp(call.plan().family, "sm90") == 0);
+  }
+  call.params.kernel = "attention_backward_sm90_bf16_d64_dv64";
+  CHECK(call.refusal().find("attention_backward_sm90_fp16_d64_dv64 serves this call, not "
+                            "attention_backward_sm90_bf16_d64_dv64") != std::string::npos);
+}
+
+// A group fits the L2, or has as many items as blocks run at a time. Groups are of one size.
+void groups_of_heads_fit_the_l2_or_fill_the_machine() {
+  const auto heads = [](const Size& size, bool causal) {
+    Params p = {};
+    p.batch = static_cast<int32_t>(size.batch);
+    p.seq_q = static_cast<int32_t>(size.seq_q);
+    p.heads_kv = static_cast<int32_t>(size.heads_kv);
+    p.heads_per_kv = static_cast<int32_t>(size.heads_q / size.heads_kv);
+    p.dim = static_cast<int32_t>(size.dim);
+    p.dim_v = static_cast<int32_t>(size.dim_v);
+    p.tiles_k = static_cast<int32_t>((size.seq_k + 127) / 128);
+    p.score.masked = causal ? 1 : 0;
+    return sm90_backward::heads_per_group(p, sm90_backward::kGroupBytes, 132);
+  };
+  CHECK(heads({2, 8192, 8192, 16, 16, 128, 128}, false) == 4);
+  CHECK(heads({2, 8192, 8192, 16, 16, 128, 128}, true) == 8);
+  CHECK(heads({2, 8192, 8192, 32, 8, 128, 128}, true) == 2);
+  CHECK(heads({1, 4096, 4096, 64, 8, 128, 128}, true) == 4);
+  CHECK(heads({1, 4096, 4096, 11, 11, 128, 128}, false) == 6);
+  CHECK(heads({1, 128, 128, 1, 1, 128, 128}, false) == 1);
+  CHECK(heads({1, 0, 0, 2, 2, 128, 128}, false) == 2);
+}
+
+void params_are_of_the_call() {
+  Call call({2, 700, 1000, 6, 2, 48, 64});
+  call.params.window = FLASHMOE_WINDOW_LEFT;
+  call.params.window_left = 100;
+  call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  call.params.scale = 0.25f;
+  call.strides[kV][0] = call.strides[kV][2] = 0;  // one v for all batches and heads
+  watch();
+  CHECK(call.run() == FLASHMOE_OK);
+  const Params& p = seen[1].params;
+  CHECK(p.batch == 2 && p.seq_q == 700 && p.seq_k == 1000 && p.heads_q == 6 && p.heads_kv == 2);
+  CHECK(p.heads_per_kv == 3 && p.dim == 48 && p.dim_v == 64 && p.scale == 0.25f);
+  CHECK(p.score.left_offset == 200 && p.score.right_offset == 300 && p.score.masked == 1);
+  CHECK(p.tiles_q == 9 && p.tiles_k == 9 && p.heads_per_group == 4);
+  CHECK(p.v_repeats.batch == 0 && p.v_repeats.head == 0);
+  for (const auto& repeats : {p.q_repeats, p.k_repeats, p.dout_repeats}) {
+    CHECK(repeats.batch == 1 && repeats.head == 1);
+  }
+  CHECK(p.out_rows == call.tensors[kOut].data && p.dout_rows == call.tensors[kDout].data);
+  CHECK(p.dq_rows == call.tensors[kDq].data);
+  CHECK(p.lse == call.tensors[kLse].data && p.dlse == call.tensors[kDlse].data);
+  CHECK(p.dq_strides.batch == 700 * 6 * 48 && p.dq_strides.seq == 6 * 48 &&
+        p.dq_strides.head == 48);
+  CHECK(p.out_strides.seq == 6 * 64 && p.dout_strides.head == 64);
+  CHECK(p.lse_strides.batch == 6 * 700 && p.lse_strides.head == 700 && p.lse_strides.seq == 1);
+  CHECK(p.dlse_strides.head == 700);
+
+  CHECK(fake::maps.size() == kMaps);
+  const int rows[] = {80, 112, 112, 80, 48, 48, 48};
+  for (int i = 0; i < kMaps; ++i) {
+    const fake::Map& map = fake::maps[static_cast<size_t>(i)];
+    const cuuint32_t box_rows = static_cast<cuuint32_t>(rows[i]);
+    CHECK(map.data == call.tensors[i].data && map.rank == 4);
+    CHECK((map.box == std::array<cuuint32_t, 5>{32, box_rows, 1, 1, 0}));
+    for (int axis = 0; axis < 4; ++axis) {
+      constexpr int kAxes[] = {3, 1, 2, 0};  // of the tensor
+      const bool one = i == kV && axis >= 2;
+      CHECK(map.extents[static_cast<size_t>(axis)] ==
+            static_cast<cuuint64_t>(one ? 1 : call.shapes[i][kAxes[axis]]));
+    }
+  }
+}
+
+// Whatever the size, they lie one behind the other, and grow with the rows.
+void the_workspace_holds_its_parts() {
+  for (const Size& size : {Size{}, Size{1, 1, 1, 1, 1, 8, 64}, Size{3, 0, 70, 4, 2, 64, 8},
+                           Size{3, 129, 0, 4, 2, 64, 64}}) {
+    const Call call(size);
+    watch();
+    CHECK(call.run() == FLASHMOE_OK);
+    const Params& p = seen[0].params;
+    const int64_t heads = size.batch * size.heads_q;
+    const int64_t rows = heads * std::max<int64_t>(1, (size.seq_q + 79) / 80) * 80;
+    const struct {
+      int64_t begin, bytes;
+    } parts[] = {{offset(p.row_lse), rows * 4},
+                 {offset(p.row_delta), rows * 4},
+                 {offset(p.turns), rows / 80 * 4},
+                 {offset(p.ticket), 4},
+                 {offset(p.dq_sums), rows * 64 * 4}};
+    int64_t end = 0;
+    for (const auto& part : parts) {
+      CHECK(part.begin >= end && part.begin % 16 == 0);
+      end = part.begin + part.bytes;
+    }
+    CHECK(static_cast<int64_t>(call.plan().workspace_bytes) >= end);
+  }
+  const auto bytes = [](int64_t seq) {
+    return Call({1, seq, seq, 8, 8, 64, 64}).plan().workspace_bytes;
+  };
+  CHECK(bytes(16000) <= 2 * bytes(8000) && bytes(16000) > bytes(8000));
+  const Call call;
+  const size_t needed = call.plan().workspace_bytes;
+  CHECK(flashmoe_attention_backward(&call.params, workspace, needed - 1, nullptr) ==
+        FLASHMOE_ERROR_WORKSPACE_TOO_SMALL);
+  CHECK(flashmoe_attention_backward(&call.params, workspace, needed, nullptr) == FLASHMOE_OK);
+}
+
+// A gradient that is not wanted goes to one row in the workspace, beyond which stores leave out
+// all.
+void gradients_may_be_absent() {
+  for (const int absent : {int{kDq}, int{kDk}, int{kDv}}) {
+    Call call;
+    const flashmoe_tensor** const members[] = {&call.params.dq, &call.params.dk, &call.params.dv};
+    *members[absent - kDq] = nullptr;
+    watch();
+    for (char* memory : {workspace, other_workspace}) {
+      CHECK(call.run(memory) == FLASHMOE_OK);
+      const Params& p = seen.back().params;
+      for (int i = 0; i < kMaps; ++i) {
+        const void* const mapped = fake::mapped_by(*maps_of(p)[static_cast<size_t>(i)]);
+        if (i != absent) {
+          CHECK(mapped == call.tensors[i].data);
+          continue;
+        }
+        const char* const row = static_cast<const char*>(mapped);
+        CHECK(row >= reinterpret_cast<const char*>(p.ticket + 1) && offset(row, memory) % 16 == 0);
+        CHECK(row + 64 * 2 <= reinterpret_cast<const char*>(p.dq_sums));
+      }
+      CHECK((p.dq_rows == nullptr) == (absent == kDq));
+    }
+    CHECK((fake::maps[static_cast<size_t>(absent)].extents ==
+           std::array<cuuint64_t, 5>{64, 1, 1, 1, 0}));
+  }
+  Call call;
+  call.params.dlse = nullptr;
+  watch();
+  CHECK(call.run() == FLASHMOE_OK && seen[0].params.dlse == nullptr);
+}
+
+// What the copy engine cannot write has no map, and may have any strides.
+void gradients_may_be_of_fp32_or_added_to() {
+  for (const bool accumulate : {false, true}) {
+    Call call;
+    call.params.accumulate = accumulate ? 1 : 0;
+    call.tensors[kDk].dtype.bits = 32;
+    call.strides[kDk][0] = -call.strides[kDk][0];
+    watch();
+    CHECK(call.run() == FLASHMOE_OK);
+    call.move(kDk);
+    call.move(kDv);
+    CHECK(call.run() == FLASHMOE_OK);
+    const Params& p = seen.back().params;
+    CHECK(p.accumulate == (accumulate ? 1 : 0));
+    const sm90_backward::Direct* const directs[] = {&p.dq_direct, &p.dk_direct, &p.dv_direct};
+    for (int i = 0; i < 3; ++i) {
+      const sm90_backward::Direct& direct = *directs[i];
+      const bool fp32 = i == kDk - kDq;
+      const void* const data = call.tensors[kDq + i].data;
+      const void* const mapped = fake::mapped_by(*maps_of(p)[static_cast<size_t>(kDq + i)]);
+      if (accumulate || fp32) {
+        CHECK(direct.rows == data && direct.fp32 == (fp32 ? 1 : 0) && mapped != data);
+        CHECK(direct.strides.batch == call.strides[kDq + i][0]);
+        CHECK(direct.strides.seq == call.strides[kDq + i][1] && direct.strides.head == 64);
+      } else {
+        CHECK(direct.rows == nullptr && mapped == data);
+      }
+    }
+    CHECK(p.dq_rows == (accumulate ? nullptr : call.tensors[kDq].data));
+  }
+}
+
+// A launch of its own, where they are wanted.
+void dsinks_are_of_a_third_launch() {
+  Call call;
+  uint16_t sinks[7] = {};
+  float dsinks[12] = {};
+  const auto tensor = [&](void* data, int bits, int64_t* shape, int64_t* stride) {
+    flashmoe_tensor t = call.tensors[kQ];
+    t.data = data;
+    t.ndim = 1;
+    t.shape = shape;
+    t.strides = stride;
+    t.dtype.bits = static_cast<uint8_t>(bits);
+    return t;
+  };
+  int64_t six = 6, one = 1, two = 2;
+  flashmoe_tensor given = tensor(sinks, 16, &six, &one);
+  flashmoe_tensor wanted = tensor(dsinks, 32, &six, &two);
+  call.params.sinks = &given;
+  CHECK(call.plan().launch_count == 2);
+  call.params.dsinks = &wanted;
+  const flashmoe_plan plan = call.plan();
+  CHECK(plan.launch_count == 3);
+  const flashmoe_launch& launch = plan.launches[2];
+  CHECK(std::strcmp(launch.kernel, "attention_backward_sinks_sm90_fp16_d64_dv64") == 0);
+  CHECK(launch.grid[0] == 6 && launch.block[0] == 192);
+  CHECK(launch.shared_bytes == 640 + fake::kStaticSharedBytes);
+  for (uint16_t* const moved : {sinks, sinks + 1}) {
+    given.data = moved;
+    watch();
+    CHECK(call.run() == FLASHMOE_OK && seen.size() == 3);
+    CHECK(seen[2].launch.grid.x == 6 && seen[2].launch.block.x == 192);
+    const Params& p = seen[2].params;
+    CHECK(p.score.sinks == moved && p.score.sink_stride == 1 && p.score.sinks_are_fp32 == 0);
+    CHECK(p.dsinks == dsinks && p.dsink_stride == 2 && p.dsinks_are_fp32 == 1);
+  }
+}
+
+// Encodes nothing again, moves the maps whose addresses changed and no others, and its launches get
+// the same parameters, byte for byte, as those of a call that is the first of its thread.
+void a_call_at_other_addresses_moves_maps() {
+  Call call;
+  Params moved;
+  std::thread([&] {
+    watch();
+    CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == kMaps && fake::moves.empty());
+    CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == kMaps && fake::moves.empty());
+    for (int tensor = 0; tensor < kTensors; ++tensor) {
+      call.move(tensor);
+      watch();
+      CHECK(call.run() == FLASHMOE_OK);
+      const bool mapped = tensor < kMaps;
+      const bool moves = fake::state.has_map_moves;
+      CHECK(fake::moves.size() == (mapped && moves ? 1 : 0));
+      CHECK(fake::maps.size() == static_cast<size_t>(mapped && !moves ? kMaps : 0));
+      if (mapped && moves) CHECK(fake::moves[0].to == call.tensors[tensor].data);
+    }
+    for (int i = 0; i < kMaps; ++i) {
+      CHECK(fake::mapped_by(*maps_of(seen[1].params)[static_cast<size_t>(i)]) ==
+            call.tensors[i].data);
+    }
+    // Another workspace is not another call.
+    watch();
+    CHECK(call.run(other_workspace) == FLASHMOE_OK);
+    CHECK(fake::maps.empty() && fake::moves.empty());
+    CHECK(offset(seen[0].params.row_lse, other_workspace) == 0);
+    moved = seen[1].params;
+  }).join();
+  std::thread([&] {
+    watch();
+    CHECK(call.run(other_workspace) == FLASHMOE_OK && same(seen[1].params, moved));
+  }).join();
+}
+
+void no_map_is_of_another_call() {
+  std::thread([] {
+    Call call;
+    watch();
+    CHECK(call.run() == FLASHMOE_OK);
+    fake::state.refuse_moves = true;
+    fake::state.most_maps = 0;
+    call.move(kDk);
+    watch();
+    for (int i = 0; i < 2; ++i) {
+      CHECK(call.run() == FLASHMOE_ERROR_CUDA && seen.empty());
+      CHECK(std::strstr(flashmoe_last_error(),
+                        "launching attention_backward_sm90_fp16_d64_dv64: the driver refused a "
+                        "tensor map") == flashmoe_last_error());
+    }
+    fake::state.most_maps = SIZE_MAX;
+    fake::state.refuse_moves = false;
+    CHECK(call.run() == FLASHMOE_OK);
+    CHECK(fake::mapped_by(seen[1].params.dk) == call.tensors[kDk].data);
+  }).join();
+}
+
+// Without keys dq is zeros, without queries dk and dv are: both launches are there for it.
+void tensors_may_have_no_rows() {
+  {
+    Call call({2, 0, 1000, 6, 2, 64, 64});
+    for (const int none : {kQ, kDout, kOut, kDq, kLse, kDlse}) call.tensors[none].data = nullptr;
+    watch();
+    CHECK(call.run() == FLASHMOE_OK && seen.size() == 2);
+    CHECK(seen[0].launch.grid.x == 2 * 6 * 2 && seen[1].launch.grid.x == 2 * 2 * 9);
+    CHECK(seen[0].params.tiles_q == 1 && seen[0].params.seq_q == 0);
+    CHECK(fake::mapped_by(seen[1].params.q) == fake::mapped_by(seen[1].params.dq));
+    CHECK(fake::mapped_by(seen[1].params.dk) == call.tensors[kDk].data);
+  }
+  {
+    Call call({2, 700, 0, 6, 2, 64, 64});
+    for (const int none : {kK, kV, kDk, kDv}) call.tensors[none].data = nullptr;
+    watch();
+    CHECK(call.run() == FLASHMOE_OK && seen.size() == 2);
+    CHECK(seen[1].launch.grid.x == 1 && seen[1].params.tiles_k == 0);
+    CHECK(fake::mapped_by(seen[1].params.q) == call.tensors[kQ].data);
+  }
+  for (const Size& size : {Size{0, 700, 1000, 6, 2, 64, 64}, Size{2, 0, 0, 6, 2, 64, 64}}) {
+    const Call call(size);
+    watch();
+    CHECK(call.plan().launch_count == 2 && call.run() == FLASHMOE_OK && seen.empty());
+  }
+}
+
+void what_no_kernel_computes_is_refused() {
+  const auto refuses = [](const Call& call, const char* sentence) {
+    const std::string got = call.refusal();
+    if (got.find(std::string("sm90: ") + sentence) == std::string::npos) {
+      std::fprintf(stderr, "got: %s\n", got.c_str());
+      CHECK(false);
+    }
+  };
+  refuses(Call({1, 64, 64, 1, 1, 136, 64}), "head dimensions 136 and 64, accepted are up to 128");
+  refuses(Call({1, 64, 64, 1, 1, 64, 256}), "head dimensions 64 and 256, accepted are up to 128");
+  for (const int tensor : {kQ, kK, kV, kDout, kDq, kDk, kDv}) {
+    for (const int64_t stride : {int64_t{-1048576}, int64_t{1} << 39}) {
+      Call call;
+      call.strides[tensor][0] = stride;
+      refuses(call, "a stride that is negative, 2^40 bytes or more, or 0 along the sequence");
+    }
+  }
+  Call backwards;  // which is read by rows
+  backwards.strides[kOut][1] = -backwards.strides[kOut][1];
+  CHECK(backwards.run() == FLASHMOE_OK);
+  refuses(Call({1, (int64_t{1} << 30) + 1, 64, 1, 1, 64, 64}), "sequence longer than 2^30");
+  refuses(Call({1 << 12, 1 << 20, 64, 64, 1, 64, 64}), "more than 2^30 tiles of rows or keys");
+  Call capped;
+  capped.params.softcap = 20.0f;
+  flashmoe_plan plan = flashmoe_plan_init();
+  CHECK(flashmoe_attention_backward_plan(&capped.params, &plan) == FLASHMOE_ERROR_INTERNAL);
+}
+
+void models_are_planned_for_and_run_nothing() {
+  fake::on_launch = [](const void*) { CHECK(false); };
+  for (const int32_t model : {FLASHMOE_GPU_H100, FLASHMOE_GPU_H200, FLASHMOE_GPU_L4}) {
+    const Call call({}, FLASHMOE_DTYPE_FLOAT, {FLASHMOE_DEVICE_GPU_MODEL, model});
+    flashmoe_plan plan = flashmoe_plan_init();
+    const bool hopper = model != FLASHMOE_GPU_L4;
+    const flashmoe_status status = flashmoe_attention_backward_plan(&call.params, &plan);
+    CHECK(status == (hopper ? FLASHMOE_OK : FLASHMOE_ERROR_UNSUPPORTED));
+    if (!hopper) {
+      CHECK(std::strstr(flashmoe_last_error(),
+                        "sm90: l4 has compute capability 8.9, accepted is 9.0") != nullptr);
+      continue;
+    }
+    CHECK(std::strcmp(plan.family, "sm90") == 0 && plan.launch_count == 2);
+    CHECK(plan.workspace_bytes == Call().plan().workspace_bytes);
+    CHECK(call.run() == FLASHMOE_ERROR_NO_DEVICE);
+  }
+}
+
+// Microseconds on an H200 (docs/lab/attention_backward.md).
+struct Measured {
+  Size size;
+  bool causal;
+  int64_t window_left;  // 0: none
+  double microseconds;
+};
+
+constexpr Measured kMeasured[] = {
+    {{32, 512, 512, 16, 16, 128, 128}, false, 0, 434},
+    {{32, 512, 512, 16, 16, 128, 128}, true, 0, 322},
+    {{16, 1024, 1024, 16, 16, 128, 128}, false, 0, 750},
+    {{16, 1024, 1024, 16, 16, 128, 128}, true, 0, 480},
+    {{8, 2048, 2048, 16, 16, 128, 128}, false, 0, 1354},
+    {{8, 2048, 2048, 16, 16, 128, 128}, true, 0, 777},
+    {{4, 4096, 4096, 16, 16, 128, 128}, false, 0, 2612},
+    {{4, 4096, 4096, 16, 16, 128, 128}, true, 0, 1412},
+    {{2, 8192, 8192, 16, 16, 128, 128}, false, 0, 4942},
+    {{2, 8192, 8192, 16, 16, 128, 128}, true, 0, 2622},
+    {{1, 16384, 16384, 16, 16, 128, 128}, false, 0, 9983},
+    {{1, 16384, 16384, 16, 16, 128, 128}, true, 0, 5129},
+    {{32, 512, 512, 32, 32, 64, 64}, false, 0, 480},
+    {{32, 512, 512, 32, 32, 64, 64}, true, 0, 363},
+    {{16, 1024, 1024, 32, 32, 64, 64}, false, 0, 866},
+    {{16, 1024, 1024, 32, 32, 64, 64}, true, 0, 576},
+    {{8, 2048, 2048, 32, 32, 64, 64}, false, 0, 1597},
+    {{8, 2048, 2048, 32, 32, 64, 64}, true, 0, 954},
+    {{4, 4096, 4096, 32, 32, 64, 64}, false, 0, 3056},
+    {{4, 4096, 4096, 32, 32, 64, 64}, true, 0, 1745},
+    {{2, 8192, 8192, 32, 32, 64, 64}, false, 0, 6106},
+    {{2, 8192, 8192, 32, 32, 64, 64}, true, 0, 3278},
+    {{1, 16384, 16384, 32, 32, 64, 64}, false, 0, 12000},
+    {{1, 16384, 16384, 32, 32, 64, 64}, true, 0, 6297},
+    {{2, 8192, 8192, 16, 16, 128, 128}, true, 1023, 745},
+};
+
+void estimates_are_near_what_was_measured() {
+  double logarithms = 0;
+  for (const Measured& m : kMeasured) {
+    Call call(m.size, FLASHMOE_DTYPE_BFLOAT,
+              {FLASHMOE_DEVICE_GPU_MODEL, int32_t{FLASHMOE_GPU_H200}});
+    if (m.causal) call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+    if (m.window_left != 0) {
+      call.params.window = FLASHMOE_WINDOW_LEFT;
+      call.params.window_left = m.window_left;
+    }
+    const double ratio = call.plan().microseconds / m.microseconds;
+    if (ratio < 1 / 1.7 || ratio > 1.7) {
+      std::fprintf(stderr, "b%d s%d d%d causal %d: %.3f\n", static_cast<int>(m.size.batch),
+                   static_cast<int>(m.size.seq_q), static_cast<int>(m.size.dim), m.causal, ratio);
+      CHECK(false);
+    }
+    logarithms += std::log(ratio);
+  }
+  CHECK(std::abs(logarithms / static_cast<double>(std::size(kMeasured))) < std::log(1.1));
+}
+
+}  // namespace
+}  // namespace flashmoe
+
+int main(int argc, char** argv) {
+  using namespace flashmoe;
+  const std::string without = argc > 1 ? argv[1] : "";
+  fake::state.has_driver = without != "no-driver";
+  fake::state.has_map_moves = without != "no-map-moves";
+  both_launches_are_planned();
+  a_kernel_may_be_named();
+  groups_of_heads_fit_the_l2_or_fill_the_machine();
+  params_are_of_the_call();
+  the_workspace_holds_its_parts();
+  gradients_may_be_absent();
+  gradients_may_be_of_fp32_or_added_to();
+  dsinks_are_of_a_third_launch();
+  a_call_at_other_addresses_moves_maps();
+  no_map_is_of_another_call();
+  tensors_may_have_no_rows();
+  what_no_kernel_computes_is_refused();
+  models_are_planned_for_and_run_nothing();
+  estimates_are_near_what_was_measured();
+  return 0;
+}

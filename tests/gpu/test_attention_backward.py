@@ -1,0 +1,496 @@
+"""Attention backward on the GPU, through the C ABI: right, deterministic, launched as planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import capi
+import kernels
+import pytest
+import torch
+from gpu import backward, cases, families, memory, oracle
+from gpu.backward import GRADIENTS, Call, Case
+from gpu.memory import Placed, Placement
+from torch.profiler import ProfilerActivity, profile
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
+
+DEVICE = "cuda:0"
+ELEMENTS = {"fp16": "__half", "bf16": "__nv_bfloat16"}
+COMPILED = sorted({(kernel.dim, kernel.dim_v) for kernel in kernels.attention("sm90_backward")})
+CASES = [
+    Case(batch=2, seq_q=1000, seq_k=1000, heads_q=8, heads_kv=2, causal="top_left"),
+    Case(dtype="fp16", batch=2, seq_q=777, seq_k=1023, heads_q=4, heads_kv=4, dim=128, dim_v=128,
+         dlse=True),
+    Case(seq_q=1700, seq_k=1900, heads_q=8, heads_kv=1, dim=128, dim_v=96, causal="bottom_right"),
+    Case(dtype="fp16", batch=3, seq_q=300, seq_k=300, heads_q=5, heads_kv=5, dim=40, dim_v=88,
+         window=(90, 20), softcap=5.0),
+]  # fmt: skip
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+def _same_bits(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
+    return got.keys() == want.keys() and all(
+        torch.equal(memory.bits(got[name].contiguous()), memory.bits(want[name].contiguous()))
+        for name in want
+    )
+
+
+def _checked(case: Case) -> tuple[dict[str, Placed], dict[str, torch.Tensor]]:
+    """Inputs and gradients, which are right."""
+    inputs = backward.make_inputs(case, DEVICE)
+    got = backward.gradients(case, inputs)
+    backward.assert_accurate(got, backward.logical(inputs), case)
+    return inputs, got
+
+
+# ---- right -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_calls(seed: int) -> None:
+    backward.check_case(backward.random_case(seed), DEVICE)
+
+
+@pytest.mark.parametrize("dim", backward.DIMS)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_every_head_dimension(dtype: str, dim: int) -> None:
+    for dim_v in (dim, 136 - dim):
+        backward.check_case(
+            Case(dtype=dtype, seq_q=200, seq_k=190, heads_q=4, heads_kv=2, dim=dim, dim_v=dim_v,
+                 causal="bottom_right"),
+            DEVICE,
+        )  # fmt: skip
+
+
+_EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 385)
+
+
+@pytest.mark.parametrize("causal", cases.CAUSAL)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_lengths_around_those_of_tiles(dim: int, causal: str) -> None:
+    for seq_q, seq_k in itertools.product(_EDGES, _EDGES):
+        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=2, dim=dim, dim_v=dim, causal=causal)
+        backward.check_case(case, DEVICE)
+
+
+@pytest.mark.parametrize("window", [(0, 0), (63, 0), (128, None), (None, 65), (200, 300), (1, 1)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_windows(dim: int, window: tuple[int | None, int | None]) -> None:
+    for seq_q, seq_k in ((700, 700), (300, 900), (900, 300)):
+        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=3, dim=dim, dim_v=dim, window=window)
+        backward.check_case(case, DEVICE)
+
+
+@pytest.mark.parametrize(("heads_q", "heads_kv"), [(8, 8), (8, 2), (9, 3), (16, 1), (71, 1)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_query_heads_of_a_kv_head(dim: int, heads_q: int, heads_kv: int) -> None:
+    case = Case(batch=2, seq_q=333, seq_k=400, heads_q=heads_q, heads_kv=heads_kv, dim=dim,
+                dim_v=dim, causal="bottom_right")  # fmt: skip
+    backward.check_case(case, DEVICE)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dims", COMPILED, ids=str)
+def test_softcaps(dims: tuple[int, int], dtype: str, softcap: float) -> None:
+    for values in ("normal", "peaked"):
+        case = Case(dtype=dtype, seq_q=500, seq_k=450, heads_q=4, heads_kv=2, dim=dims[0],
+                    dim_v=dims[1], causal="top_left", values=values, softcap=softcap)  # fmt: skip
+        backward.check_case(case, DEVICE)
+
+
+@pytest.mark.parametrize("values", sorted(set(backward.VALUES)))
+@pytest.mark.parametrize("dim", [64, 128])
+def test_kinds_of_values(dim: int, values: str) -> None:
+    case = Case(seq_q=600, seq_k=700, heads_q=2, dim=dim, dim_v=dim, values=values, dlse=True)
+    backward.check_case(case, DEVICE)
+
+
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_tiles_of_keys(dim: int, causal: str) -> None:
+    """Whose parts of dQ go round among all blocks, more of them than run at a time."""
+    case = Case(seq_q=4100, seq_k=9000, heads_q=4, heads_kv=2, dim=dim, dim_v=dim, causal=causal)
+    backward.check_case(case, DEVICE)
+
+
+def test_what_no_pair_is_seen_of_is_zero() -> None:
+    """Rows that see no key, keys that no row sees, and all of both."""
+    for dim in (64, 128):
+        for causal, seq_q, seq_k, window in (
+            ("bottom_right", 700, 300, None),
+            ("top_left", 300, 700, None),
+            ("none", 700, 300, (10, 10)),
+            ("none", 300, 900, (None, 0)),
+        ):
+            case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=2, dim=dim, dim_v=dim, causal=causal,
+                        window=window)  # fmt: skip
+            _, got = _checked(case)  # which holds them to it
+            zeros = [bool((got[name] == 0).all(-1).any()) for name in GRADIENTS]
+            assert any(zeros), case
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tensors_without_rows(dim: int) -> None:
+    for seq_q, seq_k in ((0, 300), (300, 0)):
+        case = Case(batch=2, seq_q=seq_q, seq_k=seq_k, heads_q=4, heads_kv=2, dim=dim, dim_v=dim)
+        for wanted in (GRADIENTS, ("dq",), ("dk", "dv")):
+            backward.check_case(dataclasses.replace(case, wanted=wanted), DEVICE)
+    for batch, seq in ((0, 64), (2, 0)):
+        case = Case(batch=batch, seq_q=seq, seq_k=seq, dim=dim, dim_v=dim)
+        backward.check_case(case, DEVICE)
+
+
+@pytest.mark.alone  # it takes much memory
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "out", *GRADIENTS])
+def test_offsets_beyond_32_bits(name: str) -> None:
+    case = Case(batch=2, seq_q=200, seq_k=300, heads_q=2, heads_kv=2, causal="bottom_right")
+    row = 2 * 64
+    rows = 300 if name in ("k", "v", "dk", "dv") else 200
+    gap = 2**31 + 8 - rows * row  # behind a batch
+    far = Placement((0, 1, 2, 3), (0, gap, 0, 0))
+    backward.check_case(dataclasses.replace(case, where={name: far}), DEVICE)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("fp32", [(), ("dk",), ("dq", "dv"), GRADIENTS], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_of_fp32_and_added_to(dim: int, fp32: tuple[str, ...], accumulate: bool) -> None:
+    for seq_q, seq_k, causal in (
+        (500, 700, "none"), (700, 300, "bottom_right"), (300, 700, "top_left"), (0, 70, "none"),
+        (70, 0, "none"),
+    ):  # fmt: skip
+        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=6, heads_kv=3, dim=dim, dim_v=dim,
+                    causal=causal, fp32=fp32, accumulate=accumulate)  # fmt: skip
+        backward.check_case(case, DEVICE)
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_of_sinks(case: Case, accumulate: bool, fp32: bool) -> None:
+    """By the formula in float64 from the same out and lse. The other gradients do not change."""
+    inputs, want = _checked(dataclasses.replace(case, accumulate=False))
+    sinks = torch.randn(2 * case.heads_q, device=DEVICE).to(cases.DTYPES[case.dtype])[::2]
+    sinks[0], sinks[1] = -torch.inf, 2.0
+    dtype = torch.float32 if fp32 else sinks.dtype
+    start = 0.5 if accumulate else float("nan")
+    dsinks = torch.full((case.heads_q,), start, dtype=dtype, device=DEVICE)
+    outputs = backward.make_gradients(case, DEVICE)
+    of_sinks = {"sinks": memory.place_values(sinks), "dsinks": memory.place_values(dsinks)}
+    adding = dataclasses.replace(case, accumulate=accumulate)
+    for placed in outputs.values():
+        placed.view.zero_()
+    call = Call(adding, {**inputs, **outputs, **of_sinks})
+    assert call.plan().launch_count == 3
+    call.run()
+    if not accumulate:
+        assert _same_bits(backward.logical(outputs), want)
+    given = {name: x.double() for name, x in backward.logical(inputs).items()}
+    out, dout = (oracle.heads_first(given[name], case.layout) for name in ("out", "dout"))
+    delta = (out * dout).sum(-1) - given.get("dlse", torch.zeros_like(given["lse"]))
+    weight = (sinks.double()[:, None] - given["lse"]).exp()
+    rows = torch.arange(case.seq_q, device=DEVICE)
+    seen = oracle.visible(rows, case.seq_q, case.seq_k, case.causal, case.window).any(1)
+    terms = torch.where(seen, weight * delta, 0.0)
+    expected = -terms.sum((0, 2)) + (start if accumulate else 0.0)
+    got = of_sinks["dsinks"].logical
+    allowed = 1e-5 * terms.abs().sum((0, 2)) + 1e-6
+    allowed = allowed + expected.abs() * (0.0 if fp32 else torch.finfo(dtype).eps)
+    assert ((got.double() - expected).abs() <= allowed).all(), (got, expected)
+    assert got[0] == (start if accumulate else 0.0)
+    again = {**of_sinks, "dsinks": memory.place_values(dsinks)}
+    Call(adding, {**inputs, **outputs, **again}).run()
+    assert torch.equal(again["dsinks"].logical, got)
+
+
+# ---- the same every time -----------------------------------------------------------------------
+
+
+def test_two_hundred_runs_give_the_same_bits(case: Case) -> None:
+    """On other streams, and beside other work that takes some of the GPU away."""
+    inputs, want = _checked(case)
+    other, noise = torch.cuda.Stream(), torch.cuda.Stream()
+    for run in range(200):
+        if run % 3 == 1:
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                got = backward.gradients(case, inputs)
+            torch.cuda.current_stream().wait_stream(other)
+        else:
+            if run % 3 == 2:
+                with torch.cuda.stream(noise):
+                    a = torch.randn(1024, 1024, device=DEVICE)
+                    for _ in range(5):
+                        a = a @ a * 1e-3
+            got = backward.gradients(case, inputs)
+        assert _same_bits(got, want), f"run {run}"
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_other_heads_make_no_difference_to_the_bits(dtype: str, dim: int) -> None:
+    """Which blocks take an item and which heads alternate depend on all heads."""
+    case = Case(dtype=dtype, batch=3, seq_q=1100, seq_k=1100, heads_q=12, heads_kv=6, dim=dim,
+                dim_v=dim, causal="bottom_right")  # fmt: skip
+    inputs, want = _checked(case)
+    alone = dataclasses.replace(case, batch=1, heads_q=2, heads_kv=1)
+    for batch, head in ((0, 0), (1, 3), (2, 5)):
+        one = {}
+        for name, placed in inputs.items():
+            of_q = slice(2 * head, 2 * head + 2)
+            heads = slice(head, head + 1) if name in ("k", "v") else of_q
+            batches = slice(batch, batch + 1)
+            x = placed.view[batches, heads] if name == "lse" else placed.view[batches, :, heads]
+            one[name] = memory.place_values(x)
+        got = backward.gradients(alone, one)
+        assert torch.equal(got["dq"], want["dq"][batch : batch + 1, :, 2 * head : 2 * head + 2])
+        for name in ("dk", "dv"):
+            assert torch.equal(got[name], want[name][batch : batch + 1, :, head : head + 1])
+
+
+def test_strides_make_no_difference_to_the_bits(case: Case) -> None:
+    inputs, want = _checked(case)
+    turned = {
+        name: memory.place_values(
+            placed.view if placed.view.dim() == 3 else placed.view.transpose(1, 2).contiguous()
+        )
+        for name, placed in inputs.items()
+    }
+    got = backward.gradients(dataclasses.replace(case, layout="bhsd"), turned)
+    assert _same_bits({name: x.transpose(1, 2) for name, x in got.items()}, want)
+
+
+def test_absent_gradients_make_no_difference_to_the_others(case: Case) -> None:
+    inputs, want = _checked(case)
+    for count in (1, 2):
+        for wanted in itertools.combinations(GRADIENTS, count):
+            got = backward.gradients(dataclasses.replace(case, wanted=wanted), inputs)
+            assert _same_bits(got, {name: want[name] for name in wanted})
+
+
+def test_no_dlse_is_one_of_zeros(case: Case) -> None:
+    without = dataclasses.replace(case, dlse=False)
+    inputs, want = _checked(without)
+    zeros = memory.place_values(torch.zeros(case.shape_of("dlse"), device=DEVICE))
+    assert _same_bits(backward.gradients(case, {**inputs, "dlse": zeros}), want)
+
+
+def test_what_the_workspace_held_makes_no_difference(case: Case) -> None:
+    """Calls of other shapes take turns in one, and leave theirs behind."""
+    every = [case, *CASES]
+    made = [(one, *_checked(one)) for one in every]
+    most = max(Call(one, {**inputs, **backward.make_gradients(one, DEVICE)}).plan().workspace_bytes
+               for one, inputs, _ in made)  # fmt: skip
+    workspace = torch.full((most,), 255, dtype=torch.uint8, device=DEVICE)
+    for _ in range(3):
+        for one, inputs, want in made:
+            assert _same_bits(backward.gradients(one, inputs, workspace), want)
+    workspace.random_(0, 256)
+    assert _same_bits(backward.gradients(case, made[0][1], workspace), made[0][2])
+
+
+@pytest.mark.parametrize("lse", ["normal", "zero", "huge", "infinite", "nan"])
+def test_an_lse_of_something_else_harms_nobody(lse: str, case: Case) -> None:
+    inputs, want = _checked(case)
+    values = torch.randn(case.shape_of("lse"), device=DEVICE) * 5
+    if lse != "normal":
+        values.fill_(
+            {"zero": 0.0, "huge": 1e30, "infinite": float("inf"), "nan": float("nan")}[lse]
+        )
+    wrong = {**inputs, "lse": memory.place_values(values)}
+    outputs = backward.make_gradients(case, DEVICE)
+    Call(case, {**wrong, **outputs}).run()
+    torch.cuda.synchronize()
+    assert all(placed.intact() for placed in outputs.values())
+    assert _same_bits(backward.gradients(case, inputs), want)
+
+
+# ---- how calls run -----------------------------------------------------------------------------
+
+
+def test_graph_replays_follow_the_inputs(case: Case) -> None:
+    inputs, _ = _checked(case)
+    outputs = backward.make_gradients(case, DEVICE)
+    call = Call(case, {**inputs, **outputs})
+    workspace = call.workspace()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.run(workspace)
+    for seed in range(1, 4):
+        fresh, want = _checked(dataclasses.replace(case, seed=seed))
+        for name, placed in inputs.items():
+            placed.view.copy_(fresh[name].view)
+        for placed in outputs.values():
+            placed.view.fill_(float("nan"))
+        workspace.fill_(255)
+        graph.replay()
+        assert _same_bits(backward.logical(outputs), want)
+
+
+def test_runs_on_the_given_stream_and_waits_for_nothing(case: Case) -> None:
+    inputs, want = _checked(case)
+    outputs = backward.make_gradients(case, DEVICE)
+    call = Call(case, {**inputs, **outputs})
+    workspace = call.workspace()
+    late = {name: placed.view.clone() for name, placed in inputs.items()}
+    for placed in inputs.values():
+        placed.view.fill_(float("nan"))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        for name, placed in inputs.items():
+            placed.view.copy_(late[name])
+    call.run(workspace, stream.cuda_stream)
+    assert not stream.query()
+    stream.synchronize()
+    assert _same_bits(backward.logical(outputs), want)
+
+
+def test_calls_that_follow_one_another(case: Case) -> None:
+    """Each may begin before the one ahead has ended, and uses the same workspace and outputs."""
+    inputs, want = _checked(case)
+    outputs = backward.make_gradients(case, DEVICE)
+    call = Call(case, {**inputs, **outputs})
+    workspace = call.workspace()
+    copies = []
+    for _ in range(20):
+        call.run(workspace)
+        copies.append({name: x.clone() for name, x in backward.logical(outputs).items()})
+        call.run(workspace)
+    assert all(_same_bits(copy, want) for copy in copies)
+    assert _same_bits(backward.logical(outputs), want)
+
+
+def test_behind_the_forward_that_it_is_of(case: Case) -> None:
+    """Which may not have ended when the prologue starts."""
+    _, want = _checked(case)
+    for _ in range(20):
+        again = backward.make_inputs(case, DEVICE)
+        assert _same_bits(backward.gradients(case, again), want)
+
+
+# ---- the plan is the launch --------------------------------------------------------------------
+
+
+def _planned(case: Case) -> tuple[Call, capi.Plan]:
+    inputs = backward.make_inputs(case, DEVICE)
+    call = Call(case, {**inputs, **backward.make_gradients(case, DEVICE)})
+    return call, call.plan()
+
+
+@pytest.mark.parametrize("dims", [*COMPILED, (8, 8), (40, 64), (72, 8), (64, 128)], ids=str)
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("kernel", ["sm90", None])
+def test_the_plan_is_the_launch(
+    dtype: str, dims: tuple[int, int], softcap: float | None, kernel: str | None
+) -> None:
+    case = Case(dtype=dtype, batch=2, seq_q=333, seq_k=444, heads_q=6, heads_kv=2, dim=dims[0],
+                dim_v=dims[1], causal="bottom_right", softcap=softcap, kernel=kernel)  # fmt: skip
+    call, plan = _planned(case)
+    call.run()
+    launches = capi.last_launches()
+    assert capi.is_planned(plan, launches)
+    assert (plan.family, plan.operation, plan.isa) == (b"sm90", b"attention_backward", b"sm_90a")
+    compiled = kernels.least_padding("sm90_backward", *dims)
+    name = f"sm90_{dtype}_d{compiled[0]}_dv{compiled[1]}{'' if softcap is None else '_softcap'}"
+    assert [launch.kernel.decode() for launch in launches] == [
+        f"attention_backward_prologue_{name}",
+        f"attention_backward_{name}",
+    ]
+    prologue, main = launches
+    tiles_q = -(-case.seq_q // main.tile_m) * case.batch * case.heads_q
+    assert prologue.grid[0] == tiles_q * main.tile_m // prologue.tile_m
+    items = -(-case.seq_k // main.tile_n) * case.batch * case.heads_kv
+    resident = torch.cuda.get_device_properties(0).multi_processor_count
+    assert main.grid[0] == min(items, resident)
+    assert main.block[0] == 384
+    assert main.shared_bytes <= families.SHARED_BYTES["sm90"]
+    tuning = "TableTuning" if softcap is None else "CappedTuning"
+    ran = kernels.Kernel("sm90_backward", dtype, *compiled, tuning)
+    assert prologue.local_bytes == 0
+    assert main.local_bytes <= kernels.backward_stack(ran)
+    for launch in launches:
+        assert launch.device.device_id == 0
+        assert 0 < launch.registers * launch.block[0] <= families.REGISTERS
+    assert plan.microseconds > 0
+    rows = tiles_q * main.tile_m
+    assert plan.workspace_bytes <= rows * (4 * compiled[0] + 3 * 4) + 4096
+
+
+@pytest.fixture(scope="module")
+def _profiler_is_warm() -> None:
+    """The first profile of a process starts the profiler's machinery; it sees less."""
+    with profile(activities=[ProfilerActivity.CUDA]):
+        torch.zeros(8, device=DEVICE).add_(1)
+        torch.cuda.synchronize()
+
+
+def _profiled_work(path: Path, call: Call, workspace: torch.Tensor) -> list[dict[str, Any]]:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call.run(workspace)
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return sorted(work, key=lambda event: event["ts"])
+
+
+@pytest.mark.usefixtures("_profiler_is_warm")
+@pytest.mark.parametrize("dims", COMPILED, ids=str)
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_a_profiler_sees_the_planned_kernels_and_nothing_else(
+    dtype: str, dims: tuple[int, int], tmp_path: Path
+) -> None:
+    case = Case(dtype=dtype, seq_q=333, seq_k=444, heads_q=2, dim=dims[0], dim_v=dims[1])
+    call, _ = _planned(case)
+    workspace = call.workspace()
+    call.run(workspace)
+    torch.cuda.synchronize()
+    work = _profiled_work(tmp_path / "trace.json", call, workspace)
+    launches = capi.last_launches()
+    assert [event["cat"] for event in work] == ["kernel"] * 2
+    for event, launch, function in zip(work, launches, ("prologue", "kernel"), strict=True):
+        arguments = event["args"]
+        assert tuple(arguments["grid"]) == tuple(launch.grid)
+        assert tuple(arguments["block"]) == tuple(launch.block)
+        assert arguments["shared memory"] == launch.shared_bytes
+        assert f"flashmoe::sm90_backward::attention_backward_{function}<" in event["name"]
+        traits = re.search(
+            r"Traits<\s*(\w+),\s*(?:\(int\))?(\d+),\s*(?:\(int\))?(\d+)", event["name"]
+        )
+        assert traits is not None, event["name"]
+        assert traits.groups() == (ELEMENTS[dtype], *map(str, dims))
+
+
+def test_what_no_kernel_computes_is_refused_and_leaves_the_outputs() -> None:
+    flipped = {"q": Placement((0, 1, 2, 3), (0, 0, 0, 0), flipped=(1,))}
+    for case, sentence in (
+        (Case(dim=136, dim_v=136), "head dimensions 136 and 136, accepted are up to 128"),
+        (Case(dim=64, dim_v=256), "head dimensions 64 and 256, accepted are up to 128"),
+        (Case(where=flipped), "a stride that is negative"),
+    ):
+        inputs = backward.make_inputs(case, DEVICE)
+        outputs = backward.make_gradients(case, DEVICE)
+        call = Call(case, {**inputs, **outputs})
+        workspace = torch.empty(1 << 24, dtype=torch.uint8, device=DEVICE)
+        for make in (call.plan, lambda call=call, room=workspace: call.run(room)):
+            with pytest.raises(capi.FlashmoeError, match=sentence) as caught:
+                make()
+            assert caught.value.status == capi.UNSUPPORTED
+            assert caught.value.sentence.startswith("kernel: cannot be served: sm90: ")
+        torch.cuda.synchronize()
+        assert all(placed.intact(inside=True) for placed in outputs.values())
