@@ -40,7 +40,6 @@
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/tile/pipeline.cuh"
 #include "cuda/tile/thread.cuh"
 
 namespace flashmoe::sm90_backward {
@@ -114,12 +113,19 @@ struct Producer {
   const uint32_t shared;
   Item* const shared_items;
 
-  PipelineState<Traits::kStages> pipe;
+  uint32_t index = 0;  // of the step
   uint32_t items = 0;  // before this one
 
-  __device__ __forceinline__ void load_q(const SharedItem& item, int head, int tile_q) {
-    const int stage = pipe.stage;
-    ptx::mbarrier_wait(barriers.q_empty(stage), pipe.parity ^ 1);
+  __device__ __forceinline__ uint32_t stage() const { return index % Traits::kStages; }
+  __device__ __forceinline__ uint32_t parity_of_empty() const {
+    return ~(index / Traits::kStages) & 1;
+  }
+
+  __device__ __forceinline__ void load_q(const SharedItem& item, const Steps& steps) {
+    const int head = item.head_kv * params.heads_per_kv + steps.head;
+    const int tile_q = steps.tile_q;
+    const uint32_t stage = this->stage();
+    ptx::mbarrier_wait(barriers.q_empty(stage), parity_of_empty());
     const uint32_t full = barriers.q_full(stage);
     ptx::mbarrier_arrive_expect(full, Traits::kQBytes + Traits::kRowBytes);
 #pragma unroll
@@ -134,9 +140,11 @@ struct Producer {
                    ptx::kEvictNormal);
   }
 
-  __device__ __forceinline__ void load_dout(const SharedItem& item, int head, int tile_q) {
-    const int stage = pipe.stage;
-    ptx::mbarrier_wait(barriers.do_empty(stage), pipe.parity ^ 1);
+  __device__ __forceinline__ void load_dout(const SharedItem& item, const Steps& steps) {
+    const int head = item.head_kv * params.heads_per_kv + steps.head;
+    const int tile_q = steps.tile_q;
+    const uint32_t stage = this->stage();
+    ptx::mbarrier_wait(barriers.do_empty(stage), parity_of_empty());
     const uint32_t full = barriers.do_full(stage);
     ptx::mbarrier_arrive_expect(full, Traits::kDoBytes + Traits::kRowBytes);
 #pragma unroll
@@ -200,19 +208,19 @@ struct Producer {
       *place = taken;
       const SharedItem& item = *place;
       Steps steps(taken, params.heads_per_kv);
-      if (steps.left == 0) {
-        load_v(item, false);
-        load_k(item, false);
+      const bool any = steps.left > 0;
+      if (any) load_q(item, steps);
+      load_v(item, any);
+      if (any) load_dout(item, steps);
+      load_k(item, any);
+#pragma unroll 1
+      while (steps.left > 1) {
+        ++index;
+        steps.advance(item.ascends, params.heads_per_kv);
+        load_q(item, steps);
+        load_dout(item, steps);
       }
-      for (bool first = true; steps.left > 0; first = false) {
-        const int head = item.head_kv * params.heads_per_kv + steps.head;
-        load_q(item, head, steps.tile_q);
-        if (first) load_v(item, true);
-        load_dout(item, head, steps.tile_q);
-        if (first) load_k(item, true);
-        pipe.advance();
-        steps.advance(params.heads_per_kv);
-      }
+      if (any) ++index;
       if (item.tile == kNoItem) break;
     }
   }
@@ -239,8 +247,9 @@ struct Writer {
   };
   __device__ __forceinline__ Part part_of(const Item& item, int head, int tile_q) const {
     const Parts parts = Parts::of<Traits>(params, tile_q);
+    const int before = item.ascends ? item.tile - parts.first : parts.last - item.tile;
     return {static_cast<uint32_t>((item.batch * params.heads_q + head) * params.tiles_q + tile_q),
-            static_cast<uint32_t>(item.tile - parts.first), item.tile == parts.last};
+            static_cast<uint32_t>(before), before == parts.last - parts.first};
   }
   __device__ __forceinline__ float* sums_of(const Part& part) const {
     return params.dq_sums + static_cast<int64_t>(part.tile) * (Traits::kTileQ * Traits::kDim);
@@ -355,7 +364,7 @@ struct Writer {
       const int count = steps.left;
       int step = next ^ slot;
       next = (next + count) & 1;
-      if (step != 0) steps.advance(params.heads_per_kv);
+      if (step != 0) steps.advance(item.ascends, params.heads_per_kv);
       Part part = {};
       if (step < count) {
         part = part_of_step();
@@ -368,8 +377,8 @@ struct Writer {
         const int head = first_head + steps.head;
         const int tile_q = steps.tile_q;
         step += kSlots;
-        steps.advance(params.heads_per_kv);
-        steps.advance(params.heads_per_kv);
+        steps.advance(item.ascends, params.heads_per_kv);
+        steps.advance(item.ascends, params.heads_per_kv);
         write_dq(item, now, head, tile_q, [&](bool may_wait) {
           if (step >= count) {
             offer();
@@ -929,13 +938,13 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void compute(Steps steps, int first_key) {
+  __device__ __forceinline__ void compute(Steps steps, bool ascends, int first_key) {
     add = false;
     ptx::mbarrier_wait(barriers.v_full(), items & 1);
     take_step<true>(steps, first_key);
 #pragma unroll 1
     while (steps.left > 1) {
-      steps.advance(params.heads_per_kv);
+      steps.advance(ascends, params.heads_per_kv);
       take_step<false>(steps, first_key);
     }
     finish();
@@ -950,6 +959,7 @@ struct Consumer {
       item.tile = __shfl_sync(kFullWarp, shared_item->tile, 0);
       item.begin = __shfl_sync(kFullWarp, shared_item->begin, 0);
       item.end = __shfl_sync(kFullWarp, shared_item->end, 0);
+      item.ascends = __shfl_sync(kFullWarp, shared_item->ascends, 0);
       if (item.tile == kNoItem) break;
       const Steps steps(item, params.heads_per_kv);
       if (steps.left == 0) {
@@ -957,7 +967,7 @@ struct Consumer {
         release(barriers.v_empty());
         clear_keys();
       } else {
-        compute(steps, item.tile * kTileK + group * kKeysPerGroup);
+        compute(steps, item.ascends, item.tile * kTileK + group * kKeysPerGroup);
       }
       write_keys();
       ++items;
