@@ -274,7 +274,7 @@ class Torch(Framework):
     def on_stream(self, like: Any, stream: int | None) -> Context:
         import torch
 
-        if stream is None or not like.is_cuda:
+        if stream is None or not like.is_cuda or stream == self.current_stream(self.device(like)):
             return contextlib.nullcontext()
         on: Context = torch.cuda.stream(self._stream(like, stream))
         return on
@@ -282,6 +282,8 @@ class Torch(Framework):
     def _stream(self, like: Any, stream: int) -> Any:
         import torch
 
+        if stream in (0, _LEGACY_STREAM):  # of 0 torch would make an ExternalStream of its pool
+            return torch.cuda.default_stream(like.device)
         external_stream: Any = torch.cuda.ExternalStream
         return external_stream(stream, device=like.device)
 

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from flashmoe_science import hf  # noqa: E402
 from hf_models import SIZES, STOCK_ATTENTION, TOKENS, make, said, with_ours  # noqa: E402
+from torch_calls import refuse_gradients  # noqa: E402
 
 STEPS = 20
 
@@ -173,6 +174,29 @@ def test_dropout_in_training_goes_to_the_stock_attention(caplog: pytest.LogCaptu
     assert said(caplog) == [f"{STOCK_ATTENTION}there is dropout"]
     gradients(ours.eval())
     assert (hf.report().ours, hf.report().stock) == (2, 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_that_no_kernel_computes_go_to_the_stock_attention(
+    compiled: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_gradients(monkeypatch, dim=16)
+    torch._dynamo.reset()
+    stock = make("llama", moe=False)
+    ours = by_ours(stock)
+    if compiled:
+        torch.compile(ours, fullgraph=True, backend="aot_eager")(
+            input_ids=TOKENS, labels=TOKENS
+        ).loss.backward()
+        got = {n: p.grad.double() for n, p in ours.named_parameters()}
+    else:
+        got = gradients(ours)
+    for name, want in gradients(stock).items():
+        torch.testing.assert_close(got[name], want, atol=1e-5, rtol=1e-4)
+    (reason,) = said(caplog)
+    assert reason.startswith(STOCK_ATTENTION)
+    assert "no kernel computes the gradients of this call (sm0: head dimension 16)" in reason
+    assert compiled or (hf.report().ours, hf.report().stock) == (0, 2)
 
 
 def test_under_autocast() -> None:

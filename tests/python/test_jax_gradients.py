@@ -289,15 +289,6 @@ def test_second_derivatives_are_refused(name: str) -> None:
         _SECOND[name](_of_one, jnp.ones((1, 8, 2, 16)))
 
 
-def test_the_gradient_for_gpus_is_refused_while_it_is_compiled() -> None:
-    q, k, v = qkv("bfloat16")
-    out, lse = ours(q, k, v)
-    traced = jax.jit(fm.flash_attention_backward).trace(out, q, k, v, out, lse)
-    sentence = r"^attention backward is compiled for cuda, but has kernels for cpu alone$"
-    with pytest.raises(NotImplementedError, match=sentence):
-        traced.lower(lowering_platforms=("cuda",))
-
-
 # ---- flash_attention_backward ----
 
 

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", minversion="2.6")
 import flashmoe_science.torch as fmt  # noqa: E402
 from flashmoe_science import _autograd  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_calls import Recorder, normal  # noqa: E402
+from torch_calls import Recorder, normal, refuse_gradients  # noqa: E402
 
 F = torch.nn.functional
 TWICE = "attention: its gradients are differentiated again"
@@ -123,15 +123,54 @@ def test_a_second_differentiation_is_refused() -> None:
         torch.func.jvp(torch.func.grad(loss), (q,), (q,))
 
 
-def test_cuda_tensors_are_refused_with_one_sentence() -> None:
-    q = torch.empty(1, device="meta", requires_grad=True)
-    assert _autograd.lacks_gradients("q", q) == ""
+def test_gradients_that_no_kernel_computes_are_refused_before_anything_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = refuse_gradients(monkeypatch, dim=8)
+    tensors = qkv()
+    sentence = (
+        r"^{0}: requires grad, but no kernel computes the gradients of this call \(sm0: head "
+        r"dimension 8\); call under torch\.no_grad\(\) or pass {0}\.detach\(\)$"
+    )
+    operator = torch.ops.flashmoe.attention
+    options = (None, "none", None, None, None, None, "bhsd", None)
+    functions = (attend, lambda *t: fmt.flash_attention(*t, layout="bhsd"),
+                 lambda *t: operator(*t, *options))  # fmt: skip
+    for function in functions:
+        with pytest.raises(NotImplementedError, match=sentence.format("q")):
+            function(*tensors)
+        with pytest.raises(NotImplementedError, match=sentence.format("v")):
+            function(*(x.detach() for x in tensors[:2]), tensors[2])
+        with torch.no_grad():
+            function(*tensors)
+    del asked[:]
+    for _ in range(3):
+        with pytest.raises(NotImplementedError, match=sentence.format("q")):
+            attend(*tensors)
+    assert asked == []  # of a problem the library is asked once
+    wide = [torch.cat([x, x], -1).detach().requires_grad_() for x in tensors]
+    attend(*wide).sum().backward()
+    assert asked == [tuple(wide[0].shape)]
+    # What is wrong with a call is said of the call.
+    with pytest.raises(ValueError, match=r"^k: its head dimension is 8"):
+        attend(wide[0], tensors[1], tensors[2])
 
-    class OnCuda:
-        device = torch.device("cuda:1")
 
-    sentence = _autograd.lacks_gradients("k", OnCuda())  # type: ignore[arg-type]
-    assert sentence.startswith("k: requires grad on cuda:1, but this version computes gradients")
+def test_gradients_of_strides_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the copy engine of a GPU cannot walk all that the forward can."""
+    refuse_gradients(monkeypatch, dim=8)
+    plan, q = _autograd._core.plan, qkv()[0].detach()
+    repeated = torch.cat([q, q], -1)[:, :, :1].expand(-1, -1, 5, -1).requires_grad_()
+
+    def check(operation: str, tensors: Any, options: Any) -> Any:
+        if 0 in tensors["q"][3]:
+            raise fm.UnsupportedError("sm0: a stride of 0")
+        return plan(operation, tensors, options)
+
+    monkeypatch.setattr(_autograd._core, "plan", check)
+    attend(*(repeated.contiguous() for _ in range(3)))
+    with pytest.raises(NotImplementedError, match=r"sm0: a stride of 0\)"):
+        attend(*(repeated for _ in range(3)))
 
 
 @pytest.mark.parametrize("attend", [fm.flash_attention, fmt.flash_attention])
