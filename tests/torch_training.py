@@ -1,5 +1,5 @@
-"""Training with attention through torch's autograd, on any device: tests/python runs these checks on
-the CPU, tests/gpu on a GPU."""
+"""Training with attention through torch's autograd, on any device: tests/python runs these checks
+on the CPU, tests/gpu on a GPU."""
 
 from __future__ import annotations
 

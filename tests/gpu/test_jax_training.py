@@ -145,7 +145,7 @@ import flashmoe_science as fm
 
 keys = jax.random.split(jax.random.key(0), 3)
 x = jax.random.normal(keys[0], (4, 512, 256), jnp.bfloat16)
-weights = [jax.random.normal(key, (256, n), jnp.float32) / 16 for key, n in zip(keys[1:], (768, 256))]
+weights = [jax.random.normal(key, (256, n)) / 16 for key, n in zip(keys[1:], (768, 256))]
 
 def loss(weights, x):
     for _ in range(2):
