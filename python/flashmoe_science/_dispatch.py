@@ -520,7 +520,7 @@ def flash_attention(
 def flash_attention_backward(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """The same of flash_attention_backward."""
+    """The same of flash_attention_backward, with `wanted` among the options."""
     given = tensors | outputs
     framework = common_framework(given, ATTENTION_BACKWARD)
     if framework is JAX:
@@ -546,6 +546,11 @@ def flash_attention_backward(
     def allocate(name: str, shape: tuple[int, ...], dtype: str) -> Any:
         if name in like:
             given[name] = framework.out(like[name], shape)
+        elif type(framework) is Framework and not makes_tensors(like["dq"]):
+            raise ArgumentTypeError(
+                f"dout: this call needs {shape[0]} bytes of workspace, but "
+                f"{type_name(like['dq'])} offers no way to make a tensor on its device"
+            )
         else:
             given[name] = framework.empty(like["dq"], shape, dtype, handle)
         return framework.view(given[name], handle)

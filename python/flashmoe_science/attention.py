@@ -226,18 +226,8 @@ def _flash_attention_backward(
     dk: Any, dv: Any, dsinks: Any, kernel: Any, stream: Any,
 ) -> Any:  # fmt: skip
     """Of tensors with memory."""
-    from flashmoe_science import _dispatch
-
-    options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
-        "wanted": parse_wanted(wanted), "accumulate": accumulate, "kernel": kernel,
-    }  # fmt: skip
-    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    if dlse is not None:
-        tensors["dlse"] = dlse
-    if sinks is not None:
-        tensors["sinks"] = sinks
-    gradients = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks}
-    outputs = {name: tensor for name, tensor in gradients.items() if tensor is not None}
-    made = _dispatch.flash_attention_backward(tensors, options, outputs, stream)
+    made: Any = _core.flash_attention_backward(
+        dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
+        parse_wanted(wanted), accumulate, dq, dk, dv, dsinks, kernel, stream,
+    )  # fmt: skip
     return AttentionGradients(*made)
