@@ -24,6 +24,10 @@ constexpr OperationWords kWords = {"attention", "all tensors of a call",
                                    "out, and lse with return_lse",
                                    "records gradients of torch's inputs alone", true};
 
+constexpr OperationWords kBackwardWords = {"attention backward", "all tensors of a call",
+                                           "dq, dk, dv and dsinks", "has no backward pass yet",
+                                           false};
+
 // What torch's autograd and autocast are asked for: this function once more, in Python.
 Kept torchs_flash_attention("flashmoe_science._autograd", "flash_attention");
 
@@ -159,7 +163,7 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
                                   int rank, const int64_t* shape) {
     nb::object& made = view == &call.out ? result : sums;
     const bool like_q = view == &call.out && shape[kRank - 1] == call.q.extent(kRank - 1);
-    made = like_q ? caller.allocate_like_first(name, call.q, view)
+    made = like_q ? caller.allocate_like(name, q, call.q, view)
                   : caller.allocate(name, call.q.device(), dtype, rank, shape, view);
   });
   launch(&call, caller, stream);
@@ -209,7 +213,7 @@ struct AttentionBackwardCall {
 
   // A gradient that is not there is made where it is wanted, unless it is to be added to.
   template <class Make>
-  void make_outputs(const nb::dict& options, const Make& make) {
+  void make_outputs(const nb::object& wanted, const Make& make) {
     if (!is_served(q.tensor().dtype) || params.accumulate != 0) return;
     const struct {
       const char* name;
@@ -220,7 +224,6 @@ struct AttentionBackwardCall {
                 {"dk", &dk, k, kRank},
                 {"dv", &dv, v, kRank},
                 {"dsinks", &dsinks, sinks, 1}};
-    const nb::object wanted = option_of(options, "wanted");
     for (size_t i = 0; i < std::size(each); ++i) {
       const auto& [name, gradient, of, rank] = each[i];
       const bool make_it = wanted.is_none() || nb::cast<bool>(wanted[i]);
@@ -232,7 +235,67 @@ struct AttentionBackwardCall {
       make(name, gradient, of.tensor().dtype, rank, shape);
     }
   }
+
+  template <class Make>
+  void make_outputs(const nb::dict& options, const Make& make) {
+    make_outputs(option_of(options, "wanted"), make);
+  }
 };
+
+nb::object flash_attention_backward(nb::handle dout, nb::handle q, nb::handle k, nb::handle v,
+                                    nb::handle out, nb::handle lse, nb::handle dlse,
+                                    nb::handle sinks, nb::handle causal, nb::handle window,
+                                    nb::handle scale, nb::handle softcap, nb::handle layout,
+                                    nb::handle wanted, nb::handle accumulate, nb::handle dq,
+                                    nb::handle dk, nb::handle dv, nb::handle dsinks,
+                                    nb::handle kernel, nb::handle stream) {
+  const nb::handle options[] = {layout, causal, window, scale, softcap, accumulate, kernel};
+  const TensorType* type = tensor_type(dout);
+  if (type == nullptr) {
+    nb::dict named = named_options(AttentionBackwardCall::kOptions, options);
+    named["wanted"] = wanted;
+    return nb::module_::import_("flashmoe_science._dispatch")
+        .attr("flash_attention_backward")(
+            named_tensors(
+                {{"dout", dout}, {"q", q}, {"k", k}, {"v", v}, {"out", out}, {"lse", lse}},
+                {{"dlse", dlse}, {"sinks", sinks}}),
+            named, named_tensors({}, {{"dq", dq}, {"dk", dk}, {"dv", dv}, {"dsinks", dsinks}}),
+            stream);
+  }
+  AttentionBackwardCall call;
+  parse_options(AttentionBackwardCall::kOptions, options, &call.params);
+  Caller caller(kBackwardWords, *type, "dout", dout);
+  caller.borrow("dout", dout, &call.dout);
+  caller.borrow("q", q, &call.q);
+  caller.borrow("k", k, &call.k);
+  caller.borrow("v", v, &call.v);
+  caller.borrow("out", out, &call.out);
+  caller.borrow("lse", lse, &call.lse);
+  caller.borrow_optional("dlse", dlse, &call.dlse);
+  caller.borrow_optional("sinks", sinks, &call.sinks);
+  struct Gradient {
+    const char* name;
+    nb::object made;
+    TensorView* view;
+    nb::handle of;
+    const TensorView& of_view;
+  } gradients[] = {{"dq", nb::borrow(dq), &call.dq, q, call.q},
+                   {"dk", nb::borrow(dk), &call.dk, k, call.k},
+                   {"dv", nb::borrow(dv), &call.dv, v, call.v},
+                   {"dsinks", nb::borrow(dsinks), &call.dsinks, sinks, call.sinks}};
+  for (const Gradient& each : gradients) {
+    caller.borrow_optional(each.name, each.made, each.view, Access::kWrite);
+  }
+  call.make_outputs(nb::borrow(wanted),
+                    [&](const char* name, TensorView* view, flashmoe_dtype, int, const int64_t*) {
+                      for (Gradient& each : gradients) {
+                        if (each.view == view)
+                          each.made = caller.allocate_like(name, each.of, each.of_view, view);
+                      }
+                    });
+  launch(&call, caller, stream);
+  return nb::make_tuple(gradients[0].made, gradients[1].made, gradients[2].made, gradients[3].made);
+}
 
 std::optional<uintptr_t> stream_handle(nb::handle stream) {
   void* handle = nullptr;
@@ -252,6 +315,15 @@ void define_attention(nb::module_& module) {
              nb::arg("layout").none(), nb::arg("return_lse").none(), nb::arg("out").none(),
              nb::arg("lse").none(), nb::arg("kernel").none(), nb::arg("stream").none(),
              "flashmoe_science.flash_attention with all of its arguments.");
+  module.def("flash_attention_backward", &flash_attention_backward, nb::arg("dout").none(),
+             nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::arg("out").none(),
+             nb::arg("lse").none(), nb::arg("dlse").none(), nb::arg("sinks").none(),
+             nb::arg("causal").none(), nb::arg("window").none(), nb::arg("scale").none(),
+             nb::arg("softcap").none(), nb::arg("layout").none(), nb::arg("wanted").none(),
+             nb::arg("accumulate").none(), nb::arg("dq").none(), nb::arg("dk").none(),
+             nb::arg("dv").none(), nb::arg("dsinks").none(), nb::arg("kernel").none(),
+             nb::arg("stream").none(),
+             "flashmoe_science.flash_attention_backward with all of its arguments.");
   module.def("stream_handle", &stream_handle, nb::arg("stream").none(),
              "The cudaStream_t of a stream object, or None.");
 }

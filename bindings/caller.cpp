@@ -138,10 +138,10 @@ nb::object Caller::allocate(const char* name, flashmoe_device device, flashmoe_d
   return with_view(name, nb::steal(static_cast<PyObject*>(object)), view);
 }
 
-nb::object Caller::allocate_like_first(const char* name, const TensorView& first,
-                                       TensorView* view) {
-  if (type_.is_torch) return with_view(name, torch_empty_like(first_), view);
-  const flashmoe_tensor& like = first.tensor();
+nb::object Caller::allocate_like(const char* name, nb::handle tensor, const TensorView& of,
+                                 TensorView* view) {
+  if (type_.is_torch) return with_view(name, torch_empty_like(tensor), view);
+  const flashmoe_tensor& like = of.tensor();
   return allocate(name, like.device, like.dtype, like.ndim, like.shape, view);
 }
 

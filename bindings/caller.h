@@ -45,9 +45,10 @@ class Caller {
   // A new contiguous tensor beside the first one, and its view.
   nb::object allocate(const char* name, flashmoe_device device, flashmoe_dtype dtype, int rank,
                       const int64_t* shape, TensorView* view);
-  // One of the first tensor's shape and dtype, with that one's order in memory where its framework
-  // can make such.
-  nb::object allocate_like_first(const char* name, const TensorView& first, TensorView* view);
+  // One of the shape and dtype of a tensor that was viewed as `of`, with that one's order in memory
+  // where its framework can make such.
+  nb::object allocate_like(const char* name, nb::handle tensor, const TensorView& of,
+                           TensorView* view);
 
   // The stream to launch on: `stream`, or the framework's current one on a CUDA device. Sets
   // *named to whether it was given.

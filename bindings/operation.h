@@ -176,6 +176,7 @@ bool unpack_options(const std::string& packed, typename Call::Params* params, st
 // Which tensors a call has varies, so that attributes name them:
 //   inputs, outputs     the C ABI's names in order, a space behind each
 //   options             see above
+// Behind the C ABI's outputs there may be one more, "workspace".
 
 namespace xla {
 
@@ -211,12 +212,16 @@ Error* call(const CallFrame& frame, flashmoe_device device) {
   if (!has_buffers_alone(frame) || !read(frame.attributes, "inputs", &inputs) ||
       !read(frame.attributes, "outputs", &outputs) ||
       !read(frame.attributes, "options", &options) ||
-      !unpack_options<Call>(options, &params, &kernel) ||
-      !place(Call::kTensors, Access::kRead, inputs, frame.arguments, device, tensors, &params) ||
-      !place(Call::kTensors, Access::kWrite, outputs, frame.results, device, tensors, &params)) {
+      !unpack_options<Call>(options, &params, &kernel)) {
     return fail_foreign(frame);
   }
-  return run(frame, device, Call::kWorkspaceSize, Call::kRun, params);
+  Values results = frame.results;
+  const Workspace workspace = take_workspace(&outputs, &results);
+  if (!place(Call::kTensors, Access::kRead, inputs, frame.arguments, device, tensors, &params) ||
+      !place(Call::kTensors, Access::kWrite, outputs, results, device, tensors, &params)) {
+    return fail_foreign(frame);
+  }
+  return run(frame, device, workspace, Call::kWorkspaceSize, Call::kRun, params);
 }
 
 }  // namespace xla

@@ -41,6 +41,7 @@ enum ErrorCode : int32_t {
 enum DataType : int32_t {
   kInt32 = 4,
   kInt64 = 5,
+  kUInt8 = 6,
   kFloat16 = 10,
   kFloat32 = 11,
   kFloat64 = 12,

@@ -80,6 +80,27 @@ bool read(const Attributes& attributes, const char* name, std::string* value) {
   return true;
 }
 
+void* aligned(void* memory) {
+  const uintptr_t end = reinterpret_cast<uintptr_t>(memory) + kWorkspaceAlignment - 1;
+  return reinterpret_cast<void*>(end / kWorkspaceAlignment * kWorkspaceAlignment);
+}
+
+Workspace take_workspace(std::string* outputs, Values* results) {
+  constexpr char kName[] = "workspace ";
+  constexpr size_t kLength = sizeof kName - 1;
+  if (results->size == 0 || outputs->size() < kLength) return {nullptr, 0};
+  const size_t begin = outputs->size() - kLength;
+  if (outputs->compare(begin, kLength, kName) != 0) return {nullptr, 0};
+  const auto& buffer = *static_cast<const Buffer*>(results->values[results->size - 1]);
+  if (buffer.dtype != kUInt8 || buffer.rank != 1) return {nullptr, 0};
+  outputs->resize(begin);
+  --results->size;
+  char* const data = static_cast<char*>(aligned(buffer.data));
+  const auto skipped = data - static_cast<char*>(buffer.data);
+  if (buffer.dims[0] <= skipped) return {nullptr, 0};
+  return {data, static_cast<size_t>(buffer.dims[0] - skipped)};
+}
+
 bool answer_metadata(const CallFrame& frame, uint32_t traits) {
   if (frame.extensions == nullptr || frame.extensions->type != kMetadataExtension) return false;
   Metadata& metadata = *reinterpret_cast<MetadataExtension*>(frame.extensions)->metadata;

@@ -32,10 +32,22 @@ bool has_buffers_alone(const CallFrame& frame);
 // Value of an attribute, which the Python side always passes with this very type; false without.
 bool read(const Attributes& attributes, const char* name, std::string* value);
 
-// Runs an operation of the C ABI on XLA's stream, with XLA's memory as the workspace; on the CPU
-// with host memory.
+// The first address from this one on that a workspace may begin at.
+void* aligned(void* memory);
+
+// A result of the program that is there to be worked in.
+struct Workspace {
+  void* data;
+  size_t bytes;
+};
+
+// Takes that off the results and off their names, which it ends; without one nothing.
+Workspace take_workspace(std::string* outputs, Values* results);
+
+// Runs an operation of the C ABI on XLA's stream, in `given` or, where that is nothing, in what XLA
+// allocates for this call; on the CPU in host memory.
 template <class Params>
-Error* run(const CallFrame& frame, flashmoe_device device,
+Error* run(const CallFrame& frame, flashmoe_device device, const Workspace& given,
            flashmoe_status (*workspace_size)(const Params*, size_t*),
            flashmoe_status (*operation)(const Params*, void*, size_t, void*),
            const Params& params) {
@@ -45,6 +57,12 @@ Error* run(const CallFrame& frame, flashmoe_device device,
   }
   GetStreamArguments stream = {sizeof stream, nullptr, frame.context, nullptr};
   if (Error* error = frame.api->get_stream(&stream)) return error;
+  if (given.data != nullptr) {
+    const flashmoe_status status = operation(&params, given.data, given.bytes, stream.stream);
+    if (status == FLASHMOE_OK) return nullptr;
+    // A program that was compiled for another GPU may have too little.
+    if (status != FLASHMOE_ERROR_WORKSPACE_TOO_SMALL) return fail(frame, status);
+  }
   size_t bytes = 0;
   flashmoe_status status = workspace_size(&params, &bytes);
   if (status != FLASHMOE_OK) return fail(frame, status);
@@ -53,10 +71,8 @@ Error* run(const CallFrame& frame, flashmoe_device device,
   if (most > 0) {
     if (Error* error = frame.api->allocate(&memory)) return error;
   }
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(memory.data) + kWorkspaceAlignment - 1;
-  void* const workspace =
-      reinterpret_cast<void*>(begin / kWorkspaceAlignment * kWorkspaceAlignment);
-  status = operation(&params, most > 0 ? workspace : nullptr, bytes, stream.stream);
+  void* const workspace = most > 0 ? aligned(memory.data) : nullptr;
+  status = operation(&params, workspace, bytes, stream.stream);
   Error* const failure = status == FLASHMOE_OK ? nullptr : fail(frame, status);
   if (most > 0) {  // in the order of the stream: after the launch that uses it
     FreeArguments release = {sizeof release, nullptr, frame.context, most, memory.data};

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import flashmoe_science as fm
+import pytest
 import torch
+from flashmoe_science import _autograd, _core
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +178,24 @@ def calls(module: Any) -> tuple[Call, ...]:
             _of_logits,
         ),
     )  # fmt: skip
+
+
+def refuse_gradients(monkeypatch: pytest.MonkeyPatch, dim: int) -> list[tuple[int, ...]]:
+    """Has the library compute no backward of a head dimension. Returned are the shapes of q that it
+    has been asked about."""
+    asked: list[tuple[int, ...]] = []
+    real = _core.plan
+
+    def plan(operation: str, tensors: Any, options: Any) -> Any:
+        if operation == "attention_backward":
+            asked.append(tensors["q"][0])
+            if asked[-1][-1] == dim:
+                raise fm.UnsupportedError(f"sm0: head dimension {dim}")
+        return real(operation, tensors, options)
+
+    monkeypatch.setattr(_core, "plan", plan)
+    monkeypatch.setattr(_autograd, "_kept_reasons", {})
+    return asked
 
 
 def assert_same(got: Any, want: Any) -> None:

@@ -8,6 +8,7 @@ such call comes, by which time torch is.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -15,8 +16,9 @@ import torch
 
 from flashmoe_science import _core
 from flashmoe_science._dispatch import is_transformed
+from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype
 from flashmoe_science.attention import flash_attention_backward
-from flashmoe_science.errors import InvalidArgumentError, UnsupportedError
+from flashmoe_science.errors import FlashMoEError, InvalidArgumentError, UnsupportedError
 
 _Tensors = tuple[Any, ...]
 _Flags = Sequence[bool]
@@ -33,14 +35,95 @@ def is_recorded(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def lacks_gradients(name: str, tensor: torch.Tensor) -> str:
-    """Why torch cannot be given the gradient that it wants of a tensor, "" when it can."""
-    if tensor.device.type != "cuda":
+# ---- whether there are gradients -------------------------------------------------------------
+
+_CODES = {torch.bfloat16: 4, torch.bool: 6}  # DLPack's; of other dtypes by their kind
+_FLOAT, _COMPLEX, _SIGNED, _UNSIGNED = 2, 5, 0, 1
+_LACKING = (
+    "{0}: requires grad, but no kernel computes the gradients of this call ({1}); call under "
+    "torch.no_grad() or pass {0}.detach()"
+)
+_MOST_KEPT = 1024
+_kept_reasons: dict[Any, str] = {}  # by problem: asking takes longer than a call may
+
+
+def described(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: tuple[int, ...] | None = None,
+) -> Any:
+    """A tensor as plans take those that need not exist; without strides a contiguous one."""
+    code = _CODES.get(dtype)
+    if code is None and dtype.is_complex:
+        code = _COMPLEX
+    if code is None and not dtype.is_floating_point:
+        code = _SIGNED if dtype.is_signed else _UNSIGNED
+    numbers = Dtype(_FLOAT if code is None else code, 8 * dtype.itemsize)
+    cuda = device.type == "cuda"
+    where = Device(CUDA if cuda else CPU, (device.index or 0) if cuda else 0)
+    return tuple(shape), numbers, where, strides
+
+
+def lacks_gradients(tensors: dict[str, Any], options: dict[str, Any]) -> str:
+    """Why the library cannot give the gradients that torch records of q, k, v and sinks, "" when it
+    can. Of a call that is wrong "" too, for that has a sentence of its own."""
+    of = [None if x is None else (x.shape, x.dtype, x.device, x.stride()) for x in tensors.values()]
+    wanted = tuple(x is not None and x.requires_grad for x in tensors.values())
+    key = (*of, wanted, _core.pack_options("attention_backward", options))
+    reason = _kept_reasons.get(key)
+    if reason is None:
+        reason = _why_not(of, options | {"wanted": wanted})
+        if len(_kept_reasons) >= _MOST_KEPT:
+            _kept_reasons.clear()
+        _kept_reasons[key] = reason
+    return reason and _LACKING.format(list(tensors)[wanted.index(True)], reason)
+
+
+def _why_not(tensors: Sequence[Any], options: dict[str, Any]) -> str:
+    """What the library says against the backward of q, k, v and sinks, each as `described` takes
+    it."""
+    q, k, v, sinks = tensors
+    if any(len(x[0]) != 4 for x in (q, k, v)):
         return ""
-    return (
-        f"{name}: requires grad on {tensor.device}, but this version computes gradients of "
-        f"attention on the CPU alone; call under torch.no_grad() or pass {name}.detach()"
-    )
+    shape, dtype, device, *_ = q
+    rows = (shape[1], shape[2]) if options["layout"] == "bhsd" else (shape[2], shape[1])
+    out = described((*shape[:3], v[0][3]), dtype, device)
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    given = {
+        "q": described(*q), "k": described(*k), "v": described(*v), "out": out, "dout": out,
+        "lse": described((shape[0], *rows), sums, device),
+        "sinks": None if sinks is None else described(*sinks),
+    }  # fmt: skip
+    try:
+        _core.plan("attention_backward", given, options)
+    except UnsupportedError as error:
+        return str(error)
+    except FlashMoEError:
+        return ""
+    return ""
+
+
+_EXAMPLE = 128  # keys and queries
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _lacks_gradients_of_dims(dtype: torch.dtype, device: torch.device, dim: int, dim_v: int) -> str:
+    q, v = (((1, _EXAMPLE, 1, extent), dtype, device) for extent in (dim, dim_v))
+    reason = _why_not((q, q, v, None), {"layout": "bshd"})
+    return reason and _LACKING.format("query", reason)
+
+
+def graph_lacks_gradients(query: torch.Tensor, value: torch.Tensor) -> str:
+    """The same of a call that torch.compile traces, as far as a graph can know: its lengths may be
+    any."""
+    # What the graph takes for a variable, this has it take for a constant.
+    dim, dim_v = operator.index(query.shape[-1]), operator.index(value.shape[-1])
+    reason: str = _lacks_gradients_of_dims(query.dtype, query.device, dim, dim_v)
+    return reason
+
+
+# ---- recording -------------------------------------------------------------------------------
 
 
 class _Attention(torch.autograd.Function):
@@ -89,15 +172,11 @@ def refuse_second() -> NoReturn:
 def attend(
     compute: Callable[..., Any], differentiate: Callable[..., Any], tensors: dict[str, Any]
 ) -> Any:
-    """(out, lse) of tensors that is_recorded.
+    """(out, lse) of tensors that is_recorded, of which nothing lacks_gradients.
 
     `compute` makes them of the tensors; `differentiate` of (dout, dlse or None, *tensors, out, lse,
     whether each tensor's gradient is wanted) these gradients, or None.
     """
-    for name, tensor in tensors.items():
-        reason = lacks_gradients(name, tensor) if is_recorded(tensor) else ""
-        if reason:
-            raise UnsupportedError(reason)
     apply: Any = _Attention.apply
     return apply(compute, differentiate, *tensors.values())
 
@@ -170,6 +249,11 @@ def flash_attention(
     for name, given in (("out", out), ("lse", lse), ("stream", stream)):
         if given is not None:
             raise InvalidArgumentError(_GIVEN.format(name))
+    of_scores = {"layout": layout, "causal": causal, "window": window, "scale": scale,
+                 "softcap": softcap}  # fmt: skip
+    reason = lacks_gradients(tensors, of_scores)
+    if reason:
+        raise UnsupportedError(reason)
 
     def compute(q: Any, k: Any, v: Any, sinks: Any) -> Any:
         return _core.flash_attention(
@@ -183,9 +267,8 @@ def flash_attention(
         wanted: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any
     ) -> Any:
         return flash_attention_backward(
-            readable(dout), q, k, v, out, lse, dlse=dlse, sinks=sinks, causal=causal, window=window,
-            scale=scale, softcap=softcap, layout=layout, wanted=wanted,
-        )  # fmt: skip
+            readable(dout), q, k, v, out, lse, dlse=dlse, sinks=sinks, **of_scores, wanted=wanted
+        )
 
     made = attend(compute, differentiate, tensors)
     return tuple(made) if return_lse else made[0]

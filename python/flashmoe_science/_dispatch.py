@@ -274,7 +274,7 @@ class Torch(Framework):
     def on_stream(self, like: Any, stream: int | None) -> Context:
         import torch
 
-        if stream is None or not like.is_cuda:
+        if stream is None or not like.is_cuda or stream == self.current_stream(self.device(like)):
             return contextlib.nullcontext()
         on: Context = torch.cuda.stream(self._stream(like, stream))
         return on
@@ -282,6 +282,8 @@ class Torch(Framework):
     def _stream(self, like: Any, stream: int) -> Any:
         import torch
 
+        if stream in (0, _LEGACY_STREAM):  # of 0 torch would make an ExternalStream of its pool
+            return torch.cuda.default_stream(like.device)
         external_stream: Any = torch.cuda.ExternalStream
         return external_stream(stream, device=like.device)
 
@@ -518,7 +520,7 @@ def flash_attention(
 def flash_attention_backward(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """The same of flash_attention_backward."""
+    """The same of flash_attention_backward, with `wanted` among the options."""
     given = tensors | outputs
     framework = common_framework(given, ATTENTION_BACKWARD)
     if framework is JAX:
@@ -544,6 +546,11 @@ def flash_attention_backward(
     def allocate(name: str, shape: tuple[int, ...], dtype: str) -> Any:
         if name in like:
             given[name] = framework.out(like[name], shape)
+        elif type(framework) is Framework and not makes_tensors(like["dq"]):
+            raise ArgumentTypeError(
+                f"dout: this call needs {shape[0]} bytes of workspace, but "
+                f"{type_name(like['dq'])} offers no way to make a tensor on its device"
+            )
         else:
             given[name] = framework.empty(like["dq"], shape, dtype, handle)
         return framework.view(given[name], handle)

@@ -95,8 +95,8 @@ def flash_attention(
 
     Takes tensors of NumPy, torch (CPU and CUDA), JAX, CuPy or any library with DLPack, all of one
     library and on one device, and returns the same kind. GPU work goes on the library's current
-    stream and is not waited for. torch's autograd differentiates it once, through out and lse, on
-    the CPU; a CUDA tensor that requires grad is refused unless grad mode is off. Under
+    stream and is not waited for. torch's autograd and JAX differentiate it once, through out and
+    lse; where no kernel computes the gradients that torch would record, the call is refused. Under
     torch.autocast fp32 tensors of torch are cast to its dtype.
 
     Args:
@@ -179,7 +179,8 @@ def flash_attention_backward(
 ) -> AttentionGradients:
     """The gradients of a loss by q, k, v and sinks, of those by flash_attention's out and lse.
 
-    On the CPU. Nothing of size seq_q x seq_k is stored; sums are accumulated in fp32, and the same
+    On the CPU, and on GPUs where attention_backward_plan finds a kernel. Nothing of size
+    seq_q x seq_k is stored; sums are accumulated in fp32, and the same
     inputs give the same bits on every run, whatever the number of threads. A query that sees no key
     has a gradient of 0, and so has a key that no query sees.
 
@@ -225,18 +226,8 @@ def _flash_attention_backward(
     dk: Any, dv: Any, dsinks: Any, kernel: Any, stream: Any,
 ) -> Any:  # fmt: skip
     """Of tensors with memory."""
-    from flashmoe_science import _dispatch
-
-    options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
-        "wanted": parse_wanted(wanted), "accumulate": accumulate, "kernel": kernel,
-    }  # fmt: skip
-    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    if dlse is not None:
-        tensors["dlse"] = dlse
-    if sinks is not None:
-        tensors["sinks"] = sinks
-    gradients = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks}
-    outputs = {name: tensor for name, tensor in gradients.items() if tensor is not None}
-    made = _dispatch.flash_attention_backward(tensors, options, outputs, stream)
+    made: Any = _core.flash_attention_backward(
+        dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
+        parse_wanted(wanted), accumulate, dq, dk, dv, dsinks, kernel, stream,
+    )  # fmt: skip
     return AttentionGradients(*made)

@@ -113,20 +113,15 @@ def _one_after_another(
 _DIFFERENTIABLE = ("q", "k", "v", "sinks")
 _INT32, _FP32, _FP64 = np.dtype("int32"), np.dtype("float32"), np.dtype("float64")
 _NO_DEVICE = "FLASHMOE_ERROR_NO_DEVICE"
+_WORKSPACE_ALIGNMENT = 256  # bytes, more than XLA's
 
-_CheckCall = Callable[[Any, Device, tuple[Any, ...], tuple[Any, ...]], object]
-"""Raises what is wrong with a call there: (what it is compiled for, device, shapes, dtypes)."""
-
-
-_PLATFORMS = {"cpu": CPU, "cuda": CUDA}
+_CheckCall = Callable[[Any, Device, tuple[Any, ...], tuple[Any, ...]], dict[str, Any]]
+"""The fields of a call's plan, or raises what is wrong with it there: (what it is compiled for,
+device, shapes, dtypes)."""
 
 
 def _custom_call(
-    target: str,
-    words: str,
-    check: _CheckCall,
-    platforms: Sequence[str] = tuple(_PLATFORMS),
-    takes_fp32_on_gpu: bool = False,
+    target: str, words: str, check: _CheckCall, takes_fp32_on_gpu: bool = False
 ) -> Any:
     """A primitive that is XLA's call of a target, on the platforms where kernels serve it.
 
@@ -140,29 +135,34 @@ def _custom_call(
     primitive.def_impl(functools.partial(jax.interpreters.xla.apply_primitive, primitive))
     lower = jax.ffi.ffi_lowering(target)
 
-    def lowering(kind: int) -> Any:
-        def rule(context: Any, *operands: Any, call: Any, attributes: Any, results: Any) -> Any:
-            shapes, dtypes = _described(context.avals_in)
-            if kind == CPU:
-                _checked(check, call, Device(CPU, 0), shapes, dtypes)
-            elif not _is_served_here(check, call, shapes, dtypes) and (
-                dtypes[0] == _FP32 and not takes_fp32_on_gpu
-            ):
-                raise UnsupportedError(f"{words}: dtype fp32, accepted on a GPU are fp16 and bf16")
-            return lower(context, *operands, **dict(attributes))
+    def for_cpu(context: Any, *operands: Any, call: Any, attributes: Any, results: Any) -> Any:
+        _checked(check, call, Device(CPU, 0), *_described(context.avals_in))
+        return lower(context, *operands, **dict(attributes))
 
-        return rule
+    def for_cuda(context: Any, *operands: Any, call: Any, attributes: Any, results: Any) -> Any:
+        shapes, dtypes = _described(context.avals_in)
+        plan = _plan_here(check, call, shapes, dtypes)
+        if plan is None and dtypes[0] == _FP32 and not takes_fp32_on_gpu:
+            raise UnsupportedError(f"{words}: dtype fp32, accepted on a GPU are fp16 and bf16")
+        given = dict(attributes)
+        # The workspace is a result that nothing reads: of what a handler allocates XLA's CUDA
+        # graphs would keep the address alone. Where its size is not known, the handler allocates.
+        size = plan["workspace_bytes"] if plan is not None and not _are_symbolic(shapes) else 0
+        if size > 0:
+            given["outputs"] += "workspace "
+            buffer = jax.core.ShapedArray((size + _WORKSPACE_ALIGNMENT,), jnp.uint8)
+            context = context.replace(avals_out=[*context.avals_out, buffer])
+        return lower(context, *operands, **given)[: len(results)]
 
     def refuse(context: Any, *_: Any, **__: Any) -> Any:
-        wanted = ", ".join(context.module_context.platforms)
+        platforms = ", ".join(context.module_context.platforms)
         raise UnsupportedError(
-            f"{words} is compiled for {wanted}, but has kernels for {' and '.join(platforms)} alone"
+            f"{words} is compiled for {platforms}, but has kernels for cpu and cuda alone"
         )
 
     jax.interpreters.mlir.register_lowering(primitive, refuse)
-    for platform in platforms:
-        rule = lowering(_PLATFORMS[platform])
-        jax.interpreters.mlir.register_lowering(primitive, rule, platform=platform)
+    jax.interpreters.mlir.register_lowering(primitive, for_cpu, platform="cpu")
+    jax.interpreters.mlir.register_lowering(primitive, for_cuda, platform="cuda")
     if jax.__version_info__ < (0, 7):  # shard_map asked each primitive, later it asks the types
         from jax.experimental import shard_map
 
@@ -193,42 +193,45 @@ def _check_traced(
         check(call, device, *_described(arrays))
 
 
-def _is_served_here(
+def _plan_here(
     check: _CheckCall, call: Any, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
-) -> bool:
-    """Whether a GPU of this machine serves a call: JAX does not say which one it will be. False
-    where there is none to ask, as when a program is exported; raises why if no other one does."""
+) -> dict[str, Any] | None:
+    """The plan of a call on the first GPU of this machine that serves it: JAX does not say which
+    one it will be. None where there is no GPU to ask, as when a program is exported; raises why if
+    no other one serves it."""
     refusals: list[FlashMoEError] = []
     for ordinal in range(max(1, _core.cuda_device_count())):
         try:
-            _checked(check, call, Device(CUDA, ordinal), shapes, dtypes)
-            return True
+            return _checked(check, call, Device(CUDA, ordinal), shapes, dtypes)
         except (UnsupportedError, DeviceError) as error:
             refusals.append(error)
     if refusals[0].status == _NO_DEVICE:
-        return False
+        return None
     raise refusals[0]
 
 
 def _checked(
     check: _CheckCall, call: Any, device: Device, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
-) -> None:
+) -> dict[str, Any]:
     """Of a call with symbolic dimensions (jax.export) checks one with numbers in their places."""
+    if not _are_symbolic(shapes):
+        return check(call, device, shapes, dtypes)
     variables = sorted({v for shape in shapes for n in shape for v in _variables(n)})
-    if not variables:
-        check(call, device, shapes, dtypes)
-        return
     values = {name: _EXAMPLE * (i + 2) for i, name in enumerate(variables)}
     example = tuple(
         tuple(int(n._evaluate(values)) if _variables(n) else n for n in shape) for shape in shapes
     )
     try:
-        check(call.of_any_size(), device, example, dtypes)
+        return check(call.of_any_size(), device, example, dtypes)
     except FlashMoEError as error:
         where = ", ".join(f"{name} = {value}" for name, value in values.items())
         made = type(error)(f"{error}; this is with {where}")
         made.status = error.status
         raise made from None
+
+
+def _are_symbolic(shapes: tuple[Any, ...]) -> bool:
+    return any(_variables(n) for shape in shapes for n in shape)
 
 
 _EXAMPLE = 24  # of whose multiples thirds and eighths are whole
@@ -332,11 +335,11 @@ def plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> di
 
 
 @functools.lru_cache(maxsize=1024)
-def _check(
+def _kept_plan(
     call: _Call, device: Device, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]
-) -> None:
-    """Raises what is wrong with a call, outside of JAX's tracing and its tracebacks."""
-    _plan(call, device, shapes, dtypes)
+) -> dict[str, Any]:
+    """The same, outside of JAX's tracing and its tracebacks."""
+    return _plan(call, device, shapes, dtypes)
 
 
 _WORDS = {"attention_forward": "attention", "attention_backward": "attention backward"}
@@ -348,11 +351,7 @@ def _words(operation: str) -> str:
 
 _CALLS = {
     operation: _custom_call(
-        target,
-        _words(operation),
-        _check,
-        platforms=("cpu",) if operation == "attention_backward" else tuple(_PLATFORMS),
-        takes_fp32_on_gpu=operation == "moe_route",
+        target, _words(operation), _kept_plan, takes_fp32_on_gpu=operation == "moe_route"
     )
     for operation, (target, _) in _core.xla_ffi_handlers().items()
 }
@@ -511,7 +510,7 @@ def run(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> dic
     arrays = _arrays(tensors.values())
     device = options.get("device") or _device(next(iter(tensors)), arrays)
     call = _Call(operation, tuple(tensors), _key(options))
-    _check_traced(_check, call, device, arrays)
+    _check_traced(_kept_plan, call, device, arrays)
     made: dict[str, Any] = _compiled(call)(*arrays)
     return made
 

@@ -114,52 +114,57 @@ class Plan:
 
 @dataclass(frozen=True)
 class AttentionPlan(Plan):
-    """The plan of one attention call. Beside its launches it has the attributes of the first, which
-    computes the products; a second one adds up what it left in the workspace."""
+    """The plan of one attention call. Beside its launches it has the attributes of the one that
+    computes the products; others prepare or add up what is in the workspace."""
+
+    @property
+    def _main(self) -> Launch:
+        name = f"{self.operation}_{self.family}_"
+        return next((x for x in self.launches if x.kernel.startswith(name)), self.launches[0])
 
     @property
     def kernel(self) -> str:
         """Such as "attention_forward_sm90_bf16_d128_dv128"."""
-        return self.launches[0].kernel
+        return self._main.kernel
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        return self.launches[0].grid
+        return self._main.grid
 
     @property
     def block(self) -> tuple[int, int, int]:
-        return self.launches[0].block
+        return self._main.block
 
     @property
     def shared_bytes(self) -> int:
-        return self.launches[0].shared_bytes
+        return self._main.shared_bytes
 
     @property
     def cluster(self) -> int:
-        return self.launches[0].cluster
+        return self._main.cluster
 
     @property
     def stages(self) -> int:
-        return self.launches[0].stages
+        return self._main.stages
 
     @property
     def tile_q(self) -> int:
         """Query rows of one tile, which a block computes alone, one after another, or with others
         of a cluster."""
-        return self.launches[0].tile_m
+        return self._main.tile_m
 
     @property
     def tile_k(self) -> int:
         """Keys of one step of the main loop."""
-        return self.launches[0].tile_n
+        return self._main.tile_n
 
     @property
     def dim(self) -> int:
-        return self.launches[0].dim
+        return self._main.dim
 
     @property
     def dim_v(self) -> int:
-        return self.launches[0].dim_v
+        return self._main.dim_v
 
 
 def attention_plan(

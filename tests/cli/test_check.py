@@ -117,8 +117,32 @@ def test_gradients_that_no_family_computes_are_no_fault(
     monkeypatch.setattr(flashmoe_science, "attention_backward_plan", refuse)
     code, document = run_check(capsys)
     assert code == 0
-    text = "none: device: no family computes gradients on cuda:0"
-    assert document["by_name"]["gradients"]["text"] == text
+    gradients = document["by_name"]["gradients"]
+    assert gradients["text"].startswith("none: ")
+    assert gradients["text"].endswith(": device: no family computes gradients on cuda:0")
+    assert gradients["details"]["cases"] == []
+
+
+@pytest.mark.usefixtures("small")
+def test_gradients_that_some_family_computes_are_checked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = flashmoe_science.attention_backward_plan
+
+    def refuse(dout: Any, q: Any, *arguments: Any, **options: Any) -> Any:
+        if q.shape[-1] > 64:
+            raise flashmoe_science.UnsupportedError("sm90: head dimensions up to 64")
+        return real(dout, q, *arguments, **options)
+
+    monkeypatch.setattr(flashmoe_science, "attention_backward_plan", refuse)
+    code, document = run_check(capsys)
+    assert code == 0
+    found = document["by_name"]["gradients"]
+    cases, refused = found["details"]["cases"], found["details"]["refused"]
+    assert {case["shape"]["dim"] for case in cases} == {64}
+    assert len(refused) > 0
+    assert f"; {len(refused)} have no kernel here, first {refused[0]}" in found["text"]
+    assert refused[0].endswith(": sm90: head dimensions up to 64")
 
 
 def test_experts_are_checked_in_every_layout_and_dtype(capsys: pytest.CaptureFixture[str]) -> None:

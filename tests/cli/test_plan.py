@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import flashmoe_science
 import pytest
@@ -29,9 +30,9 @@ def test_json_is_the_plan_of_the_library(capsys: pytest.CaptureFixture[str]) -> 
         device="cpu",
         causal="bottom_right",
     )
-    of_first_launch = ("kernel", "grid", "block", "shared_bytes", "cluster", "stages", "tile_q",
+    of_main_launch = ("kernel", "grid", "block", "shared_bytes", "cluster", "stages", "tile_q",
                        "tile_k", "dim", "dim_v")  # fmt: skip
-    for name in (*of_first_launch, *(field.name for field in dataclasses.fields(plan))):
+    for name in (*of_main_launch, *(field.name for field in dataclasses.fields(plan))):
         if name != "launches":
             value = getattr(plan, name)
             assert document["plan"][name] == (list(value) if isinstance(value, tuple) else value)
@@ -60,6 +61,33 @@ def test_a_backward_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert "backward of fp32 B1 S512 H8/2 D64 on cpu" in capsys.readouterr().out
     with pytest.raises(SystemExit):  # what is timed, and no call of ours, has no plan
         main(["plan", *SHAPE, "--training"])
+
+
+def test_the_launch_that_computes_the_products_is_the_plans(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever prepares for it, and adds up behind it."""
+    real = flashmoe_science.attention_backward_plan_for
+
+    def planned(**options: Any) -> Any:
+        plan = real(**options)
+        names = ("prologue_sm90_one", "sm90_one", "sinks_sm90_one")
+        launches = (
+            dataclasses.replace(plan.launches[0], kernel=f"attention_backward_{name}", tile_m=i)
+            for i, name in enumerate(names)
+        )
+        return dataclasses.replace(plan, family="sm90", launches=tuple(launches))
+
+    monkeypatch.setattr(flashmoe_science, "attention_backward_plan_for", planned)
+    assert main(["plan", *SHAPE, "--backward", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert (plan["kernel"], plan["tile_q"]) == ("attention_backward_sm90_one", 1)
+    assert main(["plan", *SHAPE, "--backward"]) == 0
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["kernel", "attention_backward_sm90_one"] in words
+    found = [line[:2] for line in words if line and line[0] in ("before", "then")]
+    assert found == [["before", "attention_backward_prologue_sm90_one,"],
+                     ["then", "attention_backward_sinks_sm90_one,"]]  # fmt: skip
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])

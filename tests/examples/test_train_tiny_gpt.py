@@ -15,6 +15,8 @@ torch = pytest.importorskip("torch", minversion="2.6")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
+from torch_training import Case, needs_gradients  # noqa: E402
+
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "train_tiny_gpt.py"
 _SHORT = ["--steps", "40", "--batch", "4", "--context", "32", "--dim", "32", "--heads", "2",
           "--layers", "1", "--sample", "50"]  # fmt: skip
@@ -31,12 +33,19 @@ def example() -> ModuleType:
     return module
 
 
+# How far the losses may be apart: on a GPU both runs are in bf16.
+@pytest.mark.parametrize(
+    ("device", "apart"), [("cpu", 1e-4), pytest.param("cuda", 0.05, marks=pytest.mark.gpu)]
+)
 def test_it_trains_and_says_what_it_measured(
+    device: str,
+    apart: float,
     example: ModuleType,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    needs_gradients(device, Case("of the example", dim=16, dim_v=16))
     runs = []
     real = example.train
 
@@ -46,11 +55,11 @@ def test_it_trains_and_says_what_it_measured(
 
     monkeypatch.setattr(example, "train", noting)
     plot = tmp_path / "losses.png"
-    example.main([*_SHORT, "--plot", str(plot)])
+    example.main([*_SHORT, "--plot", str(plot), "--device", device])
     ours, stock = runs
     assert len(ours.losses) == len(stock.losses) == 40
     assert ours.loss < ours.losses[0] - 0.5
-    assert ours.losses == pytest.approx(stock.losses, abs=1e-4)
+    assert ours.losses == pytest.approx(stock.losses, abs=apart)
     assert plot.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     for run in (ours, stock):

@@ -14,9 +14,11 @@ import pytest
 import reference
 import torch
 from gpu import cases, memory, oracle
+from torch_training import Case, needs_gradients
 
 pytestmark = pytest.mark.gpu
 
+GRADIENTS = Case("grouped", seq_q=130, seq_k=190, heads_q=6, heads_kv=2, options={"causal": True})
 SHAPES = {"q": (2, 130, 6, 64), "k": (2, 190, 2, 64), "v": (2, 190, 2, 96)}
 
 
@@ -178,6 +180,27 @@ def test_cupy_runs_on_its_current_stream(cupy: Any) -> None:
     assert (got == want).all()
 
 
+def test_cupy_gradients(cupy: Any) -> None:
+    needs_gradients("cuda:0", GRADIENTS)
+    tensors = [x.detach() for x in GRADIENTS.tensors("cuda:0", torch.float16)]
+    out, lse = GRADIENTS.attend(*tensors)
+    dout = torch.ones_like(out)
+    given = [dout, *tensors, out, lse]
+    want = fm.flash_attention_backward(*given, causal=True)
+    torch.cuda.synchronize()
+    arrays = [cupy.asarray(x) for x in given]
+    got = fm.flash_attention_backward(*arrays, causal=True)
+    assert got.dsinks is None
+    for x, y in zip(got[:3], want, strict=False):
+        assert type(x) is cupy.ndarray
+        assert (x == cupy.asarray(y)).all()
+    into = cupy.full_like(arrays[1], np.nan)
+    again = fm.flash_attention_backward(*arrays, causal=True, dq=into,
+                                        wanted=(False, False, False, False))  # fmt: skip
+    assert again.dq is into
+    assert (into == got.dq).all()
+
+
 # ---- DLPack alone ----
 
 
@@ -216,6 +239,19 @@ def test_dlpack_objects(dtype: str) -> None:
     assert torch.equal(memory.bits(out), memory.bits(want))
     with pytest.raises(TypeError, match=r"^out: .* pass out"):
         fm.flash_attention(*wrapped[:3])
+
+
+def test_gradients_of_dlpack_objects_need_a_workspace() -> None:
+    needs_gradients("cuda:0", GRADIENTS)
+    tensors = [x.detach() for x in GRADIENTS.tensors("cuda:0", torch.float16)]
+    out, lse = GRADIENTS.attend(*tensors)
+    given = [Wrapped(x) for x in (out, *tensors, out, lse)]
+    into = {name: Wrapped(torch.empty_like(x)) for name, x in zip(("dq", "dk", "dv"), tensors,
+                                                                 strict=True)}  # fmt: skip
+    with pytest.raises(
+        TypeError, match=r"^dout: this call needs \d+ bytes of workspace, but .*Wrap"
+    ):
+        fm.flash_attention_backward(*given, causal=True, **into)
 
 
 def test_frameworks_are_not_mixed(cupy: Any) -> None:

@@ -1,6 +1,6 @@
 """transformers' models train with our attention as they do with the stock one.
 
-In fp32 on the CPU, beside the same model in float64.
+In fp32 on the CPU and in bf16 on the GPU, beside the same model in float64.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from flashmoe_science import hf  # noqa: E402
 from hf_models import SIZES, STOCK_ATTENTION, TOKENS, make, said, with_ours  # noqa: E402
+from torch_calls import refuse_gradients  # noqa: E402
+from torch_training import Case, needs_gradients  # noqa: E402
 
 STEPS = 20
+HEADS = Case("of these models", dim=16, dim_v=16)
 
 
 def encoder(**given: Any) -> Any:
@@ -71,56 +74,70 @@ def train(model: Any) -> torch.Tensor:
     losses = []
     for _ in range(STEPS):
         begins = torch.randint(96, (4, 1), generator=generator)
-        tokens = 3 + (begins + torch.arange(24)) % 96
+        tokens = (3 + (begins + torch.arange(24)) % 96).to(model.device)
         loss = model(tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach().double())
-    return torch.stack(losses)
+    return torch.stack(losses).cpu()
 
 
 def gradients(model: Any, **inputs: Any) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    model(**{"input_ids": TOKENS, "labels": TOKENS} | inputs).loss.backward()
-    return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+    tokens = TOKENS.to(model.device)
+    model(**{"input_ids": tokens, "labels": tokens} | inputs).loss.backward()
+    return {n: p.grad.double().cpu() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def ulp(reference: torch.Tensor) -> float:
+def ulp(reference: torch.Tensor, dtype: torch.dtype = torch.float32) -> float:
     largest = reference.abs().max().item()
-    return torch.finfo(torch.float32).eps * 2.0 ** math.floor(math.log2(largest))
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(largest))
 
 
+DEVICES = pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)],
+    ids=str,
+)
+
+
+@DEVICES
 @pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_losses_follow_the_stock_ones(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_losses_follow_the_stock_ones(
+    kind: str, device: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     """max|ours - float64's| <= 2 max|stock - float64's| + ulp, where stock is torch's SDPA or eager
     attention: rounding that adds up over the steps is more with one today, with the other
     tomorrow."""
+    needs_gradients(device, HEADS)
     made, calls = MODELS[kind]
-    eager = made()
+    eager = made().to(device, dtype)
     sdpa = copy.deepcopy(eager)
     sdpa.set_attn_implementation("sdpa")
     reference = train(in_float64(eager))
     ours = train(by_ours(eager))
     assert reference[-1] < reference[0] - 0.1
     allowed = max((train(stock) - reference).abs().max().item() for stock in (eager, sdpa))
-    assert (ours - reference).abs().max().item() <= 2 * allowed + ulp(reference)
+    assert (ours - reference).abs().max().item() <= 2 * allowed + ulp(reference, dtype)
     assert (hf.report().ours, hf.report().stock) == (STEPS * calls, 0)
     assert said(caplog) == []
 
 
+@DEVICES
 @pytest.mark.parametrize("kind", MODELS)
-def test_gradients_are_the_stock_models(kind: str) -> None:
+def test_gradients_are_the_stock_models(kind: str, device: str, dtype: torch.dtype) -> None:
     """Of every parameter."""
+    needs_gradients(device, HEADS)
     made, calls = MODELS[kind]
-    stock = made()
+    stock = made().to(device, dtype)
     reference = gradients(in_float64(stock))
     ours = gradients(by_ours(stock))
     assert hf.report().ours == calls
     plain = gradients(stock)
     assert ours.keys() == reference.keys() == plain.keys()
     # What is 0 but for rounding, as of a key's bias, is that of all.
-    least = max(map(ulp, reference.values()))
+    least = max(ulp(gradient, dtype) for gradient in reference.values())
     for name, want in reference.items():
         error, usual = ((x[name] - want).abs().max().item() for x in (ours, plain))
         assert error <= 2 * usual + least, name
@@ -173,6 +190,29 @@ def test_dropout_in_training_goes_to_the_stock_attention(caplog: pytest.LogCaptu
     assert said(caplog) == [f"{STOCK_ATTENTION}there is dropout"]
     gradients(ours.eval())
     assert (hf.report().ours, hf.report().stock) == (2, 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_that_no_kernel_computes_go_to_the_stock_attention(
+    compiled: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_gradients(monkeypatch, dim=16)
+    torch._dynamo.reset()
+    stock = make("llama", moe=False)
+    ours = by_ours(stock)
+    if compiled:
+        torch.compile(ours, fullgraph=True, backend="aot_eager")(
+            input_ids=TOKENS, labels=TOKENS
+        ).loss.backward()
+        got = {n: p.grad.double() for n, p in ours.named_parameters()}
+    else:
+        got = gradients(ours)
+    for name, want in gradients(stock).items():
+        torch.testing.assert_close(got[name], want, atol=1e-5, rtol=1e-4)
+    (reason,) = said(caplog)
+    assert reason.startswith(STOCK_ATTENTION)
+    assert "no kernel computes the gradients of this call (sm0: head dimension 16)" in reason
+    assert compiled or (hf.report().ours, hf.report().stock) == (0, 2)
 
 
 def test_under_autocast() -> None:

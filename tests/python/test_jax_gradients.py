@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import flashmoe_science as fm
@@ -13,6 +12,8 @@ from reference_backward import assert_gradients_accurate
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 export = pytest.importorskip("jax.export")
+
+from jax_training import LOSSES, attention_of, loss_of, plain, weights  # noqa: E402
 
 SHAPES = ((2, 21, 4, 32), (2, 33, 2, 32), (2, 33, 2, 48))
 OPTIONS = [
@@ -27,45 +28,6 @@ def qkv(dtype: Any = "float32", layout: str = "bshd", outer: tuple[int, ...] = (
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((*outer, *shape), np.float32) for shape in SHAPES]
     return [jnp.asarray(x if layout == "bshd" else x.swapaxes(-2, -3), dtype) for x in arrays]
-
-
-def weights(like: Any, seed: int = 1) -> Any:
-    values = np.random.default_rng(seed).standard_normal(like.shape)
-    return jnp.asarray(values, like.dtype)
-
-
-def attention_of(**options: Any) -> Callable[..., Any]:
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        return fm.flash_attention(q, k, v, return_lse=True, **options)
-
-    return attend
-
-
-def plain(q: Any, k: Any, v: Any, sinks: Any = None, causal: bool = True) -> Any:
-    """(out, lse) in layout bshd by operations of JAX, which it differentiates itself."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    logits = jnp.einsum("bihd,bjhd->bhij", q, k, precision="highest") * q.shape[-1] ** -0.5
-    if causal:
-        reach = jnp.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
-        logits = jnp.where(jnp.arange(k.shape[1]) <= reach, logits, -jnp.inf)
-    seen = logits
-    if sinks is not None:
-        column = jnp.broadcast_to(sinks[None, :, None, None], (*logits.shape[:3], 1))
-        seen = jnp.concatenate([logits, column], axis=-1)
-    lse = jax.nn.logsumexp(seen, axis=-1)
-    probabilities = jnp.exp(logits - lse[..., None])
-    return jnp.einsum("bhij,bjhd->bihd", probabilities, v, precision="highest"), lse
-
-
-def loss_of(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """A number of both outputs, each with random weights."""
-
-    def loss(*inputs: Any) -> Any:
-        out, lse = attend(*inputs)
-        return (out * weights(out)).sum() + (lse * weights(lse, 2)).sum()
-
-    return loss
 
 
 def assert_equal(got: Any, want: Any) -> None:
@@ -102,37 +64,6 @@ def test_fp64() -> None:
         for transformed in (lambda f: f, jax.jit):
             got = transformed(jax.grad(loss_of(ours), (0, 1, 2)))(*tensors)
             assert_close(got, jax.grad(loss_of(plain), (0, 1, 2))(*tensors), 1e-12)
-
-
-def _mapped(f: Any) -> Any:
-    return lambda *x: jax.vmap(f)(*(y[None] for y in x))[0]
-
-
-def _in_layers(attend: Any) -> Any:
-    def loss(q: Any, k: Any, v: Any) -> Any:
-        def layer(x: Any, _: Any) -> Any:
-            out, lse = attend(x, k, v)
-            return jnp.tanh(out[..., : x.shape[-1]]), lse.sum()
-
-        x, sums = jax.lax.scan(layer, q, None, length=3)
-        return x.sum() + sums.sum()
-
-    return loss
-
-
-LOSSES = {
-    "jit": lambda attend: jax.jit(loss_of(attend)),
-    "jit of jit": lambda attend: jax.jit(loss_of(jax.jit(attend))),
-    "checkpoint": lambda attend: jax.checkpoint(loss_of(attend)),
-    "checkpoint of jit": lambda attend: jax.checkpoint(jax.jit(loss_of(attend))),
-    "checkpoint of attention": lambda attend: loss_of(jax.checkpoint(attend)),
-    "saving nothing": lambda attend: jax.checkpoint(
-        loss_of(attend), policy=jax.checkpoint_policies.nothing_saveable
-    ),
-    "vmap": lambda attend: _mapped(loss_of(attend)),
-    "scan": _in_layers,
-    "scan of checkpoint": lambda attend: _in_layers(jax.checkpoint(attend)),
-}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -287,15 +218,6 @@ def test_forward_mode_is_refused(name: str) -> None:
 def test_second_derivatives_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"^a second derivative of attention is asked for"):
         _SECOND[name](_of_one, jnp.ones((1, 8, 2, 16)))
-
-
-def test_the_gradient_for_gpus_is_refused_while_it_is_compiled() -> None:
-    q, k, v = qkv("bfloat16")
-    out, lse = ours(q, k, v)
-    traced = jax.jit(fm.flash_attention_backward).trace(out, q, k, v, out, lse)
-    sentence = r"^attention backward is compiled for cuda, but has kernels for cpu alone$"
-    with pytest.raises(NotImplementedError, match=sentence):
-        traced.lower(lowering_platforms=("cuda",))
 
 
 # ---- flash_attention_backward ----

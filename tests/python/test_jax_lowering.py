@@ -12,14 +12,19 @@ from typing import Any
 import flashmoe_science as fm
 import numpy as np
 import pytest
+from flashmoe_science import _core
+from flashmoe_science._dtypes import Device
 from reference import assert_accurate
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 export = pytest.importorskip("jax.export")
 
+from flashmoe_science import jax as ours  # noqa: E402
+
 TARGETS = (
     "flashmoe_attention_forward_v1",
+    "flashmoe_attention_backward_v1",
     "flashmoe_moe_route_v1",
     "flashmoe_moe_forward_v1",
     "flashmoe_grouped_product_v1",
@@ -101,6 +106,58 @@ def test_halves_are_compiled_for_gpus(dtype: str) -> None:
         assert made.platforms == ("cpu", "cuda")
         got = jax.jit(made.call)(*arrays)
         jax.tree.map(np.testing.assert_array_equal, got, function(*arrays))
+
+
+def test_gradients_are_compiled_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the workspace of their plan as a result, unless a length is a symbol."""
+    real = _core.plan
+
+    def plan(operation: str, tensors: Any, options: Any) -> Any:
+        on_cpu = {name: (*x[:2], Device(1, 0), None) for name, x in tensors.items()}
+        on_gpu = any(x[2] != Device(1, 0) for x in tensors.values())
+        made = real(operation, on_cpu if on_gpu else tensors, options)
+        return made | {"workspace_bytes": 4096 if operation == "attention_backward" else 0}
+
+    monkeypatch.setattr(_core, "plan", plan)
+    ours._kept_plan.cache_clear()
+    loss = jax.grad(lambda *qkv: fm.flash_attention(*qkv).astype("float32").sum(), (0, 1, 2))
+    types = qkv(1, 8, "bfloat16")
+    scope = export.SymbolicScope()
+    symbols = [export.symbolic_args_specs(x, "b, ...", scope=scope) for x in types]
+    for given, workspace in ((types, True), (symbols, False)):
+        (text,) = [
+            line
+            for line in str(lower(loss, *given, platforms=("cuda",)).mlir_module()).splitlines()
+            if "custom_call @flashmoe_attention_backward" in line
+        ]
+        assert ('outputs = "dq dk dv workspace "' in text) == workspace
+        assert ("tensor<4352xui8>" in text) == workspace
+    ours._kept_plan.cache_clear()
+
+
+def test_a_programs_own_workspace() -> None:
+    """On the CPU it is there to be told from an output."""
+    q, k, v = qkv(1, 8)
+    options = _core.pack_options("attention_forward", {})
+
+    def call(outputs: str, *types: Any) -> Any:
+        made = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
+        return jax.ffi.ffi_call("flashmoe_attention_forward_v1", made)(
+            q, k, v, inputs="q k v ", outputs=outputs, options=options
+        )
+
+    out, scratch = ((*q.shape[:3], v.shape[3]), q.dtype), ((300,), "uint8")
+    made, _ = call("out workspace ", out, scratch)
+    np.testing.assert_array_equal(made, fm.flash_attention(q, k, v))
+    for outputs, types in (
+        ("workspace out ", (scratch, out)),
+        ("out workspace ", (out,)),
+        ("out workspace ", (out, ((300,), "int32"))),
+        ("out ", (out, scratch)),
+        ("outworkspace ", (out, scratch)),
+    ):
+        with pytest.raises(Exception, match="call this target through flashmoe_science"):
+            call(outputs, *types)
 
 
 @pytest.mark.parametrize("platforms", [("tpu",), ("cpu", "tpu"), ("rocm",)])

@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch", minversion="2.6")
 import flashmoe_science.torch as fmt  # noqa: E402
 from flashmoe_science import _autograd  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_calls import Recorder, normal  # noqa: E402
+from torch_calls import Recorder, normal, refuse_gradients  # noqa: E402
+from torch_training import Case, needs_gradients  # noqa: E402
 
 F = torch.nn.functional
 TWICE = "attention: its gradients are differentiated again"
@@ -36,9 +37,9 @@ def stock(q: Any, k: Any, v: Any) -> Any:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def assert_close(got: Any, want: Any) -> None:
+def assert_close(got: Any, want: Any, **tolerance: float) -> None:
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, **tolerance)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -123,15 +124,54 @@ def test_a_second_differentiation_is_refused() -> None:
         torch.func.jvp(torch.func.grad(loss), (q,), (q,))
 
 
-def test_cuda_tensors_are_refused_with_one_sentence() -> None:
-    q = torch.empty(1, device="meta", requires_grad=True)
-    assert _autograd.lacks_gradients("q", q) == ""
+def test_gradients_that_no_kernel_computes_are_refused_before_anything_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = refuse_gradients(monkeypatch, dim=8)
+    tensors = qkv()
+    sentence = (
+        r"^{0}: requires grad, but no kernel computes the gradients of this call \(sm0: head "
+        r"dimension 8\); call under torch\.no_grad\(\) or pass {0}\.detach\(\)$"
+    )
+    operator = torch.ops.flashmoe.attention
+    options = (None, "none", None, None, None, None, "bhsd", None)
+    functions = (attend, lambda *t: fmt.flash_attention(*t, layout="bhsd"),
+                 lambda *t: operator(*t, *options))  # fmt: skip
+    for function in functions:
+        with pytest.raises(NotImplementedError, match=sentence.format("q")):
+            function(*tensors)
+        with pytest.raises(NotImplementedError, match=sentence.format("v")):
+            function(*(x.detach() for x in tensors[:2]), tensors[2])
+        with torch.no_grad():
+            function(*tensors)
+    del asked[:]
+    for _ in range(3):
+        with pytest.raises(NotImplementedError, match=sentence.format("q")):
+            attend(*tensors)
+    assert asked == []  # of a problem the library is asked once
+    wide = [torch.cat([x, x], -1).detach().requires_grad_() for x in tensors]
+    attend(*wide).sum().backward()
+    assert asked == [tuple(wide[0].shape)]
+    # What is wrong with a call is said of the call.
+    with pytest.raises(ValueError, match=r"^k: its head dimension is 8"):
+        attend(wide[0], tensors[1], tensors[2])
 
-    class OnCuda:
-        device = torch.device("cuda:1")
 
-    sentence = _autograd.lacks_gradients("k", OnCuda())  # type: ignore[arg-type]
-    assert sentence.startswith("k: requires grad on cuda:1, but this version computes gradients")
+def test_gradients_of_strides_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the copy engine of a GPU cannot walk all that the forward can."""
+    refuse_gradients(monkeypatch, dim=8)
+    plan, q = _autograd._core.plan, qkv()[0].detach()
+    repeated = torch.cat([q, q], -1)[:, :, :1].expand(-1, -1, 5, -1).requires_grad_()
+
+    def check(operation: str, tensors: Any, options: Any) -> Any:
+        if 0 in tensors["q"][3]:
+            raise fm.UnsupportedError("sm0: a stride of 0")
+        return plan(operation, tensors, options)
+
+    monkeypatch.setattr(_autograd._core, "plan", check)
+    attend(*(repeated.contiguous() for _ in range(3)))
+    with pytest.raises(NotImplementedError, match=r"sm0: a stride of 0\)"):
+        attend(*(repeated for _ in range(3)))
 
 
 @pytest.mark.parametrize("attend", [fm.flash_attention, fmt.flash_attention])
@@ -263,40 +303,45 @@ class Layer(torch.nn.Module):
         return x + fm.flash_attention(q, k, v, causal=True).flatten(2)
 
 
-def train(wrap: Any, rank: int, ranks: int) -> tuple[list[Any], list[Any]]:
+def train(wrap: Any, device: str, rank: int, ranks: int) -> tuple[list[Any], list[Any]]:
     torch.manual_seed(0)
-    model = wrap(torch.nn.Sequential(Layer(), Layer()))
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = wrap(torch.nn.Sequential(Layer(), Layer()).to(device, dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = normal((2, 4, 9, 32), "cpu", torch.float32)
+    data = normal((2, 4, 9, 32), device, dtype)
     losses = []
     for step in range(2):
         optimizer.zero_grad()
         loss = model(data[step].chunk(ranks)[rank]).square().mean()
         loss.backward()
         optimizer.step()
-        losses.append(loss.detach())
+        losses.append(loss.detach().cpu())
     gradients = [x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
                  for x in model.parameters()]  # fmt: skip
-    return losses, gradients
+    return losses, [x.cpu() for x in gradients]
 
 
-def train_one_of_two(rank: int, folder: str) -> None:
+def train_one_of_some(rank: int, folder: str, kind: str, ranks: int) -> None:
     from torch import distributed
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
+    device = "cpu" if kind == "cpu" else f"cuda:{rank}"
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
-    )
+        "gloo" if kind == "cpu" else "nccl", init_method=f"file://{folder}/meeting", rank=rank,
+        world_size=ranks,
+    )  # fmt: skip
 
     def shard(model: Any) -> Any:
         for layer in model:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    made = [train(wrap, rank, 2) for wrap in (DistributedDataParallel, shard)]
+    mesh = torch.distributed.device_mesh.init_device_mesh(kind, (ranks,))
+    made = [train(wrap, device, rank, ranks) for wrap in (DistributedDataParallel, shard)]
     torch.save(made, Path(folder) / f"{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()
@@ -304,11 +349,17 @@ def train_one_of_two(rank: int, folder: str) -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 @pytest.mark.skipif(os.name != "posix", reason="gloo")
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(train_one_of_two, (str(tmp_path),), nprocs=2)
-    losses, gradients = train(lambda model: model, 0, 1)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for one, other in zip(*ranks, strict=True):
-        assert_close([(a + b) / 2 for a, b in zip(one[0], other[0], strict=True)], losses)
-        assert_close(one[1], gradients)
-        assert_close(other[1], gradients)
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_processes_train_as_one(kind: str, tmp_path: Path) -> None:
+    """Two, or as many as there are GPUs."""
+    needs_gradients(kind, Case("layers", dim=16, dim_v=16))
+    rounding = {} if kind == "cpu" else {"atol": 4e-3, "rtol": 3e-2}
+    count = 2 if kind == "cpu" else min(2, torch.cuda.device_count())
+    torch.multiprocessing.spawn(train_one_of_some, (str(tmp_path), kind, count), nprocs=count)
+    losses, gradients = train(lambda model: model, kind, 0, 1)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(count)]
+    for made in zip(*ranks, strict=True):
+        mean = [sum(each) / count for each in zip(*(of_rank[0] for of_rank in made), strict=True)]
+        assert_close(mean, losses, **rounding)
+        for of_rank in made:
+            assert_close(of_rank[1], gradients, **rounding)

@@ -296,6 +296,10 @@ def test_fake_tensors_of_another_machine_have_shapes() -> None:
         assert (made.shape, made.device) == (q.shape, device)
         with pytest.raises(ValueError, match=r"^q: got 3 dimensions"):
             torch.ops.flashmoe.attention(fake(8, 2, 16), q, q, *OPTIONS)
+        out, lse = torch.ops.flashmoe.attention_with_lse(q, q, q, *OPTIONS)
+        *gradients, dsinks = fmt.flash_attention_backward(out, q, q, q, out, lse)
+        assert [(x.shape, x.device) for x in gradients] == [(q.shape, device)] * 3
+        assert dsinks is None
 
 
 @CALLS

@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch", minversion="2.6")
 import flashmoe_science.torch as fmt  # noqa: E402
 from flashmoe_science import _warn_once  # noqa: E402
 from flashmoe_science.torch import sdpa  # noqa: E402
+from torch_calls import refuse_gradients  # noqa: E402
 
 F = torch.nn.functional
 
@@ -576,6 +577,34 @@ def test_what_a_graph_leaves_to_torch_is_said_while_it_is_compiled(
         said = [r.getMessage() for r in caplog.records if r.name == "flashmoe_science.torch"]
         assert len(said) == 1
         assert f"implementation: {reason}" in said[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_that_no_kernel_computes_are_left_to_torch(
+    compiled: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _warn_once.forget()
+    refuse_gradients(monkeypatch, dim=24)
+    torch._dynamo.reset()
+    attend = F.scaled_dot_product_attention
+    if compiled:
+        attend = torch.compile(lambda *t: F.scaled_dot_product_attention(*t), fullgraph=True,
+                               dynamic=True, backend="aot_eager")  # fmt: skip
+    for dim in (24, 32):
+        q, k, v = (x.requires_grad_() for x in qkv(2, 3, dims=(dim, dim)))
+        with caplog.at_level(logging.WARNING), fmt.sdpa_kernel(strict=dim == 32):
+            got = torch.autograd.grad(attend(q, k, v).sin().sum(), (q, k, v))
+        stock = F.scaled_dot_product_attention(q, k, v)
+        for x, y in zip(got, torch.autograd.grad(stock.sin().sum(), (q, k, v)), strict=True):
+            torch.testing.assert_close(x, y)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "flashmoe_science.torch"]
+    assert "requires grad, but no kernel computes the gradients of this call (sm0: head" in said
+    with torch.no_grad(), fmt.sdpa_kernel(strict=True):
+        attend(*(x.detach() for x in qkv(2, 3, dims=(24, 24))))
+    strict = pytest.raises((NotImplementedError, torch._dynamo.exc.TorchDynamoException),
+                           match="sm0: head dimension 24")  # fmt: skip
+    with fmt.sdpa_kernel(strict=True), strict:
+        attend(*(x.requires_grad_() for x in qkv(2, 3, dims=(24, 24))))
 
 
 def test_a_graph_of_float64_is_ours(ours: list[tuple[int, ...]]) -> None:

@@ -59,6 +59,7 @@ VALUES = {
     "kInternal": "XLA_FFI_Error_Code_INTERNAL",
     "kInt32": "XLA_FFI_DataType_S32",
     "kInt64": "XLA_FFI_DataType_S64",
+    "kUInt8": "XLA_FFI_DataType_U8",
     "kFloat16": "XLA_FFI_DataType_F16",
     "kFloat32": "XLA_FFI_DataType_F32",
     "kFloat64": "XLA_FFI_DataType_F64",

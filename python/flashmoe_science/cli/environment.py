@@ -84,18 +84,18 @@ def as_dict(value: Any) -> dict[str, Any]:
     return {name: _lists(field) for name, field in dataclasses.asdict(value).items()}
 
 
-# Of an AttentionPlan, beside its fields: those of its first launch. Records that are older than
+# Of an AttentionPlan, beside its fields: those of its main launch. Records that are older than
 # lists of launches have the same names.
-_OF_FIRST_LAUNCH = (
+_OF_MAIN_LAUNCH = (
     "kernel", "grid", "block", "shared_bytes", "cluster", "stages", "tile_q", "tile_k", "dim",
     "dim_v",
 )  # fmt: skip
 
 
 def plan_as_dict(plan: Any) -> dict[str, Any]:
-    """The fields of a plan, and of one of attention what it says of its first launch."""
-    first = {name: _lists(getattr(plan, name)) for name in _OF_FIRST_LAUNCH if hasattr(plan, name)}
-    return first | as_dict(plan)
+    """The fields of a plan, and of one of attention what it says of its main launch."""
+    main = {name: _lists(getattr(plan, name)) for name in _OF_MAIN_LAUNCH if hasattr(plan, name)}
+    return main | as_dict(plan)
 
 
 def last_launches(flashmoe: Any) -> list[dict[str, Any]]:

@@ -191,7 +191,11 @@ def _print(document: dict[str, Any], shape: Shape, output: Output) -> None:
             rows.append(("cluster", f"{plan['cluster']} blocks share the keys of a tile"))
         rows.append(("shared memory", f"{plan['shared_bytes']} bytes a block"))
     rows.append(("waves", waves))
-    rows += [("then", f"{la['kernel']}, {launch_words(la, gpu)}") for la in plan["launches"][1:]]
+    main = [launch["kernel"] for launch in plan["launches"]].index(plan["kernel"])
+    for i, launch in enumerate(plan["launches"]):
+        if i != main:
+            line = f"{launch['kernel']}, {launch_words(launch, gpu)}"
+            rows.append(("before" if i < main else "then", line))
     output.pairs(rows + work_rows(plan))
     output.heading("Not used")
     output.pairs(_rejected(plan) or [("none", "every other family is absent from this build")])

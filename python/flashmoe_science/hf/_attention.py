@@ -10,7 +10,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import flashmoe_science
-from flashmoe_science._autograd import autocast, is_recorded, lacks_gradients
+from flashmoe_science._autograd import autocast, graph_lacks_gradients, is_recorded
 from flashmoe_science.errors import _without_addresses
 from flashmoe_science.hf import _report
 from flashmoe_science.hf._limits import EXTENT_MULTIPLE, REFUSALS, not_ours
@@ -64,8 +64,8 @@ def attention(
     recorded = is_recorded(q, k, v, options.get("s_aux"))
     reason = (
         not_ours((q, k, v))
-        or (recorded and lacks_gradients("query", q))
         or _attention_refusal(q, k, v, note, visible, dropout, options)
+        or (recorded and torch.compiler.is_compiling() and graph_lacks_gradients(q, v))
     )
     if not reason:
         call: dict[str, Any] = {

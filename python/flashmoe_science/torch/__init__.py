@@ -10,7 +10,7 @@ here, and modules with the weights of those people have.
 
 Importing this module registers the operators torch.ops.flashmoe.*, and tells torch.compile that the
 functions of flashmoe_science are these; where that package is imported, torch.compile imports this
-one by itself. Attention has gradients, on the CPU; of the mixture of experts they are refused.
+one by itself. Attention has gradients; of the mixture of experts they are refused.
 """
 
 from flashmoe_science.torch.modules import FlashMoELayer, MultiheadAttention

@@ -26,7 +26,6 @@ from flashmoe_science._dispatch import (
     refuse_gradient,
     refuse_tangent,
 )
-from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype
 from flashmoe_science.attention import (
     AttentionGradients,
     _flash_attention_backward,
@@ -117,47 +116,40 @@ def _define(
     return overload
 
 
-_CODES = {torch.bfloat16: 4, torch.bool: 6}  # DLPack's; of other dtypes by their kind
-_FLOAT, _COMPLEX, _SIGNED, _UNSIGNED = 2, 5, 0, 1
-
-
 def _checked(fake: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake, raising what the kernel would where all extents are known: those that are symbols
-    are checked when the graph runs."""
+    """The fake, raising what the kernel would."""
 
     def checked(*arguments: Any) -> Any:
         made = fake(*arguments)
-        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-        known = all(isinstance(n, int) for x in tensors for n in (*x.shape, *x.stride()))
-        if known and len({x.device for x in tensors}) == 1:
-            try:
-                check(*arguments)
-            except DeviceError:  # the program may be for another machine
-                pass
-            except UnsupportedError:
-                first = tensors[0]
-                # It is not known where meta tensors will be, and this build may have no GPUs.
-                if not (first.is_meta or (first.is_cuda and _core.cuda_device_count() == 0)):
-                    raise
+        _check_early(check, *arguments)
         return made
 
     return checked
+
+
+def _check_early(check: Callable[..., Any], *arguments: Any) -> None:
+    """check(*arguments) where all extents are known, and it is known what the device lacks: what it
+    raises is right then. Those that are symbols are checked when the graph runs."""
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    known = all(isinstance(n, int) for x in tensors for n in (*x.shape, *x.stride()))
+    if not known or len({x.device for x in tensors}) != 1:
+        return
+    try:
+        check(*arguments)
+    except DeviceError:  # the program may be for another machine
+        pass
+    except UnsupportedError:
+        first = tensors[0]
+        # It is not known where meta tensors will be, and this build may have no GPUs.
+        if not (first.is_meta or (first.is_cuda and _core.cuda_device_count() == 0)):
+            raise
 
 
 def _described(tensor: torch.Tensor | None) -> Any:
     """A tensor as plans take those that need not exist."""
     if tensor is None:
         return None
-    dtype = tensor.dtype
-    code = _CODES.get(dtype)
-    if code is None and dtype.is_complex:
-        code = _COMPLEX
-    if code is None and not dtype.is_floating_point:
-        code = _SIGNED if dtype.is_signed else _UNSIGNED
-    numbers = Dtype(_FLOAT if code is None else code, 8 * tensor.element_size())
-    cuda = tensor.device.type == "cuda"
-    device = Device(CUDA if cuda else CPU, (tensor.device.index or 0) if cuda else 0)
-    return tuple(tensor.shape), numbers, device, tuple(tensor.stride())
+    return _autograd.described(tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()))
 
 
 def _anywhere(overload: Any, inside: Callable[..., Any]) -> Callable[..., Any]:
@@ -366,10 +358,19 @@ def _attention_differentiate(options: _Arguments) -> Callable[..., Any]:
     return differentiate
 
 
+def _check_gradients(*arguments: Any) -> None:
+    tensors, options = _attention_arguments(arguments)
+    del options["kernel"]  # is of the forward call alone
+    reason = _autograd.lacks_gradients(tensors, options)
+    if reason:
+        raise UnsupportedError(reason)
+
+
 def _attention_record(return_lse: bool) -> Callable[..., Any]:
     count = len(_ATTENTION_TENSORS)
 
     def record(below: Callable[..., Any], *arguments: Any) -> Any:
+        _check_early(_check_gradients, *arguments)
         options = arguments[count:]
         tensors = dict(zip(_ATTENTION_TENSORS, arguments[:count], strict=True))
         made = _autograd.attend(

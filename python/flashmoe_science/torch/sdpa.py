@@ -46,7 +46,7 @@ def scaled_dot_product_attention(
 
     Args:
         query: [..., heads_q, seq_q, dim]; with three dimensions [batch, seq_q, dim], with two one
-            sequence alone. fp16, bf16, on the CPU also fp32 and fp64. Differentiable there.
+            sequence alone. fp16, bf16, on the CPU also fp32 and fp64.
         key, value: [..., heads_kv, seq_k, dim] and [..., heads_kv, seq_k, dim_v]. What comes before
             the last two dimensions of all three is broadcast; where that makes one batch of
             several dimensions, by a copy.
@@ -60,8 +60,8 @@ def scaled_dot_product_attention(
         [..., heads_q, seq_q, dim_v].
 
     Raises:
-        NotImplementedError: A mask, dropout or a CUDA tensor's gradient is asked for, or no
-            kernel serves the call.
+        NotImplementedError: A mask or dropout is asked for, or no kernel serves the call or, where
+            gradients are recorded, its backward.
         ValueError, TypeError: A shape, a stride, a dtype or an option is wrong.
     """
     if attn_mask is None and dropout_p == 0.0 and _is_plain(query, key, value, enable_gqa):
@@ -252,11 +252,10 @@ class sdpa_kernel(TorchFunctionMode, contextlib.ContextDecorator):
         @flashmoe_science.torch.sdpa_kernel()
         def step(x): ...
 
-    A call that ours does not cover (masks, dropout, gradients of CUDA tensors, head
-    dimensions that are no multiples of 8 up to 256, dtypes and devices without kernels)
-    goes to torch's own, and a warning of the logger "flashmoe_science.torch" says why, once for
-    each reason. Works under
-    torch.compile, whose graphs then have our operator in them; a graph that leaves a call to
+    A call that ours does not cover (masks, dropout, head dimensions that are no multiples of 8 up
+    to 256, dtypes and devices without kernels, gradients that no kernel computes) goes to torch's
+    own, and a warning of the logger "flashmoe_science.torch" says why, once for each reason. Works
+    under torch.compile, whose graphs then have our operator in them; a graph that leaves a call to
     torch's own says so while it is compiled.
 
     torch's modules in eval mode have a fast path of their own, which they leave where a mode is
@@ -337,8 +336,6 @@ def _beyond_ours(
     for name, tensor in tensors:
         if tensor.is_nested:
             return f"{name}: got a nested tensor, accepted are dense ones"
-        if _autograd.is_recorded(tensor) and _autograd.lacks_gradients(name, tensor):
-            return _autograd.lacks_gradients(name, tensor)
         if tensor.dtype not in _DTYPES[kind]:
             return f"{name}: got dtype {tensor.dtype} on {kind}"
         if tensor.shape[:-2] != query.shape[:-2] and tensor.numel() * query.numel() == 0:
@@ -353,6 +350,8 @@ def _beyond_ours(
             return f"{name}: its rows do not begin at multiples of {_ROW_ALIGNMENT} bytes"
     if scale is not None and not 0 < scale < math.inf:
         return f"scale: {_got(scale)}accepted are positive numbers"
+    if torch.compiler.is_compiling() and _autograd.is_recorded(query, key, value):
+        return _autograd.graph_lacks_gradients(query, value)
     return ""
 
 
