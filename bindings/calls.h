@@ -156,7 +156,19 @@ flashmoe_status run(const Call& call, void* workspace, size_t bytes, void* strea
   return Call::kRun(&call.params, workspace, bytes, stream);
 }
 
-inline constexpr size_t kMostUsual = size_t{16} << 20;  // bytes of workspace
+// Bytes of workspace that are enough for nearly every call of which the first tensor is small. The
+// host bounds such a call, and to ask what it needs takes as long as all of its checks. Torch's
+// allocator gives so much as fast as a few bytes.
+inline constexpr size_t kSmallWorkspace = size_t{1} << 20;
+inline constexpr double kSmallTensor = 1 << 15;
+
+inline bool is_small(const TensorView& view) {
+  double bytes = view.tensor().dtype.bits / 8.0;
+  for (int axis = 0; axis < std::min(view.rank(), TensorView::kMaxRank); ++axis) {
+    bytes *= static_cast<double>(view.extent(axis));
+  }
+  return bytes <= kSmallTensor;
+}
 
 template <class Call>
 void launch(Call* call, const Caller& caller, nb::handle stream) {
@@ -166,15 +178,18 @@ void launch(Call* call, const Caller& caller, nb::handle stream) {
   const bool on_gpu = device.device_type == FLASHMOE_DEVICE_CUDA;
   bool named = false;
   void* handle = caller.stream(stream, device, &named);
-  // What is usual is not asked for, which costs the host as much as all checks of a call.
-  static size_t usual = 0;
-  size_t bytes = on_gpu && !named && Call::kNeedsWorkspace ? usual : 0;
+  size_t bytes = 0;
+  if (on_gpu && Call::kNeedsWorkspace) {
+    bytes = kSmallWorkspace;
+    if (named || !is_small(call->first())) {
+      check_renamed(Call::kWorkspaceSize(&call->params, &bytes), renames);
+    }
+  }
   DeviceWorkspace workspace;
   workspace.allocate(caller, bytes, device, handle, named);
   flashmoe_status status = run(*call, workspace.data(), bytes, handle);
   if (status == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL && on_gpu) {
     check_renamed(Call::kWorkspaceSize(&call->params, &bytes), renames);
-    if (bytes <= kMostUsual) usual = std::max(usual, bytes);
     DeviceWorkspace larger;
     larger.allocate(caller, bytes, device, handle, named);
     status = run(*call, larger.data(), bytes, handle);

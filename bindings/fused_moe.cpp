@@ -75,15 +75,15 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
   }
   if (call.out.get() != nullptr) flatten("out", &call.out);
   flatten("tokens", &call.tokens);
-  // What the library has no product for the tensors' own makes.
   nb::object made_logits = nb::borrow(logits);
-  TensorView router;
+  TensorView& router = call.router_weights;
   caller.borrow_optional("router_weights", router_weights, &router);
   if (logits.is_none() && router.rank() == 2 && router.extent(0) % kRouterMultiple != 0) {
+    // What the library has no product for the tensors' own makes.
     made_logits =
         dispatch("router_product", tokens, router_weights, router_bias, w_gate_up, stream);
+    router.clear();
   } else {
-    caller.borrow_optional("router_weights", router_weights, &call.router_weights);
     caller.borrow_optional("router_bias", router_bias, &call.router_bias);
   }
   caller.borrow_optional("logits", made_logits, &call.logits);

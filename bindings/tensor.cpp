@@ -319,6 +319,12 @@ void TensorView::describe(const TensorView& other) {
   take();
 }
 
+void TensorView::clear() {
+  give_back();
+  tensor_ = {};
+  set_ = false;
+}
+
 bool TensorView::is_packed(int32_t rank, const int64_t* shape) const {
   if (tensor_.ndim != rank) return false;
   int64_t packed = 1;

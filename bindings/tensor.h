@@ -75,6 +75,9 @@ class TensorView {
   // The same memory as `other`, which owns it.
   void describe(const TensorView& other);
 
+  // Makes it a view of nothing, as it was at first.
+  void clear();
+
   // Puts a view of described memory elsewhere.
   void place(void* data) { tensor_.data = data; }
 

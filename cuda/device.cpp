@@ -43,6 +43,13 @@ cudaError_t read_facts(int device_id, DeviceFacts* facts) {
   return cudaSuccess;
 }
 
+flashmoe_status refuse_capability(int device_id, const DeviceFacts& facts, const char* accepted,
+                                  const Reason& reason) {
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s has compute capability %d.%d, accepted %s",
+                       DeviceName::cuda(device_id).text, facts.compute_capability / 10,
+                       facts.compute_capability % 10, accepted);
+}
+
 }  // namespace
 
 flashmoe_status read_device_facts(int device_id, const DeviceFacts** found, const Reason& reason) {
@@ -75,6 +82,19 @@ flashmoe_status read_device_facts(int device_id, const DeviceFacts** found, cons
   }
   *found = &facts[device_id];
   return FLASHMOE_OK;
+}
+
+flashmoe_status check_supported(int device_id, const DeviceFacts** facts, const Reason& reason) {
+  FLASHMOE_TRY(read_device_facts(device_id, facts, reason));
+  if ((*facts)->compute_capability >= kOldestComputeCapability) return FLASHMOE_OK;
+  return refuse_capability(device_id, **facts, "are 8.9 and newer", reason);
+}
+
+flashmoe_status check_hopper(int device_id, const DeviceFacts** facts, const Reason& reason) {
+  constexpr int kHopper = 90;
+  FLASHMOE_TRY(read_device_facts(device_id, facts, reason));
+  if ((*facts)->compute_capability == kHopper) return FLASHMOE_OK;
+  return refuse_capability(device_id, **facts, "is 9.0", reason);
 }
 
 void* driver_function(const char* name) {

@@ -33,6 +33,10 @@ struct DeviceFacts {
 
 // Facts of a device, read at the first call. If there is no such device, FLASHMOE_ERROR_NO_DEVICE.
 flashmoe_status read_device_facts(int device_id, const DeviceFacts** facts, const Reason& reason);
+// The same of a device that plans are made for: kOldestComputeCapability or newer, or what runs
+// code for sm_90a.
+flashmoe_status check_supported(int device_id, const DeviceFacts** facts, const Reason& reason);
+flashmoe_status check_hopper(int device_id, const DeviceFacts** facts, const Reason& reason);
 
 // A function of the driver, which is not linked, as CUDA 12.0 has it. nullptr if it has none of
 // that name, or if there is no driver.

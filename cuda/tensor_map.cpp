@@ -1,5 +1,6 @@
 #include "cuda/tensor_map.h"
 
+#include "core/gpu_model.h"
 #include "cuda/runtime.h"
 
 namespace flashmoe {
@@ -24,7 +25,10 @@ ReplaceAddress replace_function() {
 
 }  // namespace
 
-bool has_tensor_maps() { return encode_function() != nullptr; }
+flashmoe_status check_tensor_maps(int device_id, const Reason& reason) {
+  if (is_gpu_model(device_id) || encode_function() != nullptr) return FLASHMOE_OK;
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
+}
 
 bool encode_map(CUtensorMap* map, Dtype dtype, const void* data, const MapShape& shape) {
   cuuint64_t extents[5] = {};

@@ -12,8 +12,8 @@ namespace flashmoe {
 
 inline constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;  // of a map
 
-// Whether the driver can make maps.
-bool has_tensor_maps();
+// That the driver can make maps, or that they are planned for a model of GPUs.
+flashmoe_status check_tensor_maps(int device_id, const Reason& reason);
 
 // Extents, strides in elements and box of a tensor map, innermost dimension first, whose stride
 // is 1. Of a dimension with stride 0, which a view repeats, the map holds one.

@@ -311,8 +311,8 @@ def _sm89_chains() -> list[LayerChain]:
 
 
 def _unnamed_chains() -> list[LayerChain]:
-    """Who serves a call that names no kernel: the family whose estimate is least. Of few tokens
-    with long rows that is sm89_few_tokens, else sm90, where it can."""
+    """Who serves a call that names no kernel: the family whose estimate is least. Of one token, and
+    of few with long rows, that is sm89_few_tokens, else sm90, where it can."""
     in_turns = {"gate": "interleaved", "transposed": True}
     made = [
         sm90("4 tokens of short rows", _with(_SHORT, tokens=4), "swiglu_up_narrow"),
@@ -323,8 +323,11 @@ def _unnamed_chains() -> list[LayerChain]:
               "gated_up_trans", "down_trans"),
         sm90("1 token of rows in turns", _with(_SHORT, tokens=1, **in_turns), "gated_up_turns",
               "down_trans"),
-        few_tokens("64 tokens that sm90 cannot walk",
-                _with(_SHORT, tokens=64, experts=32, top_k=4), "r32_n16", shared=True),
+        few_tokens("1 token of short rows", _with(_SHORT, tokens=1), "r16_n8"),
+        few_tokens("16 tokens that sm90 cannot walk",
+                   _with(_SHORT, tokens=16, experts=32, top_k=4), "r32_n16", shared=True),
+        sm89("64 tokens that sm90 cannot walk", _with(_SHORT, tokens=64, experts=32, top_k=4),
+             shared=True),
         sm89("129 tokens that sm90 cannot walk", _with(_SHORT, tokens=129, experts=64, top_k=4),
               shared=True),
     ]  # fmt: skip

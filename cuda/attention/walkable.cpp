@@ -2,13 +2,8 @@
 
 #include <algorithm>
 
-#include "core/gpu_model.h"
-#include "cuda/runtime.h"
-
 namespace flashmoe {
 namespace {
-
-constexpr int kHopper = 90;  // compute capability
 
 // Whether the copy engine can walk a view: strides above 0 and below 2^40 bytes, or 0 for batches
 // and heads, whose map then holds one.
@@ -29,22 +24,10 @@ flashmoe_status check_walkable(bool walkable, flashmoe_device device, const Reas
         "a stride that is negative, 2^40 bytes or more, or 0 along the sequence, which the copy "
         "engine cannot walk");
   }
-  if (!is_gpu_model(device.device_id) && !has_tensor_maps()) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
-  }
-  return FLASHMOE_OK;
+  return check_tensor_maps(device.device_id, reason);
 }
 
 }  // namespace
-
-flashmoe_status check_hopper(int device_id, const DeviceFacts** facts, const Reason& reason) {
-  FLASHMOE_TRY(read_device_facts(device_id, facts, reason));
-  const int capability = (*facts)->compute_capability;
-  if (capability == kHopper) return FLASHMOE_OK;
-  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                       "%s has compute capability %d.%d, accepted is 9.0",
-                       DeviceName::cuda(device_id).text, capability / 10, capability % 10);
-}
 
 flashmoe_status check_walkable(const AttentionProblem& p, const Reason& reason) {
   const bool empty = p.batch == 0 || p.seq_q == 0;  // and strides are 0 then

@@ -6,13 +6,9 @@
 
 #include "core/ops/attention/problem.h"
 #include "core/status.h"
-#include "cuda/runtime.h"
 #include "cuda/tensor_map.h"
 
 namespace flashmoe {
-
-// Whether a device runs what is compiled for sm_90a, and its facts.
-flashmoe_status check_hopper(int device_id, const DeviceFacts** facts, const Reason& reason);
 
 // Whether the copy engine can walk the views of a problem, and the driver can tell it of them.
 flashmoe_status check_walkable(const AttentionProblem& problem, const Reason& reason);

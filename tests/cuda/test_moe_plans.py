@@ -5,6 +5,7 @@ needs no GPU, but CUDA's headers, which come with nvcc."""
 from __future__ import annotations
 
 import ctypes
+import json
 from typing import Any
 
 import capi
@@ -15,6 +16,7 @@ import moe_kernels
 import pytest
 from gpu import sanitize_moe
 from installations import ROOT, checked, require_cuda_headers, require_tool
+from moe_cases import Case
 from moe_chains import LayerChain, RouteChain
 from moe_kernels import ELEMENTS
 
@@ -78,10 +80,11 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 class Tensors:
-    """Of a made-up GPU, each at an address of its own."""
+    """Of a made-up GPU, or of a model of GPUs, each at an address of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: tuple[int, int] = (capi.CUDA, 0)) -> None:
         self._made = 0
+        self._device = device
 
     def __call__(self, *shape: int, of: str, strides: tuple[int, ...] | None = None) -> capi.Tensor:
         made = capi.Tensor()
@@ -92,7 +95,7 @@ class Tensors:
         if strides is not None:
             made.strides = (ctypes.c_int64 * len(shape))(*strides)
         made.dtype = capi.DType(*_CODES[of], 1)
-        made.device = capi.Device(capi.CUDA, 0)
+        made.device = capi.Device(*self._device)
         return made
 
 
@@ -119,8 +122,8 @@ def _route_params(chain: RouteChain) -> Any:
     )  # fmt: skip
 
 
-def _layer_params(chain: LayerChain, dtype: str) -> Any:
-    case, tensor = chain.case, Tensors()
+def _layer_params(chain: LayerChain, dtype: str, device: tuple[int, int] = (capi.CUDA, 0)) -> Any:
+    case, tensor = chain.case, Tensors(device)
     pairs = case.tokens * case.top_k
 
     def matrix(rows: int, columns: int, turned: bool) -> capi.Tensor:
@@ -173,3 +176,31 @@ def test_layers(planner: ctypes.CDLL, dtype: str) -> None:
             _planned(params, planner)
         assert refused.value.status == capi.UNSUPPORTED, str(chain)
         assert f"{chain.family}: " in refused.value.sentence
+
+
+_H100 = (256, 0)  # FLASHMOE_DEVICE_GPU_MODEL, FLASHMOE_GPU_H100
+_TIE = 1.03
+# Slower than another family, and chosen: the copy engine's kernels for few tokens of a small layer,
+# and sm89's for many tokens of which every expert has few.
+_KNOWN = {("small", 4), ("small", 8), ("qwen3", 128)}
+
+
+@pytest.mark.parametrize("without", ["", "sm90"])
+def test_layers_are_served_by_what_was_fastest(planner: ctypes.CDLL, without: str) -> None:
+    """Of the families that can compute a call, by their times on an H100."""
+    text = (ROOT / "benchmarks/results/family_choice_h100.json").read_text(encoding="utf-8")
+    record = json.loads(text.replace('"stream"', '"sm89_few_tokens"'))
+    slow = {}
+    for timed in record["experts"]:
+        name, tokens = timed["layer"], timed["tokens"]
+        took = {family: us for family, us in timed["us"].items() if family != without}
+        experts, top_k, hidden, inner = record["experts_shapes"][name]
+        case = Case(tokens, hidden, inner, experts, top_k)
+        estimates = {}
+        for family in took:
+            params = _layer_params(LayerChain("", case, family, ()), "bf16", _H100)
+            estimates[family] = capi_moe.plan_of(params, planner).microseconds
+        chosen = min(took, key=lambda family: estimates[family])
+        if took[chosen] > _TIE * min(took.values()):
+            slow[name, tokens] = chosen
+    assert slow.keys() <= _KNOWN, slow

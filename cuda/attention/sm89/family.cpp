@@ -2,7 +2,6 @@
 #include <climits>
 
 #include "core/backends.h"
-#include "core/gpu_model.h"
 #include "core/status.h"
 #include "cuda/attention/sm89/cost.h"
 #include "cuda/attention/sm89/entry.h"
@@ -47,13 +46,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   };
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
-  if (facts->compute_capability < kOldestComputeCapability) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "%s has compute capability %d.%d, accepted are 8.9 and newer",
-                         DeviceName::cuda(device_id).text, facts->compute_capability / 10,
-                         facts->compute_capability % 10);
-  }
+  FLASHMOE_TRY(check_supported(device_id, &facts, reason));
   const Entry* entry = find_entry(
       kEntries, problem, [](const Entry&) { return true; },
       [&](const Entry& each) { return fits(each, *facts); });

@@ -179,13 +179,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   };
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
-  if (facts->compute_capability < kOldestComputeCapability) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "%s has compute capability %d.%d, accepted are 8.9 and newer",
-                         DeviceName::cuda(device_id).text, facts->compute_capability / 10,
-                         facts->compute_capability % 10);
-  }
+  FLASHMOE_TRY(check_supported(device_id, &facts, reason));
   const int64_t group = problem.heads_q / problem.heads_kv;
   if (problem.seq_k > kMaxRows || group > kMaxRows || problem.seq_q > kMaxRows / group) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED,

@@ -147,13 +147,7 @@ int64_t warp_tokens(const MoeRouteProblem& p, int64_t block_tokens, int64_t warp
 flashmoe_status plan(const MoeRouteProblem& problem, Plan* plan, const Reason& reason) {
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
-  if (facts->compute_capability < kOldestComputeCapability) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "%s has compute capability %d.%d, accepted are 8.9 and newer",
-                         DeviceName::cuda(device_id).text, facts->compute_capability / 10,
-                         facts->compute_capability % 10);
-  }
+  FLASHMOE_TRY(check_supported(device_id, &facts, reason));
   const Entry& entry = find_entry(problem);
   int arch = 0;
   FLASHMOE_TRY(load_kernel(entry, device_id, *facts, &arch, reason, allow_clusters));

@@ -4,7 +4,6 @@
 #include <climits>
 
 #include "core/backends.h"
-#include "core/gpu_model.h"
 #include "core/status.h"
 #include "cuda/launch.h"
 #include "cuda/moe/combine/stage.h"
@@ -62,18 +61,6 @@ const Entry* find_entry(Dtype dtype, bool gated, bool transposed) {
     }
   }
   return nullptr;
-}
-
-flashmoe_status check_device(flashmoe_device device, const DeviceFacts** facts,
-                             const Reason& reason) {
-  FLASHMOE_TRY(read_device_facts(device.device_id, facts, reason));
-  const int capability = (*facts)->compute_capability;
-  if (capability < kOldestComputeCapability) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "%s has compute capability %d.%d, accepted are 8.9 and newer",
-                         DeviceName(device).text, capability / 10, capability % 10);
-  }
-  return FLASHMOE_OK;
 }
 
 // Appends a product to the plan: as many blocks as run at once, or as there can be tiles.
@@ -134,8 +121,8 @@ Bias bias_of(const ExpertBias& bias) {
 // On compute capability 9.0 fitted to measurements on an H200 (docs/lab/moe.md), elsewhere
 // estimates: with fewer bytes a clock more of the memory's peak is reached.
 Speed layer_speed(const DeviceFacts& facts) {
-  if (facts.compute_capability == 90) return {21, 0.45, 2.6e6};
-  return {21, 0.8, 1e6};
+  if (facts.compute_capability == 90) return {36, 0.45, 2.6e6};
+  return {36, 0.8, 1e6};
 }
 Speed product_speed(const DeviceFacts& facts) {
   Speed speed = layer_speed(facts);
@@ -181,7 +168,7 @@ int64_t activated_bytes(const MoeForwardProblem& p) {
 
 flashmoe_status plan_forward(const MoeForwardProblem& problem, Plan* plan, const Reason& reason) {
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(check_device(problem.device, &facts, reason));
+  FLASHMOE_TRY(check_supported(problem.device.device_id, &facts, reason));
   if (problem.gated && is_transposed(problem.gate) != is_transposed(problem.up)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
                          "w_up: got %s weights, and w_gate_up others, accepted are both transposed "
@@ -270,7 +257,7 @@ Extents extents_of(const GroupedProductProblem& p) {
 flashmoe_status plan_product(const GroupedProductProblem& problem, Plan* plan,
                              const Reason& reason) {
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(check_device(problem.device, &facts, reason));
+  FLASHMOE_TRY(check_supported(problem.device.device_id, &facts, reason));
   plan->info.microseconds = microseconds(work_of(problem), product_speed(*facts), *facts);
   return add_product(*facts, problem.device, problem.x.dtype, false, is_transposed(problem.w),
                      {"w", "x"}, extents_of(problem), problem.experts, plan, reason);

@@ -94,13 +94,13 @@ inline double expected_reads(int64_t tokens, double probability, int room) {
   return reads / taken;
 }
 
-// What a layer takes, fitted to measurements on an H200 (docs/lab/moe.md). With more tokens of an
-// expert than there is room for its weights are read again, and with many tokens the products are
-// longer than the loads.
+// What a layer takes, fitted to measurements on an H200 and an H100 (docs/lab/moe.md). With more
+// tokens of an expert than there is room for its weights are read again, and with many tokens the
+// products are longer than the loads.
 inline double stream_microseconds(const MoeForwardProblem& p, bool bulk, const DeviceFacts& facts) {
   constexpr double kBulkStart = 7.5;
-  constexpr double kStart =
-      20;  // of small layers, which take about as long with few tokens as with many
+  constexpr double kStart = 19;
+  constexpr double kToken = 0.5;  // of a layer so small that no load hides what a token adds
   constexpr double kRate = 0.6e6;
   constexpr double kTokensPerExpert = 8;
   constexpr double kTokens = 64;
@@ -116,7 +116,7 @@ inline double stream_microseconds(const MoeForwardProblem& p, bool bulk, const D
   const auto tokens = static_cast<double>(p.tokens);
   work.weight_bytes *=
       std::max({1.0, tokens * p.top_k / (kTokensPerExpert * p.experts), tokens / kTokens});
-  return microseconds(work, {kStart, memory_share, kRate}, facts);
+  return microseconds(work, {kStart + kToken * tokens, memory_share, kRate}, facts);
 }
 
 }  // namespace flashmoe::moe::sm89_few_tokens

@@ -215,13 +215,7 @@ flashmoe_status check_layer(const MoeForwardProblem& p, const Reason& reason) {
 flashmoe_status plan(const MoeForwardProblem& problem, Plan* plan, const Reason& reason) {
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
-  if (facts->compute_capability < kOldestComputeCapability) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "%s has compute capability %d.%d, accepted are 8.9 and newer",
-                         DeviceName::cuda(device_id).text, facts->compute_capability / 10,
-                         facts->compute_capability % 10);
-  }
+  FLASHMOE_TRY(check_supported(device_id, &facts, reason));
   FLASHMOE_TRY(check_layer(problem, reason));
   const bool hopper = FLASHMOE_WITH_SM90 && facts->compute_capability == 90;
   const Entry* entry = find_entry(

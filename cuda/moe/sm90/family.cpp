@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "core/backends.h"
-#include "core/gpu_model.h"
 #include "core/status.h"
 #include "cuda/launch.h"
 #include "cuda/moe/combine/stage.h"
@@ -31,7 +30,6 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-constexpr int kComputeCapability = 90;
 constexpr int64_t kWorkspaceAlignment = 256;
 constexpr int64_t kMaxRows = int64_t{1} << 30;     // row + tile fits in int32
 constexpr int64_t kMaxColumns = int64_t{1} << 30;  // so does column + tile, of coordinates of a map
@@ -149,21 +147,6 @@ const Entry* find_entry(const Product& product) {
 Major major_of(const ExpertMatrix& matrix) {
   if (matrix.column_stride == 1) return Major::kColumns;
   return matrix.row_stride == 1 ? Major::kRows : Major::kRowsInterleaved;
-}
-
-flashmoe_status check_device(flashmoe_device device, const DeviceFacts** facts,
-                             const Reason& reason) {
-  FLASHMOE_TRY(read_device_facts(device.device_id, facts, reason));
-  const int capability = (*facts)->compute_capability;
-  if (capability != kComputeCapability) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "%s has compute capability %d.%d, accepted is 9.0",
-                         DeviceName(device).text, capability / 10, capability % 10);
-  }
-  if (!is_gpu_model(device.device_id) && !has_tensor_maps()) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "the driver offers no cuTensorMapEncodeTiled");
-  }
-  return FLASHMOE_OK;
 }
 
 // Whether the copy engine can walk rows and batches: strides above 0 and below 2^40 bytes.
@@ -387,7 +370,8 @@ Layout lay_out(const MoeForwardProblem& p, const Plan& plan) {
 
 flashmoe_status plan_forward(const MoeForwardProblem& problem, Plan* plan, const Reason& reason) {
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(check_device(problem.device, &facts, reason));
+  FLASHMOE_TRY(check_hopper(problem.device.device_id, &facts, reason));
+  FLASHMOE_TRY(check_tensor_maps(problem.device.device_id, reason));
   const int64_t pairs = problem.tokens * problem.top_k;
   if (problem.gated) {
     FLASHMOE_TRY(check_weights("w_gate_up", problem.gate, problem.experts, problem.inner,
@@ -538,7 +522,8 @@ Product product_of(const GroupedProductProblem& p) {
 flashmoe_status plan_product(const GroupedProductProblem& problem, Plan* plan,
                              const Reason& reason) {
   const DeviceFacts* facts = nullptr;
-  FLASHMOE_TRY(check_device(problem.device, &facts, reason));
+  FLASHMOE_TRY(check_hopper(problem.device.device_id, &facts, reason));
+  FLASHMOE_TRY(check_tensor_maps(problem.device.device_id, reason));
   const Product product = product_of(problem);
   FLASHMOE_TRY(
       check_weights("w", problem.w, problem.experts, problem.out_columns, problem.columns, reason));

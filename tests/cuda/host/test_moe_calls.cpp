@@ -287,6 +287,22 @@ void calls_at_other_addresses_move_maps() {
   }
 }
 
+// Gate before up and up before gate differ in addresses alone, and so have one plan.
+void gate_and_up_change_places() {
+  Layer call("sm90", kSmall);
+  std::thread([&] {
+    for (const int32_t gate : {FLASHMOE_MOE_GATE_UP, FLASHMOE_MOE_UP_GATE, FLASHMOE_MOE_GATE_UP}) {
+      const bool first = seen.empty();
+      call.params.gate = gate;
+      keep_params();
+      CHECK(call.run(workspace_at(0)) == FLASHMOE_OK);
+      if (!first) CHECK(fake::maps.size() + fake::moves.size() == 2);  // of the weights' halves
+      const std::vector<Bytes> here = seen;
+      CHECK(here == params_of_a_new_thread(call, workspace_at(0)));
+    }
+  }).join();
+}
+
 // After every number of maps that the driver took: the call fails, and the next has all of its own.
 template <class Call>
 void keeps_no_stale_map(Call call) {
@@ -557,6 +573,7 @@ int main(int argc, char** argv) {
   using namespace flashmoe;
   fake::state.has_map_moves = argc < 2 || std::strcmp(argv[1], "no-map-moves") != 0;
   calls_at_other_addresses_move_maps();
+  gate_and_up_change_places();
   no_map_is_of_another_call();
   launches_share_the_workspace();
   a_launch_fails_in_the_middle();
