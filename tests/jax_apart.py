@@ -4,8 +4,8 @@
 
 Tokens apart with the same weights, experts apart with the outputs added up, heads apart, keys apart
 from queries that all devices have: as without shard_map, and nothing but the sum of outputs is
-exchanged; gradients likewise, where they are computed. Then arrays that are apart without shard_map, pmap, and
-arrays of one device or no device yet.
+exchanged; gradients likewise, where they are computed. Then arrays that are apart without
+shard_map, pmap, and arrays of one device or no device yet.
 """
 
 from __future__ import annotations
