@@ -15,7 +15,7 @@ struct Speed {
   double item;  // microseconds of an item beside its steps
 };
 
-inline Speed speed_of(int dim) { return dim <= 64 ? Speed{3.5e6, 2.0} : Speed{4.2e6, 5.1}; }
+inline Speed speed_of(int dim) { return dim <= 64 ? Speed{4.05e6, 3.75} : Speed{4.5e6, 2.0}; }
 
 inline constexpr double kLaunches = 6.0;             // microseconds
 inline constexpr double kPrologueMemoryShare = 0.7;  // of the memory's peak
