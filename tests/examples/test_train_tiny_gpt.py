@@ -35,7 +35,7 @@ def example() -> ModuleType:
 
 # How far the losses may be apart: on a GPU both runs are in bf16.
 @pytest.mark.parametrize(
-    ("device", "apart"), [("cpu", 1e-4), pytest.param("cuda", 0.05, marks=pytest.mark.gpu)]
+    ("device", "apart"), [("cpu", 1e-4), pytest.param("cuda", 0.1, marks=pytest.mark.gpu)]
 )
 def test_it_trains_and_says_what_it_measured(
     device: str,
