@@ -153,7 +153,8 @@ void DeviceWorkspace::allocate(const Caller& caller, size_t bytes, flashmoe_devi
                                void* stream, bool named) {
   if (bytes == 0) return;
   if (named && stream != caller.current_stream(device)) {
-    // What is free on the current stream may still be in use there, for which this one does not wait.
+    // What is free on the current stream may still be in use there, for which this one does not
+    // wait.
     if (!caller.type_.is_torch) {
       raise_value_error(std::string("stream: this call needs workspace, which ") +
                         name_of_type(caller.first_) +

@@ -26,8 +26,8 @@ class Caller {
   Caller(const OperationWords& words, const TensorType& type, const char* name, nb::handle first);
 
   // Views a tensor of the call. Raises a TypeError if it is of another framework than the first,
-  // and a ValueError if it requires grad where gradients are recorded, has a tangent or the negative
-  // bit, is inside a transform of torch.func, or is to be written to and may not be.
+  // and a ValueError if it requires grad where gradients are recorded, has a tangent or the
+  // negative bit, is inside a transform of torch.func, or is to be written to and may not be.
   void borrow(const char* name, nb::handle tensor, TensorView* view, Access access = Access::kRead);
   // The same, and nothing of None.
   void borrow_optional(const char* name, nb::handle tensor, TensorView* view,

@@ -2,17 +2,18 @@
 // ways that lead to them share.
 //
 // A call is a struct with `params` and a view of each tensor. Its kTensors and kOptions list its
-// tensors and its options, each once: from these lists come calls and plans by name, XLA's operands and
-// attributes, and what goes to other frameworks. Beside them it has:
-//   kName, kTarget                      for Python, and for XLA: a program that was compiled ahead asks
-//                                       for the version it knows
-//   kPlan, kWorkspaceSize, kRun         the C ABI's functions
-//   kNeedsWorkspace                     whether nearly every call on a GPU needs workspace
-//   first()                             the tensor that says where the call computes
-//   renames()                           how the caller's names differ from the library's
-//   make_outputs(options, make)         has `make` make the outputs that are not there: make(name, view,
-//                                       dtype, rank, shape). Where the inputs do not tell their shapes,
-//                                       the library says what is wrong.
+// tensors and its options, each once: from these lists come calls and plans by name, XLA's operands
+// and attributes, and what goes to other frameworks. Beside them it has:
+//   kName, kTarget                  for Python, and for XLA: a program that was compiled ahead asks
+//                                   for the version it knows
+//   kPlan, kWorkspaceSize, kRun     the C ABI's functions
+//   kNeedsWorkspace                 whether nearly every call on a GPU needs workspace
+//   first()                         the tensor that says where the call computes
+//   renames()                       how the caller's names differ from the library's
+//   make_outputs(options, make)     has `make` make the outputs that are not there: make(name,
+//   view,
+//                                   dtype, rank, shape). Where the inputs do not tell their shapes,
+//                                   the library says what is wrong.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -58,8 +59,8 @@ const typename Call::Params& ready(Call* call) {
 
 // ---- options ------------------------------------------------------------------------------------
 
-// One option as Python has it, which may be several fields of Params. The kernel's name stays that of
-// the string that was given.
+// One option as Python has it, which may be several fields of Params. The kernel's name stays that
+// of the string that was given.
 template <class Params>
 struct Option {
   const char* name;
@@ -134,8 +135,8 @@ using Renames = std::vector<Renamed>;
 inline const Renames kNoRenames;
 
 // A sentence of the library with the caller's names: the first word, and what follows a "but " in
-// "weights: its number of tokens is 5, but x has 6" or a "shares memory with "; other words where they
-// can mean nothing else. A pointer that is absent is None.
+// "weights: its number of tokens is 5, but x has 6" or a "shares memory with "; other words where
+// they can mean nothing else. A pointer that is absent is None.
 std::string renamed(std::string sentence, const Renames& renames);
 
 // Raises the library's sentence so.

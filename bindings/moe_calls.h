@@ -153,8 +153,8 @@ struct RouteCall {
   const TensorView& first() const { return logits.get() != nullptr ? logits : given_ids; }
   const Renames& renames() const;
 
-  // That outputs which the caller gave are for as many experts as he asks for: the C ABI takes these
-  // numbers from the outputs.
+  // That outputs which the caller gave are for as many experts as he asks for: the C ABI takes
+  // these numbers from the outputs.
   void check_given_outputs(const RouteExtents& extents) const;
 
   template <class Make>

@@ -1,5 +1,5 @@
-// Operations by name: on tensors of any kind in a dict, for plans, and as XLA's custom calls. What they
-// do is made of the lists of a call: see bindings/calls.h.
+// Operations by name: on tensors of any kind in a dict, for plans, and as XLA's custom calls. What
+// they do is made of the lists of a call: see bindings/calls.h.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -109,9 +109,9 @@ Fields plan_by_name(const nb::dict& tensors, const nb::dict& options) {
 
 // ---- options as one attribute of XLA's ----------------------------------------------------------
 //
-// The bytes of Params in hexadecimal, without tensors, and behind them the kernel's name. Params only
-// grow at their end, where zeros mean what their absence meant: so a program that was exported by an
-// older version of this one runs.
+// The bytes of Params in hexadecimal, without tensors, and behind them the kernel's name. Params
+// only grow at their end, where zeros mean what their absence meant: so a program that was exported
+// by an older version of this one runs.
 
 std::string to_hex(const void* bytes, size_t count);
 // How many bytes `text` begins with; 0 if they are more than `most`.
@@ -138,6 +138,23 @@ std::string pack_options_by_name(const nb::dict& options) {
   return to_hex(&params, sizeof params) + " " + kernel;
 }
 
+// Fields that point to what no call of this version has. An attribute that says otherwise is
+// foreign.
+inline bool points_nowhere(const flashmoe_attention_forward_params& p) {
+  return p.q_scale == nullptr && p.k_scale == nullptr && p.v_scale == nullptr &&
+         p.sequences == nullptr;
+}
+inline bool points_nowhere(const flashmoe_attention_backward_params&) { return true; }
+inline bool points_nowhere(const flashmoe_moe_route_params&) { return true; }
+inline bool points_nowhere(const flashmoe_moe_forward_params& p) {
+  return p.x_scale == nullptr && p.w_gate_up_scale == nullptr && p.w_up_scale == nullptr &&
+         p.w_down_scale == nullptr;
+}
+inline bool points_nowhere(const flashmoe_grouped_product_params& p) {
+  return p.x_scale == nullptr && p.w_scale == nullptr;
+}
+inline bool points_nowhere(const flashmoe_fused_moe_params&) { return true; }
+
 // `kernel` owns the name that params then point to; no tensor is set.
 template <class Call>
 bool unpack_options(const std::string& packed, typename Call::Params* params, std::string* kernel) {
@@ -151,7 +168,7 @@ bool unpack_options(const std::string& packed, typename Call::Params* params, st
   *kernel = packed.substr(space + 1);
   const char** const name = kernel_of(params, 0);
   if (name != nullptr) *name = kernel->empty() ? nullptr : kernel->c_str();
-  return name != nullptr || kernel->empty();
+  return points_nowhere(*params) && (name != nullptr || kernel->empty());
 }
 
 // ---- XLA's custom call --------------------------------------------------------------------------

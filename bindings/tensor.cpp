@@ -35,8 +35,8 @@ nb::object loaded_module(const char* name) {
   return nb::borrow(nb::module_::import_("sys").attr("modules")).attr("get")(name);
 }
 
-// That module, if somebody has imported it and `type` is one of its tensors, whose class has that name;
-// else no object.
+// That module, if somebody has imported it and `type` is one of its tensors, whose class has that
+// name; else no object.
 nb::object module_of_tensors(const char* name, nb::handle type, const char* tensors = "Tensor") {
   const nb::object module = loaded_module(name);
   if (module.is_none()) return {};

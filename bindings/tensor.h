@@ -37,8 +37,8 @@ bool requires_grad(const TensorType& type, nb::handle tensor);
 // Whether its framework records gradients now; true where nobody can say.
 bool records_gradients(const TensorType& type);
 
-// Raises a ValueError where torch has set the negative bit of a tensor of this dtype: what is in memory
-// then has the other sign.
+// Raises a ValueError where torch has set the negative bit of a tensor of this dtype: what is in
+// memory then has the other sign.
 void refuse_negated(const TensorType& type, const char* name, nb::handle tensor,
                     flashmoe_dtype dtype);
 
@@ -63,8 +63,8 @@ class TensorView {
               Access access = Access::kRead);
 
   // Through the exchange API where there is one, else through nb::ndarray. Raises a TypeError that
-  // begins with `name`, and a ValueError for what cannot be written to but should be. NumPy arrays of
-  // ml_dtypes.bfloat16 are taken as bf16.
+  // begins with `name`, and a ValueError for what cannot be written to but should be. NumPy arrays
+  // of ml_dtypes.bfloat16 are taken as bf16.
   void borrow(const char* name, nb::handle object, Access access);
 
   // A view of memory that no Python object owns, contiguous without `strides`. Without `data` it is

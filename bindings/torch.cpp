@@ -59,8 +59,8 @@ Tangent tangent_of(nb::handle tensor) {
 }
 
 bool is_negated(nb::handle tensor, flashmoe_dtype dtype) {
-  // The bit comes with the imaginary part of a conjugate: there are no complex numbers of bf16 or of
-  // integers.
+  // The bit comes with the imaginary part of a conjugate: there are no complex numbers of bf16 or
+  // of integers.
   return dtype.code == FLASHMOE_DTYPE_FLOAT && is_true(is_neg.get()(tensor));
 }
 

@@ -20,7 +20,8 @@ bool torch_is_in_inference_mode();
 enum class Tangent { kOff, kNone, kPresent };
 Tangent tangent_of(nb::handle tensor);
 
-// Whether the negative bit of a tensor of this dtype is set: what is in memory then has the other sign.
+// Whether the negative bit of a tensor of this dtype is set: what is in memory then has the other
+// sign.
 bool is_negated(nb::handle tensor, flashmoe_dtype dtype);
 
 // Whether torch allows no write to `tensor` now: it was made in inference mode, which is off.
@@ -30,10 +31,10 @@ bool refuses_writes(nb::handle tensor);
 // backward pass that has saved one of them then fails, where it would use the new values.
 void count_writes(const nb::handle* tensors, size_t count);
 
-// New tensors: a contiguous one beside `like`, and one with the shape and order in memory of `like`.
-// Of fp16, bf16, fp32 or int32; nullptr is the dtype of `like`, which takes less time. By torch's own
-// functions: a tensor of its exchange allocator holds foreign storage, for which Tensor.record_stream
-// silently does nothing.
+// New tensors: a contiguous one beside `like`, and one with the shape and order in memory of
+// `like`. Of fp16, bf16, fp32 or int32; nullptr is the dtype of `like`, which takes less time. By
+// torch's own functions: a tensor of its exchange allocator holds foreign storage, for which
+// Tensor.record_stream silently does nothing.
 nb::object torch_empty(nb::handle like, const flashmoe_dtype* dtype, int rank,
                        const int64_t* shape);
 nb::object torch_empty_like(nb::handle like, const flashmoe_dtype* dtype = nullptr);

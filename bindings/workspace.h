@@ -1,5 +1,6 @@
-// Host workspace of CPU calls: one buffer a thread, which grows to the largest call it has seen, and
-// memory of its own for a call that needs very much, or that a log's callback makes during another.
+// Host workspace of CPU calls: one buffer a thread, which grows to the largest call it has seen,
+// and memory of its own for a call that needs very much, or that a log's callback makes during
+// another.
 #pragma once
 
 #include <cstddef>

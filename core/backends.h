@@ -48,7 +48,8 @@ extern const AttentionBackwardFamily kSm90AttentionBackward;
 extern const MoeForwardFamily kSm90MoeForward;
 extern const GroupedProductFamily kSm90GroupedProduct;
 #endif
-// The two offsets {0, 2^31 - 1} in the memory of a device, by which a product of one expert has all rows.
+// The two offsets {0, 2^31 - 1} in the memory of a device, by which a product of one expert has all
+// rows.
 flashmoe_status cuda_all_rows(int32_t device_id, const int32_t** offsets);
 int32_t cuda_device_count();
 int32_t cuda_runtime_version();

@@ -67,8 +67,8 @@ flashmoe_status check_fp32(const char* name, const flashmoe_tensor& tensor);
 // int32, or with `is_64` also int64.
 flashmoe_status check_index_dtype(const char* name, const flashmoe_tensor& tensor, bool* is_64);
 
-// The device that a tensor is computed on. Pinned host memory is the CPU's, and a model of GPUs is a CUDA
-// device of its own (core/gpu_model.h).
+// The device that a tensor is computed on. Pinned host memory is the CPU's, and a model of GPUs is
+// a CUDA device of its own (core/gpu_model.h).
 flashmoe_status check_device(const char* name, const flashmoe_tensor& tensor,
                              flashmoe_device* device);
 flashmoe_status check_device(const char* name, flashmoe_device given, flashmoe_device* device);

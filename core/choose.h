@@ -1,4 +1,5 @@
-// Which kernel family computes a problem: of those that can, the one whose plan takes the least time.
+// Which kernel family computes a problem: of those that can, the one whose plan takes the least
+// time.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +24,8 @@ struct Wanted {
   const char* by;    // what asks for it: "kernel" or "FLASHMOE_ARCH"
 };
 
-// Copies the caller's `kernel`, which may be nullptr. What does not fit is no kernel's name, cut or not.
+// Copies the caller's `kernel`, which may be nullptr. What does not fit is no kernel's name, cut or
+// not.
 void copy_kernel_name(const char* kernel, KernelName* name);
 
 // Whether `wanted` is a family's name or, with a prefix, the full name of a kernel of it: the
@@ -57,8 +59,8 @@ flashmoe_status check_family_device(int32_t device_type, flashmoe_device device,
 // One line of a plan's `rejected`.
 void append_rejection(char (&rejected)[kRejectedBytes], const char* family, const char* reason);
 
-// What a call that gave `kernel` (may be "") wants. An operation leaves the environment's wish aside if it
-// has no such family and another operation has.
+// What a call that gave `kernel` (may be "") wants. An operation leaves the environment's wish
+// aside if it has no such family and another operation has.
 template <class Problem, size_t kCount>
 Wanted wanted_of(const Family<Problem>* const (&families)[kCount], const char* kernel,
                  flashmoe_device device) {
@@ -86,8 +88,8 @@ class Choice {
     static_assert(kCount <= kMostFamilies);
   }
 
-  // The family that takes the least time, and its plan; the first among equals. Without a word, unless
-  // there is none: nobody reads why a family comes second.
+  // The family that takes the least time, and its plan; the first among equals. Without a word,
+  // unless there is none: nobody reads why a family comes second.
   flashmoe_status choose(const Family<Problem>** chosen, Plan* plan) {
     *chosen = nullptr;
     Plan candidate;
@@ -105,8 +107,8 @@ class Choice {
     return *chosen != nullptr ? FLASHMOE_OK : explain_failure();
   }
 
-  // The same choice. Also says in plan->info.rejected why it is not another, which takes longer than a
-  // launch may.
+  // The same choice. Also says in plan->info.rejected why it is not another, which takes longer
+  // than a launch may.
   flashmoe_status choose_and_explain(const Family<Problem>** chosen, Plan* plan) {
     FLASHMOE_TRY(choose(chosen, plan));
     char (&rejected)[kRejectedBytes] = plan->info.rejected;
@@ -176,8 +178,8 @@ class Choice {
       char reason[384];
       const flashmoe_status status = ask(family, &plan, Reason(reason));
       if (status == FLASHMOE_OK) continue;
-      // The last of a device's families is the least particular: what it cannot serve, none can. But what
-      // went wrong in one is not for another to hide, whose bits would differ.
+      // The last of a device's families is the least particular: what it cannot serve, none can.
+      // But what went wrong in one is not for another to hide, whose bits would differ.
       if (status == FLASHMOE_ERROR_CUDA || why == FLASHMOE_OK ||
           family.device_type == problem_.device.device_type) {
         why = Reason(sentence).refuse(status, "%s: %s", family.name, reason);

@@ -1,5 +1,5 @@
-// Models of GPUs, for which plans are made without a device: to everything behind the checks a model is
-// the CUDA device of an id that no device has.
+// Models of GPUs, for which plans are made without a device: to everything behind the checks a
+// model is the CUDA device of an id that no device has.
 #pragma once
 
 #include <cstdint>

@@ -16,8 +16,8 @@ struct LaunchRecord {
 // The next launch that is recorded is the first of its call.
 void begin_launches();
 
-// Keeps a launch, in the order of calls; without memory for it, and beyond FLASHMOE_MAX_LAUNCHES of a
-// call, it is not kept.
+// Keeps a launch, in the order of calls; without memory for it, and beyond FLASHMOE_MAX_LAUNCHES of
+// a call, it is not kept.
 void record_launch(const LaunchRecord& record);
 
 // Of the CPU, which has nothing to read back.

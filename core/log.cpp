@@ -32,9 +32,9 @@ static_assert(std::is_trivially_destructible_v<Sink>);
 
 Sink sink;
 
-// A child that is forked while another thread logs would find the mutex locked for ever, and half a line
-// in the file's buffer. Registered when the library is loaded: a fork may come while the first line is
-// written.
+// A child that is forked while another thread logs would find the mutex locked for ever, and half a
+// line in the file's buffer. Registered when the library is loaded: a fork may come while the first
+// line is written.
 [[maybe_unused]] const int kForkHandlers = pthread_atfork(
     [] { sink.mutex.lock(); }, [] { sink.mutex.unlock(); }, [] { sink.mutex.unlock(); });
 
@@ -76,8 +76,8 @@ std::FILE* file_of_this_process() {
   return sink.file;
 }
 
-// Reads the environment, at the first call that could log. Of threads that come here together one says
-// what is wrong with it.
+// Reads the environment, at the first call that could log. Of threads that come here together one
+// says what is wrong with it.
 int32_t read_level() {
   const char* text = std::getenv("FLASHMOE_LOG_LEVEL");
   int32_t level = FLASHMOE_LOG_OFF;
@@ -102,7 +102,8 @@ int32_t level_now() {
   return level != kUnread ? level : read_level();
 }
 
-// A character of UTF-8: its bytes, none where there is no character, and whether all of them are there.
+// A character of UTF-8: its bytes, none where there is no character, and whether all of them are
+// there.
 struct Character {
   size_t bytes;
   bool whole;
@@ -114,8 +115,8 @@ Character first_character(const unsigned char* text) {
   if (lead < 0x80) return {1, true};
   if (lead < 0xc2 || lead > 0xf4) return {0, false};
   const size_t length = lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
-  // The second byte's range leaves out longer forms of what is short, surrogates, and what is beyond
-  // Unicode.
+  // The second byte's range leaves out longer forms of what is short, surrogates, and what is
+  // beyond Unicode.
   unsigned char low = lead == 0xe0 ? 0xa0 : lead == 0xf0 ? 0x90 : 0x80;
   unsigned char high = lead == 0xed ? 0x9f : lead == 0xf4 ? 0x8f : 0xbf;
   for (size_t i = 1; i < length; ++i) {

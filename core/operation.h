@@ -2,14 +2,14 @@
 // validate -> problem -> plan -> check memory -> launch.
 //
 // An operation is a struct of static members:
-//   Params, Problem                     the C ABI's argument and what validation makes of it
-//   kName, kParams, kSizeFunction       names for plans, messages and the log
-//   kOldestParams                       bytes of the first Params that there was
-//   kTensors, kFirstOutput              every tensor of Params, those that are written last
-//   kFamilies                           every kernel family; of each device the least particular last
-//   kGpuAlignment                       bytes that a workspace on a GPU begins on a multiple of
-//   kKernelPrefix                       of full names of kernels that a call may ask for, or nullptr
-//   make_problem(params, &problem)      every check, once, into zeros
+//   Params, Problem                 the C ABI's argument and what validation makes of it
+//   kName, kParams, kSizeFunction   names for plans, messages and the log
+//   kOldestParams                   bytes of the first Params that there was
+//   kTensors, kFirstOutput          every tensor of Params, those that are written last
+//   kFamilies                       every kernel family; of each device the least particular last
+//   kGpuAlignment                   bytes that a workspace on a GPU begins on a multiple of
+//   kKernelPrefix                   of full names of kernels that a call may ask for, or nullptr
+//   make_problem(params, &problem)  every check, once, into zeros
 //   flops(problem), is_empty(problem)
 //   print(params, problem, text, size)  the call, for the log
 // A problem has `device`, and `kernel`: what the caller asks for, "" for none.
@@ -61,9 +61,9 @@ flashmoe_status make_plan(const typename Operation::Problem& problem, bool expla
   return FLASHMOE_OK;
 }
 
-// Does work(family, plan) with the plan of a problem, kept from an earlier call where it may be. A log's
-// callback may itself call the library, and so put another plan in a kept one's place: with a log none
-// is kept.
+// Does work(family, plan) with the plan of a problem, kept from an earlier call where it may be. A
+// log's callback may itself call the library, and so put another plan in a kept one's place: with a
+// log none is kept.
 template <class Operation, class Work>
 flashmoe_status with_plan(const typename Operation::Problem& problem, const Work& work) {
   using Problem = typename Operation::Problem;
@@ -154,8 +154,8 @@ flashmoe_status check_runs_here(const typename Operation::Params& params, flashm
               name, DeviceName(device).text);
 }
 
-// What launches check of the memory that a call writes: its workspace is there, and nothing is written to
-// that the call has another use for.
+// What launches check of the memory that a call writes: its workspace is there, and nothing is
+// written to that the call has another use for.
 template <class Operation>
 flashmoe_status check_memory(const typename Operation::Params& params, flashmoe_device device,
                              uint64_t needed, const void* workspace, size_t workspace_size) {

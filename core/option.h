@@ -1,5 +1,5 @@
-// The options of an operation, each said once: its name, type, range and default. From the list come the
-// checks of its range and its part of the log's line.
+// The options of an operation, each said once: its name, type, range and default. From the list
+// come the checks of its range and its part of the log's line.
 #pragma once
 
 #include <cmath>

@@ -8,8 +8,8 @@
 namespace flashmoe {
 namespace {
 
-// A region as runs of bytes: the `level` axes with the smallest steps lie within a run, gaps and all, and
-// each of the others steps from run to run.
+// A region as runs of bytes: the `level` axes with the smallest steps lie within a run, gaps and
+// all, and each of the others steps from run to run.
 struct Runs {
   uint64_t bytes = 0;
   int count = 0;  // of axes with a step
@@ -53,7 +53,8 @@ struct Runs {
   }
 };
 
-// Whether no run of one meets a run of the other, by their places within a period that both repeat in.
+// Whether no run of one meets a run of the other, by their places within a period that both repeat
+// in.
 bool lie_between(const Memory& a, const Memory& b) {
   const Runs of_a(a);
   const Runs of_b(b);

@@ -1,5 +1,6 @@
-// That what a call writes, its outputs and its workspace, overlaps nothing else of the call: one rule
-// for every operation, of every launch. Plans need no memory, and may be asked for at any addresses.
+// That what a call writes, its outputs and its workspace, overlaps nothing else of the call: one
+// rule for every operation, of every launch. Plans need no memory, and may be asked for at any
+// addresses.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +11,8 @@
 
 namespace flashmoe {
 
-// How many bytes a tensor reaches to below its first element, and from there on up; 0 and 0 of one that
-// is empty or absent.
+// How many bytes a tensor reaches to below its first element, and from there on up; 0 and 0 of one
+// that is empty or absent.
 struct Reach {
   uint64_t below;
   uint64_t above;
@@ -52,13 +53,14 @@ struct Memory {
   Region region;
 };
 
-// Fails if one is outside the address space, or memory[first_written] or one behind it shares a byte with
-// one before it. Tensors whose regions meet may still lie in one another's gaps: slices of one array, along
-// any axis, are told apart; of stranger layouts that only interleave some are refused.
+// Fails if one is outside the address space, or memory[first_written] or one behind it shares a
+// byte with one before it. Tensors whose regions meet may still lie in one another's gaps: slices
+// of one array, along any axis, are told apart; of stranger layouts that only interleave some are
+// refused.
 flashmoe_status check_written_memory(const Memory* memory, size_t count, size_t first_written);
 
-// That the outputs of `params` and the workspace share no byte with one another or with any other tensor:
-// those of Operation::kTensors, outputs from kFirstOutput on.
+// That the outputs of `params` and the workspace share no byte with one another or with any other
+// tensor: those of Operation::kTensors, outputs from kFirstOutput on.
 template <class Operation>
 flashmoe_status check_apart(const typename Operation::Params& params, const void* workspace,
                             uint64_t workspace_bytes) {

@@ -22,8 +22,8 @@ void free_blocks(void* first) {
   }
 }
 
-// A key's destructor, unlike that of a thread_local object, is called again for what a destructor that
-// runs later has allocated.
+// A key's destructor, unlike that of a thread_local object, is called again for what a destructor
+// that runs later has allocated.
 struct Key {
   pthread_key_t key = {};
   bool made = pthread_key_create(&key, &free_blocks) == 0;
@@ -34,7 +34,8 @@ const Key& blocks_of_thread() {
   return key;
 }
 
-// When the library is loaded: a fork that comes while another thread makes the key would leave it half made.
+// When the library is loaded: a fork that comes while another thread makes the key would leave it
+// half made.
 [[maybe_unused]] const bool kMade = blocks_of_thread().made;
 
 }  // namespace

@@ -1,6 +1,6 @@
-// What threads keep apart, in memory that each asks for when it first needs it. Thread-local storage would
-// be part of every thread of the process: of those with small stacks too, on which it lies, and of which
-// none could be started with it.
+// What threads keep apart, in memory that each asks for when it first needs it. Thread-local
+// storage would be part of every thread of the process: of those with small stacks too, on which it
+// lies, and of which none could be started with it.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace flashmoe {
 
-// Memory that is freed when the thread ends, and *slot, thread-local, is set to nullptr with it; or nullptr.
-// What runs later in that thread's end may ask again.
+// Memory that is freed when the thread ends, and *slot, thread-local, is set to nullptr with it; or
+// nullptr. What runs later in that thread's end may ask again.
 void* allocate_for_thread(size_t bytes, void** slot);
 
 // kThreadAlignment suffices for the parameters of every kernel.

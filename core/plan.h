@@ -14,16 +14,17 @@
 
 namespace flashmoe {
 
-// Workspaces of the CPU, of which every thread has a part of its own. The number of threads may change
-// between a query and the call that it was for, so what a query told stays enough: a call uses as many
-// threads as its workspace has room for. Zeros: a call cannot make do with less than was planned.
+// Workspaces of the CPU, of which every thread has a part of its own. The number of threads may
+// change between a query and the call that it was for, so what a query told stays enough: a call
+// uses as many threads as its workspace has room for. Zeros: a call cannot make do with less than
+// was planned.
 struct ThreadRoom {
   uint64_t least;  // bytes for a call by one thread; no query tells less, by any number of threads
   uint64_t per_thread;  // for each further thread
 };
 
-// What a family prepares once for every call of a plan, such as a kernel's parameters but for addresses.
-// It lies beside a plan that is kept, and is the family's own.
+// What a family prepares once for every call of a plan, such as a kernel's parameters but for
+// addresses. It lies beside a plan that is kept, and is the family's own.
 struct PlanDetail {
   static constexpr size_t kBytes = 8192;
 
@@ -93,14 +94,14 @@ class Prepared {
   T local_;
 };
 
-// A kernel family of one operation. `plan` fills a zeroed plan, with an estimate of its time: core takes
-// the family with the smallest. A family refuses only what it cannot compute, by reason.refuse(status,
-// sentence), and without touching the last error. On a GPU a plan depends on nothing but the device and
-// what is in the problem beside addresses, so that it can be kept for the next such call
-// (core/plan_cache.h). `launch` may prepare what is kept with the plan.
+// A kernel family of one operation. `plan` fills a zeroed plan, with an estimate of its time: core
+// takes the family with the smallest. A family refuses only what it cannot compute, by
+// reason.refuse(status, sentence), and without touching the last error. On a GPU a plan depends on
+// nothing but the device and what is in the problem beside addresses, so that it can be kept for
+// the next such call (core/plan_cache.h). `launch` may prepare what is kept with the plan.
 //
-// A family may have schedules of its kernels, among which its plan chooses. A call may ask for one by
-// name: the plan sees it in the problem's `kernel`.
+// A family may have schedules of its kernels, among which its plan chooses. A call may ask for one
+// by name: the plan sees it in the problem's `kernel`.
 template <class Problem>
 struct Family {
   const char* name;

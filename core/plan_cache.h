@@ -1,9 +1,9 @@
-// Plans that a thread made before. Programs repeat few shapes, and asking every family for a plan costs the
-// host more than a launch.
+// Plans that a thread made before. Programs repeat few shapes, and asking every family for a plan
+// costs the host more than a launch.
 //
-// The key of a plan is the validated problem itself, every byte of it, with its addresses reduced to
-// whether they are there: no field can be forgotten, and an address that is forgotten is compared, and
-// so finds too little and never too much. Of a problem this asks:
+// The key of a plan is the validated problem itself, every byte of it, with its addresses reduced
+// to whether they are there: no field can be forgotten, and an address that is forgotten is
+// compared, and so finds too little and never too much. Of a problem this asks:
 //   visit_addresses(problem, visit)    visit(pointer) of each address in it
 #pragma once
 
@@ -34,7 +34,8 @@ class PlanCache {
     PlanDetail detail;
   };
 
-  // nullptr if this thread keeps no plan of such a problem. Valid until the thread's next call of add().
+  // nullptr if this thread keeps no plan of such a problem. Valid until the thread's next call of
+  // add().
   static Slot* find(const Problem& problem) {
     PlanCache* const cache = PerThread<PlanCache>::existing();
     if (cache == nullptr) return nullptr;

@@ -14,8 +14,8 @@
 namespace flashmoe {
 
 // Records the sentence (printf format), logs it, and returns `status`, so that a failing check is
-// one line: `return fail(FLASHMOE_ERROR_..., "q: ...")`. Without memory for the sentence, at a thread's first
-// failure, that is what flashmoe_last_error() says.
+// one line: `return fail(FLASHMOE_ERROR_..., "q: ...")`. Without memory for the sentence, at a
+// thread's first failure, that is what flashmoe_last_error() says.
 [[gnu::format(printf, 2, 3)]] flashmoe_status fail(flashmoe_status status, const char* format, ...);
 
 // Where a sentence goes that says why something cannot be done. Nothing is formatted where nobody

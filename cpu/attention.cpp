@@ -107,8 +107,8 @@ flashmoe_status plan(const AttentionProblem& p, Plan* plan, const Reason& reason
   launch.dim = static_cast<int32_t>(p.dim);
   launch.dim_v = static_cast<int32_t>(p.dim_v);
   launch.stages = 1;
-  // The core promises 16-byte alignment; the kernels want whole cache lines. A single thread has the
-  // largest tiles, and may have to make do with a workspace for several.
+  // The core promises 16-byte alignment; the kernels want whole cache lines. A single thread has
+  // the largest tiles, and may have to make do with a workspace for several.
   const uint64_t per_thread = scratch_bytes(p, kernel, tile_q);
   const uint64_t of_one = scratch_bytes(p, kernel, choose_tile_q(p, kernel, 1));
   plan->info.workspace_bytes =

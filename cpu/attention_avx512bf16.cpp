@@ -1,5 +1,6 @@
-// The bf16 attention kernels, forward and backward, compiled for AVX-512 with vdpbf16ps: two products of bf16 pairs per lane
-// and instruction, summed in fp32. Denormal inputs and sums count as 0.
+// The bf16 attention kernels, forward and backward, compiled for AVX-512 with vdpbf16ps: two
+// products of bf16 pairs per lane and instruction, summed in fp32. Denormal inputs and sums count
+// as 0.
 #include <immintrin.h>
 
 #include "cpu/attention_backward_kernel.h"

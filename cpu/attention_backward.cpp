@@ -1,14 +1,14 @@
 // Attention backward on the CPU: plan and launch.
 //
-// A thread takes a tile of keys of one (batch, KV head) and meets with it every block of rows that sees
-// some of it: dk and dv of the tile are summed in its scratch, over all query heads that share the KV
-// head, and written once. dq is summed in the workspace, each tile of keys adding its part to a block of
-// rows when the tiles before it have: the block's turn says how many did. The first to come stores, the
-// last one writes dq. So sums have one order, whatever the number of threads, and each product is
-// computed once.
+// A thread takes a tile of keys of one (batch, KV head) and meets with it every block of rows that
+// sees some of it: dk and dv of the tile are summed in its scratch, over all query heads that share
+// the KV head, and written once. dq is summed in the workspace, each tile of keys adding its part
+// to a block of rows when the tiles before it have: the block's turn says how many did. The first
+// to come stores, the last one writes dq. So sums have one order, whatever the number of threads,
+// and each product is computed once.
 //
-// Tiles are taken in order, first the first of every head: what a tile waits for was taken before it, and
-// has mostly been done. Under a causal mask the first tiles are the longest.
+// Tiles are taken in order, first the first of every head: what a tile waits for was taken before
+// it, and has mostly been done. Under a causal mask the first tiles are the longest.
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -145,8 +145,8 @@ struct Launch {
   std::atomic<int64_t> next{0};
 };
 
-// The tiles that contribute to a block of rows, from the first to the last. Neither decreases with the
-// block. Of a block that sees no key it is one tile, which writes its zeros.
+// The tiles that contribute to a block of rows, from the first to the last. Neither decreases with
+// the block. Of a block that sees no key it is one tile, which writes its zeros.
 struct TilesOfBlock {
   int64_t first;
   int64_t last;

@@ -13,8 +13,9 @@ struct AttentionBackwardStep {
   int64_t keys;
 };
 
-// The kernels of one instruction set for one dtype. A thread takes a tile of keys through `begin_keys`,
-// for each block of rows `add_rows` and `add_dq`, then `end_keys`, with one scratch, 64-byte aligned.
+// The kernels of one instruction set for one dtype. A thread takes a tile of keys through
+// `begin_keys`, for each block of rows `add_rows` and `add_dq`, then `end_keys`, with one scratch,
+// 64-byte aligned.
 struct AttentionBackwardKernel {
   const char* isa;
   int32_t (*tile_keys)(const AttentionBackwardProblem& problem);
@@ -28,8 +29,8 @@ struct AttentionBackwardKernel {
   // Adds what the rows contribute to dk and dv of the tile.
   void (*add_rows)(const AttentionBackwardProblem& problem, const AttentionBackwardStep& step,
                    void* scratch);
-  // Adds what the tile contributes to dq of the rows last added. The first tile that does begins the sums,
-  // the last one writes dq. `sums` may be nullptr for a tile that is both.
+  // Adds what the tile contributes to dq of the rows last added. The first tile that does begins
+  // the sums, the last one writes dq. `sums` may be nullptr for a tile that is both.
   void (*add_dq)(const AttentionBackwardProblem& problem, const AttentionBackwardStep& step,
                  void* scratch, void* sums, bool first, bool last);
   // Writes dk and dv of the tile.

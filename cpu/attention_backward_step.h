@@ -4,17 +4,18 @@
 //   weights = exp(logits - lse),  dscores = weights (dweights - delta)
 //   dV += weights^T dOut,  dK += dscores^T Q,  dQ += dscores K
 //
-// with delta = sum of dOut Out over a row, less dlse; of logits under a softcap dscores has the factor
-// 1 - tanh^2. dK and dQ get the factor `scale` when they are written.
+// with delta = sum of dOut Out over a row, less dlse; of logits under a softcap dscores has the
+// factor 1 - tanh^2. dK and dQ get the factor `scale` when they are written.
 //
-// All five are the register-blocked product of cpu/products.h. K and V are packed once per tile of keys:
-// transposed for the first two, K also across for dQ. Q and dOut are packed once per block: transposed for
-// the first two, across for dV and dK. Weights and dscores, which are made in place of scores and
-// dweights, are read as they lie, down a column for dV and dK and along a row for dQ. Scores are those of
-// the forward to the last bit, sums run in the same order.
+// All five are the register-blocked product of cpu/products.h. K and V are packed once per tile of
+// keys: transposed for the first two, K also across for dQ. Q and dOut are packed once per block:
+// transposed for the first two, across for dV and dK. Weights and dscores, which are made in place
+// of scores and dweights, are read as they lie, down a column for dV and dK and along a row for dQ.
+// Scores are those of the forward to the last bit, sums run in the same order.
 //
-// Where a row does not see a key, its weight and dscore are 0, which is as good as leaving the pair out
-// unless Q, K or dOut hold a NaN or an infinity: then what they are multiplied by is added pair by pair.
+// Where a row does not see a key, its weight and dscore are 0, which is as good as leaving the pair
+// out unless Q, K or dOut hold a NaN or an infinity: then what they are multiplied by is added pair
+// by pair.
 //
 // Included after cpu/attention_tile.h.
 
@@ -299,8 +300,8 @@ class BackwardStep : TileRows {
       slope = Simd::subtract(slope, Simd::multiply(score, score));
       logit_scale = b_.softcap;
     }
-    // Halves, because the difference of two finite logits may be infinite. The product is rounded as the
-    // lse of a row is: of a key that has all of the weight it is 1, however large the logit.
+    // Halves, because the difference of two finite logits may be infinite. The product is rounded
+    // as the lse of a row is: of a key that has all of the weight it is 1, however large the logit.
     const Vector half = Simd::multiply(score, Simd::broadcast(0.5f * logit_scale));
     const Vector above = Simd::add(Simd::rounded(half), Simd::broadcast(s_.half_lse[row]));
     const Vector weight = exp_of_twice(above);
@@ -318,8 +319,8 @@ class BackwardStep : TileRows {
     return tanh_of(Simd::multiply(Simd::multiply(score, Simd::broadcast(b_.scale)), inverse));
   }
 
-  // Weights and dscores of kPack rows, of all keys that the block may be multiplied by: 0 for those that
-  // a row does not see.
+  // Weights and dscores of kPack rows, of all keys that the block may be multiplied by: 0 for those
+  // that a row does not see.
   FLASHMOE_NOINLINE void weigh(int64_t row) {
     constexpr int64_t kWhole = kGroupRows;  // keys go by in groups for dV and dK
     const int64_t begin = seen_.begin / kWhole * kWhole / kLanes * kLanes;

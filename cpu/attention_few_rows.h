@@ -1,12 +1,13 @@
-// Attention of few query rows, as in decoding, for any instruction set: K and V are read once, where
-// they lie, and nothing but the rows is packed. What bounds it is memory.
+// Attention of few query rows, as in decoding, for any instruction set: K and V are read once,
+// where they lie, and nothing but the rows is packed. What bounds it is memory.
 //
-// By steps as in cpu/attention_tile.h. A step's scores are dot products (cpu/dot_rows.h). Its values
-// are added up in blocks of kBlockKeys keys that are in registers together, column by column, even
-// and odd words apart; what a step adds up to joins the output when the step is done: no sum is long.
+// By steps as in cpu/attention_tile.h. A step's scores are dot products (cpu/dot_rows.h). Its
+// values are added up in blocks of kBlockKeys keys that are in registers together, column by
+// column, even and odd words apart; what a step adds up to joins the output when the step is done:
+// no sum is long.
 //
-// Blocks are counted from the step's first key, and a key that a row does not see adds an exact 0: a
-// row's bits do not depend on which rows are beside it.
+// Blocks are counted from the step's first key, and a key that a row does not see adds an exact 0:
+// a row's bits do not depend on which rows are beside it.
 //
 // Included after cpu/attention_rows.h and cpu/dot_rows.h.
 

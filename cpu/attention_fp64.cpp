@@ -1,5 +1,5 @@
-// Attention in fp64, forward and backward: for checks of gradients, in plain loops over rows and keys. The
-// online softmax and the order of sums are those of the other kernels.
+// Attention in fp64, forward and backward: for checks of gradients, in plain loops over rows and
+// keys. The online softmax and the order of sums are those of the other kernels.
 #include <cmath>
 #include <limits>
 

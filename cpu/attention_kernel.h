@@ -22,8 +22,8 @@ struct AttentionTile {
 // The kernels of one instruction set for one dtype.
 struct AttentionKernel {
   const char* isa;
-  int32_t
-      group_rows;  // rows that go through the registers together; tiles of many rows hold whole groups
+  int32_t group_rows;  // rows that go through the registers together; tiles of many rows hold whole
+                       // groups
   int32_t max_groups;  // of a tile
   // Whether the rows of a KV head are so few that nothing is packed: tiles hold any number of them.
   bool (*has_few_rows)(const AttentionProblem& problem);

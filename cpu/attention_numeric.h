@@ -23,7 +23,8 @@ struct Bf16 {
 constexpr int64_t kScratchAlignment = 64;
 constexpr float kLog2E = 1.44269504f;
 
-// x + kRoundToInteger has the rounded x in its low bits, for |x| < 2^22, plus the bias of an exponent.
+// x + kRoundToInteger has the rounded x in its low bits, for |x| < 2^22, plus the bias of an
+// exponent.
 constexpr float kRoundToInteger = 0x1.8p23f + 127.0f;
 constexpr float kExp2Floor = -127.0f;   // its biased exponent is that of 0
 constexpr float kExp2Ceiling = 128.0f;  // and this one's that of infinity

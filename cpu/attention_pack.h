@@ -1,10 +1,10 @@
-// Rows of q, k, v and dout, packed for the register-blocked products of cpu/products.h. `row_at(r)` is
-// where row r begins.
+// Rows of q, k, v and dout, packed for the register-blocked products of cpu/products.h. `row_at(r)`
+// is where row r begins.
 //
 // Included after cpu/products.h.
 
-// As [row / kWidth][word][kWidth], kWidth being kGroupRows or kPanel: the depth of the product is along
-// the rows. What is behind the last row is undefined. `to` has room for one vector behind.
+// As [row / kWidth][word][kWidth], kWidth being kGroupRows or kPanel: the depth of the product is
+// along the rows. What is behind the last row is undefined. `to` has room for one vector behind.
 template <typename Product, int kWidth, typename RowAt>
 FLASHMOE_INLINE void pack_transposed(const RowAt& row_at, int64_t begin, int64_t end, int64_t dim,
                                      float* to) {
@@ -25,8 +25,8 @@ FLASHMOE_INLINE void pack_transposed(const RowAt& row_at, int64_t begin, int64_t
   }
 }
 
-// As [panel][row / kPack][kPanel], a panel having `panel_size` numbers: the depth is across the rows, and
-// `begin` a multiple of kPack. Whether all that was packed is finite.
+// As [panel][row / kPack][kPanel], a panel having `panel_size` numbers: the depth is across the
+// rows, and `begin` a multiple of kPack. Whether all that was packed is finite.
 template <typename Product, typename RowAt>
 FLASHMOE_INLINE bool pack_across(const RowAt& row_at, int64_t begin, int64_t end, int64_t dim,
                                  int64_t panel_size, float* to) {

@@ -1,5 +1,5 @@
-// Products of bf16 pairs by vdpbf16ps: two per lane and instruction, summed in fp32. Denormal inputs
-// and sums count as 0. Included after cpu/products.h.
+// Products of bf16 pairs by vdpbf16ps: two per lane and instruction, summed in fp32. Denormal
+// inputs and sums count as 0. Included after cpu/products.h.
 
 struct Bf16PairProduct {
   using Element = Bf16;

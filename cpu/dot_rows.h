@@ -1,13 +1,13 @@
-// Dot products of few rows with columns whose depth is contiguous, each read once, where it lies: for
-// any instruction set. kDotColumns columns and up to Simd::kDotRows rows at a time, a vector along the
-// depth.
+// Dot products of few rows with columns whose depth is contiguous, each read once, where it lies:
+// for any instruction set. kDotColumns columns and up to Simd::kDotRows rows at a time, a vector
+// along the depth.
 //
 // Included after cpu/products.h.
 
 constexpr int kDotColumns = 4;
 
-// sums[r][j] += the product of row r, packed in words, and column j, of which `words` words are there.
-// The order of a sum does not depend on how many rows or which columns there are beside it.
+// sums[r][j] += the product of row r, packed in words, and column j, of which `words` words are
+// there. The order of a sum does not depend on how many rows or which columns there are beside it.
 template <typename Product, int kRowStride, int kSumStride>
 class DotRows {
  public:

@@ -54,8 +54,9 @@ bool processor_has(Isa isa) {
   return isa == Isa::kScalar;
 }
 
-// Whether what the processor has is also faster than the one before. Intel's cores issue vdpbf16ps every
-// second cycle and FMAs twice a cycle, so that pairs take twice as long as numbers widened to fp32.
+// Whether what the processor has is also faster than the one before. Intel's cores issue vdpbf16ps
+// every second cycle and FMAs twice a cycle, so that pairs take twice as long as numbers widened to
+// fp32.
 bool prefers(Isa isa) {
 #if FLASHMOE_CPU_X86
   if (isa == Isa::kAvx512Bf16) return !__builtin_cpu_is("intel");

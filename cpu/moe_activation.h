@@ -1,8 +1,8 @@
-// Activations of a mixture of experts, a vector at a time, for any instruction set. A NaN stays one.
-// Included after cpu/products.h.
+// Activations of a mixture of experts, a vector at a time, for any instruction set. A NaN stays
+// one. Included after cpu/products.h.
 
-// e^x, a normal number: x is cut to +-kExpLimit. The rest of x log2(e) beside an integer is exact but
-// for one rounding, so that the relative error does not grow with x: below 2.5e-7.
+// e^x, a normal number: x is cut to +-kExpLimit. The rest of x log2(e) beside an integer is exact
+// but for one rounding, so that the relative error does not grow with x: below 2.5e-7.
 FLASHMOE_INLINE Vector exp_of(Vector x) {
   constexpr float kExpLimit = 87.0f;
   constexpr float kLog2ERest = 1.925963033e-8f;  // log2(e) - kLog2E

@@ -1,23 +1,26 @@
-// Products in the tile registers of AMX. A tile is 16 rows of 64 bytes: tdpbf16ps multiplies 16 rows of 16
-// words (pairs of bf16), as they lie in memory, by 16 columns of as many words, [word][column], into
-// 16 x 16 sums.
+// Products in the tile registers of AMX. A tile is 16 rows of 64 bytes: tdpbf16ps multiplies 16
+// rows of 16 words (pairs of bf16), as they lie in memory, by 16 columns of as many words,
+// [word][column], into 16 x 16 sums.
 //
-// Which of the two the weights are depends on how they lie, so that none but rows of x are transposed:
+// Which of the two the weights are depends on how they lie, so that none but rows of x are
+// transposed:
 //   depth contiguous    weights are the rows of the product, loaded where they lie; its sums are
 //                       transposed in the end;
-//   columns contiguous  weights are the columns: some words of many panels at a time are made of pairs of
-//                       the matrix's rows, [word][16], and multiplied from there.
+//   columns contiguous  weights are the columns: some words of many panels at a time are made of
+//                       pairs of the matrix's rows, [word][16], and multiplied from there.
 //
-// Rows of x are packed once for all columns of a tile, over all of its depth if there is room. Two tiles
-// of them by the two of a panel are multiplied at a time; their sums stay in registers over what is packed
-// of both. Columns go by in chunks, whose sums are finished before the next one's begin.
+// Rows of x are packed once for all columns of a tile, over all of its depth if there is room. Two
+// tiles of them by the two of a panel are multiplied at a time; their sums stay in registers over
+// what is packed of both. Columns go by in chunks, whose sums are finished before the next one's
+// begin.
 //
 // Every sum runs in the order of depth, whatever the number of rows and columns.
 //
-// Included after cpu/moe_few_rows.h and cpu/bf16_pair_product.h, with kGroupRows the rows of a tile.
+// Included after cpu/moe_few_rows.h and cpu/bf16_pair_product.h, with kGroupRows the rows of a
+// tile.
 
-// Of a product, of which a tile is a part: by rows no more rows than are packed over all of a depth of
-// 2048, by columns as many as the weights should be packed once for.
+// Of a product, of which a tile is a part: by rows no more rows than are packed over all of a depth
+// of 2048, by columns as many as the weights should be packed once for.
 constexpr int64_t kTiledRows = 288;
 constexpr int64_t kTiledRowsByColumns = 384;
 constexpr int64_t kTiledColumns = 4096;  // enough tiles for some threads
@@ -50,8 +53,8 @@ class TiledRows {
 
   void compute() {
     const Use registers;
-    // Where each panel is multiplied over all of depth at once, its sums are finished while they are in
-    // the first level of the cache.
+    // Where each panel is multiplied over all of depth at once, its sums are finished while they
+    // are in the first level of the cache.
     const bool at_once = words_ <= block_ && lies_by_rows(tile_);
     const int64_t most = TileScratch::kSums / (row_tiles_ * kEdge * tile_.matrices);
     const int64_t columns = at_once ? kPanel : smaller(most / kPanel * kPanel, kWideColumns);
@@ -136,8 +139,8 @@ class TiledRows {
     }
 
    private:
-    // Where depth is contiguous: whole tiles where they lie, and what is left of depth, or of a panel
-    // that is not full, packed with zeros behind it.
+    // Where depth is contiguous: whole tiles where they lie, and what is left of depth, or of a
+    // panel that is not full, packed with zeros behind it.
     void multiply_lying(TiledRows& all, int m, int64_t word, int64_t words) const {
       constexpr int64_t kPackedWords = TileScratch::kPanelWords;
       const int64_t stride = tile_.weights[m].row_stride;
@@ -167,8 +170,8 @@ class TiledRows {
       }
     }
 
-    // Where columns are: those of all panels of the chunk are packed at a time, so that long runs of a
-    // row are read together, each of which has a page of its own.
+    // Where columns are: those of all panels of the chunk are packed at a time, so that long runs
+    // of a row are read together, each of which has a page of its own.
     void multiply_columns(TiledRows& all, int m, int64_t word, int64_t words) const {
       const int64_t room = TileScratch::kPanelWords / panels_ / kEdge * kEdge;
       const bool in_turns = tile_.weights[m].row_stride != 1;
@@ -237,8 +240,8 @@ class TiledRows {
     }
   };
 
-  // Words `word` to `word` + `words` of all rows, with zeros behind them up to whole tiles: transposed where
-  // weights lie by rows.
+  // Words `word` to `word` + `words` of all rows, with zeros behind them up to whole tiles:
+  // transposed where weights lie by rows.
   void pack_rows(int64_t word, int64_t words, bool transposed) {
     const Packed packed = transposed ? Packed::kTransposed : Packed::kAsTheyLie;
     if (packed_ == packed && packed_word_ == word) return;
@@ -266,8 +269,8 @@ class TiledRows {
     return s_.rows + (pair * packed_steps_ + tiles_of(pair) * step) * kTile;
   }
 
-  // sums = or, behind the beginning, += rows times a panel over `words` of depth, from word `done` on of
-  // those that are packed.
+  // sums = or, behind the beginning, += rows times a panel over `words` of depth, from word `done`
+  // on of those that are packed.
   void multiply(const PanelTiles& w, int64_t done, int64_t words, bool begins, bool by_rows,
                 float* sums) const {
     const int64_t steps = (words + kEdge - 1) / kEdge;
@@ -285,8 +288,8 @@ class TiledRows {
     }
   }
 
-  // Tiles 0 and 2 are sums of either tile of rows with the first half of the panel, 1 and 3 with the second;
-  // 4 and 5 are rows, 6 and 7 the panel's.
+  // Tiles 0 and 2 are sums of either tile of rows with the first half of the panel, 1 and 3 with
+  // the second; 4 and 5 are rows, 6 and 7 the panel's.
   template <int kTiles, bool kByRows>
   FLASHMOE_NOINLINE static void multiply_tiles(const float* rows, const PanelTiles& w,
                                                int64_t steps, bool begins, float* sums) {
@@ -335,7 +338,8 @@ class TiledRows {
     }
   }
 
-  // `words` of up to 16 rows, of which `depth` elements are there, 16 at a time; tile from tile `stride` words.
+  // `words` of up to 16 rows, of which `depth` elements are there, 16 at a time; tile from tile
+  // `stride` words.
   static void pack(const Bf16* const (&from)[kLanes], int64_t rows, int64_t depth, int64_t words,
                    bool transposed, float* to, int64_t stride) {
     for (int64_t word = 0; word < words; word += kEdge, to += stride) {

@@ -1,9 +1,9 @@
-// Few rows of an expert times its matrix: each weight is read once, where it lies, and nothing but the
-// rows is packed. What bounds it is memory.
+// Few rows of an expert times its matrix: each weight is read once, where it lies, and nothing but
+// the rows is packed. What bounds it is memory.
 //
 // Where depth is contiguous: dot products (cpu/dot_rows.h). Where columns are: every row's sums
-// += word * vector of columns, with AVX-512 a cache line of each of up to 16 of the matrix's columns
-// at a time.
+// += word * vector of columns, with AVX-512 a cache line of each of up to 16 of the matrix's
+// columns at a time.
 //
 // Included after cpu/dot_rows.h and cpu/moe_sums.h.
 
@@ -12,8 +12,8 @@ constexpr int64_t kFewWords = 2048;                   // of depth at a time, of 
 // One vector more than a power of two, so that rows do not share cache sets.
 constexpr int64_t kFewStride = kFewWords + kLanes;
 
-// Of many rows. Where columns are contiguous each word of depth is a page of its own: few at a time, and
-// many columns of each.
+// Of many rows. Where columns are contiguous each word of depth is a page of its own: few at a
+// time, and many columns of each.
 constexpr int64_t kTileRows = 288;
 constexpr int64_t kTileColumns = 512;  // of all matrices together
 constexpr int64_t kTileColumnsByColumns = 1024;

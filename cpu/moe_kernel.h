@@ -1,6 +1,6 @@
 // Between the launchers and the per-ISA kernels of the mixture of experts: a tile of a product and
-// who computes it. Included by translation units compiled with different -m flags, so it holds plain
-// declarations only: no inline function, no standard header that brings any.
+// who computes it. Included by translation units compiled with different -m flags, so it holds
+// plain declarations only: no inline function, no standard header that brings any.
 #pragma once
 
 #include <stddef.h>

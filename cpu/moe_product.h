@@ -1,15 +1,15 @@
 // The GEMMs of a mixture of experts for any instruction set: a tile of the rows that an expert has
 // times rows of its matrix (cpu/moe_kernel.h says what comes out).
 //
-// Many rows: blocks of kBlockWords words of depth. The tile's rows are packed once a block, a panel of
-// kPanel columns at a time is packed as [word][kPanel], and all rows are multiplied by it
-// (cpu/products.h). Rows and sums stay in L2, a panel in L1; a word of weights is packed once for all rows
-// of the tile.
+// Many rows: blocks of kBlockWords words of depth. The tile's rows are packed once a block, a panel
+// of kPanel columns at a time is packed as [word][kPanel], and all rows are multiplied by it
+// (cpu/products.h). Rows and sums stay in L2, a panel in L1; a word of weights is packed once for
+// all rows of the tile.
 //
 // Few rows: see cpu/moe_few_rows.h.
 //
-// Sums are fp32, one for each row and column, added up in the order of depth; what is added first in
-// registers depends on the number of rows of the tile only in that few and many are two orders.
+// Sums are fp32, one for each row and column, added up in the order of depth; what is added first
+// in registers depends on the number of rows of the tile only in that few and many are two orders.
 //
 // Included after cpu/moe_few_rows.h.
 
@@ -19,8 +19,9 @@ class ManyRows : MoeTileSums<typename Product::Element> {
   using Element = typename Product::Element;
   using Base = MoeTileSums<Element>;
   static constexpr int kPack = Product::kPack;
-  // Words of depth that are summed in one go: see Product::kScoreRun. Errors of a product here are not
-  // exponentiated, and sums of 16-bit numbers may run on: their own rounding is the greater one.
+  // Words of depth that are summed in one go: see Product::kScoreRun. Errors of a product here are
+  // not exponentiated, and sums of 16-bit numbers may run on: their own rounding is the greater
+  // one.
   static constexpr int64_t kRun = sizeof(Element) < sizeof(float) ? kBlockWords
                                   : Simd::kFused                  ? 64
                                                                   : 32;
@@ -64,10 +65,11 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     return {0, 0, word, clamp(words - word, 0, block_)};
   }
 
-  // Fetches the weights of what comes next into the second level of the cache, a few lines at a time: many
-  // at once fill the buffers of outstanding misses, and the products wait. Where depth is contiguous
-  // that is the next panel. Where columns are, each word of depth has a page of its own, and all panels
-  // of the next block are fetched together, a part of their depth with each panel of this one.
+  // Fetches the weights of what comes next into the second level of the cache, a few lines at a
+  // time: many at once fill the buffers of outstanding misses, and the products wait. Where depth
+  // is contiguous that is the next panel. Where columns are, each word of depth has a page of its
+  // own, and all panels of the next block are fetched together, a part of their depth with each
+  // panel of this one.
   class Fetch {
    public:
     // While panel `p` is multiplied, in `times` calls of some_lines.

@@ -11,8 +11,8 @@ namespace {
 // A thread must find this much work to be worth waking: about ten microseconds of it.
 constexpr double kFlopsPerThread = 2e5;
 
-// Tiles per thread that even out what is uneven; of few rows, where some experts that a plan counts on
-// have none.
+// Tiles per thread that even out what is uneven; of few rows, where some experts that a plan counts
+// on have none.
 constexpr int64_t kTilesPerThread = 4;
 constexpr int64_t kFewRowsTilesPerThread = 8;
 constexpr int64_t kFewestColumns = 32;

@@ -42,7 +42,8 @@ struct ProductShape {
 // For up to `available` threads.
 Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape, int32_t available);
 
-// Whether the second level of the cache is one that large tiles and fetching ahead were measured on.
+// Whether the second level of the cache is one that large tiles and fetching ahead were measured
+// on.
 bool large_cache();
 
 // The experts' rows, cut into tiles, in a part of the workspace.
@@ -77,8 +78,8 @@ class ExpertTiles {
     int64_t end;
     int64_t column_tile;
   };
-  // Of all tiles, each taken column_tiles times. An expert's follow each other, and among these those
-  // of the same columns: they share what they read of its matrix.
+  // Of all tiles, each taken column_tiles times. An expert's follow each other, and among these
+  // those of the same columns: they share what they read of its matrix.
   Tile find(int64_t index, int64_t column_tiles) const;
 
  private:

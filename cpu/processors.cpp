@@ -108,9 +108,9 @@ bool starts_upwards(const char* path) {
   return std::strncmp(path, "/..", 3) == 0 && (path[3] == '/' || path[3] == '\0');
 }
 
-// The process's group as a path below the mounted one; nullptr if it is not there. Both are relative to the
-// namespace's root, which may lie below the mounted group, by names that are not told: then the latter is
-// all of what holds the process that can be found.
+// The process's group as a path below the mounted one; nullptr if it is not there. Both are
+// relative to the namespace's root, which may lie below the mounted group, by names that are not
+// told: then the latter is all of what holds the process that can be found.
 const char* path_below(const char* mounted, const char* group) {
   while (starts_upwards(mounted) && starts_upwards(group)) {
     mounted += 3;
@@ -145,8 +145,8 @@ bool find_group(const char* root, Version version, const char* controller,
   return false;
 }
 
-// visit(folder, version) of the process's groups that have the controller, each before the one that it lies
-// in, until it returns true.
+// visit(folder, version) of the process's groups that have the controller, each before the one that
+// it lies in, until it returns true.
 template <class Visit>
 void visit_groups(const char* root, const char* controller, const Visit& visit) {
   char path[PATH_MAX];
@@ -212,7 +212,8 @@ bool is_word(const char* text, size_t length, const char* word) {
   return std::strlen(word) == length && strncasecmp(text, word, length) == 0;
 }
 
-// The processors of all places of the OpenMP runtime that the process has, if it shows its functions.
+// The processors of all places of the OpenMP runtime that the process has, if it shows its
+// functions.
 bool openmp_places(cpu_set_t* processors) {
   const auto count_places = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_num_places"));
   const auto count_in_place =
@@ -249,8 +250,8 @@ void add_processors_of_all_tasks(cpu_set_t* processors) {
   closedir(tasks);
 }
 
-// Where it binds threads, all that it may use: by its own account, else by what its threads are bound to.
-// Empty where it does not.
+// Where it binds threads, all that it may use: by its own account, else by what its threads are
+// bound to. Empty where it does not.
 cpu_set_t processors_of_openmp() {
   cpu_set_t processors;
   CPU_ZERO(&processors);

@@ -33,9 +33,9 @@ FLASHMOE_INLINE Vector exp2_polynomial(Vector x) {
   return Simd::multiply_add(y, x, Simd::broadcast(1.0f));
 }
 
-// e^(2x): a power of two times a polynomial (relative error below 1.6e-7) in the rest of the exponent, of
-// an x whose power of two there is. e^0 is 1. A NaN stays one: the last product is of floats, since adding
-// to the exponent of a NaN's bits can make a number of them.
+// e^(2x): a power of two times a polynomial (relative error below 1.6e-7) in the rest of the
+// exponent, of an x whose power of two there is. e^0 is 1. A NaN stays one: the last product is of
+// floats, since adding to the exponent of a NaN's bits can make a number of them.
 constexpr float kExpOfTwiceFactor = 2.0f * kLog2E;
 
 FLASHMOE_INLINE Vector exp_of_twice_in_range(Vector x) {
@@ -46,7 +46,8 @@ FLASHMOE_INLINE Vector exp_of_twice_in_range(Vector x) {
   return Simd::multiply(exp2_polynomial(rest), Simd::power_of_two(shifted));
 }
 
-// The same of any x <= 0: 0 below 2^-126.5. max and min give their second operand where one is a NaN.
+// The same of any x <= 0: 0 below 2^-126.5. max and min give their second operand where one is a
+// NaN.
 FLASHMOE_INLINE Vector exp_of_twice_nonpositive(Vector x) {
   return exp_of_twice_in_range(Simd::max(Simd::broadcast(kExp2Floor / kExpOfTwiceFactor), x));
 }

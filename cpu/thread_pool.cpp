@@ -22,8 +22,8 @@ namespace {
 
 constexpr int32_t kMaxThreads = 4096;
 
-// A helper that finds no work, and a caller whose helpers are not done, look for this long before they
-// sleep: waking a sleeper takes tens of microseconds, as long as a whole small call.
+// A helper that finds no work, and a caller whose helpers are not done, look for this long before
+// they sleep: waking a sleeper takes tens of microseconds, as long as a whole small call.
 constexpr std::chrono::microseconds kSpin{50};
 
 void relax() {
@@ -102,11 +102,12 @@ class Pool {
     }
   }
 
-  // Keeps helpers from the caller's processor. Linux in a virtual machine does not count processors as
-  // available that have idled for a while, and wakes helpers on the waker's own, behind it: until its
-  // time slice ends, which may be as long as the call. Callers at the same time leave helpers where they
-  // are: moving one takes a third of a microsecond, and more where it runs. A caller that is bound to fewer
-  // processors than it has threads, by OpenMP for one, leaves them those of the process.
+  // Keeps helpers from the caller's processor. Linux in a virtual machine does not count processors
+  // as available that have idled for a while, and wakes helpers on the waker's own, behind it:
+  // until its time slice ends, which may be as long as the call. Callers at the same time leave
+  // helpers where they are: moving one takes a third of a microsecond, and more where it runs. A
+  // caller that is bound to fewer processors than it has threads, by OpenMP for one, leaves them
+  // those of the process.
   void stay_off_this_cpu([[maybe_unused]] int32_t threads) {
 #ifdef __linux__
     const int cpu = sched_getcpu();

@@ -13,7 +13,8 @@ int32_t set_num_threads(int32_t n);  // n = 0: default; returns the number in us
 // `threads` - 1 others with distinct workers below `threads`; returns when all have returned. The
 // body must share out its work itself: helpers that come late or not at all (they are busy with
 // another caller) change nothing but the time it takes. Any number of threads may call at once.
-// On Linux helpers run where the last caller that found none at work may run, but for its processor.
+// On Linux helpers run where the last caller that found none at work may run, but for its
+// processor.
 void parallel_run(int32_t threads, void (*body)(void* context, int32_t worker), void* context);
 
 }  // namespace flashmoe::cpu

@@ -128,7 +128,8 @@ DeviceGuard::DeviceGuard(int device_id) : device_id_(device_id) {
 
 DeviceGuard::~DeviceGuard() {
   if (previous_ < 0) return;
-  // cudaSetDevice alone would replace a context that the caller has made, and might make another one.
+  // cudaSetDevice alone would replace a context that the caller has made, and might make another
+  // one.
   if (!make_current(static_cast<CUcontext>(previous_context_))) cudaSetDevice(previous_);
 }
 

@@ -5,8 +5,8 @@
 
 namespace flashmoe {
 
-// Division of numbers below 2^31: a product with the reciprocal, rounded up to 2^-(31 + ceil log2), which
-// is exact for them.
+// Division of numbers below 2^31: a product with the reciprocal, rounded up to 2^-(31 + ceil log2),
+// which is exact for them.
 struct Divisor {
   uint32_t value;
   uint32_t multiplier;

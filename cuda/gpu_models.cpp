@@ -8,9 +8,9 @@
 namespace flashmoe {
 namespace {
 
-// Multiprocessors come in groups, to one of which a cluster is confined. Chips of a model differ in which
-// groups lack some: these have room for 7 clusters of 16 blocks that fill a multiprocessor, as an H200
-// that was measured has.
+// Multiprocessors come in groups, to one of which a cluster is confined. Chips of a model differ in
+// which groups lack some: these have room for 7 clusters of 16 blocks that fill a multiprocessor,
+// as an H200 that was measured has.
 struct Groups {
   int count;
   int multiprocessors;  // of each
@@ -23,14 +23,16 @@ struct Model {
   Groups groups[3];  // none without clusters
 };
 
-// Of Hopper and of Ada: shared memory of a block, of a multiprocessor, and what a block costs beside its own.
+// Of Hopper and of Ada: shared memory of a block, of a multiprocessor, and what a block costs
+// beside its own.
 constexpr int kHopperBlock = 227 << 10;
 constexpr int kHopperMultiprocessor = 228 << 10;
 constexpr int kAdaBlock = 99 << 10;
 constexpr int kAdaMultiprocessor = 100 << 10;
 constexpr int kReserved = 1 << 10;
 
-// In the order of flashmoe_gpu_model; what a driver reports. Some of the memory it keeps for itself.
+// In the order of flashmoe_gpu_model; what a driver reports. Some of the memory it keeps for
+// itself.
 const Model kModels[kGpuModels] = {
     {"NVIDIA H100 80GB HBM3",
      {90, 132, kHopperBlock, kHopperMultiprocessor, kReserved, 50 << 20,
@@ -93,9 +95,9 @@ constexpr Compiled kCompiled[] = {
     {"", 0, kMostRegisters},
 };
 
-// The code that a driver takes for a compute capability, among the architectures of this build, such as
-// "89-real;90a-real;89-virtual": the latest machine code that runs there, else the latest PTX. False if
-// there is none.
+// The code that a driver takes for a compute capability, among the architectures of this build,
+// such as "89-real;90a-real;89-virtual": the latest machine code that runs there, else the latest
+// PTX. False if there is none.
 bool choose_code(int capability, int* arch, int* ptx) {
   int machine_code = 0;
   int newest_ptx = 0;

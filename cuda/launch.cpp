@@ -47,7 +47,8 @@ const Driver* driver() {
   return complete ? &found : nullptr;
 }
 
-// Of the current context, as no other one of the process has or had; 0: there is none that can be used.
+// Of the current context, as no other one of the process has or had; 0: there is none that can be
+// used.
 uint64_t current_context_id(const Driver& driver) {
   unsigned long long id = 0;
   return driver.context_id(nullptr, &id) == CUDA_SUCCESS ? id : 0;

@@ -16,32 +16,33 @@ inline constexpr int kClusterPtx = 90;
 
 struct Kernel;
 
-// What a family does with a kernel when its code has been loaded in a context of the device, which is
-// current; one thread at a time. `first`: on the device, which is when to find out what the code can do there.
-// Else others may read that, and what is to do is to allow the kernel in another context what it was allowed
-// in the first.
+// What a family does with a kernel when its code has been loaded in a context of the device, which
+// is current; one thread at a time. `first`: on the device, which is when to find out what the code
+// can do there. Else others may read that, and what is to do is to allow the kernel in another
+// context what it was allowed in the first.
 using AfterLoading = cudaError_t (*)(const Kernel& kernel, int device_id, const DeviceFacts& facts,
                                      const cudaFuncAttributes& attributes, bool first);
 
 // A kernel on one device. Zeros until it is loaded there.
 struct LoadedKernel {
   std::atomic<int> arch;  // of the code, such as 90
-  // Of the PTX that the code was made from. Not the same: on a newer chip the code may be the chip's,
-  // made from older PTX and without what newer PTX has.
+  // Of the PTX that the code was made from. Not the same: on a newer chip the code may be the
+  // chip's, made from older PTX and without what newer PTX has.
   std::atomic<int> ptx;
   std::atomic<int> static_shared_bytes;  // of a block, beside what a launch asks for
   // A CUkernel, which the driver launches in whatever context is current; or nullptr, and then only
   // the runtime can launch it.
   std::atomic<const void*> handle;
-  // Ids of the contexts in which it was loaded last. What was loaded in a context, and allowed there, is gone
-  // with it, while plans stay: a device that is reset, by any copy of the runtime, has a context of another id.
+  // Ids of the contexts in which it was loaded last. What was loaded in a context, and allowed
+  // there, is gone with it, while plans stay: a device that is reset, by any copy of the runtime,
+  // has a context of another id.
   static constexpr int kContexts = 4;
   std::atomic<uint64_t> contexts[kContexts];
   AfterLoading after;  // written before `arch`
 };
 
-// A compiled kernel. The constants here and in what derives from it are those of its Traits; plan and
-// launch are filled from nowhere else.
+// A compiled kernel. The constants here and in what derives from it are those of its Traits; plan
+// and launch are filled from nowhere else.
 struct Kernel {
   const char* name;
   const void* function;  // for the runtime
@@ -59,16 +60,17 @@ inline bool has_clusters(const Kernel& kernel, int device_id) {
   return kernel.loaded[device_id].ptx.load(std::memory_order_relaxed) >= kClusterPtx;
 }
 
-// Appends a launch of `blocks` blocks of a kernel, which load_kernel has loaded on the device, to a plan;
-// `shared_bytes` are dynamic ones. More dimensions of the grid, a cluster and tiles are the caller's to
-// say. The first launch's code is the plan's; `suffix` is that of its architecture: "a" for sm_90a, or "".
+// Appends a launch of `blocks` blocks of a kernel, which load_kernel has loaded on the device, to a
+// plan; `shared_bytes` are dynamic ones. More dimensions of the grid, a cluster and tiles are the
+// caller's to say. The first launch's code is the plan's; `suffix` is that of its architecture: "a"
+// for sm_90a, or "".
 flashmoe_launch& plan_launch(const Kernel& kernel, int device_id, const char* suffix,
                              int64_t blocks, int threads, int shared_bytes, Plan* plan);
 
 // Launches launch `index` of a plan with its kernel's one argument, which is copied, on the plan's
-// device, which is current, and records it. In a context that the kernel was not loaded in it is before.
-// Where the code has programmatic launches it may begin before what is ahead of it has ended, if it is
-// `early`: every kernel here waits (cuda/ptx/pdl.cuh).
+// device, which is current, and records it. In a context that the kernel was not loaded in it is
+// before. Where the code has programmatic launches it may begin before what is ahead of it has
+// ended, if it is `early`: every kernel here waits (cuda/ptx/pdl.cuh).
 flashmoe_status launch_planned(const Plan& plan, int index, const void* params, void* stream,
                                bool early = true);
 

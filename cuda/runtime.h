@@ -1,5 +1,5 @@
-// What every CUDA backend needs of the runtime: device facts read once, a device guard, functions of
-// the driver, errors as statuses.
+// What every CUDA backend needs of the runtime: device facts read once, a device guard, functions
+// of the driver, errors as statuses.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,12 +34,12 @@ struct DeviceFacts {
 // Facts of a device, read at the first call. If there is no such device, FLASHMOE_ERROR_NO_DEVICE.
 flashmoe_status read_device_facts(int device_id, const DeviceFacts** facts, const Reason& reason);
 
-// A function of the driver, which is not linked, as CUDA 12.0 has it. nullptr if it has none of that
-// name, or if there is no driver.
+// A function of the driver, which is not linked, as CUDA 12.0 has it. nullptr if it has none of
+// that name, or if there is no driver.
 void* driver_function(const char* name);
 
-// Makes a device current for a scope, and then what was current before: the caller's context, which need
-// not be the one that the runtime keeps of its device.
+// Makes a device current for a scope, and then what was current before: the caller's context, which
+// need not be the one that the runtime keeps of its device.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device_id);

@@ -15,8 +15,8 @@ inline constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;  // of a map
 // Whether the driver can make maps.
 bool has_tensor_maps();
 
-// Extents, strides in elements and box of a tensor map, innermost dimension first, whose stride is 1. Of a
-// dimension with stride 0, which a view repeats, the map holds one.
+// Extents, strides in elements and box of a tensor map, innermost dimension first, whose stride
+// is 1. Of a dimension with stride 0, which a view repeats, the map holds one.
 struct MapShape {
   int rank;
   int64_t extents[5];
@@ -30,8 +30,8 @@ bool encode_map(CUtensorMap* map, Dtype dtype, const void* data, const MapShape&
 // Gives a map, which is of the memory at *mapped, that at `data`. False if the driver refuses.
 bool move_map(CUtensorMap* map, const void** mapped, const void* data);
 
-// Makes a context for a thread that has not used CUDA yet: the runtime does so on demand, but the driver,
-// which encodes maps, does not.
+// Makes a context for a thread that has not used CUDA yet: the runtime does so on demand, but the
+// driver, which encodes maps, does not.
 bool make_context(int device_id);
 
 // Encodes the maps of one launch by encode(), which is false if the driver refuses one.

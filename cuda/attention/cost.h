@@ -1,5 +1,5 @@
-// What the families' estimates of a call's time have in common. Each has its own constants, in a cost.h
-// beside it.
+// What the families' estimates of a call's time have in common. Each has its own constants, in a
+// cost.h beside it.
 #pragma once
 
 #include <algorithm>
@@ -57,7 +57,8 @@ struct TileSpeed {
 };
 
 // Tiles of many rows of one query head, of which a step takes `share` of what it takes where all
-// multiprocessors have full ones. Where there are several waves, rows that are not there cost as much.
+// multiprocessors have full ones. Where there are several waves, rows that are not there cost as
+// much.
 inline double tile_microseconds(const Work& work, const TileSpeed& speed, double share,
                                 const DeviceFacts& facts) {
   const double tiles = work.heads_q * ceil_of(work.seq_q, speed.rows);

@@ -84,11 +84,13 @@ const Entry* find_entry(const Entry* const (&entries)[kCount], const AttentionPr
   return best;
 }
 
-// Appends the launch of `blocks` blocks of a kernel, as cuda/launch.h says, and what it says of tiles.
+// Appends the launch of `blocks` blocks of a kernel, as cuda/launch.h says, and what it says of
+// tiles.
 flashmoe_launch& plan_launch(const AttentionKernel& kernel, int device_id, const char* suffix,
                              int64_t blocks, Plan* plan);
 
-// What a second kernel combines the parts of (cuda/attention/combine.h): rows, of KV heads or of tiles.
+// What a second kernel combines the parts of (cuda/attention/combine.h): rows, of KV heads or of
+// tiles.
 struct PartsToCombine {
   int32_t rows;   // of each
   int64_t count;  // of KV heads or tiles

@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kHopper = 90;  // compute capability
 
-// Whether the copy engine can walk a view: strides above 0 and below 2^40 bytes, or 0 for batches and
-// heads, whose map then holds one.
+// Whether the copy engine can walk a view: strides above 0 and below 2^40 bytes, or 0 for batches
+// and heads, whose map then holds one.
 template <class Data>
 bool can_walk(const RowsView<Data>& view, int64_t batch, int64_t seq, int64_t heads) {
   const int64_t end = kMaxStrideBytes / dtype_bytes(view.dtype);

@@ -1,5 +1,5 @@
-// What the attention families whose kernels load by the copy engine share on the host: which views it can
-// walk, and the maps of rows.
+// What the attention families whose kernels load by the copy engine share on the host: which views
+// it can walk, and the maps of rows.
 #pragma once
 
 #include <cstdint>

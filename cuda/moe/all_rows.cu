@@ -1,4 +1,5 @@
-// Offsets of a product of one expert that has every row, however many: they are cut to the rows there are.
+// Offsets of a product of one expert that has every row, however many: they are cut to the rows
+// there are.
 #include <cstdint>
 
 #include "core/backends.h"

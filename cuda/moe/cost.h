@@ -1,5 +1,5 @@
-// What layers of experts and grouped products take: work that every family shares, and a time from a
-// family's own speed.
+// What layers of experts and grouped products take: work that every family shares, and a time from
+// a family's own speed.
 #pragma once
 
 #include <algorithm>

@@ -67,9 +67,9 @@ __device__ __forceinline__ void store_async(uint32_t address, int32_t value, uin
       : "memory");
 }
 
-// Arrives at a mapped barrier, of this or another block of the cluster. Of this thread's own accesses to
-// memory that orders nothing in the other block: what it says is that asynchronous ones, which it has
-// waited for, are over.
+// Arrives at a mapped barrier, of this or another block of the cluster. Of this thread's own
+// accesses to memory that orders nothing in the other block: what it says is that asynchronous
+// ones, which it has waited for, are over.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -57,8 +57,8 @@ __device__ __forceinline__ uint4 load_relaxed(const uint32_t* address) {
   return words;
 }
 
-// A word that another block stores by store_release: with it comes all that the other has written or
-// seen before. sm_70 and newer.
+// A word that another block stores by store_release: with it comes all that the other has written
+// or seen before. sm_70 and newer.
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
   uint32_t word;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(address) : "memory");
@@ -68,8 +68,8 @@ __device__ __forceinline__ void store_release(uint32_t* address, uint32_t value)
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Adds to a word after all that this thread has written or seen, as others that see the sum find. sm_70
-// and newer.
+// Adds to a word after all that this thread has written or seen, as others that see the sum find.
+// sm_70 and newer.
 __device__ __forceinline__ void add_release(uint32_t* address, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

@@ -1,6 +1,6 @@
 // mbarrier: barriers in shared memory that count arriving threads and the bytes of bulk copies. One
-// is 8 bytes, 8-byte aligned, and alternates between phases of parity 0 and 1, from 0 on. sm_90, but
-// for what is said to be of sm_80.
+// is 8 bytes, 8-byte aligned, and alternates between phases of parity 0 and 1, from 0 on. sm_90,
+// but for what is said to be of sm_80.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Named barriers 0 to 15 of a block: some warps of it meet. `threads`, a multiple of 32, counts those
-// that wait and those that only arrive. Barrier 0 is __syncthreads'.
+// Named barriers 0 to 15 of a block: some warps of it meet. `threads`, a multiple of 32, counts
+// those that wait and those that only arrive. Barrier 0 is __syncthreads'.
 #pragma once
 
 namespace flashmoe::ptx {

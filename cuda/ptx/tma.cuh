@@ -1,7 +1,7 @@
-// The copy engine (TMA): boxes of a tensor of rank 4 or 5 between global and shared memory, one thread
-// issuing. Coordinates are in elements, innermost dimension first. Elements outside the tensor are
-// zero when read and left alone when written. The tensor map lies in kernel parameters, 64-byte
-// aligned; boxes with 128-byte rows and swizzle begin on multiples of 1024 bytes. sm_90.
+// The copy engine (TMA): boxes of a tensor of rank 4 or 5 between global and shared memory, one
+// thread issuing. Coordinates are in elements, innermost dimension first. Elements outside the
+// tensor are zero when read and left alone when written. The tensor map lies in kernel parameters,
+// 64-byte aligned; boxes with 128-byte rows and swizzle begin on multiples of 1024 bytes. sm_90.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +43,8 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const void* map, 
       : "memory");
 }
 
-// The same into every block of the cluster that has its bit in `blocks`: at the same place of its shared
-// memory, completing on the barrier at the same place.
+// The same into every block of the cluster that has its bit in `blocks`: at the same place of its
+// shared memory, completing on the barrier at the same place.
 __device__ __forceinline__ void tma_load_multicast(uint32_t destination, const void* map,
                                                    uint32_t barrier, uint64_t policy,
                                                    uint16_t blocks, int c0, int c1, int c2,
@@ -57,8 +57,8 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t destination, const v
       : "memory");
 }
 
-// Copies contiguous bytes, a multiple of 16 from a 16-byte aligned place to another, and completes on
-// `barrier`.
+// Copies contiguous bytes, a multiple of 16 from a 16-byte aligned place to another, and completes
+// on `barrier`.
 __device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, int bytes,
                                           uint32_t barrier, uint64_t policy) {
   asm volatile(
@@ -107,7 +107,8 @@ __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Waits until all of this thread's groups of stores but the kPending newest have read their sources.
+// Waits until all of this thread's groups of stores but the kPending newest have read their
+// sources.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait_read_but() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

@@ -2,8 +2,8 @@
 // accumulation, asynchronous. B lies in shared memory; A there too or in registers. sm_90a.
 //
 // Warp w of the group owns rows 16w..16w+15. Of lane l, with g = l / 4 and t = l % 4, element
-// d[4n + e] is D[16w + g + 8 (e / 2), 8n + 2t + e % 2] for n = 0, 1, ...: two neighbouring n, packed
-// in pairs, are the A fragment of 16 columns.
+// d[4n + e] is D[16w + g + 8 (e / 2), 8n + 2t + e % 2] for n = 0, 1, ...: two neighbouring n,
+// packed in pairs, are the A fragment of 16 columns.
 //
 // Between the first product of a group and the wait that ends it nothing may touch the accumulators
 // or the A registers: `pin` holds the compiler to that.
@@ -60,9 +60,10 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// multiply(d, a, b, add): A and B in shared memory, both K-major. multiply_major(d, a, b, add): the same
-// with A MN-major; multiply_majors: both MN-major. multiply_values(d, a, b, add): A in registers, B MN-major; multiply_by_rows: B K-major.
-// `add` false overwrites d. A in registers is what ldmatrix gives of four 8x8 matrices, rows first.
+// multiply(d, a, b, add): A and B in shared memory, both K-major. multiply_major(d, a, b, add): the
+// same with A MN-major; multiply_majors: both MN-major. multiply_values(d, a, b, add): A in
+// registers, B MN-major; multiply_by_rows: B K-major. `add` false overwrites d. A in registers is
+// what ldmatrix gives of four 8x8 matrices, rows first.
 template <class Element, int kColumns>
 struct Wgmma;
 
@@ -146,8 +147,8 @@ struct Wgmma;
 #define FLASHMOE_R_92 FLASHMOE_R_88 ", %88, %89, %90, %91"
 #define FLASHMOE_D_92 FLASHMOE_D_88, FLASHMOE_D4(88)
 
-// Here and below `registers` are kColumns / 2, and s0... the placeholders of the operands that follow them. Of A
-// in registers; `b_major` is 1 where B is MN-major.
+// Here and below `registers` are kColumns / 2, and s0... the placeholders of the operands that
+// follow them. Of A in registers; `b_major` is 1 where B is MN-major.
 #define FLASHMOE_WGMMA_OF_VALUES(name, b_major, type, columns, registers, s0, s1, s2, s3, s4, s5) \
   static __device__ __forceinline__ void name(float (&d)[registers], const uint32_t (&a)[4],      \
                                               uint64_t b, bool add) {                             \

@@ -1,4 +1,5 @@
-// Which tile a block takes next. Tiles have positions, from 0 on, and a position has a tile of a head.
+// Which tile a block takes next. Tiles have positions, from 0 on, and a position has a tile of a
+// head.
 //
 // A block of a kernel that is not persistent takes the position of its index, or some blocks share
 // one. Blocks of persistent kernels take theirs

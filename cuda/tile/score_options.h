@@ -1,7 +1,7 @@
 // What a call makes of its scores Q K^T between the products and the end of the softmax: the scale,
-// the softcap, which keys a query sees, and the sinks. Every attention kernel has them from here: an option is
-// added to this struct, to score_options, which fills it, and to what the kernels call, here and in
-// cuda/tile/softmax.cuh.
+// the softcap, which keys a query sees, and the sinks. Every attention kernel has them from here:
+// an option is added to this struct, to score_options, which fills it, and to what the kernels
+// call, here and in cuda/tile/softmax.cuh.
 #pragma once
 
 #include <algorithm>

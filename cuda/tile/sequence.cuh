@@ -1,5 +1,5 @@
-// The sequence of a tile: where its queries and keys lie in the tensors, how many there are, and where
-// the diagonal between them is. A kernel asks for it where it decodes a tile.
+// The sequence of a tile: where its queries and keys lie in the tensors, how many there are, and
+// where the diagonal between them is. A kernel asks for it where it decodes a tile.
 #pragma once
 
 #include "cuda/tile/score_options.h"

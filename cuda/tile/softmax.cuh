@@ -103,8 +103,8 @@ __device__ __forceinline__ float lse_of_no_keys(const ScoreOptions& options, int
   return sink_of<Element>(options, head);
 }
 
-// Adds a sink, which exceeds the row's maximum by so many powers of two, to a sum of the row. Where that
-// is more than none the sink is the new maximum: what accumulators are to be multiplied by.
+// Adds a sink, which exceeds the row's maximum by so many powers of two, to a sum of the row. Where
+// that is more than none the sink is the new maximum: what accumulators are to be multiplied by.
 __device__ __forceinline__ float add_sink(float excess, float& sum) {
   const float power = numeric::exp2_approx(-fabsf(excess));
   const bool is_maximum = excess > 0.0f;

@@ -93,9 +93,10 @@ typedef enum flashmoe_device_type {
   FLASHMOE_DEVICE_GPU_MODEL = 256 /* a flashmoe_gpu_model, to plan for */
 } flashmoe_device_type;
 
-/* Models of GPUs. Plans, workspace sizes and flashmoe_get_device_info() are had of one without there
- * being any, or a driver, from a table of what a driver says of the model. Nothing runs on one.
- * A CPU-only build has no plans of GPUs, and refuses models with FLASHMOE_ERROR_ARCH_NOT_BUILT. */
+/* Models of GPUs. Plans, workspace sizes and flashmoe_get_device_info() are had of one without
+ * there being any, or a driver, from a table of what a driver says of the model. Nothing runs on
+ * one. A CPU-only build has no plans of GPUs, and refuses models with
+ * FLASHMOE_ERROR_ARCH_NOT_BUILT. */
 typedef enum flashmoe_gpu_model {
   FLASHMOE_GPU_H100 = 0, /* of 80 GB, SXM */
   FLASHMOE_GPU_H200 = 1,
@@ -148,14 +149,14 @@ typedef enum flashmoe_log_level {
   FLASHMOE_LOG_DEBUG = 3  /* also why the other kernels were not chosen */
 } flashmoe_log_level;
 
-/* Receives one line without its newline. May be called from any thread that calls the library, and may
- * call it. */
+/* Receives one line without its newline. May be called from any thread that calls the library, and
+ * may call it. */
 typedef void (*flashmoe_log_callback)(int32_t level, const char* line, void* user);
 
 /* Sets level and destination. Before the first call they come from the environment:
  * FLASHMOE_LOG_LEVEL (0 to 3) and FLASHMOE_LOG_FILE (a path, "%i" becomes the process id, in a
- * forked child its own; or "stdout"; default stderr). callback NULL keeps the current destination. Nothing is ever
- * synchronised in order to log. Errors: INVALID_ARGUMENT (level out of range). */
+ * forked child its own; or "stdout"; default stderr). callback NULL keeps the current destination.
+ * Nothing is ever synchronised in order to log. Errors: INVALID_ARGUMENT (level out of range). */
 FLASHMOE_API flashmoe_status flashmoe_set_log(int32_t level, flashmoe_log_callback callback,
                                               void* user);
 
@@ -190,14 +191,16 @@ typedef struct flashmoe_tensor {
 /* ------------------------------------------------------------------------------------------------
  * Plans and launches, of every operation
  *
- * flashmoe_..._plan() tells how a call will be computed, and launches nothing. flashmoe_last_launches()
- * reads back what this thread's last call launched. Both give the same list, in the order of the launches.
+ * flashmoe_..._plan() tells how a call will be computed, and launches nothing.
+ * flashmoe_last_launches() reads back what this thread's last call launched. Both give the same
+ * list, in the order of the launches.
  * ---------------------------------------------------------------------------------------------- */
 
 /* The most launches of one call. */
 #define FLASHMOE_MAX_LAUNCHES 16
 
-/* One launch. On the CPU, grid[0] counts independent tiles and block[0] the threads that share them. */
+/* One launch. On the CPU, grid[0] counts independent tiles and block[0] the threads that share
+ * them. */
 typedef struct flashmoe_launch {
   char kernel[64]; /* "attention_forward_sm89_bf16_d128_dv128" */
   flashmoe_device device;
@@ -206,10 +209,11 @@ typedef struct flashmoe_launch {
   int32_t cluster;       /* blocks of a cluster; 0 or 1: there are none */
   int32_t stages;        /* pipeline depth of the main loop's loads; 0 where that says nothing */
   uint64_t shared_bytes; /* shared memory of one block, static and dynamic */
-  /* The tile of a block, or of a cluster that shares one; 0 where that says nothing. Attention: tile_m
-   * query rows ("sm89_few_rows" and split KV: of all query heads that share keys) meet tile_n keys a
-   * step ("sm89_few_rows": of a warp), with dim and dim_v head dimensions, to which the call's are
-   * padded. Products of experts: tile_m rows of an expert's weights meet at most tile_n tokens. */
+  /* The tile of a block, or of a cluster that shares one; 0 where that says nothing. Attention:
+   * tile_m query rows ("sm89_few_rows" and split KV: of all query heads that share keys) meet
+   * tile_n keys a step ("sm89_few_rows": of a warp), with dim and dim_v head dimensions, to which
+   * the call's are padded. Products of experts: tile_m rows of an expert's weights meet at most
+   * tile_n tokens. */
   int32_t tile_m;
   int32_t tile_n;
   int32_t dim;
@@ -245,9 +249,9 @@ static inline flashmoe_plan flashmoe_plan_init(void) {
   return plan;
 }
 
-/* Fills launches[0] to launches[*count - 1] with the launches of this thread's last call that launched
- * something. Errors: INVALID_ARGUMENT (launches or count is NULL, or nothing was launched yet on this
- * thread), CUDA. */
+/* Fills launches[0] to launches[*count - 1] with the launches of this thread's last call that
+ * launched something. Errors: INVALID_ARGUMENT (launches or count is NULL, or nothing was launched
+ * yet on this thread), CUDA. */
 FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES],
                                                     int32_t* count);
 
@@ -259,10 +263,10 @@ FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLA
  *   logit        = scale * q[b,i,h,:] . k[b,j,g,:], or with a softcap
  *                  softcap * tanh(scale * q[b,i,h,:] . k[b,j,g,:] / softcap)
  *
- * with g = h / (heads_q / heads_kv), over the keys j that query i sees. Exact, by the online softmax
- * of Milakov and Gimelshein (arXiv:1805.02867) in the tiling of FlashAttention (arXiv:2205.14135,
- * arXiv:2307.08691); sums are accumulated in fp32, of fp64 in fp64. The same inputs give the same bits on
- * every run. A query row that sees no key gives out 0 and lse -inf.
+ * with g = h / (heads_q / heads_kv), over the keys j that query i sees. Exact, by the online
+ * softmax of Milakov and Gimelshein (arXiv:1805.02867) in the tiling of FlashAttention
+ * (arXiv:2205.14135, arXiv:2307.08691); sums are accumulated in fp32, of fp64 in fp64. The same
+ * inputs give the same bits on every run. A query row that sees no key gives out 0 and lse -inf.
  *
  *   q    [batch, seq_q, heads_q,  dim]     fp16, bf16; on the CPU also fp32 and fp64
  *   k    [batch, seq_k, heads_kv, dim]     same dtype and device as q
@@ -341,10 +345,10 @@ typedef struct flashmoe_attention_forward_params {
   const flashmoe_attention_sequences*
       sequences;                /* NULL: every row of the batch has all of its tensors */
   const flashmoe_tensor* sinks; /* [heads_q], fp32 or q's dtype, any stride; NULL: none. A logit of
-                                   each head, of natural units and outside of scale and softcap, that
-                                   takes part in the softmax of every row and has no value: lse counts
-                                   it, and a row that sees no key has it as its lse. -inf is no sink,
-                                   +inf leaves nothing to the keys. */
+                                   each head, of natural units and outside of scale and softcap,
+                                   that takes part in the softmax of every row and has no value: lse
+                                   counts it, and a row that sees no key has it as its lse. -inf is
+                                   no sink, +inf leaves nothing to the keys. */
 } flashmoe_attention_forward_params;
 
 static inline flashmoe_attention_forward_params flashmoe_attention_forward_params_init(void) {
@@ -355,22 +359,23 @@ static inline flashmoe_attention_forward_params flashmoe_attention_forward_param
 }
 
 /* Fills *plan with what flashmoe_attention_forward would do with these arguments; launches
- * nothing, reads no tensor data. Errors: those of flashmoe_attention_forward, but for its memory. */
+ * nothing, reads no tensor data. Errors: those of flashmoe_attention_forward, but for its memory.
+ */
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_plan(
     const flashmoe_attention_forward_params* params, flashmoe_plan* plan);
 
-/* Bytes of workspace the call needs, at most 16 MiB on a GPU; 0 is common. On the CPU they depend on
- * the number of threads, of every operation: what was told stays enough when that number changes,
- * since a call uses no more threads than it has room for. */
+/* Bytes of workspace the call needs, at most 16 MiB on a GPU; 0 is common. On the CPU they depend
+ * on the number of threads, of every operation: what was told stays enough when that number
+ * changes, since a call uses no more threads than it has room for. */
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_workspace_size(
     const flashmoe_attention_forward_params* params, size_t* bytes);
 
 /* Computes out and, if given, lse.
  *
- *   workspace        memory of the tensors' device, 16-byte aligned, of workspace_size bytes; may be
- *                    NULL when no workspace is needed. Its content is ignored and overwritten.
- *   stream           a cudaStream_t of the tensors' device (NULL: the default stream); ignored on
- *                    the CPU, where the call returns when the result is there.
+ *   workspace    memory of the tensors' device, 16-byte aligned, of workspace_size bytes; may be
+ *                NULL when no workspace is needed. Its content is ignored and overwritten.
+ *   stream       a cudaStream_t of the tensors' device (NULL: the default stream); ignored on
+ *                the CPU, where the call returns when the result is there.
  *
  * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL, CUDA,
  * OUT_OF_MEMORY. */
@@ -382,7 +387,8 @@ flashmoe_attention_forward(const flashmoe_attention_forward_params* params, void
  * Attention, backward
  *
  * The gradients of a loss by q, k and v, of those by out and, if it is used, by lse: with the names
- * above, p[b,i,j,h] = exp(logit[b,i,j,h] - lse[b,h,i]) and delta[b,h,i] = dout[b,i,h,:] . out[b,i,h,:]
+ * above, p[b,i,j,h] = exp(logit[b,i,j,h] - lse[b,h,i]) and delta[b,h,i] = dout[b,i,h,:] .
+ * out[b,i,h,:]
  *
  *   dv[b,j,g,:]     = sum_h sum_i p[b,i,j,h] dout[b,i,h,:]
  *   dlogit[b,i,j,h] = p[b,i,j,h] (dout[b,i,h,:] . v[b,j,g,:] - delta[b,h,i] + dlse[b,h,i])
@@ -391,8 +397,9 @@ flashmoe_attention_forward(const flashmoe_attention_forward_params* params, void
  *   dq[b,i,h,:]     = sum_j dscore[b,i,j,h] k[b,j,g,:]
  *
  * over the query heads h of the KV head g, and the pairs of which query i sees key j. Sums are
- * accumulated in fp32, of fp64 in fp64. The same inputs give the same bits on every run. A query that sees
- * no key has a gradient of 0, and so has a key that no query sees, whatever else there is in the tensors.
+ * accumulated in fp32, of fp64 in fp64. The same inputs give the same bits on every run. A query
+ * that sees no key has a gradient of 0, and so has a key that no query sees, whatever else there is
+ * in the tensors.
  *
  *   dout  as out                          the gradient of out, of q's dtype
  *   q, k, v, out                          as of the forward call, whose out it is; its rows may
@@ -403,8 +410,8 @@ flashmoe_attention_forward(const flashmoe_attention_forward_params* params, void
  *   dk    as k                            same
  *   dv    as v                            same
  *
- * One of dq, dk and dv at least is wanted. Their elements must not overlap one another, and in each the
- * last stride is 1 and every row begins on a 16-byte boundary.
+ * One of dq, dk and dv at least is wanted. Their elements must not overlap one another, and in each
+ * the last stride is 1 and every row begins on a 16-byte boundary.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef struct flashmoe_attention_backward_params {
@@ -439,12 +446,14 @@ static inline flashmoe_attention_backward_params flashmoe_attention_backward_par
 }
 
 /* Fills *plan with what flashmoe_attention_backward would do with these arguments; launches
- * nothing, reads no tensor data. Errors: those of flashmoe_attention_backward, but for its memory. */
+ * nothing, reads no tensor data. Errors: those of flashmoe_attention_backward, but for its memory.
+ */
 FLASHMOE_API flashmoe_status flashmoe_attention_backward_plan(
     const flashmoe_attention_backward_params* params, flashmoe_plan* plan);
 
-/* Bytes of workspace the call needs: some for each row of q, none for a pair of a query and a key. On the
- * CPU they depend on the number of threads, as those of flashmoe_attention_forward_workspace_size. */
+/* Bytes of workspace the call needs: some for each row of q, none for a pair of a query and a key.
+ * On the CPU they depend on the number of threads, as those of
+ * flashmoe_attention_forward_workspace_size. */
 FLASHMOE_API flashmoe_status flashmoe_attention_backward_workspace_size(
     const flashmoe_attention_backward_params* params, size_t* bytes);
 

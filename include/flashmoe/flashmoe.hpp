@@ -11,9 +11,10 @@
 //   flashmoe::run(call, workspace);
 //
 // A call is a plain struct of views and options: AttentionForward, AttentionBackward, MoeRoute,
-// MoeForward, FusedMoe or GroupedProduct. What its fields mean is said where the C ABI says it, in flashmoe.h and moe.h; a
-// field that is left alone is "none" or the default. Every call has the same four functions: plan,
-// workspace_size, run with memory of the caller's, run with a workspace that grows by itself.
+// MoeForward, FusedMoe or GroupedProduct. What its fields mean is said where the C ABI says it, in
+// flashmoe.h and moe.h; a field that is left alone is "none" or the default. Every call has the
+// same four functions: plan, workspace_size, run with memory of the caller's, run with a workspace
+// that grows by itself.
 //
 // Errors: the functions return Result<T>. With exceptions that is T, and a failure throws Error,
 // whose what() is the library's sentence. With FLASHMOE_NO_EXCEPTIONS defined (it is where the
@@ -21,8 +22,8 @@
 // Both kinds may be linked into one program.
 //
 // A call costs what it costs in C and the filling of C's structs: views and calls are trivially
-// copyable, and nothing here allocates but Buffer, Workspace and Routing, and those only what they are asked
-// for.
+// copyable, and nothing here allocates but Buffer, Workspace and Routing, and those only what they
+// are asked for.
 #ifndef FLASHMOE_FLASHMOE_HPP_
 #define FLASHMOE_FLASHMOE_HPP_
 

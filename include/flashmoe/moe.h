@@ -121,14 +121,14 @@ FLASHMOE_API flashmoe_status flashmoe_moe_route(const flashmoe_moe_route_params*
  *
  * H and I are multiples of 8. Of an expert's matrix either the last stride or the one before it is
  * 1: a weight stored as [E, H, 2I] is passed as its transposed view. Other strides, of x and out
- * too, are multiples of 16 bytes, as is where tensors begin; any stride from one expert to the next.
- * w_down may be transposed where w_gate_up is not, and the other way round; w_gate_up and w_up, where
- * they are two, are both transposed or neither, but for "cpu". "sm89_few_tokens" takes no transposed weights.
- * Products are accumulated in fp32; a and y are kept in x's dtype, the sum over k is in fp32 in the
- * order of k. The same inputs give the same bits on every run. A token without experts gets 0. A
- * NaN or Inf of a token, or of an expert, reaches the tokens and experts that meet it and no others.
- * weights, offsets, pairs and slots are those of flashmoe_moe_route, for the same T and K; whatever
- * they hold, nothing outside the tensors is read or written.
+ * too, are multiples of 16 bytes, as is where tensors begin; any stride from one expert to the
+ * next. w_down may be transposed where w_gate_up is not, and the other way round; w_gate_up and
+ * w_up, where they are two, are both transposed or neither, but for "cpu". "sm89_few_tokens" takes
+ * no transposed weights. Products are accumulated in fp32; a and y are kept in x's dtype, the sum
+ * over k is in fp32 in the order of k. The same inputs give the same bits on every run. A token
+ * without experts gets 0. A NaN or Inf of a token, or of an expert, reaches the tokens and experts
+ * that meet it and no others. weights, offsets, pairs and slots are those of flashmoe_moe_route,
+ * for the same T and K; whatever they hold, nothing outside the tensors is read or written.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef enum flashmoe_moe_gate {
@@ -203,9 +203,9 @@ FLASHMOE_API flashmoe_status flashmoe_moe_forward(const flashmoe_moe_forward_par
  *        [E, M, K] with counts [E]: it has the first counts[e] of its M rows
  *   w    [E, N, K], strides as those of an expert's matrix above
  *   out  [rows, N] or [E, M, N]; rows that no expert has are not written
- * Offsets and counts are cut to the rows that there are, so that {0, 2^31 - 1} gives one expert all.
- * K and N are multiples of 8, rows and M at most 2^31 - 2^16; dtypes, alignment and accumulation as
- * above.
+ * Offsets and counts are cut to the rows that there are, so that {0, 2^31 - 1} gives one expert
+ * all. K and N are multiples of 8, rows and M at most 2^31 - 2^16; dtypes, alignment and
+ * accumulation as above.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef struct flashmoe_grouped_product_params {
@@ -242,12 +242,12 @@ FLASHMOE_API flashmoe_status flashmoe_grouped_product(const flashmoe_grouped_pro
  *   logits = router_weights tokens[t] + router_bias, in the dtype of tokens, or given
  *   out    = flashmoe_moe_forward(tokens, flashmoe_moe_route(logits))
  *
- * with all that lies between in the workspace. The same bits as by three calls. Arguments are those of
- * the two, but for:
+ * with all that lies between in the workspace. The same bits as by three calls. Arguments are those
+ * of the two, but for:
  *
  *   tokens          [T, H]  x of the layer
- *   router_weights  [E, H]  dtype of tokens, strides as those of an expert's matrix; E is a multiple
- *                           of 8 (of other E's give logits); NULL with logits
+ *   router_weights  [E, H]  dtype of tokens, strides as those of an expert's matrix; E is
+ *                           a multiple of 8 (of other E's give logits); NULL with logits
  *   router_bias     [E]     fp32 or the dtype of tokens; NULL: none, and with logits
  *   logits          [T, E]  fp16, bf16, fp32; NULL with router_weights
  * ---------------------------------------------------------------------------------------------- */
@@ -288,8 +288,8 @@ static inline flashmoe_fused_moe_params flashmoe_fused_moe_params_init(void) {
   return params;
 }
 
-/* The plan has the launches of all three, in order, and is otherwise the layer's; workspace, stream and
- * errors are as in flashmoe_moe_route. */
+/* The plan has the launches of all three, in order, and is otherwise the layer's; workspace, stream
+ * and errors are as in flashmoe_moe_route. */
 FLASHMOE_API flashmoe_status flashmoe_fused_moe_plan(const flashmoe_fused_moe_params* params,
                                                      flashmoe_plan* plan);
 FLASHMOE_API flashmoe_status

@@ -154,7 +154,7 @@ bool Argument::backed() const {
   for (int axis = 0; axis < rank; ++axis) {
     if (shape[axis] == 0) return true;
     if (shape[axis] == 1) continue;
-    const Wide elements = static_cast<Wide>(shape[axis] - 1) * stride(axis);
+    const Wide elements = (static_cast<Wide>(shape[axis]) - 1) * stride(axis);
     const Wide most = static_cast<Wide>(block_bytes);  // beyond it, bytes and sums may not fit Wide
     if (elements < -most || elements > most) return false;
     const Wide reach = elements * (tensor.dtype.bits / 8);
@@ -223,8 +223,8 @@ double logit_of(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j) {
 
 namespace {
 
-// The lse of q and k, where a backward call reads it; 0, which nobody uses, of a row that sees no key.
-// Of rows that share a place it is the last one's.
+// The lse of q and k, where a backward call reads it; 0, which nobody uses, of a row that sees no
+// key. Of rows that share a place it is the last one's.
 void store_lse(Call* call) {
   const int seq = call->params.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1;
   const int64_t seq_q = call->q.shape[seq], seq_k = call->k.shape[seq];

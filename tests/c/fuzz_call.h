@@ -1,5 +1,5 @@
-// A valid attention call, forward or backward, in memory of its own, for the fuzz to spoil: random extents, layouts, strides
-// and dtypes, with outputs poisoned and guarded.
+// A valid attention call, forward or backward, in memory of its own, for the fuzz to spoil: random
+// extents, layouts, strides and dtypes, with outputs poisoned and guarded.
 #pragma once
 
 #include <cstdint>
@@ -73,8 +73,8 @@ struct Argument {
   bool natural() const;  // contiguous, row-major
 };
 
-// A forward or a backward call. Of a backward call, too, `params` has the options and the tensors that
-// both have; `backward` has the rest.
+// A forward or a backward call. Of a backward call, too, `params` has the options and the tensors
+// that both have; `backward` has the rest.
 struct Call {
   explicit Call(bool is_backward) : is_backward(is_backward) {
     if (is_backward) {

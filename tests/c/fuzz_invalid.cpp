@@ -1,7 +1,7 @@
 // Random calls through the C ABI, most of them invalid: fuzz_invalid [calls] [seed].
 //
-// A valid attention call, forward or backward, is made, at most three faults are put into it, and the oracle of
-// call_oracle.h says what must come of it:
+// A valid attention call, forward or backward, is made, at most three faults are put into it, and
+// the oracle of call_oracle.h says what must come of it:
 //   invalid  every entry point refuses it with a sentence that blames a guilty argument, and no
 //            byte of an output, of a plan or of the tensors' memory has changed;
 //   shared   outputs lie in other tensors: planned, and then refused in the same way;
@@ -282,7 +282,8 @@ void expect_gradients(Call* call) {
           for (int64_t d = 0; d < e.dim; ++d) {
             const double q = number_at(*call, call->q, b, i, h, d);
             const double k = number_at(*call, call->k, b, j, g, d);
-            // The last two are what delta is a difference of: its roundings count, and so do the slope's.
+            // The last two are what delta is a difference of: its roundings count, and so do the
+            // slope's.
             for (const double part : {slope * (dweight - delta), magnitude, -magnitude}) {
               dq.add(b, i, h, d, factor * part * k);
               dk.add(b, j, g, d, factor * part * q);

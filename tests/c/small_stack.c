@@ -1,4 +1,5 @@
-/* A thread with a small stack, which is to have room for the library's thread-local storage and for calls. */
+/* A thread with a small stack, which is to have room for the library's thread-local storage and for
+ * calls. */
 #define _POSIX_C_SOURCE 200809L
 #include <limits.h>
 #include <math.h>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,40 @@ def test_plans_are_those_that_an_h200_was_given(document: dict[str, Any]) -> Non
     cells = [cell for cell in document["cells"] if "plan" in cell]
     for cell in cells:
         found = json.loads(json.dumps(as_planned_now(document, cell)))
-        recorded = cell["plan"]
+        recorded = in_todays_names(cell["plan"])
         if "microseconds" not in recorded:  # of a version whose plans told less, in other words
             found = in_words_of(recorded, found)
             recorded = {name: value for name, value in recorded.items() if name in found}
+        else:
+            assert found["microseconds"] == pytest.approx(recorded["microseconds"], rel=0.03)
+            found, recorded = anywhere(found), anywhere(recorded)
         assert found == recorded, cell["shape"]
+
+
+def in_todays_names(plan: dict[str, Any]) -> dict[str, Any]:
+    """Families and kernels as they are called since."""
+    text = json.dumps(plan)
+    for before, since in (
+        ("attention_forward_split_", "attention_forward_sm90_split_kv_"),
+        ("attention_combine_split_", "attention_combine_sm90_split_kv_"),
+        ("attention_forward_short_", "attention_forward_sm89_few_rows_"),
+        ("attention_combine_short_", "attention_combine_sm89_few_rows_"),
+        ('"family": "split"', '"family": "sm90"'),
+        ('"family": "short"', '"family": "sm89_few_rows"'),
+        ('"family": "stream"', '"family": "sm89_few_tokens"'),
+    ):
+        text = text.replace(before, since)
+    text = re.sub(r"_stream_(\w+_bulk)", r"_sm90_few_tokens_\1", text)
+    renamed: dict[str, Any] = json.loads(text.replace("_stream_", "_sm89_few_tokens_"))
+    return renamed
+
+
+def anywhere(plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan less its device's name and estimated times: memory clocks differ a little."""
+    text = json.dumps({name: value for name, value in plan.items() if name != "microseconds"})
+    text = re.sub(r"\b(cuda:0|h200)\b", "there", text)
+    same: dict[str, Any] = json.loads(re.sub(r"[\d.]+ us", "some us", text))
+    return same
 
 
 def in_words_of(recorded: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-// The choice among kernel families (core/choose.h), on made-up ones. With an argument, FLASHMOE_ARCH names
-// that family.
+// The choice among kernel families (core/choose.h), on made-up ones. With an argument,
+// FLASHMOE_ARCH names that family.
 #include "core/choose.h"
 
 #include <cstring>
@@ -229,7 +229,8 @@ void long_reasons_are_cut() {
   CHECK(Reason().refuse(FLASHMOE_ERROR_UNSUPPORTED, "%d", 1) == FLASHMOE_ERROR_UNSUPPORTED);
 }
 
-// ---- FLASHMOE_ARCH -------------------------------------------------------------------------------
+// ---- FLASHMOE_ARCH
+// -------------------------------------------------------------------------------
 
 void the_environment_names_a_family_of_gpus() {
   Outcome out = explain(takes(1), takes(9));

@@ -1,5 +1,5 @@
-// flashmoe_fused_moe on the CPU: the bits of the three calls that it is made of, its plan and its workspace,
-// and what it refuses, in the names of its own arguments.
+// flashmoe_fused_moe on the CPU: the bits of the three calls that it is made of, its plan and its
+// workspace, and what it refuses, in the names of its own arguments.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -286,7 +286,8 @@ struct Steps {
   }
 };
 
-// ---- what it computes -----------------------------------------------------------------------------
+// ---- what it computes
+// -----------------------------------------------------------------------------
 
 bool same_launch(const flashmoe_launch& a, const flashmoe_launch& b) {
   return std::memcmp(&a, &b, sizeof a) == 0;
@@ -312,7 +313,8 @@ void check_against_steps(const Case& c, unsigned seed) {
   CHECK(count == plan.launch_count && count == (c.from_logits ? 4 : 5));
   CHECK(plan.flops == flops);
   CHECK(plan.workspace_bytes == layer.workspace_bytes());
-  // What lies between the operations, each part on a multiple of 256 bytes, and the most that one needs.
+  // What lies between the operations, each part on a multiple of 256 bytes, and the most that one
+  // needs.
   uint64_t between = 0;
   const auto add = [&](int64_t elements, uint64_t bytes) {
     between += (static_cast<uint64_t>(elements) * bytes + 255) / 256 * 256;
@@ -425,7 +427,8 @@ void a_workspace_stays_enough_when_threads_grow() {
   CHECK(flashmoe_set_num_threads(1) == FLASHMOE_OK);
 }
 
-// ---- what it refuses ------------------------------------------------------------------------------
+// ---- what it refuses
+// ------------------------------------------------------------------------------
 
 struct Fault {
   const char* sentence;  // how it begins; nullptr: the call is right
@@ -806,7 +809,8 @@ void workspaces_are_checked() {
   }
 }
 
-// ---- the log, and devices that are not here -------------------------------------------------------
+// ---- the log, and devices that are not here
+// -------------------------------------------------------
 
 void a_call_is_one_line_of_the_log() {
   std::vector<std::string> lines;

@@ -1,5 +1,5 @@
-// What an operation's list of options (core/option.h) makes of itself: checks of ranges, in their words,
-// and the log's line.
+// What an operation's list of options (core/option.h) makes of itself: checks of ranges, in their
+// words, and the log's line.
 #include "core/option.h"
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// Whether what a call writes overlaps its other tensors (core/overlap.h), against a count of the bytes
-// of random views.
+// Whether what a call writes overlaps its other tensors (core/overlap.h), against a count of the
+// bytes of random views.
 #include "core/overlap.h"
 
 #include <algorithm>

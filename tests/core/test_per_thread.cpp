@@ -1,5 +1,5 @@
-// What threads keep apart, and what they say without memory for it. aligned_alloc and free are wrapped,
-// to fail and to be counted.
+// What threads keep apart, and what they say without memory for it. aligned_alloc and free are
+// wrapped, to fail and to be counted.
 #include "core/per_thread.h"
 
 #include <pthread.h>

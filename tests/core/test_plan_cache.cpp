@@ -1,6 +1,6 @@
 // The plans that a thread keeps (core/plan_cache.h): by themselves, and behind the C ABI on made-up
-// families, so that it needs no GPU. Whatever was called before, a call comes to what it comes to on a
-// thread that has called nothing yet.
+// families, so that it needs no GPU. Whatever was called before, a call comes to what it comes to
+// on a thread that has called nothing yet.
 #include "core/plan_cache.h"
 
 #include <algorithm>
@@ -37,7 +37,8 @@ void* __wrap_aligned_alloc(size_t alignment, size_t bytes) {
 namespace flashmoe {
 namespace {
 
-// ---- the cache by itself -------------------------------------------------------------------------
+// ---- the cache by itself
+// -------------------------------------------------------------------------
 
 struct Toy {
   flashmoe_device device;
@@ -197,7 +198,8 @@ void every_byte_of_a_problem_counts() {
   every_byte_counts<GroupedProductProblem>(6);
 }
 
-// ---- families ------------------------------------------------------------------------------------
+// ---- families
+// ------------------------------------------------------------------------------------
 
 std::atomic<int> plans{0};
 std::atomic<int> preparations{0};
@@ -300,7 +302,8 @@ flashmoe_status cuda_all_rows(int32_t, const int32_t** offsets) {
 
 namespace {
 
-// ---- calls ---------------------------------------------------------------------------------------
+// ---- calls
+// ---------------------------------------------------------------------------------------
 
 constexpr uintptr_t kData = uintptr_t{1} << 40;  // never read
 constexpr flashmoe_dtype kHalf = {FLASHMOE_DTYPE_FLOAT, 16, 1};
@@ -357,8 +360,8 @@ struct AnyCall {
     }
   }
 
-  // Copies of a call are copies: nothing points into another before this. In Params the tensors follow
-  // its size, in order.
+  // Copies of a call are copies: nothing points into another before this. In Params the tensors
+  // follow its size, in order.
   const Params* ready(bool contiguous = false) {
     auto* const pointers = reinterpret_cast<const flashmoe_tensor**>(
         reinterpret_cast<unsigned char*>(&params) + sizeof(size_t));
@@ -551,7 +554,8 @@ bool told_apart(const Call& one, const Call& other) {
   return apart;
 }
 
-// ---- what is kept, and what is told apart --------------------------------------------------------
+// ---- what is kept, and what is told apart
+// --------------------------------------------------------
 
 // Leaves something on the stack in which the next call's problem comes to lie.
 void scribble(int value) {
@@ -948,7 +952,8 @@ void a_kernels_name_is_the_callers() {
   CHECK(run<Attention>(&call.params) == FLASHMOE_OK && plans == before);  // no name, in other words
 }
 
-// ---- what is looked at in every call -------------------------------------------------------------
+// ---- what is looked at in every call
+// -------------------------------------------------------------
 
 void addresses_are_checked_every_time() {
   Attention call;
@@ -968,8 +973,8 @@ void addresses_are_checked_every_time() {
   }
 }
 
-// The first and the last byte that an output may not share with another tensor, after calls in which
-// they lay apart.
+// The first and the last byte that an output may not share with another tensor, after calls in
+// which they lay apart.
 template <class Call>
 void outputs_may_not_come_to_overlap(const Call& call) {
   CHECK(planned(call));
@@ -1138,7 +1143,8 @@ void empty_calls_launch_nothing() {
   }
 }
 
-// ---- when nothing is kept ------------------------------------------------------------------------
+// ---- when nothing is kept
+// ------------------------------------------------------------------------
 
 void calls_on_the_cpu_are_planned_every_time() {
   Attention call;
@@ -1197,7 +1203,8 @@ void without_memory_calls_are_planned_every_time() {
   CHECK(!planned(call));
 }
 
-// ---- all together --------------------------------------------------------------------------------
+// ---- all together
+// --------------------------------------------------------------------------------
 
 // Any sequence of calls, right and wrong, against the same calls on threads that know none.
 void random_calls_come_to_what_they_come_to_alone() {

@@ -1,5 +1,5 @@
-// What control groups and OpenMP's environment say of the processors that a process may use: on made-up
-// systems, in a folder of the test's own.
+// What control groups and OpenMP's environment say of the processors that a process may use: on
+// made-up systems, in a folder of the test's own.
 #include "cpu/processors.h"
 
 #include <stdio.h>

@@ -1,5 +1,6 @@
-// What calls of the C ABI cost the host, each beside launches of empty kernels with its grid, blocks, shared
-// memory and parameters: those are what no library can save. Prints "name ours launches", microseconds.
+// What calls of the C ABI cost the host, each beside launches of empty kernels with its grid,
+// blocks, shared memory and parameters: those are what no library can save. Prints "name ours
+// launches", microseconds.
 #include <cuda_runtime.h>
 
 #include <algorithm>

@@ -167,7 +167,7 @@ def test_broadcast_keys_and_values(dtype: str, family: str) -> None:
         served = "sm89" if family in kernels.COPY_ENGINE and shape[1] == 1 else family
         out, lse = fm.flash_attention(q, k, v, causal=True, return_lse=True, kernel=served)
         ran = fm.last_launches()[0].kernel
-        assert f"_{kernels.stem(served)}_" in ran
+        assert ran.startswith(f"attention_forward_{kernels.stem(served)}_{dtype}_")
         oracle.assert_accurate(out, lse, q, k, v, True)
         copies = (x.contiguous() for x in (k, v))
         assert torch.equal(out, fm.flash_attention(q, *copies, causal=True, kernel=ran))
@@ -192,7 +192,9 @@ def test_repeated_batches_and_heads(
         tensors[name] = x
     options = {"causal": True, "layout": layout, "return_lse": True, "kernel": family}
     out, lse = fm.flash_attention(**tensors, **options)
-    assert fm.last_launches()[0].kernel.startswith(f"attention_forward_{kernels.stem(family)}_")
+    assert fm.last_launches()[0].kernel.startswith(
+        f"attention_forward_{kernels.stem(family)}_bf16_"
+    )
     oracle.assert_accurate(out, lse, **tensors, causal=True, layout=layout)
     copies = {name: x.contiguous() for name, x in tensors.items()}
     again, lse_again = fm.flash_attention(**copies, **options)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import capi
 import flashmoe_science as fm
 import numpy as np
 import pytest
@@ -323,6 +324,21 @@ def test_a_foreign_use_of_the_target_is_refused(qkv: list[np.ndarray]) -> None:
     call = jax.ffi.ffi_call("flashmoe_attention_forward_v1", jax.typeof(jnp.asarray(qkv[0])))
     with pytest.raises(Exception, match="call this target through flashmoe_science"):
         jax.block_until_ready(call(*map(jnp.asarray, qkv)))
+
+
+def test_options_that_hold_an_address_are_foreign() -> None:
+    """A program's text may come from anywhere: no pointer is taken from it."""
+    q = jnp.zeros((1, 8, 2, 16))
+    fm.flash_attention(q, q, q)
+    call = jax.ffi.ffi_call("flashmoe_attention_forward_v1", jax.typeof(q))
+    packed = bytes.fromhex(_core.pack_options("attention_forward", {}).split(" ")[0])
+    for field in ("q_scale", "k_scale", "v_scale", "sequences"):
+        at = getattr(capi.AttentionForwardParams, field).offset
+        hostile = packed[:at] + b"\x08" + packed[at + 1 :]
+        with pytest.raises(Exception, match="call this target through flashmoe_science"):
+            jax.block_until_ready(
+                call(q, q, q, inputs="q k v ", outputs="out ", options=f"{hostile.hex()} ")
+            )
 
 
 def test_what_the_plan_cannot_see_fails_with_the_librarys_sentence() -> None:

@@ -38,8 +38,9 @@ struct HeadLogits {
 };
 
 // A validated call. Every extent and every reachable byte offset fits in int64; batch, seq_q and
-// seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim; heads_q % heads_kv == 0. The four views are
-// of one dtype: no kernel takes others yet. Sinks are of that or of fp32.
+// seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim; heads_q %
+// heads_kv == 0. The four views are of one dtype: no kernel takes others yet. Sinks are of that or
+// of fp32.
 struct AttentionProblem {
   flashmoe_device device;
 
@@ -73,8 +74,8 @@ struct AttentionProblem {
   int64_t right_offset;
 };
 
-// A validated call of the gradients of such a call, whose out and lse are inputs here. A gradient may be
-// absent, but not all of them; each is of the views' dtype or of fp32.
+// A validated call of the gradients of such a call, whose out and lse are inputs here. A gradient
+// may be absent, but not all of them; each is of the views' dtype or of fp32.
 struct AttentionBackwardProblem : AttentionProblem {
   RowsView<const void> dout;  // as out
   const void* dlse;           // as lse, or nullptr: 0

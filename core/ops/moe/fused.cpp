@@ -1,5 +1,5 @@
-// The router's product, routing and the layer in one call: three operations whose intermediates lie in the
-// call's workspace.
+// The router's product, routing and the layer in one call: three operations whose intermediates lie
+// in the call's workspace.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -111,8 +111,8 @@ flashmoe_status check_sources(const FusedMoe::Params& params) {
   return check_absent("router_bias", params.router_bias, "with logits");
 }
 
-// What the grouped product would say of tensors that the caller did not give: its weights have an axis
-// more than a router's.
+// What the grouped product would say of tensors that the caller did not give: its weights have an
+// axis more than a router's.
 flashmoe_status check_router(const Call& call, const View& tokens, Dtype dtype, int64_t* experts) {
   const FusedMoe::Params& params = call.params;
   constexpr char kName[] = "router_weights";
@@ -159,8 +159,8 @@ flashmoe_status read_experts(const Call& call, const View& tokens, Dtype dtype, 
                       *experts, "w_gate_up", held->shape[0]);
 }
 
-// Lays out what is between the operations. Validation and plans come before the call's workspace, so that
-// addresses count from kNowhere: place() gives those of a launch.
+// Lays out what is between the operations. Validation and plans come before the call's workspace,
+// so that addresses count from kNowhere: place() gives those of a launch.
 char* const kNowhere = reinterpret_cast<char*>(uintptr_t{kRegionAlignment});
 
 void lay_out(int64_t tokens, int64_t experts, Call* call) {
@@ -283,7 +283,8 @@ flashmoe_status make_call(const FusedMoe::Params* given, Call* call) {
   return make_forward(call);
 }
 
-// ---- plans and launches ---------------------------------------------------------------------------
+// ---- plans and launches
+// ---------------------------------------------------------------------------
 
 // One of the operations, and how it is computed. Without a router's product that step is empty.
 template <class Operation>
@@ -309,8 +310,8 @@ flashmoe_status with_steps(const Call& call, const Work& work) {
   });
 }
 
-// Bytes of workspace of a whole call: `planned`, which its query tells, and `least`, which it can do with
-// by fewer threads.
+// Bytes of workspace of a whole call: `planned`, which its query tells, and `least`, which it can
+// do with by fewer threads.
 struct Needs {
   uint64_t planned = 0;
   uint64_t least = 0;

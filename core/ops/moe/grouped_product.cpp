@@ -1,4 +1,5 @@
-// The grouped product (grouped GEMM): its checks and its families. See core/operation.h for the rest.
+// The grouped product (grouped GEMM): its checks and its families. See core/operation.h for the
+// rest.
 #include <cstdio>
 
 #include "core/ops/moe/checks.h"

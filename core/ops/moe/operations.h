@@ -1,5 +1,5 @@
-// The operations of the mixture of experts, as core/operation.h takes them. Each has a source of its own.
-// make_problem() may be given other names of arguments: fused_moe's.
+// The operations of the mixture of experts, as core/operation.h takes them. Each has a source of
+// its own. make_problem() may be given other names of arguments: fused_moe's.
 #pragma once
 
 #include <array>

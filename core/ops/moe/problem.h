@@ -12,7 +12,8 @@ namespace flashmoe {
 inline constexpr int64_t kMaxExperts = 1024;
 inline constexpr int64_t kMaxTopK = 32;
 
-// A validated call of flashmoe_moe_route. T * K <= 2^31 - 2^16; every pointer is aligned to its elements.
+// A validated call of flashmoe_moe_route. T * K <= 2^31 - 2^16; every pointer is aligned to its
+// elements.
 struct MoeRouteProblem {
   flashmoe_device device;
   int64_t tokens;
@@ -47,7 +48,8 @@ struct MoeRouteProblem {
   KernelName kernel;  // "": routing has one family for each device
 };
 
-// A [rows, columns] view, or one for each expert, whose columns lie next to each other. Strides in elements.
+// A [rows, columns] view, or one for each expert, whose columns lie next to each other. Strides in
+// elements.
 template <class Data>
 struct TokenRows {
   Data* data;  // nullptr: absent
@@ -78,8 +80,8 @@ struct ExpertBias {
   int32_t gap;
 };
 
-// A validated call of flashmoe_moe_forward. T * K <= 2^31 - 2^16; hidden and inner are multiples of 8.
-// Rows and matrices are of one dtype: no kernel takes others yet.
+// A validated call of flashmoe_moe_forward. T * K <= 2^31 - 2^16; hidden and inner are multiples
+// of 8. Rows and matrices are of one dtype: no kernel takes others yet.
 struct MoeForwardProblem {
   flashmoe_device device;
   int64_t tokens;
@@ -113,7 +115,8 @@ struct MoeForwardProblem {
   KernelName kernel;  // the family asked for, or ""
 };
 
-// A validated call of flashmoe_grouped_product. x, w and out are of one dtype: no kernel takes others yet.
+// A validated call of flashmoe_grouped_product. x, w and out are of one dtype: no kernel takes
+// others yet.
 struct GroupedProductProblem {
   flashmoe_device device;
   int32_t experts;

@@ -1,5 +1,6 @@
-// What a call takes by the sm89 kernels. On compute capability 9.0 the rate is what an H100 reached with
-// them at 4 x 2048 tokens, d 128 (benchmarks/results/shared_tile_h100.json), elsewhere it is an estimate.
+// What a call takes by the sm89 kernels. On compute capability 9.0 the rate is what an H100 reached
+// with them at 4 x 2048 tokens, d 128 (benchmarks/results/shared_tile_h100.json), elsewhere it is
+// an estimate.
 #pragma once
 
 #include "cuda/attention/cost.h"

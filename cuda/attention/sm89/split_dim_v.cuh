@@ -172,7 +172,8 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
 
   const TileSteps<Traits> steps(params.score, sequence_of(params, tile.batch), tile.first_row);
   const int first_key = sequence_of(params, tile.batch).begin_k + steps.first;
-  // Of the sequence from one on. Read anew: kept across the main loop its length would cost registers.
+  // Of the sequence from one on. Read anew: kept across the main loop its length would cost
+  // registers.
   const auto keys_from = [&](int key) { return sequence_of(params, tile.batch).length_k - key; };
 
   KLoader<Traits> k_loader(k + first_key * params.tensors.k_strides.seq,

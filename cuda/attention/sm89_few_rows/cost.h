@@ -1,4 +1,5 @@
-// What a call takes by the few-row kernels, an estimate by which plan() chooses a split of its keys too.
+// What a call takes by the few-row kernels, an estimate by which plan() chooses a split of its keys
+// too.
 #pragma once
 
 #include <algorithm>
@@ -22,9 +23,9 @@ struct Split {
   int dims;        // that the kernel is compiled for
 };
 
-// Times in microseconds, rates per microsecond of one multiprocessor, of bytes that reach its registers. The
-// first three are fitted to measurements on an H200 (docs/kernels/attention_sm89_few_rows.md); the others are
-// estimates.
+// Times in microseconds, rates per microsecond of one multiprocessor, of bytes that reach its
+// registers. The first three are fitted to measurements on an H200
+// (docs/kernels/attention_sm89_few_rows.md); the others are estimates.
 inline constexpr double kStart = 1.95;      // launch and first loads
 inline constexpr double kEnd = 1.1;         // writing the output, which the warps of a block share
 inline constexpr double kExchange = 0.5;    // what every doubling of a cluster adds
@@ -37,7 +38,8 @@ inline constexpr double kAloneRate = 60e3;  // bytes, when the L2 serves few oth
 inline constexpr double kColdRate = 44e3;   // the same of bytes that no other tile reads
 inline constexpr double kSharedRate = 40e3;  // bytes, when it serves all
 
-// What memory takes longer where rows are shorter than the kernel's: measured on an H100, of 96 in 128.
+// What memory takes longer where rows are shorter than the kernel's: measured on an H100, of 96 in
+// 128.
 inline constexpr double kPaddedMemory = 1.1;
 
 // Floating-point operations.

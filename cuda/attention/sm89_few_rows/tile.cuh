@@ -71,7 +71,7 @@ struct Tile {
   }
 };
 
-// Where the rows of a tile are in tensors of queries.
+// Where the rows of a tile, of all query heads of a KV head (pack_gqa), are in tensors of queries.
 struct Row {
   int query;
   int row;  // that holds it

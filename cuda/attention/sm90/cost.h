@@ -9,8 +9,8 @@
 
 namespace flashmoe::sm90 {
 
-// What times of tiles are too low by, beside those of the few-row kernels: calls that both serve were timed
-// on an H100 (docs/lab/attention_sm89_few_rows.md, "Beside the families of tiles").
+// What times of tiles are too low by, beside those of the few-row kernels: calls that both serve
+// were timed on an H100 (docs/lab/attention_sm89_few_rows.md, "Beside the families of tiles").
 inline constexpr double kBesideFewRows = 1.05;
 
 // Of kernels for keys of so many dimensions.

@@ -30,8 +30,8 @@ inline void fill_tensors(const AttentionProblem& p, Params* params) {
   params->heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
 }
 
-// What is kept with a plan: the parameters of its launches, and what their maps are of: q, k, v and, for
-// tiles of one head, out. A call at other addresses moves them.
+// What is kept with a plan: the parameters of its launches, and what their maps are of: q, k, v
+// and, for tiles of one head, out. A call at other addresses moves them.
 template <class AnyParams>
 struct Kept {
   AnyParams params;

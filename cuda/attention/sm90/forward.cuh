@@ -8,9 +8,10 @@
 // K^T of this step and P V of the one before, and does the softmax of this step while P V runs;
 // consumers take turns in issuing, so that one's softmax also runs under the other's products.
 //
-// With split KV (Traits::kSplit), for few query rows and many keys, tiles hold the rows of all query
-// heads of a KV head, and the steps of all tiles, laid end to end, are dealt to the blocks in equal
-// ranges (stream-K). A tile within one range is written out by its block; split_kv.cuh has the others.
+// With split KV (Traits::kSplit), for few query rows and many keys, tiles hold the rows of all
+// query heads of a KV head, and the steps of all tiles, laid end to end, are dealt to the blocks in
+// equal ranges (stream-K). A tile within one range is written out by its block; split_kv.cuh has
+// the others.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -685,8 +686,8 @@ struct Consumer {
     }
   }
 
-  // The same for one row, but for what its lse has beside keys, which `repair` adds: here that would
-  // cost the registers that products need.
+  // The same for one row, but for what its lse has beside keys, which `repair` adds: here that
+  // would cost the registers that products need.
   __device__ __forceinline__ void write_nothing_to(int batch, int head, int query) const {
     const int row = sequence_of(params, batch).begin_q + query;
     uint16_t* out_row = params.tensors.out + batch * params.tensors.out_strides.batch +
@@ -709,10 +710,9 @@ struct Consumer {
            (sequence_of(params, of.batch).begin_q + row) * params.tensors.lse_strides.seq;
   }
 
-  // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time, and
-  // where keys are split those that see no key.
-  // After the last tile, when the accumulators' registers are free: inside the loop this would make
-  // it spill.
+  // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time,
+  // and where keys are split those that see no key. After the last tile, when the accumulators'
+  // registers are free: inside the loop this would make it spill.
   __device__ __forceinline__ void repair(const Tile& of) const {
     if constexpr (Traits::kSplit) {
 #pragma unroll 1

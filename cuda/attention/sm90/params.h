@@ -69,10 +69,11 @@ struct StreamKStart {
 // A GH100 has no more multiprocessors.
 inline constexpr int kMostStreamKBlocks = 144;
 
-// Those of a kernel whose tiles hold rows of all query heads of a KV head, and whose blocks take
-// ranges of all tiles' steps (stream-K). A warpgroup has queries_per_group queries of packed_heads
-// heads each: row r is query r / packed_heads and head r % packed_heads of them; what is left of
-// its 64 rows does not exist. A KV head of more query heads has several chunks of packed_heads.
+// Those of a kernel whose tiles hold rows of all query heads of a KV head (pack_gqa), and whose
+// blocks take ranges of all tiles' steps (stream-K). A warpgroup has queries_per_group queries of
+// packed_heads heads each: row r is query r / packed_heads and head r % packed_heads of them; what
+// is left of its 64 rows does not exist. A KV head of more query heads has several chunks of
+// packed_heads.
 //
 // In Params q is then a map over [dim, query heads of a KV head, seq, KV heads, batch], in boxes of
 // a warpgroup's rows, out is not used, and `heads` are those whose rows tiles hold, batch *

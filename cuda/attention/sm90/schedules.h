@@ -1,5 +1,5 @@
-// The two schedules of the sm_90 kernel, each with its kernels, its estimate and its launch. family.cpp
-// chooses.
+// The two schedules of the sm_90 kernel, each with its kernels, its estimate and its launch.
+// family.cpp chooses.
 //
 // - Whole tiles of the rows of one query head, which blocks take in the order of an L2 swizzle.
 // - Split KV: tiles of the rows of all query heads of a KV head, whose keys several blocks share

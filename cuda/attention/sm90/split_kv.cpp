@@ -1,5 +1,5 @@
-// Split KV: tiles of all query heads of a KV head, whose keys several blocks share. Their estimate, plan,
-// parameters and launch.
+// Split KV: tiles of all query heads of a KV head, whose keys several blocks share. Their estimate,
+// plan, parameters and launch.
 #include <algorithm>
 #include <climits>
 

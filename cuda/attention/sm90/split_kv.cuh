@@ -1,5 +1,5 @@
-// Split KV: what is left of a tile whose keys several blocks share. Each leaves its part of the output
-// in the workspace, relative to its own row maxima, and a second kernel adds the parts up
+// Split KV: what is left of a tile whose keys several blocks share. Each leaves its part of the
+// output in the workspace, relative to its own row maxima, and a second kernel adds the parts up
 // (cuda/attention/combine.cuh).
 #pragma once
 

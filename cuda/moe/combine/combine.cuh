@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
   const int64_t first_pair = token * params.top_k;
   const uint16_t* y = params.y + piece * kPiece;
 
-  // Without weights something is loaded all the same, as loads without branches are all sent at once.
+  // Without weights something is loaded all the same, as loads without branches are all sent at
+  // once.
   const float* loaded_weights =
       params.weights != nullptr ? params.weights : reinterpret_cast<const float*>(params.slots);
 

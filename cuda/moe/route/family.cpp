@@ -1,5 +1,5 @@
-// Routing on a GPU, one implementation for all of them: which kernels serve a problem, and with what
-// parameters they are launched.
+// Routing on a GPU, one implementation for all of them: which kernels serve a problem, and with
+// what parameters they are launched.
 #include <algorithm>
 #include <climits>
 
@@ -85,8 +85,8 @@ int warps_of_block(const MoeRouteProblem& p, const Entry& entry, bool once, int 
   return warps;
 }
 
-// Allows clusters of the largest blocks, and finds out which can run; divides shared memory as those who
-// come next want it.
+// Allows clusters of the largest blocks, and finds out which can run; divides shared memory as
+// those who come next want it.
 cudaError_t allow_clusters(const Kernel& kernel, int device_id, const DeviceFacts&,
                            const cudaFuncAttributes& attributes, bool first) {
   const Entry& entry = static_cast<const Entry&>(kernel);

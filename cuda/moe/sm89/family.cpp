@@ -131,8 +131,8 @@ Bias bias_of(const ExpertBias& bias) {
   return {bias.data, bias.expert_stride, bias.row_stride, bias.dtype == Dtype::kFloat32 ? 1 : 0};
 }
 
-// On compute capability 9.0 fitted to measurements on an H200 (docs/lab/moe.md), elsewhere estimates:
-// with fewer bytes a clock more of the memory's peak is reached.
+// On compute capability 9.0 fitted to measurements on an H200 (docs/lab/moe.md), elsewhere
+// estimates: with fewer bytes a clock more of the memory's peak is reached.
 Speed layer_speed(const DeviceFacts& facts) {
   if (facts.compute_capability == 90) return {21, 0.45, 2.6e6};
   return {21, 0.8, 1e6};

@@ -1,5 +1,5 @@
-// What a call takes by the few-token kernels, and with what tiles, stages and blocks. The figures are of an
-// H200 (docs/lab/moe.md).
+// What a call takes by the few-token kernels, and with what tiles, stages and blocks. The figures
+// are of an H200 (docs/lab/moe.md).
 #pragma once
 
 #include <algorithm>
@@ -77,8 +77,8 @@ inline Tile choose_tile(int64_t tokens, int64_t hidden, int64_t inner, int64_t m
   return {blocks_of_whole_stripes(ceil_div(hidden, 32), multiprocessors) > 0 ? 2 : 1, 8, false};
 }
 
-// How often an expert that is taken has its weights read, with room for so many of its tokens at a time, if
-// each of them takes it with this probability.
+// How often an expert that is taken has its weights read, with room for so many of its tokens at a
+// time, if each of them takes it with this probability.
 inline double expected_reads(int64_t tokens, double probability, int room) {
   if (tokens == 0 || probability >= 1)
     return static_cast<double>(ceil_div(std::max<int64_t>(tokens, 1), room));
@@ -95,8 +95,8 @@ inline double expected_reads(int64_t tokens, double probability, int room) {
 }
 
 // What a layer takes, fitted to measurements on an H200 (docs/lab/moe.md). With more tokens of an
-// expert than there is room for its weights are read again, and with many tokens the products are longer
-// than the loads.
+// expert than there is room for its weights are read again, and with many tokens the products are
+// longer than the loads.
 inline double stream_microseconds(const MoeForwardProblem& p, bool bulk, const DeviceFacts& facts) {
   constexpr double kBulkStart = 7.5;
   constexpr double kStart =

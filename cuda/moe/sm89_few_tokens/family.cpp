@@ -1,5 +1,5 @@
-// The sm89_few_tokens family: which pair of kernels serves a layer with few tokens, and with what parameters
-// they are launched.
+// The sm89_few_tokens family: which pair of kernels serves a layer with few tokens, and with what
+// parameters they are launched.
 #include <algorithm>
 #include <climits>
 #include <cmath>

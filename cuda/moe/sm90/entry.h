@@ -17,8 +17,8 @@ enum class Use {
   kMiddleDown      // the same for at most 512 columns: narrower tiles
 };
 
-// Which stride of the weights is 1; or, of kRowsInterleaved, that of rows is 2: a gate's and an up's rows are
-// interleaved in one tensor.
+// Which stride of the weights is 1; or, of kRowsInterleaved, that of rows is 2: a gate's and an
+// up's rows are interleaved in one tensor.
 enum class Major { kColumns, kRows, kRowsInterleaved };
 
 struct Entry : Kernel {

@@ -1,5 +1,5 @@
-// The sm_90 family: which layers and grouped products its kernels serve, and with what parameters they
-// are launched.
+// The sm_90 family: which layers and grouped products its kernels serve, and with what parameters
+// they are launched.
 #include <algorithm>
 #include <climits>
 #include <cmath>
@@ -41,14 +41,14 @@ constexpr int64_t kResidentBytes = int64_t{16} << 20;
 constexpr int32_t kFewerColumns = 4;
 // Tokens of an expert, on average, up to which narrow tiles are filled by few experts.
 constexpr int64_t kNarrowTokens = 64;
-// Tokens of an expert, on average, from which on weights of few columns are kept in registers, of at most
-// kMostKeptColumns and kMostKeptOfFewer; and how many columns less than that there may be: of fewer still too
-// much would be padding.
+// Tokens of an expert, on average, from which on weights of few columns are kept in registers, of
+// at most kMostKeptColumns and kMostKeptOfFewer; and how many columns less than that there may be:
+// of fewer still too much would be padding.
 constexpr int64_t kShortTokens = 192;
 constexpr int64_t kMiddleTokens = 384;
 constexpr int64_t kKeptPadding = kBoxColumns - 1;
-// Token tiles that weights which are kept pass by at most: longer runs are no faster. There are shorter ones
-// where a cluster would have fewer runs than these.
+// Token tiles that weights which are kept pass by at most: longer runs are no faster. There are
+// shorter ones where a cluster would have fewer runs than these.
 constexpr int64_t kRunTiles = 6;
 constexpr int64_t kClusterRuns = 2;
 
@@ -56,7 +56,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 // ---- tensor maps
 
-// [batches, rows, columns], columns next to each other, in boxes of 64 columns by some rows of a batch.
+// [batches, rows, columns], columns next to each other, in boxes of 64 columns by some rows of a
+// batch.
 struct View {
   const void* data;
   int64_t columns;
@@ -75,8 +76,8 @@ struct Kept {
   const void* mapped[2][kMostMaps];
 };
 
-// Sets the maps of one product, the same ones in the same order for every call of a plan: encodes them
-// for the first, and moves them for the next.
+// Sets the maps of one product, the same ones in the same order for every call of a plan: encodes
+// them for the first, and moves them for the next.
 class Maps {
  public:
   Maps(bool encoded, const void** mapped) : encoded_(encoded), mapped_(mapped) {}
@@ -222,8 +223,8 @@ flashmoe_status add_product(const char* name, const DeviceFacts& facts, const Pr
   }
   int arch = 0;
   FLASHMOE_TRY(load_kernel(*entry, product.device.device_id, facts, &arch, reason));
-  // Clusters have one item for a pair of tiles. Of an expert's pairs of token tiles at most the last is
-  // not more than half full.
+  // Clusters have one item for a pair of tiles. Of an expert's pairs of token tiles at most the
+  // last is not more than half full.
   const int64_t all_rows = product.rows * product.batches;
   const int64_t pairs =
       all_rows / entry->tile_tokens + std::min<int64_t>(product.experts, all_rows);

@@ -1,14 +1,14 @@
 // The second stage on Hopper: out[token] = sum over its slots of weight * (w_down a[slot] + bias).
 //
-// A stripe is 16 rows of all experts' w_down, hence columns of out. Its work is a sequence of stages,
-// over the columns of one entry (an expert and a few of its slots) after another; blocks take equal
-// shares of the stages of all stripes. The warps of a block share a stage's columns and keep weighted
-// sums of every token in registers. These are added up in the order of warps when a stripe ends, and in
-// the order of blocks where some share it: the last to come does that. So the order of additions is
-// fixed, and y is never written.
+// A stripe is 16 rows of all experts' w_down, hence columns of out. Its work is a sequence of
+// stages, over the columns of one entry (an expert and a few of its slots) after another; blocks
+// take equal shares of the stages of all stripes. The warps of a block share a stage's columns and
+// keep weighted sums of every token in registers. These are added up in the order of warps when a
+// stripe ends, and in the order of blocks where some share it: the last to come does that. So the
+// order of additions is fixed, and y is never written.
 //
-// Weights are on their way before the kernel in front has ended: it waits itself before it lets this
-// one start, so that what was there before it, weights and routing, is there.
+// Weights are on their way before the kernel in front has ended: it waits itself before it lets
+// this one start, so that what was there before it, weights and routing, is there.
 #pragma once
 
 #include "cuda/moe/sm89_few_tokens/down.cuh"
@@ -132,8 +132,8 @@ __device__ __forceinline__ void produce_down(const DownWork& work, const Ring& r
   while (!producer.walk.done()) producer.copy_next();
 }
 
-// Adds what a warp found of a unit, weighted, to its sums of tokens: a lane (g, t) has those of rows g
-// and g + 8, and of slots, or tokens, 2t and 2t + 1.
+// Adds what a warp found of a unit, weighted, to its sums of tokens: a lane (g, t) has those of
+// rows g and g + 8, and of slots, or tokens, 2t and 2t + 1.
 __device__ __forceinline__ void add_slots(const Unit& unit, const int2* slots,
                                           const float (&found)[4], float (&sums)[4]) {
   const int t = lane_index() % 4;

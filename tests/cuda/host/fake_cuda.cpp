@@ -30,7 +30,8 @@ thread_local int current_device = 0;
 thread_local bool has_context = false;
 thread_local bool context_is_own = false;
 
-// Ids of the runtime's contexts, 0: there is none; of the callers' own ones they are kOwnContexts and on.
+// Ids of the runtime's contexts, 0: there is none; of the callers' own ones they are kOwnContexts
+// and on.
 std::atomic<unsigned long long> context_ids[2] = {};
 std::atomic<unsigned long long> newest_context{0};
 std::atomic<intptr_t> resets{0};
@@ -156,8 +157,8 @@ bool is_aligned(const void* data, uintptr_t alignment) {
   return reinterpret_cast<uintptr_t>(data) % alignment == 0;
 }
 
-// What can be told of a map goes into its bytes, the address first: maps of one view are the same, as the
-// driver's are, and one that was moved is the same as one that was encoded there.
+// What can be told of a map goes into its bytes, the address first: maps of one view are the same,
+// as the driver's are, and one that was moved is the same as one that was encoded there.
 void write_map(const Map& made, CUtensorMapDataType type, CUtensorMap* map) {
   cuuint64_t* word = map->opaque;
   *word++ = reinterpret_cast<uintptr_t>(made.data);

@@ -1,5 +1,5 @@
-// A CUDA runtime and driver without a device, for the host side of the kernel families: two devices of
-// compute capability 9.0, what was asked of them, and failures on demand. Threads have a current
+// A CUDA runtime and driver without a device, for the host side of the kernel families: two devices
+// of compute capability 9.0, what was asked of them, and failures on demand. Threads have a current
 // device and, after their first use of the runtime, a current context, as CUDA's have.
 #pragma once
 
@@ -83,8 +83,8 @@ void forget_context();
 CUcontext own_context_of(int device);
 void use_own_context(int device);
 
-// The runtime's context of a device goes, and with it what kernels were allowed in it, and their handles. Until
-// the runtime is used again there is none.
+// The runtime's context of a device goes, and with it what kernels were allowed in it, and their
+// handles. Until the runtime is used again there is none.
 void reset(int device);
 
 // The thread's current one.

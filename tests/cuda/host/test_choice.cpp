@@ -1,5 +1,5 @@
-// Which family serves calls of few rows on a model of an H200, beside what each took on one: kernels without
-// device code, with the constants of their own traits.
+// Which family serves calls of few rows on a model of an H200, beside what each took on one:
+// kernels without device code, with the constants of their own traits.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -16,7 +16,8 @@
 #include "cuda/numeric/dtype.cuh"
 #include "flashmoe/flashmoe.h"
 
-// ---- kernels without code ------------------------------------------------------------------------
+// ---- kernels without code
+// ------------------------------------------------------------------------
 
 namespace flashmoe {
 namespace {
@@ -139,7 +140,8 @@ FLASHMOE_SPLIT_KV(128)
 
 }  // namespace sm90
 
-// ---- tests ---------------------------------------------------------------------------------------
+// ---- tests
+// ---------------------------------------------------------------------------------------
 
 namespace {
 

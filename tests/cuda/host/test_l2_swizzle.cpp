@@ -53,8 +53,8 @@ struct Launch {
   int64_t choice() const { return heads_per_swizzle(problem, entry, tiles_per_head, facts); }
 };
 
-// By the kernel's Steps: those of a tile, row by row. The first step of a group, from the right, is that of each
-// of its rows.
+// By the kernel's Steps: those of a tile, row by row. The first step of a group, from the right, is
+// that of each of its rows.
 int64_t steps_of_tile(const Launch& launch, int64_t first_row) {
   constexpr int64_t kGroup = 64;
   const AttentionProblem& p = launch.problem;
@@ -77,7 +77,8 @@ int64_t steps_of_tile(const Launch& launch, int64_t first_row) {
   return steps;
 }
 
-// Steps of each block and a start for each of its tiles, by the kernel's TileScheduler, Tile::at and Steps.
+// Steps of each block and a start for each of its tiles, by the kernel's TileScheduler, Tile::at
+// and Steps.
 std::vector<int64_t> walk(const Launch& launch, int64_t heads_per_swizzle) {
   const int64_t blocks = launch.blocks();
   const int64_t tiles = launch.tiles_per_head * launch.heads();
@@ -139,8 +140,8 @@ void the_deal_is_the_kernels_walk() {
   }
 }
 
-// Shapes of which the largest swizzle groups that even out lengths left blocks idle: heads of those groups,
-// and the part of the time that was idle.
+// Shapes of which the largest swizzle groups that even out lengths left blocks idle: heads of those
+// groups, and the part of the time that was idle.
 void blocks_are_left_with_about_the_same() {
   struct Better {
     Shape shape;

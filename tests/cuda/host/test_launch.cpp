@@ -1,6 +1,6 @@
-// The host side of the GPU families on a made-up CUDA: what is loaded, planned and launched, by whom,
-// and what is left when that fails. test_launch [no-driver | no-handles | no-shared-attributes |
-// no-map-moves]: without those parts of CUDA.
+// The host side of the GPU families on a made-up CUDA: what is loaded, planned and launched, by
+// whom, and what is left when that fails. test_launch [no-driver | no-handles |
+// no-shared-attributes | no-map-moves]: without those parts of CUDA.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -35,7 +35,8 @@ void* __wrap_aligned_alloc(size_t alignment, size_t bytes) {
 
 }  // extern "C"
 
-// ---- made-up kernels -----------------------------------------------------------------------------
+// ---- made-up kernels
+// -----------------------------------------------------------------------------
 
 namespace flashmoe::sm89_few_rows {
 static LoadedKernel loaded[kMaxDevices];
@@ -129,7 +130,8 @@ namespace {
 bool driver_launches = true;
 alignas(16) char workspace[16];  // of any size: the fake's launches touch none
 
-// ---- calls ---------------------------------------------------------------------------------------
+// ---- calls
+// ---------------------------------------------------------------------------------------
 
 struct Call {
   int64_t batch, seq_q, seq_k, heads_q, heads_kv;
@@ -216,7 +218,8 @@ void check_read_back(const flashmoe_plan& plan) {
   }
 }
 
-// ---- tests ---------------------------------------------------------------------------------------
+// ---- tests
+// ---------------------------------------------------------------------------------------
 
 // Nothing is asked of the runtime, which has no such device.
 void models_are_planned_for_and_run_nothing() {
@@ -376,8 +379,8 @@ constexpr Moving kMoving[] = {
     {"sm90_split_kv", 1, 64, 0, 8, 2, 0, true, 1},
 };
 
-// Encodes nothing again, moves the maps whose addresses changed and no others, and its launches get the same
-// parameters, byte for byte, as those of a call that is the first of its thread.
+// Encodes nothing again, moves the maps whose addresses changed and no others, and its launches get
+// the same parameters, byte for byte, as those of a call that is the first of its thread.
 void a_call_at_other_addresses_moves_maps() {
   for (const Moving& m : kMoving) {
     const bool split = std::strcmp(m.family, "sm90_split_kv") == 0;
@@ -458,7 +461,8 @@ void no_map_is_of_another_call() {
       fake::state.most_maps = SIZE_MAX;
       fake::state.refuse_moves = false;
       run(FLASHMOE_OK);
-      // Its context is taken from the thread, or goes: the driver makes no map until there is another.
+      // Its context is taken from the thread, or goes: the driver makes no map until there is
+      // another.
       call.move(0);
       fake::forget_context();
       run(FLASHMOE_OK);
@@ -588,8 +592,8 @@ void a_new_thread_gets_a_context() {
   }).join();
 }
 
-// With it goes what kernels were allowed in its context, and their handles, but no plan that is kept.
-// Without the driver, contexts cannot be told apart.
+// With it goes what kernels were allowed in its context, and their handles, but no plan that is
+// kept. Without the driver, contexts cannot be told apart.
 void a_device_may_be_reset() {
   if (!fake::state.has_driver) return;
   const Call calls[] = {{"sm89", 2, 60, 1000, 6, 2},
@@ -609,7 +613,8 @@ void a_device_may_be_reset() {
   };
   CHECK(cudaSetDevice(0) == cudaSuccess);
   run_all();
-  // On the thread whose context goes, on one that has none, and on one whose context another makes anew.
+  // On the thread whose context goes, on one that has none, and on one whose context another makes
+  // anew.
   for (int round = 0; round < 3; ++round) {
     const int loads = fake::state.loads;
     fake::state.large_clusters_allowed[0] = false;
@@ -676,8 +681,8 @@ void what_the_driver_refuses_the_runtime_decides() {
   CHECK(other.run() == FLASHMOE_OK && fake::last.by == whoever());
 }
 
-// Clusters, which only the few-row family's plans have, and a start before the launch ahead has ended,
-// which all have where the code was made for it.
+// Clusters, which only the few-row family's plans have, and a start before the launch ahead has
+// ended, which all have where the code was made for it.
 void clusters_and_programmatic_launches_are_planned() {
   static sm89_few_rows::Params seen;
   fake::on_launch = [](const void* params) { std::memcpy(&seen, params, sizeof seen); };
@@ -715,8 +720,8 @@ void clusters_and_programmatic_launches_are_planned() {
   fake::state.driver_launch = CUDA_SUCCESS;
 }
 
-// Keys beyond a cluster's are shared by blocks that leave their parts in the workspace, which a second
-// kernel adds up.
+// Keys beyond a cluster's are shared by blocks that leave their parts in the workspace, which a
+// second kernel adds up.
 void parts_go_through_the_workspace() {
   static std::vector<sm89_few_rows::Params> seen;
   fake::on_launch = [](const void* params) {
@@ -877,8 +882,8 @@ bool splits_kv(const flashmoe_plan& plan) {
   return std::strstr(plan.launches[0].kernel, "attention_forward_sm90_split_kv_") != nullptr;
 }
 
-// By estimate: few rows to `sm89_few_rows`, many to sm90's whole tiles, and those between that see many keys to split
-// KV, with no more blocks that leave parts than the workspace may hold.
+// By estimate: few rows to `sm89_few_rows`, many to sm90's whole tiles, and those between that see
+// many keys to split KV, with no more blocks that leave parts than the workspace may hold.
 void calls_go_where_they_are_fastest() {
   const auto family = [](const Call& call) { return std::string(plan_of(call).family); };
   CHECK(family(Call(nullptr, 1, 1, 8192, 32, 8)) == "sm89_few_rows");
@@ -892,7 +897,8 @@ void calls_go_where_they_are_fastest() {
       CHECK(2 * plan.launches[0].grid[0] > 132);
     }
   }
-  // A wave and a third of tiles: equal shares of their steps, each block the end of a tile, and a beginning.
+  // A wave and a third of tiles: equal shares of their steps, each block the end of a tile, and a
+  // beginning.
   for (const int64_t keys : {8192, 32768}) {
     const flashmoe_plan plan = plan_of(Call(nullptr, 1, 1024, keys, 32, 8));
     CHECK(splits_kv(plan) && plan.launches[0].grid[0] == 132);
@@ -906,8 +912,8 @@ void calls_go_where_they_are_fastest() {
   CHECK(plan_of(Call("sm90_split_kv", 1, 64, 0, 8, 2)).workspace_bytes == 0);
 }
 
-// Of the families that serve a call that whose plan takes the least time, and of sm90 its better schedule; one
-// that is named always.
+// Of the families that serve a call that whose plan takes the least time, and of sm90 its better
+// schedule; one that is named always.
 void the_least_time_wins() {
   constexpr const char* kNames[] = {"sm89_few_rows", "sm90_split_kv", "sm90_whole_tiles", "sm89"};
   constexpr const char* kFamilies[] = {"sm89_few_rows", "sm90", "sm90", "sm89"};

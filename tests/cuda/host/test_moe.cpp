@@ -14,7 +14,8 @@
 #include "cuda/moe/route/params.h"
 #include "flashmoe/flashmoe.h"
 
-// ---- made-up kernels -----------------------------------------------------------------------------
+// ---- made-up kernels
+// -----------------------------------------------------------------------------
 
 namespace flashmoe::moe_route {
 

@@ -1,6 +1,6 @@
 // Calls of layers and grouped products on a made-up CUDA with made-up kernels (made_up_moe.cpp,
-// made_up_few_tokens.cpp): which family serves them, what its launches get, and what of a plan is kept for the next
-// call. test_moe_calls [no-map-moves]: without cuTensorMapReplaceAddress.
+// made_up_few_tokens.cpp): which family serves them, what its launches get, and what of a plan is
+// kept for the next call. test_moe_calls [no-map-moves]: without cuTensorMapReplaceAddress.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -31,7 +31,8 @@ const GroupedProductFamily kCpuGroupedProduct = {"cpu", FLASHMOE_DEVICE_CPU, no_
 
 namespace {
 
-// ---- calls ---------------------------------------------------------------------------------------
+// ---- calls
+// ---------------------------------------------------------------------------------------
 
 constexpr flashmoe_dtype kBFloat16 = {FLASHMOE_DTYPE_BFLOAT, 16, 1};
 constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
@@ -218,7 +219,8 @@ Params params_of(size_t launch) {
   return params;
 }
 
-// ---- calls at other addresses --------------------------------------------------------------------
+// ---- calls at other addresses
+// --------------------------------------------------------------------
 
 // The same call as the first of a thread.
 template <class Call>
@@ -232,8 +234,8 @@ std::vector<Bytes> params_of_a_new_thread(const Call& call, void* workspace) {
   return params;
 }
 
-// Encodes nothing again, moves the maps whose addresses changed and no others, and its launches get the same
-// parameters, byte for byte, as those of a call that is the first of its thread.
+// Encodes nothing again, moves the maps whose addresses changed and no others, and its launches get
+// the same parameters, byte for byte, as those of a call that is the first of its thread.
 template <class Call>
 void moves_maps(Call call, size_t launches) {
   const int all = call.tensors.all_maps() + Call::workspace_maps();
@@ -313,7 +315,8 @@ void keeps_no_stale_map(Call call) {
       fake::state.refuse_moves = false;
       run(FLASHMOE_OK, workspace_at(most % 2));
     }
-    // Its context is taken from the thread, or goes: the driver makes no map until there is another.
+    // Its context is taken from the thread, or goes: the driver makes no map until there is
+    // another.
     move_all();
     fake::forget_context();
     run(FLASHMOE_OK, workspace_at(0));
@@ -328,7 +331,8 @@ void no_map_is_of_another_call() {
   keeps_no_stale_map(Product("sm90", false, 1000, 256, 512));
 }
 
-// ---- what launches get ---------------------------------------------------------------------------
+// ---- what launches get
+// ---------------------------------------------------------------------------
 
 void launches_share_the_workspace() {
   for (const Extents& extents :
@@ -363,8 +367,8 @@ void launches_share_the_workspace() {
   }
 }
 
-// Those that were launched before it are read back, those behind it are not launched, and the next call is
-// whole.
+// Those that were launched before it are read back, those behind it are not launched, and the next
+// call is whole.
 void a_launch_fails_in_the_middle() {
   for (const char* family : {"sm89", "sm90", "sm89_few_tokens"}) {
     std::thread([&] {
@@ -429,7 +433,8 @@ void a_device_may_be_reset() {
   CHECK(fake::maps.empty());
 }
 
-// ---- the choice ----------------------------------------------------------------------------------
+// ---- the choice
+// ----------------------------------------------------------------------------------
 
 // Of the families that serve a call that whose plan takes the least time; one that is named always.
 template <class Call>

@@ -1,5 +1,5 @@
-// Which layers the few-token family serves, and by which of its kernels, on a made-up CUDA with made-up kernels
-// (made_up_few_tokens.cpp).
+// Which layers the few-token family serves, and by which of its kernels, on a made-up CUDA with
+// made-up kernels (made_up_few_tokens.cpp).
 #include <cmath>
 #include <cstdint>
 #include <cstring>

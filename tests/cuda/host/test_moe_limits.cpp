@@ -1,6 +1,7 @@
-// What the sm89 and sm90 families of layers and grouped products refuse, on a made-up CUDA with made-up
-// kernels (made_up_moe.cpp): extents and strides that their 32-bit numbers and tensor maps do not hold, and layouts of
-// weights that they have no kernel for. Each sentence names the argument.
+// What the sm89 and sm90 families of layers and grouped products refuse, on a made-up CUDA with
+// made-up kernels (made_up_moe.cpp): extents and strides that their 32-bit numbers and tensor maps
+// do not hold, and layouts of weights that they have no kernel for. Each sentence names the
+// argument.
 #include <cstdint>
 #include <string>
 

@@ -58,8 +58,8 @@ int64_t end_key(const AttentionProblem& p, int64_t query) {
   return p.bounded_right ? std::min(p.seq_k, query + p.right_offset + 1) : p.seq_k;
 }
 
-// By Steps: those that some row of a tile needs, row by row. The first step of a group, from the right, is that
-// of each of its rows.
+// By Steps: those that some row of a tile needs, row by row. The first step of a group, from the
+// right, is that of each of its rows.
 int64_t needed_steps(const AttentionProblem& p, const PackedTiles& tiles, int64_t position,
                      int step_keys) {
   const int64_t queries = tiles.groups_per_tile * tiles.queries_per_group;
@@ -102,8 +102,8 @@ std::vector<Part> walk(const StreamK& stream_k, const std::vector<int64_t>& step
   }
 }
 
-// Every step is one block's; parts of a tile lie one behind the other, where the second kernel looks for them.
-// What the block with the most takes, with a step for each part.
+// Every step is one block's; parts of a tile lie one behind the other, where the second kernel
+// looks for them. What the block with the most takes, with a step for each part.
 int64_t check(const StreamK& stream_k, const std::vector<int64_t>& steps) {
   const auto blocks = static_cast<size_t>(stream_k.blocks);
   CHECK(blocks >= 1 && blocks <= kMostStreamKBlocks);
