@@ -68,8 +68,8 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
       : "memory");
 }
 
-// Copies contiguous bytes of shared memory, a multiple of 16, to a 16-byte aligned place, or adds the
-// fp32 numbers there to those of that place; to be committed as tensor stores are.
+// Copies contiguous bytes of shared memory, a multiple of 16, to a 16-byte aligned place, or adds
+// the fp32 numbers there to those of that place; to be committed as tensor stores are.
 __device__ __forceinline__ void bulk_store(void* destination, uint32_t source, int bytes,
                                            uint64_t policy) {
   asm volatile(

@@ -8,7 +8,7 @@
 namespace flashmoe::sm89 {
 
 inline constexpr int kMaxSharedBytesPerBlock = 99 * 1024;  // sm_86, sm_89: 100 KiB less 1 reserved
-inline constexpr int kTileInfoBytes = 16;  // a Tile in shared memory
+inline constexpr int kTileInfoBytes = 16;                  // a Tile in shared memory
 
 // What a warp owns: see split_q.cuh and split_dim_v.cuh.
 enum class Scheme { kSplitQ, kSplitDimV };

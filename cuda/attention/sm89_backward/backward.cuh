@@ -4,24 +4,24 @@
 //   dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = scale dS K
 //   dK = scale dS^T Q                                          delta = rowsum(dO * O) - dlse
 //
-// An item is a tile of keys of one KV head (tile.cuh); a block keeps its K and V in shared memory and
-// runs over the query tiles of all query heads of the KV head. dK and dV stay in registers for the
-// whole item, and leave as rows at its end. In each product warps share rows and columns in their own
-// way (traits.cuh), so P and dS pass through shared memory.
+// An item is a tile of keys of one KV head (tile.cuh); a block keeps its K and V in shared memory
+// and runs over the query tiles of all query heads of the KV head. dK and dV stay in registers for
+// the whole item, and leave as rows at its end. In each product warps share rows and columns in
+// their own way (traits.cuh), so P and dS pass through shared memory.
 //
 // A step's part of dQ is added in fp32 to a sum in global memory, when the parts of the key tiles
 // before it are there: a word for each tile of dQ counts them. The first part is stored, so nothing
-// is zeroed; to the last one the sum is added in registers, and rows of dQ are written. So the order
-// of additions is fixed. A block says that a part is there when it is at the barrier of its next
-// step: by then the additions are done, and nobody waits for them.
+// is zeroed; to the last one the sum is added in registers, and rows of dQ are written. So the
+// order of additions is fixed. A block says that a part is there when it is at the barrier of its
+// next step: by then the additions are done, and nobody waits for them.
 //
-// One step: S, P -> shared | dP, dS -> shared | barrier | dV, dK, dQ -> sum. Q and dO of the next step
-// arrive meanwhile. With two buffers of P and dS, and three of Q and dO, a warp that is ahead goes on
-// to the next step's S beside others that are at this one's dQ.
+// One step: S, P -> shared | dP, dS -> shared | barrier | dV, dK, dQ -> sum. Q and dO of the next
+// step arrive meanwhile. With two buffers of P and dS, and three of Q and dO, a warp that is ahead
+// goes on to the next step's S beside others that are at this one's dQ.
 //
-// Where a row does not see a key its P and dS are 0, but 0 * NaN is NaN. So gradients of a masked call
-// that are not finite are computed again by plain arithmetic (masked_fallback.cuh). Rows and columns
-// that do not exist are zeros in shared memory.
+// Where a row does not see a key its P and dS are 0, but 0 * NaN is NaN. So gradients of a masked
+// call that are not finite are computed again by plain arithmetic (masked_fallback.cuh). Rows and
+// columns that do not exist are zeros in shared memory.
 #pragma once
 
 #include "cuda/attention/sm89_backward/masked_fallback.cuh"
@@ -45,8 +45,8 @@ using reread::lane_index;
 using reread::thread_index;
 using reread::warp_index;
 
-// Sums of a warp's part of a product. Element [a][n][e] belongs to its row 16a + lane / 4 + 8 (e / 2)
-// and its column 8n + 2 (lane % 4) + e % 2.
+// Sums of a warp's part of a product. Element [a][n][e] belongs to its row 16a + lane / 4 + 8 (e /
+// 2) and its column 8n + 2 (lane % 4) + e % 2.
 template <int kRows, int kColumns>
 using Fragment = float[kRows / 16][kColumns / 8][4];
 
@@ -62,8 +62,8 @@ __device__ __forceinline__ void clear(float (&sums)[kAtoms][kTiles][4]) {
   }
 }
 
-// sums += A B over kSlices of 16. load_a(fragment, atom, slice) reads 16 rows of A, load_b(fragment,
-// pair, slice) 16 columns of B, each before the products ahead of its own.
+// sums += A B over kSlices of 16. load_a(fragment, atom, slice) reads 16 rows of A,
+// load_b(fragment, pair, slice) 16 columns of B, each before the products ahead of its own.
 template <class Element, int kSlices, int kAtoms, int kTiles, class LoadA, class LoadB>
 __device__ __forceinline__ void multiply(float (&sums)[kAtoms][kTiles][4], const LoadA& load_a,
                                          const LoadB& load_b) {
@@ -109,8 +109,7 @@ __device__ __forceinline__ uint32_t b_rows(uint32_t tile, int first_column) {
 template <class Layout>  // B stored as k x columns, by trans: fragment(base, 16 slice, pair)
 __device__ __forceinline__ uint32_t b_columns(uint32_t tile, int first_column) {
   const int lane = lane_index();
-  return Layout::fragment_base(tile, lane & 15,
-                               first_column / kElementsPerChunk + (lane >> 4));
+  return Layout::fragment_base(tile, lane & 15, first_column / kElementsPerChunk + (lane >> 4));
 }
 
 template <class Traits>
@@ -151,8 +150,8 @@ struct Block {
   template <class Layout, int kRows>
   static __device__ __forceinline__ void load(uint32_t tile, const Rows& from, int batch, int head,
                                               int first_row, int end_row, int dim) {
-    const uint16_t* const base = from.data + batch * from.strides.batch +
-                                 head * from.strides.head + first_row * from.strides.seq;
+    const uint16_t* const base = from.data + batch * from.strides.batch + head * from.strides.head +
+                                 first_row * from.strides.seq;
     TileLoader<Layout, kRows, Traits::kThreads>(base, from.strides.seq, tile)
         .load_next(0, from.strides.seq, end_row - first_row, dim);
   }
@@ -237,8 +236,7 @@ struct Block {
     for (int a = 0; a < Traits::kScoreRows / 16; ++a) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int query =
-            tile_q * Traits::kTileQ + score_row() + 16 * a + lane / 4 + 8 * half;
+        const int query = tile_q * Traits::kTileQ + score_row() + 16 * a + lane / 4 + 8 * half;
         const KeyRange keys = params.score.keys(query, params.seq_k);
         const int first = keys.first - first_key - 2 * (lane % 4);
         const int end = keys.end - first_key - 2 * (lane % 4);
@@ -262,8 +260,8 @@ struct Block {
            params.score.end_key(first_row, params.seq_k) < first_key + Traits::kTileK;
   }
 
-  // Calls take(row, a, half, n, low, high) for pairs of this lane's scores: where they are in a tile of
-  // them, as an offset in bytes, and the row of the tile.
+  // Calls take(row, a, half, n, low, high) for pairs of this lane's scores: where they are in a
+  // tile of them, as an offset in bytes, and the row of the tile.
   template <class Take>
   static __device__ __forceinline__ void for_pairs(const Take& take) {
     const int lane = lane_index();
@@ -283,8 +281,8 @@ struct Block {
     }
   }
 
-  // P = exp2(S scale_log2 - lse), to shared memory. What dP - delta is multiplied by takes the place of
-  // the scores: P, and with a softcap, of which scores are tanh, P (1 - scores^2).
+  // P = exp2(S scale_log2 - lse), to shared memory. What dP - delta is multiplied by takes the
+  // place of the scores: P, and with a softcap, of which scores are tanh, P (1 - scores^2).
   template <bool kCapped>
   __device__ __forceinline__ void exponentiate(Scores& scores, int index) const {
     const float scale_log2 = params.score.scale_log2;
@@ -299,9 +297,7 @@ struct Block {
           float& score = scores[a][n][2 * half + e];
           p[e] = numeric::exp2_approx(fmaf(score, scale_log2, -row_lse));
           // A hidden score is no tanh.
-          score = !kCapped        ? p[e]
-                  : p[e] == 0.0f ? 0.0f
-                                 : p[e] * fmaf(-score, score, 1.0f);
+          score = !kCapped ? p[e] : p[e] == 0.0f ? 0.0f : p[e] * fmaf(-score, score, 1.0f);
         }
         ptx::store_shared(to + offset, Numeric::pack(p[0], p[1]));
       };
@@ -330,8 +326,7 @@ struct Block {
   // P and dS of a step.
   __device__ __forceinline__ void make_scores(int index) const {
     Scores scores;
-    multiply_rows<QLayout>(scores,
-                           address + Traits::kQOffset + stage_of(index) * Traits::kQBytes,
+    multiply_rows<QLayout>(scores, address + Traits::kQOffset + stage_of(index) * Traits::kQBytes,
                            address + Traits::kKOffset);
     const int tile_q = Step::of(params, item(), index).tile_q;
     const bool capped = params.score.capped();
@@ -407,8 +402,8 @@ struct Block {
     hand_over(dq, index);
   }
 
-  // This thread's place in the sums of a tile of dQ, for the i-th of its fragments, whose elements are
-  // kSumStride apart: a warp's lie side by side, as its additions are.
+  // This thread's place in the sums of a tile of dQ, for the i-th of its fragments, whose elements
+  // are kSumStride apart: a warp's lie side by side, as its additions are.
   static constexpr int kSumStride = ptx::kAddsVectors ? 1 : Traits::kThreads;
   __device__ __forceinline__ float* sum_of(int64_t place, int i) const {
     return params.dq_sums + place * (Traits::kTileQ * Traits::kDim) + i * Traits::kThreads * 4 +
@@ -449,8 +444,8 @@ struct Block {
     }
     __syncwarp();
   }
-  // Says that a step's part of dQ is in the sum. All threads of the block have added theirs ahead of a
-  // barrier that is behind this thread.
+  // Says that a step's part of dQ is in the sum. All threads of the block have added theirs ahead
+  // of a barrier that is behind this thread.
   __device__ __forceinline__ void release_turn(int index) const {
     if (thread_index() != 0 || params.dq.data == nullptr) return;
     const Item item = this->item();
@@ -490,8 +485,8 @@ struct Block {
       for (int half = 0; half < 2; ++half) {
         const int row = part.first_row + 16 * a + lane / 4 + 8 * half;
         if (row >= part.end_row) continue;
-        const int64_t row_at = part.batch * to.strides.batch + part.head * to.strides.head +
-                               row * to.strides.seq;
+        const int64_t row_at =
+            part.batch * to.strides.batch + part.head * to.strides.head + row * to.strides.seq;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
           const int column = part.first_column + 8 * n + 2 * (lane % 4);
@@ -506,12 +501,9 @@ struct Block {
   __device__ __forceinline__ void write_dq(const QuerySums& dq, const Item& item,
                                            const Step& step) const {
     const int first_row = step.tile_q * Traits::kTileQ + query_row();
-    const Part part = {item.batch,
-                       step.head,
-                       first_row,
-                       min(first_row + Traits::kQueryRows, params.seq_q),
-                       query_column(),
-                       min(query_column() + Traits::kQColumns, params.dim)};
+    const Part part = {item.batch,     step.head,
+                       first_row,      min(first_row + Traits::kQueryRows, params.seq_q),
+                       query_column(), min(query_column() + Traits::kQColumns, params.dim)};
     if (is_clean(dq)) {
       write(params.dq, part, params.scale, dq);
     } else {
@@ -528,12 +520,9 @@ struct Block {
     const int first_row =
         item.tile * Traits::kTileK + warp / Traits::kKeys.columns * Traits::kKeyRows;
     const int first_column = warp % Traits::kKeys.columns * (8 * kTiles);
-    const Part part = {item.batch,
-                       item.head_kv,
-                       first_row,
-                       min(first_row + Traits::kKeyRows, params.seq_k),
-                       first_column,
-                       min(first_column + 8 * kTiles, columns)};
+    const Part part = {item.batch,   item.head_kv,
+                       first_row,    min(first_row + Traits::kKeyRows, params.seq_k),
+                       first_column, min(first_column + 8 * kTiles, columns)};
     if (is_clean(values)) {
       write(to, part, scale, values);
     } else {

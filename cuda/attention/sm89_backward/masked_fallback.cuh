@@ -1,6 +1,6 @@
-// A part of a gradient of a masked call by plain arithmetic, for what the tensor cores made infinite
-// or NaN. They multiply what a row does not see by a probability of 0, and 0 * NaN is NaN; here only
-// pairs are touched of which the query sees the key. It is slow: a lane for each pair.
+// A part of a gradient of a masked call by plain arithmetic, for what the tensor cores made
+// infinite or NaN. They multiply what a row does not see by a probability of 0, and 0 * NaN is NaN;
+// here only pairs are touched of which the query sees the key. It is slow: a lane for each pair.
 #pragma once
 
 #include "cuda/attention/sm89_backward/params.h"
@@ -46,8 +46,7 @@ __device__ __forceinline__ void store_pair(const Gradient& to, int64_t at, bool 
 }
 
 __device__ __forceinline__ const uint16_t* row_of(const Rows& rows, int batch, int head, int row) {
-  return rows.data + batch * rows.strides.batch + head * rows.strides.head +
-         row * rows.strides.seq;
+  return rows.data + batch * rows.strides.batch + head * rows.strides.head + row * rows.strides.seq;
 }
 
 template <class Element>
@@ -87,12 +86,8 @@ __device__ __noinline__ void masked_fallback(const Params& params, const Part pa
   constexpr int kColumns = kWanted == Wanted::kDv ? Traits::kDimV : Traits::kDim;
   constexpr int kPairs = ceil_div(kColumns / 2, kThreadsPerWarp);
   const int lane = reread::lane_index();
-  const Gradient& to = kOfQueries               ? params.dq
-                       : kWanted == Wanted::kDk ? params.dk
-                                                : params.dv;
-  const Rows& rows = kOfQueries               ? params.k
-                     : kWanted == Wanted::kDk ? params.q
-                                              : params.dout;
+  const Gradient& to = kOfQueries ? params.dq : kWanted == Wanted::kDk ? params.dk : params.dv;
+  const Rows& rows = kOfQueries ? params.k : kWanted == Wanted::kDk ? params.q : params.dout;
   const int group = params.heads_per_kv;
   // Heads of what is summed over.
   const int first_head = kOfQueries ? part.head / group : part.head * group;

@@ -60,8 +60,8 @@ struct Params {
 };
 
 // How many KV heads alternate: as many as have what an item reads and adds again and again, Q, dO
-// and the sums of dQ, in so many bytes of the L2. With more, sums go to memory and back; with fewer,
-// items wait for each other. Under a mask half of it is in use at a time.
+// and the sums of dQ, in so many bytes of the L2. With more, sums go to memory and back; with
+// fewer, items wait for each other. Under a mask half of it is in use at a time.
 inline int32_t heads_per_group(const Params& p, int64_t bytes) {
   const int64_t of_head = int64_t{p.seq_q} * p.heads_per_kv * (6 * p.dim + 2 * p.dim_v);
   const int64_t fit = (p.score.masked ? 2 : 1) * bytes / std::max(of_head, int64_t{1});

@@ -2,11 +2,11 @@
 //
 // An item is a tile of keys of one KV head. It runs over the query tiles that see some of its keys,
 // of each query head of the KV head. Blocks take items by a ticket, so whoever takes one knows that
-// all before it were taken. The parts of a tile of dQ are added in the order of their key tiles, and
-// items of a head come in that order too: whom a block waits for has an earlier ticket. The block
-// with the earliest ticket that is not done waits for nobody, so there is no deadlock, whatever the
-// number of blocks that run at a time. The heads of a group alternate, so that items which would
-// wait for each other from step to step are few.
+// all before it were taken. The parts of a tile of dQ are added in the order of their key tiles,
+// and items of a head come in that order too: whom a block waits for has an earlier ticket. The
+// block with the earliest ticket that is not done waits for nobody, so there is no deadlock,
+// whatever the number of blocks that run at a time. The heads of a group alternate, so that items
+// which would wait for each other from step to step are few.
 #pragma once
 
 #include "cuda/attention/sm89_backward/params.h"

@@ -8,7 +8,7 @@
 
 namespace flashmoe::sm89_backward {
 
-inline constexpr int kMostSharedBytesOfAda = 99 * 1024;      // sm_86, sm_89: 100 KiB less 1 reserved
+inline constexpr int kMostSharedBytesOfAda = 99 * 1024;  // sm_86, sm_89: 100 KiB less 1 reserved
 inline constexpr int kMostSharedBytesOfHopper = 227 * 1024;  // 228 KiB less 1 reserved
 inline constexpr int kItemBytes = 32;
 
@@ -35,7 +35,8 @@ struct Tuning {
   int most_shared_bytes;  // of a block, on the GPUs that it is for
 };
 
-// For GPUs with 228 KiB a multiprocessor, except that of dimension 64, which every one has room for.
+// For GPUs with 228 KiB a multiprocessor, except that of dimension 64, which every one has room
+// for.
 constexpr Tuning tuning(int dim, int dim_v) {
   const int widest = dim > dim_v ? dim : dim_v;
   if (widest <= 64) {

@@ -1,0 +1,113 @@
+// What the main kernel needs of each row before it starts: lse * log2(e) and sum(dout * out) -
+// dlse. It also sets the turns and the ticket to zero, and dQ of tiles whose rows see no key.
+#pragma once
+
+#include "cuda/attention/sm89_backward/params.h"
+#include "cuda/attention/sm89_backward/tile.cuh"
+#include "cuda/attention/sm89_backward/traits.cuh"
+#include "cuda/numeric/constants.h"
+#include "cuda/numeric/dtype.cuh"
+#include "cuda/ptx/global.cuh"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/tile/thread.cuh"
+
+namespace flashmoe::sm89_backward {
+
+inline constexpr int kPrologueThreads = 256;
+
+template <class Element>
+__device__ __forceinline__ float dot_of_chunk(const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+  using Numeric = numeric::ElementTraits<Element>;
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum = fmaf(Numeric::to_float(static_cast<uint16_t>(a[i] >> 16 * half)),
+                 Numeric::to_float(static_cast<uint16_t>(b[i] >> 16 * half)), sum);
+    }
+  }
+  return sum;
+}
+
+// A block for each tile of queries of a head.
+template <class Traits>
+__global__ void __launch_bounds__(kPrologueThreads)
+    attention_backward_prologue(const __grid_constant__ Params params) {
+  using Element = typename Traits::Element;
+  constexpr int kLanes = Traits::kDimV > 128 ? 32 : Traits::kDimV > 64 ? 16 : 8;  // of a row
+  constexpr int kRowsAtOnce = kPrologueThreads / kLanes;
+  constexpr int kPasses = Traits::kTileQ / kRowsAtOnce;
+  static_assert(kPasses * kRowsAtOnce == Traits::kTileQ);
+#if __CUDA_ARCH__ >= 900
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+#endif
+  const int tile = static_cast<int>(blockIdx.x);  // of all heads
+  const int head_of_all = tile / params.tiles_q;
+  const int tile_q = tile - head_of_all * params.tiles_q;
+  const int batch = head_of_all / params.heads_q;
+  const int head = head_of_all - batch * params.heads_q;
+  const int first_row = tile_q * Traits::kTileQ;
+  const int thread = thread_index();
+  const int lane = thread % kLanes;
+  const int column = lane * 8;
+
+  if (thread == 0) {
+    params.turns[tile] = 0;
+    if (tile == 0) *params.ticket = 0;
+  }
+
+  uint32_t out[kPasses][4];
+  uint32_t dout[kPasses][4];
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int row = first_row + pass * kRowsAtOnce + thread / kLanes;
+    const bool valid = row < params.seq_q && column < params.dim_v;
+    const auto chunk_of = [&](const Rows& rows) {
+      return rows.data + batch * rows.strides.batch + head * rows.strides.head +
+             row * rows.strides.seq + column;
+    };
+    ptx::load_streaming_or_zero(out[pass], chunk_of(params.out), valid);
+    ptx::load_or_zero(dout[pass], chunk_of(params.dout), valid);
+  }
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int row = first_row + pass * kRowsAtOnce + thread / kLanes;
+    float delta = dot_of_chunk<Element>(out[pass], dout[pass]);
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      delta += __shfl_xor_sync(kFullWarp, delta, distance);
+    }
+    if (lane != 0) continue;
+    const int64_t place = static_cast<int64_t>(head_of_all) * params.tiles_q * Traits::kTileQ + row;
+    if (row < params.seq_q && params.score.sees_keys(row, params.seq_k)) {
+      const auto of_row = [&](const float* numbers, const RowStrides& strides) {
+        return numbers[batch * strides.batch + head * strides.head + row * strides.seq];
+      };
+      if (params.dlse != nullptr) delta -= of_row(params.dlse, params.dlse_strides);
+      params.row_lse[place] = of_row(params.lse, params.lse_strides) * kLog2E;
+      params.row_delta[place] = delta;
+    } else {
+      params.row_lse[place] = INFINITY;
+      params.row_delta[place] = 0.0f;
+    }
+  }
+
+  const Parts parts = Parts::of<Traits>(params, tile_q);
+  const Gradient& dq = params.dq;
+  if (parts.first <= parts.last || dq.data == nullptr || params.accumulate != 0) return;
+  for (int row = first_row + thread / kLanes; row < min(first_row + Traits::kTileQ, params.seq_q);
+       row += kRowsAtOnce) {
+    const int64_t place = batch * dq.strides.batch + head * dq.strides.head + row * dq.strides.seq;
+    for (int c = lane; c < params.dim; c += kLanes) {
+      if (dq.fp32 != 0) {
+        static_cast<float*>(dq.data)[place + c] = 0.0f;
+      } else {
+        static_cast<uint16_t*>(dq.data)[place + c] = 0;
+      }
+    }
+  }
+}
+
+}  // namespace flashmoe::sm89_backward
