@@ -1,6 +1,6 @@
-// The host side of the sm_90 attention backward on a made-up CUDA: what is planned, refused and launched,
-// with what parameters and maps, and how long it is said to take. test_backward [no-driver |
-// no-map-moves]: without those parts of CUDA.
+// The host side of the sm_90 attention backward on a made-up CUDA: what is planned, refused and
+// launched, with what parameters and maps, and how long it is said to take. test_backward
+// [no-driver | no-map-moves]: without those parts of CUDA.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -20,7 +20,8 @@
 #include "cuda/numeric/dtype.cuh"
 #include "flashmoe/flashmoe.h"
 
-// ---- made-up kernels -----------------------------------------------------------------------------
+// ---- made-up kernels
+// -----------------------------------------------------------------------------
 
 namespace flashmoe::sm90_backward {
 
@@ -83,12 +84,15 @@ static flashmoe_status no_cpu(const AttentionBackwardProblem&, Plan*, const Reas
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "not here");
 }
 const AttentionBackwardFamily kCpuAttentionBackward = {"cpu", FLASHMOE_DEVICE_CPU, no_cpu, nullptr};
+const AttentionBackwardFamily kSm89AttentionBackward = {"sm89", FLASHMOE_DEVICE_CUDA, no_cpu,
+                                                        nullptr};
 
 namespace {
 
 using sm90_backward::Params;
 
-// ---- calls ---------------------------------------------------------------------------------------
+// ---- calls
+// ---------------------------------------------------------------------------------------
 
 enum Name { kQ, kK, kV, kDout, kDq, kDk, kDv, kOut, kLse, kDlse, kTensors };
 constexpr int kMaps = 7;  // of the first
@@ -197,7 +201,8 @@ int64_t offset(const T* part, const char* memory = workspace) {
   return reinterpret_cast<const char*>(part) - memory;
 }
 
-// ---- tests ---------------------------------------------------------------------------------------
+// ---- tests
+// ---------------------------------------------------------------------------------------
 
 void check_read_back(const flashmoe_plan& plan) {
   flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES];
@@ -338,7 +343,8 @@ void the_workspace_holds_its_parts() {
   CHECK(flashmoe_attention_backward(&call.params, workspace, needed, nullptr) == FLASHMOE_OK);
 }
 
-// A gradient that is not wanted goes to one row in the workspace, beyond which stores leave out all.
+// A gradient that is not wanted goes to one row in the workspace, beyond which stores leave out
+// all.
 void gradients_may_be_absent() {
   for (const int absent : {int{kDq}, int{kDk}, int{kDv}}) {
     Call call;
@@ -401,8 +407,8 @@ void gradients_may_be_of_fp32_or_added_to() {
   }
 }
 
-// Encodes nothing again, moves the maps whose addresses changed and no others, and its launches get the
-// same parameters, byte for byte, as those of a call that is the first of its thread.
+// Encodes nothing again, moves the maps whose addresses changed and no others, and its launches get
+// the same parameters, byte for byte, as those of a call that is the first of its thread.
 void a_call_at_other_addresses_moves_maps() {
   Call call;
   Params moved;
