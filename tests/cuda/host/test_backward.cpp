@@ -136,6 +136,7 @@ struct Call {
                     strides[i],
                     0};
     }
+    params.kernel = "sm90";
     params.q = &tensors[kQ];
     params.k = &tensors[kK];
     params.v = &tensors[kV];
