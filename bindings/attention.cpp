@@ -11,7 +11,9 @@
 #include <optional>
 
 #include "bindings/calls.h"
+#include "bindings/kept.h"
 #include "bindings/operation.h"
+#include "bindings/torch.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
@@ -19,7 +21,11 @@ namespace {
 
 constexpr int kRank = 4;
 constexpr OperationWords kWords = {"attention", "all tensors of a call",
-                                   "out, and lse with return_lse"};
+                                   "out, and lse with return_lse",
+                                   "records gradients of torch's inputs alone", true};
+
+// What torch's autograd and autocast are asked for: this function once more, in Python.
+Kept torchs_flash_attention("flashmoe_science._autograd", "flash_attention");
 
 // Of the scores, in both directions.
 template <class Params>
@@ -109,6 +115,17 @@ struct AttentionCall {
   }
 };
 
+// Whether torch.autocast takes tensors of this call: fp32 is what it is for.
+bool is_cast(const AttentionCall& call) {
+  for (const TensorView* view : {&call.q, &call.k, &call.v}) {
+    const flashmoe_dtype dtype = view->tensor().dtype;
+    if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 32) {
+      return torch_casts(call.q.device());
+    }
+  }
+  return false;
+}
+
 nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle causal,
                            nb::handle window, nb::handle scale, nb::handle softcap,
                            nb::handle sinks, nb::handle layout, nb::handle return_lse,
@@ -132,6 +149,10 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   caller.borrow_optional("sinks", sinks, &call.sinks);
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
   caller.borrow_optional("lse", lse, &call.lse, Access::kWrite);
+  if (caller.is_recorded() || (type->is_torch && is_cast(call))) {
+    return torchs_flash_attention.get()(q, k, v, causal, window, scale, softcap, sinks, layout,
+                                        return_lse, out, lse, kernel, stream);
+  }
   nb::object result = nb::borrow(out);
   nb::object sums = nb::borrow(lse);
   call.make_outputs(want_lse, [&](const char* name, TensorView* view, flashmoe_dtype dtype,
@@ -155,7 +176,7 @@ struct AttentionBackwardCall {
   static constexpr bool kNeedsWorkspace = true;
 
   Params params = flashmoe_attention_backward_params_init();
-  TensorView dout, q, k, v, out, lse, dlse, dq, dk, dv;
+  TensorView dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks;
 
   static constexpr Field<AttentionBackwardCall> kTensors[] = {
       {"dout", &AttentionBackwardCall::dout, &Params::dout, Access::kRead},
@@ -165,9 +186,11 @@ struct AttentionBackwardCall {
       {"out", &AttentionBackwardCall::out, &Params::out, Access::kRead},
       {"lse", &AttentionBackwardCall::lse, &Params::lse, Access::kRead},
       {"dlse", &AttentionBackwardCall::dlse, &Params::dlse, Access::kRead},
+      {"sinks", &AttentionBackwardCall::sinks, &Params::sinks, Access::kRead},
       {"dq", &AttentionBackwardCall::dq, &Params::dq, Access::kWrite},
       {"dk", &AttentionBackwardCall::dk, &Params::dk, Access::kWrite},
       {"dv", &AttentionBackwardCall::dv, &Params::dv, Access::kWrite},
+      {"dsinks", &AttentionBackwardCall::dsinks, &Params::dsinks, Access::kWrite},
   };
 
   static constexpr Option<Params> kOptions[] = {
@@ -187,20 +210,26 @@ struct AttentionBackwardCall {
   // A gradient that is not there is made where it is wanted, unless it is to be added to.
   template <class Make>
   void make_outputs(const nb::dict& options, const Make& make) {
-    const flashmoe_dtype dtype = q.tensor().dtype;
-    if (!is_served(dtype) || params.accumulate != 0) return;
+    if (!is_served(q.tensor().dtype) || params.accumulate != 0) return;
     const struct {
       const char* name;
       TensorView* gradient;
       const TensorView& of;
-    } each[] = {{"dq", &dq, q}, {"dk", &dk, k}, {"dv", &dv, v}};
+      int rank;
+    } each[] = {{"dq", &dq, q, kRank},
+                {"dk", &dk, k, kRank},
+                {"dv", &dv, v, kRank},
+                {"dsinks", &dsinks, sinks, 1}};
     const nb::object wanted = option_of(options, "wanted");
-    for (size_t i = 0; i < 3; ++i) {
-      const TensorView& of = each[i].of;
+    for (size_t i = 0; i < std::size(each); ++i) {
+      const auto& [name, gradient, of, rank] = each[i];
       const bool make_it = wanted.is_none() || nb::cast<bool>(wanted[i]);
-      if (!make_it || each[i].gradient->get() != nullptr || of.rank() != kRank) continue;
-      const int64_t shape[] = {of.extent(0), of.extent(1), of.extent(2), of.extent(3)};
-      make(each[i].name, each[i].gradient, dtype, kRank, shape);
+      if (!make_it || gradient->get() != nullptr || of.get() == nullptr || of.rank() != rank) {
+        continue;
+      }
+      int64_t shape[kRank];
+      for (int axis = 0; axis < rank; ++axis) shape[axis] = of.extent(axis);
+      make(name, gradient, of.tensor().dtype, rank, shape);
     }
   }
 };

@@ -40,14 +40,19 @@ const TensorType& Caller::same_framework(const char* name, nb::handle tensor) co
   return *other;
 }
 
-void Caller::refuse_gradients(const TensorType& type, const char* name, nb::handle tensor) const {
+void Caller::record_gradients(const TensorType& type, const char* name, nb::handle tensor,
+                              Access access) {
   if (!requires_grad(type, tensor)) return;
+  if (words_.has_gradients && type.is_torch && access == Access::kRead) {
+    is_recorded_ = true;
+    return;
+  }
   std::string under;
   if (type.grad_framework != nullptr) {
     under = std::string("call under ") + type.grad_framework + ".no_grad() or ";
   }
-  raise_value_error(std::string(name) + ": requires grad, but " + words_.name +
-                    " has no backward pass yet; " + under + "pass " + name + ".detach()");
+  raise_value_error(std::string(name) + ": requires grad, but " + words_.name + " " +
+                    words_.gradients + "; " + under + "pass " + name + ".detach()");
 }
 
 void Caller::refuse_tangents(const char* name, nb::handle tensor) {
@@ -71,7 +76,7 @@ void Caller::borrow(const char* name, nb::handle tensor, TensorView* view, Acces
   }
   const flashmoe_dtype dtype = view->tensor().dtype;
   if (!is_integer(dtype)) {
-    if (records_gradients_) refuse_gradients(type, name, tensor);
+    if (records_gradients_) record_gradients(type, name, tensor, access);
     if (may_have_tangents_) refuse_tangents(name, tensor);
     refuse_negated(type, name, tensor, dtype);
   }

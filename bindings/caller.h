@@ -18,6 +18,8 @@ struct OperationWords {
   const char* name;     // "attention"
   const char* tensors;  // "all tensors of a call"
   const char* outputs;  // what to pass where no output can be made: "out, and lse with return_lse"
+  const char* gradients;  // what there is of gradients: "has no backward pass yet"
+  bool has_gradients;     // whether those of torch's tensors are recorded
 };
 
 class Caller {
@@ -26,12 +28,16 @@ class Caller {
   Caller(const OperationWords& words, const TensorType& type, const char* name, nb::handle first);
 
   // Views a tensor of the call. Raises a TypeError if it is of another framework than the first,
-  // and a ValueError if it requires grad where gradients are recorded, has a tangent or the
-  // negative bit, is inside a transform of torch.func, or is to be written to and may not be.
+  // and a ValueError if it has a tangent or the negative bit, is inside a transform of torch.func,
+  // is to be written to and may not be, or requires grad where gradients are recorded, unless this
+  // operation has gradients.
   void borrow(const char* name, nb::handle tensor, TensorView* view, Access access = Access::kRead);
   // The same, and nothing of None.
   void borrow_optional(const char* name, nb::handle tensor, TensorView* view,
                        Access access = Access::kRead);
+
+  // Whether gradients are to be recorded of a tensor that was viewed.
+  bool is_recorded() const { return is_recorded_; }
 
   // That the tensors viewed for writing have been written to.
   void finish() const;
@@ -58,7 +64,7 @@ class Caller {
   static constexpr size_t kMostOutputs = 6;  // of one call: the parts of a routing
 
   const TensorType& same_framework(const char* name, nb::handle tensor) const;
-  void refuse_gradients(const TensorType& type, const char* name, nb::handle tensor) const;
+  void record_gradients(const TensorType& type, const char* name, nb::handle tensor, Access access);
   void refuse_tangents(const char* name, nb::handle tensor);
   // Memory of the exchange API's allocator, made on the framework's current stream.
   dlpack::ManagedTensor* allocate_by_exchange(flashmoe_device device, flashmoe_dtype dtype,
@@ -74,6 +80,7 @@ class Caller {
   nb::handle first_;
   bool records_gradients_;
   bool may_have_tangents_;
+  bool is_recorded_ = false;
   nb::object made_;                        // the first new tensor, if there is one
   const TensorView* like_view_ = nullptr;  // of that one, else of the first tensor
   size_t written_count_ = 0;

@@ -10,10 +10,10 @@
 //   kNeedsWorkspace                 whether nearly every call on a GPU needs workspace
 //   first()                         the tensor that says where the call computes
 //   renames()                       how the caller's names differ from the library's
-//   make_outputs(options, make)     has `make` make the outputs that are not there: make(name,
-//   view,
-//                                   dtype, rank, shape). Where the inputs do not tell their shapes,
-//                                   the library says what is wrong.
+//   make_outputs(options, make)     has make(name, view, dtype, rank, shape) make the outputs that
+//                                   are not there. Where the inputs do not tell their shapes, the
+//                                   library says what is wrong.
+// operation.h's points_nowhere names the fields of params that point to what no call has.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -13,7 +13,7 @@
 namespace flashmoe {
 
 inline constexpr OperationWords kMoeWords = {"the mixture of experts", "all tensors of a call",
-                                             "out"};
+                                             "out", "has no backward pass yet", false};
 inline constexpr int64_t kMaxTopK = 32;
 inline constexpr int64_t kMaxExperts = 1024;
 inline constexpr int64_t kMaxPairs = (int64_t{1} << 31) - (int64_t{1} << 16);

@@ -9,6 +9,7 @@ namespace {
 
 Kept is_grad_enabled("torch", "is_grad_enabled");
 Kept is_inference_mode_enabled("torch", "is_inference_mode_enabled");
+Kept is_autocast_enabled("torch", "is_autocast_enabled");
 Kept is_inference("torch", "Tensor.is_inference");
 Kept is_neg("torch", "Tensor.is_neg");
 Kept unpack_dual("torch.autograd.forward_ad", "unpack_dual");
@@ -43,6 +44,11 @@ nb::handle element_type(flashmoe_dtype dtype) {
 bool torch_records_gradients() { return is_true(is_grad_enabled.get()()); }
 
 bool torch_is_in_inference_mode() { return is_true(is_inference_mode_enabled.get()()); }
+
+bool torch_casts(flashmoe_device device) {
+  const bool on_cpu = device.device_type == FLASHMOE_DEVICE_CPU;
+  return is_true(is_autocast_enabled.get()(on_cpu ? "cpu" : "cuda"));
+}
 
 Tangent tangent_of(nb::handle tensor) {
   try {

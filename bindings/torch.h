@@ -16,6 +16,9 @@ namespace nb = nanobind;
 bool torch_records_gradients();
 bool torch_is_in_inference_mode();
 
+// Whether torch.autocast is on for a device.
+bool torch_casts(flashmoe_device device);
+
 // What forward-mode differentiation says of a tensor. kOff: it is not at work at all.
 enum class Tangent { kOff, kNone, kPresent };
 Tangent tangent_of(nb::handle tensor);

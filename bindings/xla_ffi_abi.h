@@ -38,7 +38,14 @@ enum ErrorCode : int32_t {
 };
 
 // Element types; the numbers are xla::PrimitiveType's.
-enum DataType : int32_t { kInt32 = 4, kInt64 = 5, kFloat16 = 10, kFloat32 = 11, kBFloat16 = 16 };
+enum DataType : int32_t {
+  kInt32 = 4,
+  kInt64 = 5,
+  kFloat16 = 10,
+  kFloat32 = 11,
+  kFloat64 = 12,
+  kBFloat16 = 16,
+};
 
 struct Error;             // opaque
 struct ExecutionContext;  // opaque

@@ -23,6 +23,7 @@ ErrorCode error_code(flashmoe_status status) {
 flashmoe_dtype dtype_of(int32_t type) {
   switch (type) {
     case kFloat32: return {FLASHMOE_DTYPE_FLOAT, 32, 1};
+    case kFloat64: return {FLASHMOE_DTYPE_FLOAT, 64, 1};
     case kFloat16: return {FLASHMOE_DTYPE_FLOAT, 16, 1};
     case kBFloat16: return {FLASHMOE_DTYPE_BFLOAT, 16, 1};
     case kInt32: return {dlpack::kInt, 32, 1};

@@ -7,6 +7,8 @@
 // to come stores, the last one writes dq. So sums have one order, whatever the number of threads,
 // and each product is computed once.
 //
+// dsinks are sums over a head's rows: each is one more piece of work, behind the tiles.
+//
 // Tiles are taken in order, first the first of every head: what a tile waits for was taken before
 // it, and has mostly been done. Under a causal mask the first tiles are the longest.
 #include <atomic>
@@ -64,6 +66,8 @@ struct Cut {
   int64_t blocks;  // of rows
   int64_t tile_keys;
   int64_t block_rows;
+  int64_t tiles_in_all;  // 0 where dsinks alone are wanted
+  int64_t sinks;         // query heads whose dsinks are wanted
 
   Cut(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel)
       : heads(p.batch * p.heads_kv),
@@ -72,7 +76,11 @@ struct Cut {
         block_rows(kernel.block_rows(p)) {
     tiles = p.seq_k == 0 ? 1 : ceil_divide(p.seq_k, tile_keys);
     blocks = ceil_divide(rows, block_rows);
+    const bool tiled = p.dq.data != nullptr || p.dk.data != nullptr || p.dv.data != nullptr;
+    tiles_in_all = tiled ? heads * tiles : 0;
+    sinks = p.dsinks.data != nullptr ? p.heads_q : 0;
   }
+  int64_t pieces() const { return tiles_in_all + sinks; }
 };
 
 // The parts of the workspace that threads share; what is behind is cut into their scratch.
@@ -97,10 +105,14 @@ flashmoe_status check_count(const char* what, int64_t heads, int64_t each, const
       static_cast<long long>(heads), static_cast<long long>(each), what, UINT32_MAX);
 }
 
-int32_t choose_threads(const AttentionBackwardProblem& p, int64_t tiles) {
+int32_t choose_threads(const AttentionBackwardProblem& p, const Cut& cut) {
   const int32_t available = cpu::num_threads();
-  const double worth = attention_backward_flops(p) / kFlopsPerThread;
-  const double most = worth < static_cast<double>(tiles) ? worth : static_cast<double>(tiles);
+  const double rows = static_cast<double>(p.batch) * static_cast<double>(p.seq_q);
+  const double of_sinks =
+      static_cast<double>(cut.sinks) * rows * 2.0 * static_cast<double>(p.dim_v);
+  const double worth = (attention_backward_flops(p) + of_sinks) / kFlopsPerThread;
+  const double pieces = static_cast<double>(cut.pieces());
+  const double most = worth < pieces ? worth : pieces;
   if (most >= available) return available;
   return most < 1 ? 1 : static_cast<int32_t>(most);
 }
@@ -112,14 +124,18 @@ flashmoe_status plan(const AttentionBackwardProblem& p, Plan* plan, const Reason
   const Cut cut(p, kernel);
   FLASHMOE_TRY(check_count("tiles of keys", cut.heads, cut.tiles, reason));
   FLASHMOE_TRY(check_count("blocks of rows", cut.heads, cut.blocks, reason));
-  const int64_t tiles = cut.heads * cut.tiles;
-  const int32_t threads = choose_threads(p, tiles);
+  if (cut.pieces() > UINT32_MAX) {
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED, "%lld tiles of keys and %lld sinks: at most %u in all",
+        static_cast<long long>(cut.tiles_in_all), static_cast<long long>(cut.sinks), UINT32_MAX);
+  }
+  const int32_t threads = choose_threads(p, cut);
   char name[sizeof flashmoe_launch::kernel];
   std::snprintf(name, sizeof name, "attention_backward_cpu_%s_%s_d%d_dv%d", kernel.isa,
                 dtype_name(p.q.dtype), static_cast<int>(p.dim), static_cast<int>(p.dim_v));
   plan->set_isa(kernel.isa);
-  flashmoe_launch& launch = plan->add_launch(name, &kernel, p.device, static_cast<uint32_t>(tiles),
-                                             static_cast<uint32_t>(threads));
+  flashmoe_launch& launch = plan->add_launch(
+      name, &kernel, p.device, static_cast<uint32_t>(cut.pieces()), static_cast<uint32_t>(threads));
   launch.tile_m = static_cast<int32_t>(cut.block_rows);
   launch.tile_n = static_cast<int32_t>(cut.tile_keys);
   launch.dim = static_cast<int32_t>(p.dim);
@@ -218,11 +234,15 @@ void work_on_tile(Launch* launch, int64_t index, void* scratch) {
 void work(void* context, int32_t worker) {
   Launch& launch = *static_cast<Launch*>(context);
   void* scratch = launch.scratch + static_cast<uint64_t>(worker) * launch.scratch_bytes;
-  const int64_t tiles = launch.cut.heads * launch.cut.tiles;
+  const Cut& cut = launch.cut;
   for (;;) {
     const int64_t index = launch.next.fetch_add(1, std::memory_order_relaxed);
-    if (index >= tiles) return;
-    work_on_tile(&launch, index, scratch);
+    if (index >= cut.pieces()) return;
+    if (index < cut.tiles_in_all) {
+      work_on_tile(&launch, index, scratch);
+    } else {
+      launch.kernel.write_dsink(launch.problem, index - cut.tiles_in_all);
+    }
   }
 }
 

@@ -36,6 +36,8 @@ struct AttentionBackwardKernel {
   // Writes dk and dv of the tile.
   void (*end_keys)(const AttentionBackwardProblem& problem, const AttentionBackwardStep& step,
                    void* scratch);
+  // Writes dsinks of a query head.
+  void (*write_dsink)(const AttentionBackwardProblem& problem, int64_t head);
 };
 
 // One per instruction set, indexed by Dtype.

@@ -19,6 +19,8 @@
 //
 // Included after cpu/attention_tile.h.
 
+#include "cpu/attention_sink_gradient.h"
+
 constexpr int kBackwardRows = 96;                        // of a block
 constexpr int kMostBackwardKeys = 192;                   // of a tile
 constexpr int kPairStride = kMostBackwardKeys + kLanes;  // rows do not share cache sets
@@ -118,6 +120,16 @@ FLASHMOE_INLINE void multiply_group_into(const float* a, const float* b, int64_t
                                                                                               add,
                                                                                               to);
   }
+}
+
+template <typename Element>
+float dot_of_row(const Element* a, const Element* b, int64_t dim) {
+  Vector sum = Simd::zero();
+  for (int64_t column = 0; column < dim; column += kLanes) {
+    const int64_t n = dim - column;
+    sum = Simd::multiply_add(Simd::load_first(a + column, n), Simd::load_first(b + column, n), sum);
+  }
+  return Simd::sum_of(sum);
 }
 
 template <typename Product>
@@ -255,14 +267,8 @@ class BackwardStep : TileRows {
   float delta_of(int64_t row, const Element* dout) const {
     const Element* const out =
         static_cast<const Element*>(b_.out.data) + this->offset_of(row, b_.out.strides);
-    Vector sum = Simd::zero();
-    for (int64_t column = 0; column < b_.dim_v; column += kLanes) {
-      const int64_t n = b_.dim_v - column;
-      sum = Simd::multiply_add(Simd::load_first(dout + column, n),
-                               Simd::load_first(out + column, n), sum);
-    }
     const float* const dlse = static_cast<const float*>(b_.dlse);
-    return Simd::sum_of(sum) -
+    return dot_of_row(dout, out, b_.dim_v) -
            (dlse != nullptr ? dlse[this->offset_of(row, b_.dlse_strides)] : 0.0f);
   }
 
@@ -545,6 +551,45 @@ void backward_end_keys(const AttentionBackwardProblem& p, const AttentionBackwar
   backward_step<Product>(p, step, scratch).end_keys();
 }
 
+// `to` becomes x, or that is added to it.
+template <typename T>
+void write_number(T* to, float x, bool accumulate) {
+  Vector number = Simd::broadcast(x);
+  if (accumulate) number = Simd::add(number, Simd::load_first(to, 1));
+  Simd::store_first(to, number, 1);
+}
+
+template <typename Product>
+void backward_write_dsink(const AttentionBackwardProblem& p, int64_t head) {
+  using Element = typename Product::Element;
+  const auto number = [](const auto* at) {
+    return static_cast<double>(Simd::sum_of(Simd::load_first(at, 1)));
+  };
+  const int64_t at = head * p.sinks.stride;
+  const double sink = p.sinks.dtype == Dtype::kFloat32
+                          ? number(static_cast<const float*>(p.sinks.data) + at)
+                          : number(static_cast<const Element*>(p.sinks.data) + at);
+  const auto row_of = [head](const auto& view, int64_t batch, int64_t query) {
+    return static_cast<const Element*>(view.data) + batch * view.strides.batch +
+           query * view.strides.seq + head * view.strides.head;
+  };
+  const auto dsink = static_cast<float>(sink_gradient<float>(
+      p, head, sink,
+      [&](int64_t query) {
+        return visible_keys::first_key(p, query) < visible_keys::end_key(p, query);
+      },
+      [&](int64_t batch, int64_t query) {
+        return static_cast<double>(
+            dot_of_row(row_of(p.dout, batch, query), row_of(p.out, batch, query), p.dim_v));
+      }));
+  const int64_t to = head * p.dsinks.stride;
+  if (p.dsinks.dtype == Dtype::kFloat32) {
+    write_number(static_cast<float*>(p.dsinks.data) + to, dsink, p.accumulate);
+  } else {
+    write_number(static_cast<Element*>(p.dsinks.data) + to, dsink, p.accumulate);
+  }
+}
+
 template <typename Product>
 constexpr AttentionBackwardKernel attention_backward_kernel(const char* isa) {
   return {isa,
@@ -555,5 +600,6 @@ constexpr AttentionBackwardKernel attention_backward_kernel(const char* isa) {
           backward_begin_keys<Product>,
           backward_add_rows<Product>,
           backward_add_dq<Product>,
-          backward_end_keys<Product>};
+          backward_end_keys<Product>,
+          backward_write_dsink<Product>};
 }

@@ -12,6 +12,8 @@ namespace {
 
 #include "cpu/attention_visible.h"
 
+#include "cpu/attention_sink_gradient.h"
+
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kStepKeys = 256;  // of the forward
 constexpr int kTileGroup = 8;       // rows: tiles of the forward are cut between them
@@ -66,6 +68,14 @@ class Logits {
   const double softcap_;
 };
 
+// -inf where there is none.
+double sink_of(const HeadLogits& sinks, int64_t head) {
+  const int64_t at = head * sinks.stride;
+  if (sinks.data == nullptr) return -kInfinity;
+  if (sinks.dtype == Dtype::kFloat64) return static_cast<const double*>(sinks.data)[at];
+  return static_cast<double>(static_cast<const float*>(sinks.data)[at]);
+}
+
 // The rows of a tile or block, query by query those of the heads that share a KV head.
 class Rows {
  public:
@@ -78,13 +88,6 @@ class Rows {
   }
   int64_t offset(int64_t row, const RowStrides& strides) const {
     return tile_.batch * strides.batch + query(row) * strides.seq + head(row) * strides.head;
-  }
-  // -inf where there is none.
-  double sink(int64_t row) const {
-    const int64_t at = head(row) * p_.sinks.stride;
-    if (p_.sinks.data == nullptr) return -kInfinity;
-    if (p_.sinks.dtype == Dtype::kFloat64) return static_cast<const double*>(p_.sinks.data)[at];
-    return static_cast<double>(static_cast<const float*>(p_.sinks.data)[at]);
   }
   const double* at(int64_t row, const RowsView<const void>& view) const {
     return static_cast<const double*>(view.data) + offset(row, view.strides);
@@ -132,7 +135,7 @@ void compute_row(const AttentionProblem& p, const Rows& rows, int64_t row, doubl
       add_multiple(weight, rows.key_at(key + i, p.v), p.dim_v, sums);
     }
   }
-  const double sink = rows.sink(row);
+  const double sink = sink_of(p.sinks, rows.head(row));
   double rescale = 1.0;  // of the output, where the sink is the row's maximum
   if (sink > maximum) {
     rescale = std::exp(maximum - sink);
@@ -269,6 +272,25 @@ void end_keys(const AttentionBackwardProblem& p, const AttentionBackwardStep& st
   }
 }
 
+void write_dsink(const AttentionBackwardProblem& p, int64_t head) {
+  const auto row_of = [head](const auto& view, int64_t batch, int64_t query) {
+    return static_cast<const double*>(view.data) + batch * view.strides.batch +
+           query * view.strides.seq + head * view.strides.head;
+  };
+  const double dsink = sink_gradient<double>(
+      p, head, sink_of(p.sinks, head),
+      [&](int64_t query) { return first_key(p, query) < end_key(p, query); },
+      [&](int64_t batch, int64_t query) {
+        return dot(row_of(p.dout, batch, query), row_of(p.out, batch, query), p.dim_v);
+      });
+  const int64_t to = head * p.dsinks.stride;
+  if (p.dsinks.dtype == Dtype::kFloat32) {
+    write(static_cast<float*>(p.dsinks.data) + to, &dsink, 1.0, 1, p.accumulate);
+  } else {
+    write(static_cast<double*>(p.dsinks.data) + to, &dsink, 1.0, 1, p.accumulate);
+  }
+}
+
 }  // namespace
 
 const AttentionKernel kFp64Attention = {
@@ -299,6 +321,7 @@ const AttentionBackwardKernel kFp64AttentionBackward = {
     add_rows,
     add_dq,
     end_keys,
+    write_dsink,
 };
 
 }  // namespace flashmoe::cpu

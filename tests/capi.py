@@ -90,9 +90,11 @@ class AttentionBackwardParams(c.Structure):
         ("out", c.POINTER(Tensor)),
         ("lse", c.POINTER(Tensor)),
         ("dlse", c.POINTER(Tensor)),
+        ("sinks", c.POINTER(Tensor)),
         ("dq", c.POINTER(Tensor)),
         ("dk", c.POINTER(Tensor)),
         ("dv", c.POINTER(Tensor)),
+        ("dsinks", c.POINTER(Tensor)),
         ("layout", c.c_int32),
         ("causal", c.c_int32),
         ("scale", c.c_float),
@@ -409,17 +411,18 @@ def attention(
     return out, lse
 
 
-GRADIENTS = ("dq", "dk", "dv")
+GRADIENTS = ("dq", "dk", "dv", "dsinks")
 
 
 class Gradients(NamedTuple):
     dq: np.ndarray | None
     dk: np.ndarray | None
     dv: np.ndarray | None
+    dsinks: np.ndarray | None = None
 
 
 def attention_backward_params(
-    tensors: Mapping[str, np.ndarray | Tensor],
+    tensors: Mapping[str, np.ndarray | Tensor | None],
     *,
     layout: str = "bshd",
     causal: str = "none",
@@ -429,11 +432,12 @@ def attention_backward_params(
     accumulate: bool = False,
     kernel: bytes | None = None,
 ) -> AttentionBackwardParams:
-    """`tensors` by their names in the C ABI."""
+    """`tensors` by their names in the C ABI; None are absent."""
     params = AttentionBackwardParams(struct_size=c.sizeof(AttentionBackwardParams))
     params.keep = {
         name: given if isinstance(given, Tensor) else tensor(given)
         for name, given in tensors.items()
+        if given is not None
     }
     for name, view in params.keep.items():
         setattr(params, name, c.pointer(view))
@@ -480,6 +484,7 @@ def attention_backward(
     lse: np.ndarray,
     dlse: np.ndarray | None = None,
     *,
+    sinks: np.ndarray | None = None,
     wanted: tuple[str, ...] = GRADIENTS,
     dtype: np.dtype | None = None,
     lib: c.CDLL | None = None,
@@ -489,10 +494,12 @@ def attention_backward(
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if dlse is not None:
         tensors["dlse"] = dlse
+    if sinks is not None:
+        tensors["sinks"] = sinks
     gradients = {}
-    for name, of in zip(GRADIENTS, (q, k, v), strict=True):
-        if name in wanted:
-            gradients[name] = aligned_empty(of.shape, dtype or q.dtype)
+    for name, of in zip(GRADIENTS, (q, k, v, sinks), strict=True):
+        if name in wanted and of is not None:
+            gradients[name] = aligned_empty(of.shape, dtype or of.dtype)
             gradients[name][...] = np.nan
     run_attention_backward(attention_backward_params(tensors | gradients, **options), lib)
     return Gradients(*(gradients.get(name) for name in GRADIENTS))

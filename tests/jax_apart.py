@@ -4,8 +4,8 @@
 
 Tokens apart with the same weights, experts apart with the outputs added up, heads apart, keys apart
 from queries that all devices have: as without shard_map, and nothing but the sum of outputs is
-exchanged. Then arrays that are apart without shard_map, pmap, and arrays of one device or no device
-yet.
+exchanged; on the CPU gradients likewise. Then arrays that are apart without shard_map, pmap, and
+arrays of one device or no device yet.
 """
 
 from __future__ import annotations
@@ -97,6 +97,23 @@ def main(dtype: str) -> None:
     close(got, jnp.concatenate([of_one(q[:2], q[:2]), of_one(q[:2], q[2:])]))
     with pytest.raises(ValueError, match="out_specs"):
         jax.jit(keys_apart(out_specs=P())).lower(q[:2], q)
+
+    if devices[0].platform == "cpu":  # GPUs compute no gradients
+        weights = 3 * normal(*whole.shape)
+
+        def loss(attend: Any) -> Any:
+            return lambda *arrays: (attend(*arrays) * weights).astype(jnp.float32).sum()
+
+        undivided = jax.grad(loss(lambda q: fm.flash_attention(q, q, q, causal=True)))(q)
+        for transform in (lambda f: f, jax.checkpoint):
+            got = jax.jit(jax.grad(loss(transform(heads_apart))))(q)
+            close(got, undivided)
+        # Every device has a share of the gradient of what all of them have.
+        gradients = jax.jit(jax.grad(loss(keys_apart(out_specs=P("d"))), (0, 1)))(q[:2], q)
+        in_turn = loss(lambda q, k: jnp.concatenate([of_one(q, k[:2]), of_one(q, k[2:])]))
+        for got, summed in zip(gradients, jax.grad(in_turn, (0, 1))(q[:2], q), strict=True):
+            assert float(jnp.abs(summed).max()) > 3 * tolerance
+            close(got, summed)
 
     # XLA gathers what it knows no way to part.
     for spec in (P("d"), P(None, None, "d"), P()):

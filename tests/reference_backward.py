@@ -2,12 +2,12 @@
 
     max|ours - ref| <= 2 * max|plain - ref| + 2 ulp + what fp32 leaves of a cancellation
 
-for dq by query head, for dk and dv by KV head. ref is float64 mathematics on the same inputs, plain
-the same formulas the ordinary way: everything that is stored rounded to the inputs' dtype, lse and
-sums in fp32. ulp is one unit in the last place of the dtype at the largest reference value of the
-head. The last term is of rows that see one key: their weight is 1 and their dscore 0 without any
-rounding where lse is the logit itself, to the last bit, and delta made of dweights. A forward may
-sum in another order, and delta is made of out. See reference.py.
+for dq and dsinks by query head, for dk and dv by KV head. ref is float64 mathematics on the same
+inputs, plain the same formulas the ordinary way: everything that is stored rounded to the inputs'
+dtype, lse and sums in fp32. ulp is one unit in the last place of the dtype at the largest
+reference value of the head. The last term is of rows that see one key: their weight is 1 and their
+dscore 0 without any rounding where lse is the logit itself, to the last bit, and out is v. A
+forward may sum in another order. See reference.py.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Gradients(NamedTuple):
     dq: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
+    dsinks: np.ndarray | None = None
 
 
 def _gradients(
@@ -44,6 +45,7 @@ def _gradients(
     k: np.ndarray,
     v: np.ndarray,
     dlse: np.ndarray | None,
+    sinks: np.ndarray | None,
     compute: np.dtype[Any],
     rounded: np.dtype[Any],
     *,
@@ -77,26 +79,35 @@ def _gradients(
             slope = round_(1 - bent * bent)
         logits = np.where(seen, logits, -np.inf)
         top = logits.max(-1, keepdims=True, initial=-np.inf)
-        lse = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
+        sink = np.full(q.shape[1], -np.inf) if sinks is None else sinks
+        sink = sink.astype(compute)[:, None, None]
+        top = np.maximum(top, sink)
+        base = np.where(np.isinf(top), 0, top)
+        sums = np.exp(logits - base).sum(-1, keepdims=True)
+        lse = np.where(np.isinf(top), top, base + np.log(sums + np.exp(sink - base)))
         weights = np.where(seen, round_(np.exp(logits - lse)), 0)
         dweights = round_(products(dout, v))
-        delta = (weights * dweights).sum(-1, keepdims=True)
+        delta = (dout * round_(np.matmul(weights, v))).sum(-1, keepdims=True)
         if dlse is not None:
             delta = delta - dlse.astype(compute)[..., None]
         dscores = np.where(seen, round_(weights * (dweights - delta) * slope), 0)
         dq = np.matmul(dscores, k) * factor
         dk = np.matmul(dscores.swapaxes(-1, -2), q) * factor
         dv = np.matmul(weights.swapaxes(-1, -2), dout)
+        of_sink = np.where(sink == -np.inf, 0, np.where(sink == lse, 1, np.exp(sink - lse)))
+        dsinks = -(of_sink * delta).sum((0, 2, 3))
     dk, dv = (x.reshape(x.shape[0], heads_kv, group, *x.shape[2:]).sum(2) for x in (dk, dv))
-    return Gradients(*(_heads_first(round_(x), layout) for x in (dq, dk, dv)))
+    each = (_heads_first(round_(x), layout) for x in (dq, dk, dv))
+    return Gradients(*each, None if sinks is None else dsinks)
 
 
 def gradients_float64(
-    dout: Any, q: Any, k: Any, v: Any, dlse: Any = None, **options: Any
+    dout: Any, q: Any, k: Any, v: Any, dlse: Any = None, sinks: Any = None, **options: Any
 ) -> Gradients:
     """In float64. A query that sees no key has 0, and so has a key that no query sees."""
     given = [to_numpy(x) for x in (dout, q, k, v)]
-    return _gradients(*given, None if dlse is None else to_numpy(dlse), DOUBLE, DOUBLE, **options)
+    extra = (None if x is None else to_numpy(x) for x in (dlse, sinks))
+    return _gradients(*given, *extra, DOUBLE, DOUBLE, **options)
 
 
 def cancellation(
@@ -107,7 +118,9 @@ def cancellation(
     eps = CANCELLATION if dtype != DOUBLE else CANCELLATION * 2.0**-29
     dims = given[3].shape[-1] ** 0.5  # sums of random signs grow with the root
     dscores = eps * dout * v * dims * (scale or given[1].shape[-1] ** -0.5)
-    return {"dq": dscores * k, "dk": dscores * q, "dv": eps * dout}
+    rows = float(np.prod(given[0].shape[:-1])) ** 0.5
+    dsinks = eps * dout * v * dims * rows
+    return {"dq": dscores * k, "dk": dscores * q, "dv": eps * dout, "dsinks": dsinks}
 
 
 def assert_gradients_accurate(
@@ -117,29 +130,32 @@ def assert_gradients_accurate(
     k: Any,
     v: Any,
     dlse: Any = None,
+    sinks: Any = None,
     **options: Any,
 ) -> None:
-    """Holds (dq, dk, dv), each of any framework or None, to the accuracy rule."""
+    """Holds (dq, dk, dv, dsinks), each of any framework or None, to the accuracy rule."""
     dtype = dtype_of(q)
     given = [to_numpy(x) for x in (dout, q, k, v)]
-    dlse = None if dlse is None else to_numpy(dlse)
-    ref = _gradients(*given, dlse, DOUBLE, DOUBLE, **options)
-    plain = _gradients(*given, dlse, SINGLE, dtype, **options)
-    head_axis = 1 if options.get("layout") == "bhsd" else 2
+    extra = [None if x is None else to_numpy(x) for x in (dlse, sinks)]
+    ref = _gradients(*given, *extra, DOUBLE, DOUBLE, **options)
+    plain = _gradients(*given, *extra, SINGLE, dtype, **options)
     left = cancellation(given, dtype, options.get("scale"))
+    got = Gradients(*got)
     for name, x, want, usual in zip(Gradients._fields, got, ref, plain, strict=True):
         if x is None:
             continue
         x = to_numpy(x)
         assert x.shape == want.shape, name
+        head_axis = 0 if name == "dsinks" else 1 if options.get("layout") == "bhsd" else 2
         for head in range(want.shape[head_axis] if want.size else 0):
-            here = np.index_exp[:, head] if head_axis == 1 else np.index_exp[:, :, head]
+            here = (slice(None),) * head_axis + (head,)
             target = want[here]
             allowed = 2 * np.abs(usual[here] - want[here]).max()
             allowed += 2 * ulp(dtype, float(np.abs(target).max())) + left[name]
-            error = np.abs(x[here] - target)
+            error = np.abs(np.asarray(x[here] - target))
             worst = np.unravel_index(np.argmax(error), error.shape)  # NaN counts as the largest
             assert error[worst] <= allowed, (
-                f"{name} of head {head}: {x[here][worst]} at {list(map(int, worst))}, reference "
-                f"{target[worst]}: error {error[worst]:.3g}, allowed {allowed:.3g}"
+                f"{name} of head {head}: {np.asarray(x[here])[worst]} at {list(map(int, worst))}, "
+                f"reference {np.asarray(target)[worst]}: error {error[worst]:.3g}, "
+                f"allowed {allowed:.3g}"
             )

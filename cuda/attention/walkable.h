@@ -16,8 +16,8 @@ flashmoe_status check_hopper(int device_id, const DeviceFacts** facts, const Rea
 
 // Whether the copy engine can walk the views of a problem, and the driver can tell it of them.
 flashmoe_status check_walkable(const AttentionProblem& problem, const Reason& reason);
-// The same of the views of a backward problem that are there. Not of out, nor of gradients that are added
-// to or of fp32: kernels do not walk these so.
+// The same of the views of a backward problem that are there. Not of out, nor of gradients that are
+// added to or of fp32: kernels do not walk these so.
 flashmoe_status check_walkable(const AttentionBackwardProblem& problem, const Reason& reason);
 
 // Of a [batch, seq, heads, dim] view in boxes of so many columns and rows of one head.

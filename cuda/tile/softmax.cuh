@@ -88,6 +88,12 @@ struct RowEnd {
 // By which functions a quotient and a logarithm are computed.
 enum class RowEndBy { kExact, kApprox };
 
+// Some of a row's probabilities: the maximum that they are relative to, and their sum.
+struct RowState {
+  float row_max;
+  float sum;
+};
+
 // The sink of a query head, in natural units; -inf where there are none.
 template <class Element>
 __device__ __forceinline__ float sink_of(const ScoreOptions& options, int head) {
@@ -97,47 +103,64 @@ __device__ __forceinline__ float sink_of(const ScoreOptions& options, int head) 
   return numeric::ElementTraits<Element>::to_float(static_cast<const uint16_t*>(options.sinks)[at]);
 }
 
-// lse of a row of a query head that sees no key. Its output is 0 by definition.
-template <class Element>
-__device__ __forceinline__ float lse_of_no_keys(const ScoreOptions& options, int head) {
-  return sink_of<Element>(options, head);
+// A sink counts as so many powers of two: by that much may scores lie below it until their
+// probabilities are small numbers, which fp16 rounds.
+inline constexpr int kSinkBits = 16;
+
+// A sink is a score that has no value. Its state is what a row begins with, or what is added at its
+// end. It is finite: the row of a sink beyond kMostRowMax needs the fallback.
+__device__ __forceinline__ RowState state_of_sink(float sink) {
+  if (sink == -INFINITY) return {kNoRowMax, 0.0f};
+  const float power = sink * kLog2E;
+  const float finite = power > -kNoRowMax ? -kNoRowMax : power < kNoRowMax ? kNoRowMax : power;
+  return {finite - kSinkBits, static_cast<float>(1 << kSinkBits)};
 }
 
-// Adds a sink, which exceeds the row's maximum by so many powers of two, to a sum of the row. Where
-// that is more than none the sink is the new maximum: what accumulators are to be multiplied by.
-__device__ __forceinline__ float add_sink(float excess, float& sum) {
-  const float power = numeric::exp2_approx(-fabsf(excess));
-  const bool is_maximum = excess > 0.0f;
-  sum = is_maximum ? fmaf(sum, power, 1.0f) : sum + power;
-  return is_maximum ? power : 1.0f;
-}
-
-// Ends a row of a query head. One of nothing but -inf scores and no sink is 0 / 0 = NaN.
-template <class Element, RowEndBy kBy>
-__device__ __forceinline__ RowEnd end_row(const ScoreOptions& options, int head, bool sees_keys,
-                                          float row_max, float sum) {
+// Ends a row whose sink counts in its state already. One of nothing but -inf scores and no sink is
+// 0 / 0 = NaN. lse of one that sees no key is its sink, and its output 0 by definition. `factor`
+// brings the accumulators to the state's maximum.
+template <RowEndBy kBy>
+__device__ __forceinline__ RowEnd end_row(float sink, bool sees_keys, const RowState& state,
+                                          float factor = 1.0f) {
   constexpr bool kExact = kBy == RowEndBy::kExact;
-  const float sink = sink_of<Element>(options, head);
-  if (!sees_keys) return {lse_of_no_keys<Element>(options, head), 0.0f, false};
-  const bool rounded_away = is_rounded_away(row_max, sum);
-  const float excess = fmaf(sink, kLog2E, -row_max);
-  const float rescale = add_sink(excess, sum);
-  const float quotient = kExact ? rescale / sum : __fdividef(rescale, sum);
-  const float log2_sum = kExact ? log2f(sum) : __log2f(sum);
-  return {excess > 0.0f ? fmaf(log2_sum, kLn2, sink) : (row_max + log2_sum) * kLn2,
-          rounded_away ? INFINITY : quotient, rounded_away};
+  if (!sees_keys) return {sink, 0.0f, false};
+  const bool rounded_away = is_rounded_away(state.row_max, state.sum);
+  const float quotient = kExact ? 1.0f / state.sum : __fdividef(1.0f, state.sum);
+  const float log2_sum = kExact ? log2f(state.sum) : __log2f(state.sum);
+  return {(state.row_max + log2_sum) * kLn2, rounded_away ? INFINITY : quotient * factor,
+          rounded_away};
 }
 
-// The same where the maximum `top` is a score, of any size, and `factor` is never infinite for it.
+// Ends a row of a query head, whose sink is still to be added.
+template <class Element, RowEndBy kBy>
+__device__ __forceinline__ RowEnd add_sink_and_end_row(const ScoreOptions& options, int head,
+                                                       bool sees_keys, RowState state) {
+  float sink = -INFINITY;
+  float factor = 1.0f;
+  if (options.sinks != nullptr) {
+    sink = sink_of<Element>(options, head);
+    const RowState added = state_of_sink(sink);
+    const float row_max = fmaxf(state.row_max, added.row_max);
+    factor = numeric::exp2_approx(state.row_max - row_max);
+    state.sum = fmaf(state.sum, factor, added.sum * numeric::exp2_approx(added.row_max - row_max));
+    state.row_max = row_max;
+  }
+  return end_row<kBy>(sink, sees_keys, state, factor);
+}
+
+// Ends a row whose maximum `top` is a score, of any size: `factor` is never infinite for it.
 template <class Element>
 __device__ __forceinline__ RowEnd end_row_of_scores(const ScoreOptions& options, int head,
                                                     bool sees_keys, float top, float sum) {
   const float sink = sink_of<Element>(options, head);
-  if (!sees_keys) return {lse_of_no_keys<Element>(options, head), 0.0f, false};
+  if (!sees_keys) return {sink, 0.0f, false};
   const float excess = fmaf(-top, options.scale_log2, sink * kLog2E);
-  const float rescale = add_sink(excess, sum);
-  const float log_max = excess > 0.0f ? sink : top * (options.scale_log2 * kLn2);
-  return {fmaf(log2f(sum), kLn2, log_max), rescale / sum, false};
+  const float power = numeric::exp2_approx(-fabsf(excess));
+  // Whichever is larger is what the others are relative to.
+  const bool of_sink = excess > 0.0f;
+  const float total = of_sink ? fmaf(sum, power, 1.0f) : sum + power;
+  const float log_max = of_sink ? sink : top * (options.scale_log2 * kLn2);
+  return {fmaf(log2f(total), kLn2, log_max), (of_sink ? power : 1.0f) / total, false};
 }
 
 }  // namespace flashmoe

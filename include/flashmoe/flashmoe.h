@@ -386,8 +386,8 @@ flashmoe_attention_forward(const flashmoe_attention_forward_params* params, void
 /* ------------------------------------------------------------------------------------------------
  * Attention, backward
  *
- * The gradients of a loss by q, k and v, of those by out and, if it is used, by lse: with the names
- * above, p[b,i,j,h] = exp(logit[b,i,j,h] - lse[b,h,i]) and delta[b,h,i] = dout[b,i,h,:] .
+ * The gradients of a loss by q, k, v and sinks, of those by out and, if it is used, by lse: with
+ * the names above, p[b,i,j,h] = exp(logit[b,i,j,h] - lse[b,h,i]) and delta[b,h,i] = dout[b,i,h,:] .
  * out[b,i,h,:]
  *
  *   dv[b,j,g,:]     = sum_h sum_i p[b,i,j,h] dout[b,i,h,:]
@@ -395,6 +395,7 @@ flashmoe_attention_forward(const flashmoe_attention_forward_params* params, void
  *   dscore          = scale * dlogit, with a softcap times 1 - (logit / softcap)^2
  *   dk[b,j,g,:]     = sum_h sum_i dscore[b,i,j,h] q[b,i,h,:]
  *   dq[b,i,h,:]     = sum_j dscore[b,i,j,h] k[b,j,g,:]
+ *   dsinks[h]       = sum_b sum_i exp(sinks[h] - lse[b,h,i]) (dlse[b,h,i] - delta[b,h,i])
  *
  * over the query heads h of the KV head g, and the pairs of which query i sees key j. Sums are
  * accumulated in fp32, of fp64 in fp64. The same inputs give the same bits on every run. A query
@@ -409,9 +410,13 @@ flashmoe_attention_forward(const flashmoe_attention_forward_params* params, void
  *   dq    as q                            of q's dtype or fp32; NULL if not wanted
  *   dk    as k                            same
  *   dv    as v                            same
+ *   sinks [heads_q]                       as of the forward call; read for dsinks alone, since lse
+ *                                         counts them
+ *   dsinks [heads_q]                      of the dtype of sinks or fp32, any stride; NULL if not
+ *                                         wanted. That of a sink of -inf is 0.
  *
- * One of dq, dk and dv at least is wanted. Their elements must not overlap one another, and in each
- * the last stride is 1 and every row begins on a 16-byte boundary.
+ * One of dq, dk, dv and dsinks at least is wanted. Their elements must not overlap one another. In
+ * dq, dk and dv the last stride is 1 and every row begins on a 16-byte boundary.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef struct flashmoe_attention_backward_params {
@@ -422,10 +427,12 @@ typedef struct flashmoe_attention_backward_params {
   const flashmoe_tensor* v;
   const flashmoe_tensor* out;
   const flashmoe_tensor* lse;
-  const flashmoe_tensor* dlse; /* NULL: 0 */
-  const flashmoe_tensor* dq;   /* NULL: not wanted */
+  const flashmoe_tensor* dlse;  /* NULL: 0 */
+  const flashmoe_tensor* sinks; /* NULL: none, and no dsinks */
+  const flashmoe_tensor* dq;    /* NULL: not wanted */
   const flashmoe_tensor* dk;
   const flashmoe_tensor* dv;
+  const flashmoe_tensor* dsinks;
   int32_t layout; /* these are as of the forward call */
   int32_t causal;
   float scale;
@@ -457,10 +464,9 @@ FLASHMOE_API flashmoe_status flashmoe_attention_backward_plan(
 FLASHMOE_API flashmoe_status flashmoe_attention_backward_workspace_size(
     const flashmoe_attention_backward_params* params, size_t* bytes);
 
-/* Computes those of dq, dk and dv that are given. workspace and stream: as of
- * flashmoe_attention_forward. On a GPU the family sm90 computes it on compute capability 9.0 for
- * head dimensions up to 128, the family sm89 on 8.9 and newer. Other calls are refused with
- * FLASHMOE_ERROR_UNSUPPORTED.
+/* Computes those of dq, dk, dv and dsinks that are given. workspace and stream: as of
+ * flashmoe_attention_forward. On a GPU the family sm90 computes it: on compute capability 9.0, for
+ * head dimensions up to 128. Other calls are refused with FLASHMOE_ERROR_UNSUPPORTED.
  *
  * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL, CUDA,
  * OUT_OF_MEMORY. */

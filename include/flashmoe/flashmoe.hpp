@@ -437,18 +437,20 @@ struct AttentionForward {
   ConstTensorView sinks;                // [heads_q] fp32 or q's dtype; absent: none
 };
 
-// Attention, backward: flashmoe_attention_backward. Of dq, dk and dv one at least.
+// Attention, backward: flashmoe_attention_backward. Of dq, dk, dv and dsinks one at least.
 struct AttentionBackward {
-  ConstTensorView dout;  // [batch, seq_q, heads_q, dim_v], in layout bshd
-  ConstTensorView q;     // [batch, seq_q, heads_q, dim]
-  ConstTensorView k;     // [batch, seq_k, heads_kv, dim]
-  ConstTensorView v;     // [batch, seq_k, heads_kv, dim_v]
-  ConstTensorView out;   // [batch, seq_q, heads_q, dim_v]
-  ConstTensorView lse;   // [batch, heads_q, seq_q] fp32, of fp64 fp64
-  ConstTensorView dlse;  // as lse; absent: 0
-  TensorView dq;         // as q, or fp32; absent: not wanted
-  TensorView dk;         // as k, or fp32; absent: not wanted
-  TensorView dv;         // as v, or fp32; absent: not wanted
+  ConstTensorView dout;   // [batch, seq_q, heads_q, dim_v], in layout bshd
+  ConstTensorView q;      // [batch, seq_q, heads_q, dim]
+  ConstTensorView k;      // [batch, seq_k, heads_kv, dim]
+  ConstTensorView v;      // [batch, seq_k, heads_kv, dim_v]
+  ConstTensorView out;    // [batch, seq_q, heads_q, dim_v]
+  ConstTensorView lse;    // [batch, heads_q, seq_q] fp32, of fp64 fp64
+  ConstTensorView dlse;   // as lse; absent: 0
+  ConstTensorView sinks;  // [heads_q] fp32 or q's dtype; absent: none, and no dsinks
+  TensorView dq;          // as q, or fp32; absent: not wanted
+  TensorView dk;          // as k, or fp32; absent: not wanted
+  TensorView dv;          // as v, or fp32; absent: not wanted
+  TensorView dsinks;      // as sinks, or fp32; absent: not wanted
   Layout layout = Layout::bshd;
   Causal causal = Causal::none;
   float scale = 0;                      // 0: 1 / sqrt(dim)
@@ -607,7 +609,7 @@ struct Bound<AttentionBackward> {
   static constexpr auto workspace_size = flashmoe_attention_backward_workspace_size;
   static constexpr auto run = flashmoe_attention_backward;
 
-  Argument dout, q, k, v, out, lse, dlse, dq, dk, dv;
+  Argument dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks;
   flashmoe_attention_backward_params params = flashmoe_attention_backward_params_init();
 
   explicit Bound(const AttentionBackward& call) noexcept
@@ -618,9 +620,11 @@ struct Bound<AttentionBackward> {
         out(call.out),
         lse(call.lse),
         dlse(call.dlse),
+        sinks(call.sinks),
         dq(call.dq),
         dk(call.dk),
-        dv(call.dv) {
+        dv(call.dv),
+        dsinks(call.dsinks) {
     params.dout = dout;
     params.q = q;
     params.k = k;
@@ -628,9 +632,11 @@ struct Bound<AttentionBackward> {
     params.out = out;
     params.lse = lse;
     params.dlse = dlse;
+    params.sinks = sinks;
     params.dq = dq;
     params.dk = dk;
     params.dv = dv;
+    params.dsinks = dsinks;
     params.accumulate = call.accumulate ? 1 : 0;
     set_scores(call, &params);
   }

@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashmoe_science._core import cuda_device_count, get_num_threads, set_num_threads
-    from flashmoe_science.attention import flash_attention, flash_attention_backward
+    from flashmoe_science.attention import (
+        AttentionGradients,
+        flash_attention,
+        flash_attention_backward,
+    )
     from flashmoe_science.compat import flash_attention_forward, flash_attention_warp_specialized
     from flashmoe_science.errors import (
         ArgumentTypeError,
@@ -58,6 +62,8 @@ if TYPE_CHECKING:
         AttentionPlan,
         Launch,
         Plan,
+        attention_backward_plan,
+        attention_backward_plan_for,
         attention_plan,
         attention_plan_for,
     )
@@ -66,6 +72,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArgumentTypeError",
+    "AttentionGradients",
     "AttentionPlan",
     "BuildInfo",
     "DeviceError",
@@ -81,6 +88,8 @@ __all__ = [
     "Plan",
     "UnsupportedError",
     "__version__",
+    "attention_backward_plan",
+    "attention_backward_plan_for",
     "attention_plan",
     "attention_plan_for",
     "build_info",
@@ -110,7 +119,11 @@ __all__ = [
 
 _MODULES = {
     "flashmoe_science._core": ("cuda_device_count", "get_num_threads", "set_num_threads"),
-    "flashmoe_science.attention": ("flash_attention", "flash_attention_backward"),
+    "flashmoe_science.attention": (
+        "AttentionGradients",
+        "flash_attention",
+        "flash_attention_backward",
+    ),
     "flashmoe_science.compat": ("flash_attention_forward", "flash_attention_warp_specialized"),
     "flashmoe_science.errors": (
         "ArgumentTypeError",
@@ -152,6 +165,8 @@ _MODULES = {
         "AttentionPlan",
         "Launch",
         "Plan",
+        "attention_backward_plan",
+        "attention_backward_plan_for",
         "attention_plan",
         "attention_plan_for",
     ),

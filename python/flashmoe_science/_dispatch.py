@@ -21,11 +21,8 @@ from flashmoe_science.errors import (
     _TransformedError,
 )
 
-_NO_BACKWARD = (
-    "{0}: requires grad, but {1} has no backward pass yet; call under torch.no_grad() or pass "
-    "{0}.detach()"
-)
-_NO_DERIVATIVE = (
+_NO_GRADIENTS = "{0}: requires grad, but {1} {2}; call under torch.no_grad() or pass {0}.detach()"
+NO_DERIVATIVE = (
     "{0}: has a tangent of forward-mode differentiation, but {1} has no derivative yet; pass "
     "{0}.detach()"
 )
@@ -50,9 +47,15 @@ class Words(NamedTuple):
     tensors: str
     outputs: str
     """What to pass where no output can be made."""
+    gradients: str = "has no backward pass yet"
+    has_gradients: bool = False
+    """Whether those of torch's tensors are recorded."""
 
 
-ATTENTION = Words("attention", "all tensors of a call", "out, and lse with return_lse")
+ATTENTION = Words(
+    "attention", "all tensors of a call", "out, and lse with return_lse",
+    "records gradients of torch's inputs alone", True,
+)  # fmt: skip
 ATTENTION_BACKWARD = Words("attention backward", "all tensors of a call", "dq, dk and dv")
 
 
@@ -70,7 +73,7 @@ class Framework:
     def check(self, name: str, tensor: Any, words: Words) -> None:
         """Raises what only this framework knows to be wrong with an argument."""
 
-    def check_output(self, name: str, tensor: Any) -> None:
+    def check_output(self, name: str, tensor: Any, words: Words) -> None:
         """The same of one that is to be written to."""
 
     def finish(self, *outputs: Any) -> None:
@@ -168,14 +171,18 @@ class NumPy(Framework):
         return made if numpy.may_share_memory(made, tensor) or made.size == 0 else None
 
 
-def refuse_derivatives(name: str, tensor: Any, operation: str) -> None:
-    """Raises where torch would differentiate through this argument, in either mode."""
+def refuse_gradient(name: str, tensor: Any, words: Words) -> None:
+    """Raises where torch would record the gradient of this argument."""
     import torch
 
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise InvalidArgumentError(_NO_BACKWARD.format(name, operation))
+        raise InvalidArgumentError(_NO_GRADIENTS.format(name, words.name, words.gradients))
+
+
+def refuse_tangent(name: str, tensor: Any, words: Words) -> None:
+    """Raises where torch differentiates through this argument in forward mode."""
     if _has_tangent(tensor):
-        raise InvalidArgumentError(_NO_DERIVATIVE.format(name, operation))
+        raise InvalidArgumentError(NO_DERIVATIVE.format(name, words.name))
 
 
 def _has_tangent(tensor: Any) -> bool:
@@ -190,15 +197,20 @@ def _has_tangent(tensor: Any) -> bool:
         return False
 
 
-def refuse_transformed(name: str, tensor: Any, operation: str) -> None:
-    """Raises of a tensor without memory if it is so as one of a transform of torch.func."""
+def is_transformed(tensor: Any) -> bool:
+    """Whether it is a tensor of a transform of torch.func: one as all others, without memory."""
     import torch
 
-    if (
+    return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
-        and not (tensor.is_meta or tensor.is_nested)
-    ):
+        and not (tensor.is_meta or tensor.is_nested or _has_memory(tensor))
+    )
+
+
+def refuse_transformed(name: str, tensor: Any, operation: str) -> None:
+    """Raises of a tensor of a transform of torch.func."""
+    if is_transformed(tensor):
         raise _TransformedError(
             f"{name}: got a tensor of a transform of torch.func, accepted is one with memory: "
             f"{operation} has no derivative yet, and for torch.func.vmap there are the functions "
@@ -215,15 +227,17 @@ def _has_memory(tensor: Any) -> bool:
 
 class Torch(Framework):
     def check(self, name: str, tensor: Any, words: Words) -> None:
-        if not _has_memory(tensor):
-            refuse_transformed(name, tensor, words.name)
-        refuse_derivatives(name, tensor, words.name)
+        refuse_transformed(name, tensor, words.name)
+        if not words.has_gradients:
+            refuse_gradient(name, tensor, words)
+        refuse_tangent(name, tensor, words)
         if tensor.is_neg():
             raise InvalidArgumentError(NEGATED.format(name))
 
-    def check_output(self, name: str, tensor: Any) -> None:
+    def check_output(self, name: str, tensor: Any, words: Words) -> None:
         import torch
 
+        refuse_gradient(name, tensor, words)
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise InvalidArgumentError(_INFERENCE.format(name))
 
@@ -461,12 +475,18 @@ def flash_attention(
     given = tensors | outputs
     framework = common_framework(given)
     for name, tensor in outputs.items():
-        framework.check_output(name, tensor)
+        framework.check_output(name, tensor, ATTENTION)
     return_lse = options["return_lse"]
     if framework is JAX:
         from flashmoe_science import jax
 
         return jax.flash_attention(tensors, options, outputs, stream)
+    if isinstance(framework, Torch):
+        from flashmoe_science import _autograd
+
+        if _autograd.is_handled(*tensors.values()):
+            given = dict.fromkeys(("sinks", "out", "lse")) | given
+            return _autograd.flash_attention(**given, **options, stream=stream)
 
     q = tensors["q"]
     device = framework.device(q)
@@ -497,17 +517,19 @@ def flash_attention(
 
 def flash_attention_backward(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any]:
     """The same of flash_attention_backward."""
     given = tensors | outputs
     framework = common_framework(given, ATTENTION_BACKWARD)
     if framework is JAX:
-        raise ArgumentTypeError(
-            "dout: got a JAX array, accepted are tensors of NumPy, torch, CuPy or with DLPack"
-        )
+        from flashmoe_science import jax
+
+        return jax.flash_attention_backward(tensors, options, outputs, stream)
     for name, tensor in outputs.items():
-        framework.check_output(name, tensor)
+        framework.check_output(name, tensor, ATTENTION_BACKWARD)
     like = {"dq": tensors["q"], "dk": tensors["k"], "dv": tensors["v"]}
+    if "sinks" in tensors:
+        like["dsinks"] = tensors["sinks"]
     device = framework.device(like["dq"])
     if type(framework) is Framework and not makes_tensors(like["dq"]) and len(outputs) < len(like):
         if device.type == CUDA:
@@ -529,4 +551,4 @@ def flash_attention_backward(
     views = {name: framework.view(tensor, handle) for name, tensor in given.items()}
     _core.call("attention_backward", views, options, allocate, handle)
     framework.finish(*outputs.values())
-    return given.get("dq"), given.get("dk"), given.get("dv")
+    return given.get("dq"), given.get("dk"), given.get("dv"), given.get("dsinks")

@@ -69,7 +69,7 @@ class _Calls:
         self.framework = _framework(tensors | outputs)
         self._outputs = tuple(outputs.values())
         for name, tensor in outputs.items():
-            self.framework.check_output(name, tensor)
+            self.framework.check_output(name, tensor, WORDS)
         self._first = next(iter(tensors.values()))
         device = self.framework.device(self._first)
         if self.framework is _JAX:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar, overload
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from flashmoe_science import _core
 from flashmoe_science._dtypes import parse_flag
 from flashmoe_science._tracing import is_traced, operators
+from flashmoe_science.errors import InvalidArgumentError, _TransformedError
 
 _T = TypeVar("_T")
+
+
+class AttentionGradients(NamedTuple):
+    """What flash_attention_backward returns: tensors, or None where one was not computed."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dsinks: Any
+
+
+def parse_wanted(wanted: Sequence[bool]) -> tuple[bool, ...]:
+    if len(wanted) != len(AttentionGradients._fields):
+        raise InvalidArgumentError(
+            f"wanted: got {len(wanted)} flags, accepted are four: of dq, dk, dv and dsinks"
+        )
+    return tuple(parse_flag("wanted", each) for each in wanted)
 
 
 @overload
@@ -76,8 +95,9 @@ def flash_attention(
 
     Takes tensors of NumPy, torch (CPU and CUDA), JAX, CuPy or any library with DLPack, all of one
     library and on one device, and returns the same kind. GPU work goes on the library's current
-    stream and is not waited for. There is no backward pass yet: a torch tensor that requires grad
-    is refused unless grad mode is off.
+    stream and is not waited for. torch's autograd differentiates it once, through out and lse, on
+    the CPU; a CUDA tensor that requires grad is refused unless grad mode is off. Under
+    torch.autocast fp32 tensors of torch are cast to its dtype.
 
     Args:
         q: [batch, seq_q, heads_q, dim] in layout "bshd", [batch, heads_q, seq_q, dim] in "bhsd".
@@ -119,14 +139,17 @@ def flash_attention(
         RuntimeError: The device cannot be used, or CUDA reported an error.
         MemoryError: The host is out of memory.
     """
-    if is_traced():
-        return operators().flash_attention(
-            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
-            layout=layout, return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
-        )  # fmt: skip
-    return _core.flash_attention(
-        q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse, kernel,
-        stream,
+    if not is_traced():
+        try:
+            return _core.flash_attention(
+                q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse,
+                kernel, stream,
+            )  # fmt: skip
+        except _TransformedError:  # which torch's operators take
+            pass
+    return operators().flash_attention(
+        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
+        layout=layout, return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
     )  # fmt: skip
 
 
@@ -139,53 +162,81 @@ def flash_attention_backward(
     lse: _T,
     *,
     dlse: _T | None = None,
+    sinks: _T | None = None,
     causal: bool | Literal["bottom_right", "top_left"] = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
-    wanted: tuple[bool, bool, bool] = (True, True, True),
+    wanted: tuple[bool, bool, bool, bool] = (True, True, True, True),
     accumulate: bool = False,
     dq: _T | None = None,
     dk: _T | None = None,
     dv: _T | None = None,
+    dsinks: _T | None = None,
     kernel: str | None = None,
     stream: object = None,
-) -> tuple[_T | None, _T | None, _T | None]:
-    """The gradients of a loss by q, k and v, of those by flash_attention's out and lse.
+) -> AttentionGradients:
+    """The gradients of a loss by q, k, v and sinks, of those by flash_attention's out and lse.
 
     On the CPU. Nothing of size seq_q x seq_k is stored; sums are accumulated in fp32, and the same
     inputs give the same bits on every run, whatever the number of threads. A query that sees no key
     has a gradient of 0, and so has a key that no query sees.
 
-    Kinds of tensors as in flash_attention, but for JAX's.
+    Kinds of tensors as in flash_attention. With JAX's there is nothing to accumulate into or to
+    write to, and no stream.
 
     Args:
         dout: The gradient of out, of its shape and dtype.
         q, k, v, causal, window, scale, softcap, layout: As of flash_attention.
         out, lse: What it returned, with return_lse.
         dlse: The gradient of lse, of its shape and dtype; None if lse is not used.
-        wanted: Whether dq, dk and dv are to be made, where none is given.
-        accumulate: Add to the dq, dk and dv that are given, and make none.
-        dq, dk, dv: Where to write the gradients of q, k and v, of their shape, and of their dtype
-            or fp32. They may overlap no other tensor.
+        sinks: As of flash_attention. They are read for dsinks alone: lse counts them.
+        wanted: Whether dq, dk, dv and dsinks are to be made, where none is given.
+        accumulate: Add to those of dq, dk, dv and dsinks that are given, and make none.
+        dq, dk, dv, dsinks: Where to write the gradients of q, k, v and sinks, of their shape, and
+            of their dtype or fp32. They may overlap no other tensor.
         kernel, stream: As of flash_attention.
 
     Returns:
-        (dq, dk, dv), in place of those that are not computed None.
+        AttentionGradients (dq, dk, dv, dsinks), in place of those that are not computed None.
 
     Raises: What flash_attention raises. A message names the argument.
     """
+    if not is_traced():
+        try:
+            return _flash_attention_backward(  # type: ignore[no-any-return]
+                dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
+                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream,
+            )  # fmt: skip
+        except _TransformedError:  # as above
+            pass
+    made: AttentionGradients = operators().flash_attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, causal=causal, window=window, scale=scale,
+        softcap=softcap, layout=layout, wanted=wanted, accumulate=accumulate, dq=dq, dk=dk, dv=dv,
+        dsinks=dsinks, kernel=kernel, stream=stream,
+    )  # fmt: skip
+    return made
+
+
+def _flash_attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, sinks: Any, causal: Any,
+    window: Any, scale: Any, softcap: Any, layout: Any, wanted: Any, accumulate: Any, dq: Any,
+    dk: Any, dv: Any, dsinks: Any, kernel: Any, stream: Any,
+) -> Any:  # fmt: skip
+    """Of tensors with memory."""
     from flashmoe_science import _dispatch
 
     options = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
-        "wanted": tuple(parse_flag("wanted", each) for each in wanted), "accumulate": accumulate,
-        "kernel": kernel,
+        "wanted": parse_wanted(wanted), "accumulate": accumulate, "kernel": kernel,
     }  # fmt: skip
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if dlse is not None:
         tensors["dlse"] = dlse
-    gradients = {"dq": dq, "dk": dk, "dv": dv}
+    if sinks is not None:
+        tensors["sinks"] = sinks
+    gradients = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks}
     outputs = {name: tensor for name, tensor in gradients.items() if tensor is not None}
-    return _dispatch.flash_attention_backward(tensors, options, outputs, stream)
+    made = _dispatch.flash_attention_backward(tensors, options, outputs, stream)
+    return AttentionGradients(*made)

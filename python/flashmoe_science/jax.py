@@ -3,7 +3,8 @@
 XLA makes the outputs and the workspace, and chooses the stream. What is wrong with a call is raised
 while it is traced. jax.vmap folds its axis into the batch of attention and into the tokens of
 fused_moe; of the other functions, and with batched weights, it makes calls one after another, which
-is what they are. There is no derivative yet: one that is asked for is an error.
+is what they are. Attention has a derivative of reverse mode, another custom call; any other one
+that is asked for is an error.
 
 This module is imported when the first JAX array arrives. A process that runs a program which
 another one has exported imports it, so that XLA finds the calls.
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.custom_batching
+import jax.custom_derivatives
 import jax.extend.core
 import jax.interpreters.mlir
 import jax.interpreters.xla
@@ -55,17 +57,20 @@ def _device(name: str, tensors: Sequence[Any]) -> Device | None:
     raise InvalidArgumentError(f"{name}: it is on {device}, accepted are CPU and CUDA devices")
 
 
+_REFUSALS = {
+    "attention backward": "a second derivative of attention is asked for, accepted are first ones; "
+    "pass jax.lax.stop_gradient of the gradient",
+    "the mixture of experts": "a derivative of the mixture of experts is asked for, but it has no "
+    "backward pass yet; pass jax.lax.stop_gradient of its arguments",
+}
+
+
 def _refuse_derivative(words: str) -> Any:
-    raise InvalidArgumentError(
-        f"a derivative of {words} is asked for, but it has no backward pass yet; pass "
-        "jax.lax.stop_gradient of its arguments"
-    )
+    raise InvalidArgumentError(_REFUSALS[words])
 
 
-def _transformable(
-    function: Callable[..., Any], words: str, rule: Callable[..., Any] | None = None
-) -> Any:
-    """`function` of arrays, jitted, with a sentence for jax.grad and a rule for jax.vmap.
+def _batchable(function: Callable[..., Any], rule: Callable[..., Any] | None) -> Any:
+    """`function` of arrays with a rule for jax.vmap.
 
     rule(size, batched, *arrays) gives results that all have the axis in front, or None where it
     does not apply; then, and without one, the calls are made one after another.
@@ -79,7 +84,14 @@ def _transformable(
             made = _one_after_another(batchable, batched, arrays)
         return made, jax.tree.map(lambda _: True, made)
 
-    differentiable = jax.custom_jvp(batchable)
+    return batchable
+
+
+def _transformable(
+    function: Callable[..., Any], words: str, rule: Callable[..., Any] | None = None
+) -> Any:
+    """`function` of arrays, jitted, with a sentence for jax.grad and a rule for jax.vmap."""
+    differentiable = jax.custom_jvp(_batchable(function, rule))
     differentiable.defjvp(lambda primals, tangents: _refuse_derivative(words))
     return jax.jit(differentiable)
 
@@ -98,15 +110,23 @@ def _one_after_another(
 
 # ---- custom calls ----------------------------------------------------------------------------
 
-_INT32, _FP32 = np.dtype("int32"), np.dtype("float32")
+_DIFFERENTIABLE = ("q", "k", "v", "sinks")
+_INT32, _FP32, _FP64 = np.dtype("int32"), np.dtype("float32"), np.dtype("float64")
 _NO_DEVICE = "FLASHMOE_ERROR_NO_DEVICE"
 
 _CheckCall = Callable[[Any, Device, tuple[Any, ...], tuple[Any, ...]], object]
 """Raises what is wrong with a call there: (what it is compiled for, device, shapes, dtypes)."""
 
 
+_PLATFORMS = {"cpu": CPU, "cuda": CUDA}
+
+
 def _custom_call(
-    target: str, words: str, check: _CheckCall, takes_fp32_on_gpu: bool = False
+    target: str,
+    words: str,
+    check: _CheckCall,
+    platforms: Sequence[str] = tuple(_PLATFORMS),
+    takes_fp32_on_gpu: bool = False,
 ) -> Any:
     """A primitive that is XLA's call of a target, on the platforms where kernels serve it.
 
@@ -134,14 +154,15 @@ def _custom_call(
         return rule
 
     def refuse(context: Any, *_: Any, **__: Any) -> Any:
-        platforms = ", ".join(context.module_context.platforms)
+        wanted = ", ".join(context.module_context.platforms)
         raise UnsupportedError(
-            f"{words} is compiled for {platforms}, but has kernels for cpu and cuda alone"
+            f"{words} is compiled for {wanted}, but has kernels for {' and '.join(platforms)} alone"
         )
 
     jax.interpreters.mlir.register_lowering(primitive, refuse)
-    jax.interpreters.mlir.register_lowering(primitive, lowering(CPU), platform="cpu")
-    jax.interpreters.mlir.register_lowering(primitive, lowering(CUDA), platform="cuda")
+    for platform in platforms:
+        rule = lowering(_PLATFORMS[platform])
+        jax.interpreters.mlir.register_lowering(primitive, rule, platform=platform)
     if jax.__version_info__ < (0, 7):  # shard_map asked each primitive, later it asks the types
         from jax.experimental import shard_map
 
@@ -254,13 +275,18 @@ def _dtype_numbers(dtype: Any) -> Dtype:
 def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shapes and dtypes of what a checked call makes, by the C ABI's names."""
     options = dict(call.options)
+    if call.operation == "attention_backward":
+        kept = zip(_DIFFERENTIABLE, options["wanted"], strict=True)
+        of = (name for name, wanted in kept if wanted and name in tensors)
+        return {f"d{name}": (tensors[name].shape, tensors[name].dtype) for name in of}
     if call.operation == "attention_forward":
         q, v = tensors["q"], tensors["v"]
         made = {"out": ((*q.shape[:3], v.shape[3]), q.dtype)}
         batch, seq, heads = q.shape[:3]
         if options["layout"] == "bhsd":
             seq, heads = heads, seq
-        return made | ({"lse": ((batch, heads, seq), _FP32)} if options["return_lse"] else {})
+        sums = _FP64 if q.dtype == _FP64 else _FP32
+        return made | ({"lse": ((batch, heads, seq), sums)} if options["return_lse"] else {})
     if call.operation == "moe_route":
         if "given_ids" in tensors:
             (t, k), e = tensors["given_ids"].shape, options["num_experts"]
@@ -313,13 +339,20 @@ def _check(
     _plan(call, device, shapes, dtypes)
 
 
+_WORDS = {"attention_forward": "attention", "attention_backward": "attention backward"}
+
+
 def _words(operation: str) -> str:
-    return "attention" if operation == "attention_forward" else "the mixture of experts"
+    return _WORDS.get(operation, "the mixture of experts")
 
 
 _CALLS = {
     operation: _custom_call(
-        target, _words(operation), _check, takes_fp32_on_gpu=operation == "moe_route"
+        target,
+        _words(operation),
+        _check,
+        platforms=("cpu",) if operation == "attention_backward" else tuple(_PLATFORMS),
+        takes_fp32_on_gpu=operation == "moe_route",
     )
     for operation, (target, _) in _core.xla_ffi_handlers().items()
 }
@@ -363,13 +396,15 @@ def _widened(
     ]
 
 
-_SEQUENCES = ("q", "k", "v")
+_SEQUENCES = ("q", "k", "v", "dout", "out", "lse", "dlse")
 
 
 @functools.lru_cache(maxsize=256)
 def _compiled(call: _Call) -> Any:
     def folded(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
-        """Sequences of an outer batch are sequences of one larger batch."""
+        """Sequences of an outer batch are sequences of one larger batch; dsinks is its sum."""
+        if "sinks" in call.names and dict(call.options).get("wanted", ())[-1:] == (True,):
+            return None
         wide = _widened(call.names, _SEQUENCES, size, batched, arrays)
         if wide is None:
             return None
@@ -382,9 +417,81 @@ def _compiled(call: _Call) -> Any:
         )
         return jax.tree.map(lambda x: x.reshape((*apart, *x.shape[1:])), made)
 
-    rule = folded if call.operation == "attention_forward" else None
-    compiled = _transformable(functools.partial(_bind, call), _words(call.operation), rule)
+    rule = folded if call.operation in _WORDS else None
+    function = functools.partial(_bind, call)
+    compiled: Any
+    if call.operation == "attention_forward":
+        compiled = _differentiable(call, _batchable(function, rule))
+    else:
+        compiled = _transformable(function, _words(call.operation), rule)
     return compiled
+
+
+# ---- derivatives of attention ----------------------------------------------------------------
+
+
+def _differentiable(call: _Call, attend: Any) -> Any:
+    """`attend`, which makes the outputs of an attention_forward of arrays, with a gradient."""
+    with_lse = call._replace(options=_key(dict(call.options) | {"return_lse": True}))
+    attention = jax.custom_vjp(attend)
+
+    def forward(*inputs: Any) -> Any:
+        # Which of them are perturbed is not kept: JAX may serve this trace to a call with others.
+        arrays = dict(zip(call.names, (x.value for x in inputs), strict=True))
+        made = _compiled(with_lse)(*arrays.values())
+        return {name: made[name] for name in _outputs(call, arrays)}, (arrays, made)
+
+    def backward(kept: Any, cotangents: Any) -> Any:
+        arrays, made = kept
+        given = {
+            f"d{name}": x
+            for name, x in cotangents.items()
+            if not isinstance(x, jax.custom_derivatives.SymbolicZero)
+        }
+        gradients = _gradients(call, arrays | made, given) if given else {}
+        return tuple(gradients.get(f"d{name}") for name in call.names)
+
+    attention.defvjp(forward, backward, symbolic_zeros=True)
+    return jax.jit(lambda *arrays: attention(*_varying_alike(arrays)))
+
+
+def _varying_alike(arrays: Sequence[Any]) -> list[Any]:
+    """In shard_map the gradient of an array that does not vary over an axis is the sum of what the
+    devices along it find, which is the transpose of pvary."""
+    axes = [_varying_axes(x) for x in arrays]
+    every = frozenset().union(*axes)
+    return [
+        _cast(x, tuple(sorted(every - its, key=str))) if every - its else x
+        for x, its in zip(arrays, axes, strict=True)
+    ]
+
+
+def _varying_axes(array: Any) -> frozenset[Any]:
+    """Axes of the mesh along which shard_map's devices may have other values."""
+    kind: Any = jax.typeof(array)
+    if hasattr(kind, "manual_axis_type"):
+        return frozenset(kind.manual_axis_type.varying)
+    return getattr(kind, "vma", frozenset())  # before JAX 0.10
+
+
+def _cast(array: Any, axes: tuple[Any, ...]) -> Any:
+    """The array as one that varies over these axes."""
+    lax: Any = jax.lax
+    if hasattr(lax, "pcast"):
+        return lax.pcast(array, axes, to="varying")
+    return lax.pvary(array, axes)  # before JAX 0.8
+
+
+def _gradients(call: _Call, tensors: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """By "dq" and so on, of an attention_forward's tensors and the gradients of its outputs."""
+    given = {"dout": jnp.zeros_like(tensors["out"])} | given
+    named = {name: tensors[name] for name in (*call.names, "out", "lse")}
+    options = {name: x for name, x in call.options if name != "return_lse"}
+    options |= {"kernel": None, "wanted": tuple(name in tensors for name in _DIFFERENTIABLE)}
+    return run("attention_backward", named | given, options)
+
+
+# ---- functions -------------------------------------------------------------------------------
 
 
 def _key(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -439,13 +546,28 @@ def fused_moe(
     return _compiled_fused_moe(steps, tuple(tensors), _key(options))(*arrays)
 
 
-def flash_attention(
-    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
-) -> Any:
-    """flash_attention, with everything by its name."""
+def _refuse_outputs(outputs: dict[str, Any], stream: Any) -> None:
     for name in outputs:
         raise InvalidArgumentError(f"{name}: JAX arrays cannot be written to; leave it None")
     if stream is not None:
         raise InvalidArgumentError("stream: XLA chooses the stream of JAX arrays; leave it None")
+
+
+def flash_attention(
+    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+) -> Any:
+    """flash_attention, with everything by its name."""
+    _refuse_outputs(outputs, stream)
     made = run("attention_forward", tensors, options)
     return (made["out"], made["lse"]) if options["return_lse"] else made["out"]
+
+
+def flash_attention_backward(
+    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+) -> tuple[Any, ...]:
+    """flash_attention_backward, with everything by its name."""
+    _refuse_outputs(outputs, stream)
+    if options["accumulate"]:
+        raise InvalidArgumentError("accumulate: JAX arrays cannot be added to; leave it False")
+    made = run("attention_backward", tensors, options)
+    return tuple(made.get(f"d{name}") for name in _DIFFERENTIABLE)

@@ -15,6 +15,7 @@ from flashmoe_science._dtypes import (
     parse_extent,
     parse_flag,
 )
+from flashmoe_science.attention import parse_wanted
 
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]
@@ -198,6 +199,73 @@ def attention_plan(
     return AttentionPlan.of(_core.plan("attention_forward", tensors, options))
 
 
+def attention_backward_plan(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    sinks: Any = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    layout: Layout = "bshd",
+    wanted: tuple[bool, bool, bool, bool] = (True, True, True, True),
+    accumulate: bool = False,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    dsinks: Any = None,
+    kernel: str | None = None,
+) -> AttentionPlan:
+    """What flash_attention_backward would do with these arguments. Reads no data and launches
+    nothing.
+
+    Raises what flash_attention_backward would raise for its arguments.
+    """
+    tensors = {
+        "dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, "sinks": sinks,
+        "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks,
+    }  # fmt: skip
+    options = {
+        "layout": layout, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
+        "wanted": parse_wanted(wanted), "accumulate": accumulate,
+        "kernel": kernel,
+    }  # fmt: skip
+    return AttentionPlan.of(_core.plan("attention_backward", tensors, options))
+
+
+Tensor = tuple[tuple[int, ...], Any, Any, None]  # shape, dtype, device, strides: contiguous
+
+
+def _tensors_for(
+    extents: dict[str, int | None], dtype: object, device: object, layout: Layout
+) -> dict[str, Tensor]:
+    """q, k and v, and out as the forward gives it, of which only the extents are known."""
+    given = dict(extents)
+    for name, other in (("seq_k", "seq_q"), ("heads_kv", "heads_q"), ("dim_v", "dim")):
+        given[name] = given[other] if given[name] is None else given[name]
+    parsed = {
+        name: parse_extent(name, extent, 2**63, "0 to 2^63 - 1") for name, extent in given.items()
+    }
+    numbers, where = parse_dtype(dtype), parse_device(device)
+
+    def tensor(seq: str, heads: str, last: str) -> Tensor:
+        rows = (heads, seq) if layout == "bhsd" else (seq, heads)
+        return tuple(parsed[name] for name in ("batch", *rows, last)), numbers, where, None
+
+    return {
+        "q": tensor("seq_q", "heads_q", "dim"),
+        "k": tensor("seq_k", "heads_kv", "dim"),
+        "v": tensor("seq_k", "heads_kv", "dim_v"),
+        "out": tensor("seq_q", "heads_q", "dim_v"),
+    }
+
+
 def attention_plan_for(
     *,
     batch: int,
@@ -226,33 +294,65 @@ def attention_plan_for(
 
     Raises what flash_attention would raise for such tensors.
     """
-    given: dict[str, Any] = {
-        "batch": batch,
-        "seq_q": seq_q,
-        "heads_q": heads_q,
-        "dim": dim,
-        "seq_k": seq_q if seq_k is None else seq_k,
-        "heads_kv": heads_q if heads_kv is None else heads_kv,
-        "dim_v": dim if dim_v is None else dim_v,
-    }
-    batch, seq_q, heads_q, dim, seq_k, heads_kv, dim_v = (
-        parse_extent(name, extent, 2**63, "0 to 2^63 - 1") for name, extent in given.items()
-    )
-
-    numbers, where = parse_dtype(dtype), parse_device(device)
-
-    def tensor(seq: int, heads: int, last: int) -> Any:
-        rows = (heads, seq) if layout == "bhsd" else (seq, heads)
-        return (batch, *rows, last), numbers, where, None
-
+    extents = {
+        "batch": batch, "seq_q": seq_q, "heads_q": heads_q, "dim": dim, "seq_k": seq_k,
+        "heads_kv": heads_kv, "dim_v": dim_v,
+    }  # fmt: skip
+    of = _tensors_for(extents, dtype, device, layout)
     return attention_plan(
-        tensor(seq_q, heads_q, dim),
-        tensor(seq_k, heads_kv, dim),
-        tensor(seq_k, heads_kv, dim_v),
+        of["q"],
+        of["k"],
+        of["v"],
         causal=causal,
         window=window,
         softcap=softcap,
         layout=layout,
         return_lse=return_lse,
+        kernel=kernel,
+    )
+
+
+def attention_backward_plan_for(
+    *,
+    batch: int,
+    seq_q: int,
+    heads_q: int,
+    dim: int,
+    seq_k: int | None = None,
+    heads_kv: int | None = None,
+    dim_v: int | None = None,
+    dtype: object = "bf16",
+    device: object = "cpu",
+    causal: Causal = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    layout: Layout = "bshd",
+    wanted: tuple[bool, bool, bool, bool] = (True, True, True, True),
+    kernel: str | None = None,
+) -> AttentionPlan:
+    """The plan of a backward call on contiguous tensors of these extents, which need not exist.
+
+    The arguments are those of attention_plan_for, and `wanted` that of flash_attention_backward.
+    Raises what flash_attention_backward would raise for such tensors.
+    """
+    extents = {
+        "batch": batch, "seq_q": seq_q, "heads_q": heads_q, "dim": dim, "seq_k": seq_k,
+        "heads_kv": heads_kv, "dim_v": dim_v,
+    }  # fmt: skip
+    of = _tensors_for(extents, dtype, device, layout)
+    shape, _, where, _ = of["q"]
+    rows = (shape[1], shape[2]) if layout == "bhsd" else (shape[2], shape[1])
+    return attention_backward_plan(
+        of["out"],
+        of["q"],
+        of["k"],
+        of["v"],
+        of["out"],
+        ((shape[0], *rows), parse_dtype("fp32"), where, None),
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        layout=layout,
+        wanted=wanted,
         kernel=kernel,
     )

@@ -362,6 +362,24 @@ Subject judge_numbers(Judgement* judgement, const char* name, const flashmoe_ten
   return subject;
 }
 
+// "[heads_q], fp32 or the dtype of `of`, any stride".
+Subject judge_heads(Judgement* judgement, const char* name, const flashmoe_tensor* tensor,
+                    const Subject& of, const Rows& rows) {
+  const Subject subject = {name, tensor, look(judgement, name, tensor, 1)};
+  if (tensor == nullptr) return subject;
+  if (!same_dtype(tensor->dtype, {FLASHMOE_DTYPE_FLOAT, 32, 1}) && of.tensor != nullptr &&
+      !same_dtype(tensor->dtype, of.tensor->dtype)) {
+    disagree(judgement, subject, of);
+  }
+  agree_on_device(judgement, subject, rows.q);
+  agree_on_extent(judgement, subject, 0, rows.q, rows.heads);
+  if (subject.facts.readable && subject.facts.elem_bytes != 0 &&
+      address_of(*tensor) % static_cast<uintptr_t>(subject.facts.elem_bytes) != 0) {
+    subject.facts.empty ? judgement->either(name) : judgement->invalid(name);
+  }
+  return subject;
+}
+
 // A tensor of rows that has the shape of another, and its dtype or, perhaps, fp32.
 Subject judge_rows_like(Judgement* judgement, const char* name, const flashmoe_tensor* tensor,
                         const Subject& like, const Subject& q, bool or_fp32) {
@@ -400,20 +418,9 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
     keep_apart(&judgement, rows.out, 4, input, 4);
   }
 
-  const Subject sinks = {
-      "sinks", params.sinks,
-      params.sinks == nullptr ? Facts{} : look(&judgement, "sinks", params.sinks, 1)};
+  Subject sinks = {"sinks", nullptr, {}};
   if (params.sinks != nullptr) {
-    if (!same_dtype(params.sinks->dtype, {FLASHMOE_DTYPE_FLOAT, 32, 1}) &&
-        rows.q.tensor != nullptr && !same_dtype(params.sinks->dtype, rows.q.tensor->dtype)) {
-      disagree(&judgement, sinks, rows.q);
-    }
-    agree_on_device(&judgement, sinks, rows.q);
-    agree_on_extent(&judgement, sinks, 0, rows.q, rows.heads);
-    if (sinks.facts.readable && sinks.facts.elem_bytes != 0 &&
-        address_of(*params.sinks) % static_cast<uintptr_t>(sinks.facts.elem_bytes) != 0) {
-      sinks.facts.empty ? judgement.either("sinks") : judgement.invalid("sinks");
-    }
+    sinks = judge_heads(&judgement, "sinks", params.sinks, rows.q, rows);
     keep_apart(&judgement, rows.out, 4, sinks, 1);
   }
 
@@ -450,6 +457,11 @@ Judgement judge(const flashmoe_attention_backward_params* params) {
   if (params->dlse != nullptr) {
     others.emplace_back(judge_numbers(&judgement, "dlse", params->dlse, rows), 3);
   }
+  Subject sinks = {"sinks", nullptr, {}};
+  if (params->sinks != nullptr) {
+    sinks = judge_heads(&judgement, "sinks", params->sinks, rows.q, rows);
+    others.emplace_back(sinks, 1);
+  }
   const struct {
     const char* name;
     const flashmoe_tensor* tensor;
@@ -465,6 +477,13 @@ Judgement judge(const flashmoe_attention_backward_params* params) {
     if (subject.facts.readable) judge_distinct(&judgement, gradient.name, subject.facts, 4);
     for (const auto& [other, rank] : others) keep_apart(&judgement, subject, 4, other, rank);
     others.emplace_back(subject, 4);
+  }
+  if (params->dsinks != nullptr) {
+    wanted = true;
+    if (params->sinks == nullptr) judgement.invalid("dsinks");
+    const Subject subject = judge_heads(&judgement, "dsinks", params->dsinks, sinks, rows);
+    if (subject.facts.readable) judge_distinct(&judgement, "dsinks", subject.facts, 1);
+    for (const auto& [other, rank] : others) keep_apart(&judgement, subject, 1, other, rank);
   }
   if (!wanted) judgement.invalid("dq");
   return judgement;

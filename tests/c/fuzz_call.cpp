@@ -223,8 +223,8 @@ double logit_of(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j) {
 
 namespace {
 
-// The lse of q and k, where a backward call reads it; 0, which nobody uses, of a row that sees no
-// key. Of rows that share a place it is the last one's.
+// The lse of q, k and sinks, where a backward call reads it; 0, which nobody uses, of a row that
+// has no logit. Of rows that share a place it is the last one's.
 void store_lse(Call* call) {
   const int seq = call->params.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1;
   const int64_t seq_q = call->q.shape[seq], seq_k = call->k.shape[seq];
@@ -236,6 +236,10 @@ void store_lse(Call* call) {
         for (int64_t j = 0; j < seq_k; ++j) {
           if (!is_seen(call->params, i, j, seq_q, seq_k)) continue;
           logits.push_back(logit_of(*call, b, h, i, j));
+          largest = std::fmax(largest, logits.back());
+        }
+        if (call->backward.sinks != nullptr) {
+          logits.push_back(load(call->sinks.element(h, 0, 0, 0), call->sinks.tensor.dtype));
           largest = std::fmax(largest, logits.back());
         }
         for (const double logit : logits) sum += std::exp(logit - largest);
@@ -309,7 +313,7 @@ void make_valid(Random* random, Call* call) {
              {"lse", &call->lse, 3, numbers},    {"sinks", &call->sinks, 1, heads},
              {"dout", &call->dout, 4, rows_out}, {"dlse", &call->dlse, 3, numbers},
              {"dq", &call->dq, 4, rows_q},       {"dk", &call->dk, 4, rows_k},
-             {"dv", &call->dv, 4, rows_v}};
+             {"dv", &call->dv, 4, rows_v},       {"dsinks", &call->dsinks, 1, heads}};
   for (const auto& each : all) {
     each.argument->name = each.name;
     each.argument->rank = each.rank;
@@ -322,6 +326,7 @@ void make_valid(Random* random, Call* call) {
     argument.tensor.device = {random->chance(0.1) ? FLASHMOE_DEVICE_CUDA_HOST : FLASHMOE_DEVICE_CPU,
                               0};
     if (argument.rank == 3 && dtype.bits != 64) argument.tensor.dtype = single;
+    if (&argument == &call->dsinks) argument.tensor.dtype = call->sinks.tensor.dtype;
     const bool may_be_single = argument.rank == 1 || (call->is_backward && call->is_output(i));
     if (may_be_single && random->chance(0.4)) argument.tensor.dtype = single;
     argument.allocate(random, call->is_output(i) || &argument == &call->lse);  // a row has its own
@@ -332,11 +337,13 @@ void make_valid(Random* random, Call* call) {
     if (random->chance(0.6)) call->params.sinks = nullptr;
     return;
   }
+  if (random->chance(0.5)) call->backward.sinks = call->backward.dsinks = nullptr;
   store_lse(call);
   call->backward.accumulate = random->chance(0.3) ? 1 : 0;
   if (random->chance(0.5)) call->backward.dlse = nullptr;
-  const int64_t wanted = random->range(1, 7);
+  const int64_t wanted = random->range(1, call->backward.sinks != nullptr ? 15 : 7);
   if ((wanted & 1) == 0) call->backward.dq = nullptr;
   if ((wanted & 2) == 0) call->backward.dk = nullptr;
   if ((wanted & 4) == 0) call->backward.dv = nullptr;
+  if ((wanted & 8) == 0) call->backward.dsinks = nullptr;
 }

@@ -78,9 +78,9 @@ struct Argument {
 struct Call {
   explicit Call(bool is_backward) : is_backward(is_backward) {
     if (is_backward) {
-      arguments.insert(arguments.end(), {&dout, &dlse, &dq, &dk, &dv});
-      slots.insert(slots.end(),
-                   {&backward.dout, &backward.dlse, &backward.dq, &backward.dk, &backward.dv});
+      arguments.insert(arguments.end(), {&dout, &dlse, &sinks, &dq, &dk, &dv, &dsinks});
+      slots.insert(slots.end(), {&backward.dout, &backward.dlse, &backward.sinks, &backward.dq,
+                                 &backward.dk, &backward.dv, &backward.dsinks});
     } else {
       arguments.push_back(&sinks);
       slots.push_back(&params.sinks);
@@ -89,11 +89,12 @@ struct Call {
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
+  static constexpr int kFirstGradient = 8;  // of the arguments of a backward call
   const bool is_backward;
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
   flashmoe_attention_backward_params backward = flashmoe_attention_backward_params_init();
   bool null_params = false;
-  Argument q, k, v, out, lse, sinks, dout, dlse, dq, dk, dv;
+  Argument q, k, v, out, lse, sinks, dout, dlse, dq, dk, dv, dsinks;
   flashmoe_attention_sequences sequences = {};
   std::string kernel;
   std::string faults;
@@ -102,7 +103,7 @@ struct Call {
   std::vector<const flashmoe_tensor**> slots = {&params.q, &params.k, &params.v, &params.out,
                                                 &params.lse};
   int count() const { return static_cast<int>(arguments.size()); }
-  bool is_output(int i) const { return is_backward ? i >= 7 : i == 3 || i == 4; }
+  bool is_output(int i) const { return is_backward ? i >= kFirstGradient : i == 3 || i == 4; }
 
   const flashmoe_attention_forward_params* given() const { return null_params ? nullptr : &params; }
   // `backward` with what `params` has of it.

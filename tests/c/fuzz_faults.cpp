@@ -27,7 +27,7 @@ Argument& any_argument(Random* random, Call* call) {
 // And the slot that it belongs in.
 Argument& any_output(Random* random, Call* call, size_t* slot) {
   if (call->is_backward) {
-    *slot = static_cast<size_t>(random->range(7, 9));
+    *slot = static_cast<size_t>(random->range(Call::kFirstGradient, call->count() - 1));
   } else {
     *slot = random->chance(0.6) ? 3 : 4;
   }
@@ -39,7 +39,7 @@ void null_tensor(Random* random, Call* call) {
 }
 
 void no_gradient(Random*, Call* call) {
-  call->backward.dq = call->backward.dk = call->backward.dv = nullptr;
+  call->backward.dq = call->backward.dk = call->backward.dv = call->backward.dsinks = nullptr;
 }
 
 void wrong_accumulate(Random* random, Call* call) {
@@ -172,6 +172,7 @@ void other_heads(Random* random, Call* call) {
   } else {
     for (Argument* x : {&call->q, &call->out, &call->dq, &call->dout}) x->shape[axis] = heads;
     call->lse.shape[1] = call->dlse.shape[1] = call->sinks.shape[0] = heads;
+    call->dsinks.shape[0] = heads;
   }
 }
 
@@ -189,7 +190,7 @@ void overlapping_output(Random* random, Call* call) {
   Argument& argument = any_output(random, call, &slot);
   *call->slots[slot] = &argument.tensor;
   for (int axis = 0; axis < argument.rank; ++axis) argument.strides[axis] = argument.stride(axis);
-  const int axis = static_cast<int>(random->below(argument.rank - 1));
+  const int axis = argument.rank == 1 ? 0 : static_cast<int>(random->below(argument.rank - 1));
   argument.strides[axis] = random->one_of(
       {int64_t{0}, argument.strides[(axis + 1) % argument.rank], int64_t{8}, int64_t{-8}});
   argument.tensor.strides = argument.strides;

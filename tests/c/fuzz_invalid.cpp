@@ -220,7 +220,8 @@ class Sums {
       const auto at = static_cast<int64_t>(i);
       const int64_t d = at % dim_, h = at / dim_ % heads_, s = at / dim_ / heads_ % seq_;
       const int64_t b = at / dim_ / heads_ / seq_;
-      const unsigned char* element = element_at(*call, *gradient, b, s, h, d);
+      const unsigned char* element = gradient->rank == 1 ? gradient->element(h, 0, 0, 0)
+                                                         : element_at(*call, *gradient, b, s, h, d);
       const double got = load(element, gradient->tensor.dtype);
       restore(gradient, element);
       const double before = load(element, gradient->tensor.dtype);
@@ -253,6 +254,7 @@ void expect_gradients(Call* call) {
   Sums dq(e.batch, e.seq_q, e.heads_q, e.dim);
   Sums dk(e.batch, e.seq_k, e.heads_kv, e.dim);
   Sums dv(e.batch, e.seq_k, e.heads_kv, e.dim_v);
+  Sums dsinks(1, 1, e.heads_q, 1);
   for (int64_t b = 0; b < e.batch; ++b) {
     for (int64_t h = 0; h < e.heads_q; ++h) {
       for (int64_t i = 0; i < e.seq_q; ++i) {
@@ -263,9 +265,23 @@ void expect_gradients(Call* call) {
               number_at(*call, call->dout, b, i, h, d) * number_at(*call, call->out, b, i, h, d);
           delta += term, magnitude += std::fabs(term);
         }
+        double dlse = 0;
         if (call->backward.dlse != nullptr) {
-          delta -= load(call->dlse.element(b, h, i, 0), call->dlse.tensor.dtype);
+          dlse = load(call->dlse.element(b, h, i, 0), call->dlse.tensor.dtype);
         }
+        if (call->backward.sinks != nullptr) {
+          const double sink = load(call->sinks.element(h, 0, 0, 0), call->sinks.tensor.dtype);
+          const double weight = std::exp(sink - lse);
+          bool sees_keys = false;
+          for (int64_t j = 0; j < e.seq_k; ++j) {
+            sees_keys = sees_keys || is_seen(call->params, i, j, e.seq_q, e.seq_k);
+          }
+          for (const double part : {delta, magnitude, -magnitude}) {
+            if (sees_keys) dsinks.add(0, 0, h, 0, -weight * part);  // else out is 0
+          }
+          dsinks.add(0, 0, h, 0, weight * dlse);
+        }
+        delta -= dlse;
         for (int64_t j = 0; j < e.seq_k; ++j) {
           if (!is_seen(call->params, i, j, e.seq_q, e.seq_k)) continue;
           const int64_t g = h / e.group;
@@ -297,6 +313,7 @@ void expect_gradients(Call* call) {
   if (call->backward.dq != nullptr) dq.compare(call, &call->dq, unit);
   if (call->backward.dk != nullptr) dk.compare(call, &call->dk, unit);
   if (call->backward.dv != nullptr) dv.compare(call, &call->dv, unit);
+  if (call->backward.dsinks != nullptr) dsinks.compare(call, &call->dsinks, unit);
   expect_memory_unchanged(*call);
 }
 

@@ -212,11 +212,14 @@ void attention() {
 // The gradients of a call are differences of the sum of its output.
 void attention_backward() {
   AttentionCase test;
-  const fm::AttentionForward forward = test.call();
+  std::vector<float> sinks = {0.5f, -1.0f, 2.0f, 0.0f};
+  fm::AttentionForward forward = test.call();
+  forward.sinks = fm::ConstTensorView(sinks.data(), {4});
   fm::Workspace workspace;
   done(fm::run(forward, workspace));
   const std::vector<float> ones(test.out.size(), 1.0f);
   std::vector<float> dq(test.q.size(), NAN), dk(test.k.size(), NAN), dv(test.v.size(), NAN);
+  std::vector<float> dsinks(sinks.size(), NAN);
   fm::AttentionBackward call;
   call.dout = fm::ConstTensorView(ones.data(), {2, 5, 4, 16});
   call.q = forward.q, call.k = forward.k, call.v = forward.v;
@@ -224,6 +227,8 @@ void attention_backward() {
   call.dq = fm::TensorView(dq.data(), {2, 5, 4, 16});
   call.dk = fm::TensorView(dk.data(), {2, 7, 2, 16});
   call.dv = fm::TensorView(dv.data(), {2, 7, 2, 16});
+  call.sinks = forward.sinks;
+  call.dsinks = fm::TensorView(dsinks.data(), {4});
   call.causal = forward.causal, call.window_left = forward.window_left;
   call.softcap = forward.softcap, call.scale = forward.scale;
   done(fm::run(call, workspace));
@@ -238,7 +243,7 @@ void attention_backward() {
   const struct {
     std::vector<float>* of;
     const std::vector<float>* gradient;
-  } each[] = {{&test.q, &dq}, {&test.k, &dk}, {&test.v, &dv}};
+  } each[] = {{&test.q, &dq}, {&test.k, &dk}, {&test.v, &dv}, {&sinks, &dsinks}};
   constexpr float kStep = 1.0f / 64;
   for (const auto& [of, gradient] : each) {
     for (size_t i = 0; i < of->size(); i += 37) {
@@ -258,7 +263,7 @@ void attention_backward() {
   done(fm::run(forward, workspace));
   done(fm::run(call, workspace));
   for (size_t i = 0; i < dv.size(); ++i) CHECK(dv[i] == 2 * once[i]);
-  call.dv = {};
+  call.dv = call.dsinks = {};
   fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "dq: got a null tensor",
         [&] { return fm::run(call, workspace); });
 }

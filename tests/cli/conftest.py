@@ -1,6 +1,10 @@
-"""The ceilings are measured in every run of `bench`; small ones leave the tests their seconds."""
+"""Small ceilings, since every run of `bench` measures them; and a folder for modules."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from flashmoe_science.cli import ceilings
@@ -16,3 +20,15 @@ def low_ceilings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def real_ceilings() -> None:
     """Asks for those of a real run."""
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path, whose modules are forgotten afterwards."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        # A package without an __init__ has no file, but its spec says its folder.
+        if str(tmp_path) in str(getattr(sys.modules[name], "__spec__", "")):
+            del sys.modules[name]

@@ -498,13 +498,13 @@ def test_the_table_keeps_the_clocks_of_a_gpu_apart(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--suite", "nothing"], "--suite: got nothing, accepted are attention-between"),
+        (["--suite", "nothing"], "--suite: got nothing, accepted are attention-backward"),
         (["--suite", "attention-forward", "--device", "cpu"], "is for a GPU"),
         (["--suite", "seeds", "--dim", "64"], "a suite has its own shapes"),
         (["--suite", "seeds", "--batch", "2", "--causal"], "either it or --batch --causal"),
         (["--compare", "a.json", "b.json", "--dtype", "fp16"], "neither a suite nor a shape"),
         (["--suite", "seeds", "--dtype", "bf16"], "accepted for the suite seeds are fp16"),
-        ([], "--suite: give one of attention-between"),
+        ([], "--suite: give one of attention-backward"),
         (["--dim", "64", "--seq", "8"], "--heads is missing"),
         ([*SMALL, "--seq", "0"], "nothing to time in fp32 B1 S0"),
         ([*SMALL, "--threads", "9999"], "--threads: got 9999 threads, accepted are 0 to 4096"),
@@ -557,8 +557,9 @@ def test_a_shape_that_no_kernel_takes_is_a_void_row(capsys: pytest.CaptureFixtur
 
 def test_the_suites_are_what_they_say() -> None:
     of_moe = ["moe-cpu", "moe-mixtral", "moe-olmoe", "moe-qwen3", "moe-training"]
-    of_attention = ["attention-between", "attention-forward", "attention-forward-fp16", "cpu",
-                    "decode", "gqa", "mla"]  # fmt: skip
+    of_attention = ["attention-backward", "attention-backward-cpu", "attention-backward-variants",
+                    "attention-between", "attention-forward", "attention-forward-fp16",
+                    "attention-training", "cpu", "decode", "gqa", "mla"]  # fmt: skip
     names = [*of_attention, *of_moe, "seeds"]
     assert suite_names() == names
     forward = load_suite("attention-forward").shapes

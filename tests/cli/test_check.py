@@ -12,7 +12,7 @@ import flashmoe_science
 import pytest
 from flashmoe_science.cli import check, check_experts, environment, main
 
-NAMES = ["build", "import", "launch", "correctness", "experts", "speed"]
+NAMES = ["build", "import", "launch", "correctness", "gradients", "experts", "speed"]
 
 
 def run_check(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -25,13 +25,14 @@ def run_check(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cases are enough where a failure is what is tested."""
     monkeypatch.setattr(check, "_CORRECTNESS_SHAPES", check._CORRECTNESS_SHAPES[:2])
+    monkeypatch.setattr(check, "_GRADIENT_SHAPES", check._GRADIENT_SHAPES[:2])
     monkeypatch.setattr(check_experts, "SHAPES", check_experts.SHAPES[:2])
     monkeypatch.setattr(
         check, "_SPEED_SHAPES", {"cpu": dataclasses.replace(check._LAUNCH_SHAPE, dtype="fp32")}
     )
 
 
-def test_six_checks_pass_in_thirty_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_seven_checks_pass_in_thirty_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
     code, document = run_check(capsys)
     assert time.monotonic() - begin < 30
@@ -49,7 +50,7 @@ def test_people_read_a_line_a_check(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"ok    {name}" in printed
     if flashmoe_science.cuda_device_count() == 0:
         assert "running on the CPU backend." in printed
-    assert printed.endswith("All six checks passed.\n")
+    assert printed.endswith("All seven checks passed.\n")
 
 
 @pytest.mark.usefixtures("small")
@@ -71,6 +72,53 @@ def test_wrong_values_fail(
     assert "max|out - float64|" in document["by_name"]["correctness"]["text"]
     assert document["by_name"]["speed"]["text"].startswith("void: max|out - float64|")
     assert "contenders" not in document["by_name"]["speed"]["details"]
+
+
+def test_gradients_are_checked_in_every_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    _, document = run_check(capsys)
+    gradients = document["by_name"]["gradients"]
+    assert " by cpu against float64; the largest error is " in gradients["text"]
+    cases = gradients["details"]["cases"]
+    assert {"fp32", "fp16"} <= {c["shape"]["dtype"] for c in cases}
+    assert {c["tensor"] for c in cases} <= {"dq", "dk", "dv"}
+    assert all(0 < c["error"] <= c["bound"] for c in cases)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("wrong", "sentence"), [(0.25, "max|dk - float64|"), (float("nan"), "dk holds NaN")]
+)
+def test_a_wrong_gradient_fails(
+    wrong: float, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = flashmoe_science.flash_attention_backward
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        answer = real(*arguments, **options)
+        options["dk"][-1, -1, -1, -1] += wrong
+        return answer
+
+    monkeypatch.setattr(flashmoe_science, "flash_attention_backward", broken)
+    code, document = run_check(capsys)
+    assert code == 1
+    assert [c["name"] for c in document["checks"] if not c["passed"]] == ["gradients"]
+    assert sentence in document["by_name"]["gradients"]["text"]
+
+
+@pytest.mark.usefixtures("small")
+def test_gradients_that_no_family_computes_are_no_fault(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU whose families compute the forward alone."""
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise flashmoe_science.UnsupportedError("device: no family computes gradients on cuda:0")
+
+    monkeypatch.setattr(flashmoe_science, "attention_backward_plan", refuse)
+    code, document = run_check(capsys)
+    assert code == 0
+    text = "none: device: no family computes gradients on cuda:0"
+    assert document["by_name"]["gradients"]["text"] == text
 
 
 def test_experts_are_checked_in_every_layout_and_dtype(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +220,7 @@ def test_another_kernel_than_planned_fails(
     assert code == 1
     assert "launched attention_forward_of_another" in document["by_name"]["launch"]["text"]
     assert "launched attention_forward_of_another" in document["by_name"]["experts"]["text"]
+    assert "launched attention_forward_of_another" in document["by_name"]["gradients"]["text"]
     assert "not the planned one" in document["by_name"]["speed"]["text"]
 
 
@@ -233,7 +282,7 @@ def test_a_call_that_raises_fails_every_check_that_makes_it(
     code, document = run_check(capsys)
     assert code == 1
     passed = {name: c["passed"] for name, c in document["by_name"].items()}
-    assert passed == dict(zip(NAMES, [True, True, False, False, True, False], strict=True))
+    assert passed == dict(zip(NAMES, [True, True, False, False, False, True, False], strict=True))
     assert "q: got nonsense" in document["by_name"]["launch"]["text"]
 
 
@@ -245,9 +294,9 @@ def test_passes_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(capsys.readouterr().out)
     for launch in document["checks"][2]["details"]["launches"]:
         assert "cpu" not in launch["kernel"]
-    cases = document["checks"][4]["details"]["cases"]
+    cases = document["checks"][5]["details"]["cases"]
     named = {c["kernel"] for c in cases} - {""}
-    assert {"sm89_few_tokens", "sm89"} <= named | set(document["checks"][4]["details"]["refused"])
+    assert {"sm89_few_tokens", "sm89"} <= named | set(document["checks"][5]["details"]["refused"])
     assert named
     assert all(c["family"] == c["kernel"] for c in cases if c["kernel"])
     assert "cpu" not in {c["family"] for c in cases}

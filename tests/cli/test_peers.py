@@ -64,13 +64,8 @@ class Packages:
 
 
 @pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield Packages(tmp_path)
-    for name in set(sys.modules) - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+def packages(modules: Path) -> Packages:
+    return Packages(modules)
 
 
 def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:

@@ -46,6 +46,22 @@ def test_json_is_the_plan_of_the_library(capsys: pytest.CaptureFixture[str]) -> 
     assert document["shape"]["causal"] == "bottom_right"
 
 
+def test_a_backward_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SHAPE, "--causal", "--backward", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    plan = flashmoe_science.attention_backward_plan_for(
+        batch=1, seq_q=512, heads_q=8, heads_kv=2, dim=64, dtype="fp32", causal=True
+    )
+    assert document["plan"]["operation"] == plan.operation == "attention_backward"
+    assert document["plan"]["kernel"] == plan.kernel
+    assert document["plan"]["flops"] == plan.flops > 0
+    assert document["plan"]["workspace_bytes"] == plan.workspace_bytes > 0
+    assert main(["plan", *SHAPE, "--backward"]) == 0
+    assert "backward of fp32 B1 S512 H8/2 D64 on cpu" in capsys.readouterr().out
+    with pytest.raises(SystemExit):  # what is timed, and no call of ours, has no plan
+        main(["plan", *SHAPE, "--training"])
+
+
 @pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(7, 7), (3, 11), (11, 3)])
 def test_windows_are_planned_and_counted(

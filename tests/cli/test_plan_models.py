@@ -12,8 +12,10 @@ import pytest
 from flashmoe_science._dtypes import GPU_MODELS
 from flashmoe_science.cli import main
 from flashmoe_science.cli.environment import as_dict, plan_as_dict
+from flashmoe_science.cli.measure_backward import one_after_the_other
 from flashmoe_science.cli.plan import plan_for
-from flashmoe_science.cli.suites import MOE, shape_of
+from flashmoe_science.cli.shapes import BackwardShape, Shape
+from flashmoe_science.cli.suites import MOE, TRAINING, shape_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ARCHITECTURES = flashmoe_science.build_info().cuda_architectures
@@ -35,7 +37,13 @@ def recorded() -> list[Any]:
 
 
 def as_planned_now(document: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
-    shape, kernel = shape_of(cell["shape"]), document["kernel"]
+    shape, kernel = shape_of(cell["shape"], document["operation"]), document["kernel"]
+    if document["operation"] == TRAINING:
+        forward, backward = (
+            plan_as_dict(plan_for(flashmoe_science, of(**vars(shape)), "h200"))
+            for of in (Shape, BackwardShape)
+        )
+        return one_after_the_other(forward, backward)
     if document["operation"] != MOE:
         return plan_as_dict(plan_for(flashmoe_science, shape, "h200", kernel=kernel))
     extents = {n: getattr(shape, n) for n in ("tokens", "hidden", "inner", "experts", "top_k")}

@@ -69,7 +69,7 @@ def test_blocks_do_not_change_the_verdict(monkeypatch: pytest.MonkeyPatch) -> No
     out, lse = by_loops(shape, *inputs)
     out += 1e-6
     whole = reference.judge(arrays, shape, inputs, {"x": out}, lse)["x"]
-    monkeypatch.setattr(reference, "_SCORE_BLOCK", {"cpu": 23})
+    monkeypatch.setattr(reference, "SCORE_BLOCK", {"cpu": 23})
     blocks = reference.judge(arrays, shape, inputs, {"x": out}, lse)["x"]
     # A BLAS may add up products of other extents in another order.
     assert blocks.plain_error == pytest.approx(whole.plain_error, rel=0.5)
@@ -78,7 +78,7 @@ def test_blocks_do_not_change_the_verdict(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_long_sequences_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "_SCORE_BUDGET", {"cpu": 9 * 9 * 3})
+    monkeypatch.setattr(reference, "SCORE_BUDGET", {"cpu": 9 * 9 * 3})
     shape = SHAPES[0]
     arrays = Arrays()
     inputs = make_inputs(arrays, shape)
@@ -122,7 +122,7 @@ def test_the_bound_is_twice_the_plain_error_and_an_ulp() -> None:
 
 @pytest.mark.parametrize("place", [(0, 0, 0), (0, 3, 8), (1, 3, 8)])
 def test_every_block_counts(monkeypatch: pytest.MonkeyPatch, place: tuple[int, int, int]) -> None:
-    monkeypatch.setattr(reference, "_SCORE_BLOCK", {"cpu": 23})
+    monkeypatch.setattr(reference, "SCORE_BLOCK", {"cpu": 23})
     shape, (b, h, i) = SHAPES[0], place
     arrays = Arrays()
     inputs = make_inputs(arrays, shape)

@@ -37,7 +37,7 @@ struct Tensor {
 
 // In layout bshd: batch 2, 30 queries of 4 heads, 50 keys of 2 heads, dimensions 24 and 16.
 struct Call {
-  Tensor dout, q, k, v, out, lse, dlse, dq, dk, dv;
+  Tensor dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks;
   flashmoe_attention_backward_params params = flashmoe_attention_backward_params_init();
 
   explicit Call(flashmoe_dtype dtype = kHalf) {
@@ -47,10 +47,12 @@ struct Call {
     v.set({2, 50, 2, 16}, dtype), dv.set({2, 50, 2, 16}, dtype);
     out.set({2, 30, 4, 16}, dtype), dout.set({2, 30, 4, 16}, dtype);
     lse.set({2, 4, 30}, wide), dlse.set({2, 4, 30}, wide);
+    sinks.set({4}, dtype), dsinks.set({4}, dtype);
     params.dout = &dout.view, params.q = &q.view, params.k = &k.view, params.v = &v.view;
     params.out = &out.view, params.lse = &lse.view;
     params.dq = &dq.view, params.dk = &dk.view, params.dv = &dv.view;
   }
+  void give_sinks() { params.sinks = &sinks.view, params.dsinks = &dsinks.view; }
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
@@ -81,6 +83,11 @@ void flops_are_those_of_the_products_that_are_needed() {
   CHECK(call.plan().flops == pairs * (2 * 24 + 16));
   call.params.dq = nullptr, call.params.dv = &call.dv.view;
   CHECK(call.plan().flops == pairs * (24 + 16));
+  Call sinks;
+  sinks.give_sinks();
+  CHECK(sinks.plan().flops == pairs * (3 * 24 + 2 * 16));
+  sinks.params.dq = sinks.params.dk = sinks.params.dv = nullptr;
+  CHECK(sinks.plan().flops == 0);
   Call causal;  // query i sees 21 + i keys
   causal.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
   CHECK(causal.plan().flops == 2.0 * 2 * 4 * (30 * 21 + 29 * 15) * (3 * 24 + 2 * 16));
@@ -93,6 +100,8 @@ void a_plan_counts_every_tensor_once() {
   CHECK(call.plan().bytes == own + 4 * rows_q);
   call.params.dlse = &call.dlse.view;
   CHECK(call.plan().bytes == own + 8 * rows_q);
+  call.give_sinks();
+  CHECK(call.plan().bytes == own + 8 * rows_q + 2 * 4 * 2);
   const flashmoe_plan plan = call.plan();
   CHECK(std::strcmp(plan.operation, "attention_backward") == 0);
   CHECK(std::strcmp(plan.family, "cpu") == 0 && plan.launch_count == 1);
@@ -136,7 +145,25 @@ void each_argument_is_checked() {
   CHECK(failure([](Call* c) { c->params.out = nullptr; }) ==
         "out: got a null tensor, it is required");
   CHECK(failure([](Call* c) { c->params.dq = c->params.dk = c->params.dv = nullptr; }) ==
-        "dq: got a null tensor, as dk and dv did; one of them at least is required");
+        "dq: got a null tensor, as dk, dv and dsinks did; one of them at least is required");
+  CHECK(failure([](Call* c) { c->params.dsinks = &c->dsinks.view; }) ==
+        "dsinks: got one, accepted without sinks is a null pointer");
+  CHECK(failure([](Call* c) { c->give_sinks(), c->sinks.shape[0] = 2; }) ==
+        "sinks: its number of heads is 2, but q has 4");
+  CHECK(failure([](Call* c) { c->give_sinks(), c->dsinks.shape[0] = 2; }) ==
+        "dsinks: its number of heads is 2, but q has 4");
+  CHECK(failure([](Call* c) { c->give_sinks(), c->dsinks.view.ndim = 2; }).find("dsinks: ") == 0);
+  CHECK(failure([](Call* c) { c->give_sinks(), c->dsinks.view.dtype = kDouble; }) ==
+        "dsinks: got dtype fp64, accepted are fp32 and sinks's fp16");
+  CHECK(failure([](Call* c) { c->give_sinks(), c->sinks.view.dtype = kSingle; }) ==
+        "dsinks: got dtype fp16, accepted is sinks's fp32");
+  CHECK(failure([](Call* c) { c->give_sinks(), c->dsinks.strides[0] = 0; }).find("dsinks: ") == 0);
+  CHECK(failure([](Call* c) {
+          c->give_sinks(), c->dsinks.view.byte_offset = 1;
+        }).find("dsinks: ") == 0);
+  CHECK(failure([](Call* c) {
+          c->give_sinks(), c->dsinks.view.device = {FLASHMOE_DEVICE_CUDA, 0};
+        }).find("dsinks: ") == 0);
   CHECK(failure([](Call* c) { c->params.accumulate = 2; }) ==
         "accumulate: got 2, accepted are 0 and 1");
   CHECK(failure([](Call* c) { c->params.causal = 3; }).find("causal: got 3") == 0);
@@ -173,6 +200,12 @@ void each_argument_is_checked() {
   call.dout.strides[0] = call.dout.strides[1] = call.out.strides[1] = 0;
   call.dk.view.dtype = kSingle;
   call.params.dq = call.params.dv = nullptr;
+  call.plan();
+  // Of sinks any stride will do, and their gradient alone is enough.
+  call.give_sinks();
+  call.sinks.strides[0] = 0, call.dsinks.strides[0] = -3;
+  call.dsinks.view.dtype = kSingle;
+  call.params.dk = nullptr;
   call.plan();
 }
 
@@ -212,6 +245,11 @@ void gradients_lie_apart() {
   call.dk.view.data = call.dv.view.data;
   CHECK(run() == FLASHMOE_ERROR_INVALID_ARGUMENT);
   CHECK(std::string(flashmoe_last_error()).find("dv: it shares memory with dk") == 0);
+  call.dk.view.data = &memory[at];
+  call.give_sinks();
+  call.sinks.view.data = call.dsinks.view.data = &memory[at + 360];
+  CHECK(run() == FLASHMOE_ERROR_INVALID_ARGUMENT);
+  CHECK(std::string(flashmoe_last_error()).find("dsinks: it shares memory with sinks") == 0);
 }
 
 }  // namespace

@@ -180,7 +180,8 @@ def test_scale(isa_library: ctypes.CDLL, dtype: str, scale: float) -> None:
     left=st.none() | st.integers(0, 350),
     right=st.none() | st.integers(0, 350),
     softcap=st.sampled_from([None, None, 0.5, 50.0]),
-    sink=st.none() | st.floats(-90, 90, width=16),
+    # Beside a larger one keys have weights below fp32's normal numbers, which are 0.
+    sink=st.none() | st.floats(-80, 80, width=16),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_shape(

@@ -33,6 +33,7 @@ class Case:
         heads: tuple[int, int] = (2, 2),
         dims: tuple[int, int] = (40, 40),
         dlse: bool = False,
+        sinks: np.ndarray | None = None,
         size: float = 1.0,
         lib: ctypes.CDLL | None = None,
         **options: Any,
@@ -48,7 +49,8 @@ class Case:
         self.v = random(batch, seq[1], heads[1], dims[1])
         self.dout = random(batch, seq[0], heads[0], dims[1])
         self.options = options
-        self.out, self.lse = capi.attention(self.q, self.k, self.v, **options, lib=lib)
+        self.sinks = sinks
+        self.out, self.lse = capi.attention(self.q, self.k, self.v, sinks=sinks, **options, lib=lib)
         self.dlse = normal(rng, self.lse.shape, self.lse.dtype) if dlse else None
 
     @property
@@ -56,14 +58,17 @@ class Case:
         return self.dout, self.q, self.k, self.v, self.out, self.lse, self.dlse
 
     def run(self, lib: ctypes.CDLL | None = None, **how: Any) -> Gradients:
-        return capi.attention_backward(*self.inputs, lib=lib, **self.options, **how)
+        return capi.attention_backward(
+            *self.inputs, sinks=self.sinks, lib=lib, **self.options, **how
+        )
 
     def check(self, gradients: Any, **how: Any) -> None:
         for x in gradients:
             assert x is None or not np.isnan(x.astype(np.float32)).any()
         assert_gradients_accurate(
-            gradients, self.dout, self.q, self.k, self.v, self.dlse, **self.options, **how
-        )
+            gradients, self.dout, self.q, self.k, self.v, self.dlse, self.sinks, **self.options,
+            **how,
+        )  # fmt: skip
 
 
 def heads_first(x: np.ndarray) -> np.ndarray:
@@ -77,7 +82,9 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 def assert_same_bits(a: Gradients, b: Gradients) -> None:
     for x, y in zip(a, b, strict=True):
-        np.testing.assert_array_equal(bits(x), bits(y))
+        assert (x is None) == (y is None)
+        if x is not None:
+            np.testing.assert_array_equal(bits(x), bits(y))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -178,6 +185,62 @@ def test_huge_and_tiny_inputs(isa_library: ctypes.CDLL, dtype: str, size: float)
     case.check(case.run(isa_library))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("same_dtype", [False, True], ids=["fp32", "as_the_tensors"])
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": "bottom_right"}, {"window": (30, 0), "softcap": 2.0}], ids=str
+)
+def test_sinks(
+    isa_library: ctypes.CDLL, dtype: str, same_dtype: bool, mask: dict[str, Any]
+) -> None:
+    kind = capi.DTYPES[dtype]
+    large = np.zeros((6, 3), kind if same_dtype else np.float32)
+    large[:, 1] = [0.5, -np.inf, 3.0, -2.0, 9.0, np.inf]
+    case = Case(
+        np.random.default_rng(19), kind, batch=2, seq=(230, 150), heads=(6, 2), dims=(40, 24),
+        dlse=True, sinks=large[:, 1], lib=isa_library, **mask,
+    )  # fmt: skip
+    got = case.run(isa_library)
+    case.check(got)
+    assert got.dsinks.dtype == large.dtype and got.dsinks[1] == 0
+    for x in (got.dq[:, :, 5], case.out[:, :, 5]):
+        assert (x.astype(np.float32) == 0).all()
+
+    # A NaN stays with its head.
+    case.dout[1, 229, 2, 0] = np.nan
+    spoilt = case.run(isa_library, wanted=("dsinks",)).dsinks
+    assert np.isnan(spoilt[2].astype(np.float32))
+    others = np.arange(6) != 2
+    np.testing.assert_array_equal(bits(spoilt[others]), bits(got.dsinks[others]))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
+def test_dsinks_of_rows_that_see_nothing(isa_library: ctypes.CDLL, dtype: str) -> None:
+    """Are those of lse alone: a NaN in such a row's dout or out reaches none."""
+    kind = capi.DTYPES.get(dtype, FP64)
+    case = Case(
+        np.random.default_rng(20), kind, seq=(30, 20), causal="bottom_right", dlse=True,
+        sinks=np.array([1.0, -2.0], np.float32), lib=isa_library,
+    )  # fmt: skip
+    clean = case.run(isa_library, wanted=("dsinks",)).dsinks
+    for x in (case.dout, case.out):
+        x[:, :10] = np.nan
+    np.testing.assert_array_equal(case.run(isa_library, wanted=("dsinks",)).dsinks, clean)
+    case.dlse[:, :, 3] += 1  # the derivative of such a row's lse by its sink is 1
+    moved = case.run(isa_library, wanted=("dsinks",)).dsinks
+    np.testing.assert_allclose(moved - clean, 1, rtol=1e-5)
+
+
+def test_dsinks_of_no_rows(library: ctypes.CDLL) -> None:
+    """Are zeros, which are written."""
+    for batch, seq in ((0, (3, 5)), (2, (0, 5)), (2, (0, 0))):
+        case = Case(
+            np.random.default_rng(0), np.dtype(np.float32), batch=batch, seq=seq,
+            sinks=np.zeros(2, np.float32), lib=library,
+        )  # fmt: skip
+        assert (case.run(library).dsinks == 0).all()
+
+
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(
     dtype=st.sampled_from(DTYPES),
@@ -192,6 +255,7 @@ def test_huge_and_tiny_inputs(isa_library: ctypes.CDLL, dtype: str, size: float)
     right=st.none() | st.integers(0, 350),
     softcap=st.sampled_from([None, None, 0.5, 50.0]),
     dlse=st.booleans(),
+    sink=st.none() | st.floats(-20, 20),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_shape(
@@ -207,16 +271,22 @@ def test_any_shape(
     right: int | None,
     softcap: float | None,
     dlse: bool,
+    sink: float | None,
     seed: int,
 ) -> None:
+    rng = np.random.default_rng(seed)
+    sinks = None
+    if sink is not None:
+        sinks = np.float32(sink) + rng.standard_normal(heads_kv * group, dtype=np.float32)
     case = Case(
-        np.random.default_rng(seed),
+        rng,
         capi.DTYPES[dtype],
         batch=batch,
         seq=seq,
         heads=(heads_kv * group, heads_kv),
         dims=(8 * dims[0], 8 * dims[1]),
         dlse=dlse,
+        sinks=sinks,
         causal=causal,
         layout=layout,
         window=(left, right if causal == "none" else None),
@@ -232,7 +302,8 @@ def test_any_shape(
 def test_gradients_in_fp32(isa_library: ctypes.CDLL, dtype: str) -> None:
     """They are those that are rounded to the tensors' dtype."""
     rng = np.random.default_rng(2)
-    case = Case(rng, capi.DTYPES[dtype], seq=(210, 230), heads=(4, 2), lib=isa_library)
+    sinks = np.array([0.5, -1, 2, 4], np.float32).astype(capi.DTYPES[dtype])
+    case = Case(rng, capi.DTYPES[dtype], seq=(210, 230), heads=(4, 2), sinks=sinks, lib=isa_library)
     wide = case.run(isa_library, dtype=np.dtype(np.float32))
     for x, y in zip(wide, case.run(isa_library), strict=True):
         assert x.dtype == np.float32
@@ -245,14 +316,16 @@ def test_accumulate(isa_library: ctypes.CDLL, dtype: str, wide: bool) -> None:
     rng = np.random.default_rng(12)
     kind = capi.DTYPES[dtype]
     case = Case(
-        rng, kind, seq=(210, 230), heads=(4, 2), dims=(72, 40), causal="top_left", lib=isa_library
-    )
+        rng, kind, seq=(210, 230), heads=(4, 2), dims=(72, 40), causal="top_left",
+        sinks=np.array([0, 1, 2, 3], np.float32).astype(kind), lib=isa_library,
+    )  # fmt: skip
     own = np.dtype(np.float32) if wide else kind
-    before = Gradients(*(normal(rng, x.shape, own) for x in (case.q, case.k, case.v)))
+    given = (case.q, case.k, case.v, case.sinks)
+    before = Gradients(*(normal(rng, x.shape, own) for x in given))
     after = Gradients(*(x.copy() for x in before))
     tensors = dict(zip(("dout", "q", "k", "v", "out", "lse"), case.inputs[:6], strict=True))
     params = capi.attention_backward_params(
-        tensors | after._asdict(), accumulate=True, **case.options
+        tensors | after._asdict() | {"sinks": case.sinks}, accumulate=True, **case.options
     )
     capi.run_attention_backward(params, isa_library)
     part = case.run(isa_library, dtype=np.dtype(np.float32))
@@ -263,11 +336,16 @@ def test_accumulate(isa_library: ctypes.CDLL, dtype: str, wide: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "wanted", [("dq",), ("dk",), ("dv",), ("dq", "dv"), ("dk", "dv"), ("dq", "dk")], ids=str
+    "wanted",
+    [("dq",), ("dk",), ("dv",), ("dsinks",), ("dq", "dv"), ("dk", "dv"), ("dq", "dk", "dsinks")],
+    ids=str,
 )
 def test_wanted_gradients(isa_library: ctypes.CDLL, dtype: str, wanted: tuple[str, ...]) -> None:
     rng = np.random.default_rng(11)
-    case = Case(rng, capi.DTYPES[dtype], seq=(210, 230), causal="bottom_right", lib=isa_library)
+    case = Case(
+        rng, capi.DTYPES[dtype], seq=(210, 230), causal="bottom_right",
+        sinks=np.array([0.5, 3.0], np.float32), lib=isa_library,
+    )  # fmt: skip
     every = case.run(isa_library)
     some = case.run(isa_library, wanted=wanted)
     for name in capi.GRADIENTS:
@@ -304,7 +382,7 @@ def test_any_strides(isa_library: ctypes.CDLL, dtype: str) -> None:
     wide = np.full((2, 130, 3, 4), np.nan, np.float32)
     tensors["lse"] = wide[..., 1, :].transpose(0, 2, 1)
     tensors["lse"][...] = case.lse
-    large = {name: spread(x, 7.0) for name, x in straight._asdict().items()}
+    large = {name: spread(x, 7.0) for name, x in straight._asdict().items() if x is not None}
     gradients = {name: middle(x) for name, x in large.items()}
     for x in gradients.values():
         x[...] = np.nan
@@ -364,7 +442,7 @@ def test_rows_and_keys_that_see_nothing(
 @pytest.mark.parametrize("seq", [(0, 30), (30, 0)])
 def test_nothing_on_one_side(isa_library: ctypes.CDLL, dtype: str, seq: tuple[int, int]) -> None:
     case = Case(np.random.default_rng(0), capi.DTYPES[dtype], batch=2, seq=seq, lib=isa_library)
-    for x in case.run(isa_library):
+    for x in case.run(isa_library)[:3]:
         assert (x.astype(np.float32) == 0).all()
 
 
@@ -396,7 +474,7 @@ def test_nan_and_infinity_stay_where_they_touch(
         if name in ("k", "v"):
             touched = seen[:, at]
         keys = seen[touched].any(0)
-        bad_q, bad_k, bad_v = (~np.isfinite(g.astype(np.float64)).all(-1)[0] for g in got)
+        bad_q, bad_k, bad_v = (~np.isfinite(g.astype(np.float64)).all(-1)[0] for g in got[:3])
         assert not bad_q[~touched].any(), name
         assert not bad_k[~keys].any(), name
         assert not bad_v[~keys].any(), name
@@ -444,7 +522,7 @@ def test_bits_do_not_depend_on_threads(
     kind = capi.DTYPES.get(dtype, FP64)
     case = Case(
         np.random.default_rng(7), kind, seq=(610, 830), heads=(2, 1), dims=(40, 40),
-        lib=isa_library, **mask,
+        sinks=np.array([1.0, 2.0], np.float32), lib=isa_library, **mask,
     )  # fmt: skip
     results = []
     for threads in (1, 2, 3, 8, 33):
@@ -474,7 +552,7 @@ def test_bits_do_not_depend_on_the_batch(library: ctypes.CDLL, dtype: str) -> No
     together = case.run(library)
     for b in range(3):
         alone = capi.attention_backward(*(x[b:][:1] for x in case.inputs[:6]), lib=library)
-        for x, y in zip(alone, together, strict=True):
+        for x, y in zip(alone[:3], together[:3], strict=True):
             np.testing.assert_array_equal(bits(x[0]), bits(y[b]))
 
 
@@ -495,9 +573,10 @@ def test_bits_do_not_depend_on_the_batch(library: ctypes.CDLL, dtype: str) -> No
 def test_fp64(library: ctypes.CDLL, options: dict[str, Any], seq: tuple[int, int]) -> None:
     rng = np.random.default_rng(16)
     case = Case(
-        rng, FP64, batch=2, seq=seq, heads=(4, 2), dims=(40, 24), dlse=True, lib=library, **options
-    )
-    want = gradients_float64(case.dout, case.q, case.k, case.v, case.dlse, **options)
+        rng, FP64, batch=2, seq=seq, heads=(4, 2), dims=(40, 24), dlse=True,
+        sinks=np.array([0.5, -np.inf, 3.0, 1.0]), lib=library, **options,
+    )  # fmt: skip
+    want = gradients_float64(case.dout, case.q, case.k, case.v, case.dlse, case.sinks, **options)
     for x, y in zip(case.run(library), want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
     for x, y in zip(case.run(library, dtype=np.dtype(np.float32)), want, strict=True):
@@ -517,11 +596,11 @@ def test_fp64(library: ctypes.CDLL, options: dict[str, Any], seq: tuple[int, int
 def test_gradcheck(library: ctypes.CDLL, options: dict[str, Any], with_sinks: bool) -> None:
     """Every derivative, of a loss of out and lse, beside differences of the forward in fp64."""
     rng = np.random.default_rng(17)
-    case = Case(
-        rng, FP64, seq=(7, 9), heads=(2, 1), dims=(8, 16), dlse=True, lib=library, **options
-    )
     sinks = np.array([0.5, 3.0]) if with_sinks else None
-    case.out, case.lse = capi.attention(case.q, case.k, case.v, lib=library, sinks=sinks, **options)
+    case = Case(
+        rng, FP64, seq=(7, 9), heads=(2, 1), dims=(8, 16), dlse=True, sinks=sinks, lib=library,
+        **options,
+    )  # fmt: skip
 
     def loss() -> float:
         out, lse = capi.attention(case.q, case.k, case.v, lib=library, sinks=sinks, **options)
@@ -529,7 +608,10 @@ def test_gradcheck(library: ctypes.CDLL, options: dict[str, Any], with_sinks: bo
         return float((out * case.dout).sum() + (lse[seen] * case.dlse[seen]).sum())
 
     step = 1e-6
-    for x, gradient in zip((case.q, case.k, case.v), case.run(library), strict=True):
+    for x, gradient in zip((case.q, case.k, case.v, sinks), case.run(library), strict=True):
+        if x is None:
+            assert gradient is None
+            continue
         for at in np.ndindex(x.shape):
             kept = x[at]
             x[at] = kept + step

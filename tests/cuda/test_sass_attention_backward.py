@@ -13,7 +13,7 @@ from kernels import Kernel
 
 FAMILY = "sm90_backward"
 _FUNCTION = re.compile(
-    rf"\d{FAMILY}\d\dattention_backward_(kernel|prologue)I.*?Traits"
+    rf"\d{FAMILY}\d\dattention_backward_(kernel|prologue|sinks)I.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E\w*?_\d+([A-Za-z]\w*?)ILi"
 )
 _RESERVED = 1024  # bytes of shared memory, which cuobjdump counts as well
@@ -36,6 +36,10 @@ def _mains(function: str) -> Kernel | None:
     return _kernel_of(function, "kernel")
 
 
+def _sinks(function: str) -> Kernel | None:
+    return _kernel_of(function, "sinks")
+
+
 def _prologues(function: str) -> Kernel | None:
     return _kernel_of(function, "prologue")
 
@@ -56,20 +60,30 @@ def prologues() -> dict[Code, Counter[str]]:
     return {Code(*code): opcodes for code, opcodes in sass.instructions(_prologues).items()}
 
 
+@pytest.fixture(scope="module")
+def sinks() -> dict[Code, Counter[str]]:
+    return {Code(*code): opcodes for code, opcodes in sass.instructions(_sinks).items()}
+
+
 def test_every_kernel_is_there_for_its_architecture_alone(
-    mains: dict[Code, Counter[str]], prologues: dict[Code, Counter[str]]
+    mains: dict[Code, Counter[str]],
+    prologues: dict[Code, Counter[str]],
+    sinks: dict[Code, Counter[str]],
 ) -> None:
     expected = {Code("sm_90a", kernel) for kernel in kernels.attention(FAMILY)}
     assert expected
-    assert set(mains) == set(prologues) == expected
+    assert set(mains) == set(prologues) == set(sinks) == expected
 
 
 def test_products_are_wgmma(mains: dict[Code, Counter[str]]) -> None:
     for code, opcodes in mains.items():
         widths = sass.check_wgmma(code, opcodes, code.kernel.dtype)
-        # Scores of 64 queries, dK and dV of a tile's columns, half of the columns of dQ.
+        # Scores of a step's queries; dK and dV of a tile's columns; of dQ all columns of half of
+        # the queries, or half of the columns of 64.
         dim, dim_v = code.kernel.dim, code.kernel.dim_v
-        assert set(widths) == {64, dim, dim_v, dim // 2}, f"{code}: {widths}"
+        queries = 128 if dim == 64 and not code.kernel.capped else 64
+        of_dq = dim if queries == 128 else dim // 2
+        assert set(widths) == {queries, dim, dim_v, of_dq}, f"{code}: {widths}"
         assert sass.count(opcodes, "HMMA") == 0, f"{code}: products of one warp"
         products = sum(widths.values())
         # Where ptxas gives a group of products up, each is begun and awaited by itself.
@@ -89,14 +103,18 @@ def test_roles_divide_the_registers(mains: dict[Code, Counter[str]]) -> None:
 
 
 def test_launches_wait_for_what_is_ahead_of_them(
-    mains: dict[Code, Counter[str]], prologues: dict[Code, Counter[str]]
+    mains: dict[Code, Counter[str]],
+    prologues: dict[Code, Counter[str]],
+    sinks: dict[Code, Counter[str]],
 ) -> None:
-    for code, opcodes in (*mains.items(), *prologues.items()):
+    for code, opcodes in (*mains.items(), *prologues.items(), *sinks.items()):
         sass.check_launches_wait(code, opcodes)
 
 
 def test_sums_have_a_fixed_order(
-    mains: dict[Code, Counter[str]], prologues: dict[Code, Counter[str]]
+    mains: dict[Code, Counter[str]],
+    prologues: dict[Code, Counter[str]],
+    sinks: dict[Code, Counter[str]],
 ) -> None:
     """Parts of dQ are added at one place, by turns; the only atomic is the ticket."""
     for code, opcodes in mains.items():
@@ -105,7 +123,7 @@ def test_sums_have_a_fixed_order(
         assert adds == {"UBLKRED.G.S.ADD.F32.RN": 1}, f"{code}: {adds}"
         for name in ("LDG.E.STRONG.GPU", "STG.E.STRONG.GPU", "MEMBAR.ALL.GPU"):
             assert opcodes[name] > 0, f"{code}: turns are not waited for: no {name}"
-    for code, opcodes in prologues.items():
+    for code, opcodes in (*prologues.items(), *sinks.items()):
         sass.check_no_atomics(code, opcodes)
 
 

@@ -25,7 +25,7 @@ from gpu import cases, memory, oracle
 from gpu.memory import Placed, Placement
 from reference_backward import CANCELLATION
 
-GRADIENTS = capi.GRADIENTS
+GRADIENTS = ("dq", "dk", "dv")  # dsinks have tests of their own
 INPUTS = ("dout", "q", "k", "v", "out", "lse", "dlse")
 MAPPED = ("q", "k", "v", "dout", *GRADIENTS)  # walked by the copy engine
 MOST_DIM = 128

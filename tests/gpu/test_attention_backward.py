@@ -13,7 +13,7 @@ import capi
 import kernels
 import pytest
 import torch
-from gpu import backward, cases, families, memory
+from gpu import backward, cases, families, memory, oracle
 from gpu.backward import GRADIENTS, Call, Case
 from gpu.memory import Placed, Placement
 from torch.profiler import ProfilerActivity, profile
@@ -174,6 +174,44 @@ def test_gradients_of_fp32_and_added_to(dim: int, fp32: tuple[str, ...], accumul
         case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=6, heads_kv=3, dim=dim, dim_v=dim,
                     causal=causal, fp32=fp32, accumulate=accumulate)  # fmt: skip
         backward.check_case(case, DEVICE)
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_of_sinks(case: Case, accumulate: bool, fp32: bool) -> None:
+    """By the formula in float64 from the same out and lse. The other gradients do not change."""
+    inputs, want = _checked(dataclasses.replace(case, accumulate=False))
+    sinks = torch.randn(2 * case.heads_q, device=DEVICE).to(cases.DTYPES[case.dtype])[::2]
+    sinks[0], sinks[1] = -torch.inf, 2.0
+    dtype = torch.float32 if fp32 else sinks.dtype
+    start = 0.5 if accumulate else float("nan")
+    dsinks = torch.full((case.heads_q,), start, dtype=dtype, device=DEVICE)
+    outputs = backward.make_gradients(case, DEVICE)
+    of_sinks = {"sinks": memory.place_values(sinks), "dsinks": memory.place_values(dsinks)}
+    adding = dataclasses.replace(case, accumulate=accumulate)
+    for placed in outputs.values():
+        placed.view.zero_()
+    call = Call(adding, {**inputs, **outputs, **of_sinks})
+    assert call.plan().launch_count == 3
+    call.run()
+    if not accumulate:
+        assert _same_bits(backward.logical(outputs), want)
+    given = {name: x.double() for name, x in backward.logical(inputs).items()}
+    out, dout = (oracle.heads_first(given[name], case.layout) for name in ("out", "dout"))
+    delta = (out * dout).sum(-1) - given.get("dlse", torch.zeros_like(given["lse"]))
+    weight = (sinks.double()[:, None] - given["lse"]).exp()
+    rows = torch.arange(case.seq_q, device=DEVICE)
+    seen = oracle.visible(rows, case.seq_q, case.seq_k, case.causal, case.window).any(1)
+    terms = torch.where(seen, weight * delta, 0.0)
+    expected = -terms.sum((0, 2)) + (start if accumulate else 0.0)
+    got = of_sinks["dsinks"].logical
+    allowed = 1e-5 * terms.abs().sum((0, 2)) + 1e-6
+    allowed = allowed + expected.abs() * (0.0 if fp32 else torch.finfo(dtype).eps)
+    assert ((got.double() - expected).abs() <= allowed).all(), (got, expected)
+    assert got[0] == (start if accumulate else 0.0)
+    again = {**of_sinks, "dsinks": memory.place_values(dsinks)}
+    Call(adding, {**inputs, **outputs, **again}).run()
+    assert torch.equal(again["dsinks"].logical, got)
 
 
 # ---- the same every time -----------------------------------------------------------------------

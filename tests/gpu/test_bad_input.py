@@ -95,8 +95,8 @@ BAD_TENSORS: list[tuple[str, Callable[[torch.Tensor], Any], type[Exception], str
     ("q", lambda x: x.cpu().numpy(), TypeError, ""),
     ("k", lambda x: x.cpu().numpy(), TypeError, "k: "),
     ("v", lambda _: None, TypeError, "v: "),
-    ("q", lambda x: x.clone().requires_grad_(), ValueError, "q: requires grad"),
-    ("v", lambda x: x.clone().requires_grad_(), ValueError, "v: requires grad"),
+    ("q", lambda x: x.clone().requires_grad_(), NotImplementedError, "q: requires grad on cuda"),
+    ("v", lambda x: x.clone().requires_grad_(), NotImplementedError, "v: requires grad on cuda"),
 ]  # fmt: skip
 
 BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -334,7 +334,7 @@ def test_padding_is_not_said_of_a_mask_that_is_too_short() -> None:
     assert note_of(mask).reason == "the padding mask is shorter than the keys"
 
 
-def test_a_gradient_goes_to_the_stock_implementations(
+def test_a_gradient_of_experts_goes_to_the_stock_implementation(
     calls: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     stock = make("qwen3_moe")
@@ -344,12 +344,9 @@ def test_a_gradient_goes_to_the_stock_implementations(
         model(TOKENS, labels=TOKENS).loss.backward()
         gradients.append(model.model.layers[0].mlp.experts.down_proj.grad)
     assert torch.allclose(*gradients, atol=1e-5)
-    assert calls == {}
+    assert calls == {"flash_attention": 2}
     reason = "a gradient is asked for, and there is no backward pass yet"
-    assert sorted(said(caplog)) == [
-        f"{operation} by transformers' own implementation: {reason}"
-        for operation in ("attention", "experts")
-    ]
+    assert said(caplog) == [f"experts by transformers' own implementation: {reason}"]
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
@@ -541,15 +538,6 @@ def test_a_chunk_of_a_prompt_that_ours_refuses(
     assert calls == {}
     reason = "tensors are of float64 on cpu"
     assert said(caplog) == [f"attention by transformers' own implementation: {reason}"]
-
-
-def test_a_gradient_through_a_sliding_window() -> None:
-    stock = make("mistral", moe=False, sliding_window=5)
-    gradients = []
-    for model in (stock, with_ours(stock, moe=False)):
-        model(TOKENS, labels=TOKENS).loss.backward()
-        gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad)
-    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
 
 
 def test_sinks(calls: Counter[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -866,7 +854,7 @@ def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> No
 def test_the_documented_program_and_what_it_reports(calls: Counter[str]) -> None:
     page = Path(__file__).parents[2] / "docs" / "huggingface.md"
     text = page.read_text(encoding="utf-8")
-    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    program, _training = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)
     model = names["model"].eval()

@@ -89,11 +89,11 @@ def test_what_an_index_shows_leads_nowhere_wrong(
     assert [target for target in targets if re.match(wrong, target, re.IGNORECASE)] == []
 
 
-def test_the_main_job_needs_two_frameworks(
+def test_the_examples_need_two_frameworks_and_show_their_progress(
     distribution: importlib.metadata.Distribution,
 ) -> None:
-    """Not those that the package of the encoder's weights asks for."""
-    assert required(distribution, "examples") == {"torch", "transformers"}
+    """Not what the package of the encoder's weights asks for."""
+    assert required(distribution, "examples") == {"torch", "transformers", "matplotlib", "rich"}
 
 
 def test_the_extra_docs_has_what_the_reference_imports(

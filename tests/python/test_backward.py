@@ -32,8 +32,25 @@ def test_numpy(dtype: Any) -> None:
     q, k, v, dout = inputs(dtype)
     out, lse = fm.flash_attention(q, k, v, return_lse=True, **HOW)
     gradients = fm.flash_attention_backward(dout, q, k, v, out, lse, **HOW)
-    assert all(type(x) is np.ndarray and x.dtype == dtype for x in gradients)
+    assert gradients.dsinks is None
+    assert all(type(x) is np.ndarray and x.dtype == dtype for x in gradients[:3])
     assert_gradients_accurate(gradients, dout, q, k, v, **HOW)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_sinks(dtype: Any) -> None:
+    q, k, v, dout = inputs(np.float16)
+    sinks = np.array([1, -2, 3, 0], dtype)
+    out, lse = fm.flash_attention(q, k, v, sinks=sinks, return_lse=True, **HOW)
+    got = fm.flash_attention_backward(dout, q, k, v, out, lse, sinks=sinks, **HOW)
+    assert got.dsinks.dtype == dtype
+    assert_gradients_accurate(got, dout, q, k, v, sinks=sinks, **HOW)
+    total = got.dsinks.astype(np.float32)
+    again = fm.flash_attention_backward(
+        dout, q, k, v, out, lse, sinks=sinks, dsinks=total, accumulate=True, **HOW
+    )
+    assert again.dsinks is total and again[:3] == (None, None, None)
+    np.testing.assert_allclose(total, 2 * got.dsinks.astype(np.float32), rtol=2e-3)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -52,7 +69,7 @@ def test_torch_gradcheck(layout: str) -> None:
             q, k, v, out, lse = ctx.saved_tensors
             return fm.flash_attention_backward(
                 dout, q, k, v, out, lse, dlse=dlse, layout=layout, causal=True
-            )
+            )[:3]
 
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 5, 2, 8), (1, 7, 1, 8), (1, 7, 1, 16)]
@@ -70,7 +87,7 @@ def test_torch_follows_autograd() -> None:
     with torch.no_grad():
         out, lse = fm.flash_attention(q, k, v, return_lse=True, layout="bhsd")
         got = fm.flash_attention_backward(dout, q, k, v, out, lse, layout="bhsd")
-    for x, y in zip(got, want, strict=True):
+    for x, y in zip(got[:3], want, strict=True):
         torch.testing.assert_close(x, y)
     with pytest.raises(ValueError, match="q: requires grad, but attention backward has no"):
         fm.flash_attention_backward(dout, q, k, v, out, lse, layout="bhsd")
@@ -81,7 +98,8 @@ def test_objects_with_dlpack_alone() -> None:
     out, lse = fm.flash_attention(q, k, v, return_lse=True, **HOW)
     want = fm.flash_attention_backward(dout, q, k, v, out, lse, **HOW)
     wrapped = [HandMade.of(x) for x in (dout, q, k, v, out, lse)]
-    for x, y in zip(fm.flash_attention_backward(*wrapped, **HOW), want, strict=True):
+    got = fm.flash_attention_backward(*wrapped, **HOW)
+    for x, y in zip(got[:3], want[:3], strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -89,17 +107,18 @@ def test_given_and_wanted_gradients() -> None:
     q, k, v, dout = inputs(np.float16)
     out, lse = fm.flash_attention(q, k, v, return_lse=True)
     every = fm.flash_attention_backward(dout, q, k, v, out, lse)
-    got = fm.flash_attention_backward(dout, q, k, v, out, lse, wanted=(False, True, False))
+    got = fm.flash_attention_backward(dout, q, k, v, out, lse, wanted=(False, True, False, True))
     assert got[0] is None and got[2] is None
     np.testing.assert_array_equal(got[1], every[1])
 
     dq = np.full(q.shape, np.nan, np.float32)
-    got = fm.flash_attention_backward(dout, q, k, v, out, lse, dq=dq, wanted=(False, False, False))
-    assert got[0] is dq and got[1:] == (None, None)
+    none = (False,) * 4
+    got = fm.flash_attention_backward(dout, q, k, v, out, lse, dq=dq, wanted=none)
+    assert got[0] is dq and got[1:] == (None, None, None)
     np.testing.assert_array_equal(dq.astype(np.float16), every[0])
     once = dq.copy()
     got = fm.flash_attention_backward(dout, q, k, v, out, lse, dq=dq, accumulate=True)
-    assert got[0] is dq and got[1:] == (None, None)
+    assert got[0] is dq and got[1:] == (None, None, None)
     np.testing.assert_array_equal(dq, once + once)
 
 
@@ -114,8 +133,11 @@ def test_given_and_wanted_gradients() -> None:
             TypeError,
             "accumulate: got 1 of type int, accepted",
         ),
-        ({"accumulate": True}, ValueError, "dq: got a null tensor, as dk and dv did"),
-        ({"wanted": (True, 1, True)}, TypeError, "wanted: got 1 of type int"),
+        ({"accumulate": True}, ValueError, "dq: got a null tensor, as dk, dv and dsinks"),
+        ({"wanted": (True, 1, True, True)}, TypeError, "wanted: got 1 of type int"),
+        ({"wanted": (True, True, True)}, ValueError, "wanted: got 3 flags"),
+        ({"dsinks": np.zeros(4, np.float32)}, ValueError, "dsinks: got one, accepted without"),
+        ({"sinks": np.zeros(3, np.float32)}, ValueError, "sinks: its number of heads is 3"),
         ({"causal": "up"}, ValueError, "causal: got 'up'"),
         ({"kernel": "sm90"}, ValueError, "kernel: "),
     ],

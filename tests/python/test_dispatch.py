@@ -181,14 +181,18 @@ def test_torch_without_the_exchange_api() -> None:
 
     def call(*qkv: Any, return_lse: bool = False) -> Any:
         tensors = dict(zip("qkv", qkv, strict=True))
-        return _dispatch.flash_attention(tensors, {"return_lse": return_lse}, {}, None)
+        options = {"causal": False, "window": None, "scale": None, "softcap": None,
+                   "layout": "bshd", "kernel": None, "return_lse": return_lse}  # fmt: skip
+        return _dispatch.flash_attention(tensors, options, {}, None)
 
     out, lse = call(*tensors, return_lse=True)
     assert type(out) is torch.Tensor
     assert_accurate(out, lse, *inputs)
     assert torch.equal(call(*tensors), out)
-    with pytest.raises(ValueError, match=r"^k: requires grad, but attention has no backward pass"):
-        call(tensors[0], tensors[1].clone().requires_grad_(), tensors[2])
+    made = call(tensors[0], tensors[1].clone().requires_grad_(), tensors[2])
+    assert made.requires_grad and torch.equal(made, out)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(*tensors).dtype == torch.bfloat16
     parameter = torch.nn.Parameter(tensors[1])
     with torch.no_grad():
         assert torch.equal(call(tensors[0], parameter, tensors[2]), out)

@@ -485,17 +485,15 @@ def test_frameworks_do_not_mix() -> None:
     )
 
 
-def test_gradients_are_refused_while_they_are_recorded() -> None:
+def test_outputs_are_refused_while_gradients_are_recorded() -> None:
     torch = pytest.importorskip("torch")
-    q, k = torch.from_numpy(Q.copy()), torch.from_numpy(K.copy())
-    for name in ("q", "k", "v"):
-        tensors = {"q": q, "k": k, "v": k.clone()}
-        tensors[name] = tensors[name].clone().requires_grad_()
+    q, k = torch.from_numpy(Q.copy()).requires_grad_(), torch.from_numpy(K.copy())
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
+    for name, given in (("out", torch.empty_like(q)), ("lse", lse), ("stream", 0)):
         raises(
             ValueError,
-            f"{name}: requires grad, but attention has no backward pass yet; call under "
-            f"torch.no_grad() or pass {name}.detach()",
-            lambda t=tensors: fm.flash_attention(**t),
+            f"{name}: got one in a call that gradients are recorded of, accepted is None",
+            lambda given={name: given}: fm.flash_attention(q, k, k, return_lse=True, **given),
         )
 
 

@@ -195,42 +195,6 @@ def test_arrays_cannot_be_written_to(qkv: list[np.ndarray]) -> None:
         fm.flash_attention(q, k, v, lse=q)
 
 
-def _sum(q: Any) -> Any:
-    return fm.flash_attention(q, q, q).sum()
-
-
-def _in_a_loop(q: Any) -> Any:
-    return jax.lax.scan(lambda x, _: (fm.flash_attention(x, x, x), None), q, None, length=2)[0]
-
-
-DERIVATIVES = {
-    "grad": lambda q: jax.grad(_sum)(q),
-    "jit of grad": lambda q: jax.jit(jax.grad(_sum))(q),
-    "grad of jit": lambda q: jax.grad(jax.jit(_sum))(q),
-    "grad of checkpoint": lambda q: jax.grad(jax.checkpoint(_sum))(q),
-    "grad of a loop": lambda q: jax.grad(lambda q: _in_a_loop(q).sum())(q),
-    "vmap of grad": lambda q: jax.vmap(jax.grad(_sum))(q[None]),
-    "grad of vmap": lambda q: jax.grad(lambda q: jax.vmap(_sum)(q[None]).sum())(q),
-    "value_and_grad": lambda q: jax.value_and_grad(_sum)(q),
-    "jvp": lambda q: jax.jvp(_sum, (q,), (q,)),
-    "vjp": lambda q: jax.vjp(_sum, q),
-    "linearize": lambda q: jax.linearize(_sum, q),
-    "jacfwd": lambda q: jax.jacfwd(_sum)(q),
-    "jacrev": lambda q: jax.jacrev(_sum)(q),
-    "hessian": lambda q: jax.hessian(_sum)(q),
-}
-
-
-@pytest.mark.parametrize("name", DERIVATIVES)
-def test_there_is_no_derivative_yet(name: str) -> None:
-    sentence = (
-        "^a derivative of attention is asked for, but it has no backward pass yet; pass "
-        "jax.lax.stop_gradient of its arguments"
-    )
-    with pytest.raises(ValueError, match=sentence):
-        DERIVATIVES[name](jnp.ones((1, 8, 2, 16)))
-
-
 def test_derivatives_of_what_is_beside_it(qkv: list[np.ndarray]) -> None:
     q, k, v = map(jnp.asarray, qkv)
     stop = jax.lax.stop_gradient

@@ -30,7 +30,7 @@ def test_gradients_are_refused_where_they_are_recorded() -> None:
     assert want.stop_gradient
     q.stop_gradient = False
     match = (
-        r"^q: requires grad, but attention has no backward pass yet; "
+        r"^q: requires grad, but attention records gradients of torch's inputs alone; "
         r"call under paddle\.no_grad\(\) or pass q\.detach\(\)$"
     )
     with pytest.raises(ValueError, match=match):

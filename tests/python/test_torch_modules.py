@@ -83,6 +83,35 @@ def test_inside_an_encoder_layer() -> None:
     assert calls == [1]
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"kdim": 24, "vdim": 40}, {"bias": False}], ids=str)
+def test_attention_modules_train(options: dict[str, Any], is_causal: bool) -> None:
+    """In float64: gradients of all parameters and inputs, and a step of an optimizer, are those of
+    torch's module, whose math is written out where weights are asked for."""
+    stock, ours = (module.double().train() for module in pair(batch_first=True, **options))
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(7).double() if is_causal else None
+    given = [normal(2, 7, options.get(name, 32), seed=i).double().requires_grad_()
+             for i, name in enumerate(("", "kdim", "vdim"))]  # fmt: skip
+    dout = normal(2, 7, 32, seed=3).double()
+    want, _ = stock(*given, attn_mask=mask, need_weights=True)
+    got, _ = ours(*given, is_causal=is_causal)
+    torch.testing.assert_close(got, want)
+    pairs = zip(
+        torch.autograd.grad(got, [*given, *ours.parameters()], dout, retain_graph=True),
+        torch.autograd.grad(want, [*given, *stock.parameters()], dout, retain_graph=True),
+        strict=True,
+    )
+    for ours_dx, stock_dx in pairs:
+        torch.testing.assert_close(ours_dx, stock_dx)
+    for module, out in ((ours, got), (stock, want)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        (out * dout).sum().backward()
+        optimizer.step()
+    for name, trained in stock.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], trained)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+
+
 def test_what_attention_modules_lack_is_refused_with_a_sentence() -> None:
     _, ours = pair(batch_first=True)
     x = normal(2, 9, 32)
@@ -94,8 +123,6 @@ def test_what_attention_modules_lack_is_refused_with_a_sentence() -> None:
     ):
         with pytest.raises(NotImplementedError, match=match):
             ours(x, x, x, **options)
-    with pytest.raises(ValueError, match=r"requires grad, but attention has no backward pass yet"):
-        ours(x, x, x)
     with pytest.raises(NotImplementedError, match=r"^add_bias_kv: got True, accepted is False"):
         fmt.MultiheadAttention(32, 2, add_bias_kv=True)
     training = fmt.MultiheadAttention(32, 2, dropout=0.1)

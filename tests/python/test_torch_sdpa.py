@@ -201,8 +201,6 @@ def test_what_is_not_there_is_refused_with_a_sentence() -> None:
             fmt.scaled_dot_product_attention(q, k, v, given)
     with pytest.raises(NotImplementedError, match=r"^dropout_p: got 0.1, accepted is 0"):
         fmt.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
-    with pytest.raises(ValueError, match=r"^q: requires grad, but attention has no backward pass"):
-        fmt.scaled_dot_product_attention(q.requires_grad_(), k, v)
 
 
 def test_compiles_for_every_length() -> None:
@@ -267,7 +265,6 @@ def test_routes_the_calls_of_modules(ours: list[tuple[int, ...]]) -> None:
     ("given", "reason"),
     [
         ({"attn_mask": torch.ones(13, 21, dtype=torch.bool).tril()}, "attn_mask: got a mask"),
-        ({"query": normal(2, 3, 13, 16).requires_grad_()}, "query: requires grad"),
         ({"scale": -1.0}, "scale: got -1.0, accepted are positive numbers"),
         ({"query": normal(2, 3, 13, 12), "key": normal(2, 3, 21, 12)}, "its head dimension is 12"),
         ({"query": normal(2, 3, 16, 13).mT}, "its last dimension is not contiguous"),
@@ -311,8 +308,9 @@ def test_gradients_of_torchs_own_calls_are_right_inside(ours: list[tuple[int, ..
     want = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), (q, k, v))
     with fmt.sdpa_kernel():
         got = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), (q, k, v))
-    assert ours == []
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert len(ours) == 1
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_wrong_calls_have_torchs_own_words() -> None:
@@ -385,10 +383,7 @@ def test_autocast_leaves_float64_and_other_devices_alone() -> None:
     doubles = [x.double() for x in qkv(2, 3)]
     want = F.scaled_dot_product_attention(*doubles)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with fmt.sdpa_kernel():
-            assert torch.equal(F.scaled_dot_product_attention(*doubles), want)
-        with pytest.raises(TypeError, match=r"^q: got dtype float64"):
-            fmt.scaled_dot_product_attention(*doubles)
+        torch.testing.assert_close(fmt.scaled_dot_product_attention(*doubles), want)
         with pytest.raises(RuntimeError) as torchs:
             F.scaled_dot_product_attention(doubles[0], *qkv(2, 3)[1:])
         with fmt.sdpa_kernel(), pytest.raises(RuntimeError) as routed:
@@ -566,7 +561,6 @@ def test_what_a_graph_leaves_to_torch_is_said_while_it_is_compiled(
         ((misaligned, k, v), {}, rows),
         ((q, k, v), {"scale": -0.5}, "scale: accepted are positive numbers"),
         ((q, k, v), {"dropout_p": 1e-9}, "dropout_p: accepted is 0: attention has no dropout yet"),
-        ((q.double(), k.double(), v.double()), {}, "query: got dtype torch.float64 on cpu"),
         ((q.mT.contiguous().mT, k, v), {}, "query: its last dimension is not contiguous"),
     ):
         caplog.clear()
@@ -582,6 +576,17 @@ def test_what_a_graph_leaves_to_torch_is_said_while_it_is_compiled(
         said = [r.getMessage() for r in caplog.records if r.name == "flashmoe_science.torch"]
         assert len(said) == 1
         assert f"implementation: {reason}" in said[0]
+
+
+def test_a_graph_of_float64_is_ours(ours: list[tuple[int, ...]]) -> None:
+    tensors = [x.double() for x in qkv(2, 3, dims=(16, 16))]
+    torch._dynamo.reset()
+    attend = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    with fmt.sdpa_kernel(strict=True):
+        got = attend(*tensors)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(*tensors), atol=1e-13, rtol=0)
+    assert len(ours) == 1
 
 
 def test_other_threads_are_left_alone(ours: list[tuple[int, ...]]) -> None:

@@ -61,6 +61,7 @@ VALUES = {
     "kInt64": "XLA_FFI_DataType_S64",
     "kFloat16": "XLA_FFI_DataType_F16",
     "kFloat32": "XLA_FFI_DataType_F32",
+    "kFloat64": "XLA_FFI_DataType_F64",
     "kBFloat16": "XLA_FFI_DataType_BF16",
     "kBufferArgument": "XLA_FFI_ArgType_BUFFER",
     "kScalarAttribute": "XLA_FFI_AttrType_SCALAR",

@@ -50,6 +50,26 @@ flashmoe_status check_gradient(const char* name, const AttentionArguments& argum
   return FLASHMOE_OK;
 }
 
+flashmoe_status check_dsinks(const flashmoe_tensor* tensor, AttentionBackwardProblem* problem) {
+  if (tensor == nullptr) return FLASHMOE_OK;
+  if (problem->sinks.data == nullptr) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "dsinks: got one, accepted without sinks is a null pointer");
+  }
+  HeadSums& dsinks = problem->dsinks;
+  View view;
+  FLASHMOE_TRY(check_view("dsinks", tensor, 1, &view));
+  FLASHMOE_TRY(check_same_device("dsinks", *tensor, "q", problem->device));
+  FLASHMOE_TRY(
+      check_same_dtype_or_fp32("dsinks", *tensor, "sinks", problem->sinks.dtype, &dsinks.dtype));
+  FLASHMOE_TRY(check_extent("dsinks", "number of heads", view.shape[0], "q", problem->heads_q));
+  FLASHMOE_TRY(check_alignment("dsinks", view, static_cast<size_t>(dtype_bytes(dsinks.dtype))));
+  FLASHMOE_TRY(check_no_overlap("dsinks", view, 1));
+  dsinks.data = view.data;
+  dsinks.stride = view.strides[0];
+  return FLASHMOE_OK;
+}
+
 struct AttentionBackward {
   using Params = flashmoe_attention_backward_params;
   using Problem = AttentionBackwardProblem;
@@ -57,7 +77,7 @@ struct AttentionBackward {
   static constexpr char kParams[] = "flashmoe_attention_backward_params";
   static constexpr char kSizeFunction[] = "flashmoe_attention_backward_workspace_size";
   static constexpr size_t kOldestParams = sizeof(Params);
-  static constexpr std::array<TensorMember<Params>, 10> kTensors = {{
+  static constexpr std::array<TensorMember<Params>, 12> kTensors = {{
       {"dout", &Params::dout},
       {"q", &Params::q},
       {"k", &Params::k},
@@ -65,11 +85,13 @@ struct AttentionBackward {
       {"out", &Params::out},
       {"lse", &Params::lse},
       {"dlse", &Params::dlse},
+      {"sinks", &Params::sinks},
       {"dq", &Params::dq},
       {"dk", &Params::dk},
       {"dv", &Params::dv},
+      {"dsinks", &Params::dsinks},
   }};
-  static constexpr size_t kFirstOutput = 7;
+  static constexpr size_t kFirstOutput = 8;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_backward_";
   static constexpr const AttentionBackwardFamily* kFamilies[] = {
@@ -98,18 +120,24 @@ struct AttentionBackward {
       FLASHMOE_TRY(check_row_numbers("dlse", params.dlse, p, &dlse, &p.dlse_strides));
       p.dlse = dlse.data;
     }
-    if (params.dq == nullptr && params.dk == nullptr && params.dv == nullptr) {
-      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "dq: got a null tensor, as dk and dv did; one of them at least is required");
+    FLASHMOE_TRY(read_sinks(params.sinks, problem));
+    if (params.dq == nullptr && params.dk == nullptr && params.dv == nullptr &&
+        params.dsinks == nullptr) {
+      return fail(
+          FLASHMOE_ERROR_INVALID_ARGUMENT,
+          "dq: got a null tensor, as dk, dv and dsinks did; one of them at least is required");
     }
     FLASHMOE_TRY(check_gradient("dq", arguments, params.dq, "q", views.q, p, &p.dq));
     FLASHMOE_TRY(check_gradient("dk", arguments, params.dk, "k", views.k, p, &p.dk));
     FLASHMOE_TRY(check_gradient("dv", arguments, params.dv, "v", views.v, p, &p.dv));
+    FLASHMOE_TRY(check_dsinks(params.dsinks, problem));
     p.accumulate = params.accumulate != 0;
     return FLASHMOE_OK;
   }
   static double flops(const Problem& p) { return attention_backward_flops(p); }
-  static bool is_empty(const Problem& p) { return p.batch == 0 || (p.seq_q == 0 && p.seq_k == 0); }
+  static bool is_empty(const Problem& p) {
+    return p.dsinks.data == nullptr && (p.batch == 0 || (p.seq_q == 0 && p.seq_k == 0));
+  }
 
   static void print(const Params& params, const Problem& p, char* text, size_t size) {
     char call[256];
@@ -118,12 +146,13 @@ struct AttentionBackward {
     print_attention(p, call, sizeof call);
     print_options(kScoreOptions<Params>, params, scores, sizeof scores);
     print_options(kOptions, params, options, sizeof options);
-    const auto dtype_of = [](const flashmoe_tensor* tensor, const RowsView<void>& rows) {
-      return tensor != nullptr ? dtype_name(rows.dtype) : "no";
+    const auto dtype_of = [](const flashmoe_tensor* tensor, const auto& gradient) {
+      return tensor != nullptr ? dtype_name(gradient.dtype) : "no";
     };
-    std::snprintf(text, size, "%s%s%s dlse=%s dq=%s dk=%s dv=%s", call, scores, options,
+    std::snprintf(text, size, "%s%s%s dlse=%s dq=%s dk=%s dv=%s dsinks=%s", call, scores, options,
                   params.dlse != nullptr ? "yes" : "no", dtype_of(params.dq, p.dq),
-                  dtype_of(params.dk, p.dk), dtype_of(params.dv, p.dv));
+                  dtype_of(params.dk, p.dk), dtype_of(params.dv, p.dv),
+                  dtype_of(params.dsinks, p.dsinks));
   }
 };
 

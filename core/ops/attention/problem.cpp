@@ -32,6 +32,8 @@ double attention_flops(const AttentionProblem& p) {
 }
 
 double attention_backward_flops(const AttentionBackwardProblem& p) {
+  // dsinks is made of rows, and of no product of theirs.
+  if (p.dq.data == nullptr && p.dk.data == nullptr && p.dv.data == nullptr) return 0;
   int64_t dims = p.dim;                                               // scores
   if (p.dq.data != nullptr || p.dk.data != nullptr) dims += p.dim_v;  // dout v
   if (p.dq.data != nullptr) dims += p.dim;

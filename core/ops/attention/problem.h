@@ -74,8 +74,17 @@ struct AttentionProblem {
   int64_t right_offset;
 };
 
+// [heads_q]; data is nullptr: not wanted.
+struct HeadSums {
+  void* data;
+  int64_t stride;  // elements
+  Dtype dtype;
+  int32_t gap;
+};
+
 // A validated call of the gradients of such a call, whose out and lse are inputs here. A gradient
-// may be absent, but not all of them; each is of the views' dtype or of fp32.
+// may be absent, but not all of them; each is of its tensor's dtype or of fp32. Sinks are there
+// where dsinks are.
 struct AttentionBackwardProblem : AttentionProblem {
   RowsView<const void> dout;  // as out
   const void* dlse;           // as lse, or nullptr: 0
@@ -83,7 +92,8 @@ struct AttentionBackwardProblem : AttentionProblem {
   RowsView<void> dq;  // as q
   RowsView<void> dk;  // as k
   RowsView<void> dv;  // as v
-  bool accumulate;    // gradients are added to what is there
+  HeadSums dsinks;
+  bool accumulate;  // gradients are added to what is there
 };
 
 // Multiply-adds of the two products count as two; pairs of a query and a key that it does not see
@@ -110,6 +120,7 @@ void visit_addresses(AttentionBackwardProblem* p, const Visit& visit) {
   visit(&p->dq.data);
   visit(&p->dk.data);
   visit(&p->dv.data);
+  visit(&p->dsinks.data);
 }
 
 }  // namespace flashmoe

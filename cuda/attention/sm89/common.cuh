@@ -290,8 +290,8 @@ struct RowStatistics {
     const Sequence sequence = sequence_of(params, tile.batch);
     // Rows past the last have summed nothing: what is not written must not look like a NaN.
     const bool sees_keys = row < sequence.length_q && sequence.sees_keys(params.score, row);
-    const RowEnd end = end_row<typename Traits::Element, RowEndBy::kExact>(
-        params.score, tile.head, sees_keys, row_max[a][half], total);
+    const RowEnd end = add_sink_and_end_row<typename Traits::Element, RowEndBy::kExact>(
+        params.score, tile.head, sees_keys, {row_max[a][half], total});
     if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < sequence.length_q) {
       params.tensors.lse[tile.batch * params.tensors.lse_strides.batch +
                          tile.head * params.tensors.lse_strides.head +

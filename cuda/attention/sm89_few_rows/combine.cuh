@@ -70,8 +70,8 @@ __device__ __forceinline__ bool write_unit(const Sum& total, const Params& param
                                            const Keys& keys, int row, int unit) {
   const bool sees_keys = keys.end > keys.first;
   const Row where = Row::of(params, tile, row);
-  const RowEnd end = end_row<Element, RowEndBy::kExact>(params.score, where.head, sees_keys,
-                                                        total.row_max, total.sum);
+  const RowEnd end = add_sink_and_end_row<Element, RowEndBy::kExact>(
+      params.score, where.head, sees_keys, {total.row_max, total.sum});
   if (unit == 0 && params.tensors.lse != nullptr) {
     params.tensors.lse[where.offset(params.tensors.lse_strides, tile.batch)] = end.lse;
   }

@@ -200,9 +200,10 @@ struct RowStatistics {
   float sum[2];      // of this lane's columns
   float row_max[2];  // log2
 
-  __device__ __forceinline__ void reset() {
-    sum[0] = sum[1] = 0.0f;
-    row_max[0] = row_max[1] = kNoRowMax;
+  // Of the lanes of a row one counts what it begins with.
+  __device__ __forceinline__ void reset(const RowState& begin) {
+    sum[0] = sum[1] = lane_index() % 4 == 0 ? begin.sum : 0.0f;
+    row_max[0] = row_max[1] = begin.row_max;
   }
 
   // Raises the row maxima that the scores have outgrown. `factor` is what the accumulators of a row
@@ -317,6 +318,15 @@ struct Consumer {
   // Of the tile that steps belong to.
   __device__ __forceinline__ Sequence sequence() const {
     return sequence_of(params, tiles[tile % kTileSlots].batch);
+  }
+
+  // What its rows begin with. Where keys are split, sinks are added at a row's end.
+  __device__ __forceinline__ RowState begin() const {
+    if constexpr (Traits::kSplit) {
+      return {kNoRowMax, 0.0f};
+    } else {
+      return tiles[tile % kTileSlots].begin;
+    }
   }
 
   // Of Q: the one that holds this group's rows.
@@ -509,7 +519,7 @@ struct Consumer {
     float factor[2];
     float sums[2];
     cap_and_mask(group_row, key, masked);
-    statistics.reset();
+    statistics.reset(begin());
     statistics.rescale(scores, params.score.scale_log2, factor);
     statistics.exponentiate(scores, params.score.scale_log2, sums);
     statistics.add(sums);
@@ -667,7 +677,7 @@ struct Consumer {
     }
   }
 
-  // Output 0 and log-sum-exp -inf for the rows of this warp, which see no key.
+  // Output 0, and the sink as log-sum-exp, for the rows of this warp, which see no key.
   __device__ __forceinline__ void write_nothing_seen() const {
     const Tile here = tiles[tile % kTileSlots];
     const int first_row = here.first_row + group * kRowsPerGroup + warp_of_group() * 16;
@@ -681,7 +691,7 @@ struct Consumer {
         out_row[column] = 0;
       }
       if (params.tensors.lse != nullptr && lane_index() == 0) {
-        *lse_of(here, row) = lse_of_no_keys<Element>(params.score, here.head);
+        *lse_of(here, row) = here.sink;
       }
     }
   }
@@ -786,8 +796,8 @@ struct Consumer {
       if (!row.exists) continue;
       const Sequence sequence = sequence_of(params, of.batch);
       const bool sees_keys = sequence.sees_keys(params.score, row.query);
-      const RowEnd end = end_row<Element, RowEndBy::kApprox>(
-          params.score, row.head, sees_keys, statistics_of_tile.row_max[half], total);
+      const RowEnd end = add_sink_and_end_row<Element, RowEndBy::kApprox>(
+          params.score, row.head, sees_keys, {statistics_of_tile.row_max[half], total});
       if (params.tensors.lse != nullptr && lane % 4 == 0) {
         params.tensors.lse[of.batch * params.tensors.lse_strides.batch +
                            row.head * params.tensors.lse_strides.head +
@@ -866,8 +876,8 @@ struct Consumer {
       const float total = sum_of_quad(statistics_of_tile.sum[half]);
       const bool sees_keys = sequence.sees_keys(params.score, row);
       const bool exists = row < sequence.length_q;
-      const RowEnd end = end_row<Element, RowEndBy::kApprox>(
-          params.score, tile.head, sees_keys && exists, statistics_of_tile.row_max[half], total);
+      const RowEnd end = end_row<RowEndBy::kApprox>(tile.sink, sees_keys && exists,
+                                                    {statistics_of_tile.row_max[half], total});
       if (params.tensors.lse != nullptr && lane % 4 == 0 && exists) *lse_of(tile, row) = end.lse;
       factor[half] = end.factor;
       fallback = fallback || end.rounded_away;

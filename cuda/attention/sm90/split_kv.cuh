@@ -35,8 +35,8 @@ class SplitRow {
   __device__ __forceinline__ bool write(const Params& params, const Sum& total, int unit) const {
     if (!row_.exists) return false;
     const bool sees_keys = sequence_of(params, batch_).sees_keys(params.score, row_.query);
-    const RowEnd end = end_row<Element, RowEndBy::kExact>(params.score, row_.head, sees_keys,
-                                                          total.row_max, total.sum);
+    const RowEnd end = add_sink_and_end_row<Element, RowEndBy::kExact>(
+        params.score, row_.head, sees_keys, {total.row_max, total.sum});
     if (unit == 0 && params.tensors.lse != nullptr) {
       params.tensors.lse[offset(params, params.tensors.lse_strides)] = end.lse;
     }

@@ -8,19 +8,23 @@
 #include "cuda/attention/sm90/traits.cuh"
 #include "cuda/tile/scheduler.cuh"
 #include "cuda/tile/sequence.cuh"
+#include "cuda/tile/softmax.cuh"
 
 namespace flashmoe::sm90 {
 
 inline constexpr int kNoTile = -(1 << 30);
 
-// A query tile. The producer works it out and leaves it in shared memory with its Q. Tiles of
-// unequal length come longest first, inside groups of heads whose keys and values fit the L2
+// A query tile. The producer works it out and leaves it in shared memory with its Q, with what its
+// rows begin with: so that neither a sink nor its absence costs the consumers instructions. Tiles
+// of unequal length come longest first, inside groups of heads whose keys and values fit the L2
 // together (L2 swizzle).
 struct alignas(16) Tile {
   int batch;
   int head;
   int head_kv;
   int first_row;  // groups before row 0 do not exist; kNoTile: there are no more
+  float sink;
+  RowState begin;  // of each row: the sink's state
 
   template <class Traits>
   static __device__ __forceinline__ Tile at(const TileParams& params, int position) {
@@ -30,11 +34,13 @@ struct alignas(16) Tile {
     result.head = head - result.batch * params.heads_q;
     result.head_kv = params.by_heads_per_kv.quotient(result.head);
     result.first_row = params.first_row + tile_of_rank(params, rank) * Traits::kTileQ;
+    result.sink = sink_of<typename Traits::Element>(params.score, result.head);
+    result.begin = state_of_sink(result.sink);
     return result;
   }
 };
 
-static_assert(sizeof(Tile) == kTileInfoBytes);
+static_assert(sizeof(Tile) == kTileBytes);
 
 // kv_block_alignment of a tile of so many queries.
 template <class Traits>
@@ -125,7 +131,7 @@ struct alignas(16) TilePart {
   }
 };
 
-static_assert(sizeof(TilePart) == kTilePartBytes);
+static_assert(sizeof(TilePart) == kTileBytes);
 
 // A row of a warpgroup of such a tile.
 struct PackedRow {

@@ -11,8 +11,7 @@ inline constexpr int kMaxSharedBytesPerBlock = 227 * 1024;
 inline constexpr int kBoxColumns = 64;  // 128 bytes, the widest swizzle
 inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kSharedAlignment = 1024;
-inline constexpr int kTileInfoBytes = 16;  // a Tile in shared memory
-inline constexpr int kTilePartBytes = 32;  // a TilePart
+inline constexpr int kTileBytes = 32;  // a Tile, or TilePart, in shared memory
 // Tiles in flight: those whose Q is there, the one before them that is being written out, and the
 // one behind them whose first portion of Q is there.
 inline constexpr int kTileSlots = 4;
@@ -126,7 +125,6 @@ struct Traits {
   static constexpr int kVOffset = kKOffset + kStages * kKBytes;
   static constexpr int kOOffset = kVOffset + kStages * kVBytes;
   static constexpr int kTilesOffset = kOOffset + kOBytes;
-  static constexpr int kTileBytes = kSplit ? kTilePartBytes : kTileInfoBytes;
   static constexpr int kBarriersOffset = kTilesOffset + kTileSlots * kTileBytes;
   // Barriers: K full, K empty, V full, V empty, Q full, Q empty, each for all stages; those of Q
   // for all portions of a stage.

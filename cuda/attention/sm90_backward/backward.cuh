@@ -3,23 +3,27 @@
 //   dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = scale dS K
 //   dK = scale dS^T Q                                          delta = rowsum(dO * O) - dlse
 //
-// An item is a tile of 128 keys of one KV head (tile.cuh); a block keeps its K and V in shared memory
-// and runs over the query tiles of all query heads of the KV head. Each of two consumer warpgroups has
-// 64 of the keys: it computes S^T and dP^T with its keys as rows, so that P^T and dS^T are A operands
-// in registers for dV and dK, which stay in registers for the whole item. dS^T also goes to shared
-// memory, where both consumers take it for their half of dQ.
+// An item is a tile of 128 keys of one KV head (tile.cuh); a block keeps its K and V in shared
+// memory and runs over the query tiles of all query heads of the KV head. Each of two consumer
+// warpgroups has 64 of the keys: it computes S^T and dP^T with its keys as rows, so that P^T and
+// dS^T are A operands in registers for dV and dK, which stay in registers for the whole item. dS^T
+// also goes to shared memory, where both consumers take it for their half of dQ.
 //
-// A step's part of dQ, in fp32, goes to a slot in shared memory. A writer warp waits until the parts
-// of the key tiles before it are in the sum in global memory, and adds this one by the copy engine;
-// the first one is stored. The last part takes the sum into the slot first, where the consumers add
-// their registers, scale, and leave 16-bit rows of dQ. So the order of additions is fixed, and
-// neither zeros nor fp32 sums are passed over by kernels of their own. dV and dK leave by the same
-// slots.
+// A step's part of dQ, in fp32, goes to a slot in shared memory. A writer warp waits until the
+// parts of the key tiles before it are in the sum in global memory, and adds this one by the copy
+// engine; the first one is stored. The last part takes the sum into the slot first, where the
+// consumers add their registers, scale, and leave 16-bit rows of dQ. So the order of additions is
+// fixed, and neither zeros nor fp32 sums are passed over by kernels of their own. dV and dK leave
+// by the same slots.
 //
 // One step of a consumer; [..] runs on the tensor cores meanwhile:
 //
-//   issue dP | wait S | P = exp2 [dP] | issue dV | wait dP | dS [dV] | barrier of both consumers
-//   issue dQ, dK | wait dV | issue S of the next step | wait dQ | slot [dK, S] | wait dK
+//   issue S, dQ of the step before | wait S | P = exp2 [dQ] | issue dV | wait dQ | slot [dV]
+//   issue dP | wait dP | dS | issue dK | wait dK
+//
+// dQ of a step comes in the next one, so a consumer waits for the other's dS when that is mostly
+// there. What keeps the writers and readers of each buffer apart is in
+// docs/kernels/attention_backward_sm90.md.
 #pragma once
 
 #include "cuda/attention/sm90_backward/params.h"
@@ -28,7 +32,6 @@
 #include "cuda/numeric/constants.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/global.cuh"
-#include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/pdl.cuh"
@@ -91,6 +94,10 @@ struct Barriers {
     return at(Traits::kBarriers) + kSlotWordBytes * slot;
   }
   __device__ __forceinline__ uint32_t slot_tile(int slot) const { return slot_use(slot) + 4; }
+  // And the first query of a stage.
+  __device__ __forceinline__ uint32_t stage_row(int stage) const {
+    return slot_use(kSlots) + kStageWordBytes * stage;
+  }
 };
 
 __device__ __forceinline__ void release(uint32_t barrier) {
@@ -112,11 +119,12 @@ struct Producer {
   Item* const shared_items;
 
   PipelineState<Traits::kStages> pipe;
-  uint32_t parity = 0;  // of K and V
+  uint32_t items = 0;  // before this one
 
   __device__ __forceinline__ void load_q(const SharedItem& item, int head, int tile_q) {
     const int stage = pipe.stage;
     ptx::mbarrier_wait(barriers.q_empty(stage), pipe.parity ^ 1);
+    ptx::store_shared(barriers.stage_row(stage), static_cast<uint32_t>(tile_q * Traits::kTileQ));
     const uint32_t full = barriers.q_full(stage);
     ptx::mbarrier_arrive_expect(full, Traits::kQBytes + Traits::kRowBytes);
 #pragma unroll
@@ -154,7 +162,7 @@ struct Producer {
   }
 
   __device__ __forceinline__ void load_v(const SharedItem& item, bool any) {
-    ptx::mbarrier_wait(barriers.v_empty(), parity ^ 1);
+    ptx::mbarrier_wait(barriers.v_empty(), ~items & 1);
     if (!any) {
       ptx::mbarrier_arrive(barriers.v_full());
       return;
@@ -170,8 +178,7 @@ struct Producer {
 
   // The item itself comes with K.
   __device__ __forceinline__ void load_k(const SharedItem& item, bool any) {
-    ptx::mbarrier_wait(barriers.k_empty(), parity ^ 1);
-    parity ^= 1;
+    ptx::mbarrier_wait(barriers.k_empty(), ~items & 1);
     if (!any) {
       ptx::mbarrier_arrive(barriers.k_full());
       return;
@@ -189,29 +196,27 @@ struct Producer {
     return static_cast<int>(atomicAdd(params.ticket, 1u));
   }
 
-  // K comes last of what an item begins with: it is the last to be given back. Two items alternate in
-  // shared memory. All have read the one before the last when its K is given back. An item is taken
+  // K comes last of what an item begins with: it is the last to be given back. An item is taken
   // when it can begin, not before: others would wait for its parts of dQ all the while.
   __device__ __forceinline__ void run() {
-    for (;;) {
-      Item* const place = shared_items + parity;
-      *place = Item::at<Traits>(params, take_ticket());
+    for (;; ++items) {
+      Item* const place = shared_items + items % kItemsHeld;
+      const Item taken = Item::at<Traits>(params, take_ticket());
+      *place = taken;
       const SharedItem& item = *place;
-      const int first_head = item.head_kv * params.heads_per_kv;
-      const int count = (item.end - item.begin) * params.heads_per_kv;
-      int head = first_head;
-      int tile_q = item.end - 1;
-      for (int step = 0; step < max(count, 1); ++step) {
-        const bool any = count > 0;
-        if (any) load_q(item, head, tile_q);
-        if (step == 0) load_v(item, any);
-        if (any) load_dout(item, head, tile_q);
-        if (step == 0) load_k(item, any);
-        if (any) pipe.advance();
-        if (--tile_q < item.begin) {
-          tile_q = item.end - 1;
-          ++head;
-        }
+      Steps steps(taken, params.heads_per_kv);
+      if (steps.left == 0) {
+        load_v(item, false);
+        load_k(item, false);
+      }
+      for (bool first = true; steps.left > 0; first = false) {
+        const int head = item.head_kv * params.heads_per_kv + steps.head;
+        load_q(item, head, steps.tile_q);
+        if (first) load_v(item, true);
+        load_dout(item, head, steps.tile_q);
+        if (first) load_k(item, true);
+        pipe.advance();
+        steps.advance(params.heads_per_kv);
       }
       if (item.tile == kNoItem) break;
     }
@@ -293,8 +298,8 @@ struct Writer {
     ptx::tma_store_wait_read();
   }
 
-  // Writes the part of a step, whose slot is offered, and offers the slot for what comes next in it.
-  // It is the consumers' again when it was read; the turn goes on when all was written.
+  // Writes the part of a step, whose slot is offered, and offers the slot for what comes next in
+  // it. It is the consumers' again when it was read; the turn goes on when all was written.
   template <class OfferNext>
   __device__ __forceinline__ void write_dq(const Item& item, const Part& part, int head, int tile_q,
                                            const OfferNext& offer_next) {
@@ -342,11 +347,9 @@ struct Writer {
   // Writers take what leaves in turns: parts of dQ of all steps, then dV and dK.
   __device__ __forceinline__ void run() {
     uint32_t next = 0;  // slot of the item's first step
-    uint32_t k_parity = 0;
-    for (;;) {
-      ptx::mbarrier_wait(barriers.k_full(), k_parity);
-      const Item item = shared_items[k_parity];
-      k_parity ^= 1;
+    for (uint32_t items = 0;; ++items) {
+      ptx::mbarrier_wait(barriers.k_full(), items & 1);
+      const Item item = shared_items[items % kItemsHeld];
       ptx::mbarrier_arrive(barriers.k_empty());
       if (item.tile == kNoItem) break;
       Steps steps(item, params.heads_per_kv);
@@ -354,25 +357,26 @@ struct Writer {
       const auto part_of_step = [&] {
         return part_of(item, first_head + steps.head, steps.tile_q);
       };
+      const int count = steps.left;
       int step = next ^ slot;
-      next = (next + steps.count) & 1;
-      if (step != 0) steps.advance(item);
+      next = (next + count) & 1;
+      if (step != 0) steps.advance(params.heads_per_kv);
       Part part = {};
-      if (step < steps.count) {
+      if (step < count) {
         part = part_of_step();
         offer(part);
       } else {
         offer();
       }
-      while (step < steps.count) {
+      while (step < count) {
         const Part now = part;
         const int head = first_head + steps.head;
         const int tile_q = steps.tile_q;
         step += kSlots;
-        steps.advance(item);
-        steps.advance(item);
+        steps.advance(params.heads_per_kv);
+        steps.advance(params.heads_per_kv);
         write_dq(item, now, head, tile_q, [&](bool may_wait) {
-          if (step >= steps.count) {
+          if (step >= count) {
             offer();
             return true;
           }
@@ -382,7 +386,7 @@ struct Writer {
           return true;
         });
       }
-      if (step == steps.count) {
+      if (step == count) {
         write_keys<Traits::kBoxesV>(params.dv, params.dv_direct, item);
       } else {
         write_keys<Traits::kBoxes>(params.dk, params.dk_direct, item);
@@ -421,10 +425,6 @@ struct Consumer {
   float scores[kScores];    // S^T, then P^T
   uint32_t ds[kSlices][4];  // dS^T
   bool add = false;         // to dk and dv
-  static constexpr int kHeldSlices = Traits::kHoldsKV ? Traits::kDim / 16 : 1;
-  static constexpr int kHeldSlicesV = Traits::kHoldsKV ? Traits::kDimV / 16 : 1;
-  uint32_t k[kHeldSlices][4];  // this consumer's keys as A operands, where it holds them
-  uint32_t v[kHeldSlicesV][4];
 
   __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
                                       uint32_t shared_, const Item* items_, int group_)
@@ -435,7 +435,6 @@ struct Consumer {
         group(group_) {}
 
   __device__ __forceinline__ uint32_t stage() const { return index % Traits::kStages; }
-  __device__ __forceinline__ uint32_t stage_before() const { return (index - 1) % Traits::kStages; }
   __device__ __forceinline__ uint32_t parity() const { return index / Traits::kStages & 1; }
   // Of the buffers of dS, and of slots. An item takes two slots more than it has steps.
   __device__ __forceinline__ uint32_t buffer() const { return index & 1; }
@@ -474,46 +473,29 @@ struct Consumer {
     return ptx::advance(descriptor, slice / 4 * box_bytes + slice % 4 * 32);
   }
 
-  // Takes this consumer's rows of K and V to registers, as A operands.
-  template <int kSlicesHeld>
-  __device__ __forceinline__ void hold(uint32_t (&rows)[kSlicesHeld][4], uint32_t tile) const {
-    const uint32_t row = tile + group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
-#pragma unroll
-    for (int slice = 0; slice < kSlicesHeld; ++slice) {
-      ptx::ldmatrix_x4(rows[slice], row + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice));
-    }
-  }
-
-  // S^T = K Q^T.
+  // S^T = K Q^T, when Q is there.
   __device__ __forceinline__ void issue_scores() {
     const uint64_t q =
         ptx::swizzled_descriptor(shared + Traits::kQOffset + stage() * Traits::kQBytes, 16);
-    ptx::mbarrier_wait(barriers.q_full(stage()), parity());
-    multiply_rows<Traits::kDim>(scores, k, k_rows(), q);
+    multiply_rows<Traits::kDim>(scores, k_rows(), q);
   }
 
-  // dP^T = V dO^T.
+  // dP^T = V dO^T. dO is there: dV was issued before.
   __device__ __forceinline__ void issue_dp(float (&dp)[kScores]) {
     const uint64_t dout =
         ptx::swizzled_descriptor(shared + Traits::kDoOffset + stage() * Traits::kDoBytes, 16);
-    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
-    multiply_rows<Traits::kDimV>(dp, v, v_rows(), dout);
+    multiply_rows<Traits::kDimV>(dp, v_rows(), dout);
   }
 
-  // A product over columns of this consumer's keys, `held` or at `rows`, and queries.
-  template <int kColumns, int kSlicesHeld>
-  __device__ __forceinline__ static void multiply_rows(float (&product)[kScores],
-                                                       uint32_t (&held)[kSlicesHeld][4],
-                                                       uint64_t rows, uint64_t queries) {
+  // A product over columns of this consumer's keys and queries.
+  template <int kColumns>
+  __device__ __forceinline__ static void multiply_rows(float (&product)[kScores], uint64_t rows,
+                                                       uint64_t queries) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < ceil_div(kColumns, 16); ++slice) {
-      const uint64_t b = slice_of(queries, slice, Traits::kQueryBoxBytes);
-      if constexpr (Traits::kHoldsKV) {
-        ScoreMma::multiply_by_rows(product, held[slice], b, slice > 0);
-      } else {
-        ScoreMma::multiply(product, slice_of(rows, slice, Traits::kKeyBoxBytes), b, slice > 0);
-      }
+      ScoreMma::multiply(product, slice_of(rows, slice, Traits::kKeyBoxBytes),
+                         slice_of(queries, slice, Traits::kQueryBoxBytes), slice > 0);
     }
     ptx::wgmma_commit();
   }
@@ -522,6 +504,7 @@ struct Consumer {
   __device__ __forceinline__ void issue_dv(uint32_t (&p)[kSlices][4]) {
     const uint64_t dout = ptx::swizzled_descriptor(
         shared + Traits::kDoOffset + stage() * Traits::kDoBytes, Traits::kQueryBoxBytes);
+    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
     ptx::pin(dv);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) ptx::pin(p[slice]);
@@ -573,29 +556,36 @@ struct Consumer {
     return queries >= 32 ? ~0u : (1u << queries) - 1;
   }
 
+  // Of the step. Read where it is used, as registers are scarce.
+  __device__ __forceinline__ int first_row() const {
+    return static_cast<int>(ptx::load_shared_uint(barriers.stage_row(stage())));
+  }
+
   // Whether some query of the step does not see all of this consumer's keys. Rows behind the last
   // have an lse of infinity.
-  __device__ __forceinline__ bool is_masked(int first_row, int first_key) const {
-    const int last_row = min(first_row + Traits::kTileQ, params.seq_q) - 1;
+  __device__ __forceinline__ bool is_masked(int first_key) const {
+    const int row = first_row();
+    const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
     return params.score.first_key(last_row) > first_key ||
-           params.score.end_key(first_row, params.seq_k) < first_key + kKeysPerGroup;
+           params.score.end_key(row, params.seq_k) < first_key + kKeysPerGroup;
   }
 
   // Of a key of this thread, the queries of the step that see it, as in queries_before.
-  __device__ __forceinline__ uint32_t seen_by(int first_row, int first_key, int half) const {
+  __device__ __forceinline__ uint32_t seen_by(int first_key, int half) const {
     static_assert(kScores / 2 <= 32, "a bit for each query of a key");
     const int lane = lane_index();
     const int key = first_key + warp_of_group() * 16 + lane / 4 + 8 * half;
     if (key >= params.seq_k) return 0;
-    return queries_before(params.score.end_query(key, params.seq_q) - first_row, lane) &
-           ~queries_before(params.score.first_query(key) - first_row, lane);
+    const int row = first_row();
+    return queries_before(params.score.end_query(key, params.seq_q) - row, lane) &
+           ~queries_before(params.score.first_query(key) - row, lane);
   }
 
   // Sets the probabilities of keys to 0 that a query does not see, and of those that do not exist.
-  __device__ __forceinline__ void mask(int first_row, int first_key) {
+  __device__ __forceinline__ void mask(int first_key) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t seen = seen_by(first_row, first_key, half);
+      const uint32_t seen = seen_by(first_key, half);
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) {
         float& score = scores[i / 2 * 4 + 2 * half + i % 2];
@@ -610,10 +600,9 @@ struct Consumer {
   }
 
   // P = exp2(S scale_log2 - lse), packed to p.
-  __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSlices][4], int first_row,
-                                               int first_key) {
+  __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSlices][4], int first_key) {
     const float scale_log2 = params.score.scale_log2;
-    const bool masked = is_masked(first_row, first_key);
+    const bool masked = is_masked(first_key);
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
       const float2 lse = lse_of(i);
@@ -623,15 +612,14 @@ struct Consumer {
         score = numeric::exp2_approx(fmaf(score, scale_log2, -(e % 2 == 0 ? lse.x : lse.y)));
       }
     }
-    if (masked) mask(first_row, first_key);
+    if (masked) mask(first_key);
     pack(p, scores);
   }
 
   // The same of capped scores t = tanh(S cap_ratio). It leaves P (1 - t^2) in scores.
-  __device__ __forceinline__ void exponentiate_capped(uint32_t (&p)[kSlices][4], int first_row,
-                                                      int first_key) {
+  __device__ __forceinline__ void exponentiate_capped(uint32_t (&p)[kSlices][4], int first_key) {
     const float scale_log2 = params.score.scale_log2;
-    const uint32_t seen[2] = {seen_by(first_row, first_key, 0), seen_by(first_row, first_key, 1)};
+    const uint32_t seen[2] = {seen_by(first_key, 0), seen_by(first_key, 1)};
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
       const float2 lse = lse_of(i);
@@ -674,10 +662,10 @@ struct Consumer {
   }
 
   // Sets dS to 0 where a query does not see a key. P is 0 there, but dP - delta may be NaN.
-  __device__ __forceinline__ void mask_ds(int first_row, int first_key) {
+  __device__ __forceinline__ void mask_ds(int first_key) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t seen = seen_by(first_row, first_key, half);
+      const uint32_t seen = seen_by(first_key, half);
 #pragma unroll
       for (int i = 0; i < kScores / 4; ++i) {
         const uint32_t low = (seen & (1u << 2 * i)) != 0 ? 0xffffu : 0;
@@ -689,8 +677,7 @@ struct Consumer {
 
   // dS = P (dP - delta), to registers and to shared memory.
   __device__ __forceinline__ void make_ds(const float (&dp)[kScores],
-                                          const uint32_t (&p)[kSlices][4], int first_row,
-                                          int first_key) {
+                                          const uint32_t (&p)[kSlices][4], int first_key) {
     const uint32_t delta =
         shared + Traits::kDeltaOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
     const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
@@ -709,7 +696,7 @@ struct Consumer {
         }
       }
     }
-    if (is_masked(first_row, first_key)) mask_ds(first_row, first_key);
+    if (is_masked(first_key)) mask_ds(first_key);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice),
@@ -838,132 +825,53 @@ struct Consumer {
     fill_slot(place);
   }
 
-  // From S to dS. Of the step before, dK may be under way.
-  __device__ __forceinline__ void probabilities(int first_row, int first_key, bool last) {
-    float dp[kScores];
-    uint32_t p[kSlices][4];
-    issue_scores();
-    issue_dp(dp);
-    ptx::wgmma_wait<1>();  // S, and dK
-    ptx::pin(scores);
-    if (!Traits::kDrainsDk) {
-      ptx::pin(dk);
-      if (add) release(barriers.q_empty(stage_before()));
-    }
-    if constexpr (Traits::kCapped) {
-      exponentiate_capped(p, first_row, first_key);
-    } else {
-      exponentiate(p, first_row, first_key);
-    }
-    issue_dv(p);
-    ptx::wgmma_wait<1>();  // dP
-    ptx::pin(dp);
-    if (last && !Traits::kHoldsKV) release(barriers.v_empty());
-    make_ds(dp, p, first_row, first_key);
-    ptx::named_barrier_sync(kDsBarrier, kConsumers * kThreadsPerGroup);
-    if (Traits::kDrainsDv) {
-      ptx::wgmma_wait<0>();  // dV
-      ptx::pin(dv);
-      release(barriers.do_empty(stage()));
-    }
-  }
-
-  // dQ and dK.
-  __device__ __forceinline__ void gradients(bool last) {
-    float dq[Traits::kDqRegisters];
-    issue_dq(dq, buffer());
-    issue_dk();
-    if (!Traits::kDrainsDv) {
-      ptx::wgmma_wait<2>();  // dV
-      ptx::pin(dv);
-      release(barriers.do_empty(stage()));
-    }
-    ptx::wgmma_wait<1>();  // dQ
-    ptx::pin(dq);
-    if (last) release(barriers.k_empty());
-    hand_over(dq, index);
-    if (Traits::kDrainsDk || last) {
-      ptx::wgmma_wait<0>();  // dK
-      ptx::pin(dk);
-      release(barriers.q_empty(stage()));
-    }
-    ++index;
-    add = true;
-  }
-
-  // A whole step but for its dQ, and dQ of the step before. Of that, dK is under way, as it is of this
-  // step behind it.
+  // A whole step but for its dQ, and dQ of the step before. No product is under way before and
+  // behind it.
   template <bool kFirst>
-  __device__ __forceinline__ void step(int first_row, int first_key, bool last) {
-    // dQ has the registers of dP, and P those of dS, unless both are alive at a time.
+  __device__ __forceinline__ void step(int first_key, bool last) {
+    // Never alive at a time: dP and dQ of the step before, P for dV and dS.
     float dp[kScores];
-    float own_dq[Traits::kDqRegisters];
-    uint32_t own_p[kSlices][4];
-    float (&dq)[Traits::kDqRegisters] = *[&] {
-      if constexpr (Traits::kEarlyDp) {
-        return &own_dq;
-      } else {
-        static_assert(Traits::kDqRegisters <= kScores);
-        return reinterpret_cast<float (*)[Traits::kDqRegisters]>(&dp);
-      }
-    }();
-    uint32_t (&p)[kSlices][4] = *(Traits::kEarlyDp ? &own_p : &ds);
-    constexpr bool kDqFirst = !kFirst && !Traits::kLateDq;
+    static_assert(Traits::kDqRegisters <= kScores);
+    auto& dq = reinterpret_cast<float (&)[Traits::kDqRegisters]>(dp);
+    uint32_t (&p)[kSlices][4] = ds;
     issue_scores();
-    if (Traits::kEarlyDp) issue_dp(dp);
-    if (kDqFirst) issue_dq_before(dq);
-    ptx::wgmma_wait<Traits::kEarlyDp + kDqFirst>();  // S, and dK of the step before
+    if (!kFirst) issue_dq_before(dq);
+    ptx::wgmma_wait<kFirst ? 0 : 1>();  // S
     ptx::pin(scores);
-    if (!kFirst && !Traits::kDrainsDk) {
-      ptx::pin(dk);
-      release(barriers.q_empty(stage_before()));
-    }
     if constexpr (Traits::kCapped) {
-      exponentiate_capped(p, first_row, first_key);
+      exponentiate_capped(p, first_key);
     } else {
-      exponentiate(p, first_row, first_key);
+      exponentiate(p, first_key);
     }
-    if (!kFirst && Traits::kLateDq) issue_dq_before(dq);
     issue_dv(p);
     if (!kFirst) {
       ptx::wgmma_wait<1>();  // dQ
       ptx::pin(dq);
       hand_over(dq, index - 1);
     }
-    if (Traits::kEarlyDp) {
-      ptx::wgmma_wait<1>();  // dP
-    } else {
-      issue_dp(dp);
-      ptx::wgmma_wait<0>();  // dV, dP
-      ptx::pin(dv);
-      release(barriers.do_empty(stage()));
-    }
+    issue_dp(dp);
+    ptx::wgmma_wait<0>();  // dV, dP
+    ptx::pin(dv);
     ptx::pin(dp);
-    if (last && !Traits::kHoldsKV) release(barriers.v_empty());
-    make_ds(dp, p, first_row, first_key);
+    if (last) release(barriers.v_empty());
+    make_ds(dp, p, first_key);
     release(barriers.ds_full(buffer()));
-    if (Traits::kEarlyDp) {
-      ptx::wgmma_wait<0>();  // dV
-      ptx::pin(dv);
-      release(barriers.do_empty(stage()));
-    }
+    release(barriers.do_empty(stage()));  // delta came with dO
     issue_dk();
-    if (Traits::kDrainsDk) {
-      ptx::wgmma_wait<0>();
-      ptx::pin(dk);
-      release(barriers.q_empty(stage()));
-    }
+    ptx::wgmma_wait<0>();
+    ptx::pin(dk);
+    release(barriers.q_empty(stage()));
     ++index;
     add = true;
   }
 
-  // Whether no query of the step sees a key of this consumer. That is seldom so with 128 queries, and
-  // with products under way steps of two kinds would not be accepted.
-  __device__ __forceinline__ bool is_unseen(int first_row, int first_key) const {
-    if (Traits::kTileQ != kKeysPerGroup || !Traits::kDrainsDk) return false;
-    const int last_row = min(first_row + Traits::kTileQ, params.seq_q) - 1;
+  // Whether no query of the step sees a key of this consumer. That is seldom so with 128 queries.
+  __device__ __forceinline__ bool is_unseen(int first_key) const {
+    if (Traits::kTileQ != kKeysPerGroup) return false;
+    const int row = first_row();
+    const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
     return params.score.end_key(last_row, params.seq_k) <= first_key ||
-           params.score.first_key(first_row) >= first_key + kKeysPerGroup;
+           params.score.first_key(row) >= first_key + kKeysPerGroup;
   }
 
   // A step in which dS is zero.
@@ -972,16 +880,13 @@ struct Consumer {
     if constexpr (!kFirst) {
       float dq[Traits::kDqRegisters];
       issue_dq_before(dq);
-      ptx::wgmma_wait<0>();  // dK, dQ
-      ptx::pin(dk);
+      ptx::wgmma_wait<0>();
       ptx::pin(dq);
-      if (!Traits::kDrainsDk) release(barriers.q_empty(stage_before()));
       hand_over(dq, index - 1);
     }
     // Phases are waited for one by one.
-    ptx::mbarrier_wait(barriers.q_full(stage()), parity());
     ptx::mbarrier_wait(barriers.do_full(stage()), parity());
-    if (last && !Traits::kHoldsKV) release(barriers.v_empty());
+    if (last) release(barriers.v_empty());
     const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
                            group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
 #pragma unroll
@@ -992,7 +897,7 @@ struct Consumer {
     ptx::fence_proxy_async_shared();
     release(barriers.ds_full(buffer()));
     release(barriers.do_empty(stage()));
-    if (Traits::kDrainsDk) release(barriers.q_empty(stage()));
+    release(barriers.q_empty(stage()));
     ++index;
   }
 
@@ -1007,11 +912,9 @@ struct Consumer {
   __device__ __forceinline__ void finish() {
     float dq[Traits::kDqRegisters];
     issue_dq_before(dq);
-    ptx::wgmma_wait<0>();  // dK, dQ
-    ptx::pin(dk);
+    ptx::wgmma_wait<0>();
     ptx::pin(dq);
     release(barriers.k_empty());
-    if (!Traits::kDrainsDk) release(barriers.q_empty(stage_before()));
     hand_over(dq, index - 1);
   }
 
@@ -1038,69 +941,49 @@ struct Consumer {
     if (direct.rows == nullptr) {
       store_rows(slot_of_group(slot, kColumnBoxes * Traits::kGroupBoxBytes), values, scale);
     } else {
-      const SharedItem& item = shared_items[items & 1];
+      const SharedItem& item = shared_items[items % kItemsHeld];
       write_directly(direct, values, scale, item.batch, item.head_kv,
                      item.tile * kTileK + group * kKeysPerGroup, params.seq_k, 0, columns);
     }
     fill_slot(slot);
   }
 
-  __device__ __forceinline__ void compute(const Item& item, int first_key, int count) {
-    int tile_q = item.end - 1;
+  template <bool kFirst>
+  __device__ __forceinline__ void take_step(int first_key, bool last) {
+    ptx::mbarrier_wait(barriers.q_full(stage()), parity());
+    if (is_unseen(first_key)) {
+      skip<kFirst>(last);
+    } else {
+      step<kFirst>(first_key, last);
+    }
+  }
+
+  __device__ __forceinline__ void compute(int steps, int first_key) {
     add = false;
     ptx::mbarrier_wait(barriers.v_full(), items & 1);
-    if constexpr (Traits::kHoldsKV) {
-      hold(k, shared + Traits::kKOffset);
-      hold(v, shared + Traits::kVOffset);
-      release(barriers.v_empty());
-    }
-    if constexpr (Traits::kDefersDq) {
-      int row = tile_q * Traits::kTileQ;
-      if (is_unseen(row, first_key)) {
-        skip<true>(count == 1);
-      } else {
-        step<true>(row, first_key, count == 1);
-      }
+    take_step<true>(first_key, steps == 1);
 #pragma unroll 1
-      for (; count > 1; --count) {
-        if (--tile_q < item.begin) tile_q = item.end - 1;
-        row = tile_q * Traits::kTileQ;
-        if (is_unseen(row, first_key)) {
-          skip<false>(count == 2);
-        } else {
-          step<false>(row, first_key, count == 2);
-        }
-      }
-      finish();
-      if (!add) clear_keys();
-      return;
-    }
-    probabilities(tile_q * Traits::kTileQ, first_key, count == 1);
-#pragma unroll 1
-    for (; count > 1; --count) {
-      gradients(false);
-      if (--tile_q < item.begin) tile_q = item.end - 1;
-      probabilities(tile_q * Traits::kTileQ, first_key, count == 2);
-    }
-    gradients(true);
+    for (; steps > 1; --steps) take_step<false>(first_key, steps == 2);
+    finish();
+    if (!add) clear_keys();
   }
 
   __device__ __forceinline__ void run() {
     for (;;) {
       ptx::mbarrier_wait(barriers.k_full(), items & 1);
-      const Item* const shared_item = shared_items + (items & 1);
+      const Item* const shared_item = shared_items + items % kItemsHeld;
       Item item;
       item.tile = __shfl_sync(kFullWarp, shared_item->tile, 0);
       item.begin = __shfl_sync(kFullWarp, shared_item->begin, 0);
       item.end = __shfl_sync(kFullWarp, shared_item->end, 0);
       if (item.tile == kNoItem) break;
-      const int count = (item.end - item.begin) * params.heads_per_kv;
-      if (count == 0) {
+      const int steps = Steps(item, params.heads_per_kv).left;
+      if (steps == 0) {
         release(barriers.k_empty());
         release(barriers.v_empty());
         clear_keys();
       } else {
-        compute(item, item.tile * kTileK + group * kKeysPerGroup, count);
+        compute(steps, item.tile * kTileK + group * kKeysPerGroup);
       }
       write_keys();
       ++items;

@@ -1,4 +1,4 @@
-// What a call takes by the sm_90 backward kernels. Fitted to measurements on an H100
+// What a call takes by the sm_90 backward kernels. Fitted to measurements on an H200
 // (docs/lab/attention_backward.md).
 #pragma once
 
@@ -15,7 +15,7 @@ struct Speed {
   double item;  // microseconds of an item beside its steps
 };
 
-inline Speed speed_of(int dim) { return dim <= 64 ? Speed{2.9e6, 2.9} : Speed{3.75e6, 6.8}; }
+inline Speed speed_of(int dim) { return dim <= 64 ? Speed{3.5e6, 2.0} : Speed{4.2e6, 5.1}; }
 
 inline constexpr double kLaunches = 6.0;             // microseconds
 inline constexpr double kPrologueMemoryShare = 0.7;  // of the memory's peak
@@ -27,7 +27,8 @@ inline double prologue_microseconds(const AttentionProblem& p, const DeviceFacts
   return rows * row_bytes / (facts.memory_bytes_per_microsecond * kPrologueMemoryShare);
 }
 
-// A step is a tile of queries and one of keys. Blocks share the items; the longest one is never shared.
+// A step is a tile of queries and one of keys. Blocks share the items; the longest one is never
+// shared.
 inline double main_microseconds(const AttentionProblem& p, const Entry& entry,
                                 const DeviceFacts& facts) {
   const Work work = work_of(p);

@@ -1,4 +1,5 @@
-// One instantiated sm_90 attention backward kernel with its prologue, as the host sees them.
+// One instantiated sm_90 attention backward kernel with its prologue and the kernel of dsinks, as
+// the host sees them.
 #pragma once
 
 #include "cuda/attention/launch.h"
@@ -12,6 +13,8 @@ struct Entry : AttentionKernel {
   Kernel prologue;
   int prologue_rows;  // of a block
   int prologue_threads;
+  Kernel sinks;
+  int sinks_threads;
 };
 
 }  // namespace flashmoe::sm90_backward

@@ -1,5 +1,5 @@
-// The sm_90 family of the attention backward: which kernel serves a problem, and with what parameters
-// it and its prologue are launched.
+// The sm_90 family of the attention backward: which kernel serves a problem, and with what
+// parameters it and its prologue are launched.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -108,6 +108,11 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
   // Persistent: no more blocks than multiprocessors, each of which holds one.
   const int64_t items = problem.batch * problem.heads_kv * tiles_k;
   plan_launch(*entry, device_id, "a", std::clamp<int64_t>(items, 1, facts->multiprocessors), plan);
+  if (problem.dsinks.data != nullptr) {
+    FLASHMOE_TRY(load_kernel(entry->sinks, device_id, *facts, &arch, reason));
+    plan_launch(entry->sinks, device_id, "a", problem.heads_q, entry->sinks_threads,
+                entry->sinks.shared_bytes, plan);
+  }
   plan->info.workspace_bytes = static_cast<uint64_t>(layout_of(problem, *entry).bytes);
   plan->info.microseconds = microseconds_of(problem, *entry, *facts);
   return FLASHMOE_OK;
@@ -183,7 +188,8 @@ Direct direct(const AttentionBackwardProblem& p, const RowsView<void>& gradient)
 }
 
 // But for addresses.
-void fill_params(const AttentionBackwardProblem& p, const Entry& entry, Params* params) {
+void fill_params(const AttentionBackwardProblem& p, const Entry& entry, uint32_t blocks,
+                 Params* params) {
   params->q_repeats = repeats(p.q.strides);
   params->k_repeats = repeats(p.k.strides);
   params->v_repeats = repeats(p.v.strides);
@@ -192,6 +198,8 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, Params* 
   params->dout_strides = p.dout.strides;
   params->dq_strides = p.dq.strides;
   params->accumulate = p.accumulate ? 1 : 0;
+  params->dsink_stride = p.dsinks.stride;
+  params->dsinks_are_fp32 = p.dsinks.dtype == Dtype::kFloat32 ? 1 : 0;
   params->lse_strides = p.lse_strides;
   params->dlse_strides = p.dlse_strides;
   params->batch = static_cast<int32_t>(p.batch);
@@ -206,7 +214,7 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, Params* 
   params->scale = p.scale;
   params->tiles_q = static_cast<int32_t>(tiles_q_of(p, entry));
   params->tiles_k = static_cast<int32_t>(ceil_div(p.seq_k, int64_t{entry.tile_k}));
-  params->heads_per_group = heads_per_group(*params, kGroupBytes);
+  params->heads_per_group = heads_per_group(*params, kGroupBytes, blocks);
 }
 
 void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, char* workspace,
@@ -219,6 +227,8 @@ void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, cha
   params->dq_rows = params->dq_direct.rows == nullptr ? static_cast<uint16_t*>(p.dq.data) : nullptr;
   params->lse = static_cast<const float*>(p.lse);
   params->dlse = static_cast<const float*>(p.dlse);
+  params->score.sinks = p.sinks.data;
+  params->dsinks = p.dsinks.data;
   params->row_lse = reinterpret_cast<float*>(workspace + layout.row_lse);
   params->row_delta = reinterpret_cast<float*>(workspace + layout.row_delta);
   params->dq_sums = reinterpret_cast<float*>(workspace + layout.dq_sums);
@@ -240,7 +250,7 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
     kept.set_ready(false);  // unless the driver takes every map
     FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,
                                        [&] { return encode_maps(maps, problem.q.dtype, &*kept); }));
-    fill_params(problem, entry, &kept->params);
+    fill_params(problem, entry, plan.info.launches[1].grid[0], &kept->params);
     kept.set_ready(true);
   }
   fill_addresses(problem, layout, memory, &kept->params);

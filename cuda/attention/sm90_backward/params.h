@@ -7,12 +7,13 @@
 #include <cstdint>
 
 #include "core/ops/attention/problem.h"
+#include "cuda/tile/extents.h"
 #include "cuda/tile/score_options.h"
 
 namespace flashmoe::sm90_backward {
 
-// What a coordinate of a batch or head is multiplied by: 0 where the view repeats one of them, which
-// its map then holds once.
+// What a coordinate of a batch or head is multiplied by: 0 where the view repeats one of them,
+// which its map then holds once.
 struct Repeats {
   int32_t batch;
   int32_t head;
@@ -57,7 +58,11 @@ struct Params {
   Direct dq_direct;
   Direct dk_direct;
   Direct dv_direct;
-  int32_t accumulate;  // by those of them that have rows
+  int32_t accumulate;  // by those of them that have rows, and by dsinks
+
+  void* dsinks;  // [heads_q], nullptr: not wanted
+  int64_t dsink_stride;
+  int32_t dsinks_are_fp32;  // or else of the elements' type
 
   // The workspace. Rows are padded to whole tiles; heads are batch * heads_q.
   float* row_lse;    // [heads, rows]: lse * log2(e), infinity where a row sees no key
@@ -82,14 +87,19 @@ struct Params {
   int32_t heads_per_group;  // KV heads whose items alternate
 };
 
-// How many KV heads alternate: as many as have what an item reads and adds again and again, Q, dO and
-// the sums of dQ, in so many bytes of the L2. With more, sums go to memory and back; with fewer,
-// items wait for each other. Under a mask half of it is in use at a time.
-inline int32_t heads_per_group(const Params& p, int64_t bytes) {
+// How many KV heads alternate: as many as have what an item reads and adds again and again, Q, dO
+// and the sums of dQ, in so many bytes of the L2. With more, sums go to memory and back; with
+// fewer, items wait for each other. Under a mask half of it is in use at a time. A group has about
+// as many items as blocks run at a time, or more: the longest ones of the last group begin when the
+// shortest of the one before end. Groups are equal but for rounding.
+inline int32_t heads_per_group(const Params& p, int64_t bytes, int64_t blocks) {
+  const int64_t heads = std::max(int64_t{p.batch} * p.heads_kv, int64_t{1});
   const int64_t of_head = int64_t{p.seq_q} * p.heads_per_kv * (6 * p.dim + 2 * p.dim_v);
   const int64_t fit = (p.score.masked ? 2 : 1) * bytes / std::max(of_head, int64_t{1});
-  return static_cast<int32_t>(
-      std::clamp(fit, int64_t{1}, std::max(int64_t{p.batch} * p.heads_kv, int64_t{1})));
+  const int64_t by_bytes = ceil_div(heads, std::clamp(fit, int64_t{1}, heads));
+  const int64_t by_items = heads * p.tiles_k / std::max(blocks - blocks / 16, int64_t{1});
+  const int64_t groups = std::clamp(by_items, int64_t{1}, by_bytes);
+  return static_cast<int32_t>(ceil_div(heads, groups));
 }
 inline constexpr int64_t kGroupBytes = int64_t{32} << 20;
 

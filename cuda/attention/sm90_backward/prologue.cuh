@@ -1,5 +1,5 @@
-// What the main kernel needs of each row before it starts: lse * log2(e) and sum(dout * out) - dlse.
-// It also sets the turns and the ticket to zero, and dQ of tiles whose rows see no key.
+// What the main kernel needs of each row before it starts: lse * log2(e) and sum(dout * out) -
+// dlse. It also sets the turns and the ticket to zero, and dQ of tiles whose rows see no key.
 #pragma once
 
 #include "cuda/attention/sm90_backward/params.h"

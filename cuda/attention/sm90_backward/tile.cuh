@@ -2,11 +2,11 @@
 //
 // An item is a tile of keys of one KV head. It runs over the query tiles that see some of its keys,
 // of each query head of the KV head. Blocks take items by a ticket, so whoever takes one knows that
-// all before it were taken. The parts of a tile of dQ are added in the order of their key tiles, and
-// items of a head come in that order too: whom a block waits for has an earlier ticket. The block
-// with the earliest ticket that is not done waits for nobody, so there is no deadlock, whatever the
-// number of blocks that run at a time. The heads of a group alternate, so that items which would wait
-// for each other from step to step are few.
+// all before it were taken. The parts of a tile of dQ are added in the order of their key tiles,
+// and items of a head come in that order too: whom a block waits for has an earlier ticket. The
+// block with the earliest ticket that is not done waits for nobody, so there is no deadlock,
+// whatever the number of blocks that run at a time. The heads of a group alternate, so that items
+// which would wait for each other from step to step are few.
 #pragma once
 
 #include "cuda/attention/sm90_backward/params.h"
@@ -69,19 +69,23 @@ struct Parts {
   }
 };
 
-// The steps of an item: query heads one after another, query tiles of each from the last to the
-// first. Under a causal mask the longest items come first, and all begin with the same query tile.
+// The steps of an item: query tiles from the last to the first, of each the query heads of the KV
+// head one after another. Under a causal mask the longest items come first, and all begin with the
+// same query tile; a short item has its turns as early as its longer neighbours have theirs for the
+// same queries. Head by head, it would wait in each head until they are through with the one
+// before.
 struct Steps {
-  int count;
+  int left;  // with this one
   int tile_q;
   int head = 0;  // of the KV head's query heads
 
   __device__ __forceinline__ explicit Steps(const Item& item, int heads_per_kv)
-      : count((item.end - item.begin) * heads_per_kv), tile_q(item.end - 1) {}
-  __device__ __forceinline__ void advance(const Item& item) {
-    if (--tile_q < item.begin) {
-      tile_q = item.end - 1;
-      ++head;
+      : left((item.end - item.begin) * heads_per_kv), tile_q(item.end - 1) {}
+  __device__ __forceinline__ void advance(int heads_per_kv) {
+    --left;
+    if (++head == heads_per_kv) {
+      head = 0;
+      --tile_q;
     }
   }
 };

@@ -16,41 +16,30 @@ inline constexpr int kKeysPerGroup = 64;
 inline constexpr int kTileK = kConsumers * kKeysPerGroup;
 inline constexpr int kSlots = 2;  // of what leaves for global memory; each has a writer warp
 inline constexpr int kItemBytes = 32;
+inline constexpr int kItemsHeld = 4;  // in shared memory: backward.cuh
 inline constexpr int kSlotWordBytes = 8;
+inline constexpr int kStageWordBytes = 4;
 
 struct Tuning {
-  int tile_q;  // queries of a step
-  int stages;  // steps of Q, and of dO, in flight or in use
-  // What gives registers free earlier. dS is made of P as it was rounded for dV, not of its fp32
-  // registers. The next step begins behind dK, whose A registers are free then. dS is made behind dV.
-  bool unpacks_p = false;
-  bool drains_dk = false;
-  bool drains_dv = false;
-  bool holds_kv = false;  // consumers keep their rows of K and V in registers
-  bool capped = false;    // logits have a softcap
-  // dQ of a step is made during the next one: before its exponentials, or behind them.
-  bool defers_dq = false;
-  bool late_dq = false;
-  bool early_dp = false;  // dP is issued with S
+  int tile_q;           // queries of a step
+  int stages;           // steps of Q, and of dO, in flight or in use
+  bool capped = false;  // logits have a softcap
 };
 
-constexpr Tuning tuning(int dim, int /*dim_v*/) {
-  if (dim <= 64) return {64, 4};
-  return {64, 2, false, true, true};
+// A softcap needs fp32 factors beside P: there are no registers for those of 128 queries.
+constexpr Tuning tuning(int dim, bool capped) {
+  if (dim > 64) return {64, 2, capped};
+  return capped ? Tuning{64, 4, true} : Tuning{128, 2, false};
 }
 
 template <int kDim, int kDimV>
 struct TableTuning {
-  static constexpr Tuning value = tuning(kDim, kDimV);
+  static constexpr Tuning value = tuning(kDim, false);
 };
 
 template <int kDim, int kDimV>
 struct CappedTuning {
-  static constexpr Tuning value = [] {
-    Tuning capped = tuning(kDim, kDimV);
-    capped.capped = true;
-    return capped;
-  }();
+  static constexpr Tuning value = tuning(kDim, true);
 };
 
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
@@ -62,18 +51,14 @@ struct Traits {
   static constexpr int kThreads = (kConsumers + 1) * kThreadsPerGroup;
   static constexpr int kTileQ = kTuning.tile_q;
   static constexpr int kStages = kTuning.stages;
-  static constexpr bool kUnpacksP = kTuning.unpacks_p;
-  static constexpr bool kDrainsDk = kTuning.drains_dk;
-  static constexpr bool kDrainsDv = kTuning.drains_dv;
-  static constexpr bool kHoldsKV = kTuning.holds_kv;
   static constexpr bool kCapped = kTuning.capped;
-  static constexpr bool kDefersDq = kTuning.defers_dq;
-  static constexpr bool kLateDq = kTuning.late_dq;
-  static constexpr bool kEarlyDp = kTuning.early_dp;
+  // dS is made of P as it was rounded for dV, whose registers it takes over: fp32 P has no room.
+  static constexpr bool kUnpacksP = kTileQ == 128;
   static_assert(kTileQ == 64 || kTileQ == 128);
   static_assert(!(kUnpacksP && kCapped), "fp32 registers hold more than P");
 
-  // setmaxnreg shares what the block has from its launch: 168 for each thread, 64 Ki / 384 in eights.
+  // setmaxnreg shares what the block has from its launch: 168 for each thread, 64 Ki / 384 in
+  // eights.
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 3 * 168);
@@ -113,9 +98,10 @@ struct Traits {
   static constexpr int kLseOffset = kSlotOffset + kSlots * kSlotBytes;
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
   static constexpr int kItemOffset = kDeltaOffset + kStages * kRowBytes;
-  static constexpr int kBarriersOffset = kItemOffset + 2 * kItemBytes;
+  static constexpr int kBarriersOffset = kItemOffset + kItemsHeld * kItemBytes;
   static constexpr int kBarriers = 6 + 4 * kStages + 2 * kSlots;
-  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots;
+  static constexpr int kSharedBytes =
+      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
 };
 

@@ -25,7 +25,7 @@ else. Without a GPU all of them work on the CPU backend and say so.
 
 _EPILOG = """\
 exit codes
-  0    done; for check: all six checks passed; for bench: no row of ours is void
+  0    done; for check: all seven checks passed; for bench: no row of ours is void
   1    the request failed, a check failed, a row is void or a gate failed; the reason is printed
   2    the command line is wrong
   130  interrupted; bench has kept what it measured

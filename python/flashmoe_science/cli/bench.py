@@ -16,6 +16,7 @@ from flashmoe_science.cli.bench_table import BenchTable, print_summary
 from flashmoe_science.cli.ceilings import measure_ceilings, native_dtypes
 from flashmoe_science.cli.compare import failures_below, print_gate, run_compare
 from flashmoe_science.cli.measure import describe, measure
+from flashmoe_science.cli.measure_backward import measure_backward
 from flashmoe_science.cli.measure_moe import measure_moe
 from flashmoe_science.cli.moe_shapes import (
     MoeShape,
@@ -38,14 +39,20 @@ from flashmoe_science.cli.output import (
 from flashmoe_science.cli.records import SCHEMA, ratio_of
 from flashmoe_science.cli.resume import Kept, kept_rows
 from flashmoe_science.cli.shapes import (
+    BackwardShape,
+    add_pass_options,
     add_shape_options,
+    given_pass_options,
     given_shape_options,
+    of_pass,
     shape_from_options,
 )
 from flashmoe_science.cli.stats import verdicts
 from flashmoe_science.cli.suites import (
     ATTENTION,
+    BACKWARD,
     MOE,
+    TRAINING,
     AnyShape,
     Suite,
     load_suite,
@@ -55,9 +62,9 @@ from flashmoe_science.cli.suites import (
 from flashmoe_science.cli.timing import Sampling
 
 _DESCRIPTION = """\
-Times our attention, or our mixture of experts from the router's logits on, beside other
-implementations that are installed here, its peers, on the same tensors in the same run: a suite of
-shapes, or one shape from flags.
+Times our attention, its backward, both as a training step has them, or our mixture of experts from
+the router's logits on, beside other implementations that are installed here, its peers, on the same
+tensors in the same run: a suite of shapes, or one shape from flags.
 
 For every shape, before anything is timed: our call writes into poisoned outputs, the launch is
 read back and must be the planned one, and every output must hold the accuracy rule against
@@ -71,10 +78,13 @@ verdict, and the row is in no mean.
   flashmoe bench --suite attention-forward --json results.json
   flashmoe bench --compare before.json results.json --fail-below 0.97
   flashmoe bench --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal --peer torch-flash
+  flashmoe bench --seq 4096 --heads 16 --dim 128 --causal --backward
   flashmoe bench --tokens 64 --hidden 2048 --inner 768 --experts 128 --top-k 8 --skew 1
 """
 _TITLES = {
     ATTENTION: "Attention forward, one shape",
+    BACKWARD: "Attention backward, one shape",
+    TRAINING: "Attention forward and backward by autograd, one shape",
     MOE: "Mixture of experts forward, one shape",
 }
 
@@ -88,6 +98,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--suite", metavar="NAME", help=f"one of {', '.join(suite_names())}")
     add_shape_options(parser, required=False)
+    add_pass_options(parser, training=True)
     add_moe_shape_options(parser)
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N")
     parser.add_argument("--kernel", metavar="FAMILY", help="time this kernel family of ours")
@@ -156,14 +167,16 @@ def _choose_device(flashmoe: Any, arguments: argparse.Namespace, suite: Suite | 
 
 def _given(arguments: argparse.Namespace) -> list[str]:
     """The flags of a shape, of whichever operation, that were given."""
-    return [*given_shape_options(arguments), *given_moe_options(arguments)]
+    of_attention = [*given_shape_options(arguments), *given_pass_options(arguments)]
+    return [*of_attention, *given_moe_options(arguments)]
 
 
 def _one_shape(arguments: argparse.Namespace, dtype: str) -> AnyShape:
     of_moe = given_moe_options(arguments)
     if not of_moe:
-        return shape_from_options(arguments, dtype)
-    foreign = [name for name in given_shape_options(arguments) if name != "--dtype"]
+        return of_pass(shape_from_options(arguments, dtype), arguments)
+    of_attention = [*given_shape_options(arguments), *given_pass_options(arguments)]
+    foreign = [name for name in of_attention if name != "--dtype"]
     if foreign:
         raise CommandError(
             f"{foreign[0]}: it is of attention, and {of_moe[0]} of a mixture of experts; give the "
@@ -312,6 +325,8 @@ def _measure(flashmoe: Any, arrays: Arrays, shape: AnyShape, *rest: Any) -> dict
     try:
         if isinstance(shape, MoeShape):
             return measure_moe(flashmoe, arrays, shape, *rest)
+        if isinstance(shape, BackwardShape):
+            return measure_backward(flashmoe, arrays, shape, *rest)
         return measure(flashmoe, arrays, shape, *rest)
     except Exception as error:  # such as no memory
         reason = f"measuring failed: {type(error).__name__}: {error}"
@@ -332,6 +347,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(
             "--device: timing on a GPU needs torch with CUDA; CuPy alone is not enough"
         )
+    if operation_of(shapes[0]) == TRAINING:
+        if arrays.name != "torch":
+            raise CommandError("--training: forward and backward by autograd need torch")
+        if arguments.kernel is not None:
+            raise CommandError("--kernel: a family is of one operation, and autograd calls two")
     empty = [s for s in shapes if s.empty]
     if empty:
         raise CommandError(f"there is nothing to time in {empty[0]}: every extent is 1 or more")
@@ -383,8 +403,7 @@ def run(arguments: argparse.Namespace) -> int:
         document["kept"] = kept.describe()
         output.line(f"{len(kept.rows)} of {len(shapes)} rows are kept, from {kept.since} on.")
     labels = [str(s) for s in shapes]
-    moe = document["operation"] == MOE
-    table = BenchTable(output, device, names, document["ceilings"], labels, moe)
+    table = BenchTable(output, device, names, document["ceilings"], labels, document["operation"])
     begin = time.monotonic()
     code = EXIT_OK
     cells = [kept.rows.get(shape) for shape in shapes]

@@ -9,6 +9,7 @@ from flashmoe_science.cli.measure import OURS
 from flashmoe_science.cli.output import Output, Table
 from flashmoe_science.cli.records import summary_words
 from flashmoe_science.cli.stats import MOST_SPREAD, summary
+from flashmoe_science.cli.suites import ATTENTION, BACKWARD, MOE, TRAINING
 
 _SHAPE_WIDTH = 36  # at least
 _PEER_WIDTH = 20
@@ -31,6 +32,14 @@ long one call keeps the host, ours and each peer's."""
 _MOE_LEGEND = """\
 of dense: the time of plain matrix products of the same FLOPs, without routing, over ours; weights:
 those of experts that have tokens, over the time (in a graph where there is one)."""
+_WORK_LEGENDS = {
+    BACKWARD: """\
+Speeds count five products: 2.5 times the forward's FLOPs, where value heads are as wide as key
+heads. Each peer's backward is of its own saved forward.""",
+    TRAINING: """\
+Speeds count the forward's two products and the backward's five. A call is a forward and a backward
+by torch's autograd.""",
+}
 
 
 def ratio_text(against: dict[str, Any]) -> str:
@@ -55,9 +64,10 @@ class BenchTable:
         peers: list[str],
         ceilings: dict[str, Any],
         labels: Sequence[str] = (),
-        moe: bool = False,
+        operation: str = ATTENTION,
     ) -> None:
-        """`labels` are those of the rows to come; `moe`: they are of mixtures of experts."""
+        """`labels` are those of the rows to come, which are of one operation."""
+        moe = operation == MOE
         self._width = max([_SHAPE_WIDTH, *map(len, labels)])
         self._ceilings = ceilings
         self._output = output
@@ -68,6 +78,8 @@ class BenchTable:
             output.line(_MOE_CLOCK_LEGEND if moe else _CLOCK_LEGEND)
         if moe:
             output.line(_MOE_LEGEND)
+        if operation in _WORK_LEGENDS:
+            output.line(_WORK_LEGENDS[operation])
         self._moe = moe
         self._clock = "wall" if device == "cpu" else "events"
         unit, self._per_tera = ("GFLOP/s", 1e3) if device == "cpu" else ("TFLOP/s", 1.0)

@@ -1,4 +1,4 @@
-"""`flashmoe check`: six checks that tell, in seconds, whether this installation works."""
+"""`flashmoe check`: seven checks that tell, in seconds, whether this installation works."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from flashmoe_science.cli import environment
 from flashmoe_science.cli.arrays import Arrays, choose_arrays, normal_device, usable_device
 from flashmoe_science.cli.check_experts import check_experts
+from flashmoe_science.cli.gradient_reference import judge_gradients
 from flashmoe_science.cli.measure import (
     OURS,
     OurCall,
@@ -22,6 +23,9 @@ from flashmoe_science.cli.measure import (
     make_inputs,
     measure,
 )
+from flashmoe_science.cli.measure_backward import OurCall as OurBackward
+from flashmoe_science.cli.measure_backward import call_ours as call_backward
+from flashmoe_science.cli.measure_backward import make_backward_inputs
 from flashmoe_science.cli.output import (
     EXIT_FAILED,
     EXIT_OK,
@@ -30,9 +34,9 @@ from flashmoe_science.cli.output import (
     write_json,
 )
 from flashmoe_science.cli.peers import torch_sdpa
-from flashmoe_science.cli.peers.peer import Inputs, Missing, Peer
+from flashmoe_science.cli.peers.peer import BackwardInputs, Inputs, Missing, Peer
 from flashmoe_science.cli.reference import Accuracy, judge
-from flashmoe_science.cli.shapes import Shape
+from flashmoe_science.cli.shapes import BackwardShape, Shape
 from flashmoe_science.cli.timing import Sampling
 
 _DESCRIPTION = """\
@@ -42,11 +46,12 @@ Checks this installation, on the GPU if there is one that it can use, else on th
   import       the package imports in a fresh interpreter, without a framework
   launch       the kernels that were launched, read back, are those that were planned
   correctness  attention: random inputs into poisoned outputs, against float64 mathematics in NumPy
+  gradients    the same of attention's backward, where a kernel family computes it
   experts      the same of the mixture of experts, by every kernel family that computes it here
   speed        median time of one shape, beside torch's where torch is installed; it reports, and
                fails only when the row is void
 
-Exits with 0 when all six pass. Takes less than 30 seconds.
+Exits with 0 when all seven pass. Takes less than 30 seconds.
 """
 
 _LAUNCH_SHAPE = Shape(1, 256, 256, 8, 2, 64, 64, causal="bottom_right")
@@ -70,6 +75,16 @@ _CORRECTNESS_SHAPES = (
     Shape(1, 200, 333, 2, 2, 128, 128, window_left=40, window_right=90, softcap=2.0),
 )
 
+# The same in small, for a float64 backward in NumPy takes longer.
+_GRADIENT_SHAPES = (
+    Shape(2, 65, 65, 3, 3, 64, 64),
+    Shape(1, 70, 133, 4, 2, 128, 128, causal="bottom_right"),
+    Shape(1, 133, 70, 2, 2, 64, 64, causal="bottom_right"),
+    Shape(1, 60, 97, 4, 1, 96, 96, causal="top_left"),
+    Shape(1, 65, 65, 2, 2, 192, 128, causal="bottom_right", window_left=30),
+    Shape(1, 50, 99, 2, 1, 256, 256, window_left=40, window_right=20, softcap=2.0),
+)
+
 
 @dataclasses.dataclass
 class Result:
@@ -85,7 +100,8 @@ class Result:
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "check",
-        help="does this installation work: build, import, launch, correctness, experts, speed",
+        help="does this installation work: build, import, launch, correctness, gradients, "
+        "experts, speed",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -96,7 +112,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 class Checks:
-    """The six checks, on one device."""
+    """The seven checks, on one device."""
 
     def __init__(self, device: str | None, kernel: str | None) -> None:
         self._wanted = device
@@ -193,6 +209,35 @@ class Checks:
         text += f" is {margin:.2f} of what is allowed"
         return Result("correctness", True, text, details={"cases": rows})
 
+    def gradients(self) -> Result:
+        flashmoe, arrays = self._prepare()
+        rows: list[dict[str, Any]] = []
+        failed, families = [], set()
+        for dtype in arrays.dtypes:
+            for base in _GRADIENT_SHAPES:
+                shape = BackwardShape(**(vars(base) | {"dtype": dtype}))
+                inputs = make_backward_inputs(arrays, shape, seed=len(rows))
+                try:
+                    ours = call_backward(flashmoe, arrays, shape, inputs, self._kernel)
+                except flashmoe.UnsupportedError as error:
+                    if rows:
+                        raise
+                    # What this version does not compute is no fault of the installation.
+                    return Result("gradients", True, f"none: {error}")
+                verdict = _judge_gradients_on_host(arrays, shape, inputs, ours)
+                reason = launch_mismatch(ours.plan, ours.launches) or verdict.reason
+                rows.append({"shape": vars(shape)} | dataclasses.asdict(verdict))
+                families.add(ours.plan["family"])
+                if reason:
+                    failed.append(f"{shape}: {reason}")
+        if failed:
+            text = f"{len(failed)} of {len(rows)} cases are wrong; first {failed[0]}"
+            return Result("gradients", False, text, details={"cases": rows})
+        margin = max(r["error"] / r["bound"] for r in rows)
+        text = f"{len(rows)} cases by {', '.join(sorted(families))} against float64; the largest "
+        text += f"error is {margin:.2f} of what is allowed"
+        return Result("gradients", True, text, details={"cases": rows})
+
     def experts(self) -> Result:
         flashmoe, arrays = self._prepare()
         found = check_experts(flashmoe, arrays, self._kernel)
@@ -246,6 +291,7 @@ class Checks:
             ("import", self.imports),
             ("launch", self.launch),
             ("correctness", self.correctness),
+            ("gradients", self.gradients),
             ("experts", self.experts),
             ("speed", self.speed),
         ]
@@ -256,6 +302,14 @@ def _judge_on_host(arrays: Arrays, shape: Shape, inputs: Inputs, ours: OurCall) 
     q, k, v = (arrays.to_host(x) for x in inputs)
     outputs = {OURS: arrays.to_host(ours.out)}
     return judge(Arrays(), shape, (q, k, v), outputs, arrays.to_host(ours.lse))[OURS]
+
+
+def _judge_gradients_on_host(
+    arrays: Arrays, shape: BackwardShape, inputs: BackwardInputs, ours: OurBackward
+) -> Accuracy:
+    q, k, v, dout = (arrays.to_host(x) for x in inputs)
+    dq, dk, dv = (arrays.to_host(x) for x in ours.out)
+    return judge_gradients(Arrays(), shape, (q, k, v, dout), {OURS: (dq, dk, dv)})[OURS]
 
 
 def _guarded(name: str, check: Callable[[], Result]) -> Result:
@@ -281,7 +335,7 @@ def run(arguments: argparse.Namespace) -> int:
             said = True
         output.verdict(result.passed, name, f"{result.text} ({result.seconds:.1f} s)")
     passed = all(r.passed for r in results)
-    output.line("All six checks passed." if passed else "This installation does not work.")
+    output.line("All seven checks passed." if passed else "This installation does not work.")
     if arguments.json is not None:
         document = {
             "passed": passed,

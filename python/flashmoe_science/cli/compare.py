@@ -31,7 +31,7 @@ from flashmoe_science.cli.output import (
 )
 from flashmoe_science.cli.records import is_moe, ratio_of, read_record, withheld_words
 from flashmoe_science.cli.stats import ratio_of_medians, verdicts
-from flashmoe_science.cli.suites import shape_of
+from flashmoe_science.cli.suites import ATTENTION, AnyShape, shape_of
 
 _CONFIDENCE = 0.95
 _RESAMPLES = 10_000  # the tails of an interval for dozens of shapes are thin
@@ -134,8 +134,12 @@ def compare_records(
 
     `wanted` names the peers that may be the yardstick; None is all.
     """
-    shapes_b = {shape_of(cell["shape"]): cell for cell in b["cells"]}
-    pairs = [(cell, shapes_b.pop(shape_of(cell["shape"]), None)) for cell in a["cells"]]
+
+    def shape_in(record: dict[str, Any], cell: dict[str, Any]) -> AnyShape:
+        return shape_of(cell["shape"], record.get("operation", ATTENTION))
+
+    shapes_b = {shape_in(b, cell): cell for cell in b["cells"]}
+    pairs = [(cell, shapes_b.pop(shape_in(a, cell), None)) for cell in a["cells"]]
     both = sum(c["status"] == "ok" and d is not None and d["status"] == "ok" for c, d in pairs)
     if both == 0:
         raise CommandError("--compare: no shape has times in both records")

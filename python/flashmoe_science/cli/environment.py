@@ -267,11 +267,14 @@ def source_hash(root: Path | None = None) -> str:
 _KERNELS = {
     ("attention_forward", "cuda"): ("cuda/attention/**/*",),
     ("attention_forward", "cpu"): ("cpu/attention*",),
+    ("attention_backward", "cuda"): ("cuda/attention/**/*backward*", "cuda/attention/*backward*/*"),
+    ("attention_backward", "cpu"): ("cpu/attention*",),
     ("moe_forward", "cuda"): ("cuda/moe/**/*",),
     ("moe_forward", "cpu"): ("cpu/moe*", "cpu/grouped_product*"),
 }
 _CHOICE = {
     "attention_forward": ("core/ops/attention/forward.cpp", "core/choose.cpp", "core/choose.h"),
+    "attention_backward": ("core/ops/attention/backward.cpp", "core/choose.cpp", "core/choose.h"),
     "moe_forward": (
         "core/ops/moe/forward.cpp",
         "core/ops/moe/route.cpp",
@@ -301,8 +304,13 @@ def kernel_sources(operation: str, kind: str, root: Path) -> list[str]:
         files = (f for pattern in patterns for f in root.glob(pattern) if f.is_file())
         return {f.relative_to(root).as_posix() for f in files}
 
+    if operation == "attention_training":
+        parts = (kernel_sources(f"attention_{way}", kind, root) for way in ("forward", "backward"))
+        return sorted(set().union(*parts))
     names: set[str] = set()
     following = found(_KERNELS[operation, kind])
+    if (operation, kind) == ("attention_forward", "cuda"):  # on the CPU one file has both
+        following = {name for name in following if "backward" not in name}
     while following:
         names |= following
         texts = [(root / name).read_text(encoding="utf-8") for name in following]

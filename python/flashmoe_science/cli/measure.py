@@ -50,7 +50,8 @@ def describe(shape: AnyShape) -> dict[str, Any]:
 
 
 class Checked(Protocol):
-    """Our call on poisoned outputs, with its plan and the launches read back."""
+    """Our call on poisoned outputs, with its plan and the launches read back. Of several outputs
+    `out` is a tuple."""
 
     out: Any
     plan: dict[str, Any]
@@ -69,6 +70,8 @@ class Procedure:
         timed: The call that is timed.
         fault: What else is wrong with our call, "" for nothing.
         beside: Makes what is timed too and is no peer.
+        read_back: Whether the launches of the timed call can be read back. Those of a backward by
+            torch's autograd cannot: on a GPU it runs in another thread.
     """
 
     inputs: Any
@@ -78,6 +81,7 @@ class Procedure:
     timed: Callable[[], Any]
     fault: Callable[[Any], str] = lambda ours: ""
     beside: Callable[[], list[Contender]] = list
+    read_back: bool = True
 
 
 class _Void(Exception):
@@ -152,7 +156,7 @@ def _check(
     record["accuracy"] = dataclasses.asdict(verdicts[OURS])
     if not verdicts[OURS].passed:
         raise _Void(verdicts[OURS].reason)
-    if reason := _another_call(flashmoe, arrays, procedure.again, ours):
+    if reason := _another_call(flashmoe, arrays, procedure, ours):
         raise _Void(reason)
     for name in [c.name for c in contenders if not verdicts[c.name].passed]:
         others[name] = {"status": "void", "reason": verdicts[name].reason}
@@ -160,20 +164,29 @@ def _check(
     return verdicts, others, [timed, *(c for c in contenders if c.name not in others)]
 
 
-def _another_call(flashmoe: Any, arrays: Arrays, again: Callable[[], Any], checked: Checked) -> str:
+def _another_call(flashmoe: Any, arrays: Arrays, procedure: Procedure, checked: Checked) -> str:
     """How the call that is to be timed differs from the one that was checked, "" when it does not.
 
     The one writes into an output of its own making, the other into ours; both must be launched as
     planned, and give the same bits.
     """
-    out = again()
-    mismatch = launch_mismatch(checked.plan, last_launches(flashmoe))
+    out = procedure.again()
+    mismatch = ""
+    if procedure.read_back:
+        mismatch = launch_mismatch(checked.plan, last_launches(flashmoe))
     arrays.synchronize()
     if mismatch:
         return f"the kernel launched by the timed call is not the planned one: {mismatch}"
-    if not bool((out == checked.out).all()):
+    if not _same_bits(out, checked.out):
         return "the timed call gives other values than the one that was checked"
     return ""
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    """Of one output, or of each of several."""
+    if isinstance(a, tuple):
+        return all(map(_same_bits, a, b))
+    return bool((a == b).all())
 
 
 def time_contenders(

@@ -16,18 +16,27 @@ from flashmoe_science.cli.output import (
     add_json_option,
     write_json,
 )
-from flashmoe_science.cli.shapes import Shape, add_shape_options, shape_from_options
+from flashmoe_science.cli.shapes import (
+    BackwardShape,
+    Shape,
+    add_pass_options,
+    add_shape_options,
+    of_pass,
+    shape_from_options,
+)
 
 _DESCRIPTION = """\
-Explains one attention call without making it: the kernel that would serve it, its tile, threads,
-shared memory, grid and workspace, the work in it, and why the other kernel families are not used.
-Needs no tensors, and for --device cpu and --gpu no GPU: --gpu plans for a model that is not here,
-from a table of facts, and gives the plan that such a device would get.
+Explains one attention call, or with --backward that of its gradients, without making it: the kernel
+that would serve it, its tile, threads, shared memory, grid and workspace, the work in it, and why
+the other kernel families are not used. Needs no tensors, and for --device cpu and --gpu no GPU:
+--gpu plans for a model that is not here, from a table of facts, and gives the plan that such a
+device would get.
 
   flashmoe plan --batch 1 --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal
   flashmoe plan --seq-q 1 --seq-k 8192 --heads 32 --kv-heads 8 --dim 128 --dtype fp16 --device cpu
   flashmoe plan --seq 16384 --heads 16 --dim 128 --causal --window 1023,none --softcap 50
   flashmoe plan --seq 4096 --heads 32 --dim 128 --gpu h200
+  flashmoe plan --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal --backward
 """
 
 # Most threads and, beside a block's own shared memory, bytes the system keeps for it, on an SM
@@ -45,6 +54,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_shape_options(parser, required=True)
+    add_pass_options(parser)
     add_device_options(parser)
     parser.add_argument(
         "--kernel",
@@ -92,7 +102,9 @@ def plan_for(
     flashmoe: Any, shape: Shape, device: str, layout: str = "bshd", kernel: str | None = None
 ) -> Any:
     """The package's plan of one shape."""
-    return flashmoe.attention_plan_for(
+    backward = isinstance(shape, BackwardShape)
+    plan = flashmoe.attention_backward_plan_for if backward else flashmoe.attention_plan_for
+    return plan(
         batch=shape.batch,
         seq_q=shape.seq_q,
         seq_k=shape.seq_k,
@@ -161,7 +173,8 @@ def _extent(values: list[int]) -> str:
 def _print(document: dict[str, Any], shape: Shape, output: Output) -> None:
     plan, device, fill = document["plan"], document["device"], document["occupancy"]
     gpu = device["compute_capability"] != 0
-    output.heading(f"{shape} on {device['device']} ({device['name']})")
+    way = "backward of " if isinstance(shape, BackwardShape) else ""
+    output.heading(f"{way}{shape} on {device['device']} ({device['name']})")
     waves = f"{fill['waves']:.2f} ({fill['blocks']} {'blocks' if gpu else 'tiles'} over "
     waves += f"{fill['units']} {'SMs' if gpu else 'threads'}"
     waves += f", at most {fill['resident']} at a time on each)" if gpu else ")"
@@ -187,7 +200,8 @@ def _print(document: dict[str, Any], shape: Shape, output: Output) -> None:
 def run(arguments: argparse.Namespace) -> int:
     flashmoe = environment.package()
     device = chosen_device(flashmoe, arguments)
-    shape = shape_from_options(arguments, "fp32" if device == "cpu" else "bf16")
+    dtype = "fp32" if device == "cpu" else "bf16"
+    shape = of_pass(shape_from_options(arguments, dtype), arguments)
     fields = environment.plan_as_dict(
         plan_for(flashmoe, shape, device, arguments.layout, arguments.kernel)
     )

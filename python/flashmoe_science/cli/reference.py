@@ -23,8 +23,8 @@ LSE_TOLERANCE = 1e-3
 EPSILON = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
 
 # Scores that are computed in all, and at a time: they bound time and memory.
-_SCORE_BUDGET = {"cpu": 2**24, "cuda": 2**30}
-_SCORE_BLOCK = {"cpu": 2**21, "cuda": 2**26}
+SCORE_BUDGET = {"cpu": 2**24, "cuda": 2**30}
+SCORE_BLOCK = {"cpu": 2**21, "cuda": 2**26}
 
 
 @dataclasses.dataclass
@@ -38,6 +38,7 @@ class Accuracy:
     lse_error: float | None
     checked: str
     reason: str = ""
+    tensor: str = "out"  # whose errors these are
 
 
 def sample(total: int, wanted: int) -> list[int]:
@@ -67,7 +68,7 @@ def _per_head(arrays: Arrays, values: Any) -> Any:
     return swapped.reshape((batch * heads, seq, dim))
 
 
-def _hidden(arrays: Arrays, shape: Shape, rows: Any) -> Any:
+def hidden_keys(arrays: Arrays, shape: Shape, rows: Any) -> Any:
     """True where the mask hides key j from query i, [rows, keys]; None without a mask."""
     left, right = shape.bounds
     ahead = arrays.arange(shape.seq_k)[None, :] - rows[:, None]
@@ -76,7 +77,7 @@ def _hidden(arrays: Arrays, shape: Shape, rows: Any) -> Any:
     return functools.reduce(operator.or_, hidden) if hidden else None
 
 
-def _softmax(arrays: Arrays, scores: Any, hidden: Any) -> tuple[Any, Any, Any]:
+def softmax_parts(arrays: Arrays, scores: Any, hidden: Any) -> tuple[Any, Any, Any]:
     """Unnormalised weights, their sums and the maxima; a row that sees no key has sum 0."""
     xp = arrays.xp
     if hidden is not None:
@@ -88,7 +89,7 @@ def _softmax(arrays: Arrays, scores: Any, hidden: Any) -> tuple[Any, Any, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Logits:
+class Logits:
     """What becomes of the products of q and k."""
 
     scale: float
@@ -96,20 +97,20 @@ class _Logits:
     hidden: Any
 
 
-def _exact(arrays: Arrays, q: Any, k: Any, v: Any, logits: _Logits) -> tuple[Any, Any]:
+def _exact(arrays: Arrays, q: Any, k: Any, v: Any, logits: Logits) -> tuple[Any, Any]:
     """Output and LSE in float64."""
     xp = arrays.xp
     q, k, v = (arrays.cast(x, "fp64") for x in (q, k, v))
     scores = q @ xp.swapaxes(k, 1, 2) * logits.scale
     if logits.softcap is not None:
         scores = xp.tanh(scores / logits.softcap) * logits.softcap
-    weights, sums, maxima = _softmax(arrays, scores, logits.hidden)
+    weights, sums, maxima = softmax_parts(arrays, scores, logits.hidden)
     safe = xp.where(sums == 0, 1.0, sums)
     lse = xp.where(sums == 0, -math.inf, maxima + xp.log(safe))
     return (weights @ v) / safe, lse[..., 0]
 
 
-def _plain(arrays: Arrays, dtype: str, q: Any, k: Any, v: Any, logits: _Logits) -> Any:
+def _plain(arrays: Arrays, dtype: str, q: Any, k: Any, v: Any, logits: Logits) -> Any:
     """Output of the unfused computation in `dtype`."""
     xp = arrays.xp
     q, k, v = (arrays.cast(x, "fp32") for x in (q, k, v))
@@ -118,7 +119,7 @@ def _plain(arrays: Arrays, dtype: str, q: Any, k: Any, v: Any, logits: _Logits) 
     if logits.softcap is not None:
         ratios = arrays.rounded(scores / logits.softcap, dtype)
         scores = arrays.rounded(arrays.rounded(xp.tanh(ratios), dtype) * logits.softcap, dtype)
-    weights, sums, _ = _softmax(arrays, scores, logits.hidden)
+    weights, sums, _ = softmax_parts(arrays, scores, logits.hidden)
     weights = arrays.rounded(weights / xp.where(sums == 0, 1.0, sums), dtype)
     return arrays.rounded(weights @ v, dtype)
 
@@ -150,7 +151,7 @@ def judge(
     kind = "cpu" if arrays.device == "cpu" else "cuda"
     scale = 1.0 / math.sqrt(shape.dim) if scale is None else scale
     total_pairs = shape.batch * shape.heads_q
-    budget = _SCORE_BUDGET[kind] // shape.seq_k
+    budget = SCORE_BUDGET[kind] // shape.seq_k
     rows = sample(shape.seq_q, max(1, min(shape.seq_q, budget // min(total_pairs, 4))))
     pairs = sample(total_pairs, max(1, budget // len(rows)))
     checked = f"{len(pairs)} of {total_pairs} heads, {len(rows)} of {shape.seq_q} rows"
@@ -164,12 +165,12 @@ def judge(
     errors = dict.fromkeys(outputs, 0.0)
     lse_error = 0.0
     for some_pairs, some_rows in _blocks(
-        pairs, rows, shape.seq_k, max(shape.dim, shape.dim_v), _SCORE_BLOCK[kind]
+        pairs, rows, shape.seq_k, max(shape.dim, shape.dim_v), SCORE_BLOCK[kind]
     ):
         of_kv = [p // shape.heads_q * shape.heads_kv + p % shape.heads_q // group
                  for p in some_pairs]  # fmt: skip
         index = arrays.arange(shape.seq_q)[some_rows]
-        logits = _Logits(scale, shape.softcap, _hidden(arrays, shape, index))
+        logits = Logits(scale, shape.softcap, hidden_keys(arrays, shape, index))
         block = (q[some_pairs][:, index], k[of_kv], v[of_kv])
         reference, reference_lse = _exact(arrays, *block, logits)
         plain = arrays.cast(_plain(arrays, shape.dtype, *block, logits), "fp64")
@@ -199,12 +200,15 @@ def worse(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
-def fault(error: float, bound: float, lse_error: float | None, finite: bool) -> str:
-    """Why the rule does not hold, "" when it does."""
+def fault(
+    error: float, bound: float, lse_error: float | None, finite: bool, tensor: str = "out"
+) -> str:
+    """Why the rule does not hold for a tensor, "" when it does."""
     if not finite:
-        return "the output holds NaN or infinity: some of it was never written, or is wrong"
+        what = "the output" if tensor == "out" else tensor
+        return f"{what} holds NaN or infinity: some of it was never written, or is wrong"
     if not error <= bound:  # false for NaN as well
-        return f"max|out - float64| is {error:.3g}, allowed is {bound:.3g}"
+        return f"max|{tensor} - float64| is {error:.3g}, allowed is {bound:.3g}"
     if lse_error is not None and not lse_error <= LSE_TOLERANCE:
         return f"max|lse - float64| is {lse_error:.3g}, allowed is {LSE_TOLERANCE:g}"
     return ""

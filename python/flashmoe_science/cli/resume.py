@@ -45,7 +45,7 @@ def kept_rows(path: str, document: dict[str, Any], shapes: Sequence[AnyShape]) -
     wanted = {n: p["version"] for n, p in document["peers"].items() if p["status"] == "found"}
     rows = {}
     for cell in earlier["cells"]:
-        shape = shape_of(cell["shape"])
+        shape = shape_of(cell["shape"], document["operation"])
         if cell["status"] == "ok" and shape in shapes and _has(cell, wanted):
             rows[shape] = cell
     since = earlier.get("kept", {}).get("since", earlier["date"])

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from flashmoe_science.cli.output import CommandError, positive
+
+FORWARD = "attention_forward"
+BACKWARD = "attention_backward"
+TRAINING = "attention_training"
 
 CAUSAL_CHOICES = ("none", "bottom_right", "top_left")
 DTYPE_CHOICES = ("fp32", "fp16", "bf16")
@@ -16,6 +20,8 @@ ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """One attention call: extents, element type, mask and softcap."""
+
+    operation: ClassVar[str] = FORWARD
 
     batch: int
     seq_q: int
@@ -62,19 +68,34 @@ class Shape:
         return ramp + (self.seq_q - end) * self.seq_k
 
     @property
-    def flops(self) -> float:
-        """Of the two products, as the library counts them: pairs that the mask hides do no work."""
+    def _flops_of_a_dimension(self) -> float:
+        """Of one product, for each dimension that it sums over or gives: pairs that the mask hides
+        do no work."""
         left, right = self.bounds
         pairs = self.seq_q * self.seq_k if right is None else self._pairs_before(right + 1)
         pairs -= 0 if left is None else self._pairs_before(left)
-        return 2.0 * self.batch * self.heads_q * pairs * (self.dim + self.dim_v)
+        return 2.0 * self.batch * self.heads_q * pairs
+
+    @property
+    def flops(self) -> float:
+        """Of the two products, as the library counts them."""
+        return self._flops_of_a_dimension * (self.dim + self.dim_v)
+
+    @property
+    def _tensor_bytes(self) -> int:
+        """Of q, k, v and out in their dtype."""
+        keys = self.batch * self.seq_k * self.heads_kv
+        rows = self.batch * self.seq_q * self.heads_q
+        return (keys + rows) * (self.dim + self.dim_v) * ITEM_BYTES[self.dtype]
+
+    @property
+    def _lse_bytes(self) -> int:
+        return self.batch * self.seq_q * self.heads_q * 4
 
     @property
     def bytes(self) -> int:
         """Least traffic: q, k, v and out read or written once in their dtype, lse in fp32."""
-        keys = self.batch * self.seq_k * self.heads_kv * (self.dim + self.dim_v)
-        rows = self.batch * self.seq_q * self.heads_q
-        return (keys + rows * (self.dim + self.dim_v)) * ITEM_BYTES[self.dtype] + rows * 4
+        return self._tensor_bytes + self._lse_bytes
 
     @property
     def tokens(self) -> int:
@@ -82,7 +103,7 @@ class Shape:
         return self.batch * self.seq_q
 
     @property
-    def output_extents(self) -> tuple[int, ...]:
+    def output_extents(self) -> tuple[Any, ...]:
         """[batch, seq_q, heads_q, dim_v]"""
         return (self.batch, self.seq_q, self.heads_q, self.dim_v)
 
@@ -100,6 +121,53 @@ class Shape:
         mask = {"none": "", "bottom_right": " causal", "top_left": " causal(top_left)"}
         text = f"{self.dtype} B{self.batch} S{seq} H{heads} D{dim}{mask[self.causal]}"
         return text + logits_text(self.window, self.softcap)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardShape(Shape):
+    """One call of attention's backward: dq, dk and dv of the same extents."""
+
+    operation: ClassVar[str] = BACKWARD
+
+    @property
+    def flops(self) -> float:
+        """Of the five products, as the library counts them: the scores again, dout v, and one for
+        each gradient. That is 2.5 times the forward's where dim is dim_v."""
+        return self._flops_of_a_dimension * (3 * self.dim + 2 * self.dim_v)
+
+    @property
+    def bytes(self) -> int:
+        """Least traffic: q, k, v, out, their gradients and lse, each once."""
+        return 2 * self._tensor_bytes + self._lse_bytes
+
+    @property
+    def output_extents(self) -> tuple[Any, ...]:
+        """Those of dq, dk and dv: of q, k and v."""
+        keys = (self.batch, self.seq_k, self.heads_kv)
+        queries = (self.batch, self.seq_q, self.heads_q, self.dim)
+        return queries, (*keys, self.dim), (*keys, self.dim_v)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingShape(BackwardShape):
+    """A forward call and the backward of it: dq, dk and dv of q, k, v and dout."""
+
+    operation: ClassVar[str] = TRAINING
+
+    @property
+    def flops(self) -> float:
+        """Of the forward's two products and the backward's five."""
+        return self._flops_of_a_dimension * (4 * self.dim + 3 * self.dim_v)
+
+    @property
+    def bytes(self) -> int:
+        """Least traffic of both calls, one after the other."""
+        return 3 * self._tensor_bytes + 2 * self._lse_bytes
+
+
+ATTENTION_SHAPES: dict[str, type[Shape]] = {
+    shape.operation: shape for shape in (Shape, BackwardShape, TrainingShape)
+}
 
 
 def logits_text(window: tuple[int | None, int | None] | None, softcap: float | None) -> str:
@@ -222,3 +290,28 @@ def shape_from_options(arguments: argparse.Namespace, dtype: str) -> Shape:
         window_right=arguments.window[1] if arguments.window else None,
         softcap=arguments.softcap,
     )
+
+
+def add_pass_options(parser: argparse.ArgumentParser, training: bool = False) -> None:
+    """Which way through attention a shape is of; without these flags it is the forward."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--backward", action="store_true", help="the gradients of q, k and v, of saved out and lse"
+    )
+    if training:
+        group.add_argument(
+            "--training",
+            action="store_true",
+            help="forward and backward through torch.autograd, one after the other",
+        )
+
+
+def given_pass_options(arguments: argparse.Namespace) -> list[str]:
+    return [f"--{name}" for name in ("backward", "training") if getattr(arguments, name, False)]
+
+
+def of_pass(shape: Shape, arguments: argparse.Namespace) -> Shape:
+    """The same extents, of the way that the flags ask for."""
+    by_flag = {"--backward": BACKWARD, "--training": TRAINING}
+    operations = [by_flag[flag] for flag in given_pass_options(arguments)] or [FORWARD]
+    return ATTENTION_SHAPES[operations[0]](**vars(shape))

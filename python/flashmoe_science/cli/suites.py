@@ -10,9 +10,11 @@ from typing import Any
 
 from flashmoe_science.cli.moe_shapes import MoeShape
 from flashmoe_science.cli.output import CommandError
-from flashmoe_science.cli.shapes import Shape
+from flashmoe_science.cli.shapes import ATTENTION_SHAPES, BACKWARD, FORWARD, TRAINING, Shape
 
-ATTENTION = "attention_forward"
+__all__ = ["ATTENTION", "BACKWARD", "MOE", "TRAINING"]
+
+ATTENTION = FORWARD
 MOE = "moe_forward"
 AnyShape = Shape | MoeShape
 
@@ -30,12 +32,12 @@ class Suite:
 
 def operation_of(shape: AnyShape) -> str:
     """What a record calls the operation that a shape is one of."""
-    return MOE if isinstance(shape, MoeShape) else ATTENTION
+    return MOE if isinstance(shape, MoeShape) else shape.operation
 
 
-def shape_of(fields: Mapping[str, Any]) -> AnyShape:
-    """The shape of a record's row."""
-    return MoeShape(**fields) if "experts" in fields else Shape(**fields)
+def shape_of(fields: Mapping[str, Any], operation: str = ATTENTION) -> AnyShape:
+    """The shape of a row of a record of that operation."""
+    return MoeShape(**fields) if "experts" in fields else ATTENTION_SHAPES[operation](**fields)
 
 
 def _suite_files() -> dict[str, Any]:
@@ -60,14 +62,14 @@ def _expand(entry: dict[str, Any]) -> list[dict[str, Any]]:
     return expanded
 
 
-def _attention_shape(entry: dict[str, Any]) -> Shape:
+def _attention_shape(entry: dict[str, Any], operation: str) -> Shape:
     """Fills what an entry leaves to its neighbours: tokens / seq = batch, width / dim = heads."""
     seq_k: int = entry["seq_k"] if "seq_k" in entry else entry["seq"]
     seq_q: int = entry["seq_q"] if "seq_q" in entry else entry["seq"]
     dim = entry["dim"]
     batch = entry["batch"] if "batch" in entry else entry["tokens"] // seq_q
     heads = entry["heads"] if "heads" in entry else entry["width"] // dim
-    return Shape(
+    return ATTENTION_SHAPES[operation](
         batch=batch,
         seq_q=seq_q,
         seq_k=seq_k,
@@ -94,5 +96,5 @@ def load_suite(name: str) -> Suite:
     if operation == MOE:
         shapes = tuple(MoeShape(**entry) for entry in entries)
     else:
-        shapes = tuple(map(_attention_shape, entries))
+        shapes = tuple(_attention_shape(entry, operation) for entry in entries)
     return Suite(name, document["title"], document["device"], shapes, operation)

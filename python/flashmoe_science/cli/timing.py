@@ -41,6 +41,8 @@ class Contender:
         output: The answer of a call as [batch, seq_q, heads_q, dim_v]; not timed.
         of_torch: It works on torch's current stream and in memory of torch's allocator, so that it
             can be captured into a CUDA graph and its memory counted.
+        capturable: Such a one can; that of a graph of torch's autograd that was recorded before
+            cannot, for its work goes on the stream of that time.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Contender:
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     output: Callable[[Any], Any] = _as_it_is
     of_torch: bool = True
+    capturable: bool = True
 
 
 class CpuClock:
@@ -185,7 +188,7 @@ class CudaClock:
         return samples
 
     def _capture(self, contender: Contender, calls: int) -> Any:
-        if not contender.of_torch:
+        if not contender.of_torch or not contender.capturable:
             return None
         cuda = self._torch.cuda
         graph = cuda.CUDAGraph()

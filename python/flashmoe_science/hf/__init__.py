@@ -14,9 +14,9 @@ transformers' own implementation, and a warning says which and why, once for eac
 
 Covered by attention: no padding, causal or not, queries that end where the keys end (a prompt,
 and what follows it through a growing or sliding cache; a prompt into a static one), cross
-attention, grouped heads, sliding windows, softcap, inference. Covered by experts: gated and plain
-ones in every layout transformers knows, with biases, SiLU, GELU, ReLU and squared ReLU, gpt-oss's
-clamped gate, expert parallelism, inference.
+attention, grouped heads, sliding windows, softcap, sinks; on the CPU gradients.
+Covered by experts: gated and plain ones in every layout transformers knows, with biases, SiLU,
+GELU, ReLU and squared ReLU, gpt-oss's clamped gate, expert parallelism, inference.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import flashmoe_science
+from flashmoe_science._autograd import autocast, is_recorded, lacks_gradients
 from flashmoe_science.errors import _without_addresses
 from flashmoe_science.hf import _report
-from flashmoe_science.hf._limits import EXTENT_MULTIPLE, NO_BACKWARD, REFUSALS, not_ours
+from flashmoe_science.hf._limits import EXTENT_MULTIPLE, REFUSALS, not_ours
 from flashmoe_science.hf._masks import Note, note_of
 from flashmoe_science.torch import operators
 
@@ -58,9 +59,13 @@ def attention(
     note = None if attention_mask is None else note_of(attention_mask)
     filled = None if note is None else note.filled
     k, v = (key, value) if filled is None else (x[:, :, :filled] for x in (key, value))
-    visible = _visible(module, query, k, causal, options)
-    reason = not_ours((query, k, v)) or _attention_refusal(
-        query, k, v, note, visible, dropout, options
+    q, k, v = autocast(query, k, v)
+    visible = _visible(module, q, k, causal, options)
+    recorded = is_recorded(q, k, v, options.get("s_aux"))
+    reason = (
+        not_ours((q, k, v))
+        or (recorded and lacks_gradients("query", q))
+        or _attention_refusal(q, k, v, note, visible, dropout, options)
     )
     if not reason:
         call: dict[str, Any] = {
@@ -70,13 +75,14 @@ def attention(
             "softcap": options.get("softcap"),
             "sinks": options.get("s_aux"),
         }
-        q, k, v = (x.transpose(1, 2) for x in (query, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if torch.compiler.is_compiling():
             _report.note_ours(module, "attention")
             return operators.flash_attention(q, k, v, **call), None
-        out = query.new_empty((*q.shape[:3], v.shape[3]))
+        # Token by token, as what follows reads it. Where gradients are recorded it has no place.
+        out = None if recorded else q.new_empty((*q.shape[:3], v.shape[3]))
         try:
-            flashmoe_science.flash_attention(q, k, v, **call, out=out)
+            out = flashmoe_science.flash_attention(q, k, v, **call, out=out)
             _report.note_ours(module, "attention")
             return out, None
         except REFUSALS as error:
@@ -162,9 +168,6 @@ def _attention_refusal(
     dims = (query.shape[3], value.shape[3])
     if any(d % EXTENT_MULTIPLE != 0 or d > _MOST_DIM for d in dims):
         return f"head dimensions are {dims[0]} and {dims[1]}"
-    sinks = options.get("s_aux")
-    if sinks is not None and sinks.requires_grad and torch.is_grad_enabled():
-        return NO_BACKWARD
     for name in _FOREIGN_OPTIONS:
         if options.get(name) is not None:
             return f"the model passes {name}"

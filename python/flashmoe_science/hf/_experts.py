@@ -11,10 +11,11 @@ from transformers.integrations import moe as hf_moe
 import flashmoe_science
 from flashmoe_science.errors import _without_addresses
 from flashmoe_science.hf import _report
-from flashmoe_science.hf._limits import EXTENT_MULTIPLE, NO_BACKWARD, REFUSALS, not_ours
+from flashmoe_science.hf._limits import EXTENT_MULTIPLE, REFUSALS, not_ours
 from flashmoe_science.torch import operators
 
 _MOST_EXPERTS, _MOST_TOP_K = 1024, 32
+_NO_BACKWARD = "a gradient is asked for, and there is no backward pass yet"
 
 # transformers' activations and torch's by our names; exactly those whose formula is ours.
 _ACTIVATIONS = {
@@ -84,9 +85,9 @@ def experts(
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     w_up, w_down = (getattr(module, name) for name in names)
     options = _gate_options(module)
-    reason = not_ours((hidden_states, w_up, w_down))
-    if not reason and top_k_weights.requires_grad and torch.is_grad_enabled():
-        reason = NO_BACKWARD
+    tensors = (hidden_states, w_up, w_down)
+    wanted = any(t.requires_grad for t in (*tensors, top_k_weights))
+    reason = _NO_BACKWARD if torch.is_grad_enabled() and wanted else not_ours(tensors)
     if isinstance(options, str):
         reason = reason or options
     elif getattr(module, "has_post_expert_norm", False):

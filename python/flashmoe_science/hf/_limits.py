@@ -1,4 +1,4 @@
-"""What our operations take of any layer: devices, dtypes, sizes, no gradients."""
+"""What our operations take of any layer: devices, dtypes, sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ _DTYPES = {
     "cuda": (torch.float16, torch.bfloat16),
 }
 EXTENT_MULTIPLE = 8  # of head dimensions, hidden and inner sizes
-NO_BACKWARD = "a gradient is asked for, and there is no backward pass yet"
 
 # A model is right: where its tensors are refused (rows begin at odd addresses, say), it is a limit
 # of ours.
@@ -21,8 +20,6 @@ REFUSALS = (InvalidArgumentError, UnsupportedError)
 
 def not_ours(tensors: tuple[torch.Tensor, ...]) -> str:
     """Why no operation of ours takes these, "" when it does."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return NO_BACKWARD
     first = tensors[0]
     kind = first.device.type
     if kind not in _DTYPES or (kind == "cuda" and operators.cuda_devices() == 0):

@@ -10,13 +10,13 @@ here, and modules with the weights of those people have.
 
 Importing this module registers the operators torch.ops.flashmoe.*, and tells torch.compile that the
 functions of flashmoe_science are these; where that package is imported, torch.compile imports this
-one by itself. There is no backward pass yet: a gradient that is asked for
-is an error.
+one by itself. Attention has gradients, on the CPU; of the mixture of experts they are refused.
 """
 
 from flashmoe_science.torch.modules import FlashMoELayer, MultiheadAttention
 from flashmoe_science.torch.operators import (
     flash_attention,
+    flash_attention_backward,
     fused_moe,
     grouped_product,
     moe_forward,
@@ -29,6 +29,7 @@ __all__ = [
     "FlashMoELayer",
     "MultiheadAttention",
     "flash_attention",
+    "flash_attention_backward",
     "fused_moe",
     "grouped_product",
     "moe_forward",

@@ -20,7 +20,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Differs in that need_weights is False and stays so, since nothing of size seq x seq is stored,
     and in what is not there yet: masks but is_causal, dropout in training, add_bias_kv,
-    add_zero_attn, gradients. embed_dim / num_heads is a multiple of 8, at most 256.
+    add_zero_attn. embed_dim / num_heads is a multiple of 8, at most 256.
 
     nn.TransformerEncoderLayer in eval mode computes by itself, and calls no attention module at
     all, unless torch.backends.mha.set_fastpath_enabled(False).

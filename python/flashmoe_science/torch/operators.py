@@ -10,14 +10,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 import flashmoe_science as fm
-from flashmoe_science import _core
-from flashmoe_science._dispatch import NEGATED, refuse_derivatives
+from flashmoe_science import _autograd, _core, _moe
+from flashmoe_science._dispatch import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    NEGATED,
+    NO_DERIVATIVE,
+    Words,
+    is_transformed,
+    refuse_gradient,
+    refuse_tangent,
+)
 from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype
+from flashmoe_science.attention import (
+    AttentionGradients,
+    _flash_attention_backward,
+    parse_wanted,
+)
 from flashmoe_science.errors import (
     DeviceError,
     InvalidArgumentError,
@@ -26,6 +40,7 @@ from flashmoe_science.errors import (
 )
 from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
 
+_Arguments = Sequence[Any]
 _Library: Any = torch.library.Library
 _LIBRARY = _Library("flashmoe", "DEF")
 _TAGS = (
@@ -34,23 +49,29 @@ _TAGS = (
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
     torch.Tag.pt2_compliant_tag,
 )
-_ATTENTION, _MOE = "attention", "the mixture of experts"
+_MOE = _moe.WORDS
+_IN_TRANSFORM = (
+    "torch.ops.flashmoe.{0}: got a tensor that a transform of torch.func differentiates, accepted "
+    "are others; outside of torch.compile, call flashmoe_science.flash_attention"
+)
 
 
 def _define(
     name: str,
-    words: str,
+    words: Words,
     schema: str,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
     fold: Callable[..., Any] | None = None,
     check: Callable[..., Any] | None = None,
+    record: Callable[..., Any] | None = None,
 ) -> Any:
     """Registers flashmoe::name, and returns its one overload.
 
     `fold`, of the dimensions and arguments of torch.func.vmap, returns the arguments of one call
     for all entries, and what the first dimension of its outputs is; or None. `check` raises what
-    the kernel would.
+    the kernel would. `record`, of a function that calls overloads below autograd and of the
+    arguments, makes the outputs where torch records gradients; without it that is refused.
     """
     _LIBRARY.define(name + schema, tags=_TAGS)
 
@@ -62,12 +83,25 @@ def _define(
     overload = packet.default
     names = [argument.name for argument in overload._schema.arguments]
 
-    def differentiate(keys: Any, *arguments: Any, **options: Any) -> Any:
-        # By hand, since torch.library.register_autograd drops tangents without a word.
-        for argument, value in (*zip(names, arguments, strict=False), *options.items()):
+    def differentiate(keys: Any, *arguments: Any) -> Any:
+        # By hand, since torch.library.register_autograd drops tangents without a word, and knows
+        # no transform of torch.func.
+        tensors = []
+        for argument, value in zip(names, arguments, strict=True):
             if isinstance(value, torch.Tensor):
-                refuse_derivatives(argument, value, words)
-        return overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **options)
+                refuse_tangent(argument, value, words)
+                if record is None:
+                    refuse_gradient(argument, value, words)
+                tensors.append(value)
+
+        def below(overload: Any, *arguments: Any) -> Any:
+            return overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+        if record is not None and _autograd.is_recorded(*tensors):
+            if any(map(is_transformed, tensors)):
+                raise _TransformedError(_IN_TRANSFORM.format(name))
+            return record(below, *arguments)
+        return below(overload, *arguments)
 
     _LIBRARY.impl(name, differentiate, "Autograd", with_keyset=True)
 
@@ -126,15 +160,33 @@ def _described(tensor: torch.Tensor | None) -> Any:
     return tuple(tensor.shape), numbers, device, tuple(tensor.stride())
 
 
-def _batching_rule(overload: Any, fold: Callable[..., Any] | None) -> Callable[..., Any]:
+def _anywhere(overload: Any, inside: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of the overload, and of `inside` where a transform of torch.func differentiates it: to
+    that no operator can answer, but a torch.autograd.Function."""
+
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return overload(*arguments)
+        try:
+            return overload(*arguments)
+        except _TransformedError:
+            return inside(*arguments)
+
+    return call
+
+
+def _batching_rule(call: Callable[..., Any], fold: Callable[..., Any] | None) -> Callable[..., Any]:
     """What torch.func.vmap does: one call where `fold` makes one of the arguments, else one for
     each entry."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        # Lists have lists.
+        in_dims = [d if isinstance(x, torch.Tensor) else None
+                   for x, d in zip(arguments, in_dims, strict=True)]  # fmt: skip
         folded = None if fold is None else fold(in_dims, *arguments)
         if folded is not None:
             together, lead = folded
-            made = overload(*together)
+            made = call(*together)
             if isinstance(made, (tuple, list)):
                 return tuple(x.unflatten(0, lead) for x in made), (0,) * len(made)
             return made.unflatten(0, lead), 0
@@ -144,7 +196,7 @@ def _batching_rule(overload: Any, fold: Callable[..., Any] | None) -> Callable[.
             for x, dim in zip(arguments, in_dims, strict=True)
         ]
         each = [
-            overload(*(x if dim is None else x[i] for x, dim in zip(apart, in_dims, strict=True)))
+            call(*(x if dim is None else x[i] for x, dim in zip(apart, in_dims, strict=True)))
             for i in range(info.batch_size)
         ]
         if isinstance(each[0], torch.Tensor):
@@ -193,7 +245,8 @@ def _outside_of_graphs(name: str) -> Callable[[Any], bool]:
 
 
 _OUTSIDE_OF_GRAPHS = {
-    name: _outside_of_graphs(name) for name in ("out", "lse", "pre_activation", "stream")
+    name: _outside_of_graphs(name)
+    for name in ("out", "lse", "dq", "dk", "dv", "pre_activation", "stream")
 }
 
 
@@ -235,7 +288,8 @@ def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
     batch, seq, heads = q.shape[0], q.shape[1], q.shape[2]
     if layout == "bhsd":
         seq, heads = heads, seq
-    return q.new_empty((batch, heads, seq), dtype=torch.float32)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((batch, heads, seq), dtype=dtype)
 
 
 # Arguments of the operators, in the order of their schema. Optional tensors go before the options.
@@ -250,10 +304,15 @@ def _attention_arguments(arguments: Sequence[Any]) -> tuple[dict[str, Any], dict
     count = len(_ATTENTION_TENSORS)
     tensors = dict(zip(_ATTENTION_TENSORS, arguments[:count], strict=True))
     options = dict(zip(_ATTENTION_OPTIONS, arguments[count:], strict=True))
+    return tensors, _with_window(options)
+
+
+def _with_window(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of an operator as the functions have them."""
     left, right = options.pop("window_left"), options.pop("window_right")
     options["window"] = None if left is None and right is None else (left, right)
     options["causal"] = False if options["causal"] == "none" else options["causal"]
-    return tensors, options
+    return options
 
 
 def _attention_fake(return_lse: bool) -> Callable[..., Any]:
@@ -292,18 +351,96 @@ def _attention_fold(in_dims: Any, *arguments: Any) -> Any:
     return (*(x.flatten(0, 1) for x in tensors), *arguments[3:]), tensors[0].shape[:2]
 
 
+def _attention_differentiate(options: _Arguments) -> Callable[..., Any]:
+    """The gradients of a call with these, for _autograd."""
+
+    def differentiate(
+        dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any, wanted: Any
+    ) -> Any:
+        # The kernel is of the forward call alone.
+        made = _call_attention_backward(
+            dout.resolve_neg(), q, k, v, out, lse, dlse, sinks, *options[:-1], list(wanted), None
+        )
+        return _wanted_alone(made, wanted, sinks)
+
+    return differentiate
+
+
+def _attention_record(return_lse: bool) -> Callable[..., Any]:
+    count = len(_ATTENTION_TENSORS)
+
+    def record(below: Callable[..., Any], *arguments: Any) -> Any:
+        options = arguments[count:]
+        tensors = dict(zip(_ATTENTION_TENSORS, arguments[:count], strict=True))
+        made = _autograd.attend(
+            lambda *tensors: below(_attention_with_lse, *tensors, *options),
+            _attention_differentiate(options), tensors,
+        )  # fmt: skip
+        return tuple(made) if return_lse else made[0]
+
+    return record
+
+
+def _attention_with_lse_inside(*arguments: Any) -> Any:
+    apply: Any = _TransformedAttention.apply
+    return apply(*arguments)
+
+
+def _attention_inside(*arguments: Any) -> Any:
+    return _attention_with_lse_inside(*arguments)[0]
+
+
+def _refuse_tangents(names: Sequence[str], tangents: _Arguments, words: Words) -> NoReturn:
+    """As refuse_tangent, where a transform of torch.func has them."""
+    having = (name for name, x in zip(names, tangents, strict=False) if x is not None)
+    raise InvalidArgumentError(NO_DERIVATIVE.format(next(having, names[0]), words.name))
+
+
 _ATTENTION_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, str causal, SymInt? window_left, "
     "SymInt? window_right, float? scale, float? softcap, str layout, str? kernel) -> "
 )
 _attention = _define(
-    "attention", _ATTENTION, _ATTENTION_SCHEMA + "Tensor", _attention_kernel(False),
-    _attention_fake(False), _attention_fold, _attention_check(False),
+    "attention", ATTENTION, _ATTENTION_SCHEMA + "Tensor", _attention_kernel(False),
+    _attention_fake(False), _attention_fold, _attention_check(False), _attention_record(False),
 )  # fmt: skip
 _attention_with_lse = _define(
-    "attention_with_lse", _ATTENTION, _ATTENTION_SCHEMA + "(Tensor, Tensor)",
+    "attention_with_lse", ATTENTION, _ATTENTION_SCHEMA + "(Tensor, Tensor)",
     _attention_kernel(True), _attention_fake(True), _attention_fold, _attention_check(True),
+    _attention_record(True),
 )  # fmt: skip
+_call_attention = _anywhere(_attention, _attention_inside)
+_call_attention_with_lse = _anywhere(_attention_with_lse, _attention_with_lse_inside)
+
+
+class _TransformedAttention(torch.autograd.Function):
+    """attention_with_lse, differentiated by a transform of torch.func."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return _call_attention_with_lse(*arguments)  # which another transform may differentiate
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        count = len(_ATTENTION_TENSORS)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:count], *output)
+        ctx.options = inputs[count:]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        wanted = ctx.needs_input_grad[: len(_ATTENTION_TENSORS)]
+        differentiate = _attention_differentiate(ctx.options)
+        made = _autograd.gradients(differentiate, dout, dlse, ctx.saved_tensors, wanted)
+        return *made, *(None for _ in ctx.options)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return _batching_rule(_call_attention_with_lse, _attention_fold)(info, in_dims, *arguments)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse_tangents(_ATTENTION_TENSORS, tangents, ATTENTION)
 
 
 def flash_attention(
@@ -333,10 +470,184 @@ def flash_attention(
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, lse=lse, stream=stream)
+    q, k, v = _autograd.autocast(q, k, v)
+    call = _call_attention_with_lse if return_lse else _call_attention
+    return call(q, k, v, sinks, *_seen(causal, window), scale, softcap, layout, kernel)
+
+
+def _seen(causal: bool | str, window: Sequence[int | None] | None) -> tuple[Any, ...]:
+    """causal, window_left and window_right of an operator."""
     name = {True: "bottom_right", False: "none"}[causal] if isinstance(causal, bool) else causal
-    left, right = (None, None) if window is None else window
-    operator = _attention_with_lse if return_lse else _attention
-    return operator(q, k, v, sinks, name, left, right, scale, softcap, layout, kernel)
+    return (name, None, None) if window is None else (name, *window)
+
+
+# ---- its backward ----------------------------------------------------------------------------
+
+_BACKWARD_TENSORS = ("dout", "q", "k", "v", "out", "lse", "dlse", "sinks")
+_GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dsinks": "sinks"}
+_BACKWARD_OPTIONS = (*_ATTENTION_OPTIONS[:-1], "wanted", "kernel")
+
+
+def _backward_arguments(arguments: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors and options by the names of flash_attention_backward."""
+    count = len(_BACKWARD_TENSORS)
+    tensors = dict(zip(_BACKWARD_TENSORS, arguments[:count], strict=True))
+    options = dict(zip(_BACKWARD_OPTIONS, arguments[count:], strict=True))
+    return tensors, _with_window(options)
+
+
+def _empty_gradients(tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Token by token in memory, and empty where they are not wanted."""
+    wanted, layout = parse_wanted(options["wanted"]), options["layout"]
+    made = {}
+    for (name, of), want in zip(_GRADIENTS.items(), wanted, strict=True):
+        tensor = tensors[of]
+        if tensor is None or not want:
+            made[name] = tensors["q"].new_empty((tensors["q"].shape[0], 0))
+        elif name == "dsinks":
+            made[name] = tensor.new_empty(tensor.shape)
+        else:
+            made[name] = _empty_out(tensor, tensor, layout)
+    return made
+
+
+def _wanted_alone(made: Sequence[Any], wanted: Sequence[bool], sinks: Any) -> AttentionGradients:
+    """Of the operator's outputs those that are not empties for want of a wish."""
+    there = (*wanted[:3], wanted[3] and sinks is not None)
+    return AttentionGradients(*(x if is_ else None for x, is_ in zip(made, there, strict=True)))
+
+
+def _backward_fake(*arguments: Any) -> Any:
+    return tuple(_empty_gradients(*_backward_arguments(arguments)).values())
+
+
+def _backward_kernel(*arguments: Any) -> Any:
+    tensors, options = _backward_arguments(arguments)
+    made = _empty_gradients(tensors, options)
+    wanted = [
+        name
+        for name, want in zip(made, options.pop("wanted"), strict=True)
+        if want and tensors[_GRADIENTS[name]] is not None
+    ]
+    if wanted:
+        tensors["dout"] = _autograd.readable(tensors["dout"])
+        given: dict[str, Any] = tensors | options | {name: made[name] for name in wanted}
+        with torch.no_grad():
+            fm.flash_attention_backward(**given, wanted=(False, False, False, False))
+    return tuple(made.values())
+
+
+def _backward_check(*arguments: Any) -> None:
+    tensors, options = _backward_arguments(arguments)
+    described = {name: _described(tensor) for name, tensor in tensors.items()}
+    # Its kernel makes one that is not as the library has it.
+    described["dout"] = _described(tensors["dout"].contiguous())
+    _core.plan("attention_backward", described, options)
+
+
+def _backward_fold(in_dims: Any, *arguments: Any) -> Any:
+    count = len(_BACKWARD_TENSORS)
+    pairs = list(zip(arguments[:count], in_dims[:count], strict=True))
+    if arguments[count - 1] is not None:
+        return None  # one call would add up what the entries have of dsinks
+    if any(x is not None and dim is None for x, dim in pairs):
+        return None  # what the entries share would be copied
+    tensors = [None if x is None else x.movedim(dim, 0) for x, dim in pairs]
+    lead = pairs[0][0].movedim(pairs[0][1], 0).shape[:2]
+    return (*(x if x is None else x.flatten(0, 1) for x in tensors), *arguments[count:]), lead
+
+
+def _backward_record(below: Callable[..., Any], *arguments: Any) -> Any:
+    count = len(_BACKWARD_TENSORS)
+    return _autograd.once(
+        lambda *tensors: below(_attention_backward, *tensors, *arguments[count:]),
+        *arguments[:count],
+    )
+
+
+def _backward_inside(*arguments: Any) -> Any:
+    apply: Any = _TransformedBackward.apply
+    return apply(*arguments)
+
+
+_attention_backward = _define(
+    "attention_backward", ATTENTION_BACKWARD,
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
+    "Tensor? sinks, str causal, SymInt? window_left, SymInt? window_right, float? scale, "
+    "float? softcap, str layout, bool[] wanted, str? kernel) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    _backward_kernel, _backward_fake, _backward_fold, _backward_check, _backward_record,
+)  # fmt: skip
+_call_attention_backward = _anywhere(_attention_backward, _backward_inside)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """attention_backward in a transform of torch.func, which may differentiate it no further."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return _call_attention_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Any) -> Any:
+        _autograd.refuse_second()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return _batching_rule(_call_attention_backward, _backward_fold)(info, in_dims, *arguments)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse_tangents(_BACKWARD_TENSORS, tangents, ATTENTION_BACKWARD)
+
+
+def flash_attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    dlse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    causal: bool | str = False,
+    window: Sequence[int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    layout: str = "bshd",
+    wanted: Sequence[bool] = (True, True, True, True),
+    accumulate: bool = False,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    dsinks: torch.Tensor | None = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> AttentionGradients:
+    """flashmoe_science.flash_attention_backward, in a graph, too: there dq, dk, dv, dsinks and
+    stream are None, accumulate is False, and what is returned is token by token in memory in either
+    layout."""
+    given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks, "stream": stream}
+    if _is_plain(q) or _leaves_graph(q, **given):
+        try:
+            return _flash_attention_backward(  # type: ignore[no-any-return]
+                dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
+                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream,
+            )  # fmt: skip
+        except _TransformedError:
+            _refuse_outputs(**given)
+    if accumulate:
+        raise InvalidArgumentError(_TRACED.format("accumulate").replace("None", "False"))
+    made = _call_attention_backward(
+        dout, q, k, v, out, lse, dlse, sinks, *_seen(causal, window), scale, softcap, layout,
+        wanted, kernel,
+    )  # fmt: skip
+    return _wanted_alone(made, wanted, sinks)
 
 
 # ---- routing ---------------------------------------------------------------------------------

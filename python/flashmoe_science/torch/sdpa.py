@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from flashmoe_science import _warn_once
+from flashmoe_science import _autograd, _warn_once
 from flashmoe_science.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
@@ -23,7 +23,7 @@ from flashmoe_science.torch.operators import cuda_devices, flash_attention
 
 _LOGGER = "flashmoe_science.torch"
 _DTYPES = {
-    "cpu": (torch.float32, torch.float16, torch.bfloat16),
+    "cpu": (torch.float64, torch.float32, torch.float16, torch.bfloat16),
     "cuda": (torch.float16, torch.bfloat16),
 }
 _MOST_DIM, _DIM_MULTIPLE = 256, 8
@@ -46,7 +46,7 @@ def scaled_dot_product_attention(
 
     Args:
         query: [..., heads_q, seq_q, dim]; with three dimensions [batch, seq_q, dim], with two one
-            sequence alone. fp16, bf16, on the CPU also fp32.
+            sequence alone. fp16, bf16, on the CPU also fp32 and fp64. Differentiable there.
         key, value: [..., heads_kv, seq_k, dim] and [..., heads_kv, seq_k, dim_v]. What comes before
             the last two dimensions of all three is broadcast; where that makes one batch of
             several dimensions, by a copy.
@@ -60,9 +60,9 @@ def scaled_dot_product_attention(
         [..., heads_q, seq_q, dim_v].
 
     Raises:
-        NotImplementedError: A mask or dropout is asked for, or no kernel serves the call.
-        ValueError, TypeError: A shape, a stride, a dtype or an option is wrong, or a gradient is
-            asked for.
+        NotImplementedError: A mask, dropout or a CUDA tensor's gradient is asked for, or no
+            kernel serves the call.
+        ValueError, TypeError: A shape, a stride, a dtype or an option is wrong.
     """
     if attn_mask is None and dropout_p == 0.0 and _is_plain(query, key, value, enable_gqa):
         return _attend_plainly(query, key, value, is_causal, scale)
@@ -252,9 +252,10 @@ class sdpa_kernel(TorchFunctionMode, contextlib.ContextDecorator):
         @flashmoe_science.torch.sdpa_kernel()
         def step(x): ...
 
-    A call that ours does not cover (masks, dropout, gradients, head dimensions that are no
-    multiples of 8 up to 256, dtypes and devices without kernels) goes to torch's own, and a warning
-    of the logger "flashmoe_science.torch" says why, once for each reason. Works under
+    A call that ours does not cover (masks, dropout, gradients of CUDA tensors, head
+    dimensions that are no multiples of 8 up to 256, dtypes and devices without kernels)
+    goes to torch's own, and a warning of the logger "flashmoe_science.torch" says why, once for
+    each reason. Works under
     torch.compile, whose graphs then have our operator in them; a graph that leaves a call to
     torch's own says so while it is compiled.
 
@@ -336,8 +337,8 @@ def _beyond_ours(
     for name, tensor in tensors:
         if tensor.is_nested:
             return f"{name}: got a nested tensor, accepted are dense ones"
-        if tensor.requires_grad and torch.is_grad_enabled():
-            return f"{name}: requires grad, but attention has no backward pass yet"
+        if _autograd.is_recorded(tensor) and _autograd.lacks_gradients(name, tensor):
+            return _autograd.lacks_gradients(name, tensor)
         if tensor.dtype not in _DTYPES[kind]:
             return f"{name}: got dtype {tensor.dtype} on {kind}"
         if tensor.shape[:-2] != query.shape[:-2] and tensor.numel() * query.numel() == 0:

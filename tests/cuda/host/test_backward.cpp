@@ -27,10 +27,12 @@ namespace flashmoe::sm90_backward {
 
 static const void* const kMain = reinterpret_cast<const void*>(0x90);
 static const void* const kPrologue = reinterpret_cast<const void*>(0x91);
+static const void* const kSinks = reinterpret_cast<const void*>(0x92);
 
 // Numbers unlike the real ones, so that a literal would show.
 static LoadedKernel loaded[kMaxDevices];
 static LoadedKernel loaded_prologue[kMaxDevices];
+static LoadedKernel loaded_sinks[kMaxDevices];
 extern const Entry entry_fp16_d64_dv64;
 const Entry entry_fp16_d64_dv64 = {
     {{"attention_backward_sm90_fp16_d64_dv64", kMain, 200000, loaded},
@@ -47,13 +49,15 @@ const Entry entry_fp16_d64_dv64 = {
     {"attention_backward_prologue_sm90_fp16_d64_dv64", kPrologue, 0, loaded_prologue},
     40,
     160,
+    {"attention_backward_sinks_sm90_fp16_d64_dv64", kSinks, 640, loaded_sinks},
+    192,
 };
 
 // The real ones, for estimates.
 template <class Traits>
-static LoadedKernel loaded_of[2][kMaxDevices];
+static LoadedKernel loaded_of[3][kMaxDevices];
 template <class Traits>
-static Entry entry_of(const char* name, const char* prologue) {
+static Entry entry_of(const char* name, const char* prologue, const char* sinks) {
   return {{{name, kMain, Traits::kSharedBytes, loaded_of<Traits>[0]},
            Dtype::kBFloat16,
            Traits::kDim,
@@ -67,14 +71,18 @@ static Entry entry_of(const char* name, const char* prologue) {
           kKeysPerGroup,
           {prologue, kPrologue, 0, loaded_of<Traits>[1]},
           64,
-          256};
+          256,
+          {sinks, kSinks, 256, loaded_of<Traits>[2]},
+          1024};
 }
 extern const Entry entry_bf16_d64_dv64;
 const Entry entry_bf16_d64_dv64 = entry_of<Traits<__nv_bfloat16, 64, 64>>(
-    "attention_backward_sm90_bf16_d64_dv64", "attention_backward_prologue_sm90_bf16_d64_dv64");
+    "attention_backward_sm90_bf16_d64_dv64", "attention_backward_prologue_sm90_bf16_d64_dv64",
+    "attention_backward_sinks_sm90_bf16_d64_dv64");
 extern const Entry entry_bf16_d128_dv128;
 const Entry entry_bf16_d128_dv128 = entry_of<Traits<__nv_bfloat16, 128, 128>>(
-    "attention_backward_sm90_bf16_d128_dv128", "attention_backward_prologue_sm90_bf16_d128_dv128");
+    "attention_backward_sm90_bf16_d128_dv128", "attention_backward_prologue_sm90_bf16_d128_dv128",
+    "attention_backward_sinks_sm90_bf16_d128_dv128");
 
 }  // namespace flashmoe::sm90_backward
 
@@ -84,8 +92,6 @@ static flashmoe_status no_cpu(const AttentionBackwardProblem&, Plan*, const Reas
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "not here");
 }
 const AttentionBackwardFamily kCpuAttentionBackward = {"cpu", FLASHMOE_DEVICE_CPU, no_cpu, nullptr};
-const AttentionBackwardFamily kSm89AttentionBackward = {"sm89", FLASHMOE_DEVICE_CUDA, no_cpu,
-                                                        nullptr};
 
 namespace {
 
@@ -136,7 +142,6 @@ struct Call {
                     strides[i],
                     0};
     }
-    params.kernel = "sm90";
     params.q = &tensors[kQ];
     params.k = &tensors[kK];
     params.v = &tensors[kV];
@@ -264,6 +269,29 @@ void a_kernel_may_be_named() {
   call.params.kernel = "attention_backward_sm90_bf16_d64_dv64";
   CHECK(call.refusal().find("attention_backward_sm90_fp16_d64_dv64 serves this call, not "
                             "attention_backward_sm90_bf16_d64_dv64") != std::string::npos);
+}
+
+// A group fits the L2, or has as many items as blocks run at a time. Groups are of one size.
+void groups_of_heads_fit_the_l2_or_fill_the_machine() {
+  const auto heads = [](const Size& size, bool causal) {
+    Params p = {};
+    p.batch = static_cast<int32_t>(size.batch);
+    p.seq_q = static_cast<int32_t>(size.seq_q);
+    p.heads_kv = static_cast<int32_t>(size.heads_kv);
+    p.heads_per_kv = static_cast<int32_t>(size.heads_q / size.heads_kv);
+    p.dim = static_cast<int32_t>(size.dim);
+    p.dim_v = static_cast<int32_t>(size.dim_v);
+    p.tiles_k = static_cast<int32_t>((size.seq_k + 127) / 128);
+    p.score.masked = causal ? 1 : 0;
+    return sm90_backward::heads_per_group(p, sm90_backward::kGroupBytes, 132);
+  };
+  CHECK(heads({2, 8192, 8192, 16, 16, 128, 128}, false) == 4);
+  CHECK(heads({2, 8192, 8192, 16, 16, 128, 128}, true) == 8);
+  CHECK(heads({2, 8192, 8192, 32, 8, 128, 128}, true) == 2);
+  CHECK(heads({1, 4096, 4096, 64, 8, 128, 128}, true) == 4);
+  CHECK(heads({1, 4096, 4096, 11, 11, 128, 128}, false) == 6);
+  CHECK(heads({1, 128, 128, 1, 1, 128, 128}, false) == 1);
+  CHECK(heads({1, 0, 0, 2, 2, 128, 128}, false) == 2);
 }
 
 void params_are_of_the_call() {
@@ -408,6 +436,43 @@ void gradients_may_be_of_fp32_or_added_to() {
   }
 }
 
+// A launch of its own, where they are wanted.
+void dsinks_are_of_a_third_launch() {
+  Call call;
+  uint16_t sinks[7] = {};
+  float dsinks[12] = {};
+  const auto tensor = [&](void* data, int bits, int64_t* shape, int64_t* stride) {
+    flashmoe_tensor t = call.tensors[kQ];
+    t.data = data;
+    t.ndim = 1;
+    t.shape = shape;
+    t.strides = stride;
+    t.dtype.bits = static_cast<uint8_t>(bits);
+    return t;
+  };
+  int64_t six = 6, one = 1, two = 2;
+  flashmoe_tensor given = tensor(sinks, 16, &six, &one);
+  flashmoe_tensor wanted = tensor(dsinks, 32, &six, &two);
+  call.params.sinks = &given;
+  CHECK(call.plan().launch_count == 2);
+  call.params.dsinks = &wanted;
+  const flashmoe_plan plan = call.plan();
+  CHECK(plan.launch_count == 3);
+  const flashmoe_launch& launch = plan.launches[2];
+  CHECK(std::strcmp(launch.kernel, "attention_backward_sinks_sm90_fp16_d64_dv64") == 0);
+  CHECK(launch.grid[0] == 6 && launch.block[0] == 192);
+  CHECK(launch.shared_bytes == 640 + fake::kStaticSharedBytes);
+  for (uint16_t* const moved : {sinks, sinks + 1}) {
+    given.data = moved;
+    watch();
+    CHECK(call.run() == FLASHMOE_OK && seen.size() == 3);
+    CHECK(seen[2].launch.grid.x == 6 && seen[2].launch.block.x == 192);
+    const Params& p = seen[2].params;
+    CHECK(p.score.sinks == moved && p.score.sink_stride == 1 && p.score.sinks_are_fp32 == 0);
+    CHECK(p.dsinks == dsinks && p.dsink_stride == 2 && p.dsinks_are_fp32 == 1);
+  }
+}
+
 // Encodes nothing again, moves the maps whose addresses changed and no others, and its launches get
 // the same parameters, byte for byte, as those of a call that is the first of its thread.
 void a_call_at_other_addresses_moves_maps() {
@@ -540,7 +605,7 @@ void models_are_planned_for_and_run_nothing() {
   }
 }
 
-// Microseconds on an H100 (docs/lab/attention_backward.md).
+// Microseconds on an H200 (docs/lab/attention_backward.md).
 struct Measured {
   Size size;
   bool causal;
@@ -549,40 +614,38 @@ struct Measured {
 };
 
 constexpr Measured kMeasured[] = {
-    {{32, 512, 512, 16, 16, 128, 128}, false, 0, 508},
-    {{32, 512, 512, 16, 16, 128, 128}, true, 0, 374},
-    {{16, 1024, 1024, 16, 16, 128, 128}, false, 0, 835},
-    {{16, 1024, 1024, 16, 16, 128, 128}, true, 0, 659},
-    {{8, 2048, 2048, 16, 16, 128, 128}, false, 0, 1444},
-    {{8, 2048, 2048, 16, 16, 128, 128}, true, 0, 1430},
-    {{4, 4096, 4096, 16, 16, 128, 128}, false, 0, 2919},
-    {{4, 4096, 4096, 16, 16, 128, 128}, true, 0, 2157},
-    {{2, 8192, 8192, 16, 16, 128, 128}, false, 0, 5910},
-    {{2, 8192, 8192, 16, 16, 128, 128}, true, 0, 3194},
-    {{1, 16384, 16384, 16, 16, 128, 128}, false, 0, 13223},
-    {{1, 16384, 16384, 16, 16, 128, 128}, true, 0, 5282},
-    {{32, 512, 512, 32, 32, 64, 64}, false, 0, 604},
-    {{32, 512, 512, 32, 32, 64, 64}, true, 0, 404},
-    {{16, 1024, 1024, 32, 32, 64, 64}, false, 0, 1022},
-    {{16, 1024, 1024, 32, 32, 64, 64}, true, 0, 622},
-    {{8, 2048, 2048, 32, 32, 64, 64}, false, 0, 1879},
-    {{8, 2048, 2048, 32, 32, 64, 64}, true, 0, 1324},
-    {{4, 4096, 4096, 32, 32, 64, 64}, false, 0, 3521},
-    {{4, 4096, 4096, 32, 32, 64, 64}, true, 0, 3300},
-    {{2, 8192, 8192, 32, 32, 64, 64}, false, 0, 6988},
-    {{2, 8192, 8192, 32, 32, 64, 64}, true, 0, 4968},
-    {{1, 16384, 16384, 32, 32, 64, 64}, false, 0, 13843},
-    {{1, 16384, 16384, 32, 32, 64, 64}, true, 0, 7867},
-    {{2, 8192, 8192, 32, 8, 128, 128}, true, 0, 5646},
-    {{1, 4096, 4096, 64, 8, 128, 128}, true, 0, 2005},
-    {{2, 8192, 8192, 16, 16, 128, 128}, true, 1023, 848},
+    {{32, 512, 512, 16, 16, 128, 128}, false, 0, 434},
+    {{32, 512, 512, 16, 16, 128, 128}, true, 0, 322},
+    {{16, 1024, 1024, 16, 16, 128, 128}, false, 0, 750},
+    {{16, 1024, 1024, 16, 16, 128, 128}, true, 0, 480},
+    {{8, 2048, 2048, 16, 16, 128, 128}, false, 0, 1354},
+    {{8, 2048, 2048, 16, 16, 128, 128}, true, 0, 777},
+    {{4, 4096, 4096, 16, 16, 128, 128}, false, 0, 2612},
+    {{4, 4096, 4096, 16, 16, 128, 128}, true, 0, 1412},
+    {{2, 8192, 8192, 16, 16, 128, 128}, false, 0, 4942},
+    {{2, 8192, 8192, 16, 16, 128, 128}, true, 0, 2622},
+    {{1, 16384, 16384, 16, 16, 128, 128}, false, 0, 9983},
+    {{1, 16384, 16384, 16, 16, 128, 128}, true, 0, 5129},
+    {{32, 512, 512, 32, 32, 64, 64}, false, 0, 480},
+    {{32, 512, 512, 32, 32, 64, 64}, true, 0, 363},
+    {{16, 1024, 1024, 32, 32, 64, 64}, false, 0, 866},
+    {{16, 1024, 1024, 32, 32, 64, 64}, true, 0, 576},
+    {{8, 2048, 2048, 32, 32, 64, 64}, false, 0, 1597},
+    {{8, 2048, 2048, 32, 32, 64, 64}, true, 0, 954},
+    {{4, 4096, 4096, 32, 32, 64, 64}, false, 0, 3056},
+    {{4, 4096, 4096, 32, 32, 64, 64}, true, 0, 1745},
+    {{2, 8192, 8192, 32, 32, 64, 64}, false, 0, 6106},
+    {{2, 8192, 8192, 32, 32, 64, 64}, true, 0, 3278},
+    {{1, 16384, 16384, 32, 32, 64, 64}, false, 0, 12000},
+    {{1, 16384, 16384, 32, 32, 64, 64}, true, 0, 6297},
+    {{2, 8192, 8192, 16, 16, 128, 128}, true, 1023, 745},
 };
 
 void estimates_are_near_what_was_measured() {
   double logarithms = 0;
   for (const Measured& m : kMeasured) {
     Call call(m.size, FLASHMOE_DTYPE_BFLOAT,
-              {FLASHMOE_DEVICE_GPU_MODEL, int32_t{FLASHMOE_GPU_H100}});
+              {FLASHMOE_DEVICE_GPU_MODEL, int32_t{FLASHMOE_GPU_H200}});
     if (m.causal) call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
     if (m.window_left != 0) {
       call.params.window = FLASHMOE_WINDOW_LEFT;
@@ -609,10 +672,12 @@ int main(int argc, char** argv) {
   fake::state.has_map_moves = without != "no-map-moves";
   both_launches_are_planned();
   a_kernel_may_be_named();
+  groups_of_heads_fit_the_l2_or_fill_the_machine();
   params_are_of_the_call();
   the_workspace_holds_its_parts();
   gradients_may_be_absent();
   gradients_may_be_of_fp32_or_added_to();
+  dsinks_are_of_a_third_launch();
   a_call_at_other_addresses_moves_maps();
   no_map_is_of_another_call();
   tensors_may_have_no_rows();

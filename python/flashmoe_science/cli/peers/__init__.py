@@ -20,6 +20,7 @@ from flashmoe_science.cli.output import CommandError
 from flashmoe_science.cli.peers import (
     flash_attention,
     flashinfer,
+    gradients,
     jax_cudnn,
     sonicmoe,
     torch_moe,
@@ -37,6 +38,7 @@ _BUILT_IN = (
     *flash_attention.PEERS,
     *flashinfer.PEERS,
     *jax_cudnn.PEERS,
+    *gradients.PEERS,
     *torch_moe.PEERS,
     *sonicmoe.PEERS,
     *vllm_moe.PEERS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,6 +21,7 @@ from flashmoe_science.cli.timing import Contender
 _FA2 = ("flash_attn_2_cuda",)
 _FA3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
 _FA4 = ("flash_attn.cute",)
+_GET_FA3 = "install the folder hopper of the flash-attention sources"
 
 
 def _first(answer: Any) -> Any:
@@ -48,6 +50,16 @@ def _prepare(
     return Contender("", call, output=_first)
 
 
+# For a backward: of a forward that splits no keys, as it is by default.
+_FA3_TO_DIFFERENTIATE = Peer(
+    "fa3",
+    ("cuda",),
+    _FA3,
+    "flash_attn_3",
+    _GET_FA3,
+    functools.partial(_prepare, _FA3, -1, {}),
+)
+
 PEERS = (
     Peer(
         "fa2",
@@ -62,7 +74,7 @@ PEERS = (
         ("cuda",),
         _FA3,
         "flash_attn_3",
-        "install the folder hopper of the flash-attention sources",
+        _GET_FA3,
         # 0 leaves the number of key splits to it; its default, 1, would forbid them, which decoding
         # lives on.
         functools.partial(_prepare, _FA3, -1, {"num_splits": 0}),
@@ -74,5 +86,14 @@ PEERS = (
         "flash-attn-4",
         "pip install --pre flash-attn-4",
         functools.partial(_prepare, _FA4, None, {}),
+    ),
+)
+
+TO_DIFFERENTIATE = (
+    *(_FA3_TO_DIFFERENTIATE if peer.name == _FA3_TO_DIFFERENTIATE.name else peer for peer in PEERS),
+    dataclasses.replace(
+        _FA3_TO_DIFFERENTIATE,
+        name="fa3-deterministic",
+        prepare=functools.partial(_prepare, _FA3, -1, {"deterministic": True}),
     ),
 )

@@ -17,6 +17,7 @@ from flashmoe_science.cli.suites import ATTENTION, AnyShape
 from flashmoe_science.cli.timing import Contender
 
 Inputs = tuple[Any, Any, Any]  # q, k, v, [batch, seq, heads, dim]
+BackwardInputs = tuple[Any, Any, Any, Any]  # and dout
 _REASON_LENGTH = 500
 
 
@@ -45,11 +46,13 @@ class Peer:
         install: How to get it, for a person.
         prepare: (arrays, shape, inputs) -> Contender, whose call computes the operation on the
             very memory of the inputs. Of attention: q, k, v [batch, seq, heads, dim] as torch
-            tensors; of a mixture of experts: a MoeInputs, whose logits the call takes in turn
+            tensors; of its backward and of training q, k, v and dout, of which the call gives dq,
+            dk and dv; of a mixture of experts: a MoeInputs, whose logits the call takes in turn
             (MoeInputs.rotation), the first of them first. All that is not the operation (plans,
             views, compilation) is done here and not timed. Raises Refused with the reason where
             it does not serve the shape.
-        operation: "attention_forward" or "moe_forward".
+        operation: "attention_forward", "attention_backward", "attention_training" or
+            "moe_forward".
     """
 
     name: str
@@ -76,7 +79,7 @@ class Peer:
             return ""
 
     def contender(self, arrays: Arrays, shape: AnyShape, inputs: Any) -> tuple[Contender, Any]:
-        """What to time, with its first output, of the shape's output_extents.
+        """What to time, with its output, or outputs, of the shape's output_extents.
 
         Raises Refused where it has none to give, with all that it said.
         """
@@ -88,8 +91,8 @@ class Peer:
                     output = contender.output(contender.call())
                     arrays.synchronize()
                 extents = shape.output_extents
-                if tuple(output.shape) != extents:
-                    raise Refused(f"its output is {tuple(output.shape)}, and not {extents}")
+                if extents_of(output) != extents:
+                    raise Refused(f"its output is {extents_of(output)}, and not {extents}")
             except Refused:
                 raise
             except Exception as error:  # others' code; running out of memory is among it
@@ -97,6 +100,12 @@ class Peer:
                 said += [str(w.message).split(" (Triggered internally")[0] for w in caught]
                 raise Refused("; ".join(dict.fromkeys(said))[:_REASON_LENGTH]) from error
         return contender, output
+
+
+def extents_of(output: Any) -> tuple[Any, ...]:
+    """Of one output, or of each of several."""
+    several = isinstance(output, tuple)
+    return tuple(map(extents_of, output)) if several else tuple(output.shape)
 
 
 def is_installed(module: str) -> bool:

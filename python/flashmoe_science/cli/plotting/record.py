@@ -12,7 +12,7 @@ from flashmoe_science.cli import records
 from flashmoe_science.cli.measure import OURS
 from flashmoe_science.cli.moe_shapes import skew_text
 from flashmoe_science.cli.records import is_moe
-from flashmoe_science.cli.shapes import logits_text, window_text
+from flashmoe_science.cli.shapes import BACKWARD, TRAINING, logits_text, window_text
 from flashmoe_science.cli.stats import summary
 
 
@@ -270,8 +270,10 @@ def _device_flags(document: dict[str, Any]) -> list[str]:
 
 def row_command(document: dict[str, Any], cell: dict[str, Any]) -> str:
     """The command that measures this one row again."""
-    words = ["flashmoe", "bench", *shape_flags(cell["shape"]), *_device_flags(document)]
-    return shlex.join(words)
+    of_pass = {BACKWARD: ["--backward"], TRAINING: ["--training"]}
+    words = ["flashmoe", "bench", *shape_flags(cell["shape"])]
+    words += of_pass.get(document.get("operation", ""), [])
+    return shlex.join([*words, *_device_flags(document)])
 
 
 def command(document: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from flashmoe_science.cli.plotting.sheet import (
     spread,
 )
 from flashmoe_science.cli.plotting.theme import Style, Theme, styles
-from flashmoe_science.cli.records import is_moe
+from flashmoe_science.cli.suites import ATTENTION, BACKWARD, MOE, TRAINING
 
 _PANEL_W, _PANEL_H, _GAP_X, _GAP_Y = 2.3, 1.75, 0.22, 0.52  # inches
 _LEFT = 0.62  # for the numbers of the axis
@@ -154,11 +154,16 @@ def _labels(lengths: list[int]) -> list[str]:
     return [short(n) if (last - i) % every == 0 else "" for i, n in enumerate(lengths)]
 
 
-def _traffic(cells: list[dict[str, Any]]) -> str:
+_TRAFFIC = {
+    MOE: "tokens, logits, output and weights of experts that have tokens",
+    BACKWARD: "q, k, v, output, their gradients and LSE",
+    TRAINING: "both calls' tensors",
+}
+
+
+def _traffic(document: dict[str, Any]) -> str:
     """What is read and written once at least."""
-    if any(is_moe(c["shape"]) for c in cells):
-        return "tokens, logits, output and weights of experts that have tokens"
-    return "q, k, v, output and LSE"
+    return _TRAFFIC.get(document.get("operation", ATTENTION), "q, k, v, output and LSE")
 
 
 # ---- roofline --------------------------------------------------------------------------------
@@ -189,8 +194,9 @@ def roofline(record: Record, theme: Theme) -> Figure:
     width, height, left = 7.4, 4.0, 0.72
     axes_w = width - left - EDGE
     key_h = key_height(list(look.values()), axes_w)
+    traffic = _traffic(record.document)
     words = [
-        f"{unit} against arithmetic intensity (operations for each byte of {_traffic(cells)}); "
+        f"{unit} against arithmetic intensity (operations for each byte of {traffic}); "
         "lines: copy and matrix product measured in the same run",
         rec.provenance(record.document),
     ]

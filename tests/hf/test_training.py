@@ -1,0 +1,201 @@
+"""transformers' models train with our attention as they do with the stock one.
+
+In fp32 on the CPU, beside the same model in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from flashmoe_science import hf  # noqa: E402
+from hf_models import SIZES, STOCK_ATTENTION, TOKENS, make, said, with_ours  # noqa: E402
+
+STEPS = 20
+
+
+def encoder(**given: Any) -> Any:
+    """BERT with a head that predicts tokens."""
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**SIZES, intermediate_size=96, **dropout | given)
+    torch.manual_seed(1)
+    return transformers.BertForMaskedLM._from_config(config, attn_implementation="eager")
+
+
+def decoder_behind_encoder() -> Any:
+    config = transformers.BartConfig(
+        vocab_size=99, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, dropout=0.0,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    return transformers.BartForConditionalGeneration._from_config(
+        config, attn_implementation="eager"
+    )
+
+
+# By name the model, and its layers' calls of attention.
+MODELS: dict[str, tuple[Callable[[], Any], int]] = {
+    "llama": (lambda: make("llama", moe=False), 2),  # grouped heads
+    "bert": (encoder, 2),
+    "bart": (decoder_behind_encoder, 3),  # attention across
+    "mistral": (lambda: make("mistral", moe=False, sliding_window=5), 2),
+    "gemma2": (lambda: make("gemma2", moe=False, sliding_window=5), 2),  # softcap
+}
+
+
+def in_float64(model: Any) -> Any:
+    """By SDPA where the model has that, since eager attention rounds to fp32."""
+    made = copy.deepcopy(model).double()
+    if made._supports_sdpa and getattr(made.config, "attn_logit_softcapping", None) is None:
+        made.set_attn_implementation("sdpa")
+    return made
+
+
+def by_ours(model: Any) -> Any:
+    return with_ours(model, moe=False)
+
+
+def train(model: Any) -> torch.Tensor:
+    """The losses of some steps, [STEPS]."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(5)
+    losses = []
+    for _ in range(STEPS):
+        begins = torch.randint(96, (4, 1), generator=generator)
+        tokens = 3 + (begins + torch.arange(24)) % 96
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().double())
+    return torch.stack(losses)
+
+
+def gradients(model: Any, **inputs: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(**{"input_ids": TOKENS, "labels": TOKENS} | inputs).loss.backward()
+    return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def ulp(reference: torch.Tensor) -> float:
+    largest = reference.abs().max().item()
+    return torch.finfo(torch.float32).eps * 2.0 ** math.floor(math.log2(largest))
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_losses_follow_the_stock_ones(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """max|ours - float64's| <= 2 max|stock - float64's| + ulp, where stock is torch's SDPA or eager
+    attention: rounding that adds up over the steps is more with one today, with the other
+    tomorrow."""
+    made, calls = MODELS[kind]
+    eager = made()
+    sdpa = copy.deepcopy(eager)
+    sdpa.set_attn_implementation("sdpa")
+    reference = train(in_float64(eager))
+    ours = train(by_ours(eager))
+    assert reference[-1] < reference[0] - 0.1
+    allowed = max((train(stock) - reference).abs().max().item() for stock in (eager, sdpa))
+    assert (ours - reference).abs().max().item() <= 2 * allowed + ulp(reference)
+    assert (hf.report().ours, hf.report().stock) == (STEPS * calls, 0)
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_are_the_stock_models(kind: str) -> None:
+    """Of every parameter."""
+    made, calls = MODELS[kind]
+    stock = made()
+    reference = gradients(in_float64(stock))
+    ours = gradients(by_ours(stock))
+    assert hf.report().ours == calls
+    plain = gradients(stock)
+    assert ours.keys() == reference.keys() == plain.keys()
+    # What is 0 but for rounding, as of a key's bias, is that of all.
+    least = max(map(ulp, reference.values()))
+    for name, want in reference.items():
+        error, usual = ((x[name] - want).abs().max().item() for x in (ours, plain))
+        assert error <= 2 * usual + least, name
+
+
+def test_sinks_are_trained() -> None:
+    """gpt-oss's."""
+    stock = make("gpt_oss")
+    ours, want = gradients(by_ours(stock)), gradients(stock)
+    assert ours["model.layers.0.self_attn.sinks"].shape == (4,)
+    for name, gradient in want.items():
+        torch.testing.assert_close(ours[name], gradient, atol=1e-5, rtol=1e-4)
+    assert (hf.report().ours, hf.report().stock) == (2, 0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_checkpoints_recompute_the_same_bits(kind: str, use_reentrant: bool) -> None:
+    made, calls = MODELS[kind]
+    model = by_ours(made()).train()
+    want = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    hf.reset_report()
+    got = gradients(model, **({} if kind == "bert" else {"use_cache": False}))
+    assert (hf.report().ours, hf.report().stock) == (2 * calls, 0)
+    assert all(torch.equal(got[name], gradient) for name, gradient in want.items())
+
+
+def test_padding_in_training_goes_to_the_stock_attention(caplog: pytest.LogCaptureFixture) -> None:
+    stock = make("llama", moe=False)
+    mask = torch.ones_like(TOKENS)
+    mask[0, 8:] = 0
+    inputs = {"attention_mask": mask, "labels": TOKENS.where(mask.bool(), -100)}
+    ours = gradients(by_ours(stock), **inputs)
+    for name, want in gradients(stock, **inputs).items():
+        torch.testing.assert_close(ours[name], want, atol=1e-5, rtol=1e-4)
+    assert said(caplog) == [f"{STOCK_ATTENTION}there is padding"]
+    assert (hf.report().ours, hf.report().stock) == (0, 2)
+
+
+def test_dropout_in_training_goes_to_the_stock_attention(caplog: pytest.LogCaptureFixture) -> None:
+    stock = encoder(attention_probs_dropout_prob=0.3)
+    ours = by_ours(stock)
+    made = []
+    for model in (ours.train(), stock.train()):
+        model.set_attn_implementation(hf.NAME if model is ours else "sdpa")
+        torch.manual_seed(2)
+        made.append(gradients(model))
+    assert all(torch.equal(made[0][name], want) for name, want in made[1].items())
+    assert said(caplog) == [f"{STOCK_ATTENTION}there is dropout"]
+    gradients(ours.eval())
+    assert (hf.report().ours, hf.report().stock) == (2, 2)
+
+
+def test_under_autocast() -> None:
+    """bf16 as torch's autocast of the CPU has it, weights and gradients in fp32."""
+    stock = make("llama", moe=False)
+    stock.set_attn_implementation("sdpa")
+    reference = gradients(in_float64(stock))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, plain = gradients(by_ours(stock)), gradients(stock)
+    assert (hf.report().ours, hf.report().stock) == (2, 0)
+    for name, want in reference.items():
+        error, usual = ((x[name] - want).abs().max() for x in (ours, plain))
+        assert error <= 2 * usual + 2.0**16 * ulp(want), name  # bf16's
+
+
+def test_a_compiled_model_trains_in_one_graph() -> None:
+    """With a cache, without which transformers makes a mask that a graph cannot look into."""
+    ours = by_ours(make("llama", moe=False))
+    want = gradients(ours)
+    torch._dynamo.reset()
+    ours.zero_grad()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    compiled(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad.double(), want[name], atol=1e-5, rtol=1e-4)
+    assert [layer.ours > 0 for layer in hf.report().compiled] == [True]
