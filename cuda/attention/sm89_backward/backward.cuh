@@ -24,9 +24,9 @@
 // columns that do not exist are zeros in shared memory.
 #pragma once
 
-#include "cuda/attention/sm89_backward/masked_fallback.cuh"
+#include "cuda/attention/backward/masked_fallback.cuh"
+#include "cuda/attention/backward/tile.cuh"
 #include "cuda/attention/sm89_backward/params.h"
-#include "cuda/attention/sm89_backward/tile.cuh"
 #include "cuda/attention/sm89_backward/traits.cuh"
 #include "cuda/numeric/constants.h"
 #include "cuda/numeric/dtype.cuh"
@@ -44,6 +44,32 @@ namespace flashmoe::sm89_backward {
 using reread::lane_index;
 using reread::thread_index;
 using reread::warp_index;
+
+using attention_backward::Item;
+using attention_backward::kNoItem;
+using attention_backward::Part;
+using attention_backward::Parts;
+using attention_backward::store_pair;
+using attention_backward::Wanted;
+
+// A step of an item: query tiles from the last to the first, of each the query heads of the KV head
+// one after another. Under a causal mask the longest items come first, and all begin with the same
+// query tile; a short item has its turns as early as its longer neighbours have theirs for the same
+// queries.
+struct Step {
+  int head;
+  int tile_q;
+
+  static __device__ __forceinline__ Step of(const Params& params, const Item& item, int index) {
+    const int tiles = index / params.heads_per_kv;
+    return {item.head_kv * params.heads_per_kv + index - tiles * params.heads_per_kv,
+            item.end - 1 - tiles};
+  }
+  // Of all tiles of dQ.
+  __device__ __forceinline__ int64_t place(const Params& params, const Item& item) const {
+    return static_cast<int64_t>(item.batch * params.heads_q + head) * params.tiles_q + tile_q;
+  }
+};
 
 // Sums of a warp's part of a product. Element [a][n][e] belongs to its row 16a + lane / 4 + 8 (e /
 // 2) and its column 8n + 2 (lane % 4) + e % 2.
@@ -168,10 +194,10 @@ struct Block {
   __device__ __forceinline__ void load_keys() const {
     const Item item = this->item();
     const int first = item.tile * Traits::kTileK;
-    load<KLayout, Traits::kTileK>(address + Traits::kKOffset, params.k, item.batch, item.head_kv,
-                                  first, params.seq_k, params.dim);
-    load<VLayout, Traits::kTileK>(address + Traits::kVOffset, params.v, item.batch, item.head_kv,
-                                  first, params.seq_k, params.dim_v);
+    load<KLayout, Traits::kTileK>(address + Traits::kKOffset, params.k_rows, item.batch,
+                                  item.head_kv, first, params.seq_k, params.dim);
+    load<VLayout, Traits::kTileK>(address + Traits::kVOffset, params.v_rows, item.batch,
+                                  item.head_kv, first, params.seq_k, params.dim_v);
   }
   static __device__ __forceinline__ uint32_t stage_of(int step) {
     return static_cast<uint32_t>(step) % Traits::kStages;
@@ -186,8 +212,8 @@ struct Block {
     const Item item = this->item();
     const Step step = Step::of(params, item, index);
     load<QLayout, Traits::kTileQ>(address + Traits::kQOffset + stage_of(index) * Traits::kQBytes,
-                                  params.q, item.batch, step.head, step.tile_q * Traits::kTileQ,
-                                  params.seq_q, params.dim);
+                                  params.q_rows, item.batch, step.head,
+                                  step.tile_q * Traits::kTileQ, params.seq_q, params.dim);
     load_row_numbers(address + Traits::kLseOffset + stage_of(index) * Traits::kRowBytes,
                      params.row_lse, step.place(params, item));
   }
@@ -195,7 +221,7 @@ struct Block {
     const Item item = this->item();
     const Step step = Step::of(params, item, index);
     load<DoutLayout, Traits::kTileQ>(
-        address + Traits::kDoutOffset + dout_stage_of(index) * Traits::kDoutBytes, params.dout,
+        address + Traits::kDoutOffset + dout_stage_of(index) * Traits::kDoutBytes, params.dout_rows,
         item.batch, step.head, step.tile_q * Traits::kTileQ, params.seq_q, params.dim_v);
     load_row_numbers(address + Traits::kDeltaOffset + dout_stage_of(index) * Traits::kRowBytes,
                      params.row_delta, step.place(params, item));
@@ -337,7 +363,7 @@ struct Block {
     } else {
       exponentiate<false>(scores, index);
     }
-    if (params.dq.data == nullptr && params.dk.data == nullptr) return;
+    if (params.dq_rows.rows == nullptr && params.dk_rows.rows == nullptr) return;
     Scores dp;
     multiply_rows<DoutLayout>(
         dp, address + Traits::kDoutOffset + dout_stage_of(index) * Traits::kDoutBytes,
@@ -365,13 +391,13 @@ struct Block {
         });
   }
   __device__ __forceinline__ void add_dv(ValueSums& dv, int index) const {
-    if (params.dv.data == nullptr) return;
+    if (params.dv_rows.rows == nullptr) return;
     multiply_keys<DoutLayout, Traits::kVColumns>(
         dv, address + Traits::kPOffset + buffer_of(index) * Traits::kScoreBytes,
         address + Traits::kDoutOffset + dout_stage_of(index) * Traits::kDoutBytes);
   }
   __device__ __forceinline__ void add_dk(KeySums& dk, int index) const {
-    if (params.dk.data == nullptr) return;
+    if (params.dk_rows.rows == nullptr) return;
     multiply_keys<QLayout, Traits::kKColumns>(
         dk, address + Traits::kDsOffset + buffer_of(index) * Traits::kScoreBytes,
         address + Traits::kQOffset + stage_of(index) * Traits::kQBytes);
@@ -385,7 +411,7 @@ struct Block {
   }
 
   __device__ __forceinline__ void add_dq(int index) const {
-    if (params.dq.data == nullptr) return;
+    if (params.dq_rows.rows == nullptr) return;
     QuerySums dq;
     clear(dq);
     const uint32_t a_lane = a_rows<ScoreLayout>(
@@ -447,7 +473,7 @@ struct Block {
   // Says that a step's part of dQ is in the sum. All threads of the block have added theirs ahead
   // of a barrier that is behind this thread.
   __device__ __forceinline__ void release_turn(int index) const {
-    if (thread_index() != 0 || params.dq.data == nullptr) return;
+    if (thread_index() != 0 || params.dq_rows.rows == nullptr) return;
     const Item item = this->item();
     const Step step = Step::of(params, item, index);
     const Parts parts = Parts::of<Traits>(params, step.tile_q);
@@ -505,16 +531,16 @@ struct Block {
                        first_row,      min(first_row + Traits::kQueryRows, params.seq_q),
                        query_column(), min(query_column() + Traits::kQColumns, params.dim)};
     if (is_clean(dq)) {
-      write(params.dq, part, params.scale, dq);
+      write(params.dq_rows, part, params.scale, dq);
     } else {
-      masked_fallback<Traits, Wanted::kDq>(params, part);
+      attention_backward::masked_fallback<Traits, Wanted::kDq>(params, part);
     }
   }
 
   template <Wanted kWanted, int kAtoms, int kTiles>
   __device__ __forceinline__ void write_keys(const Gradient& to, float scale, int columns,
                                              const float (&values)[kAtoms][kTiles][4]) const {
-    if (to.data == nullptr) return;
+    if (to.rows == nullptr) return;
     const int warp = warp_index();
     const Item item = this->item();
     const int first_row =
@@ -526,7 +552,7 @@ struct Block {
     if (is_clean(values)) {
       write(to, part, scale, values);
     } else {
-      masked_fallback<Traits, kWanted>(params, part);
+      attention_backward::masked_fallback<Traits, kWanted>(params, part);
     }
   }
 
@@ -607,8 +633,8 @@ struct Block {
       __syncthreads();  // all have added their part of dQ
       release_turn(count - 1);
     }
-    write_keys<Wanted::kDv>(params.dv, 1.0f, params.dim_v, dv);
-    write_keys<Wanted::kDk>(params.dk, params.scale, params.dim, dk);
+    write_keys<Wanted::kDv>(params.dv_rows, 1.0f, params.dim_v, dv);
+    write_keys<Wanted::kDk>(params.dk_rows, params.scale, params.dim, dk);
   }
 };
 

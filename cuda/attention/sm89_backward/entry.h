@@ -1,14 +1,12 @@
-// One instantiated sm_89 attention backward kernel with its prologue, as the host sees them.
+// One instantiated sm_89 attention backward kernel, as the host sees it.
 #pragma once
 
-#include "cuda/attention/launch.h"
+#include "cuda/attention/backward/entry.h"
 
 namespace flashmoe::sm89_backward {
 
-struct Entry : AttentionKernel {
+struct Entry : attention_backward::Entry {
   int blocks_per_sm;  // that it is designed to run with
-  Kernel prologue;    // a block for each tile of queries
-  int prologue_threads;
 };
 
 }  // namespace flashmoe::sm89_backward

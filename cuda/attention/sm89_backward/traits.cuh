@@ -2,6 +2,7 @@
 // memory.
 #pragma once
 
+#include "cuda/attention/backward/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
 #include "cuda/tile/mma_tile.cuh"
@@ -10,7 +11,6 @@ namespace flashmoe::sm89_backward {
 
 inline constexpr int kMostSharedBytesOfAda = 99 * 1024;  // sm_86, sm_89: 100 KiB less 1 reserved
 inline constexpr int kMostSharedBytesOfHopper = 227 * 1024;  // 228 KiB less 1 reserved
-inline constexpr int kItemBytes = 32;
 
 // How the warps of a block share a product: so many parts of its rows, and of its columns.
 struct Split {
@@ -118,7 +118,8 @@ struct Traits {
   static constexpr int kLseOffset = kDsOffset + kBuffers * kScoreBytes;
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
   static constexpr int kItemOffset = kDeltaOffset + kDoutStages * kRowBytes;
-  static constexpr int kSharedBytes = kItemOffset + kItemBytes;
+  static constexpr int kSharedBytes =
+      kItemOffset + static_cast<int>(sizeof(attention_backward::Item));
   static_assert(kSharedBytes <= kTuning.most_shared_bytes);
 
   static_assert(kScores.rows * kScores.columns == kWarps && kKeys.rows * kKeys.columns == kWarps &&

@@ -1,4 +1,4 @@
-// Items of work, the steps of queries that they need, and the order in which parts of dQ are added.
+// Items of work, and the order in which parts of dQ are added.
 //
 // An item is a tile of keys of one KV head. It runs over the query tiles that see some of its keys,
 // of each query head of the KV head. Blocks take items by a ticket, so whoever takes one knows that
@@ -9,10 +9,9 @@
 // which would wait for each other from step to step are few.
 #pragma once
 
-#include "cuda/attention/sm89_backward/params.h"
-#include "cuda/attention/sm89_backward/traits.cuh"
+#include "cuda/attention/backward/params.h"
 
-namespace flashmoe::sm89_backward {
+namespace flashmoe::attention_backward {
 
 inline constexpr int kNoItem = -1;
 
@@ -25,7 +24,7 @@ struct alignas(16) Item {
   int unused[3];
 
   template <class Traits>
-  static __device__ __forceinline__ Item at(const Params& params, int position) {
+  static __device__ __forceinline__ Item at(const CommonParams& params, int position) {
     Item item = {};
     item.tile = kNoItem;
     const int heads = params.batch * params.heads_kv;
@@ -50,25 +49,6 @@ struct alignas(16) Item {
     return item;
   }
 };
-static_assert(sizeof(Item) == kItemBytes);
-
-// A step of an item: a tile of queries of one of the KV head's query heads. Heads come one after
-// another, query tiles of each from the last to the first. Under a causal mask the longest items
-// come first, and all begin with the same query tile.
-struct Step {
-  int head;
-  int tile_q;
-
-  static __device__ __forceinline__ Step of(const Params& params, const Item& item, int index) {
-    const int tiles = item.end - item.begin;
-    const int head = index / tiles;
-    return {item.head_kv * params.heads_per_kv + head, item.end - 1 - (index - head * tiles)};
-  }
-  // Of all tiles of dQ.
-  __device__ __forceinline__ int64_t place(const Params& params, const Item& item) const {
-    return static_cast<int64_t>(item.batch * params.heads_q + head) * params.tiles_q + tile_q;
-  }
-};
 
 // The key tiles that have a part of a tile of dQ.
 struct Parts {
@@ -76,7 +56,7 @@ struct Parts {
   int last;  // below `first`: there are none
 
   template <class Traits>
-  static __device__ __forceinline__ Parts of(const Params& params, int tile_q) {
+  static __device__ __forceinline__ Parts of(const CommonParams& params, int tile_q) {
     const int first_row = tile_q * Traits::kTileQ;
     const int last_row = min(first_row + Traits::kTileQ, params.seq_q) - 1;
     const int first_key = params.score.first_key(first_row);
@@ -86,4 +66,4 @@ struct Parts {
   }
 };
 
-}  // namespace flashmoe::sm89_backward
+}  // namespace flashmoe::attention_backward

@@ -3,12 +3,12 @@
 // here only pairs are touched of which the query sees the key. It is slow: a lane for each pair.
 #pragma once
 
-#include "cuda/attention/sm89_backward/params.h"
+#include "cuda/attention/backward/params.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
 #include "cuda/tile/thread.cuh"
 
-namespace flashmoe::sm89_backward {
+namespace flashmoe::attention_backward {
 
 // Rows of one head and columns, of those that exist.
 struct Part {
@@ -32,11 +32,11 @@ template <class Element>
 __device__ __forceinline__ void store_pair(const Gradient& to, int64_t at, bool accumulate,
                                            float low, float high) {
   if (to.fp32 != 0) {
-    auto* const place = reinterpret_cast<float2*>(static_cast<float*>(to.data) + at);
+    auto* const place = reinterpret_cast<float2*>(static_cast<float*>(to.rows) + at);
     const float2 before = accumulate ? *place : make_float2(0.0f, 0.0f);
     *place = accumulate ? make_float2(before.x + low, before.y + high) : make_float2(low, high);
   } else {
-    auto* const place = static_cast<uint16_t*>(to.data) + at;
+    auto* const place = static_cast<uint16_t*>(to.rows) + at;
     if (accumulate) {
       low += to_float<Element>(place);
       high += to_float<Element>(place + 1);
@@ -50,7 +50,7 @@ __device__ __forceinline__ const uint16_t* row_of(const Rows& rows, int batch, i
 }
 
 template <class Element>
-__device__ __forceinline__ float dot(const uint16_t* a, const uint16_t* b, int dim) {
+__device__ __forceinline__ float dot_of_rows(const uint16_t* a, const uint16_t* b, int dim) {
   float sum = 0.0f;
   for (int d = 0; d < dim; ++d) sum = fmaf(to_float<Element>(a + d), to_float<Element>(b + d), sum);
   return sum;
@@ -58,14 +58,14 @@ __device__ __forceinline__ float dot(const uint16_t* a, const uint16_t* b, int d
 
 // P of a pair, or dS.
 template <class Traits, bool kDs>
-__device__ __forceinline__ float weight_of(const Params& params, int batch, int head, int query,
-                                           int key) {
+__device__ __forceinline__ float weight_of(const CommonParams& params, int batch, int head,
+                                           int query, int key) {
   using Element = typename Traits::Element;
   const int head_kv = head / params.heads_per_kv;
   const int64_t row =
       static_cast<int64_t>(batch * params.heads_q + head) * params.tiles_q * Traits::kTileQ + query;
-  float score = dot<Element>(row_of(params.q, batch, head, query),
-                             row_of(params.k, batch, head_kv, key), params.dim);
+  float score = dot_of_rows<Element>(row_of(params.q_rows, batch, head, query),
+                                     row_of(params.k_rows, batch, head_kv, key), params.dim);
   float slope = 1.0f;
   if (params.score.capped()) {
     params.score.cap(score);
@@ -73,21 +73,25 @@ __device__ __forceinline__ float weight_of(const Params& params, int batch, int 
   }
   const float p = numeric::exp2_approx(fmaf(score, params.score.scale_log2, -params.row_lse[row]));
   if (!kDs) return p;
-  const float dp = dot<Element>(row_of(params.dout, batch, head, query),
-                                row_of(params.v, batch, head_kv, key), params.dim_v);
+  const float dp = dot_of_rows<Element>(row_of(params.dout_rows, batch, head, query),
+                                        row_of(params.v_rows, batch, head_kv, key), params.dim_v);
   return p * slope * (dp - params.row_delta[row]);
 }
 
 // A whole warp.
 template <class Traits, Wanted kWanted>
-__device__ __noinline__ void masked_fallback(const Params& params, const Part part) {
+__device__ __noinline__ void masked_fallback(const CommonParams& params, const Part part) {
   using Element = typename Traits::Element;
   constexpr bool kOfQueries = kWanted == Wanted::kDq;
   constexpr int kColumns = kWanted == Wanted::kDv ? Traits::kDimV : Traits::kDim;
   constexpr int kPairs = ceil_div(kColumns / 2, kThreadsPerWarp);
   const int lane = reread::lane_index();
-  const Gradient& to = kOfQueries ? params.dq : kWanted == Wanted::kDk ? params.dk : params.dv;
-  const Rows& rows = kOfQueries ? params.k : kWanted == Wanted::kDk ? params.q : params.dout;
+  const Gradient& to = kOfQueries               ? params.dq_rows
+                       : kWanted == Wanted::kDk ? params.dk_rows
+                                                : params.dv_rows;
+  const Rows& rows = kOfQueries               ? params.k_rows
+                     : kWanted == Wanted::kDk ? params.q_rows
+                                              : params.dout_rows;
   const int group = params.heads_per_kv;
   // Heads of what is summed over.
   const int first_head = kOfQueries ? part.head / group : part.head * group;
@@ -132,4 +136,4 @@ __device__ __noinline__ void masked_fallback(const Params& params, const Part pa
   }
 }
 
-}  // namespace flashmoe::sm89_backward
+}  // namespace flashmoe::attention_backward
