@@ -7,6 +7,7 @@
 namespace flashmoe::attention_backward {
 
 struct Entry : AttentionKernel {
+  int dq_panels;  // of a tile of dQ: each has its turns
   Kernel prologue;
   int prologue_rows;  // of a block
   int prologue_threads;

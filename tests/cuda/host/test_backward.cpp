@@ -45,6 +45,7 @@ const Entry entry_fp16_d64_dv64 = {
       112,
       3,
       416},
+     1,
      {"attention_backward_prologue_sm90_fp16_d64_dv64", kPrologue, 0, loaded_prologue},
      40,
      160,
@@ -68,6 +69,7 @@ static Entry entry_of(const char* name, const char* prologue, const char* sinks)
             Traits::kTileK,
             Traits::kStages,
             Traits::kThreads},
+           Traits::kPanels,
            {prologue, kPrologue, 0, loaded_of<Traits>[1]},
            64,
            256,
@@ -100,6 +102,7 @@ template <int kKernel>
 static Entry entry_of(const char* name, const char* prologue, const char* sinks, Dtype dtype,
                       int dim, int shared_bytes, int blocks_per_sm) {
   return {{{{name, kMain, shared_bytes, loaded<kKernel>[0]}, dtype, dim, dim, 48, 96, 3, 224},
+           1,
            {prologue, kPrologue, 0, loaded<kKernel>[1]},
            24,
            160,
