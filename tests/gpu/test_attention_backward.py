@@ -232,10 +232,10 @@ def test_what_is_not_finite_stays_with_the_rows_and_keys_that_touched_it(
     """A query's, with the keys that it sees; a key's, with the queries that see it and all keys
     that these see."""
     touched_row, touched_key, batch = 130, 70, 1
-    for softcap, options in itertools.product(
-        (None, 20.0),
-        ({"causal": "bottom_right"}, {"window": (40, 10)}, {"accumulate": True, "window": (60, 0)}),
-    ):
+    masks: tuple[dict[str, Any], ...] = (
+        {"causal": "bottom_right"}, {"window": (40, 10)}, {"accumulate": True, "window": (60, 0)},
+    )  # fmt: skip
+    for softcap, options in itertools.product((None, 20.0), masks):
         case = Case(kernel="sm89", batch=2, seq_q=300, seq_k=300, heads_q=4, heads_kv=2,
                     dim=dims[0], dim_v=dims[1], softcap=softcap, dlse=True, **options)  # fmt: skip
         inputs = backward.make_inputs(case, DEVICE)
@@ -243,7 +243,7 @@ def test_what_is_not_finite_stays_with_the_rows_and_keys_that_touched_it(
         of_key = name in ("k", "v")
         inputs[name].view[batch, touched_key if of_key else touched_row, 1, 3] = value
         q, k, v = (inputs[key].view for key in ("q", "k", "v"))
-        out, lse = fm.flash_attention(q, k, v, **case.options, return_lse=True)
+        out, lse = fm.flash_attention(q, k, v, **case.mask, return_lse=True)
         inputs["out"].view.copy_(out)
         inputs["lse"].view.copy_(lse)
         outputs = backward.make_gradients(case, DEVICE)
