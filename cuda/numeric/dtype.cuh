@@ -54,6 +54,14 @@ __device__ __forceinline__ uint32_t max_magnitude(uint32_t a, uint32_t b) {
   return *reinterpret_cast<const uint32_t*>(&larger);
 }
 
+// All ones in the halves that are not zero.
+template <class Element>
+__device__ __forceinline__ uint32_t mask_of_nonzero(uint32_t pair) {
+  using Pair = typename ElementTraits<Element>::Pair;
+  const uint32_t zero = 0;
+  return __hneu2_mask(*reinterpret_cast<const Pair*>(&pair), *reinterpret_cast<const Pair*>(&zero));
+}
+
 // Remembers whether one of many pairs of elements was not finite: each half of what is gathered is
 // a zero until the first infinity or NaN in that half, and NaN from there on. One FMA a pair, where
 // max_magnitude is slower.

@@ -75,8 +75,7 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
   return FLASHMOE_OK;
 }
 
-void fill_params(const AttentionBackwardProblem& p, const Entry& entry, int64_t l2_bytes,
-                 int64_t blocks, CommonParams* params) {
+void fill_params(const AttentionBackwardProblem& p, const Entry& entry, CommonParams* params) {
   const auto fill = [](const RowsView<void>& view, Gradient* gradient) {
     gradient->strides = view.strides;
     gradient->fp32 = view.dtype == Dtype::kFloat32 ? 1 : 0;
@@ -106,7 +105,9 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, int64_t 
   params->scale = p.scale;
   params->tiles_q = static_cast<int32_t>(tiles_q_of(p, entry));
   params->tiles_k = static_cast<int32_t>(tiles_k_of(p, entry));
-  params->heads_per_group = heads_per_group(*params, l2_bytes, blocks);
+  params->heads_descending =
+      static_cast<int32_t>(heads_descending(p.batch * p.heads_kv, params->tiles_k));
+  params->heads_per_group = static_cast<int32_t>(heads_per_group(params->heads_descending));
 }
 
 void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, char* workspace,

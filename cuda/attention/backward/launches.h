@@ -34,10 +34,8 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
                               const DeviceFacts& facts, const char* suffix, int64_t most_blocks,
                               const Reason& reason, Plan* plan);
 
-// Fills the parameters but for addresses. `blocks` is how many the plan's kernel has, `l2_bytes`
-// what items that run at a time may take of the L2.
-void fill_params(const AttentionBackwardProblem& problem, const Entry& entry, int64_t l2_bytes,
-                 int64_t blocks, CommonParams* params);
+// Fills the parameters but for addresses.
+void fill_params(const AttentionBackwardProblem& problem, const Entry& entry, CommonParams* params);
 
 void fill_addresses(const AttentionBackwardProblem& problem, const Layout& layout, char* workspace,
                     CommonParams* params);

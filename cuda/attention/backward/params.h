@@ -62,24 +62,28 @@ struct CommonParams {
   ScoreOptions score;
   float scale;
 
-  int32_t tiles_q;          // of a head
-  int32_t tiles_k;          // of a KV head
-  int32_t heads_per_group;  // KV heads whose items alternate
+  int32_t tiles_q;  // of a head
+  int32_t tiles_k;  // of a KV head
+  // KV heads of the whole call: tile.cuh.
+  int32_t heads_descending;
+  int32_t heads_per_group;  // of those that descend, whose items alternate
 };
 
-// How many KV heads alternate: as many as have what an item reads and adds again and again, Q, dO
-// and the sums of dQ, in so many bytes of the L2. With more, sums go to memory and back; with
-// fewer, items wait for each other. Under a mask half of it is in use at a time. A group has about
-// as many items as blocks run at a time, or more: the longest ones of the last group begin when the
-// shortest of the one before end. Groups are equal but for rounding.
-inline int32_t heads_per_group(const CommonParams& p, int64_t bytes, int64_t blocks) {
-  const int64_t heads = std::max(int64_t{p.batch} * p.heads_kv, int64_t{1});
-  const int64_t of_head = int64_t{p.seq_q} * p.heads_per_kv * (6 * p.dim + 2 * p.dim_v);
-  const int64_t fit = (p.score.masked ? 2 : 1) * bytes / std::max(of_head, int64_t{1});
-  const int64_t by_bytes = ceil_div(heads, std::clamp(fit, int64_t{1}, heads));
-  const int64_t by_items = heads * p.tiles_k / std::max(blocks - blocks / 16, int64_t{1});
-  const int64_t groups = std::clamp(by_items, int64_t{1}, by_bytes);
-  return static_cast<int32_t>(ceil_div(heads, groups));
+// As many heads ascend as have two items for each block of the largest GPU, all of them where fewer
+// would descend. No count of the GPU at hand is in it: the bits of dQ depend on it.
+inline constexpr int64_t kAscendingItems = 264;
+inline int64_t heads_descending(int64_t heads, int64_t tiles_k) {
+  const int64_t ascending = ceil_div(kAscendingItems, std::max(tiles_k, int64_t{1}));
+  return heads - ascending < ascending ? 0 : heads - ascending;
+}
+
+// Few heads that alternate have many items each at a time, which share Q, dO and sums of dQ in the
+// L2. Without a mask all items of a head begin with the same query tile, and each waits at its
+// first steps for the one before it: there should be a few.
+inline constexpr int64_t kMostHeadsPerGroup = 8;
+inline int64_t heads_per_group(int64_t heads) {
+  const int64_t groups = ceil_div(std::max(heads, int64_t{1}), kMostHeadsPerGroup);
+  return ceil_div(std::max(heads, int64_t{1}), groups);
 }
 
 }  // namespace flashmoe::attention_backward

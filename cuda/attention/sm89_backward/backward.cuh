@@ -9,7 +9,7 @@
 // the whole item, and leave as rows at its end. In each product warps share rows and columns in
 // their own way (traits.cuh), so P and dS pass through shared memory.
 //
-// A step's part of dQ is added in fp32 to a sum in global memory, when the parts of the key tiles
+// A step's part of dQ is added in fp32 to a sum in global memory, when the parts of the items
 // before it are there: a word for each tile of dQ counts them. The first part is stored, so nothing
 // is zeroed; to the last one the sum is added in registers, and rows of dQ are written. So the
 // order of additions is fixed. A block says that a part is there when it is at the barrier of its
@@ -52,10 +52,9 @@ using attention_backward::Parts;
 using attention_backward::store_pair;
 using attention_backward::Wanted;
 
-// A step of an item: query tiles from the last to the first, of each the query heads of the KV head
-// one after another. Under a causal mask the longest items come first, and all begin with the same
-// query tile; a short item has its turns as early as its longer neighbours have theirs for the same
-// queries.
+// A step of an item: its query tiles, of each the query heads of the KV head one after another.
+// Head by head, a short item that ascends would wait in each head for its longer neighbours, which
+// reach the same queries no later than it does.
 struct Step {
   int head;
   int tile_q;
@@ -63,7 +62,7 @@ struct Step {
   static __device__ __forceinline__ Step of(const Params& params, const Item& item, int index) {
     const int tiles = index / params.heads_per_kv;
     return {item.head_kv * params.heads_per_kv + index - tiles * params.heads_per_kv,
-            item.end - 1 - tiles};
+            item.ascends ? item.end - 1 - tiles : item.begin + tiles};
   }
   // Of all tiles of dQ.
   __device__ __forceinline__ int64_t place(const Params& params, const Item& item) const {
@@ -168,6 +167,7 @@ struct Block {
     copy.tile = from.tile;
     copy.begin = from.begin;
     copy.end = from.end;
+    copy.ascends = from.ascends;
     return copy;
   }
 
@@ -443,18 +443,19 @@ struct Block {
     const Step step = Step::of(params, item, index);
     const Parts parts = Parts::of<Traits>(params, step.tile_q);
     const int64_t place = step.place(params, item);
-    const bool first = item.tile == parts.first;
-    if (!first) wait_for_turn(place, static_cast<uint32_t>(item.tile - parts.first));
-    const bool last = item.tile == parts.last;
+    const int before = parts.before(item);
+    const bool first = before == 0;
+    if (!first) wait_for_turn(place, static_cast<uint32_t>(before));
+    const bool last = before == parts.last - parts.first;
 #pragma unroll
     for (int i = 0; i < Traits::kQueryRows / 16 * kTiles; ++i) {
       float (&part)[4] = dq[i / kTiles][i % kTiles];
       float* const sum = sum_of(place, i);
       if (last && !first) {
-        float before[4];
-        ptx::load_from_l2<kSumStride>(before, sum);
+        float added[4];
+        ptx::load_from_l2<kSumStride>(added, sum);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) part[e] += before[e];
+        for (int e = 0; e < 4; ++e) part[e] += added[e];
       } else if (!last && first) {
         ptx::store_global<kSumStride>(sum, part);
       } else if (!last) {
@@ -477,9 +478,9 @@ struct Block {
     const Item item = this->item();
     const Step step = Step::of(params, item, index);
     const Parts parts = Parts::of<Traits>(params, step.tile_q);
-    if (item.tile == parts.last) return;
-    ptx::store_release(params.turns + step.place(params, item),
-                       static_cast<uint32_t>(item.tile - parts.first) + 1);
+    const int before = parts.before(item);
+    if (before == parts.last - parts.first) return;
+    ptx::store_release(params.turns + step.place(params, item), static_cast<uint32_t>(before) + 1);
   }
 
   // ---- results ------------------------------------------------------------------------------

@@ -64,9 +64,6 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
   return FLASHMOE_OK;
 }
 
-// Of the L2, for items that run at a time.
-constexpr int64_t kShareOfL2 = 2;
-
 flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan, void* workspace,
                        void* stream) {
   const Entry& entry = *static_cast<const Entry*>(plan.entries[1]);
@@ -75,10 +72,7 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
   FLASHMOE_TRY(guard.status());
   Prepared<Params> kept(plan.detail);
   if (!kept.ready()) {
-    const DeviceFacts* facts = nullptr;
-    FLASHMOE_TRY(read_device_facts(device_id, &facts, Reason()));
-    attention_backward::fill_params(problem, entry, facts->l2_bytes / kShareOfL2,
-                                    plan.info.launches[1].grid[0], &*kept);
+    attention_backward::fill_params(problem, entry, &*kept);
     kept.set_ready(true);
   }
   attention_backward::fill_addresses(problem, attention_backward::layout_of(problem, entry),

@@ -18,8 +18,8 @@
 //
 // One step of a consumer; [..] runs on the tensor cores meanwhile:
 //
-//   issue S, dQ of the step before | wait S | P = exp2 [dQ] | issue dV | wait dQ | slot [dV]
-//   issue dP | wait dP | dS | issue dK | wait dK
+//   issue S, dQ of the step before | wait S | P = exp2 [dQ] | wait dQ | store it to a slot |
+//   issue dP | hand the slot over | wait dP | by 16 queries: issue dV, make dS, issue dK | wait
 //
 // dQ of a step comes in the next one, so a consumer waits for the other's dS when that is mostly
 // there. What keeps the writers and readers of each buffer apart is in
@@ -40,7 +40,6 @@
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/tile/pipeline.cuh"
 #include "cuda/tile/thread.cuh"
 
 namespace flashmoe::sm90_backward {
@@ -94,10 +93,6 @@ struct Barriers {
     return at(Traits::kBarriers) + kSlotWordBytes * slot;
   }
   __device__ __forceinline__ uint32_t slot_tile(int slot) const { return slot_use(slot) + 4; }
-  // And the first query of a stage.
-  __device__ __forceinline__ uint32_t stage_row(int stage) const {
-    return slot_use(kSlots) + kStageWordBytes * stage;
-  }
 };
 
 __device__ __forceinline__ void release(uint32_t barrier) {
@@ -118,13 +113,19 @@ struct Producer {
   const uint32_t shared;
   Item* const shared_items;
 
-  PipelineState<Traits::kStages> pipe;
+  uint32_t index = 0;  // of the step
   uint32_t items = 0;  // before this one
 
-  __device__ __forceinline__ void load_q(const SharedItem& item, int head, int tile_q) {
-    const int stage = pipe.stage;
-    ptx::mbarrier_wait(barriers.q_empty(stage), pipe.parity ^ 1);
-    ptx::store_shared(barriers.stage_row(stage), static_cast<uint32_t>(tile_q * Traits::kTileQ));
+  __device__ __forceinline__ uint32_t stage() const { return index % Traits::kStages; }
+  __device__ __forceinline__ uint32_t parity_of_empty() const {
+    return ~(index / Traits::kStages) & 1;
+  }
+
+  __device__ __forceinline__ void load_q(const SharedItem& item, const Steps& steps) {
+    const int head = item.head_kv * params.heads_per_kv + steps.head;
+    const int tile_q = steps.tile_q;
+    const uint32_t stage = this->stage();
+    ptx::mbarrier_wait(barriers.q_empty(stage), parity_of_empty());
     const uint32_t full = barriers.q_full(stage);
     ptx::mbarrier_arrive_expect(full, Traits::kQBytes + Traits::kRowBytes);
 #pragma unroll
@@ -139,9 +140,11 @@ struct Producer {
                    ptx::kEvictNormal);
   }
 
-  __device__ __forceinline__ void load_dout(const SharedItem& item, int head, int tile_q) {
-    const int stage = pipe.stage;
-    ptx::mbarrier_wait(barriers.do_empty(stage), pipe.parity ^ 1);
+  __device__ __forceinline__ void load_dout(const SharedItem& item, const Steps& steps) {
+    const int head = item.head_kv * params.heads_per_kv + steps.head;
+    const int tile_q = steps.tile_q;
+    const uint32_t stage = this->stage();
+    ptx::mbarrier_wait(barriers.do_empty(stage), parity_of_empty());
     const uint32_t full = barriers.do_full(stage);
     ptx::mbarrier_arrive_expect(full, Traits::kDoBytes + Traits::kRowBytes);
 #pragma unroll
@@ -205,19 +208,19 @@ struct Producer {
       *place = taken;
       const SharedItem& item = *place;
       Steps steps(taken, params.heads_per_kv);
-      if (steps.left == 0) {
-        load_v(item, false);
-        load_k(item, false);
+      const bool any = steps.left > 0;
+      if (any) load_q(item, steps);
+      load_v(item, any);
+      if (any) load_dout(item, steps);
+      load_k(item, any);
+#pragma unroll 1
+      while (steps.left > 1) {
+        ++index;
+        steps.advance(item.ascends, params.heads_per_kv);
+        load_q(item, steps);
+        load_dout(item, steps);
       }
-      for (bool first = true; steps.left > 0; first = false) {
-        const int head = item.head_kv * params.heads_per_kv + steps.head;
-        load_q(item, head, steps.tile_q);
-        if (first) load_v(item, true);
-        load_dout(item, head, steps.tile_q);
-        if (first) load_k(item, true);
-        pipe.advance();
-        steps.advance(params.heads_per_kv);
-      }
+      if (any) ++index;
       if (item.tile == kNoItem) break;
     }
   }
@@ -244,8 +247,9 @@ struct Writer {
   };
   __device__ __forceinline__ Part part_of(const Item& item, int head, int tile_q) const {
     const Parts parts = Parts::of<Traits>(params, tile_q);
+    const int before = parts.before(item);
     return {static_cast<uint32_t>((item.batch * params.heads_q + head) * params.tiles_q + tile_q),
-            static_cast<uint32_t>(item.tile - parts.first), item.tile == parts.last};
+            static_cast<uint32_t>(before), before == parts.last - parts.first};
   }
   __device__ __forceinline__ float* sums_of(const Part& part) const {
     return params.dq_sums + static_cast<int64_t>(part.tile) * (Traits::kTileQ * Traits::kDim);
@@ -360,7 +364,7 @@ struct Writer {
       const int count = steps.left;
       int step = next ^ slot;
       next = (next + count) & 1;
-      if (step != 0) steps.advance(params.heads_per_kv);
+      if (step != 0) steps.advance(item.ascends, params.heads_per_kv);
       Part part = {};
       if (step < count) {
         part = part_of_step();
@@ -373,8 +377,8 @@ struct Writer {
         const int head = first_head + steps.head;
         const int tile_q = steps.tile_q;
         step += kSlots;
-        steps.advance(params.heads_per_kv);
-        steps.advance(params.heads_per_kv);
+        steps.advance(item.ascends, params.heads_per_kv);
+        steps.advance(item.ascends, params.heads_per_kv);
         write_dq(item, now, head, tile_q, [&](bool may_wait) {
           if (step >= count) {
             offer();
@@ -424,6 +428,7 @@ struct Consumer {
   float dv[Traits::kDimV / 2];
   float scores[kScores];    // S^T, then P^T
   uint32_t ds[kSlices][4];  // dS^T
+  int row = 0;              // the step's first query
   bool add = false;         // to dk and dv
 
   __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
@@ -500,32 +505,25 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // dV += P^T dO.
-  __device__ __forceinline__ void issue_dv(uint32_t (&p)[kSlices][4]) {
+  // dV += P^T dO and dK += dS^T Q. A product of A in registers is issued when it can run, so dS of
+  // a slice is made between those of the slices before.
+  __device__ __forceinline__ void issue_dv_and_dk(const float (&dp)[kScores],
+                                                  uint32_t (&p)[kSlices][4]) {
     const uint64_t dout = ptx::swizzled_descriptor(
         shared + Traits::kDoOffset + stage() * Traits::kDoBytes, Traits::kQueryBoxBytes);
-    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
+    const uint64_t q = ptx::swizzled_descriptor(
+        shared + Traits::kQOffset + stage() * Traits::kQBytes, Traits::kQueryBoxBytes);
     ptx::pin(dv);
+    ptx::pin(dk);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) ptx::pin(p[slice]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       ValueMma::multiply_values(dv, p[slice], ptx::advance(dout, slice * 2048), slice > 0 || add);
-    }
-    ptx::wgmma_commit();
-  }
-
-  // dK += dS^T Q.
-  __device__ __forceinline__ void issue_dk() {
-    const uint64_t q = ptx::swizzled_descriptor(
-        shared + Traits::kQOffset + stage() * Traits::kQBytes, Traits::kQueryBoxBytes);
-    ptx::pin(dk);
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) ptx::pin(ds[slice]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
+      make_ds(slice, dp, p[slice]);
+      ptx::pin(ds[slice]);
+      ptx::wgmma_fence();
       KeyMma::multiply_values(dk, ds[slice], ptx::advance(q, slice * 2048), slice > 0 || add);
     }
     ptx::wgmma_commit();
@@ -556,15 +554,9 @@ struct Consumer {
     return queries >= 32 ? ~0u : (1u << queries) - 1;
   }
 
-  // Of the step. Read where it is used, as registers are scarce.
-  __device__ __forceinline__ int first_row() const {
-    return static_cast<int>(ptx::load_shared_uint(barriers.stage_row(stage())));
-  }
-
   // Whether some query of the step does not see all of this consumer's keys. Rows behind the last
   // have an lse of infinity.
   __device__ __forceinline__ bool is_masked(int first_key) const {
-    const int row = first_row();
     const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
     return params.score.first_key(last_row) > first_key ||
            params.score.end_key(row, params.seq_k) < first_key + kKeysPerGroup;
@@ -576,7 +568,6 @@ struct Consumer {
     const int lane = lane_index();
     const int key = first_key + warp_of_group() * 16 + lane / 4 + 8 * half;
     if (key >= params.seq_k) return 0;
-    const int row = first_row();
     return queries_before(params.score.end_query(key, params.seq_q) - row, lane) &
            ~queries_before(params.score.first_query(key) - row, lane);
   }
@@ -594,22 +585,25 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ float2 lse_of(int columns) const {
-    return ptx::load_shared_float2(shared + Traits::kLseOffset + stage() * Traits::kRowBytes +
-                                   lane_index() % 4 * 8 + 32 * columns);
+  // Of this thread's queries of the step.
+  __device__ __forceinline__ void load_lse(float2 (&lse)[kScores / 4]) const {
+    const uint32_t rows =
+        shared + Traits::kLseOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
+#pragma unroll
+    for (int i = 0; i < kScores / 4; ++i) lse[i] = ptx::load_shared_float2(rows + 32 * i);
   }
 
   // P = exp2(S scale_log2 - lse), packed to p.
-  __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSlices][4], int first_key) {
+  __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSlices][4],
+                                               const float2 (&lse)[kScores / 4], bool masked,
+                                               int first_key) {
     const float scale_log2 = params.score.scale_log2;
-    const bool masked = is_masked(first_key);
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
-      const float2 lse = lse_of(i);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float& score = scores[4 * i + e];
-        score = numeric::exp2_approx(fmaf(score, scale_log2, -(e % 2 == 0 ? lse.x : lse.y)));
+        score = numeric::exp2_approx(fmaf(score, scale_log2, -(e % 2 == 0 ? lse[i].x : lse[i].y)));
       }
     }
     if (masked) mask(first_key);
@@ -617,12 +611,13 @@ struct Consumer {
   }
 
   // The same of capped scores t = tanh(S cap_ratio). It leaves P (1 - t^2) in scores.
-  __device__ __forceinline__ void exponentiate_capped(uint32_t (&p)[kSlices][4], int first_key) {
+  __device__ __forceinline__ void exponentiate_capped(uint32_t (&p)[kSlices][4],
+                                                      const float2 (&lse)[kScores / 4],
+                                                      int first_key) {
     const float scale_log2 = params.score.scale_log2;
     const uint32_t seen[2] = {seen_by(first_key, 0), seen_by(first_key, 1)};
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
-      const float2 lse = lse_of(i);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float probability[2];
@@ -630,7 +625,8 @@ struct Consumer {
         for (int e = 0; e < 2; ++e) {
           float& score = scores[4 * i + 2 * half + e];
           params.score.template cap<Softcap::kBrief>(score);
-          probability[e] = numeric::exp2_approx(fmaf(score, scale_log2, -(e == 0 ? lse.x : lse.y)));
+          probability[e] =
+              numeric::exp2_approx(fmaf(score, scale_log2, -(e == 0 ? lse[i].x : lse[i].y)));
           if ((seen[half] & (1u << (2 * i + e))) == 0) probability[e] = 0.0f;
           score = probability[e] * fmaf(-score, score, 1.0f);
         }
@@ -651,9 +647,8 @@ struct Consumer {
   }
 
   // What dP - delta of two neighbouring scores is multiplied by: P, unless there is a softcap.
-  __device__ __forceinline__ float2 factors(const uint32_t (&p)[kSlices][4], int pair) const {
+  __device__ __forceinline__ float2 factors(uint32_t packed, int pair) const {
     if constexpr (Traits::kUnpacksP) {
-      const uint32_t packed = p[pair / 4][pair % 4];
       return make_float2(Numeric::to_float(static_cast<uint16_t>(packed)),
                          Numeric::to_float(static_cast<uint16_t>(packed >> 16)));
     } else {
@@ -661,48 +656,29 @@ struct Consumer {
     }
   }
 
-  // Sets dS to 0 where a query does not see a key. P is 0 there, but dP - delta may be NaN.
-  __device__ __forceinline__ void mask_ds(int first_key) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t seen = seen_by(first_key, half);
-#pragma unroll
-      for (int i = 0; i < kScores / 4; ++i) {
-        const uint32_t low = (seen & (1u << 2 * i)) != 0 ? 0xffffu : 0;
-        const uint32_t high = (seen & (1u << (2 * i + 1))) != 0 ? 0xffff0000u : 0;
-        ds[i / 2][i % 2 * 2 + half] &= low | high;
-      }
-    }
-  }
-
-  // dS = P (dP - delta), to registers and to shared memory.
-  __device__ __forceinline__ void make_ds(const float (&dp)[kScores],
-                                          const uint32_t (&p)[kSlices][4], int first_key) {
+  // dS = P (dP - delta) of 16 queries, to registers and to shared memory. It is 0 where P is, as
+  // where a query does not see a key: there dP - delta may be NaN.
+  __device__ __forceinline__ void make_ds(int slice, const float (&dp)[kScores],
+                                          const uint32_t (&p)[4]) {
     const uint32_t delta =
         shared + Traits::kDeltaOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
-    const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
-                           group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
+    for (int i = 0; i < 2; ++i) {
+      const float2 of_rows = ptx::load_shared_float2(delta + 32 * (2 * slice + i));
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 of_rows = ptx::load_shared_float2(delta + 32 * (2 * slice + i));
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int pair = 4 * slice + 2 * i + half;
-          const float2 factor = factors(p, pair);
-          ds[slice][2 * i + half] = Numeric::pack(factor.x * (dp[2 * pair] - of_rows.x),
-                                                  factor.y * (dp[2 * pair + 1] - of_rows.y));
-        }
+      for (int half = 0; half < 2; ++half) {
+        const int pair = 4 * slice + 2 * i + half;
+        const uint32_t packed = p[2 * i + half];
+        const float2 factor = factors(packed, pair);
+        ds[slice][2 * i + half] = Numeric::pack(factor.x * (dp[2 * pair] - of_rows.x),
+                                                factor.y * (dp[2 * pair + 1] - of_rows.y)) &
+                                  numeric::mask_of_nonzero<Element>(packed);
       }
     }
-    if (is_masked(first_key)) mask_ds(first_key);
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice),
-                       ds[slice][0], ds[slice][1], ds[slice][2], ds[slice][3]);
-    }
-    ptx::fence_proxy_async_shared();
+    ptx::stmatrix_x4(shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
+                         group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes +
+                         slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice),
+                     ds[slice][0], ds[slice][1], ds[slice][2], ds[slice][3]);
   }
 
   __device__ __forceinline__ uint32_t slot_of_group(uint32_t slot, int bytes_per_group) const {
@@ -778,8 +754,9 @@ struct Consumer {
                    params.dim);
   }
 
-  // Hands a step's part of dQ to the writer.
-  __device__ __forceinline__ void hand_over(float (&dq)[Traits::kDqRegisters], uint32_t step) {
+  // Stores the part of dQ of the step before in a slot, which `fill_slot` then hands to the writer.
+  __device__ __forceinline__ void store_dq(float (&dq)[Traits::kDqRegisters]) {
+    const uint32_t step = index - 1;
     const uint32_t place = step & 1;
     ptx::mbarrier_wait(barriers.slot_ready(place), ((step >> 1) + items) & 1);
     const uint32_t slot = slot_of_group(place, Traits::kDqBytesPerGroup);
@@ -805,7 +782,6 @@ struct Consumer {
       }
       if (params.dq_direct.rows != nullptr) {
         write_dq_directly(dq, ptx::load_shared_uint(barriers.slot_tile(place)));
-        fill_slot(place);
         return;
       }
       if (use == kLastPart) {
@@ -822,44 +798,46 @@ struct Consumer {
         store_rows(slot, dq, params.scale);
       }
     }
-    fill_slot(place);
   }
+  __device__ __forceinline__ void hand_over_dq() const { fill_slot((index - 1) & 1); }
 
   // A whole step but for its dQ, and dQ of the step before. No product is under way before and
   // behind it.
   template <bool kFirst>
   __device__ __forceinline__ void step(int first_key, bool last) {
-    // Never alive at a time: dP and dQ of the step before, P for dV and dS.
     float dp[kScores];
-    static_assert(Traits::kDqRegisters <= kScores);
-    auto& dq = reinterpret_cast<float (&)[Traits::kDqRegisters]>(dp);
-    uint32_t (&p)[kSlices][4] = ds;
+    float dq[Traits::kDqRegisters];
+    uint32_t p[kSlices][4];
+    float2 lse[kScores / 4];
+    load_lse(lse);
     issue_scores();
     if (!kFirst) issue_dq_before(dq);
+    const bool masked = is_masked(first_key);
     ptx::wgmma_wait<kFirst ? 0 : 1>();  // S
     ptx::pin(scores);
     if constexpr (Traits::kCapped) {
-      exponentiate_capped(p, first_key);
+      exponentiate_capped(p, lse, first_key);
     } else {
-      exponentiate(p, first_key);
+      exponentiate(p, lse, masked, first_key);
     }
-    issue_dv(p);
     if (!kFirst) {
-      ptx::wgmma_wait<1>();  // dQ
+      ptx::wgmma_wait<0>();  // dQ
       ptx::pin(dq);
-      hand_over(dq, index - 1);
+      store_dq(dq);
     }
+    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
     issue_dp(dp);
-    ptx::wgmma_wait<0>();  // dV, dP
-    ptx::pin(dv);
+    if (!kFirst) hand_over_dq();
+    ptx::wgmma_wait<0>();  // dP
     ptx::pin(dp);
     if (last) release(barriers.v_empty());
-    make_ds(dp, p, first_key);
+    issue_dv_and_dk(dp, p);
+    ptx::fence_proxy_async_shared();
     release(barriers.ds_full(buffer()));
-    release(barriers.do_empty(stage()));  // delta came with dO
-    issue_dk();
     ptx::wgmma_wait<0>();
+    ptx::pin(dv);
     ptx::pin(dk);
+    release(barriers.do_empty(stage()));  // delta came with dO
     release(barriers.q_empty(stage()));
     ++index;
     add = true;
@@ -868,7 +846,6 @@ struct Consumer {
   // Whether no query of the step sees a key of this consumer. That is seldom so with 128 queries.
   __device__ __forceinline__ bool is_unseen(int first_key) const {
     if (Traits::kTileQ != kKeysPerGroup) return false;
-    const int row = first_row();
     const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
     return params.score.end_key(last_row, params.seq_k) <= first_key ||
            params.score.first_key(row) >= first_key + kKeysPerGroup;
@@ -882,7 +859,8 @@ struct Consumer {
       issue_dq_before(dq);
       ptx::wgmma_wait<0>();
       ptx::pin(dq);
-      hand_over(dq, index - 1);
+      store_dq(dq);
+      hand_over_dq();
     }
     // Phases are waited for one by one.
     ptx::mbarrier_wait(barriers.do_full(stage()), parity());
@@ -915,7 +893,8 @@ struct Consumer {
     ptx::wgmma_wait<0>();
     ptx::pin(dq);
     release(barriers.k_empty());
-    hand_over(dq, index - 1);
+    store_dq(dq);
+    hand_over_dq();
   }
 
   __device__ __forceinline__ void clear_keys() {
@@ -949,7 +928,9 @@ struct Consumer {
   }
 
   template <bool kFirst>
-  __device__ __forceinline__ void take_step(int first_key, bool last) {
+  __device__ __forceinline__ void take_step(const Steps& steps, int first_key) {
+    row = steps.tile_q * Traits::kTileQ;
+    const bool last = steps.left == 1;
     ptx::mbarrier_wait(barriers.q_full(stage()), parity());
     if (is_unseen(first_key)) {
       skip<kFirst>(last);
@@ -958,12 +939,15 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void compute(int steps, int first_key) {
+  __device__ __forceinline__ void compute(Steps steps, bool ascends, int first_key) {
     add = false;
     ptx::mbarrier_wait(barriers.v_full(), items & 1);
-    take_step<true>(first_key, steps == 1);
+    take_step<true>(steps, first_key);
 #pragma unroll 1
-    for (; steps > 1; --steps) take_step<false>(first_key, steps == 2);
+    while (steps.left > 1) {
+      steps.advance(ascends, params.heads_per_kv);
+      take_step<false>(steps, first_key);
+    }
     finish();
     if (!add) clear_keys();
   }
@@ -976,14 +960,15 @@ struct Consumer {
       item.tile = __shfl_sync(kFullWarp, shared_item->tile, 0);
       item.begin = __shfl_sync(kFullWarp, shared_item->begin, 0);
       item.end = __shfl_sync(kFullWarp, shared_item->end, 0);
+      item.ascends = __shfl_sync(kFullWarp, shared_item->ascends, 0);
       if (item.tile == kNoItem) break;
-      const int steps = Steps(item, params.heads_per_kv).left;
-      if (steps == 0) {
+      const Steps steps(item, params.heads_per_kv);
+      if (steps.left == 0) {
         release(barriers.k_empty());
         release(barriers.v_empty());
         clear_keys();
       } else {
-        compute(steps, item.tile * kTileK + group * kKeysPerGroup);
+        compute(steps, item.ascends, item.tile * kTileK + group * kKeysPerGroup);
       }
       write_keys();
       ++items;

@@ -149,8 +149,7 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
     kept.set_ready(false);  // unless the driver takes every map
     FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,
                                        [&] { return encode_maps(maps, problem.q.dtype, &*kept); }));
-    attention_backward::fill_params(problem, entry, kGroupBytes, plan.info.launches[1].grid[0],
-                                    &kept->params);
+    attention_backward::fill_params(problem, entry, &kept->params);
     fill_repeats(problem, &kept->params);
     kept.set_ready(true);
   }

@@ -41,9 +41,6 @@ struct Params : attention_backward::CommonParams {
   Direct dv_direct;
 };
 
-// Of the L2, for items that run at a time.
-inline constexpr int64_t kGroupBytes = int64_t{32} << 20;
-
 static_assert(sizeof(Params) <= 4096, "a kernel has 4 KiB of parameters everywhere");
 
 }  // namespace flashmoe::sm90_backward

@@ -18,7 +18,6 @@ inline constexpr int kSlots = 2;  // of what leaves for global memory; each has 
 inline constexpr int kItemBytes = 32;
 inline constexpr int kItemsHeld = 4;  // in shared memory: backward.cuh
 inline constexpr int kSlotWordBytes = 8;
-inline constexpr int kStageWordBytes = 4;
 
 struct Tuning {
   int tile_q;           // queries of a step
@@ -103,7 +102,7 @@ struct Traits {
   static constexpr int kBarriersOffset = kItemOffset + kItemsHeld * kItemBytes;
   static constexpr int kBarriers = 6 + 4 * kStages + 2 * kSlots;
   static constexpr int kSharedBytes =
-      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages;
+      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
 };
 

@@ -314,27 +314,25 @@ void a_kernel_may_be_named() {
                             "attention_backward_sm90_bf16_d64_dv64") != std::string::npos);
 }
 
-// A group fits the L2, or has as many items as blocks run at a time. Groups are of one size.
-void groups_of_heads_fit_the_l2_or_fill_the_machine() {
-  const auto heads = [](const Size& size, bool causal) {
-    Params p = {};
-    p.batch = static_cast<int32_t>(size.batch);
-    p.seq_q = static_cast<int32_t>(size.seq_q);
-    p.heads_kv = static_cast<int32_t>(size.heads_kv);
-    p.heads_per_kv = static_cast<int32_t>(size.heads_q / size.heads_kv);
-    p.dim = static_cast<int32_t>(size.dim);
-    p.dim_v = static_cast<int32_t>(size.dim_v);
-    p.tiles_k = static_cast<int32_t>((size.seq_k + 127) / 128);
-    p.score.masked = causal ? 1 : 0;
-    return attention_backward::heads_per_group(p, sm90_backward::kGroupBytes, 132);
-  };
-  CHECK(heads({2, 8192, 8192, 16, 16, 128, 128}, false) == 4);
-  CHECK(heads({2, 8192, 8192, 16, 16, 128, 128}, true) == 8);
-  CHECK(heads({2, 8192, 8192, 32, 8, 128, 128}, true) == 2);
-  CHECK(heads({1, 4096, 4096, 64, 8, 128, 128}, true) == 4);
-  CHECK(heads({1, 4096, 4096, 11, 11, 128, 128}, false) == 6);
-  CHECK(heads({1, 128, 128, 1, 1, 128, 128}, false) == 1);
-  CHECK(heads({1, 0, 0, 2, 2, 128, 128}, false) == 2);
+// The last heads have two items for each block, and all heads ascend where fewer would descend.
+void the_last_heads_ascend() {
+  using attention_backward::heads_descending;
+  CHECK(heads_descending(64, 64) == 59);
+  CHECK(heads_descending(16, 128) == 13);
+  CHECK(heads_descending(512, 4) == 446);
+  CHECK(heads_descending(10, 64) == 5);
+  CHECK(heads_descending(9, 64) == 0);
+  CHECK(heads_descending(1, 1) == 0);
+  CHECK(heads_descending(2, 0) == 0);
+}
+
+// Groups are of one size, but for rounding.
+void few_heads_alternate() {
+  using attention_backward::heads_per_group;
+  CHECK(heads_per_group(0) == 1);
+  CHECK(heads_per_group(8) == 8);
+  CHECK(heads_per_group(9) == 5);
+  CHECK(heads_per_group(59) == 8);
 }
 
 void params_are_of_the_call() {
@@ -350,7 +348,7 @@ void params_are_of_the_call() {
   CHECK(p.batch == 2 && p.seq_q == 700 && p.seq_k == 1000 && p.heads_q == 6 && p.heads_kv == 2);
   CHECK(p.heads_per_kv == 3 && p.dim == 48 && p.dim_v == 64 && p.scale == 0.25f);
   CHECK(p.score.left_offset == 200 && p.score.right_offset == 300 && p.score.masked == 1);
-  CHECK(p.tiles_q == 9 && p.tiles_k == 9 && p.heads_per_group == 4);
+  CHECK(p.tiles_q == 9 && p.tiles_k == 9 && p.heads_descending == 0 && p.heads_per_group == 1);
   CHECK(p.v_repeats.batch == 0 && p.v_repeats.head == 0);
   for (const auto& repeats : {p.q_repeats, p.k_repeats, p.dout_repeats}) {
     CHECK(repeats.batch == 1 && repeats.head == 1);
@@ -871,7 +869,8 @@ int main(int argc, char** argv) {
   fake::state.has_map_moves = without != "no-map-moves";
   both_launches_are_planned();
   a_kernel_may_be_named();
-  groups_of_heads_fit_the_l2_or_fill_the_machine();
+  the_last_heads_ascend();
+  few_heads_alternate();
   params_are_of_the_call();
   the_workspace_holds_its_parts();
   gradients_may_be_absent();
