@@ -30,25 +30,33 @@ CASES = [
     Case(seq_q=1700, seq_k=1900, heads_q=8, heads_kv=1, dim=128, dim_v=96, causal="bottom_right"),
     Case(dtype="fp16", batch=3, seq_q=300, seq_k=300, heads_q=5, heads_kv=5, dim=40, dim_v=88,
          window=(90, 20), softcap=5.0),
+    Case(batch=2, seq_q=1100, seq_k=900, heads_q=6, heads_kv=3, dim=192, dim_v=128,
+         causal="bottom_right", dlse=True),
+    Case(batch=2, seq_q=800, seq_k=800, heads_q=4, heads_kv=1, dim=256, dim_v=256,
+         causal="top_left"),
 ]  # fmt: skip
 
 
+def _cases(family: str) -> list[Case]:
+    """Those that it serves."""
+    of_family = [dataclasses.replace(case, kernel=family) for case in CASES]
+    return [case for case in of_family if max(case.dim, case.dim_v) in backward.dims(family)]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests are of each family that computes the gradients, and those with a `dim` or with `dims`
-    of all that its kernels are compiled for."""
+    """Tests are of each family that computes the gradients, those with `dims` of all that its
+    kernels are compiled for, those with a `case` of all that it serves."""
     if "kernel" not in metafunc.fixturenames:
         return
-    for name in ("dim", "dims"):
-        if name in metafunc.fixturenames:
-            of_families = {
-                (family, dims[0] if name == "dim" else dims)
-                for family in backward.FAMILIES
-                for dims in backward.COMPILED[family]
-            }
-            both = ("kernel", name)
-            metafunc.parametrize(both, sorted(of_families), indirect=["kernel"], ids=str)
-            return
-    metafunc.parametrize("kernel", backward.FAMILIES, indirect=True)
+    every = backward.FAMILIES
+    if "dims" in metafunc.fixturenames:
+        with_dims = [(family, dims) for family in every for dims in backward.COMPILED[family]]
+        metafunc.parametrize(("kernel", "dims"), with_dims, indirect=["kernel"], ids=str)
+    elif "case" in metafunc.fixturenames:
+        with_cases = [(family, case) for family in every for case in _cases(family)]
+        metafunc.parametrize(("kernel", "case"), with_cases, indirect=True, ids=str)
+    else:
+        metafunc.parametrize("kernel", every, indirect=True)
 
 
 @pytest.fixture
@@ -61,7 +69,7 @@ def kernel(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture(params=CASES, ids=str)
+@pytest.fixture
 def case(request: pytest.FixtureRequest, kernel: str) -> Case:
     return dataclasses.replace(request.param, kernel=kernel)
 
@@ -103,27 +111,41 @@ _EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 385)
 
 
 @pytest.mark.parametrize("causal", cases.CAUSAL)
-def test_lengths_around_those_of_tiles(kernel: str, dim: int, causal: str) -> None:
+def test_lengths_around_those_of_tiles(kernel: str, dims: tuple[int, int], causal: str) -> None:
     for seq_q, seq_k in itertools.product(_EDGES, _EDGES):
         case = Case(
-            kernel=kernel, seq_q=seq_q, seq_k=seq_k, heads_q=2, dim=dim, dim_v=dim, causal=causal
+            kernel=kernel,
+            seq_q=seq_q,
+            seq_k=seq_k,
+            heads_q=2,
+            dim=dims[0],
+            dim_v=dims[1],
+            causal=causal,
         )
         backward.check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("window", [(0, 0), (63, 0), (128, None), (None, 65), (200, 300), (1, 1)])
-def test_windows(kernel: str, dim: int, window: tuple[int | None, int | None]) -> None:
+def test_windows(kernel: str, dims: tuple[int, int], window: tuple[int | None, int | None]) -> None:
     for seq_q, seq_k in ((700, 700), (300, 900), (900, 300)):
         case = Case(
-            kernel=kernel, seq_q=seq_q, seq_k=seq_k, heads_q=3, dim=dim, dim_v=dim, window=window
+            kernel=kernel,
+            seq_q=seq_q,
+            seq_k=seq_k,
+            heads_q=3,
+            dim=dims[0],
+            dim_v=dims[1],
+            window=window,
         )
         backward.check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(8, 8), (8, 2), (9, 3), (16, 1), (71, 1)])
-def test_query_heads_of_a_kv_head(kernel: str, dim: int, heads_q: int, heads_kv: int) -> None:
+def test_query_heads_of_a_kv_head(
+    kernel: str, dims: tuple[int, int], heads_q: int, heads_kv: int
+) -> None:
     case = Case(kernel=kernel, batch=2, seq_q=333, seq_k=400, heads_q=heads_q, heads_kv=heads_kv,
-                dim=dim, dim_v=dim, causal="bottom_right")  # fmt: skip
+                dim=dims[0], dim_v=dims[1], causal="bottom_right")  # fmt: skip
     backward.check_case(case, DEVICE)
 
 
@@ -138,15 +160,22 @@ def test_softcaps(kernel: str, dims: tuple[int, int], dtype: str, softcap: float
 
 
 @pytest.mark.parametrize("values", sorted(set(backward.VALUES)))
-def test_kinds_of_values(kernel: str, dim: int, values: str) -> None:
+def test_kinds_of_values(kernel: str, dims: tuple[int, int], values: str) -> None:
     case = Case(
-        kernel=kernel, seq_q=600, seq_k=700, heads_q=2, dim=dim, dim_v=dim, values=values, dlse=True
+        kernel=kernel,
+        seq_q=600,
+        seq_k=700,
+        heads_q=2,
+        dim=dims[0],
+        dim_v=dims[1],
+        values=values,
+        dlse=True,
     )
     backward.check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
-def test_many_tiles_of_keys(kernel: str, dim: int, causal: str) -> None:
+def test_many_tiles_of_keys(kernel: str, dims: tuple[int, int], causal: str) -> None:
     """Whose parts of dQ go round among all blocks, more of them than run at a time."""
     case = Case(
         kernel=kernel,
@@ -154,14 +183,14 @@ def test_many_tiles_of_keys(kernel: str, dim: int, causal: str) -> None:
         seq_k=9000,
         heads_q=4,
         heads_kv=2,
-        dim=dim,
-        dim_v=dim,
+        dim=dims[0],
+        dim_v=dims[1],
         causal=causal,
     )
     backward.check_case(case, DEVICE)
 
 
-def test_what_no_pair_is_seen_of_is_zero(kernel: str, dim: int) -> None:
+def test_what_no_pair_is_seen_of_is_zero(kernel: str, dims: tuple[int, int]) -> None:
     """Rows that see no key, keys that no row sees, and all of both."""
     for causal, seq_q, seq_k, window in (
         ("bottom_right", 700, 300, None),
@@ -169,14 +198,14 @@ def test_what_no_pair_is_seen_of_is_zero(kernel: str, dim: int) -> None:
         ("none", 700, 300, (10, 10)),
         ("none", 300, 900, (None, 0)),
     ):
-        case = Case(kernel=kernel, seq_q=seq_q, seq_k=seq_k, heads_q=2, dim=dim, dim_v=dim,
+        case = Case(kernel=kernel, seq_q=seq_q, seq_k=seq_k, heads_q=2, dim=dims[0], dim_v=dims[1],
                     causal=causal, window=window)  # fmt: skip
         _, got = _checked(case)  # which holds them to it
         zeros = [bool((got[name] == 0).all(-1).any()) for name in GRADIENTS]
         assert any(zeros), case
 
 
-def test_tensors_without_rows(kernel: str, dim: int) -> None:
+def test_tensors_without_rows(kernel: str, dims: tuple[int, int]) -> None:
     for seq_q, seq_k in ((0, 300), (300, 0)):
         case = Case(
             kernel=kernel,
@@ -185,13 +214,13 @@ def test_tensors_without_rows(kernel: str, dim: int) -> None:
             seq_k=seq_k,
             heads_q=4,
             heads_kv=2,
-            dim=dim,
-            dim_v=dim,
+            dim=dims[0],
+            dim_v=dims[1],
         )
         for wanted in (GRADIENTS, ("dq",), ("dk", "dv")):
             backward.check_case(dataclasses.replace(case, wanted=wanted), DEVICE)
     for batch, seq in ((0, 64), (2, 0)):
-        case = Case(kernel=kernel, batch=batch, seq_q=seq, seq_k=seq, dim=dim, dim_v=dim)
+        case = Case(kernel=kernel, batch=batch, seq_q=seq, seq_k=seq, dim=dims[0], dim_v=dims[1])
         backward.check_case(case, DEVICE)
 
 
@@ -212,14 +241,14 @@ def test_offsets_beyond_32_bits(kernel: str, name: str) -> None:
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("fp32", [(), ("dk",), ("dq", "dv"), GRADIENTS], ids=str)
 def test_gradients_of_fp32_and_added_to(
-    kernel: str, dim: int, fp32: tuple[str, ...], accumulate: bool
+    kernel: str, dims: tuple[int, int], fp32: tuple[str, ...], accumulate: bool
 ) -> None:
     for seq_q, seq_k, causal in (
         (500, 700, "none"), (700, 300, "bottom_right"), (300, 700, "top_left"), (0, 70, "none"),
         (70, 0, "none"),
     ):  # fmt: skip
-        case = Case(kernel=kernel, seq_q=seq_q, seq_k=seq_k, heads_q=6, heads_kv=3, dim=dim,
-                    dim_v=dim, causal=causal, fp32=fp32, accumulate=accumulate)  # fmt: skip
+        case = Case(kernel=kernel, seq_q=seq_q, seq_k=seq_k, heads_q=6, heads_kv=3, dim=dims[0],
+                    dim_v=dims[1], causal=causal, fp32=fp32, accumulate=accumulate)  # fmt: skip
         backward.check_case(case, DEVICE)
 
 
@@ -335,10 +364,12 @@ def test_two_hundred_runs_give_the_same_bits(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_other_heads_make_no_difference_to_the_bits(kernel: str, dtype: str, dim: int) -> None:
+def test_other_heads_make_no_difference_to_the_bits(
+    kernel: str, dtype: str, dims: tuple[int, int]
+) -> None:
     """Which blocks take an item and which heads alternate depend on all heads."""
     case = Case(kernel=kernel, dtype=dtype, batch=3, seq_q=1100, seq_k=1100, heads_q=12,
-                heads_kv=6, dim=dim, dim_v=dim, causal="bottom_right")  # fmt: skip
+                heads_kv=6, dim=dims[0], dim_v=dims[1], causal="bottom_right")  # fmt: skip
     inputs, want = _checked(case)
     alone = dataclasses.replace(case, batch=1, heads_q=2, heads_kv=1)
     for batch, head in ((0, 0), (1, 3), (2, 5)):
@@ -382,9 +413,9 @@ def test_no_dlse_is_one_of_zeros(case: Case) -> None:
     assert _same_bits(backward.gradients(case, {**inputs, "dlse": zeros}), want)
 
 
-def test_what_the_workspace_held_makes_no_difference(case: Case) -> None:
+def test_what_the_workspace_held_makes_no_difference(kernel: str, case: Case) -> None:
     """Calls of other shapes take turns in one, and leave theirs behind."""
-    every = [case, *CASES]
+    every = [case, *_cases(kernel)]
     made = [(one, *_checked(one)) for one in every]
     most = max(Call(one, {**inputs, **backward.make_gradients(one, DEVICE)}).plan().workspace_bytes
                for one, inputs, _ in made)  # fmt: skip
