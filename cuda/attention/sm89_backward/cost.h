@@ -1,12 +1,15 @@
 // How fast the sm_89 backward kernels are: estimates, until they are measured.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/attention/backward/cost.h"
+#include "cuda/attention/sm89_backward/entry.h"
 
 namespace flashmoe::sm89_backward {
 
-// `dim` is the larger one.
-inline attention_backward::Speed speed_of(int dim, const DeviceFacts& facts) {
+inline attention_backward::Speed speed_of(const Entry& entry, const DeviceFacts& facts) {
+  const int dim = std::max(entry.dim, entry.dim_v);
   if (facts.compute_capability != 90) return {0.9e6, 4.0};
   if (dim <= 64) return {2.0e6, 5.0};
   if (dim <= 128) return {2.3e6, 5.0};

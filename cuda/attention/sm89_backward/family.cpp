@@ -1,6 +1,5 @@
 // The sm_89 family of the attention backward: which kernel serves a problem, and with what
 // parameters it and its prologue are launched.
-#include <algorithm>
 #include <cstdint>
 
 #include "core/backends.h"
@@ -59,8 +58,8 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
                            (fit(*entry, entry->blocks_per_sm, *facts) ? entry->blocks_per_sm : 1);
   FLASHMOE_TRY(
       attention_backward::plan_launches(problem, *entry, *facts, "", resident, reason, plan));
-  plan->info.microseconds = attention_backward::microseconds_of(
-      problem, *entry, speed_of(std::max(entry->dim, entry->dim_v), *facts), *facts);
+  plan->info.microseconds =
+      attention_backward::microseconds_of(problem, *entry, speed_of(*entry, *facts), *facts);
   return FLASHMOE_OK;
 }
 

@@ -3,11 +3,12 @@
 #pragma once
 
 #include "cuda/attention/backward/cost.h"
+#include "cuda/attention/sm90_backward/entry.h"
 
 namespace flashmoe::sm90_backward {
 
-inline attention_backward::Speed speed_of(int dim) {
-  if (dim <= 64) return {3.5e6, 2.0};
+inline attention_backward::Speed speed_of(const Entry& entry) {
+  if (entry.dim <= 64) return {3.5e6, 2.0};
   return {4.2e6, 5.1};
 }
 

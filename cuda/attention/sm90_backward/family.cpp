@@ -54,7 +54,7 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
   FLASHMOE_TRY(attention_backward::plan_launches(problem, *entry, *facts, "a",
                                                  facts->multiprocessors, reason, plan));
   plan->info.microseconds =
-      attention_backward::microseconds_of(problem, *entry, speed_of(entry->dim), *facts);
+      attention_backward::microseconds_of(problem, *entry, speed_of(*entry), *facts);
   return FLASHMOE_OK;
 }
 
