@@ -97,6 +97,31 @@ def test_random_calls(kernel: str, seed: int) -> None:
     backward.check_case(backward.random_case(seed, kernel), DEVICE)
 
 
+def _ada(case: Case) -> Case:
+    """By the kernel that a multiprocessor of 100 KiB takes for it. Larger ones take it by name."""
+    dim, dim_v = kernels.least_padding("sm89_backward", case.dim, case.dim_v)
+    name = f"attention_backward_sm89_{case.dtype}_d{dim}_dv{dim_v}_ada"
+    return dataclasses.replace(case, kernel=name)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_calls_of_kernels_for_ada(seed: int) -> None:
+    case = _ada(backward.random_case(seed, "sm89"))
+    backward.check_case(case, DEVICE)
+    if case.batch * case.seq_q * case.seq_k > 0:
+        assert capi.last_launches()[1].kernel.decode() == case.kernel
+
+
+@pytest.mark.parametrize("causal", cases.CAUSAL)
+@pytest.mark.parametrize("dims", backward.COMPILED["sm89"], ids=str)
+def test_kernels_for_ada_give_the_same_bits(dims: tuple[int, int], causal: str) -> None:
+    case = _ada(Case(batch=2, seq_q=1100, seq_k=1300, heads_q=6, heads_kv=3, dim=dims[0],
+                     dim_v=dims[1], causal=causal, dlse=True))  # fmt: skip
+    inputs, want = _checked(case)
+    for _ in range(20):
+        assert _same_bits(backward.gradients(case, inputs), want)
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_every_head_dimension(kernel: str, dtype: str) -> None:
     each = backward.dims(kernel)
@@ -254,9 +279,10 @@ def test_gradients_of_fp32_and_added_to(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("ada", [False, True])
 @pytest.mark.parametrize("dims", backward.COMPILED["sm89"], ids=str)
 def test_what_is_not_finite_stays_with_the_rows_and_keys_that_touched_it(
-    dims: tuple[int, int], name: str, value: float
+    dims: tuple[int, int], ada: bool, name: str, value: float
 ) -> None:
     """A query's, with the keys that it sees; a key's, with the queries that see it and all keys
     that these see."""
@@ -267,6 +293,7 @@ def test_what_is_not_finite_stays_with_the_rows_and_keys_that_touched_it(
     for softcap, options in itertools.product((None, 20.0), masks):
         case = Case(kernel="sm89", batch=2, seq_q=300, seq_k=300, heads_q=4, heads_kv=2,
                     dim=dims[0], dim_v=dims[1], softcap=softcap, dlse=True, **options)  # fmt: skip
+        case = _ada(case) if ada else case
         inputs = backward.make_inputs(case, DEVICE)
         clean = {key: x.clone() for key, x in backward.logical(inputs).items()}
         of_key = name in ("k", "v")
