@@ -26,6 +26,9 @@ struct ElementTraits<__half> {
   static __device__ __forceinline__ float to_float(uint16_t bits) {
     return __half2float(__ushort_as_half(bits));
   }
+  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  }
   using Pair = __half2;
 };
 
@@ -41,6 +44,11 @@ struct ElementTraits<__nv_bfloat16> {
   }
   static __device__ __forceinline__ float to_float(uint16_t bits) {
     return __bfloat162float(__ushort_as_bfloat16(bits));
+  }
+  // An fp32 number begins with the bits of a bf16 one.
+  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    const uint32_t bits[2] = {pair << 16, pair & 0xffff0000u};
+    return *reinterpret_cast<const float2*>(bits);
   }
   using Pair = __nv_bfloat162;
 };

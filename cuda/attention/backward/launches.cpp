@@ -105,9 +105,10 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, CommonPa
   params->scale = p.scale;
   params->tiles_q = static_cast<int32_t>(tiles_q_of(p, entry));
   params->tiles_k = static_cast<int32_t>(tiles_k_of(p, entry));
-  params->heads_descending =
-      static_cast<int32_t>(heads_descending(p.batch * p.heads_kv, params->tiles_k));
-  params->heads_per_group = static_cast<int32_t>(heads_per_group(params->heads_descending));
+  const int64_t heads_per_kv = p.heads_q / p.heads_kv;
+  const int64_t row_bytes = (p.dim + p.dim_v) * dtype_bytes(p.q.dtype) + p.dim * 4;  // Q, dO, a sum
+  params->order = order_of(p.batch * p.heads_kv, heads_per_kv, params->tiles_k,
+                           p.seq_q * heads_per_kv * row_bytes, p.bounded_right);
 }
 
 void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, char* workspace,

@@ -22,6 +22,44 @@ struct Gradient {
   int32_t fp32;  // else of the elements' type
 };
 
+// In which order blocks take the items of the call's KV heads: tile.cuh.
+struct HeadOrder {
+  int32_t descending;        // the first so many heads descend
+  int32_t descending_group;  // heads whose items alternate
+  int32_t ascending_group;
+};
+
+// No count of the GPU at hand is in the order: the bits of dQ depend on it.
+inline constexpr int64_t kBlocksOfLargest = 132;
+inline constexpr int64_t kGroupBytes = int64_t{8} << 20;
+
+// `head_bytes` is what the items of a head read and add again and again, `bounded_right` whether a
+// row sees no key behind its own.
+inline HeadOrder order_of(int64_t heads, int64_t heads_per_kv, int64_t tiles_k, int64_t head_bytes,
+                          bool bounded_right) {
+  tiles_k = std::max(tiles_k, int64_t{1});
+  // Two items for each block: the longest ones come first among so many heads.
+  const int64_t filling = ceil_div(2 * kBlocksOfLargest, tiles_k);
+  HeadOrder order = {0, 1, 1};
+  // With query heads inside an item, neighbours that descend are too far from each other for the
+  // L2. Without a bound all items begin with the same query tile, whatever the order.
+  if (bounded_right && heads_per_kv == 1 && heads >= 2 * filling) {
+    order.descending = static_cast<int32_t>(heads - filling);
+  }
+  const auto groups_of = [](int64_t count, int64_t most) {
+    count = std::max(count, int64_t{1});
+    const int64_t groups = ceil_div(count, std::clamp(most, int64_t{1}, count));
+    return static_cast<int32_t>(ceil_div(count, groups));
+  };
+  // What heads that alternate use stays in the L2, and their items wait for each other less.
+  order.descending_group =
+      groups_of(order.descending, kGroupBytes / std::max(head_bytes, int64_t{1}));
+  // Items of one length should be many of each head at a time, for the L2.
+  constexpr int64_t kFew = 4;
+  order.ascending_group = groups_of(heads - order.descending, bounded_right ? filling : kFew);
+  return order;
+}
+
 // A family's parameters begin with it: the prologue and the kernel of dsinks get no more.
 struct CommonParams {
   Rows q_rows;
@@ -64,26 +102,7 @@ struct CommonParams {
 
   int32_t tiles_q;  // of a head
   int32_t tiles_k;  // of a KV head
-  // KV heads of the whole call: tile.cuh.
-  int32_t heads_descending;
-  int32_t heads_per_group;  // of those that descend, whose items alternate
+  HeadOrder order;
 };
-
-// As many heads ascend as have two items for each block of the largest GPU, all of them where fewer
-// would descend. No count of the GPU at hand is in it: the bits of dQ depend on it.
-inline constexpr int64_t kAscendingItems = 264;
-inline int64_t heads_descending(int64_t heads, int64_t tiles_k) {
-  const int64_t ascending = ceil_div(kAscendingItems, std::max(tiles_k, int64_t{1}));
-  return heads - ascending < ascending ? 0 : heads - ascending;
-}
-
-// Few heads that alternate have many items each at a time, which share Q, dO and sums of dQ in the
-// L2. Without a mask all items of a head begin with the same query tile, and each waits at its
-// first steps for the one before it: there should be a few.
-inline constexpr int64_t kMostHeadsPerGroup = 8;
-inline int64_t heads_per_group(int64_t heads) {
-  const int64_t groups = ceil_div(std::max(heads, int64_t{1}), kMostHeadsPerGroup);
-  return ceil_div(std::max(heads, int64_t{1}), groups);
-}
 
 }  // namespace flashmoe::attention_backward

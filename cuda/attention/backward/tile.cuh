@@ -7,13 +7,13 @@
 // that is not done waits for nobody, so there is no deadlock, whatever the number of blocks that
 // run at a time.
 //
-// Most heads descend: their last keys come first, and an item runs from its first query tile
-// upwards. Under a causal mask that is the tile on the diagonal, so side by side the items of a
-// head are at different tiles of dQ in each step, which they come to in the order of their tickets:
-// none waits for another. But the longest items come last. So the last heads, as many as have two
-// items for each block, ascend: their longest items come first and run downwards. All of a head
-// begin with the same query tile; its neighbours' heads alternate with it, so that items which wait
-// for each other are few.
+// Under a causal mask most heads descend: their last keys come first, and an item runs from its
+// first query tile upwards. That is the tile on the diagonal, so side by side the items of a head
+// are at different tiles of dQ in each step, which they come to in the order of their tickets: none
+// waits for another, and a sum is added to again while it is in the L2. But the longest items come
+// last. So the last heads, as many as have two items for each block, ascend: their longest items
+// come first and run downwards. All of a head begin with the same query tile; heads of a group
+// alternate, so that items which wait for each other are few.
 #pragma once
 
 #include "cuda/attention/backward/params.h"
@@ -37,24 +37,21 @@ struct alignas(16) Item {
     item.tile = kNoItem;
     const int heads = params.batch * params.heads_kv;
     if (position >= heads * params.tiles_k) return item;
-    const int descending_items = params.heads_descending * params.tiles_k;
+    const HeadOrder& order = params.order;
+    const int descending_items = order.descending * params.tiles_k;
     item.ascends = position >= descending_items;
-    int head;
-    if (item.ascends) {
-      const int rank = position - descending_items;
-      const int heads_ascending = heads - params.heads_descending;
-      item.tile = rank / heads_ascending;
-      head = params.heads_descending + rank - item.tile * heads_ascending;
-    } else {
-      const int group_items = params.heads_per_group * params.tiles_k;
-      const int group = position / group_items;
-      const int rank = position - group * group_items;
-      const int first_head = group * params.heads_per_group;
-      const int heads_of_group = min(params.heads_per_group, params.heads_descending - first_head);
-      const int from_last = rank / heads_of_group;
-      item.tile = params.tiles_k - 1 - from_last;
-      head = first_head + rank - from_last * heads_of_group;
-    }
+    const int begin = item.ascends ? order.descending : 0;
+    const int end = item.ascends ? heads : order.descending;
+    const int group_heads = item.ascends ? order.ascending_group : order.descending_group;
+    const int group_items = group_heads * params.tiles_k;
+    const int of_order = position - (item.ascends ? descending_items : 0);
+    const int group = of_order / group_items;
+    const int rank = of_order - group * group_items;
+    const int first_head = begin + group * group_heads;
+    const int heads_of_group = min(group_heads, end - first_head);
+    const int turn = rank / heads_of_group;
+    item.tile = item.ascends ? turn : params.tiles_k - 1 - turn;
+    const int head = first_head + rank - turn * heads_of_group;
     item.batch = head / params.heads_kv;
     item.head_kv = head - item.batch * params.heads_kv;
     const int first_key = item.tile * Traits::kTileK;

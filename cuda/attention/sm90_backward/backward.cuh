@@ -508,7 +508,7 @@ struct Consumer {
   // dV += P^T dO and dK += dS^T Q. A product of A in registers is issued when it can run, so dS of
   // a slice is made between those of the slices before.
   __device__ __forceinline__ void issue_dv_and_dk(const float (&dp)[kScores],
-                                                  uint32_t (&p)[kSlices][4]) {
+                                                  uint32_t (&p)[kSlices][4], bool masked) {
     const uint64_t dout = ptx::swizzled_descriptor(
         shared + Traits::kDoOffset + stage() * Traits::kDoBytes, Traits::kQueryBoxBytes);
     const uint64_t q = ptx::swizzled_descriptor(
@@ -518,10 +518,18 @@ struct Consumer {
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) ptx::pin(p[slice]);
     ptx::wgmma_fence();
+    const uint32_t rows =
+        shared + Traits::kDeltaOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
+    constexpr bool kAhead = !Traits::kCapped;  // where there are registers
+    float2 delta[2];
+    if (kAhead) load_delta(delta, rows);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
+      if (!kAhead) load_delta(delta, rows + 64 * slice);
+      const float2 of_rows[2] = {delta[0], delta[1]};
+      if (kAhead && slice + 1 < kSlices) load_delta(delta, rows + 64 * (slice + 1));
       ValueMma::multiply_values(dv, p[slice], ptx::advance(dout, slice * 2048), slice > 0 || add);
-      make_ds(slice, dp, p[slice]);
+      make_ds(slice, dp, p[slice], of_rows, masked);
       ptx::pin(ds[slice]);
       ptx::wgmma_fence();
       KeyMma::multiply_values(dk, ds[slice], ptx::advance(q, slice * 2048), slice > 0 || add);
@@ -593,23 +601,16 @@ struct Consumer {
     for (int i = 0; i < kScores / 4; ++i) lse[i] = ptx::load_shared_float2(rows + 32 * i);
   }
 
-  // P = exp2(S scale_log2 - lse), packed to p.
-  __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSlices][4],
-                                               const float2 (&lse)[kScores / 4], bool masked,
-                                               int first_key) {
+  // P = exp2(S scale_log2 - lse).
+  __device__ __forceinline__ void exponentiate(const float2 (&lse)[kScores / 4]) {
     const float scale_log2 = params.score.scale_log2;
 #pragma unroll
-    for (int i = 0; i < kScores / 4; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& score = scores[4 * i + e];
-        score = numeric::exp2_approx(fmaf(score, scale_log2, -(e % 2 == 0 ? lse[i].x : lse[i].y)));
-      }
+    for (int i = 0; i < kScores; ++i) {
+      const float2& of_rows = lse[i / 4];
+      scores[i] =
+          numeric::exp2_approx(fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y)));
     }
-    if (masked) mask(first_key);
-    pack(p, scores);
   }
-
   // The same of capped scores t = tanh(S cap_ratio). It leaves P (1 - t^2) in scores.
   __device__ __forceinline__ void exponentiate_capped(uint32_t (&p)[kSlices][4],
                                                       const float2 (&lse)[kScores / 4],
@@ -649,31 +650,37 @@ struct Consumer {
   // What dP - delta of two neighbouring scores is multiplied by: P, unless there is a softcap.
   __device__ __forceinline__ float2 factors(uint32_t packed, int pair) const {
     if constexpr (Traits::kUnpacksP) {
-      return make_float2(Numeric::to_float(static_cast<uint16_t>(packed)),
-                         Numeric::to_float(static_cast<uint16_t>(packed >> 16)));
+      return Numeric::unpack(packed);
     } else {
       return make_float2(scores[2 * pair], scores[2 * pair + 1]);
     }
   }
 
-  // dS = P (dP - delta) of 16 queries, to registers and to shared memory. It is 0 where P is, as
-  // where a query does not see a key: there dP - delta may be NaN.
+  // Of this thread's queries of a slice.
+  static __device__ __forceinline__ void load_delta(float2 (&delta)[2], uint32_t rows) {
+    delta[0] = ptx::load_shared_float2(rows);
+    delta[1] = ptx::load_shared_float2(rows + 32);
+  }
+
+  // dS = P (dP - delta) of 16 queries, to registers and to shared memory. Where a query does not
+  // see a key P is 0, but dP - delta may be NaN.
   __device__ __forceinline__ void make_ds(int slice, const float (&dp)[kScores],
-                                          const uint32_t (&p)[4]) {
-    const uint32_t delta =
-        shared + Traits::kDeltaOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
+                                          const uint32_t (&p)[4], const float2 (&delta)[2],
+                                          bool masked) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float2 of_rows = ptx::load_shared_float2(delta + 32 * (2 * slice + i));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int pair = 4 * slice + 2 * i + half;
         const uint32_t packed = p[2 * i + half];
         const float2 factor = factors(packed, pair);
-        ds[slice][2 * i + half] = Numeric::pack(factor.x * (dp[2 * pair] - of_rows.x),
-                                                factor.y * (dp[2 * pair + 1] - of_rows.y)) &
-                                  numeric::mask_of_nonzero<Element>(packed);
+        ds[slice][2 * i + half] = Numeric::pack(factor.x * (dp[2 * pair] - delta[i].x),
+                                                factor.y * (dp[2 * pair + 1] - delta[i].y));
       }
+    }
+    if (masked) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) ds[slice][r] &= numeric::mask_of_nonzero<Element>(p[r]);
     }
     ptx::stmatrix_x4(shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
                          group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes +
@@ -812,13 +819,15 @@ struct Consumer {
     load_lse(lse);
     issue_scores();
     if (!kFirst) issue_dq_before(dq);
-    const bool masked = is_masked(first_key);
-    ptx::wgmma_wait<kFirst ? 0 : 1>();  // S
+    const bool masked = Traits::kCapped || is_masked(first_key);  // no register for the answer
+    ptx::wgmma_wait<kFirst ? 0 : 1>();                            // S
     ptx::pin(scores);
     if constexpr (Traits::kCapped) {
       exponentiate_capped(p, lse, first_key);
     } else {
-      exponentiate(p, lse, masked, first_key);
+      exponentiate(lse);
+      if (masked) mask(first_key);
+      pack(p, scores);
     }
     if (!kFirst) {
       ptx::wgmma_wait<0>();  // dQ
@@ -831,7 +840,7 @@ struct Consumer {
     ptx::wgmma_wait<0>();  // dP
     ptx::pin(dp);
     if (last) release(barriers.v_empty());
-    issue_dv_and_dk(dp, p);
+    issue_dv_and_dk(dp, p, masked);
     ptx::fence_proxy_async_shared();
     release(barriers.ds_full(buffer()));
     ptx::wgmma_wait<0>();

@@ -314,25 +314,35 @@ void a_kernel_may_be_named() {
                             "attention_backward_sm90_bf16_d64_dv64") != std::string::npos);
 }
 
-// The last heads have two items for each block, and all heads ascend where fewer would descend.
+// Under a causal mask the last heads have two items for each block, and all ascend where fewer
+// would descend, or where query heads share a KV head.
 void the_last_heads_ascend() {
-  using attention_backward::heads_descending;
-  CHECK(heads_descending(64, 64) == 59);
-  CHECK(heads_descending(16, 128) == 13);
-  CHECK(heads_descending(512, 4) == 446);
-  CHECK(heads_descending(10, 64) == 5);
-  CHECK(heads_descending(9, 64) == 0);
-  CHECK(heads_descending(1, 1) == 0);
-  CHECK(heads_descending(2, 0) == 0);
+  const auto descending = [](int64_t heads, int64_t heads_per_kv, int64_t tiles_k, bool bounded) {
+    return attention_backward::order_of(heads, heads_per_kv, tiles_k, 1, bounded).descending;
+  };
+  CHECK(descending(64, 1, 64, true) == 59);
+  CHECK(descending(64, 1, 64, false) == 0);
+  CHECK(descending(64, 2, 64, true) == 0);
+  CHECK(descending(16, 1, 128, true) == 13);
+  CHECK(descending(512, 1, 4, true) == 446);
+  CHECK(descending(10, 1, 64, true) == 5);
+  CHECK(descending(9, 1, 64, true) == 0);
+  CHECK(descending(1, 1, 1, true) == 0);
+  CHECK(descending(2, 1, 0, true) == 0);
 }
 
 // Groups are of one size, but for rounding.
-void few_heads_alternate() {
-  using attention_backward::heads_per_group;
-  CHECK(heads_per_group(0) == 1);
-  CHECK(heads_per_group(8) == 8);
-  CHECK(heads_per_group(9) == 5);
-  CHECK(heads_per_group(59) == 8);
+void heads_of_a_group_alternate() {
+  using attention_backward::order_of;
+  constexpr int64_t kMiB = 1 << 20;
+  CHECK(order_of(0, 1, 8, kMiB, false).ascending_group == 1);
+  CHECK(order_of(8, 1, 64, kMiB, false).ascending_group == 4);
+  CHECK(order_of(9, 1, 64, kMiB, false).ascending_group == 3);
+  CHECK(order_of(16, 4, 64, kMiB, true).ascending_group == 4);
+  CHECK(order_of(64, 1, 64, kMiB, true).ascending_group == 5);
+  CHECK(order_of(64, 1, 64, kMiB, true).descending_group == 8);
+  CHECK(order_of(64, 1, 64, 5 * kMiB, true).descending_group == 1);
+  CHECK(order_of(64, 1, 64, 64 * kMiB, true).descending_group == 1);
 }
 
 void params_are_of_the_call() {
@@ -348,7 +358,8 @@ void params_are_of_the_call() {
   CHECK(p.batch == 2 && p.seq_q == 700 && p.seq_k == 1000 && p.heads_q == 6 && p.heads_kv == 2);
   CHECK(p.heads_per_kv == 3 && p.dim == 48 && p.dim_v == 64 && p.scale == 0.25f);
   CHECK(p.score.left_offset == 200 && p.score.right_offset == 300 && p.score.masked == 1);
-  CHECK(p.tiles_q == 9 && p.tiles_k == 9 && p.heads_descending == 0 && p.heads_per_group == 1);
+  CHECK(p.tiles_q == 9 && p.tiles_k == 9 && p.order.descending == 0 &&
+        p.order.ascending_group == 4);
   CHECK(p.v_repeats.batch == 0 && p.v_repeats.head == 0);
   for (const auto& repeats : {p.q_repeats, p.k_repeats, p.dout_repeats}) {
     CHECK(repeats.batch == 1 && repeats.head == 1);
@@ -870,7 +881,7 @@ int main(int argc, char** argv) {
   both_launches_are_planned();
   a_kernel_may_be_named();
   the_last_heads_ascend();
-  few_heads_alternate();
+  heads_of_a_group_alternate();
   params_are_of_the_call();
   the_workspace_holds_its_parts();
   gradients_may_be_absent();
