@@ -17,6 +17,9 @@ set(FLASHMOE_ATTENTION_SM90_KERNELS
   "64,64,SplitTuning," "128,128,SplitTuning," "192,128,SplitTuning," "256,256,SplitTuning,"
   "64,64,CappedSplitTuning,_softcap" "128,128,CappedSplitTuning,_softcap"
   "192,128,CappedSplitTuning,_softcap" "256,256,CappedSplitTuning,_softcap")
+set(FLASHMOE_ATTENTION_SM89_BACKWARD_KERNELS
+  "64,64" "128,128" "256,256"
+  "64,64,AdaTuning,_ada" "128,128,AdaTuning,_ada" "256,256,AdaTuning,_ada")
 set(FLASHMOE_ATTENTION_SM90_BACKWARD_KERNELS
   "64,64" "128,128" "64,64,CappedTuning,_softcap" "128,128,CappedTuning,_softcap")
 

@@ -38,6 +38,7 @@ int32_t cpu_get_num_threads();
 #if FLASHMOE_WITH_CUDA
 extern const AttentionFamily kSm89FewRowsAttention;
 extern const AttentionFamily kSm89Attention;
+extern const AttentionBackwardFamily kSm89AttentionBackward;
 extern const MoeRouteFamily kCudaMoeRoute;  // for every GPU
 extern const MoeForwardFamily kSm89FewTokensMoeForward;
 extern const MoeForwardFamily kSm89MoeForward;

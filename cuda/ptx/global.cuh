@@ -74,4 +74,60 @@ __device__ __forceinline__ void add_release(uint32_t* address, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// Four numbers so many apart. Side by side they go at once, where the architecture can add them so.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr bool kAddsVectors = true;
+#else
+inline constexpr bool kAddsVectors = false;
+#endif
+
+// What other multiprocessors wrote: past the L1.
+template <int kStride>
+__device__ __forceinline__ void load_from_l2(float (&values)[4], const float* address) {
+  if constexpr (kStride == 1) {
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+                 : "l"(address)
+                 : "memory");
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      asm volatile("ld.global.cg.f32 %0, [%1];"
+                   : "=f"(values[i])
+                   : "l"(address + i * kStride)
+                   : "memory");
+    }
+  }
+}
+template <int kStride>
+__device__ __forceinline__ void store_global(float* address, const float (&values)[4]) {
+  if constexpr (kStride == 1) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(values[0]),
+                 "f"(values[1]), "f"(values[2]), "f"(values[3])
+                 : "memory");
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      asm volatile("st.global.f32 [%0], %1;" ::"l"(address + i * kStride), "f"(values[i])
+                   : "memory");
+    }
+  }
+}
+// Adds in the L2, and waits for nothing. Vectors: sm_90.
+template <int kStride>
+__device__ __forceinline__ void add_global(float* address, const float (&values)[4]) {
+  if constexpr (kStride == 1) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+                 "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3])
+                 : "memory");
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address + i * kStride),
+                   "f"(values[i])
+                   : "memory");
+    }
+  }
+}
+
 }  // namespace flashmoe::ptx

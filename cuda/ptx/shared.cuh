@@ -28,13 +28,18 @@ __device__ __forceinline__ float4 load_shared_float4(uint32_t address) {
   return value;
 }
 
-// 8-byte aligned.
+__device__ __forceinline__ float load_shared_float(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
 __device__ __forceinline__ uint32_t load_shared_uint(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
 
+// 8-byte aligned.
 __device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
   float2 value;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"

@@ -279,6 +279,8 @@ const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMa
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
 const AttentionBackwardFamily kSm90AttentionBackward =
     family<AttentionBackwardProblem, kSm90, Kind::kMany>();
+const AttentionBackwardFamily kSm89AttentionBackward =
+    family<AttentionBackwardProblem, kSm89, Kind::kMany>();
 const AttentionBackwardFamily kCpuAttentionBackward =
     family<AttentionBackwardProblem, kCpu, Kind::kHost>();
 const MoeRouteFamily kCudaMoeRoute = family<MoeRouteProblem, kCuda, Kind::kMany>();

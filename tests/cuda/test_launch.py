@@ -13,6 +13,10 @@ ENTRIES = {
     "attention/sm89_few_rows": ("fp16_d64_dv64_r8",),
     "attention/sm89": ("fp16_d64_dv64",),
     "attention/sm90": ("fp16_d64_dv64", "split_kv_fp16_d64_dv64"),
+    "attention/sm89_backward": (
+        *("fp16_d64_dv64", "fp16_d64_dv64_ada", "bf16_d64_dv64", "bf16_d128_dv128"),
+        *("bf16_d256_dv256", "bf16_d256_dv256_ada"),
+    ),
     "attention/sm90_backward": ("fp16_d64_dv64", "bf16_d64_dv64", "bf16_d128_dv128"),
     "moe/route": ("key32_e128", "key64_e1024"),
     "moe/sm89": ("bf16_gated", "bf16_gated_t", "bf16", "bf16_t"),
@@ -60,7 +64,8 @@ SOURCES = {
     "test_backward": (
         *ATTENTION_BASE,
         "core/ops/attention/backward.cpp",
-        "cuda/attention/sm90_backward/family.cpp",
+        "cuda/attention/backward/launches.cpp",
+        *(f"cuda/attention/{family}_backward/family.cpp" for family in ("sm89", "sm90")),
     ),
     "test_l2_swizzle": (*BASE, "cuda/attention/sm90/l2_swizzle.cpp"),
     "test_cost": (

@@ -1,4 +1,4 @@
-"""The machine code of the sm_90 attention backward, as it is in the library: no GPU needed."""
+"""The machine code of the attention backward, as it is in the library: no GPU needed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 import sass
 from kernels import Kernel
 
-FAMILY = "sm90_backward"
+# The kernel is of the family's namespace, the prologue and the one of dsinks are everybody's.
 _FUNCTION = re.compile(
-    rf"\d{FAMILY}\d\dattention_backward_(kernel|prologue|sinks)I.*?Traits"
+    r"attention_backward_(kernel|prologue|sinks)I.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E\w*?_\d+([A-Za-z]\w*?)ILi"
 )
+_FAMILY = re.compile(r"\d(sm\d\d_backward)\d")
+_LAUNCHES = ("prologue", "kernel", "sinks")
 _RESERVED = 1024  # bytes of shared memory, which cuobjdump counts as well
 
 
@@ -24,59 +26,59 @@ class Code(NamedTuple):
     kernel: Kernel
 
 
+Found = dict[Code, Counter[str]]
+
+
 def _kernel_of(function: str, launch: str) -> Kernel | None:
-    found = _FUNCTION.search(function)
-    if found is None or found[1] != launch:
+    found, family = _FUNCTION.search(function), _FAMILY.search(function)
+    if found is None or family is None or found[1] != launch:
         return None
     _, element, dim, dim_v, tuning = found.groups()
-    return Kernel(FAMILY, sass.ELEMENTS[element], int(dim), int(dim_v), tuning)
+    return Kernel(family[1], sass.ELEMENTS[element], int(dim), int(dim_v), tuning)
 
 
-def _mains(function: str) -> Kernel | None:
-    return _kernel_of(function, "kernel")
-
-
-def _sinks(function: str) -> Kernel | None:
-    return _kernel_of(function, "sinks")
-
-
-def _prologues(function: str) -> Kernel | None:
-    return _kernel_of(function, "prologue")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    if "90a-real" not in sass.architectures():
-        sass.cannot("built without the sm90 kernels")
+def _of(found: Found, family: str) -> Found:
+    """Of one family, of which there must be some."""
+    of_family = {code: opcodes for code, opcodes in found.items() if code.kernel.family == family}
+    if not of_family:
+        sass.cannot(f"built without the {family} kernels")
+    return of_family
 
 
 @pytest.fixture(scope="module")
-def mains() -> dict[Code, Counter[str]]:
-    return {Code(*code): opcodes for code, opcodes in sass.instructions(_mains).items()}
+def launches() -> dict[str, Found]:
+    """How often each opcode occurs in the kernels of each launch."""
+    return {
+        launch: {
+            Code(*code): opcodes
+            for code, opcodes in sass.instructions(
+                lambda function, launch=launch: _kernel_of(function, launch)
+            ).items()
+        }
+        for launch in _LAUNCHES
+    }
 
 
 @pytest.fixture(scope="module")
-def prologues() -> dict[Code, Counter[str]]:
-    return {Code(*code): opcodes for code, opcodes in sass.instructions(_prologues).items()}
+def mains(launches: dict[str, Found]) -> Found:
+    return launches["kernel"]
 
 
-@pytest.fixture(scope="module")
-def sinks() -> dict[Code, Counter[str]]:
-    return {Code(*code): opcodes for code, opcodes in sass.instructions(_sinks).items()}
-
-
-def test_every_kernel_is_there_for_its_architecture_alone(
-    mains: dict[Code, Counter[str]],
-    prologues: dict[Code, Counter[str]],
-    sinks: dict[Code, Counter[str]],
-) -> None:
-    expected = {Code("sm_90a", kernel) for kernel in kernels.attention(FAMILY)}
+def test_every_kernel_is_there_for_its_architectures(launches: dict[str, Found]) -> None:
+    """Those of sm_90a's own instructions for it alone."""
+    real = sass.real_architectures()
+    expected = {
+        Code(arch, kernel) for arch in real for kernel in kernels.attention("sm89_backward")
+    }
     assert expected
-    assert set(mains) == set(prologues) == set(sinks) == expected
+    if "sm_90a" in real:
+        expected |= {Code("sm_90a", kernel) for kernel in kernels.attention("sm90_backward")}
+    for launch in _LAUNCHES:
+        assert set(launches[launch]) == expected, launch
 
 
 def test_products_are_wgmma(mains: dict[Code, Counter[str]]) -> None:
-    for code, opcodes in mains.items():
+    for code, opcodes in _of(mains, "sm90_backward").items():
         widths = sass.check_wgmma(code, opcodes, code.kernel.dtype)
         # Scores of a step's queries; dK and dV of a tile's columns; of dQ all columns of half of
         # the queries, or half of the columns of 64.
@@ -92,49 +94,66 @@ def test_products_are_wgmma(mains: dict[Code, Counter[str]]) -> None:
 
 
 def test_tiles_come_and_go_by_the_copy_engine(mains: dict[Code, Counter[str]]) -> None:
-    for code, opcodes in mains.items():
+    for code, opcodes in _of(mains, "sm90_backward").items():
         sass.check_tma(code, opcodes)
         assert sass.count(opcodes, "LDGSTS") == 0, f"{code}: copies of a thread's own"
 
 
 def test_roles_divide_the_registers(mains: dict[Code, Counter[str]]) -> None:
-    for code, opcodes in mains.items():
+    for code, opcodes in _of(mains, "sm90_backward").items():
         sass.check_roles_divide_the_registers(code, opcodes)
 
 
-def test_launches_wait_for_what_is_ahead_of_them(
-    mains: dict[Code, Counter[str]],
-    prologues: dict[Code, Counter[str]],
-    sinks: dict[Code, Counter[str]],
-) -> None:
-    for code, opcodes in (*mains.items(), *prologues.items(), *sinks.items()):
-        sass.check_launches_wait(code, opcodes)
+def test_products_of_sm89_are_of_warps(mains: Found) -> None:
+    for code, opcodes in _of(mains, "sm89_backward").items():
+        sass.check_mma_sync(code, opcodes, code.kernel.dtype)
+        sass.check_cp_async(code, opcodes)
+        # P and dS by columns; Q, K and dO by rows of theirs.
+        assert sass.transposing_loads(opcodes) > 0, f"{code}: {opcodes}"
 
 
-def test_sums_have_a_fixed_order(
-    mains: dict[Code, Counter[str]],
-    prologues: dict[Code, Counter[str]],
-    sinks: dict[Code, Counter[str]],
-) -> None:
-    """Parts of dQ are added at one place, by turns; the only atomic is the ticket."""
-    for code, opcodes in mains.items():
-        sass.check_atomics_count_blocks(code, opcodes, counts=True)
-        adds = {name: n for name, n in opcodes.items() if name.startswith("UBLKRED")}
-        assert adds == {"UBLKRED.G.S.ADD.F32.RN": 1}, f"{code}: {adds}"
+def test_launches_wait_for_what_is_ahead_of_them(launches: dict[str, Found]) -> None:
+    for found in launches.values():
+        for code, opcodes in found.items():
+            sass.check_launches_wait(code, opcodes)
+
+
+def _atomics(opcodes: Counter[str]) -> dict[str, int]:
+    names = ("ATOM", "ATOMG", "RED", "REDG")
+    return {name: n for name, n in opcodes.items() if name.split(".")[0] in names}
+
+
+def test_sums_have_a_fixed_order(launches: dict[str, Found]) -> None:
+    """Parts of dQ are added at one place, by turns; beside that the only atomic is the ticket."""
+    for code, opcodes in launches["kernel"].items():
+        if code.kernel.family == "sm90_backward":
+            sass.check_atomics_count_blocks(code, opcodes, counts=True)
+            adds = {name: n for name, n in opcodes.items() if name.startswith("UBLKRED")}
+            assert adds == {"UBLKRED.G.S.ADD.F32.RN": 1}, f"{code}: {adds}"
+        else:
+            adds = {name: n for name, n in _atomics(opcodes).items() if ".F32" in name}
+            assert len(adds) == 1, f"{code}: {adds}"
+            # As many as a thread's part of dQ has registers, or a quarter of it in vectors.
+            vectors = sass.is_hopper(code.arch)
+            assert ("x4" in next(iter(adds))) == vectors, f"{code}: {adds}"
+            assert _atomics(opcodes).keys() - adds.keys() == {"ATOMG.E.ADD.STRONG.GPU"}, code
         for name in ("LDG.E.STRONG.GPU", "STG.E.STRONG.GPU", "MEMBAR.ALL.GPU"):
             assert opcodes[name] > 0, f"{code}: turns are not waited for: no {name}"
-    for code, opcodes in (*prologues.items(), *sinks.items()):
-        sass.check_no_atomics(code, opcodes)
+    for launch in ("prologue", "sinks"):
+        for code, opcodes in launches[launch].items():
+            sass.check_no_atomics(code, opcodes)
 
 
-def test_nothing_is_in_local_memory(
-    mains: dict[Code, Counter[str]], prologues: dict[Code, Counter[str]]
-) -> None:
-    for found, kernel_of in ((mains, _mains), (prologues, _prologues)):
-        resources = {Code(*code): used for code, used in sass.resources(kernel_of).items()}
-        assert set(resources) == set(found)
-        for code, opcodes in found.items():
-            used = resources[code]
-            # Of static shared memory plans for models know that there is none.
-            assert used["SHARED"] == _RESERVED, f"{code}: {used}"
-            sass.check_no_local_memory(code, opcodes, used)
+@pytest.mark.parametrize("launch", _LAUNCHES)
+def test_nothing_is_in_local_memory(launches: dict[str, Found], launch: str) -> None:
+    resources = {
+        Code(*code): used
+        for code, used in sass.resources(lambda function: _kernel_of(function, launch)).items()
+    }
+    assert set(resources) == set(launches[launch])
+    for code, opcodes in launches[launch].items():
+        used = resources[code]
+        # Of static shared memory plans for models know that there is none.
+        reserved = _RESERVED if sass.is_hopper(code.arch) else 0
+        assert used["SHARED"] == reserved, f"{code}: {used}"
+        sass.check_no_local_memory(code, opcodes, used)

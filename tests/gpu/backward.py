@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import capi
 import flashmoe_science as fm
+import kernels
 import torch
 from gpu import cases, memory, oracle
 from gpu.memory import Placed, Placement
@@ -27,9 +28,15 @@ from reference_backward import CANCELLATION
 
 GRADIENTS = ("dq", "dk", "dv")  # dsinks have tests of their own
 INPUTS = ("dout", "q", "k", "v", "out", "lse", "dlse")
-MAPPED = ("q", "k", "v", "dout", *GRADIENTS)  # walked by the copy engine
-MOST_DIM = 128
-DIMS = tuple(range(8, MOST_DIM + 1, 8))
+READ = ("q", "k", "v", "dout", "out")
+FAMILIES = ("sm90", "sm89")
+# Head dimensions of each family's kernels. All multiples of 8 up to the largest are served.
+COMPILED = {
+    family: sorted(
+        {(kernel.dim, kernel.dim_v) for kernel in kernels.attention(f"{family}_backward")}
+    )
+    for family in FAMILIES
+}
 VALUES = ("normal", "normal", "normal", "peaked", "tiny", "equal", "rising", "falling")
 _BLOCK_SCORES = 2**24  # of one step, float64
 
@@ -69,14 +76,23 @@ class Case(cases.Case):
         )
 
 
-def random_case(seed: int, kernel: str | None = "sm90") -> Case:
+def dims(family: str) -> tuple[int, ...]:
+    """That a family serves, of q and k as of v."""
+    return tuple(range(8, max(COMPILED[family])[0] + 1, 8))
+
+
+def random_case(seed: int, kernel: str) -> Case:
+    """That a family serves. The copy engine, of sm90, walks no negative strides."""
     rng = random.Random(f"backward {seed}")
     base = cases.random_case(seed)
-    dim = rng.choice((64, 128, rng.choice(DIMS), rng.choice(DIMS)))
-    dim_v = dim if rng.random() < 0.5 else rng.choice(DIMS)
+    each = dims("sm90" if kernel == "cpu" else kernel)
+    of_kernels = () if kernel == "cpu" else tuple(dim for dim, _ in COMPILED[kernel])
+    dim = rng.choice((*of_kernels, rng.choice(each), rng.choice(each)))
+    dim_v = dim if rng.random() < 0.5 else rng.choice(each)
     where = {}
-    for name in ("dout", "q", "k", "v", "out", *GRADIENTS):
-        placed = cases.random_placement(rng, readable=name in MAPPED[:4], flips=name == "out")
+    for name in (*READ, *GRADIENTS):
+        flips = name == "out" or kernel == "sm89"
+        placed = cases.random_placement(rng, readable=name in READ[:4], flips=flips)
         repeated = tuple(axis for axis in placed.broadcast if axis != base.seq_axis)
         where[name] = dataclasses.replace(placed, broadcast=repeated)
     for name in ("lse", "dlse"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import capi
+import flashmoe_science as fm
 import kernels
 import pytest
 import torch
@@ -18,11 +19,10 @@ from gpu.backward import GRADIENTS, Call, Case
 from gpu.memory import Placed, Placement
 from torch.profiler import ProfilerActivity, profile
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
+pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda:0"
 ELEMENTS = {"fp16": "__half", "bf16": "__nv_bfloat16"}
-COMPILED = sorted({(kernel.dim, kernel.dim_v) for kernel in kernels.attention("sm90_backward")})
 CASES = [
     Case(batch=2, seq_q=1000, seq_k=1000, heads_q=8, heads_kv=2, causal="top_left"),
     Case(dtype="fp16", batch=2, seq_q=777, seq_k=1023, heads_q=4, heads_kv=4, dim=128, dim_v=128,
@@ -30,12 +30,48 @@ CASES = [
     Case(seq_q=1700, seq_k=1900, heads_q=8, heads_kv=1, dim=128, dim_v=96, causal="bottom_right"),
     Case(dtype="fp16", batch=3, seq_q=300, seq_k=300, heads_q=5, heads_kv=5, dim=40, dim_v=88,
          window=(90, 20), softcap=5.0),
+    Case(batch=2, seq_q=1100, seq_k=900, heads_q=6, heads_kv=3, dim=192, dim_v=128,
+         causal="bottom_right", dlse=True),
+    Case(batch=2, seq_q=800, seq_k=800, heads_q=4, heads_kv=1, dim=256, dim_v=256,
+         causal="top_left"),
 ]  # fmt: skip
 
 
-@pytest.fixture(params=CASES, ids=str)
-def case(request: pytest.FixtureRequest) -> Case:
-    return request.param
+def _cases(family: str) -> list[Case]:
+    """Those that it serves."""
+    of_family = [dataclasses.replace(case, kernel=family) for case in CASES]
+    return [case for case in of_family if max(case.dim, case.dim_v) in backward.dims(family)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests are of each family that computes the gradients, those with `dims` of all that its
+    kernels are compiled for, those with a `case` of all that it serves."""
+    if "kernel" not in metafunc.fixturenames:
+        return
+    every = backward.FAMILIES
+    if "dims" in metafunc.fixturenames:
+        with_dims = [(family, dims) for family in every for dims in backward.COMPILED[family]]
+        metafunc.parametrize(("kernel", "dims"), with_dims, indirect=["kernel"], ids=str)
+    elif "case" in metafunc.fixturenames:
+        with_cases = [(family, case) for family in every for case in _cases(family)]
+        metafunc.parametrize(("kernel", "case"), with_cases, indirect=True, ids=str)
+    else:
+        metafunc.parametrize("kernel", every, indirect=True)
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest) -> str:
+    """The family that calls name."""
+    name: str = request.param
+    reason = families.why_not("sm90_whole_tiles" if name == "sm90" else name)
+    if reason is not None:
+        pytest.skip(reason)
+    return name
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest, kernel: str) -> Case:
+    return dataclasses.replace(request.param, kernel=kernel)
 
 
 def _same_bits(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
@@ -57,104 +93,168 @@ def _checked(case: Case) -> tuple[dict[str, Placed], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_random_calls(seed: int) -> None:
-    backward.check_case(backward.random_case(seed), DEVICE)
+def test_random_calls(kernel: str, seed: int) -> None:
+    backward.check_case(backward.random_case(seed, kernel), DEVICE)
 
 
-@pytest.mark.parametrize("dim", backward.DIMS)
+def _ada(case: Case) -> Case:
+    """By the kernel that a multiprocessor of 100 KiB takes for it. Larger ones take it by name."""
+    dim, dim_v = kernels.least_padding("sm89_backward", case.dim, case.dim_v)
+    name = f"attention_backward_sm89_{case.dtype}_d{dim}_dv{dim_v}_ada"
+    return dataclasses.replace(case, kernel=name)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_calls_of_kernels_for_ada(seed: int) -> None:
+    case = _ada(backward.random_case(seed, "sm89"))
+    backward.check_case(case, DEVICE)
+    if case.batch * case.seq_q * case.seq_k > 0:
+        assert capi.last_launches()[1].kernel.decode() == case.kernel
+
+
+@pytest.mark.parametrize("causal", cases.CAUSAL)
+@pytest.mark.parametrize("dims", backward.COMPILED["sm89"], ids=str)
+def test_kernels_for_ada_give_the_same_bits(dims: tuple[int, int], causal: str) -> None:
+    case = _ada(Case(batch=2, seq_q=1100, seq_k=1300, heads_q=6, heads_kv=3, dim=dims[0],
+                     dim_v=dims[1], causal=causal, dlse=True))  # fmt: skip
+    inputs, want = _checked(case)
+    for _ in range(20):
+        assert _same_bits(backward.gradients(case, inputs), want)
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_every_head_dimension(dtype: str, dim: int) -> None:
-    for dim_v in (dim, 136 - dim):
-        backward.check_case(
-            Case(dtype=dtype, seq_q=200, seq_k=190, heads_q=4, heads_kv=2, dim=dim, dim_v=dim_v,
-                 causal="bottom_right"),
-            DEVICE,
-        )  # fmt: skip
+def test_every_head_dimension(kernel: str, dtype: str) -> None:
+    each = backward.dims(kernel)
+    for dim in each:
+        for dim_v in {dim, each[-1] + 8 - dim}:
+            case = Case(kernel=kernel, dtype=dtype, seq_q=200, seq_k=190, heads_q=4, heads_kv=2,
+                        dim=dim, dim_v=dim_v, causal="bottom_right")  # fmt: skip
+            backward.check_case(case, DEVICE)
 
 
 _EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 385)
 
 
 @pytest.mark.parametrize("causal", cases.CAUSAL)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_lengths_around_those_of_tiles(dim: int, causal: str) -> None:
+def test_lengths_around_those_of_tiles(kernel: str, dims: tuple[int, int], causal: str) -> None:
     for seq_q, seq_k in itertools.product(_EDGES, _EDGES):
-        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=2, dim=dim, dim_v=dim, causal=causal)
+        case = Case(
+            kernel=kernel,
+            seq_q=seq_q,
+            seq_k=seq_k,
+            heads_q=2,
+            dim=dims[0],
+            dim_v=dims[1],
+            causal=causal,
+        )
         backward.check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("window", [(0, 0), (63, 0), (128, None), (None, 65), (200, 300), (1, 1)])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_windows(dim: int, window: tuple[int | None, int | None]) -> None:
+def test_windows(kernel: str, dims: tuple[int, int], window: tuple[int | None, int | None]) -> None:
     for seq_q, seq_k in ((700, 700), (300, 900), (900, 300)):
-        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=3, dim=dim, dim_v=dim, window=window)
+        case = Case(
+            kernel=kernel,
+            seq_q=seq_q,
+            seq_k=seq_k,
+            heads_q=3,
+            dim=dims[0],
+            dim_v=dims[1],
+            window=window,
+        )
         backward.check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(8, 8), (8, 2), (9, 3), (16, 1), (71, 1)])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_query_heads_of_a_kv_head(dim: int, heads_q: int, heads_kv: int) -> None:
-    case = Case(batch=2, seq_q=333, seq_k=400, heads_q=heads_q, heads_kv=heads_kv, dim=dim,
-                dim_v=dim, causal="bottom_right")  # fmt: skip
+def test_query_heads_of_a_kv_head(
+    kernel: str, dims: tuple[int, int], heads_q: int, heads_kv: int
+) -> None:
+    case = Case(kernel=kernel, batch=2, seq_q=333, seq_k=400, heads_q=heads_q, heads_kv=heads_kv,
+                dim=dims[0], dim_v=dims[1], causal="bottom_right")  # fmt: skip
     backward.check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("dims", COMPILED, ids=str)
-def test_softcaps(dims: tuple[int, int], dtype: str, softcap: float) -> None:
+def test_softcaps(kernel: str, dims: tuple[int, int], dtype: str, softcap: float) -> None:
     for values in ("normal", "peaked"):
-        case = Case(dtype=dtype, seq_q=500, seq_k=450, heads_q=4, heads_kv=2, dim=dims[0],
-                    dim_v=dims[1], causal="top_left", values=values, softcap=softcap)  # fmt: skip
+        case = Case(kernel=kernel, dtype=dtype, seq_q=500, seq_k=450, heads_q=4, heads_kv=2,
+                    dim=dims[0], dim_v=dims[1], causal="top_left", values=values,
+                    softcap=softcap)  # fmt: skip
         backward.check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("values", sorted(set(backward.VALUES)))
-@pytest.mark.parametrize("dim", [64, 128])
-def test_kinds_of_values(dim: int, values: str) -> None:
-    case = Case(seq_q=600, seq_k=700, heads_q=2, dim=dim, dim_v=dim, values=values, dlse=True)
+def test_kinds_of_values(kernel: str, dims: tuple[int, int], values: str) -> None:
+    case = Case(
+        kernel=kernel,
+        seq_q=600,
+        seq_k=700,
+        heads_q=2,
+        dim=dims[0],
+        dim_v=dims[1],
+        values=values,
+        dlse=True,
+    )
     backward.check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_many_tiles_of_keys(dim: int, causal: str) -> None:
+def test_many_tiles_of_keys(kernel: str, dims: tuple[int, int], causal: str) -> None:
     """Whose parts of dQ go round among all blocks, more of them than run at a time."""
-    case = Case(seq_q=4100, seq_k=9000, heads_q=4, heads_kv=2, dim=dim, dim_v=dim, causal=causal)
+    case = Case(
+        kernel=kernel,
+        seq_q=4100,
+        seq_k=9000,
+        heads_q=4,
+        heads_kv=2,
+        dim=dims[0],
+        dim_v=dims[1],
+        causal=causal,
+    )
     backward.check_case(case, DEVICE)
 
 
-def test_what_no_pair_is_seen_of_is_zero() -> None:
+def test_what_no_pair_is_seen_of_is_zero(kernel: str, dims: tuple[int, int]) -> None:
     """Rows that see no key, keys that no row sees, and all of both."""
-    for dim in (64, 128):
-        for causal, seq_q, seq_k, window in (
-            ("bottom_right", 700, 300, None),
-            ("top_left", 300, 700, None),
-            ("none", 700, 300, (10, 10)),
-            ("none", 900, 300, (None, 0)),
-        ):
-            case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=2, dim=dim, dim_v=dim, causal=causal,
-                        window=window)  # fmt: skip
-            _, got = _checked(case)  # which holds them to it
-            zeros = [bool((got[name] == 0).all(-1).any()) for name in GRADIENTS]
-            assert any(zeros), case
+    for causal, seq_q, seq_k, window in (
+        ("bottom_right", 700, 300, None),
+        ("top_left", 300, 700, None),
+        ("none", 700, 300, (10, 10)),
+        ("none", 900, 300, (None, 0)),
+    ):
+        case = Case(kernel=kernel, seq_q=seq_q, seq_k=seq_k, heads_q=2, dim=dims[0], dim_v=dims[1],
+                    causal=causal, window=window)  # fmt: skip
+        _, got = _checked(case)  # which holds them to it
+        zeros = [bool((got[name] == 0).all(-1).any()) for name in GRADIENTS]
+        assert any(zeros), case
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_tensors_without_rows(dim: int) -> None:
+def test_tensors_without_rows(kernel: str, dims: tuple[int, int]) -> None:
     for seq_q, seq_k in ((0, 300), (300, 0)):
-        case = Case(batch=2, seq_q=seq_q, seq_k=seq_k, heads_q=4, heads_kv=2, dim=dim, dim_v=dim)
+        case = Case(
+            kernel=kernel,
+            batch=2,
+            seq_q=seq_q,
+            seq_k=seq_k,
+            heads_q=4,
+            heads_kv=2,
+            dim=dims[0],
+            dim_v=dims[1],
+        )
         for wanted in (GRADIENTS, ("dq",), ("dk", "dv")):
             backward.check_case(dataclasses.replace(case, wanted=wanted), DEVICE)
     for batch, seq in ((0, 64), (2, 0)):
-        case = Case(batch=batch, seq_q=seq, seq_k=seq, dim=dim, dim_v=dim)
+        case = Case(kernel=kernel, batch=batch, seq_q=seq, seq_k=seq, dim=dims[0], dim_v=dims[1])
         backward.check_case(case, DEVICE)
 
 
 @pytest.mark.alone  # it takes much memory
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout", "out", *GRADIENTS])
-def test_offsets_beyond_32_bits(name: str) -> None:
-    case = Case(batch=2, seq_q=200, seq_k=300, heads_q=2, heads_kv=2, causal="bottom_right")
+def test_offsets_beyond_32_bits(kernel: str, name: str) -> None:
+    case = Case(
+        kernel=kernel, batch=2, seq_q=200, seq_k=300, heads_q=2, heads_kv=2, causal="bottom_right"
+    )
     row = 2 * 64
     rows = 300 if name in ("k", "v", "dk", "dv") else 200
     gap = 2**31 + 8 - rows * row  # behind a batch
@@ -165,15 +265,67 @@ def test_offsets_beyond_32_bits(name: str) -> None:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("fp32", [(), ("dk",), ("dq", "dv"), GRADIENTS], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_gradients_of_fp32_and_added_to(dim: int, fp32: tuple[str, ...], accumulate: bool) -> None:
+def test_gradients_of_fp32_and_added_to(
+    kernel: str, dims: tuple[int, int], fp32: tuple[str, ...], accumulate: bool
+) -> None:
     for seq_q, seq_k, causal in (
         (500, 700, "none"), (700, 300, "bottom_right"), (300, 700, "top_left"), (0, 70, "none"),
         (70, 0, "none"),
     ):  # fmt: skip
-        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=6, heads_kv=3, dim=dim, dim_v=dim,
-                    causal=causal, fp32=fp32, accumulate=accumulate)  # fmt: skip
+        case = Case(kernel=kernel, seq_q=seq_q, seq_k=seq_k, heads_q=6, heads_kv=3, dim=dims[0],
+                    dim_v=dims[1], causal=causal, fp32=fp32, accumulate=accumulate)  # fmt: skip
         backward.check_case(case, DEVICE)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("ada", [False, True])
+@pytest.mark.parametrize("dims", backward.COMPILED["sm89"], ids=str)
+def test_what_is_not_finite_stays_with_the_rows_and_keys_that_touched_it(
+    dims: tuple[int, int], ada: bool, name: str, value: float
+) -> None:
+    """A query's, with the keys that it sees; a key's, with the queries that see it and all keys
+    that these see."""
+    touched_row, touched_key, batch = 130, 70, 1
+    masks: tuple[dict[str, Any], ...] = (
+        {"causal": "bottom_right"}, {"window": (40, 10)}, {"accumulate": True, "window": (60, 0)},
+    )  # fmt: skip
+    for softcap, options in itertools.product((None, 20.0), masks):
+        case = Case(kernel="sm89", batch=2, seq_q=300, seq_k=300, heads_q=4, heads_kv=2,
+                    dim=dims[0], dim_v=dims[1], softcap=softcap, dlse=True, **options)  # fmt: skip
+        case = _ada(case) if ada else case
+        inputs = backward.make_inputs(case, DEVICE)
+        clean = {key: x.clone() for key, x in backward.logical(inputs).items()}
+        of_key = name in ("k", "v")
+        inputs[name].view[batch, touched_key if of_key else touched_row, 1, 3] = value
+        q, k, v = (inputs[key].view for key in ("q", "k", "v"))
+        out, lse = fm.flash_attention(q, k, v, **case.mask, return_lse=True)
+        inputs["out"].view.copy_(out)
+        inputs["lse"].view.copy_(lse)
+        outputs = backward.make_gradients(case, DEVICE)
+        before = backward.add_to(case, outputs) if case.accumulate else None
+        Call(case, {**inputs, **outputs}).run()
+        got = backward.logical(outputs)
+
+        rows = torch.arange(case.seq_q, device=DEVICE)
+        seen = oracle.visible(rows, case.seq_q, case.seq_k, case.causal, case.window)
+        of_rows = seen[:, touched_key] if of_key else rows == touched_row
+        of_keys = seen[of_rows].any(0)
+        heads = slice(2, 4) if of_key else slice(1, 2)  # of KV head 1, or one of KV head 0
+        if name != "q" or value != value:  # an infinite logit may be one of -inf
+            assert not got["dq"][batch, of_rows, heads].isfinite().all()
+        exact = backward.float64(clean, case)
+        for key, x in got.items():
+            want = exact[key].transpose(1, 2)
+            if before is not None:
+                want = want + before[key]
+            touched = torch.zeros(x.shape, dtype=torch.bool, device=DEVICE)
+            if key == "dq":
+                touched[batch, :, heads] = of_rows[:, None, None]
+            else:
+                touched[batch, :, 1 if of_key else 0] = of_keys[:, None]
+            x.copy_(torch.where(touched, want.to(x.dtype), x))
+        backward.assert_accurate(got, clean, case, before)
 
 
 @pytest.mark.parametrize("fp32", [False, True])
@@ -238,12 +390,13 @@ def test_two_hundred_runs_give_the_same_bits(case: Case) -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_other_heads_make_no_difference_to_the_bits(dtype: str, dim: int) -> None:
+def test_other_heads_make_no_difference_to_the_bits(
+    kernel: str, dtype: str, dims: tuple[int, int]
+) -> None:
     """Which blocks take an item and which heads alternate depend on all heads."""
-    case = Case(dtype=dtype, batch=3, seq_q=1100, seq_k=1100, heads_q=12, heads_kv=6, dim=dim,
-                dim_v=dim, causal="bottom_right")  # fmt: skip
+    case = Case(kernel=kernel, dtype=dtype, batch=3, seq_q=1100, seq_k=1100, heads_q=12,
+                heads_kv=6, dim=dims[0], dim_v=dims[1], causal="bottom_right")  # fmt: skip
     inputs, want = _checked(case)
     alone = dataclasses.replace(case, batch=1, heads_q=2, heads_kv=1)
     for batch, head in ((0, 0), (1, 3), (2, 5)):
@@ -287,9 +440,9 @@ def test_no_dlse_is_one_of_zeros(case: Case) -> None:
     assert _same_bits(backward.gradients(case, {**inputs, "dlse": zeros}), want)
 
 
-def test_what_the_workspace_held_makes_no_difference(case: Case) -> None:
+def test_what_the_workspace_held_makes_no_difference(kernel: str, case: Case) -> None:
     """Calls of other shapes take turns in one, and leave theirs behind."""
-    every = [case, *CASES]
+    every = [case, *_cases(kernel)]
     made = [(one, *_checked(one)) for one in every]
     most = max(Call(one, {**inputs, **backward.make_gradients(one, DEVICE)}).plan().workspace_bytes
                for one, inputs, _ in made)  # fmt: skip
@@ -391,22 +544,31 @@ def _planned(case: Case) -> tuple[Call, capi.Plan]:
     return call, call.plan()
 
 
-@pytest.mark.parametrize("dims", [*COMPILED, (8, 8), (40, 64), (72, 8), (64, 128)], ids=str)
+def _suffix(kernel: str, softcap: float | None) -> str:
+    """Of the name of the kernel that this GPU takes for calls with such a softcap."""
+    if kernel == "sm90":
+        return "" if softcap is None else "_softcap"
+    shared = torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor
+    return "" if shared > 200 * 1024 else "_ada"
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (56, 24), (8, 56)])
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("softcap", [None, 30.0])
-@pytest.mark.parametrize("kernel", ["sm90", None])
 def test_the_plan_is_the_launch(
-    dtype: str, dims: tuple[int, int], softcap: float | None, kernel: str | None
+    kernel: str, dtype: str, dims: tuple[int, int], padding: tuple[int, int], softcap: float | None
 ) -> None:
-    case = Case(dtype=dtype, batch=2, seq_q=333, seq_k=444, heads_q=6, heads_kv=2, dim=dims[0],
-                dim_v=dims[1], causal="bottom_right", softcap=softcap, kernel=kernel)  # fmt: skip
+    case = Case(kernel=kernel, dtype=dtype, batch=2, seq_q=333, seq_k=444, heads_q=6, heads_kv=2,
+                dim=dims[0] - padding[0], dim_v=dims[1] - padding[1], causal="bottom_right",
+                softcap=softcap)  # fmt: skip
     call, plan = _planned(case)
     call.run()
     launches = capi.last_launches()
     assert capi.is_planned(plan, launches)
-    assert (plan.family, plan.operation, plan.isa) == (b"sm90", b"attention_backward", b"sm_90a")
-    compiled = kernels.least_padding("sm90_backward", *dims)
-    name = f"sm90_{dtype}_d{compiled[0]}_dv{compiled[1]}{'' if softcap is None else '_softcap'}"
+    assert (plan.family.decode(), plan.operation) == (kernel, b"attention_backward")
+    assert plan.isa.startswith(b"sm_") and (plan.isa == b"sm_90a") == (kernel == "sm90")
+    compiled = kernels.least_padding(f"{kernel}_backward", case.dim, case.dim_v)
+    name = f"{kernel}_{dtype}_d{compiled[0]}_dv{compiled[1]}{_suffix(kernel, softcap)}"
     assert [launch.kernel.decode() for launch in launches] == [
         f"attention_backward_prologue_{name}",
         f"attention_backward_{name}",
@@ -416,8 +578,10 @@ def test_the_plan_is_the_launch(
     assert prologue.grid[0] == tiles_q * main.tile_m // prologue.tile_m
     items = -(-case.seq_k // main.tile_n) * case.batch * case.heads_kv
     resident = torch.cuda.get_device_properties(0).multi_processor_count
+    if kernel == "sm89" and main.block[0] == 128 and compiled == (64, 64):
+        resident *= 2
     assert main.grid[0] == min(items, resident)
-    assert main.block[0] == 384
+    assert main.block[0] in {"sm90": (384,), "sm89": (128, 256)}[kernel]
     assert main.shared_bytes <= families.SHARED_BYTES["sm90_whole_tiles"]
     assert prologue.local_bytes == 0 and main.local_bytes == 0
     for launch in launches:
@@ -426,6 +590,20 @@ def test_the_plan_is_the_launch(
     assert plan.microseconds > 0
     rows = tiles_q * main.tile_m
     assert plan.workspace_bytes <= rows * (4 * compiled[0] + 3 * 4) + 4096
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("dim", [8, 64, 128, 200, 256])
+def test_a_call_that_names_no_family_is_served(dim: int, softcap: float | None) -> None:
+    """By Hopper's kernels where they serve it."""
+    for where in ({}, {"q": Placement((0, 1, 2, 3), (0, 0, 0, 0), flipped=(1,))}):
+        case = Case(kernel=None, seq_q=333, seq_k=444, heads_q=4, heads_kv=2, dim=dim, dim_v=dim,
+                    softcap=softcap, where=where)  # fmt: skip
+        _, plan = _planned(case)
+        by_sm90 = families.why_not("sm90_whole_tiles") is None and not where
+        by_sm90 = by_sm90 and dim in backward.dims("sm90")
+        assert plan.family.decode() == ("sm90" if by_sm90 else "sm89")
+        backward.check_case(case, DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -447,12 +625,12 @@ def _profiled_work(path: Path, call: Call, workspace: torch.Tensor) -> list[dict
 
 
 @pytest.mark.usefixtures("_profiler_is_warm")
-@pytest.mark.parametrize("dims", COMPILED, ids=str)
 @pytest.mark.parametrize("dtype", ELEMENTS)
 def test_a_profiler_sees_the_planned_kernels_and_nothing_else(
-    dtype: str, dims: tuple[int, int], tmp_path: Path
+    kernel: str, dtype: str, dims: tuple[int, int], tmp_path: Path
 ) -> None:
-    case = Case(dtype=dtype, seq_q=333, seq_k=444, heads_q=2, dim=dims[0], dim_v=dims[1])
+    case = Case(kernel=kernel, dtype=dtype, seq_q=333, seq_k=444, heads_q=2, dim=dims[0],
+                dim_v=dims[1])  # fmt: skip
     call, _ = _planned(case)
     workspace = call.workspace()
     call.run(workspace)
@@ -465,7 +643,9 @@ def test_a_profiler_sees_the_planned_kernels_and_nothing_else(
         assert tuple(arguments["grid"]) == tuple(launch.grid)
         assert tuple(arguments["block"]) == tuple(launch.block)
         assert arguments["shared memory"] == launch.shared_bytes
-        assert f"flashmoe::sm90_backward::attention_backward_{function}<" in event["name"]
+        space = f"{kernel}_backward" if function == "kernel" else "attention_backward"
+        assert f"flashmoe::{space}::attention_backward_{function}<" in event["name"]
+        assert f"{kernel}_backward::" in event["name"]
         traits = re.search(
             r"Traits<\s*(\w+),\s*(?:\(int\))?(\d+),\s*(?:\(int\))?(\d+)", event["name"]
         )
@@ -473,21 +653,17 @@ def test_a_profiler_sees_the_planned_kernels_and_nothing_else(
         assert traits.groups() == (ELEMENTS[dtype], *map(str, dims))
 
 
-def test_what_no_kernel_computes_is_refused_and_leaves_the_outputs() -> None:
-    flipped = {"q": Placement((0, 1, 2, 3), (0, 0, 0, 0), flipped=(1,))}
-    for case, sentence in (
-        (Case(dim=136, dim_v=136), "head dimensions 136 and 136, accepted are up to 128"),
-        (Case(dim=64, dim_v=256), "head dimensions 64 and 256, accepted are up to 128"),
-        (Case(where=flipped), "a stride that is negative"),
-    ):
-        inputs = backward.make_inputs(case, DEVICE)
-        outputs = backward.make_gradients(case, DEVICE)
-        call = Call(case, {**inputs, **outputs})
-        workspace = torch.empty(1 << 24, dtype=torch.uint8, device=DEVICE)
-        for make in (call.plan, lambda call=call, room=workspace: call.run(room)):
-            with pytest.raises(capi.FlashmoeError, match=sentence) as caught:
-                make()
-            assert caught.value.status == capi.UNSUPPORTED
-            assert caught.value.sentence.startswith("kernel: cannot be served: sm90: ")
-        torch.cuda.synchronize()
-        assert all(placed.intact(inside=True) for placed in outputs.values())
+@pytest.mark.usefixtures("sm90")
+def test_what_sm90_does_not_compute_is_refused_and_leaves_the_outputs() -> None:
+    case = Case(where={"q": Placement((0, 1, 2, 3), (0, 0, 0, 0), flipped=(1,))})
+    inputs = backward.make_inputs(case, DEVICE)
+    outputs = backward.make_gradients(case, DEVICE)
+    call = Call(case, {**inputs, **outputs})
+    workspace = torch.empty(1 << 24, dtype=torch.uint8, device=DEVICE)
+    for make in (call.plan, lambda: call.run(workspace)):
+        with pytest.raises(capi.FlashmoeError, match="a stride that is negative") as caught:
+            make()
+        assert caught.value.status == capi.UNSUPPORTED
+        assert caught.value.sentence.startswith("kernel: cannot be served: sm90: ")
+    torch.cuda.synchronize()
+    assert all(placed.intact(inside=True) for placed in outputs.values())

@@ -14,13 +14,15 @@ from pathlib import Path
 import capi
 import kernels
 import pytest
-from gpu import families, moe_layers, sanitize_moe
+from gpu import families, moe_layers, sanitize_attention_backward, sanitize_moe
 
 pytestmark = pytest.mark.gpu
 
 ATTENTION = Path(__file__).with_name("sanitize_attention.py")
+BACKWARD = Path(__file__).with_name("sanitize_attention_backward.py")
 MOE = Path(__file__).with_name("sanitize_moe.py")
 PARTS = [*((ATTENTION, family) for family in kernels.FAMILIES),
+         *((BACKWARD, family) for family in sanitize_attention_backward.FAMILIES),
          *((MOE, part) for part in sanitize_moe.PARTS)]  # fmt: skip
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ERROR_CODE = 86
@@ -37,8 +39,9 @@ def sanitizer() -> str:
 
 
 def _skip_unless_served(program: Path, part: str) -> None:
-    why_not = families.why_not if program == ATTENTION else moe_layers.why_not
-    reason = why_not(part) if part != "route" else None
+    why_not = moe_layers.why_not if program == MOE else families.why_not
+    name = "sm90_whole_tiles" if (program, part) == (BACKWARD, "sm90") else part
+    reason = why_not(name) if part != "route" else None
     if reason is not None:
         pytest.skip(reason)
 
@@ -47,6 +50,9 @@ def _kernels(program: Path, part: str) -> set[str]:
     """That the part is to run, on any of its calls."""
     if program == ATTENTION:
         return {kernel.table_name for kernel in kernels.attention(part)}
+    if program == BACKWARD:
+        compiled = kernels.attention(f"{part}_backward")
+        return {sanitize_attention_backward.kernel_name(part, kernel) for kernel in compiled}
     return sanitize_moe.stated_kernels(part) if moe_layers.is_as_stated() else set()
 
 

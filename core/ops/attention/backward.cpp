@@ -98,6 +98,9 @@ struct AttentionBackward {
 #if FLASHMOE_WITH_SM90
       &kSm90AttentionBackward,
 #endif
+#if FLASHMOE_WITH_CUDA
+      &kSm89AttentionBackward,
+#endif
       &kCpuAttentionBackward,
   };
 

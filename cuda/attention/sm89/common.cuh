@@ -72,78 +72,6 @@ struct TileSteps {
   }
 };
 
-// Copies kRows consecutive rows of a [rows, dim] matrix into a tile, all threads of the block
-// taking part, and moves on to the next kRows. Rows past the end and columns from `dim` on become
-// zero.
-template <class Layout, int kRows, int kThreads>
-class TileLoader {
- public:
-  // `base` is the first row to copy; `tile` the address in shared memory that offsets count from.
-  __device__ __forceinline__ TileLoader(const uint16_t* base, int64_t row_stride, uint32_t tile)
-      : source_(base + row() * row_stride + chunk() * kElementsPerChunk),
-        address_(tile + Layout::chunk_offset(row(), chunk())) {
-    pin(address_);
-  }
-  // For a matrix whose tiles have the same layout as another's, `offset` bytes behind them: the two
-  // share a register.
-  __device__ __forceinline__ TileLoader(const uint16_t* base, int64_t row_stride,
-                                        const TileLoader& other, uint32_t offset)
-      : source_(base + row() * row_stride + chunk() * kElementsPerChunk),
-        address_(other.address_ + offset) {}
-
-  // `rows` of the matrix are left from the first one of this tile on.
-  __device__ __forceinline__ void load_next(uint32_t offset, int64_t row_stride, int rows,
-                                            int dim) {
-    const uint32_t tile = address_ + offset;
-    const int64_t pass_stride = kRowsPerPass * row_stride;
-    if (rows >= kRows && dim == Layout::kDim) {
-#pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        if (copies(i)) ptx::cp_async_16(pass_address(tile, i), source_);
-        source_ += pass_stride;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        // An address past the end is not touched when there is nothing to copy.
-        const bool valid = row() + i * kRowsPerPass < rows && chunk() * kElementsPerChunk < dim;
-        if (copies(i)) ptx::cp_async_16_or_zero(pass_address(tile, i), source_, valid);
-        source_ += pass_stride;
-      }
-    }
-  }
-
- private:
-  static constexpr int next_power_of_two(int n) {
-    int power = 1;
-    while (power < n) power *= 2;
-    return power;
-  }
-  // Rows whose length is no power of two leave some lanes idle: cheaper than divisions.
-  static constexpr int kLanesPerRow = next_power_of_two(Layout::kChunksPerRow);
-  static constexpr int kRowsPerPass = kThreads / kLanesPerRow;
-  static constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
-  static constexpr uint32_t kPassBytes = static_cast<uint32_t>(kRowsPerPass * Layout::kRowBytes);
-  // What a pass changes in the swizzle of a thread's chunk: nothing, or one bit with every odd
-  // pass.
-  static constexpr uint32_t kOddPassBit =
-      kRowsPerPass % 8 == 0 ? 0 : Layout::kSwizzleChunks / 2 * kBytesPerChunk;
-  static_assert(kRowsPerPass % 8 == 0 || kRowsPerPass == 4);
-
-  static __device__ __forceinline__ uint32_t pass_address(uint32_t first, int pass) {
-    return (first ^ (pass % 2 == 1 ? kOddPassBit : 0)) + static_cast<uint32_t>(pass) * kPassBytes;
-  }
-  static __device__ __forceinline__ int row() { return thread_index() / kLanesPerRow; }
-  static __device__ __forceinline__ int chunk() { return thread_index() % kLanesPerRow; }
-  static __device__ __forceinline__ bool copies(int pass) {
-    return (Layout::kChunksPerRow == kLanesPerRow || chunk() < Layout::kChunksPerRow) &&
-           (kRows % kRowsPerPass == 0 || row() + pass * kRowsPerPass < kRows);
-  }
-
-  const uint16_t* source_;
-  uint32_t address_;
-};
-
 // The loaders of K and V.
 template <class Traits>
 using KLoader = TileLoader<typename Traits::KLayout, Traits::kStepKeys, Traits::kThreads>;
@@ -169,24 +97,6 @@ using Scores = float[Traits::kRowAtoms][Traits::kStepKeys / 8][4];
 // A fragments of the Q that is kept in registers.
 template <class Traits>
 using Queries = uint32_t[larger(Traits::kQRegisterDims / 16, 1)][Traits::kRowAtoms][4];
-
-// Addresses in shared memory of a lane's part of the fragments of a tile, for Layout::fragment.
-template <class Layout>  // A operand: rows x k
-__device__ __forceinline__ uint32_t a_fragments(uint32_t tile, int first_row) {
-  const int lane = lane_index();
-  return Layout::fragment_base(tile, first_row + (lane & 15), lane >> 4);
-}
-
-template <class Layout>  // B operand stored as columns x k
-__device__ __forceinline__ uint32_t b_fragments(uint32_t tile) {
-  const int lane = lane_index();
-  return Layout::fragment_base(tile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
-}
-
-template <class Layout>  // B operand stored as k x columns
-__device__ __forceinline__ uint32_t b_fragments_trans(uint32_t tile) {
-  return a_fragments<Layout>(tile, 0);
-}
 
 template <class Layout, int kAtoms>
 __device__ __forceinline__ void load_q(uint32_t (&q)[kAtoms][4], uint32_t q_lane, int pair) {

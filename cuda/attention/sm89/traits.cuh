@@ -3,13 +3,12 @@
 
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
+#include "cuda/tile/mma_tile.cuh"
 
 namespace flashmoe::sm89 {
 
 inline constexpr int kMaxSharedBytesPerBlock = 99 * 1024;  // sm_86, sm_89: 100 KiB less 1 reserved
-inline constexpr int kBytesPerChunk = 16;                  // one cp.async, one ldmatrix row
-inline constexpr int kElementsPerChunk = 8;
-inline constexpr int kTileInfoBytes = 16;  // a Tile in shared memory
+inline constexpr int kTileInfoBytes = 16;                  // a Tile in shared memory
 
 // What a warp owns: see split_q.cuh and split_dim_v.cuh.
 enum class Scheme { kSplitQ, kSplitDimV };
@@ -47,39 +46,6 @@ template <int kDim, int kDimV>
 struct EightWarpTuning {
   static_assert(kDim == 128 && kDimV == 128);
   static constexpr Tuning value = {Scheme::kSplitQ, 8, 2, 32, 2, 32, 1, 1};
-};
-
-// A [rows, kDim] tile of 16-bit elements in shared memory. The 16-byte chunks of a row are permuted
-// so that the eight rows of an 8x8 matrix lie in distinct banks, for any row length that is a
-// multiple of 64 bytes.
-template <int kDim_>
-struct TileLayout {
-  static constexpr int kDim = kDim_;
-  static_assert(kDim % 32 == 0, "rows are multiples of 64 bytes");
-  static constexpr int kChunksPerRow = kDim / kElementsPerChunk;
-  static constexpr int kRowBytes = kDim * 2;
-  static constexpr bool kWide = kRowBytes % 128 == 0;
-  static constexpr int kSwizzleChunks = kWide ? 8 : 4;
-
-  static __device__ __forceinline__ uint32_t swizzle(int row) {
-    return static_cast<uint32_t>(kWide ? row & 7 : (row >> 1) & 3);
-  }
-  static __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
-    return static_cast<uint32_t>(row * kRowBytes) +
-           (static_cast<uint32_t>(chunk) ^ swizzle(row)) * kBytesPerChunk;
-  }
-  // ldmatrix addresses of one lane: `fragment_base` once, then `fragment` per 16-element column
-  // pair. 2 * pair has its low bit clear and rows step by multiples of 8, so the swizzle is one
-  // exclusive or with a constant.
-  static __device__ __forceinline__ uint32_t fragment_base(uint32_t tile, int row, int half) {
-    return tile + chunk_offset(row, half);
-  }
-  static __device__ __forceinline__ uint32_t fragment(uint32_t base, int row, int pair) {
-    constexpr int kPairs = kSwizzleChunks / 2;
-    return (base ^ static_cast<uint32_t>((pair % kPairs) * 2 * kBytesPerChunk)) +
-           static_cast<uint32_t>((pair / kPairs) * kSwizzleChunks * kBytesPerChunk +
-                                 row * kRowBytes);
-  }
 };
 
 // What both schemes have in common.

@@ -247,7 +247,7 @@ struct Writer {
   };
   __device__ __forceinline__ Part part_of(const Item& item, int head, int tile_q) const {
     const Parts parts = Parts::of<Traits>(params, tile_q);
-    const int before = item.ascends ? item.tile - parts.first : parts.last - item.tile;
+    const int before = parts.before(item);
     return {static_cast<uint32_t>((item.batch * params.heads_q + head) * params.tiles_q + tile_q),
             static_cast<uint32_t>(before), before == parts.last - parts.first};
   }

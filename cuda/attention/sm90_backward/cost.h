@@ -1,62 +1,15 @@
-// What a call takes by the sm_90 backward kernels. Fitted to measurements on an H200
+// How fast the sm_90 backward kernels are. Fitted to measurements on an H200
 // (docs/lab/attention_backward.md).
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-
-#include "cuda/attention/cost.h"
+#include "cuda/attention/backward/cost.h"
 #include "cuda/attention/sm90_backward/entry.h"
 
 namespace flashmoe::sm90_backward {
 
-struct Speed {
-  double rate;  // floating-point operations of a multiprocessor in a microsecond
-  double item;  // microseconds of an item beside its steps
-};
-
-inline Speed speed_of(int dim) { return dim <= 64 ? Speed{4.05e6, 3.75} : Speed{4.5e6, 2.0}; }
-
-inline constexpr double kLaunches = 6.0;             // microseconds
-inline constexpr double kPrologueMemoryShare = 0.7;  // of the memory's peak
-
-inline double prologue_microseconds(const AttentionProblem& p, const DeviceFacts& facts) {
-  if (facts.memory_bytes_per_microsecond <= 0) return 0;
-  const double rows = static_cast<double>(p.batch * p.heads_q) * static_cast<double>(p.seq_q);
-  const auto row_bytes = static_cast<double>(2 * p.dim_v * dtype_bytes(p.q.dtype));
-  return rows * row_bytes / (facts.memory_bytes_per_microsecond * kPrologueMemoryShare);
-}
-
-// A step is a tile of queries and one of keys. Blocks share the items; the longest one is never
-// shared.
-inline double main_microseconds(const AttentionProblem& p, const Entry& entry,
-                                const DeviceFacts& facts) {
-  const Work work = work_of(p);
-  const Speed speed = speed_of(entry.dim);
-  const double tile_q = entry.tile_q;
-  const double tile_k = entry.tile_k;
-  const double tiles_q = ceil_of(work.seq_q, tile_q);
-  const double tiles_k = ceil_of(work.seq_k, tile_k);
-  const double step =
-      tile_q * tile_k * 2.0 * (3 * entry.dim + 2 * entry.dim_v) / speed.rate;  // microseconds
-  // Each bound cuts through tiles, of which all is computed.
-  const double bounds = (p.bounded_left ? 1.0 : 0.0) + (p.bounded_right ? 1.0 : 0.0);
-  const double cut = bounds * (tile_q + tile_k) / 2;
-  const double seen_tiles = std::min(tiles_k, (work.keys + cut) / tile_k);
-  const double items = work.heads_kv * tiles_k;
-  if (items == 0) return 0;
-  const double all = items * speed.item + work.heads_q * tiles_q * seen_tiles * step;
-  double longest_tiles = tiles_q;
-  if (p.bounded_left && p.bounded_right) {
-    longest_tiles = std::min(tiles_q, (work.most_keys + cut) / tile_q);
-  }
-  const double longest = speed.item + work.heads_q / work.heads_kv * longest_tiles * step;
-  return std::max(all / std::min<double>(items, facts.multiprocessors), longest);
-}
-
-inline double microseconds_of(const AttentionProblem& p, const Entry& entry,
-                              const DeviceFacts& facts) {
-  return kLaunches + prologue_microseconds(p, facts) + main_microseconds(p, entry, facts);
+inline attention_backward::Speed speed_of(const Entry& entry) {
+  if (entry.dim <= 64) return {4.05e6, 3.75};
+  return {4.5e6, 2.0};
 }
 
 }  // namespace flashmoe::sm90_backward

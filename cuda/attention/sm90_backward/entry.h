@@ -1,20 +1,14 @@
-// One instantiated sm_90 attention backward kernel with its prologue and the kernel of dsinks, as
-// the host sees them.
+// One instantiated sm_90 attention backward kernel, as the host sees it.
 #pragma once
 
-#include "cuda/attention/launch.h"
+#include "cuda/attention/backward/entry.h"
 
 namespace flashmoe::sm90_backward {
 
-struct Entry : AttentionKernel {
+struct Entry : attention_backward::Entry {
   bool capped;      // for logits with a softcap, and for no others
   int box_columns;  // of every box
   int box_rows;     // of a box of dq, dk and dv
-  Kernel prologue;
-  int prologue_rows;  // of a block
-  int prologue_threads;
-  Kernel sinks;
-  int sinks_threads;
 };
 
 }  // namespace flashmoe::sm90_backward

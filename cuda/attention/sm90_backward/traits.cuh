@@ -49,6 +49,8 @@ struct Traits {
   static constexpr int kDimV = kDimV_;
   static constexpr int kThreads = (kConsumers + 1) * kThreadsPerGroup;
   static constexpr int kTileQ = kTuning.tile_q;
+  static constexpr int kTileK = sm90_backward::kTileK;
+  static constexpr int kPanels = 1;  // of a tile of dQ
   static constexpr int kStages = kTuning.stages;
   static constexpr bool kCapped = kTuning.capped;
   // dS is made of P as it was rounded for dV, whose registers it takes over: fp32 P has no room.

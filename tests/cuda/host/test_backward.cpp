@@ -1,6 +1,7 @@
-// The host side of the sm_90 attention backward on a made-up CUDA: what is planned, refused and
-// launched, with what parameters and maps, and how long it is said to take. test_backward
-// [no-driver | no-map-moves]: without those parts of CUDA.
+// The host side of the attention backward on a made-up CUDA: what is planned, refused and launched,
+// with what parameters and maps, and how long it is said to take; first by the family sm90, then by
+// sm89, and which of them serves what. test_backward [no-driver | no-map-moves]: without those
+// parts of CUDA.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -13,6 +14,7 @@
 
 #include "check.h"
 #include "core/backends.h"
+#include "cuda/attention/sm89_backward/entry.h"
 #include "cuda/attention/sm90_backward/entry.h"
 #include "cuda/attention/sm90_backward/params.h"
 #include "cuda/attention/sm90_backward/traits.cuh"
@@ -35,22 +37,23 @@ static LoadedKernel loaded_prologue[kMaxDevices];
 static LoadedKernel loaded_sinks[kMaxDevices];
 extern const Entry entry_fp16_d64_dv64;
 const Entry entry_fp16_d64_dv64 = {
-    {{"attention_backward_sm90_fp16_d64_dv64", kMain, 200000, loaded},
-     Dtype::kFloat16,
-     64,
-     64,
-     80,
-     112,
-     3,
-     416},
+    {{{"attention_backward_sm90_fp16_d64_dv64", kMain, 200000, loaded},
+      Dtype::kFloat16,
+      64,
+      64,
+      80,
+      112,
+      3,
+      416},
+     1,
+     {"attention_backward_prologue_sm90_fp16_d64_dv64", kPrologue, 0, loaded_prologue},
+     40,
+     160,
+     {"attention_backward_sinks_sm90_fp16_d64_dv64", kSinks, 640, loaded_sinks},
+     192},
     false,
     32,
     48,
-    {"attention_backward_prologue_sm90_fp16_d64_dv64", kPrologue, 0, loaded_prologue},
-    40,
-    160,
-    {"attention_backward_sinks_sm90_fp16_d64_dv64", kSinks, 640, loaded_sinks},
-    192,
 };
 
 // The real ones, for estimates.
@@ -58,22 +61,23 @@ template <class Traits>
 static LoadedKernel loaded_of[3][kMaxDevices];
 template <class Traits>
 static Entry entry_of(const char* name, const char* prologue, const char* sinks) {
-  return {{{name, kMain, Traits::kSharedBytes, loaded_of<Traits>[0]},
-           Dtype::kBFloat16,
-           Traits::kDim,
-           Traits::kDimV,
-           Traits::kTileQ,
-           kTileK,
-           Traits::kStages,
-           Traits::kThreads},
+  return {{{{name, kMain, Traits::kSharedBytes, loaded_of<Traits>[0]},
+            Dtype::kBFloat16,
+            Traits::kDim,
+            Traits::kDimV,
+            Traits::kTileQ,
+            Traits::kTileK,
+            Traits::kStages,
+            Traits::kThreads},
+           Traits::kPanels,
+           {prologue, kPrologue, 0, loaded_of<Traits>[1]},
+           64,
+           256,
+           {sinks, kSinks, 256, loaded_of<Traits>[2]},
+           1024},
           Traits::kCapped,
           kBoxColumns,
-          kKeysPerGroup,
-          {prologue, kPrologue, 0, loaded_of<Traits>[1]},
-          64,
-          256,
-          {sinks, kSinks, 256, loaded_of<Traits>[2]},
-          1024};
+          kKeysPerGroup};
 }
 extern const Entry entry_bf16_d64_dv64;
 const Entry entry_bf16_d64_dv64 = entry_of<Traits<__nv_bfloat16, 64, 64>>(
@@ -86,6 +90,41 @@ const Entry entry_bf16_d128_dv128 = entry_of<Traits<__nv_bfloat16, 128, 128>>(
 
 }  // namespace flashmoe::sm90_backward
 
+namespace flashmoe::sm89_backward {
+
+static const void* const kMain = reinterpret_cast<const void*>(0x89);
+static const void* const kPrologue = reinterpret_cast<const void*>(0x8a);
+static const void* const kSinks = reinterpret_cast<const void*>(0x8b);
+
+template <int kKernel>
+static LoadedKernel loaded[3][kMaxDevices];
+template <int kKernel>
+static Entry entry_of(const char* name, const char* prologue, const char* sinks, Dtype dtype,
+                      int dim, int shared_bytes, int blocks_per_sm) {
+  return {{{{name, kMain, shared_bytes, loaded<kKernel>[0]}, dtype, dim, dim, 48, 96, 3, 224},
+           1,
+           {prologue, kPrologue, 0, loaded<kKernel>[1]},
+           24,
+           160,
+           {sinks, kSinks, 640, loaded<kKernel>[2]},
+           192},
+          blocks_per_sm};
+}
+#define ENTRY(index, name, dtype, dim, shared_bytes, blocks_per_sm)                \
+  extern const Entry entry_##name;                                                 \
+  const Entry entry_##name = entry_of<index>(                                      \
+      "attention_backward_sm89_" #name, "attention_backward_prologue_sm89_" #name, \
+      "attention_backward_sinks_sm89_" #name, Dtype::dtype, dim, shared_bytes, blocks_per_sm);
+ENTRY(0, fp16_d64_dv64, kFloat16, 64, 66000, 2)
+ENTRY(1, fp16_d64_dv64_ada, kFloat16, 64, 98000, 1)
+ENTRY(2, bf16_d64_dv64, kBFloat16, 64, 66000, 2)
+ENTRY(3, bf16_d128_dv128, kBFloat16, 128, 220000, 1)
+ENTRY(4, bf16_d256_dv256, kBFloat16, 256, 210000, 1)
+ENTRY(5, bf16_d256_dv256_ada, kBFloat16, 256, 90000, 1)
+#undef ENTRY
+
+}  // namespace flashmoe::sm89_backward
+
 namespace flashmoe {
 
 static flashmoe_status no_cpu(const AttentionBackwardProblem&, Plan*, const Reason& reason) {
@@ -95,6 +134,7 @@ const AttentionBackwardFamily kCpuAttentionBackward = {"cpu", FLASHMOE_DEVICE_CP
 
 namespace {
 
+using attention_backward::CommonParams;
 using sm90_backward::Params;
 
 // ---- calls
@@ -142,6 +182,7 @@ struct Call {
                     strides[i],
                     0};
     }
+    params.kernel = "sm90";
     params.q = &tensors[kQ];
     params.k = &tensors[kK];
     params.v = &tensors[kV];
@@ -184,6 +225,8 @@ struct Seen {
 };
 thread_local std::vector<Seen> seen;
 
+// The family's parameters are so many bytes.
+template <size_t kBytes = sizeof(Params)>
 void watch() {
   seen.clear();
   fake::maps.clear();
@@ -191,7 +234,7 @@ void watch() {
   fake::on_launch = [](const void* params) {
     Seen one;
     one.launch = fake::last;
-    std::memcpy(static_cast<void*>(&one.params), params, sizeof one.params);
+    std::memcpy(static_cast<void*>(&one.params), params, kBytes);
     seen.push_back(one);
   };
 }
@@ -275,7 +318,7 @@ void a_kernel_may_be_named() {
 // would descend, or where query heads share a KV head.
 void the_last_heads_ascend() {
   const auto descending = [](int64_t heads, int64_t heads_per_kv, int64_t tiles_k, bool bounded) {
-    return sm90_backward::order_of(heads, heads_per_kv, tiles_k, 1, bounded).descending;
+    return attention_backward::order_of(heads, heads_per_kv, tiles_k, 1, bounded).descending;
   };
   CHECK(descending(64, 1, 64, true) == 59);
   CHECK(descending(64, 1, 64, false) == 0);
@@ -290,7 +333,7 @@ void the_last_heads_ascend() {
 
 // Groups are of one size, but for rounding.
 void heads_of_a_group_alternate() {
-  using sm90_backward::order_of;
+  using attention_backward::order_of;
   constexpr int64_t kMiB = 1 << 20;
   CHECK(order_of(0, 1, 8, kMiB, false).ascending_group == 1);
   CHECK(order_of(8, 1, 64, kMiB, false).ascending_group == 4);
@@ -321,12 +364,12 @@ void params_are_of_the_call() {
   for (const auto& repeats : {p.q_repeats, p.k_repeats, p.dout_repeats}) {
     CHECK(repeats.batch == 1 && repeats.head == 1);
   }
-  CHECK(p.out_rows == call.tensors[kOut].data && p.dout_rows == call.tensors[kDout].data);
-  CHECK(p.dq_rows == call.tensors[kDq].data);
+  CHECK(p.out_rows.data == call.tensors[kOut].data && p.dout_rows.data == call.tensors[kDout].data);
+  CHECK(p.dq_rows.rows == call.tensors[kDq].data);
   CHECK(p.lse == call.tensors[kLse].data && p.dlse == call.tensors[kDlse].data);
-  CHECK(p.dq_strides.batch == 700 * 6 * 48 && p.dq_strides.seq == 6 * 48 &&
-        p.dq_strides.head == 48);
-  CHECK(p.out_strides.seq == 6 * 64 && p.dout_strides.head == 64);
+  const RowStrides& of_dq = p.dq_rows.strides;
+  CHECK(of_dq.batch == 700 * 6 * 48 && of_dq.seq == 6 * 48 && of_dq.head == 48);
+  CHECK(p.out_rows.strides.seq == 6 * 64 && p.dout_rows.strides.head == 64);
   CHECK(p.lse_strides.batch == 6 * 700 && p.lse_strides.head == 700 && p.lse_strides.seq == 1);
   CHECK(p.dlse_strides.head == 700);
 
@@ -402,7 +445,7 @@ void gradients_may_be_absent() {
         CHECK(row >= reinterpret_cast<const char*>(p.ticket + 1) && offset(row, memory) % 16 == 0);
         CHECK(row + 64 * 2 <= reinterpret_cast<const char*>(p.dq_sums));
       }
-      CHECK((p.dq_rows == nullptr) == (absent == kDq));
+      CHECK((p.dq_rows.rows == nullptr) == (absent == kDq));
     }
     CHECK((fake::maps[static_cast<size_t>(absent)].extents ==
            std::array<cuuint64_t, 5>{64, 1, 1, 1, 0}));
@@ -441,13 +484,15 @@ void gradients_may_be_of_fp32_or_added_to() {
         CHECK(direct.rows == nullptr && mapped == data);
       }
     }
-    CHECK(p.dq_rows == (accumulate ? nullptr : call.tensors[kDq].data));
+    CHECK(p.dq_rows.rows == call.tensors[kDq].data && p.dq_rows.fp32 == 0);
+    CHECK(p.dk_rows.fp32 == 1);
   }
 }
 
 // A launch of its own, where they are wanted.
-void dsinks_are_of_a_third_launch() {
+void dsinks_are_of_a_third_launch(const char* family) {
   Call call;
+  call.params.kernel = family;
   uint16_t sinks[7] = {};
   float dsinks[12] = {};
   const auto tensor = [&](void* data, int bits, int64_t* shape, int64_t* stride) {
@@ -468,15 +513,15 @@ void dsinks_are_of_a_third_launch() {
   const flashmoe_plan plan = call.plan();
   CHECK(plan.launch_count == 3);
   const flashmoe_launch& launch = plan.launches[2];
-  CHECK(std::strcmp(launch.kernel, "attention_backward_sinks_sm90_fp16_d64_dv64") == 0);
+  CHECK(launch.kernel == "attention_backward_sinks_" + std::string(family) + "_fp16_d64_dv64");
   CHECK(launch.grid[0] == 6 && launch.block[0] == 192);
   CHECK(launch.shared_bytes == 640 + fake::kStaticSharedBytes);
   for (uint16_t* const moved : {sinks, sinks + 1}) {
     given.data = moved;
-    watch();
+    watch<sizeof(CommonParams)>();
     CHECK(call.run() == FLASHMOE_OK && seen.size() == 3);
     CHECK(seen[2].launch.grid.x == 6 && seen[2].launch.block.x == 192);
-    const Params& p = seen[2].params;
+    const CommonParams& p = seen[2].params;
     CHECK(p.score.sinks == moved && p.score.sink_stride == 1 && p.score.sinks_are_fp32 == 0);
     CHECK(p.dsinks == dsinks && p.dsink_stride == 2 && p.dsinks_are_fp32 == 1);
   }
@@ -671,6 +716,160 @@ void estimates_are_near_what_was_measured() {
   CHECK(std::abs(logarithms / static_cast<double>(std::size(kMeasured))) < std::log(1.1));
 }
 
+// ---- sm_89 --------------------------------------------------------------------------------------
+
+// By the family sm89; on the GPU, a Hopper, or a model.
+struct Sm89Call : Call {
+  explicit Sm89Call(const Size& size_ = {}, uint8_t dtype = FLASHMOE_DTYPE_FLOAT,
+                    flashmoe_device device = {FLASHMOE_DEVICE_CUDA, 0})
+      : Call(size_, dtype, device) {
+    params.kernel = "sm89";
+  }
+};
+constexpr flashmoe_device kL4 = {FLASHMOE_DEVICE_GPU_MODEL, int32_t{FLASHMOE_GPU_L4}};
+constexpr size_t kSm89Bytes = sizeof(CommonParams);
+
+void sm89_plans_as_many_blocks_as_run_at_a_time() {
+  const Sm89Call call;
+  const flashmoe_plan plan = call.plan();
+  CHECK(std::strcmp(plan.family, "sm89") == 0 && std::strncmp(plan.isa, "sm_", 3) == 0);
+  CHECK(plan.launch_count == 2 && plan.microseconds > 0);
+  const flashmoe_launch& prologue = plan.launches[0];
+  CHECK(std::strcmp(prologue.kernel, "attention_backward_prologue_sm89_fp16_d64_dv64") == 0);
+  CHECK(prologue.grid[0] == 2 * 6 * 15 * 2 && prologue.block[0] == 160 && prologue.tile_m == 24);
+  const flashmoe_launch& main = plan.launches[1];
+  CHECK(std::strcmp(main.kernel, "attention_backward_sm89_fp16_d64_dv64") == 0);
+  CHECK(main.grid[0] == 2 * 2 * 11 && main.block[0] == 224);
+  CHECK(main.shared_bytes == 66000 + fake::kStaticSharedBytes);
+  CHECK(main.tile_m == 48 && main.tile_n == 96 && main.stages == 3);
+  const Size many = {4, 700, 4000, 16, 16, 64, 64};
+  CHECK(Sm89Call(many).plan().launches[1].grid[0] == 2 * 132);
+  CHECK(
+      Sm89Call({4, 700, 4000, 16, 16, 128, 64}, FLASHMOE_DTYPE_BFLOAT).plan().launches[1].grid[0] ==
+      132);
+
+  watch<kSm89Bytes>();
+  CHECK(call.run(workspace, fake::stream_of(0)) == FLASHMOE_OK);
+  CHECK(seen.size() == 2 && fake::maps.empty());
+  const void* const functions[] = {sm89_backward::kPrologue, sm89_backward::kMain};
+  for (size_t i = 0; i < 2; ++i) {
+    const fake::Launch& launch = seen[i].launch;
+    CHECK(launch.kernel == (fake::state.has_driver ? fake::handle_of(functions[i]) : functions[i]));
+    CHECK(launch.grid.x == plan.launches[i].grid[0] && launch.block.x == plan.launches[i].block[0]);
+    CHECK(launch.stream == fake::stream_of(0));
+  }
+  CHECK(std::memcmp(&seen[0].params, &seen[1].params, kSm89Bytes) == 0);
+  check_read_back(plan);
+}
+
+// One of 100 KiB has those that are made for it.
+void sm89_takes_the_kernel_that_fits_the_multiprocessor() {
+  const auto main_of = [](const Call& call) {
+    return std::string(call.plan().launches[1].kernel + std::strlen("attention_backward_sm89_"));
+  };
+  CHECK(main_of(Sm89Call({}, FLASHMOE_DTYPE_FLOAT, kL4)) == "fp16_d64_dv64_ada");
+  CHECK(Sm89Call({4, 700, 4000, 16, 16, 64, 64}, FLASHMOE_DTYPE_FLOAT, kL4)
+            .plan()
+            .launches[1]
+            .grid[0] == 58);
+  const Size wide = {1, 300, 300, 2, 2, 256, 136};
+  CHECK(main_of(Sm89Call(wide, FLASHMOE_DTYPE_BFLOAT)) == "bf16_d256_dv256");
+  CHECK(main_of(Sm89Call(wide, FLASHMOE_DTYPE_BFLOAT, kL4)) == "bf16_d256_dv256_ada");
+  Sm89Call named({}, FLASHMOE_DTYPE_FLOAT);
+  named.params.kernel = "attention_backward_sm89_fp16_d64_dv64_ada";
+  CHECK(main_of(named) == "fp16_d64_dv64_ada");
+  // One that a model's multiprocessor has no room for.
+  Sm89Call big({1, 64, 64, 1, 1, 128, 128}, FLASHMOE_DTYPE_BFLOAT, kL4);
+  flashmoe_plan plan = flashmoe_plan_init();
+  CHECK(flashmoe_attention_backward_plan(&big.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(std::strstr(flashmoe_last_error(),
+                    "sm89: attention_backward_sm89_bf16_d128_dv128 takes 220000 bytes of shared "
+                    "memory, a multiprocessor of l4 has 102400") != nullptr);
+}
+
+void sm89_gets_rows_and_strides() {
+  Sm89Call call({2, 700, 1000, 6, 2, 48, 64});
+  call.params.window = FLASHMOE_WINDOW_LEFT;
+  call.params.window_left = 100;
+  call.params.scale = 0.25f;
+  call.params.accumulate = 1;
+  call.tensors[kDk].dtype.bits = 32;
+  call.strides[kDk][0] = -call.strides[kDk][0];
+  call.strides[kV][0] = call.strides[kV][2] = 0;  // one v for all batches and heads
+  watch<kSm89Bytes>();
+  CHECK(call.run() == FLASHMOE_OK);
+  for (int tensor = 0; tensor < kTensors; ++tensor) call.move(tensor);
+  CHECK(call.run(other_workspace) == FLASHMOE_OK && seen.size() == 4);
+  const CommonParams& p = seen[3].params;
+  CHECK(p.batch == 2 && p.seq_q == 700 && p.seq_k == 1000 && p.heads_q == 6 && p.heads_kv == 2);
+  CHECK(p.heads_per_kv == 3 && p.dim == 48 && p.dim_v == 64 && p.scale == 0.25f);
+  CHECK(p.tiles_q == 15 && p.tiles_k == 11 && p.score.masked == 1 && p.accumulate == 1);
+  const attention_backward::Rows* const rows[] = {&p.q_rows, &p.k_rows, &p.v_rows, &p.dout_rows,
+                                                  &p.out_rows};
+  const int of_rows[] = {kQ, kK, kV, kDout, kOut};
+  for (int i = 0; i < 5; ++i) {
+    CHECK(rows[i]->data == call.tensors[of_rows[i]].data);
+    CHECK(rows[i]->strides.batch == call.strides[of_rows[i]][0]);
+    CHECK(rows[i]->strides.seq == call.strides[of_rows[i]][1]);
+    CHECK(rows[i]->strides.head == call.strides[of_rows[i]][2]);
+  }
+  const attention_backward::Gradient* const gradients[] = {&p.dq_rows, &p.dk_rows, &p.dv_rows};
+  for (int i = 0; i < 3; ++i) {
+    CHECK(gradients[i]->rows == call.tensors[kDq + i].data);
+    CHECK(gradients[i]->strides.batch == call.strides[kDq + i][0]);
+    CHECK(gradients[i]->fp32 == (kDq + i == kDk ? 1 : 0));
+  }
+  CHECK(p.lse == call.tensors[kLse].data && p.dlse == call.tensors[kDlse].data);
+  CHECK(offset(p.row_lse, other_workspace) == 0);
+  call.params.dq = nullptr;
+  call.params.dlse = nullptr;
+  CHECK(call.run() == FLASHMOE_OK);
+  CHECK(seen.back().params.dq_rows.rows == nullptr && seen.back().params.dlse == nullptr);
+}
+
+void sm89_workspace_holds_its_parts() {
+  for (const Size& size : {Size{}, Size{1, 1, 1, 1, 1, 8, 64}, Size{3, 0, 70, 4, 2, 64, 8}}) {
+    const Sm89Call call(size);
+    watch<kSm89Bytes>();
+    CHECK(call.run() == FLASHMOE_OK);
+    const CommonParams& p = seen[0].params;
+    const int64_t rows =
+        size.batch * size.heads_q * std::max<int64_t>(1, (size.seq_q + 47) / 48) * 48;
+    const int64_t sums = offset(p.dq_sums);
+    CHECK(offset(p.row_delta) >= rows * 4 && offset(p.turns) >= offset(p.row_delta) + rows * 4);
+    CHECK(offset(p.ticket) >= offset(p.turns) + rows / 48 * 4 && sums >= offset(p.ticket) + 4);
+    CHECK(sums % 16 == 0);
+    CHECK(static_cast<int64_t>(call.plan().workspace_bytes) >= sums + rows * 64 * 4);
+  }
+}
+
+// The family sm90 where it serves a call, since it is faster; else sm89.
+void the_faster_family_serves() {
+  const auto family_of = [](const Size& size, flashmoe_device device, bool flipped) {
+    Call call(size, FLASHMOE_DTYPE_BFLOAT, device);
+    if (flipped) call.strides[kQ][1] = -call.strides[kQ][1];
+    call.params.kernel = nullptr;
+    return std::string(call.plan().family);
+  };
+  const flashmoe_device h200 = {FLASHMOE_DEVICE_GPU_MODEL, int32_t{FLASHMOE_GPU_H200}};
+  for (const Size& size :
+       {Size{1, 2, 1, 1, 1, 64, 64}, Size{2, 300, 4000, 8, 2, 64, 64},
+        Size{1, 128, 128, 1, 1, 128, 128}, Size{2, 8192, 8192, 16, 16, 128, 128}}) {
+    CHECK(family_of(size, h200, false) == "sm90");
+    CHECK(family_of(size, h200, true) == "sm89");  // the copy engine walks no such rows
+    CHECK(family_of(Size{1, 300, 300, 2, 2, 200, 200}, kL4, false) == "sm89");
+  }
+  CHECK(family_of(Size{1, 300, 300, 2, 2, 64, 64}, {FLASHMOE_DEVICE_CUDA, 0}, true) == "sm89");
+}
+
+void sm89_refuses_what_it_cannot_compute() {
+  const std::string all = Sm89Call({1, (int64_t{1} << 30) + 1, 64, 1, 1, 64, 64}).refusal();
+  CHECK(all.find("sm89: sequence longer than 2^30") != std::string::npos);
+  CHECK(Sm89Call({1 << 12, 1 << 20, 64, 64, 1, 64, 64})
+            .refusal()
+            .find("sm89: more than 2^30 tiles of rows or keys") != std::string::npos);
+}
+
 }  // namespace
 }  // namespace flashmoe
 
@@ -687,12 +886,18 @@ int main(int argc, char** argv) {
   the_workspace_holds_its_parts();
   gradients_may_be_absent();
   gradients_may_be_of_fp32_or_added_to();
-  dsinks_are_of_a_third_launch();
+  for (const char* family : {"sm90", "sm89"}) dsinks_are_of_a_third_launch(family);
   a_call_at_other_addresses_moves_maps();
   no_map_is_of_another_call();
   tensors_may_have_no_rows();
   what_no_kernel_computes_is_refused();
   models_are_planned_for_and_run_nothing();
   estimates_are_near_what_was_measured();
+  sm89_plans_as_many_blocks_as_run_at_a_time();
+  sm89_takes_the_kernel_that_fits_the_multiprocessor();
+  sm89_gets_rows_and_strides();
+  sm89_workspace_holds_its_parts();
+  the_faster_family_serves();
+  sm89_refuses_what_it_cannot_compute();
   return 0;
 }

@@ -8,13 +8,12 @@
 // be done.
 #pragma once
 
-#include "cuda/attention/sm90_backward/params.h"
-#include "cuda/attention/sm90_backward/traits.cuh"
+#include "cuda/attention/backward/params.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/thread.cuh"
 
-namespace flashmoe::sm90_backward {
+namespace flashmoe::attention_backward {
 
 inline constexpr int kSinksThreads = 1024;
 inline constexpr int kSinksWarps = kSinksThreads / kThreadsPerWarp;
@@ -30,11 +29,13 @@ __device__ __forceinline__ double sum_of_warp(double value) {
 
 template <class Traits>
 __global__ void __launch_bounds__(kSinksThreads)
-    attention_backward_sinks(const __grid_constant__ Params params) {
+    attention_backward_sinks(const __grid_constant__ CommonParams params) {
   using Numeric = numeric::ElementTraits<typename Traits::Element>;
   extern __shared__ double sums_of_warps[];
+#if __CUDA_ARCH__ >= 900
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
+#endif
   const int head = static_cast<int>(blockIdx.x);
   const int thread = static_cast<int>(threadIdx.x);
   const ScoreOptions& score = params.score;
@@ -80,4 +81,4 @@ __global__ void __launch_bounds__(kSinksThreads)
 
 static_assert(kSinksWarps == kThreadsPerWarp, "one warp adds the sums of all");
 
-}  // namespace flashmoe::sm90_backward
+}  // namespace flashmoe::attention_backward

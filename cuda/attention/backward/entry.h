@@ -1,0 +1,18 @@
+// One instantiated attention backward kernel with its prologue and the kernel of dsinks, as the
+// host sees them. Families add their own.
+#pragma once
+
+#include "cuda/attention/launch.h"
+
+namespace flashmoe::attention_backward {
+
+struct Entry : AttentionKernel {
+  int dq_panels;  // of a tile of dQ: each has its turns
+  Kernel prologue;
+  int prologue_rows;  // of a block
+  int prologue_threads;
+  Kernel sinks;
+  int sinks_threads;
+};
+
+}  // namespace flashmoe::attention_backward

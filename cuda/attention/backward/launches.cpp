@@ -1,0 +1,142 @@
+#include "cuda/attention/backward/launches.h"
+
+#include <algorithm>
+
+#include "cuda/tile/extents.h"
+
+namespace flashmoe::attention_backward {
+namespace {
+
+constexpr int64_t kMostTiles = int64_t{1} << 30;
+
+// Without queries there is one tile of none: the prologue sets the ticket in any case.
+int64_t tiles_q_of(const AttentionProblem& p, const Entry& entry) {
+  return std::max<int64_t>(1, ceil_div(p.seq_q, int64_t{entry.tile_q}));
+}
+
+int64_t tiles_k_of(const AttentionProblem& p, const Entry& entry) {
+  return ceil_div(p.seq_k, int64_t{entry.tile_k});
+}
+
+}  // namespace
+
+Layout layout_of(const AttentionProblem& p, const Entry& entry) {
+  constexpr int64_t kAlignment = 128;
+  const int64_t tiles = p.batch * p.heads_q * tiles_q_of(p, entry);
+  Layout layout = {};
+  const auto take = [&](int64_t bytes) {
+    const int64_t begin = layout.bytes;
+    layout.bytes += ceil_div(bytes, kAlignment) * kAlignment;
+    return begin;
+  };
+  constexpr int64_t kFloat = sizeof(float);
+  layout.row_lse = take(tiles * entry.tile_q * kFloat);
+  layout.row_delta = take(tiles * entry.tile_q * kFloat);
+  layout.turns = take(tiles * entry.dq_panels * int64_t{sizeof(uint32_t)});
+  layout.ticket = take(sizeof(uint32_t));
+  layout.unwanted = take(std::max(p.dim, p.dim_v) * dtype_bytes(p.q.dtype));
+  layout.dq_sums = take(tiles * entry.tile_q * entry.dim * kFloat);
+  return layout;
+}
+
+flashmoe_status check_lengths(const AttentionProblem& p, const Reason& reason) {
+  if (p.seq_q <= kMaxSequence && p.seq_k <= kMaxSequence) return FLASHMOE_OK;
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "sequence longer than 2^30");
+}
+
+flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Entry& entry,
+                              const DeviceFacts& facts, const char* suffix, int64_t most_blocks,
+                              const Reason& reason, Plan* plan) {
+  const int device_id = problem.device.device_id;
+  const int64_t tiles_q = tiles_q_of(problem, entry);
+  const int64_t tiles_k = tiles_k_of(problem, entry);
+  const int64_t blocks_per_tile = entry.tile_q / entry.prologue_rows;
+  const auto too_many = [&](int64_t heads, int64_t tiles) {
+    return problem.batch > kMostTiles || heads > kMostTiles ||
+           tiles * std::max<int64_t>(1, problem.batch) > kMostTiles / heads;
+  };
+  if (too_many(problem.heads_q, tiles_q * blocks_per_tile) || too_many(problem.heads_kv, tiles_k)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "more than 2^30 tiles of rows or keys");
+  }
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(entry.prologue, device_id, facts, &arch, reason));
+  FLASHMOE_TRY(load_kernel(entry, device_id, facts, &arch, reason));
+  const int64_t rows_of_blocks = problem.batch * problem.heads_q * tiles_q * blocks_per_tile;
+  plan_launch(entry.prologue, device_id, suffix, rows_of_blocks, entry.prologue_threads, 0, plan)
+      .tile_m = entry.prologue_rows;
+  const int64_t items = problem.batch * problem.heads_kv * tiles_k;
+  plan_launch(entry, device_id, suffix, std::clamp<int64_t>(items, 1, most_blocks), plan);
+  if (problem.dsinks.data != nullptr) {
+    FLASHMOE_TRY(load_kernel(entry.sinks, device_id, facts, &arch, reason));
+    plan_launch(entry.sinks, device_id, suffix, problem.heads_q, entry.sinks_threads,
+                entry.sinks.shared_bytes, plan);
+  }
+  plan->info.workspace_bytes = static_cast<uint64_t>(layout_of(problem, entry).bytes);
+  return FLASHMOE_OK;
+}
+
+void fill_params(const AttentionBackwardProblem& p, const Entry& entry, CommonParams* params) {
+  const auto fill = [](const RowsView<void>& view, Gradient* gradient) {
+    gradient->strides = view.strides;
+    gradient->fp32 = view.dtype == Dtype::kFloat32 ? 1 : 0;
+  };
+  params->q_rows.strides = p.q.strides;
+  params->k_rows.strides = p.k.strides;
+  params->v_rows.strides = p.v.strides;
+  params->out_rows.strides = p.out.strides;
+  params->dout_rows.strides = p.dout.strides;
+  params->lse_strides = p.lse_strides;
+  params->dlse_strides = p.dlse_strides;
+  fill(p.dq, &params->dq_rows);
+  fill(p.dk, &params->dk_rows);
+  fill(p.dv, &params->dv_rows);
+  params->accumulate = p.accumulate ? 1 : 0;
+  params->dsink_stride = p.dsinks.stride;
+  params->dsinks_are_fp32 = p.dsinks.dtype == Dtype::kFloat32 ? 1 : 0;
+  params->batch = static_cast<int32_t>(p.batch);
+  params->seq_q = static_cast<int32_t>(p.seq_q);
+  params->seq_k = static_cast<int32_t>(p.seq_k);
+  params->heads_q = static_cast<int32_t>(p.heads_q);
+  params->heads_kv = static_cast<int32_t>(p.heads_kv);
+  params->heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
+  params->dim = static_cast<int32_t>(p.dim);
+  params->dim_v = static_cast<int32_t>(p.dim_v);
+  params->score = score_options(p);
+  params->scale = p.scale;
+  params->tiles_q = static_cast<int32_t>(tiles_q_of(p, entry));
+  params->tiles_k = static_cast<int32_t>(tiles_k_of(p, entry));
+  const int64_t heads_per_kv = p.heads_q / p.heads_kv;
+  const int64_t row_bytes = (p.dim + p.dim_v) * dtype_bytes(p.q.dtype) + p.dim * 4;  // Q, dO, a sum
+  params->order = order_of(p.batch * p.heads_kv, heads_per_kv, params->tiles_k,
+                           p.seq_q * heads_per_kv * row_bytes, p.bounded_right);
+}
+
+void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, char* workspace,
+                    CommonParams* params) {
+  params->q_rows.data = static_cast<const uint16_t*>(p.q.data);
+  params->k_rows.data = static_cast<const uint16_t*>(p.k.data);
+  params->v_rows.data = static_cast<const uint16_t*>(p.v.data);
+  params->out_rows.data = static_cast<const uint16_t*>(p.out.data);
+  params->dout_rows.data = static_cast<const uint16_t*>(p.dout.data);
+  params->lse = static_cast<const float*>(p.lse);
+  params->dlse = static_cast<const float*>(p.dlse);
+  params->dq_rows.rows = p.dq.data;
+  params->dk_rows.rows = p.dk.data;
+  params->dv_rows.rows = p.dv.data;
+  params->score.sinks = p.sinks.data;
+  params->dsinks = p.dsinks.data;
+  params->row_lse = reinterpret_cast<float*>(workspace + layout.row_lse);
+  params->row_delta = reinterpret_cast<float*>(workspace + layout.row_delta);
+  params->dq_sums = reinterpret_cast<float*>(workspace + layout.dq_sums);
+  params->turns = reinterpret_cast<uint32_t*>(workspace + layout.turns);
+  params->ticket = reinterpret_cast<uint32_t*>(workspace + layout.ticket);
+}
+
+flashmoe_status launch_all(const Plan& plan, const CommonParams* params, void* stream) {
+  for (int32_t i = 0; i < plan.info.launch_count; ++i) {
+    FLASHMOE_TRY(launch_planned(plan, i, params, stream));
+  }
+  return FLASHMOE_OK;
+}
+
+}  // namespace flashmoe::attention_backward

@@ -1,0 +1,46 @@
+// What the families of the attention backward share on the host: the workspace, the launches, and
+// the parameters that all kernels get.
+#pragma once
+
+#include <cstdint>
+
+#include "core/ops/attention/problem.h"
+#include "core/plan.h"
+#include "core/status.h"
+#include "cuda/attention/backward/entry.h"
+#include "cuda/attention/backward/params.h"
+#include "cuda/runtime.h"
+
+namespace flashmoe::attention_backward {
+
+// The workspace, as offsets of its parts.
+struct Layout {
+  int64_t row_lse;
+  int64_t row_delta;
+  int64_t turns;
+  int64_t ticket;
+  int64_t unwanted;  // a row, for maps of tensors that are absent or have no rows
+  int64_t dq_sums;
+  int64_t bytes;
+};
+
+Layout layout_of(const AttentionProblem& problem, const Entry& entry);
+
+flashmoe_status check_lengths(const AttentionProblem& problem, const Reason& reason);
+
+// Plans the launches: the prologue, the kernel by at most `most_blocks` blocks, as many as run at a
+// time, and the kernel of dsinks where they are wanted. `suffix` is that of plan_launch.
+flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Entry& entry,
+                              const DeviceFacts& facts, const char* suffix, int64_t most_blocks,
+                              const Reason& reason, Plan* plan);
+
+// Fills the parameters but for addresses.
+void fill_params(const AttentionBackwardProblem& problem, const Entry& entry, CommonParams* params);
+
+void fill_addresses(const AttentionBackwardProblem& problem, const Layout& layout, char* workspace,
+                    CommonParams* params);
+
+// Launches what plan_launches planned, with parameters that begin with the common ones.
+flashmoe_status launch_all(const Plan& plan, const CommonParams* params, void* stream);
+
+}  // namespace flashmoe::attention_backward

@@ -1,0 +1,139 @@
+// A part of a gradient of a masked call by plain arithmetic, for what the tensor cores made
+// infinite or NaN. They multiply what a row does not see by a probability of 0, and 0 * NaN is NaN;
+// here only pairs are touched of which the query sees the key. It is slow: a lane for each pair.
+#pragma once
+
+#include "cuda/attention/backward/params.h"
+#include "cuda/numeric/dtype.cuh"
+#include "cuda/tile/extents.h"
+#include "cuda/tile/thread.cuh"
+
+namespace flashmoe::attention_backward {
+
+// Rows of one head and columns, of those that exist.
+struct Part {
+  int batch;
+  int head;
+  int first_row;
+  int end_row;
+  int first_column;
+  int end_column;
+};
+
+enum class Wanted { kDq, kDk, kDv };
+
+template <class Element>
+__device__ __forceinline__ float to_float(const uint16_t* at) {
+  return numeric::ElementTraits<Element>::to_float(*at);
+}
+
+// Writes two neighbours, or adds to what is there.
+template <class Element>
+__device__ __forceinline__ void store_pair(const Gradient& to, int64_t at, bool accumulate,
+                                           float low, float high) {
+  if (to.fp32 != 0) {
+    auto* const place = reinterpret_cast<float2*>(static_cast<float*>(to.rows) + at);
+    const float2 before = accumulate ? *place : make_float2(0.0f, 0.0f);
+    *place = accumulate ? make_float2(before.x + low, before.y + high) : make_float2(low, high);
+  } else {
+    auto* const place = static_cast<uint16_t*>(to.rows) + at;
+    if (accumulate) {
+      low += to_float<Element>(place);
+      high += to_float<Element>(place + 1);
+    }
+    *reinterpret_cast<uint32_t*>(place) = numeric::ElementTraits<Element>::pack(low, high);
+  }
+}
+
+__device__ __forceinline__ const uint16_t* row_of(const Rows& rows, int batch, int head, int row) {
+  return rows.data + batch * rows.strides.batch + head * rows.strides.head + row * rows.strides.seq;
+}
+
+template <class Element>
+__device__ __forceinline__ float dot_of_rows(const uint16_t* a, const uint16_t* b, int dim) {
+  float sum = 0.0f;
+  for (int d = 0; d < dim; ++d) sum = fmaf(to_float<Element>(a + d), to_float<Element>(b + d), sum);
+  return sum;
+}
+
+// P of a pair, or dS.
+template <class Traits, bool kDs>
+__device__ __forceinline__ float weight_of(const CommonParams& params, int batch, int head,
+                                           int query, int key) {
+  using Element = typename Traits::Element;
+  const int head_kv = head / params.heads_per_kv;
+  const int64_t row =
+      static_cast<int64_t>(batch * params.heads_q + head) * params.tiles_q * Traits::kTileQ + query;
+  float score = dot_of_rows<Element>(row_of(params.q_rows, batch, head, query),
+                                     row_of(params.k_rows, batch, head_kv, key), params.dim);
+  float slope = 1.0f;
+  if (params.score.capped()) {
+    params.score.cap(score);
+    slope = fmaf(-score, score, 1.0f);
+  }
+  const float p = numeric::exp2_approx(fmaf(score, params.score.scale_log2, -params.row_lse[row]));
+  if (!kDs) return p;
+  const float dp = dot_of_rows<Element>(row_of(params.dout_rows, batch, head, query),
+                                        row_of(params.v_rows, batch, head_kv, key), params.dim_v);
+  return p * slope * (dp - params.row_delta[row]);
+}
+
+// A whole warp.
+template <class Traits, Wanted kWanted>
+__device__ __noinline__ void masked_fallback(const CommonParams& params, const Part part) {
+  using Element = typename Traits::Element;
+  constexpr bool kOfQueries = kWanted == Wanted::kDq;
+  constexpr int kColumns = kWanted == Wanted::kDv ? Traits::kDimV : Traits::kDim;
+  constexpr int kPairs = ceil_div(kColumns / 2, kThreadsPerWarp);
+  const int lane = reread::lane_index();
+  const Gradient& to = kOfQueries               ? params.dq_rows
+                       : kWanted == Wanted::kDk ? params.dk_rows
+                                                : params.dv_rows;
+  const Rows& rows = kOfQueries               ? params.k_rows
+                     : kWanted == Wanted::kDk ? params.q_rows
+                                              : params.dout_rows;
+  const int group = params.heads_per_kv;
+  // Heads of what is summed over.
+  const int first_head = kOfQueries ? part.head / group : part.head * group;
+  const int end_head = first_head + (kOfQueries ? 1 : group);
+  for (int row = part.first_row; row < part.end_row; ++row) {
+    const int first = kOfQueries ? params.score.first_key(row) : params.score.first_query(row);
+    const int end = kOfQueries ? params.score.end_key(row, params.seq_k)
+                               : params.score.end_query(row, params.seq_q);
+    float sums[kPairs][2] = {};
+    for (int head = first_head; head < end_head; ++head) {
+      for (int begin = first; begin < end; begin += kThreadsPerWarp) {
+        const int own = begin + lane;
+        float weight = 0.0f;
+        if (own < end) {
+          weight = weight_of<Traits, kWanted != Wanted::kDv>(
+              params, part.batch, kOfQueries ? part.head : head, kOfQueries ? row : own,
+              kOfQueries ? own : row);
+        }
+        for (int i = 0; i < kThreadsPerWarp && begin + i < end; ++i) {
+          const float of_pair = __shfl_sync(kFullWarp, weight, i);
+          const uint16_t* const from = row_of(rows, part.batch, head, begin + i);
+#pragma unroll
+          for (int c = 0; c < kPairs; ++c) {
+            const int column = part.first_column + 2 * (c * kThreadsPerWarp + lane);
+            if (column >= part.end_column) continue;
+            sums[c][0] = fmaf(of_pair, to_float<Element>(from + column), sums[c][0]);
+            sums[c][1] = fmaf(of_pair, to_float<Element>(from + column + 1), sums[c][1]);
+          }
+        }
+      }
+    }
+    const float scale = kWanted == Wanted::kDv ? 1.0f : params.scale;
+    const int64_t row_at =
+        part.batch * to.strides.batch + part.head * to.strides.head + row * to.strides.seq;
+#pragma unroll
+    for (int c = 0; c < kPairs; ++c) {
+      const int column = part.first_column + 2 * (c * kThreadsPerWarp + lane);
+      if (column >= part.end_column) continue;
+      store_pair<Element>(to, row_at + column, params.accumulate != 0, sums[c][0] * scale,
+                          sums[c][1] * scale);
+    }
+  }
+}
+
+}  // namespace flashmoe::attention_backward

@@ -1,0 +1,20 @@
+// How fast the sm_89 backward kernels are. On Hopper fitted to measurements
+// (docs/lab/attention_backward_sm89.md), on others estimates.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/attention/backward/cost.h"
+#include "cuda/attention/sm89_backward/entry.h"
+
+namespace flashmoe::sm89_backward {
+
+inline attention_backward::Speed speed_of(const Entry& entry, const DeviceFacts& facts) {
+  const int dim = std::max(entry.dim, entry.dim_v);
+  if (facts.compute_capability != 90) return {0.9e6, 4.0};
+  if (dim <= 64) return {1.44e6, 5.7};
+  if (dim <= 128) return {1.9e6, 14.0};
+  return {1.47e6, 20.0};
+}
+
+}  // namespace flashmoe::sm89_backward

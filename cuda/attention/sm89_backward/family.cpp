@@ -1,0 +1,90 @@
+// The sm_89 family of the attention backward: which kernel serves a problem, and with what
+// parameters it and its prologue are launched.
+#include <cstdint>
+
+#include "core/backends.h"
+#include "core/gpu_model.h"
+#include "core/status.h"
+#include "cuda/attention/backward/launches.h"
+#include "cuda/attention/sm89_backward/cost.h"
+#include "cuda/attention/sm89_backward/entry.h"
+#include "cuda/attention/sm89_backward/params.h"
+
+namespace flashmoe::sm89_backward {
+
+#define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
+#include "cuda/attention/sm89_backward/entries.inc"
+#undef FLASHMOE_ENTRY
+
+namespace {
+
+const Entry* const kEntries[] = {
+#define FLASHMOE_ENTRY(name) &entry_##name,
+#include "cuda/attention/sm89_backward/entries.inc"
+#undef FLASHMOE_ENTRY
+};
+
+// Whether so many blocks of a kernel fit a multiprocessor.
+bool fit(const Entry& entry, int blocks, const DeviceFacts& facts) {
+  return blocks * (entry.shared_bytes + facts.reserved_shared_bytes_per_block) <=
+         facts.shared_bytes_per_multiprocessor;
+}
+
+flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const Reason& reason) {
+  const int device_id = problem.device.device_id;
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(read_device_facts(device_id, &facts, reason));
+  if (facts->compute_capability < kOldestComputeCapability) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%s has compute capability %d.%d, accepted are 8.9 and newer",
+                         DeviceName::cuda(device_id).text, facts->compute_capability / 10,
+                         facts->compute_capability % 10);
+  }
+  FLASHMOE_TRY(attention_backward::check_lengths(problem, reason));
+  const Entry* const entry = find_entry(
+      kEntries, problem, [](const Entry&) { return true; },
+      [&](const Entry& each) { return fit(each, each.blocks_per_sm, *facts); });
+  if (entry == nullptr) {
+    return reason.refuse(FLASHMOE_ERROR_INTERNAL, "%s", "no kernel for these head dimensions");
+  }
+  if (!fit(*entry, 1, *facts)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%s takes %d bytes of shared memory, a multiprocessor of %s has %d",
+                         entry->name, entry->shared_bytes, DeviceName::cuda(device_id).text,
+                         facts->shared_bytes_per_multiprocessor);
+  }
+  // Persistent: no more blocks than run at a time.
+  const int64_t resident = int64_t{facts->multiprocessors} *
+                           (fit(*entry, entry->blocks_per_sm, *facts) ? entry->blocks_per_sm : 1);
+  FLASHMOE_TRY(
+      attention_backward::plan_launches(problem, *entry, *facts, "", resident, reason, plan));
+  plan->info.microseconds =
+      attention_backward::microseconds_of(problem, *entry, speed_of(*entry, *facts), *facts);
+  return FLASHMOE_OK;
+}
+
+flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan, void* workspace,
+                       void* stream) {
+  const Entry& entry = *static_cast<const Entry*>(plan.entries[1]);
+  const int device_id = problem.device.device_id;
+  const DeviceGuard guard(device_id);
+  FLASHMOE_TRY(guard.status());
+  Prepared<Params> kept(plan.detail);
+  if (!kept.ready()) {
+    attention_backward::fill_params(problem, entry, &*kept);
+    kept.set_ready(true);
+  }
+  attention_backward::fill_addresses(problem, attention_backward::layout_of(problem, entry),
+                                     static_cast<char*>(workspace), &*kept);
+  return attention_backward::launch_all(plan, &*kept, stream);
+}
+
+}  // namespace
+}  // namespace flashmoe::sm89_backward
+
+namespace flashmoe {
+
+const AttentionBackwardFamily kSm89AttentionBackward = {
+    "sm89", FLASHMOE_DEVICE_CUDA, &sm89_backward::plan, &sm89_backward::launch};
+
+}  // namespace flashmoe

@@ -1,0 +1,143 @@
+// Compile-time description of one sm_89 attention backward kernel: tiles, warps, stages, shared
+// memory.
+#pragma once
+
+#include "cuda/attention/backward/tile.cuh"
+#include "cuda/numeric/dtype.cuh"
+#include "cuda/tile/extents.h"
+#include "cuda/tile/mma_tile.cuh"
+
+namespace flashmoe::sm89_backward {
+
+inline constexpr int kMostSharedBytesOfAda = 99 * 1024;  // sm_86, sm_89: 100 KiB less 1 reserved
+inline constexpr int kMostSharedBytesOfHopper = 227 * 1024;  // 228 KiB less 1 reserved
+
+// How the warps of a block share a product: so many parts of its rows, and of its columns.
+struct Split {
+  int rows;
+  int columns;
+};
+
+// The choices that differ from one head dimension to the next; docs/lab/attention_backward_sm89.md
+// has the arithmetic behind the table.
+struct Tuning {
+  int warps;
+  int tile_q;       // queries of a step
+  int tile_k;       // keys of an item
+  Split scores;     // of [tile_q, tile_k]: S and dP
+  Split keys;       // of [tile_k, dim]: dV and dK
+  Split queries;    // of [tile_q, dim]: dQ
+  int stages;       // steps of Q in flight or in use
+  int dout_stages;  // of dO
+  // Steps of P and dS at a time. With two, and three stages, one barrier a step is enough.
+  int buffers;
+  int blocks_per_sm;      // what the register allocation aims at
+  int most_shared_bytes;  // of a block, on the GPUs that it is for
+};
+
+// For GPUs with 228 KiB a multiprocessor, except that of dimension 64, which every one has room
+// for.
+constexpr Tuning tuning(int dim, int dim_v) {
+  const int widest = dim > dim_v ? dim : dim_v;
+  if (widest <= 64) {
+    return {4, 32, 128, {1, 4}, {4, 1}, {1, 4}, 2, 2, 1, 2, kMostSharedBytesOfAda};
+  }
+  if (widest <= 128) {
+    return {8, 64, 128, {2, 4}, {4, 2}, {2, 4}, 3, 3, 2, 1, kMostSharedBytesOfHopper};
+  }
+  return {8, 64, 64, {4, 2}, {2, 4}, {2, 4}, 2, 2, 1, 1, kMostSharedBytesOfHopper};
+}
+
+template <int kDim, int kDimV>
+struct TableTuning {
+  static constexpr Tuning value = tuning(kDim, kDimV);
+};
+
+// For the 100 KiB of Ada, where one block has a multiprocessor.
+template <int kDim, int kDimV>
+struct AdaTuning {
+  static constexpr Tuning value = [] {
+    const int widest = larger(kDim, kDimV);
+    if (widest <= 64) {
+      return Tuning{8, 64, 128, {2, 4}, {4, 2}, {2, 4}, 2, 2, 1, 1, kMostSharedBytesOfAda};
+    }
+    if (widest <= 128) {
+      return Tuning{8, 64, 64, {2, 4}, {2, 4}, {2, 4}, 2, 1, 1, 1, kMostSharedBytesOfAda};
+    }
+    return Tuning{4, 32, 32, {2, 2}, {1, 4}, {1, 4}, 2, 1, 1, 1, kMostSharedBytesOfAda};
+  }();
+};
+
+template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
+struct Traits {
+  static constexpr Tuning kTuning = TuningOf::value;
+  using Element = Element_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kDimV = kDimV_;
+  static constexpr int kWarps = kTuning.warps;
+  static constexpr int kThreads = kWarps * kThreadsPerWarp;
+  static constexpr int kTileQ = kTuning.tile_q;
+  static constexpr int kTileK = kTuning.tile_k;
+  static constexpr int kPanels = 1;  // of a tile of dQ
+  static constexpr int kStages = kTuning.stages;
+  static constexpr int kDoutStages = kTuning.dout_stages;
+  static constexpr int kBuffers = kTuning.buffers;
+  static constexpr int kBlocksPerSm = kTuning.blocks_per_sm;
+
+  static constexpr Split kScores = kTuning.scores;
+  static constexpr Split kKeys = kTuning.keys;
+  static constexpr Split kQueries = kTuning.queries;
+
+  // A warp's part of each product.
+  static constexpr int kScoreRows = kTileQ / kScores.rows;
+  static constexpr int kScoreColumns = kTileK / kScores.columns;
+  static constexpr int kKeyRows = kTileK / kKeys.rows;
+  static constexpr int kKColumns = kDim / kKeys.columns;
+  static constexpr int kVColumns = kDimV / kKeys.columns;
+  static constexpr int kQueryRows = kTileQ / kQueries.rows;
+  static constexpr int kQColumns = kDim / kQueries.columns;
+
+  using QLayout = TileLayout<kDim>;
+  using KLayout = TileLayout<kDim>;
+  using DoutLayout = TileLayout<kDimV>;
+  using VLayout = TileLayout<kDimV>;
+  using ScoreLayout = TileLayout<kTileK>;  // of P and dS: [kTileQ, kTileK]
+
+  // [K][V][stages of Q][stages of dO][buffers of P][buffers of dS][lse][delta][item]
+  static constexpr int kKBytes = kTileK * KLayout::kRowBytes;
+  static constexpr int kVBytes = kTileK * VLayout::kRowBytes;
+  static constexpr int kQBytes = kTileQ * QLayout::kRowBytes;
+  static constexpr int kDoutBytes = kTileQ * DoutLayout::kRowBytes;
+  static constexpr int kScoreBytes = kTileQ * ScoreLayout::kRowBytes;
+  static constexpr int kRowBytes = kTileQ * static_cast<int>(sizeof(float));
+  static constexpr int kKOffset = 0;
+  static constexpr int kVOffset = kKOffset + kKBytes;
+  static constexpr int kQOffset = kVOffset + kVBytes;
+  static constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
+  static constexpr int kPOffset = kDoutOffset + kDoutStages * kDoutBytes;
+  static constexpr int kDsOffset = kPOffset + kBuffers * kScoreBytes;
+  static constexpr int kLseOffset = kDsOffset + kBuffers * kScoreBytes;
+  static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
+  static constexpr int kItemOffset = kDeltaOffset + kDoutStages * kRowBytes;
+  static constexpr int kSharedBytes =
+      kItemOffset + static_cast<int>(sizeof(attention_backward::Item));
+  static_assert(kSharedBytes <= kTuning.most_shared_bytes);
+
+  static_assert(kScores.rows * kScores.columns == kWarps && kKeys.rows * kKeys.columns == kWarps &&
+                kQueries.rows * kQueries.columns == kWarps);
+  static_assert(kScoreRows % 16 == 0 && kScoreColumns % 16 == 0 && kKeyRows % 16 == 0 &&
+                    kKColumns % 16 == 0 && kVColumns % 16 == 0 && kQueryRows % 16 == 0 &&
+                    kQColumns % 16 == 0,
+                "fragments are of 16 rows and of 16 columns");
+  // A warp's columns begin where TileLayout::fragment may count them from.
+  static constexpr bool is_aligned(int columns, int tile_columns) {
+    return columns % 64 == 0 || tile_columns % 64 != 0 || 64 % columns == 0;
+  }
+  static_assert(is_aligned(kScoreColumns, kTileK) && is_aligned(kKeyRows, kTileK) &&
+                is_aligned(kKColumns, kDim) && is_aligned(kVColumns, kDimV) &&
+                is_aligned(kQColumns, kDim));
+  static_assert((kBuffers == 1 && kStages == 2 && kDoutStages <= 2) ||
+                (kBuffers == 2 && kStages == 3 && kDoutStages == 3));
+};
+
+}  // namespace flashmoe::sm89_backward
