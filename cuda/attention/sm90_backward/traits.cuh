@@ -101,8 +101,7 @@ struct Traits {
   static constexpr int kItemOffset = kDeltaOffset + kStages * kRowBytes;
   static constexpr int kBarriersOffset = kItemOffset + kItemsHeld * kItemBytes;
   static constexpr int kBarriers = 6 + 4 * kStages + 2 * kSlots;
-  static constexpr int kSharedBytes =
-      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots;
+  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
 };
 
