@@ -71,7 +71,7 @@ struct AttentionCall {
   static constexpr auto kPlan = &flashmoe_attention_forward_plan;
   static constexpr auto kWorkspaceSize = &flashmoe_attention_forward_workspace_size;
   static constexpr auto kRun = &flashmoe_attention_forward;
-  static constexpr bool kNeedsWorkspace = false;
+  static constexpr WorkspaceNeed kWorkspace = WorkspaceNeed::kRarely;
 
   Params params = flashmoe_attention_forward_params_init();
   TensorView q;
@@ -177,7 +177,7 @@ struct AttentionBackwardCall {
   static constexpr auto kPlan = &flashmoe_attention_backward_plan;
   static constexpr auto kWorkspaceSize = &flashmoe_attention_backward_workspace_size;
   static constexpr auto kRun = &flashmoe_attention_backward;
-  static constexpr bool kNeedsWorkspace = true;
+  static constexpr WorkspaceNeed kWorkspace = WorkspaceNeed::kByRows;
 
   Params params = flashmoe_attention_backward_params_init();
   TensorView dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks;

@@ -7,7 +7,7 @@
 //   kName, kTarget                  for Python, and for XLA: a program that was compiled ahead asks
 //                                   for the version it knows
 //   kPlan, kWorkspaceSize, kRun     the C ABI's functions
-//   kNeedsWorkspace                 whether nearly every call on a GPU needs workspace
+//   kWorkspace                      how much of it calls on a GPU need
 //   first()                         the tensor that says where the call computes
 //   renames()                       how the caller's names differ from the library's
 //   make_outputs(options, make)     has make(name, view, dtype, rank, shape) make the outputs that
@@ -32,6 +32,9 @@
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
+
+// kSome is of one size for nearly all calls; kByRows grows with the tensors, without a bound.
+enum class WorkspaceNeed { kRarely, kSome, kByRows };
 
 inline constexpr flashmoe_dtype kInt32 = {dlpack::kInt, 32, 1};
 inline constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
@@ -168,7 +171,12 @@ void launch(Call* call, const Caller& caller, nb::handle stream) {
   void* handle = caller.stream(stream, device, &named);
   // What is usual is not asked for, which costs the host as much as all checks of a call.
   static size_t usual = 0;
-  size_t bytes = on_gpu && !named && Call::kNeedsWorkspace ? usual : 0;
+  size_t bytes = 0;
+  if (on_gpu && Call::kWorkspace == WorkspaceNeed::kByRows) {
+    check_renamed(Call::kWorkspaceSize(&call->params, &bytes), renames);
+  } else if (on_gpu && !named && Call::kWorkspace == WorkspaceNeed::kSome) {
+    bytes = usual;
+  }
   DeviceWorkspace workspace;
   workspace.allocate(caller, bytes, device, handle, named);
   flashmoe_status status = run(*call, workspace.data(), bytes, handle);

@@ -116,7 +116,7 @@ struct RouteCall {
   static constexpr auto kPlan = &flashmoe_moe_route_plan;
   static constexpr auto kWorkspaceSize = &flashmoe_moe_route_workspace_size;
   static constexpr auto kRun = &flashmoe_moe_route;
-  static constexpr bool kNeedsWorkspace = false;
+  static constexpr WorkspaceNeed kWorkspace = WorkspaceNeed::kRarely;
 
   Params params = flashmoe_moe_route_params_init();
   TensorView logits;
@@ -191,7 +191,7 @@ struct ForwardCall {
   static constexpr auto kPlan = &flashmoe_moe_forward_plan;
   static constexpr auto kWorkspaceSize = &flashmoe_moe_forward_workspace_size;
   static constexpr auto kRun = &flashmoe_moe_forward;
-  static constexpr bool kNeedsWorkspace = true;
+  static constexpr WorkspaceNeed kWorkspace = WorkspaceNeed::kSome;
 
   Params params = flashmoe_moe_forward_params_init();
   TensorView x;
@@ -266,7 +266,7 @@ struct ProductCall {
   static constexpr auto kPlan = &flashmoe_grouped_product_plan;
   static constexpr auto kWorkspaceSize = &flashmoe_grouped_product_workspace_size;
   static constexpr auto kRun = &flashmoe_grouped_product;
-  static constexpr bool kNeedsWorkspace = false;
+  static constexpr WorkspaceNeed kWorkspace = WorkspaceNeed::kRarely;
 
   Params params = flashmoe_grouped_product_params_init();
   TensorView x;
@@ -311,7 +311,7 @@ struct FusedCall {
   static constexpr auto kPlan = &flashmoe_fused_moe_plan;
   static constexpr auto kWorkspaceSize = &flashmoe_fused_moe_workspace_size;
   static constexpr auto kRun = &flashmoe_fused_moe;
-  static constexpr bool kNeedsWorkspace = true;
+  static constexpr WorkspaceNeed kWorkspace = WorkspaceNeed::kSome;
 
   Params params = flashmoe_fused_moe_params_init();
   TensorView tokens;
