@@ -262,7 +262,10 @@ def assert_accurate(
         unseen = x[:, :, ~sees[name]]
         untouched = added[:, :, ~sees[name]]
         assert (unseen == untouched).all(), f"{name}: not 0 where no pair is seen"
-        allowed = 2 * _largest(usual[name] - want) + left[name]
+        # What the ordinary computation does to a head of few rows is luck: at least what it does to
+        # every other head.
+        plainly = _largest(usual[name] - want)
+        allowed = 2 * torch.maximum(plainly, plainly.median()) + left[name]
         want = want + added
         allowed += torch.tensor([2 * oracle.ulp(dtype, float(most)) for most in _largest(want)],
                                 device=x.device)  # fmt: skip

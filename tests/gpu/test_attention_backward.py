@@ -338,6 +338,10 @@ def test_gradients_of_sinks(case: Case, accumulate: bool, fp32: bool) -> None:
     dtype = torch.float32 if fp32 else sinks.dtype
     start = 0.5 if accumulate else float("nan")
     dsinks = torch.full((case.heads_q,), start, dtype=dtype, device=DEVICE)
+    rows = torch.arange(case.seq_q, device=DEVICE)
+    seen = oracle.visible(rows, case.seq_q, case.seq_k, case.causal, case.window).any(1)
+    lse = torch.where(seen, inputs["lse"].logical, sinks.float()[:, None])  # as a forward with them
+    inputs = {**inputs, "lse": memory.place_values(lse)}
     outputs = backward.make_gradients(case, DEVICE)
     of_sinks = {"sinks": memory.place_values(sinks), "dsinks": memory.place_values(dsinks)}
     adding = dataclasses.replace(case, accumulate=accumulate)
@@ -351,10 +355,9 @@ def test_gradients_of_sinks(case: Case, accumulate: bool, fp32: bool) -> None:
     given = {name: x.double() for name, x in backward.logical(inputs).items()}
     out, dout = (oracle.heads_first(given[name], case.layout) for name in ("out", "dout"))
     delta = (out * dout).sum(-1) - given.get("dlse", torch.zeros_like(given["lse"]))
-    weight = (sinks.double()[:, None] - given["lse"]).exp()
-    rows = torch.arange(case.seq_q, device=DEVICE)
-    seen = oracle.visible(rows, case.seq_q, case.seq_k, case.causal, case.window).any(1)
-    terms = torch.where(seen, weight * delta, 0.0)
+    sink = sinks.double()[:, None]
+    weight = torch.where(sink == given["lse"], 1.0, (sink - given["lse"]).exp())
+    terms = torch.where(sink == -torch.inf, 0.0, weight * delta)  # out is 0 where no key is seen
     expected = -terms.sum((0, 2)) + (start if accumulate else 0.0)
     got = of_sinks["dsinks"].logical
     allowed = 1e-5 * terms.abs().sum((0, 2)) + 1e-6

@@ -67,7 +67,7 @@ BAD_TENSORS: list[tuple[str, Callable[[torch.Tensor], Any], type[Exception], str
     ("v", torch.Tensor.float, TypeError, "v: got dtype fp32"),
     ("out", torch.Tensor.bfloat16, TypeError, "out: got dtype bf16"),
     ("lse", torch.Tensor.half, TypeError, "lse: got dtype fp16"),
-    ("q", torch.Tensor.double, TypeError, "q: "),
+    ("q", torch.Tensor.double, NotImplementedError, "q: it is on cuda:0 and of dtype fp64"),
     ("q", torch.Tensor.int, TypeError, "q: "),
     *((name, _CPU, ValueError, f"{name}: it is on cpu") for name in ("k", "v", "out", "lse")),
     ("q", _CPU, ValueError, "k: it is on cuda:0 but q is on cpu"),

@@ -51,6 +51,11 @@ def assert_equal(got: Any, want: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def assert_close(got: Any, want: Any) -> None:
+    got, want = (np.asarray(x).astype(np.float32) for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=0.02, atol=0.01 * np.abs(want).max())
+
+
 @HALVES
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradients_of_both_outputs(jax_gpu: Any, dtype: str, options: dict[str, Any]) -> None:
@@ -134,7 +139,8 @@ def test_vmap_of_grad(jax_gpu: Any, in_axes: tuple[int | None, ...]) -> None:
     got = jax.jit(jax.vmap(one, in_axes))(*arrays)
     for i in range(3):
         given = [x[0] if axis is None else x[i] for x, axis in zip(outer, in_axes, strict=True)]
-        assert_equal([x[i] for x in got], list(one(*given)))
+        # How parts of dq are added depends on how many heads there are.
+        jax.tree.map(assert_close, [x[i] for x in got], list(one(*given)))
 
 
 _STEPS = """
