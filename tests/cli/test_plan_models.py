@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import flashmoe_science
+import gpu_plans
 import pytest
 from flashmoe_science._dtypes import GPU_MODELS
 from flashmoe_science.cli import main
-from flashmoe_science.cli.environment import as_dict, plan_as_dict
-from flashmoe_science.cli.measure_backward import one_after_the_other
-from flashmoe_science.cli.plan import plan_for
-from flashmoe_science.cli.shapes import BackwardShape, Shape
-from flashmoe_science.cli.suites import MOE, TRAINING, shape_of
+from flashmoe_science.cli.environment import as_dict
+from flashmoe_science.cli.suites import shape_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ARCHITECTURES = flashmoe_science.build_info().cuda_architectures
@@ -27,65 +25,26 @@ without_cuda = pytest.mark.skipif(bool(ARCHITECTURES), reason="built with CUDA")
 
 
 def recorded() -> list[Any]:
-    """Every record of an H200 that has plans, by its file's name."""
-    found = []
-    for path in sorted(RESULTS.glob("*_h200.json")):
-        document = json.loads(path.read_text())
-        if any("plan" in cell for cell in document.get("cells", [])):
-            found.append(pytest.param(document, id=path.stem))
-    return found
-
-
-def as_planned_now(document: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
-    shape, kernel = shape_of(cell["shape"], document["operation"]), document["kernel"]
-    if document["operation"] == TRAINING:
-        forward, backward = (
-            plan_as_dict(plan_for(flashmoe_science, of(**vars(shape)), "h200"))
-            for of in (Shape, BackwardShape)
-        )
-        return one_after_the_other(forward, backward)
-    if document["operation"] != MOE:
-        return plan_as_dict(plan_for(flashmoe_science, shape, "h200", kernel=kernel))
-    extents = {n: getattr(shape, n) for n in ("tokens", "hidden", "inner", "experts", "top_k")}
-    plan = flashmoe_science.moe_plan_for(**extents, dtype=shape.dtype, device="h200", kernel=kernel)
-    return as_dict(plan)
+    """The suites that an H200 planned, by their names."""
+    record = json.loads((RESULTS / "plans_h200.json").read_text())
+    return [
+        pytest.param(suite, id="@".join(filter(None, (suite["suite"], suite["kernel"]))))
+        for suite in record["suites"]
+    ]
 
 
 @with_cuda
-@pytest.mark.parametrize("document", recorded())
-def test_plans_are_those_that_an_h200_was_given(document: dict[str, Any]) -> None:
-    built = document["environment"]["library"]["cuda_architectures"]
+@pytest.mark.parametrize("suite", recorded())
+def test_plans_are_those_that_an_h200_was_given(suite: dict[str, Any]) -> None:
+    library = json.loads((RESULTS / "plans_h200.json").read_text())["library"]
+    built = library["cuda_architectures"]
     if built.split() != ARCHITECTURES.replace(";", " ").split():
         pytest.skip(f"the record is of a build for {built}, this one is for {ARCHITECTURES}")
-    cells = [cell for cell in document["cells"] if "plan" in cell]
-    for cell in cells:
-        found = json.loads(json.dumps(as_planned_now(document, cell)))
-        recorded = in_todays_names(cell["plan"])
-        if "microseconds" not in recorded:  # of a version whose plans told less, in other words
-            found = in_words_of(recorded, found)
-            recorded = {name: value for name, value in recorded.items() if name in found}
-        else:
-            assert found["microseconds"] == pytest.approx(recorded["microseconds"], rel=0.03)
-            found, recorded = anywhere(found), anywhere(recorded)
-        assert found == recorded, cell["shape"]
-
-
-def in_todays_names(plan: dict[str, Any]) -> dict[str, Any]:
-    """Families and kernels as they are called since."""
-    text = json.dumps(plan)
-    for before, since in (
-        ("attention_forward_split_", "attention_forward_sm90_split_kv_"),
-        ("attention_combine_split_", "attention_combine_sm90_split_kv_"),
-        ("attention_forward_short_", "attention_forward_sm89_few_rows_"),
-        ("attention_combine_short_", "attention_combine_sm89_few_rows_"),
-        ('"family": "split"', '"family": "sm90"'),
-        ('"family": "short"', '"family": "sm89_few_rows"'),
-        ('"family": "stream"', '"family": "sm89_few_tokens"'),
-    ):
-        text = text.replace(before, since)
-    text = re.sub(r"_stream_(\w+_bulk)", r"_sm90_few_tokens_\1", text)
-    renamed: dict[str, Any] = json.loads(text.replace("_stream_", "_sm89_few_tokens_"))
-    return renamed
+    for cell in suite["cells"]:
+        shape = shape_of(cell["shape"], suite["operation"])
+        found = json.loads(json.dumps(gpu_plans.plan_of(shape, "h200", suite["kernel"])))
+        assert found["microseconds"] == pytest.approx(cell["plan"]["microseconds"], rel=0.03)
+        assert anywhere(found) == anywhere(cell["plan"]), cell["shape"]
 
 
 def anywhere(plan: dict[str, Any]) -> dict[str, Any]:
@@ -94,20 +53,6 @@ def anywhere(plan: dict[str, Any]) -> dict[str, Any]:
     text = re.sub(r"\b(cuda:0|h200)\b", "there", text)
     same: dict[str, Any] = json.loads(re.sub(r"[\d.]+ us", "some us", text))
     return same
-
-
-def in_words_of(recorded: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
-    """What an older record tells of a plan, of this plan."""
-    tiles = {"tile_rows": "tile_m", "tile_tokens": "tile_n"}
-    # Of experts "isa" was that of the last launch.
-    others = {"rejected", "launches"} | ({"isa"} if "launches" in recorded else set())
-    told = {name: plan[name] for name in recorded if name not in others}
-    if "launches" in recorded:
-        told["launches"] = [
-            {name: launch[tiles.get(name, name)] for name in older}
-            for older, launch in zip(recorded["launches"], plan["launches"], strict=True)
-        ]
-    return told
 
 
 @with_cuda
