@@ -161,13 +161,25 @@ def test_workspace_of_torch_is_of_the_stream_that_uses_it(monkeypatch: pytest.Mo
         log.append("empty")
         return empty(*arguments, **options)
 
+    current = types.SimpleNamespace(cuda_stream=0x5670)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda pointer, device: (pointer, device))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "stream", OnStream)
     monkeypatch.setattr(torch, "empty", logged_empty)
-    like: Any = types.SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
+    like: Any = types.SimpleNamespace(
+        is_cuda=True, device=torch.device("cpu"), __dlpack_device__=lambda: (2, 0)
+    )
     made = _dispatch._TORCH.empty(like, (64,), "uint8", 0x1230)
     assert (tuple(made.shape), made.dtype) == ((64,), torch.uint8)
     assert log == [("enter", (0x1230, like.device)), "empty", "exit"]
+    for legacy in (0, 1):
+        log.clear()
+        _dispatch._TORCH.empty(like, (64,), "uint8", legacy)
+        assert log == [("enter", ("default", like.device)), "empty", "exit"]
+    log.clear()
+    _dispatch._TORCH.empty(like, (64,), "uint8", current.cuda_stream)
+    assert log == ["empty"], "it is current"
     log.clear()
     _dispatch._TORCH.empty(like, (64,), "uint8")
     assert log == ["empty"], "an output is of the current stream"
