@@ -74,7 +74,7 @@ bool lie_between(const Memory& a, const Memory& b) {
 
 Reach Reach::of(const flashmoe_tensor* tensor) {
   if (tensor == nullptr) return {0, 0};
-  const int64_t element_bytes = tensor->dtype.bits / 8;
+  const uint64_t element_bytes = tensor->dtype.bits / 8u;
   int64_t low = 0;
   int64_t high = 0;
   int64_t packed = 1;
@@ -90,8 +90,9 @@ Reach Reach::of(const flashmoe_tensor* tensor) {
     }
     packed *= extent;
   }
-  return {static_cast<uint64_t>(-low * element_bytes),
-          static_cast<uint64_t>((high + 1) * element_bytes)};
+  // Of 8 bytes an element they can be 2^63 bytes.
+  return {(0 - static_cast<uint64_t>(low)) * element_bytes,
+          (static_cast<uint64_t>(high) + 1) * element_bytes};
 }
 
 flashmoe_status check_written_memory(const Memory* memory, size_t count, size_t first_written) {
