@@ -122,6 +122,23 @@ void strides_beyond_the_address_space_are_refused() {
   }
 }
 
+// 2^60 elements of eight bytes each.
+void the_largest_tensors_are_counted_without_overflow() {
+  const int64_t most = INT64_MAX / 8 + 1;
+  for (const int64_t stride : {int64_t{1}, int64_t{-1}}) {
+    const int64_t shape[] = {most}, strides[] = {stride};
+    flashmoe_tensor tensor = {};
+    tensor.ndim = 1;
+    tensor.dtype = {FLASHMOE_DTYPE_FLOAT, 64, 1};
+    tensor.shape = shape;
+    tensor.strides = strides;
+    const Reach reach = Reach::of(&tensor);
+    const uint64_t all = uint64_t{1} << 63;
+    CHECK(reach.below == (stride < 0 ? all - 8 : 0));
+    CHECK(reach.above == (stride < 0 ? 8 : all));
+  }
+}
+
 // The strides of an empty tensor may be any.
 void an_empty_tensor_reaches_nowhere() {
   const int64_t shape[] = {0, 40}, strides[] = {1, INT64_MIN};
@@ -215,6 +232,7 @@ int main() {
   flashmoe::slices_of_one_array_are_apart();
   flashmoe::a_workspace_is_one_run();
   flashmoe::strides_beyond_the_address_space_are_refused();
+  flashmoe::the_largest_tensors_are_counted_without_overflow();
   flashmoe::an_empty_tensor_reaches_nowhere();
   return 0;
 }
