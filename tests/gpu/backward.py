@@ -4,7 +4,8 @@ The rule is that of tests/reference_backward.py, in torch, in blocks, on the dev
 
     max|ours - ref| <= 2 max|plain - ref| + 2 ulp + what fp32 leaves of a cancellation
 
-for dq by query head, for dk and dv by KV head. ref comes from torch's autograd in float64, plain
+for dq by query head, where plain's error counts as at least the median of all heads, for dk and dv
+by KV head. ref comes from torch's autograd in float64, plain
 from the formulas with every step rounded. tests/gpu/test_oracle.py holds the two files to each
 other.
 """
@@ -262,10 +263,12 @@ def assert_accurate(
         unseen = x[:, :, ~sees[name]]
         untouched = added[:, :, ~sees[name]]
         assert (unseen == untouched).all(), f"{name}: not 0 where no pair is seen"
-        # What the ordinary computation does to a head of few rows is luck: at least what it does to
-        # every other head.
         plainly = _largest(usual[name] - want)
-        allowed = 2 * torch.maximum(plainly, plainly.median()) + left[name]
+        if name == "dq":
+            # What the ordinary computation does to a query head of two rows is luck: it counts as
+            # at least the median of the heads. dk and dv have no such allowance.
+            plainly = torch.maximum(plainly, plainly.median())
+        allowed = 2 * plainly + left[name]
         want = want + added
         allowed += torch.tensor([2 * oracle.ulp(dtype, float(most)) for most in _largest(want)],
                                 device=x.device)  # fmt: skip
