@@ -54,6 +54,8 @@ SUITES = (
     "attention-forward-fp16",
     "attention-backward",
     "attention-backward-variants",
+    "attention-backward-fp16",
+    "attention-backward-sustained",
     "attention-training",
     "attention-between",
     "gqa",

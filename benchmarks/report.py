@@ -276,6 +276,70 @@ def render_list(source: Source) -> str:
     return "\n\n".join(filter(None, parts))
 
 
+def render_sustained(source: Source) -> str:
+    """Of calls without a pause: one row a shape; of every contender speed, power and energy."""
+    document = source.document
+    cells = document["cells"]
+    names = rec.timed_names(cells)
+    shapes = [rec.extents(c["shape"]) for c in cells]
+    rows = []
+    for cell, shape in zip(cells, shapes, strict=True):
+        found = {n: e.get("sustained") for n, e in rec.contenders(cell).items()}
+        numbers = [words for name in names for words in _sustained_words(found.get(name))]
+        rows.append([*shape.values(), *numbers])
+    columns = [f"{name} {what}" for name in names for what in ("TFLOP/s", "W", "J/TFLOP")]
+    seconds = document["sampling"]["sustained"]
+    words = (
+        f"{document['title']}. {rec.provenance(document, source.outdated)}; from "
+        f"[{source.path.name}]({source.link}). Everyone is called for {seconds:g} s on end, twice, "
+        "in one order and in the reverse of it; energy is that of the whole GPU, by the driver's "
+        "counter."
+    )
+    table = _table([*(shapes[0] if shapes else {}), *columns], rows)
+    return "\n\n".join([words, table, _repeat(document)])
+
+
+def _sustained_words(entry: dict[str, Any] | None) -> list[str]:
+    if entry is None:
+        return ["-"] * 3
+    watts, joules = entry["watts"], entry["joules_per_tflop"]
+    return [
+        rec.number(entry["tflops"]),
+        "-" if watts is None else f"{watts:.0f}",
+        "-" if joules is None else f"{joules:.2f}",
+    ]
+
+
+def render_memory(source: Source) -> str:
+    """Of a suite that is a grid: memory that a call adds at its peak, head dimension and mask down,
+    contenders across."""
+    document = source.document
+    cells = document["cells"]
+    names = [n for n in rec.timed_names(cells) if n != "torch-math"]  # all scores at once
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for cell in cells:
+        groups.setdefault(rec.panel_key(cell["shape"]), []).append(rec.contenders(cell))
+    dtypes = {c["shape"]["dtype"] for c in cells}
+    rows = [
+        [rec.panel_name(key, dtypes), *(_peaks([c.get(name, {}) for c in of]) for name in names)]
+        for key, of in groups.items()
+    ]
+    words = (
+        "Memory in MiB that one call adds at its peak: results, workspace and temporaries, from "
+        f"the least to the most of all sequence lengths. {rec.provenance(document, source.outdated)}; "
+        f"from [{source.path.name}]({source.link})."
+    )
+    return f"{words}\n\n{_table(['', *names], rows)}"
+
+
+def _peaks(entries: list[dict[str, Any]]) -> str:
+    found = sorted(e["peak_bytes"] for e in entries if "peak_bytes" in e)
+    if not found:
+        return "-"
+    least, most = (f"{peak / 2**20:.0f}" for peak in (found[0], found[-1]))
+    return least if least == most else f"{least} to {most}"
+
+
 def _varying(cells: list[dict[str, Any]]) -> tuple[str, list[dict[str, str]]]:
     """What all rows share, in words, and the fields of each that differ between rows."""
     fields = [rec.extents(c["shape"]) for c in cells]
@@ -441,6 +505,8 @@ def render_host_cost(source: Source) -> str:
 TABLES: dict[str, Callable[[Source], str]] = {
     "attention-grid": render_grid,
     "attention-list": render_list,
+    "attention-memory": render_memory,
+    "attention-sustained": render_sustained,
     "cpu-attention": render_cpu,
     "cpu-moe": render_cpu_moe,
     "host-cost": render_host_cost,

@@ -112,6 +112,25 @@ def a_list(**given: Any) -> dict[str, Any]:
     return document(rows, **given)
 
 
+def _sustained(tflops: float, watts: float | None) -> dict[str, Any]:
+    runs = [{"calls": 100, "seconds": 1.0, "watts": watts}] * 2
+    joules = None if watts is None else watts / tflops
+    return {"tflops": tflops, "watts": watts, "joules_per_tflop": joules, "runs": runs}
+
+
+def sustained(**given: Any) -> dict[str, Any]:
+    """Two rows of calls without a pause; of the second no energy is known."""
+    rows = [
+        cell(shape(4096), 400.4, against(1.21, 1.1, 1.3)),
+        cell(shape(4096, "bottom_right"), 300.0, against(1.0, 0.9, 1.1)),
+    ]
+    for row, watts in zip(rows, (650.0, None), strict=True):
+        row["contenders"]["flashmoe"]["sustained"] = _sustained(380.0, watts)
+        row["contenders"]["torch-flash"]["sustained"] = _sustained(325.0, watts)
+    sampling = {"seconds": 0.25, "least": 7, "most": 30, "seed": 0, "sustained": 1.0}
+    return document(rows, sampling=sampling, **given)
+
+
 def moe_shape(tokens: int, skew: float = 0, **given: Any) -> dict[str, Any]:
     """A mixture of experts of bf16, with whatever fields are given."""
     return {"tokens": tokens, "hidden": 256, "inner": 128, "experts": 16, "top_k": 2,

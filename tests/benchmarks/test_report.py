@@ -157,6 +157,37 @@ def test_a_list() -> None:
     assert few.endswith("| 5.0 | 2.5 | 1.02 (tie) |")
 
 
+def test_calls_without_a_pause() -> None:
+    text = report.render_sustained(source(bench_records.sustained()))
+    lines = text.splitlines()
+    assert "NVIDIA H200, 2026-11-21, commit 0123456789ab" in lines[0]
+    assert "called for 1 s on end, twice" in lines[0]
+    ours, theirs = (f"{n} TFLOP/s | {n} W | {n} J/TFLOP" for n in ("flashmoe", "torch-flash"))
+    assert lines[2] == f"| dtype | B | S | H | D | mask | {ours} | {theirs} |"
+    shape = "| bf16 | 1 | 4096 | 8/2 | 64 |"
+    assert lines[4] == f"{shape} full | 380 | 650 | 1.71 | 325 | 650 | 2.00 |"
+    assert lines[5] == f"{shape} causal | 380 | - | - | 325 | - | - |"
+    assert "--sustained 1 " in lines[-2]
+
+
+def test_a_contender_that_was_not_called_without_a_pause_has_dashes() -> None:
+    document = bench_records.sustained()
+    del document["cells"][0]["contenders"]["torch-flash"]["sustained"]
+    line = report.render_sustained(source(document)).splitlines()[4]
+    assert line.endswith("| 380 | 650 | 1.71 | - | - | - |")
+
+
+def test_memory_at_the_peak() -> None:
+    document = bench_records.grid()
+    cells = document["cells"]
+    cells[2]["contenders"]["torch-flash"]["peak_bytes"] = 5 * 2**20
+    cells[3]["contenders"]["torch-flash"]["peak_bytes"] = 9 * 2**20
+    lines = report.render_memory(source(document)).splitlines()
+    assert "commit 0123456789ab" in lines[0]
+    assert lines[2] == "|  | flashmoe | torch-flash |"
+    assert lines[4:] == ["| D 64 full | 3 | - |", "| D 64 causal | 3 | 5 to 9 |"]
+
+
 def test_a_summary_of_several_suites() -> None:
     grid, layers = bench_records.grid(), bench_records.moe_grid()
     assert grid["summary"]["torch-flash"]["slower"] == 1

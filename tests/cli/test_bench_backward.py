@@ -438,6 +438,13 @@ def test_the_suites_are_what_they_say() -> None:
     assert sorted(s.seq_q for s in variants if s.window == (1023, None)) == [8192, 16384]
     assert {s.causal for s in variants} == {"bottom_right"}
     assert {s.batch * s.seq_q for s in (*grid, *variants)} == {16384}
+    of_grid = [s for s in grid if s.seq_q in (1024, 4096, 16384)]
+    types = load_suite("attention-backward-fp16").shapes
+    assert list(types[::2]) == of_grid
+    assert [dataclasses.replace(s, dtype="bf16") for s in types[1::2]] == of_grid
+    assert {s.dtype for s in types[1::2]} == {"fp16"}
+    sustained = load_suite("attention-backward-sustained").shapes
+    assert list(sustained) == [s for s in grid if s.seq_q == 4096]
     training = load_suite("attention-training").shapes
     assert in_backward(training) == [s for s in grid if s.seq_q <= 4096]
     assert {type(s) for s in training} == {TrainingShape}

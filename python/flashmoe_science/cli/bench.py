@@ -128,6 +128,13 @@ def add_parser(subparsers: Any) -> None:
         help=f"at most so many samples of each, {sampling.least} or more (default {sampling.most})",
     )
     parser.add_argument(
+        "--sustained",
+        type=positive(float),
+        metavar="S",
+        help="on a GPU also call each contender for S seconds without a pause, twice, and record "
+        "speed, power and joules per TFLOP (default: as the suite has it, mostly not)",
+    )
+    parser.add_argument(
         "--seed",
         type=at_least(0),
         default=sampling.seed,
@@ -352,6 +359,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise CommandError("--training: forward and backward by autograd need torch")
         if arguments.kernel is not None:
             raise CommandError("--kernel: a family is of one operation, and autograd calls two")
+    if arguments.sustained and device == "cpu":
+        raise CommandError("--sustained: it is of a GPU, whose driver counts energy; got cpu")
     empty = [s for s in shapes if s.empty]
     if empty:
         raise CommandError(f"there is nothing to time in {empty[0]}: every extent is 1 or more")
@@ -385,6 +394,7 @@ def run(arguments: argparse.Namespace) -> int:
         seconds=arguments.seconds,
         most=arguments.samples,
         seed=arguments.seed,
+        sustained=arguments.sustained or (suite.sustained if suite else 0.0),
     )
 
     document = _document(flashmoe, arrays, suite, shapes, chosen, sampling, arguments)
@@ -403,7 +413,15 @@ def run(arguments: argparse.Namespace) -> int:
         document["kept"] = kept.describe()
         output.line(f"{len(kept.rows)} of {len(shapes)} rows are kept, from {kept.since} on.")
     labels = [str(s) for s in shapes]
-    table = BenchTable(output, device, names, document["ceilings"], labels, document["operation"])
+    table = BenchTable(
+        output,
+        device,
+        names,
+        document["ceilings"],
+        labels,
+        document["operation"],
+        sustained=sampling.sustained > 0,
+    )
     begin = time.monotonic()
     code = EXIT_OK
     cells = [kept.rows.get(shape) for shape in shapes]

@@ -25,6 +25,9 @@ with a warm cache; eager: one call that finds the GPU idle, from event to event;
 call keeps the host, ours and each peer's."""
 
 
+_SUSTAINED_LEGEND = """\
+busy: calls without a pause; behind the speed joules per 10^12 FLOPs, in a peer's column its
+time and its joules over ours."""
 _MOE_CLOCK_LEGEND = """\
 events: a call that finds the L2 cache flushed; graph: calls in a CUDA graph, without launches, each
 with other tokens' experts; eager: one call that finds the GPU idle, from event to event; host: how
@@ -50,6 +53,14 @@ def ratio_text(against: dict[str, Any]) -> str:
     return f"{against['ratio']:.2f} ({against['low']:.2f}-{against['high']:.2f}){tie}"
 
 
+def sustained_ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """A peer's time over ours where nobody pauses, and its energy over ours."""
+    text = f"{ours['tflops'] / theirs['tflops']:.2f}"
+    if ours["joules_per_tflop"] is None or theirs["joules_per_tflop"] is None:
+        return text
+    return f"{text}, {theirs['joules_per_tflop'] / ours['joules_per_tflop']:.2f} J"
+
+
 def _spread(times: dict[str, Any]) -> str:
     return f"{(times['q3_s'] - times['q1_s']) / times['median_s'] * 100:.1f} %"
 
@@ -65,6 +76,8 @@ class BenchTable:
         ceilings: dict[str, Any],
         labels: Sequence[str] = (),
         operation: str = ATTENTION,
+        *,
+        sustained: bool = False,
     ) -> None:
         """`labels` are those of the rows to come, which are of one operation."""
         moe = operation == MOE
@@ -80,6 +93,8 @@ class BenchTable:
             output.line(_MOE_LEGEND)
         if operation in _WORK_LEGENDS:
             output.line(_WORK_LEGENDS[operation])
+        if sustained:
+            output.line(_SUSTAINED_LEGEND)
         self._moe = moe
         self._clock = "wall" if device == "cpu" else "events"
         unit, self._per_tera = ("GFLOP/s", 1e3) if device == "cpu" else ("TFLOP/s", 1.0)
@@ -121,6 +136,27 @@ class BenchTable:
             if key in ours:
                 theirs = {n: f"{e[key] * 1e6:.1f} us" for n, e in entries.items() if key in e}
                 self._row("", clock, ours[key], "", "", "", theirs)
+        if "sustained" in ours:
+            self._sustained(ours["sustained"], cell["flops"], entries)
+
+    def _sustained(
+        self, ours: dict[str, Any], flops: float, entries: dict[str, dict[str, Any]]
+    ) -> None:
+        theirs = {
+            n: sustained_ratios(ours, e["sustained"])
+            for n, e in entries.items()
+            if "sustained" in e
+        }
+        joules = ours["joules_per_tflop"]
+        self._row(
+            "",
+            "busy",
+            flops * 1e-12 / ours["tflops"],
+            "",
+            f"{ours['tflops']:.4g}",
+            "" if joules is None else f"{joules:.2f} J",
+            theirs,
+        )
 
     def _row(
         self,

@@ -18,6 +18,7 @@ from flashmoe_science.cli.reference import Accuracy, judge
 from flashmoe_science.cli.shapes import Shape
 from flashmoe_science.cli.stats import compare, summary
 from flashmoe_science.cli.suites import AnyShape
+from flashmoe_science.cli.sustained import sustain
 from flashmoe_science.cli.timing import Contender, Sampling, interleave, make_clock
 
 OURS = "flashmoe"
@@ -208,6 +209,12 @@ def time_contenders(
         entry["tokens_per_s"] = shape.tokens / medians[name]
         if ceiling:
             entry["ceiling_fraction"] = entry["tflops"] * 1e12 / ceiling
+    if sampling.sustained:
+        found = sustain(
+            arrays.xp, arrays.device, contenders, medians, shape.flops, sampling.sustained
+        )
+        for name, entry in found.items():
+            timed[name]["sustained"] = entry
     graphs = {n: e["graph_samples_s"] for n, e in timed.items() if "graph_samples_s" in e}
     for name, entry in timed.items():
         if name != OURS:

@@ -28,6 +28,7 @@ class Suite:
     device: str  # "cuda", "cpu" or "any"
     shapes: tuple[AnyShape, ...]
     operation: str = ATTENTION
+    sustained: float = 0.0  # seconds of calls without a pause, for each contender
 
 
 def operation_of(shape: AnyShape) -> str:
@@ -97,4 +98,5 @@ def load_suite(name: str) -> Suite:
         shapes = tuple(MoeShape(**entry) for entry in entries)
     else:
         shapes = tuple(_attention_shape(entry, operation) for entry in entries)
-    return Suite(name, document["title"], document["device"], shapes, operation)
+    sustained = document.get("sustained", 0.0)
+    return Suite(name, document["title"], document["device"], shapes, operation, sustained)

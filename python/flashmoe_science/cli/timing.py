@@ -222,12 +222,14 @@ def make_clock(arrays: Arrays) -> CpuClock | CudaClock:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How long to look: seconds for each contender, within bounds on the number of samples."""
+    """How long to look: seconds for each contender, within bounds on the number of samples, and on
+    a GPU so many seconds of calls without a pause, twice."""
 
     seconds: float = 0.25
     least: int = 7
     most: int = 30
     seed: int = 0
+    sustained: float = 0.0
 
 
 def interleave(

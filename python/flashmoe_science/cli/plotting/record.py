@@ -273,6 +273,8 @@ def row_command(document: dict[str, Any], cell: dict[str, Any]) -> str:
     of_pass = {BACKWARD: ["--backward"], TRAINING: ["--training"]}
     words = ["flashmoe", "bench", *shape_flags(cell["shape"])]
     words += of_pass.get(document.get("operation", ""), [])
+    sustained = document["sampling"].get("sustained") if "sampling" in document else None
+    words += ["--sustained", f"{sustained:g}"] if sustained else []
     return shlex.join([*words, *_device_flags(document)])
 
 
