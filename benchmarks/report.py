@@ -326,8 +326,8 @@ def render_memory(source: Source) -> str:
     ]
     words = (
         "Memory in MiB that one call adds at its peak: results, workspace and temporaries, from "
-        f"the least to the most of all sequence lengths. {rec.provenance(document, source.outdated)}; "
-        f"from [{source.path.name}]({source.link})."
+        "the least to the most of all sequence lengths. "
+        f"{rec.provenance(document, source.outdated)}; from [{source.path.name}]({source.link})."
     )
     return f"{words}\n\n{_table(['', *names], rows)}"
 

@@ -741,7 +741,8 @@ def test_every_suite_of_a_gpu_is_in_the_evidence_and_in_the_documents() -> None:
     for suite in evidence.SUITES:
         file = f"benchmarks/results/{suite.replace('-', '_').replace('@', '_')}_h200.json"
         tables = re.findall(rf"<!-- results: (\S+) {re.escape(file)} -->", shown)
-        kinds = {"moe-list"} if suite.startswith("moe") else {"attention-grid", "attention-list"}
+        of_attention = {"attention-grid", "attention-list", "attention-sustained"}
+        kinds = {"moe-list"} if suite.startswith("moe") else of_attention
         assert kinds & set(tables), suite
 
 
