@@ -34,13 +34,10 @@
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
-#include "cuda/ptx/pdl.cuh"
-#include "cuda/ptx/registers.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/tile/pipeline.cuh"
 #include "cuda/tile/thread.cuh"
 
 namespace flashmoe::sm90_backward {
@@ -63,6 +60,7 @@ enum SlotUse : uint32_t {
 
 template <class Traits>
 struct Barriers {
+  static constexpr int kSlotBarriers = 4 + 2 * Traits::kStages + 2 * Traits::kDoStages;
   uint32_t base;
   __device__ __forceinline__ uint32_t at(int index) const { return base + 8 * index; }
   __device__ __forceinline__ uint32_t k_full() const { return at(0); }
@@ -77,19 +75,26 @@ struct Barriers {
     return at(4 + 2 * Traits::kStages + stage);
   }
   __device__ __forceinline__ uint32_t do_empty(int stage) const {
-    return at(4 + 3 * Traits::kStages + stage);
+    return at(4 + 2 * Traits::kStages + Traits::kDoStages + stage);
   }
   __device__ __forceinline__ uint32_t slot_ready(int slot) const {
-    return at(4 + 4 * Traits::kStages + slot);
+    return at(kSlotBarriers + slot);
   }
   __device__ __forceinline__ uint32_t slot_full(int slot) const {
-    return at(4 + 4 * Traits::kStages + kSlots + slot);
+    return at(kSlotBarriers + kSlots + slot);
   }
-  // dS of both consumers is in its buffer.
+  // dS is in its buffer, all of it.
   __device__ __forceinline__ uint32_t ds_full(int buffer) const {
-    return at(4 + 4 * Traits::kStages + 2 * kSlots + buffer);
+    return at(kSlotBarriers + 2 * kSlots + buffer);
   }
-  // Words behind the barriers: the use of a slot, and the tile of dQ that it holds a part of.
+  // With Share::kKeysAndPanels: dQ was made of it.
+  __device__ __forceinline__ uint32_t ds_empty(int buffer) const {
+    return at(kSlotBarriers + 2 * kSlots + 2 + buffer);
+  }
+  // With Share::kProducts: P is in the buffer that dS will be in.
+  __device__ __forceinline__ uint32_t p_full(int buffer) const { return ds_empty(buffer); }
+  // Words behind the barriers: the use of a slot, and the tile of dQ that it holds a part of, or the
+  // panel of a tile.
   __device__ __forceinline__ uint32_t slot_use(int slot) const {
     return at(Traits::kBarriers) + kSlotWordBytes * slot;
   }
@@ -105,6 +110,22 @@ __device__ __forceinline__ void release(uint32_t barrier) {
   if (lane_index() == 0) ptx::mbarrier_arrive(barrier);
 }
 
+// Counters of a role, from which stages, slots and parities follow. Only their lowest bits matter:
+// where registers are few, one holds all.
+template <bool kPacked>
+struct Counters {
+  uint32_t index = 0;  // of the step
+  uint32_t items = 0;
+  uint32_t slot_uses = 0;
+};
+template <>
+struct Counters<true> {
+  uint32_t index : 8;
+  uint32_t items : 8;
+  uint32_t slot_uses : 8;
+  __device__ __forceinline__ Counters() : index(0), items(0), slot_uses(0) {}
+};
+
 // ---- producer: one thread
 // ------------------------------------------------------------------------------------------
 
@@ -112,18 +133,22 @@ __device__ __forceinline__ void release(uint32_t barrier) {
 using SharedItem = volatile Item;
 
 template <class Traits>
-struct Producer {
+struct Producer : Counters<Traits::kInPanels> {
+  using Counters<Traits::kInPanels>::index;
+  using Counters<Traits::kInPanels>::items;
+
   const Params& params;
   const Barriers<Traits> barriers;
   const uint32_t shared;
   Item* const shared_items;
 
-  PipelineState<Traits::kStages> pipe;
-  uint32_t items = 0;  // before this one
+  __device__ __forceinline__ Producer(const Params& params_, const Barriers<Traits>& barriers_,
+                                      uint32_t shared_, Item* items_)
+      : params(params_), barriers(barriers_), shared(shared_), shared_items(items_) {}
 
   __device__ __forceinline__ void load_q(const SharedItem& item, int head, int tile_q) {
-    const int stage = pipe.stage;
-    ptx::mbarrier_wait(barriers.q_empty(stage), pipe.parity ^ 1);
+    const int stage = static_cast<int>(index % Traits::kStages);
+    ptx::mbarrier_wait(barriers.q_empty(stage), ~(index / Traits::kStages) & 1);
     ptx::store_shared(barriers.stage_row(stage), static_cast<uint32_t>(tile_q * Traits::kTileQ));
     const uint32_t full = barriers.q_full(stage);
     ptx::mbarrier_arrive_expect(full, Traits::kQBytes + Traits::kRowBytes);
@@ -140,8 +165,8 @@ struct Producer {
   }
 
   __device__ __forceinline__ void load_dout(const SharedItem& item, int head, int tile_q) {
-    const int stage = pipe.stage;
-    ptx::mbarrier_wait(barriers.do_empty(stage), pipe.parity ^ 1);
+    const int stage = static_cast<int>(index % Traits::kDoStages);
+    ptx::mbarrier_wait(barriers.do_empty(stage), ~(index / Traits::kDoStages) & 1);
     const uint32_t full = barriers.do_full(stage);
     ptx::mbarrier_arrive_expect(full, Traits::kDoBytes + Traits::kRowBytes);
 #pragma unroll
@@ -171,7 +196,7 @@ struct Producer {
 #pragma unroll
     for (int box = 0; box < Traits::kBoxesV; ++box) {
       ptx::tma_load(shared + Traits::kVOffset + box * Traits::kKeyBoxBytes, &params.v,
-                    barriers.v_full(), ptx::kEvictNormal, box * kBoxColumns, item.tile * kTileK,
+                    barriers.v_full(), ptx::kEvictNormal, box * kBoxColumns, item.tile * Traits::kTileK,
                     item.head_kv * params.v_repeats.head, item.batch * params.v_repeats.batch);
     }
   }
@@ -187,7 +212,7 @@ struct Producer {
 #pragma unroll
     for (int box = 0; box < Traits::kBoxes; ++box) {
       ptx::tma_load(shared + Traits::kKOffset + box * Traits::kKeyBoxBytes, &params.k,
-                    barriers.k_full(), ptx::kEvictNormal, box * kBoxColumns, item.tile * kTileK,
+                    barriers.k_full(), ptx::kEvictNormal, box * kBoxColumns, item.tile * Traits::kTileK,
                     item.head_kv * params.k_repeats.head, item.batch * params.k_repeats.batch);
     }
   }
@@ -215,7 +240,7 @@ struct Producer {
         if (first) load_v(item, true);
         load_dout(item, head, steps.tile_q);
         if (first) load_k(item, true);
-        pipe.advance();
+        ++index;
         steps.advance(params.heads_per_kv);
       }
       if (item.tile == kNoItem) break;
@@ -226,29 +251,48 @@ struct Producer {
 // ---- writers: one thread for each slot
 // -----------------------------------------------------------------------------
 
+// The first panel of dQ of a step that a consumer has, of which every second one is its.
 template <class Traits>
-struct Writer {
+__device__ __forceinline__ int first_panel(uint32_t step, int group) {
+  return static_cast<int>((Traits::kByProducts ? group + 1 : step + group) & 1);
+}
+
+template <class Traits>
+struct Writer : Counters<Traits::kInPanels> {
+  using Counters<Traits::kInPanels>::index;
+  using Counters<Traits::kInPanels>::items;
+  using Counters<Traits::kInPanels>::slot_uses;
+
   const Params& params;
   const Barriers<Traits> barriers;
   const uint32_t shared_slot;
   const Item* const shared_items;
   const int slot;
-  uint32_t parity = 0;
 
-  // A part of a tile of dQ.
+  __device__ __forceinline__ Writer(const Params& params_, const Barriers<Traits>& barriers_,
+                                    uint32_t shared_slot_, const Item* items_, int slot_)
+      : params(params_),
+        barriers(barriers_),
+        shared_slot(shared_slot_),
+        shared_items(items_),
+        slot(slot_) {}
+  // A part of a tile of dQ, or of a panel of it.
   struct Part {
-    uint32_t tile;    // of all tiles of dQ
+    uint32_t tile;    // of all tiles of dQ, or panels
     uint32_t before;  // parts that come before it
     bool last;
     __device__ __forceinline__ bool takes_sum() const { return last && before > 0; }
   };
-  __device__ __forceinline__ Part part_of(const Item& item, int head, int tile_q) const {
+  __device__ __forceinline__ Part part_of(const Item& item, int head, int tile_q,
+                                          int panel = 0) const {
     const Parts parts = Parts::of<Traits>(params, tile_q);
-    return {static_cast<uint32_t>((item.batch * params.heads_q + head) * params.tiles_q + tile_q),
+    const int tile = (item.batch * params.heads_q + head) * params.tiles_q + tile_q;
+    return {static_cast<uint32_t>(tile * Traits::kPanels + panel),
             static_cast<uint32_t>(item.tile - parts.first), item.tile == parts.last};
   }
   __device__ __forceinline__ float* sums_of(const Part& part) const {
-    return params.dq_sums + static_cast<int64_t>(part.tile) * (Traits::kTileQ * Traits::kDim);
+    return params.dq_sums +
+           static_cast<int64_t>(part.tile) * (Traits::kTileQ * Traits::kPanelColumns);
   }
 
   __device__ __forceinline__ void wait_for_turn(const Part& part) const {
@@ -275,23 +319,26 @@ struct Writer {
     }
   }
   __device__ __forceinline__ void wait_for_consumers() {
-    ptx::mbarrier_wait(barriers.slot_full(slot), parity);
-    parity ^= 1;
+    ptx::mbarrier_wait(barriers.slot_full(slot), slot_uses & 1);
+    ++slot_uses;
   }
 
-  // Rows of 64 columns of what each consumer has.
-  __device__ __forceinline__ void store_dq(const Item& item, int head, int tile_q) const {
+  // Rows of 64 columns: of a panel, or of what each consumer has.
+  __device__ __forceinline__ void store_dq(const Item& item, const Part& part, int head,
+                                           int tile_q) const {
+    constexpr bool kOne = Traits::kInPanels || Traits::kSharesDqBox;
 #pragma unroll
-    for (int group = 0; group < (Traits::kSharesDqBox ? 1 : kConsumers); ++group) {
+    for (int group = 0; group < (kOne ? 1 : kConsumers); ++group) {
       constexpr int kBoxesOfGroup = ceil_div(Traits::kDqColumns, kBoxColumns);
-      const int row = tile_q * Traits::kTileQ + (Traits::kSplitsColumns ? 0 : 64 * group);
+      const int row = tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group);
+      const int first_column = Traits::kSplitsColumns
+                                   ? group * Traits::kDqColumns
+                                   : static_cast<int>(part.tile % Traits::kPanels) * kBoxColumns;
 #pragma unroll
       for (int box = 0; box < kBoxesOfGroup; ++box) {
-        const int column =
-            (Traits::kSplitsColumns ? group * Traits::kDqColumns : 0) + box * kBoxColumns;
         ptx::tma_store(&params.dq,
                        shared_slot + group * Traits::kDqBytesPerGroup + box * 64 * kBoxRowBytes,
-                       column, row, head, item.batch);
+                       first_column + box * kBoxColumns, row, head, item.batch);
       }
     }
     ptx::tma_store_commit();
@@ -305,7 +352,7 @@ struct Writer {
                                            const OfferNext& offer_next) {
     if (part.last) {
       wait_for_consumers();
-      if (params.dq_direct.rows == nullptr) store_dq(item, head, tile_q);
+      if (params.dq_direct.rows == nullptr) store_dq(item, part, head, tile_q);
       offer_next(true);
       return;
     }
@@ -336,18 +383,90 @@ struct Writer {
 #pragma unroll
       for (int box = 0; box < kColumnBoxes; ++box) {
         ptx::tma_store(&map, shared_slot + (group * kColumnBoxes + box) * Traits::kGroupBoxBytes,
-                       box * kBoxColumns, item.tile * kTileK + group * kKeysPerGroup, item.head_kv,
-                       item.batch);
+                       box * kBoxColumns, item.tile * Traits::kTileK + group * kKeysPerGroup,
+                       item.head_kv, item.batch);
       }
     }
     ptx::tma_store_commit();
     ptx::tma_store_wait_read();
   }
 
+  // The same of the 64 keys of this slot's consumer, as many columns at a time as the slot holds.
+  template <int kColumnBoxes>
+  __device__ __forceinline__ void write_keys_by_boxes(const CUtensorMap& map, const Direct& direct,
+                                                      const Item& item, bool last) {
+    const int row = item.tile * Traits::kTileK + (Traits::kByProducts ? 0 : slot * kKeysPerGroup);
+#pragma unroll 1
+    for (int first = 0; first < kColumnBoxes; first += Traits::kSlotBoxes) {
+      wait_for_consumers();
+      if (direct.rows == nullptr) {
+        for (int box = first; box < min(first + Traits::kSlotBoxes, kColumnBoxes); ++box) {
+          ptx::tma_store(&map, shared_slot + (box - first) * Traits::kGroupBoxBytes,
+                         box * kBoxColumns, row, item.head_kv, item.batch);
+        }
+        ptx::tma_store_commit();
+        ptx::tma_store_wait_read();
+      }
+      if (!last || first + Traits::kSlotBoxes < kColumnBoxes) offer();
+    }
+  }
+
+  // A slot is of one consumer: its panels of dQ of all steps, then dV, dK, or both.
+  __device__ __forceinline__ void run_by_panels() {
+    for (;; ++items) {
+      ptx::mbarrier_wait(barriers.k_full(), items & 1);
+      const Item item = shared_items[items % kItemsHeld];
+      ptx::mbarrier_arrive(barriers.k_empty());
+      if (item.tile == kNoItem) break;
+      Steps steps(item, params.heads_per_kv);
+      const int first_head = item.head_kv * params.heads_per_kv;
+      int panel = first_panel<Traits>(index, slot);
+      const auto part_of_panel = [&] {
+        return part_of(item, first_head + steps.head, steps.tile_q, panel);
+      };
+      Part part = {};
+      if (steps.left > 0) {
+        part = part_of_panel();
+        offer(part);
+      } else {
+        offer();
+      }
+      while (steps.left > 0) {
+        const Part now = part;
+        const int head = first_head + steps.head;
+        const int tile_q = steps.tile_q;
+        panel += kConsumers;
+        if (panel >= Traits::kPanels) {
+          steps.advance(params.heads_per_kv);
+          ++index;
+          panel = first_panel<Traits>(index, slot);
+        }
+        write_dq(item, now, head, tile_q, [&](bool may_wait) {
+          if (steps.left == 0) {
+            offer();
+            return true;
+          }
+          part = part_of_panel();
+          if (part.takes_sum() && !may_wait) return false;
+          offer(part);
+          return true;
+        });
+      }
+      if (!Traits::kByProducts || slot == 0) {
+        write_keys_by_boxes<Traits::kBoxesV>(params.dv, params.dv_direct, item,
+                                             Traits::kByProducts);
+      }
+      if (!Traits::kByProducts || slot == 1) {
+        write_keys_by_boxes<Traits::kBoxes>(params.dk, params.dk_direct, item, true);
+      }
+    }
+    ptx::tma_store_wait();
+  }
+
   // Writers take what leaves in turns: parts of dQ of all steps, then dV and dK.
   __device__ __forceinline__ void run() {
     uint32_t next = 0;  // slot of the item's first step
-    for (uint32_t items = 0;; ++items) {
+    for (;; ++items) {
       ptx::mbarrier_wait(barriers.k_full(), items & 1);
       const Item item = shared_items[items % kItemsHeld];
       ptx::mbarrier_arrive(barriers.k_empty());
@@ -399,8 +518,18 @@ struct Writer {
 // ---- consumers: warpgroups
 // ------------------------------------------------------------------------------------------
 
+template <int kCount>
+__device__ __forceinline__ void clear(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = 0.0f;
+}
+
 template <class Traits>
-struct Consumer {
+struct Consumer : Counters<Traits::kInPanels> {
+  using ItsTraits = Traits;
+  using Counters<Traits::kInPanels>::index;
+  using Counters<Traits::kInPanels>::items;
+  using Counters<Traits::kInPanels>::slot_uses;
   using Element = typename Traits::Element;
   using Numeric = numeric::ElementTraits<Element>;
   using ScoreMma = ptx::Wgmma<Element, Traits::kTileQ>;
@@ -416,15 +545,11 @@ struct Consumer {
   const Item* const shared_items;
   const int group;
 
-  // Counters, from which stages, slots and parities follow.
-  uint32_t index = 0;  // of the step
-  uint32_t items = 0;
-
   float dk[Traits::kDim / 2];
   float dv[Traits::kDimV / 2];
   float scores[kScores];    // S^T, then P^T
   uint32_t ds[kSlices][4];  // dS^T
-  bool add = false;         // to dk and dv
+  bool add = false;         // to dk and dv. By panels they begin with zeros, and are added to
 
   __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
                                       uint32_t shared_, const Item* items_, int group_)
@@ -436,16 +561,25 @@ struct Consumer {
 
   __device__ __forceinline__ uint32_t stage() const { return index % Traits::kStages; }
   __device__ __forceinline__ uint32_t parity() const { return index / Traits::kStages & 1; }
+  __device__ __forceinline__ uint32_t dout_stage() const { return index % Traits::kDoStages; }
+  __device__ __forceinline__ uint32_t dout_parity() const {
+    return index / Traits::kDoStages & 1;
+  }
   // Of the buffers of dS, and of slots. An item takes two slots more than it has steps.
   __device__ __forceinline__ uint32_t buffer() const { return index & 1; }
   __device__ __forceinline__ uint32_t slot_parity() const { return ((index >> 1) + items) & 1; }
 
+  // Which 64 keys of the tile are this consumer's.
+  __device__ __forceinline__ int key_group() const { return Traits::kByProducts ? 0 : group; }
+
   // K and V as A of S^T and dP^T: this consumer's keys. K as B of dQ: its columns, or all.
   __device__ __forceinline__ uint64_t k_rows() const {
-    return ptx::swizzled_descriptor(shared + Traits::kKOffset + group * Traits::kGroupBoxBytes, 16);
+    return ptx::swizzled_descriptor(
+        shared + Traits::kKOffset + key_group() * Traits::kGroupBoxBytes, 16);
   }
   __device__ __forceinline__ uint64_t v_rows() const {
-    return ptx::swizzled_descriptor(shared + Traits::kVOffset + group * Traits::kGroupBoxBytes, 16);
+    return ptx::swizzled_descriptor(
+        shared + Traits::kVOffset + key_group() * Traits::kGroupBoxBytes, 16);
   }
   __device__ __forceinline__ uint64_t k_columns() const {
     constexpr int kBytesOn = Traits::kDqColumns >= kBoxColumns
@@ -483,7 +617,7 @@ struct Consumer {
   // dP^T = V dO^T. dO is there: dV was issued before.
   __device__ __forceinline__ void issue_dp(float (&dp)[kScores]) {
     const uint64_t dout =
-        ptx::swizzled_descriptor(shared + Traits::kDoOffset + stage() * Traits::kDoBytes, 16);
+        ptx::swizzled_descriptor(shared + Traits::kDoOffset + dout_stage() * Traits::kDoBytes, 16);
     multiply_rows<Traits::kDimV>(dp, v_rows(), dout);
   }
 
@@ -500,18 +634,21 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
+  __device__ __forceinline__ bool adds() const { return Traits::kInPanels || add; }
+
   // dV += P^T dO.
   __device__ __forceinline__ void issue_dv(uint32_t (&p)[kSlices][4]) {
     const uint64_t dout = ptx::swizzled_descriptor(
-        shared + Traits::kDoOffset + stage() * Traits::kDoBytes, Traits::kQueryBoxBytes);
-    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
+        shared + Traits::kDoOffset + dout_stage() * Traits::kDoBytes, Traits::kQueryBoxBytes);
+    ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
     ptx::pin(dv);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) ptx::pin(p[slice]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
-      ValueMma::multiply_values(dv, p[slice], ptx::advance(dout, slice * 2048), slice > 0 || add);
+      ValueMma::multiply_values(dv, p[slice], ptx::advance(dout, slice * 2048),
+                                slice > 0 || adds());
     }
     ptx::wgmma_commit();
   }
@@ -526,7 +663,7 @@ struct Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
-      KeyMma::multiply_values(dk, ds[slice], ptx::advance(q, slice * 2048), slice > 0 || add);
+      KeyMma::multiply_values(dk, ds[slice], ptx::advance(q, slice * 2048), slice > 0 || adds());
     }
     ptx::wgmma_commit();
   }
@@ -539,9 +676,13 @@ struct Consumer {
         ptx::swizzled_descriptor(shared + Traits::kDsOffset + place * Traits::kDsBytes +
                                      (Traits::kSplitsColumns ? 0 : group * Traits::kKeyBoxBytes),
                                  Traits::kKeyBoxBytes);
+    multiply_dq(dq, ds, k);
+  }
+  static __device__ __forceinline__ void multiply_dq(float (&dq)[Traits::kDqRegisters],
+                                                     uint64_t ds, uint64_t k) {
     ptx::wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < kTileK / 16; ++slice) {
+    for (int slice = 0; slice < Traits::kTileK / 16; ++slice) {
       QueryMma::multiply_majors(dq, ptx::advance(ds, slice * 2048), ptx::advance(k, slice * 2048),
                                 slice > 0);
     }
@@ -675,13 +816,18 @@ struct Consumer {
     }
   }
 
+  // The row of this step's buffer of dS whose chunks this lane's stmatrix stores.
+  __device__ __forceinline__ uint32_t ds_row() const {
+    return shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
+           key_group() * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
+  }
+
   // dS = P (dP - delta), to registers and to shared memory.
   __device__ __forceinline__ void make_ds(const float (&dp)[kScores],
                                           const uint32_t (&p)[kSlices][4], int first_key) {
     const uint32_t delta =
-        shared + Traits::kDeltaOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
-    const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
-                           group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
+        shared + Traits::kDeltaOffset + dout_stage() * Traits::kRowBytes + lane_index() % 4 * 8;
+    const uint32_t store = ds_row();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
@@ -705,6 +851,7 @@ struct Consumer {
     ptx::fence_proxy_async_shared();
   }
 
+  // Of a slot, the bytes of this consumer.
   __device__ __forceinline__ uint32_t slot_of_group(uint32_t slot, int bytes_per_group) const {
     return shared + Traits::kSlotOffset + slot * Traits::kSlotBytes + group * bytes_per_group;
   }
@@ -769,20 +916,39 @@ struct Consumer {
 
   __device__ __forceinline__ void write_dq_directly(const float (&dq)[Traits::kDqRegisters],
                                                     uint32_t tile) const {
-    const int head_of_all = tile / params.tiles_q;
-    const int tile_q = tile - head_of_all * params.tiles_q;
+    const int tile_of_all = tile / Traits::kPanels;
+    const int head_of_all = tile_of_all / params.tiles_q;
+    const int tile_q = tile_of_all - head_of_all * params.tiles_q;
     const int batch = head_of_all / params.heads_q;
+    const int first_column = Traits::kSplitsColumns ? group * Traits::kDqColumns
+                                                    : tile % Traits::kPanels * kBoxColumns;
     write_directly(params.dq_direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
-                   tile_q * Traits::kTileQ + (Traits::kSplitsColumns ? 0 : 64 * group),
-                   params.seq_q, Traits::kSplitsColumns ? group * Traits::kDqColumns : 0,
-                   params.dim);
+                   tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group), params.seq_q,
+                   first_column, params.dim);
   }
 
   // Hands a step's part of dQ to the writer.
   __device__ __forceinline__ void hand_over(float (&dq)[Traits::kDqRegisters], uint32_t step) {
     const uint32_t place = step & 1;
     ptx::mbarrier_wait(barriers.slot_ready(place), ((step >> 1) + items) & 1);
-    const uint32_t slot = slot_of_group(place, Traits::kDqBytesPerGroup);
+    fill_slot_with_dq(dq, place, slot_of_group(place, Traits::kDqBytesPerGroup));
+  }
+  // The same of a panel.
+  __device__ __forceinline__ void hand_over_panel(float (&dq)[Traits::kDqRegisters]) {
+    wait_for_own_slot();
+    fill_slot_with_dq(dq, group, own_slot());
+  }
+  __device__ __forceinline__ uint32_t own_slot() const {
+    return shared + Traits::kSlotOffset + group * Traits::kSlotBytes;
+  }
+  __device__ __forceinline__ void wait_for_own_slot() {
+    ptx::mbarrier_wait(barriers.slot_ready(group), slot_uses & 1);
+    ++slot_uses;
+  }
+
+  // Leaves dQ at `slot` in the slot of this index.
+  __device__ __forceinline__ void fill_slot_with_dq(float (&dq)[Traits::kDqRegisters],
+                                                    uint32_t place, uint32_t slot) const {
     const uint32_t fragment = slot + thread_of_group() * 16;
     constexpr int kChunkBytes = kThreadsPerGroup * 16;
     const uint32_t use = ptx::load_shared_uint(barriers.slot_use(place));
@@ -865,6 +1031,57 @@ struct Consumer {
     add = true;
   }
 
+  // The same where registers have no room for dQ beside the products of S and dP. With a softcap dV
+  // is through before dP begins: both P and its factors are there until then.
+  template <bool kFirst>
+  __device__ __forceinline__ void step_by_panels(int first_key, bool last) {
+    auto& dp = scores;
+    auto& dq = scores;
+    issue_scores();
+    ptx::wgmma_wait<0>();
+    ptx::pin(scores);
+    if constexpr (Traits::kCapped) {
+      uint32_t p[kSlices][4];
+      exponentiate_capped(p, first_key);
+      pack(ds, scores);
+      issue_dv(p);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dv);
+    } else {
+      exponentiate(ds, first_key);
+      issue_dv(ds);
+    }
+    issue_dp(dp);
+    ptx::wgmma_wait<0>();  // dV, dP
+    ptx::pin(dv);
+    ptx::pin(dp);
+    if (last) release(barriers.v_empty());
+    ptx::mbarrier_wait(barriers.ds_empty(buffer()), (index >> 1 & 1) ^ 1);
+    make_ds(dp, ds, first_key);
+    release(barriers.ds_full(buffer()));
+    release(barriers.do_empty(dout_stage()));  // delta came with dO
+    const int panel = first_panel<Traits>(index - 1, group);
+    if (!kFirst) {
+      wait_for_ds_before();
+      issue_dq_panel(dq, panel);
+    }
+    issue_dk();
+    if (!kFirst) {
+      ptx::wgmma_wait<1>();  // dQ
+      ptx::pin(dq);
+      hand_over_panel(dq);
+    }
+    ptx::wgmma_wait<0>();
+    ptx::pin(dk);
+    release(barriers.q_empty(stage()));
+    if (!kFirst) {
+      make_dq_panels(panel + kConsumers, [] {});
+      release(barriers.ds_empty((index - 1) & 1));
+    }
+    ++index;
+    add = true;
+  }
+
   // Whether no query of the step sees a key of this consumer. That is seldom so with 128 queries.
   __device__ __forceinline__ bool is_unseen(int first_key) const {
     if (Traits::kTileQ != kKeysPerGroup) return false;
@@ -877,18 +1094,14 @@ struct Consumer {
   // A step in which dS is zero.
   template <bool kFirst>
   __device__ __forceinline__ void skip(bool last) {
-    if constexpr (!kFirst) {
-      float dq[Traits::kDqRegisters];
-      issue_dq_before(dq);
-      ptx::wgmma_wait<0>();
-      ptx::pin(dq);
-      hand_over(dq, index - 1);
-    }
+    if constexpr (!kFirst) make_dq_before([] {});
     // Phases are waited for one by one.
-    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
+    ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
     if (last) release(barriers.v_empty());
-    const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
-                           group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
+    if constexpr (Traits::kInPanels) {
+      ptx::mbarrier_wait(barriers.ds_empty(buffer()), (index >> 1 & 1) ^ 1);
+    }
+    const uint32_t store = ds_row();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice), 0, 0, 0,
@@ -896,36 +1109,80 @@ struct Consumer {
     }
     ptx::fence_proxy_async_shared();
     release(barriers.ds_full(buffer()));
-    release(barriers.do_empty(stage()));
+    release(barriers.do_empty(dout_stage()));
     release(barriers.q_empty(stage()));
     ++index;
   }
 
   // dQ of the step before.
-  __device__ __forceinline__ void issue_dq_before(float (&dq)[Traits::kDqRegisters]) {
+  __device__ __forceinline__ void wait_for_ds_before() const {
     const uint32_t before = index - 1;
     ptx::mbarrier_wait(barriers.ds_full(before & 1), before >> 1 & 1);
-    issue_dq(dq, before & 1);
+  }
+  __device__ __forceinline__ void issue_dq_before(float (&dq)[Traits::kDqRegisters]) {
+    wait_for_ds_before();
+    issue_dq(dq, (index - 1) & 1);
+  }
+  // The same of a panel, when dS is there.
+  __device__ __forceinline__ void issue_dq_panel(float (&dq)[Traits::kDqRegisters],
+                                                 int panel) const {
+    const uint32_t place = (index - 1) & 1;
+    const uint64_t ds = ptx::swizzled_descriptor(
+        shared + Traits::kDsOffset + place * Traits::kDsBytes, Traits::kKeyBoxBytes);
+    const uint64_t k = ptx::swizzled_descriptor(
+        shared + Traits::kKOffset + panel * Traits::kKeyBoxBytes, Traits::kKeyBoxBytes);
+    multiply_dq(dq, ds, k);
+  }
+
+  // dQ of the step before, of this consumer's panels from `panel` on. No other product is under way.
+  template <class BehindProducts>
+  __device__ __forceinline__ void make_dq_panels(int panel, const BehindProducts& behind_products) {
+#pragma unroll 1
+    for (; panel < Traits::kPanels; panel += kConsumers) {
+      auto& dq = scores;
+      issue_dq_panel(dq, panel);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dq);
+      if (panel + kConsumers >= Traits::kPanels) behind_products();
+      hand_over_panel(dq);
+    }
+  }
+
+  // dQ of the step before. No other product is under way.
+  template <class BehindProducts>
+  __device__ __forceinline__ void make_dq_before(const BehindProducts& behind_products) {
+    if constexpr (Traits::kInPanels) {
+      wait_for_ds_before();
+      make_dq_panels(first_panel<Traits>(index - 1, group), [&] {
+        release(barriers.ds_empty((index - 1) & 1));
+        behind_products();
+      });
+    } else {
+      float dq[Traits::kDqRegisters];
+      issue_dq_before(dq);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dq);
+      behind_products();
+      hand_over(dq, index - 1);
+    }
   }
 
   // What is left of the last step.
   __device__ __forceinline__ void finish() {
-    float dq[Traits::kDqRegisters];
-    issue_dq_before(dq);
-    ptx::wgmma_wait<0>();
-    ptx::pin(dq);
-    release(barriers.k_empty());
-    hand_over(dq, index - 1);
+    make_dq_before([this] { release(barriers.k_empty()); });
   }
 
   __device__ __forceinline__ void clear_keys() {
-#pragma unroll
-    for (int i = 0; i < Traits::kDim / 2; ++i) dk[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Traits::kDimV / 2; ++i) dv[i] = 0.0f;
+    clear(dk);
+    clear(dv);
   }
 
-  __device__ __forceinline__ void write_keys() const {
+  __device__ __forceinline__ void write_keys() {
+    if constexpr (Traits::kInPanels) {
+      write_keys_by_boxes(params.dv_direct, dv, 1.0f, params.dim_v);
+      write_keys_by_boxes(params.dk_direct, dk, params.scale, params.dim);
+      return;
+    }
     const uint32_t first = buffer();
     ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
     write_keys<Traits::kBoxesV>(params.dv_direct, dv, 1.0f, first, params.dim_v);
@@ -941,11 +1198,53 @@ struct Consumer {
     if (direct.rows == nullptr) {
       store_rows(slot_of_group(slot, kColumnBoxes * Traits::kGroupBoxBytes), values, scale);
     } else {
-      const SharedItem& item = shared_items[items % kItemsHeld];
-      write_directly(direct, values, scale, item.batch, item.head_kv,
-                     item.tile * kTileK + group * kKeysPerGroup, params.seq_k, 0, columns);
+      write_keys_directly(direct, values, scale, 0, columns);
     }
     fill_slot(slot);
+  }
+
+  // The same by this consumer's own slot.
+  template <int kRegisters>
+  __device__ __forceinline__ void write_keys_by_boxes(const Direct& direct,
+                                                      const float (&values)[kRegisters],
+                                                      float scale, int columns) {
+    constexpr int kMost = Traits::kSlotBoxes * kBoxColumns / 2;  // registers
+#pragma unroll
+    for (int first = 0; first < kRegisters; first += kMost) {
+      wait_for_own_slot();
+      if (kRegisters - first >= kMost) {
+        write_some_keys<kMost>(direct, values, first, scale, columns);
+      } else {
+        write_some_keys<kRegisters % kMost>(direct, values, first, scale, columns);
+      }
+      fill_slot(group);
+    }
+  }
+  template <int kSome, int kRegisters>
+  __device__ __forceinline__ void write_some_keys(const Direct& direct,
+                                                  const float (&values)[kRegisters], int first,
+                                                  float scale, int columns) const {
+    if constexpr (kSome > 0) {
+      float some[kSome];
+#pragma unroll
+      for (int i = 0; i < kSome; ++i) some[i] = values[first + i];
+      if (direct.rows == nullptr) {
+        store_rows(own_slot(), some, scale);
+      } else {
+        write_keys_directly(direct, some, scale, first * 2, columns);
+      }
+    }
+  }
+
+  template <int kRegisters>
+  __device__ __forceinline__ void write_keys_directly(const Direct& direct,
+                                                      const float (&values)[kRegisters],
+                                                      float scale, int first_column,
+                                                      int end_column) const {
+    const SharedItem& item = shared_items[items % kItemsHeld];
+    write_directly(direct, values, scale, item.batch, item.head_kv,
+                   item.tile * Traits::kTileK + key_group() * kKeysPerGroup, params.seq_k,
+                   first_column, end_column);
   }
 
   template <bool kFirst>
@@ -953,96 +1252,49 @@ struct Consumer {
     ptx::mbarrier_wait(barriers.q_full(stage()), parity());
     if (is_unseen(first_key)) {
       skip<kFirst>(last);
+    } else if constexpr (Traits::kInPanels) {
+      step_by_panels<kFirst>(first_key, last);
     } else {
       step<kFirst>(first_key, last);
     }
   }
 
-  __device__ __forceinline__ void compute(int steps, int first_key) {
-    add = false;
-    ptx::mbarrier_wait(barriers.v_full(), items & 1);
-    take_step<true>(first_key, steps == 1);
-#pragma unroll 1
-    for (; steps > 1; --steps) take_step<false>(first_key, steps == 2);
-    finish();
-    if (!add) clear_keys();
-  }
-
-  __device__ __forceinline__ void run() {
-    for (;;) {
-      ptx::mbarrier_wait(barriers.k_full(), items & 1);
-      const Item* const shared_item = shared_items + items % kItemsHeld;
-      Item item;
-      item.tile = __shfl_sync(kFullWarp, shared_item->tile, 0);
-      item.begin = __shfl_sync(kFullWarp, shared_item->begin, 0);
-      item.end = __shfl_sync(kFullWarp, shared_item->end, 0);
-      if (item.tile == kNoItem) break;
-      const int steps = Steps(item, params.heads_per_kv).left;
-      if (steps == 0) {
-        release(barriers.k_empty());
-        release(barriers.v_empty());
-        clear_keys();
-      } else {
-        compute(steps, item.tile * kTileK + group * kKeysPerGroup);
-      }
-      write_keys();
-      ++items;
-    }
+  __device__ __forceinline__ void begin() { ptx::mbarrier_wait(barriers.v_full(), items & 1); }
+  __device__ __forceinline__ void give_back_unused() {
+    release(barriers.k_empty());
+    release(barriers.v_empty());
   }
 };
 
-template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
-    attention_backward_kernel(const __grid_constant__ Params params) {
-  // There is no room to align it by hand.
-  extern __shared__ __align__(kSharedAlignment) unsigned char raw[];
-  const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(raw));
-  if (shared % kSharedAlignment != 0) __trap();
-  const Barriers<Traits> barriers{shared + Traits::kBarriersOffset};
-  auto* items = reinterpret_cast<Item*>(raw + Traits::kItemOffset);
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread == 0) {
-    constexpr int kConsumerWarps = 4 * kConsumers;
-    ptx::mbarrier_init(barriers.k_full(), 1);
-    ptx::mbarrier_init(barriers.k_empty(), kConsumerWarps + kSlots);
-    ptx::mbarrier_init(barriers.v_full(), 1);
-    ptx::mbarrier_init(barriers.v_empty(), kConsumerWarps);
-    for (int stage = 0; stage < Traits::kStages; ++stage) {
-      ptx::mbarrier_init(barriers.q_full(stage), 1);
-      ptx::mbarrier_init(barriers.q_empty(stage), kConsumerWarps);
-      ptx::mbarrier_init(barriers.do_full(stage), 1);
-      ptx::mbarrier_init(barriers.do_empty(stage), kConsumerWarps);
+// The items of a consumer, of whatever kind.
+template <class AnyConsumer>
+__device__ __forceinline__ void take_items(AnyConsumer& consumer) {
+  using Traits = typename AnyConsumer::ItsTraits;
+  const Params& params = consumer.params;
+  for (;;) {
+    ptx::mbarrier_wait(consumer.barriers.k_full(), consumer.items & 1);
+    const Item* const shared_item = consumer.shared_items + consumer.items % kItemsHeld;
+    Item item;
+    item.tile = __shfl_sync(kFullWarp, shared_item->tile, 0);
+    item.begin = __shfl_sync(kFullWarp, shared_item->begin, 0);
+    item.end = __shfl_sync(kFullWarp, shared_item->end, 0);
+    if (item.tile == kNoItem) break;
+    int steps = Steps(item, params.heads_per_kv).left;
+    consumer.add = false;
+    if (Traits::kInPanels) consumer.clear_keys();
+    if (steps == 0) {
+      consumer.give_back_unused();
+    } else {
+      const int first_key = item.tile * Traits::kTileK + consumer.key_group() * kKeysPerGroup;
+      consumer.begin();
+      consumer.template take_step<true>(first_key, steps == 1);
+#pragma unroll 1
+      for (; steps > 1; --steps) consumer.template take_step<false>(first_key, steps == 2);
+      consumer.finish();
     }
-    for (int slot = 0; slot < kSlots; ++slot) {
-      ptx::mbarrier_init(barriers.slot_ready(slot), 1);
-      ptx::mbarrier_init(barriers.slot_full(slot), kConsumerWarps);
-    }
-    for (int buffer = 0; buffer < 2; ++buffer) {
-      ptx::mbarrier_init(barriers.ds_full(buffer), kConsumerWarps);
-    }
-    ptx::fence_mbarrier_init();
-  }
-  __syncthreads();
-  ptx::wait_for_dependencies();
-  ptx::launch_dependents();
-
-  const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
-  if (group != 0) {
-    ptx::take_registers<Traits::kConsumerRegisters>();
-    Consumer<Traits> consumer(params, barriers, shared, items, group - 1);
-    consumer.run();
-  } else {
-    ptx::give_registers_back<Traits::kProducerRegisters>();
-    const int warp = warp_index();
-    if (lane_index() != 0) return;
-    if (warp == 0) {
-      Producer<Traits>{params, barriers, shared, items}.run();
-    } else if (warp <= kSlots) {
-      const int slot = warp - 1;
-      Writer<Traits>{params, barriers, shared + Traits::kSlotOffset + slot * Traits::kSlotBytes,
-                     items, slot}
-          .run();
-    }
+    if (!Traits::kInPanels && !consumer.add) consumer.clear_keys();
+    consumer.write_keys();
+    ++consumer.items;
   }
 }
 

@@ -56,7 +56,7 @@ Layout layout_of(const AttentionProblem& p, const Entry& entry) {
   constexpr int64_t kFloat = sizeof(float);
   layout.row_lse = take(tiles * entry.tile_q * kFloat);
   layout.row_delta = take(tiles * entry.tile_q * kFloat);
-  layout.turns = take(tiles * int64_t{sizeof(uint32_t)});
+  layout.turns = take(tiles * entry.dq_panels * int64_t{sizeof(uint32_t)});
   layout.ticket = take(sizeof(uint32_t));
   layout.unwanted = take(std::max(p.dim, p.dim_v) * dtype_bytes(p.q.dtype));
   layout.dq_sums = take(tiles * entry.tile_q * entry.dim * kFloat);

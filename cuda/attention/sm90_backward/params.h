@@ -67,8 +67,9 @@ struct Params {
   // The workspace. Rows are padded to whole tiles; heads are batch * heads_q.
   float* row_lse;    // [heads, rows]: lse * log2(e), infinity where a row sees no key
   float* row_delta;  // [heads, rows]: sum of dout * out, less dlse
-  float* dq_sums;    // [heads, tiles_q, kTileQ * dim]: sums of parts of dQ, in fragments' order
-  uint32_t* turns;   // [heads, tiles_q]: parts that a tile of dQ has so far
+  // [heads, tiles_q, panels, kTileQ * dim / panels]: sums of parts of dQ, in fragments' order
+  float* dq_sums;
+  uint32_t* turns;   // [heads, tiles_q, panels]: parts that a panel of a tile of dQ has so far
   uint32_t* ticket;  // items that were taken so far
 
   int32_t batch;

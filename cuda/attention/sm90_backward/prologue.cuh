@@ -54,7 +54,11 @@ __global__ void __launch_bounds__(kPrologueThreads)
   const int thread = thread_index();
 
   if (thread == 0) {
-    if (block_of_head % kBlocksPerTile == 0) params.turns[block / kBlocksPerTile] = 0;
+    if (block_of_head % kBlocksPerTile == 0) {
+      for (int panel = 0; panel < Traits::kPanels; ++panel) {
+        params.turns[block / kBlocksPerTile * Traits::kPanels + panel] = 0;
+      }
+    }
     if (block == 0) *params.ticket = 0;
   }
 

@@ -39,8 +39,8 @@ struct alignas(16) Item {
     const int head = first_head + rank - item.tile * heads_of_group;
     item.batch = head / params.heads_kv;
     item.head_kv = head - item.batch * params.heads_kv;
-    const int first_key = item.tile * kTileK;
-    const int last_key = min(first_key + kTileK, params.seq_k) - 1;
+    const int first_key = item.tile * Traits::kTileK;
+    const int last_key = min(first_key + Traits::kTileK, params.seq_k) - 1;
     const int first = params.score.first_query(first_key);
     const int behind = params.score.end_query(last_key, params.seq_q);
     if (first < behind) {
@@ -65,7 +65,7 @@ struct Parts {
     const int first_key = params.score.first_key(first_row);
     const int end_key = params.score.end_key(last_row, params.seq_k);
     if (first_key >= end_key) return {0, -1};
-    return {first_key / kTileK, (end_key - 1) / kTileK};
+    return {first_key / Traits::kTileK, (end_key - 1) / Traits::kTileK};
   }
 };
 
