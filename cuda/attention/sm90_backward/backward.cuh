@@ -32,6 +32,7 @@
 #include "cuda/numeric/constants.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/global.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/shared.cuh"
@@ -549,7 +550,9 @@ struct Consumer : Counters<Traits::kInPanels> {
   float dv[Traits::kDimV / 2];
   float scores[kScores];    // S^T, then P^T
   uint32_t ds[kSlices][4];  // dS^T
-  bool add = false;         // to dk and dv. By panels they begin with zeros, and are added to
+  bool add = false;         // to dk and dv
+  // Where a flag has no register, dk and dv begin with zeros.
+  static constexpr bool kAlwaysAdds = Traits::kInPanels && Traits::kCapped;
 
   __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
                                       uint32_t shared_, const Item* items_, int group_)
@@ -597,8 +600,8 @@ struct Consumer : Counters<Traits::kInPanels> {
   static __device__ __forceinline__ int matrix_row() {
     return warp_of_group() * 16 + lane_index() % 16;
   }
-  static __device__ __forceinline__ int swizzled_chunk(int slice, int first_chunk = 0) {
-    return ((slice % 4 * 2 + first_chunk + lane_index() / 16) ^ (lane_index() % 8)) * 16;
+  static __device__ __forceinline__ int swizzled_chunk(int slice) {
+    return ((slice % 4 * 2 + lane_index() / 16) ^ (lane_index() % 8)) * 16;
   }
 
   // A K-major operand: 16 columns on.
@@ -634,7 +637,7 @@ struct Consumer : Counters<Traits::kInPanels> {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ bool adds() const { return Traits::kInPanels || add; }
+  __device__ __forceinline__ bool adds() const { return kAlwaysAdds || add; }
 
   // dV += P^T dO.
   __device__ __forceinline__ void issue_dv(uint32_t (&p)[kSlices][4]) {
@@ -822,6 +825,38 @@ struct Consumer : Counters<Traits::kInPanels> {
            key_group() * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
   }
 
+  // What dP - delta is multiplied by, which lies in the place of dS until that is made: P, or P times
+  // what a softcap leaves. Each warp leaves and takes its own rows.
+  __device__ __forceinline__ void leave_factors(const uint32_t (&p)[kSlices][4]) const {
+    const uint32_t store = ds_row();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ptx::stmatrix_x4(store + swizzled_chunk(slice), p[slice][0], p[slice][1], p[slice][2],
+                       p[slice][3]);
+    }
+  }
+  __device__ __forceinline__ void leave_factors() const {
+    const uint32_t store = ds_row();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        packed[r] = Numeric::pack(scores[8 * slice + 2 * r], scores[8 * slice + 2 * r + 1]);
+      }
+      ptx::stmatrix_x4(store + swizzled_chunk(slice), packed[0], packed[1], packed[2], packed[3]);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void take_factors() {
+    const uint32_t load = ds_row();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ptx::ldmatrix_x4(ds[slice], load + swizzled_chunk(slice));
+    }
+    __syncwarp();
+  }
+
   // dS = P (dP - delta), to registers and to shared memory.
   __device__ __forceinline__ void make_ds(const float (&dp)[kScores],
                                           const uint32_t (&p)[kSlices][4], int first_key) {
@@ -865,7 +900,11 @@ struct Consumer : Counters<Traits::kInPanels> {
   template <int kRegisters>
   __device__ __forceinline__ void store_rows(uint32_t address, const float (&values)[kRegisters],
                                              float scale, int first_chunk = 0) const {
-    const uint32_t row = address + matrix_row() * kBoxRowBytes;
+    // Not as for dS: ptxas would keep the places of its chunks, for which registers are too few.
+    // With a softcap it spills more for it.
+    int lane = lane_index();
+    if constexpr (!Traits::kCapped) asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    const uint32_t row = address + (warp_of_group() * 16 + lane % 16) * kBoxRowBytes;
 #pragma unroll
     for (int slice = 0; slice < kRegisters / 8; ++slice) {
       uint32_t packed[4];
@@ -874,7 +913,7 @@ struct Consumer : Counters<Traits::kInPanels> {
         packed[r] =
             Numeric::pack(values[8 * slice + 2 * r] * scale, values[8 * slice + 2 * r + 1] * scale);
       }
-      ptx::stmatrix_x4(row + slice / 4 * 64 * kBoxRowBytes + swizzled_chunk(slice, first_chunk),
+      ptx::stmatrix_x4(row + slice / 4 * 64 * kBoxRowBytes + ((slice % 4 * 2 + first_chunk + lane / 16) ^ (lane % 8)) * 16,
                        packed[0], packed[1], packed[2], packed[3]);
     }
   }
@@ -1031,8 +1070,7 @@ struct Consumer : Counters<Traits::kInPanels> {
     add = true;
   }
 
-  // The same where registers have no room for dQ beside the products of S and dP. With a softcap dV
-  // is through before dP begins: both P and its factors are there until then.
+  // The same where registers have no room for dQ beside the products of S and dP.
   template <bool kFirst>
   __device__ __forceinline__ void step_by_panels(int first_key, bool last) {
     auto& dp = scores;
@@ -1040,24 +1078,26 @@ struct Consumer : Counters<Traits::kInPanels> {
     issue_scores();
     ptx::wgmma_wait<0>();
     ptx::pin(scores);
+    uint32_t (&p)[kSlices][4] = ds;
     if constexpr (Traits::kCapped) {
-      uint32_t p[kSlices][4];
       exponentiate_capped(p, first_key);
-      pack(ds, scores);
-      issue_dv(p);
-      ptx::wgmma_wait<0>();
-      ptx::pin(dv);
     } else {
-      exponentiate(ds, first_key);
-      issue_dv(ds);
+      exponentiate(p, first_key);
+    }
+    ptx::mbarrier_wait(barriers.ds_empty(buffer()), (index >> 1 & 1) ^ 1);
+    if constexpr (Traits::kCapped) leave_factors();
+    issue_dv(p);
+    if constexpr (Traits::kCapped) {
+      ptx::wgmma_wait<0>();  // dP beside it would spill more
+      ptx::pin(dv);
     }
     issue_dp(dp);
     ptx::wgmma_wait<0>();  // dV, dP
     ptx::pin(dv);
     ptx::pin(dp);
     if (last) release(barriers.v_empty());
-    ptx::mbarrier_wait(barriers.ds_empty(buffer()), (index >> 1 & 1) ^ 1);
-    make_ds(dp, ds, first_key);
+    if constexpr (Traits::kCapped) take_factors();
+    make_ds(dp, p, first_key);
     release(barriers.ds_full(buffer()));
     release(barriers.do_empty(dout_stage()));  // delta came with dO
     const int panel = first_panel<Traits>(index - 1, group);
@@ -1281,7 +1321,7 @@ __device__ __forceinline__ void take_items(AnyConsumer& consumer) {
     if (item.tile == kNoItem) break;
     int steps = Steps(item, params.heads_per_kv).left;
     consumer.add = false;
-    if (Traits::kInPanels) consumer.clear_keys();
+    if (consumer.kAlwaysAdds) consumer.clear_keys();
     if (steps == 0) {
       consumer.give_back_unused();
     } else {
@@ -1292,7 +1332,7 @@ __device__ __forceinline__ void take_items(AnyConsumer& consumer) {
       for (; steps > 1; --steps) consumer.template take_step<false>(first_key, steps == 2);
       consumer.finish();
     }
-    if (!Traits::kInPanels && !consumer.add) consumer.clear_keys();
+    if (!consumer.kAlwaysAdds && !consumer.add) consumer.clear_keys();
     consumer.write_keys();
     ++consumer.items;
   }

@@ -13,7 +13,6 @@
 #pragma once
 
 #include "cuda/attention/sm90_backward/backward.cuh"
-#include "cuda/ptx/ldmatrix.cuh"
 
 namespace flashmoe::sm90_backward {
 
@@ -62,17 +61,6 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
   static constexpr int kPanels = Base::template kPanelsOf<kGroup>;
   static_assert(kPanels == 1 || kPanels == 2);
 
-  // P, or with a softcap what dP - delta is multiplied by, for the other consumer.
-  __device__ __forceinline__ void pass_on(const uint32_t (&p)[kSlices][4]) const {
-    const uint32_t store = Base::ds_row();
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      ptx::stmatrix_x4(store + Base::swizzled_chunk(slice), p[slice][0], p[slice][1], p[slice][2],
-                       p[slice][3]);
-    }
-    release(barriers.p_full(buffer()));
-  }
-
   template <bool kFirst>
   __device__ __forceinline__ void take_step(int first_key, bool) {
     typename Base::Dq beside_scores;
@@ -88,15 +76,14 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
     ptx::pin(scores);
     if constexpr (Traits::kCapped) {
       Base::exponentiate_capped(p, first_key);
-      uint32_t factors[kSlices][4];
-      Base::pack(factors, scores);
-      pass_on(factors);
+      Base::leave_factors();
       // A softcap leaves too few registers for it before.
       if (!kFirst) Base::issue_dq_panel(dq, kFirstPanel);
     } else {
       Base::exponentiate(p, first_key);
-      pass_on(p);
+      Base::leave_factors(p);
     }
+    release(barriers.p_full(buffer()));
     release(barriers.q_empty(stage()));
     Base::issue_dv(p);
     if constexpr (!kFirst) {
@@ -141,7 +128,6 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
   using Base::index;
   using Base::items;
   using Base::kScores;
-  using Base::kSlices;
   using Base::params;
   using Base::stage;
 
@@ -149,16 +135,6 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
   static constexpr int kFirstPanel = 0;
   static constexpr int kPanels = Base::template kPanelsOf<kGroup>;
   static_assert(kPanels == 2);
-
-  // To where dS will be.
-  __device__ __forceinline__ void take_over_p() {
-    ptx::mbarrier_wait(barriers.p_full(buffer()), index >> 1 & 1);
-    const uint32_t load = Base::ds_row();
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      ptx::ldmatrix_x4(ds[slice], load + Base::swizzled_chunk(slice));
-    }
-  }
 
   // dS of a step comes behind dQ of the one before: who sees it in its buffer knows that the other
   // buffer is free.
@@ -182,7 +158,8 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
     ptx::pin(dp);
     if (last) release(barriers.v_empty());
     Base::wait_for_q();  // with which the step's first row comes
-    take_over_p();
+    ptx::mbarrier_wait(barriers.p_full(buffer()), index >> 1 & 1);
+    Base::take_factors();
     Base::make_ds(dp, ds, first_key);
     release(barriers.do_empty(dout_stage()));  // delta came with dO
     if constexpr (!kFirst) {
