@@ -48,8 +48,8 @@ class Kernel(NamedTuple):
 
 def backward_stack(kernel: Kernel) -> int:
     """Bytes that a backward kernel may have there. A softcap's tanh needs registers, of which those
-    for dimension 128 have too few."""
-    return 16 if kernel.capped and kernel.dim == 128 else 0
+    for dimensions 128, and 192 and 128, have too few."""
+    return 16 if kernel.capped and kernel.dim >= 128 and kernel.dim_v == 128 else 0
 
 
 def list_of(file: str, variable: str) -> list[str]:

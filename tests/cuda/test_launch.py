@@ -13,7 +13,10 @@ ENTRIES = {
     "attention/sm89_few_rows": ("fp16_d64_dv64_r8",),
     "attention/sm89": ("fp16_d64_dv64",),
     "attention/sm90": ("fp16_d64_dv64", "split_kv_fp16_d64_dv64"),
-    "attention/sm90_backward": ("fp16_d64_dv64", "bf16_d64_dv64", "bf16_d128_dv128"),
+    "attention/sm90_backward": (
+        *("fp16_d64_dv64", "bf16_d64_dv64"),
+        *("bf16_d128_dv128", "bf16_d192_dv128", "bf16_d192_dv192", "bf16_d256_dv256"),
+    ),
     "moe/route": ("key32_e128", "key64_e1024"),
     "moe/sm89": ("bf16_gated", "bf16_gated_t", "bf16", "bf16_t"),
     "moe/sm90": (

@@ -28,7 +28,7 @@ from reference_backward import CANCELLATION
 GRADIENTS = ("dq", "dk", "dv")  # dsinks have tests of their own
 INPUTS = ("dout", "q", "k", "v", "out", "lse", "dlse")
 MAPPED = ("q", "k", "v", "dout", *GRADIENTS)  # walked by the copy engine
-MOST_DIM = 128
+MOST_DIM = 256
 DIMS = tuple(range(8, MOST_DIM + 1, 8))
 VALUES = ("normal", "normal", "normal", "peaked", "tiny", "equal", "rising", "falling")
 _BLOCK_SCORES = 2**24  # of one step, float64
@@ -72,8 +72,8 @@ class Case(cases.Case):
 def random_case(seed: int, kernel: str | None = "sm90") -> Case:
     rng = random.Random(f"backward {seed}")
     base = cases.random_case(seed)
-    dim = rng.choice((64, 128, rng.choice(DIMS), rng.choice(DIMS)))
-    dim_v = dim if rng.random() < 0.5 else rng.choice(DIMS)
+    dim = rng.choice((64, 128, 192, rng.choice(DIMS), rng.choice(DIMS)))
+    dim_v = rng.choice((dim, dim, 128, rng.choice(DIMS)))
     where = {}
     for name in ("dout", "q", "k", "v", "out", *GRADIENTS):
         placed = cases.random_placement(rng, readable=name in MAPPED[:4], flips=name == "out")

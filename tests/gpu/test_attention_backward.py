@@ -30,6 +30,11 @@ CASES = [
     Case(seq_q=1700, seq_k=1900, heads_q=8, heads_kv=1, dim=128, dim_v=96, causal="bottom_right"),
     Case(dtype="fp16", batch=3, seq_q=300, seq_k=300, heads_q=5, heads_kv=5, dim=40, dim_v=88,
          window=(90, 20), softcap=5.0),
+    Case(batch=2, seq_q=1100, seq_k=900, heads_q=6, heads_kv=3, dim=192, dim_v=128,
+         causal="bottom_right", dlse=True),
+    Case(dtype="fp16", seq_q=700, seq_k=1000, heads_q=4, heads_kv=2, dim=192, dim_v=184),
+    Case(batch=2, seq_q=800, seq_k=800, heads_q=4, heads_kv=1, dim=256, dim_v=256,
+         causal="top_left"),
 ]  # fmt: skip
 
 
@@ -64,7 +69,7 @@ def test_random_calls(seed: int) -> None:
 @pytest.mark.parametrize("dim", backward.DIMS)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_every_head_dimension(dtype: str, dim: int) -> None:
-    for dim_v in (dim, 136 - dim):
+    for dim_v in (dim, 264 - dim):
         backward.check_case(
             Case(dtype=dtype, seq_q=200, seq_k=190, heads_q=4, heads_kv=2, dim=dim, dim_v=dim_v,
                  causal="bottom_right"),
@@ -76,26 +81,26 @@ _EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 385)
 
 
 @pytest.mark.parametrize("causal", cases.CAUSAL)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_lengths_around_those_of_tiles(dim: int, causal: str) -> None:
+@pytest.mark.parametrize("dims", COMPILED, ids=str)
+def test_lengths_around_those_of_tiles(dims: tuple[int, int], causal: str) -> None:
     for seq_q, seq_k in itertools.product(_EDGES, _EDGES):
-        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=2, dim=dim, dim_v=dim, causal=causal)
+        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=2, dim=dims[0], dim_v=dims[1], causal=causal)
         backward.check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("window", [(0, 0), (63, 0), (128, None), (None, 65), (200, 300), (1, 1)])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_windows(dim: int, window: tuple[int | None, int | None]) -> None:
+@pytest.mark.parametrize("dims", COMPILED, ids=str)
+def test_windows(dims: tuple[int, int], window: tuple[int | None, int | None]) -> None:
     for seq_q, seq_k in ((700, 700), (300, 900), (900, 300)):
-        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=3, dim=dim, dim_v=dim, window=window)
+        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=3, dim=dims[0], dim_v=dims[1], window=window)
         backward.check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(8, 8), (8, 2), (9, 3), (16, 1), (71, 1)])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_query_heads_of_a_kv_head(dim: int, heads_q: int, heads_kv: int) -> None:
-    case = Case(batch=2, seq_q=333, seq_k=400, heads_q=heads_q, heads_kv=heads_kv, dim=dim,
-                dim_v=dim, causal="bottom_right")  # fmt: skip
+@pytest.mark.parametrize("dims", COMPILED, ids=str)
+def test_query_heads_of_a_kv_head(dims: tuple[int, int], heads_q: int, heads_kv: int) -> None:
+    case = Case(batch=2, seq_q=333, seq_k=400, heads_q=heads_q, heads_kv=heads_kv, dim=dims[0],
+                dim_v=dims[1], causal="bottom_right")  # fmt: skip
     backward.check_case(case, DEVICE)
 
 
@@ -110,44 +115,50 @@ def test_softcaps(dims: tuple[int, int], dtype: str, softcap: float) -> None:
 
 
 @pytest.mark.parametrize("values", sorted(set(backward.VALUES)))
-@pytest.mark.parametrize("dim", [64, 128])
-def test_kinds_of_values(dim: int, values: str) -> None:
-    case = Case(seq_q=600, seq_k=700, heads_q=2, dim=dim, dim_v=dim, values=values, dlse=True)
+@pytest.mark.parametrize("dims", COMPILED, ids=str)
+def test_kinds_of_values(dims: tuple[int, int], values: str) -> None:
+    case = Case(
+        seq_q=600, seq_k=700, heads_q=2, dim=dims[0], dim_v=dims[1], values=values, dlse=True
+    )
     backward.check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_many_tiles_of_keys(dim: int, causal: str) -> None:
+@pytest.mark.parametrize("dims", COMPILED, ids=str)
+def test_many_tiles_of_keys(dims: tuple[int, int], causal: str) -> None:
     """Whose parts of dQ go round among all blocks, more of them than run at a time."""
-    case = Case(seq_q=4100, seq_k=9000, heads_q=4, heads_kv=2, dim=dim, dim_v=dim, causal=causal)
+    case = Case(
+        seq_q=4100, seq_k=9000, heads_q=4, heads_kv=2, dim=dims[0], dim_v=dims[1], causal=causal
+    )
     backward.check_case(case, DEVICE)
 
 
-def test_what_no_pair_is_seen_of_is_zero() -> None:
+@pytest.mark.parametrize("dims", COMPILED, ids=str)
+def test_what_no_pair_is_seen_of_is_zero(dims: tuple[int, int]) -> None:
     """Rows that see no key, keys that no row sees, and all of both."""
-    for dim in (64, 128):
-        for causal, seq_q, seq_k, window in (
-            ("bottom_right", 700, 300, None),
-            ("top_left", 300, 700, None),
-            ("none", 700, 300, (10, 10)),
-            ("none", 300, 900, (None, 0)),
-        ):
-            case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=2, dim=dim, dim_v=dim, causal=causal,
-                        window=window)  # fmt: skip
-            _, got = _checked(case)  # which holds them to it
-            zeros = [bool((got[name] == 0).all(-1).any()) for name in GRADIENTS]
-            assert any(zeros), case
+    for causal, seq_q, seq_k, window in (
+        ("bottom_right", 700, 300, None),
+        ("top_left", 300, 700, None),
+        ("none", 700, 300, (10, 10)),
+        ("none", 300, 900, (None, 0)),
+    ):
+        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=2, dim=dims[0], dim_v=dims[1], causal=causal,
+                    window=window)  # fmt: skip
+        _, got = _checked(case)  # which holds them to it
+        zeros = [bool((got[name] == 0).all(-1).any()) for name in GRADIENTS]
+        assert any(zeros), case
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_tensors_without_rows(dim: int) -> None:
+@pytest.mark.parametrize("dims", COMPILED, ids=str)
+def test_tensors_without_rows(dims: tuple[int, int]) -> None:
     for seq_q, seq_k in ((0, 300), (300, 0)):
-        case = Case(batch=2, seq_q=seq_q, seq_k=seq_k, heads_q=4, heads_kv=2, dim=dim, dim_v=dim)
+        case = Case(
+            batch=2, seq_q=seq_q, seq_k=seq_k, heads_q=4, heads_kv=2, dim=dims[0], dim_v=dims[1]
+        )
         for wanted in (GRADIENTS, ("dq",), ("dk", "dv")):
             backward.check_case(dataclasses.replace(case, wanted=wanted), DEVICE)
     for batch, seq in ((0, 64), (2, 0)):
-        case = Case(batch=batch, seq_q=seq, seq_k=seq, dim=dim, dim_v=dim)
+        case = Case(batch=batch, seq_q=seq, seq_k=seq, dim=dims[0], dim_v=dims[1])
         backward.check_case(case, DEVICE)
 
 
@@ -165,13 +176,15 @@ def test_offsets_beyond_32_bits(name: str) -> None:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("fp32", [(), ("dk",), ("dq", "dv"), GRADIENTS], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_gradients_of_fp32_and_added_to(dim: int, fp32: tuple[str, ...], accumulate: bool) -> None:
+@pytest.mark.parametrize("dims", COMPILED, ids=str)
+def test_gradients_of_fp32_and_added_to(
+    dims: tuple[int, int], fp32: tuple[str, ...], accumulate: bool
+) -> None:
     for seq_q, seq_k, causal in (
         (500, 700, "none"), (700, 300, "bottom_right"), (300, 700, "top_left"), (0, 70, "none"),
         (70, 0, "none"),
     ):  # fmt: skip
-        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=6, heads_kv=3, dim=dim, dim_v=dim,
+        case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=6, heads_kv=3, dim=dims[0], dim_v=dims[1],
                     causal=causal, fp32=fp32, accumulate=accumulate)  # fmt: skip
         backward.check_case(case, DEVICE)
 
@@ -238,12 +251,12 @@ def test_two_hundred_runs_give_the_same_bits(case: Case) -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dims", COMPILED, ids=str)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_other_heads_make_no_difference_to_the_bits(dtype: str, dim: int) -> None:
+def test_other_heads_make_no_difference_to_the_bits(dtype: str, dims: tuple[int, int]) -> None:
     """Which blocks take an item and which heads alternate depend on all heads."""
-    case = Case(dtype=dtype, batch=3, seq_q=1100, seq_k=1100, heads_q=12, heads_kv=6, dim=dim,
-                dim_v=dim, causal="bottom_right")  # fmt: skip
+    case = Case(dtype=dtype, batch=3, seq_q=1100, seq_k=1100, heads_q=12, heads_kv=6, dim=dims[0],
+                dim_v=dims[1], causal="bottom_right")  # fmt: skip
     inputs, want = _checked(case)
     alone = dataclasses.replace(case, batch=1, heads_q=2, heads_kv=1)
     for batch, head in ((0, 0), (1, 3), (2, 5)):
@@ -391,7 +404,11 @@ def _planned(case: Case) -> tuple[Call, capi.Plan]:
     return call, call.plan()
 
 
-@pytest.mark.parametrize("dims", [*COMPILED, (8, 8), (40, 64), (72, 8), (64, 128)], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [*COMPILED, (8, 8), (40, 64), (72, 8), (64, 128), (136, 128), (8, 136), (200, 64)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("kernel", ["sm90", None])
@@ -477,20 +494,15 @@ def test_a_profiler_sees_the_planned_kernels_and_nothing_else(
 
 
 def test_what_no_kernel_computes_is_refused_and_leaves_the_outputs() -> None:
-    flipped = {"q": Placement((0, 1, 2, 3), (0, 0, 0, 0), flipped=(1,))}
-    for case, sentence in (
-        (Case(dim=136, dim_v=136), "head dimensions 136 and 136, accepted are up to 128"),
-        (Case(dim=64, dim_v=256), "head dimensions 64 and 256, accepted are up to 128"),
-        (Case(where=flipped), "a stride that is negative"),
-    ):
-        inputs = backward.make_inputs(case, DEVICE)
-        outputs = backward.make_gradients(case, DEVICE)
-        call = Call(case, {**inputs, **outputs})
-        workspace = torch.empty(1 << 24, dtype=torch.uint8, device=DEVICE)
-        for make in (call.plan, lambda call=call, room=workspace: call.run(room)):
-            with pytest.raises(capi.FlashmoeError, match=sentence) as caught:
-                make()
-            assert caught.value.status == capi.UNSUPPORTED
-            assert caught.value.sentence.startswith("kernel: cannot be served: sm90: ")
-        torch.cuda.synchronize()
-        assert all(placed.intact(inside=True) for placed in outputs.values())
+    case = Case(where={"q": Placement((0, 1, 2, 3), (0, 0, 0, 0), flipped=(1,))})
+    inputs = backward.make_inputs(case, DEVICE)
+    outputs = backward.make_gradients(case, DEVICE)
+    call = Call(case, {**inputs, **outputs})
+    workspace = torch.empty(1 << 24, dtype=torch.uint8, device=DEVICE)
+    for make in (call.plan, lambda: call.run(workspace)):
+        with pytest.raises(capi.FlashmoeError, match="a stride that is negative") as caught:
+            make()
+        assert caught.value.status == capi.UNSUPPORTED
+        assert caught.value.sentence.startswith("kernel: cannot be served: sm90: ")
+    torch.cuda.synchronize()
+    assert all(placed.intact(inside=True) for placed in outputs.values())

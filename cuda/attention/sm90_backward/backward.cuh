@@ -94,8 +94,8 @@ struct Barriers {
   }
   // With Share::kProducts: P is in the buffer that dS will be in.
   __device__ __forceinline__ uint32_t p_full(int buffer) const { return ds_empty(buffer); }
-  // Words behind the barriers: the use of a slot, and the tile of dQ that it holds a part of, or the
-  // panel of a tile.
+  // Words behind the barriers: the use of a slot, and the tile of dQ that it holds a part of, or
+  // the panel of a tile.
   __device__ __forceinline__ uint32_t slot_use(int slot) const {
     return at(Traits::kBarriers) + kSlotWordBytes * slot;
   }
@@ -197,8 +197,9 @@ struct Producer : Counters<Traits::kInPanels> {
 #pragma unroll
     for (int box = 0; box < Traits::kBoxesV; ++box) {
       ptx::tma_load(shared + Traits::kVOffset + box * Traits::kKeyBoxBytes, &params.v,
-                    barriers.v_full(), ptx::kEvictNormal, box * kBoxColumns, item.tile * Traits::kTileK,
-                    item.head_kv * params.v_repeats.head, item.batch * params.v_repeats.batch);
+                    barriers.v_full(), ptx::kEvictNormal, box * kBoxColumns,
+                    item.tile * Traits::kTileK, item.head_kv * params.v_repeats.head,
+                    item.batch * params.v_repeats.batch);
     }
   }
 
@@ -213,8 +214,9 @@ struct Producer : Counters<Traits::kInPanels> {
 #pragma unroll
     for (int box = 0; box < Traits::kBoxes; ++box) {
       ptx::tma_load(shared + Traits::kKOffset + box * Traits::kKeyBoxBytes, &params.k,
-                    barriers.k_full(), ptx::kEvictNormal, box * kBoxColumns, item.tile * Traits::kTileK,
-                    item.head_kv * params.k_repeats.head, item.batch * params.k_repeats.batch);
+                    barriers.k_full(), ptx::kEvictNormal, box * kBoxColumns,
+                    item.tile * Traits::kTileK, item.head_kv * params.k_repeats.head,
+                    item.batch * params.k_repeats.batch);
     }
   }
 
@@ -565,9 +567,7 @@ struct Consumer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ uint32_t stage() const { return index % Traits::kStages; }
   __device__ __forceinline__ uint32_t parity() const { return index / Traits::kStages & 1; }
   __device__ __forceinline__ uint32_t dout_stage() const { return index % Traits::kDoStages; }
-  __device__ __forceinline__ uint32_t dout_parity() const {
-    return index / Traits::kDoStages & 1;
-  }
+  __device__ __forceinline__ uint32_t dout_parity() const { return index / Traits::kDoStages & 1; }
   // Of the buffers of dS, and of slots. An item takes two slots more than it has steps.
   __device__ __forceinline__ uint32_t buffer() const { return index & 1; }
   __device__ __forceinline__ uint32_t slot_parity() const { return ((index >> 1) + items) & 1; }
@@ -681,8 +681,8 @@ struct Consumer : Counters<Traits::kInPanels> {
                                  Traits::kKeyBoxBytes);
     multiply_dq(dq, ds, k);
   }
-  static __device__ __forceinline__ void multiply_dq(float (&dq)[Traits::kDqRegisters],
-                                                     uint64_t ds, uint64_t k) {
+  static __device__ __forceinline__ void multiply_dq(float (&dq)[Traits::kDqRegisters], uint64_t ds,
+                                                     uint64_t k) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < Traits::kTileK / 16; ++slice) {
@@ -825,8 +825,8 @@ struct Consumer : Counters<Traits::kInPanels> {
            key_group() * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
   }
 
-  // What dP - delta is multiplied by, which lies in the place of dS until that is made: P, or P times
-  // what a softcap leaves. Each warp leaves and takes its own rows.
+  // What dP - delta is multiplied by, which lies in the place of dS until that is made: P, or P
+  // times what a softcap leaves. Each warp leaves and takes its own rows.
   __device__ __forceinline__ void leave_factors(const uint32_t (&p)[kSlices][4]) const {
     const uint32_t store = ds_row();
 #pragma unroll
@@ -913,7 +913,8 @@ struct Consumer : Counters<Traits::kInPanels> {
         packed[r] =
             Numeric::pack(values[8 * slice + 2 * r] * scale, values[8 * slice + 2 * r + 1] * scale);
       }
-      ptx::stmatrix_x4(row + slice / 4 * 64 * kBoxRowBytes + ((slice % 4 * 2 + first_chunk + lane / 16) ^ (lane % 8)) * 16,
+      ptx::stmatrix_x4(row + slice / 4 * 64 * kBoxRowBytes +
+                           ((slice % 4 * 2 + first_chunk + lane / 16) ^ (lane % 8)) * 16,
                        packed[0], packed[1], packed[2], packed[3]);
     }
   }
@@ -959,8 +960,8 @@ struct Consumer : Counters<Traits::kInPanels> {
     const int head_of_all = tile_of_all / params.tiles_q;
     const int tile_q = tile_of_all - head_of_all * params.tiles_q;
     const int batch = head_of_all / params.heads_q;
-    const int first_column = Traits::kSplitsColumns ? group * Traits::kDqColumns
-                                                    : tile % Traits::kPanels * kBoxColumns;
+    const int first_column =
+        Traits::kSplitsColumns ? group * Traits::kDqColumns : tile % Traits::kPanels * kBoxColumns;
     write_directly(params.dq_direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
                    tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group), params.seq_q,
                    first_column, params.dim);
@@ -1174,7 +1175,8 @@ struct Consumer : Counters<Traits::kInPanels> {
     multiply_dq(dq, ds, k);
   }
 
-  // dQ of the step before, of this consumer's panels from `panel` on. No other product is under way.
+  // dQ of the step before, of this consumer's panels from `panel` on. No other product is under
+  // way.
   template <class BehindProducts>
   __device__ __forceinline__ void make_dq_panels(int panel, const BehindProducts& behind_products) {
 #pragma unroll 1

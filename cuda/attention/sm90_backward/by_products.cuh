@@ -1,6 +1,6 @@
 // The consumers of head dimensions whose dK and dV of 64 keys are as much as one warpgroup's
-// registers hold. Both have the same 64 keys. One makes S, P and dV, the other dP, dS and dK, and of
-// dQ of the step before each has every second panel of 64 columns. P goes to the second by the
+// registers hold. Both have the same 64 keys. One makes S, P and dV, the other dP, dS and dK, and
+// of dQ of the step before each has every second panel of 64 columns. P goes to the second by the
 // buffer in which dS takes its place. The first is most of a step ahead of the second.
 //
 // One step; [..] runs on the tensor cores meanwhile:

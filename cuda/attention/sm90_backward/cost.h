@@ -1,5 +1,6 @@
 // What a call takes by the sm_90 backward kernels. Fitted to measurements on an H200
-// (docs/lab/attention_backward.md).
+// (docs/lab/attention_backward.md); for head dimensions above 128 derived from the bytes of shared
+// memory that a step moves.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,11 @@ struct Speed {
   double item;  // microseconds of an item beside its steps
 };
 
-inline Speed speed_of(int dim) { return dim <= 64 ? Speed{3.5e6, 2.0} : Speed{4.2e6, 5.1}; }
+inline Speed speed_of(const Entry& entry) {
+  if (entry.dim <= 64) return {3.5e6, 2.0};
+  if (entry.dim <= 128) return {4.2e6, 5.1};
+  return entry.dim_v <= 128 ? Speed{3.9e6, 6.5} : Speed{3.2e6, 5.1};
+}
 
 inline constexpr double kLaunches = 6.0;             // microseconds
 inline constexpr double kPrologueMemoryShare = 0.7;  // of the memory's peak
@@ -32,7 +37,7 @@ inline double prologue_microseconds(const AttentionProblem& p, const DeviceFacts
 inline double main_microseconds(const AttentionProblem& p, const Entry& entry,
                                 const DeviceFacts& facts) {
   const Work work = work_of(p);
-  const Speed speed = speed_of(entry.dim);
+  const Speed speed = speed_of(entry);
   const double tile_q = entry.tile_q;
   const double tile_k = entry.tile_k;
   const double tiles_q = ceil_of(work.seq_q, tile_q);
