@@ -43,6 +43,7 @@
 
 namespace flashmoe::sm90_backward {
 
+using reread::lane_id;
 using reread::lane_index;
 using reread::thread_index;
 using reread::warp_index;
@@ -900,10 +901,9 @@ struct Consumer : Counters<Traits::kInPanels> {
   template <int kRegisters>
   __device__ __forceinline__ void store_rows(uint32_t address, const float (&values)[kRegisters],
                                              float scale, int first_chunk = 0) const {
-    // Not as for dS: ptxas would keep the places of its chunks, for which registers are too few.
-    // With a softcap it spills more for it.
-    int lane = lane_index();
-    if constexpr (!Traits::kCapped) asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    // ptxas would keep the places of dS's chunks for these, where registers are too few. With a
+    // softcap it spills more without them.
+    const int lane = Traits::kCapped ? lane_index() : lane_id();
     const uint32_t row = address + (warp_of_group() * 16 + lane % 16) * kBoxRowBytes;
 #pragma unroll
     for (int slice = 0; slice < kRegisters / 8; ++slice) {
