@@ -21,8 +21,9 @@
 //   issue S, dQ of the step before | wait S | P = exp2 [dQ] | issue dV | wait dQ | slot [dV]
 //   issue dP | wait dP | dS | issue dK | wait dK
 //
-// dQ of a step comes in the next one, so a consumer waits for the other's dS when that is mostly
-// there. What keeps the writers and readers of each buffer apart is in
+// Head dimensions above 128 have dQ in panels of 64 columns (step_by_panels), or consumers of their
+// own (by_products.cuh). dQ of a step comes in the next one, so a consumer waits for the other's dS
+// when that is mostly there. What keeps the writers and readers of each buffer apart is in
 // docs/kernels/attention_backward_sm90.md.
 #pragma once
 
