@@ -46,12 +46,6 @@ class Kernel(NamedTuple):
         return f"{name}_softcap" if self.capped else name
 
 
-def backward_stack(kernel: Kernel) -> int:
-    """Bytes that a backward kernel may have there. A softcap's tanh needs registers, of which those
-    for dimensions 128, and 192 and 128, have too few."""
-    return 16 if kernel.capped and kernel.dim >= 128 and kernel.dim_v == 128 else 0
-
-
 def list_of(file: str, variable: str) -> list[str]:
     text = (CMAKE / file).read_text(encoding="utf-8")
     found = re.search(rf"set\({variable}\s+(.*?)\)", text, re.DOTALL)

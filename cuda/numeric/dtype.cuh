@@ -26,6 +26,9 @@ struct ElementTraits<__half> {
   static __device__ __forceinline__ float to_float(uint16_t bits) {
     return __half2float(__ushort_as_half(bits));
   }
+  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  }
   using Pair = __half2;
 };
 
@@ -42,6 +45,11 @@ struct ElementTraits<__nv_bfloat16> {
   static __device__ __forceinline__ float to_float(uint16_t bits) {
     return __bfloat162float(__ushort_as_bfloat16(bits));
   }
+  // An fp32 number begins with the bits of a bf16 one.
+  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    const uint32_t bits[2] = {pair << 16, pair & 0xffff0000u};
+    return *reinterpret_cast<const float2*>(bits);
+  }
   using Pair = __nv_bfloat162;
 };
 
@@ -52,6 +60,14 @@ __device__ __forceinline__ uint32_t max_magnitude(uint32_t a, uint32_t b) {
   const Pair larger = __hmax2_nan(__habs2(*reinterpret_cast<const Pair*>(&a)),
                                   __habs2(*reinterpret_cast<const Pair*>(&b)));
   return *reinterpret_cast<const uint32_t*>(&larger);
+}
+
+// All ones in the halves that are not zero.
+template <class Element>
+__device__ __forceinline__ uint32_t mask_of_nonzero(uint32_t pair) {
+  using Pair = typename ElementTraits<Element>::Pair;
+  const uint32_t zero = 0;
+  return __hneu2_mask(*reinterpret_cast<const Pair*>(&pair), *reinterpret_cast<const Pair*>(&zero));
 }
 
 // Remembers whether one of many pairs of elements was not finite: each half of what is gathered is

@@ -166,7 +166,7 @@ def _by_formulas(
     weights = (logits - top).exp()
     weights = round_(weights / weights.sum(-1, keepdim=True).masked_fill(blind, 1))
     dweights = round_(dout @ v.transpose(1, 2))
-    delta = (weights * dweights).sum(-1, keepdim=True) - dlse[..., None]
+    delta = (dout * round_(weights @ v)).sum(-1, keepdim=True) - dlse[..., None]
     dscores = round_(weights * (dweights - delta) * slope).masked_fill(~seen, 0)
     dq = (dscores @ k) * scale
     dk = (dscores.transpose(1, 2) @ q) * scale

@@ -140,7 +140,7 @@ def test_what_no_pair_is_seen_of_is_zero(dims: tuple[int, int]) -> None:
         ("bottom_right", 700, 300, None),
         ("top_left", 300, 700, None),
         ("none", 700, 300, (10, 10)),
-        ("none", 300, 900, (None, 0)),
+        ("none", 900, 300, (None, 0)),
     ):
         case = Case(seq_q=seq_q, seq_k=seq_k, heads_q=2, dim=dims[0], dim_v=dims[1], causal=causal,
                     window=window)  # fmt: skip
@@ -435,11 +435,8 @@ def test_the_plan_is_the_launch(
     resident = torch.cuda.get_device_properties(0).multi_processor_count
     assert main.grid[0] == min(items, resident)
     assert main.block[0] == 384
-    assert main.shared_bytes <= families.SHARED_BYTES["sm90"]
-    tuning = "TableTuning" if softcap is None else "CappedTuning"
-    ran = kernels.Kernel("sm90_backward", dtype, *compiled, tuning)
-    assert prologue.local_bytes == 0
-    assert main.local_bytes <= kernels.backward_stack(ran)
+    assert main.shared_bytes <= families.SHARED_BYTES["sm90_whole_tiles"]
+    assert prologue.local_bytes == 0 and main.local_bytes == 0
     for launch in launches:
         assert launch.device.device_id == 0
         assert 0 < launch.registers * launch.block[0] <= families.REGISTERS

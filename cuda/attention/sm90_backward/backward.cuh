@@ -18,12 +18,12 @@
 //
 // One step of a consumer; [..] runs on the tensor cores meanwhile:
 //
-//   issue S, dQ of the step before | wait S | P = exp2 [dQ] | issue dV | wait dQ | slot [dV]
-//   issue dP | wait dP | dS | issue dK | wait dK
+//   issue S, dQ of the step before | wait S | P = exp2 [dQ] | wait dQ | store it to a slot |
+//   issue dP | hand the slot over | wait dP | by 16 queries: issue dV, make dS, issue dK | wait
 //
-// Head dimensions above 128 have dQ in panels of 64 columns (step_by_panels), or consumers of their
-// own (by_products.cuh). dQ of a step comes in the next one, so a consumer waits for the other's dS
-// when that is mostly there. What keeps the writers and readers of each buffer apart is in
+// Head dimensions above 128 have consumers of their own (panels.cuh, by_products.cuh).
+// dQ of a step comes in the next one, so a consumer waits for the other's dS when that is mostly
+// there. What keeps the writers and readers of each buffer apart is in
 // docs/kernels/attention_backward_sm90.md.
 #pragma once
 
@@ -33,7 +33,6 @@
 #include "cuda/numeric/constants.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/global.cuh"
-#include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/shared.cuh"
@@ -102,7 +101,7 @@ struct Barriers {
     return at(Traits::kBarriers) + kSlotWordBytes * slot;
   }
   __device__ __forceinline__ uint32_t slot_tile(int slot) const { return slot_use(slot) + 4; }
-  // And the first query of a stage.
+  // And the first query of a stage, with panels.
   __device__ __forceinline__ uint32_t stage_row(int stage) const {
     return slot_use(kSlots) + kStageWordBytes * stage;
   }
@@ -149,10 +148,14 @@ struct Producer : Counters<Traits::kInPanels> {
                                       uint32_t shared_, Item* items_)
       : params(params_), barriers(barriers_), shared(shared_), shared_items(items_) {}
 
-  __device__ __forceinline__ void load_q(const SharedItem& item, int head, int tile_q) {
-    const int stage = static_cast<int>(index % Traits::kStages);
+  __device__ __forceinline__ void load_q(const SharedItem& item, const Steps& steps) {
+    const int head = item.head_kv * params.heads_per_kv + steps.head;
+    const int tile_q = steps.tile_q;
+    const uint32_t stage = index % Traits::kStages;
     ptx::mbarrier_wait(barriers.q_empty(stage), ~(index / Traits::kStages) & 1);
-    ptx::store_shared(barriers.stage_row(stage), static_cast<uint32_t>(tile_q * Traits::kTileQ));
+    if constexpr (Traits::kInPanels) {
+      ptx::store_shared(barriers.stage_row(stage), static_cast<uint32_t>(tile_q * Traits::kTileQ));
+    }
     const uint32_t full = barriers.q_full(stage);
     ptx::mbarrier_arrive_expect(full, Traits::kQBytes + Traits::kRowBytes);
 #pragma unroll
@@ -167,8 +170,10 @@ struct Producer : Counters<Traits::kInPanels> {
                    ptx::kEvictNormal);
   }
 
-  __device__ __forceinline__ void load_dout(const SharedItem& item, int head, int tile_q) {
-    const int stage = static_cast<int>(index % Traits::kDoStages);
+  __device__ __forceinline__ void load_dout(const SharedItem& item, const Steps& steps) {
+    const int head = item.head_kv * params.heads_per_kv + steps.head;
+    const int tile_q = steps.tile_q;
+    const uint32_t stage = index % Traits::kDoStages;
     ptx::mbarrier_wait(barriers.do_empty(stage), ~(index / Traits::kDoStages) & 1);
     const uint32_t full = barriers.do_full(stage);
     ptx::mbarrier_arrive_expect(full, Traits::kDoBytes + Traits::kRowBytes);
@@ -235,19 +240,19 @@ struct Producer : Counters<Traits::kInPanels> {
       *place = taken;
       const SharedItem& item = *place;
       Steps steps(taken, params.heads_per_kv);
-      if (steps.left == 0) {
-        load_v(item, false);
-        load_k(item, false);
-      }
-      for (bool first = true; steps.left > 0; first = false) {
-        const int head = item.head_kv * params.heads_per_kv + steps.head;
-        load_q(item, head, steps.tile_q);
-        if (first) load_v(item, true);
-        load_dout(item, head, steps.tile_q);
-        if (first) load_k(item, true);
+      const bool any = steps.left > 0;
+      if (any) load_q(item, steps);
+      load_v(item, any);
+      if (any) load_dout(item, steps);
+      load_k(item, any);
+#pragma unroll 1
+      while (steps.left > 1) {
         ++index;
-        steps.advance(params.heads_per_kv);
+        steps.advance(item.ascends, params.heads_per_kv);
+        load_q(item, steps);
+        load_dout(item, steps);
       }
+      if (any) ++index;
       if (item.tile == kNoItem) break;
     }
   }
@@ -288,12 +293,14 @@ struct Writer : Counters<Traits::kInPanels> {
     bool last;
     __device__ __forceinline__ bool takes_sum() const { return last && before > 0; }
   };
-  __device__ __forceinline__ Part part_of(const Item& item, int head, int tile_q,
+  template <class AnyItem>
+  __device__ __forceinline__ Part part_of(const AnyItem& item, int head, int tile_q,
                                           int panel = 0) const {
     const Parts parts = Parts::of<Traits>(params, tile_q);
+    const int before = item.ascends ? item.tile - parts.first : parts.last - item.tile;
     const int tile = (item.batch * params.heads_q + head) * params.tiles_q + tile_q;
-    return {static_cast<uint32_t>(tile * Traits::kPanels + panel),
-            static_cast<uint32_t>(item.tile - parts.first), item.tile == parts.last};
+    return {static_cast<uint32_t>(tile * Traits::kPanels + panel), static_cast<uint32_t>(before),
+            before == parts.last - parts.first};
   }
   __device__ __forceinline__ float* sums_of(const Part& part) const {
     return params.dq_sums +
@@ -328,36 +335,45 @@ struct Writer : Counters<Traits::kInPanels> {
     ++slot_uses;
   }
 
-  // Rows of 64 columns: of a panel, or of what each consumer has.
-  __device__ __forceinline__ void store_dq(const Item& item, const Part& part, int head,
-                                           int tile_q) const {
-    constexpr bool kOne = Traits::kInPanels || Traits::kSharesDqBox;
+  // Rows of 64 columns of what each consumer has.
+  __device__ __forceinline__ void store_dq(const Item& item, int head, int tile_q) const {
 #pragma unroll
-    for (int group = 0; group < (kOne ? 1 : kConsumers); ++group) {
+    for (int group = 0; group < (Traits::kSharesDqBox ? 1 : kConsumers); ++group) {
       constexpr int kBoxesOfGroup = ceil_div(Traits::kDqColumns, kBoxColumns);
-      const int row = tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group);
-      const int first_column = Traits::kSplitsColumns
-                                   ? group * Traits::kDqColumns
-                                   : static_cast<int>(part.tile % Traits::kPanels) * kBoxColumns;
+      const int row = tile_q * Traits::kTileQ + (Traits::kSplitsColumns ? 0 : 64 * group);
 #pragma unroll
       for (int box = 0; box < kBoxesOfGroup; ++box) {
+        const int column =
+            (Traits::kSplitsColumns ? group * Traits::kDqColumns : 0) + box * kBoxColumns;
         ptx::tma_store(&params.dq,
                        shared_slot + group * Traits::kDqBytesPerGroup + box * 64 * kBoxRowBytes,
-                       first_column + box * kBoxColumns, row, head, item.batch);
+                       column, row, head, item.batch);
       }
     }
     ptx::tma_store_commit();
     ptx::tma_store_wait_read();
   }
 
+  // The same of a panel. Where it belongs follows from the part: kept, that would cost registers.
+  __device__ __forceinline__ void store_panel(const SharedItem& item, const Part& part) const {
+    const int tile = static_cast<int>(part.tile / Traits::kPanels);
+    const int panel = static_cast<int>(part.tile % Traits::kPanels);
+    const int head_of_all = tile / params.tiles_q;
+    ptx::tma_store(&params.dq, shared_slot, panel * kBoxColumns,
+                   (tile - head_of_all * params.tiles_q) * Traits::kTileQ,
+                   head_of_all - item.batch * params.heads_q, item.batch);
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
+  }
+
   // Writes the part of a step, whose slot is offered, and offers the slot for what comes next in
   // it. It is the consumers' again when it was read; the turn goes on when all was written.
-  template <class OfferNext>
-  __device__ __forceinline__ void write_dq(const Item& item, const Part& part, int head, int tile_q,
+  template <class StoreRows, class OfferNext>
+  __device__ __forceinline__ void write_dq(const Part& part, const StoreRows& store_rows,
                                            const OfferNext& offer_next) {
     if (part.last) {
       wait_for_consumers();
-      if (params.dq_direct.rows == nullptr) store_dq(item, part, head, tile_q);
+      if (params.dq_direct.rows == nullptr) store_rows();
       offer_next(true);
       return;
     }
@@ -399,7 +415,7 @@ struct Writer : Counters<Traits::kInPanels> {
   // The same of the 64 keys of this slot's consumer, as many columns at a time as the slot holds.
   template <int kColumnBoxes>
   __device__ __forceinline__ void write_keys_by_boxes(const CUtensorMap& map, const Direct& direct,
-                                                      const Item& item, bool last) {
+                                                      const SharedItem& item, bool last) {
     const int row = item.tile * Traits::kTileK + (Traits::kByProducts ? 0 : slot * kKeysPerGroup);
 #pragma unroll 1
     for (int first = 0; first < kColumnBoxes; first += Traits::kSlotBoxes) {
@@ -420,14 +436,13 @@ struct Writer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ void run_by_panels() {
     for (;; ++items) {
       ptx::mbarrier_wait(barriers.k_full(), items & 1);
-      const Item item = shared_items[items % kItemsHeld];
+      const SharedItem& item = shared_items[items % kItemsHeld];
       ptx::mbarrier_arrive(barriers.k_empty());
       if (item.tile == kNoItem) break;
-      Steps steps(item, params.heads_per_kv);
-      const int first_head = item.head_kv * params.heads_per_kv;
+      Steps steps(shared_items[items % kItemsHeld], params.heads_per_kv);
       int panel = first_panel<Traits>(index, slot);
       const auto part_of_panel = [&] {
-        return part_of(item, first_head + steps.head, steps.tile_q, panel);
+        return part_of(item, item.head_kv * params.heads_per_kv + steps.head, steps.tile_q, panel);
       };
       Part part = {};
       if (steps.left > 0) {
@@ -438,15 +453,14 @@ struct Writer : Counters<Traits::kInPanels> {
       }
       while (steps.left > 0) {
         const Part now = part;
-        const int head = first_head + steps.head;
-        const int tile_q = steps.tile_q;
         panel += kConsumers;
         if (panel >= Traits::kPanels) {
-          steps.advance(params.heads_per_kv);
+          steps.advance(item.ascends, params.heads_per_kv);
           ++index;
           panel = first_panel<Traits>(index, slot);
         }
-        write_dq(item, now, head, tile_q, [&](bool may_wait) {
+        const auto store_rows = [&] { store_panel(item, now); };
+        write_dq(now, store_rows, [&](bool may_wait) {
           if (steps.left == 0) {
             offer();
             return true;
@@ -484,7 +498,7 @@ struct Writer : Counters<Traits::kInPanels> {
       const int count = steps.left;
       int step = next ^ slot;
       next = (next + count) & 1;
-      if (step != 0) steps.advance(params.heads_per_kv);
+      if (step != 0) steps.advance(item.ascends, params.heads_per_kv);
       Part part = {};
       if (step < count) {
         part = part_of_step();
@@ -497,9 +511,10 @@ struct Writer : Counters<Traits::kInPanels> {
         const int head = first_head + steps.head;
         const int tile_q = steps.tile_q;
         step += kSlots;
-        steps.advance(params.heads_per_kv);
-        steps.advance(params.heads_per_kv);
-        write_dq(item, now, head, tile_q, [&](bool may_wait) {
+        steps.advance(item.ascends, params.heads_per_kv);
+        steps.advance(item.ascends, params.heads_per_kv);
+        const auto store_rows = [&] { store_dq(item, head, tile_q); };
+        write_dq(now, store_rows, [&](bool may_wait) {
           if (step >= count) {
             offer();
             return true;
@@ -523,18 +538,11 @@ struct Writer : Counters<Traits::kInPanels> {
 // ---- consumers: warpgroups
 // ------------------------------------------------------------------------------------------
 
-template <int kCount>
-__device__ __forceinline__ void clear(float (&values)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) values[i] = 0.0f;
-}
-
 template <class Traits>
 struct Consumer : Counters<Traits::kInPanels> {
   using ItsTraits = Traits;
   using Counters<Traits::kInPanels>::index;
   using Counters<Traits::kInPanels>::items;
-  using Counters<Traits::kInPanels>::slot_uses;
   using Element = typename Traits::Element;
   using Numeric = numeric::ElementTraits<Element>;
   using ScoreMma = ptx::Wgmma<Element, Traits::kTileQ>;
@@ -554,9 +562,8 @@ struct Consumer : Counters<Traits::kInPanels> {
   float dv[Traits::kDimV / 2];
   float scores[kScores];    // S^T, then P^T
   uint32_t ds[kSlices][4];  // dS^T
+  int row = 0;              // the step's first query
   bool add = false;         // to dk and dv
-  // Where a flag has no register, dk and dv begin with zeros.
-  static constexpr bool kAlwaysAdds = Traits::kInPanels && Traits::kCapped;
 
   __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
                                       uint32_t shared_, const Item* items_, int group_)
@@ -602,8 +609,8 @@ struct Consumer : Counters<Traits::kInPanels> {
   static __device__ __forceinline__ int matrix_row() {
     return warp_of_group() * 16 + lane_index() % 16;
   }
-  static __device__ __forceinline__ int swizzled_chunk(int slice) {
-    return ((slice % 4 * 2 + lane_index() / 16) ^ (lane_index() % 8)) * 16;
+  static __device__ __forceinline__ int swizzled_chunk(int slice, int first_chunk = 0) {
+    return ((slice % 4 * 2 + first_chunk + lane_index() / 16) ^ (lane_index() % 8)) * 16;
   }
 
   // A K-major operand: 16 columns on.
@@ -639,36 +646,34 @@ struct Consumer : Counters<Traits::kInPanels> {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ bool adds() const { return kAlwaysAdds || add; }
-
-  // dV += P^T dO.
-  __device__ __forceinline__ void issue_dv(uint32_t (&p)[kSlices][4]) {
+  // dV += P^T dO and dK += dS^T Q. A product of A in registers is issued when it can run, so dS of
+  // a slice is made between those of the slices before.
+  __device__ __forceinline__ void issue_dv_and_dk(const float (&dp)[kScores],
+                                                  uint32_t (&p)[kSlices][4], bool masked) {
     const uint64_t dout = ptx::swizzled_descriptor(
         shared + Traits::kDoOffset + dout_stage() * Traits::kDoBytes, Traits::kQueryBoxBytes);
-    ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
+    const uint64_t q = ptx::swizzled_descriptor(
+        shared + Traits::kQOffset + stage() * Traits::kQBytes, Traits::kQueryBoxBytes);
     ptx::pin(dv);
+    ptx::pin(dk);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) ptx::pin(p[slice]);
     ptx::wgmma_fence();
+    const uint32_t rows =
+        shared + Traits::kDeltaOffset + dout_stage() * Traits::kRowBytes + lane_index() % 4 * 8;
+    constexpr bool kAhead = !Traits::kCapped;  // where there are registers
+    float2 delta[2];
+    if (kAhead) load_delta(delta, rows);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
-      ValueMma::multiply_values(dv, p[slice], ptx::advance(dout, slice * 2048),
-                                slice > 0 || adds());
-    }
-    ptx::wgmma_commit();
-  }
-
-  // dK += dS^T Q.
-  __device__ __forceinline__ void issue_dk() {
-    const uint64_t q = ptx::swizzled_descriptor(
-        shared + Traits::kQOffset + stage() * Traits::kQBytes, Traits::kQueryBoxBytes);
-    ptx::pin(dk);
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) ptx::pin(ds[slice]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      KeyMma::multiply_values(dk, ds[slice], ptx::advance(q, slice * 2048), slice > 0 || adds());
+      if (!kAhead) load_delta(delta, rows + 64 * slice);
+      const float2 of_rows[2] = {delta[0], delta[1]};
+      if (kAhead && slice + 1 < kSlices) load_delta(delta, rows + 64 * (slice + 1));
+      ValueMma::multiply_values(dv, p[slice], ptx::advance(dout, slice * 2048), slice > 0 || add);
+      make_ds(slice, dp, p[slice], of_rows, masked);
+      ptx::pin(ds[slice]);
+      ptx::wgmma_fence();
+      KeyMma::multiply_values(dk, ds[slice], ptx::advance(q, slice * 2048), slice > 0 || add);
     }
     ptx::wgmma_commit();
   }
@@ -702,15 +707,9 @@ struct Consumer : Counters<Traits::kInPanels> {
     return queries >= 32 ? ~0u : (1u << queries) - 1;
   }
 
-  // Of the step. Read where it is used, as registers are scarce.
-  __device__ __forceinline__ int first_row() const {
-    return static_cast<int>(ptx::load_shared_uint(barriers.stage_row(stage())));
-  }
-
   // Whether some query of the step does not see all of this consumer's keys. Rows behind the last
   // have an lse of infinity.
   __device__ __forceinline__ bool is_masked(int first_key) const {
-    const int row = first_row();
     const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
     return params.score.first_key(last_row) > first_key ||
            params.score.end_key(row, params.seq_k) < first_key + kKeysPerGroup;
@@ -722,7 +721,6 @@ struct Consumer : Counters<Traits::kInPanels> {
     const int lane = lane_index();
     const int key = first_key + warp_of_group() * 16 + lane / 4 + 8 * half;
     if (key >= params.seq_k) return 0;
-    const int row = first_row();
     return queries_before(params.score.end_query(key, params.seq_q) - row, lane) &
            ~queries_before(params.score.first_query(key) - row, lane);
   }
@@ -740,35 +738,32 @@ struct Consumer : Counters<Traits::kInPanels> {
     }
   }
 
-  __device__ __forceinline__ float2 lse_of(int columns) const {
-    return ptx::load_shared_float2(shared + Traits::kLseOffset + stage() * Traits::kRowBytes +
-                                   lane_index() % 4 * 8 + 32 * columns);
+  // Of this thread's queries of the step.
+  __device__ __forceinline__ void load_lse(float2 (&lse)[kScores / 4]) const {
+    const uint32_t rows =
+        shared + Traits::kLseOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
+#pragma unroll
+    for (int i = 0; i < kScores / 4; ++i) lse[i] = ptx::load_shared_float2(rows + 32 * i);
   }
 
-  // P = exp2(S scale_log2 - lse), packed to p.
-  __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSlices][4], int first_key) {
+  // P = exp2(S scale_log2 - lse).
+  __device__ __forceinline__ void exponentiate(const float2 (&lse)[kScores / 4]) {
     const float scale_log2 = params.score.scale_log2;
-    const bool masked = is_masked(first_key);
 #pragma unroll
-    for (int i = 0; i < kScores / 4; ++i) {
-      const float2 lse = lse_of(i);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& score = scores[4 * i + e];
-        score = numeric::exp2_approx(fmaf(score, scale_log2, -(e % 2 == 0 ? lse.x : lse.y)));
-      }
+    for (int i = 0; i < kScores; ++i) {
+      const float2& of_rows = lse[i / 4];
+      scores[i] =
+          numeric::exp2_approx(fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y)));
     }
-    if (masked) mask(first_key);
-    pack(p, scores);
   }
-
   // The same of capped scores t = tanh(S cap_ratio). It leaves P (1 - t^2) in scores.
-  __device__ __forceinline__ void exponentiate_capped(uint32_t (&p)[kSlices][4], int first_key) {
+  __device__ __forceinline__ void exponentiate_capped(uint32_t (&p)[kSlices][4],
+                                                      const float2 (&lse)[kScores / 4],
+                                                      int first_key) {
     const float scale_log2 = params.score.scale_log2;
     const uint32_t seen[2] = {seen_by(first_key, 0), seen_by(first_key, 1)};
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
-      const float2 lse = lse_of(i);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float probability[2];
@@ -776,7 +771,8 @@ struct Consumer : Counters<Traits::kInPanels> {
         for (int e = 0; e < 2; ++e) {
           float& score = scores[4 * i + 2 * half + e];
           params.score.template cap<Softcap::kBrief>(score);
-          probability[e] = numeric::exp2_approx(fmaf(score, scale_log2, -(e == 0 ? lse.x : lse.y)));
+          probability[e] =
+              numeric::exp2_approx(fmaf(score, scale_log2, -(e == 0 ? lse[i].x : lse[i].y)));
           if ((seen[half] & (1u << (2 * i + e))) == 0) probability[e] = 0.0f;
           score = probability[e] * fmaf(-score, score, 1.0f);
         }
@@ -797,98 +793,46 @@ struct Consumer : Counters<Traits::kInPanels> {
   }
 
   // What dP - delta of two neighbouring scores is multiplied by: P, unless there is a softcap.
-  __device__ __forceinline__ float2 factors(const uint32_t (&p)[kSlices][4], int pair) const {
+  __device__ __forceinline__ float2 factors(uint32_t packed, int pair) const {
     if constexpr (Traits::kUnpacksP) {
-      const uint32_t packed = p[pair / 4][pair % 4];
-      return make_float2(Numeric::to_float(static_cast<uint16_t>(packed)),
-                         Numeric::to_float(static_cast<uint16_t>(packed >> 16)));
+      return Numeric::unpack(packed);
     } else {
       return make_float2(scores[2 * pair], scores[2 * pair + 1]);
     }
   }
 
-  // Sets dS to 0 where a query does not see a key. P is 0 there, but dP - delta may be NaN.
-  __device__ __forceinline__ void mask_ds(int first_key) {
+  // Of this thread's queries of a slice.
+  static __device__ __forceinline__ void load_delta(float2 (&delta)[2], uint32_t rows) {
+    delta[0] = ptx::load_shared_float2(rows);
+    delta[1] = ptx::load_shared_float2(rows + 32);
+  }
+
+  // dS = P (dP - delta) of 16 queries, to registers and to shared memory. Where a query does not
+  // see a key P is 0, but dP - delta may be NaN.
+  __device__ __forceinline__ void make_ds(int slice, const float (&dp)[kScores],
+                                          const uint32_t (&p)[4], const float2 (&delta)[2],
+                                          bool masked) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t seen = seen_by(first_key, half);
+    for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int i = 0; i < kScores / 4; ++i) {
-        const uint32_t low = (seen & (1u << 2 * i)) != 0 ? 0xffffu : 0;
-        const uint32_t high = (seen & (1u << (2 * i + 1))) != 0 ? 0xffff0000u : 0;
-        ds[i / 2][i % 2 * 2 + half] &= low | high;
+      for (int half = 0; half < 2; ++half) {
+        const int pair = 4 * slice + 2 * i + half;
+        const uint32_t packed = p[2 * i + half];
+        const float2 factor = factors(packed, pair);
+        ds[slice][2 * i + half] = Numeric::pack(factor.x * (dp[2 * pair] - delta[i].x),
+                                                factor.y * (dp[2 * pair + 1] - delta[i].y));
       }
     }
+    if (masked) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) ds[slice][r] &= numeric::mask_of_nonzero<Element>(p[r]);
+    }
+    ptx::stmatrix_x4(shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
+                         key_group() * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes +
+                         slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice),
+                     ds[slice][0], ds[slice][1], ds[slice][2], ds[slice][3]);
   }
 
-  // The row of this step's buffer of dS whose chunks this lane's stmatrix stores.
-  __device__ __forceinline__ uint32_t ds_row() const {
-    return shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
-           key_group() * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
-  }
-
-  // What dP - delta is multiplied by, which lies in the place of dS until that is made: P, or P
-  // times what a softcap leaves. Each warp leaves and takes its own rows.
-  __device__ __forceinline__ void leave_factors(const uint32_t (&p)[kSlices][4]) const {
-    const uint32_t store = ds_row();
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      ptx::stmatrix_x4(store + swizzled_chunk(slice), p[slice][0], p[slice][1], p[slice][2],
-                       p[slice][3]);
-    }
-  }
-  __device__ __forceinline__ void leave_factors() const {
-    const uint32_t store = ds_row();
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        packed[r] = Numeric::pack(scores[8 * slice + 2 * r], scores[8 * slice + 2 * r + 1]);
-      }
-      ptx::stmatrix_x4(store + swizzled_chunk(slice), packed[0], packed[1], packed[2], packed[3]);
-    }
-    __syncwarp();
-  }
-  __device__ __forceinline__ void take_factors() {
-    const uint32_t load = ds_row();
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      ptx::ldmatrix_x4(ds[slice], load + swizzled_chunk(slice));
-    }
-    __syncwarp();
-  }
-
-  // dS = P (dP - delta), to registers and to shared memory.
-  __device__ __forceinline__ void make_ds(const float (&dp)[kScores],
-                                          const uint32_t (&p)[kSlices][4], int first_key) {
-    const uint32_t delta =
-        shared + Traits::kDeltaOffset + dout_stage() * Traits::kRowBytes + lane_index() % 4 * 8;
-    const uint32_t store = ds_row();
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 of_rows = ptx::load_shared_float2(delta + 32 * (2 * slice + i));
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int pair = 4 * slice + 2 * i + half;
-          const float2 factor = factors(p, pair);
-          ds[slice][2 * i + half] = Numeric::pack(factor.x * (dp[2 * pair] - of_rows.x),
-                                                  factor.y * (dp[2 * pair + 1] - of_rows.y));
-        }
-      }
-    }
-    if (is_masked(first_key)) mask_ds(first_key);
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice),
-                       ds[slice][0], ds[slice][1], ds[slice][2], ds[slice][3]);
-    }
-    ptx::fence_proxy_async_shared();
-  }
-
-  // Of a slot, the bytes of this consumer.
   __device__ __forceinline__ uint32_t slot_of_group(uint32_t slot, int bytes_per_group) const {
     return shared + Traits::kSlotOffset + slot * Traits::kSlotBytes + group * bytes_per_group;
   }
@@ -902,10 +846,10 @@ struct Consumer : Counters<Traits::kInPanels> {
   template <int kRegisters>
   __device__ __forceinline__ void store_rows(uint32_t address, const float (&values)[kRegisters],
                                              float scale, int first_chunk = 0) const {
-    // ptxas would keep the places of dS's chunks for these, where registers are too few. With a
-    // softcap it spills more without them.
-    const int lane = Traits::kCapped ? lane_index() : lane_id();
-    const uint32_t row = address + (warp_of_group() * 16 + lane % 16) * kBoxRowBytes;
+    // ptxas would keep the places of dS's chunks for these, where registers are too few.
+    const int lane = Traits::kInPanels ? lane_id() : lane_index();
+    const int first_row = Traits::kInPanels ? (thread_of_group() - lane) / 2 : warp_of_group() * 16;
+    const uint32_t row = address + (first_row + lane % 16) * kBoxRowBytes;
 #pragma unroll
     for (int slice = 0; slice < kRegisters / 8; ++slice) {
       uint32_t packed[4];
@@ -968,28 +912,16 @@ struct Consumer : Counters<Traits::kInPanels> {
                    first_column, params.dim);
   }
 
-  // Hands a step's part of dQ to the writer.
-  __device__ __forceinline__ void hand_over(float (&dq)[Traits::kDqRegisters], uint32_t step) {
+  // Stores the part of dQ of the step before in a slot, which `fill_slot` then hands to the writer.
+  __device__ __forceinline__ void store_dq(float (&dq)[Traits::kDqRegisters]) {
+    const uint32_t step = index - 1;
     const uint32_t place = step & 1;
     ptx::mbarrier_wait(barriers.slot_ready(place), ((step >> 1) + items) & 1);
-    fill_slot_with_dq(dq, place, slot_of_group(place, Traits::kDqBytesPerGroup));
+    fill_with_dq(dq, place, slot_of_group(place, Traits::kDqBytesPerGroup));
   }
-  // The same of a panel.
-  __device__ __forceinline__ void hand_over_panel(float (&dq)[Traits::kDqRegisters]) {
-    wait_for_own_slot();
-    fill_slot_with_dq(dq, group, own_slot());
-  }
-  __device__ __forceinline__ uint32_t own_slot() const {
-    return shared + Traits::kSlotOffset + group * Traits::kSlotBytes;
-  }
-  __device__ __forceinline__ void wait_for_own_slot() {
-    ptx::mbarrier_wait(barriers.slot_ready(group), slot_uses & 1);
-    ++slot_uses;
-  }
-
-  // Leaves dQ at `slot` in the slot of this index.
-  __device__ __forceinline__ void fill_slot_with_dq(float (&dq)[Traits::kDqRegisters],
-                                                    uint32_t place, uint32_t slot) const {
+  // At `slot` in the slot of this index, whose use says what of.
+  __device__ __forceinline__ void fill_with_dq(float (&dq)[Traits::kDqRegisters], uint32_t place,
+                                               uint32_t slot) const {
     const uint32_t fragment = slot + thread_of_group() * 16;
     constexpr int kChunkBytes = kThreadsPerGroup * 16;
     const uint32_t use = ptx::load_shared_uint(barriers.slot_use(place));
@@ -1012,7 +944,6 @@ struct Consumer : Counters<Traits::kInPanels> {
       }
       if (params.dq_direct.rows != nullptr) {
         write_dq_directly(dq, ptx::load_shared_uint(barriers.slot_tile(place)));
-        fill_slot(place);
         return;
       }
       if (use == kLastPart) {
@@ -1029,97 +960,49 @@ struct Consumer : Counters<Traits::kInPanels> {
         store_rows(slot, dq, params.scale);
       }
     }
-    fill_slot(place);
   }
+  __device__ __forceinline__ void hand_over_dq() const { fill_slot((index - 1) & 1); }
 
   // A whole step but for its dQ, and dQ of the step before. No product is under way before and
   // behind it.
   template <bool kFirst>
   __device__ __forceinline__ void step(int first_key, bool last) {
-    // Never alive at a time: dP and dQ of the step before, P for dV and dS.
     float dp[kScores];
-    static_assert(Traits::kDqRegisters <= kScores);
-    auto& dq = reinterpret_cast<float (&)[Traits::kDqRegisters]>(dp);
-    uint32_t (&p)[kSlices][4] = ds;
+    float dq[Traits::kDqRegisters];
+    uint32_t p[kSlices][4];
+    float2 lse[kScores / 4];
+    load_lse(lse);
     issue_scores();
     if (!kFirst) issue_dq_before(dq);
-    ptx::wgmma_wait<kFirst ? 0 : 1>();  // S
+    const bool masked = Traits::kCapped || is_masked(first_key);  // no register for the answer
+    ptx::wgmma_wait<kFirst ? 0 : 1>();                            // S
     ptx::pin(scores);
     if constexpr (Traits::kCapped) {
-      exponentiate_capped(p, first_key);
+      exponentiate_capped(p, lse, first_key);
     } else {
-      exponentiate(p, first_key);
+      exponentiate(lse);
+      if (masked) mask(first_key);
+      pack(p, scores);
     }
-    issue_dv(p);
     if (!kFirst) {
-      ptx::wgmma_wait<1>();  // dQ
+      ptx::wgmma_wait<0>();  // dQ
       ptx::pin(dq);
-      hand_over(dq, index - 1);
+      store_dq(dq);
     }
+    ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
     issue_dp(dp);
-    ptx::wgmma_wait<0>();  // dV, dP
-    ptx::pin(dv);
+    if (!kFirst) hand_over_dq();
+    ptx::wgmma_wait<0>();  // dP
     ptx::pin(dp);
     if (last) release(barriers.v_empty());
-    make_ds(dp, p, first_key);
+    issue_dv_and_dk(dp, p, masked);
+    ptx::fence_proxy_async_shared();
     release(barriers.ds_full(buffer()));
-    release(barriers.do_empty(stage()));  // delta came with dO
-    issue_dk();
     ptx::wgmma_wait<0>();
+    ptx::pin(dv);
     ptx::pin(dk);
-    release(barriers.q_empty(stage()));
-    ++index;
-    add = true;
-  }
-
-  // The same where registers have no room for dQ beside the products of S and dP.
-  template <bool kFirst>
-  __device__ __forceinline__ void step_by_panels(int first_key, bool last) {
-    auto& dp = scores;
-    auto& dq = scores;
-    issue_scores();
-    ptx::wgmma_wait<0>();
-    ptx::pin(scores);
-    uint32_t (&p)[kSlices][4] = ds;
-    if constexpr (Traits::kCapped) {
-      exponentiate_capped(p, first_key);
-    } else {
-      exponentiate(p, first_key);
-    }
-    ptx::mbarrier_wait(barriers.ds_empty(buffer()), (index >> 1 & 1) ^ 1);
-    if constexpr (Traits::kCapped) leave_factors();
-    issue_dv(p);
-    if constexpr (Traits::kCapped) {
-      ptx::wgmma_wait<0>();  // dP beside it would spill more
-      ptx::pin(dv);
-    }
-    issue_dp(dp);
-    ptx::wgmma_wait<0>();  // dV, dP
-    ptx::pin(dv);
-    ptx::pin(dp);
-    if (last) release(barriers.v_empty());
-    if constexpr (Traits::kCapped) take_factors();
-    make_ds(dp, p, first_key);
-    release(barriers.ds_full(buffer()));
     release(barriers.do_empty(dout_stage()));  // delta came with dO
-    const int panel = first_panel<Traits>(index - 1, group);
-    if (!kFirst) {
-      wait_for_ds_before();
-      issue_dq_panel(dq, panel);
-    }
-    issue_dk();
-    if (!kFirst) {
-      ptx::wgmma_wait<1>();  // dQ
-      ptx::pin(dq);
-      hand_over_panel(dq);
-    }
-    ptx::wgmma_wait<0>();
-    ptx::pin(dk);
     release(barriers.q_empty(stage()));
-    if (!kFirst) {
-      make_dq_panels(panel + kConsumers, [] {});
-      release(barriers.ds_empty((index - 1) & 1));
-    }
     ++index;
     add = true;
   }
@@ -1127,7 +1010,6 @@ struct Consumer : Counters<Traits::kInPanels> {
   // Whether no query of the step sees a key of this consumer. That is seldom so with 128 queries.
   __device__ __forceinline__ bool is_unseen(int first_key) const {
     if (Traits::kTileQ != kKeysPerGroup) return false;
-    const int row = first_row();
     const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
     return params.score.end_key(last_row, params.seq_k) <= first_key ||
            params.score.first_key(row) >= first_key + kKeysPerGroup;
@@ -1136,14 +1018,19 @@ struct Consumer : Counters<Traits::kInPanels> {
   // A step in which dS is zero.
   template <bool kFirst>
   __device__ __forceinline__ void skip(bool last) {
-    if constexpr (!kFirst) make_dq_before([] {});
+    if constexpr (!kFirst) {
+      float dq[Traits::kDqRegisters];
+      issue_dq_before(dq);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dq);
+      store_dq(dq);
+      hand_over_dq();
+    }
     // Phases are waited for one by one.
     ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
     if (last) release(barriers.v_empty());
-    if constexpr (Traits::kInPanels) {
-      ptx::mbarrier_wait(barriers.ds_empty(buffer()), (index >> 1 & 1) ^ 1);
-    }
-    const uint32_t store = ds_row();
+    const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
+                           key_group() * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice), 0, 0, 0,
@@ -1157,75 +1044,31 @@ struct Consumer : Counters<Traits::kInPanels> {
   }
 
   // dQ of the step before.
-  __device__ __forceinline__ void wait_for_ds_before() const {
+  __device__ __forceinline__ void issue_dq_before(float (&dq)[Traits::kDqRegisters]) {
     const uint32_t before = index - 1;
     ptx::mbarrier_wait(barriers.ds_full(before & 1), before >> 1 & 1);
-  }
-  __device__ __forceinline__ void issue_dq_before(float (&dq)[Traits::kDqRegisters]) {
-    wait_for_ds_before();
-    issue_dq(dq, (index - 1) & 1);
-  }
-  // The same of a panel, when dS is there.
-  __device__ __forceinline__ void issue_dq_panel(float (&dq)[Traits::kDqRegisters],
-                                                 int panel) const {
-    const uint32_t place = (index - 1) & 1;
-    const uint64_t ds = ptx::swizzled_descriptor(
-        shared + Traits::kDsOffset + place * Traits::kDsBytes, Traits::kKeyBoxBytes);
-    const uint64_t k = ptx::swizzled_descriptor(
-        shared + Traits::kKOffset + panel * Traits::kKeyBoxBytes, Traits::kKeyBoxBytes);
-    multiply_dq(dq, ds, k);
-  }
-
-  // dQ of the step before, of this consumer's panels from `panel` on. No other product is under
-  // way.
-  template <class BehindProducts>
-  __device__ __forceinline__ void make_dq_panels(int panel, const BehindProducts& behind_products) {
-#pragma unroll 1
-    for (; panel < Traits::kPanels; panel += kConsumers) {
-      auto& dq = scores;
-      issue_dq_panel(dq, panel);
-      ptx::wgmma_wait<0>();
-      ptx::pin(dq);
-      if (panel + kConsumers >= Traits::kPanels) behind_products();
-      hand_over_panel(dq);
-    }
-  }
-
-  // dQ of the step before. No other product is under way.
-  template <class BehindProducts>
-  __device__ __forceinline__ void make_dq_before(const BehindProducts& behind_products) {
-    if constexpr (Traits::kInPanels) {
-      wait_for_ds_before();
-      make_dq_panels(first_panel<Traits>(index - 1, group), [&] {
-        release(barriers.ds_empty((index - 1) & 1));
-        behind_products();
-      });
-    } else {
-      float dq[Traits::kDqRegisters];
-      issue_dq_before(dq);
-      ptx::wgmma_wait<0>();
-      ptx::pin(dq);
-      behind_products();
-      hand_over(dq, index - 1);
-    }
+    issue_dq(dq, before & 1);
   }
 
   // What is left of the last step.
   __device__ __forceinline__ void finish() {
-    make_dq_before([this] { release(barriers.k_empty()); });
+    float dq[Traits::kDqRegisters];
+    issue_dq_before(dq);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq);
+    release(barriers.k_empty());
+    store_dq(dq);
+    hand_over_dq();
   }
 
   __device__ __forceinline__ void clear_keys() {
-    clear(dk);
-    clear(dv);
+#pragma unroll
+    for (int i = 0; i < Traits::kDim / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Traits::kDimV / 2; ++i) dv[i] = 0.0f;
   }
 
-  __device__ __forceinline__ void write_keys() {
-    if constexpr (Traits::kInPanels) {
-      write_keys_by_boxes(params.dv_direct, dv, 1.0f, params.dim_v);
-      write_keys_by_boxes(params.dk_direct, dk, params.scale, params.dim);
-      return;
-    }
+  __device__ __forceinline__ void write_keys() const {
     const uint32_t first = buffer();
     ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
     write_keys<Traits::kBoxesV>(params.dv_direct, dv, 1.0f, first, params.dim_v);
@@ -1241,104 +1084,60 @@ struct Consumer : Counters<Traits::kInPanels> {
     if (direct.rows == nullptr) {
       store_rows(slot_of_group(slot, kColumnBoxes * Traits::kGroupBoxBytes), values, scale);
     } else {
-      write_keys_directly(direct, values, scale, 0, columns);
+      const SharedItem& item = shared_items[items % kItemsHeld];
+      write_directly(direct, values, scale, item.batch, item.head_kv,
+                     item.tile * Traits::kTileK + group * kKeysPerGroup, params.seq_k, 0, columns);
     }
     fill_slot(slot);
   }
 
-  // The same by this consumer's own slot.
-  template <int kRegisters>
-  __device__ __forceinline__ void write_keys_by_boxes(const Direct& direct,
-                                                      const float (&values)[kRegisters],
-                                                      float scale, int columns) {
-    constexpr int kMost = Traits::kSlotBoxes * kBoxColumns / 2;  // registers
-#pragma unroll
-    for (int first = 0; first < kRegisters; first += kMost) {
-      wait_for_own_slot();
-      if (kRegisters - first >= kMost) {
-        write_some_keys<kMost>(direct, values, first, scale, columns);
-      } else {
-        write_some_keys<kRegisters % kMost>(direct, values, first, scale, columns);
-      }
-      fill_slot(group);
-    }
-  }
-  template <int kSome, int kRegisters>
-  __device__ __forceinline__ void write_some_keys(const Direct& direct,
-                                                  const float (&values)[kRegisters], int first,
-                                                  float scale, int columns) const {
-    if constexpr (kSome > 0) {
-      float some[kSome];
-#pragma unroll
-      for (int i = 0; i < kSome; ++i) some[i] = values[first + i];
-      if (direct.rows == nullptr) {
-        store_rows(own_slot(), some, scale);
-      } else {
-        write_keys_directly(direct, some, scale, first * 2, columns);
-      }
-    }
-  }
-
-  template <int kRegisters>
-  __device__ __forceinline__ void write_keys_directly(const Direct& direct,
-                                                      const float (&values)[kRegisters],
-                                                      float scale, int first_column,
-                                                      int end_column) const {
-    const SharedItem& item = shared_items[items % kItemsHeld];
-    write_directly(direct, values, scale, item.batch, item.head_kv,
-                   item.tile * Traits::kTileK + key_group() * kKeysPerGroup, params.seq_k,
-                   first_column, end_column);
-  }
-
   template <bool kFirst>
-  __device__ __forceinline__ void take_step(int first_key, bool last) {
+  __device__ __forceinline__ void take_step(const Steps& steps, int first_key) {
+    row = steps.tile_q * Traits::kTileQ;
+    const bool last = steps.left == 1;
     ptx::mbarrier_wait(barriers.q_full(stage()), parity());
     if (is_unseen(first_key)) {
       skip<kFirst>(last);
-    } else if constexpr (Traits::kInPanels) {
-      step_by_panels<kFirst>(first_key, last);
     } else {
       step<kFirst>(first_key, last);
     }
   }
 
-  __device__ __forceinline__ void begin() { ptx::mbarrier_wait(barriers.v_full(), items & 1); }
-  __device__ __forceinline__ void give_back_unused() {
-    release(barriers.k_empty());
-    release(barriers.v_empty());
+  __device__ __forceinline__ void compute(Steps steps, bool ascends, int first_key) {
+    add = false;
+    ptx::mbarrier_wait(barriers.v_full(), items & 1);
+    take_step<true>(steps, first_key);
+#pragma unroll 1
+    while (steps.left > 1) {
+      steps.advance(ascends, params.heads_per_kv);
+      take_step<false>(steps, first_key);
+    }
+    finish();
+    if (!add) clear_keys();
+  }
+
+  __device__ __forceinline__ void run() {
+    for (;;) {
+      ptx::mbarrier_wait(barriers.k_full(), items & 1);
+      const Item* const shared_item = shared_items + items % kItemsHeld;
+      Item item;
+      item.tile = __shfl_sync(kFullWarp, shared_item->tile, 0);
+      item.begin = __shfl_sync(kFullWarp, shared_item->begin, 0);
+      item.end = __shfl_sync(kFullWarp, shared_item->end, 0);
+      item.ascends = __shfl_sync(kFullWarp, shared_item->ascends, 0);
+      if (item.tile == kNoItem) break;
+      const Steps steps(item, params.heads_per_kv);
+      if (steps.left == 0) {
+        release(barriers.k_empty());
+        release(barriers.v_empty());
+        clear_keys();
+      } else {
+        compute(steps, item.ascends, item.tile * Traits::kTileK + group * kKeysPerGroup);
+      }
+      write_keys();
+      ++items;
+    }
   }
 };
-
-// The items of a consumer, of whatever kind.
-template <class AnyConsumer>
-__device__ __forceinline__ void take_items(AnyConsumer& consumer) {
-  using Traits = typename AnyConsumer::ItsTraits;
-  const Params& params = consumer.params;
-  for (;;) {
-    ptx::mbarrier_wait(consumer.barriers.k_full(), consumer.items & 1);
-    const Item* const shared_item = consumer.shared_items + consumer.items % kItemsHeld;
-    Item item;
-    item.tile = __shfl_sync(kFullWarp, shared_item->tile, 0);
-    item.begin = __shfl_sync(kFullWarp, shared_item->begin, 0);
-    item.end = __shfl_sync(kFullWarp, shared_item->end, 0);
-    if (item.tile == kNoItem) break;
-    int steps = Steps(item, params.heads_per_kv).left;
-    consumer.add = false;
-    if (consumer.kAlwaysAdds) consumer.clear_keys();
-    if (steps == 0) {
-      consumer.give_back_unused();
-    } else {
-      const int first_key = item.tile * Traits::kTileK + consumer.key_group() * kKeysPerGroup;
-      consumer.begin();
-      consumer.template take_step<true>(first_key, steps == 1);
-#pragma unroll 1
-      for (; steps > 1; --steps) consumer.template take_step<false>(first_key, steps == 2);
-      consumer.finish();
-    }
-    if (!consumer.kAlwaysAdds && !consumer.add) consumer.clear_keys();
-    consumer.write_keys();
-    ++consumer.items;
-  }
-}
 
 }  // namespace flashmoe::sm90_backward

@@ -12,13 +12,13 @@
 //           slot [dK] | wait dK
 #pragma once
 
-#include "cuda/attention/sm90_backward/backward.cuh"
+#include "cuda/attention/sm90_backward/panels.cuh"
 
 namespace flashmoe::sm90_backward {
 
 template <class Traits>
-struct ByProductsConsumer : Consumer<Traits> {
-  using Base = Consumer<Traits>;
+struct ByProductsConsumer : PanelConsumer<Traits> {
+  using Base = PanelConsumer<Traits>;
   using Base::barriers;
   using Base::Base;
   using Base::dout_parity;
@@ -74,13 +74,12 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
     }
     ptx::wgmma_wait<kFirst || Traits::kCapped ? 0 : 1>();  // S
     ptx::pin(scores);
+    Base::make_p(p, first_key);
     if constexpr (Traits::kCapped) {
-      Base::exponentiate_capped(p, first_key);
       Base::leave_factors();
       // A softcap leaves too few registers for it before.
       if (!kFirst) Base::issue_dq_panel(dq, kFirstPanel);
     } else {
-      Base::exponentiate(p, first_key);
       Base::leave_factors(p);
     }
     release(barriers.p_full(buffer()));
@@ -160,7 +159,7 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
     Base::wait_for_q();  // with which the step's first row comes
     ptx::mbarrier_wait(barriers.p_full(buffer()), index >> 1 & 1);
     Base::take_factors();
-    Base::make_ds(dp, ds, first_key);
+    Base::make_all_ds(dp, ds, first_key);
     release(barriers.do_empty(dout_stage()));  // delta came with dO
     if constexpr (!kFirst) {
       ptx::wgmma_wait<0>();

@@ -17,9 +17,9 @@ struct Speed {
 };
 
 inline Speed speed_of(const Entry& entry) {
-  if (entry.dim <= 64) return {3.5e6, 2.0};
-  if (entry.dim <= 128) return {4.2e6, 5.1};
-  return entry.dim_v <= 128 ? Speed{3.9e6, 6.5} : Speed{3.2e6, 5.1};
+  if (entry.dim <= 64) return {4.05e6, 3.75};
+  if (entry.dim <= 128) return {4.5e6, 2.0};
+  return entry.dim_v <= 128 ? Speed{4.0e6, 3.0} : Speed{3.3e6, 3.0};
 }
 
 inline constexpr double kLaunches = 6.0;             // microseconds

@@ -188,8 +188,7 @@ Direct direct(const AttentionBackwardProblem& p, const RowsView<void>& gradient)
 }
 
 // But for addresses.
-void fill_params(const AttentionBackwardProblem& p, const Entry& entry, uint32_t blocks,
-                 Params* params) {
+void fill_params(const AttentionBackwardProblem& p, const Entry& entry, Params* params) {
   params->q_repeats = repeats(p.q.strides);
   params->k_repeats = repeats(p.k.strides);
   params->v_repeats = repeats(p.v.strides);
@@ -214,7 +213,10 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, uint32_t
   params->scale = p.scale;
   params->tiles_q = static_cast<int32_t>(tiles_q_of(p, entry));
   params->tiles_k = static_cast<int32_t>(ceil_div(p.seq_k, int64_t{entry.tile_k}));
-  params->heads_per_group = heads_per_group(*params, kGroupBytes, blocks);
+  const int64_t heads_per_kv = p.heads_q / p.heads_kv;
+  const int64_t row_bytes = (p.dim + p.dim_v) * dtype_bytes(p.q.dtype) + p.dim * 4;  // Q, dO, a sum
+  params->order = order_of(p.batch * p.heads_kv, heads_per_kv, params->tiles_k,
+                           p.seq_q * heads_per_kv * row_bytes, p.bounded_right);
 }
 
 void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, char* workspace,
@@ -250,7 +252,7 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
     kept.set_ready(false);  // unless the driver takes every map
     FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,
                                        [&] { return encode_maps(maps, problem.q.dtype, &*kept); }));
-    fill_params(problem, entry, plan.info.launches[1].grid[0], &kept->params);
+    fill_params(problem, entry, &kept->params);
     kept.set_ready(true);
   }
   fill_addresses(problem, layout, memory, &kept->params);

@@ -3,6 +3,7 @@
 
 #include "cuda/attention/sm90_backward/backward.cuh"
 #include "cuda/attention/sm90_backward/by_products.cuh"
+#include "cuda/attention/sm90_backward/panels.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/registers.cuh"
 
@@ -60,9 +61,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         KeyConsumer<Traits> consumer(params, barriers, shared, items, 1);
         take_items(consumer);
       }
+    } else if constexpr (Traits::kInPanels) {
+      PanelConsumer<Traits> consumer(params, barriers, shared, items, group - 1);
+      take_items(consumer);
     } else {
       Consumer<Traits> consumer(params, barriers, shared, items, group - 1);
-      take_items(consumer);
+      consumer.run();
     }
   } else {
     ptx::give_registers_back<Traits::kProducerRegisters>();

@@ -27,6 +27,44 @@ struct Direct {
   int32_t fp32;
 };
 
+// In which order blocks take the items of the call's KV heads: tile.cuh.
+struct HeadOrder {
+  int32_t descending;        // the first so many heads descend
+  int32_t descending_group;  // heads whose items alternate
+  int32_t ascending_group;
+};
+
+// No count of the GPU at hand is in the order: the bits of dQ depend on it.
+inline constexpr int64_t kBlocksOfLargest = 132;
+inline constexpr int64_t kGroupBytes = int64_t{8} << 20;
+
+// `head_bytes` is what the items of a head read and add again and again, `bounded_right` whether a
+// row sees no key behind its own.
+inline HeadOrder order_of(int64_t heads, int64_t heads_per_kv, int64_t tiles_k, int64_t head_bytes,
+                          bool bounded_right) {
+  tiles_k = std::max(tiles_k, int64_t{1});
+  // Two items for each block: the longest ones come first among so many heads.
+  const int64_t filling = ceil_div(2 * kBlocksOfLargest, tiles_k);
+  HeadOrder order = {0, 1, 1};
+  // With query heads inside an item, neighbours that descend are too far from each other for the
+  // L2. Without a bound all items begin with the same query tile, whatever the order.
+  if (bounded_right && heads_per_kv == 1 && heads >= 2 * filling) {
+    order.descending = static_cast<int32_t>(heads - filling);
+  }
+  const auto groups_of = [](int64_t count, int64_t most) {
+    count = std::max(count, int64_t{1});
+    const int64_t groups = ceil_div(count, std::clamp(most, int64_t{1}, count));
+    return static_cast<int32_t>(ceil_div(count, groups));
+  };
+  // What heads that alternate use stays in the L2, and their items wait for each other less.
+  order.descending_group =
+      groups_of(order.descending, kGroupBytes / std::max(head_bytes, int64_t{1}));
+  // Items of one length should be many of each head at a time, for the L2.
+  constexpr int64_t kFew = 4;
+  order.ascending_group = groups_of(heads - order.descending, bounded_right ? filling : kFew);
+  return order;
+}
+
 struct Params {
   // Tensor maps over [dim, seq, heads, batch] in boxes of 64 elements by so many rows: kTileQ for q
   // and dout, kTileK for k and v, 64 for the gradients.
@@ -83,26 +121,10 @@ struct Params {
   ScoreOptions score;
   float scale;
 
-  int32_t tiles_q;          // of a head
-  int32_t tiles_k;          // of a KV head
-  int32_t heads_per_group;  // KV heads whose items alternate
+  int32_t tiles_q;  // of a head
+  int32_t tiles_k;  // of a KV head
+  HeadOrder order;
 };
-
-// How many KV heads alternate: as many as have what an item reads and adds again and again, Q, dO
-// and the sums of dQ, in so many bytes of the L2. With more, sums go to memory and back; with
-// fewer, items wait for each other. Under a mask half of it is in use at a time. A group has about
-// as many items as blocks run at a time, or more: the longest ones of the last group begin when the
-// shortest of the one before end. Groups are equal but for rounding.
-inline int32_t heads_per_group(const Params& p, int64_t bytes, int64_t blocks) {
-  const int64_t heads = std::max(int64_t{p.batch} * p.heads_kv, int64_t{1});
-  const int64_t of_head = int64_t{p.seq_q} * p.heads_per_kv * (6 * p.dim + 2 * p.dim_v);
-  const int64_t fit = (p.score.masked ? 2 : 1) * bytes / std::max(of_head, int64_t{1});
-  const int64_t by_bytes = ceil_div(heads, std::clamp(fit, int64_t{1}, heads));
-  const int64_t by_items = heads * p.tiles_k / std::max(blocks - blocks / 16, int64_t{1});
-  const int64_t groups = std::clamp(by_items, int64_t{1}, by_bytes);
-  return static_cast<int32_t>(ceil_div(heads, groups));
-}
-inline constexpr int64_t kGroupBytes = int64_t{32} << 20;
 
 static_assert(sizeof(Params) <= 4096, "a kernel has 4 KiB of parameters everywhere");
 

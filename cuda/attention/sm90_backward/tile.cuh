@@ -2,11 +2,18 @@
 //
 // An item is a tile of keys of one KV head. It runs over the query tiles that see some of its keys,
 // of each query head of the KV head. Blocks take items by a ticket, so whoever takes one knows that
-// all before it were taken. The parts of a tile of dQ are added in the order of their key tiles,
-// and items of a head come in that order too: whom a block waits for has an earlier ticket. The
-// block with the earliest ticket that is not done waits for nobody, so there is no deadlock,
-// whatever the number of blocks that run at a time. The heads of a group alternate, so that items
-// which would wait for each other from step to step are few.
+// all before it were taken. The parts of a tile of dQ are added in the order of the tickets of
+// their items: whom a block waits for has an earlier ticket. The block with the earliest ticket
+// that is not done waits for nobody, so there is no deadlock, whatever the number of blocks that
+// run at a time.
+//
+// Under a causal mask most heads descend: their last keys come first, and an item runs from its
+// first query tile upwards. That is the tile on the diagonal, so side by side the items of a head
+// are at different tiles of dQ in each step, which they come to in the order of their tickets: none
+// waits for another, and a sum is added to again while it is in the L2. But the longest items come
+// last. So the last heads, as many as have two items for each block, ascend: their longest items
+// come first and run downwards. All of a head begin with the same query tile; heads of a group
+// alternate, so that items which wait for each other are few.
 #pragma once
 
 #include "cuda/attention/sm90_backward/params.h"
@@ -22,7 +29,8 @@ struct alignas(16) Item {
   int tile;   // of keys; kNoItem: there are no more
   int begin;  // query tiles: from `begin` to the one before `end`
   int end;
-  int unused[3];
+  int ascends;  // 0 or 1
+  int unused[2];
 
   template <class Traits>
   static __device__ __forceinline__ Item at(const Params& params, int position) {
@@ -30,13 +38,21 @@ struct alignas(16) Item {
     item.tile = kNoItem;
     const int heads = params.batch * params.heads_kv;
     if (position >= heads * params.tiles_k) return item;
-    const int group_items = params.heads_per_group * params.tiles_k;
-    const int group = position / group_items;
-    const int rank = position - group * group_items;
-    const int first_head = group * params.heads_per_group;
-    const int heads_of_group = min(params.heads_per_group, heads - first_head);
-    item.tile = rank / heads_of_group;
-    const int head = first_head + rank - item.tile * heads_of_group;
+    const HeadOrder& order = params.order;
+    const int descending_items = order.descending * params.tiles_k;
+    item.ascends = position >= descending_items;
+    const int begin = item.ascends ? order.descending : 0;
+    const int end = item.ascends ? heads : order.descending;
+    const int group_heads = item.ascends ? order.ascending_group : order.descending_group;
+    const int group_items = group_heads * params.tiles_k;
+    const int of_order = position - (item.ascends ? descending_items : 0);
+    const int group = of_order / group_items;
+    const int rank = of_order - group * group_items;
+    const int first_head = begin + group * group_heads;
+    const int heads_of_group = min(group_heads, end - first_head);
+    const int turn = rank / heads_of_group;
+    item.tile = item.ascends ? turn : params.tiles_k - 1 - turn;
+    const int head = first_head + rank - turn * heads_of_group;
     item.batch = head / params.heads_kv;
     item.head_kv = head - item.batch * params.heads_kv;
     const int first_key = item.tile * Traits::kTileK;
@@ -69,23 +85,22 @@ struct Parts {
   }
 };
 
-// The steps of an item: query tiles from the last to the first, of each the query heads of the KV
-// head one after another. Under a causal mask the longest items come first, and all begin with the
-// same query tile; a short item has its turns as early as its longer neighbours have theirs for the
-// same queries. Head by head, it would wait in each head until they are through with the one
-// before.
+// The steps of an item: its query tiles, of each the query heads of the KV head one after another.
+// Head by head, a short item that ascends would wait in each head for its longer neighbours, which
+// reach the same queries no later than it does.
 struct Steps {
   int left;  // with this one
   int tile_q;
   int head = 0;  // of the KV head's query heads
 
   __device__ __forceinline__ explicit Steps(const Item& item, int heads_per_kv)
-      : left((item.end - item.begin) * heads_per_kv), tile_q(item.end - 1) {}
-  __device__ __forceinline__ void advance(int heads_per_kv) {
+      : left((item.end - item.begin) * heads_per_kv),
+        tile_q(item.ascends ? item.end - 1 : item.begin) {}
+  __device__ __forceinline__ void advance(bool ascends, int heads_per_kv) {
     --left;
     if (++head == heads_per_kv) {
       head = 0;
-      --tile_q;
+      tile_q += ascends ? -1 : 1;
     }
   }
 };

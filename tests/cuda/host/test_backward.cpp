@@ -309,27 +309,35 @@ void head_dimensions_have_their_kernels() {
   }
 }
 
-// A group fits the L2, or has as many items as blocks run at a time. Groups are of one size.
-void groups_of_heads_fit_the_l2_or_fill_the_machine() {
-  const auto heads = [](const Size& size, bool causal) {
-    Params p = {};
-    p.batch = static_cast<int32_t>(size.batch);
-    p.seq_q = static_cast<int32_t>(size.seq_q);
-    p.heads_kv = static_cast<int32_t>(size.heads_kv);
-    p.heads_per_kv = static_cast<int32_t>(size.heads_q / size.heads_kv);
-    p.dim = static_cast<int32_t>(size.dim);
-    p.dim_v = static_cast<int32_t>(size.dim_v);
-    p.tiles_k = static_cast<int32_t>((size.seq_k + 127) / 128);
-    p.score.masked = causal ? 1 : 0;
-    return sm90_backward::heads_per_group(p, sm90_backward::kGroupBytes, 132);
+// Under a causal mask the last heads have two items for each block, and all ascend where fewer
+// would descend, or where query heads share a KV head.
+void the_last_heads_ascend() {
+  const auto descending = [](int64_t heads, int64_t heads_per_kv, int64_t tiles_k, bool bounded) {
+    return sm90_backward::order_of(heads, heads_per_kv, tiles_k, 1, bounded).descending;
   };
-  CHECK(heads({2, 8192, 8192, 16, 16, 128, 128}, false) == 4);
-  CHECK(heads({2, 8192, 8192, 16, 16, 128, 128}, true) == 8);
-  CHECK(heads({2, 8192, 8192, 32, 8, 128, 128}, true) == 2);
-  CHECK(heads({1, 4096, 4096, 64, 8, 128, 128}, true) == 4);
-  CHECK(heads({1, 4096, 4096, 11, 11, 128, 128}, false) == 6);
-  CHECK(heads({1, 128, 128, 1, 1, 128, 128}, false) == 1);
-  CHECK(heads({1, 0, 0, 2, 2, 128, 128}, false) == 2);
+  CHECK(descending(64, 1, 64, true) == 59);
+  CHECK(descending(64, 1, 64, false) == 0);
+  CHECK(descending(64, 2, 64, true) == 0);
+  CHECK(descending(16, 1, 128, true) == 13);
+  CHECK(descending(512, 1, 4, true) == 446);
+  CHECK(descending(10, 1, 64, true) == 5);
+  CHECK(descending(9, 1, 64, true) == 0);
+  CHECK(descending(1, 1, 1, true) == 0);
+  CHECK(descending(2, 1, 0, true) == 0);
+}
+
+// Groups are of one size, but for rounding.
+void heads_of_a_group_alternate() {
+  using sm90_backward::order_of;
+  constexpr int64_t kMiB = 1 << 20;
+  CHECK(order_of(0, 1, 8, kMiB, false).ascending_group == 1);
+  CHECK(order_of(8, 1, 64, kMiB, false).ascending_group == 4);
+  CHECK(order_of(9, 1, 64, kMiB, false).ascending_group == 3);
+  CHECK(order_of(16, 4, 64, kMiB, true).ascending_group == 4);
+  CHECK(order_of(64, 1, 64, kMiB, true).ascending_group == 5);
+  CHECK(order_of(64, 1, 64, kMiB, true).descending_group == 8);
+  CHECK(order_of(64, 1, 64, 5 * kMiB, true).descending_group == 1);
+  CHECK(order_of(64, 1, 64, 64 * kMiB, true).descending_group == 1);
 }
 
 void params_are_of_the_call() {
@@ -345,7 +353,8 @@ void params_are_of_the_call() {
   CHECK(p.batch == 2 && p.seq_q == 700 && p.seq_k == 1000 && p.heads_q == 6 && p.heads_kv == 2);
   CHECK(p.heads_per_kv == 3 && p.dim == 48 && p.dim_v == 64 && p.scale == 0.25f);
   CHECK(p.score.left_offset == 200 && p.score.right_offset == 300 && p.score.masked == 1);
-  CHECK(p.tiles_q == 9 && p.tiles_k == 9 && p.heads_per_group == 4);
+  CHECK(p.tiles_q == 9 && p.tiles_k == 9 && p.order.descending == 0 &&
+        p.order.ascending_group == 4);
   CHECK(p.v_repeats.batch == 0 && p.v_repeats.head == 0);
   for (const auto& repeats : {p.q_repeats, p.k_repeats, p.dout_repeats}) {
     CHECK(repeats.batch == 1 && repeats.head == 1);
@@ -709,7 +718,8 @@ int main(int argc, char** argv) {
   both_launches_are_planned();
   a_kernel_may_be_named();
   head_dimensions_have_their_kernels();
-  groups_of_heads_fit_the_l2_or_fill_the_machine();
+  the_last_heads_ascend();
+  heads_of_a_group_alternate();
   params_are_of_the_call();
   the_workspace_holds_its_parts();
   gradients_may_be_absent();
