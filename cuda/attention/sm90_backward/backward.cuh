@@ -610,7 +610,10 @@ struct Consumer : Counters<Traits::kInPanels> {
     return warp_of_group() * 16 + lane_index() % 16;
   }
   static __device__ __forceinline__ int swizzled_chunk(int slice, int first_chunk = 0) {
-    return ((slice % 4 * 2 + first_chunk + lane_index() / 16) ^ (lane_index() % 8)) * 16;
+    return swizzled_chunk(lane_index(), slice, first_chunk);
+  }
+  static __device__ __forceinline__ int swizzled_chunk(int lane, int slice, int first_chunk) {
+    return ((slice % 4 * 2 + first_chunk + lane / 16) ^ (lane % 8)) * 16;
   }
 
   // A K-major operand: 16 columns on.
@@ -846,10 +849,11 @@ struct Consumer : Counters<Traits::kInPanels> {
   template <int kRegisters>
   __device__ __forceinline__ void store_rows(uint32_t address, const float (&values)[kRegisters],
                                              float scale, int first_chunk = 0) const {
-    // ptxas would keep the places of dS's chunks for these, where registers are too few.
-    const int lane = Traits::kInPanels ? lane_id() : lane_index();
-    const int first_row = Traits::kInPanels ? (thread_of_group() - lane) / 2 : warp_of_group() * 16;
-    const uint32_t row = address + (first_row + lane % 16) * kBoxRowBytes;
+    // In panels ptxas would keep the places of dS's chunks for these: there are too few registers.
+    const int lane = Traits::kInPanels ? lane_id() : 0;
+    const int row_of_group =
+        Traits::kInPanels ? (thread_of_group() - lane) / 2 + lane % 16 : matrix_row();
+    const uint32_t row = address + row_of_group * kBoxRowBytes;
 #pragma unroll
     for (int slice = 0; slice < kRegisters / 8; ++slice) {
       uint32_t packed[4];
@@ -858,9 +862,10 @@ struct Consumer : Counters<Traits::kInPanels> {
         packed[r] =
             Numeric::pack(values[8 * slice + 2 * r] * scale, values[8 * slice + 2 * r + 1] * scale);
       }
-      ptx::stmatrix_x4(row + slice / 4 * 64 * kBoxRowBytes +
-                           ((slice % 4 * 2 + first_chunk + lane / 16) ^ (lane % 8)) * 16,
-                       packed[0], packed[1], packed[2], packed[3]);
+      ptx::stmatrix_x4(
+          row + slice / 4 * 64 * kBoxRowBytes +
+              swizzled_chunk(Traits::kInPanels ? lane : lane_index(), slice, first_chunk),
+          packed[0], packed[1], packed[2], packed[3]);
     }
   }
 
@@ -901,7 +906,7 @@ struct Consumer : Counters<Traits::kInPanels> {
 
   __device__ __forceinline__ void write_dq_directly(const float (&dq)[Traits::kDqRegisters],
                                                     uint32_t tile) const {
-    const int tile_of_all = tile / Traits::kPanels;
+    const uint32_t tile_of_all = tile / Traits::kPanels;
     const int head_of_all = tile_of_all / params.tiles_q;
     const int tile_q = tile_of_all - head_of_all * params.tiles_q;
     const int batch = head_of_all / params.heads_q;

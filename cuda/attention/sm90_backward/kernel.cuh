@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (int buffer = 0; buffer < 2; ++buffer) {
       ptx::mbarrier_init(barriers.ds_full(buffer), kWarpsOfV);
-      ptx::mbarrier_init(barriers.ds_empty(buffer), kWarpsOfV);
+      if (Traits::kInPanels) ptx::mbarrier_init(barriers.ds_empty(buffer), kWarpsOfV);
     }
     ptx::fence_mbarrier_init();
   }

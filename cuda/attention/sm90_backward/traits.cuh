@@ -123,7 +123,7 @@ struct Traits {
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
   static constexpr int kItemOffset = kDeltaOffset + kDoStages * kRowBytes;
   static constexpr int kBarriersOffset = kItemOffset + kItemsHeld * kItemBytes;
-  static constexpr int kBarriers = 8 + 2 * kStages + 2 * kDoStages + 2 * kSlots;
+  static constexpr int kBarriers = (kInPanels ? 8 : 6) + 2 * kStages + 2 * kDoStages + 2 * kSlots;
   static constexpr int kSharedBytes =
       kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
