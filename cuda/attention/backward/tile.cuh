@@ -82,7 +82,8 @@ struct Parts {
   }
 
   // How many are added ahead of an item's.
-  __device__ __forceinline__ int before(const Item& item) const {
+  template <class AnyItem>
+  __device__ __forceinline__ int before(const AnyItem& item) const {
     return item.ascends ? item.tile - first : last - item.tile;
   }
 };
