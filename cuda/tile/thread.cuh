@@ -31,6 +31,12 @@ __device__ __forceinline__ int thread_index() {
   return index;
 }
 __device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
+// From another register: what follows from it, ptxas keeps apart from what follows from the others.
+__device__ __forceinline__ int lane_id() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 __device__ __forceinline__ int warp_index() {
   return __shfl_sync(kFullWarp, thread_index() / kThreadsPerWarp, 0);
 }

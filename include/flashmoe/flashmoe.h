@@ -465,8 +465,8 @@ FLASHMOE_API flashmoe_status flashmoe_attention_backward_workspace_size(
     const flashmoe_attention_backward_params* params, size_t* bytes);
 
 /* Computes those of dq, dk, dv and dsinks that are given. workspace and stream: as of
- * flashmoe_attention_forward. On a GPU the family sm90 computes it on compute capability 9.0, for
- * head dimensions up to 128, and the family sm89 on 8.9 and newer.
+ * flashmoe_attention_forward. On a GPU the family sm90 computes it on compute capability 9.0, and
+ * the family sm89 on 8.9 and newer.
  *
  * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL, CUDA,
  * OUT_OF_MEMORY. */

@@ -17,7 +17,10 @@ ENTRIES = {
         *("fp16_d64_dv64", "fp16_d64_dv64_ada", "bf16_d64_dv64", "bf16_d128_dv128"),
         *("bf16_d256_dv256", "bf16_d256_dv256_ada"),
     ),
-    "attention/sm90_backward": ("fp16_d64_dv64", "bf16_d64_dv64", "bf16_d128_dv128"),
+    "attention/sm90_backward": (
+        *("fp16_d64_dv64", "bf16_d64_dv64"),
+        *("bf16_d128_dv128", "bf16_d192_dv128", "bf16_d192_dv192", "bf16_d256_dv256"),
+    ),
     "moe/route": ("key32_e128", "key64_e1024"),
     "moe/sm89": ("bf16_gated", "bf16_gated_t", "bf16", "bf16_t"),
     "moe/sm90": (

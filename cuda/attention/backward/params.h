@@ -31,15 +31,15 @@ struct HeadOrder {
 
 // No count of the GPU at hand is in the order: the bits of dQ depend on it.
 inline constexpr int64_t kBlocksOfLargest = 132;
-inline constexpr int64_t kGroupBytes = int64_t{8} << 20;
+inline constexpr int64_t kGroupBytes = int64_t{16} << 20;
 
 // `head_bytes` is what the items of a head read and add again and again, `bounded_right` whether a
 // row sees no key behind its own.
 inline HeadOrder order_of(int64_t heads, int64_t heads_per_kv, int64_t tiles_k, int64_t head_bytes,
                           bool bounded_right) {
   tiles_k = std::max(tiles_k, int64_t{1});
-  // Two items for each block: the longest ones come first among so many heads.
-  const int64_t filling = ceil_div(2 * kBlocksOfLargest, tiles_k);
+  // Up to two items for each block: the longest ones come first among so many heads.
+  const int64_t filling = std::max(2 * kBlocksOfLargest / tiles_k, int64_t{1});
   HeadOrder order = {0, 1, 1};
   // With query heads inside an item, neighbours that descend are too far from each other for the
   // L2. Without a bound all items begin with the same query tile, whatever the order.
@@ -54,9 +54,10 @@ inline HeadOrder order_of(int64_t heads, int64_t heads_per_kv, int64_t tiles_k, 
   // What heads that alternate use stays in the L2, and their items wait for each other less.
   order.descending_group =
       groups_of(order.descending, kGroupBytes / std::max(head_bytes, int64_t{1}));
-  // Items of one length should be many of each head at a time, for the L2.
-  constexpr int64_t kFew = 4;
-  order.ascending_group = groups_of(heads - order.descending, bounded_right ? filling : kFew);
+  // Without a bound, items of long sequences that begin together still come one by one to a sum.
+  constexpr int64_t kFewUnbounded = 8;
+  order.ascending_group = groups_of(heads - order.descending,
+                                    bounded_right ? filling : std::max(filling, kFewUnbounded));
   return order;
 }
 

@@ -11,9 +11,9 @@
 // first query tile upwards. That is the tile on the diagonal, so side by side the items of a head
 // are at different tiles of dQ in each step, which they come to in the order of their tickets: none
 // waits for another, and a sum is added to again while it is in the L2. But the longest items come
-// last. So the last heads, as many as have two items for each block, ascend: their longest items
-// come first and run downwards. All of a head begin with the same query tile; heads of a group
-// alternate, so that items which wait for each other are few.
+// last. So the last heads, as many as have up to two items for each block, ascend: their longest
+// items come first and run downwards. All of a head begin with the same query tile; heads of a
+// group alternate, so that items which wait for each other are few.
 #pragma once
 
 #include "cuda/attention/backward/params.h"
@@ -82,7 +82,8 @@ struct Parts {
   }
 
   // How many are added ahead of an item's.
-  __device__ __forceinline__ int before(const Item& item) const {
+  template <class AnyItem>
+  __device__ __forceinline__ int before(const AnyItem& item) const {
     return item.ascends ? item.tile - first : last - item.tile;
   }
 };

@@ -21,6 +21,7 @@
 //   issue S, dQ of the step before | wait S | P = exp2 [dQ] | wait dQ | store it to a slot |
 //   issue dP | hand the slot over | wait dP | by 16 queries: issue dV, make dS, issue dK | wait
 //
+// Head dimensions above 128 have consumers of their own (panels.cuh, by_products.cuh).
 // dQ of a step comes in the next one, so a consumer waits for the other's dS when that is mostly
 // there. What keeps the writers and readers of each buffer apart is in
 // docs/kernels/attention_backward_sm90.md.
@@ -34,8 +35,6 @@
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
-#include "cuda/ptx/pdl.cuh"
-#include "cuda/ptx/registers.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -44,6 +43,7 @@
 
 namespace flashmoe::sm90_backward {
 
+using reread::lane_id;
 using reread::lane_index;
 using reread::thread_index;
 using reread::warp_index;
@@ -62,6 +62,7 @@ enum SlotUse : uint32_t {
 
 template <class Traits>
 struct Barriers {
+  static constexpr int kSlotBarriers = 4 + 2 * Traits::kStages + 2 * Traits::kDoStages;
   uint32_t base;
   __device__ __forceinline__ uint32_t at(int index) const { return base + 8 * index; }
   __device__ __forceinline__ uint32_t k_full() const { return at(0); }
@@ -76,29 +77,56 @@ struct Barriers {
     return at(4 + 2 * Traits::kStages + stage);
   }
   __device__ __forceinline__ uint32_t do_empty(int stage) const {
-    return at(4 + 3 * Traits::kStages + stage);
+    return at(4 + 2 * Traits::kStages + Traits::kDoStages + stage);
   }
   __device__ __forceinline__ uint32_t slot_ready(int slot) const {
-    return at(4 + 4 * Traits::kStages + slot);
+    return at(kSlotBarriers + slot);
   }
   __device__ __forceinline__ uint32_t slot_full(int slot) const {
-    return at(4 + 4 * Traits::kStages + kSlots + slot);
+    return at(kSlotBarriers + kSlots + slot);
   }
-  // dS of both consumers is in its buffer.
+  // dS is in its buffer, all of it.
   __device__ __forceinline__ uint32_t ds_full(int buffer) const {
-    return at(4 + 4 * Traits::kStages + 2 * kSlots + buffer);
+    return at(kSlotBarriers + 2 * kSlots + buffer);
   }
-  // Words behind the barriers: the use of a slot, and the tile of dQ that it holds a part of.
+  // With Share::kKeysAndPanels: dQ was made of it.
+  __device__ __forceinline__ uint32_t ds_empty(int buffer) const {
+    return at(kSlotBarriers + 2 * kSlots + 2 + buffer);
+  }
+  // With Share::kProducts: P is in the buffer that dS will be in.
+  __device__ __forceinline__ uint32_t p_full(int buffer) const { return ds_empty(buffer); }
+  // Words behind the barriers: the use of a slot, and the tile of dQ that it holds a part of, or
+  // the panel of a tile.
   __device__ __forceinline__ uint32_t slot_use(int slot) const {
     return at(Traits::kBarriers) + kSlotWordBytes * slot;
   }
   __device__ __forceinline__ uint32_t slot_tile(int slot) const { return slot_use(slot) + 4; }
+  // And the first query of a stage, with panels.
+  __device__ __forceinline__ uint32_t stage_row(int stage) const {
+    return slot_use(kSlots) + kStageWordBytes * stage;
+  }
 };
 
 __device__ __forceinline__ void release(uint32_t barrier) {
   __syncwarp();
   if (lane_index() == 0) ptx::mbarrier_arrive(barrier);
 }
+
+// Counters of a role, from which stages, slots and parities follow. Only their lowest bits matter:
+// where registers are few, one holds all.
+template <bool kPacked>
+struct Counters {
+  uint32_t index = 0;  // of the step
+  uint32_t items = 0;
+  uint32_t slot_uses = 0;
+};
+template <>
+struct Counters<true> {
+  uint32_t index : 8;
+  uint32_t items : 8;
+  uint32_t slot_uses : 8;
+  __device__ __forceinline__ Counters() : index(0), items(0), slot_uses(0) {}
+};
 
 // ---- producer: one thread
 // ------------------------------------------------------------------------------------------
@@ -107,25 +135,27 @@ __device__ __forceinline__ void release(uint32_t barrier) {
 using SharedItem = volatile Item;
 
 template <class Traits>
-struct Producer {
+struct Producer : Counters<Traits::kInPanels> {
+  using Counters<Traits::kInPanels>::index;
+  using Counters<Traits::kInPanels>::items;
+
   const Params& params;
   const Barriers<Traits> barriers;
   const uint32_t shared;
   Item* const shared_items;
 
-  uint32_t index = 0;  // of the step
-  uint32_t items = 0;  // before this one
-
-  __device__ __forceinline__ uint32_t stage() const { return index % Traits::kStages; }
-  __device__ __forceinline__ uint32_t parity_of_empty() const {
-    return ~(index / Traits::kStages) & 1;
-  }
+  __device__ __forceinline__ Producer(const Params& params_, const Barriers<Traits>& barriers_,
+                                      uint32_t shared_, Item* items_)
+      : params(params_), barriers(barriers_), shared(shared_), shared_items(items_) {}
 
   __device__ __forceinline__ void load_q(const SharedItem& item, const Steps& steps) {
     const int head = item.head_kv * params.heads_per_kv + steps.head;
     const int tile_q = steps.tile_q;
-    const uint32_t stage = this->stage();
-    ptx::mbarrier_wait(barriers.q_empty(stage), parity_of_empty());
+    const uint32_t stage = index % Traits::kStages;
+    ptx::mbarrier_wait(barriers.q_empty(stage), ~(index / Traits::kStages) & 1);
+    if constexpr (Traits::kInPanels) {
+      ptx::store_shared(barriers.stage_row(stage), static_cast<uint32_t>(tile_q * Traits::kTileQ));
+    }
     const uint32_t full = barriers.q_full(stage);
     ptx::mbarrier_arrive_expect(full, Traits::kQBytes + Traits::kRowBytes);
 #pragma unroll
@@ -143,8 +173,8 @@ struct Producer {
   __device__ __forceinline__ void load_dout(const SharedItem& item, const Steps& steps) {
     const int head = item.head_kv * params.heads_per_kv + steps.head;
     const int tile_q = steps.tile_q;
-    const uint32_t stage = this->stage();
-    ptx::mbarrier_wait(barriers.do_empty(stage), parity_of_empty());
+    const uint32_t stage = index % Traits::kDoStages;
+    ptx::mbarrier_wait(barriers.do_empty(stage), ~(index / Traits::kDoStages) & 1);
     const uint32_t full = barriers.do_full(stage);
     ptx::mbarrier_arrive_expect(full, Traits::kDoBytes + Traits::kRowBytes);
 #pragma unroll
@@ -174,8 +204,9 @@ struct Producer {
 #pragma unroll
     for (int box = 0; box < Traits::kBoxesV; ++box) {
       ptx::tma_load(shared + Traits::kVOffset + box * Traits::kKeyBoxBytes, &params.v,
-                    barriers.v_full(), ptx::kEvictNormal, box * kBoxColumns, item.tile * kTileK,
-                    item.head_kv * params.v_repeats.head, item.batch * params.v_repeats.batch);
+                    barriers.v_full(), ptx::kEvictNormal, box * kBoxColumns,
+                    item.tile * Traits::kTileK, item.head_kv * params.v_repeats.head,
+                    item.batch * params.v_repeats.batch);
     }
   }
 
@@ -190,8 +221,9 @@ struct Producer {
 #pragma unroll
     for (int box = 0; box < Traits::kBoxes; ++box) {
       ptx::tma_load(shared + Traits::kKOffset + box * Traits::kKeyBoxBytes, &params.k,
-                    barriers.k_full(), ptx::kEvictNormal, box * kBoxColumns, item.tile * kTileK,
-                    item.head_kv * params.k_repeats.head, item.batch * params.k_repeats.batch);
+                    barriers.k_full(), ptx::kEvictNormal, box * kBoxColumns,
+                    item.tile * Traits::kTileK, item.head_kv * params.k_repeats.head,
+                    item.batch * params.k_repeats.batch);
     }
   }
 
@@ -229,30 +261,50 @@ struct Producer {
 // ---- writers: one thread for each slot
 // -----------------------------------------------------------------------------
 
+// The first panel of dQ of a step that a consumer has, of which every second one is its.
 template <class Traits>
-struct Writer {
+__device__ __forceinline__ int first_panel(uint32_t step, int group) {
+  return static_cast<int>((Traits::kByProducts ? group + 1 : step + group) & 1);
+}
+
+template <class Traits>
+struct Writer : Counters<Traits::kInPanels> {
+  using Counters<Traits::kInPanels>::index;
+  using Counters<Traits::kInPanels>::items;
+  using Counters<Traits::kInPanels>::slot_uses;
+
   const Params& params;
   const Barriers<Traits> barriers;
   const uint32_t shared_slot;
   const Item* const shared_items;
   const int slot;
-  uint32_t parity = 0;
 
-  // A part of a tile of dQ.
+  __device__ __forceinline__ Writer(const Params& params_, const Barriers<Traits>& barriers_,
+                                    uint32_t shared_slot_, const Item* items_, int slot_)
+      : params(params_),
+        barriers(barriers_),
+        shared_slot(shared_slot_),
+        shared_items(items_),
+        slot(slot_) {}
+  // A part of a tile of dQ, or of a panel of it.
   struct Part {
-    uint32_t tile;    // of all tiles of dQ
+    uint32_t tile;    // of all tiles of dQ, or panels
     uint32_t before;  // parts that come before it
     bool last;
     __device__ __forceinline__ bool takes_sum() const { return last && before > 0; }
   };
-  __device__ __forceinline__ Part part_of(const Item& item, int head, int tile_q) const {
+  template <class AnyItem>
+  __device__ __forceinline__ Part part_of(const AnyItem& item, int head, int tile_q,
+                                          int panel = 0) const {
     const Parts parts = Parts::of<Traits>(params, tile_q);
     const int before = parts.before(item);
-    return {static_cast<uint32_t>((item.batch * params.heads_q + head) * params.tiles_q + tile_q),
-            static_cast<uint32_t>(before), before == parts.last - parts.first};
+    const int tile = (item.batch * params.heads_q + head) * params.tiles_q + tile_q;
+    return {static_cast<uint32_t>(tile * Traits::kPanels + panel), static_cast<uint32_t>(before),
+            before == parts.last - parts.first};
   }
   __device__ __forceinline__ float* sums_of(const Part& part) const {
-    return params.dq_sums + static_cast<int64_t>(part.tile) * (Traits::kTileQ * Traits::kDim);
+    return params.dq_sums +
+           static_cast<int64_t>(part.tile) * (Traits::kTileQ * Traits::kPanelColumns);
   }
 
   __device__ __forceinline__ void wait_for_turn(const Part& part) const {
@@ -279,8 +331,8 @@ struct Writer {
     }
   }
   __device__ __forceinline__ void wait_for_consumers() {
-    ptx::mbarrier_wait(barriers.slot_full(slot), parity);
-    parity ^= 1;
+    ptx::mbarrier_wait(barriers.slot_full(slot), slot_uses & 1);
+    ++slot_uses;
   }
 
   // Rows of 64 columns of what each consumer has.
@@ -302,14 +354,26 @@ struct Writer {
     ptx::tma_store_wait_read();
   }
 
+  // The same of a panel. Where it belongs follows from the part: kept, that would cost registers.
+  __device__ __forceinline__ void store_panel(const SharedItem& item, const Part& part) const {
+    const int tile = static_cast<int>(part.tile / Traits::kPanels);
+    const int panel = static_cast<int>(part.tile % Traits::kPanels);
+    const int head_of_all = tile / params.tiles_q;
+    ptx::tma_store(&params.dq, shared_slot, panel * kBoxColumns,
+                   (tile - head_of_all * params.tiles_q) * Traits::kTileQ,
+                   head_of_all - item.batch * params.heads_q, item.batch);
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
+  }
+
   // Writes the part of a step, whose slot is offered, and offers the slot for what comes next in
   // it. It is the consumers' again when it was read; the turn goes on when all was written.
-  template <class OfferNext>
-  __device__ __forceinline__ void write_dq(const Item& item, const Part& part, int head, int tile_q,
+  template <class StoreRows, class OfferNext>
+  __device__ __forceinline__ void write_dq(const Part& part, const StoreRows& store_rows,
                                            const OfferNext& offer_next) {
     if (part.last) {
       wait_for_consumers();
-      if (params.dq_direct.rows == nullptr) store_dq(item, head, tile_q);
+      if (params.dq_direct.rows == nullptr) store_rows();
       offer_next(true);
       return;
     }
@@ -340,18 +404,88 @@ struct Writer {
 #pragma unroll
       for (int box = 0; box < kColumnBoxes; ++box) {
         ptx::tma_store(&map, shared_slot + (group * kColumnBoxes + box) * Traits::kGroupBoxBytes,
-                       box * kBoxColumns, item.tile * kTileK + group * kKeysPerGroup, item.head_kv,
-                       item.batch);
+                       box * kBoxColumns, item.tile * Traits::kTileK + group * kKeysPerGroup,
+                       item.head_kv, item.batch);
       }
     }
     ptx::tma_store_commit();
     ptx::tma_store_wait_read();
   }
 
+  // The same of the 64 keys of this slot's consumer, as many columns at a time as the slot holds.
+  template <int kColumnBoxes>
+  __device__ __forceinline__ void write_keys_by_boxes(const CUtensorMap& map, const Direct& direct,
+                                                      const SharedItem& item, bool last) {
+    const int row = item.tile * Traits::kTileK + (Traits::kByProducts ? 0 : slot * kKeysPerGroup);
+#pragma unroll 1
+    for (int first = 0; first < kColumnBoxes; first += Traits::kSlotBoxes) {
+      wait_for_consumers();
+      if (direct.rows == nullptr) {
+        for (int box = first; box < min(first + Traits::kSlotBoxes, kColumnBoxes); ++box) {
+          ptx::tma_store(&map, shared_slot + (box - first) * Traits::kGroupBoxBytes,
+                         box * kBoxColumns, row, item.head_kv, item.batch);
+        }
+        ptx::tma_store_commit();
+        ptx::tma_store_wait_read();
+      }
+      if (!last || first + Traits::kSlotBoxes < kColumnBoxes) offer();
+    }
+  }
+
+  // A slot is of one consumer: its panels of dQ of all steps, then dV, dK, or both.
+  __device__ __forceinline__ void run_by_panels() {
+    for (;; ++items) {
+      ptx::mbarrier_wait(barriers.k_full(), items & 1);
+      const SharedItem& item = shared_items[items % kItemsHeld];
+      ptx::mbarrier_arrive(barriers.k_empty());
+      if (item.tile == kNoItem) break;
+      Steps steps(shared_items[items % kItemsHeld], params.heads_per_kv);
+      int panel = first_panel<Traits>(index, slot);
+      const auto part_of_panel = [&] {
+        return part_of(item, item.head_kv * params.heads_per_kv + steps.head, steps.tile_q, panel);
+      };
+      Part part = {};
+      if (steps.left > 0) {
+        part = part_of_panel();
+        offer(part);
+      } else {
+        offer();
+      }
+      while (steps.left > 0) {
+        const Part now = part;
+        panel += kConsumers;
+        if (panel >= Traits::kPanels) {
+          steps.advance(item.ascends, params.heads_per_kv);
+          ++index;
+          panel = first_panel<Traits>(index, slot);
+        }
+        const auto store_rows = [&] { store_panel(item, now); };
+        write_dq(now, store_rows, [&](bool may_wait) {
+          if (steps.left == 0) {
+            offer();
+            return true;
+          }
+          part = part_of_panel();
+          if (part.takes_sum() && !may_wait) return false;
+          offer(part);
+          return true;
+        });
+      }
+      if (!Traits::kByProducts || slot == 0) {
+        write_keys_by_boxes<Traits::kBoxesV>(params.dv, params.dv_direct, item,
+                                             Traits::kByProducts);
+      }
+      if (!Traits::kByProducts || slot == 1) {
+        write_keys_by_boxes<Traits::kBoxes>(params.dk, params.dk_direct, item, true);
+      }
+    }
+    ptx::tma_store_wait();
+  }
+
   // Writers take what leaves in turns: parts of dQ of all steps, then dV and dK.
   __device__ __forceinline__ void run() {
     uint32_t next = 0;  // slot of the item's first step
-    for (uint32_t items = 0;; ++items) {
+    for (;; ++items) {
       ptx::mbarrier_wait(barriers.k_full(), items & 1);
       const Item item = shared_items[items % kItemsHeld];
       ptx::mbarrier_arrive(barriers.k_empty());
@@ -379,7 +513,8 @@ struct Writer {
         step += kSlots;
         steps.advance(item.ascends, params.heads_per_kv);
         steps.advance(item.ascends, params.heads_per_kv);
-        write_dq(item, now, head, tile_q, [&](bool may_wait) {
+        const auto store_rows = [&] { store_dq(item, head, tile_q); };
+        write_dq(now, store_rows, [&](bool may_wait) {
           if (step >= count) {
             offer();
             return true;
@@ -404,7 +539,10 @@ struct Writer {
 // ------------------------------------------------------------------------------------------
 
 template <class Traits>
-struct Consumer {
+struct Consumer : Counters<Traits::kInPanels> {
+  using ItsTraits = Traits;
+  using Counters<Traits::kInPanels>::index;
+  using Counters<Traits::kInPanels>::items;
   using Element = typename Traits::Element;
   using Numeric = numeric::ElementTraits<Element>;
   using ScoreMma = ptx::Wgmma<Element, Traits::kTileQ>;
@@ -419,10 +557,6 @@ struct Consumer {
   const uint32_t shared;
   const Item* const shared_items;
   const int group;
-
-  // Counters, from which stages, slots and parities follow.
-  uint32_t index = 0;  // of the step
-  uint32_t items = 0;
 
   float dk[Traits::kDim / 2];
   float dv[Traits::kDimV / 2];
@@ -441,16 +575,23 @@ struct Consumer {
 
   __device__ __forceinline__ uint32_t stage() const { return index % Traits::kStages; }
   __device__ __forceinline__ uint32_t parity() const { return index / Traits::kStages & 1; }
+  __device__ __forceinline__ uint32_t dout_stage() const { return index % Traits::kDoStages; }
+  __device__ __forceinline__ uint32_t dout_parity() const { return index / Traits::kDoStages & 1; }
   // Of the buffers of dS, and of slots. An item takes two slots more than it has steps.
   __device__ __forceinline__ uint32_t buffer() const { return index & 1; }
   __device__ __forceinline__ uint32_t slot_parity() const { return ((index >> 1) + items) & 1; }
 
+  // Which 64 keys of the tile are this consumer's.
+  __device__ __forceinline__ int key_group() const { return Traits::kByProducts ? 0 : group; }
+
   // K and V as A of S^T and dP^T: this consumer's keys. K as B of dQ: its columns, or all.
   __device__ __forceinline__ uint64_t k_rows() const {
-    return ptx::swizzled_descriptor(shared + Traits::kKOffset + group * Traits::kGroupBoxBytes, 16);
+    return ptx::swizzled_descriptor(
+        shared + Traits::kKOffset + key_group() * Traits::kGroupBoxBytes, 16);
   }
   __device__ __forceinline__ uint64_t v_rows() const {
-    return ptx::swizzled_descriptor(shared + Traits::kVOffset + group * Traits::kGroupBoxBytes, 16);
+    return ptx::swizzled_descriptor(
+        shared + Traits::kVOffset + key_group() * Traits::kGroupBoxBytes, 16);
   }
   __device__ __forceinline__ uint64_t k_columns() const {
     constexpr int kBytesOn = Traits::kDqColumns >= kBoxColumns
@@ -469,7 +610,10 @@ struct Consumer {
     return warp_of_group() * 16 + lane_index() % 16;
   }
   static __device__ __forceinline__ int swizzled_chunk(int slice, int first_chunk = 0) {
-    return ((slice % 4 * 2 + first_chunk + lane_index() / 16) ^ (lane_index() % 8)) * 16;
+    return swizzled_chunk(lane_index(), slice, first_chunk);
+  }
+  static __device__ __forceinline__ int swizzled_chunk(int lane, int slice, int first_chunk) {
+    return ((slice % 4 * 2 + first_chunk + lane / 16) ^ (lane % 8)) * 16;
   }
 
   // A K-major operand: 16 columns on.
@@ -488,7 +632,7 @@ struct Consumer {
   // dP^T = V dO^T. dO is there: dV was issued before.
   __device__ __forceinline__ void issue_dp(float (&dp)[kScores]) {
     const uint64_t dout =
-        ptx::swizzled_descriptor(shared + Traits::kDoOffset + stage() * Traits::kDoBytes, 16);
+        ptx::swizzled_descriptor(shared + Traits::kDoOffset + dout_stage() * Traits::kDoBytes, 16);
     multiply_rows<Traits::kDimV>(dp, v_rows(), dout);
   }
 
@@ -510,7 +654,7 @@ struct Consumer {
   __device__ __forceinline__ void issue_dv_and_dk(const float (&dp)[kScores],
                                                   uint32_t (&p)[kSlices][4], bool masked) {
     const uint64_t dout = ptx::swizzled_descriptor(
-        shared + Traits::kDoOffset + stage() * Traits::kDoBytes, Traits::kQueryBoxBytes);
+        shared + Traits::kDoOffset + dout_stage() * Traits::kDoBytes, Traits::kQueryBoxBytes);
     const uint64_t q = ptx::swizzled_descriptor(
         shared + Traits::kQOffset + stage() * Traits::kQBytes, Traits::kQueryBoxBytes);
     ptx::pin(dv);
@@ -519,7 +663,7 @@ struct Consumer {
     for (int slice = 0; slice < kSlices; ++slice) ptx::pin(p[slice]);
     ptx::wgmma_fence();
     const uint32_t rows =
-        shared + Traits::kDeltaOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
+        shared + Traits::kDeltaOffset + dout_stage() * Traits::kRowBytes + lane_index() % 4 * 8;
     constexpr bool kAhead = !Traits::kCapped;  // where there are registers
     float2 delta[2];
     if (kAhead) load_delta(delta, rows);
@@ -545,9 +689,13 @@ struct Consumer {
         ptx::swizzled_descriptor(shared + Traits::kDsOffset + place * Traits::kDsBytes +
                                      (Traits::kSplitsColumns ? 0 : group * Traits::kKeyBoxBytes),
                                  Traits::kKeyBoxBytes);
+    multiply_dq(dq, ds, k);
+  }
+  static __device__ __forceinline__ void multiply_dq(float (&dq)[Traits::kDqRegisters], uint64_t ds,
+                                                     uint64_t k) {
     ptx::wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < kTileK / 16; ++slice) {
+    for (int slice = 0; slice < Traits::kTileK / 16; ++slice) {
       QueryMma::multiply_majors(dq, ptx::advance(ds, slice * 2048), ptx::advance(k, slice * 2048),
                                 slice > 0);
     }
@@ -683,7 +831,7 @@ struct Consumer {
       for (int r = 0; r < 4; ++r) ds[slice][r] &= numeric::mask_of_nonzero<Element>(p[r]);
     }
     ptx::stmatrix_x4(shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
-                         group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes +
+                         key_group() * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes +
                          slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice),
                      ds[slice][0], ds[slice][1], ds[slice][2], ds[slice][3]);
   }
@@ -701,7 +849,11 @@ struct Consumer {
   template <int kRegisters>
   __device__ __forceinline__ void store_rows(uint32_t address, const float (&values)[kRegisters],
                                              float scale, int first_chunk = 0) const {
-    const uint32_t row = address + matrix_row() * kBoxRowBytes;
+    // In panels ptxas would keep the places of dS's chunks for these: there are too few registers.
+    const int lane = Traits::kInPanels ? lane_id() : 0;
+    const int row_of_group =
+        Traits::kInPanels ? (thread_of_group() - lane) / 2 + lane % 16 : matrix_row();
+    const uint32_t row = address + row_of_group * kBoxRowBytes;
 #pragma unroll
     for (int slice = 0; slice < kRegisters / 8; ++slice) {
       uint32_t packed[4];
@@ -710,8 +862,10 @@ struct Consumer {
         packed[r] =
             Numeric::pack(values[8 * slice + 2 * r] * scale, values[8 * slice + 2 * r + 1] * scale);
       }
-      ptx::stmatrix_x4(row + slice / 4 * 64 * kBoxRowBytes + swizzled_chunk(slice, first_chunk),
-                       packed[0], packed[1], packed[2], packed[3]);
+      ptx::stmatrix_x4(
+          row + slice / 4 * 64 * kBoxRowBytes +
+              swizzled_chunk(Traits::kInPanels ? lane : lane_index(), slice, first_chunk),
+          packed[0], packed[1], packed[2], packed[3]);
     }
   }
 
@@ -752,13 +906,15 @@ struct Consumer {
 
   __device__ __forceinline__ void write_dq_directly(const float (&dq)[Traits::kDqRegisters],
                                                     uint32_t tile) const {
-    const int head_of_all = tile / params.tiles_q;
-    const int tile_q = tile - head_of_all * params.tiles_q;
+    const uint32_t tile_of_all = tile / Traits::kPanels;
+    const int head_of_all = tile_of_all / params.tiles_q;
+    const int tile_q = tile_of_all - head_of_all * params.tiles_q;
     const int batch = head_of_all / params.heads_q;
+    const int first_column =
+        Traits::kSplitsColumns ? group * Traits::kDqColumns : tile % Traits::kPanels * kBoxColumns;
     write_directly(params.dq_direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
-                   tile_q * Traits::kTileQ + (Traits::kSplitsColumns ? 0 : 64 * group),
-                   params.seq_q, Traits::kSplitsColumns ? group * Traits::kDqColumns : 0,
-                   params.dim);
+                   tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group), params.seq_q,
+                   first_column, params.dim);
   }
 
   // Stores the part of dQ of the step before in a slot, which `fill_slot` then hands to the writer.
@@ -766,7 +922,11 @@ struct Consumer {
     const uint32_t step = index - 1;
     const uint32_t place = step & 1;
     ptx::mbarrier_wait(barriers.slot_ready(place), ((step >> 1) + items) & 1);
-    const uint32_t slot = slot_of_group(place, Traits::kDqBytesPerGroup);
+    fill_with_dq(dq, place, slot_of_group(place, Traits::kDqBytesPerGroup));
+  }
+  // At `slot` in the slot of this index, whose use says what of.
+  __device__ __forceinline__ void fill_with_dq(float (&dq)[Traits::kDqRegisters], uint32_t place,
+                                               uint32_t slot) const {
     const uint32_t fragment = slot + thread_of_group() * 16;
     constexpr int kChunkBytes = kThreadsPerGroup * 16;
     const uint32_t use = ptx::load_shared_uint(barriers.slot_use(place));
@@ -834,7 +994,7 @@ struct Consumer {
       ptx::pin(dq);
       store_dq(dq);
     }
-    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
+    ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
     issue_dp(dp);
     if (!kFirst) hand_over_dq();
     ptx::wgmma_wait<0>();  // dP
@@ -846,7 +1006,7 @@ struct Consumer {
     ptx::wgmma_wait<0>();
     ptx::pin(dv);
     ptx::pin(dk);
-    release(barriers.do_empty(stage()));  // delta came with dO
+    release(barriers.do_empty(dout_stage()));  // delta came with dO
     release(barriers.q_empty(stage()));
     ++index;
     add = true;
@@ -872,10 +1032,10 @@ struct Consumer {
       hand_over_dq();
     }
     // Phases are waited for one by one.
-    ptx::mbarrier_wait(barriers.do_full(stage()), parity());
+    ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
     if (last) release(barriers.v_empty());
     const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
-                           group * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
+                           key_group() * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice), 0, 0, 0,
@@ -883,7 +1043,7 @@ struct Consumer {
     }
     ptx::fence_proxy_async_shared();
     release(barriers.ds_full(buffer()));
-    release(barriers.do_empty(stage()));
+    release(barriers.do_empty(dout_stage()));
     release(barriers.q_empty(stage()));
     ++index;
   }
@@ -931,7 +1091,7 @@ struct Consumer {
     } else {
       const SharedItem& item = shared_items[items % kItemsHeld];
       write_directly(direct, values, scale, item.batch, item.head_kv,
-                     item.tile * kTileK + group * kKeysPerGroup, params.seq_k, 0, columns);
+                     item.tile * Traits::kTileK + group * kKeysPerGroup, params.seq_k, 0, columns);
     }
     fill_slot(slot);
   }
@@ -977,67 +1137,12 @@ struct Consumer {
         release(barriers.v_empty());
         clear_keys();
       } else {
-        compute(steps, item.ascends, item.tile * kTileK + group * kKeysPerGroup);
+        compute(steps, item.ascends, item.tile * Traits::kTileK + group * kKeysPerGroup);
       }
       write_keys();
       ++items;
     }
   }
 };
-
-template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
-    attention_backward_kernel(const __grid_constant__ Params params) {
-  // There is no room to align it by hand.
-  extern __shared__ __align__(kSharedAlignment) unsigned char raw[];
-  const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(raw));
-  if (shared % kSharedAlignment != 0) __trap();
-  const Barriers<Traits> barriers{shared + Traits::kBarriersOffset};
-  auto* items = reinterpret_cast<Item*>(raw + Traits::kItemOffset);
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread == 0) {
-    constexpr int kConsumerWarps = 4 * kConsumers;
-    ptx::mbarrier_init(barriers.k_full(), 1);
-    ptx::mbarrier_init(barriers.k_empty(), kConsumerWarps + kSlots);
-    ptx::mbarrier_init(barriers.v_full(), 1);
-    ptx::mbarrier_init(barriers.v_empty(), kConsumerWarps);
-    for (int stage = 0; stage < Traits::kStages; ++stage) {
-      ptx::mbarrier_init(barriers.q_full(stage), 1);
-      ptx::mbarrier_init(barriers.q_empty(stage), kConsumerWarps);
-      ptx::mbarrier_init(barriers.do_full(stage), 1);
-      ptx::mbarrier_init(barriers.do_empty(stage), kConsumerWarps);
-    }
-    for (int slot = 0; slot < kSlots; ++slot) {
-      ptx::mbarrier_init(barriers.slot_ready(slot), 1);
-      ptx::mbarrier_init(barriers.slot_full(slot), kConsumerWarps);
-    }
-    for (int buffer = 0; buffer < 2; ++buffer) {
-      ptx::mbarrier_init(barriers.ds_full(buffer), kConsumerWarps);
-    }
-    ptx::fence_mbarrier_init();
-  }
-  __syncthreads();
-  ptx::wait_for_dependencies();
-  ptx::launch_dependents();
-
-  const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
-  if (group != 0) {
-    ptx::take_registers<Traits::kConsumerRegisters>();
-    Consumer<Traits> consumer(params, barriers, shared, items, group - 1);
-    consumer.run();
-  } else {
-    ptx::give_registers_back<Traits::kProducerRegisters>();
-    const int warp = warp_index();
-    if (lane_index() != 0) return;
-    if (warp == 0) {
-      Producer<Traits>{params, barriers, shared, items}.run();
-    } else if (warp <= kSlots) {
-      const int slot = warp - 1;
-      Writer<Traits>{params, barriers, shared + Traits::kSlotOffset + slot * Traits::kSlotBytes,
-                     items, slot}
-          .run();
-    }
-  }
-}
 
 }  // namespace flashmoe::sm90_backward

@@ -1,5 +1,6 @@
 // How fast the sm_90 backward kernels are. Fitted to measurements on an H200
-// (docs/lab/attention_backward.md).
+// (docs/lab/attention_backward.md); for head dimensions above 128 derived from the bytes of shared
+// memory that a step moves.
 #pragma once
 
 #include "cuda/attention/backward/cost.h"
@@ -7,9 +8,12 @@
 
 namespace flashmoe::sm90_backward {
 
-inline attention_backward::Speed speed_of(const Entry& entry) {
+using attention_backward::Speed;
+
+inline Speed speed_of(const Entry& entry) {
   if (entry.dim <= 64) return {4.05e6, 3.75};
-  return {4.5e6, 2.0};
+  if (entry.dim <= 128) return {4.5e6, 2.0};
+  return entry.dim_v <= 128 ? Speed{4.0e6, 3.0} : Speed{3.3e6, 3.0};
 }
 
 }  // namespace flashmoe::sm90_backward

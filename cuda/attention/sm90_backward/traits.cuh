@@ -13,32 +13,45 @@ inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kConsumers = 2;  // warpgroups
 inline constexpr int kKeysPerGroup = 64;
-inline constexpr int kTileK = kConsumers * kKeysPerGroup;
 inline constexpr int kSlots = 2;  // of what leaves for global memory; each has a writer warp
 inline constexpr int kItemBytes = 32;
 inline constexpr int kItemsHeld = 4;  // in shared memory: backward.cuh
 inline constexpr int kSlotWordBytes = 8;
+inline constexpr int kStageWordBytes = 4;
+
+// What each of the consumers has.
+enum class Share {
+  kKeys,           // 64 keys of a tile of 128: all their products, and half of dQ
+  kKeysAndPanels,  // the same, and panels of 64 columns of dQ in turns
+  kProducts,       // of a tile of 64 keys P and dV, or dS and dK, and every second panel of dQ
+};
 
 struct Tuning {
-  int tile_q;           // queries of a step
-  int stages;           // steps of Q, and of dO, in flight or in use
+  int tile_q;  // queries of a step
+  int stages;  // steps of Q in flight or in use
+  int dout_stages;
+  Share share;
   bool capped = false;  // logits have a softcap
 };
 
 // A softcap needs fp32 factors beside P: there are no registers for those of 128 queries.
-constexpr Tuning tuning(int dim, bool capped) {
-  if (dim > 64) return {64, 2, capped};
-  return capped ? Tuning{64, 4, true} : Tuning{128, 2, false};
+constexpr Tuning tuning(int dim, int dim_v, bool capped) {
+  if (dim <= 64 && dim_v <= 64) {
+    return capped ? Tuning{64, 4, 4, Share::kKeys, true} : Tuning{128, 2, 2, Share::kKeys, false};
+  }
+  if (dim <= 128 && dim_v <= 128) return {64, 2, 2, Share::kKeys, capped};
+  if (dim <= 192 && dim_v <= 128) return {64, 2, 2, Share::kKeysAndPanels, capped};
+  return {64, 2, dim <= 192 && dim_v <= 192 ? 2 : 1, Share::kProducts, capped};
 }
 
 template <int kDim, int kDimV>
 struct TableTuning {
-  static constexpr Tuning value = tuning(kDim, false);
+  static constexpr Tuning value = tuning(kDim, kDimV, false);
 };
 
 template <int kDim, int kDimV>
 struct CappedTuning {
-  static constexpr Tuning value = tuning(kDim, true);
+  static constexpr Tuning value = tuning(kDim, kDimV, true);
 };
 
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
@@ -49,24 +62,31 @@ struct Traits {
   static constexpr int kDimV = kDimV_;
   static constexpr int kThreads = (kConsumers + 1) * kThreadsPerGroup;
   static constexpr int kTileQ = kTuning.tile_q;
-  static constexpr int kTileK = sm90_backward::kTileK;
-  static constexpr int kPanels = 1;  // of a tile of dQ
   static constexpr int kStages = kTuning.stages;
+  static constexpr int kDoStages = kTuning.dout_stages;
   static constexpr bool kCapped = kTuning.capped;
+  static constexpr bool kInPanels = kTuning.share != Share::kKeys;
+  static constexpr bool kByProducts = kTuning.share == Share::kProducts;
+  static constexpr int kTileK = (kByProducts ? 1 : kConsumers) * kKeysPerGroup;
   // dS is made of P as it was rounded for dV, whose registers it takes over: fp32 P has no room.
-  static constexpr bool kUnpacksP = kTileQ == 128;
+  // With a softcap, of P times what the cap leaves, rounded likewise.
+  static constexpr bool kUnpacksP = kTileQ == 128 || kInPanels;
   static_assert(kTileQ == 64 || kTileQ == 128);
-  static_assert(!(kUnpacksP && kCapped), "fp32 registers hold more than P");
+  static_assert(!(kTileQ == 128 && (kInPanels || kCapped)), "there are no registers for it");
 
   // setmaxnreg shares what the block has from its launch: 168 for each thread, 64 Ki / 384 in
   // eights.
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kConsumerRegisters = kByProducts && kDim <= 192 ? 232 : 240;
+  static constexpr int kProducerRegisters = 3 * 168 - kConsumers * kConsumerRegisters;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 3 * 168);
 
-  // dQ of a step: with 128 queries each consumer has 64 rows of it, with 64 half of the columns.
-  static constexpr bool kSplitsColumns = kTileQ == 64;
-  static constexpr int kDqColumns = kSplitsColumns ? kDim / 2 : kDim;
+  // dQ of a step goes to global memory as a whole, or in panels of 64 columns.
+  static constexpr int kPanels = kInPanels ? kDim / kBoxColumns : 1;
+  static constexpr int kPanelColumns = kDim / kPanels;
+  static_assert(!kInPanels || (kDim % kBoxColumns == 0 && kDimV % kBoxColumns == 0));
+  // Of a whole one each consumer has 64 rows with 128 queries, half of the columns with 64.
+  static constexpr bool kSplitsColumns = !kInPanels && kTileQ == 64;
+  static constexpr int kDqColumns = kSplitsColumns ? kDim / 2 : kPanelColumns;
   static constexpr bool kSharesDqBox = kDqColumns < kBoxColumns;
   static constexpr int kDqRegisters = kDqColumns / 2;
   static_assert(!kSplitsColumns || kDim % 128 == 0 || kDim == 64,
@@ -85,23 +105,27 @@ struct Traits {
   static constexpr int kDoBytes = kBoxesV * kQueryBoxBytes;
   static constexpr int kRowBytes = kTileQ * 4;  // of a number for each query
   static constexpr int kDsBytes = kTileQ / 64 * kKeyBoxBytes;
-  // A slot holds a part of dQ in fp32, dK, or dV.
-  static constexpr int kDqBytes = kTileQ * kDim * 4;
+  // A slot holds a part of dQ in fp32, dK, or dV. Where each consumer has a slot of its own, dK and
+  // dV of 64 keys go through it a few boxes at a time.
+  static constexpr int kDqBytes = kTileQ * kPanelColumns * 4;
   static constexpr int kDqBytesPerGroup = kDqBytes / kConsumers;
-  static constexpr int kSlotBytes = larger(kDqBytes, larger(kKBytes, kVBytes));
+  static constexpr int kSlotBytes =
+      kInPanels ? kDqBytes : larger(kDqBytes, larger(kKBytes, kVBytes));
+  static constexpr int kSlotBoxes = kSlotBytes / kGroupBoxBytes;
 
   static constexpr int kKOffset = 0;
   static constexpr int kVOffset = kKOffset + kKBytes;
   static constexpr int kQOffset = kVOffset + kVBytes;
   static constexpr int kDoOffset = kQOffset + kStages * kQBytes;
-  static constexpr int kDsOffset = kDoOffset + kStages * kDoBytes;
+  static constexpr int kDsOffset = kDoOffset + kDoStages * kDoBytes;
   static constexpr int kSlotOffset = kDsOffset + 2 * kDsBytes;
   static constexpr int kLseOffset = kSlotOffset + kSlots * kSlotBytes;
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
-  static constexpr int kItemOffset = kDeltaOffset + kStages * kRowBytes;
+  static constexpr int kItemOffset = kDeltaOffset + kDoStages * kRowBytes;
   static constexpr int kBarriersOffset = kItemOffset + kItemsHeld * kItemBytes;
-  static constexpr int kBarriers = 6 + 4 * kStages + 2 * kSlots;
-  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots;
+  static constexpr int kBarriers = (kInPanels ? 8 : 6) + 2 * kStages + 2 * kDoStages + 2 * kSlots;
+  static constexpr int kSharedBytes =
+      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
 };
 

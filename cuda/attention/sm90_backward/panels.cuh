@@ -1,0 +1,388 @@
+// Consumers of head dimensions above 128, which have no registers for dQ beside the other products
+// of a step: it is made and leaves in panels of 64 columns, by a slot of 16 KiB for each consumer.
+// In PanelConsumer, that of 192/128, S, dP and dQ are one array in turns:
+//
+//   issue S | wait | P = exp2 | issue dV, dP | wait | dS | issue a panel of dQ of the step before,
+//   dK | wait for the panel | slot [dK] | wait | of every second step the other panel | slot
+#pragma once
+
+#include "cuda/attention/sm90_backward/backward.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+
+namespace flashmoe::sm90_backward {
+
+template <int kCount>
+__device__ __forceinline__ void clear(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = 0.0f;
+}
+
+template <class Traits>
+struct PanelConsumer : Consumer<Traits> {
+  using Base = Consumer<Traits>;
+  using Base::add;
+  using Base::barriers;
+  using Base::Base;
+  using Base::buffer;
+  using Base::dk;
+  using Base::dout_parity;
+  using Base::dout_stage;
+  using Base::ds;
+  using Base::dv;
+  using Base::group;
+  using Base::index;
+  using Base::items;
+  using Base::key_group;
+  using Base::kScores;
+  using Base::kSlices;
+  using Base::params;
+  using Base::parity;
+  using Base::row;
+  using Base::scores;
+  using Base::shared;
+  using Base::shared_items;
+  using Base::slot_uses;
+  using Base::stage;
+  using Base::swizzled_chunk;
+  using typename Base::KeyMma;
+  using typename Base::Numeric;
+  using typename Base::ValueMma;
+
+  // Where a flag has no register, dk and dv begin with zeros.
+  static constexpr bool kAlwaysAdds = Traits::kCapped;
+  __device__ __forceinline__ bool adds() const { return kAlwaysAdds || add; }
+
+  // Read where it is used: it would cost a register.
+  __device__ __forceinline__ void read_row() {
+    row = static_cast<int>(ptx::load_shared_uint(barriers.stage_row(stage())));
+  }
+
+  // dV += P^T dO.
+  __device__ __forceinline__ void issue_dv(uint32_t (&p)[kSlices][4]) {
+    const uint64_t dout = ptx::swizzled_descriptor(
+        shared + Traits::kDoOffset + dout_stage() * Traits::kDoBytes, Traits::kQueryBoxBytes);
+    ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
+    ptx::pin(dv);
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) ptx::pin(p[slice]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ValueMma::multiply_values(dv, p[slice], ptx::advance(dout, slice * 2048),
+                                slice > 0 || adds());
+    }
+    ptx::wgmma_commit();
+  }
+
+  // dK += dS^T Q.
+  __device__ __forceinline__ void issue_dk() {
+    const uint64_t q = ptx::swizzled_descriptor(
+        shared + Traits::kQOffset + stage() * Traits::kQBytes, Traits::kQueryBoxBytes);
+    ptx::pin(dk);
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) ptx::pin(ds[slice]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      KeyMma::multiply_values(dk, ds[slice], ptx::advance(q, slice * 2048), slice > 0 || adds());
+    }
+    ptx::wgmma_commit();
+  }
+
+  // P, packed, and with a softcap what it leaves of it in scores.
+  __device__ __forceinline__ void make_p(uint32_t (&p)[kSlices][4], int first_key) {
+    float2 lse[kScores / 4];
+    Base::load_lse(lse);
+    read_row();
+    if constexpr (Traits::kCapped) {
+      Base::exponentiate_capped(p, lse, first_key);
+    } else {
+      Base::exponentiate(lse);
+      if (Base::is_masked(first_key)) Base::mask(first_key);
+      Base::pack(p, scores);
+    }
+  }
+
+  // The row of this step's buffer of dS whose chunks this lane's stmatrix stores.
+  __device__ __forceinline__ uint32_t ds_row() const {
+    return shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
+           key_group() * Traits::kGroupBoxBytes + Base::matrix_row() * kBoxRowBytes;
+  }
+
+  // What dP - delta is multiplied by, which lies in the place of dS until that is made: P, or P
+  // times what a softcap leaves. Each warp leaves and takes its own rows.
+  __device__ __forceinline__ void leave_factors(const uint32_t (&p)[kSlices][4]) const {
+    const uint32_t store = ds_row();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ptx::stmatrix_x4(store + swizzled_chunk(slice), p[slice][0], p[slice][1], p[slice][2],
+                       p[slice][3]);
+    }
+  }
+  __device__ __forceinline__ void leave_factors() const {
+    const uint32_t store = ds_row();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        packed[r] = Numeric::pack(scores[8 * slice + 2 * r], scores[8 * slice + 2 * r + 1]);
+      }
+      ptx::stmatrix_x4(store + swizzled_chunk(slice), packed[0], packed[1], packed[2], packed[3]);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void take_factors() {
+    const uint32_t load = ds_row();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ptx::ldmatrix_x4(ds[slice], load + swizzled_chunk(slice));
+    }
+    __syncwarp();
+  }
+
+  // dS of all slices.
+  __device__ __forceinline__ void make_all_ds(const float (&dp)[kScores],
+                                              const uint32_t (&p)[kSlices][4], int first_key) {
+    read_row();
+    const bool masked = Traits::kCapped || Base::is_masked(first_key);
+    const uint32_t rows =
+        shared + Traits::kDeltaOffset + dout_stage() * Traits::kRowBytes + lane_index() % 4 * 8;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      float2 delta[2];
+      Base::load_delta(delta, rows + 64 * slice);
+      const uint32_t of_slice[4] = {p[slice][0], p[slice][1], p[slice][2], p[slice][3]};
+      Base::make_ds(slice, dp, of_slice, delta, masked);
+    }
+    ptx::fence_proxy_async_shared();
+  }
+
+  __device__ __forceinline__ uint32_t own_slot() const {
+    return shared + Traits::kSlotOffset + group * Traits::kSlotBytes;
+  }
+  __device__ __forceinline__ void wait_for_own_slot() {
+    ptx::mbarrier_wait(barriers.slot_ready(group), slot_uses & 1);
+    ++slot_uses;
+  }
+
+  __device__ __forceinline__ void hand_over_panel(float (&dq)[Traits::kDqRegisters]) {
+    wait_for_own_slot();
+    Base::fill_with_dq(dq, group, own_slot());
+    Base::fill_slot(group);
+  }
+
+  // A whole step but for its dQ, and dQ of the step before. No product is under way before and
+  // behind it.
+  template <bool kFirst>
+  __device__ __forceinline__ void step(int first_key, bool last) {
+    auto& dp = scores;
+    auto& dq = scores;
+    Base::issue_scores();
+    ptx::wgmma_wait<0>();
+    ptx::pin(scores);
+    uint32_t (&p)[kSlices][4] = ds;
+    make_p(p, first_key);
+    ptx::mbarrier_wait(barriers.ds_empty(buffer()), (index >> 1 & 1) ^ 1);
+    if constexpr (Traits::kCapped) leave_factors();
+    issue_dv(p);
+    Base::issue_dp(dp);
+    ptx::wgmma_wait<0>();  // dV, dP
+    ptx::pin(dv);
+    ptx::pin(dp);
+    if (last) release(barriers.v_empty());
+    if constexpr (Traits::kCapped) take_factors();
+    make_all_ds(dp, p, first_key);
+    release(barriers.ds_full(buffer()));
+    release(barriers.do_empty(dout_stage()));  // delta came with dO
+    const int panel = first_panel<Traits>(index - 1, group);
+    if (!kFirst) {
+      wait_for_ds_before();
+      issue_dq_panel(dq, panel);
+    }
+    issue_dk();
+    if (!kFirst) {
+      ptx::wgmma_wait<1>();  // dQ
+      ptx::pin(dq);
+      hand_over_panel(dq);
+    }
+    ptx::wgmma_wait<0>();
+    ptx::pin(dk);
+    release(barriers.q_empty(stage()));
+    if (!kFirst) {
+      make_dq_panels(panel + kConsumers, [] {});
+      release(barriers.ds_empty((index - 1) & 1));
+    }
+    ++index;
+    add = true;
+  }
+
+  // A step in which dS is zero.
+  template <bool kFirst>
+  __device__ __forceinline__ void skip(bool last) {
+    if constexpr (!kFirst) make_dq_before([] {});
+    // Phases are waited for one by one.
+    ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
+    if (last) release(barriers.v_empty());
+    ptx::mbarrier_wait(barriers.ds_empty(buffer()), (index >> 1 & 1) ^ 1);
+    const uint32_t store = ds_row();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice), 0, 0, 0,
+                       0);
+    }
+    ptx::fence_proxy_async_shared();
+    release(barriers.ds_full(buffer()));
+    release(barriers.do_empty(dout_stage()));
+    release(barriers.q_empty(stage()));
+    ++index;
+  }
+
+  // dQ of the step before.
+  __device__ __forceinline__ void wait_for_ds_before() const {
+    const uint32_t before = index - 1;
+    ptx::mbarrier_wait(barriers.ds_full(before & 1), before >> 1 & 1);
+  }
+  // A panel of it, when dS is there.
+  __device__ __forceinline__ void issue_dq_panel(float (&dq)[Traits::kDqRegisters],
+                                                 int panel) const {
+    const uint32_t place = (index - 1) & 1;
+    const uint64_t ds = ptx::swizzled_descriptor(
+        shared + Traits::kDsOffset + place * Traits::kDsBytes, Traits::kKeyBoxBytes);
+    const uint64_t k = ptx::swizzled_descriptor(
+        shared + Traits::kKOffset + panel * Traits::kKeyBoxBytes, Traits::kKeyBoxBytes);
+    Base::multiply_dq(dq, ds, k);
+  }
+
+  // dQ of the step before, of this consumer's panels from `panel` on. No other product is under
+  // way.
+  template <class BehindProducts>
+  __device__ __forceinline__ void make_dq_panels(int panel, const BehindProducts& behind_products) {
+#pragma unroll 1
+    for (; panel < Traits::kPanels; panel += kConsumers) {
+      auto& dq = scores;
+      issue_dq_panel(dq, panel);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dq);
+      if (panel + kConsumers >= Traits::kPanels) behind_products();
+      hand_over_panel(dq);
+    }
+  }
+
+  template <class BehindProducts>
+  __device__ __forceinline__ void make_dq_before(const BehindProducts& behind_products) {
+    wait_for_ds_before();
+    make_dq_panels(first_panel<Traits>(index - 1, group), [&] {
+      release(barriers.ds_empty((index - 1) & 1));
+      behind_products();
+    });
+  }
+
+  // What is left of the last step.
+  __device__ __forceinline__ void finish() {
+    make_dq_before([this] { release(barriers.k_empty()); });
+  }
+
+  __device__ __forceinline__ void clear_keys() {
+    clear(dk);
+    clear(dv);
+  }
+  __device__ __forceinline__ void write_keys() {
+    write_keys_by_boxes(params.dv_direct, dv, 1.0f, params.dim_v);
+    write_keys_by_boxes(params.dk_direct, dk, params.scale, params.dim);
+  }
+  // dK or dV by this consumer's own slot.
+  template <int kRegisters>
+  __device__ __forceinline__ void write_keys_by_boxes(const Direct& direct,
+                                                      const float (&values)[kRegisters],
+                                                      float scale, int columns) {
+    constexpr int kMost = Traits::kSlotBoxes * kBoxColumns / 2;  // registers
+#pragma unroll
+    for (int first = 0; first < kRegisters; first += kMost) {
+      wait_for_own_slot();
+      if (kRegisters - first >= kMost) {
+        write_some_keys<kMost>(direct, values, first, scale, columns);
+      } else {
+        write_some_keys<kRegisters % kMost>(direct, values, first, scale, columns);
+      }
+      Base::fill_slot(group);
+    }
+  }
+  template <int kSome, int kRegisters>
+  __device__ __forceinline__ void write_some_keys(const Direct& direct,
+                                                  const float (&values)[kRegisters], int first,
+                                                  float scale, int columns) const {
+    if constexpr (kSome > 0) {
+      float some[kSome];
+#pragma unroll
+      for (int i = 0; i < kSome; ++i) some[i] = values[first + i];
+      if (direct.rows == nullptr) {
+        Base::store_rows(own_slot(), some, scale);
+      } else {
+        write_keys_directly(direct, some, scale, first * 2, columns);
+      }
+    }
+  }
+
+  template <int kRegisters>
+  __device__ __forceinline__ void write_keys_directly(const Direct& direct,
+                                                      const float (&values)[kRegisters],
+                                                      float scale, int first_column,
+                                                      int end_column) const {
+    const SharedItem& item = shared_items[items % kItemsHeld];
+    Base::write_directly(direct, values, scale, item.batch, item.head_kv,
+                         item.tile * Traits::kTileK + key_group() * kKeysPerGroup, params.seq_k,
+                         first_column, end_column);
+  }
+
+  template <bool kFirst>
+  __device__ __forceinline__ void take_step(int first_key, bool last) {
+    ptx::mbarrier_wait(barriers.q_full(stage()), parity());
+    read_row();
+    if (Base::is_unseen(first_key)) {
+      skip<kFirst>(last);
+    } else {
+      step<kFirst>(first_key, last);
+    }
+  }
+
+  __device__ __forceinline__ void begin() { ptx::mbarrier_wait(barriers.v_full(), items & 1); }
+  __device__ __forceinline__ void give_back_unused() {
+    release(barriers.k_empty());
+    release(barriers.v_empty());
+  }
+};
+
+// The items of a consumer, of whatever kind.
+template <class AnyConsumer>
+__device__ __forceinline__ void take_items(AnyConsumer& consumer) {
+  using Traits = typename AnyConsumer::ItsTraits;
+  const Params& params = consumer.params;
+  for (;;) {
+    ptx::mbarrier_wait(consumer.barriers.k_full(), consumer.items & 1);
+    const Item* const shared_item = consumer.shared_items + consumer.items % kItemsHeld;
+    Item item;
+    item.tile = __shfl_sync(kFullWarp, shared_item->tile, 0);
+    item.begin = __shfl_sync(kFullWarp, shared_item->begin, 0);
+    item.end = __shfl_sync(kFullWarp, shared_item->end, 0);
+    if (item.tile == kNoItem) break;
+    int steps = Steps(item, params.heads_per_kv).left;
+    consumer.add = false;
+    if (AnyConsumer::kAlwaysAdds) consumer.clear_keys();
+    if (steps == 0) {
+      consumer.give_back_unused();
+    } else {
+      const int first_key = item.tile * Traits::kTileK + consumer.key_group() * kKeysPerGroup;
+      consumer.begin();
+      consumer.template take_step<true>(first_key, steps == 1);
+#pragma unroll 1
+      for (; steps > 1; --steps) consumer.template take_step<false>(first_key, steps == 2);
+      consumer.finish();
+    }
+    if (!AnyConsumer::kAlwaysAdds && !consumer.add) consumer.clear_keys();
+    consumer.write_keys();
+    ++consumer.items;
+  }
+}
+
+}  // namespace flashmoe::sm90_backward
