@@ -225,9 +225,12 @@ def test_an_older_record_reads_the_same() -> None:
     assert report.render_grid(source(older)) == report.render_grid(source(bench_records.grid()))
 
 
-@pytest.mark.parametrize("render", [report.render_grid, report.render_list])
+@pytest.mark.parametrize(
+    "render",
+    [report.render_grid, report.render_list, report.render_memory, report.render_sustained],
+)
 def test_an_outdated_table_says_when_it_was_true(render: Any) -> None:
-    caption = render(source(bench_records.grid(), outdated=True)).splitlines()[0]
+    caption = render(source(bench_records.sustained(), outdated=True)).splitlines()[0]
     assert "measured at 0123456789ab (the kernels have changed since)" in caption
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -198,3 +199,17 @@ def test_a_record_keeps_it_and_says_how_to_repeat_it() -> None:
     assert records.schema_violations(document) == []
     document["cells"][0]["contenders"][OURS]["sustained"]["watts"] = -1
     assert any("watts" in violation for violation in records.schema_violations(document))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    shape = ["--seq", "2048", "--heads", "16", "--dim", "128", "--batch", "2", "--backward"]
+    command = ["bench", *shape, "--device", "cuda:0", "--seconds", "0.02", "--peer", "torch-flash"]
+    assert main([*command, "--sustained", "1", "--json"]) == 0
+    contenders = json.loads(capsys.readouterr().out)["cells"][0]["contenders"]
+    for name in (OURS, "torch-flash"):
+        entry = contenders[name]["sustained"]
+        assert 0.3 < entry["tflops"] / contenders[name]["tflops"] < 3
+        assert [run["seconds"] for run in entry["runs"]] == pytest.approx([1, 1], rel=0.2)
+        assert entry["watts"] is None or 20 < entry["watts"] < 2000
