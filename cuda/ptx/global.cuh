@@ -68,6 +68,21 @@ __device__ __forceinline__ void store_release(uint32_t* address, uint32_t value)
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// Waits until a word that other blocks change by add_release or store_release has this value.
+__device__ __forceinline__ void wait_for_word(const uint32_t* address, uint32_t value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred other;\n"
+      ".reg .u32 word;\n"
+      "again:\n"
+      "ld.acquire.gpu.global.u32 word, [%0];\n"
+      "setp.ne.u32 other, word, %1;\n"
+      "@other bra again;\n"
+      "}\n" ::"l"(address),
+      "r"(value)
+      : "memory");
+}
+
 // Adds to a word after all that this thread has written or seen, as others that see the sum find.
 // sm_70 and newer.
 __device__ __forceinline__ void add_release(uint32_t* address, uint32_t value) {

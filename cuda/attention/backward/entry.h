@@ -13,6 +13,7 @@ struct Entry : AttentionKernel {
   int prologue_threads;
   Kernel sinks;
   int sinks_threads;
+  int split_floats;  // dV and dK of a split of an item; 0: the kernel splits none
 };
 
 }  // namespace flashmoe::attention_backward

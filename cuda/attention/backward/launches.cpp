@@ -18,6 +18,15 @@ int64_t tiles_k_of(const AttentionProblem& p, const Entry& entry) {
   return ceil_div(p.seq_k, int64_t{entry.tile_k});
 }
 
+int64_t items_of(const AttentionProblem& p, const Entry& entry) {
+  return p.batch * p.heads_kv * tiles_k_of(p, entry);
+}
+
+SplitItems split_items_of(const AttentionProblem& p, const Entry& entry) {
+  const bool bounded = p.bounded_left || p.bounded_right || entry.split_floats == 0;
+  return split_of(items_of(p, entry), tiles_q_of(p, entry), p.heads_q / p.heads_kv, bounded);
+}
+
 }  // namespace
 
 Layout layout_of(const AttentionProblem& p, const Entry& entry) {
@@ -34,8 +43,12 @@ Layout layout_of(const AttentionProblem& p, const Entry& entry) {
   layout.row_delta = take(tiles * entry.tile_q * kFloat);
   layout.turns = take(tiles * entry.dq_panels * int64_t{sizeof(uint32_t)});
   layout.ticket = take(sizeof(uint32_t));
+  layout.split_turns = take(kBlocksOfLargest * int64_t{sizeof(uint32_t)});
   layout.unwanted = take(std::max(p.dim, p.dim_v) * dtype_bytes(p.q.dtype));
   layout.dq_sums = take(tiles * entry.tile_q * entry.dim * kFloat);
+  const SplitItems split = split_items_of(p, entry);
+  layout.split_sums =
+      take((items_of(p, entry) - split.first) * (split.splits - 1) * entry.split_floats * kFloat);
   return layout;
 }
 
@@ -64,7 +77,8 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
   const int64_t rows_of_blocks = problem.batch * problem.heads_q * tiles_q * blocks_per_tile;
   plan_launch(entry.prologue, device_id, suffix, rows_of_blocks, entry.prologue_threads, 0, plan)
       .tile_m = entry.prologue_rows;
-  const int64_t items = problem.batch * problem.heads_kv * tiles_k;
+  const SplitItems split = split_items_of(problem, entry);
+  const int64_t items = split.first + (items_of(problem, entry) - split.first) * split.splits;
   plan_launch(entry, device_id, suffix, std::clamp<int64_t>(items, 1, most_blocks), plan);
   if (problem.dsinks.data != nullptr) {
     FLASHMOE_TRY(load_kernel(entry.sinks, device_id, facts, &arch, reason));
@@ -109,6 +123,7 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, CommonPa
   const int64_t row_bytes = (p.dim + p.dim_v) * dtype_bytes(p.q.dtype) + p.dim * 4;  // Q, dO, a sum
   params->order = order_of(p.batch * p.heads_kv, heads_per_kv, params->tiles_k,
                            p.seq_q * heads_per_kv * row_bytes, p.bounded_right);
+  params->split = split_items_of(p, entry);
 }
 
 void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, char* workspace,
@@ -130,6 +145,8 @@ void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, cha
   params->dq_sums = reinterpret_cast<float*>(workspace + layout.dq_sums);
   params->turns = reinterpret_cast<uint32_t*>(workspace + layout.turns);
   params->ticket = reinterpret_cast<uint32_t*>(workspace + layout.ticket);
+  params->split_turns = reinterpret_cast<uint32_t*>(workspace + layout.split_turns);
+  params->split_sums = reinterpret_cast<float*>(workspace + layout.split_sums);
 }
 
 flashmoe_status launch_all(const Plan& plan, const CommonParams* params, void* stream) {

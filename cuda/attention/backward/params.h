@@ -61,6 +61,34 @@ inline HeadOrder order_of(int64_t heads, int64_t heads_per_kv, int64_t tiles_k, 
   return order;
 }
 
+inline constexpr int64_t kMostSplits = 4;
+
+// The last items of the order may be split: each of `splits` blocks has some of the query tiles.
+struct SplitItems {
+  int32_t first;  // as many as there are items: none is split
+  int32_t splits;
+};
+
+// Without bounds all items take the same time, so those behind the last full round leave blocks
+// idle. They are split where that ends sooner. Fewer items than a round are not: the time of a
+// short call is that of its launches. `tiles_q` is of a head.
+inline SplitItems split_of(int64_t items, int64_t tiles_q, int64_t heads_per_kv, bool bounded) {
+  constexpr int64_t kItemSteps = 2;     // what an item takes beside its steps
+  constexpr int64_t kCombineSteps = 1;  // and what passing on its sums takes
+  SplitItems best = {static_cast<int32_t>(items), 1};
+  const int64_t left = items % kBlocksOfLargest;
+  if (bounded || left == 0 || items < kBlocksOfLargest) return best;
+  int64_t best_steps = tiles_q * heads_per_kv + kItemSteps;
+  for (int64_t splits = 2; splits <= std::min(kMostSplits, tiles_q); ++splits) {
+    const int64_t steps = ceil_div(left * splits, kBlocksOfLargest) *
+                          (ceil_div(tiles_q, splits) * heads_per_kv + kItemSteps + kCombineSteps);
+    if (steps >= best_steps) continue;
+    best_steps = steps;
+    best = {static_cast<int32_t>(items - left), static_cast<int32_t>(splits)};
+  }
+  return best;
+}
+
 // A family's parameters begin with it: the prologue and the kernel of dsinks get no more.
 struct CommonParams {
   Rows q_rows;
@@ -89,6 +117,10 @@ struct CommonParams {
   float* dq_sums;
   uint32_t* turns;   // [heads, tiles_q, panels]: parts that a panel of a tile of dQ has so far
   uint32_t* ticket;  // items that were taken so far
+  // Of a split item: dV and dK of all splits but the last, [split items, splits - 1, ...] in
+  // fragments' order, and how many warps have left theirs.
+  float* split_sums;
+  uint32_t* split_turns;
 
   int32_t batch;
   int32_t seq_q;
@@ -104,6 +136,7 @@ struct CommonParams {
   int32_t tiles_q;  // of a head
   int32_t tiles_k;  // of a KV head
   HeadOrder order;
+  SplitItems split;
 };
 
 }  // namespace flashmoe::attention_backward

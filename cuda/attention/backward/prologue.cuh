@@ -48,10 +48,12 @@ __global__ void __launch_bounds__(kPrologueThreads)
 #endif
   const int blocks_per_head = params.tiles_q * kBlocksPerTile;
   const int block = static_cast<int>(blockIdx.x);
-  const int head_of_all = block / blocks_per_head;
-  const int block_of_head = block - head_of_all * blocks_per_head;
-  const int batch = head_of_all / params.heads_q;
-  const int head = head_of_all - batch * params.heads_q;
+  // Heads of a row mostly lie side by side, so blocks of the same rows follow one another.
+  const int rows_of_all = block / params.heads_q;
+  const int head = block - rows_of_all * params.heads_q;
+  const int batch = rows_of_all / blocks_per_head;
+  const int block_of_head = rows_of_all - batch * blocks_per_head;
+  const int head_of_all = batch * params.heads_q + head;
   const int first_row = block_of_head * kRows;
   const int lane = thread_index() % kLanes;
   const int column = lane * 8;
@@ -60,11 +62,14 @@ __global__ void __launch_bounds__(kPrologueThreads)
   if (thread == 0) {
     if (block_of_head % kBlocksPerTile == 0) {
       for (int panel = 0; panel < Traits::kPanels; ++panel) {
-        params.turns[block / kBlocksPerTile * Traits::kPanels + panel] = 0;
+        const int tile = head_of_all * params.tiles_q + block_of_head / kBlocksPerTile;
+        params.turns[tile * Traits::kPanels + panel] = 0;
       }
     }
     if (block == 0) *params.ticket = 0;
   }
+  static_assert(kBlocksOfLargest <= kPrologueThreads, "a thread for each item that may be split");
+  if (block == 0 && thread < kBlocksOfLargest) params.split_turns[thread] = 0;
 
   uint32_t out[kPasses][4];
   uint32_t dout[kPasses][4];

@@ -1,11 +1,11 @@
 // Items of work, and the order in which parts of dQ are added.
 //
 // An item is a tile of keys of one KV head. It runs over the query tiles that see some of its keys,
-// of each query head of the KV head. Blocks take items by a ticket, so whoever takes one knows that
-// all before it were taken. The parts of a tile of dQ are added in the order of the tickets of
-// their items: whom a block waits for has an earlier ticket. The block with the earliest ticket
-// that is not done waits for nobody, so there is no deadlock, whatever the number of blocks that
-// run at a time.
+// of each query head of the KV head. The last items may be split: params.h. Blocks take items by a
+// ticket, so whoever takes one knows that all before it were taken. The parts of a tile of dQ are
+// added in the order of the tickets of their items: whom a block waits for has an earlier ticket.
+// The block with the earliest ticket that is not done waits for nobody, so there is no deadlock,
+// whatever the number of blocks that run at a time.
 //
 // Under a causal mask most heads descend: their last keys come first, and an item runs from its
 // first query tile upwards. That is the tile on the diagonal, so side by side the items of a head
@@ -21,6 +21,7 @@
 namespace flashmoe::attention_backward {
 
 inline constexpr int kNoItem = -1;
+inline constexpr int kWhole = -1;
 
 struct alignas(16) Item {
   int batch;
@@ -28,13 +29,21 @@ struct alignas(16) Item {
   int tile;   // of keys; kNoItem: there are no more
   int begin;  // query tiles: from `begin` to the one before `end`
   int end;
-  int ascends;  // 0 or 1
-  int unused[2];
+  int ascends;     // 0 or 1
+  int split_item;  // among those that are split, or kWhole
+  int split;       // of the item
 
   template <class Traits>
-  static __device__ __forceinline__ Item at(const CommonParams& params, int position) {
+  static __device__ __forceinline__ Item at(const CommonParams& params, int ticket) {
     Item item = {};
     item.tile = kNoItem;
+    item.split_item = kWhole;
+    int position = ticket;
+    if (ticket >= params.split.first) {
+      item.split_item = (ticket - params.split.first) / params.split.splits;
+      item.split = ticket - params.split.first - item.split_item * params.split.splits;
+      position = params.split.first + item.split_item;
+    }
     const int heads = params.batch * params.heads_kv;
     if (position >= heads * params.tiles_k) return item;
     const HeadOrder& order = params.order;
@@ -61,6 +70,11 @@ struct alignas(16) Item {
     if (first < behind) {
       item.begin = first / Traits::kTileQ;
       item.end = (behind - 1) / Traits::kTileQ + 1;
+    }
+    if (item.split_item != kWhole) {
+      const int tiles = item.end - item.begin;
+      item.end = item.begin + tiles * (item.split + 1) / params.split.splits;
+      item.begin += tiles * item.split / params.split.splits;
     }
     return item;
   }

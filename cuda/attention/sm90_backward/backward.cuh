@@ -134,6 +134,12 @@ struct Counters<true> {
 // Read where it is used: there are too few registers to keep it.
 using SharedItem = volatile Item;
 
+// Whether a later split of the item writes its dV and dK.
+template <class AnyItem>
+__device__ __forceinline__ bool leaves_sums(const Params& params, const AnyItem& item) {
+  return item.split_item != kWhole && item.split + 1 < params.split.splits;
+}
+
 template <class Traits>
 struct Producer : Counters<Traits::kInPanels> {
   using Counters<Traits::kInPanels>::index;
@@ -396,9 +402,9 @@ struct Writer : Counters<Traits::kInPanels> {
 
   template <int kColumnBoxes>
   __device__ __forceinline__ void write_keys(const CUtensorMap& map, const Direct& direct,
-                                             const Item& item) {
+                                             const Item& item, const SharedItem& shared_item) {
     wait_for_consumers();
-    if (direct.rows != nullptr) return;
+    if (direct.rows != nullptr || leaves_sums(params, shared_item)) return;
 #pragma unroll
     for (int group = 0; group < kConsumers; ++group) {
 #pragma unroll
@@ -526,9 +532,11 @@ struct Writer : Counters<Traits::kInPanels> {
         });
       }
       if (step == count) {
-        write_keys<Traits::kBoxesV>(params.dv, params.dv_direct, item);
+        write_keys<Traits::kBoxesV>(params.dv, params.dv_direct, item,
+                                    shared_items[items % kItemsHeld]);
       } else {
-        write_keys<Traits::kBoxes>(params.dk, params.dk_direct, item);
+        write_keys<Traits::kBoxes>(params.dk, params.dk_direct, item,
+                                   shared_items[items % kItemsHeld]);
       }
     }
     ptx::tma_store_wait();
@@ -844,11 +852,36 @@ struct Consumer : Counters<Traits::kInPanels> {
     release(barriers.slot_full(slot));
   }
 
+  // Of an item that is split every block but the last leaves its dV and dK, as [register][thread]
+  // of both consumers. The last block adds them to its own, in their order; its ticket is the last,
+  // so the others were taken before.
+  struct Splits {
+    const float* sums = nullptr;
+    int count = 0;
+    static constexpr int kStride = kConsumers * kThreadsPerGroup;
+
+    // To four registers from `first` on.
+    __device__ __forceinline__ void add_to(float (&values)[4], int first) const {
+#pragma unroll
+      for (int split = 0; split + 1 < attention_backward::kMostSplits; ++split) {
+        if (split >= count) continue;
+        float left[4];
+        ptx::load_from_l2<kStride>(left, sums + split * Traits::kSplitFloats + first * kStride);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] += left[i];
+      }
+    }
+  };
+  struct NoSplits {
+    __device__ __forceinline__ void add_to(float (&)[4], int) const {}
+  };
+
   // 64 rows of a fragment as 16-bit elements, in boxes of 64 columns, of the first box from so many
   // chunks of 8 columns on.
-  template <int kRegisters>
+  template <int kRegisters, class AnySplits = NoSplits>
   __device__ __forceinline__ void store_rows(uint32_t address, const float (&values)[kRegisters],
-                                             float scale, int first_chunk = 0) const {
+                                             float scale, int first_chunk = 0,
+                                             const AnySplits& splits = {}) const {
     // In panels ptxas would keep the places of dS's chunks for these: there are too few registers.
     const int lane = Traits::kInPanels ? lane_id() : 0;
     const int row_of_group =
@@ -858,9 +891,13 @@ struct Consumer : Counters<Traits::kInPanels> {
     for (int slice = 0; slice < kRegisters / 8; ++slice) {
       uint32_t packed[4];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        packed[r] =
-            Numeric::pack(values[8 * slice + 2 * r] * scale, values[8 * slice + 2 * r + 1] * scale);
+      for (int half = 0; half < 2; ++half) {
+        float four[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[i] = values[8 * slice + 4 * half + i];
+        splits.add_to(four, 8 * slice + 4 * half);
+        packed[2 * half] = Numeric::pack(four[0] * scale, four[1] * scale);
+        packed[2 * half + 1] = Numeric::pack(four[2] * scale, four[3] * scale);
       }
       ptx::stmatrix_x4(
           row + slice / 4 * 64 * kBoxRowBytes +
@@ -871,11 +908,12 @@ struct Consumer : Counters<Traits::kInPanels> {
 
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
   // columns from `first_column` on.
-  template <int kRegisters>
+  template <int kRegisters, class AnySplits = NoSplits>
   __device__ __forceinline__ void write_directly(const Direct& to,
                                                  const float (&values)[kRegisters], float scale,
                                                  int batch, int head, int first_row, int end_row,
-                                                 int first_column, int end_column) const {
+                                                 int first_column, int end_column,
+                                                 const AnySplits& splits = {}) const {
     const int lane = lane_index();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -887,9 +925,13 @@ struct Consumer : Counters<Traits::kInPanels> {
       for (int i = 0; i < kRegisters / 4; ++i) {
         const int column = first_column + 8 * i + 2 * (lane % 4);
         if (column >= end_column) continue;
+        float four[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) four[e] = values[4 * i + e];
+        splits.add_to(four, 4 * i);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          float value = values[4 * i + 2 * half + e] * scale;
+          float value = four[2 * half + e] * scale;
           if (to.fp32) {
             float* const at = static_cast<float*>(to.rows) + place + column + e;
             if (params.accumulate) value += *at;
@@ -1073,27 +1115,79 @@ struct Consumer : Counters<Traits::kInPanels> {
     for (int i = 0; i < Traits::kDimV / 2; ++i) dv[i] = 0.0f;
   }
 
+  template <int kRegisters>
+  static __device__ __forceinline__ void leave(float* to, const float (&values)[kRegisters]) {
+#pragma unroll
+    for (int i = 0; i < kRegisters; i += 4) {
+      const float four[4] = {values[i], values[i + 1], values[i + 2], values[i + 3]};
+      ptx::store_global<Splits::kStride>(to + i * Splits::kStride, four);
+    }
+  }
+
+  __device__ __forceinline__ float* split_sums(int split_item, int split) const {
+    const int64_t place = static_cast<int64_t>(split_item) * (params.split.splits - 1) + split;
+    return params.split_sums + place * Traits::kSplitFloats + group * kThreadsPerGroup +
+           thread_of_group();
+  }
+
+  __device__ __forceinline__ void leave_sums(int split_item, int split) const {
+    float* const to = split_sums(split_item, split);
+    leave(to, dv);
+    leave(to + Traits::kDimV / 2 * Splits::kStride, dk);
+    __syncwarp();
+    if (lane_index() == 0) ptx::add_release(params.split_turns + split_item, 1);
+  }
+
+  __device__ __forceinline__ Splits wait_for_splits(int split_item, int count) const {
+    constexpr int kWarps = 4 * kConsumers;
+    ptx::wait_for_word(params.split_turns + split_item, static_cast<uint32_t>(kWarps * count));
+    return {split_sums(split_item, 0), count};
+  }
+
   __device__ __forceinline__ void write_keys() const {
+    const Item* const item = shared_items + items % kItemsHeld;
+    const int split_item = __shfl_sync(kFullWarp, item->split_item, 0);
+    const int split = __shfl_sync(kFullWarp, item->split, 0);
+    const bool leaves = split_item != kWhole && split + 1 < params.split.splits;
+    Splits splits;
+    if (leaves) {
+      leave_sums(split_item, split);
+    } else if (split_item != kWhole) {
+      splits = wait_for_splits(split_item, split);
+    }
     const uint32_t first = buffer();
     ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
-    write_keys<Traits::kBoxesV>(params.dv_direct, dv, 1.0f, first, params.dim_v);
+    if (!leaves) {
+      write_keys<Traits::kBoxesV>(params.dv_direct, dv, 1.0f, splits, first, params.dim_v);
+    }
+    fill_slot(first);
     const uint32_t second = first ^ 1;
     ptx::mbarrier_wait(barriers.slot_ready(second), (((index + 1) >> 1) + items) & 1);
-    write_keys<Traits::kBoxes>(params.dk_direct, dk, params.scale, second, params.dim);
+    if (!leaves) {
+      if (splits.count > 0) splits.sums += Traits::kDimV / 2 * Splits::kStride;
+      write_keys<Traits::kBoxes>(params.dk_direct, dk, params.scale, splits, second, params.dim);
+    }
+    fill_slot(second);
   }
 
   template <int kColumnBoxes, int kRegisters>
   __device__ __forceinline__ void write_keys(const Direct& direct,
                                              const float (&values)[kRegisters], float scale,
-                                             uint32_t slot, int columns) const {
+                                             const Splits& splits, uint32_t slot,
+                                             int columns) const {
     if (direct.rows == nullptr) {
-      store_rows(slot_of_group(slot, kColumnBoxes * Traits::kGroupBoxBytes), values, scale);
+      const uint32_t to = slot_of_group(slot, kColumnBoxes * Traits::kGroupBoxBytes);
+      if (splits.count == 0) {
+        store_rows(to, values, scale);
+      } else {
+        store_rows(to, values, scale, 0, splits);
+      }
     } else {
       const SharedItem& item = shared_items[items % kItemsHeld];
       write_directly(direct, values, scale, item.batch, item.head_kv,
-                     item.tile * Traits::kTileK + group * kKeysPerGroup, params.seq_k, 0, columns);
+                     item.tile * Traits::kTileK + group * kKeysPerGroup, params.seq_k, 0, columns,
+                     splits);
     }
-    fill_slot(slot);
   }
 
   template <bool kFirst>

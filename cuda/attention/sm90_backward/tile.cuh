@@ -8,6 +8,7 @@ namespace flashmoe::sm90_backward {
 
 using attention_backward::Item;
 using attention_backward::kNoItem;
+using attention_backward::kWhole;
 using attention_backward::Parts;
 static_assert(sizeof(Item) == kItemBytes);
 

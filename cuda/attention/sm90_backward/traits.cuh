@@ -112,6 +112,7 @@ struct Traits {
   static constexpr int kSlotBytes =
       kInPanels ? kDqBytes : larger(kDqBytes, larger(kKBytes, kVBytes));
   static constexpr int kSlotBoxes = kSlotBytes / kGroupBoxBytes;
+  static constexpr int kSplitFloats = kInPanels ? 0 : kTileK * (kDim + kDimV);
 
   static constexpr int kKOffset = 0;
   static constexpr int kVOffset = kKOffset + kKBytes;

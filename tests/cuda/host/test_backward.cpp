@@ -50,7 +50,8 @@ const Entry entry_fp16_d64_dv64 = {
      40,
      160,
      {"attention_backward_sinks_sm90_fp16_d64_dv64", kSinks, 640, loaded_sinks},
-     192},
+     192,
+     0},
     false,
     32,
     48,
@@ -74,7 +75,8 @@ static Entry entry_of(const char* name, const char* prologue, const char* sinks)
            64,
            256,
            {sinks, kSinks, 256, loaded_of<Traits>[2]},
-           1024},
+           1024,
+           Traits::kSplitFloats},
           Traits::kCapped,
           kBoxColumns,
           kKeysPerGroup};
@@ -119,7 +121,8 @@ static Entry entry_of(const char* name, const char* prologue, const char* sinks,
            24,
            160,
            {sinks, kSinks, 640, loaded<kKernel>[2]},
-           192},
+           192,
+           0},
           blocks_per_sm};
 }
 #define ENTRY(index, name, dtype, dim, shared_bytes, blocks_per_sm)                \
@@ -344,9 +347,26 @@ void head_dimensions_have_their_kernels() {
     CHECK(main.tile_m == 64 && main.tile_n == each.tile_k);
     const Params& p = seen[1].params;
     CHECK(p.tiles_q == 5 && p.tiles_k == (1000 + each.tile_k - 1) / each.tile_k);
+    CHECK(p.split.first == 2 * p.tiles_k && p.split.splits == 1);
     CHECK(main.grid[0] == static_cast<uint32_t>(2 * p.tiles_k));
     CHECK(offset(p.ticket) - offset(p.turns) >= 2 * 5 * each.panels * 4);
     CHECK(fake::maps[kK].box[1] == static_cast<cuuint32_t>(each.tile_k));
+  }
+}
+
+// Splits of items take blocks and workspace; a kernel of panels splits none.
+void splits_have_blocks_and_sums() {
+  for (const int64_t dim : {int64_t{128}, int64_t{192}}) {
+    const int64_t keys = dim == 128 ? 128 : 64;
+    const Call call({1, 700, 17 * keys, 8, 8, dim, dim}, FLASHMOE_DTYPE_BFLOAT);
+    watch();
+    CHECK(call.run() == FLASHMOE_OK);
+    const Params& p = seen[1].params;
+    const int32_t splits = dim == 128 ? 4 : 1;
+    CHECK(p.split.first == (splits == 1 ? 136 : 132) && p.split.splits == splits);
+    CHECK(call.plan().launches[1].grid[0] == 132);
+    const auto sums = static_cast<uint64_t>(4 * (splits - 1) * 128 * 256) * 4;
+    CHECK(call.plan().workspace_bytes >= static_cast<uint64_t>(offset(p.split_sums)) + sums);
   }
 }
 
@@ -381,6 +401,24 @@ void heads_of_a_group_alternate() {
   CHECK(order_of(64, 1, 64, kMiB, true).descending_group == 15);
   CHECK(order_of(64, 1, 64, 5 * kMiB, true).descending_group == 3);
   CHECK(order_of(64, 1, 64, 64 * kMiB, true).descending_group == 1);
+}
+
+// Items behind the last full round of blocks are split, as far as that saves time.
+void the_last_items_are_split() {
+  using attention_backward::split_of;
+  const auto is = [](attention_backward::SplitItems split, int64_t first, int64_t splits) {
+    return split.first == first && split.splits == splits;
+  };
+  CHECK(is(split_of(4096, 128, 1, true), 4096, 1));
+  CHECK(is(split_of(264, 128, 1, false), 264, 1));
+  CHECK(is(split_of(4096, 128, 1, false), 4092, 4));
+  CHECK(is(split_of(4096, 4, 1, false), 4092, 4));
+  CHECK(is(split_of(2048, 256, 1, false), 1980, 3));
+  CHECK(is(split_of(64, 32, 4, false), 64, 1));
+  CHECK(is(split_of(196, 32, 4, false), 132, 2));
+  CHECK(is(split_of(263, 128, 1, false), 263, 1));
+  CHECK(is(split_of(196, 1, 1, false), 196, 1));
+  CHECK(is(split_of(0, 1, 1, false), 0, 1));
 }
 
 void params_are_of_the_call() {
@@ -439,11 +477,9 @@ void the_workspace_holds_its_parts() {
     const int64_t rows = heads * std::max<int64_t>(1, (size.seq_q + 79) / 80) * 80;
     const struct {
       int64_t begin, bytes;
-    } parts[] = {{offset(p.row_lse), rows * 4},
-                 {offset(p.row_delta), rows * 4},
-                 {offset(p.turns), rows / 80 * 3 * 4},
-                 {offset(p.ticket), 4},
-                 {offset(p.dq_sums), rows * 64 * 4}};
+    } parts[] = {{offset(p.row_lse), rows * 4},        {offset(p.row_delta), rows * 4},
+                 {offset(p.turns), rows / 80 * 3 * 4}, {offset(p.ticket), 4},
+                 {offset(p.split_turns), 132 * 4},     {offset(p.dq_sums), rows * 64 * 4}};
     int64_t end = 0;
     for (const auto& part : parts) {
       CHECK(part.begin >= end && part.begin % 16 == 0);
@@ -917,8 +953,10 @@ int main(int argc, char** argv) {
   both_launches_are_planned();
   a_kernel_may_be_named();
   head_dimensions_have_their_kernels();
+  splits_have_blocks_and_sums();
   the_last_heads_ascend();
   heads_of_a_group_alternate();
+  the_last_items_are_split();
   params_are_of_the_call();
   the_workspace_holds_its_parts();
   gradients_may_be_absent();
