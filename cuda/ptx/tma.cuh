@@ -114,6 +114,12 @@ __device__ __forceinline__ void tma_store_wait_read_but() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
+// Waits until all of this thread's groups of stores but the kPending newest have been written.
+template <int kPending>
+__device__ __forceinline__ void tma_store_wait_but() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // Waits until this thread's stores have been written.
 __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

@@ -98,10 +98,12 @@ struct Barriers {
   // Words behind the barriers: the use of a slot, and the tile of dQ that it holds a part of, or
   // the panel of a tile.
   __device__ __forceinline__ uint32_t slot_use(int slot) const {
-    return at(Traits::kBarriers) + kSlotWordBytes * slot;
+    return at(Traits::kBarriers) + Traits::kSlotWordBytes * slot;
   }
   __device__ __forceinline__ uint32_t slot_tile(int slot) const { return slot_use(slot) + 4; }
-  // And the first query of a stage, with panels.
+  // With panels: whose turn is still to be given on, and the first query of a stage.
+  __device__ __forceinline__ uint32_t held_tile(int slot) const { return slot_use(slot) + 8; }
+  __device__ __forceinline__ uint32_t held_before(int slot) const { return slot_use(slot) + 12; }
   __device__ __forceinline__ uint32_t stage_row(int stage) const {
     return slot_use(kSlots) + kStageWordBytes * stage;
   }
@@ -119,13 +121,15 @@ struct Counters {
   uint32_t index = 0;  // of the step
   uint32_t items = 0;
   uint32_t slot_uses = 0;
+  uint32_t holds = 0;
 };
 template <>
 struct Counters<true> {
   uint32_t index : 8;
   uint32_t items : 8;
   uint32_t slot_uses : 8;
-  __device__ __forceinline__ Counters() : index(0), items(0), slot_uses(0) {}
+  uint32_t holds : 1;  // something is put off to the next step
+  __device__ __forceinline__ Counters() : index(0), items(0), slot_uses(0), holds(0) {}
 };
 
 // ---- producer: one thread
@@ -163,7 +167,8 @@ struct Producer : Counters<Traits::kInPanels> {
       ptx::store_shared(barriers.stage_row(stage), static_cast<uint32_t>(tile_q * Traits::kTileQ));
     }
     const uint32_t full = barriers.q_full(stage);
-    ptx::mbarrier_arrive_expect(full, Traits::kQBytes + Traits::kRowBytes);
+    ptx::mbarrier_arrive_expect(
+        full, Traits::kQBytes + (Traits::kDeltaWithQ ? 2 : 1) * Traits::kRowBytes);
 #pragma unroll
     for (int box = 0; box < Traits::kBoxes; ++box) {
       ptx::tma_load(
@@ -174,6 +179,7 @@ struct Producer : Counters<Traits::kInPanels> {
     ptx::bulk_load(shared + Traits::kLseOffset + stage * Traits::kRowBytes,
                    params.row_lse + rows_of(item, head, tile_q), Traits::kRowBytes, full,
                    ptx::kEvictNormal);
+    if constexpr (Traits::kDeltaWithQ) load_delta(item, head, tile_q, stage, full);
   }
 
   __device__ __forceinline__ void load_dout(const SharedItem& item, const Steps& steps) {
@@ -182,7 +188,8 @@ struct Producer : Counters<Traits::kInPanels> {
     const uint32_t stage = index % Traits::kDoStages;
     ptx::mbarrier_wait(barriers.do_empty(stage), ~(index / Traits::kDoStages) & 1);
     const uint32_t full = barriers.do_full(stage);
-    ptx::mbarrier_arrive_expect(full, Traits::kDoBytes + Traits::kRowBytes);
+    ptx::mbarrier_arrive_expect(full,
+                                Traits::kDoBytes + (Traits::kDeltaWithQ ? 0 : Traits::kRowBytes));
 #pragma unroll
     for (int box = 0; box < Traits::kBoxesV; ++box) {
       ptx::tma_load(
@@ -190,6 +197,11 @@ struct Producer : Counters<Traits::kInPanels> {
           &params.dout, full, ptx::kEvictNormal, box * kBoxColumns, tile_q * Traits::kTileQ,
           head * params.dout_repeats.head, item.batch * params.dout_repeats.batch);
     }
+    if constexpr (!Traits::kDeltaWithQ) load_delta(item, head, tile_q, stage, full);
+  }
+
+  __device__ __forceinline__ void load_delta(const SharedItem& item, int head, int tile_q,
+                                             uint32_t stage, uint32_t full) {
     ptx::bulk_load(shared + Traits::kDeltaOffset + stage * Traits::kRowBytes,
                    params.row_delta + rows_of(item, head, tile_q), Traits::kRowBytes, full,
                    ptx::kEvictNormal);
@@ -278,6 +290,7 @@ struct Writer : Counters<Traits::kInPanels> {
   using Counters<Traits::kInPanels>::index;
   using Counters<Traits::kInPanels>::items;
   using Counters<Traits::kInPanels>::slot_uses;
+  using Counters<Traits::kInPanels>::holds;
 
   const Params& params;
   const Barriers<Traits> barriers;
@@ -369,17 +382,60 @@ struct Writer : Counters<Traits::kInPanels> {
                    (tile - head_of_all * params.tiles_q) * Traits::kTileQ,
                    head_of_all - item.batch * params.heads_q, item.batch);
     ptx::tma_store_commit();
-    ptx::tma_store_wait_read();
+  }
+
+  // Adds a panel to its sum. To wait until it is written and to give its turn on would take as long
+  // as until the consumer has the next panel; so that is done behind the next one, unless there is
+  // time before. Whose turn was not given on is kept beside the slot: there are too few registers.
+  __device__ __forceinline__ void add_panel(const Part& part) {
+    if (part.before > 0) {
+      if (ptx::load_acquire(params.turns + part.tile) != part.before) {
+        give_turn_on();
+        wait_for_turn(part);
+      } else {
+        ptx::fence_proxy_async();
+      }
+    }
+    constexpr int kPatience = 32;  // about a microsecond
+    bool full = false;
+    for (int i = 0; i < kPatience && !full; ++i) {
+      full = ptx::mbarrier_test(barriers.slot_full(slot), slot_uses & 1);
+    }
+    if (!full) give_turn_on();
+    wait_for_consumers();
+    if (part.before == 0) {
+      ptx::bulk_store(sums_of(part), shared_slot, Traits::kDqBytes, ptx::kEvictLast);
+    } else {
+      ptx::bulk_add(sums_of(part), shared_slot, Traits::kDqBytes, ptx::kEvictLast);
+    }
+    ptx::tma_store_commit();
+    if (holds) {
+      ptx::tma_store_wait_but<1>();
+      release_turn();
+    }
+    holds = 1;
+    ptx::store_shared(barriers.held_tile(slot), part.tile);
+    ptx::store_shared(barriers.held_before(slot), part.before);
+  }
+  __device__ __forceinline__ void give_turn_on() {
+    if (!holds) return;
+    ptx::tma_store_wait();
+    release_turn();
+    holds = 0;
+  }
+  __device__ __forceinline__ void release_turn() const {
+    ptx::store_release(params.turns + ptx::load_shared_uint(barriers.held_tile(slot)),
+                       ptx::load_shared_uint(barriers.held_before(slot)) + 1);
   }
 
   // Writes the part of a step, whose slot is offered, and offers the slot for what comes next in
   // it. It is the consumers' again when it was read; the turn goes on when all was written.
-  template <class StoreRows, class OfferNext>
-  __device__ __forceinline__ void write_dq(const Part& part, const StoreRows& store_rows,
+  template <class OfferNext>
+  __device__ __forceinline__ void write_dq(const Item& item, const Part& part, int head, int tile_q,
                                            const OfferNext& offer_next) {
     if (part.last) {
       wait_for_consumers();
-      if (params.dq_direct.rows == nullptr) store_rows();
+      if (params.dq_direct.rows == nullptr) store_dq(item, head, tile_q);
       offer_next(true);
       return;
     }
@@ -465,18 +521,24 @@ struct Writer : Counters<Traits::kInPanels> {
           ++index;
           panel = first_panel<Traits>(index, slot);
         }
-        const auto store_rows = [&] { store_panel(item, now); };
-        write_dq(now, store_rows, [&](bool may_wait) {
-          if (steps.left == 0) {
-            offer();
-            return true;
-          }
-          part = part_of_panel();
-          if (part.takes_sum() && !may_wait) return false;
+        const bool more = steps.left > 0;
+        if (now.last) {
+          give_turn_on();
+          wait_for_consumers();
+          if (params.dq_direct.rows == nullptr) store_panel(item, now);
+        } else {
+          add_panel(now);
+        }
+        if (more) part = part_of_panel();
+        ptx::tma_store_wait_read();
+        if (!more) {
+          offer();
+        } else {
+          if (part.takes_sum()) give_turn_on();
           offer(part);
-          return true;
-        });
+        }
       }
+      give_turn_on();
       if (!Traits::kByProducts || slot == 0) {
         write_keys_by_boxes<Traits::kBoxesV>(params.dv, params.dv_direct, item,
                                              Traits::kByProducts);
@@ -519,8 +581,7 @@ struct Writer : Counters<Traits::kInPanels> {
         step += kSlots;
         steps.advance(item.ascends, params.heads_per_kv);
         steps.advance(item.ascends, params.heads_per_kv);
-        const auto store_rows = [&] { store_dq(item, head, tile_q); };
-        write_dq(now, store_rows, [&](bool may_wait) {
+        write_dq(item, now, head, tile_q, [&](bool may_wait) {
           if (step >= count) {
             offer();
             return true;
@@ -551,6 +612,7 @@ struct Consumer : Counters<Traits::kInPanels> {
   using ItsTraits = Traits;
   using Counters<Traits::kInPanels>::index;
   using Counters<Traits::kInPanels>::items;
+  using Counters<Traits::kInPanels>::holds;
   using Element = typename Traits::Element;
   using Numeric = numeric::ElementTraits<Element>;
   using ScoreMma = ptx::Wgmma<Element, Traits::kTileQ>;
@@ -592,14 +654,22 @@ struct Consumer : Counters<Traits::kInPanels> {
   // Which 64 keys of the tile are this consumer's.
   __device__ __forceinline__ int key_group() const { return Traits::kByProducts ? 0 : group; }
 
+  // Where tiles begin. By products as if it were another place each time: what follows from it,
+  // ptxas would keep for the next step, where registers are too few.
+  __device__ __forceinline__ uint32_t tiles() const {
+    uint32_t begin = shared;
+    if constexpr (Traits::kByProducts) asm volatile("" : "+r"(begin));
+    return begin;
+  }
+
   // K and V as A of S^T and dP^T: this consumer's keys. K as B of dQ: its columns, or all.
   __device__ __forceinline__ uint64_t k_rows() const {
     return ptx::swizzled_descriptor(
-        shared + Traits::kKOffset + key_group() * Traits::kGroupBoxBytes, 16);
+        tiles() + Traits::kKOffset + key_group() * Traits::kGroupBoxBytes, 16);
   }
   __device__ __forceinline__ uint64_t v_rows() const {
     return ptx::swizzled_descriptor(
-        shared + Traits::kVOffset + key_group() * Traits::kGroupBoxBytes, 16);
+        tiles() + Traits::kVOffset + key_group() * Traits::kGroupBoxBytes, 16);
   }
   __device__ __forceinline__ uint64_t k_columns() const {
     constexpr int kBytesOn = Traits::kDqColumns >= kBoxColumns
@@ -633,14 +703,14 @@ struct Consumer : Counters<Traits::kInPanels> {
   // S^T = K Q^T, when Q is there.
   __device__ __forceinline__ void issue_scores() {
     const uint64_t q =
-        ptx::swizzled_descriptor(shared + Traits::kQOffset + stage() * Traits::kQBytes, 16);
+        ptx::swizzled_descriptor(tiles() + Traits::kQOffset + stage() * Traits::kQBytes, 16);
     multiply_rows<Traits::kDim>(scores, k_rows(), q);
   }
 
   // dP^T = V dO^T. dO is there: dV was issued before.
   __device__ __forceinline__ void issue_dp(float (&dp)[kScores]) {
     const uint64_t dout =
-        ptx::swizzled_descriptor(shared + Traits::kDoOffset + dout_stage() * Traits::kDoBytes, 16);
+        ptx::swizzled_descriptor(tiles() + Traits::kDoOffset + dout_stage() * Traits::kDoBytes, 16);
     multiply_rows<Traits::kDimV>(dp, v_rows(), dout);
   }
 

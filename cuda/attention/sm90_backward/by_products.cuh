@@ -5,11 +5,12 @@
 //
 // One step; [..] runs on the tensor cores meanwhile:
 //
-//   P, dV:  issue S | wait for dS of the step before, issue a panel | wait S | P = exp2 [panel] |
-//           issue dV | wait panel | slot [dV] | issue the next panel | wait both | slot
+//   P, dV:  issue S | slot of the step before [S] | wait for dS of the step before, issue a panel |
+//           wait S | P = exp2 [panel] | issue dV | wait panel | slot [dV] | issue the next panel |
+//           wait both
 //   dS, dK: wait for dS of the step before, issue a panel, dP | wait panel | slot [dP] |
-//           issue the next panel | wait dP, for P | dS [panel] | wait panel | issue dK |
-//           slot [dK] | wait dK
+//           issue the next panel | wait dP, for P | by 16 queries: make dS, issue dK | slot [dK] |
+//           wait dK
 #pragma once
 
 #include "cuda/attention/sm90_backward/panels.cuh"
@@ -50,7 +51,9 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
   using Base::buffer;
   using Base::dout_stage;
   using Base::dv;
+  using Base::holds;
   using Base::index;
+  using Base::kScores;
   using Base::kSlices;
   using Base::params;
   using Base::scores;
@@ -60,21 +63,28 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
   static constexpr int kFirstPanel = 1;
   static constexpr int kPanels = Base::template kPanelsOf<kGroup>;
   static_assert(kPanels == 1 || kPanels == 2);
+  // The last panel is handed over in the next step, under S.
+  static constexpr bool kHolds = kPanels > 1 && !Traits::kCapped;
+
+  typename Base::Dq beside_scores;  // a panel of dQ
 
   template <bool kFirst>
   __device__ __forceinline__ void take_step(int first_key, bool) {
-    typename Base::Dq beside_scores;
     auto& dq = Traits::kCapped ? scores : beside_scores;
     uint32_t p[kSlices][4];
     Base::wait_for_q();
+    Base::read_row();
     Base::issue_scores();
+    if (kHolds && !kFirst) hand_over_held();
+    float2 lse[kScores / 4];
+    Base::load_lse(lse);
     if constexpr (!kFirst) {
       Base::wait_for_ds_before();
       if (!Traits::kCapped) Base::issue_dq_panel(dq, kFirstPanel);
     }
     ptx::wgmma_wait<kFirst || Traits::kCapped ? 0 : 1>();  // S
     ptx::pin(scores);
-    Base::make_p(p, first_key);
+    Base::make_p(p, lse, first_key);
     if constexpr (Traits::kCapped) {
       Base::leave_factors();
       // A softcap leaves too few registers for it before.
@@ -91,20 +101,30 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
       Base::hand_over_panel(dq);
       if constexpr (kPanels > 1) Base::issue_dq_panel(dq, kFirstPanel + kConsumers);
     }
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<(!kFirst && kPanels > 1) ? 1 : 0>();  // dV
     ptx::pin(dv);
     release(barriers.do_empty(dout_stage()));
     if constexpr (!kFirst && kPanels > 1) {
+      ptx::wgmma_wait<0>();
       ptx::pin(dq);
-      Base::hand_over_panel(dq);
+      if (kHolds) {
+        holds = 1;
+      } else {
+        Base::hand_over_panel(dq);
+      }
     }
     ++index;
     add = true;
+  }
+  __device__ __forceinline__ void hand_over_held() {
+    if (holds) Base::hand_over_panel(beside_scores);
+    holds = 0;
   }
 
   __device__ __forceinline__ void begin() const {}
   __device__ __forceinline__ void give_back_unused() const { release(barriers.k_empty()); }
   __device__ __forceinline__ void finish() {
+    if (kHolds) hand_over_held();
     Base::wait_for_ds_before();
     Base::make_dq_panels(kFirstPanel, [this] { release(barriers.k_empty()); });
   }
@@ -127,8 +147,11 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
   using Base::index;
   using Base::items;
   using Base::kScores;
+  using Base::kSlices;
   using Base::params;
+  using Base::shared;
   using Base::stage;
+  using typename Base::KeyMma;
 
   static constexpr int kGroup = 1;
   static constexpr int kFirstPanel = 0;
@@ -147,6 +170,9 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
     }
     Base::wait_for_dout();
     Base::issue_dp(dp);
+    Base::wait_for_q();  // with which the step's first row and delta come
+    Base::read_row();
+    const bool masked = Traits::kCapped || Base::is_masked(first_key);
     if constexpr (!kFirst) {
       ptx::wgmma_wait<1>();  // the panel
       ptx::pin(dq);
@@ -155,24 +181,45 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
     }
     ptx::wgmma_wait<kFirst ? 0 : 1>();  // dP
     ptx::pin(dp);
+    release(barriers.do_empty(dout_stage()));
     if (last) release(barriers.v_empty());
-    Base::wait_for_q();  // with which the step's first row comes
     ptx::mbarrier_wait(barriers.p_full(buffer()), index >> 1 & 1);
     Base::take_factors();
-    Base::make_all_ds(dp, ds, first_key);
-    release(barriers.do_empty(dout_stage()));  // delta came with dO
+    issue_dk_of(dp, masked);
+    ptx::fence_proxy_async_shared();
     if constexpr (!kFirst) {
-      ptx::wgmma_wait<0>();
+      ptx::wgmma_wait<1>();  // the panel
       ptx::pin(dq);
     }
     release(barriers.ds_full(buffer()));
-    Base::issue_dk();
     if constexpr (!kFirst) Base::hand_over_panel(dq);
     ptx::wgmma_wait<0>();
     ptx::pin(dk);
     release(barriers.q_empty(stage()));
     ++index;
     add = true;
+  }
+
+  // dS of P, and dK += dS^T Q: dS of a slice is made between the products of those before.
+  __device__ __forceinline__ void issue_dk_of(const float (&dp)[kScores], bool masked) {
+    const uint64_t q = ptx::swizzled_descriptor(
+        shared + Traits::kQOffset + stage() * Traits::kQBytes, Traits::kQueryBoxBytes);
+    const uint32_t rows = Base::delta_rows();
+    float2 delta[2];
+    Base::load_delta(delta, rows);
+    ptx::pin(dk);
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      const float2 of_rows[2] = {delta[0], delta[1]};
+      if (slice + 1 < kSlices) Base::load_delta(delta, rows + 64 * (slice + 1));
+      const uint32_t p[4] = {ds[slice][0], ds[slice][1], ds[slice][2], ds[slice][3]};
+      Base::make_ds(slice, dp, p, of_rows, masked);
+      ptx::pin(ds[slice]);
+      ptx::wgmma_fence();
+      KeyMma::multiply_values(dk, ds[slice], ptx::advance(q, slice * 2048),
+                              slice > 0 || Base::adds());
+    }
+    ptx::wgmma_commit();
   }
 
   __device__ __forceinline__ void begin() const {

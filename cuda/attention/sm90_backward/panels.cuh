@@ -30,6 +30,7 @@ struct PanelConsumer : Consumer<Traits> {
   using Base::ds;
   using Base::dv;
   using Base::group;
+  using Base::holds;
   using Base::index;
   using Base::items;
   using Base::key_group;
@@ -94,6 +95,10 @@ struct PanelConsumer : Consumer<Traits> {
     float2 lse[kScores / 4];
     Base::load_lse(lse);
     read_row();
+    make_p(p, lse, first_key);
+  }
+  __device__ __forceinline__ void make_p(uint32_t (&p)[kSlices][4],
+                                         const float2 (&lse)[kScores / 4], int first_key) {
     if constexpr (Traits::kCapped) {
       Base::exponentiate_capped(p, lse, first_key);
     } else {
@@ -141,13 +146,18 @@ struct PanelConsumer : Consumer<Traits> {
     __syncwarp();
   }
 
+  // Where delta of the first of this thread's queries lies.
+  __device__ __forceinline__ uint32_t delta_rows() const {
+    const uint32_t of_delta = Traits::kDeltaWithQ ? stage() : dout_stage();
+    return shared + Traits::kDeltaOffset + of_delta * Traits::kRowBytes + lane_index() % 4 * 8;
+  }
+
   // dS of all slices.
   __device__ __forceinline__ void make_all_ds(const float (&dp)[kScores],
                                               const uint32_t (&p)[kSlices][4], int first_key) {
     read_row();
     const bool masked = Traits::kCapped || Base::is_masked(first_key);
-    const uint32_t rows =
-        shared + Traits::kDeltaOffset + dout_stage() * Traits::kRowBytes + lane_index() % 4 * 8;
+    const uint32_t rows = delta_rows();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       float2 delta[2];
@@ -248,9 +258,9 @@ struct PanelConsumer : Consumer<Traits> {
                                                  int panel) const {
     const uint32_t place = (index - 1) & 1;
     const uint64_t ds = ptx::swizzled_descriptor(
-        shared + Traits::kDsOffset + place * Traits::kDsBytes, Traits::kKeyBoxBytes);
+        Base::tiles() + Traits::kDsOffset + place * Traits::kDsBytes, Traits::kKeyBoxBytes);
     const uint64_t k = ptx::swizzled_descriptor(
-        shared + Traits::kKOffset + panel * Traits::kKeyBoxBytes, Traits::kKeyBoxBytes);
+        Base::tiles() + Traits::kKOffset + panel * Traits::kKeyBoxBytes, Traits::kKeyBoxBytes);
     Base::multiply_dq(dq, ds, k);
   }
 

@@ -16,7 +16,6 @@ inline constexpr int kKeysPerGroup = 64;
 inline constexpr int kSlots = 2;  // of what leaves for global memory; each has a writer warp
 inline constexpr int kItemBytes = 32;
 inline constexpr int kItemsHeld = 4;  // in shared memory: backward.cuh
-inline constexpr int kSlotWordBytes = 8;
 inline constexpr int kStageWordBytes = 4;
 
 // What each of the consumers has.
@@ -68,6 +67,9 @@ struct Traits {
   static constexpr bool kInPanels = kTuning.share != Share::kKeys;
   static constexpr bool kByProducts = kTuning.share == Share::kProducts;
   static constexpr int kTileK = (kByProducts ? 1 : kConsumers) * kKeysPerGroup;
+  // Where dO has one stage it is given back before dS is made: delta comes with Q.
+  static constexpr bool kDeltaWithQ = kByProducts;
+  static constexpr int kDeltaStages = kDeltaWithQ ? kStages : kDoStages;
   // dS is made of P as it was rounded for dV, whose registers it takes over: fp32 P has no room.
   // With a softcap, of P times what the cap leaves, rounded likewise.
   static constexpr bool kUnpacksP = kTileQ == 128 || kInPanels;
@@ -113,6 +115,7 @@ struct Traits {
       kInPanels ? kDqBytes : larger(kDqBytes, larger(kKBytes, kVBytes));
   static constexpr int kSlotBoxes = kSlotBytes / kGroupBoxBytes;
   static constexpr int kSplitFloats = kInPanels ? 0 : kTileK * (kDim + kDimV);
+  static constexpr int kSlotWordBytes = kInPanels ? 16 : 8;
 
   static constexpr int kKOffset = 0;
   static constexpr int kVOffset = kKOffset + kKBytes;
@@ -122,7 +125,7 @@ struct Traits {
   static constexpr int kSlotOffset = kDsOffset + 2 * kDsBytes;
   static constexpr int kLseOffset = kSlotOffset + kSlots * kSlotBytes;
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
-  static constexpr int kItemOffset = kDeltaOffset + kDoStages * kRowBytes;
+  static constexpr int kItemOffset = kDeltaOffset + kDeltaStages * kRowBytes;
   static constexpr int kBarriersOffset = kItemOffset + kItemsHeld * kItemBytes;
   static constexpr int kBarriers = (kInPanels ? 8 : 6) + 2 * kStages + 2 * kDoStages + 2 * kSlots;
   static constexpr int kSharedBytes =
