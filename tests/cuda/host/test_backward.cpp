@@ -354,18 +354,19 @@ void head_dimensions_have_their_kernels() {
   }
 }
 
-// Splits of items take blocks and workspace; a kernel of panels splits none.
+// Splits of items take blocks and workspace. A kernel without room for their sums splits none.
 void splits_have_blocks_and_sums() {
-  for (const int64_t dim : {int64_t{128}, int64_t{192}}) {
-    const int64_t keys = dim == 128 ? 128 : 64;
-    const Call call({1, 700, 17 * keys, 8, 8, dim, dim}, FLASHMOE_DTYPE_BFLOAT);
+  for (const bool splits : {true, false}) {
+    const int64_t dim = splits ? 128 : 64;
+    const int64_t keys = splits ? 128 : 112;
+    const Call call({1, 700, 17 * keys, 8, 8, dim, dim},
+                    splits ? FLASHMOE_DTYPE_BFLOAT : FLASHMOE_DTYPE_FLOAT);
     watch();
     CHECK(call.run() == FLASHMOE_OK);
     const Params& p = seen[1].params;
-    const int32_t splits = dim == 128 ? 4 : 1;
-    CHECK(p.split.first == (splits == 1 ? 136 : 132) && p.split.splits == splits);
+    CHECK(p.split.first == (splits ? 132 : 136) && p.split.splits == (splits ? 4 : 1));
     CHECK(call.plan().launches[1].grid[0] == 132);
-    const auto sums = static_cast<uint64_t>(4 * (splits - 1) * 128 * 256) * 4;
+    const auto sums = static_cast<uint64_t>(splits ? 4 * 3 * 128 * 256 * 4 : 0);
     CHECK(call.plan().workspace_bytes >= static_cast<uint64_t>(offset(p.split_sums)) + sums);
   }
 }
@@ -952,8 +953,8 @@ int main(int argc, char** argv) {
   fake::state.has_map_moves = without != "no-map-moves";
   both_launches_are_planned();
   a_kernel_may_be_named();
-  head_dimensions_have_their_kernels();
   splits_have_blocks_and_sums();
+  head_dimensions_have_their_kernels();
   the_last_heads_ascend();
   heads_of_a_group_alternate();
   the_last_items_are_split();
