@@ -85,6 +85,8 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
     ptx::wgmma_wait<kFirst || Traits::kCapped ? 0 : 1>();  // S
     ptx::pin(scores);
     Base::make_p(p, lse, first_key);
+    // The buffer was dS of the step before last: all warps of this consumer are done with it.
+    ptx::named_barrier_sync(kGroupBarrier + kGroup, kThreadsPerGroup);
     if constexpr (Traits::kCapped) {
       Base::leave_factors();
       // A softcap leaves too few registers for it before.
