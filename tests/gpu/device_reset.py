@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import capi
 import kernels
 from gpu import sanitize_attention, sanitize_moe
-from gpu.sanitize_attention import Driver, Options
+from gpu.sanitize import Driver
+from gpu.sanitize_attention import Options
 from gpu.sanitize_moe import Runner
 from moe_cases import Case
 from moe_chains import RouteChain, once, twice

@@ -3,19 +3,14 @@
     compute-sanitizer --tool memcheck python tests/gpu/sanitize_attention.py
     compute-sanitizer --tool racecheck python tests/gpu/sanitize_attention.py --small sm89
 
-Memory comes from the CUDA driver, one allocation for each tensor and no framework in between, so
-that the first byte past an end is known to be one. Every result is checked as well. Prints the
-kernels that ran.
+Every result is checked as well. Prints the kernels that ran.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes as c
 import sys
-import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,6 +18,8 @@ import capi
 import kernels
 import numpy as np
 import reference
+from gpu import sanitize
+from gpu.sanitize import Driver
 from kernels import Kernel
 
 
@@ -62,84 +59,14 @@ def _for_kernel(kernel: Kernel, options: Options) -> Options:
     return options
 
 
-class Driver:
-    """The few functions of the CUDA driver that are needed."""
-
-    def __init__(self) -> None:
-        self._lib = c.CDLL("libcuda.so.1")
-        device, context = c.c_int(), c.c_void_p()
-        self._do("cuInit", c.c_uint(0))
-        self._do("cuDeviceGet", c.byref(device), c.c_int(0))
-        self._do("cuDevicePrimaryCtxRetain", c.byref(context), device)
-        self._do("cuCtxSetCurrent", context)
-
-    def _do(self, name: str, *arguments: object) -> None:
-        status = getattr(self._lib, name)(*arguments)
-        if status != 0:
-            raise RuntimeError(f"{name}: CUDA driver error {status}")
-
-    def allocate(self, like: np.ndarray) -> int:
-        """Memory for the array, and not one byte more."""
-        address = c.c_uint64()
-        self._do("cuMemAlloc_v2", c.byref(address), c.c_size_t(like.nbytes))
-        return address.value
-
-    def upload(self, array: np.ndarray) -> int:
-        """A copy of the array."""
-        address = self.allocate(array)
-        self._do("cuMemcpyHtoD_v2", c.c_uint64(address), c.c_void_p(array.ctypes.data),
-                 c.c_size_t(array.nbytes))  # fmt: skip
-        return address
-
-    def download(self, address: int, like: np.ndarray) -> np.ndarray:
-        array = np.empty_like(like)
-        self._do("cuMemcpyDtoH_v2", c.c_void_p(array.ctypes.data), c.c_uint64(address),
-                 c.c_size_t(array.nbytes))  # fmt: skip
-        return array
-
-    def free(self, address: int) -> None:
-        self._do("cuMemFree_v2", c.c_uint64(address))
-
-    def synchronize(self) -> None:
-        self._do("cuCtxSynchronize")
-
-
-def _run(driver: Driver, arrays: dict[str, np.ndarray], **options: Any) -> str:
-    """Computes on the GPU, brings out and lse back into `arrays`; the kernel's name."""
-    params = capi.attention_params(**arrays, **options)
-    addresses = {name: driver.upload(array) for name, array in arrays.items()}
-    for name, view in params.keep.items():
-        view.data = addresses[name]
-        view.device = capi.Device(capi.CUDA, 0)
-    lib = capi.load()
-    plan = capi.attention_plan(params)
-    # Poisoned, and of exactly the bytes that the plan asks for.
-    scratch = driver.upload(np.full(max(plan.workspace_bytes, 1), 0xFF, np.uint8))
-    size = c.c_size_t(plan.workspace_bytes)
-    capi.check(lib.flashmoe_attention_forward(params, c.c_void_p(scratch), size, None), lib)
-    driver.synchronize()
-    driver.free(scratch)
-    for name in ("out", "lse"):
-        arrays[name][...] = driver.download(addresses[name], arrays[name])
-    for address in addresses.values():
-        driver.free(address)
-    return plan.launches[0].kernel.decode()
-
-
 def serves(family: str) -> bool:
-    """Whether the family computes on this GPU: a plan of a small call tells."""
+    """Whether the family computes on this GPU."""
     shape = (1, 8, 1, 64)
     arrays = {
         name: capi.aligned_empty(shape, capi.DTYPES["fp16"]) for name in ("q", "k", "v", "out")
     }
     params = capi.attention_params(**arrays, kernel=family.encode())
-    for view in params.keep.values():
-        view.device = capi.Device(capi.CUDA, 0)
-    try:
-        capi.attention_plan(params)
-    except capi.FlashmoeError:
-        return False
-    return True
+    return sanitize.serves(params, capi.attention_plan)
 
 
 def check_call(
@@ -167,8 +94,10 @@ def check_call(
     mask = {"causal": causal, "window": window}
     # Any rows of a tile serve a call of this family; of the others the dimensions tell the kernel.
     wanted = kernel.table_name if kernel.family == "sm89_few_rows" else kernel.family
-    ran = _run(driver, arrays, layout=layout, **mask, softcap=softcap,
-               kernel=wanted.encode())  # fmt: skip
+    params = capi.attention_params(**arrays, layout=layout, **mask, softcap=softcap,
+                                   kernel=wanted.encode())  # fmt: skip
+    ran, *_ = sanitize.run(driver, arrays, ("out", "lse"), params, capi.attention_plan,
+                           "flashmoe_attention_forward")  # fmt: skip
     out, lse, q, k, v = (arrays[name] for name in ("out", "lse", "q", "k", "v"))
     if bad_key is None:
         reference.assert_accurate(out, lse, q, k, v, **mask, softcap=softcap, layout=layout)
@@ -179,9 +108,9 @@ def check_call(
     return ran
 
 
-def run_family(driver: Driver, family: str, small: bool) -> set[str]:
+def run_family(driver: Driver, family: str, small: bool, share: tuple[int, int]) -> set[str]:
     seen = set()
-    for kernel in sorted(kernels.attention(family)):
+    for kernel in sanitize.part_of(sorted(kernels.attention(family)), share):
         if small:
             options = _for_kernel(kernel, _SMALL[family])
             seen.add(check_call(driver, kernel, kernel.dim, kernel.dim_v, options))
@@ -195,20 +124,5 @@ def run_family(driver: Driver, family: str, small: bool) -> set[str]:
     return seen
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="FAMILY", help=", ".join(kernels.FAMILIES))
-    parser.add_argument("--small", action="store_true", help="each kernel on one small call")
-    given = parser.parse_args()
-    begin = time.monotonic()
-    driver = Driver()
-    seen: set[str] = set()
-    for family in given.parts or kernels.FAMILIES:
-        if serves(family):
-            seen |= run_family(driver, family, given.small)
-    print("\n".join(sorted(seen)))
-    print(f"{time.monotonic() - begin:.1f} s", file=sys.stderr)
-
-
 if __name__ == "__main__":
-    main()
+    sanitize.main(__doc__, kernels.FAMILIES, serves, run_family)

@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck python tests/gpu/sanitize_moe.py
     compute-sanitizer --tool racecheck python tests/gpu/sanitize_moe.py --small sm90
 
-Memory comes from the CUDA driver, one allocation for each tensor, as in sanitize_attention.py.
+Memory comes from the CUDA driver, one allocation for each tensor, as in sanitize.py.
 Every result is checked as well. Prints the kernels that ran.
 """
 
@@ -24,7 +24,7 @@ import capi_moe
 import kernels
 import moe_oracle
 import numpy as np
-from gpu.sanitize_attention import Driver
+from gpu.sanitize import Driver
 from moe_cases import Case, random_ids
 from moe_chains import MULTIPROCESSORS, RouteChain, few_tokens, once, sm89, sm90, twice
 
