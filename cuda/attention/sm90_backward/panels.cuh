@@ -90,13 +90,12 @@ struct PanelConsumer : Consumer<Traits> {
     ptx::wgmma_commit();
   }
 
-  // P, packed, and with a softcap what it leaves of it in scores.
-  __device__ __forceinline__ void make_p(uint32_t (&p)[kSlices][4], int first_key) {
-    float2 lse[kScores / 4];
+  __device__ __forceinline__ void load_rows(float2 (&lse)[kScores / 4]) {
     Base::load_lse(lse);
     read_row();
-    make_p(p, lse, first_key);
   }
+
+  // P, packed, and with a softcap what it leaves of it in scores.
   __device__ __forceinline__ void make_p(uint32_t (&p)[kSlices][4],
                                          const float2 (&lse)[kScores / 4], int first_key) {
     if constexpr (Traits::kCapped) {
@@ -189,10 +188,14 @@ struct PanelConsumer : Consumer<Traits> {
     auto& dp = scores;
     auto& dq = scores;
     Base::issue_scores();
+    float2 lse[kScores / 4];
+    constexpr bool kAhead = !Traits::kCapped;  // where there are registers
+    if (kAhead) load_rows(lse);
     ptx::wgmma_wait<0>();
     ptx::pin(scores);
+    if (!kAhead) load_rows(lse);
     uint32_t (&p)[kSlices][4] = ds;
-    make_p(p, first_key);
+    make_p(p, lse, first_key);
     ptx::mbarrier_wait(barriers.ds_empty(buffer()), (index >> 1 & 1) ^ 1);
     if constexpr (Traits::kCapped) leave_factors();
     issue_dv(p);
