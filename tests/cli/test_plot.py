@@ -212,6 +212,9 @@ def test_every_recorded_result_is_drawn(path: Path, chart: str) -> None:
         expected = {
             "speed": not record.is_grid(kept.cells),
             "roofline": "no ceilings" in str(reason),
+            "ratio": all(
+                set(cell["contenders"]) <= {"flashmoe"} for cell in kept.document["cells"]
+            ),
         }
         assert expected[chart]
     else:
