@@ -41,7 +41,6 @@ class Options(NamedTuple):
 
 
 _SMALL = Options(130, 200, 2, 1, "bottom_right")
-# A kernel has two of them, its family all.
 _OPTIONS = (
     _SMALL,
     Options(33, 17, 1, 1, "top_left", "bhsd", fp32=True),
@@ -142,8 +141,8 @@ def run_family(driver: Driver, family: str, small: bool, share: tuple[int, int])
             options = _for_kernel(family, kernel, _SMALL)
             seen |= check_call(driver, family, kernel, dim, dim_v, options)
             continue
-        for less, options in enumerate((_OPTIONS[index % len(_OPTIONS)],
-                                        _OPTIONS[(index + 3) % len(_OPTIONS)])):  # fmt: skip
+        for number, options in enumerate(_OPTIONS):
+            less = (index + number) % 2
             seen |= check_call(driver, family, kernel, dim - 8 * less, dim_v - 16 * less,
                                _for_kernel(family, kernel, options))  # fmt: skip
         if family == "sm90":

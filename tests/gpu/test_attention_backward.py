@@ -397,8 +397,8 @@ def test_two_hundred_runs_give_the_same_bits(case: Case) -> None:
 def test_other_heads_make_no_difference_to_the_bits(
     kernel: str, dtype: str, dims: tuple[int, int]
 ) -> None:
-    """Which blocks take an item and which heads alternate depend on all heads. Here all ascend:
-    where many heads descend, the sums of dq have another order for them."""
+    """Which blocks take an item and which heads alternate depend on all heads. Here all ascend
+    and no item is split: where many heads descend or items are, sums have another order."""
     case = Case(kernel=kernel, dtype=dtype, batch=3, seq_q=1100, seq_k=1100, heads_q=12,
                 heads_kv=6, dim=dims[0], dim_v=dims[1], causal="bottom_right")  # fmt: skip
     inputs, want = _checked(case)
