@@ -1060,7 +1060,9 @@ struct Consumer : Counters<Traits::kInPanels> {
 
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
   // columns from `first_column` on.
-  template <int kRegisters, class AnySplits = NoSplits>
+  // With kPairs rows are as the copy engine takes them: pairs of 16-bit elements, aligned, to which
+  // nothing is added.
+  template <bool kPairs = false, int kRegisters, class AnySplits = NoSplits>
   __device__ __forceinline__ void write_directly(const Direct& to,
                                                  const float (&values)[kRegisters], float scale,
                                                  int batch, int head, int first_row, int end_row,
@@ -1081,6 +1083,11 @@ struct Consumer : Counters<Traits::kInPanels> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) four[e] = values[4 * i + e];
         splits.add_to(four, 4 * i);
+        if constexpr (kPairs) {
+          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(to.rows) + place + column) =
+              Numeric::pack(four[2 * half] * scale, four[2 * half + 1] * scale);
+          continue;
+        }
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float value = four[2 * half + e] * scale;
@@ -1098,6 +1105,7 @@ struct Consumer : Counters<Traits::kInPanels> {
     }
   }
 
+  template <bool kPairs>
   __device__ __forceinline__ void write_dq_directly(const Direct& direct,
                                                     const float (&dq)[Traits::kDqRegisters],
                                                     uint32_t tile) const {
@@ -1108,7 +1116,7 @@ struct Consumer : Counters<Traits::kInPanels> {
     const int first_column =
         Traits::kSplitsColumns ? group * Traits::kDqColumns
                                : tile % Traits::kPanels * Traits::kPanelColumns;
-    write_directly(direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
+    write_directly<kPairs>(direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
                    tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group), params.seq_q,
                    first_column, params.dim);
   }
@@ -1143,12 +1151,19 @@ struct Consumer : Counters<Traits::kInPanels> {
           dq[4 * i + 3] += sum.w;
         }
       }
-      // By products always so: the box of a panel would be narrower than its swizzle.
-      const Direct& direct = Traits::kByProducts ? params.dq_rows : params.dq_direct;
-      if (direct.rows != nullptr) {
-        write_dq_directly(direct, dq, ptx::load_shared_uint(barriers.slot_tile(place)));
+      if (params.dq_direct.rows != nullptr) {
+        write_dq_directly<false>(params.dq_direct, dq,
+                                 ptx::load_shared_uint(barriers.slot_tile(place)));
+        return;
       }
-      if (Traits::kByProducts || direct.rows != nullptr) return;
+      if constexpr (Traits::kByProducts) {
+        // The box of a panel would be narrower than its swizzle.
+        if (params.dq_rows.rows != nullptr) {
+          write_dq_directly<true>(params.dq_rows, dq,
+                                  ptx::load_shared_uint(barriers.slot_tile(place)));
+        }
+        return;
+      }
       if (use == kLastPart) {
         // Rows overwrite what others read.
         if (Traits::kSharesDqBox) {
