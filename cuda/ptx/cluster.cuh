@@ -76,10 +76,10 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
 
 // The same, and lets the phase wait for so many bytes of copies as well.
 __device__ __forceinline__ void mbarrier_arrive_expect_cluster(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(
-                   barrier),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier),
+      "r"(bytes)
+      : "memory");
 }
 
 // Copies contiguous bytes of this block's shared memory, a multiple of 16, to a mapped place,

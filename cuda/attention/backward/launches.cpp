@@ -80,8 +80,7 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
   const SplitItems split = split_items_of(problem, entry);
   const int64_t items = split.first + (items_of(problem, entry) - split.first) * split.splits;
   const int64_t clusters = std::clamp<int64_t>(items, 1, most_blocks / entry.cluster);
-  flashmoe_launch& launch =
-      plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
+  flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
   if (entry.cluster > 1) launch.cluster = entry.cluster;
   if (problem.dsinks.data != nullptr) {
     FLASHMOE_TRY(load_kernel(entry.sinks, device_id, facts, &arch, reason));

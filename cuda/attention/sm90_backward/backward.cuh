@@ -215,8 +215,8 @@ struct Producer : Counters<Traits::kInPanels> {
     const uint32_t full = barriers.q_full(stage);
     ptx::mbarrier_arrive_expect(
         full, Traits::kQBytes + (Traits::kDeltaWithQ ? 2 : 1) * Traits::kRowBytes);
-    load_rows<Traits::kBoxes>(shared + Traits::kQOffset + stage * Traits::kQBytes, params.q, full, 0,
-                              tile_q, head * params.q_repeats.head,
+    load_rows<Traits::kBoxes>(shared + Traits::kQOffset + stage * Traits::kQBytes, params.q, full,
+                              0, tile_q, head * params.q_repeats.head,
                               item.batch * params.q_repeats.batch);
     ptx::bulk_load(shared + Traits::kLseOffset + stage * Traits::kRowBytes,
                    params.row_lse + rows_of(item, head, tile_q), Traits::kRowBytes, full,
@@ -316,8 +316,8 @@ struct Producer : Counters<Traits::kInPanels> {
     *place = item;
     if constexpr (Traits::kCluster > 1) {
       const uint32_t full = ptx::map_to_rank(barriers.item_full(), 1);
-      const uint32_t to = ptx::map_to_rank(
-          shared + Traits::kItemOffset + items % kItemsHeld * kItemBytes, 1);
+      const uint32_t to =
+          ptx::map_to_rank(shared + Traits::kItemOffset + items % kItemsHeld * kItemBytes, 1);
       ptx::store_async(to, item.batch, full);
       ptx::store_async(to + 4, item.head_kv, full);
       ptx::store_async(to + 8, item.tile, full);
@@ -1086,19 +1086,19 @@ struct Consumer : Counters<Traits::kInPanels> {
         if constexpr (kPairs) {
           *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(to.rows) + place + column) =
               Numeric::pack(four[2 * half] * scale, four[2 * half + 1] * scale);
-          continue;
-        }
+        } else {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float value = four[2 * half + e] * scale;
-          if (to.fp32) {
-            float* const at = static_cast<float*>(to.rows) + place + column + e;
-            if (params.accumulate) value += *at;
-            *at = value;
-          } else {
-            auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
-            if (params.accumulate) value += Numeric::to_float(*at);
-            *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
+          for (int e = 0; e < 2; ++e) {
+            float value = four[2 * half + e] * scale;
+            if (to.fp32) {
+              float* const at = static_cast<float*>(to.rows) + place + column + e;
+              if (params.accumulate) value += *at;
+              *at = value;
+            } else {
+              auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
+              if (params.accumulate) value += Numeric::to_float(*at);
+              *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
+            }
           }
         }
       }
@@ -1113,12 +1113,12 @@ struct Consumer : Counters<Traits::kInPanels> {
     const int head_of_all = tile_of_all / params.tiles_q;
     const int tile_q = tile_of_all - head_of_all * params.tiles_q;
     const int batch = head_of_all / params.heads_q;
-    const int first_column =
-        Traits::kSplitsColumns ? group * Traits::kDqColumns
-                               : tile % Traits::kPanels * Traits::kPanelColumns;
+    const int first_column = Traits::kSplitsColumns
+                                 ? group * Traits::kDqColumns
+                                 : tile % Traits::kPanels * Traits::kPanelColumns;
     write_directly<kPairs>(direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
-                   tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group), params.seq_q,
-                   first_column, params.dim);
+                           tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group),
+                           params.seq_q, first_column, params.dim);
   }
 
   // Stores the part of dQ of the step before in a slot, which `fill_slot` then hands to the writer.

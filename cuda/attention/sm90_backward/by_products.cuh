@@ -283,8 +283,8 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
     constexpr int kBytes = Traits::kGroupBoxBytes / 4;
     __syncwarp();
     if (lane_index() != 0) return;
-    const uint32_t from = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
-                          warp_of_group() * kBytes;
+    const uint32_t from =
+        shared + Traits::kDsOffset + buffer() * Traits::kDsBytes + warp_of_group() * kBytes;
     const uint32_t other = Base::rank() ^ 1;
     const uint32_t full = ptx::map_to_rank(barriers.ds_full(buffer()), other);
     ptx::mbarrier_arrive_expect_cluster(full, kBytes);

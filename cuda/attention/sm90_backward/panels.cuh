@@ -349,9 +349,8 @@ struct PanelConsumer : Consumer<Traits> {
                                                       float scale, int first_column,
                                                       int end_column) const {
     const SharedItem& item = shared_items[items % kItemsHeld];
-    Base::write_directly(direct, values, scale, item.batch, item.head_kv,
-                         first_key_of(item.tile), params.seq_k,
-                         first_column, end_column);
+    Base::write_directly(direct, values, scale, item.batch, item.head_kv, first_key_of(item.tile),
+                         params.seq_k, first_column, end_column);
   }
 
   template <bool kFirst>

@@ -136,8 +136,10 @@ struct Traits {
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
   static constexpr int kItemOffset = kDeltaOffset + kDeltaStages * kRowBytes;
   static constexpr int kBarriersOffset = kItemOffset + kItemsHeld * kItemBytes;
-  static constexpr int kBarriers =
-      (kByProducts ? 12 : kInPanels ? 8 : 6) + 2 * kStages + 2 * kDoStages + 2 * kSlots;
+  static constexpr int kBarriers = (kByProducts ? 12
+                                    : kInPanels ? 8
+                                                : 6) +
+                                   2 * kStages + 2 * kDoStages + 2 * kSlots;
   static constexpr int kSharedBytes =
       kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
