@@ -1064,9 +1064,9 @@ struct Consumer : Counters<Traits::kInPanels> {
         return;
       }
       if (use == kLastPart) {
-        // Rows overwrite what others read.
+        // Rows overwrite what others read. A consumer may be in a step that the other skips.
         if (Traits::kSharesDqBox) {
-          ptx::named_barrier_sync(kDsBarrier, kConsumers * kThreadsPerGroup);
+          ptx::named_barrier_sync_apart(kDsBarrier, kConsumers * kThreadsPerGroup);
         } else {
           ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
         }
