@@ -99,6 +99,16 @@ def test_tiles_come_and_go_by_the_copy_engine(mains: dict[Code, Counter[str]]) -
         assert sass.count(opcodes, "LDGSTS") == 0, f"{code}: copies of a thread's own"
 
 
+def test_blocks_share_items_where_dv_is_above_128(mains: dict[Code, Counter[str]]) -> None:
+    """They load queries for each other, pass items on, and send dS."""
+    for code, opcodes in _of(mains, "sm90_backward").items():
+        clusters = code.kernel.dim_v > 128
+        for name in ("UCGABAR_ARV", "UCGABAR_WAIT", "STAS"):
+            assert (sass.count(opcodes, name) > 0) == clusters, f"{code}: {name}: {opcodes}"
+        assert (opcodes["UTMALDG.4D.MULTICAST"] > 0) == clusters, f"{code}: {opcodes}"
+        assert (opcodes["UBLKCP.S.S"] > 0) == clusters, f"{code}: {opcodes}"
+
+
 def test_roles_divide_the_registers(mains: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(mains, "sm90_backward").items():
         sass.check_roles_divide_the_registers(code, opcodes)

@@ -390,6 +390,17 @@ void the_last_heads_ascend() {
   CHECK(descending(2, 1, 0, true) == 0);
 }
 
+// Blocks that share an item count for one.
+void the_last_heads_of_clusters_ascend() {
+  Call call({40, 512, 512, 2, 2, 256, 256}, FLASHMOE_DTYPE_BFLOAT);
+  call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  watch();
+  CHECK(call.run() == FLASHMOE_OK);
+  const Params& p = seen[1].params;
+  CHECK(p.tiles_k == 4 && p.order.descending == 80 - 33 && p.order.ascending_group == 33);
+  CHECK(call.plan().launches[1].grid[0] == 132);
+}
+
 // Groups are of one size, but for rounding.
 void heads_of_a_group_alternate() {
   using attention_backward::order_of;
@@ -767,6 +778,17 @@ constexpr Measured kMeasured[] = {
     {{1, 16384, 16384, 32, 32, 64, 64}, false, 0, 12000},
     {{1, 16384, 16384, 32, 32, 64, 64}, true, 0, 6297},
     {{2, 8192, 8192, 16, 16, 128, 128}, true, 1023, 745},
+    {{2, 4096, 4096, 16, 16, 192, 128}, true, 0, 920},
+    {{2, 4096, 4096, 16, 16, 192, 192}, false, 0, 3570},
+    {{2, 4096, 4096, 16, 16, 192, 192}, true, 0, 1746},
+    {{32, 512, 512, 8, 8, 256, 256}, false, 0, 665},
+    {{32, 512, 512, 8, 8, 256, 256}, true, 0, 479},
+    {{8, 2048, 2048, 8, 8, 256, 256}, false, 0, 2027},
+    {{8, 2048, 2048, 8, 8, 256, 256}, true, 0, 1105},
+    {{2, 8192, 8192, 8, 8, 256, 256}, false, 0, 7769},
+    {{2, 8192, 8192, 8, 8, 256, 256}, true, 0, 3777},
+    {{1, 16384, 16384, 8, 8, 256, 256}, true, 0, 7084},
+    {{2, 4096, 4096, 32, 8, 256, 256}, true, 0, 3899},
 };
 
 void estimates_are_near_what_was_measured() {
@@ -957,6 +979,7 @@ int main(int argc, char** argv) {
   splits_have_blocks_and_sums();
   head_dimensions_have_their_kernels();
   the_last_heads_ascend();
+  the_last_heads_of_clusters_ascend();
   heads_of_a_group_alternate();
   the_last_items_are_split();
   params_are_of_the_call();
