@@ -81,10 +81,10 @@ def test_products_are_wgmma(mains: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(mains, "sm90_backward").items():
         widths = sass.check_wgmma(code, opcodes, code.kernel.dtype)
         # Scores of a step's queries; dK and dV of a tile's columns; of dQ all columns of half of
-        # the queries, half of the columns of 64, or panels of 64 columns.
+        # the queries, half of the columns of 64, or panels of 64 columns, of 32 in clusters.
         dim, dim_v = code.kernel.dim, code.kernel.dim_v
         queries = 128 if dim == 64 and not code.kernel.capped else 64
-        of_dq = dim if queries == 128 else dim // 2 if dim <= 128 else 64
+        of_dq = dim if queries == 128 else dim // 2 if dim <= 128 else 64 if dim_v <= 128 else 32
         assert set(widths) == {queries, dim, dim_v, of_dq}, f"{code}: {widths}"
         assert sass.count(opcodes, "HMMA") == 0, f"{code}: products of one warp"
         products = sum(widths.values())
@@ -97,6 +97,16 @@ def test_tiles_come_and_go_by_the_copy_engine(mains: dict[Code, Counter[str]]) -
     for code, opcodes in _of(mains, "sm90_backward").items():
         sass.check_tma(code, opcodes)
         assert sass.count(opcodes, "LDGSTS") == 0, f"{code}: copies of a thread's own"
+
+
+def test_blocks_share_items_where_dv_is_above_128(mains: dict[Code, Counter[str]]) -> None:
+    """They load queries for each other, pass items on, and send dS."""
+    for code, opcodes in _of(mains, "sm90_backward").items():
+        clusters = code.kernel.dim_v > 128
+        for name in ("UCGABAR_ARV", "UCGABAR_WAIT", "STAS"):
+            assert (sass.count(opcodes, name) > 0) == clusters, f"{code}: {name}: {opcodes}"
+        assert (opcodes["UTMALDG.4D.MULTICAST"] > 0) == clusters, f"{code}: {opcodes}"
+        assert (opcodes["UBLKCP.S.S"] > 0) == clusters, f"{code}: {opcodes}"
 
 
 def test_roles_divide_the_registers(mains: dict[Code, Counter[str]]) -> None:

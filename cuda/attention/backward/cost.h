@@ -34,8 +34,8 @@ inline double main_microseconds(const AttentionProblem& p, const Entry& entry, c
   const double tile_k = entry.tile_k;
   const double tiles_q = ceil_of(work.seq_q, tile_q);
   const double tiles_k = ceil_of(work.seq_k, tile_k);
-  const double step =
-      tile_q * tile_k * 2.0 * (3 * entry.dim + 2 * entry.dim_v) / speed.rate;  // microseconds
+  const double step = tile_q * tile_k * 2.0 * (3 * entry.dim + 2 * entry.dim_v) /
+                      (speed.rate * entry.cluster);  // microseconds
   // Each bound cuts through tiles, of which all is computed.
   const double bounds = (p.bounded_left ? 1.0 : 0.0) + (p.bounded_right ? 1.0 : 0.0);
   const double cut = bounds * (tile_q + tile_k) / 2;
@@ -48,7 +48,7 @@ inline double main_microseconds(const AttentionProblem& p, const Entry& entry, c
     longest_tiles = std::min(tiles_q, (work.most_keys + cut) / tile_q);
   }
   const double longest = speed.item + work.heads_q / work.heads_kv * longest_tiles * step;
-  return std::max(all / std::min<double>(items, facts.multiprocessors), longest);
+  return std::max(all / std::min<double>(items, facts.multiprocessors / entry.cluster), longest);
 }
 
 inline double microseconds_of(const AttentionProblem& p, const Entry& entry, const Speed& speed,

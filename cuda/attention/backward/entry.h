@@ -14,6 +14,7 @@ struct Entry : AttentionKernel {
   Kernel sinks;
   int sinks_threads;
   int split_floats;  // dV and dK of a split of an item; 0: the kernel splits none
+  int cluster = 1;   // blocks that share an item
 };
 
 }  // namespace flashmoe::attention_backward

@@ -79,7 +79,9 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
       .tile_m = entry.prologue_rows;
   const SplitItems split = split_items_of(problem, entry);
   const int64_t items = split.first + (items_of(problem, entry) - split.first) * split.splits;
-  plan_launch(entry, device_id, suffix, std::clamp<int64_t>(items, 1, most_blocks), plan);
+  const int64_t clusters = std::clamp<int64_t>(items, 1, most_blocks / entry.cluster);
+  flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
+  if (entry.cluster > 1) launch.cluster = entry.cluster;
   if (problem.dsinks.data != nullptr) {
     FLASHMOE_TRY(load_kernel(entry.sinks, device_id, facts, &arch, reason));
     plan_launch(entry.sinks, device_id, suffix, problem.heads_q, entry.sinks_threads,
@@ -122,7 +124,8 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, CommonPa
   const int64_t heads_per_kv = p.heads_q / p.heads_kv;
   const int64_t row_bytes = (p.dim + p.dim_v) * dtype_bytes(p.q.dtype) + p.dim * 4;  // Q, dO, a sum
   params->order = order_of(p.batch * p.heads_kv, heads_per_kv, params->tiles_k,
-                           p.seq_q * heads_per_kv * row_bytes, p.bounded_right);
+                           p.seq_q * heads_per_kv * row_bytes, p.bounded_right,
+                           kBlocksOfLargest / entry.cluster);
   params->split = split_items_of(p, entry);
 }
 

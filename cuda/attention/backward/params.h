@@ -34,12 +34,12 @@ inline constexpr int64_t kBlocksOfLargest = 132;
 inline constexpr int64_t kGroupBytes = int64_t{16} << 20;
 
 // `head_bytes` is what the items of a head read and add again and again, `bounded_right` whether a
-// row sees no key behind its own.
+// row sees no key behind its own, `at_a_time` how many items the largest GPU runs.
 inline HeadOrder order_of(int64_t heads, int64_t heads_per_kv, int64_t tiles_k, int64_t head_bytes,
-                          bool bounded_right) {
+                          bool bounded_right, int64_t at_a_time = kBlocksOfLargest) {
   tiles_k = std::max(tiles_k, int64_t{1});
   // Up to two items for each block: the longest ones come first among so many heads.
-  const int64_t filling = std::max(2 * kBlocksOfLargest / tiles_k, int64_t{1});
+  const int64_t filling = std::max(2 * at_a_time / tiles_k, int64_t{1});
   HeadOrder order = {0, 1, 1};
   // With query heads inside an item, neighbours that descend are too far from each other for the
   // L2. Without a bound all items begin with the same query tile, whatever the order.

@@ -32,6 +32,7 @@
 #include "cuda/attention/sm90_backward/traits.cuh"
 #include "cuda/numeric/constants.h"
 #include "cuda/numeric/dtype.cuh"
+#include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
@@ -95,6 +96,17 @@ struct Barriers {
   }
   // With Share::kProducts: P is in the buffer that dS will be in.
   __device__ __forceinline__ uint32_t p_full(int buffer) const { return ds_empty(buffer); }
+  // The other block made its dQ of the dS of this buffer, of both blocks.
+  __device__ __forceinline__ uint32_t ds_taken(int buffer) const {
+    return at(kSlotBarriers + 2 * kSlots + 4 + buffer);
+  }
+  // Of the first block: the second one has a place for an item. Of the second one: it is there.
+  __device__ __forceinline__ uint32_t item_wanted() const {
+    return at(kSlotBarriers + 2 * kSlots + 6);
+  }
+  __device__ __forceinline__ uint32_t item_full() const {
+    return at(kSlotBarriers + 2 * kSlots + 7);
+  }
   // Words behind the barriers: the use of a slot, and the tile of dQ that it holds a part of, or
   // the panel of a tile.
   __device__ __forceinline__ uint32_t slot_use(int slot) const {
@@ -112,6 +124,22 @@ struct Barriers {
 __device__ __forceinline__ void release(uint32_t barrier) {
   __syncwarp();
   if (lane_index() == 0) ptx::mbarrier_arrive(barrier);
+}
+
+// The number of this block among those that share an item.
+template <class Traits>
+__device__ __forceinline__ uint32_t block_rank() {
+  return Traits::kCluster > 1 ? ptx::cluster_rank() : 0;
+}
+
+// Waits for what other blocks that share the item take part in.
+template <class Traits>
+__device__ __forceinline__ void wait_for_blocks(uint32_t barrier, uint32_t parity) {
+  if constexpr (Traits::kCluster > 1) {
+    ptx::mbarrier_wait_cluster(barrier, parity);
+  } else {
+    ptx::mbarrier_wait(barrier, parity);
+  }
 }
 
 // Counters of a role, from which stages, slots and parities follow. Only their lowest bits matter:
@@ -158,24 +186,38 @@ struct Producer : Counters<Traits::kInPanels> {
                                       uint32_t shared_, Item* items_)
       : params(params_), barriers(barriers_), shared(shared_), shared_items(items_) {}
 
+  // A tile of queries. Of blocks that share an item each loads every second box, to both.
+  template <int kBoxes>
+  __device__ __forceinline__ void load_rows(uint32_t to, const CUtensorMap& map, uint32_t full,
+                                            int first_rank, int tile_q, int head, int batch) const {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      if constexpr (Traits::kCluster > 1) {
+        if ((box + first_rank) % Traits::kCluster != block_rank<Traits>()) continue;
+        ptx::tma_load_multicast(to + box * Traits::kQueryBoxBytes, &map, full, ptx::kEvictNormal,
+                                (1 << Traits::kCluster) - 1, box * kBoxColumns,
+                                tile_q * Traits::kTileQ, head, batch);
+      } else {
+        ptx::tma_load(to + box * Traits::kQueryBoxBytes, &map, full, ptx::kEvictNormal,
+                      box * kBoxColumns, tile_q * Traits::kTileQ, head, batch);
+      }
+    }
+  }
+
   __device__ __forceinline__ void load_q(const SharedItem& item, const Steps& steps) {
     const int head = item.head_kv * params.heads_per_kv + steps.head;
     const int tile_q = steps.tile_q;
     const uint32_t stage = index % Traits::kStages;
-    ptx::mbarrier_wait(barriers.q_empty(stage), ~(index / Traits::kStages) & 1);
+    wait_for_blocks<Traits>(barriers.q_empty(stage), ~(index / Traits::kStages) & 1);
     if constexpr (Traits::kInPanels) {
       ptx::store_shared(barriers.stage_row(stage), static_cast<uint32_t>(tile_q * Traits::kTileQ));
     }
     const uint32_t full = barriers.q_full(stage);
     ptx::mbarrier_arrive_expect(
         full, Traits::kQBytes + (Traits::kDeltaWithQ ? 2 : 1) * Traits::kRowBytes);
-#pragma unroll
-    for (int box = 0; box < Traits::kBoxes; ++box) {
-      ptx::tma_load(
-          shared + Traits::kQOffset + stage * Traits::kQBytes + box * Traits::kQueryBoxBytes,
-          &params.q, full, ptx::kEvictNormal, box * kBoxColumns, tile_q * Traits::kTileQ,
-          head * params.q_repeats.head, item.batch * params.q_repeats.batch);
-    }
+    load_rows<Traits::kBoxes>(shared + Traits::kQOffset + stage * Traits::kQBytes, params.q, full,
+                              0, tile_q, head * params.q_repeats.head,
+                              item.batch * params.q_repeats.batch);
     ptx::bulk_load(shared + Traits::kLseOffset + stage * Traits::kRowBytes,
                    params.row_lse + rows_of(item, head, tile_q), Traits::kRowBytes, full,
                    ptx::kEvictNormal);
@@ -186,17 +228,13 @@ struct Producer : Counters<Traits::kInPanels> {
     const int head = item.head_kv * params.heads_per_kv + steps.head;
     const int tile_q = steps.tile_q;
     const uint32_t stage = index % Traits::kDoStages;
-    ptx::mbarrier_wait(barriers.do_empty(stage), ~(index / Traits::kDoStages) & 1);
+    wait_for_blocks<Traits>(barriers.do_empty(stage), ~(index / Traits::kDoStages) & 1);
     const uint32_t full = barriers.do_full(stage);
     ptx::mbarrier_arrive_expect(full,
                                 Traits::kDoBytes + (Traits::kDeltaWithQ ? 0 : Traits::kRowBytes));
-#pragma unroll
-    for (int box = 0; box < Traits::kBoxesV; ++box) {
-      ptx::tma_load(
-          shared + Traits::kDoOffset + stage * Traits::kDoBytes + box * Traits::kQueryBoxBytes,
-          &params.dout, full, ptx::kEvictNormal, box * kBoxColumns, tile_q * Traits::kTileQ,
-          head * params.dout_repeats.head, item.batch * params.dout_repeats.batch);
-    }
+    load_rows<Traits::kBoxesV>(shared + Traits::kDoOffset + stage * Traits::kDoBytes, params.dout,
+                               full, 1, tile_q, head * params.dout_repeats.head,
+                               item.batch * params.dout_repeats.batch);
     if constexpr (!Traits::kDeltaWithQ) load_delta(item, head, tile_q, stage, full);
   }
 
@@ -223,7 +261,7 @@ struct Producer : Counters<Traits::kInPanels> {
     for (int box = 0; box < Traits::kBoxesV; ++box) {
       ptx::tma_load(shared + Traits::kVOffset + box * Traits::kKeyBoxBytes, &params.v,
                     barriers.v_full(), ptx::kEvictNormal, box * kBoxColumns,
-                    item.tile * Traits::kTileK, item.head_kv * params.v_repeats.head,
+                    first_key_of(item, block_rank<Traits>()), item.head_kv * params.v_repeats.head,
                     item.batch * params.v_repeats.batch);
     }
   }
@@ -235,18 +273,61 @@ struct Producer : Counters<Traits::kInPanels> {
       ptx::mbarrier_arrive(barriers.k_full());
       return;
     }
-    ptx::mbarrier_arrive_expect(barriers.k_full(), Traits::kKBytes);
-#pragma unroll
-    for (int box = 0; box < Traits::kBoxes; ++box) {
-      ptx::tma_load(shared + Traits::kKOffset + box * Traits::kKeyBoxBytes, &params.k,
-                    barriers.k_full(), ptx::kEvictNormal, box * kBoxColumns,
-                    item.tile * Traits::kTileK, item.head_kv * params.k_repeats.head,
-                    item.batch * params.k_repeats.batch);
+    ptx::mbarrier_arrive_expect(barriers.k_full(), Traits::kKBytes + Traits::kOtherKBytes);
+    const uint32_t rank = block_rank<Traits>();
+    load_boxes_of_k<Traits::kBoxes>(shared + Traits::kKOffset, item, 0, rank);
+    if constexpr (Traits::kCluster > 1) {
+      load_boxes_of_k<Traits::kOtherBoxes>(shared + Traits::kOtherKOffset, item,
+                                           rank * Traits::kBoxes / 2, rank ^ 1);
     }
+  }
+  template <int kBoxes>
+  __device__ __forceinline__ void load_boxes_of_k(uint32_t to, const SharedItem& item,
+                                                  int first_box, uint32_t rank) const {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      ptx::tma_load(to + box * Traits::kKeyBoxBytes, &params.k, barriers.k_full(),
+                    ptx::kEvictNormal, (first_box + box) * kBoxColumns, first_key_of(item, rank),
+                    item.head_kv * params.k_repeats.head, item.batch * params.k_repeats.batch);
+    }
+  }
+  static __device__ __forceinline__ int first_key_of(const SharedItem& item, uint32_t rank) {
+    return item.tile * Traits::kTileK + rank * Traits::kBlockKeys;
   }
 
   __device__ __forceinline__ int take_ticket() const {
     return static_cast<int>(atomicAdd(params.ticket, 1u));
+  }
+
+  // The next item, in its place. Blocks that share items get them from the first one.
+  __device__ __forceinline__ Item take_item(Item* place) {
+    if constexpr (Traits::kCluster > 1) {
+      if (block_rank<Traits>() != 0) {
+        ptx::mbarrier_arrive_expect(barriers.item_full(), kItemBytes);
+        ptx::mbarrier_arrive_cluster(ptx::map_to_rank(barriers.item_wanted(), 0));
+        ptx::mbarrier_wait_cluster(barriers.item_full(), items & 1);
+        const SharedItem& item = *place;
+        return {item.batch, item.head_kv, item.tile,       item.begin,
+                item.end,   item.ascends, item.split_item, item.split};
+      }
+      ptx::mbarrier_wait_cluster(barriers.item_wanted(), items & 1);
+    }
+    const Item item = Item::at<Traits>(params, take_ticket());
+    *place = item;
+    if constexpr (Traits::kCluster > 1) {
+      const uint32_t full = ptx::map_to_rank(barriers.item_full(), 1);
+      const uint32_t to =
+          ptx::map_to_rank(shared + Traits::kItemOffset + items % kItemsHeld * kItemBytes, 1);
+      ptx::store_async(to, item.batch, full);
+      ptx::store_async(to + 4, item.head_kv, full);
+      ptx::store_async(to + 8, item.tile, full);
+      ptx::store_async(to + 12, item.begin, full);
+      ptx::store_async(to + 16, item.end, full);
+      ptx::store_async(to + 20, item.ascends, full);
+      ptx::store_async(to + 24, item.split_item, full);
+      ptx::store_async(to + 28, item.split, full);
+    }
+    return item;
   }
 
   // K comes last of what an item begins with: it is the last to be given back. An item is taken
@@ -254,8 +335,7 @@ struct Producer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ void run() {
     for (;; ++items) {
       Item* const place = shared_items + items % kItemsHeld;
-      const Item taken = Item::at<Traits>(params, take_ticket());
-      *place = taken;
+      const Item taken = take_item(place);
       const SharedItem& item = *place;
       Steps steps(taken, params.heads_per_kv);
       const bool any = steps.left > 0;
@@ -478,7 +558,8 @@ struct Writer : Counters<Traits::kInPanels> {
   template <int kColumnBoxes>
   __device__ __forceinline__ void write_keys_by_boxes(const CUtensorMap& map, const Direct& direct,
                                                       const SharedItem& item, bool last) {
-    const int row = item.tile * Traits::kTileK + (Traits::kByProducts ? 0 : slot * kKeysPerGroup);
+    const int group = Traits::kByProducts ? block_rank<Traits>() : slot;
+    const int row = item.tile * Traits::kTileK + group * kKeysPerGroup;
 #pragma unroll 1
     for (int first = 0; first < kColumnBoxes; first += Traits::kSlotBoxes) {
       wait_for_consumers();
@@ -504,7 +585,8 @@ struct Writer : Counters<Traits::kInPanels> {
       Steps steps(shared_items[items % kItemsHeld], params.heads_per_kv);
       int panel = first_panel<Traits>(index, slot);
       const auto part_of_panel = [&] {
-        return part_of(item, item.head_kv * params.heads_per_kv + steps.head, steps.tile_q, panel);
+        return part_of(item, item.head_kv * params.heads_per_kv + steps.head, steps.tile_q,
+                       block_rank<Traits>() * Traits::kBlockPanels + panel);
       };
       Part part = {};
       if (steps.left > 0) {
@@ -516,7 +598,7 @@ struct Writer : Counters<Traits::kInPanels> {
       while (steps.left > 0) {
         const Part now = part;
         panel += kConsumers;
-        if (panel >= Traits::kPanels) {
+        if (panel >= Traits::kBlockPanels) {
           steps.advance(item.ascends, params.heads_per_kv);
           ++index;
           panel = first_panel<Traits>(index, slot);
@@ -525,7 +607,7 @@ struct Writer : Counters<Traits::kInPanels> {
         if (now.last) {
           give_turn_on();
           wait_for_consumers();
-          if (params.dq_direct.rows == nullptr) store_panel(item, now);
+          if (!Traits::kByProducts && params.dq_direct.rows == nullptr) store_panel(item, now);
         } else {
           add_panel(now);
         }
@@ -651,7 +733,7 @@ struct Consumer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ uint32_t buffer() const { return index & 1; }
   __device__ __forceinline__ uint32_t slot_parity() const { return ((index >> 1) + items) & 1; }
 
-  // Which 64 keys of the tile are this consumer's.
+  // Which 64 of the block's keys are this consumer's.
   __device__ __forceinline__ int key_group() const { return Traits::kByProducts ? 0 : group; }
 
   // Where tiles begin. By products as if it were another place each time: what follows from it,
@@ -997,7 +1079,9 @@ struct Consumer : Counters<Traits::kInPanels> {
 
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
   // columns from `first_column` on.
-  template <int kRegisters, class AnySplits = NoSplits>
+  // With kPairs rows are as the copy engine takes them: pairs of 16-bit elements, aligned, to which
+  // nothing is added.
+  template <bool kPairs = false, int kRegisters, class AnySplits = NoSplits>
   __device__ __forceinline__ void write_directly(const Direct& to,
                                                  const float (&values)[kRegisters], float scale,
                                                  int batch, int head, int first_row, int end_row,
@@ -1018,34 +1102,42 @@ struct Consumer : Counters<Traits::kInPanels> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) four[e] = values[4 * i + e];
         splits.add_to(four, 4 * i);
+        if constexpr (kPairs) {
+          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(to.rows) + place + column) =
+              Numeric::pack(four[2 * half] * scale, four[2 * half + 1] * scale);
+        } else {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float value = four[2 * half + e] * scale;
-          if (to.fp32) {
-            float* const at = static_cast<float*>(to.rows) + place + column + e;
-            if (params.accumulate) value += *at;
-            *at = value;
-          } else {
-            auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
-            if (params.accumulate) value += Numeric::to_float(*at);
-            *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
+          for (int e = 0; e < 2; ++e) {
+            float value = four[2 * half + e] * scale;
+            if (to.fp32) {
+              float* const at = static_cast<float*>(to.rows) + place + column + e;
+              if (params.accumulate) value += *at;
+              *at = value;
+            } else {
+              auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
+              if (params.accumulate) value += Numeric::to_float(*at);
+              *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
+            }
           }
         }
       }
     }
   }
 
-  __device__ __forceinline__ void write_dq_directly(const float (&dq)[Traits::kDqRegisters],
+  template <bool kPairs>
+  __device__ __forceinline__ void write_dq_directly(const Direct& direct,
+                                                    const float (&dq)[Traits::kDqRegisters],
                                                     uint32_t tile) const {
     const uint32_t tile_of_all = tile / Traits::kPanels;
     const int head_of_all = tile_of_all / params.tiles_q;
     const int tile_q = tile_of_all - head_of_all * params.tiles_q;
     const int batch = head_of_all / params.heads_q;
-    const int first_column =
-        Traits::kSplitsColumns ? group * Traits::kDqColumns : tile % Traits::kPanels * kBoxColumns;
-    write_directly(params.dq_direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
-                   tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group), params.seq_q,
-                   first_column, params.dim);
+    const int first_column = Traits::kSplitsColumns
+                                 ? group * Traits::kDqColumns
+                                 : tile % Traits::kPanels * Traits::kPanelColumns;
+    write_directly<kPairs>(direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
+                           tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group),
+                           params.seq_q, first_column, params.dim);
   }
 
   // Stores the part of dQ of the step before in a slot, which `fill_slot` then hands to the writer.
@@ -1079,7 +1171,16 @@ struct Consumer : Counters<Traits::kInPanels> {
         }
       }
       if (params.dq_direct.rows != nullptr) {
-        write_dq_directly(dq, ptx::load_shared_uint(barriers.slot_tile(place)));
+        write_dq_directly<false>(params.dq_direct, dq,
+                                 ptx::load_shared_uint(barriers.slot_tile(place)));
+        return;
+      }
+      if constexpr (Traits::kByProducts) {
+        // The box of a panel would be narrower than its swizzle.
+        if (params.dq_rows.rows != nullptr) {
+          write_dq_directly<true>(params.dq_rows, dq,
+                                  ptx::load_shared_uint(barriers.slot_tile(place)));
+        }
         return;
       }
       if (use == kLastPart) {

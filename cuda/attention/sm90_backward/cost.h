@@ -1,6 +1,5 @@
 // How fast the sm_90 backward kernels are. Fitted to measurements on an H200
-// (docs/lab/attention_backward.md); for head dimensions above 128 derived from the bytes of shared
-// memory that a step moves.
+// (docs/lab/attention_backward.md).
 #pragma once
 
 #include "cuda/attention/backward/cost.h"
@@ -13,7 +12,8 @@ using attention_backward::Speed;
 inline Speed speed_of(const Entry& entry) {
   if (entry.dim <= 64) return {4.05e6, 3.75};
   if (entry.dim <= 128) return {4.5e6, 2.0};
-  return entry.dim_v <= 128 ? Speed{4.0e6, 3.0} : Speed{3.3e6, 3.0};
+  if (entry.dim_v <= 128) return {4.0e6, 3.0};
+  return entry.dim <= 192 ? Speed{2.4e6, 9.0} : Speed{2.9e6, 9.0};
 }
 
 }  // namespace flashmoe::sm90_backward

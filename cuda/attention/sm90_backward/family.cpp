@@ -94,8 +94,8 @@ std::array<MapOf, kMaps> maps_of(const AttentionBackwardProblem& p, const Entry&
   };
   return {
       map(&Params::q, p.q, p.dim, p.seq_q, p.heads_q, entry.tile_q),
-      map(&Params::k, p.k, p.dim, p.seq_k, p.heads_kv, entry.tile_k),
-      map(&Params::v, p.v, p.dim_v, p.seq_k, p.heads_kv, entry.tile_k),
+      map(&Params::k, p.k, p.dim, p.seq_k, p.heads_kv, entry.tile_k / entry.cluster),
+      map(&Params::v, p.v, p.dim_v, p.seq_k, p.heads_kv, entry.tile_k / entry.cluster),
       map(&Params::dout, p.dout, p.dim_v, p.seq_q, p.heads_q, entry.tile_q),
       gradient(&Params::dq, p.dq, p.dim, p.seq_q, p.heads_q),
       gradient(&Params::dk, p.dk, p.dim, p.seq_k, p.heads_kv),

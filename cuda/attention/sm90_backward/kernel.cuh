@@ -4,6 +4,7 @@
 #include "cuda/attention/sm90_backward/backward.cuh"
 #include "cuda/attention/sm90_backward/by_products.cuh"
 #include "cuda/attention/sm90_backward/panels.cuh"
+#include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/registers.cuh"
 
@@ -24,29 +25,40 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     constexpr int kConsumerWarps = kWarps * kConsumers;
     constexpr int kWarpsOfV = Traits::kByProducts ? kWarps : kConsumerWarps;
     constexpr int kWarpsOfSlot = Traits::kInPanels ? kWarps : kConsumerWarps;
+    // Queries go to all blocks of a cluster at once.
+    constexpr int kWarpsOfQueries = Traits::kCluster * kConsumerWarps;
     ptx::mbarrier_init(barriers.k_full(), 1);
     ptx::mbarrier_init(barriers.k_empty(), kConsumerWarps + kSlots);
     ptx::mbarrier_init(barriers.v_full(), 1);
     ptx::mbarrier_init(barriers.v_empty(), kWarpsOfV);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       ptx::mbarrier_init(barriers.q_full(stage), 1);
-      ptx::mbarrier_init(barriers.q_empty(stage), kConsumerWarps);
+      ptx::mbarrier_init(barriers.q_empty(stage), kWarpsOfQueries);
     }
     for (int stage = 0; stage < Traits::kDoStages; ++stage) {
       ptx::mbarrier_init(barriers.do_full(stage), 1);
-      ptx::mbarrier_init(barriers.do_empty(stage), kConsumerWarps);
+      ptx::mbarrier_init(barriers.do_empty(stage), kWarpsOfQueries);
     }
     for (int slot = 0; slot < kSlots; ++slot) {
       ptx::mbarrier_init(barriers.slot_ready(slot), 1);
       ptx::mbarrier_init(barriers.slot_full(slot), kWarpsOfSlot);
     }
     for (int buffer = 0; buffer < 2; ++buffer) {
-      ptx::mbarrier_init(barriers.ds_full(buffer), kWarpsOfV);
+      ptx::mbarrier_init(barriers.ds_full(buffer), Traits::kCluster * kWarpsOfV);
       if (Traits::kInPanels) ptx::mbarrier_init(barriers.ds_empty(buffer), kWarpsOfV);
+      if (Traits::kByProducts) ptx::mbarrier_init(barriers.ds_taken(buffer), kConsumerWarps);
+    }
+    if (Traits::kByProducts) {
+      ptx::mbarrier_init(barriers.item_wanted(), 1);
+      ptx::mbarrier_init(barriers.item_full(), 1);
     }
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
+  if constexpr (Traits::kCluster > 1) {
+    ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();
+  }
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 
@@ -71,8 +83,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   } else {
     ptx::give_registers_back<Traits::kProducerRegisters>();
     const int warp = warp_index();
-    if (lane_index() != 0) return;
-    if (warp == 0) {
+    if (lane_index() != 0) {
+      // Other lanes have nothing to do.
+    } else if (warp == 0) {
       Producer<Traits>(params, barriers, shared, items).run();
     } else if (warp <= kSlots) {
       const int slot = warp - 1;
@@ -84,6 +97,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         writer.run();
       }
     }
+  }
+  // A block's shared memory is there until the other one is done with it.
+  if constexpr (Traits::kCluster > 1) {
+    __syncwarp();
+    ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();
   }
 }
 

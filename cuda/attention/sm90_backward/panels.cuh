@@ -54,6 +54,12 @@ struct PanelConsumer : Consumer<Traits> {
   static constexpr bool kAlwaysAdds = Traits::kCapped;
   __device__ __forceinline__ bool adds() const { return kAlwaysAdds || add; }
 
+  // This consumer's first key of a tile of them.
+  __device__ __forceinline__ int first_key_of(int tile) const {
+    const int group_of_tile = Traits::kByProducts ? block_rank<Traits>() : group;
+    return tile * Traits::kTileK + group_of_tile * kKeysPerGroup;
+  }
+
   // Read where it is used: it would cost a register.
   __device__ __forceinline__ void read_row() {
     row = static_cast<int>(ptx::load_shared_uint(barriers.stage_row(stage())));
@@ -328,9 +334,8 @@ struct PanelConsumer : Consumer<Traits> {
                                                       float scale, int first_column,
                                                       int end_column) const {
     const SharedItem& item = shared_items[items % kItemsHeld];
-    Base::write_directly(direct, values, scale, item.batch, item.head_kv,
-                         item.tile * Traits::kTileK + key_group() * kKeysPerGroup, params.seq_k,
-                         first_column, end_column);
+    Base::write_directly(direct, values, scale, item.batch, item.head_kv, first_key_of(item.tile),
+                         params.seq_k, first_column, end_column);
   }
 
   template <bool kFirst>
@@ -370,7 +375,7 @@ __device__ __forceinline__ void take_items(AnyConsumer& consumer) {
     if (steps == 0) {
       consumer.give_back_unused();
     } else {
-      const int first_key = item.tile * Traits::kTileK + consumer.key_group() * kKeysPerGroup;
+      const int first_key = consumer.first_key_of(item.tile);
       consumer.begin();
       consumer.template take_step<true>(first_key, steps == 1);
 #pragma unroll 1

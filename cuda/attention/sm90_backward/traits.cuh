@@ -22,7 +22,7 @@ inline constexpr int kStageWordBytes = 4;
 enum class Share {
   kKeys,           // 64 keys of a tile of 128: all their products, and half of dQ
   kKeysAndPanels,  // the same, and panels of 64 columns of dQ in turns
-  kProducts,       // of a tile of 64 keys P and dV, or dS and dK, and every second panel of dQ
+  kProducts,       // P and dV, or dS and dK, of 64 keys of a tile of 128 that two blocks share
 };
 
 struct Tuning {
@@ -66,7 +66,10 @@ struct Traits {
   static constexpr bool kCapped = kTuning.capped;
   static constexpr bool kInPanels = kTuning.share != Share::kKeys;
   static constexpr bool kByProducts = kTuning.share == Share::kProducts;
-  static constexpr int kTileK = (kByProducts ? 1 : kConsumers) * kKeysPerGroup;
+  static constexpr int kTileK = 2 * kKeysPerGroup;
+  // Blocks of a cluster share an item: each has some of the keys, and a share of the columns of dQ.
+  static constexpr int kCluster = kByProducts ? 2 : 1;
+  static constexpr int kBlockKeys = kTileK / kCluster;
   // Where dO has one stage it is given back before dS is made: delta comes with Q.
   static constexpr bool kDeltaWithQ = kByProducts;
   static constexpr int kDeltaStages = kDeltaWithQ ? kStages : kDoStages;
@@ -78,13 +81,14 @@ struct Traits {
 
   // setmaxnreg shares what the block has from its launch: 168 for each thread, 64 Ki / 384 in
   // eights.
-  static constexpr int kConsumerRegisters = kByProducts && kDim <= 192 ? 232 : 240;
+  static constexpr int kConsumerRegisters = kByProducts ? 232 : 240;
   static constexpr int kProducerRegisters = 3 * 168 - kConsumers * kConsumerRegisters;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 3 * 168);
 
-  // dQ of a step goes to global memory as a whole, or in panels of 64 columns.
-  static constexpr int kPanels = kInPanels ? kDim / kBoxColumns : 1;
-  static constexpr int kPanelColumns = kDim / kPanels;
+  // dQ of a step goes to global memory as a whole, or in panels of 64 columns, by products of 32.
+  static constexpr int kPanelColumns = kByProducts ? 32 : kInPanels ? kBoxColumns : kDim;
+  static constexpr int kPanels = kDim / kPanelColumns;
+  static constexpr int kBlockPanels = kPanels / kCluster;  // a block's share
   static_assert(!kInPanels || (kDim % kBoxColumns == 0 && kDimV % kBoxColumns == 0));
   // Of a whole one each consumer has 64 rows with 128 queries, half of the columns with 64.
   static constexpr bool kSplitsColumns = !kInPanels && kTileQ == 64;
@@ -98,15 +102,19 @@ struct Traits {
   // [dim / 64][queries][64], dS [queries / 64][keys][64].
   static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
   static constexpr int kBoxesV = ceil_div(kDimV, kBoxColumns);
-  static constexpr int kKeyBoxBytes = kTileK * kBoxRowBytes;
+  static constexpr int kKeyBoxBytes = kBlockKeys * kBoxRowBytes;
   static constexpr int kGroupBoxBytes = kKeysPerGroup * kBoxRowBytes;  // of a consumer's keys
   static constexpr int kQueryBoxBytes = kTileQ * kBoxRowBytes;
   static constexpr int kKBytes = kBoxes * kKeyBoxBytes;
   static constexpr int kVBytes = kBoxesV * kKeyBoxBytes;
+  // Of K of the cluster's other block what this one's columns of dQ take: boxes from
+  // `rank * kBoxes / 2` on.
+  static constexpr int kOtherBoxes = kCluster > 1 ? ceil_div(kBoxes, 2) : 0;
+  static constexpr int kOtherKBytes = kOtherBoxes * kKeyBoxBytes;
   static constexpr int kQBytes = kBoxes * kQueryBoxBytes;
   static constexpr int kDoBytes = kBoxesV * kQueryBoxBytes;
   static constexpr int kRowBytes = kTileQ * 4;  // of a number for each query
-  static constexpr int kDsBytes = kTileQ / 64 * kKeyBoxBytes;
+  static constexpr int kDsBytes = kTileQ / 64 * kTileK * kBoxRowBytes;
   // A slot holds a part of dQ in fp32, dK, or dV. Where each consumer has a slot of its own, dK and
   // dV of 64 keys go through it a few boxes at a time.
   static constexpr int kDqBytes = kTileQ * kPanelColumns * 4;
@@ -118,7 +126,8 @@ struct Traits {
   static constexpr int kSlotWordBytes = kInPanels ? 16 : 8;
 
   static constexpr int kKOffset = 0;
-  static constexpr int kVOffset = kKOffset + kKBytes;
+  static constexpr int kOtherKOffset = kKOffset + kKBytes;
+  static constexpr int kVOffset = kOtherKOffset + kOtherKBytes;
   static constexpr int kQOffset = kVOffset + kVBytes;
   static constexpr int kDoOffset = kQOffset + kStages * kQBytes;
   static constexpr int kDsOffset = kDoOffset + kDoStages * kDoBytes;
@@ -127,7 +136,10 @@ struct Traits {
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
   static constexpr int kItemOffset = kDeltaOffset + kDeltaStages * kRowBytes;
   static constexpr int kBarriersOffset = kItemOffset + kItemsHeld * kItemBytes;
-  static constexpr int kBarriers = (kInPanels ? 8 : 6) + 2 * kStages + 2 * kDoStages + 2 * kSlots;
+  static constexpr int kBarriers = (kByProducts ? 12
+                                    : kInPanels ? 8
+                                                : 6) +
+                                   2 * kStages + 2 * kDoStages + 2 * kSlots;
   static constexpr int kSharedBytes =
       kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);

@@ -76,7 +76,8 @@ static Entry entry_of(const char* name, const char* prologue, const char* sinks)
            256,
            {sinks, kSinks, 256, loaded_of<Traits>[2]},
            1024,
-           Traits::kSplitFloats},
+           Traits::kSplitFloats,
+           Traits::kCluster},
           Traits::kCapped,
           kBoxColumns,
           kKeysPerGroup};
@@ -333,24 +334,24 @@ void a_kernel_may_be_named() {
 void head_dimensions_have_their_kernels() {
   const struct {
     int64_t dim, dim_v;
-    int kernel_dim, kernel_dim_v, tile_k, panels;
-  } cases[] = {{128, 128, 128, 128, 128, 1}, {192, 128, 192, 128, 128, 3},
-               {136, 8, 192, 128, 128, 3},   {192, 136, 192, 192, 64, 3},
-               {8, 136, 192, 192, 64, 3},    {200, 64, 256, 256, 64, 4},
-               {256, 256, 256, 256, 64, 4}};
+    int kernel_dim, kernel_dim_v, panels, cluster;
+  } cases[] = {{128, 128, 128, 128, 1, 1}, {192, 128, 192, 128, 3, 1}, {136, 8, 192, 128, 3, 1},
+               {192, 136, 192, 192, 6, 2}, {8, 136, 192, 192, 6, 2},   {200, 64, 256, 256, 8, 2},
+               {256, 256, 256, 256, 8, 2}};
   for (const auto& each : cases) {
     const Call call({1, 300, 1000, 2, 2, each.dim, each.dim_v}, FLASHMOE_DTYPE_BFLOAT);
     watch();
     CHECK(call.run() == FLASHMOE_OK);
     const flashmoe_launch& main = call.plan().launches[1];
     CHECK(main.dim == each.kernel_dim && main.dim_v == each.kernel_dim_v);
-    CHECK(main.tile_m == 64 && main.tile_n == each.tile_k);
+    CHECK(main.tile_m == 64 && main.tile_n == 128);
     const Params& p = seen[1].params;
-    CHECK(p.tiles_q == 5 && p.tiles_k == (1000 + each.tile_k - 1) / each.tile_k);
+    CHECK(p.tiles_q == 5 && p.tiles_k == 8);
     CHECK(p.split.first == 2 * p.tiles_k && p.split.splits == 1);
-    CHECK(main.grid[0] == static_cast<uint32_t>(2 * p.tiles_k));
+    CHECK(main.grid[0] == static_cast<uint32_t>(2 * p.tiles_k * each.cluster));
+    CHECK(main.cluster == (each.cluster > 1 ? each.cluster : 0));
     CHECK(offset(p.ticket) - offset(p.turns) >= 2 * 5 * each.panels * 4);
-    CHECK(fake::maps[kK].box[1] == static_cast<cuuint32_t>(each.tile_k));
+    CHECK(fake::maps[kK].box[1] == static_cast<cuuint32_t>(128 / each.cluster));
   }
 }
 
@@ -387,6 +388,17 @@ void the_last_heads_ascend() {
   CHECK(descending(7, 1, 64, true) == 0);
   CHECK(descending(1, 1, 1, true) == 0);
   CHECK(descending(2, 1, 0, true) == 0);
+}
+
+// Blocks that share an item count for one.
+void the_last_heads_of_clusters_ascend() {
+  Call call({40, 512, 512, 2, 2, 256, 256}, FLASHMOE_DTYPE_BFLOAT);
+  call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  watch();
+  CHECK(call.run() == FLASHMOE_OK);
+  const Params& p = seen[1].params;
+  CHECK(p.tiles_k == 4 && p.order.descending == 80 - 33 && p.order.ascending_group == 33);
+  CHECK(call.plan().launches[1].grid[0] == 132);
 }
 
 // Groups are of one size, but for rounding.
@@ -766,6 +778,17 @@ constexpr Measured kMeasured[] = {
     {{1, 16384, 16384, 32, 32, 64, 64}, false, 0, 12000},
     {{1, 16384, 16384, 32, 32, 64, 64}, true, 0, 6297},
     {{2, 8192, 8192, 16, 16, 128, 128}, true, 1023, 745},
+    {{2, 4096, 4096, 16, 16, 192, 128}, true, 0, 920},
+    {{2, 4096, 4096, 16, 16, 192, 192}, false, 0, 3570},
+    {{2, 4096, 4096, 16, 16, 192, 192}, true, 0, 1746},
+    {{32, 512, 512, 8, 8, 256, 256}, false, 0, 665},
+    {{32, 512, 512, 8, 8, 256, 256}, true, 0, 479},
+    {{8, 2048, 2048, 8, 8, 256, 256}, false, 0, 2027},
+    {{8, 2048, 2048, 8, 8, 256, 256}, true, 0, 1105},
+    {{2, 8192, 8192, 8, 8, 256, 256}, false, 0, 7769},
+    {{2, 8192, 8192, 8, 8, 256, 256}, true, 0, 3777},
+    {{1, 16384, 16384, 8, 8, 256, 256}, true, 0, 7084},
+    {{2, 4096, 4096, 32, 8, 256, 256}, true, 0, 3899},
 };
 
 void estimates_are_near_what_was_measured() {
@@ -956,6 +979,7 @@ int main(int argc, char** argv) {
   splits_have_blocks_and_sums();
   head_dimensions_have_their_kernels();
   the_last_heads_ascend();
+  the_last_heads_of_clusters_ascend();
   heads_of_a_group_alternate();
   the_last_items_are_split();
   params_are_of_the_call();
