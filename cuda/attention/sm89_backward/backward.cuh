@@ -37,6 +37,7 @@
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/ptx/relaxed.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/tile/mma_tile.cuh"
 #include "cuda/tile/thread.cuh"
@@ -48,6 +49,8 @@ using reread::thread_index;
 
 // Without a shuffle: what a warp has in common need not be known to be so.
 __device__ __forceinline__ int warp_index() { return thread_index() / kThreadsPerWarp; }
+
+inline constexpr int kSchedulers = 4;  // of a multiprocessor, which its warps take in turns
 
 using attention_backward::kNoItem;
 using attention_backward::Part;
@@ -472,26 +475,28 @@ struct Block {
     if (takes) keep(ticket);
     __syncthreads();  // P and dS are there; of the step before all has been read and added
     if (!begins) release_turn(previous());
-    const volatile Item& item_of_next = left > 0 ? item() : next_item();
-    const bool copies_more = left > 0 || steps_of(item_of_next) > 0;
-    if (copies_more) {
-      const Step next = left > 0 ? step.next(params, item_of_next) : Step::first_of(item_of_next);
-      copies.copy_q(item_of_next, next, number + 1);
-      if (Traits::kDoutStages == 2) copies.copy_dout(item_of_next, next, number + 1);
-      if (left == 0) copies.copy_v(item_of_next);
-    }
     const bool wants_dq = params.dq_rows.rows != nullptr;
     Turn turn = {};
-    if (wants_dq) turn = ask_for_turn();
-    if (params.dv_rows.rows != nullptr) {
-      multiply_keys<DoutLayout, Traits::kVColumns>(dv, p(), copies.dout(number));
+    // Of two warps of a scheduler one begins with the copies and one with the products.
+    const int copies_at = warp_index() / kSchedulers % 2;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      if (i == copies_at) {
+        copy_next(left, [&](const volatile Item& item, const Step& next) {
+          copies.copy_q(item, next, number + 1);
+          if (Traits::kDoutStages == 2) copies.copy_dout(item, next, number + 1);
+          if (left == 0) copies.copy_v(item);
+        });
+        if (wants_dq) turn = ask_for_turn();
+      } else if (params.dv_rows.rows != nullptr) {
+        multiply_keys<DoutLayout, Traits::kVColumns>(dv, p(), copies.dout(number));
+      }
     }
     if (Traits::kDoutStages == 1) {
       __syncthreads();  // dO has been read
-      if (copies_more) {
-        const Step next = left > 0 ? step.next(params, item_of_next) : Step::first_of(item_of_next);
-        copies.copy_dout(item_of_next, next, number + 1);
-      }
+      copy_next(left, [&](const volatile Item& item, const Step& next) {
+        copies.copy_dout(item, next, number + 1);
+      });
     }
     if (params.dk_rows.rows != nullptr) {
       multiply_keys<QLayout, Traits::kKColumns>(dk, ds(), copies.q(number));
@@ -500,6 +505,14 @@ struct Block {
     QuerySums dq;
     make_dq(dq);
     hand_over(dq, turn);
+  }
+  // Calls copy(item, step) of the step behind the one at hand, if there is one.
+  template <class Copy>
+  __device__ __forceinline__ void copy_next(int left, const Copy& copy) const {
+    const volatile Item& item = left > 0 ? this->item() : next_item();
+    if (left > 0 || steps_of(item) > 0) {
+      copy(item, left > 0 ? step.next(params, item) : Step::first_of(item));
+    }
   }
   // The step before this one of the item.
   __device__ __forceinline__ Step previous() const {
