@@ -233,14 +233,13 @@ struct Block {
     });
   }
 
-  // P and dS of a step.
-  __device__ __forceinline__ void make_scores(bool begins) const {
-    Scores scores;
+  // P of a step, or with a softcap what dP - delta is multiplied by.
+  __device__ __forceinline__ void make_p(Scores& scores, bool begins) const {
     clear(scores);
     const bool masked = is_masked();
     copies.wait_for_q(number);
     if (begins) wait_for(copies.k_full(), items % 2);
-    multiply_rows<QLayout, kHeldByItem + kHeldByScores>(scores, copies.q(number), copies.k());
+    multiply_rows<QLayout, kHeldByItem + 2 * kHeldByScores>(scores, copies.q(number), copies.k());
     const bool capped = params.score.capped();
     if (capped) params.score.cap(scores);
     if (masked) mask(scores);
@@ -250,13 +249,25 @@ struct Block {
     } else {
       exponentiate<false>(scores);
     }
+  }
+  // dP - delta of a step.
+  __device__ __forceinline__ void make_dp(Scores& dp, bool begins) const {
     copies.wait_for_dout(number);
     if (begins) wait_for(copies.v_full(), items % 2);
-    if (params.dq_rows.rows == nullptr && params.dk_rows.rows == nullptr) return;
-    Scores dp;
     begin_dp(dp);
-    multiply_rows<DoutLayout, kHeldByItem + 2 * kHeldByScores>(dp, copies.dout(number),
-                                                               copies.v());
+    multiply_rows<DoutLayout, kHeldByItem + 2 * kHeldByScores>(dp, copies.dout(number), copies.v());
+  }
+  // P and dS of a step. Of two warps of a scheduler one makes P while the other's products run.
+  __device__ __forceinline__ void make_scores(bool begins) const {
+    Scores scores;
+    Scores dp;
+    if (warp_index() / kSchedulers % 2 == 0) {
+      make_p(scores, begins);
+      make_dp(dp, begins);
+    } else {
+      make_dp(dp, begins);
+      make_p(scores, begins);
+    }
     store_ds(scores, dp);
   }
 
