@@ -15,9 +15,9 @@
 // order of additions is fixed.
 //
 // No latency of global memory is waited for where it can be helped. Copies of a step are issued a
-// step ahead, those of the next item in the last step of this one, behind a ticket that was taken at
-// its beginning. The word that counts parts is asked behind the middle of a step and looked at when
-// the part is there; that a part has been added is said in the middle of the next step.
+// step ahead, those of the next item in the last step of this one, behind a ticket that was taken
+// at its beginning. The word that counts parts is asked behind the middle of a step and looked at
+// when the part is there; that a part has been added is said in the middle of the next step.
 //
 // One step: S, P -> shared | dP, dS -> shared | barrier | dV, dK, dQ -> sum. With two buffers of P
 // and dS a warp that is ahead goes on to the next step's S beside others that are at this one's dQ.
@@ -50,8 +50,6 @@ using reread::thread_index;
 // Without a shuffle: what a warp has in common need not be known to be so.
 __device__ __forceinline__ int warp_index() { return thread_index() / kThreadsPerWarp; }
 
-inline constexpr int kSchedulers = 4;  // of a multiprocessor, which its warps take in turns
-
 using attention_backward::kNoItem;
 using attention_backward::Part;
 using attention_backward::Parts;
@@ -73,7 +71,8 @@ struct Block {
   using QuerySums = Fragment<Traits::kQueryRows, Traits::kQColumns>;
 
   // Registers of sums that are alive in all products, and of a step's.
-  static constexpr int kHeldByItem = Traits::kKeyRows * (Traits::kKColumns + Traits::kVColumns) / 32;
+  static constexpr int kHeldByItem =
+      Traits::kKeyRows * (Traits::kKColumns + Traits::kVColumns) / 32;
   static constexpr int kHeldByScores = Traits::kScoreRows * Traits::kScoreColumns / 32;
   static constexpr int kHeldByDq = Traits::kQueryRows * Traits::kQColumns / 32;
 
@@ -233,13 +232,14 @@ struct Block {
     });
   }
 
-  // P of a step, or with a softcap what dP - delta is multiplied by.
-  __device__ __forceinline__ void make_p(Scores& scores, bool begins) const {
+  // P and dS of a step.
+  __device__ __forceinline__ void make_scores(bool begins) const {
+    Scores scores;
     clear(scores);
     const bool masked = is_masked();
     copies.wait_for_q(number);
     if (begins) wait_for(copies.k_full(), items % 2);
-    multiply_rows<QLayout, kHeldByItem + 2 * kHeldByScores>(scores, copies.q(number), copies.k());
+    multiply_rows<QLayout, kHeldByItem + kHeldByScores>(scores, copies.q(number), copies.k());
     const bool capped = params.score.capped();
     if (capped) params.score.cap(scores);
     if (masked) mask(scores);
@@ -249,25 +249,12 @@ struct Block {
     } else {
       exponentiate<false>(scores);
     }
-  }
-  // dP - delta of a step.
-  __device__ __forceinline__ void make_dp(Scores& dp, bool begins) const {
     copies.wait_for_dout(number);
     if (begins) wait_for(copies.v_full(), items % 2);
+    if (params.dq_rows.rows == nullptr && params.dk_rows.rows == nullptr) return;
+    Scores dp;
     begin_dp(dp);
     multiply_rows<DoutLayout, kHeldByItem + 2 * kHeldByScores>(dp, copies.dout(number), copies.v());
-  }
-  // P and dS of a step. Of two warps of a scheduler one makes P while the other's products run.
-  __device__ __forceinline__ void make_scores(bool begins) const {
-    Scores scores;
-    Scores dp;
-    if (warp_index() / kSchedulers % 2 == 0) {
-      make_p(scores, begins);
-      make_dp(dp, begins);
-    } else {
-      make_dp(dp, begins);
-      make_p(scores, begins);
-    }
     store_ds(scores, dp);
   }
 
@@ -316,8 +303,7 @@ struct Block {
   // are kSumStride apart: a warp's lie side by side, as its additions are.
   static constexpr int kSumStride = ptx::kAddsVectors ? 1 : Traits::kThreads;
   __device__ __forceinline__ float* sum_of(int64_t place, int i) const {
-    return params.dq_sums + place * (Traits::kTileQ * Traits::kDim) +
-           i * Traits::kThreads * 4 +
+    return params.dq_sums + place * (Traits::kTileQ * Traits::kDim) + i * Traits::kThreads * 4 +
            thread_index() * (ptx::kAddsVectors ? 4 : 1);
   }
 
@@ -447,7 +433,8 @@ struct Block {
     if (to.rows == nullptr) return;
     const int warp = warp_index();
     const volatile Item& item = this->item();
-    const int first_row = item.tile * Traits::kTileK + warp / Traits::kKeys.columns * Traits::kKeyRows;
+    const int first_row =
+        item.tile * Traits::kTileK + warp / Traits::kKeys.columns * Traits::kKeyRows;
     const int first_column = warp % Traits::kKeys.columns * (8 * kTiles);
     const Part part = {item.batch,   item.head_kv,
                        first_row,    min(first_row + Traits::kKeyRows, params.seq_k),
@@ -486,28 +473,26 @@ struct Block {
     if (takes) keep(ticket);
     __syncthreads();  // P and dS are there; of the step before all has been read and added
     if (!begins) release_turn(previous());
+    const volatile Item& item_of_next = left > 0 ? item() : next_item();
+    const bool copies_more = left > 0 || steps_of(item_of_next) > 0;
+    if (copies_more) {
+      const Step next = left > 0 ? step.next(params, item_of_next) : Step::first_of(item_of_next);
+      copies.copy_q(item_of_next, next, number + 1);
+      if (Traits::kDoutStages == 2) copies.copy_dout(item_of_next, next, number + 1);
+      if (left == 0) copies.copy_v(item_of_next);
+    }
     const bool wants_dq = params.dq_rows.rows != nullptr;
     Turn turn = {};
-    // Of two warps of a scheduler one begins with the copies and one with the products.
-    const int copies_at = warp_index() / kSchedulers % 2;
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      if (i == copies_at) {
-        copy_next(left, [&](const volatile Item& item, const Step& next) {
-          copies.copy_q(item, next, number + 1);
-          if (Traits::kDoutStages == 2) copies.copy_dout(item, next, number + 1);
-          if (left == 0) copies.copy_v(item);
-        });
-        if (wants_dq) turn = ask_for_turn();
-      } else if (params.dv_rows.rows != nullptr) {
-        multiply_keys<DoutLayout, Traits::kVColumns>(dv, p(), copies.dout(number));
-      }
+    if (wants_dq) turn = ask_for_turn();
+    if (params.dv_rows.rows != nullptr) {
+      multiply_keys<DoutLayout, Traits::kVColumns>(dv, p(), copies.dout(number));
     }
     if (Traits::kDoutStages == 1) {
       __syncthreads();  // dO has been read
-      copy_next(left, [&](const volatile Item& item, const Step& next) {
-        copies.copy_dout(item, next, number + 1);
-      });
+      if (copies_more) {
+        const Step next = left > 0 ? step.next(params, item_of_next) : Step::first_of(item_of_next);
+        copies.copy_dout(item_of_next, next, number + 1);
+      }
     }
     if (params.dk_rows.rows != nullptr) {
       multiply_keys<QLayout, Traits::kKColumns>(dk, ds(), copies.q(number));
@@ -516,14 +501,6 @@ struct Block {
     QuerySums dq;
     make_dq(dq);
     hand_over(dq, turn);
-  }
-  // Calls copy(item, step) of the step behind the one at hand, if there is one.
-  template <class Copy>
-  __device__ __forceinline__ void copy_next(int left, const Copy& copy) const {
-    const volatile Item& item = left > 0 ? this->item() : next_item();
-    if (left > 0 || steps_of(item) > 0) {
-      copy(item, left > 0 ? step.next(params, item) : Step::first_of(item));
-    }
   }
   // The step before this one of the item.
   __device__ __forceinline__ Step previous() const {

@@ -142,20 +142,18 @@ struct Copies {
   template <class AnyItem>
   __device__ __forceinline__ void copy_q(const AnyItem& item, const Step& step,
                                          uint32_t number) const {
-    copy<typename Traits::QLayout, Traits::kTileQ>(q(number), params.q_rows, item.batch,
-                                                   step.head(params, item),
-                                                   step.tile_q * Traits::kTileQ, params.seq_q,
-                                                   params.dim);
+    copy<typename Traits::QLayout, Traits::kTileQ>(
+        q(number), params.q_rows, item.batch, step.head(params, item), step.tile_q * Traits::kTileQ,
+        params.seq_q, params.dim);
     copy_row_numbers(lse(number), params.row_lse, step.place(params, item));
     ptx::cp_async_arrive(q_full(number));
   }
   template <class AnyItem>
   __device__ __forceinline__ void copy_dout(const AnyItem& item, const Step& step,
                                             uint32_t number) const {
-    copy<typename Traits::DoutLayout, Traits::kTileQ>(dout(number), params.dout_rows, item.batch,
-                                                      step.head(params, item),
-                                                      step.tile_q * Traits::kTileQ, params.seq_q,
-                                                      params.dim_v);
+    copy<typename Traits::DoutLayout, Traits::kTileQ>(
+        dout(number), params.dout_rows, item.batch, step.head(params, item),
+        step.tile_q * Traits::kTileQ, params.seq_q, params.dim_v);
     copy_row_numbers(delta(number), params.row_delta, step.place(params, item));
     ptx::cp_async_arrive(dout_full(number));
   }

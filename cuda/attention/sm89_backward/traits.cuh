@@ -22,14 +22,14 @@ struct Split {
 // has the arithmetic behind the table.
 struct Tuning {
   int warps;
-  int tile_q;       // queries of a step
-  int tile_k;       // keys of an item
-  Split scores;     // of [tile_q, tile_k]: S and dP
-  Split keys;       // of [tile_k, dim]: dV and dK
-  Split queries;    // of [tile_q, dim]: dQ
-  int stages;       // steps of Q in flight or in use: two
-  int dout_stages;  // of dO: one or two
-  int buffers;      // steps of P and dS at a time; with two, one barrier a step is enough
+  int tile_q;             // queries of a step
+  int tile_k;             // keys of an item
+  Split scores;           // of [tile_q, tile_k]: S and dP
+  Split keys;             // of [tile_k, dim]: dV and dK
+  Split queries;          // of [tile_q, dim]: dQ
+  int stages;             // steps of Q in flight or in use: two
+  int dout_stages;        // of dO: one or two
+  int buffers;            // steps of P and dS at a time; with two, one barrier a step is enough
   int most_shared_bytes;  // of a block, on the GPUs that it is for
 };
 
