@@ -177,12 +177,15 @@ def transposing_loads(opcodes: Counter[str]) -> int:
     return sum(n for name, n in opcodes.items() if re.match(r"LDSM.*\.M?T", name))
 
 
-def check_cp_async(code: Code[Kernel], opcodes: Counter[str]) -> None:
-    """Tiles come by copies of 16 bytes, which something waits for."""
+def check_cp_async(
+    code: Code[Kernel], opcodes: Counter[str], *, awaited_by: str = "LDGDEPBAR"
+) -> None:
+    """Tiles come by copies of 16 bytes, which something waits for: groups of them, or ARRIVES at
+    mbarriers."""
     copies = [name for name in opcodes if name.startswith("LDGSTS")]
     assert copies, f"{code}: no LDGSTS"
     assert all("128" in name for name in copies), f"{code}: {copies}"
-    assert count(opcodes, "LDGDEPBAR") > 0, f"{code}: nothing waits for the copies"
+    assert count(opcodes, awaited_by) > 0, f"{code}: nothing waits for the copies"
 
 
 def check_tma(code: Code[Kernel], opcodes: Counter[str], *, stores: bool = True) -> None:

@@ -53,7 +53,7 @@ __device__ __forceinline__ void cp_async_wait() {
 
 // Arrives at an mbarrier once this thread's copies so far are done; one of the arrivals that the
 // barrier was initialised with. What reads the copies there by the copy engine or wgmma needs
-// fence_proxy_async first. sm_90.
+// fence_proxy_async first.
 __device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

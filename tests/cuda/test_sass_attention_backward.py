@@ -117,7 +117,7 @@ def test_roles_divide_the_registers(mains: dict[Code, Counter[str]]) -> None:
 def test_products_of_sm89_are_of_warps(mains: Found) -> None:
     for code, opcodes in _of(mains, "sm89_backward").items():
         sass.check_mma_sync(code, opcodes, code.kernel.dtype)
-        sass.check_cp_async(code, opcodes)
+        sass.check_cp_async(code, opcodes, awaited_by="ARRIVES")
         # P and dS by columns; Q, K and dO by rows of theirs.
         assert sass.transposing_loads(opcodes) > 0, f"{code}: {opcodes}"
 

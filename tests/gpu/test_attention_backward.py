@@ -582,8 +582,6 @@ def test_the_plan_is_the_launch(
     assert prologue.grid[0] == tiles_q * main.tile_m // prologue.tile_m
     items = -(-case.seq_k // main.tile_n) * case.batch * case.heads_kv
     resident = torch.cuda.get_device_properties(0).multi_processor_count
-    if kernel == "sm89" and main.block[0] == 128 and compiled == (64, 64):
-        resident *= 2
     assert main.grid[0] == min(items, resident)
     assert main.block[0] in {"sm90": (384,), "sm89": (128, 256)}[kernel]
     assert main.shared_bytes <= families.SHARED_BYTES["sm90_whole_tiles"]

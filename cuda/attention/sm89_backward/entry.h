@@ -5,8 +5,6 @@
 
 namespace flashmoe::sm89_backward {
 
-struct Entry : attention_backward::Entry {
-  int blocks_per_sm;  // that it is designed to run with
-};
+using attention_backward::Entry;
 
 }  // namespace flashmoe::sm89_backward

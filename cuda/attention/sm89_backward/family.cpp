@@ -24,9 +24,9 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-// Whether so many blocks of a kernel fit a multiprocessor.
-bool fit(const Entry& entry, int blocks, const DeviceFacts& facts) {
-  return blocks * (entry.shared_bytes + facts.reserved_shared_bytes_per_block) <=
+// Whether a block of a kernel, of which a multiprocessor takes one, fits it.
+bool fits(const Entry& entry, const DeviceFacts& facts) {
+  return entry.shared_bytes + facts.reserved_shared_bytes_per_block <=
          facts.shared_bytes_per_multiprocessor;
 }
 
@@ -43,21 +43,19 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
   FLASHMOE_TRY(attention_backward::check_lengths(problem, reason));
   const Entry* const entry = find_entry(
       kEntries, problem, [](const Entry&) { return true; },
-      [&](const Entry& each) { return fit(each, each.blocks_per_sm, *facts); });
+      [&](const Entry& each) { return fits(each, *facts); });
   if (entry == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_INTERNAL, "%s", "no kernel for these head dimensions");
   }
-  if (!fit(*entry, 1, *facts)) {
+  if (!fits(*entry, *facts)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
                          "%s takes %d bytes of shared memory, a multiprocessor of %s has %d",
                          entry->name, entry->shared_bytes, DeviceName::cuda(device_id).text,
                          facts->shared_bytes_per_multiprocessor);
   }
   // Persistent: no more blocks than run at a time.
-  const int64_t resident = int64_t{facts->multiprocessors} *
-                           (fit(*entry, entry->blocks_per_sm, *facts) ? entry->blocks_per_sm : 1);
-  FLASHMOE_TRY(
-      attention_backward::plan_launches(problem, *entry, *facts, "", resident, reason, plan));
+  FLASHMOE_TRY(attention_backward::plan_launches(problem, *entry, *facts, "",
+                                                 facts->multiprocessors, reason, plan));
   plan->info.microseconds =
       attention_backward::microseconds_of(problem, *entry, speed_of(*entry, *facts), *facts);
   return FLASHMOE_OK;

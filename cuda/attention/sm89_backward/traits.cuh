@@ -22,49 +22,44 @@ struct Split {
 // has the arithmetic behind the table.
 struct Tuning {
   int warps;
-  int tile_q;       // queries of a step
-  int tile_k;       // keys of an item
-  Split scores;     // of [tile_q, tile_k]: S and dP
-  Split keys;       // of [tile_k, dim]: dV and dK
-  Split queries;    // of [tile_q, dim]: dQ
-  int stages;       // steps of Q in flight or in use
-  int dout_stages;  // of dO
-  // Steps of P and dS at a time. With two, and three stages, one barrier a step is enough.
-  int buffers;
-  int blocks_per_sm;      // what the register allocation aims at
+  int tile_q;             // queries of a step
+  int tile_k;             // keys of an item
+  Split scores;           // of [tile_q, tile_k]: S and dP
+  Split keys;             // of [tile_k, dim]: dV and dK
+  Split queries;          // of [tile_q, dim]: dQ
+  int stages;             // steps of Q in flight or in use: two
+  int dout_stages;        // of dO: one or two
+  int buffers;            // steps of P and dS at a time; with two, one barrier a step is enough
   int most_shared_bytes;  // of a block, on the GPUs that it is for
 };
 
-// For GPUs with 228 KiB a multiprocessor, except that of dimension 64, which every one has room
-// for.
-constexpr Tuning tuning(int dim, int dim_v) {
-  const int widest = dim > dim_v ? dim : dim_v;
-  if (widest <= 64) {
-    return {4, 32, 128, {1, 4}, {4, 1}, {1, 4}, 2, 2, 1, 2, kMostSharedBytesOfAda};
-  }
-  if (widest <= 128) {
-    return {8, 64, 128, {2, 4}, {4, 2}, {2, 4}, 3, 3, 2, 1, kMostSharedBytesOfHopper};
-  }
-  return {8, 64, 64, {4, 2}, {2, 4}, {2, 4}, 2, 2, 1, 1, kMostSharedBytesOfHopper};
-}
-
+// For GPUs with 228 KiB a multiprocessor.
 template <int kDim, int kDimV>
 struct TableTuning {
-  static constexpr Tuning value = tuning(kDim, kDimV);
+  static constexpr Tuning value = [] {
+    const int widest = larger(kDim, kDimV);
+    if (widest <= 64) {
+      return Tuning{8, 128, 128, {4, 2}, {4, 2}, {4, 2}, 2, 2, 2, kMostSharedBytesOfHopper};
+    }
+    if (widest <= 128) {
+      return Tuning{8, 64, 128, {2, 4}, {4, 2}, {2, 4}, 2, 2, 2, kMostSharedBytesOfHopper};
+    }
+    return Tuning{8, 64, 64, {4, 2}, {2, 4}, {2, 4}, 2, 2, 2, kMostSharedBytesOfHopper};
+  }();
 };
 
-// For the 100 KiB of Ada, where one block has a multiprocessor.
+// For the 100 KiB of Ada.
 template <int kDim, int kDimV>
 struct AdaTuning {
   static constexpr Tuning value = [] {
     const int widest = larger(kDim, kDimV);
     if (widest <= 64) {
-      return Tuning{8, 64, 128, {2, 4}, {4, 2}, {2, 4}, 2, 2, 1, 1, kMostSharedBytesOfAda};
+      return Tuning{8, 64, 128, {2, 4}, {4, 2}, {2, 4}, 2, 2, 1, kMostSharedBytesOfAda};
     }
     if (widest <= 128) {
-      return Tuning{8, 64, 64, {2, 4}, {2, 4}, {2, 4}, 2, 1, 1, 1, kMostSharedBytesOfAda};
+      return Tuning{8, 64, 64, {2, 4}, {2, 4}, {2, 4}, 2, 1, 1, kMostSharedBytesOfAda};
     }
-    return Tuning{4, 32, 32, {2, 2}, {1, 4}, {1, 4}, 2, 1, 1, 1, kMostSharedBytesOfAda};
+    return Tuning{4, 32, 32, {2, 2}, {1, 4}, {1, 4}, 2, 1, 1, kMostSharedBytesOfAda};
   }();
 };
 
@@ -82,7 +77,6 @@ struct Traits {
   static constexpr int kStages = kTuning.stages;
   static constexpr int kDoutStages = kTuning.dout_stages;
   static constexpr int kBuffers = kTuning.buffers;
-  static constexpr int kBlocksPerSm = kTuning.blocks_per_sm;
 
   static constexpr Split kScores = kTuning.scores;
   static constexpr Split kKeys = kTuning.keys;
@@ -103,7 +97,7 @@ struct Traits {
   using VLayout = TileLayout<kDimV>;
   using ScoreLayout = TileLayout<kTileK>;  // of P and dS: [kTileQ, kTileK]
 
-  // [K][V][stages of Q][stages of dO][buffers of P][buffers of dS][lse][delta][item]
+  // [K][V][stages of Q][stages of dO][buffers of P][buffers of dS][lse][delta][items][barriers]
   static constexpr int kKBytes = kTileK * KLayout::kRowBytes;
   static constexpr int kVBytes = kTileK * VLayout::kRowBytes;
   static constexpr int kQBytes = kTileQ * QLayout::kRowBytes;
@@ -119,8 +113,12 @@ struct Traits {
   static constexpr int kLseOffset = kDsOffset + kBuffers * kScoreBytes;
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
   static constexpr int kItemOffset = kDeltaOffset + kDoutStages * kRowBytes;
-  static constexpr int kSharedBytes =
-      kItemOffset + static_cast<int>(sizeof(attention_backward::Item));
+  static constexpr int kItemBytes = static_cast<int>(sizeof(attention_backward::Item));
+  static constexpr int kBarriers = 2 + kStages + kDoutStages;
+  // The item at hand, the next one, and the one before, which slow warps may be writing still.
+  static constexpr int kItems = 4;
+  static constexpr int kBarrierOffset = kItemOffset + kItems * kItemBytes;
+  static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8;
   static_assert(kSharedBytes <= kTuning.most_shared_bytes);
 
   static_assert(kScores.rows * kScores.columns == kWarps && kKeys.rows * kKeys.columns == kWarps &&
@@ -136,8 +134,8 @@ struct Traits {
   static_assert(is_aligned(kScoreColumns, kTileK) && is_aligned(kKeyRows, kTileK) &&
                 is_aligned(kKColumns, kDim) && is_aligned(kVColumns, kDimV) &&
                 is_aligned(kQColumns, kDim));
-  static_assert((kBuffers == 1 && kStages == 2 && kDoutStages <= 2) ||
-                (kBuffers == 2 && kStages == 3 && kDoutStages == 3));
+  static_assert(kStages == 2 && (kDoutStages == 1 || kDoutStages == 2) &&
+                (kBuffers == 1 || kBuffers == 2));
 };
 
 }  // namespace flashmoe::sm89_backward
