@@ -4,7 +4,6 @@
 #include "cuda/attention/sm90_backward/backward.cuh"
 #include "cuda/attention/sm90_backward/by_products.cuh"
 #include "cuda/attention/sm90_backward/panels.cuh"
-#include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/registers.cuh"
 
 namespace flashmoe::sm90_backward {
@@ -45,10 +44,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if (Traits::kInPanels) ptx::mbarrier_init(barriers.ds_empty(buffer), kWarpsOfV);
     }
     ptx::fence_mbarrier_init();
+    ptx::store_shared(barriers.chunks_ready(), uint32_t{0});
   }
   __syncthreads();
-  ptx::wait_for_dependencies();
-  ptx::launch_dependents();
 
   const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
   if (group != 0) {
@@ -71,6 +69,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   } else {
     ptx::give_registers_back<Traits::kProducerRegisters>();
     const int warp = warp_index();
+    if (warp == 1 + kSlots) watch_prologue<Traits>(params, barriers.chunks_ready());
     if (lane_index() != 0) return;
     if (warp == 0) {
       Producer<Traits>(params, barriers, shared, items).run();

@@ -128,8 +128,9 @@ struct Traits {
   static constexpr int kItemOffset = kDeltaOffset + kDeltaStages * kRowBytes;
   static constexpr int kBarriersOffset = kItemOffset + kItemsHeld * kItemBytes;
   static constexpr int kBarriers = (kInPanels ? 8 : 6) + 2 * kStages + 2 * kDoStages + 2 * kSlots;
-  static constexpr int kSharedBytes =
-      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages;
+  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots +
+                                      kStageWordBytes * kStages +
+                                      static_cast<int>(sizeof(uint32_t));
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
 };
 
