@@ -28,6 +28,7 @@
 #pragma once
 
 #include "cuda/attention/sm90_backward/params.h"
+#include "cuda/attention/sm90_backward/repair.cuh"
 #include "cuda/attention/sm90_backward/tile.cuh"
 #include "cuda/attention/sm90_backward/traits.cuh"
 #include "cuda/numeric/constants.h"
@@ -106,6 +107,10 @@ struct Barriers {
   __device__ __forceinline__ uint32_t held_before(int slot) const { return slot_use(slot) + 12; }
   __device__ __forceinline__ uint32_t stage_row(int stage) const {
     return slot_use(kSlots) + kStageWordBytes * stage;
+  }
+  // Whether a warp of the consumers has marked something: repair.cuh.
+  __device__ __forceinline__ uint32_t has_marked(int warp) const {
+    return stage_row(Traits::kStages) + kMarkWordBytes * warp;
   }
 };
 
@@ -547,7 +552,7 @@ struct Writer : Counters<Traits::kInPanels> {
         write_keys_by_boxes<Traits::kBoxes>(params.dk, params.dk_direct, item, true);
       }
     }
-    ptx::tma_store_wait();
+    say_all_is_written();
   }
 
   // Writers take what leaves in turns: parts of dQ of all steps, then dV and dK.
@@ -600,7 +605,11 @@ struct Writer : Counters<Traits::kInPanels> {
                                    shared_items[items % kItemsHeld]);
       }
     }
+    say_all_is_written();
+  }
+  __device__ __forceinline__ void say_all_is_written() const {
     ptx::tma_store_wait();
+    offer();
   }
 };
 
@@ -947,11 +956,12 @@ struct Consumer : Counters<Traits::kInPanels> {
   };
 
   // 64 rows of a fragment as 16-bit elements, in boxes of 64 columns, of the first box from so many
-  // chunks of 8 columns on.
+  // chunks of 8 columns on. Says whether all that this thread has of them are finite.
   template <int kRegisters, class AnySplits = NoSplits>
-  __device__ __forceinline__ void store_rows(uint32_t address, const float (&values)[kRegisters],
+  __device__ __forceinline__ bool store_rows(uint32_t address, const float (&values)[kRegisters],
                                              float scale, int first_chunk = 0,
                                              const AnySplits& splits = {}) const {
+    uint32_t gathered = 0;
     // In panels ptxas would keep the places of dS's chunks for these: there are too few registers.
     const int lane = Traits::kInPanels ? lane_id() : 0;
     const int row_of_group =
@@ -969,11 +979,38 @@ struct Consumer : Counters<Traits::kInPanels> {
         packed[2 * half] = Numeric::pack(four[0] * scale, four[1] * scale);
         packed[2 * half + 1] = Numeric::pack(four[2] * scale, four[3] * scale);
       }
+#pragma unroll
+      for (uint32_t pair : packed) gathered = numeric::gather_nonfinite<Element>(gathered, pair);
       ptx::stmatrix_x4(
           row + slice / 4 * 64 * kBoxRowBytes +
               swizzled_chunk(Traits::kInPanels ? lane : lane_index(), slice, first_chunk),
           packed[0], packed[1], packed[2], packed[3]);
     }
+    return gathered == 0;
+  }
+
+  // Marks what this warp leaves of a part of a gradient as something to compute again.
+  __device__ __forceinline__ void mark(int64_t part) const {
+    const int warp = group * kWarpsPerGroup + warp_of_group();
+    params.marks[part * Traits::kMarkedWarps + warp] = static_cast<uint16_t>(1 + blockIdx.x);
+    ptx::store_shared(barriers.has_marked(warp), 1u);
+  }
+  template <Wanted kWanted>
+  __device__ __forceinline__ void mark_keys() const {
+    const SharedItem& item = shared_items[items % kItemsHeld];
+    const int head = item.batch * params.heads_kv + item.head_kv;
+    mark(first_part<Traits, kWanted>(params) +
+         int64_t{head} * params.tiles_k + item.tile);
+  }
+
+  // Whether a warp of a call with bounds has nothing that is not finite.
+  template <int kRegisters>
+  __device__ __forceinline__ bool is_clean(const float (&values)[kRegisters]) const {
+    if (params.score.masked == 0) return true;
+    float gathered = 0.0f;
+#pragma unroll
+    for (float value : values) gathered = fmaf(value, 0.0f, gathered);
+    return __all_sync(kFullWarp, gathered == 0.0f);
   }
 
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
@@ -999,25 +1036,18 @@ struct Consumer : Counters<Traits::kInPanels> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) four[e] = values[4 * i + e];
         splits.add_to(four, 4 * i);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float value = four[2 * half + e] * scale;
-          if (to.fp32) {
-            float* const at = static_cast<float*>(to.rows) + place + column + e;
-            if (params.accumulate) value += *at;
-            *at = value;
-          } else {
-            auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
-            if (params.accumulate) value += Numeric::to_float(*at);
-            *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
-          }
-        }
+attention_backward::store_pair<Element>(to, place + column, params.accumulate != 0,
+                                                four[2 * half] * scale, four[2 * half + 1] * scale);
       }
     }
   }
 
   __device__ __forceinline__ void write_dq_directly(const float (&dq)[Traits::kDqRegisters],
                                                     uint32_t tile) const {
+    if (!is_clean(dq)) {
+      mark(tile);
+      return;
+    }
     const uint32_t tile_of_all = tile / Traits::kPanels;
     const int head_of_all = tile_of_all / params.tiles_q;
     const int tile_q = tile_of_all - head_of_all * params.tiles_q;
@@ -1071,10 +1101,12 @@ struct Consumer : Counters<Traits::kInPanels> {
           ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
         }
       }
-      if (Traits::kSharesDqBox) {
-        store_rows(slot_of_group(place, 0), dq, params.scale, group * (Traits::kDqColumns / 8));
-      } else {
-        store_rows(slot, dq, params.scale);
+      const bool finite =
+          Traits::kSharesDqBox ? store_rows(slot_of_group(place, 0), dq, params.scale,
+                                            group * (Traits::kDqColumns / 8))
+                               : store_rows(slot, dq, params.scale);
+      if (!finite && params.score.masked != 0) {
+        mark(ptx::load_shared_uint(barriers.slot_tile(place)));
       }
     }
   }
@@ -1228,30 +1260,34 @@ struct Consumer : Counters<Traits::kInPanels> {
     const uint32_t first = buffer();
     ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
     if (!leaves) {
-      write_keys<Traits::kBoxesV>(params.dv_direct, dv, 1.0f, splits, first, params.dim_v);
+      write_keys<Wanted::kDv, Traits::kBoxesV>(params.dv_direct, dv, 1.0f, splits, first,
+                                               params.dim_v);
     }
     fill_slot(first);
     const uint32_t second = first ^ 1;
     ptx::mbarrier_wait(barriers.slot_ready(second), (((index + 1) >> 1) + items) & 1);
     if (!leaves) {
       if (splits.count > 0) splits.sums += Traits::kDimV / 2 * Splits::kStride;
-      write_keys<Traits::kBoxes>(params.dk_direct, dk, params.scale, splits, second, params.dim);
+      write_keys<Wanted::kDk, Traits::kBoxes>(params.dk_direct, dk, params.scale, splits, second,
+                                              params.dim);
     }
     fill_slot(second);
   }
 
-  template <int kColumnBoxes, int kRegisters>
+  template <Wanted kWanted, int kColumnBoxes, int kRegisters>
   __device__ __forceinline__ void write_keys(const Direct& direct,
                                              const float (&values)[kRegisters], float scale,
                                              const Splits& splits, uint32_t slot,
                                              int columns) const {
     if (direct.rows == nullptr) {
       const uint32_t to = slot_of_group(slot, kColumnBoxes * Traits::kGroupBoxBytes);
-      if (splits.count == 0) {
-        store_rows(to, values, scale);
-      } else {
-        store_rows(to, values, scale, 0, splits);
+      if (splits.count > 0) {
+        store_rows(to, values, scale, 0, splits);  // without bounds
+      } else if (!store_rows(to, values, scale) && params.score.masked != 0) {
+        mark_keys<kWanted>();
       }
+    } else if (!is_clean(values)) {
+      mark_keys<kWanted>();
     } else {
       const SharedItem& item = shared_items[items % kItemsHeld];
       write_directly(direct, values, scale, item.batch, item.head_kv,
@@ -1306,6 +1342,21 @@ struct Consumer : Counters<Traits::kInPanels> {
       write_keys();
       ++items;
     }
+    repair_marked([this] {
+      ptx::mbarrier_wait(barriers.slot_ready(buffer()), slot_parity());
+      ptx::mbarrier_wait(barriers.slot_ready(buffer() ^ 1), (((index + 1) >> 1) + items) & 1);
+    });
+  }
+
+  // What this warp has marked, when it is written.
+  template <class WaitForWriters>
+  __device__ __forceinline__ void repair_marked(const WaitForWriters& wait_for_writers) const {
+    __syncwarp();
+    const int warp = group * kWarpsPerGroup + warp_of_group();
+    if (ptx::load_shared_uint(barriers.has_marked(warp)) == 0) return;
+    wait_for_writers();
+    ptx::fence_proxy_async();
+    repair<Traits>(params, warp);
   }
 };
 

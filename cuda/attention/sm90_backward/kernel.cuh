@@ -44,6 +44,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::mbarrier_init(barriers.ds_full(buffer), kWarpsOfV);
       if (Traits::kInPanels) ptx::mbarrier_init(barriers.ds_empty(buffer), kWarpsOfV);
     }
+    for (int warp = 0; warp < Traits::kMarkedWarps; ++warp) {
+      ptx::store_shared(barriers.has_marked(warp), 0u);
+    }
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
