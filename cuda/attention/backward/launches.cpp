@@ -44,7 +44,7 @@ Layout layout_of(const AttentionProblem& p, const Entry& entry) {
   layout.turns = take(tiles * entry.dq_panels * int64_t{sizeof(uint32_t)});
   layout.ticket = take(sizeof(uint32_t));
   layout.split_turns = take(kBlocksOfLargest * int64_t{sizeof(uint32_t)});
-  const int64_t parts = tiles * entry.dq_panels + 2 * items_of(p, entry);  // with those of dK and dV
+  const int64_t parts = tiles * entry.dq_panels + 2 * items_of(p, entry);  // of dQ, dK and dV
   const bool bounded = p.bounded_left || p.bounded_right;
   layout.marks = take(bounded ? parts * entry.marked_warps * int64_t{sizeof(uint16_t)} : 0);
   layout.unwanted = take(std::max(p.dim, p.dim_v) * dtype_bytes(p.q.dtype));

@@ -999,8 +999,7 @@ struct Consumer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ void mark_keys() const {
     const SharedItem& item = shared_items[items % kItemsHeld];
     const int head = item.batch * params.heads_kv + item.head_kv;
-    mark(first_part<Traits, kWanted>(params) +
-         int64_t{head} * params.tiles_k + item.tile);
+    mark(first_part<Traits, kWanted>(params) + int64_t{head} * params.tiles_k + item.tile);
   }
 
   // Whether a warp of a call with bounds has nothing that is not finite.
@@ -1036,7 +1035,7 @@ struct Consumer : Counters<Traits::kInPanels> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) four[e] = values[4 * i + e];
         splits.add_to(four, 4 * i);
-attention_backward::store_pair<Element>(to, place + column, params.accumulate != 0,
+        attention_backward::store_pair<Element>(to, place + column, params.accumulate != 0,
                                                 four[2 * half] * scale, four[2 * half + 1] * scale);
       }
     }
@@ -1101,10 +1100,10 @@ attention_backward::store_pair<Element>(to, place + column, params.accumulate !=
           ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
         }
       }
-      const bool finite =
-          Traits::kSharesDqBox ? store_rows(slot_of_group(place, 0), dq, params.scale,
-                                            group * (Traits::kDqColumns / 8))
-                               : store_rows(slot, dq, params.scale);
+      const bool finite = Traits::kSharesDqBox
+                              ? store_rows(slot_of_group(place, 0), dq, params.scale,
+                                           group * (Traits::kDqColumns / 8))
+                              : store_rows(slot, dq, params.scale);
       if (!finite && params.score.masked != 0) {
         mark(ptx::load_shared_uint(barriers.slot_tile(place)));
       }

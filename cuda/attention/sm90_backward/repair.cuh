@@ -23,12 +23,13 @@ using attention_backward::Wanted;
 inline constexpr int kWarpsPerGroup = kThreadsPerGroup / kThreadsPerWarp;
 inline constexpr int kRowsPerWarp = 16;  // of 64 of a warpgroup
 
-// Whether a row holds nothing but finite elements; a whole warp.
+// Whether a row holds nothing but finite elements; a whole warp. The copy engine wrote it: a line
+// of the L1 may be older.
 template <class Element>
 __device__ __forceinline__ bool is_finite_row(const uint16_t* row, int columns) {
   bool finite = true;
   for (int pair = reread::lane_index(); 2 * pair < columns; pair += kThreadsPerWarp) {
-    const uint32_t elements = *reinterpret_cast<const uint32_t*>(row + 2 * pair);
+    const uint32_t elements = *reinterpret_cast<const volatile uint32_t*>(row + 2 * pair);
     finite = finite && !numeric::any_nonfinite<Element>(elements);
   }
   return __all_sync(kFullWarp, finite);
@@ -77,11 +78,10 @@ __device__ __forceinline__ void repair_dq(const Params& params, int64_t marked, 
   const int first_column = Traits::kSplitsColumns
                                ? group * Traits::kDqColumns
                                : static_cast<int>(marked % Traits::kPanels) * kBoxColumns;
-  repair_rows<Traits, Wanted::kDq>(
-      params, params.dq_direct,
-      {batch, head_of_all - batch * params.heads_q, first_row,
-       min(first_row + kRowsPerWarp, params.seq_q), first_column,
-       min(first_column + Traits::kDqColumns, params.dim)});
+  repair_rows<Traits, Wanted::kDq>(params, params.dq_direct,
+                                   {batch, head_of_all - batch * params.heads_q, first_row,
+                                    min(first_row + kRowsPerWarp, params.seq_q), first_column,
+                                    min(first_column + Traits::kDqColumns, params.dim)});
 }
 
 // Of dK or dV.
@@ -91,19 +91,18 @@ __device__ __forceinline__ void repair_keys(const Params& params, int64_t marked
   const int head_of_all = static_cast<int>(tile / params.tiles_k);
   const int tile_k = static_cast<int>(tile - int64_t{head_of_all} * params.tiles_k);
   const int batch = head_of_all / params.heads_kv;
-  const int first_row = tile_k * Traits::kTileK +
-                        warp * kRowsPerWarp % Traits::kTileK;
-  repair_rows<Traits, kWanted>(
-      params, kWanted == Wanted::kDk ? params.dk_direct : params.dv_direct,
-      {batch, head_of_all - batch * params.heads_kv, first_row,
-       min(first_row + kRowsPerWarp, params.seq_k), 0,
-       kWanted == Wanted::kDk ? params.dim : params.dim_v});
+  const int first_row = tile_k * Traits::kTileK + warp * kRowsPerWarp % Traits::kTileK;
+  repair_rows<Traits, kWanted>(params, kWanted == Wanted::kDk ? params.dk_direct : params.dv_direct,
+                               {batch, head_of_all - batch * params.heads_kv, first_row,
+                                min(first_row + kRowsPerWarp, params.seq_k), 0,
+                                kWanted == Wanted::kDk ? params.dim : params.dim_v});
 }
 
 // All that a warp of the consumers has marked, and that is written; a whole warp.
 template <class Traits>
 __device__ __forceinline__ void repair(const Params& params, int warp) {
-  const int64_t end = first_part<Traits, Wanted::kDk>(params) + attention_backward::key_parts(params);
+  const int64_t end =
+      first_part<Traits, Wanted::kDk>(params) + attention_backward::key_parts(params);
   const volatile uint16_t* const marks = params.marks + warp;
   for (int64_t first = 0; first < end; first += kThreadsPerWarp) {
     const int64_t own = first + reread::lane_index();

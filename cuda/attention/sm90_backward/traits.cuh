@@ -130,9 +130,8 @@ struct Traits {
   static constexpr int kItemOffset = kDeltaOffset + kDeltaStages * kRowBytes;
   static constexpr int kBarriersOffset = kItemOffset + kItemsHeld * kItemBytes;
   static constexpr int kBarriers = (kInPanels ? 8 : 6) + 2 * kStages + 2 * kDoStages + 2 * kSlots;
-  static constexpr int kSharedBytes =
-      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages +
-      kMarkWordBytes * kMarkedWarps;
+  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots +
+                                      kStageWordBytes * kStages + kMarkWordBytes * kMarkedWarps;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
 };
 
