@@ -40,10 +40,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks.environment, "for_record", dict)  # takes seconds
 
 
-def run(path: Path, *options: str) -> list[dict[str, Any]]:
+def run(path: Path, *options: str, status: int = 0) -> list[dict[str, Any]]:
     file = path / "sinks.json"
     words = ["--device", "cpu", "--seconds", "0.01", "--json", str(file), *options]
-    assert sinks.main(words) == 0
+    assert sinks.main(words) == status
     rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
     return rows
 
@@ -54,11 +54,30 @@ def test_ours_is_timed_with_sinks_and_without(small: None, tmp_path: Path) -> No
     for row in rows:
         assert set(row["contenders"]) == {"flashmoe", "without sinks"}
         assert all(entry["median_s"] > 0 for entry in row["contenders"].values())
-        assert row["kernels"][0].startswith("attention_forward_")
+        assert row["launches"][0]["kernel"].startswith("attention_forward_")
+        assert row["accuracy"]["passed"] and row["accuracy"]["lse_error"] < 1e-5
+
+
+def test_a_wrong_result_has_no_times(
+    small: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As it would be if the sinks were left out."""
+    right = sinks.fm.flash_attention
+
+    def without(*tensors: Any, sinks: Any = None, **options: Any) -> Any:
+        return right(*tensors, **options)
+
+    monkeypatch.setattr(sinks.fm, "flash_attention", without)
+    for row in run(tmp_path, status=1):
+        assert row["status"] == "void" and "contenders" not in row
+    assert "void: max|out - float64| is" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.1])
-def test_a_peer_must_agree(
+def test_a_peer_is_held_to_the_rule(
     shift: float,
     small: None,
     tmp_path: Path,
@@ -69,11 +88,12 @@ def test_a_peer_must_agree(
         sinks, "peer_call", lambda shape, inputs, given: lambda: plain(shape, inputs, given) + shift
     )
     for row in run(tmp_path, "--fa3", "library.so"):
-        assert row["difference"] == pytest.approx(shift, abs=1e-4)
-        assert ("fa3" in row["contenders"]) == (shift == 0)
+        peer = row["contenders"]["fa3"]
+        assert peer["status"] == ("ok" if shift == 0 else "void")
+        assert ("median_s" in peer) == (shift == 0)
     said = capsys.readouterr().out
     assert ("ratio" in said) == (shift == 0)
-    assert ("fa3 differs by 0.1" in said) == (shift > 0)
+    assert ("fa3 void: max|out - float64| is 0.1" in said) == (shift > 0)
 
 
 def test_the_peer_gets_sequences_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

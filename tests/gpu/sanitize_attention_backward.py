@@ -113,13 +113,25 @@ def check_call(
     ran = sanitize.run(driver, arrays, wanted, params, capi.attention_backward_plan,
                        "flashmoe_attention_backward")  # fmt: skip
     if bad_key is None:
-        got = tuple(arrays.get(gradient) for gradient in capi.GRADIENTS)
+        got = tuple(arrays.get(gradient) for gradient in ("dq", "dk", "dv"))
         reference_backward.assert_gradients_accurate(got, dout, q, k, v, dlse, sinks, **settings)
+        if "dsinks" in wanted:
+            _check_sinks(arrays, layout)
     else:
         _check_spread(
             arrays, reference.visible(seq_q, seq_k, causal=causal, window=window), bad_key
         )
     return set(ran)
+
+
+def _check_sinks(arrays: dict[str, np.ndarray], layout: str) -> None:
+    """By the formula from the same output and log-sum-exp. What the ordinary computation makes of
+    the only number of a head is luck, and no measure."""
+    rows = (arrays["out"].astype(np.float64) * arrays["dout"].astype(np.float64)).sum(-1)
+    delta = (rows.swapaxes(1, 2) if layout == "bshd" else rows) - arrays["dlse"]
+    terms = np.exp(arrays["sinks"][:, None].astype(np.float64) - arrays["lse"]) * delta
+    error = np.abs(arrays["dsinks"] + terms.sum((0, 2)))
+    assert (error <= 1e-5 * np.abs(terms).sum((0, 2)) + 1e-6).all(), error  # nor is it NaN
 
 
 def _check_spread(arrays: dict[str, np.ndarray], visible: np.ndarray, bad_key: int) -> None:

@@ -917,10 +917,29 @@ struct Consumer : Counters<Traits::kInPanels> {
 #pragma unroll
       for (int r = 0; r < 4; ++r) ds[slice][r] &= numeric::mask_of_nonzero<Element>(p[r]);
     }
-    ptx::stmatrix_x4(shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
-                         key_group() * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes +
-                         slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice),
+    ptx::stmatrix_x4(ds_row() + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice),
                      ds[slice][0], ds[slice][1], ds[slice][2], ds[slice][3]);
+  }
+
+  // The row of this step's buffer of dS whose chunks this lane's stmatrix stores.
+  __device__ __forceinline__ uint32_t ds_row() const {
+    return shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
+           key_group() * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
+  }
+
+  // The end of a step in which dS is zero.
+  __device__ __forceinline__ void end_skipped() {
+    const uint32_t store = ds_row();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice), 0, 0, 0,
+                       0);
+    }
+    ptx::fence_proxy_async_shared();
+    release(barriers.ds_full(buffer()));
+    release(barriers.do_empty(dout_stage()));
+    release(barriers.q_empty(stage()));
+    ++index;
   }
 
   __device__ __forceinline__ uint32_t slot_of_group(uint32_t slot, int bytes_per_group) const {
@@ -1093,9 +1112,9 @@ struct Consumer : Counters<Traits::kInPanels> {
         return;
       }
       if (use == kLastPart) {
-        // Rows overwrite what others read.
+        // Rows overwrite what others read. A consumer may be in a step that the other skips.
         if (Traits::kSharesDqBox) {
-          ptx::named_barrier_sync(kDsBarrier, kConsumers * kThreadsPerGroup);
+          ptx::named_barrier_sync_apart(kDsBarrier, kConsumers * kThreadsPerGroup);
         } else {
           ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
         }
@@ -1177,18 +1196,7 @@ struct Consumer : Counters<Traits::kInPanels> {
     // Phases are waited for one by one.
     ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
     if (last) release(barriers.v_empty());
-    const uint32_t store = shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
-                           key_group() * Traits::kGroupBoxBytes + matrix_row() * kBoxRowBytes;
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice), 0, 0, 0,
-                       0);
-    }
-    ptx::fence_proxy_async_shared();
-    release(barriers.ds_full(buffer()));
-    release(barriers.do_empty(dout_stage()));
-    release(barriers.q_empty(stage()));
-    ++index;
+    end_skipped();
   }
 
   // dQ of the step before.

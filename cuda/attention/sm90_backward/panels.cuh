@@ -28,6 +28,7 @@ struct PanelConsumer : Consumer<Traits> {
   using Base::dout_parity;
   using Base::dout_stage;
   using Base::ds;
+  using Base::ds_row;
   using Base::dv;
   using Base::group;
   using Base::holds;
@@ -105,12 +106,6 @@ struct PanelConsumer : Consumer<Traits> {
       if (Base::is_masked(first_key)) Base::mask(first_key);
       Base::pack(p, scores);
     }
-  }
-
-  // The row of this step's buffer of dS whose chunks this lane's stmatrix stores.
-  __device__ __forceinline__ uint32_t ds_row() const {
-    return shared + Traits::kDsOffset + buffer() * Traits::kDsBytes +
-           key_group() * Traits::kGroupBoxBytes + Base::matrix_row() * kBoxRowBytes;
   }
 
   // What dP - delta is multiplied by, which lies in the place of dS until that is made: P, or P
@@ -238,17 +233,7 @@ struct PanelConsumer : Consumer<Traits> {
     ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
     if (last) release(barriers.v_empty());
     ptx::mbarrier_wait(barriers.ds_empty(buffer()), (index >> 1 & 1) ^ 1);
-    const uint32_t store = ds_row();
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      ptx::stmatrix_x4(store + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice), 0, 0, 0,
-                       0);
-    }
-    ptx::fence_proxy_async_shared();
-    release(barriers.ds_full(buffer()));
-    release(barriers.do_empty(dout_stage()));
-    release(barriers.q_empty(stage()));
-    ++index;
+    Base::end_skipped();
   }
 
   // dQ of the step before.

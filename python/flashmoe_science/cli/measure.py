@@ -248,12 +248,17 @@ class OurCall:
 
 
 def call_ours(
-    flashmoe: Any, arrays: Arrays, shape: Shape, inputs: Inputs, kernel: str | None
+    flashmoe: Any,
+    arrays: Arrays,
+    shape: Shape,
+    inputs: Inputs,
+    kernel: str | None,
+    sinks: Any = None,
 ) -> OurCall:
     """Computes into outputs full of NaN, so that what is not written shows."""
     out = arrays.poisoned((shape.batch, shape.seq_q, shape.heads_q, shape.dim_v), shape.dtype)
     lse = arrays.poisoned((shape.batch, shape.heads_q, shape.seq_q), "fp32")
-    options = shape.options | {"layout": "bshd", "kernel": kernel}
+    options = shape.options | {"layout": "bshd", "kernel": kernel, "sinks": sinks}
     plan = plan_as_dict(flashmoe.attention_plan(*inputs, **options))
     out, lse = flashmoe.flash_attention(*inputs, **options, out=out, lse=lse, return_lse=True)
     launches = last_launches(flashmoe)

@@ -77,15 +77,21 @@ def hidden_keys(arrays: Arrays, shape: Shape, rows: Any) -> Any:
     return functools.reduce(operator.or_, hidden) if hidden else None
 
 
-def softmax_parts(arrays: Arrays, scores: Any, hidden: Any) -> tuple[Any, Any, Any]:
-    """Unnormalised weights, their sums and the maxima; a row that sees no key has sum 0."""
+def softmax_parts(
+    arrays: Arrays, scores: Any, hidden: Any, sinks: Any = None
+) -> tuple[Any, Any, Any]:
+    """Unnormalised weights, their sums and the maxima; a row that sees no key has sum 0, or that of
+    its sink."""
     xp = arrays.xp
     if hidden is not None:
         scores = xp.where(hidden, -math.inf, scores)
     maxima = xp.amax(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        maxima = xp.maximum(maxima, sinks)
     maxima = xp.where(maxima == -math.inf, 0.0, maxima)
     weights = xp.exp(scores - maxima)
-    return weights, weights.sum(axis=-1, keepdims=True), maxima
+    sums = weights.sum(axis=-1, keepdims=True)
+    return weights, sums if sinks is None else sums + xp.exp(sinks - maxima), maxima
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +101,7 @@ class Logits:
     scale: float
     softcap: float | None
     hidden: Any
+    sinks: Any = None  # of each head, in float64
 
 
 def _exact(arrays: Arrays, q: Any, k: Any, v: Any, logits: Logits) -> tuple[Any, Any]:
@@ -104,7 +111,7 @@ def _exact(arrays: Arrays, q: Any, k: Any, v: Any, logits: Logits) -> tuple[Any,
     scores = q @ xp.swapaxes(k, 1, 2) * logits.scale
     if logits.softcap is not None:
         scores = xp.tanh(scores / logits.softcap) * logits.softcap
-    weights, sums, maxima = softmax_parts(arrays, scores, logits.hidden)
+    weights, sums, maxima = softmax_parts(arrays, scores, logits.hidden, logits.sinks)
     safe = xp.where(sums == 0, 1.0, sums)
     lse = xp.where(sums == 0, -math.inf, maxima + xp.log(safe))
     return (weights @ v) / safe, lse[..., 0]
@@ -119,7 +126,8 @@ def _plain(arrays: Arrays, dtype: str, q: Any, k: Any, v: Any, logits: Logits) -
     if logits.softcap is not None:
         ratios = arrays.rounded(scores / logits.softcap, dtype)
         scores = arrays.rounded(arrays.rounded(xp.tanh(ratios), dtype) * logits.softcap, dtype)
-    weights, sums, _ = softmax_parts(arrays, scores, logits.hidden)
+    sinks = None if logits.sinks is None else arrays.cast(logits.sinks, "fp32")
+    weights, sums, _ = softmax_parts(arrays, scores, logits.hidden, sinks)
     weights = arrays.rounded(weights / xp.where(sums == 0, 1.0, sums), dtype)
     return arrays.rounded(weights @ v, dtype)
 
@@ -141,6 +149,7 @@ def judge(
     outputs: dict[str, Any],
     lse: Any = None,
     scale: float | None = None,
+    sinks: Any = None,
 ) -> dict[str, Accuracy]:
     """Holds every output [batch, seq_q, heads_q, dim_v] to the rule, against one reference.
 
@@ -170,7 +179,12 @@ def judge(
         of_kv = [p // shape.heads_q * shape.heads_kv + p % shape.heads_q // group
                  for p in some_pairs]  # fmt: skip
         index = arrays.arange(shape.seq_q)[some_rows]
-        logits = Logits(scale, shape.softcap, hidden_keys(arrays, shape, index))
+        its_sinks = None
+        if sinks is not None:
+            of_heads = sinks[[p % shape.heads_q for p in some_pairs]]
+            its_sinks = arrays.cast(of_heads, "fp64")[:, None, None]
+        hidden = hidden_keys(arrays, shape, index)
+        logits = Logits(scale, shape.softcap, hidden, its_sinks)
         block = (q[some_pairs][:, index], k[of_kv], v[of_kv])
         reference, reference_lse = _exact(arrays, *block, logits)
         plain = arrays.cast(_plain(arrays, shape.dtype, *block, logits), "fp64")
