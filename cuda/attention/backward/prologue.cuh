@@ -35,6 +35,7 @@ template <class Traits>
 __device__ __forceinline__ void clear_marks(const CommonParams& params) {
   static_assert(Traits::kMarkedWarps * sizeof(uint16_t) == sizeof(uint4));
   const int64_t parts = dq_parts<Traits>(params) + 2 * key_parts(params);
+#pragma unroll 1
   for (int64_t i = int64_t{blockIdx.x} * kPrologueThreads + thread_index(); i < parts;
        i += int64_t{gridDim.x} * kPrologueThreads) {
     reinterpret_cast<uint4*>(params.marks)[i] = make_uint4(0, 0, 0, 0);

@@ -975,12 +975,11 @@ struct Consumer : Counters<Traits::kInPanels> {
   };
 
   // 64 rows of a fragment as 16-bit elements, in boxes of 64 columns, of the first box from so many
-  // chunks of 8 columns on. Says whether all that this thread has of them are finite.
+  // chunks of 8 columns on.
   template <int kRegisters, class AnySplits = NoSplits>
-  __device__ __forceinline__ bool store_rows(uint32_t address, const float (&values)[kRegisters],
+  __device__ __forceinline__ void store_rows(uint32_t address, const float (&values)[kRegisters],
                                              float scale, int first_chunk = 0,
                                              const AnySplits& splits = {}) const {
-    uint32_t gathered = 0;
     // In panels ptxas would keep the places of dS's chunks for these: there are too few registers.
     const int lane = Traits::kInPanels ? lane_id() : 0;
     const int row_of_group =
@@ -998,37 +997,47 @@ struct Consumer : Counters<Traits::kInPanels> {
         packed[2 * half] = Numeric::pack(four[0] * scale, four[1] * scale);
         packed[2 * half + 1] = Numeric::pack(four[2] * scale, four[3] * scale);
       }
-#pragma unroll
-      for (uint32_t pair : packed) gathered = numeric::gather_nonfinite<Element>(gathered, pair);
       ptx::stmatrix_x4(
           row + slice / 4 * 64 * kBoxRowBytes +
               swizzled_chunk(Traits::kInPanels ? lane : lane_index(), slice, first_chunk),
           packed[0], packed[1], packed[2], packed[3]);
     }
-    return gathered == 0;
   }
 
-  // Marks what this warp leaves of a part of a gradient as something to compute again.
-  __device__ __forceinline__ void mark(int64_t part) const {
-    const int warp = group * kWarpsPerGroup + warp_of_group();
-    params.marks[part * Traits::kMarkedWarps + warp] = static_cast<uint16_t>(1 + blockIdx.x);
-    ptx::store_shared(barriers.has_marked(warp), 1u);
+  // This warp among those of the consumers.
+  __device__ __forceinline__ int group_warp() const {
+    return group * kWarpsPerGroup + warp_of_group();
   }
-  template <Wanted kWanted>
-  __device__ __forceinline__ void mark_keys() const {
+  // Marks what this warp leaves of a part of a gradient as something to compute again: repair.cuh.
+  __device__ __forceinline__ void mark(int64_t part, int place) const {
+    params.marks[part * Traits::kMarkedWarps + place] = static_cast<uint16_t>(1 + blockIdx.x);
+    ptx::store_shared(barriers.has_marked(group_warp()), 1u);
+  }
+  // Marks dV or dK of the item, if something is not finite.
+  template <Wanted kWanted, int kRegisters>
+  __device__ __forceinline__ void check_keys(const float (&values)[kRegisters]) const {
+    if (is_clean(values)) return;
     const SharedItem& item = shared_items[items % kItemsHeld];
     const int head = item.batch * params.heads_kv + item.head_kv;
-    mark(first_part<Traits, kWanted>(params) + int64_t{head} * params.tiles_k + item.tile);
+    mark(first_part<Traits, kWanted>(params) + int64_t{head} * params.tiles_k + item.tile,
+         key_place<Traits>(group_warp()));
   }
 
-  // Whether a warp of a call with bounds has nothing that is not finite.
+  // Whether a warp of a call with bounds has nothing that is not finite. A sum of products of
+  // neighbours is finite only then; one that overflows costs a repair of what needs none.
   template <int kRegisters>
   __device__ __forceinline__ bool is_clean(const float (&values)[kRegisters]) const {
     if (params.score.masked == 0) return true;
-    float gathered = 0.0f;
+    constexpr int kSums = 4;  // beside each other
+    float sums[kSums] = {};
+    static_assert(kRegisters % (2 * kSums) == 0);
 #pragma unroll
-    for (float value : values) gathered = fmaf(value, 0.0f, gathered);
-    return __all_sync(kFullWarp, gathered == 0.0f);
+    for (int i = 0; i < kRegisters; i += 2) {
+      float& sum = sums[i / 2 % kSums];
+      sum = fmaf(values[i], values[i + 1], sum);
+    }
+    const float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    return __all_sync(kFullWarp, isfinite(sum));
   }
 
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
@@ -1054,18 +1063,25 @@ struct Consumer : Counters<Traits::kInPanels> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) four[e] = values[4 * i + e];
         splits.add_to(four, 4 * i);
-        attention_backward::store_pair<Element>(to, place + column, params.accumulate != 0,
-                                                four[2 * half] * scale, four[2 * half + 1] * scale);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float value = four[2 * half + e] * scale;
+          if (to.fp32) {
+            float* const at = static_cast<float*>(to.rows) + place + column + e;
+            if (params.accumulate) value += *at;
+            *at = value;
+          } else {
+            auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
+            if (params.accumulate) value += Numeric::to_float(*at);
+            *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
+          }
+        }
       }
     }
   }
 
   __device__ __forceinline__ void write_dq_directly(const float (&dq)[Traits::kDqRegisters],
                                                     uint32_t tile) const {
-    if (!is_clean(dq)) {
-      mark(tile);
-      return;
-    }
     const uint32_t tile_of_all = tile / Traits::kPanels;
     const int head_of_all = tile_of_all / params.tiles_q;
     const int tile_q = tile_of_all - head_of_all * params.tiles_q;
@@ -1107,8 +1123,10 @@ struct Consumer : Counters<Traits::kInPanels> {
           dq[4 * i + 3] += sum.w;
         }
       }
+      const bool clean = is_clean(dq);
+      if (!clean) mark(ptx::load_shared_uint(barriers.slot_tile(place)), group_warp());
       if (params.dq_direct.rows != nullptr) {
-        write_dq_directly(dq, ptx::load_shared_uint(barriers.slot_tile(place)));
+        if (clean) write_dq_directly(dq, ptx::load_shared_uint(barriers.slot_tile(place)));
         return;
       }
       if (use == kLastPart) {
@@ -1119,12 +1137,10 @@ struct Consumer : Counters<Traits::kInPanels> {
           ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
         }
       }
-      const bool finite = Traits::kSharesDqBox
-                              ? store_rows(slot_of_group(place, 0), dq, params.scale,
-                                           group * (Traits::kDqColumns / 8))
-                              : store_rows(slot, dq, params.scale);
-      if (!finite && params.score.masked != 0) {
-        mark(ptx::load_shared_uint(barriers.slot_tile(place)));
+      if (Traits::kSharesDqBox) {
+        store_rows(slot_of_group(place, 0), dq, params.scale, group * (Traits::kDqColumns / 8));
+      } else {
+        store_rows(slot, dq, params.scale);
       }
     }
   }
@@ -1267,35 +1283,34 @@ struct Consumer : Counters<Traits::kInPanels> {
     const uint32_t first = buffer();
     ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
     if (!leaves) {
-      write_keys<Wanted::kDv, Traits::kBoxesV>(params.dv_direct, dv, 1.0f, splits, first,
-                                               params.dim_v);
+      write_keys<Traits::kBoxesV>(params.dv_direct, dv, 1.0f, splits, first, params.dim_v);
     }
     fill_slot(first);
     const uint32_t second = first ^ 1;
     ptx::mbarrier_wait(barriers.slot_ready(second), (((index + 1) >> 1) + items) & 1);
     if (!leaves) {
       if (splits.count > 0) splits.sums += Traits::kDimV / 2 * Splits::kStride;
-      write_keys<Wanted::kDk, Traits::kBoxes>(params.dk_direct, dk, params.scale, splits, second,
-                                              params.dim);
+      write_keys<Traits::kBoxes>(params.dk_direct, dk, params.scale, splits, second, params.dim);
     }
     fill_slot(second);
+    // No item of a call with bounds is split.
+    check_keys<Wanted::kDv>(dv);
+    check_keys<Wanted::kDk>(dk);
   }
 
-  template <Wanted kWanted, int kColumnBoxes, int kRegisters>
+  template <int kColumnBoxes, int kRegisters>
   __device__ __forceinline__ void write_keys(const Direct& direct,
                                              const float (&values)[kRegisters], float scale,
                                              const Splits& splits, uint32_t slot,
                                              int columns) const {
     if (direct.rows == nullptr) {
       const uint32_t to = slot_of_group(slot, kColumnBoxes * Traits::kGroupBoxBytes);
-      if (splits.count > 0) {
-        store_rows(to, values, scale, 0, splits);  // without bounds
-      } else if (!store_rows(to, values, scale) && params.score.masked != 0) {
-        mark_keys<kWanted>();
+      if (splits.count == 0) {
+        store_rows(to, values, scale);
+      } else {
+        store_rows(to, values, scale, 0, splits);
       }
-    } else if (!is_clean(values)) {
-      mark_keys<kWanted>();
-    } else {
+    } else if (is_clean(values)) {
       const SharedItem& item = shared_items[items % kItemsHeld];
       write_directly(direct, values, scale, item.batch, item.head_kv,
                      item.tile * Traits::kTileK + group * kKeysPerGroup, params.seq_k, 0, columns,
@@ -1359,11 +1374,10 @@ struct Consumer : Counters<Traits::kInPanels> {
   template <class WaitForWriters>
   __device__ __forceinline__ void repair_marked(const WaitForWriters& wait_for_writers) const {
     __syncwarp();
-    const int warp = group * kWarpsPerGroup + warp_of_group();
-    if (ptx::load_shared_uint(barriers.has_marked(warp)) == 0) return;
+    if (ptx::load_shared_uint(barriers.has_marked(group_warp())) == 0) return;
     wait_for_writers();
     ptx::fence_proxy_async();
-    repair<Traits>(params, warp);
+    repair<Traits>(params, group_warp());
   }
 };
 

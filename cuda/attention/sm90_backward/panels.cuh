@@ -286,29 +286,30 @@ struct PanelConsumer : Consumer<Traits> {
     clear(dv);
   }
   __device__ __forceinline__ void write_keys() {
-    write_keys_by_boxes<Wanted::kDv>(params.dv_direct, dv, 1.0f, params.dim_v);
-    write_keys_by_boxes<Wanted::kDk>(params.dk_direct, dk, params.scale, params.dim);
+    write_keys_by_boxes(params.dv_direct, dv, 1.0f, params.dim_v);
+    write_keys_by_boxes(params.dk_direct, dk, params.scale, params.dim);
+    Base::template check_keys<Wanted::kDv>(dv);
+    Base::template check_keys<Wanted::kDk>(dk);
   }
   // dK or dV by this consumer's own slot.
-  template <Wanted kWanted, int kRegisters>
+  template <int kRegisters>
   __device__ __forceinline__ void write_keys_by_boxes(const Direct& direct,
                                                       const float (&values)[kRegisters],
                                                       float scale, int columns) {
     constexpr int kMost = Traits::kSlotBoxes * kBoxColumns / 2;  // registers
     const bool clean = direct.rows == nullptr || Base::is_clean(values);
-    if (!clean) Base::template mark_keys<kWanted>();
 #pragma unroll
     for (int first = 0; first < kRegisters; first += kMost) {
       wait_for_own_slot();
       if (kRegisters - first >= kMost) {
-        write_some_keys<kWanted, kMost>(direct, values, first, scale, columns, clean);
+        write_some_keys<kMost>(direct, values, first, scale, columns, clean);
       } else {
-        write_some_keys<kWanted, kRegisters % kMost>(direct, values, first, scale, columns, clean);
+        write_some_keys<kRegisters % kMost>(direct, values, first, scale, columns, clean);
       }
       Base::fill_slot(group);
     }
   }
-  template <Wanted kWanted, int kSome, int kRegisters>
+  template <int kSome, int kRegisters>
   __device__ __forceinline__ void write_some_keys(const Direct& direct,
                                                   const float (&values)[kRegisters], int first,
                                                   float scale, int columns, bool clean) const {
@@ -317,8 +318,7 @@ struct PanelConsumer : Consumer<Traits> {
 #pragma unroll
       for (int i = 0; i < kSome; ++i) some[i] = values[first + i];
       if (direct.rows == nullptr) {
-        const bool finite = Base::store_rows(own_slot(), some, scale);
-        if (!finite && params.score.masked != 0) Base::template mark_keys<kWanted>();
+        Base::store_rows(own_slot(), some, scale);
       } else if (clean) {
         write_keys_directly(direct, some, scale, first * 2, columns);
       }
