@@ -1008,6 +1008,10 @@ struct Consumer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ int group_warp() const {
     return group * kWarpsPerGroup + warp_of_group();
   }
+  // Which 16 keys of the tile are its.
+  __device__ __forceinline__ int keys_of_warp() const {
+    return Traits::kByProducts ? warp_of_group() : group_warp();
+  }
   // Marks what this warp leaves of a part of a gradient as something to compute again: repair.cuh.
   __device__ __forceinline__ void mark(int64_t part, int place) const {
     params.marks[part * Traits::kMarkedWarps + place] = static_cast<uint16_t>(1 + blockIdx.x);
@@ -1020,7 +1024,7 @@ struct Consumer : Counters<Traits::kInPanels> {
     const SharedItem& item = shared_items[items % kItemsHeld];
     const int head = item.batch * params.heads_kv + item.head_kv;
     mark(first_part<Traits, kWanted>(params) + int64_t{head} * params.tiles_k + item.tile,
-         key_place<Traits>(group_warp()));
+         keys_of_warp());
   }
 
   // Whether a warp of a call with bounds has nothing that is not finite. A sum of products of
@@ -1377,7 +1381,7 @@ struct Consumer : Counters<Traits::kInPanels> {
     if (ptx::load_shared_uint(barriers.has_marked(group_warp())) == 0) return;
     wait_for_writers();
     ptx::fence_proxy_async();
-    repair<Traits>(params, group_warp());
+    repair<Traits>(params, group_warp(), keys_of_warp());
   }
 };
 

@@ -35,12 +35,6 @@ __device__ __forceinline__ bool is_finite_row(const uint16_t* row, int columns) 
   return __all_sync(kFullWarp, finite);
 }
 
-// Which 16 keys of a tile are a consumer warp's, and so its place among the marks of dV and dK.
-template <class Traits>
-__device__ __forceinline__ int key_place(int warp) {
-  return warp % (Traits::kTileK / kRowsPerWarp);
-}
-
 // The first part of a gradient, as marks count parts.
 template <class Traits, Wanted kWanted>
 __device__ __forceinline__ int64_t first_part(const CommonParams& params) {
@@ -90,38 +84,39 @@ __device__ __forceinline__ void repair_dq(const Params& params, int64_t marked, 
                                     min(first_column + Traits::kDqColumns, params.dim)});
 }
 
-// Of dK or dV.
+// Of dK or dV, the 16 keys of this number in their tile.
 template <class Traits, Wanted kWanted>
-__device__ __forceinline__ void repair_keys(const Params& params, int64_t marked, int warp) {
+__device__ __forceinline__ void repair_keys(const Params& params, int64_t marked, int keys) {
   const int64_t tile = marked - first_part<Traits, kWanted>(params);
   const int head_of_all = static_cast<int>(tile / params.tiles_k);
   const int tile_k = static_cast<int>(tile - int64_t{head_of_all} * params.tiles_k);
   const int batch = head_of_all / params.heads_kv;
-  const int first_row = tile_k * Traits::kTileK + key_place<Traits>(warp) * kRowsPerWarp;
+  const int first_row = tile_k * Traits::kTileK + keys * kRowsPerWarp;
   repair_rows<Traits, kWanted>(params, kWanted == Wanted::kDk ? params.dk_direct : params.dv_direct,
                                {batch, head_of_all - batch * params.heads_kv, first_row,
                                 min(first_row + kRowsPerWarp, params.seq_k), 0,
                                 kWanted == Wanted::kDk ? params.dim : params.dim_v});
 }
 
-// All that a warp of the consumers has marked, and that is written; a whole warp.
+// All that a warp of the consumers has marked, and that is written; a whole warp. Its place among
+// the marks of a part is its number, of dV and dK that of its 16 keys.
 template <class Traits>
-__device__ __forceinline__ void repair(const Params& params, int warp) {
+__device__ __forceinline__ void repair(const Params& params, int warp, int keys) {
   const int64_t end =
       first_part<Traits, Wanted::kDk>(params) + attention_backward::key_parts(params);
   const volatile uint16_t* const marks = params.marks;
   for (int64_t first = 0; first < end; first += kThreadsPerWarp) {
     const int64_t own = first + reread::lane_index();
-    const int place = own < first_part<Traits, Wanted::kDv>(params) ? warp : key_place<Traits>(warp);
+    const int place = own < first_part<Traits, Wanted::kDv>(params) ? warp : keys;
     const bool is_marked = own < end && marks[own * Traits::kMarkedWarps + place] == 1 + blockIdx.x;
     for (uint32_t left = __ballot_sync(kFullWarp, is_marked); left != 0; left &= left - 1) {
       const int64_t marked = first + __ffs(left) - 1;
       if (marked < first_part<Traits, Wanted::kDv>(params)) {
         repair_dq<Traits>(params, marked, warp);
       } else if (marked < first_part<Traits, Wanted::kDk>(params)) {
-        repair_keys<Traits, Wanted::kDv>(params, marked, warp);
+        repair_keys<Traits, Wanted::kDv>(params, marked, keys);
       } else {
-        repair_keys<Traits, Wanted::kDk>(params, marked, warp);
+        repair_keys<Traits, Wanted::kDk>(params, marked, keys);
       }
     }
   }
