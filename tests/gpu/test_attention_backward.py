@@ -302,8 +302,8 @@ def _check_what_stays(case: Case, name: str, value: float) -> None:
             assert x[touched[key]].isnan().all(), key
         elif key == "dq" and name != "q":  # of Q, a logit may be -inf
             assert not x[touched[key]].isfinite().all()
-        # Rows that a NaN in V touches have their lse from the forward's plain arithmetic, and with it
-        # dV of the keys that they see, which V itself does not touch.
+        # Rows that a NaN in V touches have their lse from the forward's plain arithmetic, so dV of
+        # the keys that they see has other last bits, though V itself does not touch it.
         of_other_heads = ~touched["dq" if key == "dq" else "dk"].any(3).any(1)
         assert torch.equal(*(y.transpose(1, 2)[of_other_heads] for y in (x, usual[key]))), key
         want = exact[key].transpose(1, 2)
