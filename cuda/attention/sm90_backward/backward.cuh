@@ -1032,7 +1032,7 @@ struct Consumer : Counters<Traits::kInPanels> {
   template <int kRegisters>
   __device__ __forceinline__ bool is_clean(const float (&values)[kRegisters]) const {
     if (params.score.masked == 0) return true;
-    constexpr int kSums = 4;  // beside each other
+    constexpr int kSums = kRegisters < 64 ? 1 : 4;  // beside each other
     float sums[kSums] = {};
     static_assert(kRegisters % (2 * kSums) == 0);
 #pragma unroll
@@ -1040,7 +1040,8 @@ struct Consumer : Counters<Traits::kInPanels> {
       float& sum = sums[i / 2 % kSums];
       sum = fmaf(values[i], values[i + 1], sum);
     }
-    const float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    float sum = sums[0];
+    if (kSums > 1) sum = (sum + sums[1 % kSums]) + (sums[2 % kSums] + sums[3 % kSums]);
     return __all_sync(kFullWarp, isfinite(sum));
   }
 
@@ -1128,24 +1129,24 @@ struct Consumer : Counters<Traits::kInPanels> {
         }
       }
       const bool clean = is_clean(dq);
-      if (!clean) mark(ptx::load_shared_uint(barriers.slot_tile(place)), group_warp());
       if (params.dq_direct.rows != nullptr) {
         if (clean) write_dq_directly(dq, ptx::load_shared_uint(barriers.slot_tile(place)));
-        return;
-      }
-      if (use == kLastPart) {
-        // Rows overwrite what others read. A consumer may be in a step that the other skips.
+      } else {
+        if (use == kLastPart) {
+          // Rows overwrite what others read. A consumer may be in a step that the other skips.
+          if (Traits::kSharesDqBox) {
+            ptx::named_barrier_sync_apart(kDsBarrier, kConsumers * kThreadsPerGroup);
+          } else {
+            ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
+          }
+        }
         if (Traits::kSharesDqBox) {
-          ptx::named_barrier_sync_apart(kDsBarrier, kConsumers * kThreadsPerGroup);
+          store_rows(slot_of_group(place, 0), dq, params.scale, group * (Traits::kDqColumns / 8));
         } else {
-          ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
+          store_rows(slot, dq, params.scale);
         }
       }
-      if (Traits::kSharesDqBox) {
-        store_rows(slot_of_group(place, 0), dq, params.scale, group * (Traits::kDqColumns / 8));
-      } else {
-        store_rows(slot, dq, params.scale);
-      }
+      if (!clean) mark(ptx::load_shared_uint(barriers.slot_tile(place)), group_warp());
     }
   }
   __device__ __forceinline__ void hand_over_dq() const { fill_slot((index - 1) & 1); }
