@@ -9,8 +9,9 @@ namespace flashmoe::attention_backward {
 struct Entry : AttentionKernel {
   int dq_panels;  // of a tile of dQ: each has its turns
   Kernel prologue;
-  int prologue_rows;  // of a block
+  int prologue_rows;  // of a chunk
   int prologue_threads;
+  bool watches_prologue;  // the kernel begins beside it, else when it is done
   Kernel sinks;
   int sinks_threads;
   int split_floats;  // dV and dK of a split of an item; 0: the kernel splits none

@@ -1,6 +1,7 @@
 #include "cuda/attention/backward/launches.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "cuda/tile/extents.h"
 
@@ -43,6 +44,9 @@ Layout layout_of(const AttentionProblem& p, const Entry& entry) {
   layout.row_delta = take(tiles * entry.tile_q * kFloat);
   layout.turns = take(tiles * entry.dq_panels * int64_t{sizeof(uint32_t)});
   layout.ticket = take(sizeof(uint32_t));
+  if (entry.watches_prologue) {
+    layout.chunks_done = take(kMostWatchedWorkers * int64_t{sizeof(uint32_t)});
+  }
   layout.split_turns = take(kBlocksOfLargest * int64_t{sizeof(uint32_t)});
   layout.unwanted = take(std::max(p.dim, p.dim_v) * dtype_bytes(p.q.dtype));
   layout.dq_sums = take(tiles * entry.tile_q * entry.dim * kFloat);
@@ -63,19 +67,24 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
   const int device_id = problem.device.device_id;
   const int64_t tiles_q = tiles_q_of(problem, entry);
   const int64_t tiles_k = tiles_k_of(problem, entry);
-  const int64_t blocks_per_tile = entry.tile_q / entry.prologue_rows;
   const auto too_many = [&](int64_t heads, int64_t tiles) {
     return problem.batch > kMostTiles || heads > kMostTiles ||
            tiles * std::max<int64_t>(1, problem.batch) > kMostTiles / heads;
   };
-  if (too_many(problem.heads_q, tiles_q * blocks_per_tile) || too_many(problem.heads_kv, tiles_k)) {
+  if (too_many(problem.heads_q, tiles_q) || too_many(problem.heads_kv, tiles_k)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "more than 2^30 tiles of rows or keys");
   }
   int arch = 0;
   FLASHMOE_TRY(load_kernel(entry.prologue, device_id, facts, &arch, reason));
   FLASHMOE_TRY(load_kernel(entry, device_id, facts, &arch, reason));
-  const int64_t rows_of_blocks = problem.batch * problem.heads_q * tiles_q * blocks_per_tile;
-  plan_launch(entry.prologue, device_id, suffix, rows_of_blocks, entry.prologue_threads, 0, plan)
+  const int64_t rows = problem.batch * problem.heads_q * tiles_q * entry.tile_q;
+  const int64_t rows_of_block = int64_t{kWorkersPerBlock} * entry.prologue_rows;
+  const int64_t most_prologue_blocks =
+      entry.watches_prologue ? (getenv("FM_N") ? atoi(getenv("FM_N")) : kMostWatchedBlocks)
+                             : facts.multiprocessors;
+  plan_launch(entry.prologue, device_id, suffix,
+              std::clamp<int64_t>(ceil_div(rows, rows_of_block), 1, most_prologue_blocks),
+              entry.prologue_threads, 0, plan)
       .tile_m = entry.prologue_rows;
   const SplitItems split = split_items_of(problem, entry);
   const int64_t items = split.first + (items_of(problem, entry) - split.first) * split.splits;
@@ -91,7 +100,8 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
   return FLASHMOE_OK;
 }
 
-void fill_params(const AttentionBackwardProblem& p, const Entry& entry, CommonParams* params) {
+void fill_params(const AttentionBackwardProblem& p, const Entry& entry, const Plan& plan,
+                 CommonParams* params) {
   const auto fill = [](const RowsView<void>& view, Gradient* gradient) {
     gradient->strides = view.strides;
     gradient->fp32 = view.dtype == Dtype::kFloat32 ? 1 : 0;
@@ -119,6 +129,7 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, CommonPa
   params->dim_v = static_cast<int32_t>(p.dim_v);
   params->score = score_options(p);
   params->scale = p.scale;
+  params->prologue_workers = plan.info.launches[0].grid[0] * kWorkersPerBlock;
   params->tiles_q = static_cast<int32_t>(tiles_q_of(p, entry));
   params->tiles_k = static_cast<int32_t>(tiles_k_of(p, entry));
   const int64_t heads_per_kv = p.heads_q / p.heads_kv;
@@ -129,8 +140,8 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, CommonPa
   params->split = split_items_of(p, entry);
 }
 
-void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, char* workspace,
-                    CommonParams* params) {
+void fill_addresses(const AttentionBackwardProblem& p, const Entry& entry, const Layout& layout,
+                    char* workspace, CommonParams* params) {
   params->q_rows.data = static_cast<const uint16_t*>(p.q.data);
   params->k_rows.data = static_cast<const uint16_t*>(p.k.data);
   params->v_rows.data = static_cast<const uint16_t*>(p.v.data);
@@ -148,6 +159,9 @@ void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, cha
   params->dq_sums = reinterpret_cast<float*>(workspace + layout.dq_sums);
   params->turns = reinterpret_cast<uint32_t*>(workspace + layout.turns);
   params->ticket = reinterpret_cast<uint32_t*>(workspace + layout.ticket);
+  if (entry.watches_prologue) {
+    params->chunks_done = reinterpret_cast<uint32_t*>(workspace + layout.chunks_done);
+  }
   params->split_turns = reinterpret_cast<uint32_t*>(workspace + layout.split_turns);
   params->split_sums = reinterpret_cast<float*>(workspace + layout.split_sums);
 }

@@ -19,6 +19,7 @@ struct Layout {
   int64_t row_delta;
   int64_t turns;
   int64_t ticket;
+  int64_t chunks_done;
   int64_t split_turns;
   int64_t unwanted;  // a row, for maps of tensors that are absent or have no rows
   int64_t dq_sums;
@@ -37,10 +38,11 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
                               const Reason& reason, Plan* plan);
 
 // Fills the parameters but for addresses.
-void fill_params(const AttentionBackwardProblem& problem, const Entry& entry, CommonParams* params);
+void fill_params(const AttentionBackwardProblem& problem, const Entry& entry, const Plan& plan,
+                 CommonParams* params);
 
-void fill_addresses(const AttentionBackwardProblem& problem, const Layout& layout, char* workspace,
-                    CommonParams* params);
+void fill_addresses(const AttentionBackwardProblem& problem, const Entry& entry,
+                    const Layout& layout, char* workspace, CommonParams* params);
 
 // Launches what plan_launches planned, with parameters that begin with the common ones.
 flashmoe_status launch_all(const Plan& plan, const CommonParams* params, void* stream);

@@ -89,6 +89,12 @@ inline SplitItems split_of(int64_t items, int64_t tiles_q, int64_t heads_per_kv,
   return best;
 }
 
+// The prologue, where the kernel begins beside it, has few blocks: as many as move rows at the
+// memory's speed.
+inline constexpr int kWorkersPerBlock = 4;
+inline constexpr int kMostWatchedBlocks = 32;
+inline constexpr int kMostWatchedWorkers = kMostWatchedBlocks * kWorkersPerBlock;
+
 // A family's parameters begin with it: the prologue and the kernel of dsinks get no more.
 struct CommonParams {
   Rows q_rows;
@@ -117,6 +123,8 @@ struct CommonParams {
   float* dq_sums;
   uint32_t* turns;   // [heads, tiles_q, panels]: parts that a panel of a tile of dQ has so far
   uint32_t* ticket;  // items that were taken so far
+  // [workers of the prologue]: chunks of rows that each has done. nullptr: the kernel waits for all.
+  uint32_t* chunks_done;
   // Of a split item: dV and dK of all splits but the last, [split items, splits - 1, ...] in
   // fragments' order, and how many warps have left theirs.
   float* split_sums;
@@ -133,6 +141,7 @@ struct CommonParams {
   ScoreOptions score;
   float scale;
 
+  int32_t prologue_workers;
   int32_t tiles_q;  // of a head
   int32_t tiles_k;  // of a KV head
   HeadOrder order;

@@ -69,10 +69,11 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
   FLASHMOE_TRY(guard.status());
   Prepared<Params> kept(plan.detail);
   if (!kept.ready()) {
-    attention_backward::fill_params(problem, entry, &*kept);
+    attention_backward::fill_params(problem, entry, plan, &*kept);
     kept.set_ready(true);
   }
-  attention_backward::fill_addresses(problem, attention_backward::layout_of(problem, entry),
+  attention_backward::fill_addresses(problem, entry,
+                                     attention_backward::layout_of(problem, entry),
                                      static_cast<char*>(workspace), &*kept);
   return attention_backward::launch_all(plan, &*kept, stream);
 }

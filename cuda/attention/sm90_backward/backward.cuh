@@ -28,6 +28,7 @@
 #pragma once
 
 #include "cuda/attention/sm90_backward/params.h"
+#include "cuda/attention/sm90_backward/rows_ready.cuh"
 #include "cuda/attention/sm90_backward/tile.cuh"
 #include "cuda/attention/sm90_backward/traits.cuh"
 #include "cuda/numeric/constants.h"
@@ -119,6 +120,8 @@ struct Barriers {
   __device__ __forceinline__ uint32_t stage_row(int stage) const {
     return slot_use(kSlots) + kStageWordBytes * stage;
   }
+  // Chunks of rows that the prologue has done: rows_ready.cuh.
+  __device__ __forceinline__ uint32_t chunks_ready() const { return stage_row(Traits::kStages); }
 };
 
 __device__ __forceinline__ void release(uint32_t barrier) {
@@ -339,6 +342,7 @@ struct Producer : Counters<Traits::kInPanels> {
       const SharedItem& item = *place;
       Steps steps(taken, params.heads_per_kv);
       const bool any = steps.left > 0;
+      if (any) wait_for_rows<Traits>(params, taken, barriers.chunks_ready());
       if (any) load_q(item, steps);
       load_v(item, any);
       if (any) load_dout(item, steps);

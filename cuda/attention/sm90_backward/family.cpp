@@ -149,11 +149,11 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
     kept.set_ready(false);  // unless the driver takes every map
     FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,
                                        [&] { return encode_maps(maps, problem.q.dtype, &*kept); }));
-    attention_backward::fill_params(problem, entry, &kept->params);
+    attention_backward::fill_params(problem, entry, plan, &kept->params);
     fill_repeats(problem, &kept->params);
     kept.set_ready(true);
   }
-  attention_backward::fill_addresses(problem, layout, memory, &kept->params);
+  attention_backward::fill_addresses(problem, entry, layout, memory, &kept->params);
   fill_directs(problem, &kept->params);
   return attention_backward::launch_all(plan, &kept->params, stream);
 }

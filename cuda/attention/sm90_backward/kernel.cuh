@@ -5,7 +5,6 @@
 #include "cuda/attention/sm90_backward/by_products.cuh"
 #include "cuda/attention/sm90_backward/panels.cuh"
 #include "cuda/ptx/cluster.cuh"
-#include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/registers.cuh"
 
 namespace flashmoe::sm90_backward {
@@ -53,14 +52,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::mbarrier_init(barriers.item_full(), 1);
     }
     ptx::fence_mbarrier_init();
+    ptx::store_shared(barriers.chunks_ready(), uint32_t{0});
   }
   __syncthreads();
   if constexpr (Traits::kCluster > 1) {
     ptx::cluster_arrive_relaxed();
     ptx::cluster_wait();
   }
-  ptx::wait_for_dependencies();
-  ptx::launch_dependents();
 
   const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
   if (group != 0) {
@@ -83,7 +81,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   } else {
     ptx::give_registers_back<Traits::kProducerRegisters>();
     const int warp = warp_index();
-    if (lane_index() != 0) {
+    if (warp == 1 + kSlots) {
+      watch_prologue<Traits>(params, barriers.chunks_ready());
+    } else if (lane_index() != 0) {
       // Other lanes have nothing to do.
     } else if (warp == 0) {
       Producer<Traits>(params, barriers, shared, items).run();

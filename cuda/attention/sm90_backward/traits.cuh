@@ -140,8 +140,9 @@ struct Traits {
                                     : kInPanels ? 8
                                                 : 6) +
                                    2 * kStages + 2 * kDoStages + 2 * kSlots;
-  static constexpr int kSharedBytes =
-      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages;
+  static constexpr int kChunksReadyBytes = 4;
+  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots +
+                                      kStageWordBytes * kStages + kChunksReadyBytes;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
 };
 
