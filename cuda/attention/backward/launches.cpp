@@ -1,7 +1,6 @@
 #include "cuda/attention/backward/launches.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/tile/extents.h"
 
@@ -80,8 +79,7 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
   const int64_t rows = problem.batch * problem.heads_q * tiles_q * entry.tile_q;
   const int64_t rows_of_block = int64_t{kWorkersPerBlock} * entry.prologue_rows;
   const int64_t most_prologue_blocks =
-      entry.watches_prologue ? (getenv("FM_N") ? atoi(getenv("FM_N")) : kMostWatchedBlocks)
-                             : facts.multiprocessors;
+      entry.watches_prologue ? kMostWatchedBlocks : facts.multiprocessors;
   plan_launch(entry.prologue, device_id, suffix,
               std::clamp<int64_t>(ceil_div(rows, rows_of_block), 1, most_prologue_blocks),
               entry.prologue_threads, 0, plan)
