@@ -267,14 +267,11 @@ struct Epilogue : MainLoop<Traits> {
     }
   };
 
-  // Stores one half of what has no gate, and first, if wanted, what the activation is applied to.
+  // Stores one half of what has no gate.
   template <int kCurve, int kTokens>
   __device__ __forceinline__ void finish_half(const Tile& tile, const float (&half)[kTokens / 2],
                                               int row, int* sent) const {
     const Adjusted<kTokens / 2> z(*this, half, params.bias[0], tile.expert, row);
-    if (Traits::kGathers && params.pre_activated != 0) {
-      store<kTokens>(tile, params.pre_activation[0], row, sent, z);
-    }
     store<kTokens>(tile, params.out, row, sent, [&](int block, float (&v)[4]) {
       z(block, v);
       if constexpr (kCurve != kIdentity) {
@@ -290,10 +287,6 @@ struct Epilogue : MainLoop<Traits> {
                                                int row, int* sent) const {
     const Adjusted<kTokens / 2> gate(*this, products.first, params.bias[0], tile.expert, row);
     const Adjusted<kTokens / 2> up(*this, products.second, params.bias[1], tile.expert, row);
-    if (params.pre_activated != 0) {
-      store<kTokens>(tile, params.pre_activation[0], row, sent, gate);
-      store<kTokens>(tile, params.pre_activation[1], row, sent, up);
-    }
     store<kTokens>(tile, params.out, row, sent, [&](int block, float (&v)[4]) {
       float factors[4];
       gate(block, v);
@@ -336,6 +329,20 @@ struct Epilogue : MainLoop<Traits> {
     }
   }
 
+  // Stores what the activation is applied to. Once for all curves: it is much code.
+  template <int kTokens>
+  __device__ __forceinline__ void store_pre_activation(const Tile& tile,
+                                                       const Products<kTokens>& products, int row,
+                                                       int* sent) const {
+    constexpr int kUp = Traits::kGated ? 1 : 0;
+    const int second_row = Traits::kGated ? row : row + Traits::kHalfRows;
+    const Adjusted<kTokens / 2> first(*this, products.first, params.bias[0], tile.expert, row);
+    const Adjusted<kTokens / 2> second(*this, products.second, params.bias[kUp], tile.expert,
+                                       second_row);
+    store<kTokens>(tile, params.pre_activation[0], row, sent, first);
+    store<kTokens>(tile, params.pre_activation[kUp], second_row, sent, second);
+  }
+
   // What becomes of a tile's products.
   template <int kTokens>
   __device__ __forceinline__ void finish(const Tile& tile, Products<kTokens>& products) {
@@ -349,6 +356,9 @@ struct Epilogue : MainLoop<Traits> {
       finish_plain<kTokens>(tile, products, row, &sent);
     } else {
       load_scales(tile);
+      if (params.pre_activated != 0) {
+        store_pre_activation<kTokens>(tile, products, row, &sent);
+      }
       if (params.curve == kSwish) {
         finish_curve<kSwish, kTokens>(tile, products, row, &sent);
       } else if (params.curve == kGeluErf) {
