@@ -12,6 +12,7 @@
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/ptx/relaxed.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/tma.cuh"
 
@@ -30,7 +31,7 @@ __device__ __forceinline__ uint32_t first_not_done(const Params& params) {
     const uint4 words = ptx::load_relaxed(params.chunks_done + first);
     least = min(min(words.x * workers + first, words.y * workers + first + 1),
                 min(words.z * workers + first + 2, words.w * workers + first + 3));
-    __threadfence();
+    ptx::fence_gpu();
   }
   return __reduce_min_sync(kFullWarp, least);
 }

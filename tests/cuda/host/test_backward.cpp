@@ -49,6 +49,7 @@ const Entry entry_fp16_d64_dv64 = {
      {"attention_backward_prologue_sm90_fp16_d64_dv64", kPrologue, 0, loaded_prologue},
      40,
      160,
+     true,
      {"attention_backward_sinks_sm90_fp16_d64_dv64", kSinks, 640, loaded_sinks},
      192,
      0},
@@ -73,7 +74,8 @@ static Entry entry_of(const char* name, const char* prologue, const char* sinks)
            Traits::kPanels,
            {prologue, kPrologue, 0, loaded_of<Traits>[1]},
            64,
-           256,
+           512,
+           true,
            {sinks, kSinks, 256, loaded_of<Traits>[2]},
            1024,
            Traits::kSplitFloats,
@@ -122,6 +124,7 @@ static Entry entry_of(const char* name, const char* prologue, const char* sinks,
       {prologue, kPrologue, 0, loaded<kKernel>[1]},
       24,
       160,
+      false,
       {sinks, kSinks, 640, loaded<kKernel>[2]},
       192,
       0};
@@ -288,7 +291,9 @@ void both_launches_are_planned() {
   CHECK(plan.launch_count == 2 && plan.microseconds > 0);
   const flashmoe_launch& prologue = plan.launches[0];
   CHECK(std::strcmp(prologue.kernel, "attention_backward_prologue_sm90_fp16_d64_dv64") == 0);
-  CHECK(prologue.grid[0] == 2 * 6 * 9 * 2 && prologue.block[0] == 160 && prologue.tile_m == 40);
+  // Few blocks, beside which the kernel begins: fewer than the chunks of rows would fill.
+  CHECK(prologue.grid[0] == 32 && prologue.block[0] == 160 && prologue.tile_m == 40);
+  CHECK(Call({1, 81, 4000, 5, 5, 64, 64}).plan().launches[0].grid[0] == 5);  // 5 * 2 * 2 chunks
   CHECK(prologue.shared_bytes == fake::kStaticSharedBytes);
   const flashmoe_launch& main = plan.launches[1];
   CHECK(std::strcmp(main.kernel, "attention_backward_sm90_fp16_d64_dv64") == 0);
@@ -493,7 +498,10 @@ void the_workspace_holds_its_parts() {
       int64_t begin, bytes;
     } parts[] = {{offset(p.row_lse), rows * 4},        {offset(p.row_delta), rows * 4},
                  {offset(p.turns), rows / 80 * 3 * 4}, {offset(p.ticket), 4},
-                 {offset(p.split_turns), 132 * 4},     {offset(p.dq_sums), rows * 64 * 4}};
+                 {offset(p.chunks_done), 128 * 4},     {offset(p.split_turns), 132 * 4},
+                 {offset(p.dq_sums), rows * 64 * 4}};
+    CHECK(p.prologue_workers == 4 * static_cast<int32_t>(call.plan().launches[0].grid[0]));
+    CHECK(p.prologue_workers > 0 && p.prologue_workers <= 128);
     int64_t end = 0;
     for (const auto& part : parts) {
       CHECK(part.begin >= end && part.begin % 16 == 0);
@@ -680,7 +688,7 @@ void tensors_may_have_no_rows() {
     for (const int none : {kQ, kDout, kOut, kDq, kLse, kDlse}) call.tensors[none].data = nullptr;
     watch();
     CHECK(call.run() == FLASHMOE_OK && seen.size() == 2);
-    CHECK(seen[0].launch.grid.x == 2 * 6 * 2 && seen[1].launch.grid.x == 2 * 2 * 9);
+    CHECK(seen[0].launch.grid.x == 2 * 6 * 2 / 4 && seen[1].launch.grid.x == 2 * 2 * 9);
     CHECK(seen[0].params.tiles_q == 1 && seen[0].params.seq_q == 0);
     CHECK(fake::mapped_by(seen[1].params.q) == fake::mapped_by(seen[1].params.dq));
     CHECK(fake::mapped_by(seen[1].params.dk) == call.tensors[kDk].data);
@@ -861,7 +869,9 @@ void sm89_plans_a_block_for_each_multiprocessor() {
   CHECK(plan.launch_count == 2 && plan.microseconds > 0);
   const flashmoe_launch& prologue = plan.launches[0];
   CHECK(std::strcmp(prologue.kernel, "attention_backward_prologue_sm89_fp16_d64_dv64") == 0);
-  CHECK(prologue.grid[0] == 2 * 6 * 15 * 2 && prologue.block[0] == 160 && prologue.tile_m == 24);
+  CHECK(prologue.grid[0] == 2 * 6 * 15 * 2 / 4);  // four chunks of rows at a time
+  CHECK(prologue.block[0] == 160 && prologue.tile_m == 24);
+  CHECK(Sm89Call({4, 700, 4000, 16, 16, 64, 64}).plan().launches[0].grid[0] == 132);
   const flashmoe_launch& main = plan.launches[1];
   CHECK(std::strcmp(main.kernel, "attention_backward_sm89_fp16_d64_dv64") == 0);
   CHECK(main.grid[0] == 2 * 2 * 11 && main.block[0] == 224);
@@ -960,6 +970,7 @@ void sm89_workspace_holds_its_parts() {
     CHECK(offset(p.row_delta) >= rows * 4 && offset(p.turns) >= offset(p.row_delta) + rows * 4);
     CHECK(offset(p.ticket) >= offset(p.turns) + rows / 48 * 4 && sums >= offset(p.ticket) + 4);
     CHECK(sums % 16 == 0);
+    CHECK(p.chunks_done == nullptr);  // the kernel waits for the whole prologue
     CHECK(static_cast<int64_t>(call.plan().workspace_bytes) >= sums + rows * 64 * 4);
   }
 }
