@@ -157,9 +157,9 @@ void fill_addresses(const AttentionBackwardProblem& p, const Entry& entry, const
   params->dq_sums = reinterpret_cast<float*>(workspace + layout.dq_sums);
   params->turns = reinterpret_cast<uint32_t*>(workspace + layout.turns);
   params->ticket = reinterpret_cast<uint32_t*>(workspace + layout.ticket);
-  if (entry.watches_prologue) {
-    params->chunks_done = reinterpret_cast<uint32_t*>(workspace + layout.chunks_done);
-  }
+  params->chunks_done = entry.watches_prologue
+                            ? reinterpret_cast<uint32_t*>(workspace + layout.chunks_done)
+                            : nullptr;
   params->split_turns = reinterpret_cast<uint32_t*>(workspace + layout.split_turns);
   params->split_sums = reinterpret_cast<float*>(workspace + layout.split_sums);
 }
