@@ -4,7 +4,6 @@
 //   a[0] A[g, 2t..2t+1]   a[1] A[g+8, 2t..]   a[2] A[g, 2t+8..]   a[3] A[g+8, 2t+8..]
 //   b0   B[2t..2t+1, g]   b1   B[2t+8.., g]
 //   d[0..1] D[g, 2t..2t+1]                    d[2..3] D[g+8, 2t..2t+1]
-// m16n8k8 has a[0], a[1] and b0 alone.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -36,29 +35,6 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const
       "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <class Element>
-__device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2], uint32_t b);
-
-template <>
-__device__ __forceinline__ void mma_m16n8k8<__half>(float (&d)[4], const uint32_t (&a)[2],
-                                                    uint32_t b) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(b));
-}
-
-template <>
-__device__ __forceinline__ void mma_m16n8k8<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[2],
-                                                           uint32_t b) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
 }  // namespace flashmoe::ptx

@@ -39,17 +39,6 @@ __device__ __forceinline__ uint32_t load_shared_uint(uint32_t address) {
   return value;
 }
 
-// A word that another thread of the block stores by store_shared_release: with it comes all that the
-// other has written or seen before. A plain load in a loop ptxas may take out of it.
-__device__ __forceinline__ uint32_t load_shared_acquire(uint32_t address) {
-  uint32_t value;
-  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-__device__ __forceinline__ void store_shared_release(uint32_t address, uint32_t value) {
-  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
 // 8-byte aligned.
 __device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
   float2 value;

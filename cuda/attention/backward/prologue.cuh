@@ -18,7 +18,7 @@
 #include "cuda/numeric/constants.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/global.cuh"
-#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/mma_k8.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/thread.cuh"

@@ -13,7 +13,7 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/relaxed.cuh"
-#include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/shared_progress.cuh"
 #include "cuda/ptx/tma.cuh"
 
 namespace flashmoe::sm90_backward {
