@@ -123,7 +123,8 @@ struct CommonParams {
   float* dq_sums;
   uint32_t* turns;   // [heads, tiles_q, panels]: parts that a panel of a tile of dQ has so far
   uint32_t* ticket;  // items that were taken so far
-  // [workers of the prologue]: chunks of rows that each has done. nullptr: the kernel waits for all.
+  // [workers of the prologue]: chunks of rows that each has done. nullptr: the kernel waits for
+  // all.
   uint32_t* chunks_done;
   // Of a split item: dV and dK of all splits but the last, [split items, splits - 1, ...] in
   // fragments' order, and how many warps have left theirs.

@@ -41,8 +41,8 @@ struct Chunk {
   static constexpr int kColumns = 32;
   static constexpr int kLoads = Traits::kDimV / kColumns;
   static constexpr int kMostLoads = 8;  // in flight, of each of out and dout
-  static constexpr int kGroups = smaller(larger(kMostLoads / kLoads, 1),
-                                         Traits::kTileQ / (kGroupRows * kWorkerWarps));
+  static constexpr int kGroups =
+      smaller(larger(kMostLoads / kLoads, 1), Traits::kTileQ / (kGroupRows * kWorkerWarps));
   static constexpr int kWarpRows = kGroups * kGroupRows;
   static constexpr int kRows = kWorkerWarps * kWarpRows;
   static_assert(kLoads * kColumns == Traits::kDimV && kLoads <= kMostLoads);
@@ -179,8 +179,8 @@ __device__ __forceinline__ void write_rows(const Chunk<Traits>& chunk, const Com
       }
     }
     // Of the diagonal, a lane has one number, or none.
-    const float delta = lane / 4 % 2 == 0 ? first_pairs[0] + second_pairs[2]
-                                          : first_pairs[1] + second_pairs[3];
+    const float delta =
+        lane / 4 % 2 == 0 ? first_pairs[0] + second_pairs[2] : first_pairs[1] + second_pairs[3];
     const int row = static_cast<int>(first_row) + group * Share::kGroupRows;
     const bool sees = row < params.seq_q && params.score.sees_keys(row, params.seq_k);
     if (lane % 4 == lane / 8) {
@@ -239,8 +239,8 @@ __global__ void __launch_bounds__(kPrologueThreads)
 #endif
   const uint32_t chunks = chunks_of<Traits>(params, params.batch * params.heads_q);
   const uint32_t rows_per_head = params.tiles_q * Traits::kTileQ;
-  const bool clears = params.score.blind_rows != 0 && params.accumulate == 0 &&
-                      params.dq_rows.rows != nullptr;
+  const bool clears =
+      params.score.blind_rows != 0 && params.accumulate == 0 && params.dq_rows.rows != nullptr;
   const ChunkPlace step = ChunkPlace::of<Traits>(params, workers);
   ChunkPlace at = ChunkPlace::of<Traits>(params, worker);
   uint32_t done = 0;

@@ -72,8 +72,7 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
     attention_backward::fill_params(problem, entry, plan, &*kept);
     kept.set_ready(true);
   }
-  attention_backward::fill_addresses(problem, entry,
-                                     attention_backward::layout_of(problem, entry),
+  attention_backward::fill_addresses(problem, entry, attention_backward::layout_of(problem, entry),
                                      static_cast<char*>(workspace), &*kept);
   return attention_backward::launch_all(plan, &*kept, stream);
 }
