@@ -20,7 +20,8 @@ namespace flashmoe::sm90_backward {
 
 using attention_backward::chunks_of;
 
-// Worker w of n has chunks w, w + n and so on: with d of them done its next one is w + d n.
+// Worker w of n has chunks w, w + n and so on: with d of them done its next one is w + d n. For a
+// whole warp, which has a fence behind it before it counts on what the workers wrote.
 __device__ __forceinline__ uint32_t first_not_done(const Params& params) {
   static_assert(attention_backward::kMostWatchedWorkers <= 4 * kThreadsPerWarp,
                 "four words for each lane");
@@ -31,7 +32,6 @@ __device__ __forceinline__ uint32_t first_not_done(const Params& params) {
     const uint4 words = ptx::load_relaxed(params.chunks_done + first);
     least = min(min(words.x * workers + first, words.y * workers + first + 1),
                 min(words.z * workers + first + 2, words.w * workers + first + 3));
-    ptx::fence_gpu();
   }
   return __reduce_min_sync(kFullWarp, least);
 }
@@ -43,7 +43,10 @@ __device__ __forceinline__ void watch_prologue(const Params& params, uint32_t ch
   const uint32_t chunks = chunks_of<Traits>(params, params.batch * params.heads_q);
   uint32_t ready = 0;
   while (ready < chunks) {
-    ready = first_not_done(params);
+    const uint32_t now = first_not_done(params);
+    if (now == ready) continue;
+    ready = now;
+    ptx::fence_gpu();
     __syncwarp();
     if (reread::lane_index() == 0) ptx::store_shared_release(chunks_ready, ready);
   }
