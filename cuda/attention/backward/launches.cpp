@@ -44,6 +44,9 @@ Layout layout_of(const AttentionProblem& p, const Entry& entry) {
   layout.turns = take(tiles * entry.dq_panels * int64_t{sizeof(uint32_t)});
   layout.ticket = take(sizeof(uint32_t));
   layout.split_turns = take(kBlocksOfLargest * int64_t{sizeof(uint32_t)});
+  const int64_t parts = tiles * entry.dq_panels + 2 * items_of(p, entry);  // of dQ, dK and dV
+  const bool bounded = p.bounded_left || p.bounded_right;
+  layout.marks = take(bounded ? parts * entry.marked_warps * int64_t{sizeof(uint16_t)} : 0);
   layout.unwanted = take(std::max(p.dim, p.dim_v) * dtype_bytes(p.q.dtype));
   layout.dq_sums = take(tiles * entry.tile_q * entry.dim * kFloat);
   const SplitItems split = split_items_of(p, entry);
@@ -150,6 +153,7 @@ void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, cha
   params->ticket = reinterpret_cast<uint32_t*>(workspace + layout.ticket);
   params->split_turns = reinterpret_cast<uint32_t*>(workspace + layout.split_turns);
   params->split_sums = reinterpret_cast<float*>(workspace + layout.split_sums);
+  params->marks = reinterpret_cast<uint16_t*>(workspace + layout.marks);
 }
 
 flashmoe_status launch_all(const Plan& plan, const CommonParams* params, void* stream) {

@@ -121,6 +121,10 @@ struct CommonParams {
   // fragments' order, and how many warps have left theirs.
   float* split_sums;
   uint32_t* split_turns;
+  // Of a call with bounds, [part][warp]: of which part of a gradient a warp left what is not
+  // finite, as 1 + its block, or 0. Parts are tiles of dQ, or panels of them, then key tiles of dV,
+  // then of dK.
+  uint16_t* marks;
 
   int32_t batch;
   int32_t seq_q;

@@ -31,6 +31,17 @@ __device__ __forceinline__ float dot(const uint32_t (&a)[4], const uint32_t (&b)
   return sum;
 }
 
+template <class Traits>
+__device__ __forceinline__ void clear_marks(const CommonParams& params) {
+  static_assert(Traits::kMarkedWarps * sizeof(uint16_t) == sizeof(uint4));
+  const int64_t parts = dq_parts<Traits>(params) + 2 * key_parts(params);
+#pragma unroll 1
+  for (int64_t i = int64_t{blockIdx.x} * kPrologueThreads + thread_index(); i < parts;
+       i += int64_t{gridDim.x} * kPrologueThreads) {
+    reinterpret_cast<uint4*>(params.marks)[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
 // A block has rows of one head, which are padded to whole tiles.
 template <class Traits>
 __global__ void __launch_bounds__(kPrologueThreads)
@@ -70,6 +81,9 @@ __global__ void __launch_bounds__(kPrologueThreads)
   }
   static_assert(kBlocksOfLargest <= kPrologueThreads, "a thread for each item that may be split");
   if (block == 0 && thread < kBlocksOfLargest) params.split_turns[thread] = 0;
+  if constexpr (Traits::kMarkedWarps > 0) {
+    if (params.score.masked != 0) clear_marks<Traits>(params);
+  }
 
   uint32_t out[kPasses][4];
   uint32_t dout[kPasses][4];

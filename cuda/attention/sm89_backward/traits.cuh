@@ -74,6 +74,7 @@ struct Traits {
   static constexpr int kTileQ = kTuning.tile_q;
   static constexpr int kTileK = kTuning.tile_k;
   static constexpr int kPanels = 1;  // of a tile of dQ
+  static constexpr int kMarkedWarps = 0;
   static constexpr int kStages = kTuning.stages;
   static constexpr int kDoutStages = kTuning.dout_stages;
   static constexpr int kBuffers = kTuning.buffers;

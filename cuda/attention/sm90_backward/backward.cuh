@@ -28,6 +28,7 @@
 #pragma once
 
 #include "cuda/attention/sm90_backward/params.h"
+#include "cuda/attention/sm90_backward/repair.cuh"
 #include "cuda/attention/sm90_backward/tile.cuh"
 #include "cuda/attention/sm90_backward/traits.cuh"
 #include "cuda/numeric/constants.h"
@@ -118,6 +119,10 @@ struct Barriers {
   __device__ __forceinline__ uint32_t held_before(int slot) const { return slot_use(slot) + 12; }
   __device__ __forceinline__ uint32_t stage_row(int stage) const {
     return slot_use(kSlots) + kStageWordBytes * stage;
+  }
+  // Whether a warp of the consumers has marked something: repair.cuh.
+  __device__ __forceinline__ uint32_t has_marked(int warp) const {
+    return stage_row(Traits::kStages) + kMarkWordBytes * warp;
   }
 };
 
@@ -629,7 +634,7 @@ struct Writer : Counters<Traits::kInPanels> {
         write_keys_by_boxes<Traits::kBoxes>(params.dk, params.dk_direct, item, true);
       }
     }
-    ptx::tma_store_wait();
+    say_all_is_written();
   }
 
   // Writers take what leaves in turns: parts of dQ of all steps, then dV and dK.
@@ -682,7 +687,11 @@ struct Writer : Counters<Traits::kInPanels> {
                                    shared_items[items % kItemsHeld]);
       }
     }
+    say_all_is_written();
+  }
+  __device__ __forceinline__ void say_all_is_written() const {
     ptx::tma_store_wait();
+    offer();
   }
 };
 
@@ -1077,6 +1086,49 @@ struct Consumer : Counters<Traits::kInPanels> {
     }
   }
 
+  // This warp among those of the consumers.
+  __device__ __forceinline__ int group_warp() const {
+    return group * kWarpsPerGroup + warp_of_group();
+  }
+  // Which 16 keys of the tile are its.
+  __device__ __forceinline__ int keys_of_warp() const {
+    return Traits::kByProducts ? static_cast<int>(block_rank<Traits>()) * kWarpsPerGroup +
+                                     warp_of_group()
+                               : group_warp();
+  }
+  // Marks what this warp leaves of a part of a gradient as something to compute again: repair.cuh.
+  __device__ __forceinline__ void mark(int64_t part, int place) const {
+    params.marks[part * Traits::kMarkedWarps + place] = static_cast<uint16_t>(1 + blockIdx.x);
+    ptx::store_shared(barriers.has_marked(group_warp()), 1u);
+  }
+  // Marks dV or dK of the item, if something is not finite.
+  template <Wanted kWanted, int kRegisters>
+  __device__ __forceinline__ void check_keys(const float (&values)[kRegisters]) const {
+    if (is_clean(values)) return;
+    const SharedItem& item = shared_items[items % kItemsHeld];
+    const int head = item.batch * params.heads_kv + item.head_kv;
+    mark(first_part<Traits, kWanted>(params) + int64_t{head} * params.tiles_k + item.tile,
+         keys_of_warp());
+  }
+
+  // Whether a warp of a call with bounds has nothing that is not finite. A sum of products of
+  // neighbours is finite only then; one that overflows costs a repair of what needs none.
+  template <int kRegisters>
+  __device__ __forceinline__ bool is_clean(const float (&values)[kRegisters]) const {
+    if (params.score.masked == 0) return true;
+    constexpr int kSums = kRegisters < 64 ? 1 : 4;  // beside each other
+    float sums[kSums] = {};
+    static_assert(kRegisters % (2 * kSums) == 0);
+#pragma unroll
+    for (int i = 0; i < kRegisters; i += 2) {
+      float& sum = sums[i / 2 % kSums];
+      sum = fmaf(values[i], values[i + 1], sum);
+    }
+    float sum = sums[0];
+    if (kSums > 1) sum = (sum + sums[1 % kSums]) + (sums[2 % kSums] + sums[3 % kSums]);
+    return __all_sync(kFullWarp, isfinite(sum));
+  }
+
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
   // columns from `first_column` on.
   // With kPairs rows are as the copy engine takes them: pairs of 16-bit elements, aligned, to which
@@ -1170,32 +1222,37 @@ struct Consumer : Counters<Traits::kInPanels> {
           dq[4 * i + 3] += sum.w;
         }
       }
+      bool clean;
       if (params.dq_direct.rows != nullptr) {
-        write_dq_directly<false>(params.dq_direct, dq,
-                                 ptx::load_shared_uint(barriers.slot_tile(place)));
-        return;
-      }
-      if constexpr (Traits::kByProducts) {
+        clean = is_clean(dq);
+        if (clean) {
+          write_dq_directly<false>(params.dq_direct, dq,
+                                   ptx::load_shared_uint(barriers.slot_tile(place)));
+        }
+      } else if constexpr (Traits::kByProducts) {
         // The box of a panel would be narrower than its swizzle.
         if (params.dq_rows.rows != nullptr) {
           write_dq_directly<true>(params.dq_rows, dq,
                                   ptx::load_shared_uint(barriers.slot_tile(place)));
         }
-        return;
-      }
-      if (use == kLastPart) {
-        // Rows overwrite what others read. A consumer may be in a step that the other skips.
-        if (Traits::kSharesDqBox) {
-          ptx::named_barrier_sync_apart(kDsBarrier, kConsumers * kThreadsPerGroup);
-        } else {
-          ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
-        }
-      }
-      if (Traits::kSharesDqBox) {
-        store_rows(slot_of_group(place, 0), dq, params.scale, group * (Traits::kDqColumns / 8));
+        clean = is_clean(dq);
       } else {
-        store_rows(slot, dq, params.scale);
+        if (use == kLastPart) {
+          // Rows overwrite what others read. A consumer may be in a step that the other skips.
+          if (Traits::kSharesDqBox) {
+            ptx::named_barrier_sync_apart(kDsBarrier, kConsumers * kThreadsPerGroup);
+          } else {
+            ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
+          }
+        }
+        if (Traits::kSharesDqBox) {
+          store_rows(slot_of_group(place, 0), dq, params.scale, group * (Traits::kDqColumns / 8));
+        } else {
+          store_rows(slot, dq, params.scale);
+        }
+        clean = is_clean(dq);
       }
+      if (!clean) mark(ptx::load_shared_uint(barriers.slot_tile(place)), group_warp());
     }
   }
   __device__ __forceinline__ void hand_over_dq() const { fill_slot((index - 1) & 1); }
@@ -1347,6 +1404,9 @@ struct Consumer : Counters<Traits::kInPanels> {
       write_keys<Traits::kBoxes>(params.dk_direct, dk, params.scale, splits, second, params.dim);
     }
     fill_slot(second);
+    // No item of a call with bounds is split.
+    check_keys<Wanted::kDv>(dv);
+    check_keys<Wanted::kDk>(dk);
   }
 
   template <int kColumnBoxes, int kRegisters>
@@ -1361,7 +1421,7 @@ struct Consumer : Counters<Traits::kInPanels> {
       } else {
         store_rows(to, values, scale, 0, splits);
       }
-    } else {
+    } else if (is_clean(values)) {
       const SharedItem& item = shared_items[items % kItemsHeld];
       write_directly(direct, values, scale, item.batch, item.head_kv,
                      item.tile * Traits::kTileK + group * kKeysPerGroup, params.seq_k, 0, columns,
@@ -1415,6 +1475,20 @@ struct Consumer : Counters<Traits::kInPanels> {
       write_keys();
       ++items;
     }
+    repair_marked([this] {
+      ptx::mbarrier_wait(barriers.slot_ready(buffer()), slot_parity());
+      ptx::mbarrier_wait(barriers.slot_ready(buffer() ^ 1), (((index + 1) >> 1) + items) & 1);
+    });
+  }
+
+  // What this warp has marked, when it is written.
+  template <class WaitForWriters>
+  __device__ __forceinline__ void repair_marked(const WaitForWriters& wait_for_writers) const {
+    __syncwarp();
+    if (ptx::load_shared_uint(barriers.has_marked(group_warp())) == 0) return;
+    wait_for_writers();
+    ptx::fence_proxy_async();
+    repair<Traits>(params, group_warp(), keys_of_warp());
   }
 };
 

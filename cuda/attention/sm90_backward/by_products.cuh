@@ -205,6 +205,7 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
   __device__ __forceinline__ void clear_keys() { clear(dv); }
   __device__ __forceinline__ void write_keys() {
     Base::write_keys_by_boxes(params.dv_direct, dv, 1.0f, params.dim_v);
+    Base::template check_keys<Wanted::kDv>(dv);
   }
 };
 
@@ -326,6 +327,7 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
   __device__ __forceinline__ void clear_keys() { clear(dk); }
   __device__ __forceinline__ void write_keys() {
     Base::write_keys_by_boxes(params.dk_direct, dk, params.scale, params.dim);
+    Base::template check_keys<Wanted::kDk>(dk);
   }
 };
 

@@ -52,6 +52,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::mbarrier_init(barriers.item_wanted(), 1);
       ptx::mbarrier_init(barriers.item_full(), 1);
     }
+    for (int warp = 0; warp < Traits::kMarkedWarps; ++warp) {
+      ptx::store_shared(barriers.has_marked(warp), 0u);
+    }
     ptx::fence_mbarrier_init();
   }
   __syncthreads();

@@ -294,6 +294,8 @@ struct PanelConsumer : Consumer<Traits> {
   __device__ __forceinline__ void write_keys() {
     write_keys_by_boxes(params.dv_direct, dv, 1.0f, params.dim_v);
     write_keys_by_boxes(params.dk_direct, dk, params.scale, params.dim);
+    Base::template check_keys<Wanted::kDv>(dv);
+    Base::template check_keys<Wanted::kDk>(dk);
   }
   // dK or dV by this consumer's own slot.
   template <int kRegisters>
@@ -301,13 +303,14 @@ struct PanelConsumer : Consumer<Traits> {
                                                       const float (&values)[kRegisters],
                                                       float scale, int columns) {
     constexpr int kMost = Traits::kSlotBoxes * kBoxColumns / 2;  // registers
+    const bool clean = direct.rows == nullptr || Base::is_clean(values);
 #pragma unroll
     for (int first = 0; first < kRegisters; first += kMost) {
       wait_for_own_slot();
       if (kRegisters - first >= kMost) {
-        write_some_keys<kMost>(direct, values, first, scale, columns);
+        write_some_keys<kMost>(direct, values, first, scale, columns, clean);
       } else {
-        write_some_keys<kRegisters % kMost>(direct, values, first, scale, columns);
+        write_some_keys<kRegisters % kMost>(direct, values, first, scale, columns, clean);
       }
       Base::fill_slot(group);
     }
@@ -315,14 +318,14 @@ struct PanelConsumer : Consumer<Traits> {
   template <int kSome, int kRegisters>
   __device__ __forceinline__ void write_some_keys(const Direct& direct,
                                                   const float (&values)[kRegisters], int first,
-                                                  float scale, int columns) const {
+                                                  float scale, int columns, bool clean) const {
     if constexpr (kSome > 0) {
       float some[kSome];
 #pragma unroll
       for (int i = 0; i < kSome; ++i) some[i] = values[first + i];
       if (direct.rows == nullptr) {
         Base::store_rows(own_slot(), some, scale);
-      } else {
+      } else if (clean) {
         write_keys_directly(direct, some, scale, first * 2, columns);
       }
     }
@@ -386,6 +389,7 @@ __device__ __forceinline__ void take_items(AnyConsumer& consumer) {
     consumer.write_keys();
     ++consumer.items;
   }
+  consumer.repair_marked([&consumer] { consumer.wait_for_own_slot(); });
 }
 
 }  // namespace flashmoe::sm90_backward

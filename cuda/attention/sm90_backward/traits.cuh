@@ -17,6 +17,7 @@ inline constexpr int kSlots = 2;  // of what leaves for global memory; each has 
 inline constexpr int kItemBytes = 32;
 inline constexpr int kItemsHeld = 4;  // in shared memory: backward.cuh
 inline constexpr int kStageWordBytes = 4;
+inline constexpr int kMarkWordBytes = 4;
 
 // What each of the consumers has.
 enum class Share {
@@ -124,6 +125,7 @@ struct Traits {
   static constexpr int kSlotBoxes = kSlotBytes / kGroupBoxBytes;
   static constexpr int kSplitFloats = kInPanels ? 0 : kTileK * (kDim + kDimV);
   static constexpr int kSlotWordBytes = kInPanels ? 16 : 8;
+  static constexpr int kMarkedWarps = kConsumers * kThreadsPerGroup / kThreadsPerWarp;
 
   static constexpr int kKOffset = 0;
   static constexpr int kOtherKOffset = kKOffset + kKBytes;
@@ -140,8 +142,8 @@ struct Traits {
                                     : kInPanels ? 8
                                                 : 6) +
                                    2 * kStages + 2 * kDoStages + 2 * kSlots;
-  static constexpr int kSharedBytes =
-      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages;
+  static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots +
+                                      kStageWordBytes * kStages + kMarkWordBytes * kMarkedWarps;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
 };
 

@@ -51,7 +51,8 @@ const Entry entry_fp16_d64_dv64 = {
      160,
      {"attention_backward_sinks_sm90_fp16_d64_dv64", kSinks, 640, loaded_sinks},
      192,
-     0},
+     0,
+     8},
     false,
     32,
     48,
@@ -77,6 +78,7 @@ static Entry entry_of(const char* name, const char* prologue, const char* sinks)
            {sinks, kSinks, 256, loaded_of<Traits>[2]},
            1024,
            Traits::kSplitFloats,
+           Traits::kMarkedWarps,
            Traits::kCluster},
           Traits::kCapped,
           kBoxColumns,
@@ -124,6 +126,7 @@ static Entry entry_of(const char* name, const char* prologue, const char* sinks,
       160,
       {sinks, kSinks, 640, loaded<kKernel>[2]},
       192,
+      0,
       0};
 }
 #define ENTRY(index, name, dtype, dim, tile_q, tile_k, shared_bytes)               \
@@ -500,6 +503,19 @@ void the_workspace_holds_its_parts() {
       end = part.begin + part.bytes;
     }
     CHECK(static_cast<int64_t>(call.plan().workspace_bytes) >= end);
+  }
+  // Calls with bounds have a place for each warp and panel of dQ, and for each tile of dV and dK.
+  {
+    Call call;
+    const uint64_t without = call.plan().workspace_bytes;
+    call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+    watch();
+    CHECK(call.run() == FLASHMOE_OK);
+    const Params& p = seen[0].params;
+    const int64_t marks = (2 * 6 * 9 * 3 + 2 * 2 * 2 * 9) * 8 * 2;
+    CHECK(offset(p.marks) % 16 == 0 && offset(p.marks) >= offset(p.split_turns) + 132 * 4);
+    CHECK(offset(p.dq_sums) >= offset(p.marks) + marks);
+    CHECK(call.plan().workspace_bytes >= without + static_cast<uint64_t>(marks));
   }
   const auto bytes = [](int64_t seq) {
     return Call({1, seq, seq, 8, 8, 64, 64}).plan().workspace_bytes;
