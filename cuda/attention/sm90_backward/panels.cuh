@@ -114,18 +114,21 @@ struct PanelConsumer : Consumer<Traits> {
     }
   }
 
+  // Where this lane's stmatrix stores its chunk of the first slice. Those of the others lie a few
+  // bits away: a register for each would be one too many.
+  __device__ __forceinline__ uint32_t first_chunk() const { return ds_row() + swizzled_chunk(0); }
+
   // What dP - delta is multiplied by, which lies in the place of dS until that is made: P, or P
   // times what a softcap leaves. Each warp leaves and takes its own rows.
   __device__ __forceinline__ void leave_factors(const uint32_t (&p)[kSlices][4]) const {
-    const uint32_t store = ds_row();
+    const uint32_t first = first_chunk();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
-      ptx::stmatrix_x4(store + swizzled_chunk(slice), p[slice][0], p[slice][1], p[slice][2],
-                       p[slice][3]);
+      ptx::stmatrix_x4(first ^ slice * 32, p[slice][0], p[slice][1], p[slice][2], p[slice][3]);
     }
   }
   __device__ __forceinline__ void leave_factors() const {
-    const uint32_t store = ds_row();
+    const uint32_t first = first_chunk();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       uint32_t packed[4];
@@ -133,15 +136,15 @@ struct PanelConsumer : Consumer<Traits> {
       for (int r = 0; r < 4; ++r) {
         packed[r] = Numeric::pack(scores[8 * slice + 2 * r], scores[8 * slice + 2 * r + 1]);
       }
-      ptx::stmatrix_x4(store + swizzled_chunk(slice), packed[0], packed[1], packed[2], packed[3]);
+      ptx::stmatrix_x4(first ^ slice * 32, packed[0], packed[1], packed[2], packed[3]);
     }
     __syncwarp();
   }
   __device__ __forceinline__ void take_factors() {
-    const uint32_t load = ds_row();
+    const uint32_t first = first_chunk();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
-      ptx::ldmatrix_x4(ds[slice], load + swizzled_chunk(slice));
+      ptx::ldmatrix_x4(ds[slice], first ^ slice * 32);
     }
     __syncwarp();
   }
