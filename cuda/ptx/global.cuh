@@ -57,6 +57,17 @@ __device__ __forceinline__ uint4 load_relaxed(const uint32_t* address) {
   return words;
 }
 
+// A word, asked for ahead of when it is needed: it is waited for where it is used. sm_70 and newer.
+__device__ __forceinline__ uint32_t load_relaxed_word(const uint32_t* address) {
+  uint32_t word;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(address) : "memory");
+  return word;
+}
+
+// Behind a relaxed load of what another block stored by store_release: with the word comes all that
+// the other has written or seen before.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // A word that another block stores by store_release: with it comes all that the other has written
 // or seen before. sm_70 and newer.
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {

@@ -37,7 +37,6 @@
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/pdl.cuh"
-#include "cuda/ptx/relaxed.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/tile/mma_tile.cuh"
 #include "cuda/tile/thread.cuh"
