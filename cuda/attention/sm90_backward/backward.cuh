@@ -1092,9 +1092,9 @@ struct Consumer : Counters<Traits::kInPanels> {
   }
   // Which 16 keys of the tile are its.
   __device__ __forceinline__ int keys_of_warp() const {
-    return Traits::kByProducts ? static_cast<int>(block_rank<Traits>()) * kWarpsPerGroup +
-                                     warp_of_group()
-                               : group_warp();
+    return Traits::kByProducts
+               ? static_cast<int>(block_rank<Traits>()) * kWarpsPerGroup + warp_of_group()
+               : group_warp();
   }
   // Marks what this warp leaves of a part of a gradient as something to compute again: repair.cuh.
   __device__ __forceinline__ void mark(int64_t part, int place) const {
