@@ -14,8 +14,7 @@ struct Entry : AttentionKernel {
   Kernel sinks;
   int sinks_threads;
   int split_floats;  // dV and dK of a split of an item; 0: the kernel splits none
-  int marked_warps;  // of an item, that mark what is to be computed again; 0: the kernel marks
-                     // nothing
+  int marked_warps;  // of an item, that mark what is computed again; 0: the kernel marks nothing
   int cluster = 1;   // blocks that share an item
 };
 

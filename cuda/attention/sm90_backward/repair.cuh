@@ -103,6 +103,8 @@ __device__ __forceinline__ void repair_keys(const Params& params, int64_t marked
 // first consumer has dV of them and the second dK: each leaves the other's marks alone.
 template <class Traits>
 __device__ __forceinline__ void repair(const Params& params, int warp, int keys) {
+  static_assert(Traits::kMarkedWarps * kRowsPerWarp == Traits::kTileK,
+                "a place for each 16 keys of an item, whichever block has them");
   const int64_t end =
       first_part<Traits, Wanted::kDk>(params) + attention_backward::key_parts(params);
   const volatile uint16_t* const marks = params.marks;
