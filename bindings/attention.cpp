@@ -58,9 +58,6 @@ constexpr Option<Params> softcap_option() {
   return {"softcap", [](nb::handle given, Params* p) { p->softcap = parse_softcap(given); }};
 }
 
-bool is_fp64(flashmoe_dtype dtype) {
-  return dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 64 && dtype.lanes == 1;
-}
 // Whether some kernel of attention takes tensors of this dtype.
 bool is_served(flashmoe_dtype dtype) { return is_float(dtype) || is_fp64(dtype); }
 

@@ -39,6 +39,9 @@ inline constexpr flashmoe_dtype kFloat64 = {FLASHMOE_DTYPE_FLOAT, 64, 1};
 
 // Whether kernels take tensors of this dtype.
 bool is_float(flashmoe_dtype dtype);
+inline bool is_fp64(flashmoe_dtype dtype) {
+  return dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 64 && dtype.lanes == 1;
+}
 
 // One tensor of a call: what Python and messages call it, and where it goes.
 template <class Call>

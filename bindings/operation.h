@@ -32,6 +32,7 @@ struct Operation {
 
 extern const Operation kAttention;
 extern const Operation kAttentionBackward;
+extern const Operation kMergeStates;
 extern const Operation kMoeRoute;
 extern const Operation kMoeForward;
 extern const Operation kGroupedProduct;
@@ -145,6 +146,7 @@ inline bool points_nowhere(const flashmoe_attention_forward_params& p) {
          p.sequences == nullptr;
 }
 inline bool points_nowhere(const flashmoe_attention_backward_params&) { return true; }
+inline bool points_nowhere(const flashmoe_merge_states_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_route_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_forward_params& p) {
   return p.x_scale == nullptr && p.w_gate_up_scale == nullptr && p.w_up_scale == nullptr &&

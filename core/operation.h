@@ -12,6 +12,8 @@
 //   make_problem(params, &problem)  every check, once, into zeros
 //   flops(problem), is_empty(problem)
 //   print(params, problem, text, size)  the call, for the log
+//   params_apart(params)            only where an output may be an input: the call without that
+//   input
 // A problem has `device`, and `kernel`: what the caller asks for, "" for none.
 #pragma once
 
@@ -154,6 +156,17 @@ flashmoe_status check_runs_here(const typename Operation::Params& params, flashm
               name, DeviceName(device).text);
 }
 
+// The call of which outputs overlap nothing: all of it, unless the operation works in place.
+template <class Operation>
+auto params_apart(const typename Operation::Params& params, int)
+    -> decltype(Operation::params_apart(params)) {
+  return Operation::params_apart(params);
+}
+template <class Operation>
+const typename Operation::Params& params_apart(const typename Operation::Params& params, long) {
+  return params;
+}
+
 // What launches check of the memory that a call writes: its workspace is there, and nothing is
 // written to that the call has another use for.
 template <class Operation>
@@ -162,7 +175,7 @@ flashmoe_status check_memory(const typename Operation::Params& params, flashmoe_
   const size_t alignment = is_on_cuda(device) ? Operation::kGpuAlignment : kCpuAlignment;
   FLASHMOE_TRY(
       check_workspace(needed, workspace, workspace_size, alignment, Operation::kSizeFunction));
-  return check_apart<Operation>(params, workspace, needed);
+  return check_apart<Operation>(params_apart<Operation>(params, 0), workspace, needed);
 }
 
 // "attention_forward batch=... device=cpu:0 stream=... -> attention_forward_... grid=..., ..."

@@ -474,6 +474,87 @@ FLASHMOE_API flashmoe_status
 flashmoe_attention_backward(const flashmoe_attention_backward_params* params, void* workspace,
                             size_t workspace_size, void* stream);
 
+/* ------------------------------------------------------------------------------------------------
+ * Merging partial results of attention
+ *
+ * Attention over keys that lie apart, from what attention over each part of them gave: prefixes
+ * that requests share, pages of another level, the shards of a ring, the splits of a long sequence.
+ * With partials out_i and lse_i, for each row and head
+ *
+ *   lse = log sum_i exp(lse_i)                                              (natural logarithm)
+ *   out = sum_i exp(lse_i - lse) out_i
+ *
+ * in the order of the partials, first of all prior_out: the same inputs give the same bits on every
+ * run and with any number of threads. Sums are accumulated in fp32, of fp64 in fp64, and every
+ * partial is read once.
+ *
+ *   outs       [partials, batch, seq, heads, dim_v]  fp16, bf16, fp32, fp64; or of rank 4, without
+ *                                                    the first axis: one partial
+ *   lses       [partials, batch, heads, seq]         fp32, with outs of fp64 fp64; any strides; of
+ *                                                    rank 3 with outs of rank 4
+ *   prior_out  [batch, seq, heads, dim_v]            one more partial, before the others: fp16,
+ * bf16 or fp32; with outs of fp64 fp64. NULL: none prior_lse  [batch, heads, seq] as lses; NULL
+ * without prior_out out        [batch, seq, heads, dim_v]            fp16, bf16 or fp32, whichever
+ * the partials are; with outs of fp64 fp64 lse        [batch, heads, seq]                   as
+ * lses; NULL if not wanted
+ *
+ * in layout BSHD; in layout BHSD seq and heads of outs, prior_out and out are exchanged. dim_v is a
+ * multiple of 8, and every other extent may be 0: of no partial, out is 0 and lse -inf. In outs,
+ * prior_out and out the last stride is 1 and every row begins on a 16-byte boundary. Partials that
+ * are slices of one array, to which calls of attention write, are outs without a copy; of two in
+ * memory apart one is prior_out and the other outs of rank 4.
+ *
+ * In place: out may be prior_out, of the same memory, shape, strides and dtype, and lse prior_lse;
+ * so a ring adds to what it has. No other output may overlap an input.
+ *
+ * A partial whose lse is -inf, of a row that saw no key there, has weight 0, and its out is not
+ * read: a NaN in it does not reach the result. Where all are so, out is 0 and lse -inf. Partials
+ * whose lse is +inf share the row equally and leave weight 0 to the others, as attention's sink of
+ * +inf does; lse is then +inf. An lse of NaN makes the row's out and lse NaN. Otherwise IEEE
+ * arithmetic goes its way: a NaN in a partial's out reaches that row however small its weight.
+ *
+ * A sink is to be counted once: give sinks to the call of one partial alone, whose lse counts it;
+ * or merge a partial of its own, with out 0 and the sink as its lse.
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef struct flashmoe_merge_states_params {
+  size_t struct_size;
+  const flashmoe_tensor* outs;
+  const flashmoe_tensor* lses;
+  const flashmoe_tensor* prior_out; /* NULL: none */
+  const flashmoe_tensor* prior_lse;
+  const flashmoe_tensor* out;
+  const flashmoe_tensor* lse; /* NULL: not wanted */
+  const char* kernel;         /* as of flashmoe_attention_forward */
+  int32_t layout;             /* flashmoe_layout */
+  uint32_t reserved;          /* 0 */
+} flashmoe_merge_states_params;
+
+static inline flashmoe_merge_states_params flashmoe_merge_states_params_init(void) {
+  flashmoe_merge_states_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+/* Fills *plan with what flashmoe_merge_states would do with these arguments; launches nothing,
+ * reads no tensor data. Errors: those of flashmoe_merge_states, but for its memory. */
+FLASHMOE_API flashmoe_status flashmoe_merge_states_plan(const flashmoe_merge_states_params* params,
+                                                        flashmoe_plan* plan);
+
+/* Bytes of workspace the call needs: none in this version. */
+FLASHMOE_API flashmoe_status
+flashmoe_merge_states_workspace_size(const flashmoe_merge_states_params* params, size_t* bytes);
+
+/* Computes out and, if given, lse. workspace and stream: as of flashmoe_attention_forward. This
+ * version computes it on the CPU: tensors on a GPU are refused with UNSUPPORTED.
+ *
+ * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL,
+ * OUT_OF_MEMORY. */
+FLASHMOE_API flashmoe_status flashmoe_merge_states(const flashmoe_merge_states_params* params,
+                                                   void* workspace, size_t workspace_size,
+                                                   void* stream);
+
 /* Initialisers of the structs that calls fill. */
 static inline flashmoe_build_info flashmoe_build_info_init(void) {
   flashmoe_build_info info;

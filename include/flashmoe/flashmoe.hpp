@@ -10,11 +10,11 @@
 //   flashmoe::Workspace workspace;         // keep it for the next call
 //   flashmoe::run(call, workspace);
 //
-// A call is a plain struct of views and options: AttentionForward, AttentionBackward, MoeRoute,
-// MoeForward, FusedMoe or GroupedProduct. What its fields mean is said where the C ABI says it, in
-// flashmoe.h and moe.h; a field that is left alone is "none" or the default. Every call has the
-// same four functions: plan, workspace_size, run with memory of the caller's, run with a workspace
-// that grows by itself.
+// A call is a plain struct of views and options: AttentionForward, AttentionBackward, MergeStates,
+// MoeRoute, MoeForward, FusedMoe or GroupedProduct. What its fields mean is said where the C ABI
+// says it, in flashmoe.h and moe.h; a field that is left alone is "none" or the default. Every call
+// has the same four functions: plan, workspace_size, run with memory of the caller's, run with a
+// workspace that grows by itself.
 //
 // Errors: the functions return Result<T>. With exceptions that is T, and a failure throws Error,
 // whose what() is the library's sentence. With FLASHMOE_NO_EXCEPTIONS defined (it is where the
@@ -461,6 +461,18 @@ struct AttentionBackward {
   const char* kernel = nullptr;         // nullptr: the best here
 };
 
+// The merge of partial results of attention: flashmoe_merge_states.
+struct MergeStates {
+  ConstTensorView outs;  // [partials, batch, seq, heads, dim_v], in layout bshd, or one of rank 4
+  ConstTensorView lses;  // [partials, batch, heads, seq] fp32, of fp64 fp64, or of rank 3
+  ConstTensorView prior_out;  // [batch, seq, heads, dim_v]: one more, before them; absent: none
+  ConstTensorView prior_lse;  // [batch, heads, seq]
+  TensorView out;             // [batch, seq, heads, dim_v]; may be prior_out
+  TensorView lse;             // [batch, heads, seq]; may be prior_lse; absent: not wanted
+  Layout layout = Layout::bshd;
+  const char* kernel = nullptr;  // nullptr: the best here
+};
+
 // Routing of T tokens to K of E experts each: flashmoe_moe_route.
 struct MoeRoute {
   ConstTensorView logits;          // [T, E]; absent with given_ids
@@ -639,6 +651,33 @@ struct Bound<AttentionBackward> {
     params.dsinks = dsinks;
     params.accumulate = call.accumulate ? 1 : 0;
     set_scores(call, &params);
+  }
+};
+
+template <>
+struct Bound<MergeStates> {
+  static constexpr auto plan = flashmoe_merge_states_plan;
+  static constexpr auto workspace_size = flashmoe_merge_states_workspace_size;
+  static constexpr auto run = flashmoe_merge_states;
+
+  Argument outs, lses, prior_out, prior_lse, out, lse;
+  flashmoe_merge_states_params params = flashmoe_merge_states_params_init();
+
+  explicit Bound(const MergeStates& call) noexcept
+      : outs(call.outs),
+        lses(call.lses),
+        prior_out(call.prior_out),
+        prior_lse(call.prior_lse),
+        out(call.out),
+        lse(call.lse) {
+    params.outs = outs;
+    params.lses = lses;
+    params.prior_out = prior_out;
+    params.prior_lse = prior_lse;
+    params.out = out;
+    params.lse = lse;
+    params.layout = static_cast<int32_t>(call.layout);
+    params.kernel = call.kernel;
   }
 };
 
