@@ -172,24 +172,30 @@ class RowMerge {
  private:
   static constexpr Dtype kSums = std::is_same_v<Real, double> ? Dtype::kFloat64 : Dtype::kFloat32;
 
+  static constexpr Real kEmpty = -1;  // in place of a power
+
   Real lse(int64_t i) const { return lses_[i * p_.lses_stride]; }
 
-  // The first few powers are kept, and the others made anew.
-  Real power(int64_t i) const { return i < kMergedAtOnce ? powers_[i] : weights_.power(lse(i)); }
+  // The powers of the first few are kept, and the others made anew. kEmpty: not to be read.
+  Real power(int64_t i) const { return i < kMergedAtOnce ? powers_[i] : power_of(lse(i)); }
+  Real power_of(Real lse) const {
+    return Weights<Real>::is_empty(lse) ? kEmpty : weights_.power(lse);
+  }
 
+  // Each lse is read once where it can be: those of neighbours in memory are of other rows.
   void weigh() {
     if (p_.prior_out.data != nullptr) weights_.see(prior_lse_);
-    for (int64_t i = 0; i < p_.partials; ++i) weights_.see(lse(i));
+    const auto kept = std::min<int64_t>(p_.partials, kMergedAtOnce);
+    for (int64_t i = 0; i < kept; ++i) weights_.see(powers_[i] = lse(i));
+    for (int64_t i = kept; i < p_.partials; ++i) weights_.see(lse(i));
     if (prior_ != nullptr) {
       prior_power_ = weights_.power(prior_lse_);
       weights_.add(prior_power_);
     }
+    for (int64_t i = 0; i < kept; ++i) powers_[i] = power_of(powers_[i]);
     for (int64_t i = 0; i < p_.partials; ++i) {
-      const Real its = lse(i);
-      if (Weights<Real>::is_empty(its)) continue;
-      const Real power = weights_.power(its);
-      if (i < kMergedAtOnce) powers_[i] = power;
-      weights_.add(power);
+      const Real its = power(i);
+      if (its != kEmpty) weights_.add(its);
     }
   }
 
@@ -205,9 +211,10 @@ class RowMerge {
   void gather(int64_t* i, MergeRow<Real>* row) const {
     row->count = 0;
     for (; *i < p_.partials && row->count < kMergedAtOnce; ++*i) {
-      if (Weights<Real>::is_empty(lse(*i))) continue;
+      const Real its = power(*i);
+      if (its == kEmpty) continue;
       row->x[row->count] = at(outs_, *i * p_.outs_stride, p_.outs.dtype);
-      row->weights[row->count++] = weights_.of(power(*i));
+      row->weights[row->count++] = weights_.of(its);
     }
   }
 

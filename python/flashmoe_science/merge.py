@@ -50,7 +50,7 @@ def parse_name(dtype: object) -> str | None:
     """Of a new out, as array libraries call it."""
     if dtype is None:
         return None
-    code, bits = parse_dtype(dtype)
+    code, bits = parse_dtype(getattr(dtype, "__name__", dtype))  # of numpy.float32 and jnp.float32
     return f"{'bfloat' if code == _BFLOAT else 'float'}{bits}"
 
 
