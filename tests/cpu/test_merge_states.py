@@ -73,7 +73,7 @@ def test_stacked(isa_library: ctypes.CDLL, dtype: str, layout: str, count: int) 
 
 
 @pytest.mark.parametrize(
-    ("of_prior", "of_outs", "of_out"), itertools.product(capi.DTYPES, repeat=3)
+    ("of_prior", "of_outs", "of_out"), list(itertools.product(capi.DTYPES, repeat=3))
 )
 @pytest.mark.parametrize("count", [0, 1, 2, 40])
 def test_prior(
