@@ -68,7 +68,7 @@ flashmoe_status check_apart(const typename Operation::Params& params, const void
   Region regions[kTensors + 1];
   bool doubtful = false;
   for (size_t i = 0; i < kTensors; ++i) {
-    const flashmoe_tensor* const tensor = params.*Operation::kTensors[i].member;
+    const flashmoe_tensor* const tensor = Operation::kTensors[i].of(params);
     regions[i] = Region::of(tensor, Reach::of(tensor));
     doubtful |= regions[i].is_outside();
     const size_t before = i >= Operation::kFirstOutput ? i : 0;
@@ -83,7 +83,7 @@ flashmoe_status check_apart(const typename Operation::Params& params, const void
   Memory memory[kTensors + 1];
   for (size_t i = 0; i < kTensors; ++i) {
     const auto& each = Operation::kTensors[i];
-    memory[i] = {each.name, params.*each.member, regions[i]};
+    memory[i] = {each.name, each.of(params), regions[i]};
   }
   memory[kTensors] = {"workspace", nullptr, regions[kTensors]};
   return check_written_memory(memory, kTensors + 1, Operation::kFirstOutput);
