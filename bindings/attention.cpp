@@ -13,7 +13,6 @@
 #include "bindings/calls.h"
 #include "bindings/kept.h"
 #include "bindings/operation.h"
-#include "bindings/sequences.h"
 #include "bindings/torch.h"
 #include "flashmoe/flashmoe.h"
 
@@ -81,7 +80,7 @@ struct AttentionCall {
   TensorView sinks;
   TensorView out;
   TensorView lse;
-  Sequences sequences;
+  std::optional<Sequences> sequences;
 
   static constexpr Field<AttentionCall> kTensors[] = {
       {"q", &AttentionCall::q, &Params::q, Access::kRead},
@@ -155,11 +154,13 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   caller.borrow("k", k, &call.k);
   caller.borrow("v", v, &call.v);
   caller.borrow_optional("sinks", sinks, &call.sinks);
-  nb::object each[Sequences::kCount];
-  Sequences::unpack(sequences, each);
-  call.sequences.read(each, [&caller](const char* name, nb::handle tensor, TensorView* view) {
-    caller.borrow(name, tensor, view);
-  });
+  nb::handle each[Sequences::kCount];
+  if (Sequences::find(sequences, each)) {
+    call.sequences.emplace().read(each,
+                                  [&caller](const char* name, nb::handle tensor, TensorView* view) {
+                                    caller.borrow(name, tensor, view);
+                                  });
+  }
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
   caller.borrow_optional("lse", lse, &call.lse, Access::kWrite);
   if (caller.is_recorded() || (type->is_torch && is_cast(call))) {

@@ -10,8 +10,8 @@
 //   kNeedsWorkspace                 whether nearly every call on a GPU needs workspace
 //   first()                         the tensor that says where the call computes
 //   renames()                       how the caller's names differ from the library's
-//   sequences                       attention's forward alone: what its params point to beside
-//                                   tensors (bindings/sequences.h)
+//   sequences                       attention's forward alone: perhaps, what its params point to
+//                                   beside tensors (bindings/sequences.h)
 //   make_outputs(options, make)     has make(name, view, dtype, rank, shape) make the outputs that
 //                                   are not there. Where the inputs do not tell their shapes, the
 //                                   library says what is wrong.
@@ -64,7 +64,9 @@ const typename Call::Params& ready(Call* call) {
   for (const Field<Call>& field : Call::kTensors) {
     call->params.*field.param = (call->*field.view).get();
   }
-  const auto place = [](auto* own, auto* sequences) { own->params.sequences = sequences->ready(); };
+  const auto place = [](auto* own, auto* sequences) {
+    own->params.sequences = *sequences ? (*sequences)->ready() : nullptr;
+  };
   with_sequences(call, place, 0);
   return call->params;
 }

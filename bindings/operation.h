@@ -13,6 +13,7 @@
 #include "bindings/errors.h"
 #include "bindings/fields.h"
 #include "bindings/plan.h"
+#include "bindings/sequences.h"
 #include "bindings/xla_ffi_call.h"
 #include "flashmoe/flashmoe.h"
 
@@ -56,7 +57,10 @@ void view_arguments(const nb::dict& tensors, const nb::dict& options, Call* call
   const auto view = [](const char* name, nb::handle tensor, TensorView* to) {
     view_argument(name, tensor, Access::kRead, to);
   };
-  const auto read = [&](auto*, auto* sequences) { sequences->read(tensors, options, view); };
+  const auto read = [&](auto*, auto* sequences) {
+    nb::handle each[Sequences::kCount];
+    if (Sequences::find(tensors, options, each)) sequences->emplace().read(each, view);
+  };
   with_sequences(call, read, 0);
 }
 

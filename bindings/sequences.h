@@ -41,15 +41,13 @@ struct Sequences {
 
   flashmoe_attention_sequences params = flashmoe_attention_sequences_init();
   TensorView views[kTableCount];
-  bool given = false;
 
   // From each table and bound in this order, tables first, None where there is none: by
   // borrow(name, tensor, view).
   template <class Borrow>
-  void read(const nb::object (&each)[kCount], const Borrow& borrow) {
+  void read(const nb::handle (&each)[kCount], const Borrow& borrow) {
     for (size_t i = 0; i < kCount; ++i) {
       if (each[i].is_none()) continue;
-      given = true;
       if (i < kTableCount) {
         borrow(kTables[i].name, each[i], &views[i]);
       } else {
@@ -57,29 +55,18 @@ struct Sequences {
       }
     }
   }
-  // The same by name; absent is None.
-  template <class Borrow>
-  void read(const nb::dict& tables, const nb::dict& bounds, const Borrow& borrow) {
-    nb::object each[kCount];
-    for (size_t i = 0; i < kCount; ++i) {
-      const bool is_table = i < kTableCount;
-      const nb::dict& from = is_table ? tables : bounds;
-      const char* const name = is_table ? kTables[i].name : kBounds[i - kTableCount].name;
-      each[i] = from.contains(name) ? nb::object(from[name]) : nb::none();
-    }
-    read(each, borrow);
-  }
-  // Of what flash_attention passes: None, or a tuple of all.
-  static void unpack(nb::handle sequences, nb::object (&each)[kCount]);
+  // The same by name, absent is None; false where there is none.
+  static bool find(const nb::dict& tables, const nb::dict& bounds, nb::handle (&each)[kCount]);
+  // The same of what flash_attention passes: None, or a tuple of all.
+  static bool find(nb::handle sequences, nb::handle (&each)[kCount]);
 
-  // nullptr where nothing was given.
   const flashmoe_attention_sequences* ready() {
     for (size_t i = 0; i < kTableCount; ++i) params.*kTables[i].param = views[i].get();
-    return given ? &params : nullptr;
+    return &params;
   }
 
  private:
-  void set_bound(const Bound& bound, nb::handle given_bound);
+  void set_bound(const Bound& bound, nb::handle given);
 };
 
 }  // namespace flashmoe

@@ -69,7 +69,7 @@ flashmoe_status check_apart(const typename Operation::Params& params, const void
   bool doubtful = false;
   for (size_t i = 0; i < kTensors; ++i) {
     const flashmoe_tensor* const tensor = Operation::kTensors[i].of(params);
-    regions[i] = Region::of(tensor, Reach::of(tensor));
+    regions[i] = tensor != nullptr ? Region::of(tensor, Reach::of(tensor)) : Region{0, 0};
     doubtful |= regions[i].is_outside();
     const size_t before = i >= Operation::kFirstOutput ? i : 0;
     for (size_t j = 0; j < before; ++j) doubtful |= regions[i].meets(regions[j]);
