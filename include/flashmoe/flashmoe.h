@@ -305,7 +305,10 @@ typedef enum flashmoe_window {
   FLASHMOE_WINDOW_RIGHT = 2 /* j <= i + A + window_right */
 } flashmoe_window;
 
-/* Ragged, padded and paged batches: where the queries and the keys of each sequence are.
+/* ------------------------------------------------------------------------------------------------
+ * Attention, ragged, padded and paged batches
+ *
+ * Where the queries and the keys of each sequence are.
  *
  * Every tensor is int32, of any stride, and on the device of q; NULL is absent, and zeros all over
  * are a dense batch. Lengths, offsets and page numbers are read when the call computes, never by a
@@ -349,7 +352,10 @@ typedef enum flashmoe_window {
  * max_seqlen_q and max_seqlen_k bound n and m; more are cut off at the end. 0 stands for what the
  * tensors have room for. Loose bounds cost little, and the bits do not depend on them.
  *
- * In this version the CPU computes such calls, and no GPU; backward does not take them. */
+ * In this version the CPU computes such calls, and no GPU; backward does not take them.
+ * ---------------------------------------------------------------------------------------------- */
+
+/* Lengths, offsets and page tables of ragged, padded and paged batches. */
 typedef struct flashmoe_attention_sequences {
   size_t struct_size;
   const flashmoe_tensor* cu_seqlens_q; /* [batch + 1] */
