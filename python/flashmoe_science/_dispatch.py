@@ -485,7 +485,7 @@ def flash_attention(
     options: dict[str, Any],
     outputs: dict[str, Any],
     stream: Any,
-    sequences: Any,
+    sequences: Any = None,
 ) -> Any:
     """flash_attention, called by the native one: everything by its name, of outputs and of optional
     tensors those that are given; but for `sequences`, which may be None."""
