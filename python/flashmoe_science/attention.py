@@ -207,7 +207,7 @@ def flash_attention(
     return operators().flash_attention(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
         layout=layout, return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
-        sequences=sequences,
+        **dict(zip(SEQUENCES, sequences, strict=True)),
     )  # fmt: skip
 
 

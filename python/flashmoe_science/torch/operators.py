@@ -27,7 +27,6 @@ from flashmoe_science._dispatch import (
     refuse_tangent,
 )
 from flashmoe_science.attention import (
-    NO_SEQUENCES,
     SEQUENCES,
     AttentionGradients,
     _flash_attention_backward,
@@ -524,11 +523,22 @@ def flash_attention(
     lse: torch.Tensor | None = None,
     kernel: str | None = None,
     stream: object = None,
-    sequences: tuple[Any, ...] = NO_SEQUENCES,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    k_begin: torch.Tensor | None = None,
+    batch_index: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Any:
-    """flashmoe_science.flash_attention, which see; the arguments of sequences, from cu_seqlens_q to
-    max_seqlen_k, are one tuple. In a graph, out, lse and stream are None, and
+    """flashmoe_science.flash_attention, which see. In a graph, out, lse and stream are None, and
     what is returned is token by token in memory in either layout."""
+    sequences = (
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
+        max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
     if _is_plain(q) or _leaves_graph(q, out=out, lse=lse, stream=stream):
         try:
             return _core.flash_attention(
