@@ -36,11 +36,16 @@
 
 namespace flashmoe {
 
-// One tensor of an operation.
+// One tensor of an operation: of Params, or of a struct that Params point to.
 template <class Params>
 struct TensorMember {
   const char* name;
   const flashmoe_tensor* Params::* member;
+  const flashmoe_tensor* (*nested)(const Params& params) = nullptr;
+
+  const flashmoe_tensor* of(const Params& params) const {
+    return nested != nullptr ? nested(params) : params.*member;
+  }
 };
 
 inline constexpr size_t kCpuAlignment = 16;  // of a workspace on the CPU
@@ -99,7 +104,7 @@ template <class Operation>
 double bytes_of(const typename Operation::Params& params) {
   double bytes = 0;
   for (const auto& each : Operation::kTensors) {
-    const flashmoe_tensor* const tensor = params.*each.member;
+    const flashmoe_tensor* const tensor = each.of(params);
     if (tensor == nullptr) continue;
     double own = tensor->dtype.bits / 8.0;
     for (int32_t axis = 0; axis < tensor->ndim; ++axis) {
@@ -149,7 +154,7 @@ flashmoe_status check_runs_here(const typename Operation::Params& params, flashm
   if (!is_on_cuda(device) || !is_gpu_model(device.device_id)) return FLASHMOE_OK;
   const char* name = nullptr;
   for (const auto& each : Operation::kTensors) {
-    if (name == nullptr && params.*each.member != nullptr) name = each.name;
+    if (name == nullptr && each.of(params) != nullptr) name = each.name;
   }
   return fail(FLASHMOE_ERROR_NO_DEVICE,
               "%s: it is on %s, which is a model of GPUs and no device: accepted in plans alone",

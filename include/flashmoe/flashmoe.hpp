@@ -420,6 +420,19 @@ enum class Activation : int32_t {
   relu2 = FLASHMOE_ACTIVATION_RELU2
 };
 
+// Ragged, padded and paged batches: flashmoe_attention_sequences. All int32.
+struct AttentionSequences {
+  ConstTensorView cu_seqlens_q;  // [batch + 1]
+  ConstTensorView cu_seqlens_k;  // [batch + 1]
+  ConstTensorView seqused_q;     // [batch]
+  ConstTensorView seqused_k;     // [batch]
+  ConstTensorView k_begin;       // [batch]
+  ConstTensorView batch_index;   // [batch]
+  ConstTensorView page_table;    // [batch, pages of a sequence]
+  int64_t max_seqlen_q = 0;      // bounds; 0: what the tensors have room for
+  int64_t max_seqlen_k = 0;
+};
+
 // Attention, forward: flashmoe_attention_forward.
 struct AttentionForward {
   ConstTensorView q;  // [batch, seq_q, heads_q, dim], in layout bshd
@@ -429,12 +442,13 @@ struct AttentionForward {
   TensorView lse;     // [batch, heads_q, seq_q] fp32, of fp64 fp64; absent: not wanted
   Layout layout = Layout::bshd;
   Causal causal = Causal::none;
-  float scale = 0;                      // 0: 1 / sqrt(dim)
-  float softcap = 0;                    // 0: none
-  std::optional<int64_t> window_left;   // keys before the query's; absent: no bound
-  std::optional<int64_t> window_right;  // keys behind the query's; absent: no bound
-  const char* kernel = nullptr;         // nullptr: the best here
-  ConstTensorView sinks;                // [heads_q] fp32 or q's dtype; absent: none
+  float scale = 0;                              // 0: 1 / sqrt(dim)
+  float softcap = 0;                            // 0: none
+  std::optional<int64_t> window_left;           // keys before the query's; absent: no bound
+  std::optional<int64_t> window_right;          // keys behind the query's; absent: no bound
+  const char* kernel = nullptr;                 // nullptr: the best here
+  ConstTensorView sinks;                        // [heads_q] fp32 or q's dtype; absent: none
+  std::optional<AttentionSequences> sequences;  // absent: a dense batch
 };
 
 // Attention, backward: flashmoe_attention_backward. Of dq, dk, dv and dsinks one at least.
@@ -594,6 +608,30 @@ void set_scores(const Call& call, Params* params) noexcept {
   params->kernel = call.kernel;
 }
 
+struct BoundSequences {
+  Argument cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table;
+  flashmoe_attention_sequences params = flashmoe_attention_sequences_init();
+
+  explicit BoundSequences(const AttentionSequences& given) noexcept
+      : cu_seqlens_q(given.cu_seqlens_q),
+        cu_seqlens_k(given.cu_seqlens_k),
+        seqused_q(given.seqused_q),
+        seqused_k(given.seqused_k),
+        k_begin(given.k_begin),
+        batch_index(given.batch_index),
+        page_table(given.page_table) {
+    params.cu_seqlens_q = cu_seqlens_q;
+    params.cu_seqlens_k = cu_seqlens_k;
+    params.seqused_q = seqused_q;
+    params.seqused_k = seqused_k;
+    params.k_begin = k_begin;
+    params.batch_index = batch_index;
+    params.page_table = page_table;
+    params.max_seqlen_q = given.max_seqlen_q;
+    params.max_seqlen_k = given.max_seqlen_k;
+  }
+};
+
 template <>
 struct Bound<AttentionForward> {
   static constexpr auto plan = flashmoe_attention_forward_plan;
@@ -601,10 +639,19 @@ struct Bound<AttentionForward> {
   static constexpr auto run = flashmoe_attention_forward;
 
   Argument q, k, v, sinks, out, lse;
+  BoundSequences sequences;
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
 
   explicit Bound(const AttentionForward& call) noexcept
-      : q(call.q), k(call.k), v(call.v), sinks(call.sinks), out(call.out), lse(call.lse) {
+      : q(call.q),
+        k(call.k),
+        v(call.v),
+        sinks(call.sinks),
+        out(call.out),
+        lse(call.lse),
+        sequences(call.sequences ? BoundSequences(*call.sequences)
+                                 : BoundSequences(AttentionSequences())) {
+    if (call.sequences) params.sequences = &sequences.params;
     params.q = q;
     params.k = k;
     params.v = v;

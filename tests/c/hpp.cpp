@@ -209,6 +209,39 @@ void attention() {
   CHECK(test.out == out);
 }
 
+// The same keys in pages, of which the first of two sequences has all and the second has three.
+void sequences() {
+  AttentionCase test;
+  fm::AttentionForward dense = test.call();
+  fm::Workspace workspace;
+  done(fm::run(dense, workspace));
+  const std::vector<float> whole = test.out;
+  dense.k = dense.k.slice(1, 0, 3);
+  dense.v = dense.v.slice(1, 0, 3);
+  done(fm::run(dense, workspace));
+  std::vector<float> expected = test.out;
+  std::copy(whole.begin(), whole.begin() + 5 * 4 * 16, expected.begin());
+
+  const std::vector<int32_t> pages = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, -1, -1, -1, -1};
+  const std::vector<int32_t> lengths = {7, 3};
+  test.out.assign(test.out.size(), NAN);
+  fm::AttentionForward call = test.call();
+  call.k = fm::ConstTensorView(test.k.data(), {14, 1, 2, 16});
+  call.v = fm::ConstTensorView(test.v.data(), {14, 1, 2, 16});
+  fm::AttentionSequences given;
+  given.page_table = fm::ConstTensorView(pages.data(), {2, 7});
+  given.seqused_k = fm::ConstTensorView(lengths.data(), {2});
+  given.max_seqlen_k = 100;
+  call.sequences = given;
+  done(fm::run(call, workspace));
+  CHECK(test.out == expected);
+  CHECK(get(fm::plan(call)).flops == 0);
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "cu_seqlens_k: got one", [&] {
+    call.sequences->cu_seqlens_k = given.seqused_k;
+    return fm::plan(call);
+  });
+}
+
 // The gradients of a call are differences of the sum of its output.
 void attention_backward() {
   AttentionCase test;
@@ -541,6 +574,7 @@ void library() {
   };
   done(fm::set_log(FLASHMOE_LOG_INFO, append, &lines));
   attention();
+  sequences();
   attention_backward();
   done(fm::set_log(FLASHMOE_LOG_OFF));
   CHECK(lines.find("attention_forward_cpu") != std::string::npos);
@@ -551,6 +585,7 @@ void library() {
 void FLASHMOE_HPP_CHECKS() {
   views();
   attention();
+  sequences();
   adds_no_allocation();
   errors();
   memory();
