@@ -3,6 +3,7 @@
 
 #include "bindings/attention.h"
 #include "bindings/library.h"
+#include "bindings/merge_states.h"
 #include "bindings/moe.h"
 #include "bindings/operation.h"
 
@@ -10,6 +11,7 @@ NB_MODULE(_core, module) {
   module.attr("__doc__") = "The native half of flashmoe_science: see that package.";
   flashmoe::define_library(module);
   flashmoe::define_attention(module);
+  flashmoe::define_merge_states(module);
   flashmoe::define_moe(module);
   flashmoe::define_operations(module);
 }

@@ -13,6 +13,7 @@
 #include "bindings/errors.h"
 #include "bindings/fields.h"
 #include "bindings/plan.h"
+#include "bindings/sequences.h"
 #include "bindings/xla_ffi_call.h"
 #include "flashmoe/flashmoe.h"
 
@@ -32,6 +33,7 @@ struct Operation {
 
 extern const Operation kAttention;
 extern const Operation kAttentionBackward;
+extern const Operation kMergeStates;
 extern const Operation kMoeRoute;
 extern const Operation kMoeForward;
 extern const Operation kGroupedProduct;
@@ -46,13 +48,21 @@ void define_operations(nb::module_& module);
 void view_argument(const char* name, nb::handle object, Access access, TensorView* view);
 
 template <class Call>
-void view_arguments(const nb::dict& tensors, Call* call) {
+void view_arguments(const nb::dict& tensors, const nb::dict& options, Call* call) {
   for (const Field<Call>& field : Call::kTensors) {
     const nb::object tensor = option_of(tensors, field.name);
     if (tensor.is_none()) continue;
     const std::string name = renamed(field.name, call->renames());
     view_argument(name.c_str(), tensor, field.access, &(call->*field.view));
   }
+  const auto view = [](const char* name, nb::handle tensor, TensorView* to) {
+    view_argument(name, tensor, Access::kRead, to);
+  };
+  const auto read = [&](auto*, auto* sequences) {
+    nb::handle each[Sequences::kCount];
+    if (Sequences::find(tensors, options, each)) sequences->emplace().read(each, view);
+  };
+  with_sequences(call, read, 0);
 }
 
 // "float32" and so on, of what outputs are made of.
@@ -63,7 +73,7 @@ void call_by_name(const nb::dict& tensors, const nb::dict& options, nb::handle a
                   nb::handle stream) {
   Call call;
   parse_options(Call::kOptions, options, &call.params);
-  view_arguments(tensors, &call);
+  view_arguments(tensors, options, &call);
   std::vector<nb::object> kept;
   const auto make = [&](const char* name, const char* dtype, int rank, const int64_t* shape,
                         TensorView* view) {
@@ -95,7 +105,7 @@ template <class Call>
 Fields plan_by_name(const nb::dict& tensors, const nb::dict& options) {
   Call call;
   parse_options(Call::kOptions, options, &call.params);
-  view_arguments(tensors, &call);
+  view_arguments(tensors, options, &call);
   if (call.first().get() != nullptr) {
     const flashmoe_device device = call.first().device();
     call.make_outputs(options,
@@ -145,6 +155,7 @@ inline bool points_nowhere(const flashmoe_attention_forward_params& p) {
          p.sequences == nullptr;
 }
 inline bool points_nowhere(const flashmoe_attention_backward_params&) { return true; }
+inline bool points_nowhere(const flashmoe_merge_states_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_route_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_forward_params& p) {
   return p.x_scale == nullptr && p.w_gate_up_scale == nullptr && p.w_up_scale == nullptr &&

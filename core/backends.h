@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/ops/attention/problem.h"
+#include "core/ops/merge_states/problem.h"
 #include "core/ops/moe/problem.h"
 #include "core/plan.h"
 
@@ -10,6 +11,7 @@ namespace flashmoe {
 
 using AttentionFamily = Family<AttentionProblem>;
 using AttentionBackwardFamily = Family<AttentionBackwardProblem>;
+using MergeStatesFamily = Family<MergeStatesProblem>;
 using MoeRouteFamily = Family<MoeRouteProblem>;
 using MoeForwardFamily = Family<MoeForwardProblem>;
 using GroupedProductFamily = Family<GroupedProductProblem>;
@@ -27,6 +29,7 @@ inline constexpr char kFamilyNames[] =
 // cpu/
 extern const AttentionFamily kCpuAttention;
 extern const AttentionBackwardFamily kCpuAttentionBackward;
+extern const MergeStatesFamily kCpuMergeStates;
 extern const MoeRouteFamily kCpuMoeRoute;
 extern const MoeForwardFamily kCpuMoeForward;
 extern const GroupedProductFamily kCpuGroupedProduct;

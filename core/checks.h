@@ -11,7 +11,7 @@
 namespace flashmoe {
 
 inline constexpr int64_t kRowAlignment = 16;  // bytes
-inline constexpr int kMaxRank = 4;
+inline constexpr int kMaxRank = 5;
 
 // A validated rank-N view: host-order strides, data already advanced by byte_offset.
 struct View {

@@ -10,11 +10,11 @@
 //   flashmoe::Workspace workspace;         // keep it for the next call
 //   flashmoe::run(call, workspace);
 //
-// A call is a plain struct of views and options: AttentionForward, AttentionBackward, MoeRoute,
-// MoeForward, FusedMoe or GroupedProduct. What its fields mean is said where the C ABI says it, in
-// flashmoe.h and moe.h; a field that is left alone is "none" or the default. Every call has the
-// same four functions: plan, workspace_size, run with memory of the caller's, run with a workspace
-// that grows by itself.
+// A call is a plain struct of views and options: AttentionForward, AttentionBackward, MergeStates,
+// MoeRoute, MoeForward, FusedMoe or GroupedProduct. What its fields mean is said where the C ABI
+// says it, in flashmoe.h and moe.h; a field that is left alone is "none" or the default. Every call
+// has the same four functions: plan, workspace_size, run with memory of the caller's, run with a
+// workspace that grows by itself.
 //
 // Errors: the functions return Result<T>. With exceptions that is T, and a failure throws Error,
 // whose what() is the library's sentence. With FLASHMOE_NO_EXCEPTIONS defined (it is where the
@@ -420,6 +420,19 @@ enum class Activation : int32_t {
   relu2 = FLASHMOE_ACTIVATION_RELU2
 };
 
+// Ragged, padded and paged batches: flashmoe_attention_sequences. All int32.
+struct AttentionSequences {
+  ConstTensorView cu_seqlens_q;  // [batch + 1]
+  ConstTensorView cu_seqlens_k;  // [batch + 1]
+  ConstTensorView seqused_q;     // [batch]
+  ConstTensorView seqused_k;     // [batch]
+  ConstTensorView k_begin;       // [batch]
+  ConstTensorView batch_index;   // [batch]
+  ConstTensorView page_table;    // [batch, pages of a sequence]
+  int64_t max_seqlen_q = 0;      // bounds; 0: what the tensors have room for
+  int64_t max_seqlen_k = 0;
+};
+
 // Attention, forward: flashmoe_attention_forward.
 struct AttentionForward {
   ConstTensorView q;  // [batch, seq_q, heads_q, dim], in layout bshd
@@ -429,12 +442,13 @@ struct AttentionForward {
   TensorView lse;     // [batch, heads_q, seq_q] fp32, of fp64 fp64; absent: not wanted
   Layout layout = Layout::bshd;
   Causal causal = Causal::none;
-  float scale = 0;                      // 0: 1 / sqrt(dim)
-  float softcap = 0;                    // 0: none
-  std::optional<int64_t> window_left;   // keys before the query's; absent: no bound
-  std::optional<int64_t> window_right;  // keys behind the query's; absent: no bound
-  const char* kernel = nullptr;         // nullptr: the best here
-  ConstTensorView sinks;                // [heads_q] fp32 or q's dtype; absent: none
+  float scale = 0;                              // 0: 1 / sqrt(dim)
+  float softcap = 0;                            // 0: none
+  std::optional<int64_t> window_left;           // keys before the query's; absent: no bound
+  std::optional<int64_t> window_right;          // keys behind the query's; absent: no bound
+  const char* kernel = nullptr;                 // nullptr: the best here
+  ConstTensorView sinks;                        // [heads_q] fp32 or q's dtype; absent: none
+  std::optional<AttentionSequences> sequences;  // absent: a dense batch
 };
 
 // Attention, backward: flashmoe_attention_backward. Of dq, dk, dv and dsinks one at least.
@@ -459,6 +473,18 @@ struct AttentionBackward {
   std::optional<int64_t> window_right;  // keys behind the query's; absent: no bound
   bool accumulate = false;              // add to the gradients
   const char* kernel = nullptr;         // nullptr: the best here
+};
+
+// The merge of partial results of attention: flashmoe_merge_states.
+struct MergeStates {
+  ConstTensorView outs;  // [partials, batch, seq, heads, dim_v], in layout bshd, or one of rank 4
+  ConstTensorView lses;  // [partials, batch, heads, seq] fp32, of fp64 fp64, or of rank 3
+  ConstTensorView prior_out;  // [batch, seq, heads, dim_v]: one more, before them; absent: none
+  ConstTensorView prior_lse;  // [batch, heads, seq]
+  TensorView out;             // [batch, seq, heads, dim_v]; may be prior_out
+  TensorView lse;             // [batch, heads, seq]; may be prior_lse; absent: not wanted
+  Layout layout = Layout::bshd;
+  const char* kernel = nullptr;  // nullptr: the best here
 };
 
 // Routing of T tokens to K of E experts each: flashmoe_moe_route.
@@ -582,6 +608,30 @@ void set_scores(const Call& call, Params* params) noexcept {
   params->kernel = call.kernel;
 }
 
+struct BoundSequences {
+  Argument cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table;
+  flashmoe_attention_sequences params = flashmoe_attention_sequences_init();
+
+  explicit BoundSequences(const AttentionSequences& given) noexcept
+      : cu_seqlens_q(given.cu_seqlens_q),
+        cu_seqlens_k(given.cu_seqlens_k),
+        seqused_q(given.seqused_q),
+        seqused_k(given.seqused_k),
+        k_begin(given.k_begin),
+        batch_index(given.batch_index),
+        page_table(given.page_table) {
+    params.cu_seqlens_q = cu_seqlens_q;
+    params.cu_seqlens_k = cu_seqlens_k;
+    params.seqused_q = seqused_q;
+    params.seqused_k = seqused_k;
+    params.k_begin = k_begin;
+    params.batch_index = batch_index;
+    params.page_table = page_table;
+    params.max_seqlen_q = given.max_seqlen_q;
+    params.max_seqlen_k = given.max_seqlen_k;
+  }
+};
+
 template <>
 struct Bound<AttentionForward> {
   static constexpr auto plan = flashmoe_attention_forward_plan;
@@ -589,10 +639,19 @@ struct Bound<AttentionForward> {
   static constexpr auto run = flashmoe_attention_forward;
 
   Argument q, k, v, sinks, out, lse;
+  BoundSequences sequences;
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
 
   explicit Bound(const AttentionForward& call) noexcept
-      : q(call.q), k(call.k), v(call.v), sinks(call.sinks), out(call.out), lse(call.lse) {
+      : q(call.q),
+        k(call.k),
+        v(call.v),
+        sinks(call.sinks),
+        out(call.out),
+        lse(call.lse),
+        sequences(call.sequences ? BoundSequences(*call.sequences)
+                                 : BoundSequences(AttentionSequences())) {
+    if (call.sequences) params.sequences = &sequences.params;
     params.q = q;
     params.k = k;
     params.v = v;
@@ -639,6 +698,33 @@ struct Bound<AttentionBackward> {
     params.dsinks = dsinks;
     params.accumulate = call.accumulate ? 1 : 0;
     set_scores(call, &params);
+  }
+};
+
+template <>
+struct Bound<MergeStates> {
+  static constexpr auto plan = flashmoe_merge_states_plan;
+  static constexpr auto workspace_size = flashmoe_merge_states_workspace_size;
+  static constexpr auto run = flashmoe_merge_states;
+
+  Argument outs, lses, prior_out, prior_lse, out, lse;
+  flashmoe_merge_states_params params = flashmoe_merge_states_params_init();
+
+  explicit Bound(const MergeStates& call) noexcept
+      : outs(call.outs),
+        lses(call.lses),
+        prior_out(call.prior_out),
+        prior_lse(call.prior_lse),
+        out(call.out),
+        lse(call.lse) {
+    params.outs = outs;
+    params.lses = lses;
+    params.prior_out = prior_out;
+    params.prior_lse = prior_lse;
+    params.out = out;
+    params.lse = lse;
+    params.layout = static_cast<int32_t>(call.layout);
+    params.kernel = call.kernel;
   }
 };
 

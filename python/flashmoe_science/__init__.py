@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         last_launches,
         set_log,
     )
+    from flashmoe_science.merge import merge_states, merge_states_plan
     from flashmoe_science.moe import (
         MoeRouting,
         fused_moe,
@@ -106,6 +107,8 @@ __all__ = [
     "grouped_product_plan",
     "last_launch",
     "last_launches",
+    "merge_states",
+    "merge_states_plan",
     "moe_forward",
     "moe_plan",
     "moe_plan_for",
@@ -143,6 +146,7 @@ _MODULES = {
         "last_launches",
         "set_log",
     ),
+    "flashmoe_science.merge": ("merge_states", "merge_states_plan"),
     "flashmoe_science.moe": (
         "MoeRouting",
         "fused_moe",

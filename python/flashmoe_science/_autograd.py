@@ -17,7 +17,7 @@ import torch
 from flashmoe_science import _core
 from flashmoe_science._dispatch import is_transformed
 from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype
-from flashmoe_science.attention import flash_attention_backward
+from flashmoe_science.attention import NO_SEQUENCES, SEQUENCES, flash_attention_backward
 from flashmoe_science.errors import FlashMoEError, InvalidArgumentError, UnsupportedError
 
 _Tensors = tuple[Any, ...]
@@ -233,9 +233,20 @@ def is_handled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any = N
     return is_recorded(q, k, v, sinks) or _is_cast(q, k, v)
 
 
+def refuse_sequences(tensors: dict[str, Any], sequences: Any) -> None:
+    """Raises of a call with sequences, of whose tensors torch records gradients."""
+    given = [name for name, x in zip(SEQUENCES, sequences or NO_SEQUENCES, strict=True)
+             if x is not None]  # fmt: skip
+    if given:
+        name = next(name for name, x in tensors.items() if x is not None and x.requires_grad)
+        reason = f"{given[0]}: attention backward takes no sequences in this version"
+        raise UnsupportedError(_LACKING.format(name, reason))
+
+
 def flash_attention(
     q: Any, k: Any, v: Any, causal: Any, window: Any, scale: Any, softcap: Any, sinks: Any,
     layout: Any, return_lse: Any, out: Any, lse: Any, kernel: Any, stream: Any,
+    sequences: Any = None,
 ) -> Any:  # fmt: skip
     """flash_attention, called by the native one, to which what is_handled goes back as what is not:
     cast, and without grad mode."""
@@ -244,8 +255,9 @@ def flash_attention(
     options = (causal, window, scale, softcap)
     if not is_recorded(*tensors.values()):
         return _core.flash_attention(
-            q, k, v, *options, sinks, layout, return_lse, out, lse, kernel, stream
+            q, k, v, *options, sinks, layout, return_lse, out, lse, kernel, stream, sequences
         )
+    refuse_sequences(tensors, sequences)
     for name, given in (("out", out), ("lse", lse), ("stream", stream)):
         if given is not None:
             raise InvalidArgumentError(_GIVEN.format(name))

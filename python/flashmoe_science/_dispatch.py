@@ -18,6 +18,7 @@ from flashmoe_science._dtypes import CPU, CUDA, Device
 from flashmoe_science.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
+    UnsupportedError,
     _TransformedError,
 )
 
@@ -469,12 +470,34 @@ def output_through_numpy(name: str, tensor: Any, words: Words) -> Any:
     return made if made.flags.writeable else numpy.asarray(_Unlocked(made))
 
 
+def refuse_sequences_of_jax(given: dict[str, Any]) -> None:
+    """Raises of what a call of JAX's arrays has of ragged, padded and paged batches."""
+    for name, value in given.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{name}: got one with JAX's arrays, accepted is None: no ragged, padded and paged "
+                "batches are computed of them in this version"
+            )
+
+
 def flash_attention(
-    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+    tensors: dict[str, Any],
+    options: dict[str, Any],
+    outputs: dict[str, Any],
+    stream: Any,
+    sequences: Any = None,
 ) -> Any:
     """flash_attention, called by the native one: everything by its name, of outputs and of optional
-    tensors those that are given."""
-    given = tensors | outputs
+    tensors those that are given; but for `sequences`, which may be None."""
+    from flashmoe_science.attention import NO_SEQUENCES, SEQUENCES
+
+    tables = {
+        name: value
+        for name, value in zip(SEQUENCES, sequences or NO_SEQUENCES, strict=True)
+        if value is not None
+    }
+    bounds = {name: tables.pop(name) for name in SEQUENCES[-2:] if name in tables}
+    given = tensors | tables | outputs
     framework = common_framework(given)
     for name, tensor in outputs.items():
         framework.check_output(name, tensor, ATTENTION)
@@ -482,13 +505,14 @@ def flash_attention(
     if framework is JAX:
         from flashmoe_science import jax
 
+        refuse_sequences_of_jax(tables | bounds)
         return jax.flash_attention(tensors, options, outputs, stream)
     if isinstance(framework, Torch):
         from flashmoe_science import _autograd
 
         if _autograd.is_handled(*tensors.values()):
-            given = dict.fromkeys(("sinks", "out", "lse")) | given
-            return _autograd.flash_attention(**given, **options, stream=stream)
+            given = dict.fromkeys(("sinks", "out", "lse")) | tensors | outputs
+            return _autograd.flash_attention(**given, **options, stream=stream, sequences=sequences)
 
     q = tensors["q"]
     device = framework.device(q)
@@ -512,7 +536,7 @@ def flash_attention(
         return framework.view(given[name], handle)
 
     views = {name: framework.view(tensor, handle) for name, tensor in given.items()}
-    _core.call("attention_forward", views, options, allocate, handle)
+    _core.call("attention_forward", views, options | bounds, allocate, handle)
     framework.finish(*outputs.values())
     return (given["out"], given["lse"]) if return_lse else given["out"]
 

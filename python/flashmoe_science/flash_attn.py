@@ -7,6 +7,8 @@ have gradients where flashmoe_science.flash_attention has. Beyond FlashAttention
 and fp64 on the CPU, a head dimension of v's own, and a gradient of the log-sum-exp. Backward is
 always deterministic: `deterministic` is accepted and changes nothing.
 
+`merge_attn_states` is vLLM's function of that name, which merges what two calls returned.
+
 What is not there: dropout and ALiBi, which are refused, and the functions of variable lengths and
 of key-value caches, which this module does not have.
 """
@@ -19,8 +21,14 @@ import torch
 
 from flashmoe_science.attention import flash_attention
 from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
+from flashmoe_science.merge import merge_states
 
-__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "merge_attn_states",
+]
 
 
 def flash_attn_func(
@@ -136,6 +144,58 @@ def flash_attn_kvpacked_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
     )  # fmt: skip
+
+
+def merge_attn_states(
+    output: torch.Tensor,
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output_lse: torch.Tensor | None = None,
+) -> None:
+    """vLLM's merge_attn_states: attention over a prefix and a suffix, from that over each.
+
+    This version computes it on the CPU: tensors on a GPU are refused.
+
+    Args:
+        output: [tokens, heads, dim]: where to write. It may be prefix_output. fp16, bf16 or fp32,
+            whichever the partials are; of fp64 fp64. dim is a multiple of 8. Here and below the
+            last dimension is contiguous, and rows begin on 16-byte boundaries.
+        prefix_output, suffix_output: [tokens, heads, dim].
+        prefix_lse, suffix_lse: [heads, tokens], fp32 (of fp64 fp64): natural log-sum-exps. A token
+            that saw no key has -inf, as of FlashAttention 3, or +inf, as of FlashAttention 2: its
+            output is not read. flashmoe_science.merge_states takes +inf for what it is.
+        output_lse: [heads, tokens]: where to write the merged one, -inf where neither part has a
+            key; None if it is not wanted. It may be prefix_lse.
+
+    Raises:
+        NotImplementedError: The tensors are on a GPU.
+        ValueError, TypeError: As flashmoe_science.merge_states.
+    """
+    ranks = {"output": 3, "prefix_output": 3, "prefix_lse": 2, "suffix_output": 3, "suffix_lse": 2}
+    tensors = (output, prefix_output, prefix_lse, suffix_output, suffix_lse)
+    for (name, rank), tensor in zip(ranks.items(), tensors, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentTypeError(
+                f"{name}: got {type(tensor).__name__}, accepted is a torch.Tensor"
+            )
+        if tensor.dim() != rank:
+            raise InvalidArgumentError(
+                f"{name}: got {tensor.dim()} dimensions, accepted are {rank}"
+            )
+    merge_states(
+        (prefix_output[None], suffix_output[None]),
+        (_empty_is_negative(prefix_lse), _empty_is_negative(suffix_lse)),
+        out=output[None],
+        lse=None if output_lse is None else output_lse[None],
+    )
+
+
+def _empty_is_negative(lse: torch.Tensor) -> torch.Tensor:
+    """[1, heads, tokens] with -inf in the place of +inf, in memory of its own: FlashAttention 2's
+    word for a row without a key."""
+    return torch.where(lse == torch.inf, -torch.inf, lse)[None]
 
 
 def _refuse_or_window(

@@ -60,6 +60,8 @@ def _device(name: str, tensors: Sequence[Any]) -> Device | None:
 _REFUSALS = {
     "attention backward": "a second derivative of attention is asked for, accepted are first ones; "
     "pass jax.lax.stop_gradient of the gradient",
+    "the merge of attention states": "a derivative of the merge of attention states is asked for, "
+    "but it has no backward pass yet; pass jax.lax.stop_gradient of its arguments",
     "the mixture of experts": "a derivative of the mixture of experts is asked for, but it has no "
     "backward pass yet; pass jax.lax.stop_gradient of its arguments",
 }
@@ -290,6 +292,15 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
             seq, heads = heads, seq
         sums = _FP64 if q.dtype == _FP64 else _FP32
         return made | ({"lse": ((batch, heads, seq), sums)} if options["return_lse"] else {})
+    if call.operation == "merge_states":
+        outs = tensors["outs"]
+        batch, seq, heads, dim = outs.shape[-4:]
+        of_out = options["dtype"] or tensors.get("prior_out", outs).dtype
+        made = {"out": ((batch, seq, heads, dim), jnp.dtype(of_out))}
+        if options["layout"] == "bhsd":
+            seq, heads = heads, seq
+        sums = _FP64 if outs.dtype == _FP64 else _FP32
+        return made | ({"lse": ((batch, heads, seq), sums)} if options["return_lse"] else {})
     if call.operation == "moe_route":
         if "given_ids" in tensors:
             (t, k), e = tensors["given_ids"].shape, options["num_experts"]
@@ -346,6 +357,8 @@ _WORDS = {"attention_forward": "attention", "attention_backward": "attention bac
 
 
 def _words(operation: str) -> str:
+    if operation == "merge_states":
+        return "the merge of attention states"
     return _WORDS.get(operation, "the mixture of experts")
 
 
@@ -558,6 +571,15 @@ def flash_attention(
     """flash_attention, with everything by its name."""
     _refuse_outputs(outputs, stream)
     made = run("attention_forward", tensors, options)
+    return (made["out"], made["lse"]) if options["return_lse"] else made["out"]
+
+
+def merge_states(
+    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+) -> Any:
+    """merge_states, with everything by its name."""
+    _refuse_outputs(outputs, stream)
+    made = run("merge_states", tensors, options)
     return (made["out"], made["lse"]) if options["return_lse"] else made["out"]
 
 

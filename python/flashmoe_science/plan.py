@@ -97,7 +97,8 @@ class Plan:
     """The family's estimate, by which it is chosen; 0: it has none."""
     flops: float
     """Of the products, a multiply-add counting as two: of attention, pairs the mask hides do not
-    count; of experts, as if every pair had one here."""
+    count; of experts, as if every pair had one here. 0 where lengths are in tensors, which plans do
+    not read."""
     bytes: float
     """Of the tensors that the call reads and writes, each counted once."""
     workspace_bytes: int
@@ -182,12 +183,27 @@ def attention_plan(
     out: Any = None,
     lse: Any = None,
     kernel: str | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    k_begin: Any = None,
+    batch_index: Any = None,
+    page_table: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> AttentionPlan:
     """What flash_attention would do with these arguments. Reads no data and launches nothing.
 
     Raises what flash_attention would raise for its arguments.
     """
-    tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "out": out, "lse": lse}
+    tables = {
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q,
+        "seqused_k": seqused_k, "k_begin": k_begin, "batch_index": batch_index,
+        "page_table": page_table,
+    }  # fmt: skip
+    bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "out": out, "lse": lse} | tables
     options = {
         "layout": layout, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
         "kernel": kernel, "return_lse": parse_flag("return_lse", return_lse),
@@ -200,8 +216,9 @@ def attention_plan(
         _dispatch.common_framework(inputs)
         from flashmoe_science import jax
 
+        _dispatch.refuse_sequences_of_jax(tables | bounds)
         return AttentionPlan.of(jax.plan("attention_forward", inputs, options))
-    return AttentionPlan.of(_core.plan("attention_forward", tensors, options))
+    return AttentionPlan.of(_core.plan("attention_forward", tensors, options | bounds))
 
 
 def attention_backward_plan(

@@ -410,7 +410,9 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
   if (params.q_scale != nullptr) judgement.invalid("q_scale");
   if (params.k_scale != nullptr) judgement.invalid("k_scale");
   if (params.v_scale != nullptr) judgement.invalid("v_scale");
-  if (params.sequences != nullptr) judgement.invalid("sequences");
+  if (params.sequences != nullptr && params.sequences->struct_size != sizeof *params.sequences) {
+    judgement.invalid("flashmoe_attention_sequences.struct_size");
+  }
 
   const Rows rows = judge_rows_of_all(&judgement, params);
   if (rows.out.facts.readable) judge_distinct(&judgement, "out", rows.out.facts, 4);

@@ -209,6 +209,39 @@ void attention() {
   CHECK(test.out == out);
 }
 
+// The same keys in pages, of which the first of two sequences has all and the second has three.
+void sequences() {
+  AttentionCase test;
+  fm::AttentionForward dense = test.call();
+  fm::Workspace workspace;
+  done(fm::run(dense, workspace));
+  const std::vector<float> whole = test.out;
+  dense.k = dense.k.slice(1, 0, 3);
+  dense.v = dense.v.slice(1, 0, 3);
+  done(fm::run(dense, workspace));
+  std::vector<float> expected = test.out;
+  std::copy(whole.begin(), whole.begin() + 5 * 4 * 16, expected.begin());
+
+  const std::vector<int32_t> pages = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, -1, -1, -1, -1};
+  const std::vector<int32_t> lengths = {7, 3};
+  test.out.assign(test.out.size(), NAN);
+  fm::AttentionForward call = test.call();
+  call.k = fm::ConstTensorView(test.k.data(), {14, 1, 2, 16});
+  call.v = fm::ConstTensorView(test.v.data(), {14, 1, 2, 16});
+  fm::AttentionSequences given;
+  given.page_table = fm::ConstTensorView(pages.data(), {2, 7});
+  given.seqused_k = fm::ConstTensorView(lengths.data(), {2});
+  given.max_seqlen_k = 100;
+  call.sequences = given;
+  done(fm::run(call, workspace));
+  CHECK(test.out == expected);
+  CHECK(get(fm::plan(call)).flops == 0);
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "cu_seqlens_k: got one", [&] {
+    call.sequences->cu_seqlens_k = given.seqused_k;
+    return fm::plan(call);
+  });
+}
+
 // The gradients of a call are differences of the sum of its output.
 void attention_backward() {
   AttentionCase test;
@@ -488,6 +521,44 @@ void given_experts_and_grouped_product() {
   }
 }
 
+void merge_states() {
+  const std::vector<float> outs = random(2 * 3 * 8, 10), lses = {0.5f, -1, 2, 1, 0, -INFINITY};
+  std::vector<float> out(3 * 8, NAN), lse(3, NAN);
+  fm::MergeStates call;
+  call.outs = fm::ConstTensorView(outs.data(), {2, 1, 3, 1, 8});
+  call.lses = fm::ConstTensorView(lses.data(), {2, 1, 1, 3});
+  call.out = fm::TensorView(out.data(), {1, 3, 1, 8});
+  call.lse = fm::TensorView(lse.data(), {1, 1, 3});
+  fm::Workspace workspace;
+  done(fm::run(call, workspace));
+  CHECK(std::strstr(get(fm::plan(call)).launches[0].kernel, "merge_states_cpu") != nullptr);
+  CHECK(get(fm::workspace_size(call)) == 0);
+  for (size_t i = 0; i < 3; ++i) {
+    const double first = std::exp(double{lses[i]}), second = std::exp(double{lses[3 + i]});
+    CHECK(std::fabs(double{lse[i]} - std::log(first + second)) <= 1e-6);
+    for (size_t d = 0; d < 8; ++d) {
+      const double sum = first * double{outs[i * 8 + d]} + second * double{outs[24 + i * 8 + d]};
+      CHECK(std::fabs(double{out[i * 8 + d]} - sum / (first + second)) <= 1e-6);
+    }
+  }
+
+  // The second into the first, in place and in the other layout: with one head they are the same.
+  std::vector<float> prior(outs.begin(), outs.begin() + 24),
+      prior_lse(lses.begin(), lses.begin() + 3);
+  call.prior_out = fm::ConstTensorView(prior.data(), {1, 1, 3, 8});
+  call.prior_lse = fm::ConstTensorView(prior_lse.data(), {1, 1, 3});
+  call.outs = fm::ConstTensorView(outs.data() + 24, {1, 1, 3, 8});
+  call.lses = fm::ConstTensorView(lses.data() + 3, {1, 1, 3});
+  call.out = fm::TensorView(prior.data(), {1, 1, 3, 8});
+  call.lse = fm::TensorView(prior_lse.data(), {1, 1, 3});
+  call.layout = fm::Layout::bhsd;
+  done(fm::run(call, workspace));
+  CHECK(prior == out && prior_lse == lse);
+  call.kernel = "sm90";
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "kernel: got \"sm90\"",
+        [&] { return fm::run(call, workspace); });
+}
+
 void library() {
   CHECK(fm::version() == flashmoe_version());
   CHECK(std::strstr(get(fm::build_info()).kernel_families, "cpu") != nullptr);
@@ -503,6 +574,7 @@ void library() {
   };
   done(fm::set_log(FLASHMOE_LOG_INFO, append, &lines));
   attention();
+  sequences();
   attention_backward();
   done(fm::set_log(FLASHMOE_LOG_OFF));
   CHECK(lines.find("attention_forward_cpu") != std::string::npos);
@@ -513,10 +585,12 @@ void library() {
 void FLASHMOE_HPP_CHECKS() {
   views();
   attention();
+  sequences();
   adds_no_allocation();
   errors();
   memory();
   experts();
   given_experts_and_grouped_product();
+  merge_states();
   library();
 }

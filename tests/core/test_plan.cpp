@@ -291,7 +291,6 @@ void what_no_kernel_computes_is_refused() {
   c.batch = c.seq_q = c.seq_k = c.heads_q = c.heads_kv = 1, c.dim = c.dim_v = 8;
   alignas(16) float data[8] = {};
   finish(&c, data);
-  flashmoe_attention_sequences sequences = {};
   const auto refused = [&c](const std::string& sentence) {
     flashmoe_plan plan = flashmoe_plan_init();
     size_t bytes = 0;
@@ -314,13 +313,23 @@ void what_no_kernel_computes_is_refused() {
   c.params.v_scale = &c.q;
   refused("v_scale" + scales);
   c.params.v_scale = nullptr;
+  for (flashmoe_tensor* tensor : {&c.q, &c.k, &c.v, &c.out}) {
+    tensor->device = {FLASHMOE_DEVICE_CUDA, 0};
+    tensor->dtype = {FLASHMOE_DTYPE_FLOAT, 16, 1};
+  }
+  flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
   c.params.sequences = &sequences;
-  refused(
-      "sequences: got one, accepted is a null pointer: ragged, padded and paged batches are not "
-      "computed by this version");
-  // Behind the struct of an older caller there is none.
-  c.params.struct_size = offsetof(flashmoe_attention_forward_params, q_scale);
+  const char* const on_gpu =
+      "sequences: got one for tensors on cuda:0, accepted is a null pointer: no kernel of a GPU "
+      "computes ragged, padded and paged batches in this version, and the CPU does";
   flashmoe_plan plan = flashmoe_plan_init();
+  CHECK(flashmoe_attention_forward_plan(&c.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(flashmoe_last_error() == std::string(on_gpu));
+  CHECK(flashmoe_attention_forward(&c.params, nullptr, 0, nullptr) == FLASHMOE_ERROR_UNSUPPORTED);
+  finish(&c, data);
+  // Behind the struct of an older caller there is none.
+  c.params.q_scale = &c.q;
+  c.params.struct_size = offsetof(flashmoe_attention_forward_params, q_scale);
   CHECK(flashmoe_attention_forward_plan(&c.params, &plan) == FLASHMOE_OK);
 }
 

@@ -191,8 +191,8 @@ void every_byte_counts(size_t addresses) {
 }
 
 void every_byte_of_a_problem_counts() {
-  every_byte_counts<AttentionProblem>(6);
-  every_byte_counts<AttentionBackwardProblem>(12);
+  every_byte_counts<AttentionProblem>(13);
+  every_byte_counts<AttentionBackwardProblem>(19);
   every_byte_counts<MoeRouteProblem>(11);
   every_byte_counts<MoeForwardProblem>(13);
   every_byte_counts<GroupedProductProblem>(6);

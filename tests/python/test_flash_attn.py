@@ -76,7 +76,7 @@ def test_arguments_are_flash_attentions(name: str) -> None:
 
 
 def test_what_is_not_there_is_no_name() -> None:
-    assert sorted(TENSORS) == flash_attn.__all__
+    assert sorted([*TENSORS, "merge_attn_states"]) == flash_attn.__all__
     for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
         with pytest.raises(ImportError, match=f"cannot import name '{name}'"):
             exec(f"from flashmoe_science.flash_attn import {name}")
@@ -211,3 +211,78 @@ def test_what_is_not_there_is_refused_with_a_sentence() -> None:
         ValueError, match=r"^q: its head dimension is 12, accepted are multiples of 8"
     ):
         flash_attn_func(q[..., :12], k[..., :12], v[..., :12])
+
+
+# ---- vLLM's merge ----
+
+
+def parts(dtype: Any = torch.float32) -> list[Any]:
+    """prefix_output and prefix_lse, [tokens, heads, dim] and [heads, tokens], and the suffix's."""
+    made = []
+    for seed in (0, 1):
+        made += [normal(9, 4, 16, seed=seed, dtype=dtype), 3 * normal(4, 9, seed=seed + 2)]
+    return made
+
+
+def merged_of(prefix: Any, prefix_lse: Any, suffix: Any, suffix_lse: Any) -> tuple[Any, Any]:
+    """By vLLM's words: an lse of +inf is -inf."""
+    lses = torch.stack([prefix_lse, suffix_lse]).double()
+    lses[lses == torch.inf] = -torch.inf
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.where(lses == -torch.inf, 0.0, (lses - lse).exp()).transpose(1, 2)[..., None]
+    outs = torch.stack([prefix, suffix]).double()
+    return torch.where(weights == 0, 0.0, weights * outs).sum(0), lse
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merge_attn_states(dtype: Any) -> None:
+    names = ["output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse"]
+    assert list(inspect.signature(flash_attn.merge_attn_states).parameters) == names
+    prefix, prefix_lse, suffix, suffix_lse = given = parts(dtype)
+    prefix_lse[0, 1], suffix_lse[1, 2] = torch.inf, -torch.inf
+    prefix[1, 0], suffix[2, 1] = torch.nan, torch.nan
+    prefix_lse[2, 3], suffix_lse[2, 3] = -torch.inf, torch.inf
+    before = [x.clone() for x in given]
+    output, output_lse = torch.full_like(prefix, 7e4), torch.full_like(prefix_lse, 7e4)
+    assert flash_attn.merge_attn_states(output, *given, output_lse) is None
+    for x, y in zip(given, before, strict=True):
+        assert torch.equal(x.nan_to_num(5), y.nan_to_num(5))
+    want, want_lse = merged_of(*given)
+    unit = 1e-6 if dtype == torch.float32 else 2.0**-8
+    torch.testing.assert_close(output.double(), want, rtol=unit, atol=unit)
+    torch.testing.assert_close(output_lse.double(), want_lse, rtol=1e-6, atol=1e-6)
+    assert (output[3, 2] == 0).all() and output_lse[2, 3] == -torch.inf
+    alone = torch.full_like(output, torch.nan)
+    flash_attn.merge_attn_states(alone, *given)
+    assert torch.equal(alone, output)
+    flash_attn.merge_attn_states(prefix, *given, prefix_lse)  # in place
+    assert torch.equal(prefix, output) and torch.equal(prefix_lse, output_lse)
+
+
+def test_merge_attn_states_of_prefix_and_suffix() -> None:
+    q, k, v, _ = inputs()
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    first = flash_attn_func(q[:1], k[:1, :20], v[:1, :20], return_attn_probs=True)
+    last = flash_attn_func(q[:1], k[:1, 20:], v[:1, 20:], return_attn_probs=True)
+    output, output_lse = torch.empty_like(out[0]), torch.empty_like(lse[0])
+    flash_attn.merge_attn_states(
+        output, first[0][0], first[1][0], last[0][0], last[1][0], output_lse
+    )
+    torch.testing.assert_close(output, out[0])
+    torch.testing.assert_close(output_lse, lse[0])
+
+
+def test_merge_attn_states_refuses() -> None:
+    prefix, prefix_lse, suffix, suffix_lse = parts()
+    output = torch.empty_like(prefix)
+    call = flash_attn.merge_attn_states
+    with pytest.raises(ValueError, match="prefix_lse: got 3 dimensions, accepted are 2"):
+        call(output, prefix, prefix_lse[None], suffix, suffix_lse)
+    with pytest.raises(TypeError, match=r"output: got ndarray, accepted is a torch.Tensor"):
+        call(output.numpy(), prefix, prefix_lse, suffix, suffix_lse)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"out: it shares memory with outs\[1\]"):
+        call(suffix, prefix, prefix_lse, suffix, suffix_lse)
+    with pytest.raises(ValueError, match=r"lses\[1\]: its number of heads is 3"):
+        call(output, prefix, prefix_lse, suffix, suffix_lse[:3])
+    with pytest.raises(ValueError, match="requires grad, but the merge of attention states has no"):
+        call(output, prefix.requires_grad_(), prefix_lse, suffix, suffix_lse)

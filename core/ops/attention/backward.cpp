@@ -114,10 +114,11 @@ struct AttentionBackward {
     FLASHMOE_TRY(check_attention(arguments, problem, &views));
     FLASHMOE_TRY(check_dout(arguments, params.dout, views.out, problem));
     View lse, dlse;
-    FLASHMOE_TRY(check_row_numbers("lse", params.lse, p, &lse, &p.lse_strides));
+    FLASHMOE_TRY(check_row_numbers("lse", params.lse, arguments, views.q, p, &lse, &p.lse_strides));
     p.lse = lse.data;
     if (params.dlse != nullptr) {
-      FLASHMOE_TRY(check_row_numbers("dlse", params.dlse, p, &dlse, &p.dlse_strides));
+      FLASHMOE_TRY(
+          check_row_numbers("dlse", params.dlse, arguments, views.q, p, &dlse, &p.dlse_strides));
       p.dlse = dlse.data;
     }
     FLASHMOE_TRY(read_sinks(params.sinks, problem));

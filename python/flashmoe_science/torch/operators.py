@@ -27,6 +27,7 @@ from flashmoe_science._dispatch import (
     refuse_tangent,
 )
 from flashmoe_science.attention import (
+    SEQUENCES,
     AttentionGradients,
     _flash_attention_backward,
     parse_wanted,
@@ -411,6 +412,68 @@ _attention_with_lse = _define(
     _attention_record(True),
 )  # fmt: skip
 _call_attention = _anywhere(_attention, _attention_inside)
+
+# The same of ragged, padded and paged batches, of which there are no gradients.
+
+_RAGGED = Words(
+    "attention with sequences", ATTENTION.tensors, ATTENTION.outputs, "has no backward pass yet"
+)
+_RAGGED_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? seqused_q, Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, "
+    "Tensor? page_table, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str causal, "
+    "SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str layout, "
+    "str? kernel) -> "
+)
+
+
+def _ragged_arguments(arguments: _Arguments) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments of the operator of dense batches, and the sequences."""
+    first = len(_ATTENTION_TENSORS)
+    behind = first + len(SEQUENCES)
+    return (*arguments[:first], *arguments[behind:]), tuple(arguments[first:behind])
+
+
+def _ragged_fake(return_lse: bool) -> Callable[..., Any]:
+    def fake(*arguments: Any) -> Any:
+        dense, _ = _ragged_arguments(arguments)
+        return _attention_fake(return_lse)(*dense)
+
+    return fake
+
+
+def _ragged_kernel(return_lse: bool) -> Callable[..., Any]:
+    def kernel(*arguments: Any) -> Any:
+        dense, sequences = _ragged_arguments(arguments)
+        tensors, options = _attention_arguments(dense)
+        out = _empty_out(tensors["q"], tensors["v"], options["layout"])
+        call: Any = _core.flash_attention
+        return call(**tensors, **options, return_lse=return_lse, out=out, lse=None, stream=None,
+                    sequences=sequences)  # fmt: skip
+
+    return kernel
+
+
+def _ragged_check(return_lse: bool) -> Callable[..., None]:
+    def check(*arguments: Any) -> None:
+        dense, sequences = _ragged_arguments(arguments)
+        tensors, options = _attention_arguments(dense)
+        named = dict(zip(SEQUENCES, sequences, strict=True))
+        bounds = {name: named.pop(name) for name in SEQUENCES[-2:]}
+        described = {name: _described(tensor) for name, tensor in (tensors | named).items()}
+        _core.plan("attention_forward", described, options | bounds | {"return_lse": return_lse})
+
+    return check
+
+
+_ragged_attention = _define(
+    "ragged_attention", _RAGGED, _RAGGED_SCHEMA + "Tensor", _ragged_kernel(False),
+    _ragged_fake(False), check=_ragged_check(False),
+)  # fmt: skip
+_ragged_attention_with_lse = _define(
+    "ragged_attention_with_lse", _RAGGED, _RAGGED_SCHEMA + "(Tensor, Tensor)",
+    _ragged_kernel(True), _ragged_fake(True), check=_ragged_check(True),
+)  # fmt: skip
 _call_attention_with_lse = _anywhere(_attention_with_lse, _attention_with_lse_inside)
 
 
@@ -460,18 +523,35 @@ def flash_attention(
     lse: torch.Tensor | None = None,
     kernel: str | None = None,
     stream: object = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    k_begin: torch.Tensor | None = None,
+    batch_index: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Any:
     """flashmoe_science.flash_attention, which see. In a graph, out, lse and stream are None, and
     what is returned is token by token in memory in either layout."""
+    sequences = (
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
+        max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
     if _is_plain(q) or _leaves_graph(q, out=out, lse=lse, stream=stream):
         try:
             return _core.flash_attention(
                 q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse,
-                kernel, stream,
+                kernel, stream, sequences,
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, lse=lse, stream=stream)
     q, k, v = _autograd.autocast(q, k, v)
+    if any(x is not None for x in sequences):
+        ragged = _ragged_attention_with_lse if return_lse else _ragged_attention
+        options = (*_seen(causal, window), scale, softcap, layout, kernel)
+        return ragged(q, k, v, sinks, *sequences, *options)
     call = _call_attention_with_lse if return_lse else _call_attention
     return call(q, k, v, sinks, *_seen(causal, window), scale, softcap, layout, kernel)
 

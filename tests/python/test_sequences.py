@@ -1,0 +1,211 @@
+"""Ragged, padded and paged batches by flash_attention: NumPy, torch and its operators, plans, and
+what is refused. What each sequence gives is in tests/cpu/test_sequences.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flashmoe_science as fm
+import numpy as np
+import pytest
+
+LENGTHS_Q, LENGTHS_K = (3, 0, 12, 1), (20, 5, 12, 33)
+PAGE = 8
+POISON = -77.0
+
+
+def starts(lengths: tuple[int, ...]) -> np.ndarray:
+    return np.cumsum([0, *lengths]).astype(np.int32)
+
+
+class Batch:
+    """The same sequences packed, padded and in pages."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(2)
+        normal = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+        self.q = [normal(1, n, 4, 16) for n in LENGTHS_Q]
+        self.k = [normal(1, n, 2, 16) for n in LENGTHS_K]
+        self.v = [normal(1, n, 2, 24) for n in LENGTHS_K]
+        self.packed_q = np.concatenate(self.q, 1)
+        self.cu_q, self.cu_k = starts(LENGTHS_Q), starts(LENGTHS_K)
+        longest = max(LENGTHS_K)
+        self.padded = [np.full((4, longest, 2, dim), np.nan, np.float32) for dim in (16, 24)]
+        count = sum(-(-n // PAGE) for n in LENGTHS_K) + 1
+        self.pages = [np.full((count, PAGE, 2, dim), np.nan, np.float32) for dim in (16, 24)]
+        self.table = np.full((4, -(-longest // PAGE)), -1, np.int32)
+        places = iter(rng.permutation(count))
+        for b, n in enumerate(LENGTHS_K):
+            for made, parts in zip(self.padded, (self.k, self.v), strict=True):
+                made[b, longest - n :] = parts[b][0]
+            for page in range(-(-n // PAGE)):
+                at = self.table[b, page] = next(places)
+                rows = slice(page * PAGE, min((page + 1) * PAGE, n))
+                for made, parts in zip(self.pages, (self.k, self.v), strict=True):
+                    made[at, : rows.stop - rows.start] = parts[b][0, rows]
+
+    def ways(self) -> dict[str, tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]]:
+        """k, v and the tables of them."""
+        begins = np.array([max(LENGTHS_K) - n for n in LENGTHS_K], np.int32)
+        used = np.array(LENGTHS_K, np.int32)
+        return {
+            "packed": (np.concatenate(self.k, 1), np.concatenate(self.v, 1),
+                       {"cu_seqlens_k": self.cu_k}),
+            "left": (*self.padded, {"k_begin": begins}),
+            "indexed": (*(x[::-1] for x in self.padded),
+                        {"k_begin": begins, "batch_index": np.arange(3, -1, -1, dtype=np.int32)}),
+            "paged": (*self.pages, {"seqused_k": used, "page_table": self.table}),
+        }  # fmt: skip
+
+    def expected(self, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        made = [
+            fm.flash_attention(q, k, v, return_lse=True, **options)
+            for q, k, v in zip(self.q, self.k, self.v, strict=True)
+        ]
+        return np.concatenate([x[0] for x in made], 1), np.concatenate([x[1] for x in made], 2)
+
+
+BATCH = Batch()
+WAYS = pytest.mark.parametrize("way", BATCH.ways())
+
+
+@WAYS
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": (6, None)}], ids=str)
+def test_numpy(way: str, options: dict[str, Any]) -> None:
+    k, v, tables = BATCH.ways()[way]
+    out, lse = fm.flash_attention(
+        BATCH.packed_q, k, v, cu_seqlens_q=BATCH.cu_q, **tables, return_lse=True, **options
+    )
+    want, want_lse = BATCH.expected(**options)
+    assert out.tobytes() == want.tobytes()
+    assert lse.tobytes() == want_lse.tobytes()
+    alone = fm.flash_attention(
+        BATCH.packed_q, k, v, cu_seqlens_q=BATCH.cu_q, max_seqlen_q=12, max_seqlen_k=10**9,
+        **tables, **options,
+    )  # fmt: skip
+    assert alone.tobytes() == want.tobytes()
+
+
+def test_rows_that_no_sequence_has_are_left_alone() -> None:
+    q = np.concatenate([BATCH.packed_q, np.full((1, 5, 4, 16), np.nan, np.float32)], 1)
+    out = np.full((1, q.shape[1], 4, 24), POISON, np.float32)
+    lse = np.full((1, 4, q.shape[1]), POISON, np.float32)
+    k, v, tables = BATCH.ways()["paged"]
+    fm.flash_attention(q, k, v, cu_seqlens_q=BATCH.cu_q, **tables, out=out, lse=lse)
+    total = sum(LENGTHS_Q)
+    assert (out[:, total:] == POISON).all()
+    assert (lse[..., total:] == POISON).all()
+    assert out[:, :total].tobytes() == BATCH.expected()[0].tobytes()
+
+
+def test_a_plan_tells_no_operations() -> None:
+    k, v, tables = BATCH.ways()["paged"]
+    plan = fm.attention_plan(BATCH.packed_q, k, v, cu_seqlens_q=BATCH.cu_q, **tables)
+    assert plan.family == "cpu"
+    assert plan.flops == 0
+    fm.flash_attention(BATCH.packed_q, k, v, cu_seqlens_q=BATCH.cu_q, **tables)
+    assert plan.launches == fm.last_launches()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        ({"seqused_k": np.zeros(3)}, TypeError, "seqused_k: got dtype fp64"),
+        ({"k_begin": np.zeros(4, np.int64)}, TypeError, "k_begin: got dtype int64"),
+        ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q: got -1, accepted is a number of 0"),
+        ({"max_seqlen_k": 1.5}, TypeError, "max_seqlen_k: got 1.5 of type float"),
+        ({"seqused_q": np.zeros(7, np.int32)}, ValueError, "seqused_q: got 7 numbers"),
+        ({"page_table": BATCH.table, "cu_seqlens_k": BATCH.cu_k}, ValueError, "cu_seqlens_k: got"),
+    ],
+)
+def test_what_is_wrong_is_named(given: Any, error: type[Exception], sentence: str) -> None:
+    k, v, _ = BATCH.ways()["paged"]
+    with pytest.raises((error, fm.InvalidArgumentError)) as raised:
+        fm.flash_attention(BATCH.packed_q, k, v, cu_seqlens_q=BATCH.cu_q, **given)
+    assert str(raised.value).startswith(sentence)
+
+
+class TestTorch:
+    @pytest.fixture(autouse=True)
+    def torch(self) -> Any:
+        self.torch = pytest.importorskip("torch")
+        return self.torch
+
+    def arguments(self, way: str) -> tuple[list[Any], dict[str, Any]]:
+        k, v, tables = BATCH.ways()[way]
+        of = lambda x: self.torch.from_numpy(np.ascontiguousarray(x))  # noqa: E731
+        tables = {"cu_seqlens_q": BATCH.cu_q} | tables
+        return [of(x) for x in (BATCH.packed_q, k, v)], {n: of(x) for n, x in tables.items()}
+
+    @WAYS
+    def test_values(self, way: str) -> None:
+        tensors, tables = self.arguments(way)
+        out, lse = fm.flash_attention(*tensors, **tables, causal=True, return_lse=True)
+        want, want_lse = BATCH.expected(causal=True)
+        assert out.numpy().tobytes() == want.tobytes()
+        assert lse.numpy().tobytes() == want_lse.tobytes()
+
+    @WAYS
+    def test_under_compile(self, way: str) -> None:
+        tensors, tables = self.arguments(way)
+
+        def attend(*tensors: Any) -> Any:
+            out, lse = fm.flash_attention(
+                *tensors, **tables, causal=True, max_seqlen_q=12, return_lse=True
+            )
+            return fm.flash_attention(*tensors, **tables, causal=True), out, lse
+
+        compiled = self.torch.compile(attend, fullgraph=True, backend="aot_eager")
+        alone, out, lse = compiled(*tensors)
+        want, want_lse = BATCH.expected(causal=True)
+        assert out.numpy().tobytes() == alone.numpy().tobytes() == want.tobytes()
+        assert lse.numpy().tobytes() == want_lse.tobytes()
+
+    def test_operator_and_fake_agree(self) -> None:
+        import flashmoe_science.torch  # noqa: F401
+
+        tensors, tables = self.arguments("paged")
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "k_begin",
+                 "batch_index", "page_table")  # fmt: skip
+        arguments = (*tensors, None, *(tables.get(name) for name in names), None, 64,
+                     "bottom_right", None, None, None, None, "bshd", None)  # fmt: skip
+        for name in ("ragged_attention", "ragged_attention_with_lse"):
+            operator = getattr(self.torch.ops.flashmoe, name).default
+            self.torch.library.opcheck(operator, arguments)
+
+    def test_gradients_are_refused(self) -> None:
+        tensors, tables = self.arguments("packed")
+        tensors[1].requires_grad_()
+        with pytest.raises(fm.UnsupportedError, match=r"k: requires grad.*cu_seqlens_q.*detach"):
+            fm.flash_attention(*tensors, **tables)
+        with self.torch.no_grad():
+            fm.flash_attention(*tensors, **tables)
+        compiled = self.torch.compile(
+            lambda *x: fm.flash_attention(*x, **tables), fullgraph=True, backend="aot_eager"
+        )
+        with pytest.raises(Exception, match="k: requires grad"):
+            compiled(*tensors)
+
+    def test_autocast(self) -> None:
+        tensors, tables = self.arguments("left")
+        with self.torch.autocast("cpu", self.torch.bfloat16):
+            out = fm.flash_attention(*tensors, **tables)
+        want = fm.flash_attention(*(x.bfloat16() for x in tensors), **tables)
+        assert out.dtype == self.torch.bfloat16
+        assert self.torch.equal(out, want)
+
+    def test_tables_are_of_the_same_library(self) -> None:
+        tensors, tables = self.arguments("packed")
+        with pytest.raises(TypeError, match="cu_seqlens_k"):
+            fm.flash_attention(*tensors, **tables | {"cu_seqlens_k": BATCH.cu_k})
+
+
+def test_jax_refuses() -> None:
+    numpy = pytest.importorskip("jax.numpy")
+    k, v, tables = BATCH.ways()["packed"]
+    tables = {"cu_seqlens_q": BATCH.cu_q} | tables
+    arrays = [numpy.asarray(x) for x in (BATCH.packed_q, k, v)]
+    given = {name: numpy.asarray(x) for name, x in tables.items()}
+    for call in (fm.flash_attention, fm.attention_plan):
+        with pytest.raises(fm.UnsupportedError, match="cu_seqlens_q: got one with JAX's arrays"):
+            call(*arrays, **given)
