@@ -30,10 +30,12 @@ constexpr float kQ[6] = {1.0f,           0x1.01950ap-1f,  0x1.d53cb4p-4f,
                          0x1.ed53a8p-7f, 0x1.32e67ap-10f, 0x1.3d5b36p-15f};
 }  // namespace erf_fit
 
+// +-1 beyond kClamp: an ulp less would leave an ulp of a large negative z in z (1 + erf) / 2.
 FLASHMOE_INLINE Vector erf_of(Vector x) {
   using namespace erf_fit;
-  x = Simd::min(Simd::broadcast(kClamp), Simd::max(Simd::broadcast(-kClamp), x));
-  const Vector u = Simd::multiply(x, x);
+  const Vector one = Simd::broadcast(1.0f);
+  const Vector cut = Simd::min(Simd::broadcast(kClamp), Simd::max(Simd::broadcast(-kClamp), x));
+  const Vector u = Simd::multiply(cut, cut);
   Vector p = Simd::broadcast(kP[5]);
   Vector q = Simd::broadcast(kQ[5]);
 #pragma GCC unroll 5
@@ -41,16 +43,10 @@ FLASHMOE_INLINE Vector erf_of(Vector x) {
     p = Simd::multiply_add(p, u, Simd::broadcast(kP[i]));
     q = Simd::multiply_add(q, u, Simd::broadcast(kQ[i]));
   }
-  return Simd::divide(Simd::multiply(x, p), q);
-}
-
-// z (1 + x) / 2 of an x in [-1, 1] that is an ulp from its limits there: else a large negative z
-// would keep an ulp of itself.
-FLASHMOE_INLINE Vector half_of_one_plus(Vector x, Vector z) {
-  x = Simd::multiply(x, Simd::broadcast(1.0f + 0x1p-22f));
-  x = Simd::min(Simd::broadcast(1.0f), Simd::max(Simd::broadcast(-1.0f), x));
-  const Vector half = Simd::multiply(z, Simd::broadcast(0.5f));
-  return Simd::multiply(half, Simd::add(x, Simd::broadcast(1.0f)));
+  constexpr float kFar = 1e7f;  // the least number beyond kClamp is 2.4e-7 from it
+  const Vector beyond = Simd::multiply(Simd::subtract(x, cut), Simd::broadcast(kFar));
+  const Vector sum = Simd::add(Simd::divide(Simd::multiply(cut, p), q), beyond);
+  return Simd::min(one, Simd::max(Simd::subtract(Simd::zero(), one), sum));
 }
 
 FLASHMOE_INLINE Vector activate(const MoeActivation& activation, Vector z) {
@@ -59,14 +55,18 @@ FLASHMOE_INLINE Vector activate(const MoeActivation& activation, Vector z) {
       return Simd::multiply(z, sigmoid_of(Simd::multiply(z, Simd::broadcast(activation.alpha))));
     case FLASHMOE_ACTIVATION_GELU: {
       constexpr float kSqrtHalf = 0.707106781f;
-      return half_of_one_plus(erf_of(Simd::multiply(z, Simd::broadcast(kSqrtHalf))), z);
+      const Vector half = Simd::multiply(z, Simd::broadcast(0.5f));
+      return Simd::multiply_add(half, erf_of(Simd::multiply(z, Simd::broadcast(kSqrtHalf))), half);
     }
+    // z (1 + tanh(x)) / 2 = z sigmoid(2 x): a small sum of 1 and tanh would have lost its digits.
     case FLASHMOE_ACTIVATION_GELU_TANH: {
-      constexpr float kSqrtTwoOverPi = 0.797884561f;
+      constexpr float kTwoSqrtTwoOverPi = 1.595769122f;
       constexpr float kCubic = 0.044715f;
+      constexpr float kLeast = -20.0f;  // it is 0 from there on, the sigmoid not quite
       const Vector u = Simd::multiply(z, z);
       const Vector inner = Simd::multiply_add(Simd::multiply(u, z), Simd::broadcast(kCubic), z);
-      return half_of_one_plus(tanh_of(Simd::multiply(inner, Simd::broadcast(kSqrtTwoOverPi))), z);
+      return Simd::multiply(Simd::max(Simd::broadcast(kLeast), z),
+                            sigmoid_of(Simd::multiply(inner, Simd::broadcast(kTwoSqrtTwoOverPi))));
     }
     case FLASHMOE_ACTIVATION_RELU: return Simd::max(Simd::zero(), z);
     case FLASHMOE_ACTIVATION_RELU2: {
