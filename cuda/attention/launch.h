@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "core/ops/attention/problem.h"
+#include "core/status.h"
 #include "cuda/attention/tensors.h"
 #include "cuda/divisor.h"
 #include "cuda/launch.h"
@@ -15,6 +16,13 @@
 namespace flashmoe {
 
 inline constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + offset + 1 fits in int32
+
+// Of a family whose kernels do not read tables: what it says of ragged, padded and paged batches.
+inline flashmoe_status refuse_sequences(const AttentionProblem& problem, const Reason& reason) {
+  if (!problem.sequences.given) return FLASHMOE_OK;
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
+                       "ragged, padded and paged batches, whose tables its kernels do not read");
+}
 
 // What the parameters of every family have in common.
 template <class Params>

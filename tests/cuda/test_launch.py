@@ -33,7 +33,7 @@ ENTRIES = {
 }
 CORE = (
     *("checks", "choose", "dtype", "launch", "log", "operation", "overlap", "per_thread", "status"),
-    *("ops/attention/checks", "ops/attention/problem"),
+    *(f"ops/attention/{name}" for name in ("checks", "problem", "sequences")),
 )
 BASE = tuple(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status"))
 MOE_CORE = (*BASE, *(f"core/{name}.cpp" for name in ("checks", "launch")))

@@ -47,6 +47,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_supported(device_id, &facts, reason));
+  FLASHMOE_TRY(refuse_sequences(problem, reason));
   const Entry* entry = find_entry(
       kEntries, problem, [](const Entry&) { return true; },
       [&](const Entry& each) { return fits(each, *facts); });

@@ -56,6 +56,7 @@ const Entry* entry_of(const AttentionProblem& problem, bool splits_kv) {
 flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts,
                       const Reason& reason) {
   FLASHMOE_TRY(check_hopper(problem.device.device_id, facts, reason));
+  FLASHMOE_TRY(refuse_sequences(problem, reason));
   if (problem.seq_q > kMaxSequence || problem.seq_k > kMaxSequence) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "sequence longer than 2^30");
   }
