@@ -28,6 +28,8 @@ inline int64_t key_bytes(const AttentionProblem& p) {
   return p.dim * dtype_bytes(p.k.dtype) + p.dim_v * dtype_bytes(p.v.dtype);
 }
 
+// Of ragged, padded and paged batches: as if all sequences were alike, and shared what rows there
+// are (their lengths are not known).
 Work work_of(const AttentionProblem& problem);
 
 // Times in microseconds, rates per microsecond, of one multiprocessor where not said otherwise. On

@@ -73,10 +73,13 @@ SOURCES = {
     "test_l2_swizzle": (*BASE, "cuda/attention/sm90/l2_swizzle.cpp"),
     "test_cost": (
         *BASE,
+        "core/ops/attention/problem.cpp",
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/split_kv_cost")),
     ),
+    "test_sequence_tables": (*BASE, "core/ops/attention/problem.cpp"),
     "test_stream_k": (
         *BASE,
+        "core/ops/attention/problem.cpp",
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/l2_swizzle")),
         *(f"cuda/attention/sm90/{name}.cpp" for name in ("split_kv_cost", "stream_k")),
     ),
@@ -170,6 +173,10 @@ def test_l2_swizzle(tmp_path: Path) -> None:
 
 def test_attention_choice(tmp_path: Path) -> None:
     checked([_compile("test_choice", tmp_path)])
+
+
+def test_sequence_tables(tmp_path: Path) -> None:
+    checked([_compile("test_sequence_tables", tmp_path)])
 
 
 def test_cost(tmp_path: Path) -> None:
