@@ -11,7 +11,7 @@ from installations import ROOT, checked, require_cuda_headers, require_tool
 # Of each family, by its folder, the kernels that the programs know.
 ENTRIES = {
     "attention/sm89_few_rows": ("fp16_d64_dv64_r8",),
-    "attention/sm89": ("fp16_d64_dv64",),
+    "attention/sm89": ("fp16_d64_dv64", "fp16_d64_dv64_ragged"),
     "attention/sm90": ("fp16_d64_dv64", "split_kv_fp16_d64_dv64"),
     "attention/sm89_backward": (
         *("fp16_d64_dv64", "fp16_d64_dv64_ada", "bf16_d64_dv64", "bf16_d128_dv128"),

@@ -5,6 +5,7 @@
 #include "cuda/attention/tensors.h"
 #include "cuda/divisor.h"
 #include "cuda/tile/score_options.h"
+#include "cuda/tile/sequence_tables.h"
 
 namespace flashmoe::sm89 {
 
@@ -24,6 +25,20 @@ struct Params {
   Divisor by_heads_per_swizzle;
   Divisor by_heads_of_last_swizzle;
   Divisor by_tiles_per_swizzle;
+};
+
+// Of ragged, padded and paged batches.
+struct RaggedParams {
+  AttentionTensors tensors;
+  ScoreOptions score;
+
+  SequenceParams sequences;
+  TileSlots slots;
+  int32_t last_slots_first;  // they are the longest
+  // By which a block finds its slot and head: query heads of a KV head one beside the other, then
+  // slots, then KV heads.
+  Divisor by_heads_per_kv;
+  Divisor by_slots;
 };
 
 }  // namespace flashmoe::sm89

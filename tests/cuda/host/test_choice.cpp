@@ -94,7 +94,8 @@ struct Instance;
   const Entry entry_bf16_d##dim = {                                                         \
       {kernel_of<Instance<dim>>("attention_forward_sm89_bf16_d" #dim "_dv" #dim, 32 << 10), \
        Dtype::kBFloat16, dim, dim, 128, 64, 2, 128},                                        \
-      2};
+      2,                                                                                    \
+      false};
 FLASHMOE_SM89(64)
 FLASHMOE_SM89(128)
 #undef FLASHMOE_SM89

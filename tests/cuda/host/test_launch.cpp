@@ -73,6 +73,22 @@ const Entry entry_fp16_d64_dv64 = {
      2,
      128},
     2,
+    false,
+};
+static LoadedKernel loaded_ragged[kMaxDevices];
+extern const Entry entry_fp16_d64_dv64_ragged;
+const Entry entry_fp16_d64_dv64_ragged = {
+    {{"attention_forward_sm89_fp16_d64_dv64_ragged", reinterpret_cast<const void*>(0x8a), 32864,
+      loaded_ragged},
+     Dtype::kFloat16,
+     64,
+     64,
+     128,
+     64,
+     2,
+     128},
+    2,
+    true,
 };
 }  // namespace flashmoe::sm89
 
@@ -288,6 +304,126 @@ void the_plan_is_what_the_launch_gets() {
     CHECK(first.device.device_type == FLASHMOE_DEVICE_CUDA && first.device.device_id == 0);
     check_read_back(plan);
   }
+}
+
+// A tensor of int32 beside a call.
+struct Table {
+  int64_t shape[2];
+  int64_t strides[2];
+  flashmoe_tensor tensor;
+
+  Table(int64_t rows, int64_t columns, uintptr_t at) : shape{rows, columns}, strides{columns, 1} {
+    const int32_t rank = columns == 1 ? 1 : 2;
+    tensor = {reinterpret_cast<void*>((int64_t{5} << 40) + static_cast<int64_t>(at << 20)),
+              {FLASHMOE_DEVICE_CUDA, 0},
+              rank,
+              {FLASHMOE_DTYPE_INT, 32, 1},
+              shape,
+              strides,
+              0};
+  }
+  Table(const Table&) = delete;
+  Table& operator=(const Table&) = delete;
+};
+
+sm89::RaggedParams seen_ragged;
+
+// Queries one behind the other, keys in pages. Of the tables the host sees no number.
+void ragged_batches_have_kernels_of_their_own() {
+  fake::on_launch = [](const void* params) {
+    std::memcpy(&seen_ragged, params, sizeof seen_ragged);
+  };
+  Call call(nullptr, 1, 1000, 1000, 6, 2);
+  for (const int i : {1, 2}) {  // 30 pages of 16 keys
+    call.shapes[i][0] = 30;
+    call.shapes[i][1] = 16;
+    call.strides[i][0] = 16 * 2 * 64;
+  }
+  Table cu_seqlens_q(5, 1, 1), seqused_k(4, 1, 2), page_table(4, 9, 3), k_begin(4, 1, 4);
+  page_table.strides[0] = 20;
+  page_table.strides[1] = 2;
+  flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
+  sequences.cu_seqlens_q = &cu_seqlens_q.tensor;
+  sequences.seqused_k = &seqused_k.tensor;
+  sequences.page_table = &page_table.tensor;
+  call.params.sequences = &sequences;
+  call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  call.params.window = FLASHMOE_WINDOW_LEFT;
+  call.params.window_left = 20;
+  const auto run = [&] {
+    const flashmoe_plan plan = plan_of(call);
+    CHECK(std::strcmp(plan.family, "sm89") == 0 && plan.launch_count == 1 && plan.flops == 0);
+    CHECK(plan.workspace_bytes == 0 && plan.microseconds > 0);
+    CHECK(std::strcmp(plan.launches[0].kernel, "attention_forward_sm89_fp16_d64_dv64_ragged") == 0);
+    fake::last = {};
+    CHECK(call.run() == FLASHMOE_OK);
+    CHECK(fake::last.grid.x == plan.launches[0].grid[0] && fake::last.shared_bytes == 32864);
+    check_read_back(plan);
+  };
+
+  // Of any lengths: as many slots as there are whole tiles of 128 rows, and one more a sequence.
+  run();
+  const SequenceParams& seen = seen_ragged.sequences;
+  CHECK(fake::last.grid.x == 6 * (1000 / 128 + 4) && seen_ragged.slots.count == 11);
+  CHECK(seen_ragged.slots.tiles_per_sequence == 0 && seen_ragged.by_slots.value == 11);
+  CHECK(seen_ragged.by_heads_per_kv.value == 3 && seen_ragged.last_slots_first == 0);
+  CHECK(seen.cu_seqlens_q.data == cu_seqlens_q.tensor.data && seen.cu_seqlens_q.stride == 1);
+  CHECK(seen.seqused_k.data == seqused_k.tensor.data);
+  CHECK(!seen.k_begin.given() && !seen.seqused_q.given() && !seen.cu_seqlens_k.given());
+  CHECK(!seen.batch_index.given() && seen.count == 4 && seen.rows_q == 1000);
+  CHECK(seen.keys.page_table.data == page_table.tensor.data && seen.keys.page_table.stride == 20);
+  CHECK(seen.keys.page_step == 2 && seen.keys.batch_k == 30 && seen.keys.page_size == 16);
+  CHECK(seen.paged == 1 && seen.from_ends == 1 && seen.room_k == 9 * 16);
+  CHECK(seen.most_q == 1000 && seen.most_k == 9 * 16);
+  CHECK(seen_ragged.score.left_offset == -20 && seen_ragged.score.right_offset == 0);
+  CHECK(seen_ragged.tensors.k_strides.batch == 16 * 2 * 64);
+
+  // A bound of few tiles makes do with fewer.
+  sequences.max_seqlen_q = 200;
+  sequences.max_seqlen_k = 100;
+  call.params.causal = FLASHMOE_CAUSAL_TOP_LEFT;
+  call.params.window = 0;
+  call.params.window_left = 0;
+  run();
+  CHECK(fake::last.grid.x == 6 * 2 * 4 && seen_ragged.slots.tiles_per_sequence == 2);
+  CHECK(seen.most_q == 200 && seen.most_k == 100 && seen.from_ends == 0);
+  CHECK(seen_ragged.last_slots_first == 1 && seen_ragged.score.left_offset == kNoLeftOffset);
+
+  // A plan that is kept takes tables from anywhere, and no other tables.
+  seqused_k.tensor.data = static_cast<char*>(seqused_k.tensor.data) + 64;
+  CHECK(call.run() == FLASHMOE_OK && seen.seqused_k.data == seqused_k.tensor.data);
+  sequences.k_begin = &k_begin.tensor;
+  CHECK(call.run() == FLASHMOE_OK && seen.k_begin.data == k_begin.tensor.data);
+
+  // What its kernels do not compute, a family refuses.
+  flashmoe_plan plan = flashmoe_plan_init();
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+  for (const char* family : {"sm89_few_rows", "attention_forward_sm89_fp16_d64_dv64"}) {
+    call.params.kernel = family;
+    CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  }
+  call.params.kernel = "attention_forward_sm89_fp16_d64_dv64_ragged";
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+  page_table.shape[1] = (1 << 25) + 1;  // times 16 keys
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(std::strstr(flashmoe_last_error(), "more than 2^29 rows") != nullptr);
+  call.params.sequences = nullptr;
+  for (const int i : {1, 2}) call.shapes[i][0] = 1;
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+}
+
+// The estimates are of sequences that are alike, and share the rows that there are.
+void loose_bounds_cost_little() {
+  Call call("sm89", 1, 8192, 8192, 8, 8);
+  Table starts(17, 1, 1);
+  flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
+  sequences.cu_seqlens_q = sequences.cu_seqlens_k = &starts.tensor;
+  call.params.sequences = &sequences;
+  const double loose = plan_of(call).microseconds;
+  sequences.max_seqlen_q = sequences.max_seqlen_k = 512;
+  CHECK(plan_of(call).microseconds == loose);
+  const Call dense("sm89", 16, 512, 512, 8, 8);
+  CHECK(plan_of(dense).microseconds == loose);
 }
 
 void sm90_encodes_its_maps_once() {
@@ -1056,6 +1192,8 @@ int main(int argc, char** argv) {
   fake::state.has_map_moves = without != "no-map-moves";
   driver_launches = without.empty() || without == "no-map-moves";
   the_plan_is_what_the_launch_gets();
+  ragged_batches_have_kernels_of_their_own();
+  loose_bounds_cost_little();
   sm90_encodes_its_maps_once();
   a_call_at_other_addresses_moves_maps();
   no_map_is_of_another_call();
