@@ -105,8 +105,44 @@ def test_decoding_from_pages(group: int, size: int, kernel: str | None) -> None:
     """One query each; one of many keys beside others of few."""
     lengths = (30000, 1, 0, 64, 257, *range(1, 252))
     batch = ragged.make((1,) * 256, lengths, dtype="bf16", dim=128, heads=(group, 1))
-    _check(batch, ragged.paginate(batch, size), kernel=kernel)
+    call = ragged.paginate(batch, size)
+    _check(batch, call, kernel=kernel)
+    _check(batch, call._replace(tables=call.tables | {"max_seqlen_q": 1}), kernel=kernel)
     _check(batch, ragged.paginate(batch, size, packed=False), kernel=kernel, causal=True)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 33, 64, 71, 128, 129])
+@pytest.mark.parametrize(("dim", "dim_v"), [*DIMS, (96, 40)])
+def test_heads_of_a_kv_head_share_a_tile(
+    group: int, dim: int, dim_v: int, kernel: str | None
+) -> None:
+    """Where no sequence has more than one query. One of another head's rows may not reach it."""
+    options = (
+        {"causal": "bottom_right"},
+        {"window": (9, None)},
+        {"causal": "top_left", "softcap": 2.0},
+    )
+    lengths = (1, 70, 0, 200, 48, 33)
+    for i, option in enumerate(options):
+        batch = ragged.make((1, 1, 1, 0, 1, 1), lengths, dtype=("fp16", "bf16")[i % 2], dim=dim,
+                            dim_v=dim_v, heads=(2 * group, 2), sinks=i != 1, seed=i)  # fmt: skip
+        for call in ragged.ways(batch).values():
+            tables = call.tables | {"max_seqlen_q": 1}
+            _check(batch, call._replace(tables=tables), kernel=kernel, **option)
+        call = ragged.paginate(batch, 16, packed=False)
+        _check(batch, call._replace(q=call.q[:, :1].contiguous()), kernel=kernel, **option)
+
+
+def test_blocks_of_decoding(kernel: str | None) -> None:
+    batch = ragged.make((1,) * 5, (40,) * 5, dim=128, heads=(12, 3))
+    call = ragged.paginate(batch, 16)
+    tensors = [x.to(DEVICE) for x in (call.q, call.k, call.v)]
+    tables = {name: x.to(DEVICE) for name, x in call.tables.items()}
+    plan = fm.attention_plan(*tensors, **tables, max_seqlen_q=1, kernel=kernel)
+    fm.flash_attention(*tensors, **tables, max_seqlen_q=1, kernel=kernel)
+    assert fm.last_launches() == plan.launches
+    if plan.family == "sm89":
+        assert plan.grid == (3 * 5, 1, 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 129, 2000])

@@ -57,6 +57,21 @@ __device__ __forceinline__ Sequence sequence_of(const Params& params, const Tile
 __device__ __forceinline__ bool is_masked(const Params& params, const Tile& /*tile*/) {
   return params.score.masked != 0;
 }
+__device__ __forceinline__ int rows_of(const Tile& /*tile*/, const Sequence& sequence) {
+  return sequence.length_q;
+}
+__device__ __forceinline__ int query_of(const Params& /*params*/, int row) { return row; }
+__device__ __forceinline__ int head_of(const Params& /*params*/, const Tile& tile, int /*row*/) {
+  return tile.head;
+}
+__device__ __forceinline__ int64_t row_stride_of(const Params& /*params*/,
+                                                 const RowStrides& strides) {
+  return strides.seq;
+}
+__device__ __forceinline__ int64_t offset_of_row(const Params& /*params*/, const Sequence& sequence,
+                                                 const RowStrides& strides, int row) {
+  return (sequence.begin_q + row) * strides.seq;
+}
 
 // What kernels of ragged batches have in the places of these.
 template <class Traits>
@@ -172,19 +187,18 @@ __device__ __forceinline__ void copy_q(const ParamsOf<Traits>& params, const Til
   const Sequence sequence = sequence_of(params, tile);
   const uint16_t* q = params.tensors.q + tile.batch * params.tensors.q_strides.batch +
                       tile.head * params.tensors.q_strides.head +
-                      (sequence.begin_q + tile.first_row) * params.tensors.q_strides.seq;
-  const int rows = sequence.length_q - tile.first_row;
+                      offset_of_row(params, sequence, params.tensors.q_strides, tile.first_row);
+  const int64_t row_stride = row_stride_of(params, params.tensors.q_strides);
+  const int rows = rows_of(tile, sequence) - tile.first_row;
   if constexpr (Traits::kQRegisterDims > 0) {
     TileLoader<typename Traits::QRegisterLayout, Traits::kTileQ, Traits::kThreads>(
-        q, params.tensors.q_strides.seq, shared + Traits::kQRegisterOffset)
-        .load_next(0, params.tensors.q_strides.seq, rows,
-                   min(params.tensors.dim, Traits::kQRegisterDims));
+        q, row_stride, shared + Traits::kQRegisterOffset)
+        .load_next(0, row_stride, rows, min(params.tensors.dim, Traits::kQRegisterDims));
   }
   if constexpr (Traits::kQSharedDims > 0) {
     TileLoader<typename Traits::QSharedLayout, Traits::kTileQ, Traits::kThreads>(
-        q + Traits::kQRegisterDims, params.tensors.q_strides.seq, shared + Traits::kQSharedOffset)
-        .load_next(0, params.tensors.q_strides.seq, rows,
-                   params.tensors.dim - Traits::kQRegisterDims);
+        q + Traits::kQRegisterDims, row_stride, shared + Traits::kQSharedOffset)
+        .load_next(0, row_stride, rows, params.tensors.dim - Traits::kQRegisterDims);
   }
 }
 
@@ -257,9 +271,9 @@ __device__ __forceinline__ void mask_side(Scores<Traits>& scores, const ParamsOf
   for (int a = 0; a < Traits::kRowAtoms; ++a) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row + 16 * a + lane / 4 + 8 * half;
-      const int bound = kSide == Side::kLeft ? sequence.first_key(params.score, row)
-                                             : sequence.end_key(params.score, row);
+      const int query = query_of(params, first_row + 16 * a + lane / 4 + 8 * half);
+      const int bound = kSide == Side::kLeft ? sequence.first_key(params.score, query)
+                                             : sequence.end_key(params.score, query);
       const int limit = bound - key - 2 * (lane % 4);
 #pragma unroll
       for (int n = 0; n < Traits::kStepKeys / 8; ++n) {
@@ -375,14 +389,16 @@ struct RowStatistics {
                                           const TileOf<Traits>& tile, int row, int a, int half) {
     const float total = sum_of_quad(sum[a][half]);
     const Sequence sequence = sequence_of(params, tile);
+    const int query = query_of(params, row);
     // Rows past the last have summed nothing: what is not written must not look like a NaN.
-    const bool sees_keys = row < sequence.length_q && sequence.sees_keys(params.score, row);
+    const bool sees_keys = row < rows_of(tile, sequence) && sequence.sees_keys(params.score, query);
     const RowEnd end = add_sink_and_end_row<typename Traits::Element, RowEndBy::kExact>(
-        params.score, tile.head, sees_keys, {row_max[a][half], total});
-    if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < sequence.length_q) {
+        params.score, head_of(params, tile, row), sees_keys, {row_max[a][half], total});
+    if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < rows_of(tile, sequence)) {
       params.tensors.lse[tile.batch * params.tensors.lse_strides.batch +
                          tile.head * params.tensors.lse_strides.head +
-                         (sequence.begin_q + row) * params.tensors.lse_strides.seq] = end.lse;
+                         offset_of_row(params, sequence, params.tensors.lse_strides, row)] =
+          end.lse;
     }
     return end.factor;
   }
@@ -400,9 +416,11 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
   for (int index = thread; index < kRows * Layout::kChunksPerRow; index += kThreads) {
     const int row = index / Layout::kChunksPerRow;
     const int chunk = index % Layout::kChunksPerRow;
-    if (first_row + row < sequence.length_q && chunk * kElementsPerChunk < params.tensors.dim_v) {
-      *reinterpret_cast<uint4*>(out + (first_row + row) * params.tensors.out_strides.seq +
-                                chunk * kElementsPerChunk) =
+    if (first_row + row < rows_of(tile, sequence) &&
+        chunk * kElementsPerChunk < params.tensors.dim_v) {
+      *reinterpret_cast<uint4*>(
+          out + (first_row + row) * row_stride_of(params, params.tensors.out_strides) +
+          chunk * kElementsPerChunk) =
           *reinterpret_cast<const uint4*>(tile_bytes + Layout::chunk_offset(row, chunk));
     }
   }
@@ -415,13 +433,15 @@ __device__ __noinline__ void masked_rows_fallback(const ParamsOf<Traits>& params
                                                   TileIn<Traits> tile, int first_row, int stride,
                                                   int end_row) {
   const Sequence sequence = sequence_of(params, tile);
-  for (int row = first_row; row < min(end_row, sequence.length_q); row += stride) {
-    const KeyRange keys = {sequence.first_key(params.score, row),
-                           sequence.end_key(params.score, row)};
+  const int rows = rows_of(tile, sequence);
+  for (int row = first_row; row < min(end_row, rows); row += stride) {
+    const int query = query_of(params, row);
+    const KeyRange keys = {sequence.first_key(params.score, query),
+                           sequence.end_key(params.score, query)};
     if constexpr (Traits::kRagged) {
       masked_row_fallback<typename Traits::Element, Traits::kDimV>(
           params.tensors, params.score,
-          {tile.batch, tile.head, tile.head_kv, sequence.begin_q + row, keys},
+          {tile.batch, head_of(params, tile, row), tile.head_kv, sequence.begin_q + query, keys},
           [](int) { return true; }, RaggedKeys{params, tile});
     } else {
       masked_row_fallback<typename Traits::Element, Traits::kDimV>(

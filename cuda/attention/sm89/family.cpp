@@ -40,13 +40,19 @@ int32_t heads_per_swizzle(const AttentionProblem& problem, int64_t l2_bytes) {
                                          : (groups > heads / group ? heads : groups * group));
 }
 
+// See RaggedParams. All heads of a KV head are one tile's, or none.
+int64_t heads_per_tile(const AttentionProblem& p, const Entry& entry) {
+  const int64_t group = p.heads_q / p.heads_kv;
+  return p.sequences.given && p.seq_q == 1 && group <= entry.tile_q ? group : 1;
+}
+
 // One of each tile. False if they are too many.
 bool count_blocks(const AttentionProblem& p, const Entry& entry, int64_t* blocks) {
   const int64_t heads = p.batch * p.heads_q;
   if (p.batch > INT_MAX || p.heads_q > INT_MAX || heads > INT_MAX) return false;
   int64_t tiles = (p.seq_q + entry.tile_q - 1) / entry.tile_q * p.batch;
   if (p.sequences.given) has_slots_by_rows(p, entry.tile_q, &tiles);
-  *blocks = tiles * p.heads_q;
+  *blocks = tiles * (p.heads_q / heads_per_tile(p, entry));
   return *blocks <= INT_MAX;
 }
 
@@ -96,7 +102,9 @@ RaggedParams make_ragged_params(const AttentionProblem& p, const Entry& entry) {
   params.slots = tile_slots(p, entry.tile_q);
   params.last_slots_first =
       params.score.bounded_right != 0 && params.score.left_offset == kNoLeftOffset ? 1 : 0;
-  params.by_heads_per_kv = Divisor::of(static_cast<uint32_t>(p.heads_q / p.heads_kv));
+  const int64_t heads = heads_per_tile(p, entry);
+  params.heads_per_tile = static_cast<int32_t>(heads);
+  params.by_tiles_per_kv = Divisor::of(static_cast<uint32_t>(p.heads_q / p.heads_kv / heads));
   params.by_slots = Divisor::of(static_cast<uint32_t>(params.slots.count));
   return params;
 }

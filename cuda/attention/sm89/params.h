@@ -35,9 +35,12 @@ struct RaggedParams {
   SequenceParams sequences;
   TileSlots slots;
   int32_t last_slots_first;  // they are the longest
-  // By which a block finds its slot and head: query heads of a KV head one beside the other, then
-  // slots, then KV heads.
-  Divisor by_heads_per_kv;
+  // Rows of a tile are the queries of one head; or, of sequences of one query at most (decoding),
+  // that query of so many heads, all of a KV head, whose keys are then read once.
+  int32_t heads_per_tile;
+  // By which a block finds its slot and heads: tiles of a KV head one beside the other, then slots,
+  // then KV heads.
+  Divisor by_tiles_per_kv;
   Divisor by_slots;
 };
 

@@ -18,9 +18,10 @@ using reread::warp_index;
 // In shared memory, and read anew where it is used: registers are the accumulators'.
 struct RaggedTile {
   int batch;  // row of q's batch
-  int head;
+  int head;   // of row 0
   int head_kv;
   int first_row;
+  int rows;           // that there are, of this tile and those before it
   Sequence sequence;  // whose keys begin at `k` and `v`, or are rows of `pages` from begin_k on
   int masked;         // some query does not see every key
   int misses_pages;   // a page was asked for that there is not
@@ -48,6 +49,26 @@ __device__ __forceinline__ const Sequence& sequence_of(const RaggedParams& /*par
 }
 __device__ __forceinline__ bool is_masked(const RaggedParams& /*params*/, const RaggedTile& tile) {
   return tile.masked != 0;
+}
+__device__ __forceinline__ int rows_of(const RaggedTile& tile, const Sequence& /*sequence*/) {
+  return tile.rows;
+}
+// What a row is of. There is a head for rows that are not there, too.
+__device__ __forceinline__ int query_of(const RaggedParams& params, int row) {
+  return params.heads_per_tile > 1 ? 0 : row;
+}
+__device__ __forceinline__ int head_of(const RaggedParams& params, const RaggedTile& tile,
+                                       int row) {
+  return params.heads_per_tile > 1 ? tile.head + min(row, tile.rows - 1) : tile.head;
+}
+__device__ __forceinline__ int64_t row_stride_of(const RaggedParams& params,
+                                                 const RowStrides& strides) {
+  return params.heads_per_tile > 1 ? strides.head : strides.seq;
+}
+__device__ __forceinline__ int64_t offset_of_row(const RaggedParams& params,
+                                                 const Sequence& sequence,
+                                                 const RowStrides& strides, int row) {
+  return sequence.begin_q * strides.seq + row * row_stride_of(params, strides);
 }
 
 // Where a key's row of k and v is: nullptr where its page is none.
@@ -112,6 +133,7 @@ __device__ __forceinline__ void decode_tile(const RaggedParams& params, int sequ
   tile->batch = queries.batch;
   tile->sequence.begin_q = queries.begin;
   tile->sequence.length_q = queries.length;
+  tile->rows = params.heads_per_tile > 1 ? params.heads_per_tile : queries.length;
   if (tile->first_row >= queries.length) return;
   const SequenceRows keys = sequences.keys_of(sequence);
   const int diagonal = sequences.diagonal_of(queries.length, keys.length);
@@ -142,7 +164,7 @@ __device__ __forceinline__ bool find_tile(const RaggedParams& params, int after,
   RaggedTile& tile = RaggedTile::in<Traits>(shared);
   const int thread = thread_index();
   const int position = static_cast<int>(blockIdx.x);
-  const int by_slot = params.by_heads_per_kv.quotient(position);
+  const int by_slot = params.by_tiles_per_kv.quotient(position);
   const int head_kv = params.by_slots.quotient(by_slot);
   const int place = by_slot - head_kv * params.by_slots.number();
   const int slot = params.last_slots_first != 0 ? params.slots.count - 1 - place : place;
@@ -162,9 +184,9 @@ __device__ __forceinline__ bool find_tile(const RaggedParams& params, int after,
     if (tile.owners == 0) return false;
   }
   if (thread == 0) {
-    const int of_kv = position - by_slot * params.by_heads_per_kv.number();
+    const int of_kv = position - by_slot * params.by_tiles_per_kv.number();
     tile.head_kv = head_kv;
-    tile.head = head_kv * params.by_heads_per_kv.number() + of_kv;
+    tile.head = (head_kv * params.by_tiles_per_kv.number() + of_kv) * params.heads_per_tile;
     int sequence = 0;
     int rank = 0;
     if (params.slots.tiles_per_sequence == 0) {

@@ -34,7 +34,7 @@ __device__ __forceinline__ bool lies_left(const ParamsOf<Traits>& params,
   const TileIn<Traits> tile = tile_in<Traits>(shared);
   const int row = tile.first_row + warp_index() * Traits::kRowsPerWarp;
   return block.first + (step + 1) * Traits::kStepKeys <=
-         sequence_of(params, tile).first_key(params.score, row);
+         sequence_of(params, tile).first_key(params.score, query_of(params, row));
 }
 
 // out += P V of one step, with P = 2^(scores * scale_log2 - row_max).
@@ -149,10 +149,11 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
   // Steps that the block loads, of which this warp computes those before `steps` that it needs.
   const TileSteps<Traits> block(params.score, sequence, tile.first_row);
   const int warp_row = tile.first_row + warp * Traits::kRowsPerWarp;
-  const int last_row = min(warp_row + Traits::kRowsPerWarp, sequence.length_q) - 1;
+  const int last_row = min(warp_row + Traits::kRowsPerWarp, rows_of(tile, sequence)) - 1;
+  const int last_query = query_of(params, last_row);
   const int steps =
       warp_row <= last_row
-          ? (sequence.end_key(params.score, last_row) - block.first + kStep - 1) / kStep
+          ? (sequence.end_key(params.score, last_query) - block.first + kStep - 1) / kStep
           : 0;
 
   const int first_key = sequence.begin_k + block.first;

@@ -366,7 +366,8 @@ void ragged_batches_have_kernels_of_their_own() {
   const SequenceParams& seen = seen_ragged.sequences;
   CHECK(fake::last.grid.x == 6 * (1000 / 128 + 4) && seen_ragged.slots.count == 11);
   CHECK(seen_ragged.slots.tiles_per_sequence == 0 && seen_ragged.by_slots.value == 11);
-  CHECK(seen_ragged.by_heads_per_kv.value == 3 && seen_ragged.last_slots_first == 0);
+  CHECK(seen_ragged.by_tiles_per_kv.value == 3 && seen_ragged.last_slots_first == 0);
+  CHECK(seen_ragged.heads_per_tile == 1);
   CHECK(seen.cu_seqlens_q.data == cu_seqlens_q.tensor.data && seen.cu_seqlens_q.stride == 1);
   CHECK(seen.seqused_k.data == seqused_k.tensor.data);
   CHECK(!seen.k_begin.given() && !seen.seqused_q.given() && !seen.cu_seqlens_k.given());
@@ -388,6 +389,13 @@ void ragged_batches_have_kernels_of_their_own() {
   CHECK(fake::last.grid.x == 6 * 2 * 4 && seen_ragged.slots.tiles_per_sequence == 2);
   CHECK(seen.most_q == 200 && seen.most_k == 100 && seen.from_ends == 0);
   CHECK(seen_ragged.last_slots_first == 1 && seen_ragged.score.left_offset == kNoLeftOffset);
+
+  // Of one query each, tiles are of all heads of a KV head.
+  sequences.max_seqlen_q = 1;
+  run();
+  CHECK(fake::last.grid.x == 2 * 4 && seen_ragged.slots.tiles_per_sequence == 1);
+  CHECK(seen_ragged.heads_per_tile == 3 && seen_ragged.by_tiles_per_kv.value == 1);
+  sequences.max_seqlen_q = 200;
 
   // A plan that is kept takes tables from anywhere, and no other tables.
   seqused_k.tensor.data = static_cast<char*>(seqused_k.tensor.data) + 64;
