@@ -339,7 +339,7 @@ def test_hostile_numbers_stay_inside_the_tensors(seed: int, kernel: str | None) 
         owners[b if shape[0] > 1 else 0, begin : begin + count] += 1
     assert torch.equal(owners == 0, untouched.all(-1).all(-1))
     alone = owners == 1  # rows of two sequences are either's
-    torch.testing.assert_close(out[alone], want[alone], rtol=0, atol=4e-3)
+    torch.testing.assert_close(out[alone], want[alone], rtol=2e-3, atol=4e-3)
     of_rows, want_of_rows = (x.transpose(1, 2)[alone] for x in (lse, want_lse))
     torch.testing.assert_close(of_rows, want_of_rows, rtol=0, atol=1e-3)
 
