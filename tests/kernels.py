@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
     @property
     def ragged(self) -> bool:
         """Whether it serves ragged, padded and paged batches and no others."""
-        return self.tuning.startswith("Ragged")
+        return "Ragged" in self.tuning
 
     @property
     def table_name(self) -> str:
@@ -48,7 +48,8 @@ class Kernel(NamedTuple):
         name = f"attention_forward_{stem(self.family)}_{self.dtype}_d{self.dim}_dv{self.dim_v}"
         if self.family == "sm89_few_rows":
             return f"{name}_r{self.tuning}"
-        return f"{name}_softcap" if self.capped else f"{name}_ragged" if self.ragged else name
+        name = f"{name}_ragged" if self.ragged else name
+        return f"{name}_softcap" if self.capped else name
 
 
 def list_of(file: str, variable: str) -> list[str]:

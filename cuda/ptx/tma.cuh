@@ -97,6 +97,15 @@ __device__ __forceinline__ void tma_store(const void* map, uint32_t source, int 
       : "memory");
 }
 
+__device__ __forceinline__ void tma_store(const void* map, uint32_t source, int c0, int c1, int c2,
+                                          int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::
+          "l"(map),
+      "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(source)
+      : "memory");
+}
+
 // Closes the group of this thread's stores since the last one.
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -116,7 +116,8 @@ using Instance = Traits<__nv_bfloat16, kDim, kDim>;
       kBoxColumns,                                                                         \
       0,                                                                                   \
       0,                                                                                   \
-      {}};
+      {},                                                                                  \
+      Instance<dim>::kRagged};
 FLASHMOE_SM90(64)
 FLASHMOE_SM90(128)
 #undef FLASHMOE_SM90
@@ -134,7 +135,8 @@ using SplitInstance = Traits<__nv_bfloat16, kDim, kDim, SplitTuning<kDim, kDim>>
       kBoxColumns,                                                                          \
       SplitInstance<dim>::kConsumers,                                                       \
       SplitInstance<dim>::kPartBytes,                                                       \
-      kernel_of<SplitInstance<dim>, Combine>("attention_combine_sm90_split_kv", 0)};
+      kernel_of<SplitInstance<dim>, Combine>("attention_combine_sm90_split_kv", 0),         \
+      SplitInstance<dim>::kRagged};
 FLASHMOE_SPLIT_KV(64)
 FLASHMOE_SPLIT_KV(128)
 #undef FLASHMOE_SPLIT_KV

@@ -110,6 +110,27 @@ const Entry entry_fp16_d64_dv64 = {
     0,
     0,
     {},
+    false,
+};
+static LoadedKernel loaded_ragged[kMaxDevices];
+extern const Entry entry_fp16_d64_dv64_ragged;
+const Entry entry_fp16_d64_dv64_ragged = {
+    {{"attention_forward_sm90_fp16_d64_dv64_ragged", reinterpret_cast<const void*>(0x93), 230080,
+      loaded_ragged},
+     Dtype::kFloat16,
+     64,
+     64,
+     192,
+     128,
+     2,
+     512},
+    false,
+    48,
+    32,
+    0,
+    0,
+    {},
+    true,
 };
 static LoadedKernel loaded_split[kMaxDevices];
 static LoadedKernel loaded_combine[kMaxDevices];
@@ -131,6 +152,7 @@ const Entry entry_split_kv_fp16_d64_dv64 = {
     192 * (64 * 4 + 8),
     {"attention_combine_sm90_split_kv_fp16_d64_dv64", reinterpret_cast<const void*>(0x92), 0,
      loaded_combine},
+    false,
 };
 }  // namespace flashmoe::sm90
 
@@ -418,6 +440,110 @@ void ragged_batches_have_kernels_of_their_own() {
   call.params.sequences = nullptr;
   for (const int i : {1, 2}) call.shapes[i][0] = 1;
   CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+}
+
+sm90::RaggedParams seen_ragged90;
+
+// By sm90, whose maps end where a sequence does: their memory begins as many rows before the
+// tensors as the longest may have.
+void sm90_cuts_boxes_at_sequences() {
+  fake::on_launch = [](const void* params) {
+    std::memcpy(static_cast<void*>(&seen_ragged90), params, sizeof seen_ragged90);
+  };
+  const sm90::RaggedParams& seen = seen_ragged90;
+  Call call("sm90", 1, 5000, 3000, 6, 2);
+  call.params.lse = &call.tensors[4];
+  call.strides[2][2] = 0;  // one v for all heads
+  Table cu_seqlens_q(5, 1, 1), cu_seqlens_k(5, 1, 2), seqused_k(4, 1, 3);
+  flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
+  sequences.cu_seqlens_q = &cu_seqlens_q.tensor;
+  sequences.cu_seqlens_k = &cu_seqlens_k.tensor;
+  sequences.seqused_k = &seqused_k.tensor;
+  sequences.max_seqlen_q = 700;
+  call.params.sequences = &sequences;
+  call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  // Of q and out, of k and v: the longest of a sequence, rows, batch, and what of boxes.
+  const auto check_maps = [&](size_t first, const int64_t (&queries)[4], const int64_t (&keys)[4]) {
+    CHECK(fake::maps.size() == first + 4);
+    for (size_t i = 0; i < 4; ++i) {
+      const fake::Map& map = fake::maps[first + i];
+      const bool of_q = i == 0 || i == 3;
+      const auto& [most, rows, batch, box_rows] = of_q ? queries : keys;
+      const auto stride = static_cast<cuuint64_t>(2 * call.strides[i][1]);
+      CHECK(map.rank == 5 && map.box[0] == 32 && map.box[1] == static_cast<cuuint32_t>(box_rows));
+      CHECK(map.box[2] == 1 && map.box[3] == 1 && map.box[4] == 1);
+      CHECK(map.extents[0] == 64 && map.extents[1] == static_cast<cuuint64_t>(most));
+      CHECK(map.extents[2] == (i == 2 ? 1 : static_cast<cuuint64_t>(call.shapes[i][2])));
+      CHECK(map.extents[3] == static_cast<cuuint64_t>(rows + most));
+      CHECK(map.extents[4] == static_cast<cuuint64_t>(batch));
+      CHECK(map.steps[0] == stride && map.steps[2] == stride);
+      CHECK(map.data == static_cast<char*>(call.tensors[i].data) - 2 * most * call.strides[i][1]);
+    }
+  };
+  fake::maps.clear();
+  fake::moves.clear();
+  for (int i = 0; i < 3; ++i) {
+    const flashmoe_plan plan = plan_of(call);
+    CHECK(std::strcmp(plan.family, "sm90") == 0 && plan.launch_count == 1 && plan.flops == 0);
+    CHECK(plan.workspace_bytes == 0 && plan.microseconds > 0);
+    CHECK(std::strcmp(plan.launches[0].kernel, "attention_forward_sm90_fp16_d64_dv64_ragged") == 0);
+    CHECK(call.run() == FLASHMOE_OK);
+    check_read_back(plan);
+    // No more than there may be: 4 tiles of 192 rows of each sequence, of 6 heads.
+    CHECK(fake::last.grid.x == 96 && fake::last.block.x == 512);
+    check_maps(0, {700, 5000, 1, 48}, {3000, 3000, 1, 128});
+  }
+  CHECK(seen.sequences.count == 4 && seen.sequences.rows_q == 5000 && seen.seq_q == 700);
+  CHECK(seen.seq_k == 3000 && seen.sequences.seqused_k.data == seqused_k.tensor.data);
+  CHECK(seen.v_repeats.head == 0 && seen.k_repeats.head == 1 && seen.grows == 1);
+  CHECK(seen.heads_kv == 2 && seen.by_heads_q.value == 6 && seen.by_heads_per_kv.value == 3);
+  CHECK(seen.keys_of_l2 > 1000 && seen.tensors.lse == call.tensors[4].data);
+
+  // Tables and tensors may be anywhere.
+  seqused_k.tensor.data = static_cast<char*>(seqused_k.tensor.data) + 64;
+  for (const int tensor : {0, 1, 2, 3, 4}) call.move(tensor);
+  CHECK(call.run() == FLASHMOE_OK);
+  CHECK(seen.sequences.seqused_k.data == seqused_k.tensor.data);
+  CHECK(seen.tensors.k == call.tensors[1].data && seen.tensors.lse == call.tensors[4].data);
+  if (fake::state.has_map_moves) {
+    CHECK(fake::maps.size() == 4 && fake::moves.size() == 4);
+    CHECK(fake::mapped_by(seen.q) ==
+          static_cast<char*>(call.tensors[0].data) - 2 * 700 * call.strides[0][1]);
+    CHECK(fake::mapped_by(seen.out) ==
+          static_cast<char*>(call.tensors[3].data) - 2 * 700 * call.strides[3][1]);
+  } else {
+    check_maps(4, {700, 5000, 1, 48}, {3000, 3000, 1, 128});
+  }
+
+  // A window on both sides: later tiles are not longer.
+  call.params.window = FLASHMOE_WINDOW_LEFT;
+  call.params.window_left = 30;
+  CHECK(call.run() == FLASHMOE_OK && seen.grows == 0 && seen.score.left_offset == -30);
+
+  // Of padded batches each sequence has a row of its own, and so many keys as there are rows at
+  // most.
+  Call padded("sm90", 3, 200, 300, 6, 2);
+  Table lengths(3, 1, 4);
+  flashmoe_attention_sequences used = flashmoe_attention_sequences_init();
+  used.seqused_q = used.seqused_k = &lengths.tensor;
+  padded.params.sequences = &used;
+  CHECK(padded.run() == FLASHMOE_OK && fake::last.grid.x == 3 * 2 * 6);
+  const fake::Map& map = fake::maps[fake::maps.size() - 3];  // k
+  CHECK(map.extents[1] == 300 && map.extents[3] == 600 && map.extents[4] == 3);
+
+  // Whole tiles are its only schedule of these, and neither kernel computes what is the other's.
+  flashmoe_plan plan = flashmoe_plan_init();
+  for (const char* kernel : {"sm90_split_kv", "attention_forward_sm90_split_kv_fp16_d64_dv64",
+                             "attention_forward_sm90_fp16_d64_dv64"}) {
+    padded.params.kernel = kernel;
+    CHECK(flashmoe_attention_forward_plan(&padded.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  }
+  padded.params.kernel = "sm90_whole_tiles";
+  CHECK(flashmoe_attention_forward_plan(&padded.params, &plan) == FLASHMOE_OK);
+  padded.params.sequences = nullptr;
+  padded.params.kernel = "attention_forward_sm90_fp16_d64_dv64_ragged";
+  CHECK(flashmoe_attention_forward_plan(&padded.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  fake::moves.clear();
 }
 
 // The estimates are of sequences that are alike, and share the rows that there are.
@@ -1201,6 +1327,7 @@ int main(int argc, char** argv) {
   driver_launches = without.empty() || without == "no-map-moves";
   the_plan_is_what_the_launch_gets();
   ragged_batches_have_kernels_of_their_own();
+  sm90_cuts_boxes_at_sequences();
   loose_bounds_cost_little();
   sm90_encodes_its_maps_once();
   a_call_at_other_addresses_moves_maps();
