@@ -55,6 +55,12 @@ struct KeyTables {
     return page_table.data + sequence * page_table.stride;
   }
 
+  // One of them, or -1 where it is none.
+  FLASHMOE_IN_KERNEL int page_at(const int32_t* pages, int index) const {
+    const int page = TableNumbers{pages, page_step}.at(index);
+    return page >= 0 && page < batch_k ? page : -1;
+  }
+
   // Where a row of a sequence's pages is. The batch is -1 where its page is none: the row is
   // hidden.
   struct Place {
@@ -63,8 +69,7 @@ struct KeyTables {
   };
   FLASHMOE_IN_KERNEL Place place_of(const int32_t* pages, int row) const {
     const int index = by_page_size.quotient(row);
-    const int page = TableNumbers{pages, page_step}.at(index);
-    return {page >= 0 && page < batch_k ? page : -1, row - index * page_size};
+    return {page_at(pages, index), row - index * page_size};
   }
 };
 

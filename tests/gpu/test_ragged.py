@@ -1,5 +1,6 @@
 """Ragged, padded and paged batches: every sequence as a dense call of its own, bit by bit where the
-kernels are alike, and nothing else read or written. By the sm89 family and by the plan's choice."""
+kernels are alike, and nothing else read or written. By each family that computes them and by the
+plan's choice."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ import itertools
 from typing import Any
 
 import flashmoe_science as fm
+import kernels
 import pytest
 import torch
-from gpu import memory, oracle, ragged
+from gpu import families, memory, oracle, ragged
 from gpu.cases import DTYPES
 from gpu.ragged import HOSTILE, INT_MAX, Batch, Call, int32, starts
 
@@ -35,9 +37,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["sm89", None], ids=["sm89", "choice"])
+@pytest.fixture(params=["sm89", "sm90_whole_tiles", None], ids=["sm89", "sm90", "choice"])
 def kernel(request: pytest.FixtureRequest) -> str | None:
     """What calls ask for."""
+    reason = None if request.param is None else families.why_not(request.param)
+    if reason is not None:
+        pytest.skip(reason)
     return request.param
 
 
@@ -61,8 +66,9 @@ def test_every_way_to_say_where_sequences_are(
         for call in ragged.ways(batch).values():
             got = _check(batch, call, kernel=kernel, **options)
             if kernel is not None:
-                name = f"attention_forward_{kernel}_{dtype}_d{dim}_dv{dim_v}_ragged"
-                assert got.kernel == name
+                name = f"attention_forward_{kernels.stem(kernel)}_{dtype}_d{dim}_dv{dim_v}_ragged"
+                capped = kernel != "sm89" and "softcap" in options
+                assert got.kernel == (f"{name}_softcap" if capped else name)
 
 
 @pytest.mark.parametrize(("dim", "dim_v"), PADDED)
@@ -131,6 +137,27 @@ def test_heads_of_a_kv_head_share_a_tile(
             _check(batch, call._replace(tables=tables), kernel=kernel, **option)
         call = ragged.paginate(batch, 16, packed=False)
         _check(batch, call._replace(q=call.q[:, :1].contiguous()), kernel=kernel, **option)
+
+
+@pytest.mark.parametrize("group", [2, 8, 64, 71, 128, 129, 192, 193])
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_heads_share_a_tile_where_nothing_tells_them_apart(
+    sm90: str, group: int, dim: int, dim_v: int
+) -> None:
+    lengths = (1, 70, 0, 200, 48, 515)
+    for i, options in enumerate(({"causal": "bottom_right"}, {}, {"softcap": 2.0})):
+        batch = ragged.make((1, 1, 1, 0, 1, 1), lengths, dtype=("fp16", "bf16")[i % 2], dim=dim,
+                            dim_v=dim_v, heads=(2 * group, 2), seed=i)  # fmt: skip
+        batch.v[1][0, 69, 1] = torch.nan  # of the other head's rows it is none
+        for call in ragged.ways(batch).values():
+            tables = call.tables | {"max_seqlen_q": 1}
+            got = ragged.run(call._replace(tables=tables), DEVICE, kernel=sm90, **options)
+            ref, _ = batch.reference(DEVICE, **options)
+            out = torch.cat(got.out, 1).transpose(1, 2)
+            assert torch.equal(out.isfinite(), ref.out.isfinite())
+            dense = ragged.dense_kernel(got.kernel)
+            assert dense is not None
+            ragged.assert_same_bits(got, batch.dense(dense, DEVICE, **options))
 
 
 def test_blocks_of_decoding(kernel: str | None) -> None:
@@ -552,3 +579,21 @@ def test_families_without_tables_refuse() -> None:
     q = call.q.to(DEVICE)
     with pytest.raises(NotImplementedError, match="serves this call, not"):
         fm.flash_attention(q, q, q, kernel="attention_forward_sm89_fp16_d64_dv64_ragged")
+
+
+def test_the_split_schedule_refuses(sm90: str) -> None:
+    call = ragged.ways(_make())["packed"]
+    with pytest.raises(NotImplementedError, match="whose tables its kernels do not read"):
+        ragged.run(call, DEVICE, kernel=f"{sm90}_split_kv")
+    with pytest.raises(NotImplementedError, match=r"_ragged serves this call, not"):
+        ragged.run(call, DEVICE, kernel=f"attention_forward_{sm90}_fp16_d64_dv64")
+
+
+@pytest.mark.parametrize("way", ["packed", "padded", "paged"])
+def test_later_tiles_of_long_sequences(sm90: str, way: str) -> None:
+    """Rounds, sections of heads and chunks of sequences: more tiles than there are blocks, of few
+    sequences and of many."""
+    for lengths in ((5000, 3, 2100, 0, 900), [1 + 37 * b % 300 for b in range(100)]):
+        batch = ragged.make(lengths, lengths, dtype="bf16", dim=128, heads=(6, 3))
+        for options in ({"causal": "bottom_right"}, {}, {"window": (200, 0)}):
+            _check(batch, ragged.ways(batch)[way], kernel=f"{sm90}_whole_tiles", **options)

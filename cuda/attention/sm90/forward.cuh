@@ -223,6 +223,47 @@ __device__ __forceinline__ void load_ragged_step(const RaggedParams& params, con
   }
 }
 
+// The rows of pages that a step is made of, one piece after another: rows that there are not,
+// before key 0, behind the last or of a page that is none, come as zeros from outside the map.
+// Pieces are cut into boxes of powers of two rows, which need not begin with a whole swizzle.
+template <class Traits, int kBoxes>
+__device__ __forceinline__ void load_paged_step(const RaggedParams& params,
+                                                const CUtensorMap (&maps)[kPageBoxes],
+                                                const Repeats& repeats, RaggedTile& tile, int key,
+                                                uint32_t to, uint32_t full) {
+  static_assert(Traits::kStepKeys < 1 << kPageBoxes);
+  constexpr int kNowhere = -1;  // as a page
+  ptx::mbarrier_expect(full, kBoxes * Traits::kKVBoxBytes);
+  const int end = key + Traits::kStepKeys;
+#pragma unroll 1
+  while (key < end) {
+    PagePiece piece = PagePiece::at(params.sequences.keys.by_page_size, key, end,
+                                    tile.sequence.begin_k, tile.sequence.length_k);
+    int page = kNowhere;
+    if (piece.page >= 0) {
+      const KeyTables& tables = params.sequences.keys;
+      page = tables.page_at(tables.pages_of(tile.batch_k), piece.page);
+      if (page < 0) tile.misses_pages = 1;
+      if (page > 0) page *= repeats.batch;
+    }
+    key += piece.rows;
+#pragma unroll 1
+    while (piece.rows > 0) {
+      const int size = 31 - __clz(piece.rows);
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        ptx::tma_load(to + box * Traits::kKVBoxBytes, &maps[size], full, ptx::kEvictLast,
+                      box * kBoxColumns, piece.row, tile.head_kv * repeats.head, page);
+      }
+      to += kBoxRowBytes << size;
+      piece.row += 1 << size;
+      piece.rows -= 1 << size;
+    }
+  }
+  // Behind what was said of the tile.
+  ptx::mbarrier_arrive(full);
+}
+
 template <class Traits>
 __device__ __forceinline__ void load_ragged_q(const RaggedParams& params, const RaggedTile& tile,
                                               int portion, uint32_t to, uint32_t full) {
@@ -247,11 +288,11 @@ __device__ __forceinline__ void load_ragged_q(const RaggedParams& params, const 
 template <class Traits>
 class RingOfTiles {
  public:
-  __device__ __forceinline__ RingOfTiles(const RaggedTile* tiles, const Barriers<Traits>& barriers)
+  __device__ __forceinline__ RingOfTiles(RaggedTile* tiles, const Barriers<Traits>& barriers)
       : tiles_(tiles), barriers_(barriers) {}
 
   // The next, until one has kNoTile.
-  __device__ __forceinline__ const RaggedTile& next() {
+  __device__ __forceinline__ RaggedTile& next() {
     slot_ = number_ % Traits::kTileSlots;
     ptx::mbarrier_wait(barriers_.tile_full(slot_), number_ / Traits::kTileSlots % 2);
     ++number_;
@@ -266,7 +307,7 @@ class RingOfTiles {
   }
 
  private:
-  const RaggedTile* tiles_;
+  RaggedTile* tiles_;
   const Barriers<Traits>& barriers_;
   uint32_t number_ = 0;
   uint32_t slot_ = 0;
@@ -274,15 +315,20 @@ class RingOfTiles {
 
 template <class Traits>
 __device__ __forceinline__ void produce_q_and_k(const RaggedParams& params, uint32_t shared,
-                                                const RaggedTile* tiles,
+                                                RaggedTile* tiles,
                                                 const Barriers<Traits>& barriers) {
   PipelineState<Traits::kStages> k_pipe;
   PipelineState<Traits::kQStages> q_pipe;
-  const auto load_k = [&](const RaggedTile& tile, int key) {
+  const auto load_k = [&](RaggedTile& tile, int key) {
     const uint32_t to = shared + Traits::kKOffset + k_pipe.stage * Traits::kKBytes;
     ptx::mbarrier_wait(barriers.k_empty(k_pipe.stage), k_pipe.parity ^ 1);
-    load_ragged_step<Traits, Traits::kBoxes>(params, params.k, params.k_repeats, tile, key, to,
-                                             barriers.k_full(k_pipe.stage));
+    if (params.sequences.paged != 0) {
+      load_paged_step<Traits, Traits::kBoxes>(params, params.k_pages, params.k_repeats, tile, key,
+                                              to, barriers.k_full(k_pipe.stage));
+    } else {
+      load_ragged_step<Traits, Traits::kBoxes>(params, params.k, params.k_repeats, tile, key, to,
+                                               barriers.k_full(k_pipe.stage));
+    }
     k_pipe.advance();
   };
   const auto wait_for_room = [&](int portion) {
@@ -290,7 +336,7 @@ __device__ __forceinline__ void produce_q_and_k(const RaggedParams& params, uint
   };
   RingOfTiles<Traits> ring(tiles, barriers);
   for (;;) {
-    const RaggedTile& tile = ring.next();
+    RaggedTile& tile = ring.next();
     if (tile.first_row == kNoTile) break;
     int key = tile.end_key - Traits::kStepKeys;
     // Where there is one Q, it waits longer than K.
@@ -319,20 +365,24 @@ __device__ __forceinline__ void produce_q_and_k(const RaggedParams& params, uint
 
 template <class Traits>
 __device__ __forceinline__ void produce_v(const RaggedParams& params, uint32_t shared,
-                                          const RaggedTile* tiles,
-                                          const Barriers<Traits>& barriers) {
+                                          RaggedTile* tiles, const Barriers<Traits>& barriers) {
   PipelineState<Traits::kStages> v_pipe;
   RingOfTiles<Traits> ring(tiles, barriers);
   for (;;) {
-    const RaggedTile& tile = ring.next();
+    RaggedTile& tile = ring.next();
     if (tile.first_row == kNoTile) break;
     ring.empty_one();
     for (int key = tile.end_key - Traits::kStepKeys; key >= tile.first_key;
          key -= Traits::kStepKeys) {
       const uint32_t to = shared + Traits::kVOffset + v_pipe.stage * Traits::kVBytes;
       ptx::mbarrier_wait(barriers.v_empty(v_pipe.stage), v_pipe.parity ^ 1);
-      load_ragged_step<Traits, Traits::kBoxesV>(params, params.v, params.v_repeats, tile, key, to,
-                                                barriers.v_full(v_pipe.stage));
+      if (params.sequences.paged != 0) {
+        load_paged_step<Traits, Traits::kBoxesV>(params, params.v_pages, params.v_repeats, tile,
+                                                 key, to, barriers.v_full(v_pipe.stage));
+      } else {
+        load_ragged_step<Traits, Traits::kBoxesV>(params, params.v, params.v_repeats, tile, key, to,
+                                                  barriers.v_full(v_pipe.stage));
+      }
       v_pipe.advance();
     }
   }
@@ -452,22 +502,44 @@ __device__ __forceinline__ void compute_again(const Params& params, int batch, i
       {batch, head, head_kv, sequence.begin_q + query, sequence.rows_of(keys)});
 }
 
-// Where the keys of a sequence and their values are.
+// Where the keys of a sequence and their values are: nullptr for those of a page that is none.
 struct RaggedKeys {
-  const AttentionTensors& tensors;
+  const RaggedParams& params;
   const RaggedTile& tile;
 
   __device__ __forceinline__ const uint16_t* k(int key) const {
-    return tensors.k + offset(tensors.k_strides, key);
+    return row_of(params.tensors.k, params.tensors.k_strides, key);
   }
   __device__ __forceinline__ const uint16_t* v(int key) const {
-    return tensors.v + offset(tensors.v_strides, key);
+    return row_of(params.tensors.v, params.tensors.v_strides, key);
+  }
+
+  // Whether a page of these keys is none; a whole warp.
+  __device__ __forceinline__ bool misses(const KeyRange& keys) const {
+    if (params.sequences.paged == 0 || keys.first >= keys.end) return false;
+    const KeyTables& tables = params.sequences.keys;
+    const int32_t* const pages = tables.pages_of(tile.batch_k);
+    const int last = tables.by_page_size.quotient(tile.sequence.begin_k + keys.end - 1);
+    bool missing = false;
+    for (int page = tables.by_page_size.quotient(tile.sequence.begin_k + keys.first) + lane_index();
+         page <= last; page += kThreadsPerWarp) {
+      missing = missing || tables.page_at(pages, page) < 0;
+    }
+    return __any_sync(kFullWarp, missing);
   }
 
  private:
-  __device__ __forceinline__ int64_t offset(const RowStrides& strides, int key) const {
-    return tile.batch_k * strides.batch + tile.head_kv * strides.head +
-           (tile.sequence.begin_k + key) * strides.seq;
+  __device__ __forceinline__ const uint16_t* row_of(const uint16_t* data, const RowStrides& strides,
+                                                    int key) const {
+    const int row = tile.sequence.begin_k + key;
+    KeyTables::Place place = {tile.batch_k, row};
+    if (params.sequences.paged != 0) {
+      const KeyTables& tables = params.sequences.keys;
+      place = tables.place_of(tables.pages_of(tile.batch_k), row);
+      if (place.batch < 0) return nullptr;
+    }
+    return data +
+           (place.batch * strides.batch + tile.head_kv * strides.head + place.row * strides.seq);
   }
 };
 
@@ -477,10 +549,10 @@ __device__ __forceinline__ void compute_again(const RaggedParams& params, const 
   const Sequence& sequence = tile.sequence;
   const KeyRange keys = {sequence.first_key(params.score, query),
                          sequence.end_key(params.score, query)};
+  const PlaceOfRow place = PlaceOfRow::of(params, tile, query);
   masked_row_fallback<typename Traits::Element, Traits::kDimV>(
-      params.tensors, params.score,
-      {tile.batch, tile.head, tile.head_kv, sequence.begin_q + query, keys},
-      [](int) { return true; }, RaggedKeys{params.tensors, tile});
+      params.tensors, params.score, {tile.batch, place.head, tile.head_kv, place.position, keys},
+      [](int) { return true; }, RaggedKeys{params, tile});
 }
 
 // The state of a consumer warpgroup.
@@ -822,7 +894,8 @@ struct Consumer {
       if (suspect) {
         ptx::fence_proxy_async();
         if constexpr (Traits::kRagged) {
-          group = thread_index() / kThreadsPerGroup - 1;  // anew: it costs the main loop no register
+          group =
+              thread_index() / kThreadsPerGroup - 1;  // anew: it costs the main loop no register
           // The output has left the memory of this group.
           RaggedScheduler<Traits> scheduler(
               params, chunks_of_group() + warp_of_group() * kSequencesPerChunk);
@@ -921,9 +994,7 @@ struct Consumer {
     const int first_row = here.first_row + group * kRowsPerGroup + warp_of_group() * 16;
 #pragma unroll 1
     for (int row = max(first_row, 0); row < min(first_row + 16, sequence().length_q); ++row) {
-      uint16_t* out_row = params.tensors.out + here.batch * params.tensors.out_strides.batch +
-                          here.head * params.tensors.out_strides.head +
-                          (sequence().begin_q + row) * params.tensors.out_strides.seq;
+      uint16_t* const out_row = out_of(here, row);
 #pragma unroll 1
       for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
         out_row[column] = 0;
@@ -952,10 +1023,25 @@ struct Consumer {
     }
   }
 
+  // Of a row of one head, or of a tile of sequences.
   __device__ __forceinline__ float* lse_of(const Tile& of, int row) const {
-    return params.tensors.lse + of.batch * params.tensors.lse_strides.batch +
-           of.head * params.tensors.lse_strides.head +
-           (sequence_of_tile<Traits>(params, of).begin_q + row) * params.tensors.lse_strides.seq;
+    if constexpr (Traits::kRagged) {
+      return params.tensors.lse +
+             PlaceOfRow::of(params, of, row).offset(params.tensors.lse_strides, of.batch);
+    } else {
+      return params.tensors.lse + of.batch * params.tensors.lse_strides.batch +
+             of.head * params.tensors.lse_strides.head +
+             (sequence_of_tile<Traits>(params, of).begin_q + row) * params.tensors.lse_strides.seq;
+    }
+  }
+  __device__ __forceinline__ uint16_t* out_of(const Tile& of, int row) const {
+    const RowStrides& strides = params.tensors.out_strides;
+    if constexpr (Traits::kRagged) {
+      return params.tensors.out + PlaceOfRow::of(params, of, row).offset(strides, of.batch);
+    } else {
+      return params.tensors.out + of.batch * strides.batch + of.head * strides.head +
+             (sequence_of_tile<Traits>(params, of).begin_q + row) * strides.seq;
+    }
   }
 
   // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time,
@@ -981,9 +1067,17 @@ struct Consumer {
   __device__ __forceinline__ void repair_row(const Tile& of, int head, int query) const {
     const RowStrides& strides = params.tensors.out_strides;
     const Sequence sequence = sequence_of_tile<Traits>(params, of);
-    const uint16_t* const out_row = params.tensors.out + of.batch * strides.batch +
-                                    head * strides.head + (sequence.begin_q + query) * strides.seq;
+    const uint16_t* out_row = nullptr;
+    if constexpr (Traits::kRagged) {
+      out_row = out_of(of, query);
+    } else {
+      out_row = params.tensors.out + of.batch * strides.batch + head * strides.head +
+                (sequence.begin_q + query) * strides.seq;
+    }
     bool wrong = Traits::kSplit && !sequence.sees_keys(params.score, query);
+    if constexpr (Traits::kRagged) {
+      wrong = RaggedKeys{params, of}.misses(sequence.keys(params.score, query));
+    }
     for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
       wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
     }
@@ -1114,6 +1208,7 @@ struct Consumer {
     float factor[2];
     bool expected[2];  // to be finite, if V is
     bool fallback = false;
+    if constexpr (Traits::kRagged) fallback = tile.misses_pages != 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = group_row + warp * 16 + lane / 4 + 8 * half;
@@ -1126,7 +1221,7 @@ struct Consumer {
       factor[half] = end.factor;
       fallback = fallback || end.rounded_away;
       // A NaN of the sum is one of the keys that the row sees.
-      expected[half] = params.score.masked && exists && total == total;
+      expected[half] = is_masked<Traits>(params, tile) && exists && total == total;
     }
     const uint32_t tile_out = shared + Traits::kOOffset + group * Traits::kOBytesPerGroup;
     const bool leader = warp == 0 && lane == 0;

@@ -21,16 +21,17 @@ namespace flashmoe::sm90 {
 // A query tile, as Tile is, with the sequence that it is of.
 struct alignas(16) RaggedTile {
   int batch;  // row of the batch that its queries are in
-  int head;
+  int head;   // of RaggedParams' heads
   int head_kv;
   int first_row;
   float sink;
   RowState begin;
   int kv_block_alignment;
   Sequence sequence;
-  int batch_k;    // row of the batch that its keys are in
+  int batch_k;    // row of the batch that its keys are in; of paged ones the table's
   int first_key;  // of its steps, as in Steps
   int end_key;
+  int misses_pages;  // a key's page is none: who loads says so
 };
 
 static_assert(sizeof(RaggedTile) == kRaggedTileBytes);
@@ -72,6 +73,23 @@ struct WarpLanes {
   }
 };
 
+// A row of a tile in the tensors.
+struct PlaceOfRow {
+  int head;
+  int position;
+
+  static __device__ __forceinline__ PlaceOfRow of(const RaggedParams& params,
+                                                  const RaggedTile& tile, int row) {
+    if (params.heads_per_tile > 1) {
+      return {tile.head * params.heads_per_tile + row, tile.sequence.begin_q};
+    }
+    return {tile.head, tile.sequence.begin_q + row};
+  }
+  __device__ __forceinline__ int64_t offset(const RowStrides& strides, int batch) const {
+    return batch * strides.batch + head * strides.head + position * strides.seq;
+  }
+};
+
 // The tiles of this block, one after another, found by a warp that has the memory of a chunk for
 // itself.
 template <class Traits>
@@ -82,8 +100,7 @@ class RaggedScheduler {
 
   // False when there are no more. All lanes come to know which it is.
   __device__ __forceinline__ bool next() {
-    while (
-        !tiles_.next(lanes_, params_.grows != 0, params_.by_heads_q, blocks(), &found_, &head_)) {
+    while (!tiles_.next(lanes_, params_.grows != 0, params_.by_heads, blocks(), &found_, &head_)) {
       if (!next_chunk()) return false;
     }
     return true;
@@ -95,6 +112,7 @@ class RaggedScheduler {
     const Sequence& sequence = of.sequence;
     tile->batch = of.batch_q;
     tile->batch_k = of.batch_k;
+    tile->misses_pages = 0;
     tile->sequence = sequence;
     tile->head = head_;
     tile->head_kv = params_.by_heads_per_kv.quotient(head_);
@@ -137,8 +155,8 @@ class RaggedScheduler {
     const int keys = __reduce_add_sync(kFullWarp, min(own.sequence.length_k, kMostKeys));
     const int heads = heads_per_section(params_.heads_kv, keys, params_.keys_of_l2) *
                       params_.by_heads_per_kv.number();
-    tiles_.begin_chunk(lanes_, __reduce_add_sync(kFullWarp, own.tiles) * params_.heads_q, heads,
-                       blocks());
+    tiles_.begin_chunk(lanes_, __reduce_add_sync(kFullWarp, own.tiles) * params_.by_heads.number(),
+                       heads, blocks());
     return true;
   }
 
@@ -146,11 +164,13 @@ class RaggedScheduler {
     const SequenceParams& sequences = params_.sequences;
     const SequenceRows queries = sequences.queries_of(number);
     const SequenceRows keys = sequences.keys_of(number);
-    return {{queries.begin, keys.begin, queries.length, keys.length,
+    // Rows that are heads see what the one query sees: the diagonal of later ones hides no more.
+    const int rows = queries.length * params_.heads_per_tile;
+    return {{queries.begin, keys.begin, rows, keys.length,
              sequences.diagonal_of(queries.length, keys.length)},
             queries.batch,
             keys.batch,
-            ceil_div<Traits::kTileQ>(queries.length)};
+            ceil_div<Traits::kTileQ>(rows)};
   }
 
   // That the last tile of a sequence sees.

@@ -1,5 +1,6 @@
-// Where the copy engine finds a sequence's rows in a tensor, and no other's: it cuts boxes at the
-// ends of a dimension, so a map has a dimension that ends where the sequence does.
+// Where the copy engine finds a sequence's rows in a tensor or in pages, and no other's. In a
+// tensor: it cuts boxes at the ends of a dimension, so a map has a dimension that ends where the
+// sequence does.
 //
 // A ragged map has two dimensions of rows, of the same stride, whose coordinates add up: `row`, of
 // as many as the longest sequence may have, and `base`. The map's memory begins that many rows
@@ -10,7 +11,7 @@
 // This is host code, too, for its tests.
 #pragma once
 
-#include <cstdint>
+#include "cuda/divisor.h"
 
 #ifdef __CUDACC__
 #define FLASHMOE_IN_KERNEL __device__ __forceinline__
@@ -30,6 +31,29 @@ struct RaggedRow {
   static FLASHMOE_IN_KERNEL RaggedRow at(int row, int begin, int length, int most) {
     const int shift = row < 0 ? 0 : most - length;
     return {row + shift, begin + most - shift};
+  }
+};
+
+// Rows of a step of paged keys that are one behind the other in a page, or that there are not.
+struct PagePiece {
+  int page;  // among the sequence's, or kNoPage
+  int row;   // of the page
+  int rows;
+
+  static constexpr int kNoPage = -1;
+
+  // The first of the keys from `key` to before `end`, of a sequence that has so many from row
+  // `begin` of its pages on.
+  static FLASHMOE_IN_KERNEL PagePiece at(const Divisor& by_page_size, int key, int end, int begin,
+                                         int length) {
+    if (key < 0) return {kNoPage, 0, (end < 0 ? end : 0) - key};
+    if (key >= length) return {kNoPage, 0, end - key};
+    const int page = by_page_size.quotient(begin + key);
+    const int page_size = static_cast<int>(by_page_size.value);
+    const int row = begin + key - page * page_size;
+    int rows = (end < length ? end : length) - key;
+    if (rows > page_size - row) rows = page_size - row;
+    return {page, row, rows};
   }
 };
 

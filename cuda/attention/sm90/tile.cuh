@@ -206,6 +206,20 @@ __device__ __forceinline__ SequenceOf<Traits> sequence_of_tile(const ParamsOf<Tr
   }
 }
 
+// Whether some query of the tile's sequence does not see every key: as the core says of a dense
+// batch (set_bounds).
+template <class Traits>
+__device__ __forceinline__ bool is_masked(const ParamsOf<Traits>& params,
+                                          const TileOf<Traits>& tile) {
+  if constexpr (Traits::kRagged) {
+    const Sequence& sequence = tile.sequence;
+    return params.score.right_offset + sequence.diagonal < sequence.length_k - 1 ||
+           params.score.left_offset + sequence.diagonal > 1 - sequence.length_q;
+  } else {
+    return params.score.masked != 0;
+  }
+}
+
 // Queries of a warpgroup, all of whose rows are of one head where keys are not split.
 template <class Traits>
 __device__ __forceinline__ int queries_per_group(const ParamsOf<Traits>& params) {

@@ -17,7 +17,7 @@ inline constexpr int kTileBytes = 32;  // a Tile, or TilePart, in shared memory
 // one behind them whose first portion of Q is there.
 inline constexpr int kTilesInFlight = 4;
 // Of ragged kernels: a RaggedTile, and tiles that the scheduling warp is ahead of these by.
-inline constexpr int kRaggedTileBytes = 64;
+inline constexpr int kRaggedTileBytes = 80;
 inline constexpr int kTilesAhead = 4;
 inline constexpr int kChunkSequenceBytes = 32;  // a sequence of a chunk
 

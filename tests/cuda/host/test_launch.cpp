@@ -355,7 +355,7 @@ void ragged_batches_have_kernels_of_their_own() {
   fake::on_launch = [](const void* params) {
     std::memcpy(&seen_ragged, params, sizeof seen_ragged);
   };
-  Call call(nullptr, 1, 1000, 1000, 6, 2);
+  Call call("sm89", 1, 1000, 1000, 6, 2);
   for (const int i : {1, 2}) {  // 30 pages of 16 keys
     call.shapes[i][0] = 30;
     call.shapes[i][1] = 16;
@@ -496,7 +496,8 @@ void sm90_cuts_boxes_at_sequences() {
   CHECK(seen.sequences.count == 4 && seen.sequences.rows_q == 5000 && seen.seq_q == 700);
   CHECK(seen.seq_k == 3000 && seen.sequences.seqused_k.data == seqused_k.tensor.data);
   CHECK(seen.v_repeats.head == 0 && seen.k_repeats.head == 1 && seen.grows == 1);
-  CHECK(seen.heads_kv == 2 && seen.by_heads_q.value == 6 && seen.by_heads_per_kv.value == 3);
+  CHECK(seen.heads_per_tile == 1 && seen.heads_kv == 2 && seen.by_heads.value == 6 &&
+        seen.by_heads_per_kv.value == 3);
   CHECK(seen.keys_of_l2 > 1000 && seen.tensors.lse == call.tensors[4].data);
 
   // Tables and tensors may be anywhere.
@@ -530,6 +531,103 @@ void sm90_cuts_boxes_at_sequences() {
   CHECK(padded.run() == FLASHMOE_OK && fake::last.grid.x == 3 * 2 * 6);
   const fake::Map& map = fake::maps[fake::maps.size() - 3];  // k
   CHECK(map.extents[1] == 300 && map.extents[3] == 600 && map.extents[4] == 3);
+
+  // Rows of pages come in boxes of 1, 2, 4 and up to as many rows as a step has.
+  Call paged("sm90", 1, 1000, 16, 6, 2);
+  for (const int i : {1, 2}) {  // 30 pages of 16 keys
+    paged.shapes[i][0] = 30;
+    paged.strides[i][0] = 16 * 2 * 64;
+  }
+  Table page_table(4, 9, 5);
+  sequences.cu_seqlens_k = nullptr;
+  sequences.page_table = &page_table.tensor;
+  paged.params.sequences = &sequences;
+  fake::maps.clear();
+  fake::moves.clear();
+  for (int i = 0; i < 2; ++i) CHECK(paged.run() == FLASHMOE_OK && fake::maps.size() == 20);
+  CHECK(seen.sequences.paged == 1 && seen.sequences.keys.page_table.data == page_table.tensor.data);
+  CHECK(seen.sequences.keys.page_size == 16 && seen.seq_k == 9 * 16);
+  for (size_t size = 0; size < 8; ++size) {
+    for (size_t i : {1, 2}) {
+      const fake::Map& of_pages = fake::maps[4 + 8 * (i - 1) + size];
+      CHECK(of_pages.data == paged.tensors[i].data && of_pages.rank == 4);
+      CHECK(of_pages.box[0] == 32 && of_pages.box[1] == 1U << size);
+      CHECK(of_pages.extents[1] == 16 && of_pages.extents[2] == 2 && of_pages.extents[3] == 30);
+      CHECK(of_pages.steps[2] == 2 * 16 * 2 * 64);
+    }
+    CHECK(fake::mapped_by(seen.k_pages[size]) == paged.tensors[1].data);
+    CHECK(fake::mapped_by(seen.v_pages[size]) == paged.tensors[2].data);
+  }
+  for (const int tensor : {1, 2}) paged.move(tensor);
+  CHECK(paged.run() == FLASHMOE_OK);
+  CHECK(fake::moves.size() == (fake::state.has_map_moves ? 16 : 0));
+  CHECK(fake::maps.size() == (fake::state.has_map_moves ? 20 : 40));
+  for (size_t size = 0; size < 8; ++size) {
+    CHECK(fake::mapped_by(seen.k_pages[size]) == paged.tensors[1].data);
+    CHECK(fake::mapped_by(seen.v_pages[size]) == paged.tensors[2].data);
+  }
+  // The smaller pages are, the longer it takes.
+  const double microseconds = plan_of(paged).microseconds;
+  for (const int i : {1, 2}) {
+    paged.shapes[i][0] = 480;
+    paged.shapes[i][1] = 1;
+  }
+  page_table.shape[1] = page_table.strides[0] = 9 * 16;
+  CHECK(plan_of(paged).microseconds > 2 * microseconds);
+  // There may be no page, and a table that names some: what it asks for is of no map.
+  for (const int i : {1, 2}) {
+    paged.shapes[i][0] = 0;
+    paged.tensors[i].data = nullptr;
+  }
+  fake::maps.clear();
+  CHECK(paged.run() == FLASHMOE_OK && fake::maps.size() == 20);
+  for (const fake::Map& each : fake::maps) CHECK(each.data != nullptr);
+  CHECK(fake::maps[4].data == paged.tensors[0].data && fake::maps[4].extents[3] == 1);
+  fake::moves.clear();
+
+  // The query heads of a KV head share a tile where no sequence has more than one query, and its
+  // rows are alike. They are the rows of its boxes.
+  Call decoding("sm90", 5, 1, 400, 12, 3);
+  Table used_keys(5, 1, 6);
+  flashmoe_attention_sequences of_decoding = flashmoe_attention_sequences_init();
+  of_decoding.seqused_k = &used_keys.tensor;
+  decoding.params.sequences = &of_decoding;
+  const auto packs = [&] {
+    fake::maps.clear();
+    CHECK(decoding.run() == FLASHMOE_OK && fake::maps.size() == 4);
+    CHECK(seen.heads_per_tile == 4 || seen.heads_per_tile == 1);
+    const bool packed = seen.heads_per_tile == 4;
+    CHECK(fake::last.grid.x == (packed ? 5 * 3 : 5 * 12));
+    CHECK(seen.by_heads.value == (packed ? 3 : 12) &&
+          seen.by_heads_per_kv.value == (packed ? 1 : 4));
+    CHECK(seen.seq_q == (packed ? 4 : 1) && seen.sequences.most_q == 1);
+    return packed;
+  };
+  CHECK(packs());
+  for (const size_t i : {size_t{0}, size_t{3}}) {
+    const fake::Map& of_heads = fake::maps[i];
+    CHECK(of_heads.extents[1] == 4 && of_heads.extents[2] == 3 && of_heads.extents[3] == 1 + 4);
+    CHECK(of_heads.extents[4] == 5 && of_heads.box[1] == 48);
+    CHECK(of_heads.steps[0] == 2 * 64 && of_heads.steps[1] == 2 * 4 * 64);
+    CHECK(of_heads.steps[3] == 2 * 12 * 64);
+    CHECK(of_heads.data == static_cast<char*>(decoding.tensors[i].data) -
+                               4 * static_cast<int64_t>(of_heads.steps[2]));
+  }
+  decoding.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  CHECK(packs());
+  decoding.params.causal = FLASHMOE_CAUSAL_TOP_LEFT;
+  CHECK(!packs());
+  decoding.params.causal = FLASHMOE_CAUSAL_NONE;
+  decoding.params.window = FLASHMOE_WINDOW_LEFT;
+  CHECK(!packs());
+  decoding.params.window = 0;
+  Table sinks(12, 1, 7);
+  sinks.tensor.dtype = {FLASHMOE_DTYPE_FLOAT, 32, 1};
+  decoding.params.sinks = &sinks.tensor;
+  CHECK(!packs());
+  decoding.params.sinks = nullptr;
+  decoding.strides[0][2] = 0;  // one head of q for all
+  CHECK(!packs());
 
   // Whole tiles are its only schedule of these, and neither kernel computes what is the other's.
   flashmoe_plan plan = flashmoe_plan_init();
