@@ -81,7 +81,8 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   int arch = 0;
   FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
   plan_launch(*entry, device_id, "", blocks, plan);
-  plan->info.microseconds = tile_microseconds(work_of(problem), *facts);
+  plan->info.microseconds = tile_microseconds(
+      with_packed_heads(work_of(problem), heads_per_tile(problem, *entry)), *facts);
   return FLASHMOE_OK;
 }
 

@@ -228,13 +228,9 @@ flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& wor
   int64_t tiles = 0;
   has_slots_by_rows(problem, entry->tile_q, &tiles);
   const int64_t heads = heads_per_tile(problem, *entry);
-  Work packed = work;
-  if (heads > 1) {
-    packed.heads_q = work.heads_kv;
-    packed.seq_q = static_cast<double>(heads);
-  }
   const double microseconds =
-      share_of_pages(problem, *entry) * tile_microseconds(packed, tile_speed(entry->dim), facts);
+      share_of_pages(problem, *entry) *
+      tile_microseconds(with_packed_heads(work, heads), tile_speed(entry->dim), facts);
   *whole_tiles = {entry,
                   std::min<int64_t>(tiles * (problem.heads_q / heads), facts.multiprocessors),
                   kStartOfSequences + kBesideFewRows * microseconds};
