@@ -347,12 +347,13 @@ typedef enum flashmoe_window {
  *
  * With n queries and m keys, counted from 0, query i of a sequence stands at its key i + A, where A
  * is 0 for FLASHMOE_CAUSAL_TOP_LEFT and m - n otherwise. Each sequence has the bits of a dense call
- * of its queries and keys alone.
+ * of its queries and keys alone; on a GPU, of one by the same schedule.
  *
  * max_seqlen_q and max_seqlen_k bound n and m; more are cut off at the end. 0 stands for what the
  * tensors have room for. Loose bounds cost little, and the bits do not depend on them.
  *
- * In this version the CPU computes such calls, and no GPU; backward does not take them.
+ * Tables are read on the tensors' device, when the call computes: a GPU's plans and captured graphs
+ * serve any lengths. In this version backward does not take such calls.
  * ---------------------------------------------------------------------------------------------- */
 
 /* Lengths, offsets and page tables of ragged, padded and paged batches. */

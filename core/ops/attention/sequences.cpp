@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "core/operation.h"
 #include "core/status.h"
 
 namespace flashmoe {
@@ -136,12 +135,6 @@ flashmoe_status read_sequences(const AttentionArguments& arguments, const View& 
                                AttentionProblem* problem) {
   const flashmoe_attention_sequences& given = *arguments.sequences;
   AttentionProblem& p = *problem;
-  if (is_on_cuda(p.device)) {
-    return fail(FLASHMOE_ERROR_UNSUPPORTED,
-                "sequences: got one for tensors on %s, accepted is a null pointer: no kernel of a "
-                "GPU computes ragged, padded and paged batches in this version, and the CPU does",
-                DeviceName(p.device).text);
-  }
   SequenceTables& tables = p.sequences;
   tables.given = true;
   tables.rows_q = q.shape[arguments.seq_axis()];
