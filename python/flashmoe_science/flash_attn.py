@@ -9,8 +9,11 @@ always deterministic: `deterministic` is accepted and changes nothing.
 
 `merge_attn_states` is vLLM's function of that name, which merges what two calls returned.
 
-What is not there: dropout and ALiBi, which are refused, and the functions of variable lengths and
-of key-value caches, which this module does not have.
+The functions of variable lengths compute on the CPU, forward alone: tensors on a GPU, and those
+that require grad, are refused.
+
+What is not there: dropout and ALiBi, which are refused, and flash_attn_with_kvcache, which this
+module does not have.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "merge_attn_states",
 ]
 
@@ -146,6 +152,139 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Any:
+    """FlashAttention's flash_attn_varlen_func: sequences of any lengths, one behind the other.
+
+    Args:
+        q: [total_q, heads_q, dim], all sequences' rows; dtypes and rows as of flash_attn_func.
+        k: [total_k, heads_k, dim]. With block_table [blocks, block_size, heads_k, dim], of any
+            block size.
+        v: [total_k, heads_k, dim_v], or [blocks, block_size, heads_k, dim_v].
+        cu_seqlens_q: [batch + 1], int32: sequence b has q's rows from cu_seqlens_q[b] to before
+            cu_seqlens_q[b + 1].
+        cu_seqlens_k: [batch + 1], int32: the same of k and v. With block_table only the
+            differences count, which are the lengths.
+        max_seqlen_q, max_seqlen_k: The most rows of a sequence. They may be more than that; of a
+            longer sequence those behind are left out.
+        dropout_p: As of flash_attn_func, and so are those that follow. causal and window_size
+            count by each sequence's own lengths.
+        block_table: [batch, blocks of a sequence], int32: which blocks of k and v have the keys of
+            each sequence, in their order.
+
+    Returns:
+        out, [total_q, heads_q, dim_v], or (out, softmax_lse, S_dmask) with return_attn_probs, as
+        flash_attn_func; softmax_lse is [heads_q, total_q]. Rows that no sequence has may hold
+        anything.
+
+    Raises: What flash_attn_func raises.
+    """
+    window = _refuse_or_window(dropout_p, alibi_slopes, window_size, causal)
+    _check_rank(3, q=q)
+    _check_rank(3 if block_table is None else 4, k=k, v=v)
+    _check_rank(1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    how: dict[str, Any] = {
+        "causal": bool(causal), "window": window, "scale": softmax_scale,
+        "softcap": softcap if softcap > 0 else None,
+        "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+    }  # fmt: skip
+    if block_table is None:
+        k, v = k[None], v[None]
+        how["cu_seqlens_k"] = cu_seqlens_k
+    else:
+        _check_rank(2, block_table=block_table)
+        how |= {"seqused_k": cu_seqlens_k.diff(), "page_table": block_table}
+    if not return_attn_probs:
+        return flash_attention(q[None], k, v, **how)[0]
+    out, lse = flash_attention(q[None], k, v, **how, return_lse=True)
+    return out[0], lse[0], q.new_empty(0)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """FlashAttention's flash_attn_varlen_qkvpacked_func.
+
+    Args:
+        qkv: [total, 3, heads, dim]: q, k and v of all sequences, which are read where they lie.
+        cu_seqlens: [batch + 1], int32: sequence b has the rows from cu_seqlens[b] to before
+            cu_seqlens[b + 1].
+        max_seqlen: The most rows of a sequence, or more.
+        dropout_p: As of flash_attn_func, and so are all that follow.
+
+    Returns:
+        As flash_attn_varlen_func.
+
+    Raises: What flash_attn_func raises.
+    """
+    q, k, v = _unpacked("qkv", qkv, 3, "total")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """FlashAttention's flash_attn_varlen_kvpacked_func.
+
+    Args:
+        q: [total_q, heads_q, dim].
+        kv: [total_k, 2, heads_k, dim]: k and v of all sequences, which are read where they lie.
+        cu_seqlens_q: As of flash_attn_varlen_func, and so are all that follow.
+
+    Returns:
+        As flash_attn_varlen_func.
+
+    Raises: What flash_attn_func raises.
+    """
+    k, v = _unpacked("kv", kv, 2, "total_k")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
 def merge_attn_states(
     output: torch.Tensor,
     prefix_output: torch.Tensor,
@@ -173,17 +312,8 @@ def merge_attn_states(
         NotImplementedError: The tensors are on a GPU.
         ValueError, TypeError: As flashmoe_science.merge_states.
     """
-    ranks = {"output": 3, "prefix_output": 3, "prefix_lse": 2, "suffix_output": 3, "suffix_lse": 2}
-    tensors = (output, prefix_output, prefix_lse, suffix_output, suffix_lse)
-    for (name, rank), tensor in zip(ranks.items(), tensors, strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(
-                f"{name}: got {type(tensor).__name__}, accepted is a torch.Tensor"
-            )
-        if tensor.dim() != rank:
-            raise InvalidArgumentError(
-                f"{name}: got {tensor.dim()} dimensions, accepted are {rank}"
-            )
+    _check_rank(3, output=output, prefix_output=prefix_output, suffix_output=suffix_output)
+    _check_rank(2, prefix_lse=prefix_lse, suffix_lse=suffix_lse)
     merge_states(
         (prefix_output[None], suffix_output[None]),
         (_empty_is_negative(prefix_lse), _empty_is_negative(suffix_lse)),
@@ -218,14 +348,31 @@ def _refuse_or_window(
     return None if left is None and right is None else (left, right)
 
 
-def _unpacked(name: str, packed: Any, parts: int) -> tuple[torch.Tensor, ...]:
-    """Views of the parts. By unbind: its gradient is one stack, where that of an index is zeros of
-    the whole for each part, and their sum."""
-    if not isinstance(packed, torch.Tensor):
-        raise ArgumentTypeError(f"{name}: got {type(packed).__name__}, accepted is a torch.Tensor")
-    if packed.dim() != 5 or packed.shape[2] != parts:
+def _unpacked(
+    name: str, packed: Any, parts: int, rows: str = "batch, seq"
+) -> tuple[torch.Tensor, ...]:
+    """Views of the parts, which are behind `rows`. By unbind: its gradient is one stack, where that
+    of an index is zeros of the whole for each part, and their sum."""
+    _check_tensor(name, packed)
+    axis = 1 + rows.count(",")
+    if packed.dim() != axis + 3 or packed.shape[axis] != parts:
         raise InvalidArgumentError(
-            f"{name}: got shape {tuple(packed.shape)}, accepted is "
-            f"[batch, seq, {parts}, heads, dim]"
+            f"{name}: got shape {tuple(packed.shape)}, accepted is [{rows}, {parts}, heads, dim]"
         )
-    return packed.unbind(2)
+    parts_of: tuple[torch.Tensor, ...] = packed.unbind(axis)
+    return parts_of
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentTypeError(f"{name}: got {type(tensor).__name__}, accepted is a torch.Tensor")
+
+
+def _check_rank(rank: int, **tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        _check_tensor(name, tensor)
+        if tensor.dim() != rank:
+            verb = "is" if rank == 1 else "are"
+            raise InvalidArgumentError(
+                f"{name}: got {tensor.dim()} dimensions, accepted {verb} {rank}"
+            )
