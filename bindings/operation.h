@@ -154,7 +154,9 @@ inline bool points_nowhere(const flashmoe_attention_forward_params& p) {
   return p.q_scale == nullptr && p.k_scale == nullptr && p.v_scale == nullptr &&
          p.sequences == nullptr;
 }
-inline bool points_nowhere(const flashmoe_attention_backward_params&) { return true; }
+inline bool points_nowhere(const flashmoe_attention_backward_params& p) {
+  return p.sequences == nullptr;
+}
 inline bool points_nowhere(const flashmoe_merge_states_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_route_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_forward_params& p) {

@@ -352,7 +352,13 @@ typedef enum flashmoe_window {
  * max_seqlen_q and max_seqlen_k bound n and m; more are cut off at the end. 0 stands for what the
  * tensors have room for. Loose bounds cost little, and the bits do not depend on them.
  *
- * In this version the CPU computes such calls, and no GPU; backward does not take them.
+ * Backward takes the tables of the forward call, but for batch_index and page_table: keys that
+ * sequences may share have no gradients. Each sequence has the bits of a dense call, and dsinks are
+ * summed in the order of the sequences. In dq, dk and dv all rows are written: where no sequence
+ * has them they are 0, or with accumulate as they were. Of rows that two sequences have, as of
+ * offsets that decrease, the gradients are of either or of both.
+ *
+ * In this version the CPU computes such calls, and no GPU.
  * ---------------------------------------------------------------------------------------------- */
 
 /* Lengths, offsets and page tables of ragged, padded and paged batches. */
@@ -500,6 +506,7 @@ typedef struct flashmoe_attention_backward_params {
   int64_t window_right;
   const char*
       kernel; /* as of the forward call: a family, or a kernel's full name; NULL: the best */
+  const flashmoe_attention_sequences* sequences; /* as of the forward call; NULL: a dense batch */
 } flashmoe_attention_backward_params;
 
 static inline flashmoe_attention_backward_params flashmoe_attention_backward_params_init(void) {
