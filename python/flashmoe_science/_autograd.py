@@ -43,6 +43,11 @@ _LACKING = (
     "{0}: requires grad, but no kernel computes the gradients of this call ({1}); call under "
     "torch.no_grad() or pass {0}.detach()"
 )
+SHARED_KEYS = _LACKING.format(
+    "{0}",
+    "{1}: got one, accepted is None: keys that sequences may share have no gradients in this "
+    "version",
+)
 _MOST_KEPT = 1024
 _kept_reasons: dict[Any, str] = {}  # by problem: asking takes longer than a call may
 

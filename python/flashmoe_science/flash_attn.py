@@ -9,8 +9,8 @@ always deterministic: `deterministic` is accepted and changes nothing.
 
 `merge_attn_states` is vLLM's function of that name, which merges what two calls returned.
 
-The functions of variable lengths compute on the CPU, forward alone: tensors on a GPU, and those
-that require grad, are refused.
+The functions of variable lengths compute on the CPU: tensors on a GPU are refused. They have
+gradients, but for those of keys in blocks.
 
 What is not there: dropout and ALiBi, which are refused, and flash_attn_with_kvcache, which this
 module does not have.

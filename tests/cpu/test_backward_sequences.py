@@ -1,5 +1,5 @@
-"""Gradients of ragged and padded batches: each sequence has those of its dense call, bit by bit, and
-what no sequence has gets zeros."""
+"""Gradients of ragged and padded batches: each sequence has those of its dense call, bit by bit,
+and what no sequence has gets zeros."""
 
 from __future__ import annotations
 

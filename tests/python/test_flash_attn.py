@@ -301,6 +301,42 @@ def test_variable_lengths_by_position_and_packed() -> None:
     assert torch.equal(with_table[0][:3], want[0][:3])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("said", "meant"), MEANINGS, ids=str)
+def test_each_sequence_has_the_gradients_of_its_own_call(
+    said: dict[str, Any], meant: dict[str, Any], dtype: Any
+) -> None:
+    q, k, v, cu_q, cu_k = ragged(dtype)
+    dout = normal(sum(LENGTHS_Q), 4, 24, seed=8, dtype=dtype)
+    given, alone = leaves(q, k, v), leaves(q, k, v)
+    out = flash_attn_varlen_func(*given, cu_q, cu_k, 17, 40, **said)
+    gradients = torch.autograd.grad(out, given, dout)
+    want = torch.autograd.grad(of_each(flash_attn_func, *alone, **said)[0], alone, dout)
+    assert all(map(torch.equal, gradients, want))
+    third = slice(3, 20), slice(13, 42)
+    rows = [x[None, third[i]] for i, x in ((0, dout), (0, q), (1, k), (1, v))]
+    parts = [x[None, third[i]] for i, x in zip((0, 1, 1), gradients, strict=True)]
+    assert_gradients_accurate(parts, *rows, **meant)
+
+
+def test_packed_gradients_of_variable_lengths() -> None:
+    q, k, _, cu_q, cu_k = ragged()
+    kv, qkv = torch.stack([k, -k], 1), torch.stack([k, k, -k], 1)
+    given = leaves(q, kv)
+    flash_attn_varlen_kvpacked_func(*given, cu_q, cu_k, 17, 40, causal=True).sum().backward()
+    apart = leaves(q, k, -k)
+    flash_attn_varlen_func(*apart, cu_q, cu_k, 17, 40, causal=True).sum().backward()
+    assert torch.equal(given[0].grad, apart[0].grad)
+    assert torch.equal(given[1].grad, torch.stack([x.grad for x in apart[1:]], 1))
+    (packed,) = leaves(qkv)
+    out, lse, _ = flash_attn_varlen_qkvpacked_func(packed, cu_k, 40, return_attn_probs=True)
+    (out.sum() + lse.sum()).backward()
+    apart = leaves(k, k, -k)
+    out, lse, _ = flash_attn_varlen_func(*apart, cu_k, cu_k, 40, 40, return_attn_probs=True)
+    (out.sum() + lse.sum()).backward()
+    assert torch.equal(packed.grad, torch.stack([x.grad for x in apart], 1))
+
+
 def test_a_bound_cuts_sequences_off() -> None:
     q, k, v, cu_q, cu_k = ragged()
     out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 17, 20)
@@ -348,8 +384,9 @@ def test_variable_lengths_refuse() -> None:
         ValueError, match=r"^kv: got shape .*accepted is \[total_k, 2, heads, dim\]"
     ):
         flash_attn_varlen_kvpacked_func(q, k, cu_q, cu_k, 17, 40)
-    with pytest.raises(NotImplementedError, match=r"^q: requires grad"):
-        call(q.requires_grad_(), k, v, cu_q, cu_k, 17, 40)
+    table = torch.zeros(5, 1, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=r"^q: requires grad.*page_table: got one"):
+        call(q.requires_grad_(), k[None], v[None], cu_q, cu_k, 17, 40, block_table=table)
 
 
 # ---- vLLM's merge ----

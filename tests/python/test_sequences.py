@@ -98,6 +98,30 @@ def test_rows_that_no_sequence_has_are_left_alone() -> None:
     assert out[:, :total].tobytes() == BATCH.expected()[0].tobytes()
 
 
+def test_backward_of_numpy() -> None:
+    k, v, tables = BATCH.ways()["left"]
+    tables = {"cu_seqlens_q": BATCH.cu_q} | tables
+    out, lse = fm.flash_attention(BATCH.packed_q, k, v, **tables, return_lse=True)
+    dout = np.cos(out)
+    gradients = fm.flash_attention_backward(dout, BATCH.packed_q, k, v, out, lse, **tables)
+    begin = 0
+    for b, (n, m) in enumerate(zip(LENGTHS_Q, LENGTHS_K, strict=True)):
+        rows, begin = slice(begin, begin + n), begin + n
+        own = dout[:, rows], BATCH.q[b], BATCH.k[b], BATCH.v[b], out[:, rows], lse[..., rows]
+        want = fm.flash_attention_backward(*own)
+        assert gradients.dq[:, rows].tobytes() == want.dq.tobytes()
+        for made, alone in ((gradients.dk, want.dk), (gradients.dv, want.dv)):
+            assert made[b, made.shape[1] - m :].tobytes() == alone[0].tobytes()
+            assert (made[b, : made.shape[1] - m] == 0).all()
+    plan = fm.attention_backward_plan(dout, BATCH.packed_q, k, v, out, lse, **tables)
+    assert plan.flops == 0
+    fm.flash_attention_backward(dout, BATCH.packed_q, k, v, out, lse, **tables)
+    assert plan.launches == fm.last_launches()
+    with pytest.raises(fm.UnsupportedError, match=r"^page_table: got one, accepted is None"):
+        fm.flash_attention_backward(dout, BATCH.packed_q, *BATCH.pages, out, lse,
+                                    cu_seqlens_q=BATCH.cu_q, page_table=BATCH.table)  # fmt: skip
+
+
 def test_a_plan_tells_no_operations() -> None:
     k, v, tables = BATCH.ways()["paged"]
     plan = fm.attention_plan(BATCH.packed_q, k, v, cu_seqlens_q=BATCH.cu_q, **tables)
@@ -173,10 +197,115 @@ class TestTorch:
             operator = getattr(self.torch.ops.flashmoe, name).default
             self.torch.library.opcheck(operator, arguments)
 
-    def test_gradients_are_refused(self) -> None:
+    def leaves(self, tensors: list[Any]) -> list[Any]:
+        return [x.clone().requires_grad_() for x in tensors]
+
+    def probe(self, out: Any, lse: Any) -> Any:
+        """A loss by both, in which rows that no sequence has do not take part."""
+        weights = self.torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape).cos()
+        return (weights * out).sum() + (lse.sin()).sum()
+
+    def expected_gradients(self, **options: Any) -> list[list[Any]]:
+        """Of each sequence, by dense calls of which the loss is the same."""
+        of = self.torch.from_numpy
+        each = [self.leaves([of(x) for x in parts])
+                for parts in zip(BATCH.q, BATCH.k, BATCH.v, strict=True)]  # fmt: skip
+        made = [fm.flash_attention(*x, return_lse=True, **options) for x in each]
+        out, lse = self.torch.cat([x[0] for x in made], 1), self.torch.cat([x[1] for x in made], 2)
+        self.probe(out, lse).backward()
+        return [[x.grad[0].numpy() for x in tensors] for tensors in each]
+
+    def placed(self, way: str, parts: list[Any], which: int) -> np.ndarray:
+        """Gradients of keys where the keys are, and zeros elsewhere."""
+        if way == "packed":
+            return np.concatenate(parts)[None]
+        made = np.zeros_like(BATCH.padded[which])
+        for b, part in enumerate(parts):
+            made[b, made.shape[1] - len(part) :] = part
+        return made
+
+    @pytest.mark.parametrize("way", ["packed", "left"])
+    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+    def test_gradients(self, way: str, compiled: bool) -> None:
+        options = {"causal": True, "window": (9, None), "softcap": 2.0}
+        tensors, tables = self.arguments(way)
+        given = self.leaves(tensors)
+
+        def attend(*given: Any) -> Any:
+            return fm.flash_attention(*given, **tables, **options, return_lse=True)
+
+        if compiled:
+            self.torch._dynamo.reset()
+            attend = self.torch.compile(attend, fullgraph=True, backend="aot_eager")
+        self.probe(*attend(*given)).backward()
+        want = self.expected_gradients(**options)
+        dq = np.concatenate([x[0] for x in want])[None]
+        assert given[0].grad.numpy().tobytes() == dq.tobytes()
+        for i in (1, 2):
+            placed = self.placed(way, [x[i] for x in want], i - 1)
+            assert given[i].grad.numpy().tobytes() == placed.tobytes()
+
+    def test_one_graph_trains_on_any_lengths(self) -> None:
+        torch = self.torch
         tensors, tables = self.arguments("packed")
+        ends = tables.pop("cu_seqlens_q"), tables.pop("cu_seqlens_k")
+        others = (torch.tensor([0, 7, 7, 9, 16], dtype=torch.int32),
+                  torch.tensor([0, 30, 41, 60, 70], dtype=torch.int32))  # fmt: skip
+
+        def loss(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> Any:
+            out = fm.flash_attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True)
+            return out.square().sum()
+
+        torch._dynamo.reset()
+        step = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        for tables_of, stance in ((ends, "default"), (others, "fail_on_recompile")):
+            gradients = []
+            for function in (step, loss):
+                given = self.leaves(tensors)
+                with torch.compiler.set_stance(stance if function is step else "default"):
+                    function(*given, *tables_of).backward()
+                gradients.append([x.grad for x in given])
+            assert all(map(torch.equal, *gradients))
+
+    def test_gradients_in_double_precision(self) -> None:
+        torch = self.torch
+        cu = torch.tensor([0, 5, 5, 8], dtype=torch.int32)
+        sinks = torch.tensor([0.3, -0.2], dtype=torch.float64).requires_grad_()
+        q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 8, 2, 8, dtype=torch.float64))
+
+        def packed(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+            return fm.flash_attention(q, k, v, sinks=sinks, causal=True, cu_seqlens_q=cu,
+                                      cu_seqlens_k=cu, return_lse=True)  # fmt: skip
+
+        assert torch.autograd.gradcheck(packed, [q, k, v, sinks])
+
+        begin = torch.tensor([0, 3], dtype=torch.int32)
+        rows = [x.detach().reshape(2, 4, 2, 8).clone().requires_grad_() for x in (q, k, v)]
+
+        def padded(q: Any, k: Any, v: Any) -> Any:
+            return fm.flash_attention(q, k, v, k_begin=begin, causal=True, window=(2, None))
+
+        assert torch.autograd.gradcheck(padded, rows)
+        with pytest.raises(fm.UnsupportedError, match="differentiated again"):
+            torch.autograd.gradgradcheck(padded, rows)
+
+    def test_gradients_of_rows_that_no_sequence_has_are_zeros(self) -> None:
+        tensors, tables = self.arguments("packed")
+        spare = self.torch.full((1, 3, 4, 16), float("nan"))
+        given = self.leaves([self.torch.cat([tensors[0], spare], 1), *tensors[1:]])
+        out = fm.flash_attention(*given, **tables)
+        dout = self.torch.ones_like(out)
+        dout[:, -3:] = float("nan")
+        out.backward(dout)
+        assert (given[0].grad[:, -3:] == 0).all()
+        assert all(x.grad.isfinite().all() for x in given)
+
+    @pytest.mark.parametrize("way", ["indexed", "paged"])
+    def test_keys_that_may_be_shared_have_no_gradients(self, way: str) -> None:
+        tensors, tables = self.arguments(way)
+        name = {"indexed": "batch_index", "paged": "page_table"}[way]
         tensors[1].requires_grad_()
-        with pytest.raises(fm.UnsupportedError, match=r"k: requires grad.*cu_seqlens_q.*detach"):
+        with pytest.raises(fm.UnsupportedError, match=rf"k: requires grad.*{name}: got.*detach"):
             fm.flash_attention(*tensors, **tables)
         with self.torch.no_grad():
             fm.flash_attention(*tensors, **tables)
@@ -185,6 +314,42 @@ class TestTorch:
         )
         with pytest.raises(Exception, match="k: requires grad"):
             compiled(*tensors)
+
+    def test_transforms_are_refused(self) -> None:
+        tensors, tables = self.arguments("packed")
+
+        def loss(q: Any) -> Any:
+            return fm.flash_attention(q, *tensors[1:], **tables).sum()
+
+        with pytest.raises(
+            fm.UnsupportedError, match=r"^cu_seqlens_q: got one in a call that a tr"
+        ):
+            self.torch.func.grad(loss)(tensors[0])
+
+    def test_backward_by_itself(self) -> None:
+        tensors, tables = self.arguments("packed")
+        out, lse = fm.flash_attention(*tensors, **tables, return_lse=True)
+        dout = self.torch.cos(out)
+        given = self.leaves(tensors)
+        fm.flash_attention(*given, **tables).backward(dout)
+        gradients = fm.flash_attention_backward(dout, *tensors, out, lse, **tables)
+        assert all(map(self.torch.equal, gradients[:3], [x.grad for x in given]))
+        compiled = self.torch.compile(
+            lambda *x: fm.flash_attention_backward(*x, **tables)[:3], fullgraph=True,
+            backend="aot_eager",
+        )  # fmt: skip
+        assert all(map(self.torch.equal, compiled(dout, *tensors, out, lse), gradients[:3]))
+
+    def test_operator_and_fake_of_backward_agree(self) -> None:
+        import flashmoe_science.torch  # noqa: F401
+
+        tensors, tables = self.arguments("packed")
+        out, lse = fm.flash_attention(*tensors, **tables, return_lse=True)
+        arguments = (out, *tensors, out, lse, None, None, tables["cu_seqlens_q"],
+                     tables["cu_seqlens_k"], None, None, None, None, None, None, 64, "none", None,
+                     None, None, None, "bshd", [True, False, True, True], None)  # fmt: skip
+        operator = self.torch.ops.flashmoe.ragged_attention_backward.default
+        self.torch.library.opcheck(operator, arguments)
 
     def test_autocast(self) -> None:
         tensors, tables = self.arguments("left")
@@ -209,3 +374,6 @@ def test_jax_refuses() -> None:
     for call in (fm.flash_attention, fm.attention_plan):
         with pytest.raises(fm.UnsupportedError, match="cu_seqlens_q: got one with JAX's arrays"):
             call(*arrays, **given)
+    backward = (arrays[0], *arrays, arrays[0], numpy.zeros((1, 4, 16)))
+    with pytest.raises(fm.UnsupportedError, match="cu_seqlens_q: got one with JAX's arrays"):
+        fm.flash_attention_backward(*backward, **given)

@@ -471,6 +471,17 @@ def _ragged_check(return_lse: bool) -> Callable[..., None]:
     return check
 
 
+def _refuse_shared_keys(*arguments: Any) -> None:
+    """Of a graph in which extents are symbols, too: these the library does not look at."""
+    dense, sequences = _ragged_arguments(arguments)
+    named = dict(zip(SEQUENCES, sequences, strict=True))
+    given = [name for name in ("batch_index", "page_table") if named[name] is not None]
+    if given:
+        tensors, _ = _attention_arguments(dense)
+        recorded = next(n for n, x in tensors.items() if x is not None and x.requires_grad)
+        raise UnsupportedError(_autograd.SHARED_KEYS.format(recorded, given[0]))
+
+
 def _check_ragged_gradients(*arguments: Any) -> None:
     dense, sequences = _ragged_arguments(arguments)
     tensors, options = _attention_arguments(dense)
@@ -485,6 +496,7 @@ def _ragged_record(return_lse: bool) -> Callable[..., Any]:
     count = first + _TABLES  # tensors
 
     def record(below: Callable[..., Any], *arguments: Any) -> Any:
+        _refuse_shared_keys(*arguments)
         _check_early(_check_ragged_gradients, *arguments)
         *bounds, kernel = arguments[count:]  # and options
 
