@@ -136,6 +136,22 @@ def bits(tensor: Any) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(tensor)).view(np.uint8)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_gelu_keeps_its_digits(activation: str) -> None:
+    """Each value of itself: a tensor's greatest error would hide that of the others."""
+    z = np.linspace(-20, 20, 4001, dtype=np.float32)
+    z = np.concatenate([z, np.float32([-3e38, -1e5, -100, -1e-30, 0, 1e-30, 100, 1e5, 3e38])])
+    x = np.zeros((z.size, 8), np.float32)
+    x[:, 0] = z
+    itself = np.eye(8, dtype=np.float32)[None]
+    routing = fm.moe_route_given(np.zeros((z.size, 1), np.int32), num_experts=1)
+    out = fm.moe_forward(x, itself, itself, routing, gate="none", activation=activation)
+    arithmetic = moe_oracle.exact(moe_oracle.NUMPY)
+    want = moe_oracle.activate(arithmetic, z.astype(np.float64), activation, 1.0)
+    assert (np.abs(out[:, 0] - want) <= 1.8e-7 * np.abs(z)).all()
+    assert (out[:, 1:] == 0).all()
+
+
 @EVERY_PRODUCER
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
