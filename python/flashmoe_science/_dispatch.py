@@ -18,7 +18,6 @@ from flashmoe_science._dtypes import CPU, CUDA, Device
 from flashmoe_science.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
-    UnsupportedError,
     _TransformedError,
 )
 
@@ -470,16 +469,6 @@ def output_through_numpy(name: str, tensor: Any, words: Words) -> Any:
     return made if made.flags.writeable else numpy.asarray(_Unlocked(made))
 
 
-def refuse_sequences_of_jax(given: dict[str, Any]) -> None:
-    """Raises of what a call of JAX's arrays has of ragged, padded and paged batches."""
-    for name, value in given.items():
-        if value is not None:
-            raise UnsupportedError(
-                f"{name}: got one with JAX's arrays, accepted is None: no ragged, padded and paged "
-                "batches are computed of them in this version"
-            )
-
-
 def _tables_and_bounds(sequences: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Those of ragged, padded and paged batches that are given, by their names."""
     from flashmoe_science.attention import NO_SEQUENCES, SEQUENCES
@@ -511,8 +500,7 @@ def flash_attention(
     if framework is JAX:
         from flashmoe_science import jax
 
-        refuse_sequences_of_jax(tables | bounds)
-        return jax.flash_attention(tensors, options, outputs, stream)
+        return jax.flash_attention(tensors | tables, options | bounds, outputs, stream)
     if isinstance(framework, Torch):
         from flashmoe_science import _autograd
 
@@ -561,8 +549,7 @@ def flash_attention_backward(
     if framework is JAX:
         from flashmoe_science import jax
 
-        refuse_sequences_of_jax(tables | bounds)
-        return jax.flash_attention_backward(tensors, options, outputs, stream)
+        return jax.flash_attention_backward(tensors | tables, options | bounds, outputs, stream)
     for name, tensor in outputs.items():
         framework.check_output(name, tensor, ATTENTION_BACKWARD)
     like = {"dq": tensors["q"], "dk": tensors["k"], "dv": tensors["v"]}

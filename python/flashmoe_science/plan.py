@@ -222,8 +222,7 @@ def attention_plan(
         _dispatch.common_framework(inputs)
         from flashmoe_science import jax
 
-        _dispatch.refuse_sequences_of_jax(tables | bounds)
-        return AttentionPlan.of(jax.plan("attention_forward", inputs, options))
+        return AttentionPlan.of(jax.plan("attention_forward", inputs, options | bounds))
     return AttentionPlan.of(_core.plan("attention_forward", tensors, options | bounds))
 
 

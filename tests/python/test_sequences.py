@@ -3,6 +3,7 @@ what is refused. What each sequence gives is in tests/cpu/test_sequences.py."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flashmoe_science as fm
@@ -365,15 +366,131 @@ class TestTorch:
             fm.flash_attention(*tensors, **tables | {"cu_seqlens_k": BATCH.cu_k})
 
 
-def test_jax_refuses() -> None:
-    numpy = pytest.importorskip("jax.numpy")
-    k, v, tables = BATCH.ways()["packed"]
-    tables = {"cu_seqlens_q": BATCH.cu_q} | tables
-    arrays = [numpy.asarray(x) for x in (BATCH.packed_q, k, v)]
-    given = {name: numpy.asarray(x) for name, x in tables.items()}
-    for call in (fm.flash_attention, fm.attention_plan):
-        with pytest.raises(fm.UnsupportedError, match="cu_seqlens_q: got one with JAX's arrays"):
-            call(*arrays, **given)
-    backward = (arrays[0], *arrays, arrays[0], numpy.zeros((1, 4, 16)))
-    with pytest.raises(fm.UnsupportedError, match="cu_seqlens_q: got one with JAX's arrays"):
-        fm.flash_attention_backward(*backward, **given)
+class TestJax:
+    @pytest.fixture(autouse=True)
+    def _jax(self) -> None:
+        self.jax = pytest.importorskip("jax")
+
+    def arguments(self, way: str) -> tuple[list[Any], dict[str, Any]]:
+        k, v, tables = BATCH.ways()[way]
+        tables = {"cu_seqlens_q": BATCH.cu_q} | tables
+        array = self.jax.numpy.asarray
+        return [array(x) for x in (BATCH.packed_q, k, v)], {n: array(x) for n, x in tables.items()}
+
+    @WAYS
+    @pytest.mark.parametrize("options", [{}, {"causal": True, "max_seqlen_q": 4}], ids=str)
+    def test_bits_are_those_of_numpy(self, way: str, options: dict[str, Any]) -> None:
+        tensors, tables = self.arguments(way)
+        k, v, plain = BATCH.ways()[way]
+        want = fm.flash_attention(
+            BATCH.packed_q, k, v, cu_seqlens_q=BATCH.cu_q, **plain, **options, return_lse=True,
+            out=np.zeros((1, sum(LENGTHS_Q), 4, 24), np.float32),
+        )  # fmt: skip
+        # Of the third sequence the bound leaves 4 queries.
+        seen = [*range(3), *range(3, 7), 15] if "max_seqlen_q" in options else [*range(16)]
+        call = functools.partial(fm.flash_attention, **options, return_lse=True)
+        plan = fm.attention_plan(*tensors, **tables, **options)
+        for attend in (call, self.jax.jit(call)):
+            out, lse = attend(*tensors, **tables)
+            np.testing.assert_array_equal(out[:, seen], want[0][:, seen])
+            np.testing.assert_array_equal(lse[..., seen], want[1][..., seen])
+        assert (plan.family, plan.flops) == ("cpu", 0)
+        fm.flash_attention(BATCH.packed_q, k, v, cu_seqlens_q=BATCH.cu_q, **plain, **options)
+        assert plan.launches == fm.last_launches()
+
+    def test_one_program_has_all_lengths(self) -> None:
+        tensors, tables = self.arguments("left")
+        traced = []
+
+        @self.jax.jit
+        def attend(begins: Any) -> Any:
+            traced.append(begins)
+            return fm.flash_attention(*tensors, **tables | {"k_begin": begins}, causal=True)
+
+        for begins in (tables["k_begin"], tables["k_begin"] + 1, tables["k_begin"] * 0 + 33):
+            want = fm.flash_attention(
+                *(np.asarray(x) for x in tensors), cu_seqlens_q=BATCH.cu_q,
+                k_begin=np.asarray(begins), causal=True,
+            )  # fmt: skip
+            np.testing.assert_array_equal(attend(begins), want)
+        assert len(traced) == 1
+
+    @pytest.mark.parametrize("way", ["packed", "left"])
+    def test_gradients(self, way: str) -> None:
+        tensors, tables = self.arguments(way)
+        plain = {n: np.asarray(x) for n, x in tables.items()}
+
+        def attend(q: Any, k: Any, v: Any, tables: dict[str, Any]) -> Any:
+            return fm.flash_attention(q, k, v, **tables, causal=True, return_lse=True)
+
+        (out, lse), pull = self.jax.vjp(lambda *x: attend(*x, tables), *tensors)
+        dout, dlse = self.jax.numpy.cos(out), self.jax.numpy.zeros_like(lse)
+        arrays = [np.asarray(x) for x in (dout, *tensors, out, lse)]
+        want = fm.flash_attention_backward(*arrays, **plain, causal=True)[:3]
+        functional = fm.flash_attention_backward(dout, *tensors, out, lse, **tables, causal=True)
+
+        @self.jax.jit
+        def pulled(tensors: Any, tables: Any, dout: Any) -> Any:
+            return self.jax.vjp(lambda *x: attend(*x, tables), *tensors)[1]((dout, dlse))
+
+        for made in (pull((dout, dlse)), pulled(tensors, tables, dout), functional[:3]):
+            for got, expected in zip(made, want, strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+    @pytest.mark.parametrize("way", ["indexed", "paged"])
+    def test_shared_keys_have_no_gradients(self, way: str) -> None:
+        tensors, tables = self.arguments(way)
+        loss = lambda *x: fm.flash_attention(*x, **tables).sum()  # noqa: E731
+        name = {"indexed": "batch_index", "paged": "page_table"}[way]
+        for grad in (self.jax.grad(loss), self.jax.jit(self.jax.grad(loss))):
+            with pytest.raises(fm.UnsupportedError, match=f"^{name}: got one, accepted is None"):
+                grad(*tensors)
+
+    @pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None)], ids=str)
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_vmap(self, packed: bool, axes: tuple[int | None, int | None]) -> None:
+        """Padded batches become one, of others there is one call after another."""
+        numpy = self.jax.numpy
+        rng = np.random.default_rng(4)
+        shape = (3, 1, 12, 2, 16) if packed else (3, 2, 12, 2, 16)
+        q = numpy.asarray(rng.standard_normal(shape, np.float32))
+        if packed:
+            tables = numpy.asarray([[0, 5, 12], [0, 1, 9], [3, 4, 4]], np.int32)
+            names = ("cu_seqlens_q", "cu_seqlens_k")
+        else:
+            tables = numpy.asarray([[3, 12], [1, 0], [12, 11]], np.int32)
+            names = ("seqused_q", "seqused_k")
+        given = [x if axis == 0 else x[0] for x, axis in zip((q, tables), axes, strict=True)]
+
+        def one(q: Any, table: Any) -> Any:
+            made = fm.flash_attention(q, q, q, **dict.fromkeys(names, table), causal=True)
+            at = numpy.arange(12)
+            if packed:
+                return made * ((at >= table[0]) & (at < table[-1]))[:, None, None] + 0.0
+            return numpy.where((at < table[:, None])[..., None, None], made, 0.0)
+
+        mapped = self.jax.vmap(self.jax.grad(lambda *x: (one(*x) ** 2).sum()), axes)
+        got = mapped(*given)
+        for i in range(3):
+            own = (x[i] if axis == 0 else x for x, axis in zip(given, axes, strict=True))
+            want = self.jax.grad(lambda *x: (one(*x) ** 2).sum())(*own)
+            np.testing.assert_array_equal(got[i], want)
+        assert ("scan" in str(self.jax.make_jaxpr(mapped)(*given))) == packed
+
+    def test_export(self) -> None:
+        export = pytest.importorskip("jax.export")
+        tensors, tables = self.arguments("paged")
+        attend = functools.partial(fm.flash_attention, max_seqlen_k=17)
+        check = export.DisabledSafetyCheck.custom_call("flashmoe_attention_forward_v1")
+        exported = export.export(self.jax.jit(attend), disabled_checks=[check])(*tensors, **tables)
+        got = exported.call(*tensors, **tables)
+        np.testing.assert_array_equal(got, attend(*tensors, **tables))
+        assert (np.asarray(got) != np.asarray(fm.flash_attention(*tensors, **tables))).any()
+
+    def test_what_is_wrong(self) -> None:
+        tensors, tables = self.arguments("left")
+        for call in (fm.flash_attention, self.jax.jit(fm.flash_attention), fm.attention_plan):
+            with pytest.raises(ValueError, match=r"^k_begin: "):
+                call(*tensors, **tables | {"k_begin": tables["k_begin"][:2]})
+            with pytest.raises(TypeError, match=r"^k_begin: "):
+                call(*tensors, **tables | {"k_begin": tables["k_begin"].astype("float32")})
