@@ -33,6 +33,7 @@ struct Operation {
 
 extern const Operation kAttention;
 extern const Operation kAttentionBackward;
+extern const Operation kKvAppend;
 extern const Operation kMergeStates;
 extern const Operation kMoeRoute;
 extern const Operation kMoeForward;
@@ -157,6 +158,7 @@ inline bool points_nowhere(const flashmoe_attention_forward_params& p) {
 inline bool points_nowhere(const flashmoe_attention_backward_params& p) {
   return p.sequences == nullptr;
 }
+inline bool points_nowhere(const flashmoe_kv_append_params&) { return true; }
 inline bool points_nowhere(const flashmoe_merge_states_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_route_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_forward_params& p) {

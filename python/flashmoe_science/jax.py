@@ -363,6 +363,8 @@ _WORDS = {"attention_forward": "attention", "attention_backward": "attention bac
 def _words(operation: str) -> str:
     if operation == "merge_states":
         return "the merge of attention states"
+    if operation == "kv_append":
+        return "appending to a cache"
     return _WORDS.get(operation, "the mixture of experts")
 
 
