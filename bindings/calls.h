@@ -10,8 +10,8 @@
 //   kNeedsWorkspace                 whether nearly every call on a GPU needs workspace
 //   first()                         the tensor that says where the call computes
 //   renames()                       how the caller's names differ from the library's
-//   sequences                       attention's forward alone: perhaps, what its params point to
-//                                   beside tensors (bindings/sequences.h)
+//   sequences                       attention's alone: perhaps, what its params point to beside
+//                                   tensors (bindings/sequences.h)
 //   make_outputs(options, make)     has make(name, view, dtype, rank, shape) make the outputs that
 //                                   are not there. Where the inputs do not tell their shapes, the
 //                                   library says what is wrong.

@@ -6,9 +6,9 @@
 namespace flashmoe {
 namespace {
 
-const Operation* const kOperations[] = {&kAttention, &kAttentionBackward, &kMergeStates,
-                                        &kMoeRoute,  &kMoeForward,        &kGroupedProduct,
-                                        &kFusedMoe};
+const Operation* const kOperations[] = {&kAttention,      &kAttentionBackward, &kKvAppend,
+                                        &kMergeStates,    &kMoeRoute,          &kMoeForward,
+                                        &kGroupedProduct, &kFusedMoe};
 
 const Operation& operation(const std::string& name) {
   std::string accepted;

@@ -1,5 +1,6 @@
 #include "bindings/sequences.h"
 
+#include <cstdlib>
 #include <string>
 
 #include "bindings/errors.h"
@@ -34,6 +35,17 @@ bool Sequences::find(nb::handle sequences, nb::handle (&each)[kCount]) {
     any = any || !each[i].is_none();
   }
   return any;
+}
+
+bool Sequences::unpack_bounds(const std::string& packed, flashmoe_attention_sequences* params) {
+  const char* at = packed.c_str();
+  for (const Bound& bound : kBounds) {
+    char* end = nullptr;
+    params->*bound.param = std::strtoll(at, &end, 10);
+    if (end == at || *end != ' ') return false;
+    at = end + 1;
+  }
+  return *at == '\0';
 }
 
 void Sequences::set_bound(const Bound& bound, nb::handle given) {

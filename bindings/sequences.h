@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "bindings/tensor.h"
 #include "flashmoe/flashmoe.h"
@@ -59,6 +60,10 @@ struct Sequences {
   static bool find(const nb::dict& tables, const nb::dict& bounds, nb::handle (&each)[kCount]);
   // The same of what flash_attention passes: None, or a tuple of all.
   static bool find(nb::handle sequences, nb::handle (&each)[kCount]);
+
+  // From the bounds as XLA's attribute has them, numbers in their order with a space behind each;
+  // false where it is something else.
+  static bool unpack_bounds(const std::string& packed, flashmoe_attention_sequences* params);
 
   const flashmoe_attention_sequences* ready() {
     for (size_t i = 0; i < kTableCount; ++i) params.*kTables[i].param = views[i].get();

@@ -2,6 +2,7 @@
 // each is defined once, in cpu/ or cuda/.
 #pragma once
 
+#include "core/ops/attention/append_problem.h"
 #include "core/ops/attention/problem.h"
 #include "core/ops/merge_states/problem.h"
 #include "core/ops/moe/problem.h"
@@ -11,6 +12,7 @@ namespace flashmoe {
 
 using AttentionFamily = Family<AttentionProblem>;
 using AttentionBackwardFamily = Family<AttentionBackwardProblem>;
+using KvAppendFamily = Family<KvAppendProblem>;
 using MergeStatesFamily = Family<MergeStatesProblem>;
 using MoeRouteFamily = Family<MoeRouteProblem>;
 using MoeForwardFamily = Family<MoeForwardProblem>;
@@ -29,6 +31,7 @@ inline constexpr char kFamilyNames[] =
 // cpu/
 extern const AttentionFamily kCpuAttention;
 extern const AttentionBackwardFamily kCpuAttentionBackward;
+extern const KvAppendFamily kCpuKvAppend;
 extern const MergeStatesFamily kCpuMergeStates;
 extern const MoeRouteFamily kCpuMoeRoute;
 extern const MoeForwardFamily kCpuMoeForward;

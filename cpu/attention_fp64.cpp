@@ -284,17 +284,20 @@ void end_keys(const AttentionBackwardProblem& p, const AttentionBackwardStep& st
   }
 }
 
-void write_dsink(const AttentionBackwardProblem& p, int64_t head) {
+double add_dsink(const AttentionBackwardProblem& p, int64_t head, double sum) {
   const auto row_of = [head](const auto& view, int64_t batch, int64_t query) {
     return static_cast<const double*>(view.data) + batch * view.strides.batch +
            query * view.strides.seq + head * view.strides.head;
   };
-  const double dsink = sink_gradient<double>(
-      p, head, sink_of(p.sinks, head),
+  return sink_gradient<double>(
+      p, head, sink_of(p.sinks, head), sum,
       [&](int64_t query) { return first_key(p, query) < end_key(p, query); },
       [&](int64_t batch, int64_t query) {
         return dot(row_of(p.dout, batch, query), row_of(p.out, batch, query), p.dim_v);
       });
+}
+
+void write_dsink(const AttentionBackwardProblem& p, int64_t head, double dsink) {
   const int64_t to = head * p.dsinks.stride;
   if (p.dsinks.dtype == Dtype::kFloat32) {
     write(static_cast<float*>(p.dsinks.data) + to, &dsink, 1.0, 1, p.accumulate);
@@ -333,6 +336,7 @@ const AttentionBackwardKernel kFp64AttentionBackward = {
     add_rows,
     add_dq,
     end_keys,
+    add_dsink,
     write_dsink,
 };
 

@@ -8,6 +8,7 @@
 #include <atomic>
 
 #include "cpu/attention_schedule.h"
+#include "cpu/sequence_rows.h"
 #include "cpu/thread_pool.h"
 
 namespace flashmoe::cpu {
@@ -16,97 +17,18 @@ alignas(64) const unsigned char kHiddenRow[kMaxHeadDim * sizeof(float)] = {};
 
 namespace {
 
-// Rows [begin, begin + count).
-struct Range {
-  int64_t begin;
-  int64_t count;
-};
-
 struct Sequence {
   int64_t batch;
-  int64_t batch_q;  // row of the batch that its queries are in
-  int64_t batch_k;
-  Range queries;
-  Range keys;  // of pages, as if those of its table were one behind the other
+  SequenceRows rows;
   int64_t tile_rows;
   int64_t end_tile;  // of all tiles, behind this sequence's last
   double tile_work;  // what a whole tile takes; before tile_rows are known, what a row does
 };
 
-// What `offsets` give sequence b of `rows` rows.
-Range packed_range(const Numbers& offsets, int64_t b, int64_t rows) {
-  const int64_t begin = std::clamp<int64_t>(offsets.at(b), 0, rows);
-  return {begin, std::clamp<int64_t>(offsets.at(b + 1), begin, rows) - begin};
-}
-
-void cut_at_end(const Numbers& used, int64_t b, Range* range) {
-  if (used.data != nullptr) range->count = std::clamp<int64_t>(used.at(b), 0, range->count);
-}
-
-Range read_queries(const AttentionProblem& p, int64_t b) {
-  const SequenceTables& tables = p.sequences;
-  Range queries = {0, tables.rows_q};
-  if (tables.cu_seqlens_q.data != nullptr) {
-    queries = packed_range(tables.cu_seqlens_q, b, tables.rows_q);
-  }
-  cut_at_end(tables.seqused_q, b, &queries);
-  queries.count = std::min(queries.count, p.seq_q);
-  return queries;
-}
-
-Range read_keys(const AttentionProblem& p, int64_t b, int64_t* batch_k) {
-  const SequenceTables& tables = p.sequences;
-  Range keys = {0, tables.rows_k};
-  *batch_k = b;
-  if (tables.paged) {
-    keys.count = tables.page_count * tables.rows_k;
-    *batch_k = 0;
-  } else if (tables.cu_seqlens_k.data != nullptr) {
-    keys = packed_range(tables.cu_seqlens_k, b, tables.rows_k);
-    *batch_k = 0;
-  } else if (tables.batch_index.data != nullptr) {
-    *batch_k = tables.batch_index.at(b);
-    if (*batch_k < 0 || *batch_k >= tables.batch_k) return {0, 0};
-  }
-  cut_at_end(tables.seqused_k, b, &keys);
-  if (tables.k_begin.data != nullptr) {
-    const int64_t skipped = std::clamp<int64_t>(tables.k_begin.at(b), 0, keys.count);
-    keys.begin += skipped;
-    keys.count -= skipped;
-  }
-  keys.count = std::min(keys.count, p.seq_k);
-  return keys;
-}
-
-template <class Data>
-void move(RowsView<Data>* view, int64_t batch, int64_t row) {
-  // Through bytes, as no dtype is known here. In range: the tensor has that row.
-  const int64_t elements = batch * view->strides.batch + row * view->strides.seq;
-  view->data = reinterpret_cast<Data*>(reinterpret_cast<uintptr_t>(view->data) +
-                                       static_cast<uintptr_t>(elements * dtype_bytes(view->dtype)));
-}
-
 // The dense problem that a sequence is.
-AttentionProblem problem_of(const AttentionProblem& p, const Sequence& sequence) {
+AttentionProblem problem_of(const AttentionProblem& p, const SequenceRows& rows) {
   AttentionProblem own = p;
-  own.batch = 1;
-  own.seq_q = sequence.queries.count;
-  own.seq_k = sequence.keys.count;
-  set_bounds(p.sequences.mask, &own);
-  if (own.seq_q > 0) {
-    move(&own.q, sequence.batch_q, sequence.queries.begin);
-    move(&own.out, sequence.batch_q, sequence.queries.begin);
-    if (p.lse != nullptr) {
-      RowsView<void> lse = {p.lse, p.lse_strides,
-                            p.q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32, 0};
-      move(&lse, sequence.batch_q, sequence.queries.begin);
-      own.lse = lse.data;
-    }
-  }
-  if (own.seq_k > 0 && !p.sequences.paged) {
-    move(&own.k, sequence.batch_k, sequence.keys.begin);
-    move(&own.v, sequence.batch_k, sequence.keys.begin);
-  }
+  narrow_to(rows, &own);
   return own;
 }
 
@@ -150,11 +72,12 @@ void compute_tile(const Launch& launch, int64_t index, void* scratch) {
       std::upper_bound(launch.sequences, launch.end, index,
                        [](int64_t i, const Sequence& each) { return i < each.end_tile; });
   const Sequence& sequence = *found;
-  const AttentionProblem p = problem_of(launch.problem, sequence);
+  const AttentionProblem p = problem_of(launch.problem, sequence.rows);
   const SequenceTables& tables = p.sequences;
   const KeyPages pages = {static_cast<const int32_t*>(tables.page_table.data) +
                               (tables.paged ? sequence.batch * tables.page_table.stride : 0),
-                          tables.page_step, tables.batch_k, tables.rows_k, sequence.keys.begin};
+                          tables.page_step, tables.batch_k, tables.rows_k,
+                          sequence.rows.keys.begin};
   const int64_t left = sequence.end_tile - 1 - index;
   AttentionTile tile;
   tile.batch = 0;
@@ -178,17 +101,14 @@ void work(void* context, int32_t worker) {
 
 // Fills the list with the sequences that have queries; returns the end of it, and the work of all.
 Sequence* read_sequences(const AttentionProblem& p, Sequence* list, double* all_work) {
-  const bool packed = p.sequences.cu_seqlens_q.data != nullptr;
   Sequence* end = list;
   for (int64_t b = 0; b < p.batch; ++b) {
     Sequence& sequence = *end;
     sequence = {};
     sequence.batch = b;
-    sequence.batch_q = packed ? 0 : b;
-    sequence.queries = read_queries(p, b);
-    if (sequence.queries.count == 0) continue;
-    sequence.keys = read_keys(p, b, &sequence.batch_k);
-    const AttentionProblem own = problem_of(p, sequence);
+    sequence.rows = rows_of_sequence(p, b);
+    if (sequence.rows.queries.count == 0) continue;
+    const AttentionProblem own = problem_of(p, sequence.rows);
     constexpr double kFlopsPerRow = 1000;  // of one that sees no key
     const double rows = static_cast<double>(rows_of(own) * p.heads_kv);
     sequence.tile_work = kFlopsPerRow + attention_flops(own) / rows;
@@ -203,7 +123,7 @@ int64_t cut_tiles(const AttentionProblem& p, const AttentionKernel& kernel, int3
                   double all_work, Sequence* list, Sequence* end) {
   for (Sequence* each = list; each != end; ++each) {
     AttentionProblem own = p;
-    own.seq_q = each->queries.count;
+    own.seq_q = each->rows.queries.count;
     const double row_work = each->tile_work;
     each->tile_rows = choose_tile_rows(own, kernel, [&](int64_t rows, int64_t per_thread) {
       return row_work * static_cast<double>(rows) * static_cast<double>(threads) *

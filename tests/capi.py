@@ -118,6 +118,7 @@ class AttentionBackwardParams(c.Structure):
         ("window_left", c.c_int64),
         ("window_right", c.c_int64),
         ("kernel", c.c_char_p),
+        ("sequences", c.POINTER(AttentionSequences)),
     ]
 
 
@@ -458,6 +459,7 @@ def attention_backward_params(
     scale: float = 0.0,
     softcap: float | None = None,
     accumulate: bool = False,
+    tables: Mapping[str, Any] | None = None,
     kernel: bytes | None = None,
 ) -> AttentionBackwardParams:
     """`tensors` by their names in the C ABI; None are absent."""
@@ -476,6 +478,9 @@ def attention_backward_params(
     params.softcap = softcap or 0.0
     params.accumulate = accumulate
     params.kernel = kernel
+    if tables is not None:
+        params.keep_sequences = sequences(tables)
+        params.sequences = c.pointer(params.keep_sequences)
     return params
 
 

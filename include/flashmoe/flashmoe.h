@@ -353,7 +353,14 @@ typedef enum flashmoe_window {
  * tensors have room for. Loose bounds cost little, and the bits do not depend on them.
  *
  * Tables are read on the tensors' device, when the call computes: a GPU's plans and captured graphs
- * serve any lengths. In this version backward does not take such calls.
+ * serve any lengths.
+ *
+ * Backward takes the tables of the forward call, but for batch_index and page_table: keys that
+ * sequences may share have no gradients. Each sequence has the bits of a dense call, and dsinks are
+ * summed in the order of the sequences. In dq, dk and dv all rows are written: where no sequence
+ * has them they are 0, or with accumulate as they were. Of rows that two sequences have, as of
+ * offsets that decrease, the gradients are of either or of both. In this version the CPU computes
+ * the backward of such calls, and no GPU.
  * ---------------------------------------------------------------------------------------------- */
 
 /* Lengths, offsets and page tables of ragged, padded and paged batches. */
@@ -501,6 +508,7 @@ typedef struct flashmoe_attention_backward_params {
   int64_t window_right;
   const char*
       kernel; /* as of the forward call: a family, or a kernel's full name; NULL: the best */
+  const flashmoe_attention_sequences* sequences; /* as of the forward call; NULL: a dense batch */
 } flashmoe_attention_backward_params;
 
 static inline flashmoe_attention_backward_params flashmoe_attention_backward_params_init(void) {
@@ -612,6 +620,120 @@ flashmoe_merge_states_workspace_size(const flashmoe_merge_states_params* params,
 FLASHMOE_API flashmoe_status flashmoe_merge_states(const flashmoe_merge_states_params* params,
                                                    void* workspace, size_t workspace_size,
                                                    void* stream);
+
+/* ------------------------------------------------------------------------------------------------
+ * Appending to a cache of keys and values
+ *
+ * Writes new keys and values to rows of a cache, which attention reads by its sequences, and
+ * rotates keys and queries on the way (rotary position embeddings): each row is read once and
+ * written once.
+ *
+ *   k        [batch, seq, heads_kv, dim]      new keys: fp16, bf16, fp32, fp64
+ *   v        [batch, seq, heads_kv, dim_v]    new values, of k's dtype
+ *   k_cache  [rows of a batch, rows, heads_kv, dim], or with page_table or slots [pages, page_size,
+ *                                             heads_kv, dim]; of k's dtype. Rows that no new key
+ *                                             goes to stay as they are.
+ *   v_cache  as k_cache                       with dim_v
+ *
+ * in layout BSHD; in layout BHSD the second and third extents are exchanged, in pages too. dim and
+ * dim_v are multiples of 8 up to 1024, and every other extent may be 0. The last stride is 1 and
+ * every row begins on a 16-byte boundary. Sequence b has the new rows of k[b], or with
+ *
+ *   cu_seqlens     [batch + 1]     those from cu_seqlens[b] to before cu_seqlens[b + 1] of k[0]; k
+ *                                  is then [1, total, heads_kv, dim]
+ *   seqused        [batch]         of these the first seqused[b]
+ *
+ * The i-th of them becomes row cache_seqlens[b] + i of its keys, which are
+ *
+ *   without the others    the rows of k_cache[b]
+ *   batch_index [batch]   the rows of k_cache[batch_index[b]]
+ *   page_table [batch, pages of a sequence]
+ *                         those of the pages that page_table[b] names, one behind the other
+ *
+ *   cache_seqlens  [batch]         how many keys of each sequence the cache has already; NULL: none
+ *
+ * Or, without any of these,
+ *
+ *   slots [batch, seq]    row i of k[b] becomes row slots[b][i] % page_size of the page
+ *                         slots[b][i] / page_size, and with a number below 0 none
+ *
+ * Rotation: with rotary_cos and rotary_sin the first rotary_dim numbers of each head of a key at
+ * position p are turned, pairs (x, y) of them to
+ *
+ *   (x cos[p][i] - y sin[p][i], y cos[p][i] + x sin[p][i])
+ *
+ * in fp32, of fp64 in fp64. Pair i is numbers i and i + rotary_dim / 2 (FLASHMOE_ROTARY_NEOX), or
+ * 2 i and 2 i + 1 (FLASHMOE_ROTARY_INTERLEAVED). The other numbers stay.
+ *
+ *   rotary_cos [positions, rotary_dim / 2]   of k's dtype or fp32, of fp64 fp64; the last stride 1
+ *   rotary_sin as rotary_cos
+ *   positions [batch, seq]                   where each row of k, and of q, stands; NULL: the i-th
+ *                                            at cache_seqlens[b] + i. Needed with slots.
+ *   q         [batch, seq_q, heads_q, dim]   is rotated in the same call, of any heads_q; with
+ *                                            cu_seqlens or positions seq_q is seq. NULL: none
+ *   q_out     as q                           which it may be: of the same memory, shape and strides
+ *   q_stays   1: all of a sequence's queries stand where its first does
+ *
+ * Tables are int32, slots and positions int32 or int64, of any stride. They are read when the call
+ * computes, and no number leads outside of a tensor: a row is not written whose place the cache
+ * does not have, or whose position rotary_cos does not have, and of a sequence of negative
+ * cache_seqlens none. What a row holds that two new ones go to is undefined.
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef enum flashmoe_rotary {
+  FLASHMOE_ROTARY_NEOX = 0,
+  FLASHMOE_ROTARY_INTERLEAVED = 1
+} flashmoe_rotary;
+
+typedef struct flashmoe_kv_append_params {
+  size_t struct_size;
+  const flashmoe_tensor* k;
+  const flashmoe_tensor* v;
+  const flashmoe_tensor* k_cache;
+  const flashmoe_tensor* v_cache;
+  const flashmoe_tensor* slots; /* NULL, as all below: without */
+  const flashmoe_tensor* cache_seqlens;
+  const flashmoe_tensor* cu_seqlens;
+  const flashmoe_tensor* seqused;
+  const flashmoe_tensor* batch_index;
+  const flashmoe_tensor* page_table;
+  const flashmoe_tensor* positions;
+  const flashmoe_tensor* rotary_cos;
+  const flashmoe_tensor* rotary_sin;
+  const flashmoe_tensor* q;
+  const flashmoe_tensor* q_out;
+  const char* kernel; /* as of flashmoe_attention_forward */
+  int32_t layout;     /* flashmoe_layout */
+  int32_t rotary;     /* flashmoe_rotary; read with rotary_cos */
+  int32_t q_stays;    /* 0 or 1 */
+  uint32_t reserved;  /* 0 */
+} flashmoe_kv_append_params;
+
+static inline flashmoe_kv_append_params flashmoe_kv_append_params_init(void) {
+  flashmoe_kv_append_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+/* Fills *plan with what flashmoe_kv_append would do with these arguments; launches nothing, reads
+ * no tensor data. Errors: those of flashmoe_kv_append, but for its memory. */
+FLASHMOE_API flashmoe_status flashmoe_kv_append_plan(const flashmoe_kv_append_params* params,
+                                                     flashmoe_plan* plan);
+
+/* Bytes of workspace the call needs: none in this version. */
+FLASHMOE_API flashmoe_status
+flashmoe_kv_append_workspace_size(const flashmoe_kv_append_params* params, size_t* bytes);
+
+/* Writes to k_cache, v_cache and, if given, q_out. workspace and stream: as of
+ * flashmoe_attention_forward. This version computes it on the CPU: tensors on a GPU are refused
+ * with UNSUPPORTED.
+ *
+ * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL,
+ * OUT_OF_MEMORY. */
+FLASHMOE_API flashmoe_status flashmoe_kv_append(const flashmoe_kv_append_params* params,
+                                                void* workspace, size_t workspace_size,
+                                                void* stream);
 
 /* Initialisers of the structs that calls fill. */
 static inline flashmoe_build_info flashmoe_build_info_init(void) {

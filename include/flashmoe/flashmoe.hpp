@@ -467,12 +467,13 @@ struct AttentionBackward {
   TensorView dsinks;      // as sinks, or fp32; absent: not wanted
   Layout layout = Layout::bshd;
   Causal causal = Causal::none;
-  float scale = 0;                      // 0: 1 / sqrt(dim)
-  float softcap = 0;                    // 0: none
-  std::optional<int64_t> window_left;   // keys before the query's; absent: no bound
-  std::optional<int64_t> window_right;  // keys behind the query's; absent: no bound
-  bool accumulate = false;              // add to the gradients
-  const char* kernel = nullptr;         // nullptr: the best here
+  float scale = 0;                              // 0: 1 / sqrt(dim)
+  float softcap = 0;                            // 0: none
+  std::optional<int64_t> window_left;           // keys before the query's; absent: no bound
+  std::optional<int64_t> window_right;          // keys behind the query's; absent: no bound
+  bool accumulate = false;                      // add to the gradients
+  const char* kernel = nullptr;                 // nullptr: the best here
+  std::optional<AttentionSequences> sequences;  // absent: a dense batch
 };
 
 // The merge of partial results of attention: flashmoe_merge_states.
@@ -669,6 +670,7 @@ struct Bound<AttentionBackward> {
   static constexpr auto run = flashmoe_attention_backward;
 
   Argument dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks;
+  BoundSequences sequences;
   flashmoe_attention_backward_params params = flashmoe_attention_backward_params_init();
 
   explicit Bound(const AttentionBackward& call) noexcept
@@ -683,7 +685,10 @@ struct Bound<AttentionBackward> {
         dq(call.dq),
         dk(call.dk),
         dv(call.dv),
-        dsinks(call.dsinks) {
+        dsinks(call.dsinks),
+        sequences(call.sequences ? BoundSequences(*call.sequences)
+                                 : BoundSequences(AttentionSequences())) {
+    if (call.sequences) params.sequences = &sequences.params;
     params.dout = dout;
     params.q = q;
     params.k = k;

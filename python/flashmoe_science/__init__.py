@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashmoe_science._core import cuda_device_count, get_num_threads, set_num_threads
+    from flashmoe_science.append import kv_append, kv_append_plan
     from flashmoe_science.attention import (
         AttentionGradients,
         flash_attention,
@@ -105,6 +106,8 @@ __all__ = [
     "get_num_threads",
     "grouped_product",
     "grouped_product_plan",
+    "kv_append",
+    "kv_append_plan",
     "last_launch",
     "last_launches",
     "merge_states",
@@ -146,6 +149,7 @@ _MODULES = {
         "last_launches",
         "set_log",
     ),
+    "flashmoe_science.append": ("kv_append", "kv_append_plan"),
     "flashmoe_science.merge": ("merge_states", "merge_states_plan"),
     "flashmoe_science.moe": (
         "MoeRouting",

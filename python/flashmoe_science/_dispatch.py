@@ -18,7 +18,6 @@ from flashmoe_science._dtypes import CPU, CUDA, Device
 from flashmoe_science.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
-    UnsupportedError,
     _TransformedError,
 )
 
@@ -470,14 +469,17 @@ def output_through_numpy(name: str, tensor: Any, words: Words) -> Any:
     return made if made.flags.writeable else numpy.asarray(_Unlocked(made))
 
 
-def refuse_sequences_of_jax(given: dict[str, Any]) -> None:
-    """Raises of what a call of JAX's arrays has of ragged, padded and paged batches."""
-    for name, value in given.items():
-        if value is not None:
-            raise UnsupportedError(
-                f"{name}: got one with JAX's arrays, accepted is None: no ragged, padded and paged "
-                "batches are computed of them in this version"
-            )
+def _tables_and_bounds(sequences: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of ragged, padded and paged batches that are given, by their names."""
+    from flashmoe_science.attention import NO_SEQUENCES, SEQUENCES
+
+    tables = {
+        name: value
+        for name, value in zip(SEQUENCES, sequences or NO_SEQUENCES, strict=True)
+        if value is not None
+    }
+    bounds = {name: tables.pop(name) for name in SEQUENCES[-2:] if name in tables}
+    return tables, bounds
 
 
 def flash_attention(
@@ -489,14 +491,7 @@ def flash_attention(
 ) -> Any:
     """flash_attention, called by the native one: everything by its name, of outputs and of optional
     tensors those that are given; but for `sequences`, which may be None."""
-    from flashmoe_science.attention import NO_SEQUENCES, SEQUENCES
-
-    tables = {
-        name: value
-        for name, value in zip(SEQUENCES, sequences or NO_SEQUENCES, strict=True)
-        if value is not None
-    }
-    bounds = {name: tables.pop(name) for name in SEQUENCES[-2:] if name in tables}
+    tables, bounds = _tables_and_bounds(sequences)
     given = tensors | tables | outputs
     framework = common_framework(given)
     for name, tensor in outputs.items():
@@ -505,8 +500,7 @@ def flash_attention(
     if framework is JAX:
         from flashmoe_science import jax
 
-        refuse_sequences_of_jax(tables | bounds)
-        return jax.flash_attention(tensors, options, outputs, stream)
+        return jax.flash_attention(tensors | tables, options | bounds, outputs, stream)
     if isinstance(framework, Torch):
         from flashmoe_science import _autograd
 
@@ -542,15 +536,20 @@ def flash_attention(
 
 
 def flash_attention_backward(
-    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+    tensors: dict[str, Any],
+    options: dict[str, Any],
+    outputs: dict[str, Any],
+    stream: Any,
+    sequences: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
     """The same of flash_attention_backward, with `wanted` among the options."""
-    given = tensors | outputs
+    tables, bounds = _tables_and_bounds(sequences)
+    given = tensors | tables | outputs
     framework = common_framework(given, ATTENTION_BACKWARD)
     if framework is JAX:
         from flashmoe_science import jax
 
-        return jax.flash_attention_backward(tensors, options, outputs, stream)
+        return jax.flash_attention_backward(tensors | tables, options | bounds, outputs, stream)
     for name, tensor in outputs.items():
         framework.check_output(name, tensor, ATTENTION_BACKWARD)
     like = {"dq": tensors["q"], "dk": tensors["k"], "dv": tensors["v"]}
@@ -580,6 +579,6 @@ def flash_attention_backward(
         return framework.view(given[name], handle)
 
     views = {name: framework.view(tensor, handle) for name, tensor in given.items()}
-    _core.call("attention_backward", views, options, allocate, handle)
+    _core.call("attention_backward", views, options | bounds, allocate, handle)
     framework.finish(*outputs.values())
     return given.get("dq"), given.get("dk"), given.get("dv"), given.get("dsinks")

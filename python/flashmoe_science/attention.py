@@ -163,8 +163,8 @@ def flash_attention(
         stream: cudaStream_t as an int, or an object with __cuda_stream__(), cuda_stream or ptr.
             None is the current stream of the tensors' library. Ignored on the CPU. Not for JAX.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table: Ragged,
-            padded and paged batches, without gradients. int32, of the library and on the device of
-            q, any strides; what they say is described below. Not for JAX.
+            padded and paged batches; the last two have no gradients. int32, of the library and on the
+            device of q, any strides; what they say is described below.
         max_seqlen_q, max_seqlen_k: Bounds of the lengths, which may be loose; what is longer is cut
             off at the end. None is what the tensors have room for.
 
@@ -234,6 +234,15 @@ def flash_attention_backward(
     dsinks: _T | None = None,
     kernel: str | None = None,
     stream: object = None,
+    cu_seqlens_q: _T | None = None,
+    cu_seqlens_k: _T | None = None,
+    seqused_q: _T | None = None,
+    seqused_k: _T | None = None,
+    k_begin: _T | None = None,
+    batch_index: _T | None = None,
+    page_table: _T | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> AttentionGradients:
     """The gradients of a loss by q, k, v and sinks, of those by flash_attention's out and lse.
 
@@ -256,24 +265,32 @@ def flash_attention_backward(
         dq, dk, dv, dsinks: Where to write the gradients of q, k, v and sinks, of their shape, and
             of their dtype or fp32. They may overlap no other tensor.
         kernel, stream: As of flash_attention.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, max_seqlen_q, max_seqlen_k: As of
+            flash_attention, on the CPU. Gradients of rows and keys that no sequence has are 0, and
+            stay what they are with accumulate.
+        batch_index, page_table: None: keys that sequences may share have no gradients.
 
     Returns:
         AttentionGradients (dq, dk, dv, dsinks), in place of those that are not computed None.
 
     Raises: What flash_attention raises. A message names the argument.
     """
+    sequences = (
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
+        max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
     if not is_traced():
         try:
             return _flash_attention_backward(  # type: ignore[no-any-return]
                 dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
-                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream,
+                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream, sequences,
             )  # fmt: skip
         except _TransformedError:  # as above
             pass
     made: AttentionGradients = operators().flash_attention_backward(
         dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, causal=causal, window=window, scale=scale,
         softcap=softcap, layout=layout, wanted=wanted, accumulate=accumulate, dq=dq, dk=dk, dv=dv,
-        dsinks=dsinks, kernel=kernel, stream=stream,
+        dsinks=dsinks, kernel=kernel, stream=stream, **dict(zip(SEQUENCES, sequences, strict=True)),
     )  # fmt: skip
     return made
 
@@ -281,11 +298,11 @@ def flash_attention_backward(
 def _flash_attention_backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, sinks: Any, causal: Any,
     window: Any, scale: Any, softcap: Any, layout: Any, wanted: Any, accumulate: Any, dq: Any,
-    dk: Any, dv: Any, dsinks: Any, kernel: Any, stream: Any,
+    dk: Any, dv: Any, dsinks: Any, kernel: Any, stream: Any, sequences: Any,
 ) -> Any:  # fmt: skip
     """Of tensors with memory."""
     made: Any = _core.flash_attention_backward(
         dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
-        parse_wanted(wanted), accumulate, dq, dk, dv, dsinks, kernel, stream,
+        parse_wanted(wanted), accumulate, dq, dk, dv, dsinks, kernel, stream, sequences,
     )  # fmt: skip
     return AttentionGradients(*made)

@@ -27,6 +27,7 @@ import numpy as np
 
 from flashmoe_science import _core
 from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype, parse_dtype
+from flashmoe_science._jax_attention import dot_product_attention
 from flashmoe_science.errors import (
     ArgumentTypeError,
     DeviceError,
@@ -34,6 +35,8 @@ from flashmoe_science.errors import (
     InvalidArgumentError,
     UnsupportedError,
 )
+
+__all__ = ["dot_product_attention"]
 
 if jax.__version_info__ < (0, 6):  # shard_map knows no rule for jax.custom_batching before
     raise ArgumentTypeError(f"got a JAX array of JAX {jax.__version__}, accepted is 0.6 or newer")
@@ -113,6 +116,7 @@ def _one_after_another(
 # ---- custom calls ----------------------------------------------------------------------------
 
 _DIFFERENTIABLE = ("q", "k", "v", "sinks")
+_BOUNDS = ("max_seqlen_q", "max_seqlen_k")  # of sequences, in the order in which a handler has them
 _INT32, _FP32, _FP64 = np.dtype("int32"), np.dtype("float32"), np.dtype("float64")
 _NO_DEVICE = "FLASHMOE_ERROR_NO_DEVICE"
 _WORKSPACE_ALIGNMENT = 256  # bytes, more than XLA's
@@ -359,6 +363,8 @@ _WORDS = {"attention_forward": "attention", "attention_backward": "attention bac
 def _words(operation: str) -> str:
     if operation == "merge_states":
         return "the merge of attention states"
+    if operation == "kv_append":
+        return "appending to a cache"
     return _WORDS.get(operation, "the mixture of experts")
 
 
@@ -378,6 +384,9 @@ def _bind(call: _Call, *arrays: Any) -> dict[str, Any]:
         "outputs": "".join(f"{name} " for name in outputs),
         "options": _core.pack_options(call.operation, dict(call.options)),
     }
+    bounds = [dict(call.options).get(name) or 0 for name in _BOUNDS]
+    if any(bounds):
+        attributes["bounds"] = "".join(f"{bound} " for bound in bounds)
 
     def like(mark: Any) -> list[Any]:
         return [jnp.broadcast_to(mark.astype(dtype), shape) for shape, dtype in outputs.values()]
@@ -408,7 +417,9 @@ def _widened(
     ]
 
 
-_SEQUENCES = ("q", "k", "v", "dout", "out", "lse", "dlse")
+# What has a batch in front, and tables by which those of several calls cannot be one batch.
+_ROWS = ("q", "k", "v", "dout", "out", "lse", "dlse", "seqused_q", "seqused_k", "k_begin")
+_PLACES = ("cu_seqlens_q", "cu_seqlens_k", "batch_index", "page_table")
 
 
 @functools.lru_cache(maxsize=256)
@@ -417,13 +428,15 @@ def _compiled(call: _Call) -> Any:
         """Sequences of an outer batch are sequences of one larger batch; dsinks is its sum."""
         if "sinks" in call.names and dict(call.options).get("wanted", ())[-1:] == (True,):
             return None
-        wide = _widened(call.names, _SEQUENCES, size, batched, arrays)
+        if any(name in _PLACES for name in call.names):
+            return None
+        wide = _widened(call.names, _ROWS, size, batched, arrays)
         if wide is None:
             return None
         apart = wide[0].shape[:2]
         made = compiled(
             *(
-                x.reshape((x.shape[0] * x.shape[1], *x.shape[2:])) if name in _SEQUENCES else x
+                x.reshape((x.shape[0] * x.shape[1], *x.shape[2:])) if name in _ROWS else x
                 for name, x in zip(call.names, wide, strict=True)
             )
         )

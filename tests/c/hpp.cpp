@@ -290,6 +290,29 @@ void attention_backward() {
     }
   }
 
+  // Of two sequences, of which the second has two queries and three keys.
+  const std::vector<float> whole = dk;
+  const std::vector<int32_t> queries = {5, 2}, keys = {7, 3};
+  fm::AttentionSequences given;
+  given.seqused_q = fm::ConstTensorView(queries.data(), {2});
+  given.seqused_k = fm::ConstTensorView(keys.data(), {2});
+  forward.sequences = call.sequences = given;
+  done(fm::run(forward, workspace));
+  dq.assign(dq.size(), NAN), dk.assign(dk.size(), NAN), dv.assign(dv.size(), NAN);
+  done(fm::run(call, workspace));
+  CHECK(std::equal(dk.begin(), dk.begin() + 7 * 2 * 16, whole.begin()));
+  for (size_t i = (7 + 3) * 2 * 16; i < dk.size(); ++i) CHECK(dk[i] == 0 && dv[i] == 0);
+  for (size_t i = (5 + 2) * 4 * 16; i < dq.size(); ++i) CHECK(dq[i] == 0);
+  CHECK(dk[7 * 2 * 16] != 0 && dq[5 * 4 * 16] != 0);
+  fails(FLASHMOE_ERROR_UNSUPPORTED, "batch_index: got one", [&] {
+    call.sequences->batch_index = given.seqused_k;
+    return fm::plan(call);
+  });
+  forward.sequences = call.sequences = {};
+  done(fm::run(forward, workspace));
+  done(fm::run(call, workspace));
+  CHECK(dk == whole);
+
   const std::vector<float> once = dv;
   call.accumulate = true;
   call.dq = call.dk = {};

@@ -19,7 +19,7 @@ from flashmoe_science.hf import _report  # noqa: E402
 from hf_models import MODELS, SIZES, TOKENS, logits, make, said, with_ours  # noqa: E402
 
 PADDED = torch.ones_like(TOKENS)
-PADDED[0, :4] = 0
+PADDED[0, 1:4] = 0  # which is not ours: there is a token before
 NO_BACKWARD = "a gradient is asked for, and there is no backward pass yet"
 
 
@@ -30,7 +30,7 @@ def test_every_layer_has_its_calls_and_reasons() -> None:
     logits(ours, attention_mask=PADDED)
     ours(TOKENS)
     report = hf.report()
-    reasons = {"there is padding": 1}
+    reasons = {"there is padding between tokens": 1}
     expected = [
         hf.Layer("MixtralForCausalLM", f"model.layers.{n}.{name}", operation, count, stock)
         for name, operation, count, stock in (
@@ -61,7 +61,7 @@ def test_a_report_is_text_for_people() -> None:
         "6 calls by FlashMoE, 2 by transformers\n"
         "  attention of MixtralForCausalLM: model.layers.*.self_attn (2 layers, each): "
         "1 by FlashMoE, 1 by transformers\n"
-        "    1 because there is padding\n"
+        "    1 because there is padding between tokens\n"
         "  experts of MixtralForCausalLM: model.layers.*.mlp.experts (2 layers, each): "
         "2 by FlashMoE, 0 by transformers"
     )
@@ -227,7 +227,9 @@ def test_strict_refuses_what_is_not(caplog: pytest.LogCaptureFixture) -> None:
     rest = "; registered as strict, FlashMoE leaves no call to transformers' own implementation"
     with pytest.raises(UnsupportedError) as caught:
         logits(ours, attention_mask=PADDED)
-    assert str(caught.value) == f"attention of MixtralAttention: there is padding{rest}"
+    assert (
+        str(caught.value) == f"attention of MixtralAttention: there is padding between tokens{rest}"
+    )
     ours.set_attn_implementation("sdpa")
     with pytest.raises(UnsupportedError) as caught:
         ours(TOKENS)

@@ -33,11 +33,6 @@ flashmoe_status check_unserved(const Params& params) {
   return absent("v_scale", params.v_scale, kNoScales);
 }
 
-template <const flashmoe_tensor* flashmoe_attention_sequences::* kMember>
-const flashmoe_tensor* table_of(const Params& params) {
-  return params.sequences != nullptr ? params.sequences->*kMember : nullptr;
-}
-
 struct AttentionForward {
   using Params = flashmoe_attention_forward_params;
   using Problem = AttentionProblem;

@@ -9,6 +9,12 @@
 
 namespace flashmoe {
 
+// A table of params that may have some.
+template <const flashmoe_tensor* flashmoe_attention_sequences::* kMember, class Params>
+const flashmoe_tensor* table_of(const Params& params) {
+  return params.sequences != nullptr ? params.sequences->*kMember : nullptr;
+}
+
 // What can be said of them alone: their size, their bounds, and what is given together.
 flashmoe_status check_sequences(const flashmoe_attention_sequences& given);
 

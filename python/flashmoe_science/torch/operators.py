@@ -413,11 +413,16 @@ _attention_with_lse = _define(
 )  # fmt: skip
 _call_attention = _anywhere(_attention, _attention_inside)
 
-# The same of ragged, padded and paged batches, of which there are no gradients.
+# The same of ragged, padded and paged batches.
 
 _RAGGED = Words(
     "attention with sequences", ATTENTION.tensors, ATTENTION.outputs, "has no backward pass yet"
 )
+_RAGGED_IN_TRANSFORM = (
+    "{}: got one in a call that a transform of torch.func differentiates, accepted is None: "
+    "of ragged and padded batches torch's autograd alone takes gradients in this version"
+)
+_TABLES = len(SEQUENCES) - 2  # the first of them; behind are bounds
 _RAGGED_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? seqused_q, Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, "
@@ -466,13 +471,63 @@ def _ragged_check(return_lse: bool) -> Callable[..., None]:
     return check
 
 
+def _refuse_shared_keys(*arguments: Any) -> None:
+    """Of a graph in which extents are symbols, too: these the library does not look at."""
+    dense, sequences = _ragged_arguments(arguments)
+    named = dict(zip(SEQUENCES, sequences, strict=True))
+    given = [name for name in ("batch_index", "page_table") if named[name] is not None]
+    if given:
+        tensors, _ = _attention_arguments(dense)
+        recorded = next(n for n, x in tensors.items() if x is not None and x.requires_grad)
+        raise UnsupportedError(_autograd.SHARED_KEYS.format(recorded, given[0]))
+
+
+def _check_ragged_gradients(*arguments: Any) -> None:
+    dense, sequences = _ragged_arguments(arguments)
+    tensors, options = _attention_arguments(dense)
+    del options["kernel"]  # is of the forward call alone
+    reason = _autograd.lacks_gradients(tensors, options, *_autograd.split(sequences))
+    if reason:
+        raise UnsupportedError(reason)
+
+
+def _ragged_record(return_lse: bool) -> Callable[..., Any]:
+    first = len(_ATTENTION_TENSORS)
+    count = first + _TABLES  # tensors
+
+    def record(below: Callable[..., Any], *arguments: Any) -> Any:
+        _refuse_shared_keys(*arguments)
+        _check_early(_check_ragged_gradients, *arguments)
+        *bounds, kernel = arguments[count:]  # and options
+
+        def differentiate(
+            dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, *others: Any
+        ) -> Any:
+            *tables, out, lse, wanted = others
+            made = _ragged_backward(
+                dout.resolve_neg(), q, k, v, out, lse, dlse, sinks, *tables, *bounds,
+                list(wanted[:first]), None,
+            )  # fmt: skip
+            return *_wanted_alone(made, wanted[:first], sinks), *(None for _ in tables)
+
+        names = (*_ATTENTION_TENSORS, *SEQUENCES[:_TABLES])
+        made = _autograd.attend(
+            lambda *tensors: below(_ragged_attention_with_lse, *tensors, *bounds, kernel),
+            differentiate, dict(zip(names, arguments[:count], strict=True)),
+        )  # fmt: skip
+        return tuple(made) if return_lse else made[0]
+
+    return record
+
+
 _ragged_attention = _define(
     "ragged_attention", _RAGGED, _RAGGED_SCHEMA + "Tensor", _ragged_kernel(False),
-    _ragged_fake(False), check=_ragged_check(False),
+    _ragged_fake(False), check=_ragged_check(False), record=_ragged_record(False),
 )  # fmt: skip
 _ragged_attention_with_lse = _define(
     "ragged_attention_with_lse", _RAGGED, _RAGGED_SCHEMA + "(Tensor, Tensor)",
     _ragged_kernel(True), _ragged_fake(True), check=_ragged_check(True),
+    record=_ragged_record(True),
 )  # fmt: skip
 _call_attention_with_lse = _anywhere(_attention_with_lse, _attention_with_lse_inside)
 
@@ -551,9 +606,19 @@ def flash_attention(
     if any(x is not None for x in sequences):
         ragged = _ragged_attention_with_lse if return_lse else _ragged_attention
         options = (*_seen(causal, window), scale, softcap, layout, kernel)
-        return ragged(q, k, v, sinks, *sequences, *options)
+        return _outside_of_transforms(ragged, sequences, q, k, v, sinks, *sequences, *options)
     call = _call_attention_with_lse if return_lse else _call_attention
     return call(q, k, v, sinks, *_seen(causal, window), scale, softcap, layout, kernel)
+
+
+def _outside_of_transforms(overload: Any, sequences: Sequence[Any], *arguments: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return overload(*arguments)
+    try:
+        return overload(*arguments)
+    except _TransformedError:
+        name = next(name for name, x in zip(SEQUENCES, sequences, strict=True) if x is not None)
+        raise UnsupportedError(_RAGGED_IN_TRANSFORM.format(name)) from None
 
 
 def _seen(causal: bool | str, window: Sequence[int | None] | None) -> tuple[Any, ...]:
@@ -570,7 +635,7 @@ _BACKWARD_OPTIONS = (*_ATTENTION_OPTIONS[:-1], "wanted", "kernel")
 
 
 def _backward_arguments(arguments: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors and options by the names of flash_attention_backward."""
+    """Tensors and options by the names of flash_attention_backward, dense."""
     count = len(_BACKWARD_TENSORS)
     tensors = dict(zip(_BACKWARD_TENSORS, arguments[:count], strict=True))
     options = dict(zip(_BACKWARD_OPTIONS, arguments[count:], strict=True))
@@ -603,7 +668,12 @@ def _backward_fake(*arguments: Any) -> Any:
 
 
 def _backward_kernel(*arguments: Any) -> Any:
-    tensors, options = _backward_arguments(arguments)
+    return _compute_gradients(*_backward_arguments(arguments), {})
+
+
+def _compute_gradients(
+    tensors: dict[str, Any], options: dict[str, Any], sequences: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
     made = _empty_gradients(tensors, options)
     wanted = [
         name
@@ -613,13 +683,17 @@ def _backward_kernel(*arguments: Any) -> Any:
     if wanted:
         tensors["dout"] = _autograd.readable(tensors["dout"])
         given: dict[str, Any] = tensors | options | {name: made[name] for name in wanted}
+        given |= sequences
         with torch.no_grad():
             fm.flash_attention_backward(**given, wanted=(False, False, False, False))
     return tuple(made.values())
 
 
 def _backward_check(*arguments: Any) -> None:
-    tensors, options = _backward_arguments(arguments)
+    _check_backward_plan(*_backward_arguments(arguments))
+
+
+def _check_backward_plan(tensors: dict[str, Any], options: dict[str, Any]) -> None:
     described = {name: _described(tensor) for name, tensor in tensors.items()}
     # Its kernel makes one that is not as the library has it.
     described["dout"] = _described(tensors["dout"].contiguous())
@@ -686,6 +760,55 @@ class _TransformedBackward(torch.autograd.Function):
         _refuse_tangents(_BACKWARD_TENSORS, tangents, ATTENTION_BACKWARD)
 
 
+# The same of ragged and padded batches.
+
+
+def _ragged_backward_arguments(
+    arguments: Sequence[Any],
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Tensors, options and sequences by the names of flash_attention_backward."""
+    first = len(_BACKWARD_TENSORS)
+    behind = first + len(SEQUENCES)
+    tensors, options = _backward_arguments((*arguments[:first], *arguments[behind:]))
+    return tensors, options, dict(zip(SEQUENCES, arguments[first:behind], strict=True))
+
+
+def _ragged_backward_fake(*arguments: Any) -> Any:
+    tensors, options, _ = _ragged_backward_arguments(arguments)
+    return tuple(_empty_gradients(tensors, options).values())
+
+
+def _ragged_backward_kernel(*arguments: Any) -> Any:
+    return _compute_gradients(*_ragged_backward_arguments(arguments))
+
+
+def _ragged_backward_check(*arguments: Any) -> None:
+    tensors, options, named = _ragged_backward_arguments(arguments)
+    bounds = {name: named.pop(name) for name in SEQUENCES[_TABLES:]}
+    _check_backward_plan(tensors | named, options | bounds)
+
+
+def _ragged_backward_record(below: Callable[..., Any], *arguments: Any) -> Any:
+    count = len(_BACKWARD_TENSORS) + _TABLES
+    return _autograd.once(
+        lambda *tensors: below(_ragged_backward, *tensors, *arguments[count:]),
+        *arguments[:count],
+    )
+
+
+_ragged_backward = _define(
+    "ragged_attention_backward", ATTENTION_BACKWARD,
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
+    "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
+    "Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, Tensor? page_table, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, str causal, SymInt? window_left, "
+    "SymInt? window_right, float? scale, float? softcap, str layout, bool[] wanted, str? kernel) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    _ragged_backward_kernel, _ragged_backward_fake, check=_ragged_backward_check,
+    record=_ragged_backward_record,
+)  # fmt: skip
+
+
 def flash_attention_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -709,25 +832,40 @@ def flash_attention_backward(
     dsinks: torch.Tensor | None = None,
     kernel: str | None = None,
     stream: object = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    k_begin: torch.Tensor | None = None,
+    batch_index: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> AttentionGradients:
     """flashmoe_science.flash_attention_backward, in a graph, too: there dq, dk, dv, dsinks and
     stream are None, accumulate is False, and what is returned is token by token in memory in either
     layout."""
+    sequences = (
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
+        max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks, "stream": stream}
     if _is_plain(q) or _leaves_graph(q, **given):
         try:
             return _flash_attention_backward(  # type: ignore[no-any-return]
                 dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
-                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream,
+                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream, sequences,
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(**given)
     if accumulate:
         raise InvalidArgumentError(_TRACED.format("accumulate").replace("None", "False"))
-    made = _call_attention_backward(
-        dout, q, k, v, out, lse, dlse, sinks, *_seen(causal, window), scale, softcap, layout,
-        wanted, kernel,
-    )  # fmt: skip
+    tensors = (dout, q, k, v, out, lse, dlse, sinks)
+    options = (*_seen(causal, window), scale, softcap, layout, wanted, kernel)
+    if any(x is not None for x in sequences):
+        made = _outside_of_transforms(_ragged_backward, sequences, *tensors, *sequences, *options)
+    else:
+        made = _call_attention_backward(*tensors, *options)
     return _wanted_alone(made, wanted, sinks)
 
 
