@@ -80,6 +80,16 @@ struct alignas(16) Item {
   }
 };
 
+// Of all tiles of dQ, or panels of them.
+template <class Traits>
+__device__ __forceinline__ int64_t dq_parts(const CommonParams& params) {
+  return int64_t{params.batch} * params.heads_q * params.tiles_q * Traits::kPanels;
+}
+// Tiles of dK, or of dV.
+__device__ __forceinline__ int64_t key_parts(const CommonParams& params) {
+  return int64_t{params.batch} * params.heads_kv * params.tiles_k;
+}
+
 // The key tiles that have a part of a tile of dQ.
 struct Parts {
   int first;

@@ -28,6 +28,7 @@
 #pragma once
 
 #include "cuda/attention/sm90_backward/params.h"
+#include "cuda/attention/sm90_backward/repair.cuh"
 #include "cuda/attention/sm90_backward/tile.cuh"
 #include "cuda/attention/sm90_backward/traits.cuh"
 #include "cuda/numeric/constants.h"
@@ -1077,6 +1078,33 @@ struct Consumer : Counters<Traits::kInPanels> {
     }
   }
 
+  // Which 16 keys of the tile are this warp's.
+  __device__ __forceinline__ int keys_of_warp() const {
+    return static_cast<int>(Traits::kByProducts ? block_rank<Traits>() : group) * kWarpsPerGroup +
+           warp_of_group();
+  }
+  // Leaves out what is to be added to a gradient and is not finite: a repair adds it. Products of
+  // neighbours have a sum that is finite only if they are; one that overflows costs a repair.
+  template <int kRegisters>
+  __device__ __forceinline__ bool leaves_out(const float (&values)[kRegisters], int64_t part,
+                                             int place) const {
+    if (params.left_out == nullptr) return false;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kRegisters; i += 2) sum = fmaf(values[i], values[i + 1], sum);
+    if (__all_sync(kFullWarp, isfinite(sum))) return false;
+    params.left_out[part * kPlaces + place] = 1;
+    return true;
+  }
+  template <Wanted kWanted, int kRegisters>
+  __device__ __forceinline__ bool leaves_out_keys(const float (&values)[kRegisters]) const {
+    const SharedItem& item = shared_items[items % kItemsHeld];
+    const int head = item.batch * params.heads_kv + item.head_kv;
+    return leaves_out(
+        values, first_part<Traits, kWanted>(params) + int64_t{head} * params.tiles_k + item.tile,
+        keys_of_warp());
+  }
+
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
   // columns from `first_column` on.
   // With kPairs rows are as the copy engine takes them: pairs of 16-bit elements, aligned, to which
@@ -1171,8 +1199,10 @@ struct Consumer : Counters<Traits::kInPanels> {
         }
       }
       if (params.dq_direct.rows != nullptr) {
-        write_dq_directly<false>(params.dq_direct, dq,
-                                 ptx::load_shared_uint(barriers.slot_tile(place)));
+        const uint32_t tile = ptx::load_shared_uint(barriers.slot_tile(place));
+        if (!leaves_out(dq, tile, group * kWarpsPerGroup + warp_of_group())) {
+          write_dq_directly<false>(params.dq_direct, dq, tile);
+        }
         return;
       }
       if constexpr (Traits::kByProducts) {
@@ -1337,19 +1367,21 @@ struct Consumer : Counters<Traits::kInPanels> {
     const uint32_t first = buffer();
     ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
     if (!leaves) {
-      write_keys<Traits::kBoxesV>(params.dv_direct, dv, 1.0f, splits, first, params.dim_v);
+      write_keys<Wanted::kDv, Traits::kBoxesV>(params.dv_direct, dv, 1.0f, splits, first,
+                                               params.dim_v);
     }
     fill_slot(first);
     const uint32_t second = first ^ 1;
     ptx::mbarrier_wait(barriers.slot_ready(second), (((index + 1) >> 1) + items) & 1);
     if (!leaves) {
       if (splits.count > 0) splits.sums += Traits::kDimV / 2 * Splits::kStride;
-      write_keys<Traits::kBoxes>(params.dk_direct, dk, params.scale, splits, second, params.dim);
+      write_keys<Wanted::kDk, Traits::kBoxes>(params.dk_direct, dk, params.scale, splits, second,
+                                              params.dim);
     }
     fill_slot(second);
   }
 
-  template <int kColumnBoxes, int kRegisters>
+  template <Wanted kWanted, int kColumnBoxes, int kRegisters>
   __device__ __forceinline__ void write_keys(const Direct& direct,
                                              const float (&values)[kRegisters], float scale,
                                              const Splits& splits, uint32_t slot,
@@ -1361,7 +1393,7 @@ struct Consumer : Counters<Traits::kInPanels> {
       } else {
         store_rows(to, values, scale, 0, splits);
       }
-    } else {
+    } else if (!leaves_out_keys<kWanted>(values)) {
       const SharedItem& item = shared_items[items % kItemsHeld];
       write_directly(direct, values, scale, item.batch, item.head_kv,
                      item.tile * Traits::kTileK + group * kKeysPerGroup, params.seq_k, 0, columns,
