@@ -657,8 +657,9 @@ def test_the_plan_is_the_launch(
     assert [launch.kernel.decode() for launch in launches] == [
         f"attention_backward_prologue_{name}",
         f"attention_backward_{name}",
+        *([f"attention_backward_behind_{name}"] if kernel == "sm90" else []),
     ]
-    prologue, main = launches
+    prologue, main = launches[:2]
     tiles_q = -(-case.seq_q // main.tile_m) * case.batch * case.heads_q
     assert prologue.grid[0] == tiles_q * main.tile_m // prologue.tile_m
     items = -(-case.seq_k // main.tile_n) * case.batch * case.heads_kv
@@ -667,13 +668,13 @@ def test_the_plan_is_the_launch(
     assert main.grid[0] == blocks * min(items, resident // blocks)
     assert main.block[0] in {"sm90": (384,), "sm89": (128, 256)}[kernel]
     assert main.shared_bytes <= families.SHARED_BYTES["sm90_whole_tiles"]
-    assert prologue.local_bytes == 0 and main.local_bytes == 0
+    assert all(launch.local_bytes == 0 for launch in launches)
     for launch in launches:
         assert launch.device.device_id == 0
         assert 0 < launch.registers * launch.block[0] <= families.REGISTERS
     assert plan.microseconds > 0
     rows = tiles_q * main.tile_m
-    assert plan.workspace_bytes <= rows * (4 * compiled[0] + 3 * 4) + 4096
+    assert plan.workspace_bytes <= rows * (4 * compiled[0] + 3 * 4) + 16384
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
