@@ -61,11 +61,33 @@ __device__ __forceinline__ void clear_left_out(const CommonParams& params) {
   }
 }
 
+// Notes whether something of the block's rows is not finite, as far as a thread has seen it. Not
+// inlined, and it finds the rows anew: the loads of the prologue have all of the registers.
+template <class Traits>
+__device__ __noinline__ void note_nonfinite(const CommonParams& params, bool finite) {
+  constexpr int kLanes = Traits::kDim > 128 ? 32 : Traits::kDim > 64 ? 16 : 8;  // of a row
+  constexpr int kRows = kPrologueRows<Traits>;
+  const int blocks_per_head = params.tiles_q * (Traits::kTileQ / kRows);
+  const int rows_of_all = static_cast<int>(blockIdx.x) / params.heads_q;
+  const int head = static_cast<int>(blockIdx.x) - rows_of_all * params.heads_q;
+  const int batch = rows_of_all / blocks_per_head;
+  const int first_row = (rows_of_all - batch * blocks_per_head) * kRows;
+  const int thread = thread_index();
+  const bool reads_q = params.score.capped() || params.score.sinks != nullptr;
+  for (int row = first_row + thread / kLanes; row < min(first_row + kRows, params.seq_q);
+       row += kPrologueThreads / kLanes) {
+    if (!reads_q && params.score.sees_keys(row, params.seq_k)) continue;
+    finite = finite && !any_nonfinite_in_q<typename Traits::Element>(params, batch, head, row,
+                                                                     thread % kLanes, kLanes);
+  }
+  const int all_finite = __syncthreads_and(finite);
+  if (thread == 0) params.nonfinite_rows[blockIdx.x] = all_finite == 0;
+  clear_left_out<Traits>(params);
+}
+
 // Blocks of a multiprocessor: it takes as long as its loads, of which so many are under way.
 template <class Traits>
-inline constexpr int kPrologueBlocks = Traits::kDimV <= 64    ? 8
-                                       : Traits::kDimV <= 128 ? 6
-                                                              : 2;
+inline constexpr int kPrologueBlocks = Traits::kDimV <= 128 ? 6 : 2;
 
 // A block has rows of one head, which are padded to whole tiles.
 template <class Traits>
@@ -150,27 +172,11 @@ __global__ void __launch_bounds__(kPrologueThreads, Traits::kRepairs ? kPrologue
     }
   }
 
-  if constexpr (Traits::kRepairs) {
-    if (params.nonfinite_rows != nullptr) {
-      const bool reads_q = params.score.capped() || params.score.sinks != nullptr;
-#pragma unroll 1
-      for (int row = first_row + thread / kLanes; row < min(first_row + kRows, params.seq_q);
-           row += kRowsAtOnce) {
-        if (!reads_q && params.score.sees_keys(row, params.seq_k)) continue;
-        finite = finite && !any_nonfinite_in_q<Element>(params, batch, head, row, lane, kLanes);
-      }
-      const int all_finite = __syncthreads_and(finite);
-      if (thread == 0) {
-        params.nonfinite_rows[blockIdx.x] = all_finite == 0;
-      }
-      clear_left_out<Traits>(params);
-    }
-  }
-
   const Parts parts = Parts::of<Traits>(params, block_of_head / kBlocksPerTile);
   const Gradient& dq = params.dq_rows;
-  if (parts.first <= parts.last || dq.rows == nullptr || params.accumulate != 0) return;
-  for (int row = first_row + thread / kLanes; row < min(first_row + kRows, params.seq_q);
+  const bool sees_keys = parts.first <= parts.last;
+  const bool clears = !sees_keys && dq.rows != nullptr && params.accumulate == 0;
+  for (int row = first_row + thread / kLanes; clears && row < min(first_row + kRows, params.seq_q);
        row += kRowsAtOnce) {
     const int64_t place = batch * dq.strides.batch + head * dq.strides.head + row * dq.strides.seq;
     for (int c = lane; c < params.dim; c += kLanes) {
@@ -180,6 +186,9 @@ __global__ void __launch_bounds__(kPrologueThreads, Traits::kRepairs ? kPrologue
         static_cast<uint16_t*>(dq.rows)[place + c] = 0;
       }
     }
+  }
+  if constexpr (Traits::kRepairs) {
+    if (params.nonfinite_rows != nullptr) note_nonfinite<Traits>(params, finite);
   }
 }
 
