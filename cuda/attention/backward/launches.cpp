@@ -29,7 +29,13 @@ SplitItems split_items_of(const AttentionProblem& p, const Entry& entry) {
 
 // Whether something that is not finite is to be kept from what does not see it.
 bool repairs(const AttentionProblem& p, const Entry& entry) {
-  return (p.bounded_left || p.bounded_right) && entry.repair_blocks > 0;
+  return (p.bounded_left || p.bounded_right) && entry.behind_blocks > 0;
+}
+
+// Whether dQ is left as sums, which are written behind the kernel.
+bool sums_dq(const AttentionBackwardProblem& p, const Entry& entry) {
+  return entry.behind_blocks > 0 && p.dq.data != nullptr &&
+         (p.accumulate || p.dq.dtype != p.q.dtype);
 }
 
 }  // namespace
@@ -53,8 +59,7 @@ Layout layout_of(const AttentionProblem& p, const Entry& entry) {
     constexpr int64_t kWord = sizeof(uint32_t);
     layout.nonfinite_rows = take(tiles * (entry.tile_q / entry.prologue_rows) * kWord);
     layout.nonfinite_keys = take(items_of(p, entry) * entry.cluster * kWord);
-    const int64_t parts = tiles * entry.dq_panels + 2 * items_of(p, entry);
-    layout.left_out = take(parts * kPlaces);
+    layout.left_out = take(2 * items_of(p, entry) * kPlaces);
   }
   layout.unwanted = take(std::max(p.dim, p.dim_v) * dtype_bytes(p.q.dtype));
   layout.dq_sums = take(tiles * entry.tile_q * entry.dim * kFloat);
@@ -94,8 +99,9 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
   const int64_t clusters = std::clamp<int64_t>(items, 1, most_blocks / entry.cluster);
   flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
   if (entry.cluster > 1) launch.cluster = entry.cluster;
-  const int64_t behind = (problem.dsinks.data != nullptr ? problem.heads_q : 0) +
-                         (repairs(problem, entry) ? entry.repair_blocks : 0);
+  const int64_t behind =
+      (problem.dsinks.data != nullptr ? problem.heads_q : 0) +
+      (repairs(problem, entry) || sums_dq(problem, entry) ? entry.behind_blocks : 0);
   if (behind > 0) {
     FLASHMOE_TRY(load_kernel(entry.behind, device_id, facts, &arch, reason));
     plan_launch(entry.behind, device_id, suffix, behind, entry.behind_threads,

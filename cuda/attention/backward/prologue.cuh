@@ -53,7 +53,7 @@ template <class Traits>
 __device__ __forceinline__ void clear_left_out(const CommonParams& params) {
   static_assert(kPlaces == sizeof(uint2));
   if (params.left_out == nullptr) return;
-  const int64_t parts = dq_parts<Traits>(params) + 2 * key_parts(params);
+  const int64_t parts = 2 * key_tiles(params);
 #pragma unroll 1
   for (int64_t i = int64_t{blockIdx.x} * kPrologueThreads + thread_index(); i < parts;
        i += int64_t{gridDim.x} * kPrologueThreads) {

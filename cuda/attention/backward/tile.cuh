@@ -80,13 +80,14 @@ struct alignas(16) Item {
   }
 };
 
-// Of all tiles of dQ, or panels of them.
-template <class Traits>
-__device__ __forceinline__ int64_t dq_parts(const CommonParams& params) {
-  return int64_t{params.batch} * params.heads_q * params.tiles_q * Traits::kPanels;
+// Whether dQ leaves as sums of all of its parts, which are written behind the kernel: in fp32 or
+// added to what is there.
+__device__ __forceinline__ bool sums_dq(const CommonParams& params) {
+  return params.dq_rows.rows != nullptr && (params.accumulate != 0 || params.dq_rows.fp32 != 0);
 }
+
 // Tiles of dK, or of dV.
-__device__ __forceinline__ int64_t key_parts(const CommonParams& params) {
+__device__ __forceinline__ int64_t key_tiles(const CommonParams& params) {
   return int64_t{params.batch} * params.heads_kv * params.tiles_k;
 }
 

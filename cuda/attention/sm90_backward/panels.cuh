@@ -301,7 +301,7 @@ struct PanelConsumer : Consumer<Traits> {
                                                       const float (&values)[kRegisters],
                                                       float scale, int columns) {
     constexpr int kMost = Traits::kSlotBoxes * kBoxColumns / 2;  // registers
-    const bool writes = direct.rows != nullptr && !Base::template leaves_out_keys<kWanted>(values);
+    const bool writes = direct.rows != nullptr && !Base::template leaves_out<kWanted>(values);
 #pragma unroll
     for (int first = 0; first < kRegisters; first += kMost) {
       wait_for_own_slot();

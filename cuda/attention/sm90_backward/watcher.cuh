@@ -1,4 +1,4 @@
-// The warp that looks for what is not finite in K and V, in calls with bounds: repair.cuh.
+// The warp that looks for what is not finite in K and V, in calls with bounds: behind.cuh.
 #pragma once
 
 #include "cuda/attention/sm90_backward/backward.cuh"

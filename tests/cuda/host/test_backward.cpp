@@ -547,7 +547,8 @@ void gradients_may_be_absent() {
   CHECK(call.run() == FLASHMOE_OK && seen[0].params.dlse == nullptr);
 }
 
-// What the copy engine cannot write has no map, and may have any strides.
+// What the copy engine cannot write has no map, and may have any strides. dQ is left as sums then,
+// and a launch behind the kernel writes it.
 void gradients_may_be_of_fp32_or_added_to() {
   for (const bool accumulate : {false, true}) {
     Call call;
@@ -561,8 +562,11 @@ void gradients_may_be_of_fp32_or_added_to() {
     CHECK(call.run() == FLASHMOE_OK);
     const Params& p = seen.back().params;
     CHECK(p.accumulate == (accumulate ? 1 : 0));
-    const sm90_backward::Direct* const directs[] = {&p.dq_direct, &p.dk_direct, &p.dv_direct};
-    for (int i = 0; i < 3; ++i) {
+    CHECK(call.plan().launch_count == (accumulate ? 3 : 2));
+    const void* const dq = fake::mapped_by(*maps_of(p)[kDq]);
+    CHECK((dq == call.tensors[kDq].data) == !accumulate);
+    const sm90_backward::Direct* const directs[] = {nullptr, &p.dk_direct, &p.dv_direct};
+    for (int i = 1; i < 3; ++i) {
       const sm90_backward::Direct& direct = *directs[i];
       const bool fp32 = i == kDk - kDq;
       const void* const data = call.tensors[kDq + i].data;
@@ -578,6 +582,14 @@ void gradients_may_be_of_fp32_or_added_to() {
     CHECK(p.dq_rows.rows == call.tensors[kDq].data && p.dq_rows.fp32 == 0);
     CHECK(p.dk_rows.fp32 == 1);
   }
+  Call call;
+  call.tensors[kDq].dtype.bits = 32;
+  CHECK(call.plan().launch_count == 3 && call.plan().launches[2].grid[0] == 5);
+  watch();
+  CHECK(call.run() == FLASHMOE_OK && seen.size() == 3 && seen[0].params.dq_rows.fp32 == 1);
+  CHECK(fake::mapped_by(seen[0].params.dq) != call.tensors[kDq].data);
+  call.params.dq = nullptr;
+  CHECK(call.plan().launch_count == 2);
 }
 
 // A launch of its own, where they are wanted.
@@ -639,7 +651,7 @@ void calls_with_bounds_are_repaired() {
     const Params& p = seen[0].params;
     const int64_t rows = 2 * 6 * 9 * 2 * 4;  // blocks of the prologue
     const int64_t keys = 2 * 2 * 9 * 4;
-    const int64_t places = (2 * 6 * 9 * 3 + 2 * 2 * 2 * 9) * 8;
+    const int64_t places = 2 * 2 * 2 * 9 * 8;
     CHECK(offset(p.nonfinite_rows) >= offset(p.split_turns) + 132 * 4);
     CHECK(offset(p.nonfinite_keys) >= offset(p.nonfinite_rows) + rows);
     CHECK(plan.workspace_bytes >= without + static_cast<uint64_t>(rows + keys + places));

@@ -1,10 +1,13 @@
-// What the tensor cores made infinite or NaN in a call with bounds, once more by plain arithmetic
-// (cuda/attention/backward/masked_fallback.cuh). The main loop has no room to look for it, so
-// others look at what goes in: the prologue at Q, dO and the numbers of rows, a warp beside the
-// consumers at K and V (watcher.cuh). Behind the main kernel, rows are looked at that share a tile,
-// in which not every row sees every key, with something that is not finite: those with a gradient
-// that is not finite are computed again. What is added to what is there would be lost then: warps
-// leave it out, and mark that.
+// What comes behind the kernel of attention backward: dsinks, dQ that is written in fp32 or added
+// to what is there, and a repair of calls with bounds.
+//
+// There the tensor cores would spread what is not finite: they multiply what a row does not see by
+// 0. The main loop has no room to look for it, so others look at what goes in: the prologue at Q,
+// dO and the numbers of rows, a warp beside the consumers at K and V (watcher.cuh). Here rows are
+// looked at that share a tile, in which not every row sees every key, with something that is not
+// finite. Those with a gradient that is not finite are computed again by plain arithmetic
+// (cuda/attention/backward/masked_fallback.cuh). What is added to dV and dK would be lost then:
+// warps leave it out, and mark that.
 #pragma once
 
 #include "cuda/attention/backward/masked_fallback.cuh"
@@ -20,17 +23,11 @@ using attention_backward::Gradient;
 using attention_backward::kPlaces;
 using attention_backward::Wanted;
 
-inline constexpr int kRepairBlocks = 132;
+inline constexpr int kBehindBlocks = 132;
 inline constexpr int kRowsOfPlace = 16;  // of a warp of the consumers
+template <class Traits>
+inline constexpr int kDqPlaces = Traits::kTileQ / kRowsOfPlace;  // of a tile
 inline constexpr int kWarpsPerGroup = kThreadsPerGroup / kThreadsPerWarp;
-
-// The first part of a gradient: of all those of dQ, dV and dK.
-template <class Traits, Wanted kWanted>
-__device__ __forceinline__ int64_t first_part(const CommonParams& params) {
-  if (kWanted == Wanted::kDq) return 0;
-  const int64_t behind_dq = attention_backward::dq_parts<Traits>(params);
-  return behind_dq + (kWanted == Wanted::kDk ? attention_backward::key_parts(params) : 0);
-}
 
 template <class Traits>
 __device__ __forceinline__ bool any_nonfinite_in_queries(const CommonParams& params,
@@ -153,95 +150,145 @@ __device__ __forceinline__ void repair_rows(const CommonParams& params,
   }
 }
 
-// One of the places of a part of dQ, as the consumers' warps share them: of what was left out, its
-// columns.
+// 16 rows of a tile of dQ.
 template <class Traits>
-__device__ __forceinline__ void repair_dq(const CommonParams& params, int64_t part, int place) {
-  const int64_t tile = part / Traits::kPanels;
+__device__ __forceinline__ void repair_dq(const CommonParams& params, int64_t place) {
+  const int64_t tile = place / kDqPlaces<Traits>;
   const auto head_of_all = static_cast<int>(tile / params.tiles_q);
   const auto tile_q = static_cast<int>(tile - int64_t{head_of_all} * params.tiles_q);
   const int batch = head_of_all / params.heads_q;
-  const int group = place / kWarpsPerGroup;
-  const int first_row = tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group) +
-                        place % kWarpsPerGroup * kRowsOfPlace;
-  int first_column = 0;
-  int end_column = params.dim;
-  if (params.left_out != nullptr) {
-    first_column = Traits::kSplitsColumns
-                       ? group * Traits::kDqColumns
-                       : static_cast<int>(part % Traits::kPanels) * Traits::kPanelColumns;
-    end_column = min(first_column + Traits::kDqColumns, params.dim);
-  }
-  repair_rows<Traits, Wanted::kDq>(
-      params, {batch, head_of_all - batch * params.heads_q, first_row,
-               min(first_row + kRowsOfPlace, params.seq_q), first_column, end_column});
+  const int first_row =
+      tile_q * Traits::kTileQ + static_cast<int>(place - tile * kDqPlaces<Traits>) * kRowsOfPlace;
+  repair_rows<Traits, Wanted::kDq>(params,
+                                   {batch, head_of_all - batch * params.heads_q, first_row,
+                                    min(first_row + kRowsOfPlace, params.seq_q), 0, params.dim});
 }
 
-// 16 keys of a tile of dK or dV.
+// 16 keys of a tile of dV or dK.
 template <class Traits, Wanted kWanted>
-__device__ __forceinline__ void repair_keys(const CommonParams& params, int64_t part, int place) {
-  const int64_t tile = part - first_part<Traits, kWanted>(params);
+__device__ __forceinline__ void repair_keys(const CommonParams& params, int64_t place) {
+  const int64_t tile = place / kPlaces;
   const auto head_of_all = static_cast<int>(tile / params.tiles_k);
   const auto tile_k = static_cast<int>(tile - int64_t{head_of_all} * params.tiles_k);
   const int batch = head_of_all / params.heads_kv;
-  const int first_row = tile_k * Traits::kTileK + place * kRowsOfPlace;
+  const int first_row = tile_k * Traits::kTileK + static_cast<int>(place % kPlaces) * kRowsOfPlace;
   repair_rows<Traits, kWanted>(params, {batch, head_of_all - batch * params.heads_kv, first_row,
                                         min(first_row + kRowsOfPlace, params.seq_k), 0,
                                         kWanted == Wanted::kDk ? params.dim : params.dim_v});
-}
-
-// Whether a place of a part is to be looked at. Of dQ the first panel stands for all columns, and
-// the first consumer for both where they share the columns.
-template <class Traits>
-__device__ __forceinline__ bool is_at_risk(const CommonParams& params, int64_t part, int place) {
-  const int64_t first_key_part = first_part<Traits, Wanted::kDv>(params);
-  if (part >= first_key_part) {
-    int64_t tile = part - first_key_part;
-    const int64_t tiles = attention_backward::key_parts(params);
-    if (tile >= tiles) tile -= tiles;
-    const auto head_of_all = static_cast<int>(tile / params.tiles_k);
-    return is_at_risk_keys<Traits>(params, head_of_all,
-                                   static_cast<int>(tile - int64_t{head_of_all} * params.tiles_k));
-  }
-  if (Traits::kTileQ == 64 && place >= kWarpsPerGroup) return false;
-  const int64_t tile = part / Traits::kPanels;
-  if (tile * Traits::kPanels != part) return false;
-  const auto head_of_all = static_cast<int>(tile / params.tiles_q);
-  return is_at_risk_dq<Traits>(params, head_of_all,
-                               static_cast<int>(tile - int64_t{head_of_all} * params.tiles_q));
 }
 
 // Neighbouring places go to different warps: what is to be computed again lies together.
 template <class Traits>
 __device__ __forceinline__ void repair(const CommonParams& params, int warp, int warps) {
   static_assert(kPlaces * kRowsOfPlace == Traits::kTileK);
-  const int64_t end =
-      kPlaces * (first_part<Traits, Wanted::kDk>(params) + attention_backward::key_parts(params));
+  const int64_t heads = int64_t{params.batch} * params.heads_q;
+  const int64_t of_dq =
+      attention_backward::sums_dq(params) ? 0 : heads * params.tiles_q * kDqPlaces<Traits>;
+  const int64_t of_keys = attention_backward::key_tiles(params) * kPlaces;  // of dV, and of dK
+  const int64_t end = of_dq + 2 * of_keys;
+  const auto is_repaired = [&](int64_t place) {
+    if (place >= end) return false;
+    if (place < of_dq) {
+      const int64_t tile = place / kDqPlaces<Traits>;
+      const auto head = static_cast<int>(tile / params.tiles_q);
+      return is_at_risk_dq<Traits>(params, head,
+                                   static_cast<int>(tile - int64_t{head} * params.tiles_q));
+    }
+    place -= of_dq;
+    if (params.left_out != nullptr) return params.left_out[place] != 0;
+    if (place >= of_keys) place -= of_keys;
+    const int64_t tile = place / kPlaces;
+    const auto head = static_cast<int>(tile / params.tiles_k);
+    return is_at_risk_keys<Traits>(params, head,
+                                   static_cast<int>(tile - int64_t{head} * params.tiles_k));
+  };
 #pragma unroll 1
   for (int64_t first = warp; first < end; first += int64_t{kThreadsPerWarp} * warps) {
-    const int64_t own = first + int64_t{reread::lane_index()} * warps;
-    const bool is_own = own < end && (params.left_out != nullptr
-                                          ? params.left_out[own] != 0
-                                          : is_at_risk<Traits>(params, own / kPlaces,
-                                                               static_cast<int>(own % kPlaces)));
+    const bool is_own = is_repaired(first + int64_t{reread::lane_index()} * warps);
 #pragma unroll 1
     for (uint32_t left = __ballot_sync(kFullWarp, is_own); left != 0; left &= left - 1) {
-      const int64_t found = first + int64_t{__ffs(left) - 1} * warps;
-      const int64_t part = found / kPlaces;
-      const auto place = static_cast<int>(found % kPlaces);
-      if (part < first_part<Traits, Wanted::kDv>(params)) {
-        repair_dq<Traits>(params, part, place);
-      } else if (part < first_part<Traits, Wanted::kDk>(params)) {
-        repair_keys<Traits, Wanted::kDv>(params, part, place);
+      const int64_t place = first + int64_t{__ffs(left) - 1} * warps;
+      if (place < of_dq) {
+        repair_dq<Traits>(params, place);
+      } else if (place < of_dq + of_keys) {
+        repair_keys<Traits, Wanted::kDv>(params, place - of_dq);
       } else {
-        repair_keys<Traits, Wanted::kDk>(params, part, place);
+        repair_keys<Traits, Wanted::kDk>(params, place - of_dq - of_keys);
+      }
+    }
+  }
+}
+
+// dQ that the kernel has left as sums: a warp takes what one of the consumers has left of a part,
+// fragments of 16 rows.
+template <class Traits>
+__device__ __forceinline__ void write_sums(const CommonParams& params, int warp, int warps) {
+  constexpr int kWarpsOfPart = (Traits::kInPanels ? 1 : kConsumers) * kWarpsPerGroup;
+  constexpr int kChunks = Traits::kDqRegisters / 4;
+  static_assert(kWarpsOfPart * kThreadsPerWarp * Traits::kDqRegisters ==
+                Traits::kTileQ * Traits::kPanelColumns);
+  const Gradient& dq = params.dq_rows;
+  const bool bounded = params.nonfinite_rows != nullptr;
+  const int64_t tiles = int64_t{params.batch} * params.heads_q * params.tiles_q;
+  const int lane = reread::lane_index();
+#pragma unroll 1
+  for (int64_t own = warp; own < tiles * Traits::kPanels * kWarpsOfPart; own += warps) {
+    const int64_t part = own / kWarpsOfPart;
+    const auto warp_of_part = static_cast<int>(own - part * kWarpsOfPart);
+    const int64_t tile = part / Traits::kPanels;
+    const auto head_of_all = static_cast<int>(tile / params.tiles_q);
+    const auto tile_q = static_cast<int>(tile - int64_t{head_of_all} * params.tiles_q);
+    const Parts parts = Parts::of<Traits>(params, tile_q);
+    if (parts.first > parts.last) continue;
+    const int batch = head_of_all / params.heads_q;
+    const int head = head_of_all - batch * params.heads_q;
+    const int group = warp_of_part / kWarpsPerGroup;
+    const int first_row = tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group) +
+                          warp_of_part % kWarpsPerGroup * kRowsOfPlace;
+    const int first_column =
+        Traits::kSplitsColumns
+            ? group * Traits::kDqColumns
+            : static_cast<int>(part - tile * Traits::kPanels) * Traits::kPanelColumns;
+    const float* const sums = params.dq_sums + part * (Traits::kTileQ * Traits::kPanelColumns) +
+                              group * (Traits::kDqBytesPerGroup / 4) +
+                              (warp_of_part % kWarpsPerGroup * kThreadsPerWarp + lane) * 4;
+    float4 values[kChunks];
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      values[i] = *reinterpret_cast<const float4*>(sums + i * (4 * kThreadsPerGroup));
+    }
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      finite = finite && isfinite(values[i].x) && isfinite(values[i].y) && isfinite(values[i].z) &&
+               isfinite(values[i].w);
+    }
+    if (bounded && !__all_sync(kFullWarp, finite)) {
+      attention_backward::masked_fallback<Traits, Wanted::kDq>(
+          params, {batch, head, first_row, min(first_row + kRowsOfPlace, params.seq_q),
+                   first_column, min(first_column + Traits::kDqColumns, params.dim)});
+      continue;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + lane / 4 + 8 * half;
+      if (row >= params.seq_q) continue;
+      const int64_t at = batch * dq.strides.batch + head * dq.strides.head + row * dq.strides.seq;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int column = first_column + 8 * i + 2 * (lane % 4);
+        if (column >= params.dim) continue;
+        attention_backward::store_pair<typename Traits::Element>(
+            dq, at + column, params.accumulate != 0,
+            (half == 0 ? values[i].x : values[i].z) * params.scale,
+            (half == 0 ? values[i].y : values[i].w) * params.scale);
       }
     }
   }
 }
 
 // What comes behind the main kernel: a block for dsinks of each head, where they are wanted, and
-// those that repair.
+// those that write dQ which was left as sums, and repair.
 template <class Traits>
 __global__ void __launch_bounds__(attention_backward::kSinksThreads, 1)
     attention_backward_behind(const __grid_constant__ CommonParams params) {
@@ -252,8 +299,11 @@ __global__ void __launch_bounds__(attention_backward::kSinksThreads, 1)
   if (block < 0) {
     attention_backward::sum_sink_gradient<Traits>(params, static_cast<int>(blockIdx.x));
   } else {
-    repair<Traits>(params, block * attention_backward::kSinksWarps + reread::warp_index(),
-                   (static_cast<int>(gridDim.x) - sinks_blocks) * attention_backward::kSinksWarps);
+    const int warp = block * attention_backward::kSinksWarps + reread::warp_index();
+    const int warps =
+        (static_cast<int>(gridDim.x) - sinks_blocks) * attention_backward::kSinksWarps;
+    if (attention_backward::sums_dq(params)) write_sums<Traits>(params, warp, warps);
+    if (params.nonfinite_rows != nullptr) repair<Traits>(params, warp, warps);
   }
 }
 
