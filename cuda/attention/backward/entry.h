@@ -1,4 +1,4 @@
-// One instantiated attention backward kernel with its prologue and the kernel of dsinks, as the
+// One instantiated attention backward kernel with its prologue and what comes behind it, as the
 // host sees them. Families add their own.
 #pragma once
 
@@ -11,10 +11,11 @@ struct Entry : AttentionKernel {
   Kernel prologue;
   int prologue_rows;  // of a block
   int prologue_threads;
-  Kernel sinks;
-  int sinks_threads;
-  int split_floats;  // dV and dK of a split of an item; 0: the kernel splits none
-  int cluster = 1;   // blocks that share an item
+  Kernel behind;  // dsinks, and what else the family has
+  int behind_threads;
+  int split_floats;   // dV and dK of a split of an item; 0: the kernel splits none
+  int behind_blocks;  // that repair, and write dQ that is left as sums; 0: the kernel needs none
+  int cluster = 1;    // blocks that share an item
 };
 
 }  // namespace flashmoe::attention_backward

@@ -61,6 +61,8 @@ inline HeadOrder order_of(int64_t heads, int64_t heads_per_kv, int64_t tiles_k, 
   return order;
 }
 
+inline constexpr int kPlaces = 8;  // of a tile, each of 16 rows or keys
+
 inline constexpr int64_t kMostSplits = 4;
 
 // The last items of the order may be split: each of `splits` blocks has some of the query tiles.
@@ -121,6 +123,13 @@ struct CommonParams {
   // fragments' order, and how many warps have left theirs.
   float* split_sums;
   uint32_t* split_turns;
+  // Of a call with bounds, by families that repair: sm90_backward/behind.cuh. Whether Q, dO or a
+  // number of some row is not finite, of each block of the prologue; K or V of some key, [KV heads,
+  // tiles_k, blocks of a cluster]; and 1 for each 16 keys of dV or dK that a warp has left out,
+  // [tiles of dV, tiles of dK, 8], nullptr where nothing is added to.
+  uint32_t* nonfinite_rows;
+  uint32_t* nonfinite_keys;
+  uint8_t* left_out;
 
   int32_t batch;
   int32_t seq_q;

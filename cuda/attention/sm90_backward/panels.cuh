@@ -292,22 +292,23 @@ struct PanelConsumer : Consumer<Traits> {
     clear(dv);
   }
   __device__ __forceinline__ void write_keys() {
-    write_keys_by_boxes(params.dv_direct, dv, 1.0f, params.dim_v);
-    write_keys_by_boxes(params.dk_direct, dk, params.scale, params.dim);
+    write_keys_by_boxes<Wanted::kDv>(params.dv_direct, dv, 1.0f, params.dim_v);
+    write_keys_by_boxes<Wanted::kDk>(params.dk_direct, dk, params.scale, params.dim);
   }
   // dK or dV by this consumer's own slot.
-  template <int kRegisters>
+  template <Wanted kWanted, int kRegisters>
   __device__ __forceinline__ void write_keys_by_boxes(const Direct& direct,
                                                       const float (&values)[kRegisters],
                                                       float scale, int columns) {
     constexpr int kMost = Traits::kSlotBoxes * kBoxColumns / 2;  // registers
+    const bool writes = direct.rows != nullptr && !Base::template leaves_out<kWanted>(values);
 #pragma unroll
     for (int first = 0; first < kRegisters; first += kMost) {
       wait_for_own_slot();
       if (kRegisters - first >= kMost) {
-        write_some_keys<kMost>(direct, values, first, scale, columns);
+        write_some_keys<kMost>(direct, values, first, scale, columns, writes);
       } else {
-        write_some_keys<kRegisters % kMost>(direct, values, first, scale, columns);
+        write_some_keys<kRegisters % kMost>(direct, values, first, scale, columns, writes);
       }
       Base::fill_slot(group);
     }
@@ -315,14 +316,14 @@ struct PanelConsumer : Consumer<Traits> {
   template <int kSome, int kRegisters>
   __device__ __forceinline__ void write_some_keys(const Direct& direct,
                                                   const float (&values)[kRegisters], int first,
-                                                  float scale, int columns) const {
+                                                  float scale, int columns, bool writes) const {
     if constexpr (kSome > 0) {
       float some[kSome];
 #pragma unroll
       for (int i = 0; i < kSome; ++i) some[i] = values[first + i];
       if (direct.rows == nullptr) {
         Base::store_rows(own_slot(), some, scale);
-      } else {
+      } else if (writes) {
         write_keys_directly(direct, some, scale, first * 2, columns);
       }
     }
