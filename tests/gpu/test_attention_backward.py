@@ -674,7 +674,7 @@ def test_the_plan_is_the_launch(
         assert 0 < launch.registers * launch.block[0] <= families.REGISTERS
     assert plan.microseconds > 0
     rows = tiles_q * main.tile_m
-    assert plan.workspace_bytes <= rows * (4 * compiled[0] + 3 * 4) + 16384
+    assert plan.workspace_bytes <= rows * (4 * compiled[0] + 3 * 4) + 4096
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])

@@ -55,12 +55,7 @@ Layout layout_of(const AttentionProblem& p, const Entry& entry) {
   layout.turns = take(tiles * entry.dq_panels * int64_t{sizeof(uint32_t)});
   layout.ticket = take(sizeof(uint32_t));
   layout.split_turns = take(kBlocksOfLargest * int64_t{sizeof(uint32_t)});
-  if (repairs(p, entry)) {
-    constexpr int64_t kWord = sizeof(uint32_t);
-    layout.nonfinite_rows = take(tiles * (entry.tile_q / entry.prologue_rows) * kWord);
-    layout.nonfinite_keys = take(items_of(p, entry) * entry.cluster * kWord);
-    layout.left_out = take(2 * items_of(p, entry) * kPlaces);
-  }
+  layout.left_out = take(repairs(p, entry) ? 2 * items_of(p, entry) * kPlaces : 0);
   layout.unwanted = take(std::max(p.dim, p.dim_v) * dtype_bytes(p.q.dtype));
   layout.dq_sums = take(tiles * entry.tile_q * entry.dim * kFloat);
   const SplitItems split = split_items_of(p, entry);
@@ -170,13 +165,9 @@ void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, cha
   params->ticket = reinterpret_cast<uint32_t*>(workspace + layout.ticket);
   params->split_turns = reinterpret_cast<uint32_t*>(workspace + layout.split_turns);
   params->split_sums = reinterpret_cast<float*>(workspace + layout.split_sums);
-  const auto of_repair = [&](int64_t offset) {
-    return layout.left_out > 0 ? workspace + offset : nullptr;
-  };
-  params->nonfinite_rows = reinterpret_cast<uint32_t*>(of_repair(layout.nonfinite_rows));
-  params->nonfinite_keys = reinterpret_cast<uint32_t*>(of_repair(layout.nonfinite_keys));
-  params->left_out =
-      reinterpret_cast<uint8_t*>(p.accumulate ? of_repair(layout.left_out) : nullptr);
+  params->left_out = p.accumulate && (p.bounded_left || p.bounded_right)
+                         ? reinterpret_cast<uint8_t*>(workspace + layout.left_out)
+                         : nullptr;
 }
 
 flashmoe_status launch_all(const Plan& plan, const CommonParams* params, void* stream) {

@@ -123,12 +123,9 @@ struct CommonParams {
   // fragments' order, and how many warps have left theirs.
   float* split_sums;
   uint32_t* split_turns;
-  // Of a call with bounds, by families that repair: sm90_backward/behind.cuh. Whether Q, dO or a
-  // number of some row is not finite, of each block of the prologue; K or V of some key, [KV heads,
-  // tiles_k, blocks of a cluster]; and 1 for each 16 keys of dV or dK that a warp has left out,
-  // [tiles of dV, tiles of dK, 8], nullptr where nothing is added to.
-  uint32_t* nonfinite_rows;
-  uint32_t* nonfinite_keys;
+  // Of a call with bounds that adds to what is there, by families that repair
+  // (sm90_backward/behind.cuh): 1 for each 16 keys of dV or dK that a warp has left out, else 0,
+  // [tiles of dV, tiles of dK, 8].
   uint8_t* left_out;
 
   int32_t batch;

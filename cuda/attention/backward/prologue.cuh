@@ -31,67 +31,9 @@ __device__ __forceinline__ float dot(const uint32_t (&a)[4], const uint32_t (&b)
   return sum;
 }
 
-// Whether a row of Q has something that is not finite, as far as this one of `lanes` sees it.
-template <class Element>
-__device__ __forceinline__ bool any_nonfinite_in_q(const CommonParams& params, int batch, int head,
-                                                   int row, int lane, int lanes) {
-  const uint16_t* const q = params.q_rows.data + batch * params.q_rows.strides.batch +
-                            head * params.q_rows.strides.head + row * params.q_rows.strides.seq;
-  uint32_t gathered = 0;
-#pragma unroll 1
-  for (int column = 8 * lane; column < params.dim; column += 8 * lanes) {
-    uint32_t chunk[4];
-    ptx::load_or_zero(chunk, q + column, true);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) gathered = numeric::gather_nonfinite<Element>(gathered, chunk[i]);
-  }
-  return numeric::any_nonfinite<Element>(gathered);
-}
-
-// All blocks.
-template <class Traits>
-__device__ __forceinline__ void clear_left_out(const CommonParams& params) {
-  static_assert(kPlaces == sizeof(uint2));
-  if (params.left_out == nullptr) return;
-  const int64_t parts = 2 * key_tiles(params);
-#pragma unroll 1
-  for (int64_t i = int64_t{blockIdx.x} * kPrologueThreads + thread_index(); i < parts;
-       i += int64_t{gridDim.x} * kPrologueThreads) {
-    reinterpret_cast<uint2*>(params.left_out)[i] = make_uint2(0, 0);
-  }
-}
-
-// Notes whether something of the block's rows is not finite, as far as a thread has seen it. Not
-// inlined, and it finds the rows anew: the loads of the prologue have all of the registers.
-template <class Traits>
-__device__ __noinline__ void note_nonfinite(const CommonParams& params, bool finite) {
-  constexpr int kLanes = Traits::kDim > 128 ? 32 : Traits::kDim > 64 ? 16 : 8;  // of a row
-  constexpr int kRows = kPrologueRows<Traits>;
-  const int blocks_per_head = params.tiles_q * (Traits::kTileQ / kRows);
-  const int rows_of_all = static_cast<int>(blockIdx.x) / params.heads_q;
-  const int head = static_cast<int>(blockIdx.x) - rows_of_all * params.heads_q;
-  const int batch = rows_of_all / blocks_per_head;
-  const int first_row = (rows_of_all - batch * blocks_per_head) * kRows;
-  const int thread = thread_index();
-  const bool reads_q = params.score.capped() || params.score.sinks != nullptr;
-  for (int row = first_row + thread / kLanes; row < min(first_row + kRows, params.seq_q);
-       row += kPrologueThreads / kLanes) {
-    if (!reads_q && params.score.sees_keys(row, params.seq_k)) continue;
-    finite = finite && !any_nonfinite_in_q<typename Traits::Element>(params, batch, head, row,
-                                                                     thread % kLanes, kLanes);
-  }
-  const int all_finite = __syncthreads_and(finite);
-  if (thread == 0) params.nonfinite_rows[blockIdx.x] = all_finite == 0;
-  clear_left_out<Traits>(params);
-}
-
-// Blocks of a multiprocessor: it takes as long as its loads, of which so many are under way.
-template <class Traits>
-inline constexpr int kPrologueBlocks = Traits::kDimV <= 128 ? 6 : 2;
-
 // A block has rows of one head, which are padded to whole tiles.
 template <class Traits>
-__global__ void __launch_bounds__(kPrologueThreads, Traits::kRepairs ? kPrologueBlocks<Traits> : 1)
+__global__ void __launch_bounds__(kPrologueThreads)
     attention_backward_prologue(const __grid_constant__ CommonParams params) {
   using Element = typename Traits::Element;
   constexpr int kLanes = Traits::kDimV > 128 ? 32 : Traits::kDimV > 64 ? 16 : 8;  // of a row
@@ -142,10 +84,6 @@ __global__ void __launch_bounds__(kPrologueThreads, Traits::kRepairs ? kPrologue
     ptx::load_streaming_or_zero(out[pass], chunk_of(params.out_rows), valid);
     ptx::load_or_zero(dout[pass], chunk_of(params.dout_rows), valid);
   }
-  // Something that is not finite in dO shows in delta, whatever is in O. In Q it shows in the lse,
-  // but for rows that see no key, logits that a softcap bounds, and an lse that a sink keeps
-  // finite.
-  bool finite = true;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int row = first_row + pass * kRowsAtOnce + thread / kLanes;
@@ -154,7 +92,6 @@ __global__ void __launch_bounds__(kPrologueThreads, Traits::kRepairs ? kPrologue
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
       delta += __shfl_xor_sync(kFullWarp, delta, distance);
     }
-    if constexpr (Traits::kRepairs) finite = finite && isfinite(delta);
     if (lane != 0) continue;
     const int64_t place = static_cast<int64_t>(head_of_all) * params.tiles_q * Traits::kTileQ + row;
     if (row < params.seq_q && params.score.sees_keys(row, params.seq_k)) {
@@ -162,10 +99,8 @@ __global__ void __launch_bounds__(kPrologueThreads, Traits::kRepairs ? kPrologue
         return numbers[batch * strides.batch + head * strides.head + row * strides.seq];
       };
       if (params.dlse != nullptr) delta -= of_row(params.dlse, params.dlse_strides);
-      const float lse = of_row(params.lse, params.lse_strides) * kLog2E;
-      params.row_lse[place] = lse;
+      params.row_lse[place] = of_row(params.lse, params.lse_strides) * kLog2E;
       params.row_delta[place] = delta;
-      if constexpr (Traits::kRepairs) finite = finite && isfinite(lse) && isfinite(delta);
     } else {
       params.row_lse[place] = INFINITY;
       params.row_delta[place] = 0.0f;
@@ -174,9 +109,8 @@ __global__ void __launch_bounds__(kPrologueThreads, Traits::kRepairs ? kPrologue
 
   const Parts parts = Parts::of<Traits>(params, block_of_head / kBlocksPerTile);
   const Gradient& dq = params.dq_rows;
-  const bool sees_keys = parts.first <= parts.last;
-  const bool clears = !sees_keys && dq.rows != nullptr && params.accumulate == 0;
-  for (int row = first_row + thread / kLanes; clears && row < min(first_row + kRows, params.seq_q);
+  if (parts.first <= parts.last || dq.rows == nullptr || params.accumulate != 0) return;
+  for (int row = first_row + thread / kLanes; row < min(first_row + kRows, params.seq_q);
        row += kRowsAtOnce) {
     const int64_t place = batch * dq.strides.batch + head * dq.strides.head + row * dq.strides.seq;
     for (int c = lane; c < params.dim; c += kLanes) {
@@ -186,9 +120,6 @@ __global__ void __launch_bounds__(kPrologueThreads, Traits::kRepairs ? kPrologue
         static_cast<uint16_t*>(dq.rows)[place + c] = 0;
       }
     }
-  }
-  if constexpr (Traits::kRepairs) {
-    if (params.nonfinite_rows != nullptr) note_nonfinite<Traits>(params, finite);
   }
 }
 

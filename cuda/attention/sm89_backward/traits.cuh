@@ -70,7 +70,6 @@ struct Traits {
   static constexpr int kDim = kDim_;
   static constexpr int kDimV = kDimV_;
   static constexpr int kWarps = kTuning.warps;
-  static constexpr bool kRepairs = false;  // a block repairs what it leaves
   static constexpr int kThreads = kWarps * kThreadsPerWarp;
   static constexpr int kTileQ = kTuning.tile_q;
   static constexpr int kTileK = kTuning.tile_k;

@@ -1096,13 +1096,13 @@ struct Consumer : Counters<Traits::kInPanels> {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kRegisters; i += 2) sum = fmaf(values[i], values[i + 1], sum);
-    if (__all_sync(kFullWarp, isfinite(sum))) return false;
+    const bool finite = __all_sync(kFullWarp, isfinite(sum)) != 0;
     const SharedItem& item = *item_behind_steps();
     const int head = item.batch * params.heads_kv + item.head_kv;
     const int64_t tile = int64_t{head} * params.tiles_k + item.tile;
     const int64_t first = kWanted == Wanted::kDk ? attention_backward::key_tiles(params) : 0;
-    params.left_out[(first + tile) * kPlaces + keys_of_warp()] = 1;
-    return true;
+    params.left_out[(first + tile) * kPlaces + keys_of_warp()] = finite ? 0 : 1;
+    return !finite;
   }
 
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and

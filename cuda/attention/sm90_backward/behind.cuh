@@ -1,13 +1,14 @@
 // What comes behind the kernel of attention backward: dsinks, dQ that is written in fp32 or added
 // to what is there, and a repair of calls with bounds.
 //
-// There the tensor cores would spread what is not finite: they multiply what a row does not see by
-// 0. The main loop has no room to look for it, so others look at what goes in: the prologue at Q,
-// dO and the numbers of rows, a warp beside the consumers at K and V (watcher.cuh). Here rows are
-// looked at that share a tile, in which not every row sees every key, with something that is not
-// finite. Those with a gradient that is not finite are computed again by plain arithmetic
-// (cuda/attention/backward/masked_fallback.cuh). What is added to dV and dK would be lost then:
-// warps leave it out, and mark that.
+// In those the tensor cores spread what is not finite: they multiply what a row does not see by 0.
+// The kernel does not look for it. It shows here, since it spreads to all 64 rows of a warpgroup's
+// tile, to dQ from K and V, to dK and dV from Q, dO and the numbers of rows. So one row of each is
+// looked at, and if that is not finite, at what the tile shares where not every pair is seen; then
+// rows that are not finite are computed again by plain arithmetic
+// (cuda/attention/backward/masked_fallback.cuh). Rows that see no key, and keys that no row sees,
+// are looked at themselves. What is added to dV and dK would be lost: warps of the kernel leave it
+// out, and mark that.
 #pragma once
 
 #include "cuda/attention/backward/masked_fallback.cuh"
@@ -25,35 +26,97 @@ using attention_backward::Wanted;
 
 inline constexpr int kBehindBlocks = 132;
 inline constexpr int kRowsOfPlace = 16;  // of a warp of the consumers
+inline constexpr int kRowsOfTile = 64;   // of a warpgroup
 template <class Traits>
 inline constexpr int kDqPlaces = Traits::kTileQ / kRowsOfPlace;  // of a tile
 inline constexpr int kWarpsPerGroup = kThreadsPerGroup / kThreadsPerWarp;
+inline constexpr int kLanesOfPlace = 4;
+inline constexpr int kPlacesOfWarp = kThreadsPerWarp / kLanesOfPlace;  // at once
 
-template <class Traits>
-__device__ __forceinline__ bool any_nonfinite_in_queries(const CommonParams& params,
-                                                         int head_of_all, int tile_q) {
-  constexpr int kBlocks = Traits::kTileQ / attention_backward::kPrologueRows<Traits>;
-  const int batch = head_of_all / params.heads_q;
-  const int head = head_of_all - batch * params.heads_q;
-  const int64_t first = (int64_t{batch} * params.tiles_q + tile_q) * kBlocks;
+// Whether `columns` elements of a row are not all finite, as far as this one of `lanes` sees.
+template <class Element>
+__device__ __forceinline__ bool any_nonfinite(const uint16_t* row, int columns, int lane,
+                                              int lanes) {
+  uint32_t gathered = 0;
+  for (int column = 8 * lane; column < columns; column += 8 * lanes) {
+    const uint4 chunk = *reinterpret_cast<const uint4*>(row + column);
+    gathered = numeric::gather_nonfinite<Element>(gathered, chunk.x);
+    gathered = numeric::gather_nonfinite<Element>(gathered, chunk.y);
+    gathered = numeric::gather_nonfinite<Element>(gathered, chunk.z);
+    gathered = numeric::gather_nonfinite<Element>(gathered, chunk.w);
+  }
+  return numeric::any_nonfinite<Element>(gathered);
+}
+__device__ __forceinline__ bool any_nonfinite(const float* row, int columns, int lane, int lanes) {
   bool any = false;
-#pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    any = any || params.nonfinite_rows[(first + i) * params.heads_q + head] != 0;
+  for (int column = 4 * lane; column < columns; column += 4 * lanes) {
+    const float4 chunk = *reinterpret_cast<const float4*>(row + column);
+    any =
+        any || !isfinite(chunk.x) || !isfinite(chunk.y) || !isfinite(chunk.z) || !isfinite(chunk.w);
   }
   return any;
 }
 
-template <class Traits>
-__device__ __forceinline__ bool any_nonfinite_in_keys(const CommonParams& params, int head_of_all,
-                                                      int tile_k) {
-  const int64_t tile = int64_t{head_of_all} * params.tiles_k + tile_k;
-  bool any = false;
-#pragma unroll
-  for (int i = 0; i < Traits::kCluster; ++i) {
-    any = any || params.nonfinite_keys[tile * Traits::kCluster + i] != 0;
+// The same of a row of a gradient.
+template <class Element>
+__device__ __forceinline__ bool any_nonfinite(const Gradient& gradient, int64_t at, int columns,
+                                              int lane, int lanes) {
+  return gradient.fp32 != 0
+             ? any_nonfinite(static_cast<const float*>(gradient.rows) + at, columns, lane, lanes)
+             : any_nonfinite<Element>(static_cast<const uint16_t*>(gradient.rows) + at, columns,
+                                      lane, lanes);
+}
+
+// 16 rows of dQ, or keys of dK and dV, of those that exist.
+struct Place {
+  int batch;
+  int head;
+  int first_row;
+  int end_row;
+  int sample;  // a row of the same 64
+
+  template <class Traits, Wanted kWanted>
+  static __device__ __forceinline__ Place at(const CommonParams& params, int64_t number) {
+    constexpr bool kOfQueries = kWanted == Wanted::kDq;
+    constexpr int kTile = kOfQueries ? Traits::kTileQ : Traits::kTileK;
+    constexpr int kPlacesOfTile = kTile / kRowsOfPlace;
+    const int tiles = kOfQueries ? params.tiles_q : params.tiles_k;
+    const int heads = kOfQueries ? params.heads_q : params.heads_kv;
+    const int seq = kOfQueries ? params.seq_q : params.seq_k;
+    const int64_t tile = number / kPlacesOfTile;
+    const auto head_of_all = static_cast<int>(tile / tiles);
+    const int batch = head_of_all / heads;
+    const int first_row = static_cast<int>(tile - int64_t{head_of_all} * tiles) * kTile +
+                          static_cast<int>(number - tile * kPlacesOfTile) * kRowsOfPlace;
+    return {batch, head_of_all - batch * heads, first_row, min(first_row + kRowsOfPlace, seq),
+            first_row / kRowsOfTile * kRowsOfTile};
   }
-  return any;
+};
+
+// Whether some of its rows see no key, or no row sees some of its keys: those that are seen lie
+// together.
+template <Wanted kWanted>
+__device__ __forceinline__ bool has_blind(const CommonParams& params, const Place& place) {
+  const auto is_blind = [&](int row) {
+    return kWanted == Wanted::kDq
+               ? !params.score.sees_keys(row, params.seq_k)
+               : params.score.first_query(row) >= params.score.end_query(row, params.seq_q);
+  };
+  return is_blind(place.first_row) || is_blind(place.end_row - 1);
+}
+
+// Whether a place may hold what is not finite, as far as this one of kLanesOfPlace lanes sees.
+template <class Traits, Wanted kWanted>
+__device__ __forceinline__ bool is_suspect(const CommonParams& params, int64_t number, int lane) {
+  const Gradient& gradient = attention_backward::gradient_of<kWanted>(params);
+  if (gradient.rows == nullptr) return false;
+  const Place place = Place::at<Traits, kWanted>(params, number);
+  if (place.first_row >= place.end_row) return false;
+  const int64_t at = place.batch * gradient.strides.batch + place.head * gradient.strides.head +
+                     place.sample * gradient.strides.seq;
+  return has_blind<kWanted>(params, place) ||
+         any_nonfinite<typename Traits::Element>(
+             gradient, at, kWanted == Wanted::kDv ? params.dim_v : params.dim, lane, kLanesOfPlace);
 }
 
 // Whether `any_in` one of the tiles from `first` to `last` that holds a pair which is not seen:
@@ -68,155 +131,147 @@ __device__ __forceinline__ bool any_in_edges(int first, int last, int end_left, 
   return false;
 }
 
-// Whether what is not finite can have reached a tile of dQ, though not all of its rows see it.
+// Whether what is not finite can have reached rows of dQ that do not see it; a whole warp.
 template <class Traits>
-__device__ __forceinline__ bool is_at_risk_dq(const CommonParams& params, int head_of_all,
-                                              int tile_q) {
+__device__ __forceinline__ bool is_at_risk_dq(const CommonParams& params, const Place& place) {
+  using Element = typename Traits::Element;
+  const int tile_q = place.first_row / Traits::kTileQ;
   const Parts parts = Parts::of<Traits>(params, tile_q);
-  if (parts.first > parts.last) return false;
-  if (any_nonfinite_in_queries<Traits>(params, head_of_all, tile_q)) return true;
-  const int batch = head_of_all / params.heads_q;
-  const int head_kv = (head_of_all - batch * params.heads_q) / params.heads_per_kv;
+  const int head_kv = place.head / params.heads_per_kv;
   const int first_row = tile_q * Traits::kTileQ;
   const int last_row = min(first_row + Traits::kTileQ, params.seq_q) - 1;
+  const int lane = reread::lane_index();
   return any_in_edges(
       parts.first, parts.last, ceil_div(params.score.first_key(last_row), Traits::kTileK),
       params.score.end_key(first_row, params.seq_k) / Traits::kTileK, [&](int tile) {
-        return any_nonfinite_in_keys<Traits>(params, batch * params.heads_kv + head_kv, tile);
+        bool any = false;
+        const int end = min((tile + 1) * Traits::kTileK, params.seq_k);
+        for (int key = tile * Traits::kTileK; key < end; ++key) {
+          any = any ||
+                any_nonfinite<Element>(
+                    attention_backward::row_of(params.k_rows, place.batch, head_kv, key),
+                    params.dim, lane, kThreadsPerWarp) ||
+                any_nonfinite<Element>(
+                    attention_backward::row_of(params.v_rows, place.batch, head_kv, key),
+                    params.dim_v, lane, kThreadsPerWarp);
+        }
+        return __any_sync(kFullWarp, any) != 0;
       });
 }
 
-// The same of a tile of dK and dV.
+// The same of keys of dK and dV.
 template <class Traits>
-__device__ __forceinline__ bool is_at_risk_keys(const CommonParams& params, int head_of_all,
-                                                int tile_k) {
-  const int first_key = tile_k * Traits::kTileK;
+__device__ __forceinline__ bool is_at_risk_keys(const CommonParams& params, const Place& place) {
+  using Element = typename Traits::Element;
+  const int first_key = place.first_row / Traits::kTileK * Traits::kTileK;
   const int last_key = min(first_key + Traits::kTileK, params.seq_k) - 1;
   const int first = params.score.first_query(first_key);
   const int behind = params.score.end_query(last_key, params.seq_q);
   if (first >= behind) return false;
-  if (any_nonfinite_in_keys<Traits>(params, head_of_all, tile_k)) return true;
-  const int batch = head_of_all / params.heads_kv;
-  const int first_head =
-      batch * params.heads_q + (head_of_all - batch * params.heads_kv) * params.heads_per_kv;
+  const int lane = reread::lane_index();
   return any_in_edges(
       first / Traits::kTileQ, (behind - 1) / Traits::kTileQ,
       ceil_div(params.score.first_query(last_key), Traits::kTileQ),
       params.score.end_query(first_key, params.seq_q) / Traits::kTileQ, [&](int tile) {
         bool any = false;
-        for (int head = 0; head < params.heads_per_kv; ++head) {
-          any = any || any_nonfinite_in_queries<Traits>(params, first_head + head, tile);
+        const int begin = tile * Traits::kTileQ;
+        const int end = min(begin + Traits::kTileQ, params.seq_q);
+        for (int of_group = 0; of_group < params.heads_per_kv; ++of_group) {
+          const int head = place.head * params.heads_per_kv + of_group;
+          const int64_t numbers =
+              int64_t{place.batch * params.heads_q + head} * params.tiles_q * Traits::kTileQ;
+          for (int row = begin + lane; row < end; row += kThreadsPerWarp) {
+            // Infinity is the lse of rows that see no key.
+            any = any || !isfinite(params.row_delta[numbers + row]) ||
+                  !(params.row_lse[numbers + row] > -INFINITY);
+          }
+          for (int row = begin; row < end; ++row) {
+            any = any ||
+                  any_nonfinite<Element>(
+                      attention_backward::row_of(params.q_rows, place.batch, head, row), params.dim,
+                      lane, kThreadsPerWarp) ||
+                  any_nonfinite<Element>(
+                      attention_backward::row_of(params.dout_rows, place.batch, head, row),
+                      params.dim_v, lane, kThreadsPerWarp);
+          }
         }
-        return any;
+        return __any_sync(kFullWarp, any) != 0;
       });
 }
 
-// Whether one row of a gradient has nothing but finite elements; a whole warp.
-template <class Element>
-__device__ __forceinline__ bool is_finite_row(const Gradient& gradient, int64_t at, int columns) {
-  bool finite = true;
-  for (int pair = reread::lane_index(); 2 * pair < columns; pair += kThreadsPerWarp) {
-    if (gradient.fp32 != 0) {
-      const float2 two = *reinterpret_cast<const float2*>(static_cast<const float*>(gradient.rows) +
-                                                          at + 2 * pair);
-      finite = finite && isfinite(two.x) && isfinite(two.y);
-    } else {
-      const uint32_t two = *reinterpret_cast<const uint32_t*>(
-          static_cast<const uint16_t*>(gradient.rows) + at + 2 * pair);
-      finite = finite && !numeric::any_nonfinite<Element>(two);
-    }
-  }
-  return __all_sync(kFullWarp, finite);
-}
-
-// Rows that were left out, or those that are not finite.
-template <class Traits, Wanted kWanted>
-__device__ __forceinline__ void repair_rows(const CommonParams& params,
-                                            attention_backward::Part part) {
+// Computes rows of a place again: those that are not finite, or with kLeftOut all. A whole warp.
+template <class Traits, Wanted kWanted, bool kLeftOut = false>
+__device__ __forceinline__ void repair_place(const CommonParams& params, int64_t number) {
   const Gradient& gradient = attention_backward::gradient_of<kWanted>(params);
-  if (gradient.rows == nullptr) return;
-  const int64_t place = part.batch * gradient.strides.batch + part.head * gradient.strides.head;
-  const int end_row = part.end_row;
+  const Place place = Place::at<Traits, kWanted>(params, number);
+  if (!kLeftOut && !has_blind<kWanted>(params, place)) {
+    const bool at_risk = kWanted == Wanted::kDq ? is_at_risk_dq<Traits>(params, place)
+                                                : is_at_risk_keys<Traits>(params, place);
+    if (!at_risk) return;
+  }
+  const int columns = kWanted == Wanted::kDv ? params.dim_v : params.dim;
+  const int64_t first = place.batch * gradient.strides.batch + place.head * gradient.strides.head;
 #pragma unroll 1
-  for (int row = part.first_row; row < end_row; ++row) {
-    if (params.left_out == nullptr &&
-        is_finite_row<typename Traits::Element>(gradient, place + row * gradient.strides.seq,
-                                                part.end_column)) {
+  for (int row = place.first_row; row < place.end_row; ++row) {
+    if (!kLeftOut && !__any_sync(kFullWarp, any_nonfinite<typename Traits::Element>(
+                                                gradient, first + row * gradient.strides.seq,
+                                                columns, reread::lane_index(), kThreadsPerWarp))) {
       continue;
     }
-    part.first_row = row;
-    part.end_row = row + 1;
-    attention_backward::masked_fallback<Traits, kWanted>(params, part);
+    attention_backward::masked_fallback<Traits, kWanted>(
+        params, {place.batch, place.head, row, row + 1, 0, columns});
   }
 }
 
-// 16 rows of a tile of dQ.
-template <class Traits>
-__device__ __forceinline__ void repair_dq(const CommonParams& params, int64_t place) {
-  const int64_t tile = place / kDqPlaces<Traits>;
-  const auto head_of_all = static_cast<int>(tile / params.tiles_q);
-  const auto tile_q = static_cast<int>(tile - int64_t{head_of_all} * params.tiles_q);
-  const int batch = head_of_all / params.heads_q;
-  const int first_row =
-      tile_q * Traits::kTileQ + static_cast<int>(place - tile * kDqPlaces<Traits>) * kRowsOfPlace;
-  repair_rows<Traits, Wanted::kDq>(params,
-                                   {batch, head_of_all - batch * params.heads_q, first_row,
-                                    min(first_row + kRowsOfPlace, params.seq_q), 0, params.dim});
-}
-
-// 16 keys of a tile of dV or dK.
+// Of one gradient. Neighbouring places go to different warps: what is to be computed again lies
+// together.
 template <class Traits, Wanted kWanted>
-__device__ __forceinline__ void repair_keys(const CommonParams& params, int64_t place) {
-  const int64_t tile = place / kPlaces;
-  const auto head_of_all = static_cast<int>(tile / params.tiles_k);
-  const auto tile_k = static_cast<int>(tile - int64_t{head_of_all} * params.tiles_k);
-  const int batch = head_of_all / params.heads_kv;
-  const int first_row = tile_k * Traits::kTileK + static_cast<int>(place % kPlaces) * kRowsOfPlace;
-  repair_rows<Traits, kWanted>(params, {batch, head_of_all - batch * params.heads_kv, first_row,
-                                        min(first_row + kRowsOfPlace, params.seq_k), 0,
-                                        kWanted == Wanted::kDk ? params.dim : params.dim_v});
-}
-
-// Neighbouring places go to different warps: what is to be computed again lies together.
-template <class Traits>
-__device__ __forceinline__ void repair(const CommonParams& params, int warp, int warps) {
-  static_assert(kPlaces * kRowsOfPlace == Traits::kTileK);
-  const int64_t heads = int64_t{params.batch} * params.heads_q;
-  const int64_t of_dq =
-      attention_backward::sums_dq(params) ? 0 : heads * params.tiles_q * kDqPlaces<Traits>;
-  const int64_t of_keys = attention_backward::key_tiles(params) * kPlaces;  // of dV, and of dK
-  const int64_t end = of_dq + 2 * of_keys;
-  const auto is_repaired = [&](int64_t place) {
-    if (place >= end) return false;
-    if (place < of_dq) {
-      const int64_t tile = place / kDqPlaces<Traits>;
-      const auto head = static_cast<int>(tile / params.tiles_q);
-      return is_at_risk_dq<Traits>(params, head,
-                                   static_cast<int>(tile - int64_t{head} * params.tiles_q));
-    }
-    place -= of_dq;
-    if (params.left_out != nullptr) return params.left_out[place] != 0;
-    if (place >= of_keys) place -= of_keys;
-    const int64_t tile = place / kPlaces;
-    const auto head = static_cast<int>(tile / params.tiles_k);
-    return is_at_risk_keys<Traits>(params, head,
-                                   static_cast<int>(tile - int64_t{head} * params.tiles_k));
-  };
+__device__ __forceinline__ void repair(const CommonParams& params, int64_t places, int warp,
+                                       int warps) {
+  const int lane = reread::lane_index();
 #pragma unroll 1
-  for (int64_t first = warp; first < end; first += int64_t{kThreadsPerWarp} * warps) {
-    const bool is_own = is_repaired(first + int64_t{reread::lane_index()} * warps);
+  for (int64_t first = warp; first < places; first += int64_t{kPlacesOfWarp} * warps) {
+    const int64_t own = first + int64_t{lane / kLanesOfPlace} * warps;
+    const bool suspect =
+        own < places && is_suspect<Traits, kWanted>(params, own, lane % kLanesOfPlace);
+    const uint32_t found = __ballot_sync(kFullWarp, suspect);
 #pragma unroll 1
-    for (uint32_t left = __ballot_sync(kFullWarp, is_own); left != 0; left &= left - 1) {
-      const int64_t place = first + int64_t{__ffs(left) - 1} * warps;
-      if (place < of_dq) {
-        repair_dq<Traits>(params, place);
-      } else if (place < of_dq + of_keys) {
-        repair_keys<Traits, Wanted::kDv>(params, place - of_dq);
-      } else {
-        repair_keys<Traits, Wanted::kDk>(params, place - of_dq - of_keys);
+    for (int i = 0; found != 0 && i < kPlacesOfWarp; ++i) {
+      if ((found >> i * kLanesOfPlace & ((1 << kLanesOfPlace) - 1)) != 0) {
+        repair_place<Traits, kWanted>(params, first + int64_t{i} * warps);
       }
     }
   }
+}
+
+// Adds what warps of the kernel have left out.
+template <class Traits, Wanted kWanted>
+__device__ __forceinline__ void add_left_out(const CommonParams& params, int64_t places, int warp,
+                                             int warps) {
+  const uint8_t* const marks = params.left_out + (kWanted == Wanted::kDk ? places : 0);
+#pragma unroll 1
+  for (int64_t place = warp; place < places; place += warps) {
+    if (attention_backward::gradient_of<kWanted>(params).rows != nullptr && marks[place] != 0) {
+      repair_place<Traits, kWanted, true>(params, place);
+    }
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void repair_all(const CommonParams& params, int warp, int warps) {
+  static_assert(kPlaces * kRowsOfPlace == Traits::kTileK && Traits::kTileQ % kRowsOfTile == 0);
+  const int64_t of_keys = attention_backward::key_tiles(params) * kPlaces;
+  if (params.left_out != nullptr) {
+    add_left_out<Traits, Wanted::kDv>(params, of_keys, warp, warps);
+    add_left_out<Traits, Wanted::kDk>(params, of_keys, warp, warps);
+    return;
+  }
+  if (!attention_backward::sums_dq(params)) {
+    const int64_t heads = int64_t{params.batch} * params.heads_q;
+    repair<Traits, Wanted::kDq>(params, heads * params.tiles_q * kDqPlaces<Traits>, warp, warps);
+  }
+  repair<Traits, Wanted::kDv>(params, of_keys, warp, warps);
+  repair<Traits, Wanted::kDk>(params, of_keys, warp, warps);
 }
 
 // dQ that the kernel has left as sums: a warp takes what one of the consumers has left of a part,
@@ -228,7 +283,6 @@ __device__ __forceinline__ void write_sums(const CommonParams& params, int warp,
   static_assert(kWarpsOfPart * kThreadsPerWarp * Traits::kDqRegisters ==
                 Traits::kTileQ * Traits::kPanelColumns);
   const Gradient& dq = params.dq_rows;
-  const bool bounded = params.nonfinite_rows != nullptr;
   const int64_t tiles = int64_t{params.batch} * params.heads_q * params.tiles_q;
   const int lane = reread::lane_index();
 #pragma unroll 1
@@ -263,7 +317,7 @@ __device__ __forceinline__ void write_sums(const CommonParams& params, int warp,
       finite = finite && isfinite(values[i].x) && isfinite(values[i].y) && isfinite(values[i].z) &&
                isfinite(values[i].w);
     }
-    if (bounded && !__all_sync(kFullWarp, finite)) {
+    if (params.score.masked != 0 && !__all_sync(kFullWarp, finite)) {
       attention_backward::masked_fallback<Traits, Wanted::kDq>(
           params, {batch, head, first_row, min(first_row + kRowsOfPlace, params.seq_q),
                    first_column, min(first_column + Traits::kDqColumns, params.dim)});
@@ -303,7 +357,7 @@ __global__ void __launch_bounds__(attention_backward::kSinksThreads, 1)
     const int warps =
         (static_cast<int>(gridDim.x) - sinks_blocks) * attention_backward::kSinksWarps;
     if (attention_backward::sums_dq(params)) write_sums<Traits>(params, warp, warps);
-    if (params.nonfinite_rows != nullptr) repair<Traits>(params, warp, warps);
+    if (params.score.masked != 0) repair_all<Traits>(params, warp, warps);
   }
 }
 

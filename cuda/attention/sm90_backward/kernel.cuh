@@ -4,7 +4,6 @@
 #include "cuda/attention/sm90_backward/backward.cuh"
 #include "cuda/attention/sm90_backward/by_products.cuh"
 #include "cuda/attention/sm90_backward/panels.cuh"
-#include "cuda/attention/sm90_backward/watcher.cuh"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/registers.cuh"
@@ -28,11 +27,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     constexpr int kWarpsOfSlot = Traits::kInPanels ? kWarps : kConsumerWarps;
     // Queries go to all blocks of a cluster at once.
     constexpr int kWarpsOfQueries = Traits::kCluster * kConsumerWarps;
-    const int watchers = params.nonfinite_keys != nullptr ? 1 : 0;
     ptx::mbarrier_init(barriers.k_full(), 1);
-    ptx::mbarrier_init(barriers.k_empty(), kConsumerWarps + kSlots + watchers);
+    ptx::mbarrier_init(barriers.k_empty(), kConsumerWarps + kSlots);
     ptx::mbarrier_init(barriers.v_full(), 1);
-    ptx::mbarrier_init(barriers.v_empty(), kWarpsOfV + watchers);
+    ptx::mbarrier_init(barriers.v_empty(), kWarpsOfV);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       ptx::mbarrier_init(barriers.q_full(stage), 1);
       ptx::mbarrier_init(barriers.q_empty(stage), kWarpsOfQueries);
@@ -85,15 +83,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   } else {
     ptx::give_registers_back<Traits::kProducerRegisters>();
     const int warp = warp_index();
-    if (warp > kSlots) {
-      if (params.nonfinite_keys != nullptr) {
-        Watcher<Traits>{params, barriers, shared, items}.run();
-      }
-    } else if (lane_index() != 0) {
+    if (lane_index() != 0) {
       // Other lanes have nothing to do.
     } else if (warp == 0) {
       Producer<Traits>(params, barriers, shared, items).run();
-    } else {
+    } else if (warp <= kSlots) {
       const int slot = warp - 1;
       Writer<Traits> writer(params, barriers,
                             shared + Traits::kSlotOffset + slot * Traits::kSlotBytes, items, slot);

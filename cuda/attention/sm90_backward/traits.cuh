@@ -67,7 +67,6 @@ struct Traits {
   static constexpr bool kInPanels = kTuning.share != Share::kKeys;
   static constexpr bool kByProducts = kTuning.share == Share::kProducts;
   static constexpr int kTileK = 2 * kKeysPerGroup;
-  static constexpr bool kRepairs = true;
   // Blocks of a cluster share an item: each has some of the keys, and a share of the columns of dQ.
   static constexpr int kCluster = kByProducts ? 2 : 1;
   static constexpr int kBlockKeys = kTileK / kCluster;
