@@ -389,6 +389,12 @@ using ConstTensorView = BasicTensorView<const void>;
 // Order of the axes of q, k, v and out: [batch, seq, heads, dim] or [batch, heads, seq, dim].
 enum class Layout : int32_t { bshd = FLASHMOE_LAYOUT_BSHD, bhsd = FLASHMOE_LAYOUT_BHSD };
 
+// Which numbers of a head are pairs: the two halves, or neighbours.
+enum class Rotary : int32_t {
+  neox = FLASHMOE_ROTARY_NEOX,
+  interleaved = FLASHMOE_ROTARY_INTERLEAVED
+};
+
 // Which keys j a query i sees: all, j <= i + seq_k - seq_q, or j <= i.
 enum class Causal : int32_t {
   none = FLASHMOE_CAUSAL_NONE,
@@ -484,6 +490,29 @@ struct MergeStates {
   ConstTensorView prior_lse;  // [batch, heads, seq]
   TensorView out;             // [batch, seq, heads, dim_v]; may be prior_out
   TensorView lse;             // [batch, heads, seq]; may be prior_lse; absent: not wanted
+  Layout layout = Layout::bshd;
+  const char* kernel = nullptr;  // nullptr: the best here
+};
+
+// New keys and values into a cache, rotated on the way: flashmoe_kv_append.
+struct KvAppend {
+  ConstTensorView k;              // [batch, seq, heads_kv, dim], in layout bshd
+  ConstTensorView v;              // [batch, seq, heads_kv, dim_v]
+  TensorView k_cache;             // [batch or pages, rows, heads_kv, dim]
+  TensorView v_cache;             // [batch or pages, rows, heads_kv, dim_v]
+  ConstTensorView slots;          // [batch, seq] int32, int64; absent, as all below: without
+  ConstTensorView cache_seqlens;  // [batch] int32
+  ConstTensorView cu_seqlens;     // [batch + 1] int32
+  ConstTensorView seqused;        // [batch] int32
+  ConstTensorView batch_index;    // [batch] int32
+  ConstTensorView page_table;     // [batch, pages of a sequence] int32
+  ConstTensorView positions;      // [batch, seq] int32, int64
+  ConstTensorView rotary_cos;     // [positions, rotary_dim / 2]
+  ConstTensorView rotary_sin;
+  ConstTensorView q;  // [batch, seq_q, heads_q, dim]
+  TensorView q_out;   // as q, which it may be
+  Rotary rotary = Rotary::neox;
+  bool q_stays = false;  // all queries of a sequence stand where its first does
   Layout layout = Layout::bshd;
   const char* kernel = nullptr;  // nullptr: the best here
 };
@@ -728,6 +757,54 @@ struct Bound<MergeStates> {
     params.prior_lse = prior_lse;
     params.out = out;
     params.lse = lse;
+    params.layout = static_cast<int32_t>(call.layout);
+    params.kernel = call.kernel;
+  }
+};
+
+template <>
+struct Bound<KvAppend> {
+  static constexpr auto plan = flashmoe_kv_append_plan;
+  static constexpr auto workspace_size = flashmoe_kv_append_workspace_size;
+  static constexpr auto run = flashmoe_kv_append;
+
+  Argument k, v, k_cache, v_cache, slots, cache_seqlens, cu_seqlens, seqused, batch_index;
+  Argument page_table, positions, rotary_cos, rotary_sin, q, q_out;
+  flashmoe_kv_append_params params = flashmoe_kv_append_params_init();
+
+  explicit Bound(const KvAppend& call) noexcept
+      : k(call.k),
+        v(call.v),
+        k_cache(call.k_cache),
+        v_cache(call.v_cache),
+        slots(call.slots),
+        cache_seqlens(call.cache_seqlens),
+        cu_seqlens(call.cu_seqlens),
+        seqused(call.seqused),
+        batch_index(call.batch_index),
+        page_table(call.page_table),
+        positions(call.positions),
+        rotary_cos(call.rotary_cos),
+        rotary_sin(call.rotary_sin),
+        q(call.q),
+        q_out(call.q_out) {
+    params.k = k;
+    params.v = v;
+    params.k_cache = k_cache;
+    params.v_cache = v_cache;
+    params.slots = slots;
+    params.cache_seqlens = cache_seqlens;
+    params.cu_seqlens = cu_seqlens;
+    params.seqused = seqused;
+    params.batch_index = batch_index;
+    params.page_table = page_table;
+    params.positions = positions;
+    params.rotary_cos = rotary_cos;
+    params.rotary_sin = rotary_sin;
+    params.q = q;
+    params.q_out = q_out;
+    params.rotary = static_cast<int32_t>(call.rotary);
+    params.q_stays = call.q_stays ? 1 : 0;
     params.layout = static_cast<int32_t>(call.layout);
     params.kernel = call.kernel;
   }

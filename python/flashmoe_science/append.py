@@ -81,15 +81,20 @@ def kv_append(
 
     Raises: What flash_attention raises. A message names the argument.
     """
-    arguments = (
-        k, v, k_cache, v_cache, slots, cache_seqlens, cu_seqlens, seqused, batch_index, page_table,
-        positions, rotary_cos, rotary_sin, interleaved, q, q_stays, layout, q_out, kernel, stream,
-    )  # fmt: skip
     if is_traced():
         from flashmoe_science.torch import append
 
-        return append.kv_append(*arguments)
-    return _core.kv_append(*arguments)
+        return append.kv_append(
+            k, v, k_cache, v_cache, slots=slots, cache_seqlens=cache_seqlens,
+            cu_seqlens=cu_seqlens, seqused=seqused, batch_index=batch_index, page_table=page_table,
+            positions=positions, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+            interleaved=interleaved, q=q, q_stays=q_stays, layout=layout, q_out=q_out,
+            kernel=kernel, stream=stream,
+        )  # fmt: skip
+    return _core.kv_append(
+        k, v, k_cache, v_cache, slots, cache_seqlens, cu_seqlens, seqused, batch_index, page_table,
+        positions, rotary_cos, rotary_sin, interleaved, q, q_stays, layout, q_out, kernel, stream,
+    )  # fmt: skip
 
 
 def kv_append_plan(

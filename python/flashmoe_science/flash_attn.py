@@ -384,22 +384,24 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         q = turned if rotated else q
         used = (lengths + k.shape[1]).clamp(max=rows)
-    tables = {
+    tables: dict[str, Any] = {
         "seqused_k": used, "batch_index": cache_batch_idx, "page_table": block_table,
         "k_begin": cache_leftpad,
     }  # fmt: skip
-    return flash_attention(
+    attend: Any = flash_attention  # of either kind of result
+    return attend(
         q, k_cache, v_cache, causal=bool(causal), window=window, scale=softmax_scale,
         softcap=softcap if softcap > 0 else None, return_lse=return_softmax_lse, **tables,
     )  # fmt: skip
 
 
-def _cache_lengths(given: int | torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+def _cache_lengths(given: Any, q: torch.Tensor) -> torch.Tensor | None:
     if isinstance(given, int) and not isinstance(given, bool):
         return torch.full((q.shape[0],), given, dtype=torch.int32, device=q.device)
     if given is not None:
         _check_rank(1, cache_seqlens=given)
-    return given
+    lengths: torch.Tensor | None = given
+    return lengths
 
 
 def merge_attn_states(

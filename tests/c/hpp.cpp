@@ -582,6 +582,62 @@ void merge_states() {
         [&] { return fm::run(call, workspace); });
 }
 
+void kv_append() {
+  const std::vector<float> k = random(2 * 16, 20), v = random(2 * 8, 21), q = random(2 * 16, 22);
+  const std::vector<float> cos = random(9 * 2, 23), sin = random(9 * 2, 24);
+  const int32_t lengths[] = {5, 0}, table[] = {2, 1, 3, 0};
+  const auto rotated = [&](const float* x, int32_t position, size_t i) {
+    const size_t at = static_cast<size_t>(position) * 2 + i % 4 / 2,
+                 other = i % 2 == 0 ? i + 1 : i - 1;
+    if (i >= 4) return x[i];
+    return x[i] * cos[at] + (i % 2 == 0 ? -1 : 1) * x[other] * sin[at];
+  };
+  std::vector<float> k_cache(4 * 4 * 16, -1), v_cache(4 * 4 * 8, -1), q_out(2 * 16, NAN);
+  fm::KvAppend call;
+  call.k = fm::ConstTensorView(k.data(), {2, 1, 1, 16});
+  call.v = fm::ConstTensorView(v.data(), {2, 1, 1, 8});
+  call.k_cache = fm::TensorView(k_cache.data(), {4, 4, 1, 16});
+  call.v_cache = fm::TensorView(v_cache.data(), {4, 4, 1, 8});
+  call.cache_seqlens = fm::ConstTensorView(lengths, {2});
+  call.page_table = fm::ConstTensorView(table, {2, 2});
+  call.rotary_cos = fm::ConstTensorView(cos.data(), {9, 2});
+  call.rotary_sin = fm::ConstTensorView(sin.data(), {9, 2});
+  call.rotary = fm::Rotary::interleaved;
+  call.q = fm::ConstTensorView(q.data(), {2, 1, 1, 16});
+  call.q_out = fm::TensorView(q_out.data(), {2, 1, 1, 16});
+  fm::Workspace workspace;
+  done(fm::run(call, workspace));
+  CHECK(std::strstr(get(fm::plan(call)).launches[0].kernel, "kv_append_cpu") != nullptr);
+  CHECK(get(fm::workspace_size(call)) == 0);
+  // Key 5 is in the second page of the first sequence, key 0 in the first one of the second.
+  const size_t rows[] = {1 * 4 + 1, 3 * 4 + 0};
+  for (size_t b = 0; b < 2; ++b) {
+    for (size_t i = 0; i < 16; ++i) {
+      const float want = rotated(&k[b * 16], lengths[b], i);
+      CHECK(std::fabs(k_cache[rows[b] * 16 + i] - want) <= 1e-5f);
+      CHECK(std::fabs(q_out[b * 16 + i] - rotated(&q[b * 16], lengths[b], i)) <= 1e-5f);
+      k_cache[rows[b] * 16 + i] = -1;
+    }
+    for (size_t i = 0; i < 8; ++i) CHECK(v_cache[rows[b] * 8 + i] == v[b * 8 + i]);
+  }
+  CHECK(k_cache == std::vector<float>(4 * 4 * 16, -1));
+
+  // The same rows by their slots, in the other layout: with one head they are the same.
+  std::vector<float> again(v_cache.size(), -1);
+  const int64_t slots[] = {5, 12}, positions[] = {5, 0};
+  call.cache_seqlens = call.page_table = fm::ConstTensorView();
+  call.slots = fm::ConstTensorView(slots, {2, 1});
+  call.positions = fm::ConstTensorView(positions, {2, 1});
+  call.k_cache = fm::TensorView(k_cache.data(), {4, 1, 4, 16});
+  call.v_cache = fm::TensorView(again.data(), {4, 1, 4, 8});
+  call.layout = fm::Layout::bhsd;
+  done(fm::run(call, workspace));
+  CHECK(again == v_cache);
+  call.q_stays = true;
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "q_stays: got 1",
+        [&] { return fm::run(call, workspace); });
+}
+
 void library() {
   CHECK(fm::version() == flashmoe_version());
   CHECK(std::strstr(get(fm::build_info()).kernel_families, "cpu") != nullptr);
@@ -615,5 +671,6 @@ void FLASHMOE_HPP_CHECKS() {
   experts();
   given_experts_and_grouped_product();
   merge_states();
+  kv_append();
   library();
 }

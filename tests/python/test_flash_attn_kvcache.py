@@ -220,7 +220,7 @@ def test_new_keys_without_room_are_left_out() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_in_a_graph(backend: str) -> None:
-    """One for all lengths; aot_eager has no mutation in it, and writes to the cache all the same."""
+    """One for all lengths, which writes to the cache where nothing in it is mutated, too."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend(backend)

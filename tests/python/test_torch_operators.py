@@ -59,6 +59,7 @@ def test_every_operator_is_checked() -> None:
               if name.startswith("flashmoe::")}  # fmt: skip
     ragged = {"ragged_attention", "ragged_attention_with_lse",
               "ragged_attention_backward"}  # by test_sequences.py  # fmt: skip
+    ragged |= {"kv_append", "kv_append_with_q"}  # by test_kv_append.py
     assert listed == {call.operator for call in calls(fm)} | {"attention_backward"} | ragged
 
 
@@ -198,6 +199,7 @@ def test_outputs_are_the_graphs_own() -> None:
     [
         "flash_attention",
         "flash_attention_backward",
+        "kv_append",
         "merge_states",
         "moe_route",
         "moe_route_given",

@@ -2,6 +2,7 @@
 // the rest.
 #include <array>
 #include <cstdio>
+#include <utility>
 
 #include "core/backends.h"
 #include "core/operation.h"
@@ -342,7 +343,8 @@ struct KvAppend {
   // Rows move; a rotation is not counted.
   static double flops(const Problem&) { return 0; }
   static bool is_empty(const Problem& p) {
-    return p.batch == 0 || (p.seq == 0 || p.heads_kv == 0) && (p.seq_q == 0 || p.heads_q == 0);
+    const bool no_keys = p.seq == 0 || p.heads_kv == 0;
+    return p.batch == 0 || (no_keys && (p.seq_q == 0 || p.heads_q == 0));
   }
 
   static void print(const Params& params, const Problem& p, char* text, size_t size) {

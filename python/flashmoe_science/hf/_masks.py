@@ -96,16 +96,20 @@ def attention_mask(
         aligned = q_length == kv_length and mask_function is not bidirectional_mask_function
         if not windowed or aligned:
             filled = kv_length
-    elif q_length == 1 and known and _is_plain(mask_function, local_size):
+    one_more = False
+    if filled is None and q_length == 1 and known and _is_plain(mask_function, local_size):
         reason = _STATIC
+        if not allow_is_causal_skip and _is_on_cpu(options):
+            filled = _filled(q_offset, q_length, kv_offset, kv_length)
+            one_more = filled is not None
     padding: Padding | None = None
     if filled is not None:
         lengths = (kv_offset, filled, q_length)
         # Where a query stands counts under a causal mask and in a window alone.
-        placed = allow_is_causal_skip or local_size is not None
+        placed = allow_is_causal_skip or local_size is not None or one_more
         reason, padding = _padding(attention_mask, lengths, placed)
         filled = None if reason else filled
-    if filled == kv_length and padding is None:  # and no cache has room for more
+    if filled == kv_length and padding is None and not one_more:  # and no cache has room for more
         return None
     mask: torch.Tensor | None = sdpa_mask(
         batch_size,
@@ -121,6 +125,14 @@ def attention_mask(
         config=config,
         **options,
     )
+    # That nothing else hides keys was seen of its name alone.
+    if (
+        mask is not None
+        and one_more
+        and filled is not None
+        and not _hides_as_told(mask, attention_mask, kv_offset, filled, local_size)
+    ):
+        filled, padding, reason = None, None, _STATIC
     if mask is not None and not torch.compiler.is_compiling():
         if filled is not None or q_length == 1:  # and is small
             # As generate() has it: another tensor would lack the attribute.
@@ -141,6 +153,33 @@ def _is_plain(mask_function: Callable[..., Any], local_size: int | None) -> bool
     Such a mask of one query is made for caches alone that may be compiled.
     """
     return mask_function is causal_mask_function or local_size is not None
+
+
+def _is_on_cpu(options: dict[str, Any]) -> bool:
+    """Whether how far a static cache is filled may be read: on a GPU it would be waited for."""
+    device = options.get("device")
+    return not torch.compiler.is_compiling() and (
+        device is not None and torch.device(device).type == "cpu"
+    )
+
+
+def _hides_as_told(
+    mask: torch.Tensor,
+    padding: torch.Tensor | None,
+    kv_offset: int,
+    filled: int,
+    window: int | None,
+) -> bool:
+    """Whether the mask of one query is what `attention` makes of these."""
+    keys = mask.shape[-1]
+    at = torch.arange(keys, device=mask.device)
+    seen = at < filled
+    if window is not None:
+        seen &= at >= filled - window
+    if padding is not None:
+        shown = padding[:, kv_offset : kv_offset + keys] != 0
+        seen = seen & torch.nn.functional.pad(shown, (0, keys - shown.shape[1]))
+    return bool((mask[:, 0, 0] == seen).all())
 
 
 def _filled(q_offset: Any, q_length: int, kv_offset: int, kv_length: int) -> int | None:

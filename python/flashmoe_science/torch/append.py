@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from flashmoe_science import _core
 from flashmoe_science._append import WORDS
@@ -31,9 +31,9 @@ def _fake(*arguments: Any) -> Any:
 
 def _kernel(*arguments: Any) -> Any:
     tensors, options = arguments[: len(_TENSORS)], arguments[len(_TENSORS) :]
-    *others, q = tensors
+    call: Callable[..., Any] = _core.kv_append  # whose arguments a tuple has
     interleaved, q_stays, layout, kernel = options
-    return _core.kv_append(*others, interleaved, q, q_stays, layout, None, kernel, None)
+    return call(*tensors[:-1], interleaved, tensors[-1], q_stays, layout, None, kernel, None)
 
 
 def _check(*arguments: Any) -> None:
@@ -74,12 +74,28 @@ _kv_append_with_q = _define(
 
 
 def kv_append(
-    k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any = None, cache_seqlens: Any = None,
-    cu_seqlens: Any = None, seqused: Any = None, batch_index: Any = None, page_table: Any = None,
-    positions: Any = None, rotary_cos: Any = None, rotary_sin: Any = None,
-    interleaved: bool = False, q: Any = None, q_stays: bool = False, layout: str = "bshd",
-    q_out: Any = None, kernel: str | None = None, stream: object = None,
-) -> Any:  # fmt: skip
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    slots: Any = None,
+    cache_seqlens: Any = None,
+    cu_seqlens: Any = None,
+    seqused: Any = None,
+    batch_index: Any = None,
+    page_table: Any = None,
+    positions: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    interleaved: bool = False,
+    q: Any = None,
+    q_stays: bool = False,
+    layout: Literal["bshd", "bhsd"] = "bshd",
+    q_out: Any = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> Any:
     """flashmoe_science.kv_append, which see. In a graph, q_out and stream are None."""
     tensors = (
         k, v, k_cache, v_cache, slots, cache_seqlens, cu_seqlens, seqused, batch_index, page_table,
