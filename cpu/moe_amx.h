@@ -61,7 +61,7 @@ class TiledRows {
     for (int64_t column = 0; column < tile_.columns; column += columns) {
       MoeTile chunk = tile_;
       chunk.columns = smaller(columns, tile_.columns - column);
-      chunk.out = static_cast<Bf16*>(tile_.out) + column;
+      chunk.out = static_cast<char*>(tile_.out) + column * (tile_.out_is_fp32 ? 4 : 2);
       for (int m = 0; m < tile_.matrices; ++m) {
         MoeWeights& w = chunk.weights[m];
         w.data = static_cast<const Bf16*>(w.data) + column * w.row_stride;
@@ -414,5 +414,10 @@ constexpr MoeKernel tiled_kernel(const char* isa) {
           0,
           TileScratch::kBytes,
           multiply_in_tiles,
-          add_rows<Bf16>};
+          add_rows<Bf16>,
+          differentiate_row<Bf16>,
+          {kOuterRows, kOuterColumns},
+          add_outer_products<Bf16PairProduct>,
+          sum_rows<Bf16>,
+          dot_of};
 }
