@@ -37,6 +37,11 @@ def activate(z: torch.Tensor, activation: str, alpha: float) -> torch.Tensor:
     return torch.nn.functional.gelu(z, approximate="tanh" if "tanh" in activation else "none")
 
 
+def cut_above(z: torch.Tensor, limit: float) -> torch.Tensor:
+    """With a gradient at the limit, whatever torch's clamp has there."""
+    return torch.where(z > limit, limit, z)
+
+
 def layer(
     x: torch.Tensor,
     ids: np.ndarray,
@@ -66,8 +71,8 @@ def layer(
         u = linear(rows, "up")
         g = linear(rows, "gate") if "w_gate" in w else None
         if limit is not None:
-            u = u.clamp(-limit, limit)
-            g = None if g is None else g.clamp(max=limit)
+            u = torch.where(u < -limit, -limit, cut_above(u, limit))
+            g = None if g is None else cut_above(g, limit)
         if g is None:
             a = activate(u, activation, alpha)
         else:
