@@ -13,7 +13,8 @@
 namespace flashmoe {
 
 inline constexpr OperationWords kMoeWords = {"the mixture of experts", "all tensors of a call",
-                                             "out", "has no backward pass yet", false};
+                                             "out", "records gradients of torch's inputs alone",
+                                             true};
 inline constexpr int64_t kMaxTopK = 32;
 inline constexpr int64_t kMaxExperts = 1024;
 inline constexpr int64_t kMaxPairs = (int64_t{1} << 31) - (int64_t{1} << 16);
@@ -561,6 +562,12 @@ struct RouteBackwardCall {
 template <class... Arguments>
 nb::object dispatch(const char* name, const Arguments&... arguments) {
   return nb::module_::import_("flashmoe_science._moe").attr(name)(arguments...);
+}
+
+// The same of flashmoe_science._moe_autograd, which records the gradients of torch's tensors.
+template <class... Arguments>
+nb::object record(const char* name, const Arguments&... arguments) {
+  return nb::module_::import_("flashmoe_science._moe_autograd").attr(name)(arguments...);
 }
 
 struct LayerWeights {

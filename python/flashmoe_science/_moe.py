@@ -24,9 +24,7 @@ WORDS = Words(
     "the mixture of experts", "all tensors of a call", "out",
     "records gradients of torch's inputs alone, with torch 2.10 or newer",
 )  # fmt: skip
-BACKWARD = Words(
-    "the backward of the mixture of experts", "all tensors of a call", "all gradients"
-)
+BACKWARD = Words("the backward of the mixture of experts", "all tensors of a call", "all gradients")
 
 _ROUTER_MULTIPLE = 8  # of experts, for the router's product
 _MAX_EXPERTS = 1024
@@ -226,9 +224,7 @@ def moe_backward(
 def grouped_product_backward(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
 ) -> list[Any]:
-    return _differentiate(
-        "grouped_product_backward", tensors, tensors, options, outputs, stream
-    )
+    return _differentiate("grouped_product_backward", tensors, tensors, options, outputs, stream)
 
 
 def moe_route_backward(
