@@ -1,4 +1,5 @@
-"""Gradients of the layer on the CPU against float64, for every instruction set, dtype and layout."""
+"""Gradients of the layer on the CPU against float64, for every instruction set, dtype and
+layout."""
 
 from __future__ import annotations
 

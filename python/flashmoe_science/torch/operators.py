@@ -55,7 +55,7 @@ _IN_TRANSFORM = (
     "are others; "
 )
 _BY_ATTENTION = "outside of torch.compile, call flashmoe_science.flash_attention"
-_BY_BACKWARD = "call torch.autograd.grad or Tensor.backward"
+_BY_BACKWARD = "call Tensor.backward or torch.autograd.grad in its place"
 
 
 def _define(
@@ -814,7 +814,7 @@ def _moe_backward_kernel(*arguments: Any) -> Any:
     return tuple(made)
 
 
-_moe_backward = _define(
+_moe_backward: Any = _define(
     "moe_backward", _MOE_BACKWARD,
     "(Tensor dout, Tensor x, Tensor w_gate_up, Tensor w_down, Tensor weights, Tensor offsets, "
     "Tensor pairs, Tensor slots, Tensor? w_up, Tensor? b_gate_up, Tensor? b_up, Tensor? b_down, "
@@ -847,7 +847,7 @@ def _route_backward_kernel(
         )  # fmt: skip
 
 
-_route_backward = _define(
+_route_backward: Any = _define(
     "moe_route_backward", _MOE_BACKWARD,
     "(Tensor dweights, Tensor ids, Tensor? logits, Tensor? weights, Tensor? dlse, str scoring, "
     "bool renormalize, float scale) -> Tensor",
@@ -870,8 +870,9 @@ def _product_backward_kernel(*arguments: Any) -> Any:
     dout, x, w, offsets, counts, bias, wanted = arguments
     made = _product_gradients(arguments)
     there = (wanted[0], wanted[1], wanted[2] and bias is not None)
-    outputs = {name: y for name, y, want in zip(("dx", "dw", "dbias"), made, there, strict=True)
-               if want}  # fmt: skip
+    outputs: dict[str, Any] = {
+        name: y for name, y, want in zip(("dx", "dw", "dbias"), made, there, strict=True) if want
+    }
     if outputs:
         with torch.no_grad():
             fm.grouped_product_backward(
@@ -881,7 +882,7 @@ def _product_backward_kernel(*arguments: Any) -> Any:
     return tuple(made)
 
 
-_product_backward = _define(
+_product_backward: Any = _define(
     "grouped_product_backward", _MOE_BACKWARD,
     "(Tensor dout, Tensor x, Tensor w, Tensor? offsets, Tensor? counts, Tensor? bias, "
     "bool[] wanted) -> (Tensor dx, Tensor dw, Tensor dbias)",
@@ -1070,10 +1071,9 @@ def moe_route(
 
 
 def traced_moe_route(logits: torch.Tensor, top_k: int, *options: Any) -> MoeRouting:
-    """moe_route by its operator."""
-    *options, return_lse = options
-    operator = _route_with_lse if return_lse else _route
-    return MoeRouting(*operator(logits, top_k, *options))
+    """moe_route by its operator; return_lse comes last."""
+    operator = _route_with_lse if options[-1] else _route
+    return MoeRouting(*operator(logits, top_k, *options[:-1]))
 
 
 def moe_route_given(
