@@ -16,7 +16,7 @@
 //
 // Every sum runs in the order of depth, whatever the number of rows and columns.
 //
-// Included after cpu/moe_few_rows.h and cpu/bf16_pair_product.h, with kGroupRows the rows of a
+// Included after cpu/moe_gradient_rows.h and cpu/bf16_pair_product.h, with kGroupRows the rows of a
 // tile.
 
 // Of a product, of which a tile is a part: by rows no more rows than are packed over all of a depth

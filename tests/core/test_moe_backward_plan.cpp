@@ -46,14 +46,10 @@ struct Tensor {
     strides[1] = 1;
     strides[0] = shape[1] * shape[2];
   }
-  size_t bytes() const {
-    size_t count = view.dtype.bits / 8;
-    for (const int64_t extent : shape) count *= static_cast<size_t>(extent);
-    return count;
-  }
-  // Memory of its own, full of one byte, behind an aligned beginning.
+  // Memory of its own, full of one byte, behind an aligned beginning: enough for any of these
+  // tensors, of any dtype.
   void allocate(unsigned char fill) {
-    memory.assign(bytes() + 64, fill);
+    memory.assign(size_t{1} << 15, fill);
     const auto at = reinterpret_cast<uintptr_t>(memory.data());
     view.data = reinterpret_cast<void*>((at + 63) / 64 * 64);
   }
