@@ -31,8 +31,8 @@ def leaves(dtype: Any, *, transposed: bool = False, seed: int = 0) -> dict[str, 
 
     made = {
         "tokens": normal(T, H), "router_weights": normal(E, H, scale=0.2),
-        "router_bias": normal(E), "w_gate_up": matrix(E, 2 * INNER, H), "w_down": matrix(E, H, INNER),
-        "b_gate_up": normal(E, 2 * INNER), "b_down": normal(E, H),
+        "router_bias": normal(E), "w_gate_up": matrix(E, 2 * INNER, H),
+        "w_down": matrix(E, H, INNER), "b_gate_up": normal(E, 2 * INNER), "b_down": normal(E, H),
     }  # fmt: skip
     return {name: x.requires_grad_() for name, x in made.items()}
 
