@@ -387,6 +387,24 @@ def test_hostile_routing_stays_inside(library: ctypes.CDLL) -> None:
         assert all(np.isfinite(gradient).all() for gradient in made.values())
 
 
+def test_two_slots_of_one_pair(library: ctypes.CDLL) -> None:
+    """The one that `slots` names counts, and the other does not: as in the forward."""
+    rng = np.random.default_rng(10)
+    layer = make_layer(rng, 3, 64, 40, capi.DTYPES["fp32"])
+    x = capi.normal(rng, (12, 64), capi.DTYPES["fp32"])
+    dout = capi.normal(rng, (12, 64), capi.DTYPES["fp32"])
+    ids = np.full((12, 2), -1, np.int32)
+    ids[:, 0] = np.arange(12) % 3
+    routing = routing_of(ids, 3, rng.standard_normal((12, 2)).astype(np.float32))
+    want = run_backward(dout, x, layer, routing)
+    last = int(routing.offsets[-1])
+    routing.pairs[last] = routing.pairs[0]  # once more, as a row of the last expert
+    routing.offsets[-1] += 1
+    made = run_backward(dout, x, layer, routing)
+    for name, gradient in want.items():
+        assert made[name].tobytes() == gradient.tobytes(), name
+
+
 def test_no_tokens(library: ctypes.CDLL) -> None:
     rng = np.random.default_rng(9)
     layer = make_layer(rng, 3, 64, 40, capi.DTYPES["bf16"], bias="fp32")

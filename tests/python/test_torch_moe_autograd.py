@@ -152,7 +152,21 @@ def test_grouped_product(fm: Any, counted: bool) -> None:
         torch.testing.assert_close(got, ref)
 
 
-def test_what_is_frozen_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_experts_cost_no_products() -> None:
+    given = {name: x.detach() for name, x in leaves(torch.float32).items()}
+    given["tokens"].requires_grad_()
+    fm.fused_moe(**given, top_k=K).sum().backward()
+    kernels = [launch.kernel for launch in fm.last_launches()]
+    # The router's backward comes last.
+    assert [k.partition("_cpu_")[0] for k in kernels] == ["grouped_product_backward_dx"]
+    routing = fm.moe_route(torch.randn(T, E), K)
+    out = fm.moe_forward(given["tokens"], given["w_gate_up"], given["w_down"], routing)
+    out.sum().backward()
+    stages = [launch.kernel.partition("_cpu_")[0] for launch in fm.last_launches()]
+    assert stages == [f"moe_backward_{s}" for s in ("down", "activation", "dx", "combine")]
+
+
+def test_what_is_frozen_is_not_computed() -> None:
     given = leaves(torch.float32)
     dout = torch.randn(T, H)
     fm.fused_moe(**given, top_k=K).backward(dout)
