@@ -39,6 +39,9 @@ extern const Operation kMoeRoute;
 extern const Operation kMoeForward;
 extern const Operation kGroupedProduct;
 extern const Operation kFusedMoe;
+extern const Operation kMoeBackward;
+extern const Operation kGroupedProductBackward;
+extern const Operation kMoeRouteBackward;
 
 void define_operations(nb::module_& module);
 
@@ -169,6 +172,9 @@ inline bool points_nowhere(const flashmoe_grouped_product_params& p) {
   return p.x_scale == nullptr && p.w_scale == nullptr;
 }
 inline bool points_nowhere(const flashmoe_fused_moe_params&) { return true; }
+inline bool points_nowhere(const flashmoe_moe_backward_params&) { return true; }
+inline bool points_nowhere(const flashmoe_grouped_product_backward_params&) { return true; }
+inline bool points_nowhere(const flashmoe_moe_route_backward_params&) { return true; }
 
 // `kernel` owns the name that params then point to; no tensor is set.
 template <class Call>

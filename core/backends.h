@@ -17,6 +17,9 @@ using MergeStatesFamily = Family<MergeStatesProblem>;
 using MoeRouteFamily = Family<MoeRouteProblem>;
 using MoeForwardFamily = Family<MoeForwardProblem>;
 using GroupedProductFamily = Family<GroupedProductProblem>;
+using MoeRouteBackwardFamily = Family<MoeRouteBackwardProblem>;
+using MoeBackwardFamily = Family<MoeBackwardProblem>;
+using GroupedProductBackwardFamily = Family<GroupedProductBackwardProblem>;
 
 // What the `kernel` of a call may name, whichever the operation.
 inline constexpr char kFamilyNames[] =
@@ -36,6 +39,9 @@ extern const MergeStatesFamily kCpuMergeStates;
 extern const MoeRouteFamily kCpuMoeRoute;
 extern const MoeForwardFamily kCpuMoeForward;
 extern const GroupedProductFamily kCpuGroupedProduct;
+extern const MoeRouteBackwardFamily kCpuMoeRouteBackward;
+extern const MoeBackwardFamily kCpuMoeBackward;
+extern const GroupedProductBackwardFamily kCpuGroupedProductBackward;
 flashmoe_status cpu_device_info(flashmoe_device_info* info);
 int32_t cpu_set_num_threads(int32_t n);  // n = 0: default; returns the number in use
 int32_t cpu_get_num_threads();

@@ -77,10 +77,82 @@ FLASHMOE_INLINE Vector activate(const MoeActivation& activation, Vector z) {
   return z;
 }
 
+// act(z), and its slope there.
+struct Activated {
+  Vector value;
+  Vector slope;
+};
+
+// Beyond +-kFlat slopes are those of a straight line, and what is multiplied by what has vanished
+// must not overflow.
+FLASHMOE_INLINE Activated activate_with_slope(const MoeActivation& activation, Vector z) {
+  constexpr float kFlat = 100.0f;
+  const Vector one = Simd::broadcast(1.0f);
+  const auto cut_to = [](float most, Vector x) {
+    return Simd::min(Simd::broadcast(most), Simd::max(Simd::broadcast(-most), x));
+  };
+  switch (activation.function) {
+    case FLASHMOE_ACTIVATION_SILU: {  // s + alpha z s (1 - s)
+      const Vector x = Simd::multiply(z, Simd::broadcast(activation.alpha));
+      const Vector s = sigmoid_of(x);
+      const Vector rest = Simd::multiply(cut_to(kFlat, x), Simd::subtract(one, s));
+      return {Simd::multiply(z, s), Simd::multiply_add(s, rest, s)};
+    }
+    case FLASHMOE_ACTIVATION_GELU: {  // Phi(z) + z phi(z)
+      constexpr float kSqrtHalf = 0.707106781f;
+      constexpr float kDensity = 0.398942280f;  // 1 / sqrt(2 pi)
+      constexpr float kFar = 20.0f;             // phi is 0 there
+      const Vector half = Simd::broadcast(0.5f);
+      const Vector half_z = Simd::multiply(z, half);
+      const Vector erf = erf_of(Simd::multiply(z, Simd::broadcast(kSqrtHalf)));
+      const Vector near = cut_to(kFar, z);
+      const Vector power =
+          exp_of(Simd::multiply(Simd::multiply(near, near), Simd::broadcast(-0.5f)));
+      const Vector density = Simd::multiply(Simd::multiply(near, power), Simd::broadcast(kDensity));
+      return {Simd::multiply_add(half_z, erf, half_z),
+              Simd::add(Simd::multiply_add(half, erf, half), density)};
+    }
+    case FLASHMOE_ACTIVATION_GELU_TANH: {  // S + z S (1 - S) (2 x)'
+      constexpr float kTwoSqrtTwoOverPi = 1.595769122f;
+      constexpr float kCubic = 0.044715f;
+      constexpr float kFar = 20.0f;
+      const Vector near = cut_to(kFar, z);
+      const Vector u = Simd::multiply(near, near);
+      const Vector inner =
+          Simd::multiply_add(Simd::multiply(u, near), Simd::broadcast(kCubic), near);
+      const Vector s = sigmoid_of(Simd::multiply(inner, Simd::broadcast(kTwoSqrtTwoOverPi)));
+      const Vector steep =
+          Simd::multiply(Simd::multiply_add(u, Simd::broadcast(3.0f * kCubic), one),
+                         Simd::multiply(near, Simd::broadcast(kTwoSqrtTwoOverPi)));
+      const Vector rest = Simd::multiply(steep, Simd::subtract(one, s));
+      return {Simd::multiply(Simd::max(Simd::broadcast(-kFar), z), s),
+              Simd::multiply_add(s, rest, s)};
+    }
+    case FLASHMOE_ACTIVATION_RELU: {
+      const Vector slope = Simd::min(one, Simd::max(one, z));  // 1, or a NaN
+      return {Simd::max(Simd::zero(), z), Simd::zero_where_at_most(z, Simd::zero(), slope)};
+    }
+    case FLASHMOE_ACTIVATION_RELU2: {
+      const Vector positive = Simd::max(Simd::zero(), z);
+      return {Simd::multiply(positive, positive), Simd::add(positive, positive)};
+    }
+  }
+  return {z, one};
+}
+
 // u, or g and u, cut to the limit; NaN stays.
 FLASHMOE_INLINE Vector cut_above(const MoeActivation& activation, Vector x) {
   return Simd::min(Simd::broadcast(activation.limit), x);
 }
 FLASHMOE_INLINE Vector cut(const MoeActivation& activation, Vector x) {
   return Simd::max(Simd::broadcast(-activation.limit), cut_above(activation, x));
+}
+
+// What comes back through a cut: nothing from beyond the limit.
+FLASHMOE_INLINE Vector through_cut_above(const MoeActivation& activation, Vector x, Vector dx) {
+  return Simd::zero_where_greater(x, Simd::broadcast(activation.limit), dx);
+}
+FLASHMOE_INLINE Vector through_cut(const MoeActivation& activation, Vector x, Vector dx) {
+  return Simd::zero_where_greater(Simd::broadcast(-activation.limit), x,
+                                  through_cut_above(activation, x, dx));
 }

@@ -601,6 +601,68 @@ struct GroupedProduct {
   const char* kernel = nullptr;
 };
 
+// The gradients of a layer: flashmoe_moe_backward.
+struct MoeBackward {
+  ConstTensorView dout;  // [T, H]
+  ConstTensorView x;     // as in MoeForward, from here on
+  ConstTensorView w_gate_up;
+  ConstTensorView w_up;
+  ConstTensorView w_down;
+  ConstTensorView b_gate_up;
+  ConstTensorView b_up;
+  ConstTensorView b_down;
+  ConstTensorView weights;
+  ConstTensorView offsets;
+  ConstTensorView pairs;
+  ConstTensorView slots;
+  ConstTensorView pre_activation;  // that of MoeForward; absent: computed again
+  TensorView dx;                   // as what they are of; absent: not wanted
+  TensorView dw_gate_up;
+  TensorView dw_up;
+  TensorView dw_down;
+  TensorView db_gate_up;
+  TensorView db_up;
+  TensorView db_down;
+  TensorView dweights;
+  Gate gate = Gate::gate_up;
+  Activation activation = Activation::silu;
+  float alpha = 0;  // 0: 1
+  float limit = 0;  // 0: none
+  float up_offset = 0;
+  bool weight_on_input = false;
+  bool accumulate = false;       // add to what the outputs hold
+  const char* kernel = nullptr;  // nullptr: the best here
+};
+
+// The gradients of a routing: flashmoe_moe_route_backward.
+struct MoeRouteBackward {
+  ConstTensorView dweights;       // [T, K] fp32
+  ConstTensorView ids;            // as MoeRoute wrote them
+  ConstTensorView logits;         // [T, E]; absent with given_weights
+  ConstTensorView given_weights;  // [T, K]
+  ConstTensorView dlse;           // [T] fp32; absent: none
+  TensorView dlogits;             // as logits
+  TensorView dgiven_weights;      // as given_weights
+  Scoring scoring = Scoring::softmax;
+  bool renormalize = false;
+  float scale = 0;  // 0: 1
+  bool accumulate = false;
+};
+
+// The gradients of products: flashmoe_grouped_product_backward.
+struct GroupedProductBackward {
+  ConstTensorView dout;     // as out of GroupedProduct
+  ConstTensorView x;        // absent without dw
+  ConstTensorView w;        // absent without dx
+  ConstTensorView offsets;  // [E + 1] int32
+  ConstTensorView counts;   // [E] int32
+  TensorView dx;            // as x; absent: not wanted, like the next two
+  TensorView dw;            // as w
+  TensorView dbias;         // [E, N]
+  bool accumulate = false;
+  const char* kernel = nullptr;
+};
+
 namespace detail {
 
 // A view as the C ABI takes it: a pointer that is null where the view is absent.
@@ -975,6 +1037,132 @@ struct Bound<GroupedProduct> {
   }
 };
 
+template <>
+struct Bound<MoeBackward> {
+  static constexpr auto plan = flashmoe_moe_backward_plan;
+  static constexpr auto workspace_size = flashmoe_moe_backward_workspace_size;
+  static constexpr auto run = flashmoe_moe_backward;
+
+  Argument dout, x, w_gate_up, w_up, w_down, b_gate_up, b_up, b_down, weights, offsets, pairs,
+      slots, pre_activation, dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights;
+  flashmoe_moe_backward_params params = flashmoe_moe_backward_params_init();
+
+  explicit Bound(const MoeBackward& call) noexcept
+      : dout(call.dout),
+        x(call.x),
+        w_gate_up(call.w_gate_up),
+        w_up(call.w_up),
+        w_down(call.w_down),
+        b_gate_up(call.b_gate_up),
+        b_up(call.b_up),
+        b_down(call.b_down),
+        weights(call.weights),
+        offsets(call.offsets),
+        pairs(call.pairs),
+        slots(call.slots),
+        pre_activation(call.pre_activation),
+        dx(call.dx),
+        dw_gate_up(call.dw_gate_up),
+        dw_up(call.dw_up),
+        dw_down(call.dw_down),
+        db_gate_up(call.db_gate_up),
+        db_up(call.db_up),
+        db_down(call.db_down),
+        dweights(call.dweights) {
+    params.dout = dout;
+    params.x = x;
+    params.w_gate_up = w_gate_up;
+    params.w_up = w_up;
+    params.w_down = w_down;
+    params.b_gate_up = b_gate_up;
+    params.b_up = b_up;
+    params.b_down = b_down;
+    params.weights = weights;
+    params.offsets = offsets;
+    params.pairs = pairs;
+    params.slots = slots;
+    params.pre_activation = pre_activation;
+    params.dx = dx;
+    params.dw_gate_up = dw_gate_up;
+    params.dw_up = dw_up;
+    params.dw_down = dw_down;
+    params.db_gate_up = db_gate_up;
+    params.db_up = db_up;
+    params.db_down = db_down;
+    params.dweights = dweights;
+    params.gate = static_cast<int32_t>(call.gate);
+    params.activation = static_cast<int32_t>(call.activation);
+    params.alpha = call.alpha;
+    params.limit = call.limit;
+    params.up_offset = call.up_offset;
+    params.weight_on_input = call.weight_on_input ? 1 : 0;
+    params.accumulate = call.accumulate ? 1 : 0;
+    params.kernel = call.kernel;
+  }
+};
+
+template <>
+struct Bound<MoeRouteBackward> {
+  static constexpr auto plan = flashmoe_moe_route_backward_plan;
+  static constexpr auto workspace_size = flashmoe_moe_route_backward_workspace_size;
+  static constexpr auto run = flashmoe_moe_route_backward;
+
+  Argument dweights, ids, logits, given_weights, dlse, dlogits, dgiven_weights;
+  flashmoe_moe_route_backward_params params = flashmoe_moe_route_backward_params_init();
+
+  explicit Bound(const MoeRouteBackward& call) noexcept
+      : dweights(call.dweights),
+        ids(call.ids),
+        logits(call.logits),
+        given_weights(call.given_weights),
+        dlse(call.dlse),
+        dlogits(call.dlogits),
+        dgiven_weights(call.dgiven_weights) {
+    params.dweights = dweights;
+    params.ids = ids;
+    params.logits = logits;
+    params.given_weights = given_weights;
+    params.dlse = dlse;
+    params.dlogits = dlogits;
+    params.dgiven_weights = dgiven_weights;
+    params.scoring = static_cast<int32_t>(call.scoring);
+    params.renormalize = call.renormalize ? 1 : 0;
+    params.scale = call.scale;
+    params.accumulate = call.accumulate ? 1 : 0;
+  }
+};
+
+template <>
+struct Bound<GroupedProductBackward> {
+  static constexpr auto plan = flashmoe_grouped_product_backward_plan;
+  static constexpr auto workspace_size = flashmoe_grouped_product_backward_workspace_size;
+  static constexpr auto run = flashmoe_grouped_product_backward;
+
+  Argument dout, x, w, offsets, counts, dx, dw, dbias;
+  flashmoe_grouped_product_backward_params params = flashmoe_grouped_product_backward_params_init();
+
+  explicit Bound(const GroupedProductBackward& call) noexcept
+      : dout(call.dout),
+        x(call.x),
+        w(call.w),
+        offsets(call.offsets),
+        counts(call.counts),
+        dx(call.dx),
+        dw(call.dw),
+        dbias(call.dbias) {
+    params.dout = dout;
+    params.x = x;
+    params.w = w;
+    params.offsets = offsets;
+    params.counts = counts;
+    params.dx = dx;
+    params.dw = dw;
+    params.dbias = dbias;
+    params.accumulate = call.accumulate ? 1 : 0;
+    params.kernel = call.kernel;
+  }
+};
+
 }  // namespace detail
 
 // How a call would be computed. Launches nothing and reads no tensor data.
@@ -1115,6 +1303,13 @@ class BasicRouting {
   }
   // Lets a layer read what was written.
   void attach(MoeForward& call) const noexcept {
+    call.weights = weights_;
+    call.offsets = offsets_;
+    call.pairs = pairs_;
+    call.slots = slots_;
+  }
+  // Lets its gradients read it.
+  void attach(MoeBackward& call) const noexcept {
     call.weights = weights_;
     call.offsets = offsets_;
     call.pairs = pairs_;

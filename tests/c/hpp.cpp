@@ -511,6 +511,96 @@ void experts() {
         [&] { return fm::run(route, workspace); });
 }
 
+// <dout, out> of a layer, whose gradients are those below.
+double loss_of(const fm::MoeForward& call, const std::vector<float>& dout, fm::Workspace& workspace,
+               const std::vector<float>& out) {
+  done(fm::run(call, workspace));
+  double loss = 0;
+  for (size_t i = 0; i < out.size(); ++i) loss += double{dout[i]} * double{out[i]};
+  return loss;
+}
+
+void gradients() {
+  Layer layer;
+  fm::Workspace workspace;
+  const fm::Routing routing = get(fm::Routing::create(kTokens, kTopK, kExperts));
+  fm::MoeRoute route;
+  route.logits = fm::ConstTensorView(layer.logits.data(), {kTokens, kExperts});
+  routing.attach(route);
+  done(fm::run(route, workspace));
+  fm::MoeForward call;
+  call.x = fm::ConstTensorView(layer.x.data(), {kTokens, kHidden});
+  call.w_gate_up = fm::ConstTensorView(layer.w_gate_up.data(), {kExperts, 2 * kInner, kHidden});
+  call.w_down =
+      fm::ConstTensorView(layer.w_down.data(), {kExperts, kInner, kHidden}).transpose(1, 2);
+  call.out = fm::TensorView(layer.out.data(), {kTokens, kHidden});
+  routing.attach(call);
+
+  const std::vector<float> dout = random(layer.out.size(), 21);
+  std::vector<float> dx(layer.x.size(), NAN), dw(layer.w_down.size(), NAN);
+  std::vector<float> dweights(size_t{kTokens} * kTopK, NAN);
+  fm::MoeBackward backward;
+  backward.dout = fm::ConstTensorView(dout.data(), {kTokens, kHidden});
+  backward.x = call.x;
+  backward.w_gate_up = call.w_gate_up;
+  backward.w_down = call.w_down;
+  routing.attach(backward);
+  backward.dx = fm::TensorView(dx.data(), {kTokens, kHidden});
+  backward.dw_down = fm::TensorView(dw.data(), {kExperts, kInner, kHidden}).transpose(1, 2);
+  backward.dweights = fm::TensorView(dweights.data(), {kTokens, kTopK});
+  CHECK(get(fm::plan(backward)).workspace_bytes == get(fm::workspace_size(backward)));
+  done(fm::run(backward, workspace));
+  // Along one direction each, by differences.
+  const auto check = [&](std::vector<float>& at, const std::vector<float>& gradient) {
+    const std::vector<float> direction = random(at.size(), 22), held = at;
+    constexpr float kStep = 1e-2f;
+    double ends[2], expected = 0;
+    for (int end = 0; end < 2; ++end) {
+      for (size_t i = 0; i < at.size(); ++i) {
+        at[i] = held[i] + (end == 0 ? -kStep : kStep) * direction[i];
+      }
+      ends[end] = loss_of(call, dout, workspace, layer.out);
+    }
+    at = held;
+    for (size_t i = 0; i < at.size(); ++i) expected += double{gradient[i]} * double{direction[i]};
+    const double got = (ends[1] - ends[0]) / (2 * double{kStep});
+    CHECK(std::fabs(got - expected) <= 1e-3 * (1 + std::fabs(expected)));
+  };
+  check(layer.x, dx);
+  check(layer.w_down, dw);
+
+  std::vector<float> dlogits(layer.logits.size(), NAN);
+  fm::MoeRouteBackward router;
+  router.dweights = fm::ConstTensorView(dweights.data(), {kTokens, kTopK});
+  router.ids = routing.ids();
+  router.logits = route.logits;
+  router.dlogits = fm::TensorView(dlogits.data(), {kTokens, kExperts});
+  done(fm::run(router, workspace));
+  for (size_t t = 0; t < kTokens; ++t) {  // of a softmax they sum to 0
+    double sum = 0;
+    for (size_t e = 0; e < kExperts; ++e) sum += double{dlogits[t * kExperts + e]};
+    CHECK(std::fabs(sum) <= 1e-5);
+  }
+
+  const int32_t rows[2] = {0, kTokens};
+  std::vector<float> drouter(size_t{8} * kHidden, NAN);
+  const std::vector<float> of_logits = random(size_t{kTokens} * 8, 23);
+  fm::GroupedProductBackward product;
+  product.dout = fm::ConstTensorView(of_logits.data(), {kTokens, 8});
+  product.x = call.x;
+  product.offsets = fm::ConstTensorView(rows, {2});
+  product.dw = fm::TensorView(drouter.data(), {1, 8, kHidden});
+  done(fm::run(product, workspace));
+  double expected = 0;
+  for (size_t t = 0; t < kTokens; ++t)
+    expected += double{of_logits[t * 8]} * double{layer.x[t * kHidden]};
+  CHECK(std::fabs(double{drouter[0]} - expected) <= 1e-4);
+
+  backward.dx = backward.dw_down = backward.dweights = {};
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "dx: got a null tensor",
+        [&] { return fm::run(backward, workspace); });
+}
+
 void given_experts_and_grouped_product() {
   const int32_t ids[2][1] = {{1}, {0}};
   const fm::Routing routing = get(fm::Routing::create(2, 1, 2));
@@ -669,6 +759,7 @@ void FLASHMOE_HPP_CHECKS() {
   errors();
   memory();
   experts();
+  gradients();
   given_experts_and_grouped_product();
   merge_states();
   kv_append();

@@ -295,6 +295,12 @@ const GroupedProductFamily kSm90GroupedProduct =
 const GroupedProductFamily kSm89GroupedProduct =
     family<GroupedProductProblem, kSm89, Kind::kMany>();
 const GroupedProductFamily kCpuGroupedProduct = family<GroupedProductProblem, kCpu, Kind::kHost>();
+// Of the CPU alone, whose plans are not kept.
+const MergeStatesFamily kCpuMergeStates = {kCpu, FLASHMOE_DEVICE_CPU, nullptr, nullptr};
+const MoeRouteBackwardFamily kCpuMoeRouteBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr, nullptr};
+const MoeBackwardFamily kCpuMoeBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr, nullptr};
+const GroupedProductBackwardFamily kCpuGroupedProductBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr,
+                                                                 nullptr};
 
 flashmoe_status cuda_all_rows(int32_t, const int32_t** offsets) {
   static const int32_t all_rows[] = {0, INT32_MAX};

@@ -276,3 +276,26 @@ def test_a_compiled_model_trains_in_one_graph() -> None:
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad.double(), want[name], atol=1e-5, rtol=1e-4)
     assert [layer.ours > 0 for layer in hf.report().compiled] == [True]
+
+
+EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
+DEEPSEEK_V3 = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "moe_intermediate_size": 40, "intermediate_size": 96, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_follow_the_stock_loss(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    stock = make(kind, **(DEEPSEEK_V3 if kind == "deepseek_v3" else {}))
+    ours = copy.deepcopy(stock)
+    ours.set_experts_implementation(hf.NAME)
+    hf.reset_report()
+    losses, expected = train(ours), train(stock)
+    assert expected[-1] < expected[0] - 0.1
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
+    assert hf.report().stock == 0
+    assert hf.report().ours >= STEPS
+    assert said(caplog) == []

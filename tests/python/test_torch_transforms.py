@@ -26,7 +26,10 @@ TANGENT = (
     r"pass \w+(\.\w+|\[\d\])?\.detach\(\)$"
 )
 BACKWARD = (
-    r"^\w+(\[\d\])?: requires grad, but (attention|the m[a-z]+ of [a-z ]+) has no backward pass yet"
+    r"^\w+(\[\d\])?: requires grad, but (attention|the m[a-z]+ of [a-z ]+) has no backward pass "
+    r"yet|"
+    r"^torch\.ops\.flashmoe\.\w+: got a tensor that a transform of torch\.func differentiates, "
+    r"accepted are others; call Tensor\.backward or torch\.autograd\.grad in its place$"
 )
 INSIDE = (
     r"^\w+(\.\w+|\[\d\])?: got a tensor of a transform of torch.func, accepted is one with memory"

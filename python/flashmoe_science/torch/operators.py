@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 import flashmoe_science as fm
-from flashmoe_science import _autograd, _core, _moe
+from flashmoe_science import _autograd, _core, _moe, _moe_autograd
 from flashmoe_science._dispatch import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -52,8 +52,10 @@ _TAGS = (
 _MOE = _moe.WORDS
 _IN_TRANSFORM = (
     "torch.ops.flashmoe.{0}: got a tensor that a transform of torch.func differentiates, accepted "
-    "are others; outside of torch.compile, call flashmoe_science.flash_attention"
+    "are others; "
 )
+_BY_ATTENTION = "outside of torch.compile, call flashmoe_science.flash_attention"
+_BY_BACKWARD = "call Tensor.backward or torch.autograd.grad in its place"
 
 
 def _define(
@@ -99,7 +101,8 @@ def _define(
 
         if record is not None and _autograd.is_recorded(*tensors):
             if any(map(is_transformed, tensors)):
-                raise _TransformedError(_IN_TRANSFORM.format(name))
+                way = _BY_ATTENTION if words is ATTENTION else _BY_BACKWARD
+                raise _TransformedError(_IN_TRANSFORM.format(name) + way)
             return record(below, *arguments)
         return below(overload, *arguments)
 
@@ -869,6 +872,167 @@ def flash_attention_backward(
     return _wanted_alone(made, wanted, sinks)
 
 
+# ---- gradients of the mixture of experts -----------------------------------------------------
+
+
+def _record_once(overload: Callable[[], Any], tensors: int) -> Callable[..., Any]:
+    """What records a backward, of which the first `tensors` arguments are tensors: that it has no
+    derivative."""
+
+    def record(below: Callable[..., Any], *arguments: Any) -> Any:
+        options = arguments[tensors:]
+        return _moe_autograd.once(
+            lambda *given: below(overload(), *given, *options), *arguments[:tensors]
+        )
+
+    return record
+
+
+def _none(like: torch.Tensor) -> torch.Tensor:
+    """In place of a gradient that is not wanted: an operator has as many outputs in any case."""
+    return like.new_empty((0,))
+
+
+def _gradient_like(of: torch.Tensor | None, wanted: bool, beside: torch.Tensor) -> torch.Tensor:
+    """Laid out as what it is of, where that lies densely."""
+    return torch.empty_like(of) if wanted and of is not None else _none(beside)
+
+
+def _readable_rows(dout: torch.Tensor) -> torch.Tensor:
+    return _autograd.readable(dout) if dout.numel() > 0 else dout
+
+
+_MOE_BACKWARD = _moe.BACKWARD
+_LAYER_TENSORS = (
+    "x", "w_gate_up", "w_down", "weights", "offsets", "pairs", "slots", "w_up", "b_gate_up", "b_up",
+    "b_down",
+)  # fmt: skip
+# Of the operator's outputs, in the order of MoeGradients.
+_LAYER_GRADIENTS = (
+    "x", "w_gate_up", "w_up", "w_down", "b_gate_up", "b_up", "b_down", "weights"
+)  # fmt: skip
+_OUTPUTS_OF = {name: f"d{name}" for name in _LAYER_GRADIENTS}
+_LAYER_OPTIONS = ("gate", "activation", "alpha", "limit", "up_offset", "weight_on_input")
+
+
+def _layer_gradients(arguments: _Arguments) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """Tensors by name, options, and the outputs."""
+    dout, *rest = arguments
+    count = len(_LAYER_TENSORS)
+    tensors = {"dout": dout, **dict(zip(_LAYER_TENSORS, rest[:count], strict=True))}
+    tensors["pre_activation"] = rest[count]
+    *options, wanted = rest[count + 1 :]
+    made = [
+        _gradient_like(tensors[name], want, dout)
+        for name, want in zip(_LAYER_GRADIENTS, wanted, strict=True)
+    ]
+    return tensors, dict(zip(_LAYER_OPTIONS, options, strict=True)), made
+
+
+def _moe_backward_fake(*arguments: Any) -> Any:
+    return tuple(_layer_gradients(arguments)[-1])
+
+
+def _moe_backward_kernel(*arguments: Any) -> Any:
+    tensors, options, made = _layer_gradients(arguments)
+    wanted = arguments[-1]
+    outputs = {
+        _OUTPUTS_OF[name]: x
+        for name, x, want in zip(_LAYER_GRADIENTS, made, wanted, strict=True)
+        if want and tensors[name] is not None
+    }
+    if outputs:
+        parts = (tensors.pop(name) for name in ("weights", "offsets", "pairs", "slots"))
+        routing = MoeRouting(None, *parts)
+        tensors["dout"] = _readable_rows(tensors["dout"])
+        with torch.no_grad():
+            fm.moe_backward(
+                **tensors, routing=routing, **options, **outputs, wanted=(False,) * len(made)
+            )
+    return tuple(made)
+
+
+_moe_backward: Any = _define(
+    "moe_backward", _MOE_BACKWARD,
+    "(Tensor dout, Tensor x, Tensor w_gate_up, Tensor w_down, Tensor weights, Tensor offsets, "
+    "Tensor pairs, Tensor slots, Tensor? w_up, Tensor? b_gate_up, Tensor? b_up, Tensor? b_down, "
+    "Tensor? pre_activation, str gate, str activation, float alpha, float? limit, "
+    "float up_offset, bool weight_on_input, bool[] wanted) -> (Tensor dx, Tensor dw_gate_up, "
+    "Tensor dw_up, Tensor dw_down, Tensor db_gate_up, Tensor db_up, Tensor db_down, "
+    "Tensor dweights)",
+    _moe_backward_kernel, _moe_backward_fake,
+    record=_record_once(lambda: _moe_backward, len(_LAYER_TENSORS) + 2),
+)  # fmt: skip
+
+
+def _route_backward_fake(
+    dweights: Any, ids: Any, logits: Any, weights: Any, *options: Any
+) -> torch.Tensor:
+    of = logits if logits is not None else weights
+    return torch.empty(tuple(of.shape), dtype=of.dtype, device=of.device)
+
+
+def _route_backward_kernel(
+    dweights: Any, ids: Any, logits: Any, weights: Any, dlse: Any, scoring: Any, renormalize: bool,
+    scale: float,
+) -> Any:  # fmt: skip
+    routing = MoeRouting(ids, None, None, None, None)
+    with torch.no_grad():
+        return fm.moe_route_backward(
+            dweights.contiguous(), routing, logits=logits, weights=weights,
+            dlse=None if dlse is None else dlse.contiguous(), scoring=scoring,
+            renormalize=renormalize, scale=scale,
+        )  # fmt: skip
+
+
+_route_backward: Any = _define(
+    "moe_route_backward", _MOE_BACKWARD,
+    "(Tensor dweights, Tensor ids, Tensor? logits, Tensor? weights, Tensor? dlse, str scoring, "
+    "bool renormalize, float scale) -> Tensor",
+    _route_backward_kernel, _route_backward_fake,
+    record=_record_once(lambda: _route_backward, 5),
+)  # fmt: skip
+
+
+def _product_gradients(arguments: _Arguments) -> list[torch.Tensor]:
+    dout, x, w, _, _, bias, wanted = arguments
+    return [_gradient_like(of, want, dout)
+            for of, want in zip((x, w, bias), wanted, strict=True)]  # fmt: skip
+
+
+def _product_backward_fake(*arguments: Any) -> Any:
+    return tuple(_product_gradients(arguments))
+
+
+def _product_backward_kernel(*arguments: Any) -> Any:
+    dout, x, w, offsets, counts, bias, wanted = arguments
+    made = _product_gradients(arguments)
+    there = (wanted[0], wanted[1], wanted[2] and bias is not None)
+    outputs: dict[str, Any] = {
+        name: y for name, y, want in zip(("dx", "dw", "dbias"), made, there, strict=True) if want
+    }
+    if outputs:
+        with torch.no_grad():
+            fm.grouped_product_backward(
+                _readable_rows(dout), x, w, offsets=offsets, counts=counts, **outputs,
+                wanted=(False, False, False),
+            )  # fmt: skip
+    return tuple(made)
+
+
+_product_backward: Any = _define(
+    "grouped_product_backward", _MOE_BACKWARD,
+    "(Tensor dout, Tensor x, Tensor w, Tensor? offsets, Tensor? counts, Tensor? bias, "
+    "bool[] wanted) -> (Tensor dx, Tensor dw, Tensor dbias)",
+    _product_backward_kernel, _product_backward_fake,
+    record=_record_once(lambda: _product_backward, 6),
+)  # fmt: skip
+
+
+def _chosen(made: Sequence[Any], wanted: Sequence[bool]) -> tuple[Any, ...]:
+    return tuple(x if want else None for x, want in zip(made, wanted, strict=True))
+
+
 # ---- routing ---------------------------------------------------------------------------------
 
 _PARTS = "(Tensor ids, Tensor weights, Tensor offsets, Tensor pairs, Tensor slots"
@@ -921,16 +1085,54 @@ def _route_check(
     )  # fmt: skip
 
 
+def _routing_gradient(
+    grads: _Arguments, ids: Any, logits: Any, weights: Any, like: Any, *options: Any
+) -> Any:
+    """That of logits or of given weights, from those of a routing's parts."""
+    dweights = grads[1]
+    dlse = grads[5] if len(grads) > 5 else None
+    if dweights is None:
+        dweights = torch.zeros_like(like)
+    dlse = None if dlse is None else dlse.resolve_neg()
+    return _route_backward(dweights.resolve_neg(), ids, logits, weights, dlse, *options)
+
+
+def _route_record(return_lse: bool) -> Callable[..., Any]:
+    def record(below: Callable[..., Any], logits: Any, top_k: int, *options: Any) -> Any:
+        _moe_autograd.check_device(("logits",), (logits,))
+        scoring, renormalize, bias, num_groups, top_groups, scale = options
+        overload = _route_with_lse if return_lse else _route
+
+        def compute(logits: Any) -> tuple[Any, ...]:
+            return tuple(
+                below(overload, logits, top_k, scoring, renormalize, bias, num_groups, top_groups,
+                      scale)
+            )  # fmt: skip
+
+        def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
+            return (
+                _routing_gradient(
+                    grads, made[0], tensors[0], None, made[1], scoring, renormalize, scale
+                ),
+            )
+
+        steps = _moe_autograd.Steps(compute, differentiate, (1, 5) if return_lse else (1,))
+        return _moe_autograd.recorded(steps, logits)
+
+    return record
+
+
 _ROUTE_SCHEMA = (
     "(Tensor logits, int top_k, str scoring, bool renormalize, Tensor? selection_bias, "
     f"int num_groups, int? top_groups, float scale) -> {_PARTS}"
 )
 _route = _define(
-    "moe_route", _MOE, _ROUTE_SCHEMA + ")", _route_kernel(False), _route_fake, check=_route_check
-)
+    "moe_route", _MOE, _ROUTE_SCHEMA + ")", _route_kernel(False), _route_fake, check=_route_check,
+    record=_route_record(False),
+)  # fmt: skip
 _route_with_lse = _define(
     "moe_route_with_lse", _MOE, _ROUTE_SCHEMA + ", Tensor lse)", _route_kernel(True),
-    _route_with_lse_fake, check=_route_check,
+    _route_with_lse_fake, check=_route_check, record=_route_record(True),
 )  # fmt: skip
 
 
@@ -950,11 +1152,30 @@ def _route_given_kernel(
     return parts[:-1]
 
 
+def _route_given_record(
+    below: Callable[..., Any], ids: Any, weights: Any, num_experts: int, renormalize: bool,
+    scale: float, expert_map: Any,
+) -> Any:  # fmt: skip
+    _moe_autograd.check_device(("weights",), (weights,))
+
+    def compute(weights: Any) -> tuple[Any, ...]:
+        return tuple(below(_route_given, ids, weights, num_experts, renormalize, scale, expert_map))
+
+    def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
+        return (
+            _routing_gradient(
+                grads, made[0], None, tensors[0], made[1], "softmax", renormalize, scale
+            ),
+        )
+
+    return _moe_autograd.recorded(_moe_autograd.Steps(compute, differentiate, (1,)), weights)
+
+
 _route_given = _define(
     "moe_route_given", _MOE,
     "(Tensor ids, Tensor? weights, int num_experts, bool renormalize, float scale, "
     f"Tensor? expert_map) -> {_PARTS})",
-    _route_given_kernel, _route_given_fake,
+    _route_given_kernel, _route_given_fake, record=_route_given_record,
 )  # fmt: skip
 
 
@@ -981,11 +1202,16 @@ def moe_route(
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
-    operator = _route_with_lse if return_lse else _route
-    parts = operator(
-        logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale
-    )
-    return MoeRouting(*parts)
+    return traced_moe_route(
+        logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
+        return_lse,
+    )  # fmt: skip
+
+
+def traced_moe_route(logits: torch.Tensor, top_k: int, *options: Any) -> MoeRouting:
+    """moe_route by its operator; return_lse comes last."""
+    operator = _route_with_lse if options[-1] else _route
+    return MoeRouting(*operator(logits, top_k, *options[:-1]))
 
 
 def moe_route_given(
@@ -1007,8 +1233,12 @@ def moe_route_given(
             )
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
-    parts = _route_given(ids, weights, num_experts, renormalize, scale, expert_map)
-    return MoeRouting(*parts)
+    return traced_moe_route_given(ids, weights, num_experts, renormalize, scale, expert_map)
+
+
+def traced_moe_route_given(*arguments: Any) -> MoeRouting:
+    """moe_route_given by its operator."""
+    return MoeRouting(*_route_given(*arguments))
 
 
 # ---- the layer -------------------------------------------------------------------------------
@@ -1075,17 +1305,48 @@ def _forward_check(
     fm.moe_plan(_described(x), _described(w_gate_up), _described(w_down), routing, **named)
 
 
+def _forward_record(return_pre_activation: bool) -> Callable[..., Any]:
+    def record(below: Callable[..., Any], *arguments: Any) -> Any:
+        given, options = arguments[:7], _layer_options(*arguments[7:])
+        tensors = (*given, *(options[name] for name in _LAYER_TENSORS[7:]))
+        _moe_autograd.check_device(_LAYER_TENSORS, tensors)
+
+        # What is saved is what autograd is told of, and nothing beside it.
+        options.update(dict.fromkeys(_LAYER_TENSORS[7:]))
+
+        def compute(*tensors: Any) -> tuple[Any, ...]:
+            layer = options | dict(zip(_LAYER_TENSORS[7:], tensors[7:], strict=True))
+            return tuple(below(_forward_with_pre_activation, *tensors[:7], *layer.values()))
+
+        def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
+            flags = dict(zip(_LAYER_TENSORS, wanted, strict=True))
+            gradients = _moe_backward(
+                grads[0].resolve_neg(), *tensors, made[1],
+                *(options[name] for name in _LAYER_OPTIONS),
+                [flags[name] for name in _LAYER_GRADIENTS],
+            )  # fmt: skip
+            by_name = dict(zip(_LAYER_GRADIENTS, gradients, strict=True))
+            return tuple(by_name[name] if flags[name] else None for name in _LAYER_TENSORS)
+
+        steps = _moe_autograd.Steps(compute, differentiate, (0,))
+        out, pre_activation = _moe_autograd.recorded(steps, *tensors)
+        return (out, pre_activation) if return_pre_activation else out
+
+    return record
+
+
 _FORWARD_SCHEMA = (
     "(Tensor x, Tensor w_gate_up, Tensor w_down, Tensor weights, Tensor offsets, Tensor pairs, "
     f"Tensor slots, {_LAYER_SCHEMA} -> "
 )
 _forward = _define(
     "moe_forward", _MOE, _FORWARD_SCHEMA + "Tensor", _forward_kernel(False), _forward_fake,
-    check=_forward_check,
+    check=_forward_check, record=_forward_record(False),
 )  # fmt: skip
 _forward_with_pre_activation = _define(
     "moe_forward_with_pre_activation", _MOE, _FORWARD_SCHEMA + "(Tensor, Tensor)",
     _forward_kernel(True), _forward_with_pre_activation_fake, check=_forward_check,
+    record=_forward_record(True),
 )  # fmt: skip
 
 
@@ -1122,12 +1383,20 @@ def moe_forward(
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, pre_activation=pre_activation, stream=stream)
-    operator = _forward_with_pre_activation if return_pre_activation else _forward
-    _, weights, offsets, pairs, slots, _ = routing
-    return operator(
-        x, w_gate_up, w_down, weights, offsets, pairs, slots, w_up, gate, activation, b_gate_up,
+    return traced_moe_forward(
+        x, w_gate_up, w_down, routing, return_pre_activation, w_up, gate, activation, b_gate_up,
         b_up, b_down, alpha, limit, up_offset, weight_on_input, kernel,
     )  # fmt: skip
+
+
+def traced_moe_forward(
+    x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, routing: MoeRouting,
+    return_pre_activation: bool, *options: Any,
+) -> Any:  # fmt: skip
+    """moe_forward by its operator."""
+    operator = _forward_with_pre_activation if return_pre_activation else _forward
+    _, weights, offsets, pairs, slots, _ = routing
+    return operator(x, w_gate_up, w_down, weights, offsets, pairs, slots, *options)
 
 
 # ---- products, and all in one ----------------------------------------------------------------
@@ -1150,10 +1419,27 @@ def _product_check(x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel:
     )  # fmt: skip
 
 
+def _product_record(
+    below: Callable[..., Any], x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel: Any
+) -> Any:
+    _moe_autograd.check_device(("x", "w", "bias"), (x, w, bias))
+
+    def compute(*tensors: Any) -> tuple[Any, ...]:
+        return (below(_product, *tensors, kernel),)
+
+    def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
+        flags = [wanted[0], wanted[1], wanted[4]]
+        dx, dw, dbias = _chosen(_product_backward(grads[0].resolve_neg(), *tensors, flags), flags)
+        return dx, dw, None, None, dbias
+
+    steps = _moe_autograd.Steps(compute, differentiate, (0,))
+    return _moe_autograd.recorded(steps, x, w, offsets, counts, bias)[0]
+
+
 _product = _define(
     "grouped_product", _MOE,
     "(Tensor x, Tensor w, Tensor? offsets, Tensor? counts, Tensor? bias, str? kernel) -> Tensor",
-    _product_kernel, _product_fake, check=_product_check,
+    _product_kernel, _product_fake, check=_product_check, record=_product_record,
 )  # fmt: skip
 
 
@@ -1176,7 +1462,12 @@ def grouped_product(
             )
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
-    made: torch.Tensor = _product(x, w, offsets, counts, bias, kernel)
+    return traced_grouped_product(x, w, offsets, counts, bias, kernel)
+
+
+def traced_grouped_product(*arguments: Any) -> torch.Tensor:
+    """grouped_product by its operator."""
+    made: torch.Tensor = _product(*arguments)
     return made
 
 
@@ -1202,12 +1493,49 @@ def _fused_fold(
     return (rows, router_weights, w_gate_up, w_down, top_k, logits, *options), lead
 
 
+_ROUTER_MULTIPLE = 8  # of experts, for the router's product
+
+
+def _router_logits(rows: torch.Tensor, router: torch.Tensor, bias: Any) -> torch.Tensor:
+    """By the library's product, to the bits that fused_moe has; where it has none by torch."""
+    if router.shape[0] % _ROUTER_MULTIPLE:
+        logits = rows @ router.T
+        return logits if bias is None else logits + bias
+    every = torch.arange(2, dtype=torch.int32, device=rows.device) * torch.iinfo(torch.int32).max
+    made: torch.Tensor = _product(
+        rows, router[None], every, None, None if bias is None else bias[None], None
+    )
+    return made
+
+
+def _fused_record(
+    below: Callable[..., Any], tokens: Any, router_weights: Any, w_gate_up: Any, w_down: Any,
+    top_k: int, logits: Any, router_bias: Any, *options: Any,
+) -> Any:  # fmt: skip
+    """In its three parts, each of which torch records."""
+    names = ("tokens", "router_weights", "w_gate_up", "w_down", "logits", "router_bias")
+    given = (tokens, router_weights, w_gate_up, w_down, logits, router_bias)
+    _moe_autograd.check_device(names, given)
+    if (router_weights is None) == (logits is None):
+        got = "neither it nor logits" if logits is None else "both it and logits"
+        raise InvalidArgumentError(f"router_weights: got {got}, accepted is one of the two")
+    routing_options, layer = options[:6], options[6:]
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    if logits is None:
+        logits = _router_logits(rows, router_weights, router_bias)
+    else:
+        logits = logits.reshape(-1, logits.shape[-1])
+    _, weights, *order = _route(logits, top_k, *routing_options)
+    made = _forward(rows, w_gate_up, w_down, weights, *order, *layer)
+    return made.view(tokens.shape)
+
+
 _fused = _define(
     "fused_moe", _MOE,
     "(Tensor tokens, Tensor? router_weights, Tensor w_gate_up, Tensor w_down, int top_k, "
     "Tensor? logits, Tensor? router_bias, str scoring, bool renormalize, Tensor? selection_bias, "
     f"int num_groups, int? top_groups, float scale, {_LAYER_SCHEMA} -> Tensor",
-    _fused_kernel, _fused_fake, _fused_fold,
+    _fused_kernel, _fused_fake, _fused_fold, record=_fused_record,
 )  # fmt: skip
 
 
@@ -1251,9 +1579,14 @@ def fused_moe(
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
-    made: torch.Tensor = _fused(
+    return traced_fused_moe(
         tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
         renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
         b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, kernel,
     )  # fmt: skip
+
+
+def traced_fused_moe(*arguments: Any) -> torch.Tensor:
+    """fused_moe by its operator."""
+    made: torch.Tensor = _fused(*arguments)
     return made
