@@ -1,9 +1,9 @@
 // The copy engine (TMA): boxes of a tensor of rank 4 or 5 between global and shared memory, one
 // thread issuing. Coordinates are in elements, innermost dimension first. Elements outside the
 // tensor are zero when read and left alone when written. The tensor map lies in kernel parameters,
-// 64-byte aligned; boxes with 128-byte rows and swizzle begin on multiples of 128 bytes, and where a chunk
-// of 16 bytes goes in its row follows from the address alone, as if boxes were parts of one that
-// begins on a multiple of 1024. sm_90.
+// 64-byte aligned; boxes with 128-byte rows and swizzle begin on multiples of 128 bytes, and where
+// a chunk of 16 bytes goes in its row follows from the address alone, as if boxes were parts of one
+// that begins on a multiple of 1024. sm_90.
 #pragma once
 
 #include <cstdint>

@@ -163,8 +163,8 @@ def flash_attention(
         stream: cudaStream_t as an int, or an object with __cuda_stream__(), cuda_stream or ptr.
             None is the current stream of the tensors' library. Ignored on the CPU. Not for JAX.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table: Ragged,
-            padded and paged batches; the last two have no gradients. int32, of the library and on the
-            device of q, any strides; what they say is described below.
+            padded and paged batches; the last two have no gradients. int32, of the library and on
+            the device of q, any strides; what they say is described below.
         max_seqlen_q, max_seqlen_k: Bounds of the lengths, which may be loose; what is longer is cut
             off at the end. None is what the tensors have room for.
 

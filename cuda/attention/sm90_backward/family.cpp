@@ -71,8 +71,8 @@ struct MapOf {
   MapShape shape;
 };
 
-// Whether the copy engine cannot write a gradient: dQ is left as sums then, dK and dV consumers write
-// themselves.
+// Whether the copy engine cannot write a gradient: dQ is left as sums then, dK and dV consumers
+// write themselves.
 bool is_direct(const AttentionBackwardProblem& p, const RowsView<void>& gradient) {
   return gradient.data != nullptr && (p.accumulate || gradient.dtype != p.q.dtype);
 }
