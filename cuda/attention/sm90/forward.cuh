@@ -210,16 +210,16 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
 // Begins to load the keys or values of the step that begins at a key. Those that the sequence does
 // not have come as zeros.
 template <class Traits, int kBoxes>
-__device__ __forceinline__ void load_ragged_step(const RaggedParams& params, const CUtensorMap& map,
-                                                 const Repeats& repeats, const RaggedTile& tile,
+__device__ __forceinline__ void load_ragged_step(const CUtensorMap& map, const Repeats& repeats,
+                                                 int rows_per_batch, const RaggedTile& tile,
                                                  int key, uint32_t to, uint32_t full) {
-  const RaggedRow row =
-      RaggedRow::at(key, tile.sequence.begin_k, tile.sequence.length_k, params.seq_k);
+  const RaggedRow row = RaggedRow::at(key, tile.sequence.begin_k + tile.batch_k * rows_per_batch,
+                                      tile.sequence.length_k);
   ptx::mbarrier_arrive_expect(full, kBoxes * Traits::kKVBoxBytes);
 #pragma unroll 1
   for (int box = 0; box < kBoxes; ++box) {
     ptx::tma_load(to + box * Traits::kKVBoxBytes, &map, full, ptx::kEvictLast, box * kBoxColumns,
-                  row.row, tile.head_kv * repeats.head, row.base, tile.batch_k * repeats.batch);
+                  row.row, tile.head_kv * repeats.head, row.base, row.wrap);
   }
 }
 
@@ -264,6 +264,14 @@ __device__ __forceinline__ void load_paged_step(const RaggedParams& params,
   ptx::mbarrier_arrive(full);
 }
 
+// Of a box that begins at a row of the tile's sequence, in q or out.
+__device__ __forceinline__ RaggedRow query_box(const RaggedParams& params, const RaggedTile& tile,
+                                               int rows_per_batch, int row) {
+  const int begin = tile.sequence.begin_q + tile.batch * rows_per_batch;
+  if (params.heads_per_tile > 1) return RaggedRow::of_heads(row, begin);
+  return RaggedRow::at(row, begin, tile.sequence.length_q);
+}
+
 template <class Traits>
 __device__ __forceinline__ void load_ragged_q(const RaggedParams& params, const RaggedTile& tile,
                                               int portion, uint32_t to, uint32_t full) {
@@ -272,14 +280,12 @@ __device__ __forceinline__ void load_ragged_q(const RaggedParams& params, const 
 #pragma unroll 1
   for (int group = portion * kGroups; group < (portion + 1) * kGroups; ++group) {
     const RaggedRow row =
-        RaggedRow::at(tile.first_row + group * kRowsPerGroup, tile.sequence.begin_q,
-                      tile.sequence.length_q, params.seq_q);
+        query_box(params, tile, params.rows_per_batch.q, tile.first_row + group * kRowsPerGroup);
 #pragma unroll 1
     for (int box = 0; box < Traits::kBoxes; ++box) {
       ptx::tma_load(to + group * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes, &params.q,
                     full, ptx::kEvictFirst, box * kBoxColumns, row.row,
-                    tile.head * params.q_repeats.head, row.base,
-                    tile.batch * params.q_repeats.batch);
+                    tile.head * params.q_repeats.head, row.base, row.wrap);
     }
   }
 }
@@ -326,8 +332,8 @@ __device__ __forceinline__ void produce_q_and_k(const RaggedParams& params, uint
       load_paged_step<Traits, Traits::kBoxes>(params, params.k_pages, params.k_repeats, tile, key,
                                               to, barriers.k_full(k_pipe.stage));
     } else {
-      load_ragged_step<Traits, Traits::kBoxes>(params, params.k, params.k_repeats, tile, key, to,
-                                               barriers.k_full(k_pipe.stage));
+      load_ragged_step<Traits, Traits::kBoxes>(params.k, params.k_repeats, params.rows_per_batch.k,
+                                               tile, key, to, barriers.k_full(k_pipe.stage));
     }
     k_pipe.advance();
   };
@@ -380,7 +386,8 @@ __device__ __forceinline__ void produce_v(const RaggedParams& params, uint32_t s
         load_paged_step<Traits, Traits::kBoxesV>(params, params.v_pages, params.v_repeats, tile,
                                                  key, to, barriers.v_full(v_pipe.stage));
       } else {
-        load_ragged_step<Traits, Traits::kBoxesV>(params, params.v, params.v_repeats, tile, key, to,
+        load_ragged_step<Traits, Traits::kBoxesV>(params.v, params.v_repeats,
+                                                  params.rows_per_batch.v, tile, key, to,
                                                   barriers.v_full(v_pipe.stage));
       }
       v_pipe.advance();
@@ -1258,10 +1265,9 @@ struct Consumer {
              ++box) {
           const uint32_t from = tile_out + (box - first_box) * Traits::kRowBoxBytes;
           if constexpr (Traits::kRagged) {
-            const RaggedRow row =
-                RaggedRow::at(group_row, sequence.begin_q, sequence.length_q, params.seq_q);
+            const RaggedRow row = query_box(params, tile, params.rows_per_batch.out, group_row);
             ptx::tma_store(&params.out, from, box * kBoxColumns, row.row, tile.head, row.base,
-                           tile.batch);
+                           row.wrap);
           } else {
             ptx::tma_store(&params.out, from, box * kBoxColumns, sequence.begin_q + group_row,
                            tile.head, tile.batch);

@@ -113,11 +113,20 @@ struct SplitParams : Params {
 // Sizes of boxes that rows of pages come in.
 inline constexpr int kPageBoxes = 8;
 
+// By how many rows those of a tensor's batch are behind one another.
+struct RowsPerBatch {
+  int32_t q;
+  int32_t k;
+  int32_t v;
+  int32_t out;
+};
+
 // Those of a kernel whose batch is sequences (ragged.cuh). The maps of Params are ragged ones
 // (ragged_rows.h). seq_q and seq_k bound the lengths of a sequence; kv_block_alignment and what is
-// behind it are not used.
+// behind it are not used, nor are repeats of batches, but of pages.
 struct RaggedParams : Params {
   SequenceParams sequences;
+  RowsPerBatch rows_per_batch;
   // Rows of a tile are the queries of one head; or, of sequences of one query at most (decoding),
   // that query of so many heads, all of a KV head, whose keys are then read once. What tiles have
   // for a head, and divisors are by, are so many heads.

@@ -7,6 +7,7 @@
 #include "cuda/attention/sm90/fill.h"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/ragged_order.h"
+#include "cuda/attention/sm90/ragged_rows.h"
 #include "cuda/attention/sm90/schedules.h"
 #include "cuda/attention/walkable.h"
 
@@ -16,40 +17,92 @@ namespace {
 // What a launch takes until its first tile is found, beside a dense one.
 constexpr double kStartOfSequences = 1.5;
 
-// A view in a ragged map (ragged_rows.h): what it is of, and where its memory begins.
+// A view in a ragged map (ragged_rows.h).
 struct RaggedMap {
   MapShape shape;
-  const void* begin;
+  const void* data;
 };
 
-// Of `batch` rows of so many rows, whose sequences have at most `most`.
+// The rows of a view as a ragged map counts them, with those of its batch one behind the other.
+struct CountedRows {
+  int64_t stride;
+  int64_t per_batch;  // from one row of the batch to the next
+  int64_t count;
+};
+
+struct StridesOfRows {
+  int64_t row;
+  int64_t batch;
+};
+
+// Of a single row the stride may be anything: then the batch's are the rows, if it has several.
 template <class Data>
-RaggedMap ragged_map(const RowsView<Data>& view, int64_t dim, int64_t batch, int64_t rows,
-                     int64_t heads, int64_t most, int columns, int box_rows) {
-  // Of a single row the stride may be anything, and is not walked but by sums that are 0.
-  const int64_t stride = rows > 1 ? view.strides.seq : columns;
-  const MapShape shape = {5,
-                          {dim, most, heads, rows + most, batch},
-                          {1, stride, view.strides.head, stride, view.strides.batch},
-                          {columns, box_rows, 1, 1, 1}};
-  const auto begin = reinterpret_cast<uintptr_t>(view.data) -
-                     static_cast<uintptr_t>(most * stride * dtype_bytes(view.dtype));
-  return {shape, reinterpret_cast<const void*>(begin)};
+StridesOfRows strides_of_rows(const RowsView<Data>& view, int64_t batch, int64_t rows,
+                              int columns) {
+  const int64_t of_batch = batch > 1 ? view.strides.batch : 0;
+  if (rows > 1) return {view.strides.seq, of_batch};
+  return {of_batch > 0 ? of_batch : columns, of_batch};
 }
 
-// The same of sequences of one row at most, in tiles whose rows are so many heads.
+// Of a view that check_counted takes.
 template <class Data>
-RaggedMap heads_map(const RowsView<Data>& view, int64_t dim, int64_t batch, int64_t rows,
-                    int64_t tiles, int64_t heads, int columns, int box_rows) {
-  const int64_t stride = rows > 1 ? view.strides.seq : columns;
-  const MapShape shape = {
-      5,
-      {dim, heads, tiles, rows + heads, batch},
-      {1, view.strides.head, heads * view.strides.head, stride, view.strides.batch},
-      {columns, box_rows, 1, 1, 1}};
-  const auto begin = reinterpret_cast<uintptr_t>(view.data) -
-                     static_cast<uintptr_t>(heads * stride * dtype_bytes(view.dtype));
-  return {shape, reinterpret_cast<const void*>(begin)};
+CountedRows counted_rows(const RowsView<Data>& view, int64_t batch, int64_t rows, int columns) {
+  const auto [stride, batch_stride] = strides_of_rows(view, batch, rows, columns);
+  const int64_t per_batch = batch_stride / stride;
+  return {stride, per_batch, per_batch > 0 ? (batch - 1) * per_batch + rows : rows};
+}
+
+template <class Data>
+flashmoe_status check_counted(const char* name, const RowsView<Data>& view, int64_t batch,
+                              int64_t rows, int columns, const Reason& reason) {
+  const auto [stride, batch_stride] = strides_of_rows(view, batch, rows, columns);
+  const int64_t bytes = stride * dtype_bytes(view.dtype);
+  if (bytes >= RaggedRow::kWrapBytes) {
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED,
+        "rows of sequences in %s are %lld bytes apart, accepted are less than 2^34", name,
+        static_cast<long long>(bytes));
+  }
+  if (batch_stride % stride != 0) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%s has sequences with a stride of %lld along the batch, accepted are "
+                         "multiples of that from row to row, %lld",
+                         name, static_cast<long long>(batch_stride),
+                         static_cast<long long>(stride));
+  }
+  const int64_t per_batch = batch_stride / stride;
+  // `base` is below the end of its dimension, and that fits in int32.
+  constexpr int64_t kEnd = RaggedRow::kMost - 1;
+  if (rows >= kEnd || (per_batch > 0 && batch - 1 > (kEnd - 1 - rows) / per_batch)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%s has sequences in memory of 2^30 rows or more, accepted are fewer",
+                         name);
+  }
+  return FLASHMOE_OK;
+}
+
+template <class Data>
+RaggedMap ragged_map(const RowsView<Data>& view, int64_t dim, const CountedRows& rows,
+                     int64_t heads, int columns, int box_rows) {
+  constexpr int64_t kMost = RaggedRow::kMost;
+  const int64_t wrap = RaggedRow::kWrapBytes / dtype_bytes(view.dtype) - rows.stride;
+  return {{5,
+           {dim, kMost, heads, kMost + rows.count, kMost + 1},
+           {1, rows.stride, view.strides.head, rows.stride, wrap},
+           {columns, box_rows, 1, 1, 1}},
+          view.data};
+}
+
+// The same of sequences of one row at most, in tiles whose rows are so many heads: no sequence ends
+// before them, so that nothing has to be taken back.
+template <class Data>
+RaggedMap heads_map(const RowsView<Data>& view, int64_t dim, const CountedRows& rows, int64_t tiles,
+                    int64_t heads, int columns, int box_rows) {
+  return {{5,
+           {dim, heads, tiles, rows.count, 1},
+           {1, view.strides.head, heads * view.strides.head, rows.stride, 0},
+           {columns, box_rows, 1, 1, 1}},
+          view.data};
 }
 
 // See RaggedParams. All heads of a KV head are one tile's, or none: rows that see the same keys and
@@ -77,26 +130,58 @@ struct RaggedMaps {
   RaggedMap out;
 };
 
+// Without keys the tensors may be null, which a map is not; none is read then. Pages have maps of
+// their own.
+bool maps_keys(const AttentionProblem& p) {
+  return !p.sequences.paged && p.seq_k > 0 && tensor_rows(p).batch_k > 0;
+}
+
 RaggedMaps ragged_maps(const AttentionProblem& p, const Entry& entry) {
   const TensorRows rows = tensor_rows(p);
   const int64_t heads = heads_per_tile(p, entry);
+  const int columns = entry.box_columns;
   const auto queries = [&](const auto& view, int64_t dim) {
+    const CountedRows counted = counted_rows(view, rows.batch_q, rows.rows_q, columns);
     if (heads > 1) {
-      return heads_map(view, dim, rows.batch_q, rows.rows_q, p.heads_q / heads, heads,
-                       entry.box_columns, entry.box_rows);
+      return heads_map(view, dim, counted, p.heads_q / heads, heads, columns, entry.box_rows);
     }
-    return ragged_map(view, dim, rows.batch_q, rows.rows_q, p.heads_q, p.seq_q, entry.box_columns,
-                      entry.box_rows);
+    return ragged_map(view, dim, counted, p.heads_q, columns, entry.box_rows);
   };
   const RaggedMap q = queries(p.q, p.dim);
   const auto keys = [&](const RowsView<const void>& view, int64_t dim) {
-    // Without keys the tensor may be null, which a map is not; none is read then. Pages have maps
-    // of their own.
-    if (p.sequences.paged || p.seq_k == 0 || rows.batch_k == 0) return q;
-    return ragged_map(view, dim, rows.batch_k, rows.rows_k, p.heads_kv, p.seq_k, entry.box_columns,
-                      entry.tile_k);
+    if (!maps_keys(p)) return q;
+    return ragged_map(view, dim, counted_rows(view, rows.batch_k, rows.rows_k, columns), p.heads_kv,
+                      columns, entry.tile_k);
   };
   return {q, keys(p.k, p.dim), keys(p.v, p.dim_v), queries(p.out, p.dim_v)};
+}
+
+// Refuses what ragged maps cannot be of.
+flashmoe_status check_counted(const AttentionProblem& p, const Entry& entry, const Reason& reason) {
+  if (p.batch == 0 || p.seq_q == 0) return FLASHMOE_OK;  // and strides are 0 then
+  const TensorRows rows = tensor_rows(p);
+  const auto check = [&](const char* name, const auto& view, int64_t batch, int64_t of_batch) {
+    return check_counted(name, view, batch, of_batch, entry.box_columns, reason);
+  };
+  FLASHMOE_TRY(check("q", p.q, rows.batch_q, rows.rows_q));
+  FLASHMOE_TRY(check("out", p.out, rows.batch_q, rows.rows_q));
+  if (!maps_keys(p)) return FLASHMOE_OK;
+  FLASHMOE_TRY(check("k", p.k, rows.batch_k, rows.rows_k));
+  return check("v", p.v, rows.batch_k, rows.rows_k);
+}
+
+RowsPerBatch rows_per_batch(const AttentionProblem& p, const Entry& entry) {
+  const TensorRows rows = tensor_rows(p);
+  const auto of = [&](const auto& view, int64_t batch, int64_t of_batch) {
+    return static_cast<int32_t>(counted_rows(view, batch, of_batch, entry.box_columns).per_batch);
+  };
+  RowsPerBatch result = {};
+  result.q = of(p.q, rows.batch_q, rows.rows_q);
+  result.out = of(p.out, rows.batch_q, rows.rows_q);
+  if (!maps_keys(p)) return result;
+  result.k = of(p.k, rows.batch_k, rows.rows_k);
+  result.v = of(p.v, rows.batch_k, rows.rows_k);
+  return result;
 }
 
 bool reads_pages(const AttentionProblem& p) { return p.sequences.paged && p.seq_k > 0; }
@@ -161,8 +246,8 @@ bool encode_maps(const AttentionProblem& p, const Entry& entry, KeptRagged* kept
   const RaggedMaps maps = ragged_maps(p, entry);
   int i = 0;
   const auto encode = [&](CUtensorMap* map, const RaggedMap& of) {
-    kept->mapped[i++] = of.begin;
-    return encode_map(map, p.q.dtype, of.begin, of.shape);
+    kept->mapped[i++] = of.data;
+    return encode_map(map, p.q.dtype, of.data, of.shape);
   };
   RaggedParams& params = kept->params;
   return encode(&params.q, maps.q) && encode(&params.k, maps.k) && encode(&params.v, maps.v) &&
@@ -172,16 +257,17 @@ bool encode_maps(const AttentionProblem& p, const Entry& entry, KeptRagged* kept
 bool move_maps(const AttentionProblem& p, const Entry& entry, KeptRagged* kept) {
   const RaggedMaps maps = ragged_maps(p, entry);
   RaggedParams& params = kept->params;
-  return move_map(&params.q, &kept->mapped[0], maps.q.begin) &&
-         move_map(&params.k, &kept->mapped[1], maps.k.begin) &&
-         move_map(&params.v, &kept->mapped[2], maps.v.begin) &&
-         move_map(&params.out, &kept->mapped[3], maps.out.begin) && move_pages(p, entry, kept);
+  return move_map(&params.q, &kept->mapped[0], maps.q.data) &&
+         move_map(&params.k, &kept->mapped[1], maps.k.data) &&
+         move_map(&params.v, &kept->mapped[2], maps.v.data) &&
+         move_map(&params.out, &kept->mapped[3], maps.out.data) && move_pages(p, entry, kept);
 }
 
 void fill_params(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts,
                  RaggedParams* params) {
   fill_tensors(p, params);
   const int64_t heads = heads_per_tile(p, entry);
+  params->rows_per_batch = rows_per_batch(p, entry);
   params->heads_per_tile = static_cast<int32_t>(heads);
   if (heads > 1) params->seq_q = params->heads_per_tile;  // rows of a tile's sequence
   params->by_heads = Divisor::of(static_cast<uint32_t>(p.heads_q / heads));
@@ -216,6 +302,7 @@ double share_of_pages(const AttentionProblem& p, const Entry& entry) {
 flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& work,
                                 const Entry* entry, const DeviceFacts& facts,
                                 WholeTiles* whole_tiles, const Reason& reason) {
+  FLASHMOE_TRY(check_counted(problem, *entry, reason));
   // What a chunk of sequences may have, in whatever order tables have them, the kernel counts.
   constexpr int64_t kMost = INT_MAX / 2;
   const int64_t tiles_per_head = (problem.seq_q + entry->tile_q - 1) / entry->tile_q;

@@ -2,14 +2,22 @@
 // tensor: it cuts boxes at the ends of a dimension, so a map has a dimension that ends where the
 // sequence does.
 //
-// A ragged map has two dimensions of rows, of the same stride, whose coordinates add up: `row`, of
-// as many as the longest sequence may have, and `base`. The map's memory begins that many rows
-// before the tensor. So each row of a tensor has many pairs of coordinates, and who asks for one
-// chooses how far behind it the dimension of rows ends. What is cut is zero when read and is left
-// alone when written.
+// A ragged map is over [dim, row, heads, base, wrap]. `row` and `base` are two dimensions of rows,
+// of the same stride, whose coordinates add up. So each row of a tensor has many pairs of them, and
+// who asks for one chooses how far behind it the dimension `row` ends. What is cut is zero when
+// read and is left alone when written.
+//
+// The sum is kMost rows too many. A map cannot begin that many before the tensor, since the copy
+// engine wants the memory at its beginning to be mapped, even where no coordinate leads there. But
+// addresses are modulo 2^64: `wrap` has the stride 2^34 - a row's, and kMost = 2^30 of these are
+// kMost rows less.
+//
+// Rows of a batch are rows behind those of the one before: `base` counts these, too.
 //
 // This is host code, too, for its tests.
 #pragma once
+
+#include <cstdint>
 
 #include "cuda/divisor.h"
 
@@ -21,17 +29,26 @@
 
 namespace flashmoe::sm90 {
 
+// Coordinates. Those of `base` are below 2 kMost, which int32 holds.
 struct RaggedRow {
   int row;
   int base;
+  int wrap;
 
-  // Of a box that begins at `row` of a sequence of `length` rows, at most `most`, from `begin` on
-  // in the tensor: it is cut behind the last row of the sequence, or, where it begins before row 0,
-  // at that row, but not at both.
-  static FLASHMOE_IN_KERNEL RaggedRow at(int row, int begin, int length, int most) {
-    const int shift = row < 0 ? 0 : most - length;
-    return {row + shift, begin + most - shift};
+  static constexpr int kMost = 1 << 30;
+  static constexpr int64_t kWrapBytes = int64_t{1} << 34;  // kMost of them are 2^64
+
+  // Of a box that begins at `row` of a sequence of `length` rows from `begin` on in the tensor: it
+  // is cut behind the last row of the sequence, or, where it begins before row 0, at that row, but
+  // not at both.
+  static FLASHMOE_IN_KERNEL RaggedRow at(int row, int begin, int length) {
+    const int shift = row < 0 ? 0 : kMost - length;
+    return {row + shift, begin + kMost - shift, kMost};
   }
+
+  // Of a map whose dimension `row` is the heads of a tile, at whose last it ends: from head `row`
+  // of the tensor's row `begin` on.
+  static FLASHMOE_IN_KERNEL RaggedRow of_heads(int row, int begin) { return {row, begin, 0}; }
 };
 
 // Rows of a step of paged keys that are one behind the other in a page, or that there are not.

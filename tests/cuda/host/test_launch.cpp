@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,6 +21,7 @@
 #include "cuda/attention/sm89_few_rows/params.h"
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/ragged_rows.h"
 #include "cuda/host/fake_cuda.h"
 #include "flashmoe/flashmoe.h"
 
@@ -444,8 +446,61 @@ void ragged_batches_have_kernels_of_their_own() {
 
 sm90::RaggedParams seen_ragged90;
 
-// By sm90, whose maps end where a sequence does: their memory begins as many rows before the
-// tensors as the longest may have.
+// Where the copy engine goes for an element, whose addresses are modulo 2^64; 0: it is cut.
+uint64_t address_in(const fake::Map& map, const std::array<int64_t, 5>& at) {
+  uint64_t address = reinterpret_cast<uintptr_t>(map.data);
+  for (size_t i = 0; i < 5; ++i) {
+    if (at[i] < 0 || at[i] >= static_cast<int64_t>(map.extents[i])) return 0;
+    address += static_cast<uint64_t>(at[i]) * (i == 0 ? 2 : map.steps[i - 1]);
+  }
+  return address;
+}
+
+// The ragged map of a call's tensor holds the rows of any sequence, each where it is, and no
+// others: beside brute force. Kernels get there by so many rows for each of a batch.
+void check_rows(const fake::Map& map, const Call& call, size_t tensor, int32_t rows_per_batch) {
+  static std::mt19937 random_numbers(1);
+  const auto from = [](int64_t least, int64_t most) {
+    return static_cast<int>(std::uniform_int_distribution<int64_t>(least, most)(random_numbers));
+  };
+  const int64_t* const shape = call.shapes[tensor];
+  const int64_t* const strides = call.strides[tensor];
+  const auto data = reinterpret_cast<uintptr_t>(call.tensors[tensor].data);
+  // The copy engine wants memory where the map begins, and limits strides, the driver extents.
+  CHECK(map.rank == 5 && map.data == call.tensors[tensor].data);
+  for (const cuuint64_t step : map.steps) CHECK(step % 16 == 0 && step < cuuint64_t{1} << 40);
+  for (const cuuint64_t extent : map.extents) CHECK(extent >= 1 && extent < cuuint64_t{1} << 31);
+  for (int i = 0; i < 500; ++i) {
+    const int batch = from(0, shape[0] - 1);
+    const int head = from(0, shape[2] - 1);
+    const int begin = from(0, shape[1] - 1);
+    const int length = from(1, shape[1] - begin);
+    const int box = static_cast<int>(map.box[1]);
+    int row = from(-2 * box, length + box);
+    if (row < 0 && row + box > length) row = -box;  // never both ends
+    const auto at = sm90::RaggedRow::at(row, begin + batch * rows_per_batch, length);
+    for (int r = 0; r < box; ++r) {
+      const bool exists = row + r >= 0 && row + r < length;
+      const int64_t element =
+          batch * strides[0] + (begin + row + r) * strides[1] + head * strides[2];
+      const uint64_t wanted = exists ? data + static_cast<uint64_t>(2 * element) : 0;
+      const int64_t repeated = strides[2] == 0 ? 0 : head;
+      CHECK(address_in(map, {0, at.row + r, repeated, at.base, at.wrap}) == wanted);
+    }
+  }
+}
+
+// The last four maps, of q, k, v and out.
+void check_rows_of(const Call& call) {
+  const sm90::RowsPerBatch& per_batch = seen_ragged90.rows_per_batch;
+  const int32_t of[] = {per_batch.q, per_batch.k, per_batch.v, per_batch.out};
+  CHECK(fake::maps.size() >= 4);
+  for (size_t i = 0; i < 4; ++i) {
+    check_rows(fake::maps[fake::maps.size() - 4 + i], call, i, of[i]);
+  }
+}
+
+// By sm90, whose maps end where a sequence does.
 void sm90_cuts_boxes_at_sequences() {
   fake::on_launch = [](const void* params) {
     std::memcpy(static_cast<void*>(&seen_ragged90), params, sizeof seen_ragged90);
@@ -462,23 +517,25 @@ void sm90_cuts_boxes_at_sequences() {
   sequences.max_seqlen_q = 700;
   call.params.sequences = &sequences;
   call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
-  // Of q and out, of k and v: the longest of a sequence, rows, batch, and what of boxes.
-  const auto check_maps = [&](size_t first, const int64_t (&queries)[4], const int64_t (&keys)[4]) {
+  // Of q and out, of k and v: rows, and what of boxes.
+  constexpr int64_t kMost = int64_t{1} << 30;
+  const auto check_maps = [&](size_t first, const int64_t (&queries)[2], const int64_t (&keys)[2]) {
     CHECK(fake::maps.size() == first + 4);
     for (size_t i = 0; i < 4; ++i) {
       const fake::Map& map = fake::maps[first + i];
       const bool of_q = i == 0 || i == 3;
-      const auto& [most, rows, batch, box_rows] = of_q ? queries : keys;
+      const auto& [rows, box_rows] = of_q ? queries : keys;
       const auto stride = static_cast<cuuint64_t>(2 * call.strides[i][1]);
       CHECK(map.rank == 5 && map.box[0] == 32 && map.box[1] == static_cast<cuuint32_t>(box_rows));
       CHECK(map.box[2] == 1 && map.box[3] == 1 && map.box[4] == 1);
-      CHECK(map.extents[0] == 64 && map.extents[1] == static_cast<cuuint64_t>(most));
+      CHECK(map.extents[0] == 64 && map.extents[1] == static_cast<cuuint64_t>(kMost));
       CHECK(map.extents[2] == (i == 2 ? 1 : static_cast<cuuint64_t>(call.shapes[i][2])));
-      CHECK(map.extents[3] == static_cast<cuuint64_t>(rows + most));
-      CHECK(map.extents[4] == static_cast<cuuint64_t>(batch));
+      CHECK(map.extents[3] == static_cast<cuuint64_t>(rows + kMost));
+      CHECK(map.extents[4] == static_cast<cuuint64_t>(kMost + 1));
       CHECK(map.steps[0] == stride && map.steps[2] == stride);
-      CHECK(map.data == static_cast<char*>(call.tensors[i].data) - 2 * most * call.strides[i][1]);
+      CHECK(map.steps[3] == (cuuint64_t{1} << 34) - stride);
     }
+    check_rows_of(call);
   };
   fake::maps.clear();
   fake::moves.clear();
@@ -491,7 +548,7 @@ void sm90_cuts_boxes_at_sequences() {
     check_read_back(plan);
     // No more than there may be: 4 tiles of 192 rows of each sequence, of 6 heads.
     CHECK(fake::last.grid.x == 96 && fake::last.block.x == 512);
-    check_maps(0, {700, 5000, 1, 48}, {3000, 3000, 1, 128});
+    check_maps(0, {5000, 48}, {3000, 128});
   }
   CHECK(seen.sequences.count == 4 && seen.sequences.rows_q == 5000 && seen.seq_q == 700);
   CHECK(seen.seq_k == 3000 && seen.sequences.seqused_k.data == seqused_k.tensor.data);
@@ -508,12 +565,12 @@ void sm90_cuts_boxes_at_sequences() {
   CHECK(seen.tensors.k == call.tensors[1].data && seen.tensors.lse == call.tensors[4].data);
   if (fake::state.has_map_moves) {
     CHECK(fake::maps.size() == 4 && fake::moves.size() == 4);
-    CHECK(fake::mapped_by(seen.q) ==
-          static_cast<char*>(call.tensors[0].data) - 2 * 700 * call.strides[0][1]);
-    CHECK(fake::mapped_by(seen.out) ==
-          static_cast<char*>(call.tensors[3].data) - 2 * 700 * call.strides[3][1]);
+    CHECK(fake::mapped_by(seen.q) == call.tensors[0].data);
+    CHECK(fake::mapped_by(seen.k) == call.tensors[1].data);
+    CHECK(fake::mapped_by(seen.v) == call.tensors[2].data);
+    CHECK(fake::mapped_by(seen.out) == call.tensors[3].data);
   } else {
-    check_maps(4, {700, 5000, 1, 48}, {3000, 3000, 1, 128});
+    check_maps(4, {5000, 48}, {3000, 128});
   }
 
   // A window on both sides: later tiles are not longer.
@@ -529,8 +586,51 @@ void sm90_cuts_boxes_at_sequences() {
   used.seqused_q = used.seqused_k = &lengths.tensor;
   padded.params.sequences = &used;
   CHECK(padded.run() == FLASHMOE_OK && fake::last.grid.x == 3 * 2 * 6);
-  const fake::Map& map = fake::maps[fake::maps.size() - 3];  // k
-  CHECK(map.extents[1] == 300 && map.extents[3] == 600 && map.extents[4] == 3);
+  CHECK(seen.rows_per_batch.q == 200 && seen.rows_per_batch.k == 300);
+  CHECK(seen.rows_per_batch.v == 300 && seen.rows_per_batch.out == 200);
+  check_rows_of(padded);
+  // Heads may be apart by more than rows are, one k may be all sequences', and rows far apart.
+  const auto with_strides = [&](int tensor, int64_t of_batch, int64_t of_rows, int64_t of_heads) {
+    int64_t* const strides = padded.strides[tensor];
+    strides[0] = of_batch;
+    strides[1] = of_rows;
+    strides[2] = of_heads;
+  };
+  with_strides(0, 6 * 200 * 64, 64, 200 * 64);
+  with_strides(1, 0, 2 * 64, 64);
+  with_strides(2, 300 * ((int64_t{1} << 33) - 8), (int64_t{1} << 33) - 8, 0);
+  CHECK(padded.run() == FLASHMOE_OK);
+  CHECK(seen.rows_per_batch.q == 1200 && seen.rows_per_batch.k == 0);
+  check_rows_of(padded);
+  // Of single rows the batch's may be anything.
+  Call single("sm90", 3, 1, 1, 2, 2);
+  single.params.sequences = &used;
+  for (int64_t (&strides)[4] : single.strides) {
+    strides[0] = 1000;
+    strides[1] = 8;
+  }
+  CHECK(single.run() == FLASHMOE_OK && seen.rows_per_batch.v == 1);
+  check_rows_of(single);
+
+  // What the two dimensions of rows cannot count is not for this family.
+  const auto refuses = [&](const char* reason) {
+    flashmoe_plan unused = flashmoe_plan_init();
+    CHECK(flashmoe_attention_forward_plan(&padded.params, &unused) == FLASHMOE_ERROR_UNSUPPORTED);
+    if (std::strstr(flashmoe_last_error(), reason) == nullptr) std::puts(flashmoe_last_error());
+    CHECK(std::strstr(flashmoe_last_error(), reason) != nullptr);
+  };
+  with_strides(1, 300 * 2 * 64 + 8, 2 * 64, 64);
+  refuses(
+      "k has sequences with a stride of 38408 along the batch, accepted are multiples of that "
+      "from row to row, 128");
+  with_strides(1, 300 * 2 * 64, 2 * 64, 64);
+  with_strides(2, 0, int64_t{1} << 33, 0);
+  refuses("rows of sequences in v are 17179869184 bytes apart, accepted are less than 2^34");
+  with_strides(2, ((int64_t{1} << 29) - 150) * 128, 128, 64);  // twice that and 300 rows
+  refuses("v has sequences in memory of 2^30 rows or more");
+  with_strides(2, ((int64_t{1} << 29) - 151) * 128, 128, 64);
+  CHECK(padded.run() == FLASHMOE_OK);
+  check_rows_of(padded);
 
   // Rows of pages come in boxes of 1, 2, 4 and up to as many rows as a step has.
   Call paged("sm90", 1, 1000, 16, 6, 2);
@@ -607,12 +707,22 @@ void sm90_cuts_boxes_at_sequences() {
   const double packed_microseconds = plan_of(decoding).microseconds;
   for (const size_t i : {size_t{0}, size_t{3}}) {
     const fake::Map& of_heads = fake::maps[i];
-    CHECK(of_heads.extents[1] == 4 && of_heads.extents[2] == 3 && of_heads.extents[3] == 1 + 4);
-    CHECK(of_heads.extents[4] == 5 && of_heads.box[1] == 48);
-    CHECK(of_heads.steps[0] == 2 * 64 && of_heads.steps[1] == 2 * 4 * 64);
-    CHECK(of_heads.steps[3] == 2 * 12 * 64);
-    CHECK(of_heads.data == static_cast<char*>(decoding.tensors[i].data) -
-                               4 * static_cast<int64_t>(of_heads.steps[2]));
+    CHECK(of_heads.box[1] == 48 && of_heads.data == decoding.tensors[i].data);
+    const int32_t per_batch = i == 0 ? seen.rows_per_batch.q : seen.rows_per_batch.out;
+    for (int batch = 0; batch < 5; ++batch) {
+      for (int tile = 0; tile < 3; ++tile) {
+        const auto at = sm90::RaggedRow::of_heads(0, batch * per_batch);
+        for (int r = 0; r < 48; ++r) {
+          const auto wanted = reinterpret_cast<uintptr_t>(decoding.tensors[i].data) +
+                              static_cast<uint64_t>(2 * 64 * (12 * batch + 4 * tile + r));
+          CHECK(address_in(of_heads, {0, at.row + r, tile, at.base, at.wrap}) ==
+                (r < 4 ? wanted : 0));
+        }
+      }
+    }
+  }
+  for (const size_t i : {size_t{1}, size_t{2}}) {
+    check_rows(fake::maps[i], decoding, i, seen.rows_per_batch.k);
   }
   decoding.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
   CHECK(packs());
