@@ -220,6 +220,8 @@ thread_local Launched launched;
 
 int64_t size_of(const AttentionProblem& p) { return p.seq_q + p.q.strides.seq; }
 int64_t size_of(const AttentionBackwardProblem& p) { return p.seq_q + p.q.strides.seq; }
+int64_t size_of(const KvAppendProblem& p) { return p.seq; }
+int64_t size_of(const MergeStatesProblem& p) { return p.seq; }
 int64_t size_of(const MoeRouteProblem& p) { return p.tokens; }
 int64_t size_of(const MoeForwardProblem& p) { return p.tokens; }
 int64_t size_of(const GroupedProductProblem& p) { return p.rows; }
@@ -283,6 +285,8 @@ const AttentionBackwardFamily kSm89AttentionBackward =
     family<AttentionBackwardProblem, kSm89, Kind::kMany>();
 const AttentionBackwardFamily kCpuAttentionBackward =
     family<AttentionBackwardProblem, kCpu, Kind::kHost>();
+const KvAppendFamily kCpuKvAppend = family<KvAppendProblem, kCpu, Kind::kHost>();
+const MergeStatesFamily kCpuMergeStates = family<MergeStatesProblem, kCpu, Kind::kHost>();
 const MoeRouteFamily kCudaMoeRoute = family<MoeRouteProblem, kCuda, Kind::kMany>();
 const MoeRouteFamily kCpuMoeRoute = family<MoeRouteProblem, kCpu, Kind::kHost>();
 const MoeForwardFamily kSm89FewTokensMoeForward =
