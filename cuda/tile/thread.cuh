@@ -42,13 +42,6 @@ __device__ __forceinline__ int warp_index() {
 }
 __device__ __forceinline__ int warp_of_group() { return thread_index() / kThreadsPerWarp % 4; }
 
-// The same value, of which the compiler does not know that: what follows from it is computed anew.
-__device__ __forceinline__ uint32_t anew(uint32_t value) {
-  uint32_t same;
-  asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(value));
-  return same;
-}
-
 }  // namespace reread
 
 // Keeps a value in its register: without this, ptxas computes addresses again at every step, from

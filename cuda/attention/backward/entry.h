@@ -11,10 +11,10 @@ struct Entry : AttentionKernel {
   Kernel prologue;
   int prologue_rows;  // of a block
   int prologue_threads;
-  Kernel behind;  // dsinks, and what else the family has
+  Kernel behind;  // dsinks, and the repair of families that have one
   int behind_threads;
   int split_floats;   // dV and dK of a split of an item; 0: the kernel splits none
-  int behind_blocks;  // that repair, and write dQ that is left as sums; 0: the kernel needs none
+  int repair_blocks;  // of a call with bounds that adds to nothing; 0: there is no repair
   int cluster = 1;    // blocks that share an item
 };
 

@@ -27,17 +27,6 @@ SplitItems split_items_of(const AttentionProblem& p, const Entry& entry) {
   return split_of(items_of(p, entry), tiles_q_of(p, entry), p.heads_q / p.heads_kv, bounded);
 }
 
-// Whether something that is not finite is to be kept from what does not see it.
-bool repairs(const AttentionProblem& p, const Entry& entry) {
-  return (p.bounded_left || p.bounded_right) && entry.behind_blocks > 0;
-}
-
-// Whether dQ is left as sums, which are written behind the kernel.
-bool sums_dq(const AttentionBackwardProblem& p, const Entry& entry) {
-  return entry.behind_blocks > 0 && p.dq.data != nullptr &&
-         (p.accumulate || p.dq.dtype != p.q.dtype);
-}
-
 }  // namespace
 
 Layout layout_of(const AttentionProblem& p, const Entry& entry) {
@@ -55,7 +44,6 @@ Layout layout_of(const AttentionProblem& p, const Entry& entry) {
   layout.turns = take(tiles * entry.dq_panels * int64_t{sizeof(uint32_t)});
   layout.ticket = take(sizeof(uint32_t));
   layout.split_turns = take(kBlocksOfLargest * int64_t{sizeof(uint32_t)});
-  layout.left_out = take(repairs(p, entry) ? 2 * items_of(p, entry) * kPlaces : 0);
   layout.unwanted = take(std::max(p.dim, p.dim_v) * dtype_bytes(p.q.dtype));
   layout.dq_sums = take(tiles * entry.tile_q * entry.dim * kFloat);
   const SplitItems split = split_items_of(p, entry);
@@ -94,9 +82,9 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
   const int64_t clusters = std::clamp<int64_t>(items, 1, most_blocks / entry.cluster);
   flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
   if (entry.cluster > 1) launch.cluster = entry.cluster;
+  const bool repairs = (problem.bounded_left || problem.bounded_right) && !problem.accumulate;
   const int64_t behind =
-      (problem.dsinks.data != nullptr ? problem.heads_q : 0) +
-      (repairs(problem, entry) || sums_dq(problem, entry) ? entry.behind_blocks : 0);
+      (problem.dsinks.data != nullptr ? problem.heads_q : 0) + (repairs ? entry.repair_blocks : 0);
   if (behind > 0) {
     FLASHMOE_TRY(load_kernel(entry.behind, device_id, facts, &arch, reason));
     plan_launch(entry.behind, device_id, suffix, behind, entry.behind_threads,
@@ -165,9 +153,6 @@ void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, cha
   params->ticket = reinterpret_cast<uint32_t*>(workspace + layout.ticket);
   params->split_turns = reinterpret_cast<uint32_t*>(workspace + layout.split_turns);
   params->split_sums = reinterpret_cast<float*>(workspace + layout.split_sums);
-  params->left_out = p.accumulate && (p.bounded_left || p.bounded_right)
-                         ? reinterpret_cast<uint8_t*>(workspace + layout.left_out)
-                         : nullptr;
 }
 
 flashmoe_status launch_all(const Plan& plan, const CommonParams* params, void* stream) {

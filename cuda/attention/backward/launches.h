@@ -20,7 +20,6 @@ struct Layout {
   int64_t turns;
   int64_t ticket;
   int64_t split_turns;
-  int64_t left_out;
   int64_t unwanted;  // a row, for maps of tensors that are absent or have no rows
   int64_t dq_sums;
   int64_t split_sums;

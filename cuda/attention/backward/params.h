@@ -61,8 +61,6 @@ inline HeadOrder order_of(int64_t heads, int64_t heads_per_kv, int64_t tiles_k, 
   return order;
 }
 
-inline constexpr int kPlaces = 8;  // of a tile, each of 16 rows or keys
-
 inline constexpr int64_t kMostSplits = 4;
 
 // The last items of the order may be split: each of `splits` blocks has some of the query tiles.
@@ -123,10 +121,6 @@ struct CommonParams {
   // fragments' order, and how many warps have left theirs.
   float* split_sums;
   uint32_t* split_turns;
-  // Of a call with bounds that adds to what is there, by families that repair
-  // (sm90_backward/behind.cuh): 1 for each 16 keys of dV or dK that a warp has left out, else 0,
-  // [tiles of dV, tiles of dK, 8].
-  uint8_t* left_out;
 
   int32_t batch;
   int32_t seq_q;

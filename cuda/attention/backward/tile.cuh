@@ -80,17 +80,6 @@ struct alignas(16) Item {
   }
 };
 
-// Whether dQ leaves as sums of all of its parts, which are written behind the kernel: in fp32 or
-// added to what is there.
-__device__ __forceinline__ bool sums_dq(const CommonParams& params) {
-  return params.dq_rows.rows != nullptr && (params.accumulate != 0 || params.dq_rows.fp32 != 0);
-}
-
-// Tiles of dK, or of dV.
-__device__ __forceinline__ int64_t key_tiles(const CommonParams& params) {
-  return int64_t{params.batch} * params.heads_kv * params.tiles_k;
-}
-
 // The key tiles that have a part of a tile of dQ.
 struct Parts {
   int first;

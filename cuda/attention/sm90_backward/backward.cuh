@@ -27,7 +27,6 @@
 // docs/kernels/attention_backward_sm90.md.
 #pragma once
 
-#include "cuda/attention/sm90_backward/behind.cuh"
 #include "cuda/attention/sm90_backward/params.h"
 #include "cuda/attention/sm90_backward/tile.cuh"
 #include "cuda/attention/sm90_backward/traits.cuh"
@@ -390,7 +389,7 @@ struct Writer : Counters<Traits::kInPanels> {
   struct Part {
     uint32_t tile;    // of all tiles of dQ, or panels
     uint32_t before;  // parts that come before it
-    bool last;        // the rows leave with it
+    bool last;
     __device__ __forceinline__ bool takes_sum() const { return last && before > 0; }
   };
   template <class AnyItem>
@@ -400,7 +399,7 @@ struct Writer : Counters<Traits::kInPanels> {
     const int before = parts.before(item);
     const int tile = (item.batch * params.heads_q + head) * params.tiles_q + tile_q;
     return {static_cast<uint32_t>(tile * Traits::kPanels + panel), static_cast<uint32_t>(before),
-            before == parts.last - parts.first && !attention_backward::sums_dq(params)};
+            before == parts.last - parts.first};
   }
   __device__ __forceinline__ float* sums_of(const Part& part) const {
     return params.dq_sums +
@@ -516,7 +515,7 @@ struct Writer : Counters<Traits::kInPanels> {
                                            const OfferNext& offer_next) {
     if (part.last) {
       wait_for_consumers();
-      store_dq(item, head, tile_q);
+      if (params.dq_direct.rows == nullptr) store_dq(item, head, tile_q);
       offer_next(true);
       return;
     }
@@ -608,7 +607,7 @@ struct Writer : Counters<Traits::kInPanels> {
         if (now.last) {
           give_turn_on();
           wait_for_consumers();
-          if (!Traits::kByProducts) store_panel(item, now);
+          if (!Traits::kByProducts && params.dq_direct.rows == nullptr) store_panel(item, now);
         } else {
           add_panel(now);
         }
@@ -1078,33 +1077,6 @@ struct Consumer : Counters<Traits::kInPanels> {
     }
   }
 
-  // The item when its steps are done. Its place is found anew: kept meanwhile it would cost a
-  // register.
-  __device__ __forceinline__ const Item* item_behind_steps() const {
-    return shared_items + reread::anew(items) % kItemsHeld;
-  }
-  // Which 16 keys of the tile are this warp's.
-  __device__ __forceinline__ int keys_of_warp() const {
-    return static_cast<int>(Traits::kByProducts ? block_rank<Traits>() : group) * kWarpsPerGroup +
-           warp_of_group();
-  }
-  // Leaves out what is to be added to dV or dK and is not finite: a repair adds it. Products of
-  // neighbours have a sum that is finite only if they are; one that overflows costs a repair.
-  template <Wanted kWanted, int kRegisters>
-  __device__ __forceinline__ bool leaves_out(const float (&values)[kRegisters]) const {
-    if (params.left_out == nullptr) return false;
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kRegisters; i += 2) sum = fmaf(values[i], values[i + 1], sum);
-    const bool finite = __all_sync(kFullWarp, isfinite(sum)) != 0;
-    const SharedItem& item = *item_behind_steps();
-    const int head = item.batch * params.heads_kv + item.head_kv;
-    const int64_t tile = int64_t{head} * params.tiles_k + item.tile;
-    const int64_t first = kWanted == Wanted::kDk ? attention_backward::key_tiles(params) : 0;
-    params.left_out[(first + tile) * kPlaces + keys_of_warp()] = finite ? 0 : 1;
-    return !finite;
-  }
-
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
   // columns from `first_column` on.
   // With kPairs rows are as the copy engine takes them: pairs of 16-bit elements, aligned, to which
@@ -1152,15 +1124,20 @@ struct Consumer : Counters<Traits::kInPanels> {
     }
   }
 
-  __device__ __forceinline__ void write_dq_pairs(const float (&dq)[Traits::kDqRegisters],
-                                                 uint32_t tile) const {
+  template <bool kPairs>
+  __device__ __forceinline__ void write_dq_directly(const Direct& direct,
+                                                    const float (&dq)[Traits::kDqRegisters],
+                                                    uint32_t tile) const {
     const uint32_t tile_of_all = tile / Traits::kPanels;
     const int head_of_all = tile_of_all / params.tiles_q;
     const int tile_q = tile_of_all - head_of_all * params.tiles_q;
     const int batch = head_of_all / params.heads_q;
-    write_directly<true>(params.dq_rows, dq, params.scale, batch,
-                         head_of_all - batch * params.heads_q, tile_q * Traits::kTileQ,
-                         params.seq_q, tile % Traits::kPanels * Traits::kPanelColumns, params.dim);
+    const int first_column = Traits::kSplitsColumns
+                                 ? group * Traits::kDqColumns
+                                 : tile % Traits::kPanels * Traits::kPanelColumns;
+    write_directly<kPairs>(direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
+                           tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group),
+                           params.seq_q, first_column, params.dim);
   }
 
   // Stores the part of dQ of the step before in a slot, which `fill_slot` then hands to the writer.
@@ -1193,10 +1170,16 @@ struct Consumer : Counters<Traits::kInPanels> {
           dq[4 * i + 3] += sum.w;
         }
       }
+      if (params.dq_direct.rows != nullptr) {
+        write_dq_directly<false>(params.dq_direct, dq,
+                                 ptx::load_shared_uint(barriers.slot_tile(place)));
+        return;
+      }
       if constexpr (Traits::kByProducts) {
         // The box of a panel would be narrower than its swizzle.
         if (params.dq_rows.rows != nullptr) {
-          write_dq_pairs(dq, ptx::load_shared_uint(barriers.slot_tile(place)));
+          write_dq_directly<true>(params.dq_rows, dq,
+                                  ptx::load_shared_uint(barriers.slot_tile(place)));
         }
         return;
       }
@@ -1228,13 +1211,14 @@ struct Consumer : Counters<Traits::kInPanels> {
     load_lse(lse);
     issue_scores();
     if (!kFirst) issue_dq_before(dq);
-    ptx::wgmma_wait<kFirst ? 0 : 1>();  // S
+    const bool masked = Traits::kCapped || is_masked(first_key);  // no register for the answer
+    ptx::wgmma_wait<kFirst ? 0 : 1>();                            // S
     ptx::pin(scores);
     if constexpr (Traits::kCapped) {
       exponentiate_capped(p, lse, first_key);
     } else {
       exponentiate(lse);
-      if (is_masked(first_key)) mask(first_key);
+      if (masked) mask(first_key);
       pack(p, scores);
     }
     if (!kFirst) {
@@ -1248,7 +1232,7 @@ struct Consumer : Counters<Traits::kInPanels> {
     ptx::wgmma_wait<0>();  // dP
     ptx::pin(dp);
     if (last) release(barriers.v_empty());
-    issue_dv_and_dk(dp, p, Traits::kCapped || is_masked(reread::anew(first_key)));
+    issue_dv_and_dk(dp, p, masked);
     ptx::fence_proxy_async_shared();
     release(barriers.ds_full(buffer()));
     ptx::wgmma_wait<0>();
@@ -1340,7 +1324,7 @@ struct Consumer : Counters<Traits::kInPanels> {
   }
 
   __device__ __forceinline__ void write_keys() const {
-    const Item* const item = item_behind_steps();
+    const Item* const item = shared_items + items % kItemsHeld;
     const int split_item = __shfl_sync(kFullWarp, item->split_item, 0);
     const int split = __shfl_sync(kFullWarp, item->split, 0);
     const bool leaves = split_item != kWhole && split + 1 < params.split.splits;
@@ -1353,21 +1337,19 @@ struct Consumer : Counters<Traits::kInPanels> {
     const uint32_t first = buffer();
     ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
     if (!leaves) {
-      write_keys<Wanted::kDv, Traits::kBoxesV>(params.dv_direct, dv, 1.0f, splits, first,
-                                               params.dim_v);
+      write_keys<Traits::kBoxesV>(params.dv_direct, dv, 1.0f, splits, first, params.dim_v);
     }
     fill_slot(first);
     const uint32_t second = first ^ 1;
     ptx::mbarrier_wait(barriers.slot_ready(second), (((index + 1) >> 1) + items) & 1);
     if (!leaves) {
       if (splits.count > 0) splits.sums += Traits::kDimV / 2 * Splits::kStride;
-      write_keys<Wanted::kDk, Traits::kBoxes>(params.dk_direct, dk, params.scale, splits, second,
-                                              params.dim);
+      write_keys<Traits::kBoxes>(params.dk_direct, dk, params.scale, splits, second, params.dim);
     }
     fill_slot(second);
   }
 
-  template <Wanted kWanted, int kColumnBoxes, int kRegisters>
+  template <int kColumnBoxes, int kRegisters>
   __device__ __forceinline__ void write_keys(const Direct& direct,
                                              const float (&values)[kRegisters], float scale,
                                              const Splits& splits, uint32_t slot,
@@ -1379,8 +1361,8 @@ struct Consumer : Counters<Traits::kInPanels> {
       } else {
         store_rows(to, values, scale, 0, splits);
       }
-    } else if (!leaves_out<kWanted>(values)) {
-      const SharedItem& item = *item_behind_steps();
+    } else {
+      const SharedItem& item = shared_items[items % kItemsHeld];
       write_directly(direct, values, scale, item.batch, item.head_kv,
                      item.tile * Traits::kTileK + group * kKeysPerGroup, params.seq_k, 0, columns,
                      splits);

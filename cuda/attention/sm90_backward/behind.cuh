@@ -1,5 +1,5 @@
-// What comes behind the kernel of attention backward: dsinks, dQ that is written in fp32 or added
-// to what is there, and a repair of calls with bounds.
+// What comes behind the kernel of attention backward: dsinks, and a repair of calls with bounds
+// that add to nothing.
 //
 // In those the tensor cores spread what is not finite: they multiply what a row does not see by 0.
 // The kernel does not look for it. It shows here, since it spreads to all 64 rows of a warpgroup's
@@ -7,8 +7,7 @@
 // looked at, and if that is not finite, at what the tile shares where not every pair is seen; then
 // rows that are not finite are computed again by plain arithmetic
 // (cuda/attention/backward/masked_fallback.cuh). Rows that see no key, and keys that no row sees,
-// are looked at themselves. What is added to dV and dK would be lost: warps of the kernel leave it
-// out, and mark that.
+// are looked at themselves.
 #pragma once
 
 #include "cuda/attention/backward/masked_fallback.cuh"
@@ -21,15 +20,10 @@ namespace flashmoe::sm90_backward {
 
 using attention_backward::CommonParams;
 using attention_backward::Gradient;
-using attention_backward::kPlaces;
 using attention_backward::Wanted;
 
-inline constexpr int kBehindBlocks = 132;
-inline constexpr int kRowsOfPlace = 16;  // of a warp of the consumers
-inline constexpr int kRowsOfTile = 64;   // of a warpgroup
-template <class Traits>
-inline constexpr int kDqPlaces = Traits::kTileQ / kRowsOfPlace;  // of a tile
-inline constexpr int kWarpsPerGroup = kThreadsPerGroup / kThreadsPerWarp;
+inline constexpr int kRepairBlocks = 132;
+inline constexpr int kRowsOfPlace = 64;  // of a warpgroup
 inline constexpr int kLanesOfPlace = 4;
 inline constexpr int kPlacesOfWarp = kThreadsPerWarp / kLanesOfPlace;  // at once
 
@@ -67,29 +61,29 @@ __device__ __forceinline__ bool any_nonfinite(const Gradient& gradient, int64_t 
                                       lane, lanes);
 }
 
-// 16 rows of dQ, or keys of dK and dV, of those that exist.
+// 64 rows of dQ, or keys of dK and dV, of those that exist.
 struct Place {
   int batch;
   int head;
   int first_row;
   int end_row;
-  int sample;  // a row of the same 64
 
   template <class Traits, Wanted kWanted>
   static __device__ __forceinline__ Place at(const CommonParams& params, int64_t number) {
     constexpr bool kOfQueries = kWanted == Wanted::kDq;
-    constexpr int kTile = kOfQueries ? Traits::kTileQ : Traits::kTileK;
-    constexpr int kPlacesOfTile = kTile / kRowsOfPlace;
-    const int tiles = kOfQueries ? params.tiles_q : params.tiles_k;
+    const int64_t places = places_of<Traits, kWanted>(params);
     const int heads = kOfQueries ? params.heads_q : params.heads_kv;
-    const int seq = kOfQueries ? params.seq_q : params.seq_k;
-    const int64_t tile = number / kPlacesOfTile;
-    const auto head_of_all = static_cast<int>(tile / tiles);
+    const auto head_of_all = static_cast<int>(number / places);
     const int batch = head_of_all / heads;
-    const int first_row = static_cast<int>(tile - int64_t{head_of_all} * tiles) * kTile +
-                          static_cast<int>(number - tile * kPlacesOfTile) * kRowsOfPlace;
-    return {batch, head_of_all - batch * heads, first_row, min(first_row + kRowsOfPlace, seq),
-            first_row / kRowsOfTile * kRowsOfTile};
+    const int first_row = static_cast<int>(number - head_of_all * places) * kRowsOfPlace;
+    return {batch, head_of_all - batch * heads, first_row,
+            min(first_row + kRowsOfPlace, kOfQueries ? params.seq_q : params.seq_k)};
+  }
+  // Of a head.
+  template <class Traits, Wanted kWanted>
+  static __device__ __forceinline__ int64_t places_of(const CommonParams& params) {
+    return kWanted == Wanted::kDq ? int64_t{params.tiles_q} * (Traits::kTileQ / kRowsOfPlace)
+                                  : int64_t{params.tiles_k} * (Traits::kTileK / kRowsOfPlace);
   }
 };
 
@@ -113,7 +107,7 @@ __device__ __forceinline__ bool is_suspect(const CommonParams& params, int64_t n
   const Place place = Place::at<Traits, kWanted>(params, number);
   if (place.first_row >= place.end_row) return false;
   const int64_t at = place.batch * gradient.strides.batch + place.head * gradient.strides.head +
-                     place.sample * gradient.strides.seq;
+                     place.first_row * gradient.strides.seq;
   return has_blind<kWanted>(params, place) ||
          any_nonfinite<typename Traits::Element>(
              gradient, at, kWanted == Wanted::kDv ? params.dim_v : params.dim, lane, kLanesOfPlace);
@@ -199,12 +193,12 @@ __device__ __forceinline__ bool is_at_risk_keys(const CommonParams& params, cons
       });
 }
 
-// Computes rows of a place again: those that are not finite, or with kLeftOut all. A whole warp.
-template <class Traits, Wanted kWanted, bool kLeftOut = false>
+// Computes rows of a place again that are not finite. A whole warp.
+template <class Traits, Wanted kWanted>
 __device__ __forceinline__ void repair_place(const CommonParams& params, int64_t number) {
   const Gradient& gradient = attention_backward::gradient_of<kWanted>(params);
   const Place place = Place::at<Traits, kWanted>(params, number);
-  if (!kLeftOut && !has_blind<kWanted>(params, place)) {
+  if (!has_blind<kWanted>(params, place)) {
     const bool at_risk = kWanted == Wanted::kDq ? is_at_risk_dq<Traits>(params, place)
                                                 : is_at_risk_keys<Traits>(params, place);
     if (!at_risk) return;
@@ -213,9 +207,9 @@ __device__ __forceinline__ void repair_place(const CommonParams& params, int64_t
   const int64_t first = place.batch * gradient.strides.batch + place.head * gradient.strides.head;
 #pragma unroll 1
   for (int row = place.first_row; row < place.end_row; ++row) {
-    if (!kLeftOut && !__any_sync(kFullWarp, any_nonfinite<typename Traits::Element>(
-                                                gradient, first + row * gradient.strides.seq,
-                                                columns, reread::lane_index(), kThreadsPerWarp))) {
+    if (!__any_sync(kFullWarp, any_nonfinite<typename Traits::Element>(
+                                   gradient, first + row * gradient.strides.seq, columns,
+                                   reread::lane_index(), kThreadsPerWarp))) {
       continue;
     }
     attention_backward::masked_fallback<Traits, kWanted>(
@@ -223,126 +217,45 @@ __device__ __forceinline__ void repair_place(const CommonParams& params, int64_t
   }
 }
 
-// Of one gradient. Neighbouring places go to different warps: what is to be computed again lies
-// together.
-template <class Traits, Wanted kWanted>
-__device__ __forceinline__ void repair(const CommonParams& params, int64_t places, int warp,
-                                       int warps) {
+// Places of dQ come first, then those of dV and of dK. Neighbours go to different warps: what is to
+// be computed again lies together.
+template <class Traits>
+__device__ __forceinline__ void repair(const CommonParams& params, int warp, int warps) {
+  static_assert(Traits::kTileQ % kRowsOfPlace == 0 && Traits::kTileK % kRowsOfPlace == 0);
+  const int64_t of_dq =
+      int64_t{params.batch} * params.heads_q * Place::places_of<Traits, Wanted::kDq>(params);
+  const int64_t of_keys =
+      int64_t{params.batch} * params.heads_kv * Place::places_of<Traits, Wanted::kDk>(params);
   const int lane = reread::lane_index();
 #pragma unroll 1
-  for (int64_t first = warp; first < places; first += int64_t{kPlacesOfWarp} * warps) {
+  for (int64_t first = warp; first < of_dq + 2 * of_keys; first += int64_t{kPlacesOfWarp} * warps) {
     const int64_t own = first + int64_t{lane / kLanesOfPlace} * warps;
-    const bool suspect =
-        own < places && is_suspect<Traits, kWanted>(params, own, lane % kLanesOfPlace);
+    const int of_place = lane % kLanesOfPlace;
+    bool suspect = false;
+    if (own < of_dq) {
+      suspect = is_suspect<Traits, Wanted::kDq>(params, own, of_place);
+    } else if (own < of_dq + of_keys) {
+      suspect = is_suspect<Traits, Wanted::kDv>(params, own - of_dq, of_place);
+    } else if (own < of_dq + 2 * of_keys) {
+      suspect = is_suspect<Traits, Wanted::kDk>(params, own - of_dq - of_keys, of_place);
+    }
     const uint32_t found = __ballot_sync(kFullWarp, suspect);
 #pragma unroll 1
     for (int i = 0; found != 0 && i < kPlacesOfWarp; ++i) {
-      if ((found >> i * kLanesOfPlace & ((1 << kLanesOfPlace) - 1)) != 0) {
-        repair_place<Traits, kWanted>(params, first + int64_t{i} * warps);
+      if ((found >> i * kLanesOfPlace & ((1 << kLanesOfPlace) - 1)) == 0) continue;
+      const int64_t place = first + int64_t{i} * warps;
+      if (place < of_dq) {
+        repair_place<Traits, Wanted::kDq>(params, place);
+      } else if (place < of_dq + of_keys) {
+        repair_place<Traits, Wanted::kDv>(params, place - of_dq);
+      } else {
+        repair_place<Traits, Wanted::kDk>(params, place - of_dq - of_keys);
       }
     }
   }
 }
 
-// Adds what warps of the kernel have left out.
-template <class Traits, Wanted kWanted>
-__device__ __forceinline__ void add_left_out(const CommonParams& params, int64_t places, int warp,
-                                             int warps) {
-  const uint8_t* const marks = params.left_out + (kWanted == Wanted::kDk ? places : 0);
-#pragma unroll 1
-  for (int64_t place = warp; place < places; place += warps) {
-    if (attention_backward::gradient_of<kWanted>(params).rows != nullptr && marks[place] != 0) {
-      repair_place<Traits, kWanted, true>(params, place);
-    }
-  }
-}
-
-template <class Traits>
-__device__ __forceinline__ void repair_all(const CommonParams& params, int warp, int warps) {
-  static_assert(kPlaces * kRowsOfPlace == Traits::kTileK && Traits::kTileQ % kRowsOfTile == 0);
-  const int64_t of_keys = attention_backward::key_tiles(params) * kPlaces;
-  if (params.left_out != nullptr) {
-    add_left_out<Traits, Wanted::kDv>(params, of_keys, warp, warps);
-    add_left_out<Traits, Wanted::kDk>(params, of_keys, warp, warps);
-    return;
-  }
-  if (!attention_backward::sums_dq(params)) {
-    const int64_t heads = int64_t{params.batch} * params.heads_q;
-    repair<Traits, Wanted::kDq>(params, heads * params.tiles_q * kDqPlaces<Traits>, warp, warps);
-  }
-  repair<Traits, Wanted::kDv>(params, of_keys, warp, warps);
-  repair<Traits, Wanted::kDk>(params, of_keys, warp, warps);
-}
-
-// dQ that the kernel has left as sums: a warp takes what one of the consumers has left of a part,
-// fragments of 16 rows.
-template <class Traits>
-__device__ __forceinline__ void write_sums(const CommonParams& params, int warp, int warps) {
-  constexpr int kWarpsOfPart = (Traits::kInPanels ? 1 : kConsumers) * kWarpsPerGroup;
-  constexpr int kChunks = Traits::kDqRegisters / 4;
-  static_assert(kWarpsOfPart * kThreadsPerWarp * Traits::kDqRegisters ==
-                Traits::kTileQ * Traits::kPanelColumns);
-  const Gradient& dq = params.dq_rows;
-  const int64_t tiles = int64_t{params.batch} * params.heads_q * params.tiles_q;
-  const int lane = reread::lane_index();
-#pragma unroll 1
-  for (int64_t own = warp; own < tiles * Traits::kPanels * kWarpsOfPart; own += warps) {
-    const int64_t part = own / kWarpsOfPart;
-    const auto warp_of_part = static_cast<int>(own - part * kWarpsOfPart);
-    const int64_t tile = part / Traits::kPanels;
-    const auto head_of_all = static_cast<int>(tile / params.tiles_q);
-    const auto tile_q = static_cast<int>(tile - int64_t{head_of_all} * params.tiles_q);
-    const Parts parts = Parts::of<Traits>(params, tile_q);
-    if (parts.first > parts.last) continue;
-    const int batch = head_of_all / params.heads_q;
-    const int head = head_of_all - batch * params.heads_q;
-    const int group = warp_of_part / kWarpsPerGroup;
-    const int first_row = tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group) +
-                          warp_of_part % kWarpsPerGroup * kRowsOfPlace;
-    const int first_column =
-        Traits::kSplitsColumns
-            ? group * Traits::kDqColumns
-            : static_cast<int>(part - tile * Traits::kPanels) * Traits::kPanelColumns;
-    const float* const sums = params.dq_sums + part * (Traits::kTileQ * Traits::kPanelColumns) +
-                              group * (Traits::kDqBytesPerGroup / 4) +
-                              (warp_of_part % kWarpsPerGroup * kThreadsPerWarp + lane) * 4;
-    float4 values[kChunks];
-    bool finite = true;
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      values[i] = *reinterpret_cast<const float4*>(sums + i * (4 * kThreadsPerGroup));
-    }
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      finite = finite && isfinite(values[i].x) && isfinite(values[i].y) && isfinite(values[i].z) &&
-               isfinite(values[i].w);
-    }
-    if (params.score.masked != 0 && !__all_sync(kFullWarp, finite)) {
-      attention_backward::masked_fallback<Traits, Wanted::kDq>(
-          params, {batch, head, first_row, min(first_row + kRowsOfPlace, params.seq_q),
-                   first_column, min(first_column + Traits::kDqColumns, params.dim)});
-      continue;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + lane / 4 + 8 * half;
-      if (row >= params.seq_q) continue;
-      const int64_t at = batch * dq.strides.batch + head * dq.strides.head + row * dq.strides.seq;
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        const int column = first_column + 8 * i + 2 * (lane % 4);
-        if (column >= params.dim) continue;
-        attention_backward::store_pair<typename Traits::Element>(
-            dq, at + column, params.accumulate != 0,
-            (half == 0 ? values[i].x : values[i].z) * params.scale,
-            (half == 0 ? values[i].y : values[i].w) * params.scale);
-      }
-    }
-  }
-}
-
-// What comes behind the main kernel: a block for dsinks of each head, where they are wanted, and
-// those that write dQ which was left as sums, and repair.
+// A block for dsinks of each head, where they are wanted, and those that repair.
 template <class Traits>
 __global__ void __launch_bounds__(attention_backward::kSinksThreads, 1)
     attention_backward_behind(const __grid_constant__ CommonParams params) {
@@ -353,11 +266,8 @@ __global__ void __launch_bounds__(attention_backward::kSinksThreads, 1)
   if (block < 0) {
     attention_backward::sum_sink_gradient<Traits>(params, static_cast<int>(blockIdx.x));
   } else {
-    const int warp = block * attention_backward::kSinksWarps + reread::warp_index();
-    const int warps =
-        (static_cast<int>(gridDim.x) - sinks_blocks) * attention_backward::kSinksWarps;
-    if (attention_backward::sums_dq(params)) write_sums<Traits>(params, warp, warps);
-    if (params.score.masked != 0) repair_all<Traits>(params, warp, warps);
+    repair<Traits>(params, block * attention_backward::kSinksWarps + reread::warp_index(),
+                   (static_cast<int>(gridDim.x) - sinks_blocks) * attention_backward::kSinksWarps);
   }
 }
 

@@ -204,7 +204,7 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
   }
   __device__ __forceinline__ void clear_keys() { clear(dv); }
   __device__ __forceinline__ void write_keys() {
-    Base::template write_keys_by_boxes<Wanted::kDv>(params.dv_direct, dv, 1.0f, params.dim_v);
+    Base::write_keys_by_boxes(params.dv_direct, dv, 1.0f, params.dim_v);
   }
 };
 
@@ -325,7 +325,7 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
   __device__ __forceinline__ void finish() { Base::make_dq_panels(kFirstPanel); }
   __device__ __forceinline__ void clear_keys() { clear(dk); }
   __device__ __forceinline__ void write_keys() {
-    Base::template write_keys_by_boxes<Wanted::kDk>(params.dk_direct, dk, params.scale, params.dim);
+    Base::write_keys_by_boxes(params.dk_direct, dk, params.scale, params.dim);
   }
 };
 

@@ -71,8 +71,7 @@ struct MapOf {
   MapShape shape;
 };
 
-// Whether the copy engine cannot write a gradient: dQ is left as sums then, dK and dV consumers
-// write themselves.
+// Whether consumers write a gradient themselves, since the copy engine cannot.
 bool is_direct(const AttentionBackwardProblem& p, const RowsView<void>& gradient) {
   return gradient.data != nullptr && (p.accumulate || gradient.dtype != p.q.dtype);
 }
@@ -131,6 +130,7 @@ void fill_repeats(const AttentionBackwardProblem& p, Params* params) {
 
 // Behind the addresses.
 void fill_directs(const AttentionBackwardProblem& p, Params* params) {
+  params->dq_direct = is_direct(p, p.dq) ? params->dq_rows : Direct{};
   params->dk_direct = is_direct(p, p.dk) ? params->dk_rows : Direct{};
   params->dv_direct = is_direct(p, p.dv) ? params->dv_rows : Direct{};
 }

@@ -292,23 +292,22 @@ struct PanelConsumer : Consumer<Traits> {
     clear(dv);
   }
   __device__ __forceinline__ void write_keys() {
-    write_keys_by_boxes<Wanted::kDv>(params.dv_direct, dv, 1.0f, params.dim_v);
-    write_keys_by_boxes<Wanted::kDk>(params.dk_direct, dk, params.scale, params.dim);
+    write_keys_by_boxes(params.dv_direct, dv, 1.0f, params.dim_v);
+    write_keys_by_boxes(params.dk_direct, dk, params.scale, params.dim);
   }
   // dK or dV by this consumer's own slot.
-  template <Wanted kWanted, int kRegisters>
+  template <int kRegisters>
   __device__ __forceinline__ void write_keys_by_boxes(const Direct& direct,
                                                       const float (&values)[kRegisters],
                                                       float scale, int columns) {
     constexpr int kMost = Traits::kSlotBoxes * kBoxColumns / 2;  // registers
-    const bool writes = direct.rows != nullptr && !Base::template leaves_out<kWanted>(values);
 #pragma unroll
     for (int first = 0; first < kRegisters; first += kMost) {
       wait_for_own_slot();
       if (kRegisters - first >= kMost) {
-        write_some_keys<kMost>(direct, values, first, scale, columns, writes);
+        write_some_keys<kMost>(direct, values, first, scale, columns);
       } else {
-        write_some_keys<kRegisters % kMost>(direct, values, first, scale, columns, writes);
+        write_some_keys<kRegisters % kMost>(direct, values, first, scale, columns);
       }
       Base::fill_slot(group);
     }
@@ -316,14 +315,14 @@ struct PanelConsumer : Consumer<Traits> {
   template <int kSome, int kRegisters>
   __device__ __forceinline__ void write_some_keys(const Direct& direct,
                                                   const float (&values)[kRegisters], int first,
-                                                  float scale, int columns, bool writes) const {
+                                                  float scale, int columns) const {
     if constexpr (kSome > 0) {
       float some[kSome];
 #pragma unroll
       for (int i = 0; i < kSome; ++i) some[i] = values[first + i];
       if (direct.rows == nullptr) {
         Base::store_rows(own_slot(), some, scale);
-      } else if (writes) {
+      } else {
         write_keys_directly(direct, some, scale, first * 2, columns);
       }
     }

@@ -16,7 +16,7 @@ struct Repeats {
   int32_t head;
 };
 
-// dK or dV that consumers write from their registers, in fp32 or added to what is there. Without
+// A gradient that consumers write from their registers, in fp32 or added to what is there. Without
 // `rows` the copy engine writes it, by its map.
 using Direct = attention_backward::Gradient;
 
@@ -36,6 +36,7 @@ struct Params : attention_backward::CommonParams {
   Repeats v_repeats;
   Repeats dout_repeats;
 
+  Direct dq_direct;
   Direct dk_direct;
   Direct dv_direct;
 };
