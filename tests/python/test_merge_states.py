@@ -187,7 +187,9 @@ ERRORS: list[tuple[type, str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "sentence", "call"), ERRORS, ids=lambda each: str(each)[:60])
+@pytest.mark.parametrize(
+    ("kind", "sentence", "call"), ERRORS, ids=[sentence[:60] for _, sentence, _ in ERRORS]
+)
 def test_errors(kind: type, sentence: str, call: Any) -> None:
     outs, lses = values()
     before = outs.copy()
