@@ -300,7 +300,6 @@ const GroupedProductFamily kSm89GroupedProduct =
     family<GroupedProductProblem, kSm89, Kind::kMany>();
 const GroupedProductFamily kCpuGroupedProduct = family<GroupedProductProblem, kCpu, Kind::kHost>();
 // Of the CPU alone, whose plans are not kept.
-const MergeStatesFamily kCpuMergeStates = {kCpu, FLASHMOE_DEVICE_CPU, nullptr, nullptr};
 const MoeRouteBackwardFamily kCpuMoeRouteBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr, nullptr};
 const MoeBackwardFamily kCpuMoeBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr, nullptr};
 const GroupedProductBackwardFamily kCpuGroupedProductBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr,
