@@ -120,16 +120,16 @@ def moe_backward(
 
     Args:
         dout: [T, H], x's dtype.
-        x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up, b_up, b_down, alpha,
-            limit, up_offset, weight_on_input: As moe_forward had them.
+        x, w_gate_up, w_down, routing, w_up, gate, activation: As moe_forward had them.
+        b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input: Likewise.
         pre_activation: What moe_forward returned with return_pre_activation; None computes it
             again, to the same bits.
         wanted: A flag for each of MoeGradients, in order; None is all. One that is not wanted, and
             not given below, is None in what is returned.
         accumulate: Add to the gradients that are given; those that are not are not computed.
-        dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights: Where to write. Of the
-            shape of what they are of, of its dtype or fp32 (dweights is fp32); strides are their
-            own, as moe_forward takes them. May overlap no other tensor.
+        dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights: Where to write. Of
+            the shape of what they are of, of its dtype or fp32 (dweights is fp32); strides are
+            their own, as moe_forward takes them. May overlap no other tensor.
         kernel: "cpu", or None.
         stream: As in flash_attention.
 
@@ -269,10 +269,11 @@ def fused_moe_backward(
     Args:
         dout: Of the shape and dtype of tokens.
         tokens: [T, H]: rows, here.
-        router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring, renormalize,
-            selection_bias, num_groups, top_groups, scale, w_up, gate, activation, b_gate_up, b_up,
-            b_down, alpha, limit, up_offset, weight_on_input: As fused_moe had them. A router of
-            which the number of experts is no multiple of 8 is the caller's: pass logits.
+        router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring: As fused_moe had
+            them. A router of which the number of experts is no multiple of 8 is the caller's:
+            pass logits.
+        renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate: Likewise.
+        activation, b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input: Likewise.
         kernel, stream: As in moe_backward.
 
     Raises: What flash_attention raises. A message names the argument.
